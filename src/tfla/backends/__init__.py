@@ -1,0 +1,36 @@
+"""The ways to compute the operator: every module here with a ``BACKEND`` is one (:mod:`tfla.backends.base`)."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from tfla.backends.base import Backend, Inputs
+
+
+def _load() -> dict[str, Backend]:
+    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
+    found: list[Backend] = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
+    return {b.name: b for b in sorted(found, key=lambda b: -b.priority)}
+
+
+BACKENDS = _load()
+
+
+def select(name: str | None, x: Inputs) -> Backend:
+    """The backend of that name, or the best one for these inputs.
+
+    Raises:
+        ValueError: no backend has that name, or it cannot run these inputs (the message says why).
+    """
+    if name is None:
+        return next(b for b in BACKENDS.values() if b.unsupported(x) is None)
+    if name not in BACKENDS:
+        raise ValueError(f"backend: got {name!r}, allowed are None and {', '.join(map(repr, BACKENDS))}")
+    why = BACKENDS[name].unsupported(x)
+    if why is not None:
+        raise ValueError(f"backend: {name!r} cannot run these inputs: {why}")
+    return BACKENDS[name]
+
+
+__all__ = ["BACKENDS", "Backend", "Inputs", "select"]

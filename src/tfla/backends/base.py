@@ -1,0 +1,142 @@
+"""The contract between the operator and the ways to compute it.
+
+A backend is a module of this package with an object ``BACKEND``. It computes, for every head (design notes, section 1),
+
+    C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T        n_t = exp(log_f_t) n_{t-1} + exp(log_i_t) k_t
+    h_t = scale C_t^T q_t / max(|scale n_t^T q_t|, 1)          without normaliser: h_t = scale C_t^T q_t
+
+with states stabilised by ``m_t = max(log_f_t + m_{t-1}, log_i_t)`` where there is a normaliser, by ``m = 0`` where not.
+It sees log-gates, never a model's pre-activations, and finite ones (:mod:`tfla.ops.gates` clamps them).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Inputs(NamedTuple):
+    """q, k (B, T, Hq, dqk); v (B, T, H, dhv), Hq divides H; log-gates (B, T, H); state as in :class:`tfla.State`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_i: Tensor | None  # None: all zero
+    log_f: Tensor
+    C: Tensor | None  # initial state, None: all zero
+    n: Tensor | None
+    m: Tensor | None
+    cu_seqlens: Tensor | None  # (sequences + 1,) int; then B = 1 and states have one row a sequence
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """The dtype of states and accumulators."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to compute, apart from the tensors."""
+
+    scale: float
+    normalize: bool
+    normalizer_grad: bool  # False: the paper's convention, no gradient through the denominator
+    chunk_size: int  # distance between stored states
+    kernel: str
+    save: bool  # keep what the backward needs
+    final_state: bool
+
+
+class Outputs(NamedTuple):
+    """What a forward returns; parts that were not asked for have shape (0,)."""
+
+    h: Tensor  # like v
+    C: Tensor  # final states
+    n: Tensor
+    m: Tensor
+    d: Tensor  # stabilised denominators exp(-m_t) d_t, (B, T, H)
+    chunk_C: Tensor  # states at the starts of chunks, (stored_states, H, dqk, dhv)
+    chunk_n: Tensor
+
+
+class Grads(NamedTuple):
+    """Gradients with respect to :class:`Inputs`, in any float dtype; those of missing inputs are ignored."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_i: Tensor
+    log_f: Tensor
+    C: Tensor
+    n: Tensor
+
+
+class Backend(ABC):
+    """One way to compute the operator."""
+
+    name: str
+    priority: int  # `backend=None` takes the highest that can run
+    kernels: tuple[str, ...]  # the first is the default
+
+    @abstractmethod
+    def unsupported(self, x: Inputs) -> str | None:
+        """Why these inputs cannot run here, or None."""
+
+    @abstractmethod
+    def default_chunk_size(self, x: Inputs) -> int: ...
+
+    @abstractmethod
+    def forward(self, x: Inputs, spec: Spec) -> Outputs: ...
+
+    @abstractmethod
+    def backward(
+        self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec
+    ) -> Grads:
+        """From the cotangents of h and of the final state; ``out`` holds h, d and the chunk states of the forward."""
+
+    def stored_states(self, x: Inputs, chunk_size: int) -> int:
+        """Rows of `Outputs.chunk_C`; for packed sequences an upper bound known without reading their lengths."""
+        B, T = x.v.shape[:2]
+        if x.cu_seqlens is None:
+            return B * ((T + chunk_size - 1) // chunk_size)
+        return T // chunk_size + x.sequences
+
+
+def sequence_slot(x: Inputs, chunk_size: int, s: int, start: int) -> int:
+    """The row of the first chunk of sequence s, which starts at token ``start``; its other chunks follow."""
+    if x.cu_seqlens is None:
+        return s * ((x.v.shape[1] + chunk_size - 1) // chunk_size)
+    return start // chunk_size + s
+
+
+def sequence_bounds(x: Inputs) -> list[tuple[int, int, int]]:
+    """(batch row, first token, one past the last token) of every sequence. Reads cu_seqlens: host backends only."""
+    if x.cu_seqlens is None:
+        return [(b, 0, x.v.shape[1]) for b in range(x.v.shape[0])]
+    at = x.cu_seqlens.tolist()
+    return [(0, a, b) for a, b in zip(at[:-1], at[1:], strict=True)]
+
+
+def initial_state(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
+    """The initial state as fresh tensors of the accumulator's dtype; zeros where none was given."""
+    N, H, K, V = x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3]
+    options = {"device": x.q.device, "dtype": x.acc_dtype}
+    C = torch.zeros(N, H, K, V, **options) if x.C is None else x.C.to(**options, copy=True)
+    if not spec.normalize:
+        return C, torch.zeros(0, **options), torch.zeros(0, **options)
+    n = torch.zeros(N, H, K, **options) if x.n is None else x.n.to(**options, copy=True)
+    m = torch.zeros(N, H, **options) if x.m is None else x.m.to(**options, copy=True)
+    return C, n, m
+
+
+def input_gate(x: Inputs) -> Tensor:
+    """log_i, or the zeros it stands for."""
+    return torch.zeros_like(x.log_f) if x.log_i is None else x.log_i

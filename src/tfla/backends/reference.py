@@ -1,0 +1,241 @@
+"""The paper's equations as they are written: recurrent (1)-(8), parallel (27)-(35), chunkwise (36)-(56). The truth of all tests.
+
+Functions take one sequence of one head group: q, k (T, H, dqk), v (T, H, dhv), log-gates (T, H), state (H, ...),
+all of one dtype. Two things are more general than the paper: the normaliser can be off (mLSTMsig (22)-(24), any
+scalar-gated linear attention), and every form starts from a given state. Without normaliser the max state is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import (
+    Backend,
+    Grads,
+    Inputs,
+    Outputs,
+    Spec,
+    initial_state,
+    input_gate,
+    sequence_bounds,
+)
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def bounded_denominator(d: Tensor, m: Tensor) -> Tensor:
+    """max(|d|, exp(-m)), the denominator of (4) and (34) for a stabilised d."""
+    floor = torch.exp(-m)
+    return torch.where(d.abs() > floor, d.abs(), floor)
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, C: Tensor, n: Tensor, m: Tensor, scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Triple]:
+    """One time step, (1)-(8), over any leading dims. Returns h, the stabilised d = n^T q scale, and the new state.
+
+    m cancels out of h and of the true state exp(m) C, so it is a constant for autograd.
+    """
+    if not normalize:  # (22)-(24)
+        C = log_f.exp()[..., None, None] * C + log_i.exp()[..., None, None] * k[..., :, None] * v[..., None, :]
+        h = torch.einsum("...kv,...k->...v", C, q) * scale
+        return h, torch.zeros_like(log_f), (C, n, m)
+    m_new = torch.maximum(log_f + m, log_i).detach()  # (1)
+    f = torch.exp(log_f + m - m_new)  # (6)
+    i = torch.exp(log_i - m_new)  # (7)
+    C = f[..., None, None] * C + i[..., None, None] * k[..., :, None] * v[..., None, :]  # (2)
+    n = f[..., None] * n + i[..., None] * k  # (3)
+    d = torch.einsum("...k,...k->...", n, q) * scale
+    h = torch.einsum("...kv,...k->...v", C, q) * scale / bounded_denominator(d, m_new)[..., None]  # (4)
+    return h, d, (C, n, m_new)
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: Triple, scale: float, normalize: bool,
+    chunk_size: int = 0,
+) -> tuple[Tensor, Tensor, Triple]:
+    """Step by step; returns h (T, H, dhv), d (T, H) and the final state."""
+    h, d = [], []
+    for t in range(q.shape[0]):
+        h_t, d_t, state = step(q[t], k[t], v[t], log_i[t], log_f[t], *state, scale, normalize)
+        h.append(h_t)
+        d.append(d_t)
+    return torch.stack(h), torch.stack(d), state
+
+
+def gate_matrix(log_i: Tensor, log_f: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """D~ (27)-(29) as (H, T, T), the decay b + m of the initial state (T, H), and the max state (T, H) of each row.
+
+    D~_ij = sum of log_f over j+1 .. i, plus log_i_j: summed directly, since differences of long sums cancel.
+    """
+    T = log_f.shape[0]
+    causal = torch.ones(T, T, dtype=torch.bool, device=log_f.device).tril()
+    f = log_f.T[:, :, None].expand(-1, T, T).masked_fill(~causal.tril(-1), 0.0)
+    D = (f.cumsum(1) + log_i.T[:, None, :]).masked_fill(~causal, -torch.inf)
+    carried = log_f.cumsum(0) + m
+    return D, carried, torch.maximum(D.amax(-1).T, carried)
+
+
+def parallel(
+    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: Triple, scale: float, normalize: bool,
+    chunk_size: int = 0,
+) -> tuple[Tensor, Tensor, Triple]:
+    """All steps at once, (27)-(35), the initial state being one more (oldest) key and value. Quadratic in T."""
+    C, n, m_start = state
+    D, carried, m = gate_matrix(log_i, log_f, m_start if normalize else torch.zeros_like(log_f[0]))
+    m = m.detach() if normalize else torch.zeros_like(m)
+    D = torch.exp(D - m.T[:, :, None])  # (30)
+    inter = torch.exp(carried - m)
+    S = torch.einsum("ihk,jhk->hij", q, k) * scale * D  # (31)-(33)
+    h = torch.einsum("hij,jhv->ihv", S, v) + inter[..., None] * torch.einsum("ihk,hkv->ihv", q, C) * scale
+    last = D[:, -1].T
+    C = inter[-1][:, None, None] * C + torch.einsum("jh,jhk,jhv->hkv", last, k, v)
+    if not normalize:
+        return h, torch.zeros_like(m), (C, n, m_start)
+    d = S.sum(-1).T + inter * torch.einsum("ihk,hk->ih", q, n) * scale
+    n = inter[-1][:, None] * n + torch.einsum("jh,jhk->hk", last, k)
+    return h / bounded_denominator(d, m)[..., None], d, (C, n, m[-1])  # (34), (35)
+
+
+def chunkwise(
+    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: Triple, scale: float, normalize: bool,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor, Triple]:
+    """Chunk after chunk, (36)-(56): inside a chunk the parallel form with the state C_{k-1} in front, (44)-(56);
+    its last row of weights is exp(a_k - m_k), so the state it returns is (39)-(43)."""
+    h, d = [], []
+    for c in range(0, q.shape[0], chunk_size):
+        part = slice(c, c + chunk_size)
+        h_c, d_c, state = parallel(q[part], k[part], v[part], log_i[part], log_f[part], state, scale, normalize)
+        h.append(h_c)
+        d.append(d_c)
+    return torch.cat(h), torch.cat(d), state
+
+
+def recurrent_backward(
+    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: Triple, dh: Tensor, dC: Tensor, dn: Tensor,
+    spec: Spec,
+) -> tuple[Tensor, ...]:
+    """The exact gradients, step by step backwards (design notes, section 1), one head group of one sequence.
+
+    dC, dn: cotangents of the stabilised final state. They are carried as exp(m_t) dL/dC_t, so no exponent is positive.
+    Returns dq, dk, dv, dlog_i, dlog_f and the cotangents of the initial C, n.
+    """
+    T = q.shape[0]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dlog_i, dlog_f = torch.empty_like(log_i), torch.empty_like(log_f)
+    states, outputs = [state], []
+    for t in range(T):
+        h_t, d_t, state = step(q[t], k[t], v[t], log_i[t], log_f[t], *state, spec.scale, spec.normalize)
+        states.append(state)
+        outputs.append((h_t, d_t))
+    running = (state[0] * dC).sum((-2, -1))
+    if spec.normalize:
+        running = running + (state[1] * dn).sum(-1)
+    for t in reversed(range(T)):
+        C, n, m = states[t + 1]
+        (h_t, d_t), m_prev = outputs[t], states[t][2]
+        do, dd = dh[t], torch.zeros_like(d_t)
+        f, i = log_f[t].exp(), log_i[t].exp()
+        if spec.normalize:
+            D = bounded_denominator(d_t, m)
+            do = dh[t] / D[:, None]
+            if spec.normalizer_grad:
+                dd = torch.where(d_t.abs() > torch.exp(-m), -d_t.sign() * (dh[t] * h_t).sum(-1) / D, dd)
+            f, i = torch.exp(log_f[t] + m_prev - m), torch.exp(log_i[t] - m)
+        dC = dC + spec.scale * q[t][:, :, None] * do[:, None, :]
+        dq[t] = spec.scale * torch.einsum("hkv,hv->hk", C, do)
+        dk[t] = i[:, None] * torch.einsum("hkv,hv->hk", dC, v[t])
+        dv[t] = i[:, None] * torch.einsum("hkv,hk->hv", dC, k[t])
+        if spec.normalize:
+            dn = dn + spec.scale * q[t] * dd[:, None]
+            dq[t] += spec.scale * n * dd[:, None]
+            dk[t] += i[:, None] * dn
+        dlog_i[t] = (k[t] * dk[t]).sum(-1)
+        running = running + (q[t] * dq[t]).sum(-1) - dlog_i[t]
+        dlog_f[t] = running
+        dC = f[:, None, None] * dC
+        dn = f[:, None] * dn if spec.normalize else dn
+    return dq, dk, dv, dlog_i, dlog_f, dC, dn
+
+
+FORMS: dict[str, Callable[..., tuple[Tensor, Tensor, Triple]]] = {
+    "recurrent": recurrent,
+    "parallel": parallel,
+    "chunkwise": chunkwise,
+}
+
+
+class Reference(Backend):
+    """Loops over sequences and calls the forms above; q and k are repeated for the heads of their group."""
+
+    name = "reference"
+    priority = -10
+    kernels = tuple(FORMS)
+
+    def unsupported(self, x: Inputs) -> str | None:
+        return None
+
+    def default_chunk_size(self, x: Inputs) -> int:
+        return 64
+
+    def stored_states(self, x: Inputs, chunk_size: int) -> int:
+        return 0
+
+    def _heads(self, x: Inputs) -> tuple[Tensor, ...]:
+        group = x.v.shape[2] // x.q.shape[2]
+        dtype = x.acc_dtype
+        q, k = (t.to(dtype).repeat_interleave(group, 2) for t in (x.q, x.k))
+        return q, k, x.v.to(dtype), input_gate(x).to(dtype), x.log_f.to(dtype)
+
+    def forward(self, x: Inputs, spec: Spec) -> Outputs:
+        q, k, v, log_i, log_f = self._heads(x)
+        C, n, m = initial_state(x, spec)
+        h, d = torch.empty_like(v), torch.empty_like(log_f)
+        form = FORMS[spec.kernel]
+        for s, (b, a, e) in enumerate(sequence_bounds(x)):
+            if a == e:
+                continue
+            state = (C[s], n[s], m[s]) if spec.normalize else (C[s], n, m)
+            part = (b, slice(a, e))
+            h[part], d[part], new = form(
+                q[part], k[part], v[part], log_i[part], log_f[part], state, spec.scale, spec.normalize, spec.chunk_size
+            )
+            C[s] = new[0]
+            if spec.normalize:
+                n[s], m[s] = new[1:]
+        none = C.new_empty(0)
+        if not spec.final_state:
+            C, n, m = none, none.clone(), none.clone()
+        d = d if spec.normalize and spec.save else none.clone()
+        return Outputs(h.to(x.v.dtype), C, n, m, d, none.clone(), none.clone())
+
+    def backward(
+        self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec
+    ) -> Grads:
+        q, k, v, log_i, log_f = self._heads(x)
+        C, n, m = initial_state(x, spec)
+        dC_all = torch.zeros_like(C) if dC is None else dC.to(C.dtype, copy=True)
+        dn_all = torch.zeros_like(n) if dn is None else dn.to(C.dtype, copy=True)
+        dq, dk, dv, dlog_i, dlog_f = (torch.empty_like(t) for t in (q, k, v, log_i, log_f))
+        for s, (b, a, e) in enumerate(sequence_bounds(x)):
+            if a == e:
+                continue
+            part = (b, slice(a, e))
+            state = (C[s], n[s], m[s]) if spec.normalize else (C[s], n, m)
+            dn_s = dn_all[s] if spec.normalize else dn_all
+            dq[part], dk[part], dv[part], dlog_i[part], dlog_f[part], dC_all[s], dn_s = recurrent_backward(
+                q[part], k[part], v[part], log_i[part], log_f[part], state, dh[part].to(q.dtype), dC_all[s], dn_s, spec
+            )
+            if spec.normalize:
+                dn_all[s] = dn_s
+        group = q.shape[2] // x.q.shape[2]
+        dq, dk = (t.unflatten(2, (-1, group)).sum(3) for t in (dq, dk))
+        return Grads(dq, dk, dv, dlog_i, dlog_f, dC_all, dn_all)
+
+
+BACKEND = Reference()

@@ -1,0 +1,169 @@
+"""What a user calls."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from tfla.backends import Inputs, select
+from tfla.backends.reference import step as reference_step
+from tfla.ops import checks
+from tfla.ops.gates import InputGate, clamp, log_gates
+from tfla.ops.operator import attend
+from tfla.ops.state import State
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast q, k, v take its dtype, as in attention; gates and states keep theirs."""
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tensors
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor | None, log_f: Tensor, normalize: bool,
+    initial_state: State | None, return_state: bool, cu_seqlens: Tensor | None, chunk_size: int | None,
+    scale: float | None, backend: str | None, kernel: str | None, normalizer_grad: bool,
+) -> Tensor | tuple[Tensor, State]:
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in _autocast(q, k, v))
+    checks.check_chunk_size(chunk_size)
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, q)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
+    C, n, m = initial_state or (None, None, None)
+    x = Inputs(q, k, v, log_i, log_f, C, n, m if m is None else clamp(m), cu_seqlens)
+    chosen = select(backend, x)
+    if kernel is not None and kernel not in chosen.kernels:
+        allowed = ", ".join(map(repr, chosen.kernels))
+        raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
+    h, C, n, m, *_ = attend(
+        *x, q.shape[-1] ** -0.5 if scale is None else float(scale), normalize, normalizer_grad,
+        chunk_size or chosen.default_chunk_size(x), chosen.name, kernel or chosen.kernels[0], save, return_state,
+    )  # fmt: skip
+    if not return_state:
+        return h
+    return h, State(C, n, m.detach()) if normalize else State(C)
+
+
+@overload
+def mlstm(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, return_state: Literal[False] = False,
+    input_gate: InputGate = ..., initial_state: State | None = ..., cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ..., scale: float | None = ..., backend: str | None = ..., kernel: str | None = ...,
+    normalizer_grad: bool = ...,
+) -> Tensor: ...
+@overload
+def mlstm(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, return_state: Literal[True],
+    input_gate: InputGate = ..., initial_state: State | None = ..., cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ..., scale: float | None = ..., backend: str | None = ..., kernel: str | None = ...,
+    normalizer_grad: bool = ...,
+) -> tuple[Tensor, State]: ...
+def mlstm(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, input_gate: InputGate = "exp",
+    initial_state: State | None = None, return_state: bool = False, cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None, scale: float | None = None, backend: str | None = None, kernel: str | None = None,
+    normalizer_grad: bool = True,
+) -> Tensor | tuple[Tensor, State]:
+    """The mLSTM over whole sequences: mLSTMexp, equations (1)-(8), or mLSTMsig, (22)-(24).
+
+    Args:
+        q, k: (B, T, Hq, dqk), float64, float32, bfloat16 or float16; Hq divides H, each head serves a group of v's.
+        v: (B, T, H, dhv), dtype of q. Any strides; a dense last dimension is read without a copy.
+        i, f: (B, T, H), pre-activations of the input and the forget gate, any float dtype. Infinite ones are allowed
+            and act as closed or wide open.
+        input_gate: "exp" (with normaliser and max state) or "sigmoid" (with neither).
+        initial_state: where the sequences start; zeros if None.
+        return_state: also return the state behind the last step.
+        cu_seqlens: (sequences + 1,) int, for B = 1: where packed sequences start and, last, T. Sequences may be empty.
+        chunk_size: distance in steps between the states stored for the backward; None picks it.
+        scale: of the queries; None is 1/sqrt(dqk).
+        backend: how to compute it; None picks what is fastest here.
+        kernel: which of the backend's forms; None picks.
+        normalizer_grad: False leaves the denominator of (4) out of the gradient, as the paper does.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+    """
+    checks.check_input_gate(input_gate)
+    checks.check_inputs(q, k, v, {"i": i, "f": f}, None, time=True)
+    log_i, log_f = log_gates(i, f, input_gate)
+    return _run(
+        q, k, v, log_i, log_f, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale, backend,
+        kernel, normalizer_grad,
+    )  # fmt: skip
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, *, normalize: bool = False,
+    initial_state: State | None = None, return_state: bool = False, cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None, scale: float | None = None, backend: str | None = None, kernel: str | None = None,
+    normalizer_grad: bool = True,
+) -> Tensor | tuple[Tensor, State]:
+    """Scalar-gated linear attention: C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T, o_t = scale C_t^T q_t.
+
+    RetNet and Lightning Attention: log_f constant per head. Simple GLA: log_f = g. Mamba-2: log_f = A dt, log_i = log dt,
+    scale = 1.
+
+    Args:
+        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0.
+        normalize: divide by max(abs(scale n_t^T q_t), 1), n_t being the same sum over k alone, as mLSTMexp does.
+
+    The other arguments, the result and the errors are those of :func:`mlstm`.
+    """
+    gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
+    checks.check_inputs(q, k, v, gates, None, time=True)
+    return _run(
+        q, k, v, None if log_i is None else clamp(log_i), clamp(log_f), normalize, initial_state, return_state, cu_seqlens,
+        chunk_size, scale, backend, kernel, normalizer_grad,
+    )  # fmt: skip
+
+
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: State, scale: float | None, normalize: bool
+) -> tuple[Tensor, State]:
+    q, k, v = _autocast(q, k, v)
+    checks.check_state(state, q.shape[0], q, v, normalize, "state")
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    group = v.shape[1] // q.shape[1]
+    wide = [t.to(dtype) for t in (q, k, v, log_i, log_f)]
+    wide[:2] = [t.repeat_interleave(group, 1) if group > 1 else t for t in wide[:2]]
+    C, n, m = (t if t is None else t.to(dtype) for t in state)
+    if m is not None:
+        m = clamp(m)
+    h, _, new = reference_step(*wide, C, n, m, q.shape[-1] ** -0.5 if scale is None else float(scale), normalize)  # type: ignore[arg-type]
+    return h.to(v.dtype), State(*new)
+
+
+def mlstm_step(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: State, *, input_gate: InputGate = "exp",
+    scale: float | None = None,
+) -> tuple[Tensor, State]:
+    """One step of :func:`mlstm`, for decoding: q, k (B, Hq, dqk), v (B, H, dhv), i, f (B, H). Returns h and the new state.
+
+    Start from :meth:`State.zeros` or from a state that :func:`mlstm` returned. Same errors as :func:`mlstm`.
+    """
+    checks.check_input_gate(input_gate)
+    checks.check_inputs(q, k, v, {"i": i, "f": f}, state, time=False)
+    return _step(q, k, v, *log_gates(i, f, input_gate), state, scale, input_gate == "exp")
+
+
+def linear_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, state: State, log_i: Tensor | None = None, *, normalize: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, State]:
+    """One step of :func:`linear_attention`: q, k (B, Hq, dqk), v (B, H, dhv), log-gates (B, H)."""
+    gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
+    checks.check_inputs(q, k, v, gates, state, time=False)
+    log_i = torch.zeros_like(log_f) if log_i is None else log_i
+    return _step(q, k, v, clamp(log_i), clamp(log_f), state, scale, normalize)

@@ -1,0 +1,94 @@
+"""What the public operators accept. Every message names the argument, what was given and what is allowed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tfla.ops.gates import INPUT_GATES
+from tfla.ops.state import State
+
+
+def _tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected a float dtype")
+
+
+def _shape(name: str, x: Tensor, allowed: tuple[int | str, ...]) -> None:
+    if x.dim() != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, x.shape, strict=True)):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected ({', '.join(map(str, allowed))})")
+
+
+def check_input_gate(input_gate: object) -> None:
+    if input_gate not in INPUT_GATES:
+        raise ValueError(f"input_gate: got {input_gate!r}, allowed are {', '.join(map(repr, INPUT_GATES))}")
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], state: object, time: bool) -> None:
+    """Shapes, dtypes and devices of one call; ``time``: sequences (B, T, H, d) rather than single steps (B, H, d)."""
+    for name, x in {"q": q, "k": k, "v": v, **gates}.items():
+        _tensor(name, x)
+    lead: tuple[str, ...] = ("B", "T") if time else ("B",)
+    _shape("q", q, (*lead, "H", "dqk"))
+    *batch, heads, dqk = q.shape
+    _shape("k", k, (*batch, heads, dqk))
+    _shape("v", v, (*batch, "H", "dhv"))
+    if min(*v.shape, *q.shape) < 1 and 0 in (*v.shape[1:], *q.shape[1:]):
+        raise ValueError(f"v: got shape {tuple(v.shape)} with q {tuple(q.shape)}, expected no empty dimension but B")
+    if v.shape[-2] % heads:
+        raise ValueError(f"v: got {v.shape[-2]} heads, expected a multiple of the {heads} heads of q and k")
+    for name, x in gates.items():
+        _shape(name, x, tuple(v.shape[:-1]))
+    for name, x in {"k": k, "v": v}.items():
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
+    for name, x in {"k": k, "v": v, **gates}.items():
+        if x.device != q.device:
+            raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
+
+
+def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: bool, name: str) -> None:
+    if not isinstance(state, State):
+        raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.State")
+    heads, dqk, dhv = v.shape[-2], q.shape[-1], v.shape[-1]
+    shapes = {"C": (sequences, heads, dqk, dhv), "n": (sequences, heads, dqk), "m": (sequences, heads)}
+    for part, shape in shapes.items():
+        x = getattr(state, part)
+        if part != "C" and not normalize:
+            if x is not None:
+                raise ValueError(f"{name}.{part}: got a tensor, expected None: this form has no normaliser")
+            continue
+        _tensor(f"{name}.{part}", x)
+        _shape(f"{name}.{part}", x, shape)
+        if x.device != q.device:
+            raise ValueError(f"{name}.{part}: got device {x.device}, expected that of q, {q.device}")
+
+
+def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
+    """On a GPU its values are not read, so that nothing waits for the device; they must be right."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: got {got}, expected an int32 or int64 tensor")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
+    if q.shape[0] != 1:
+        raise ValueError(f"q: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, expected that of q, {q.device}")
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        at = cu_seqlens.tolist()
+        if at[0] != 0 or at[-1] != q.shape[1]:
+            raise ValueError(f"cu_seqlens: goes from {at[0]} to {at[-1]}, expected from 0 to T = {q.shape[1]}")
+        if any(a > b for a, b in zip(at[:-1], at[1:], strict=True)):
+            raise ValueError(f"cu_seqlens: got {at}, expected values that never fall")
+
+
+def check_chunk_size(chunk_size: object) -> None:
+    if chunk_size is None:
+        return
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | torch.SymInt):
+        raise TypeError(f"chunk_size: got {type(chunk_size).__name__}, expected an int or None")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
