@@ -97,9 +97,7 @@ class Backend(ABC):
     def forward(self, x: Inputs, spec: Spec) -> Outputs: ...
 
     @abstractmethod
-    def backward(
-        self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec
-    ) -> Grads:
+    def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """From the cotangents of h and of the final state; ``out`` holds h, d and the chunk states of the forward."""
 
     def stored_states(self, x: Inputs, chunk_size: int) -> int:

@@ -33,7 +33,15 @@ def bounded_denominator(d: Tensor, m: Tensor) -> Tensor:
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, C: Tensor, n: Tensor, m: Tensor, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor,
+    log_f: Tensor,
+    C: Tensor,
+    n: Tensor,
+    m: Tensor,
+    scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Triple]:
     """One time step, (1)-(8), over any leading dims. Returns h, the stabilised d = n^T q scale, and the new state.
@@ -55,7 +63,14 @@ def step(
 
 
 def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: Triple, scale: float, normalize: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor,
+    log_f: Tensor,
+    state: Triple,
+    scale: float,
+    normalize: bool,
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Triple]:
     """Step by step; returns h (T, H, dhv), d (T, H) and the final state."""
@@ -81,7 +96,14 @@ def gate_matrix(log_i: Tensor, log_f: Tensor, m: Tensor) -> tuple[Tensor, Tensor
 
 
 def parallel(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: Triple, scale: float, normalize: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor,
+    log_f: Tensor,
+    state: Triple,
+    scale: float,
+    normalize: bool,
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Triple]:
     """All steps at once, (27)-(35), the initial state being one more (oldest) key and value. Quadratic in T."""
@@ -102,7 +124,14 @@ def parallel(
 
 
 def chunkwise(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: Triple, scale: float, normalize: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor,
+    log_f: Tensor,
+    state: Triple,
+    scale: float,
+    normalize: bool,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor, Triple]:
     """Chunk after chunk, (36)-(56): inside a chunk the parallel form with the state C_{k-1} in front, (44)-(56);
@@ -117,7 +146,15 @@ def chunkwise(
 
 
 def recurrent_backward(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: Triple, dh: Tensor, dC: Tensor, dn: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor,
+    log_f: Tensor,
+    state: Triple,
+    dh: Tensor,
+    dC: Tensor,
+    dn: Tensor,
     spec: Spec,
 ) -> tuple[Tensor, ...]:
     """The exact gradients, step by step backwards (design notes, section 1), one head group of one sequence.
@@ -214,9 +251,7 @@ class Reference(Backend):
         d = d if spec.normalize and spec.save else none.clone()
         return Outputs(h.to(x.v.dtype), C, n, m, d, none.clone(), none.clone())
 
-    def backward(
-        self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec
-    ) -> Grads:
+    def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         q, k, v, log_i, log_f = self._heads(x)
         C, n, m = initial_state(x, spec)
         dC_all = torch.zeros_like(C) if dC is None else dC.to(C.dtype, copy=True)

@@ -25,9 +25,20 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor | None, log_f: Tensor, normalize: bool,
-    initial_state: State | None, return_state: bool, cu_seqlens: Tensor | None, chunk_size: int | None,
-    scale: float | None, backend: str | None, kernel: str | None, normalizer_grad: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor | None,
+    log_f: Tensor,
+    normalize: bool,
+    initial_state: State | None,
+    return_state: bool,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+    scale: float | None,
+    backend: str | None,
+    kernel: str | None,
+    normalizer_grad: bool,
 ) -> Tensor | tuple[Tensor, State]:
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in _autocast(q, k, v))
     checks.check_chunk_size(chunk_size)
@@ -54,22 +65,55 @@ def _run(
 
 @overload
 def mlstm(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, return_state: Literal[False] = False,
-    input_gate: InputGate = ..., initial_state: State | None = ..., cu_seqlens: Tensor | None = ...,
-    chunk_size: int | None = ..., scale: float | None = ..., backend: str | None = ..., kernel: str | None = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    return_state: Literal[False] = False,
+    input_gate: InputGate = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    scale: float | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
     normalizer_grad: bool = ...,
 ) -> Tensor: ...
 @overload
 def mlstm(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, return_state: Literal[True],
-    input_gate: InputGate = ..., initial_state: State | None = ..., cu_seqlens: Tensor | None = ...,
-    chunk_size: int | None = ..., scale: float | None = ..., backend: str | None = ..., kernel: str | None = ...,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    return_state: Literal[True],
+    input_gate: InputGate = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    scale: float | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
     normalizer_grad: bool = ...,
 ) -> tuple[Tensor, State]: ...
 def mlstm(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, *, input_gate: InputGate = "exp",
-    initial_state: State | None = None, return_state: bool = False, cu_seqlens: Tensor | None = None,
-    chunk_size: int | None = None, scale: float | None = None, backend: str | None = None, kernel: str | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    input_gate: InputGate = "exp",
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
     normalizer_grad: bool = True,
 ) -> Tensor | tuple[Tensor, State]:
     """The mLSTM over whole sequences: mLSTMexp, equations (1)-(8), or mLSTMsig, (22)-(24).
@@ -105,9 +149,20 @@ def mlstm(
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, *, normalize: bool = False,
-    initial_state: State | None = None, return_state: bool = False, cu_seqlens: Tensor | None = None,
-    chunk_size: int | None = None, scale: float | None = None, backend: str | None = None, kernel: str | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    log_i: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
     normalizer_grad: bool = True,
 ) -> Tensor | tuple[Tensor, State]:
     """Scalar-gated linear attention: C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T, o_t = scale C_t^T q_t.
@@ -146,7 +201,14 @@ def _step(
 
 
 def mlstm_step(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: State, *, input_gate: InputGate = "exp",
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: State,
+    *,
+    input_gate: InputGate = "exp",
     scale: float | None = None,
 ) -> tuple[Tensor, State]:
     """One step of :func:`mlstm`, for decoding: q, k (B, Hq, dqk), v (B, H, dhv), i, f (B, H). Returns h and the new state.
@@ -159,7 +221,14 @@ def mlstm_step(
 
 
 def linear_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, state: State, log_i: Tensor | None = None, *, normalize: bool = False,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    state: State,
+    log_i: Tensor | None = None,
+    *,
+    normalize: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, State]:
     """One step of :func:`linear_attention`: q, k (B, Hq, dqk), v (B, H, dhv), log-gates (B, H)."""

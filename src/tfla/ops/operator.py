@@ -13,9 +13,23 @@ from tfla.backends.base import Outputs, Spec
 
 @torch.library.custom_op("tfla::attend", mutates_args=())
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor | None, log_f: Tensor, C: Tensor | None, n: Tensor | None,
-    m: Tensor | None, cu_seqlens: Tensor | None, scale: float, normalize: bool, normalizer_grad: bool,
-    chunk_size: int, backend: str, kernel: str, save: bool, final_state: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor | None,
+    log_f: Tensor,
+    C: Tensor | None,
+    n: Tensor | None,
+    m: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalize: bool,
+    normalizer_grad: bool,
+    chunk_size: int,
+    backend: str,
+    kernel: str,
+    save: bool,
+    final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward; see `backends.base.Outputs` for what it returns."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
@@ -25,9 +39,23 @@ def attend(
 
 @attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor | None, log_f: Tensor, C: Tensor | None, n: Tensor | None,
-    m: Tensor | None, cu_seqlens: Tensor | None, scale: float, normalize: bool, normalizer_grad: bool,
-    chunk_size: int, backend: str, kernel: str, save: bool, final_state: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor | None,
+    log_f: Tensor,
+    C: Tensor | None,
+    n: Tensor | None,
+    m: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    normalize: bool,
+    normalizer_grad: bool,
+    chunk_size: int,
+    backend: str,
+    kernel: str,
+    save: bool,
+    final_state: bool,
 ) -> tuple[Tensor, ...]:
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     N, H, K, V = x.sequences, v.shape[2], q.shape[3], v.shape[3]
@@ -49,10 +77,28 @@ def _(
 
 @torch.library.custom_op("tfla::attend_backward", mutates_args=())
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor | None, log_f: Tensor, C: Tensor | None, n: Tensor | None,
-    m: Tensor | None, cu_seqlens: Tensor | None, h: Tensor, d: Tensor, chunk_C: Tensor, chunk_n: Tensor,
-    dh: Tensor, dC: Tensor | None, dn: Tensor | None, scale: float, normalize: bool, normalizer_grad: bool,
-    chunk_size: int, backend: str, kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor | None,
+    log_f: Tensor,
+    C: Tensor | None,
+    n: Tensor | None,
+    m: Tensor | None,
+    cu_seqlens: Tensor | None,
+    h: Tensor,
+    d: Tensor,
+    chunk_C: Tensor,
+    chunk_n: Tensor,
+    dh: Tensor,
+    dC: Tensor | None,
+    dn: Tensor | None,
+    scale: float,
+    normalize: bool,
+    normalizer_grad: bool,
+    chunk_size: int,
+    backend: str,
+    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_i, log_f and of the initial C, n, m; shape (0,) for an input that is None."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
@@ -75,12 +121,20 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor | None, log_f: Tensor, C: Tensor | None, n: Tensor | None,
-    m: Tensor | None, cu_seqlens: Tensor | None, h: Tensor, d: Tensor, *_: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor | None,
+    log_f: Tensor,
+    C: Tensor | None,
+    n: Tensor | None,
+    m: Tensor | None,
+    cu_seqlens: Tensor | None,
+    h: Tensor,
+    d: Tensor,
+    *_: Any,
 ) -> tuple[Tensor, ...]:
-    return tuple(
-        d.new_empty(0) if t is None else t.new_empty(t.shape) for t in (q, k, v, log_i, log_f, C, n, m)
-    )
+    return tuple(d.new_empty(0) if t is None else t.new_empty(t.shape) for t in (q, k, v, log_i, log_f, C, n, m))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

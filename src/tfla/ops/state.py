@@ -24,7 +24,13 @@ class State(NamedTuple):
 
     @staticmethod
     def zeros(
-        batch: int, heads: int, dqk: int, dhv: int, *, normalize: bool = True, dtype: torch.dtype = torch.float32,
+        batch: int,
+        heads: int,
+        dqk: int,
+        dhv: int,
+        *,
+        normalize: bool = True,
+        dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> State:
         """The state before the first step."""
