@@ -1,0 +1,24 @@
+"""Layers and the language model of the paper (appendix E.2)."""
+
+from tfla.nn.attention import Attention, KeyValues
+from tfla.nn.block import Block, SwiGLU
+from tfla.nn.config import ModelConfig
+from tfla.nn.gates import GatePreactivation
+from tfla.nn.mixer import SequenceMixer
+from tfla.nn.mlstm import MLSTM
+from tfla.nn.model import LanguageModel, ModelState
+from tfla.nn.norm import HeadNorm
+
+__all__ = [
+    "Attention",
+    "Block",
+    "GatePreactivation",
+    "HeadNorm",
+    "KeyValues",
+    "LanguageModel",
+    "MLSTM",
+    "ModelConfig",
+    "ModelState",
+    "SequenceMixer",
+    "SwiGLU",
+]

@@ -1,0 +1,145 @@
+"""Causal attention with rotary positions, the baseline that the mLSTM replaces."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tfla.nn.config import ModelConfig
+from tfla.nn.init import Projection, input_std, output_std
+from tfla.nn.mixer import SequenceMixer
+from tfla.nn.numerics import at_least_float32
+from tfla.ops.checks import check_cu_seqlens
+
+ROTARY_BASE = 10_000.0
+
+
+class KeyValues(NamedTuple):
+    """The state of :class:`Attention`: k (rotated) and v of all S tokens so far, (B, S, heads, head_dim).
+
+    start: (B,) int64, the index in S of the first token of the document that goes on; None is 0 everywhere.
+    """
+
+    k: Tensor
+    v: Tensor
+    start: Tensor | None = None
+
+    def detach(self) -> KeyValues:
+        """The same state, cut from the graph."""
+        return KeyValues(self.k.detach(), self.v.detach(), self.start)
+
+
+def rotate(x: Tensor, position: Tensor) -> Tensor:
+    """Rotary embedding (Su et al., 2021): x (B, T, heads, d), d even, turned by position (T,) or (B, T) tokens."""
+    half = x.shape[-1] // 2
+    wide = at_least_float32(x)
+    frequency = ROTARY_BASE ** -(torch.arange(half, device=x.device, dtype=wide.dtype) / half)
+    angle = (position[..., None] * frequency)[..., None, :]
+    cos, sin = angle.cos(), angle.sin()
+    a, b = wide[..., :half], wide[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def first_token(position: Tensor, document_start: Tensor | None, start: Tensor | None) -> Tensor | None:
+    """For every position (T,) the index of its document's first token, (B, T) or (B, 1); None where all are 0."""
+    if document_start is None:
+        return None if start is None else start[:, None]
+    first = torch.where(document_start, position, 0).cummax(1).values
+    return first if start is None else torch.maximum(first, start[:, None])
+
+
+def attention_mask(position: Tensor, first: Tensor | None, keys: int) -> Tensor | None:
+    """Which of the keys each query may see, bool (T, keys) or (B, 1, T, keys); None for all of them."""
+    if first is None and position.shape[0] == 1:
+        return None
+    key = torch.arange(keys, device=position.device)
+    causal = key <= position[:, None]
+    return causal if first is None else (causal & (key >= first[..., None]))[:, None]
+
+
+def check_state(state: object, k: Tensor) -> None:
+    """Raises unless state is a cache to which keys k (B, T, heads, head_dim) can be appended."""
+    if not isinstance(state, KeyValues):
+        raise TypeError(f"state: got {type(state).__name__}, expected KeyValues")
+    expected = (k.shape[0], state.k.shape[1], *k.shape[2:])
+    for name in ("k", "v"):
+        shape = tuple(getattr(state, name).shape)
+        if shape != expected:
+            raise ValueError(f"state.{name}: got shape {shape}, expected {expected}")
+
+
+class Attention(SequenceMixer):
+    """softmax(q k^T / sqrt(d)) v over the tokens of the same document so far, through torch's SDPA; no biases.
+
+    The state is :class:`KeyValues` and grows with every token. See :class:`SequenceMixer` for shapes. Documents and
+    carried states cost a boolean mask of (B, T, S + T).
+
+    Args:
+        config: with mixer "attention"; head_dim must be even.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d = config.d_model
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        std = input_std(d)
+        self.q_proj = Projection(d, d, std)
+        self.k_proj = Projection(d, d, std)
+        self.v_proj = Projection(d, d, std)
+        self.out_proj = Projection(d, d, output_std(d, config.num_blocks))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: KeyValues | None = None,
+        *,
+        document_start: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, KeyValues | None]:
+        """See :meth:`SequenceMixer.forward`.
+
+        Raises:
+            ValueError: a state is given or wanted together with cu_seqlens: the sequences' caches differ in length.
+        """
+        q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, q)
+            if state is not None or return_state:
+                raise ValueError(
+                    "cu_seqlens: got it with a state, expected neither state nor return_state in attention"
+                )
+            edges = torch.zeros(x.shape[1] + 1, dtype=torch.bool, device=x.device)
+            document_start = edges.index_fill(0, cu_seqlens.long(), True)[None, :-1]
+        if state is not None:
+            check_state(state, k)
+        seen, start = (0, None) if state is None else (state.k.shape[1], state.start)
+        position = torch.arange(seen, seen + x.shape[1], device=x.device)
+        first = first_token(position, document_start, start)
+        # Counted from the document's start, so that neighbours in a batch change no digit.
+        relative = position if first is None else position - first
+        q, k = rotate(q, relative), rotate(k, relative)
+        if state is not None:
+            k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+        plain = first is None and seen == 0
+        mask = None if plain else attention_mask(position, first, k.shape[1])
+        h = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=plain
+        )
+        y = self.out_proj(h.transpose(1, 2).flatten(-2))
+        if not return_state:
+            return y, None
+        return y, KeyValues(k, v, None if first is None else first[:, -1])
+
+    def step(self, x: Tensor, state: KeyValues) -> tuple[Tensor, KeyValues]:
+        """See :meth:`SequenceMixer.step`."""
+        y, new = self(x[:, None], state, return_state=True)
+        return y[:, 0], new
+
+    def initial_state(self, batch_size: int, device: torch.device) -> KeyValues:
+        """An empty cache in the weights' dtype."""
+        empty = torch.empty(batch_size, 0, self.num_heads, self.head_dim, dtype=self.q_proj.weight.dtype, device=device)
+        return KeyValues(empty, empty)

@@ -1,0 +1,185 @@
+"""What a language model is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+Mixer = Literal["mlstm_exp", "mlstm_sig", "attention"]
+HeadNormKind = Literal["layer", "rms"]
+
+
+class Size(NamedTuple):
+    """A row of table 4: num_heads lists the variants, the default first."""
+
+    d_model: int
+    num_blocks: int
+    num_heads: tuple[int, ...]
+    vocab_size: int
+
+
+SIZES: dict[str, Size] = {
+    "160M": Size(768, 12, (6, 12), 50257),
+    "400M": Size(1024, 24, (8, 16), 50257),
+    "1.4B": Size(2048, 24, (8, 4, 16), 50257),
+    "7B": Size(4096, 32, (8,), 50304),
+}
+
+
+def _require(ok: bool, field: str, given: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{field}: got {given!r}, expected {allowed}")
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def _is_count(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture of a :class:`LanguageModel`; the defaults are the paper's (appendix E.2).
+
+    Attributes:
+        d_model: width of the residual stream.
+        num_blocks: blocks of sequence mix and feed-forward.
+        num_heads: heads of the sequence mix; divides d_model. Head dimension dhv = d_model / num_heads.
+        mixer: "mlstm_exp" (1)-(8), "mlstm_sig" (22)-(24) or "attention", causal and rotary.
+        vocab_size: 50257, the GPT-NeoX tokenizer's.
+        qk_factor: dqk / dhv of the mLSTM.
+        ffn_factor: hidden width of the SwiGLU over d_model, rounded up to a multiple of 64.
+        gate_soft_cap: c of (110) for the pre-activations of input and forget gate.
+        logit_soft_cap: c of (110) for the logits.
+        norm_eps: epsilon of the RMSNorms.
+        head_norm_eps: epsilon of the mLSTM's norm over each head.
+        head_norm: "layer" (LayerNorm) or "rms" (RMSNorm).
+        input_gate_bias: of all heads, at the start.
+        input_gate_trainable: False keeps the input gate where it starts, weights 0 and that bias.
+        forget_gate_bias: of the first and the last head, at the start; equally spaced between.
+        chunk_size: steps between the states stored for the backward; None lets the operator choose.
+        backend: of the operator; None lets it choose.
+
+    Raises:
+        ValueError: a field is out of range; the message names it, what was given and what is allowed.
+    """
+
+    d_model: int
+    num_blocks: int
+    num_heads: int
+    mixer: Mixer = "mlstm_exp"
+    vocab_size: int = 50257
+    qk_factor: float = 0.5
+    ffn_factor: float = 8 / 3
+    gate_soft_cap: float = 15.0
+    logit_soft_cap: float = 30.0
+    norm_eps: float = 1e-6
+    head_norm_eps: float = 1e-6
+    head_norm: HeadNormKind = "layer"
+    input_gate_bias: float = -10.0
+    input_gate_trainable: bool = True
+    forget_gate_bias: tuple[float, float] = (3.0, 6.0)
+    chunk_size: int | None = None
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.forget_gate_bias, list):  # as JSON has it
+            object.__setattr__(self, "forget_gate_bias", tuple(self.forget_gate_bias))
+        for field in ("d_model", "num_blocks", "num_heads", "vocab_size"):
+            value = getattr(self, field)
+            _require(_is_count(value), field, value, "an int of at least 1")
+        for field, allowed in (("mixer", get_args(Mixer)), ("head_norm", get_args(HeadNormKind))):
+            value = getattr(self, field)
+            _require(value in allowed, field, value, f"one of {', '.join(map(repr, allowed))}")
+        for field in ("qk_factor", "ffn_factor", "gate_soft_cap", "logit_soft_cap", "norm_eps", "head_norm_eps"):
+            value = getattr(self, field)
+            _require(_is_number(value) and value > 0, field, value, "a finite number above 0")
+        _require(_is_number(self.input_gate_bias), "input_gate_bias", self.input_gate_bias, "a finite number")
+        pair = self.forget_gate_bias
+        _require(
+            isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)),
+            "forget_gate_bias", pair, "two finite numbers",
+        )  # fmt: skip
+        trainable = self.input_gate_trainable
+        _require(isinstance(trainable, bool), "input_gate_trainable", trainable, "True or False")
+        _require(
+            self.chunk_size is None or _is_count(self.chunk_size),
+            "chunk_size", self.chunk_size, "None or an int of at least 1",
+        )  # fmt: skip
+        _require(self.backend is None or isinstance(self.backend, str), "backend", self.backend, "None or a name")
+        _require(
+            self.d_model % self.num_heads == 0,
+            "num_heads", self.num_heads, f"a divisor of d_model, {self.d_model}",
+        )  # fmt: skip
+        if self.mixer == "attention":
+            _require(self.head_dim % 2 == 0, "num_heads", self.num_heads, "an even d_model / num_heads for attention")
+        else:
+            dqk = self.qk_factor * self.head_dim
+            _require(
+                dqk >= 1 and dqk == int(dqk),
+                "qk_factor", self.qk_factor, f"one that makes qk_factor * {self.head_dim} a whole number above 0",
+            )  # fmt: skip
+
+    @property
+    def head_dim(self) -> int:
+        """dhv, the channels of a head's values."""
+        return self.d_model // self.num_heads
+
+    @property
+    def qk_head_dim(self) -> int:
+        """dqk, the channels of a head's queries and keys; head_dim for attention."""
+        return self.head_dim if self.mixer == "attention" else int(self.qk_factor * self.head_dim)
+
+    @property
+    def ffn_dim(self) -> int:
+        """Hidden width of the SwiGLU."""
+        # Rounded first: a product such as 8/3 * 768 may lie a hair above its multiple of 64.
+        return 64 * math.ceil(round(self.ffn_factor * self.d_model, 6) / 64)
+
+    @classmethod
+    def named(
+        cls, name: str, num_heads: int | None = None, mixer: Mixer = "mlstm_exp", **overrides: Any
+    ) -> ModelConfig:
+        """One of the paper's models (table 4), or xLSTM-7B.
+
+        Args:
+            name: "160M" (6 or 12 heads), "400M" (8 or 16), "1.4B" (8, 4 or 16) or "7B" (8, vocabulary of 50304).
+            num_heads: one of the model's; None is the first one given above: 6, 8, 8, 8.
+            mixer: see the class.
+            overrides: any other field.
+
+        Raises:
+            ValueError: no such name, or no such number of heads; the message lists those there are.
+        """
+        _require(name in SIZES, "name", name, f"one of {', '.join(map(repr, SIZES))}")
+        size = SIZES[name]
+        num_heads = size.num_heads[0] if num_heads is None else num_heads
+        _require(
+            num_heads in size.num_heads,
+            "num_heads", num_heads, f"one of {', '.join(map(str, size.num_heads))} for {name!r}",
+        )  # fmt: skip
+        fields = size._asdict() | {"num_heads": num_heads, "mixer": mixer} | overrides
+        return cls(**fields)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
+        """The config that :meth:`to_dict` gave.
+
+        Raises:
+            ValueError: a field is unknown, missing or out of range.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        needed = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
+        unknown, missing = sorted(set(fields) - known), sorted(needed - set(fields))
+        _require(not unknown, "fields", unknown, f"only {', '.join(sorted(known))}")
+        _require(not missing, "fields", sorted(fields), f"also {', '.join(missing)}")
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, as JSON can hold them."""
+        return dataclasses.asdict(self) | {"forget_gate_bias": list(self.forget_gate_bias)}

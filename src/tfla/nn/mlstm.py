@@ -1,0 +1,96 @@
+"""The mLSTM layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla.nn.config import ModelConfig
+from tfla.nn.gates import GatePreactivation, reset_forget_gate
+from tfla.nn.init import Projection, input_std, output_std
+from tfla.nn.mixer import SequenceMixer
+from tfla.nn.norm import HeadNorm
+from tfla.nn.numerics import at_least_float32
+from tfla.ops.api import mlstm, mlstm_step
+from tfla.ops.gates import InputGate
+from tfla.ops.state import State
+
+
+class MLSTM(SequenceMixer):
+    """mLSTMexp, (1)-(8), or mLSTMsig, (22)-(24), between projections: h_t = sigmoid(o~_t) * NORM(h~_t), equation (8).
+
+    ``input_gate`` and ``forget_gate`` give the pre-activations (5), soft-capped by (110); a forward hook sees them as
+    (B, T, heads), float32 or better. Queries, keys, values and the output gate have no bias. The state is a
+    :class:`tfla.State`. See :class:`SequenceMixer` for shapes.
+
+    Args:
+        config: with mixer "mlstm_exp" or "mlstm_sig".
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d, heads = config.d_model, config.num_heads
+        self.num_heads, self.qk_head_dim, self.head_dim = heads, config.qk_head_dim, config.head_dim
+        self.input_gate_kind: InputGate = "exp" if config.mixer == "mlstm_exp" else "sigmoid"
+        self.chunk_size, self.backend = config.chunk_size, config.backend
+        std = input_std(d)
+        self.q_proj = Projection(d, heads * self.qk_head_dim, std)
+        self.k_proj = Projection(d, heads * self.qk_head_dim, std)
+        self.v_proj = Projection(d, d, std)
+        self.output_gate = Projection(d, d, std)
+        bias = config.input_gate_bias
+        self.input_gate = GatePreactivation(d, heads, (bias, bias), config.gate_soft_cap)
+        self.input_gate.requires_grad_(config.input_gate_trainable)
+        self.forget_gate = GatePreactivation(d, heads, config.forget_gate_bias, config.gate_soft_cap)
+        self.head_norm = HeadNorm(heads, self.head_dim, config.head_norm_eps, config.head_norm)
+        self.out_proj = Projection(d, d, output_std(d, config.num_blocks))
+
+    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v (..., heads, dim) and the pre-activations i, f (..., heads) of x (..., d_model), equation (5)."""
+        q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v, self.input_gate(x), self.forget_gate(x)
+
+    def _output(self, x: Tensor, h: Tensor) -> Tensor:
+        """Equation (8) and the out projection: x (..., d_model), h (..., heads, dhv) -> (..., d_model)."""
+        gate = torch.sigmoid(at_least_float32(self.output_gate(x)))
+        return self.out_proj((gate * self.head_norm(h).flatten(-2)).to(h.dtype))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        *,
+        document_start: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, State | None]:
+        """See :meth:`SequenceMixer.forward`; with cu_seqlens, states hold one row for each packed sequence."""
+        q, k, v, i, f = self._inputs(x)
+        if document_start is not None:
+            f = reset_forget_gate(f, document_start)
+        options: dict[str, Any] = {
+            "input_gate": self.input_gate_kind,
+            "initial_state": state,
+            "cu_seqlens": cu_seqlens,
+            "chunk_size": self.chunk_size,
+            "backend": self.backend,
+        }
+        if not return_state:
+            return self._output(x, mlstm(q, k, v, i, f, **options)), None
+        h, new = mlstm(q, k, v, i, f, return_state=True, **options)
+        return self._output(x, h), new
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        """See :meth:`SequenceMixer.step`."""
+        h, new = mlstm_step(*self._inputs(x), state, input_gate=self.input_gate_kind)
+        return self._output(x, h), new
+
+    def initial_state(self, batch_size: int, device: torch.device) -> State:
+        """Zeros: float64 where the weights are, float32 otherwise."""
+        dtype = torch.float64 if self.q_proj.weight.dtype == torch.float64 else torch.float32
+        return State.zeros(
+            batch_size, self.num_heads, self.qk_head_dim, self.head_dim,
+            normalize=self.input_gate_kind == "exp", dtype=dtype, device=device,
+        )  # fmt: skip

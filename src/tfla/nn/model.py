@@ -1,0 +1,221 @@
+"""The language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from tfla.nn import pretrained
+from tfla.nn.attention import KeyValues
+from tfla.nn.block import Block
+from tfla.nn.config import ModelConfig
+from tfla.nn.init import Projection, input_std
+from tfla.nn.numerics import at_least_float32, soft_cap
+from tfla.ops.state import State
+
+# One entry a block: tfla.State for the mLSTM, KeyValues for attention.
+ModelState = tuple[State | KeyValues, ...]
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, RMSNorm and an untied unembedding with soft-capped logits (appendix E.2, (110)).
+
+    The same logits come from one call over whole sequences, from calls over pieces that hand on the state, and from
+    :meth:`step` token by token.
+
+    Args:
+        config: what it is made of. Weights start as :mod:`tfla.nn.init` says, from torch's global generator.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        std = input_std(config.d_model)
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        nn.init.normal_(self.embedding.weight, std=std)
+        self.blocks: Sequence[Block] = nn.ModuleList(Block(config) for _ in range(config.num_blocks))  # type: ignore[assignment]
+        self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.unembedding = Projection(config.d_model, config.vocab_size, std)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        state: ModelState | None = None,
+        *,
+        document_start: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, ModelState | None]:
+        """Everything but the unembedding: :meth:`logits` of its first result are those of :meth:`forward`.
+
+        For who does not want (B, T, vocab_size) logits in memory at once. Arguments and errors of :meth:`forward`.
+
+        Returns:
+            (B, T, d_model) in the dtype of the residual stream, and the state behind the last token, None unless
+            return_state.
+        """
+        self._check(ids, state, document_start, cu_seqlens)
+        x = self.embedding(ids)
+        states = []
+        for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
+            x, after = block(x, before, document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state)
+            states.append(after)
+        return x, tuple(states) if return_state else None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """RMSNorm, unembedding and soft-cap (110): (..., d_model) -> (..., vocab_size), float32 or better."""
+        logits = self.unembedding(self.norm(hidden))
+        return soft_cap(at_least_float32(logits), self.config.logit_soft_cap)
+
+    @overload
+    def forward(
+        self,
+        ids: Tensor,
+        state: ModelState | None = ...,
+        *,
+        document_start: Tensor | None = ...,
+        cu_seqlens: Tensor | None = ...,
+        return_state: Literal[False] = ...,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        ids: Tensor,
+        state: ModelState | None = ...,
+        *,
+        document_start: Tensor | None = ...,
+        cu_seqlens: Tensor | None = ...,
+        return_state: Literal[True],
+    ) -> tuple[Tensor, ModelState]: ...
+    def forward(
+        self,
+        ids: Tensor,
+        state: ModelState | None = None,
+        *,
+        document_start: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, ModelState]:
+        """Logits of the token that follows each token.
+
+        Args:
+            ids: (B, T) int64 tokens, T >= 1.
+            state: what an earlier call returned, or :meth:`initial_state`; None is the start of a document.
+            document_start: (B, T) bool, True at documents' first tokens, which see nothing before them: the mLSTM's
+                forget gate is closed there. A carried state belongs to the document that goes on.
+            cu_seqlens: (sequences + 1,) int, for B = 1: where packed sequences start and, last, T. An mLSTM's state
+                then holds one row for each sequence; attention takes and gives none.
+            return_state: also return the state behind the last token.
+
+        Returns:
+            logits (B, T, vocab_size), soft-capped, float32 or better; with return_state also the state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+        """
+        x, new = self.hidden(
+            ids, state, document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state
+        )
+        logits = self.logits(x)
+        return logits if new is None else (logits, new)
+
+    def step(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """One token a sequence: ids (B,) int64 -> logits (B, vocab_size), as :meth:`forward` gives, and the new state.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+        """
+        _check_ids(ids, "(B,)", 1)
+        self._check_state(state)
+        x = self.embedding(ids)
+        states = []
+        for block, before in zip(self.blocks, state, strict=True):
+            x, after = block.step(x, before)
+            states.append(after)
+        return self.logits(x), tuple(states)
+
+    def initial_state(self, batch_size: int, device: torch.device | str | None = None) -> ModelState:
+        """The state before the first token of batch_size sequences: one tuple entry a block, on the model's device.
+
+        It is a pytree of tensors: constant in size for the mLSTM, growing with every token for attention.
+        """
+        at = self.embedding.weight.device if device is None else torch.device(device)
+        return tuple(block.mixer.initial_state(batch_size, at) for block in self.blocks)
+
+    def num_parameters(self) -> int:
+        """How many numbers the weights are, frozen ones included."""
+        return sum(p.numel() for p in self.parameters())
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write config.json and model.safetensors into a directory, which is made if it is not there.
+
+        Each file is replaced in one go: a crash leaves the old one or the new one.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            OSError: the directory cannot be written.
+        """
+        pretrained.save(self, directory)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **overrides: Any,
+    ) -> LanguageModel:
+        """The model that :meth:`save_pretrained` wrote.
+
+        Args:
+            directory: where it is.
+            device: to put it on; None is the CPU.
+            dtype: of the weights; None is the stored one.
+            overrides: fields of the config to change, such as ``backend=None`` on another machine.
+
+        Raises:
+            FileNotFoundError: a file is missing; the message names it.
+            ValueError: a file is broken, or the weights do not fit the config; the message names it.
+            ImportError: safetensors is not installed.
+        """
+        return pretrained.load(cls, directory, device, dtype, overrides)
+
+    def _check(
+        self, ids: Tensor, state: ModelState | None, document_start: Tensor | None, cu_seqlens: Tensor | None
+    ) -> None:
+        _check_ids(ids, "(B, T)", 2)
+        if ids.shape[1] < 1:
+            raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected T of at least 1")
+        if state is not None:
+            self._check_state(state)
+        if document_start is None:
+            return
+        if cu_seqlens is not None:
+            raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
+        if not isinstance(document_start, Tensor) or document_start.dtype != torch.bool:
+            raise TypeError(f"document_start: got {_kind(document_start)}, expected a bool tensor")
+        if document_start.shape != ids.shape:
+            raise ValueError(
+                f"document_start: got shape {tuple(document_start.shape)}, expected that of ids, {tuple(ids.shape)}"
+            )
+
+    def _check_state(self, state: object) -> None:
+        if not isinstance(state, tuple | list):
+            raise TypeError(f"state: got {type(state).__name__}, expected a tuple with one entry a block")
+        if len(state) != len(self.blocks):
+            raise ValueError(f"state: got {len(state)} entries, expected one for each of the {len(self.blocks)} blocks")
+
+
+def _kind(x: object) -> str:
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _check_ids(ids: object, shape: str, dims: int) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids: got {_kind(ids)}, expected an int64 tensor")
+    if ids.dim() != dims:
+        raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {shape}")

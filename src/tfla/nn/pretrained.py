@@ -1,0 +1,79 @@
+"""A model as a directory: config.json and model.safetensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfla.nn.config import ModelConfig
+from tfla.nn.files import write_atomically
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from tfla.nn.model import LanguageModel
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def _safetensors() -> ModuleType:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError('saving and loading models needs safetensors: pip install "tfla[train]"') from error
+    return safetensors
+
+
+def save(model: LanguageModel, directory: str | Path) -> None:
+    """See :meth:`LanguageModel.save_pretrained`."""
+    safetensors = _safetensors()
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
+    text = json.dumps(model.config.to_dict(), indent=2) + "\n"
+    write_atomically(
+        directory / WEIGHTS, lambda path: safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    )
+    write_atomically(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _read_config(path: Path, overrides: dict[str, Any]) -> ModelConfig:
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError(f"got a JSON {type(fields).__name__}, expected an object")
+        return ModelConfig.from_dict(fields | overrides)
+    except ValueError as error:  # JSON's and Unicode's errors are ValueErrors
+        raise ValueError(f"{path}: {error}") from error
+
+
+def load(
+    cls: type[LanguageModel],
+    directory: str | Path,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    overrides: dict[str, Any],
+) -> LanguageModel:
+    """See :meth:`LanguageModel.from_pretrained`."""
+    safetensors = _safetensors()
+    config_path, weights_path = Path(directory) / CONFIG, Path(directory) / WEIGHTS
+    for path in (config_path, weights_path):
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path}: no such file; expected what save_pretrained writes, {CONFIG} and {WEIGHTS}"
+            )
+    config = _read_config(config_path, overrides)
+    try:
+        tensors = safetensors.torch.load_file(weights_path, device=str(device or "cpu"))
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{weights_path}: not a whole safetensors file: {error}") from error
+    with torch.device("meta"):  # no time and memory for weights that are replaced
+        model = cls(config)
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{weights_path}: its tensors do not fit {config_path}: {error}") from error
+    return model.to(dtype=dtype)

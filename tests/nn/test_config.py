@@ -1,0 +1,124 @@
+"""ModelConfig: named sizes, parameter counts, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from tfla.nn import LanguageModel, ModelConfig
+
+# name, heads -> d_model, blocks, dhv, ffn, vocabulary; table 4, and xLSTM-7B
+NAMED = {
+    ("160M", 6): (768, 12, 128, 2048, 50257),
+    ("160M", 12): (768, 12, 64, 2048, 50257),
+    ("400M", 8): (1024, 24, 128, 2752, 50257),
+    ("400M", 16): (1024, 24, 64, 2752, 50257),
+    ("1.4B", 4): (2048, 24, 512, 5504, 50257),
+    ("1.4B", 8): (2048, 24, 256, 5504, 50257),
+    ("1.4B", 16): (2048, 24, 128, 5504, 50257),
+    ("7B", 8): (4096, 32, 512, 10944, 50304),
+}
+STATED = {"160M": 160e6, "400M": 400e6, "1.4B": 1.4e9, "7B": 6.87e9}
+
+
+@pytest.mark.parametrize(("name", "heads"), NAMED)
+@pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig", "attention"])
+def test_named_sizes_and_their_parameters(name: str, heads: int, mixer: str) -> None:
+    config = ModelConfig.named(name, num_heads=heads, mixer=mixer)
+    d, blocks, dhv, ffn, vocab = NAMED[name, heads]
+    assert (config.d_model, config.num_blocks, config.head_dim) == (d, blocks, dhv)
+    assert (config.ffn_dim, config.vocab_size) == (ffn, vocab)
+
+    mix = 4 * d * d  # attention: q, k, v, out
+    if mixer != "attention":
+        # q and k of half width, v, output gate, out; two gates with bias; norm
+        mix = (2 * d * d // 2 + 3 * d * d) + 2 * (d * heads + heads) + d
+    expected = 2 * vocab * d + d + blocks * (mix + 3 * d * ffn + 2 * d)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    assert model.num_parameters() == expected
+    assert math.isclose(expected, STATED[name], rel_tol=0.03)
+
+
+def test_default_heads() -> None:
+    assert [ModelConfig.named(name).num_heads for name in STATED] == [6, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ModelConfig.named("160m"), ["name", "'160m'", "'160M'", "'7B'"]),
+        (lambda: ModelConfig.named("160M", num_heads=5), ["num_heads", "5", "6, 12"]),
+        (lambda: ModelConfig.named("7B", num_heads=4), ["num_heads", "4", "8", "'7B'"]),
+    ],
+)
+def test_unknown_names_and_heads_list_what_exists(call, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        call()
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("d_model", 0),
+        ("d_model", 32.0),
+        ("num_blocks", True),
+        ("num_blocks", -1),
+        ("num_heads", 3),
+        ("num_heads", "2"),
+        ("vocab_size", 0),
+        ("mixer", "mlstm"),
+        ("qk_factor", 0.0),
+        ("qk_factor", 0.3),
+        ("ffn_factor", math.inf),
+        ("ffn_factor", -1),
+        ("gate_soft_cap", 0),
+        ("logit_soft_cap", math.nan),
+        ("norm_eps", 0.0),
+        ("head_norm_eps", -1e-6),
+        ("head_norm", "group"),
+        ("input_gate_bias", math.inf),
+        ("input_gate_bias", None),
+        ("input_gate_trainable", 1),
+        ("forget_gate_bias", (3.0,)),
+        ("forget_gate_bias", 3.0),
+        ("forget_gate_bias", (3.0, math.nan)),
+        ("chunk_size", 0),
+        ("chunk_size", 1.5),
+        ("backend", 1),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_value(field: str, value: object) -> None:
+    right = {"d_model": 32, "num_blocks": 1, "num_heads": 2, "vocab_size": 11}
+    with pytest.raises(ValueError) as error:
+        ModelConfig(**right | {field: value})  # type: ignore[arg-type]
+    assert str(error.value).startswith(f"{field}: got {value!r}, expected ")
+
+
+def test_attention_needs_even_heads() -> None:
+    with pytest.raises(ValueError, match=r"num_heads: got 2, expected an even d_model / num_heads"):
+        ModelConfig(d_model=6, num_blocks=1, num_heads=2, mixer="attention")
+    ModelConfig(d_model=6, num_blocks=1, num_heads=3, mixer="attention", qk_factor=0.3)  # which attention ignores
+
+
+def test_config_survives_json_and_is_frozen() -> None:
+    config = ModelConfig.named("160M", num_heads=12, mixer="mlstm_sig", head_norm="rms", forget_gate_bias=(1.0, 2.0))
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.d_model = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [({"depth": 1}, ["depth", "num_blocks"]), ({"d_model": None}, ["d_model", "None"])]
+)
+def test_from_dict_refuses(change: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        ModelConfig.from_dict(ModelConfig.named("160M").to_dict() | change)
+    assert all(word in str(error.value) for word in words)
+    with pytest.raises(ValueError, match=r"also num_heads"):
+        ModelConfig.from_dict({"d_model": 8, "num_blocks": 1})
