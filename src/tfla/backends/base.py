@@ -11,6 +11,7 @@ It sees log-gates, never a model's pre-activations, and finite ones (:mod:`tfla.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -120,19 +121,21 @@ def sequence_bounds(x: Inputs) -> list[tuple[int, int, int]]:
     if x.cu_seqlens is None:
         return [(b, 0, x.v.shape[1]) for b in range(x.v.shape[0])]
     at = x.cu_seqlens.tolist()
-    return [(0, a, b) for a, b in zip(at[:-1], at[1:], strict=True)]
+    return [(0, a, b) for a, b in itertools.pairwise(at)]
 
 
 def initial_state(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
     """The initial state as fresh tensors of the accumulator's dtype; zeros where none was given."""
     N, H, K, V = x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3]
-    options = {"device": x.q.device, "dtype": x.acc_dtype}
-    C = torch.zeros(N, H, K, V, **options) if x.C is None else x.C.to(**options, copy=True)
+
+    def start(given: Tensor | None, *shape: int) -> Tensor:
+        if given is not None:
+            return given.to(x.acc_dtype, copy=True)
+        return torch.zeros(shape, device=x.q.device, dtype=x.acc_dtype)
+
     if not spec.normalize:
-        return C, torch.zeros(0, **options), torch.zeros(0, **options)
-    n = torch.zeros(N, H, K, **options) if x.n is None else x.n.to(**options, copy=True)
-    m = torch.zeros(N, H, **options) if x.m is None else x.m.to(**options, copy=True)
-    return C, n, m
+        return start(x.C, N, H, K, V), start(None, 0), start(None, 0)
+    return start(x.C, N, H, K, V), start(x.n, N, H, K), start(x.m, N, H)
 
 
 def input_gate(x: Inputs) -> Tensor:

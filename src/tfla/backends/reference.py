@@ -1,4 +1,5 @@
-"""The paper's equations as they are written: recurrent (1)-(8), parallel (27)-(35), chunkwise (36)-(56). The truth of all tests.
+"""The paper's equations as they are written, the truth of all tests: recurrent (1)-(8), parallel (27)-(35),
+chunkwise (36)-(56).
 
 Functions take one sequence of one head group: q, k (T, H, dqk), v (T, H, dhv), log-gates (T, H), state (H, ...),
 all of one dtype. Two things are more general than the paper: the normaliser can be off (mLSTMsig (22)-(24), any
@@ -23,7 +24,7 @@ from tfla.backends.base import (
     sequence_bounds,
 )
 
-Triple = tuple[Tensor, Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]  # C, n, m; without normaliser n and m are ignored
 
 
 def bounded_denominator(d: Tensor, m: Tensor) -> Tensor:

@@ -167,8 +167,8 @@ def linear_attention(
 ) -> Tensor | tuple[Tensor, State]:
     """Scalar-gated linear attention: C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T, o_t = scale C_t^T q_t.
 
-    RetNet and Lightning Attention: log_f constant per head. Simple GLA: log_f = g. Mamba-2: log_f = A dt, log_i = log dt,
-    scale = 1.
+    RetNet and Lightning Attention: log_f constant per head. Simple GLA: log_f = g. Mamba-2: log_f = A dt,
+    log_i = log dt, scale = 1.
 
     Args:
         log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0.
@@ -179,8 +179,8 @@ def linear_attention(
     gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
     checks.check_inputs(q, k, v, gates, None, time=True)
     return _run(
-        q, k, v, None if log_i is None else clamp(log_i), clamp(log_f), normalize, initial_state, return_state, cu_seqlens,
-        chunk_size, scale, backend, kernel, normalizer_grad,
+        q, k, v, None if log_i is None else clamp(log_i), clamp(log_f), normalize, initial_state, return_state,
+        cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad,
     )  # fmt: skip
 
 
@@ -191,13 +191,15 @@ def _step(
     checks.check_state(state, q.shape[0], q, v, normalize, "state")
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     group = v.shape[1] // q.shape[1]
-    wide = [t.to(dtype) for t in (q, k, v, log_i, log_f)]
-    wide[:2] = [t.repeat_interleave(group, 1) if group > 1 else t for t in wide[:2]]
-    C, n, m = (t if t is None else t.to(dtype) for t in state)
-    if m is not None:
-        m = clamp(m)
-    h, _, new = reference_step(*wide, C, n, m, q.shape[-1] ** -0.5 if scale is None else float(scale), normalize)  # type: ignore[arg-type]
-    return h.to(v.dtype), State(*new)
+    if group > 1:
+        q, k = (t.repeat_interleave(group, 1) for t in (q, k))
+    none = state.C.new_empty(0)
+    n, m = (none, none) if state.n is None or state.m is None else (state.n.to(dtype), clamp(state.m).to(dtype))
+    h, _, new = reference_step(
+        q.to(dtype), k.to(dtype), v.to(dtype), log_i.to(dtype), log_f.to(dtype), state.C.to(dtype), n, m,
+        q.shape[-1] ** -0.5 if scale is None else float(scale), normalize,
+    )  # fmt: skip
+    return h.to(v.dtype), State(*new) if normalize else State(new[0])
 
 
 def mlstm_step(
@@ -211,8 +213,9 @@ def mlstm_step(
     input_gate: InputGate = "exp",
     scale: float | None = None,
 ) -> tuple[Tensor, State]:
-    """One step of :func:`mlstm`, for decoding: q, k (B, Hq, dqk), v (B, H, dhv), i, f (B, H). Returns h and the new state.
+    """One step of :func:`mlstm`, for decoding: q, k (B, Hq, dqk), v (B, H, dhv), i, f (B, H).
 
+    Returns h (B, H, dhv) and the new state.
     Start from :meth:`State.zeros` or from a state that :func:`mlstm` returned. Same errors as :func:`mlstm`.
     """
     checks.check_input_gate(input_gate)

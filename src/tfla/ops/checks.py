@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -81,7 +83,7 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
         at = cu_seqlens.tolist()
         if at[0] != 0 or at[-1] != q.shape[1]:
             raise ValueError(f"cu_seqlens: goes from {at[0]} to {at[-1]}, expected from 0 to T = {q.shape[1]}")
-        if any(a > b for a, b in zip(at[:-1], at[1:], strict=True)):
+        if any(a > b for a, b in itertools.pairwise(at)):
             raise ValueError(f"cu_seqlens: got {at}, expected values that never fall")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 InputGate = Literal["exp", "sigmoid"]
 INPUT_GATES: tuple[str, ...] = get_args(InputGate)
 
-# Infinite gates act like these: closed for every input gate that is accepted, and their sums stay exact (docs/design.md).
+# Infinite gates act like these: closed for every input gate that is accepted, and sums of them stay exact.
 LOG_GATE_MIN, LOG_GATE_MAX = -1e5, 5e4
 
 

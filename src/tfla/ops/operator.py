@@ -1,4 +1,4 @@
-"""The operator as PyTorch knows it: registered with torch.library, with shapes for tracing and a closed-form backward."""
+"""The operator as PyTorch knows it: registered with torch.library, traceable, with a closed-form backward."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from tfla.backends.base import (
 )
 from tfla.backends.chunkwise import block
 from tfla.backends.chunkwise.gates import TileGates, max_state, tile_gates
+from tfla.backends.chunkwise.workspace import Workspace
 
 TILE = 64
 BLOCK_BYTES = 2 << 20  # states of one block: small enough to stay in a core's cache
@@ -59,9 +60,7 @@ def spans(x: Inputs, chunk_size: int) -> list[Span]:
     slots = [sequence_slot(x, chunk_size, s, a) for s, (_, a, _) in enumerate(bounds)]
     if x.cu_seqlens is None:
         return [Span(slice(0, len(bounds)), 0, x.v.shape[1], slice(0, len(bounds)), slots)] if bounds else []
-    return [
-        Span(slice(0, 1), a, b, slice(s, s + 1), slots[s : s + 1]) for s, (_, a, b) in enumerate(bounds) if b > a
-    ]
+    return [Span(slice(0, 1), a, b, slice(s, s + 1), slots[s : s + 1]) for s, (_, a, b) in enumerate(bounds) if b > a]
 
 
 def parts(start: int, stop: int, tiles: int) -> Iterator[Part]:
@@ -106,11 +105,18 @@ class Group(NamedTuple):
         """v, h or a cotangent of it, (n, N, L, dhv)."""
         return _tiles(x[self.rows, part.t : part.stop, self.heads], part).to(dtype)
 
-    def put(self, out: Tensor, part: Part, x: Tensor) -> None:
-        """Stores (n, N, L, d) where `v` would read it."""
-        out = out[self.rows, part.t : part.stop, self.heads]
-        x = x.unflatten(1, (out.shape[0], out.shape[2]))
-        out.unflatten(1, (part.n, part.L)).copy_(x.permute(1, 0, 3, 2, 4))
+    def state(self, states: Tensor, slots: list[int]) -> Tensor:
+        """Chunk states (N, ...) from where the rows' sequences have theirs."""
+        return states[slots[self.rows], self.heads].flatten(0, 1)
+
+    def put(self, out: Tensor, part: Part, x: Tensor, divisor: Tensor | None = None) -> None:
+        """Stores (n, N, L, d), divided, where `v` would read it."""
+        out = out[self.rows, part.t : part.stop, self.heads].unflatten(1, (part.n, part.L)).permute(1, 0, 3, 2, 4)
+        x = x.unflatten(1, out.shape[1:3])
+        if divisor is None:
+            out.copy_(x)
+        else:
+            torch.div(x, divisor.unflatten(1, out.shape[1:3]), out=out)
 
 
 def _tiles(x: Tensor, part: Part) -> Tensor:
@@ -166,25 +172,15 @@ class Walk:
         at = slice(part.t - self.span.start, part.stop - self.span.start)
         log_i, log_f = (g[:, at].unflatten(1, (part.n, part.L)) for g in (self.log_i, self.log_f))
         if self.m is None:
-            return tile_gates(log_i, log_f, None, None, self.dtype)
+            return tile_gates(log_i, log_f, None, None, self.spec.scale, self.dtype)
         before = self.m[:, at.start - 1] if at.start else self.m_start
-        return tile_gates(log_i, log_f, self.m[:, at].unflatten(1, (part.n, part.L)), before, self.dtype)
+        m = self.m[:, at].unflatten(1, (part.n, part.L))
+        return tile_gates(log_i, log_f, m, before, self.spec.scale, self.dtype)
 
     def flat(self, group: Group) -> slice:
         """The rows of (B H) that a group has."""
         first = group.rows.start * self.H + group.heads.start
         return slice(first, first + (group.rows.stop - group.rows.start) * (group.heads.stop - group.heads.start))
-
-    def work(self) -> Tensor:
-        return torch.empty(
-            self.plan.tiles + 1, self.plan.heads, self.q.shape[3], self.v.shape[3], dtype=self.dtype, device=self.q.device
-        )
-
-
-def _fit(work: Tensor, part: Part, heads: int) -> Tensor:
-    """The front of a work buffer, as states of a block: (n + 1, N, dqk, dhv)."""
-    shape = (part.n + 1, heads, *work.shape[2:])
-    return work.view(-1)[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape)
 
 
 class Chunkwise(Backend):
@@ -202,14 +198,13 @@ class Chunkwise(Backend):
         C, n, m = initial_state(x, spec)
         none = C.new_empty(0)
         rows = self.stored_states(x, spec.chunk_size) if spec.save else 0
-        kept = C.new_zeros(rows, *C.shape[1:]) if spec.save else none
-        kept_n = n.new_zeros(rows, *n.shape[1:]) if spec.save and spec.normalize else none.clone()
+        kept = C.new_empty(rows, *C.shape[1:]) if spec.save else none
+        kept_n = n.new_empty(rows, *n.shape[1:]) if spec.save and spec.normalize else none.clone()
         h = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
         d = torch.empty(x.log_f.shape, dtype=C.dtype, device=C.device) if spec.normalize and spec.save else none.clone()
-        plan = Plan.of(x)
+        plan, work = Plan.of(x), Workspace(x.q, C.dtype)
         for span in spans(x, spec.chunk_size):
             walk = Walk(x, spec, span, plan, m)
-            work = walk.work()
             C_span = C[span.states].flatten(0, 1)
             n_span = n[span.states].flatten(0, 1) if spec.normalize else n
             for index, (start, stop) in enumerate(walk.chunks()):
@@ -225,34 +220,33 @@ class Chunkwise(Backend):
                         q, k = (group.qk(t, part, walk.dtype) for t in (walk.q, walk.k))
                         v = group.v(walk.v, part, walk.dtype)
                         n_at = n_span[at] if spec.normalize else n
-                        out, d_out, C_span[at], n_new = block.forward(
-                            q, k, v, gates.head(at), C_span[at], n_at, spec, _fit(work, part, q.shape[1])
-                        )
-                        group.put(h[span.rows], part, out)
-                        if spec.normalize:
-                            n_span[at] = n_new
-                            if spec.save and d_out is not None:
-                                group.put(d[span.rows].unsqueeze(-1), part, d_out.unsqueeze(-1))
+                        own = gates.head(at)
+                        out, d_out, C_span[at], n_new = block.forward(q, k, v, own, C_span[at], n_at, spec, work)
+                        if d_out is None:
+                            group.put(h[span.rows], part, out)
+                            continue
+                        group.put(h[span.rows], part, out, torch.maximum(d_out.abs(), own.floor))
+                        n_span[at] = n_new
+                        if spec.save:
+                            group.put(d[span.rows].unsqueeze(-1), part, d_out)
             if spec.normalize and spec.final_state and walk.m is not None:
                 m[span.states] = walk.m[:, -1].to(m.dtype).view(-1, walk.H)
         if not spec.final_state:
             C, n, m = none.clone(), none.clone(), none.clone()
         return Outputs(h, C, n, m, d, kept, kept_n)
 
-    def backward(
-        self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec
-    ) -> Grads:
+    def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         C0, n0, m = initial_state(x, spec)
         dC_all = torch.zeros_like(C0) if dC is None else dC.to(C0.dtype, copy=True)
         dn_all = torch.zeros_like(n0) if dn is None else dn.to(C0.dtype, copy=True)
         shared = x.q.shape[2] != x.v.shape[2]
-        dq, dk = (torch.zeros(t.shape, dtype=C0.dtype if shared else t.dtype, device=t.device) for t in (x.q, x.k))
+        new = torch.zeros if shared else torch.empty  # heads that share q and k add up
+        dq, dk = (new(t.shape, dtype=C0.dtype if shared else t.dtype, device=t.device) for t in (x.q, x.k))
         dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
         dlog_i, dlog_f = (torch.empty(x.log_f.shape, dtype=C0.dtype, device=C0.device) for _ in range(2))
-        plan = Plan.of(x)
+        plan, work = Plan.of(x), Workspace(x.q, C0.dtype)
         for span in spans(x, spec.chunk_size):
             walk = Walk(x, spec, span, plan, m)
-            work, work_grad = walk.work(), walk.work()
             dC_span = dC_all[span.states].flatten(0, 1)
             dn_span = dn_all[span.states].flatten(0, 1) if spec.normalize else dn_all
             for index, (start, stop) in reversed(list(enumerate(walk.chunks()))):
@@ -261,23 +255,20 @@ class Chunkwise(Backend):
                 chunk_gates = [walk.gates(part) for part in chunk_parts]
                 for group in walk.groups:
                     at = walk.flat(group)
-                    C = out.chunk_C[slots].flatten(0, 1)[at]
-                    n = out.chunk_n[slots].flatten(0, 1)[at] if spec.normalize else n0
+                    C = group.state(out.chunk_C, slots)
+                    n = group.state(out.chunk_n, slots) if spec.normalize else n0
                     inside = [(C, n)]  # states before each block
                     for part, gates in zip(chunk_parts[:-1], chunk_gates[:-1], strict=True):
                         k, v = group.qk(walk.k, part, walk.dtype), group.v(walk.v, part, walk.dtype)
-                        C, n = block.final_state(k, v, gates.head(at), C, n, spec, _fit(work, part, k.shape[1]))
+                        C, n = block.final_state(k, v, gates.head(at), C, n, spec, work)
                         C = C.clone()
                         inside.append((C, n))
                     for part, gates, (C, n) in reversed(list(zip(chunk_parts, chunk_gates, inside, strict=True))):
                         q, k = (group.qk(t, part, walk.dtype) for t in (walk.q, walk.k))
                         v, h, g = (group.v(t, part, walk.dtype) for t in (walk.v, out.h[span.rows], dh[span.rows]))
-                        d = group.v(out.d[span.rows].unsqueeze(-1), part, walk.dtype)[..., 0] if spec.normalize else h
-                        buffers = [_fit(w, part, q.shape[1]) for w in (work, work_grad)]
+                        d = group.v(out.d[span.rows].unsqueeze(-1), part, walk.dtype) if spec.normalize else h
                         dn_at = dn_span[at] if spec.normalize else dn_span
-                        grad = block.backward(
-                            q, k, v, gates.head(at), C, n, h, d, g, dC_span[at], dn_at, spec, *buffers
-                        )
+                        grad = block.backward(q, k, v, gates.head(at), C, n, h, d, g, dC_span[at], dn_at, spec, work)
                         dC_span[at] = grad.C
                         if spec.normalize:
                             dn_span[at] = grad.n

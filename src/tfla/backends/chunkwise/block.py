@@ -14,10 +14,70 @@ from torch import Tensor
 
 from tfla.backends.base import Spec
 from tfla.backends.chunkwise.gates import TileGates
+from tfla.backends.chunkwise.workspace import Workspace, bmm_into
+
+
+def _bmm_add(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """out + a @ b, in place."""
+    out.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
+    return out
+
+
+def _carry_on(states: Tensor, carry: Tensor, reverse: bool) -> None:
+    """Turns what each tile adds into states: forward, row t + 1 gains row t decayed; reverse, row t gains row t + 1."""
+    rows = states.unbind(0)
+    tiles = range(len(rows) - 1)
+    decay = carry.diagonal(-1, 1, 2)  # (N, n)
+    scalars = decay[0].tolist() if decay.shape[0] == 1 else None
+    for t in reversed(tiles) if reverse else tiles:
+        source, target = (t + 1, t) if reverse else (t, t + 1)
+        if scalars is not None:
+            rows[target].add_(rows[source], alpha=scalars[t])
+        else:
+            rows[target].add_(rows[source] * decay[:, t, None, None])
+
+
+def memory_states(k_up: Tensor, v: Tensor, gates: TileGates, C: Tensor, work: Workspace) -> Tensor:
+    """C before each tile and behind the last, (39)-(43), (n + 1, N, dqk, dhv). k_up is k weighted by `update`."""
+    out = work("states", k_up.shape[0] + 1, *C.shape)
+    out[0] = C
+    bmm_into(out[1:], k_up.transpose(-1, -2), v)
+    _carry_on(out, gates.carry, reverse=False)
+    return out
+
+
+def normalizer_states(k_up: Tensor, gates: TileGates, n: Tensor) -> Tensor:
+    """n before each tile and behind the last, (n + 1, N, 1, dqk)."""
+    added = torch.cat([n[None], k_up.sum(2)]).transpose(0, 1)
+    return (gates.carry @ added).transpose(0, 1).unsqueeze(2)
+
+
+def final_state(
+    k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, spec: Spec, work: Workspace
+) -> tuple[Tensor, Tensor]:
+    """Only the state behind the block. C lives in the workspace."""
+    k_up = work.mul("k_up", k, gates.update)
+    n_end = normalizer_states(k_up, gates, n)[-1, :, 0] if spec.normalize else n
+    return memory_states(k_up, v, gates, C, work)[-1], n_end
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, spec: Spec, work: Workspace
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Numerators (n, N, L, dhv), stabilised d (n, N, L, 1), the state behind the block; C lives in the workspace."""
+    P = work.bmm("P", q, k.transpose(-1, -2)).mul_(gates.matrix(work))
+    q_in, k_up = work.mul("q_in", q, gates.inter), work.mul("k_up", k, gates.update)
+    states = memory_states(k_up, v, gates, C, work)
+    out = _bmm_add(work.bmm("out", P, v), q_in, states[:-1])
+    if not spec.normalize:
+        return out, None, states[-1], n
+    ns = normalizer_states(k_up, gates, n)
+    d = P.sum(-1, keepdim=True) + work.mul("q_in", q_in, ns[:-1]).sum(-1, keepdim=True)
+    return out, d, states[-1], ns[-1, :, 0]
 
 
 class Gradients(NamedTuple):
-    """Cotangents of one block; q, k, v like the inputs, log-gates (N, n L)."""
+    """Cotangents of one block, in the workspace: q, k, v like the inputs, log-gates (N, n L), the state before it."""
 
     q: Tensor
     k: Tensor
@@ -28,75 +88,9 @@ class Gradients(NamedTuple):
     n: Tensor
 
 
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b over the two leading dims; they are one batch dim where strides allow it without a copy."""
-    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2])
-
-
-def _bmm_add(out: Tensor, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """out + scale a @ b, in place."""
-    out.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1), alpha=scale)
-    return out
-
-
-def _carry_on(states: Tensor, carry: Tensor, reverse: bool) -> None:
-    """Turns what each tile adds into states: forward, row t + 1 gains row t decayed; reverse, row t gains row t + 1."""
-    tiles = range(states.shape[0] - 1)
-    decay = carry.diagonal(-1, 1, 2)  # (N, n)
-    scalars = decay[0].tolist() if decay.shape[0] == 1 else None
-    for t in reversed(tiles) if reverse else tiles:
-        source, target = (t + 1, t) if reverse else (t, t + 1)
-        if scalars is not None:
-            states[target].add_(states[source], alpha=scalars[t])
-        else:
-            states[target].add_(states[source] * decay[:, t, None, None])
-
-
-def memory_states(k: Tensor, v: Tensor, gates: TileGates, C: Tensor, out: Tensor) -> Tensor:
-    """C before each tile and behind the last, (39)-(43), into out (n + 1, N, dqk, dhv). k is weighted by `update`."""
-    torch.bmm(k.flatten(0, 1).mT, v.flatten(0, 1), out=out[1:].flatten(0, 1))
-    out[0] = C
-    _carry_on(out, gates.carry, reverse=False)
-    return out
-
-
-def normalizer_states(k: Tensor, gates: TileGates, n: Tensor) -> Tensor:
-    """n before each tile and behind the last, (n + 1, N, dqk, 1)."""
-    added = torch.cat([n[None], k.sum(2)]).transpose(0, 1)
-    return (gates.carry @ added).transpose(0, 1).unsqueeze(-1)
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, spec: Spec, work: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """h (n, N, L, dhv), the stabilised d (n, N, L), and the state behind the block. ``work`` holds the states."""
-    P = torch.baddbmm(
-        q.new_empty(()), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=spec.scale
-    ).mul_(gates.matrix(q.dtype)).unflatten(0, q.shape[:2])  # fmt: skip
-    q, k = q * gates.inter, k * gates.update
-    states = memory_states(k, v, gates, C, work)
-    h = _bmm_add(_bmm(P, v), q, states[:-1], spec.scale)
-    if not spec.normalize:
-        return h, None, states[-1], n
-    ns = normalizer_states(k, gates, n)
-    d = _bmm_add(P.sum(-1, keepdim=True), q, ns[:-1], spec.scale).squeeze(-1)
-    h /= torch.maximum(d.abs(), gates.floor).unsqueeze(-1)
-    return h, d, states[-1], ns[-1].squeeze(-1)
-
-
-def final_state(
-    k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, spec: Spec, work: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Only the state behind the block."""
-    k = k * gates.update
-    return memory_states(k, v, gates, C, work)[-1], (
-        normalizer_states(k, gates, n)[-1].squeeze(-1) if spec.normalize else n
-    )
-
-
 def backward(
     q: Tensor, k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, h: Tensor, d: Tensor, dh: Tensor,
-    dC: Tensor, dn: Tensor, spec: Spec, work: Tensor, work_grad: Tensor,
+    dC: Tensor, dn: Tensor, spec: Spec, work: Workspace,
 ) -> Gradients:  # fmt: skip
     """Exact gradients of a block from the state before it and the cotangents of its outputs and of the state behind it.
 
@@ -105,49 +99,46 @@ def backward(
     do, dd = dh, None
     if spec.normalize:
         D = torch.maximum(d.abs(), gates.floor)
-        do = dh / D.unsqueeze(-1)
+        do = torch.div(dh, D, out=work("do", *dh.shape))
         if spec.normalizer_grad:
-            dd = -(dh * h).sum(-1) * d.sign() * (d.abs() > gates.floor) / D
-    k_up = k * gates.update
+            dd = -work.mul("out", dh, h).sum(-1, keepdim=True) * d.sign() * (d.abs() > gates.floor) / D
+    k_up = work.mul("k_up", k, gates.update)
     states = memory_states(k_up, v, gates, C, work)
 
-    weights = gates.matrix(q.dtype).mul_(spec.scale).unflatten(0, q.shape[:2])
-    dS = _bmm(do, v.transpose(-1, -2))
+    weights = gates.matrix(work)
+    dS = work.bmm("dS", do, v.transpose(-1, -2))
     if dd is not None:
-        dS += dd.unsqueeze(-1)
+        dS += dd
     dS *= weights
-    P = _bmm(q, k.transpose(-1, -2)).mul_(weights)
+    P = work.bmm("P", q, k.transpose(-1, -2)).mul_(weights)
 
     # Cotangents of the states: the same recurrence backwards, with q and do in place of k and v.
-    do_in = do * gates.inter
-    grads = work_grad
-    torch.baddbmm(
-        q.new_empty(()), q.flatten(0, 1).mT, do_in.flatten(0, 1), beta=0, alpha=spec.scale, out=grads[:-1].flatten(0, 1)
-    )
+    do_in = work.mul("do_in", do, gates.inter)
+    grads = work("grads", *states.shape)
+    bmm_into(grads[:-1], q.transpose(-1, -2), do_in)
     grads[-1] = dC
     _carry_on(grads, gates.carry, reverse=True)
 
-    dq = _bmm_add(_bmm(dS, k), do_in, states[:-1].transpose(-1, -2), spec.scale)
-    dv = _bmm_add(_bmm(P.transpose(-1, -2), do), k_up, grads[1:])
-    dk = _bmm_add(_bmm(dS.transpose(-1, -2), q), v * gates.update, grads[1:].transpose(-1, -2))
-    running = torch.einsum("nkv,nkv->n", states[-1], grads[-1])
-    if dd is not None:
+    dq = _bmm_add(work.bmm("dq", dS, k), do_in, states[:-1].transpose(-1, -2))
+    dv = _bmm_add(work.bmm("out", P.transpose(-1, -2), do), k_up, grads[1:])
+    v_up = work.mul("do_in", v, gates.update)
+    dk = _bmm_add(work.bmm("dk", dS.transpose(-1, -2), q), v_up, grads[1:].transpose(-1, -2))
+    running = torch.linalg.vecdot(states[-1].flatten(1), grads[-1].flatten(1))
+    if spec.normalize:
+        added = torch.cat([torch.zeros_like(q[:, :, 0]), dn[None]])
+        if dd is not None:
+            dd_in = dd * gates.inter
+            added[:-1] = work.mul("q_in", q, dd_in).sum(2)
+        dns = (gates.carry.transpose(1, 2) @ added.transpose(0, 1)).transpose(0, 1).unsqueeze(2)
         ns = normalizer_states(k_up, gates, n)
-        dd_in = (dd.unsqueeze(-1) * gates.inter).mul_(spec.scale)
-        added = torch.cat([(q * dd_in).sum(2), dn[None]]).transpose(0, 1)
-        dns = (gates.carry.transpose(1, 2) @ added).transpose(0, 1).unsqueeze(-2)
-        _bmm_add(dq, dd_in, ns[:-1].transpose(-1, -2))
-        _bmm_add(dk, gates.update, dns[1:])
-        running = running + (ns[-1] * dns[-1].transpose(-1, -2)).sum((-2, -1))
-        dn = dns[0].squeeze(-2)
-    elif spec.normalize:  # dn still reaches the keys through the state behind the sequence
-        dns = (gates.carry[:, -1:].transpose(1, 2) * dn[:, None]).transpose(0, 1).unsqueeze(-2)
-        _bmm_add(dk, gates.update, dns[1:])
-        running = running + (normalizer_states(k_up, gates, n)[-1].squeeze(-1) * dn).sum(-1)
-        dn = dns[0].squeeze(-2)
+        if dd is not None:
+            dq += work.mul("q_in", ns[:-1], dd_in)
+        dk += work.mul("q_in", dns[1:], gates.update)
+        running = running + torch.linalg.vecdot(ns[-1, :, 0], dn)
+        dn = dns[0, :, 0]
 
     def per_step(a: Tensor, b: Tensor) -> Tensor:
-        return (a * b).sum(-1).transpose(0, 1).flatten(1)
+        return work.mul("q_in", a, b).sum(-1).transpose(0, 1).flatten(1)
 
     dlog_i = per_step(k, dk)
     falls = per_step(q, dq) - dlog_i

@@ -1,16 +1,18 @@
 """Gate arithmetic of tiles: equations (36)-(38), stabilised, with every exponent a sum of small numbers.
 
-In float64: sums of closed gates are large, their differences must keep float32 accuracy, and there are only B T H of them.
-Sums start at the tile's first step, so no rounding is carried from tile to tile.
+In float64: sums of closed gates are large, their differences must keep float32 accuracy, and there are only B T H of
+them. Sums start at the tile's first step, so no rounding is carried from tile to tile.
 """
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tfla.backends.chunkwise.workspace import Workspace
 
 
 def max_state(log_i: Tensor, log_f: Tensor, m: Tensor) -> Tensor:
@@ -22,26 +24,32 @@ def max_state(log_i: Tensor, log_f: Tensor, m: Tensor) -> Tensor:
 class TileGates(NamedTuple):
     """Weights of n successive tiles of L steps for N heads; leading dims (n, N)."""
 
-    row: Tensor  # (n, N, L) float64: the gate matrix is D_ij = exp(row_i + column_j) for i >= j
+    row: Tensor  # (n, N, L) float64: the gate matrix is D_ij = exp(row_i + column_j), i >= j
     column: Tensor  # (n, N, L) float64
-    inter: Tensor  # (n, N, L, 1): weight of the state before the tile in row i
+    inter: Tensor  # (n, N, L, 1): weight of the state before the tile in row i, times scale
     update: Tensor  # (n, N, L, 1): weight of step j in the state behind the tile, exp(a_j)
     carry: Tensor  # (N, n + 1, n + 1): weight of boundary s in boundary t, boundaries before tiles and behind the last
-    floor: Tensor  # (n, N, L): exp(-m), or empty without normaliser
+    floor: Tensor  # (n, N, L, 1): exp(-m), or empty without normaliser
+    scale: float
 
     def head(self, part: slice) -> TileGates:
         """Those of some heads."""
-        row, column, inter, update, carry, floor = self
-        return TileGates(row[:, part], column[:, part], inter[:, part], update[:, part], carry[part], floor[:, part])
+        row, column, inter, update, carry, floor, scale = self
+        row, column, inter, update, floor = (x[:, part] for x in (row, column, inter, update, floor))
+        return TileGates(row, column, inter, update, carry[part], floor, scale)
 
-    def matrix(self, dtype: torch.dtype) -> Tensor:
-        """D, (n N, L, L), zero above the diagonal."""
-        D = (self.row.unsqueeze(-1) + self.column.unsqueeze(-2)).to(dtype).flatten(0, 1)
-        future = torch.full(D.shape[1:], -math.inf, dtype=dtype, device=D.device).triu_(1)
-        return D.add_(future).exp_()
+    def matrix(self, work: Workspace) -> Tensor:
+        """scale D, (n, N, L, L), zero above the diagonal."""
+        L = self.row.shape[-1]
+        wide = work("wide D", *self.row.shape, L, dtype=torch.float64)
+        torch.add(self.row.unsqueeze(-1), self.column.unsqueeze(-2), out=wide)
+        D = work("D", *wide.shape).copy_(wide)
+        return D.exp_().mul_(self.scale).tril_()  # zeroes whatever overflowed in the future
 
 
-def tile_gates(log_i: Tensor, log_f: Tensor, m: Tensor | None, m_start: Tensor | None, dtype: torch.dtype) -> TileGates:
+def tile_gates(
+    log_i: Tensor, log_f: Tensor, m: Tensor | None, m_start: Tensor | None, scale: float, dtype: torch.dtype
+) -> TileGates:
     """From log-gates (N, n, L) float64, their max states m and the max state m_start (N,) before the first tile."""
     b = log_f.cumsum(-1)
     g = b[..., -1:]
@@ -57,6 +65,6 @@ def tile_gates(log_i: Tensor, log_f: Tensor, m: Tensor | None, m_start: Tensor |
         floor = m.neg().exp()
     carry = (boundary[:, :, None] - boundary[:, None, :]).tril()
     carry = carry.exp().tril().to(dtype)
-    inter, update = (x.exp().to(dtype).transpose(0, 1).unsqueeze(-1) for x in (inter, update))
-    row, column, floor = (x.transpose(0, 1) for x in (row, column, floor.to(dtype)))
-    return TileGates(row, column, inter, update, carry, floor)
+    inter, update = (x.to(dtype).transpose(0, 1).unsqueeze(-1) for x in (inter.exp() * scale, update.exp()))
+    floor = floor.to(dtype).transpose(0, 1).unsqueeze(-1)
+    return TileGates(row.transpose(0, 1), column.transpose(0, 1), inter, update, carry, floor, scale)
