@@ -1,0 +1,4 @@
+"""Training a language model on text: ``tfla train``, ``tfla generate``, ``tfla demo``.
+
+Needs the extra ``train``: ``pip install "tfla[train]"``.
+"""

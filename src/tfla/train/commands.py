@@ -1,0 +1,55 @@
+"""The commands of training: options from the dataclasses of :mod:`tfla.train.config`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from tfla.train.config import DemoConfig, GenerateConfig, TrainConfig
+
+
+def train(args: Sequence[str]) -> int:
+    """``tfla train``: in a folder that is a run already, options that are not given are the run's."""
+    from tfla.train.loop import train as train_run
+    from tfla.train.metrics import read
+    from tfla.train.run_directory import CURVES, read_config
+
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--run", type=Path, default=TrainConfig.run)
+    known = read_config(early.parse_known_args(args)[0].run)
+    config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=known or TrainConfig())
+    trained = train_run(config)
+    last = next((r for r in reversed(read(trained.run)) if r["kind"] == "eval"), None)
+    if last is not None:
+        print(
+            f"step {last['step']}, held out: loss {last['loss']:.4f} nats per token, "
+            f"perplexity {last['perplexity']:.3f}, {last['bits_per_byte']:.4f} bits per byte"
+        )
+    print(f"saved in {trained.run}: checkpoints, metrics.jsonl, {CURVES}")
+    return 0
+
+
+def generate(args: Sequence[str]) -> int:
+    """``tfla generate``: the prompt and what follows it, to stdout."""
+    from tfla.train.sample import sample
+
+    config = tyro.cli(GenerateConfig, args=args, prog="tfla generate")
+    pieces = sample(config)
+    sys.stdout.write(config.prompt)
+    for piece in pieces:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return 0
+
+
+def demo(args: Sequence[str]) -> int:
+    """``tfla demo``."""
+    from tfla.train.demo import demo as run_demo
+
+    run_demo(tyro.cli(DemoConfig, args=args, prog="tfla demo"))
+    return 0

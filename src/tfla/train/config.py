@@ -1,0 +1,259 @@
+"""Everything that can be set for a training run, in one place; the command line is made from these classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from tfla.backends import BACKENDS
+from tfla.nn import ModelConfig
+from tfla.train.messages import UserError
+
+# Changing one of these leaves what is learned alone, so a run may go on with another value.
+FREE = frozenset(
+    {"run", "device", "threads", "compile", "eval_every", "eval_windows"}
+    | {"checkpoint_every", "keep_last", "keep_every", "tensorboard"}
+)
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where the text comes from and how it becomes tokens."""
+
+    paths: tuple[Path, ...] = ()
+    """Text files, each one document, and folders, read with all that is in them."""
+    suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")
+    """Which files of a folder are read; a file named in paths always is."""
+    exclude: tuple[str, ...] = ()
+    """Names of folders that are left out."""
+    dataset: str | None = None
+    """Hugging Face dataset instead of paths: a name, or a folder that save_to_disk wrote. Needs tfla[datasets]."""
+    dataset_config: str | None = None
+    """Which configuration of the dataset."""
+    dataset_files: tuple[str, ...] = ()
+    """Files for a generic dataset such as json, csv or parquet."""
+    dataset_split: str = "train"
+    """Which split of the dataset to read; the held-out part is cut from it."""
+    dataset_field: str = "text"
+    """The column that holds the text."""
+    tokenizer: str = "bytes"
+    """"bytes", a tokenizer.json, or the name of a Hugging Face tokenizer."""
+    bos_token: str | None = None
+    """The tokenizer's token that starts a document; None looks for a usual one. Bytes have their own, number 256."""
+    heldout: float = 0.05
+    """Part of the documents (of each document, if there are fewer than 20) that is held out."""
+    split_seed: int = 0
+    """Draws which documents are held out."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Architecture; what is None is the paper's, or that of the size."""
+
+    size: Literal["160M", "400M", "1.4B", "7B"] | None = None
+    """One of the paper's sizes; the fields below override it."""
+    d_model: int | None = None
+    """Width; 256 without a size."""
+    num_blocks: int | None = None
+    """Blocks; 4 without a size."""
+    num_heads: int | None = None
+    """Heads; 4 without a size."""
+    mixer: Literal["mlstm_exp", "mlstm_sig", "attention"] = "mlstm_exp"
+    """The sequence mix: mLSTM with exponential or sigmoid input gate, or attention."""
+    input_gate_bias: float | None = None
+    """Of the input gates at the start."""
+    input_gate_trainable: bool = True
+    """Whether the input gates learn."""
+    head_norm: Literal["layer", "rms"] | None = None
+    """Norm over each head."""
+    head_norm_eps: float | None = None
+    """Epsilon of the norm over each head."""
+    chunk_size: int | None = None
+    """Steps between stored states; None picks it."""
+    backend: str | None = None
+    """Of the kernels; None picks what is fastest here."""
+
+    def build(self, vocab_size: int) -> ModelConfig:
+        """The model's config for that many tokens.
+
+        Raises:
+            UserError: the fields do not fit together.
+        """
+        fields = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k != "size"}
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise UserError(f"model.backend: got {self.backend!r}, allowed are {', '.join(map(repr, BACKENDS))}")
+        try:
+            if self.size is not None:
+                return ModelConfig.named(self.size, vocab_size=vocab_size, **fields)
+            return ModelConfig(**{"d_model": 256, "num_blocks": 4, "num_heads": 4, "vocab_size": vocab_size, **fields})
+        except ValueError as error:
+            raise UserError(f"model: {error}") from error
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The paper's recipe (appendix E.2): AdamW, warm-up, cosine, cooldown."""
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    eps: float = 1e-8
+    """Of AdamW."""
+    weight_decay: float = 0.1
+    """On the weights of linear layers, the last one too; none on biases, norms and embeddings."""
+    clip: float = 0.5
+    """Largest norm of the gradient."""
+    warmup_steps: int | None = None
+    """Linear warm-up; None is 750 steps, but a tenth of a short run."""
+    cooldown_steps: int | None = None
+    """Linear cooldown to 0 at the end; None is 1000 steps, but a tenth of a short run."""
+    final_fraction: float = 0.1
+    """Of the peak, where the cosine ends and the cooldown begins."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a language model on text. A run that was stopped continues when it is started again."""
+
+    run: Path = Path("runs/train")
+    """Folder of the run: configuration, tokens, checkpoints, metrics, curves."""
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    optim: Optim = field(default_factory=Optim)
+    steps: int = 2000
+    """Updates of the weights."""
+    batch_size: int = 32
+    """Sequences in one update."""
+    accumulate: int = 1
+    """Passes in which one update's sequences are computed, for less memory: gradient accumulation."""
+    context: int = 512
+    """Tokens in a sequence."""
+    reset: Literal["gate", "cu_seqlens"] = "gate"
+    """How the memory is reset at the start of a document: a closed forget gate, or sequences packed by cu_seqlens."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """bfloat16 is autocast; auto uses it on a GPU."""
+    compile: bool = False
+    """Run the model through torch.compile."""
+    device: str = "auto"
+    """auto is the GPU if there is one."""
+    threads: int | None = None
+    """CPU threads; None leaves torch's choice. Results are bit for bit the same only for the same number."""
+    seed: int = 0
+    """Of the weights and of the order of the text."""
+    eval_every: int = 200
+    """Steps between evaluations on the held-out part."""
+    eval_windows: int | None = 256
+    """Sequences of an evaluation, spread over the held-out part; None is all of it."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints."""
+    keep_last: int = 2
+    """How many of the newest checkpoints are kept."""
+    keep_every: int | None = None
+    """Checkpoints at multiples of this many steps are kept for good."""
+    tensorboard: bool = True
+    """Also write the metrics for TensorBoard."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences that are computed at once."""
+        return self.batch_size // self.accumulate
+
+    def check(self) -> None:
+        """Raise UserError where a value is out of range; the message names it."""
+        counts = (
+            "steps batch_size accumulate context eval_every checkpoint_every keep_last threads keep_every eval_windows"
+        )
+        for name in counts.split():
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}: got {value}, expected at least 1")
+        if self.batch_size % self.accumulate:
+            raise UserError(f"accumulate: got {self.accumulate}, expected a divisor of batch_size, {self.batch_size}")
+        if not 0 < self.data.heldout < 1:
+            raise UserError(f"data.heldout: got {self.data.heldout}, expected a number between 0 and 1")
+        if bool(self.data.paths) == (self.data.dataset is not None):
+            raise UserError("data.paths: expected text files or folders, or else data.dataset")
+        for name in ("lr", "eps", "clip"):
+            value = getattr(self.optim, name)
+            if not value > 0:
+                raise UserError(f"optim.{name}: got {value}, expected a number above 0")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Continue a prompt with a trained model, as a stream; an mLSTM needs the same memory however long it gets."""
+
+    checkpoint: Path
+    """A run's folder (its newest checkpoint), a checkpoint, or a saved model."""
+    prompt: str = ""
+    """What the text begins with; by default the model starts a document."""
+    max_new_tokens: int = 500
+    """Tokens at most; the end of the document ends it earlier."""
+    temperature: float = 0.8
+    """0 takes the likeliest token every time."""
+    top_k: int | None = None
+    """Sample among the k likeliest tokens."""
+    top_p: float | None = None
+    """Sample among the likeliest tokens that together have this probability."""
+    seed: int | None = None
+    """The same seed gives the same text."""
+    device: str = "auto"
+    """auto is the GPU if there is one."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Train a small mLSTMexp model on the source of Python's standard library and compare it with counting."""
+
+    run: Path = Path("runs/demo")
+    """Folder of the run; with a number behind it if a finished run is there already."""
+    steps: int = 1000
+    """Updates of the weights."""
+    threads: int | None = None
+    """CPU threads; None leaves torch's choice."""
+
+
+def to_json(config: Any) -> str:
+    """A config as JSON text, fields in order."""
+    return json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n"
+
+
+def from_json(kind: type[C], text: str) -> C:
+    """The config that :func:`to_json` gave.
+
+    Raises:
+        ValueError: the text is no JSON object, or has a field that does not exist.
+    """
+    return _revive(kind, json.loads(text))
+
+
+def _revive(kind: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(kind):
+        hints = get_type_hints(kind)
+        unknown = sorted(set(value) - set(hints))
+        if unknown:
+            raise ValueError(f"unknown field {', '.join(unknown)}")
+        return kind(**{name: _revive(hints[name], v) for name, v in value.items()})  # type: ignore[operator]
+    if isinstance(value, list) and get_origin(kind) is tuple:
+        return tuple(_revive(get_args(kind)[0], v) for v in value)
+    if isinstance(value, str) and Path in (kind, *get_args(kind)):
+        return Path(value)
+    return value
+
+
+def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Where two configs differ: dotted field name -> (old value, new value)."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for f in dataclasses.fields(old):
+        a, b = getattr(old, f.name), getattr(new, f.name)
+        if dataclasses.is_dataclass(a):
+            found |= differences(a, b, f"{prefix}{f.name}.")
+        elif a != b:
+            found[prefix + f.name] = (a, b)
+    return found

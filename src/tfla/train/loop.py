@@ -1,0 +1,179 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from tfla.nn import LanguageModel
+from tfla.train.batches import Batches
+from tfla.train.checkpoint import Checkpoints, latest_checkpoint, restore
+from tfla.train.config import TrainConfig
+from tfla.train.device import pick_device
+from tfla.train.evaluate import Evaluation, evaluate
+from tfla.train.gate_watch import InputGateWatch
+from tfla.train.messages import UserError, notice
+from tfla.train.metrics import Metrics
+from tfla.train.objective import token_losses
+from tfla.train.plot import plot_curves
+from tfla.train.recipe import Schedule, optimizer
+from tfla.train.run_directory import CHECKPOINTS, CURVES, TOKENS, open_run
+from tfla.train.tokens import Tokens, prepare
+
+
+class Trained(NamedTuple):
+    """What a run left behind."""
+
+    step: int
+    """Updates done; fewer than asked for if the run was stopped."""
+    model: LanguageModel
+    tokens: Tokens
+    run: Path
+
+
+def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] | None = None) -> Trained:
+    """Train as the config says, from the run's last checkpoint if it has one.
+
+    Args:
+        config: see there.
+        baselines: gives horizontal lines for the plot, name -> bits per byte.
+
+    Raises:
+        UserError: something the user can mend: text, options, a full disk; checkpoints that were whole still are.
+    """
+    config.check()
+    with open_run(config) as run:
+        device = pick_device(config.device)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        tokens = prepare(config.data, run / TOKENS)
+        batches = Batches(tokens, config.context, config.batch_size, config.seed)
+        schedule = Schedule(config.optim, config.steps)
+
+        torch.manual_seed(config.seed)
+        model = LanguageModel(config.model.build(tokens.tokenizer.vocab_size)).to(device)
+        adamw = optimizer(model, config.optim)
+        checkpoints = Checkpoints(run / CHECKPOINTS, config.keep_last, config.keep_every)
+        latest = latest_checkpoint(checkpoints.directory)
+        step, progress = (0, {"elapsed": 0.0}) if latest is None else restore(latest, model, adamw)
+        watch = InputGateWatch(model)
+        forward: Callable[..., Tensor] = torch.compile(model) if config.compile else model
+        metrics = Metrics(run, step, config.tensorboard)
+        lines = baselines(tokens) if baselines is not None else {}
+        _announce(config, model, tokens, device, step)
+
+        def measure(step: int) -> Evaluation:
+            with _precision(config, device):
+                found = evaluate(
+                    forward, tokens, config.context,
+                    batch_size=config.micro_batch_size, most=config.eval_windows, reset=config.reset, device=device,
+                )  # fmt: skip
+            watch.take()
+            metrics.write("eval", step, **found._asdict())
+            return found
+
+        def save(step: int) -> int:
+            metrics.sync()
+            checkpoints.save(step, model, adamw, tokens.tokenizer, progress)
+            return step
+
+        try:
+            saved = step
+            heldout = measure(0).bits_per_byte if step == 0 else None
+            bar = tqdm(
+                total=config.steps, initial=step, unit="step", desc="train", dynamic_ncols=True,
+                mininterval=0.2 if sys.stderr.isatty() else 10,
+            )  # fmt: skip
+            with bar, _stop_signals() as stop:
+                while step < config.steps and not stop:
+                    started = time.perf_counter()
+                    for group in adamw.param_groups:
+                        group["lr"] = schedule(step)
+                    adamw.zero_grad()
+                    loss = 0.0
+                    for windows in batches(step).to(device).split(config.micro_batch_size):
+                        with _precision(config, device):
+                            part = token_losses(forward, windows, tokens.tokenizer.bos, config.reset).mean()
+                        (part / config.accumulate).backward()
+                        loss += part.item() / config.accumulate
+                    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip).item()
+                    if not (abs(loss) < float("inf") and norm < float("inf")):
+                        raise UserError(
+                            f"step {step + 1}: loss {loss}, gradient norm {norm}: training has failed; "
+                            f"try a lower optim.lr. {checkpoints.last_good()}"
+                        )
+                    adamw.step()
+                    step += 1
+
+                    seconds = time.perf_counter() - started
+                    progress["elapsed"] += seconds
+                    speed = config.batch_size * config.context / seconds
+                    metrics.write(
+                        "train", step, loss=loss, lr=schedule(step - 1), grad_norm=norm, max_input_gate=watch.take(),
+                        tokens_per_s=speed, elapsed=progress["elapsed"],
+                    )  # fmt: skip
+                    if step % config.eval_every == 0 or step == config.steps:
+                        heldout = measure(step).bits_per_byte
+                    if step % config.checkpoint_every == 0:
+                        saved = save(step)
+                    shown = {"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}"}
+                    if heldout is not None:
+                        shown["held-out bits/byte"] = f"{heldout:.3f}"
+                    bar.set_postfix(shown, refresh=False)
+                    bar.update()
+            if saved != step:
+                save(step)
+        except OSError as error:
+            raise UserError(f"{error.filename or run}: {error.strerror or error}; {checkpoints.last_good()}") from error
+        finally:
+            metrics.close()
+        if step < config.steps:
+            notice(f"stopped at step {step}; start again to continue")
+        plot_curves(run, run / CURVES, clip=config.optim.clip, baselines=lines)
+    return Trained(step, model, tokens, run)
+
+
+def _precision(config: TrainConfig, device: torch.device) -> torch.autocast:
+    bfloat16 = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+    return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+
+
+def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, device: torch.device, step: int) -> None:
+    notice(
+        f"{model.num_parameters():,} parameters on {device}; {len(tokens.train):,} tokens to train on, "
+        f"{len(tokens.heldout):,} held out; {config.batch_size * config.context:,} tokens a step"
+    )
+    if step:
+        notice(f"{config.run}: continues after step {step} of {config.steps}")
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that gets the number of the signal when the process is asked to end, once: the step is finished first."""
+    stop: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before: dict[signal.Signals, Any] = {}
+
+    def ask(number: int, frame: Any) -> None:
+        stop.append(number)
+        signal.signal(number, before[signal.Signals(number)])  # asked twice, it ends at once
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, ask)
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,54 @@
+"""The paper's training recipe (appendix E.2): which weights decay, and the learning rate of every step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from tfla.train.config import Optim
+from tfla.train.messages import UserError
+
+
+def optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
+    """AdamW with weight decay on the weights of linear layers, none on anything else that learns."""
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    learning = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in learning if id(p) in linear], "weight_decay": config.weight_decay},
+        {"params": [p for p in learning if id(p) not in linear], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+class Schedule:
+    """Linear warm-up to the peak, cosine to a fraction of it, linear cooldown to 0.
+
+    Args:
+        config: the peak and the lengths.
+        steps: of the whole run.
+
+    Raises:
+        UserError: warm-up and cooldown do not fit into the run.
+    """
+
+    def __init__(self, config: Optim, steps: int) -> None:
+        self.peak, self.final, self.steps = config.lr, config.lr * config.final_fraction, steps
+        self.warmup = min(750, steps // 10) if config.warmup_steps is None else config.warmup_steps
+        self.cooldown = min(1000, steps // 10) if config.cooldown_steps is None else config.cooldown_steps
+        if min(self.warmup, self.cooldown) < 0 or self.warmup + self.cooldown > steps:
+            raise UserError(
+                f"optim.warmup_steps, optim.cooldown_steps: got {self.warmup} and {self.cooldown}, expected at least 0 "
+                f"and together at most the steps of the run, {steps}"
+            )
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of a step, counted from 0; it would reach 0 at the step behind the last one."""
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        left = self.steps - step
+        if left <= self.cooldown:
+            return self.final * left / self.cooldown
+        done = (step - self.warmup) / (self.steps - self.cooldown - self.warmup)
+        return self.final + (self.peak - self.final) * (1 + math.cos(math.pi * done)) / 2

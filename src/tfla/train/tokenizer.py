@@ -1,0 +1,173 @@
+"""Text to tokens and back. A document starts with one token of its own, which also ends the document before it."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tfla.train.documents import Document
+from tfla.train.messages import UserError, reason
+
+INFO, HUGGING_FACE = "tokenizer_info.json", "tokenizer.json"
+# What the usual tokenizers start or, where they start nothing, end a document with.
+BOS_TOKENS = ("<|begin_of_text|>", "<|endoftext|>", "<bos>", "<s>", "[BOS]", "[CLS]", "</s>", "<eos>", "[EOS]")
+
+Ids = NDArray[np.int64]
+
+
+class Tokenizer(Protocol):
+    """What training and generation need of a tokenizer."""
+
+    vocab_size: int
+    bos: int
+    """The token that starts every document."""
+
+    def encode(self, documents: Sequence[Document]) -> list[Ids]:
+        """The tokens of each document, bos first."""
+
+    def measure(self, documents: Sequence[Document]) -> list[tuple[Ids, Ids]]:
+        """The same, and how many bytes of the document each token stands for (bos: 0)."""
+
+    def decoder(self) -> Callable[[int], str]:
+        """A function that takes tokens one by one and returns the text that has become certain."""
+
+    def save(self, directory: Path) -> None:
+        """Write what :func:`load` reads."""
+
+
+class ByteTokenizer:
+    """Every byte is a token, and token 256 starts a document.
+
+    A number that no byte has is unmistakable in any file, and it gives generation something to start from.
+    """
+
+    vocab_size, bos = 257, 256
+
+    def encode(self, documents: Sequence[Document]) -> list[Ids]:
+        """See :class:`Tokenizer`."""
+        return [np.concatenate([[self.bos], np.frombuffer(d.content, np.uint8)]) for d in documents]
+
+    def measure(self, documents: Sequence[Document]) -> list[tuple[Ids, Ids]]:
+        """See :class:`Tokenizer`."""
+        return [(ids, (ids != self.bos).astype(np.int64)) for ids in self.encode(documents)]
+
+    def decoder(self) -> Callable[[int], str]:
+        """See :class:`Tokenizer`. Bytes that are no UTF-8 become U+FFFD."""
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        return lambda token: "" if token == self.bos else decode(bytes([token]))
+
+    def save(self, directory: Path) -> None:
+        """See :class:`Tokenizer`."""
+        (directory / INFO).write_text(json.dumps({"kind": "bytes"}) + "\n")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of the library ``tokenizers``; documents must be UTF-8.
+
+    Special tokens that stand in a text are read as plain text: only the tokens that training sets mean anything.
+    """
+
+    def __init__(self, inner: Any, bos_token: str | None, name: str) -> None:
+        self.inner = inner
+        self.inner.encode_special_tokens = True
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        self.vocab_size = inner.get_vocab_size()
+        wanted = BOS_TOKENS if bos_token is None else (bos_token,)
+        self.bos_token = next((t for t in wanted if inner.token_to_id(t) is not None), "")
+        if not self.bos_token:
+            raise UserError(f"data.bos_token: tokenizer {name} has none of {' '.join(wanted)}; name one that it has")
+        self.bos: int = inner.token_to_id(self.bos_token)
+
+    def encode(self, documents: Sequence[Document]) -> list[Ids]:
+        """See :class:`Tokenizer`.
+
+        Raises:
+            UserError: a document is not UTF-8; the message names it.
+        """
+        return [self._ids(encoding) for _, encoding in self._encode(documents)]
+
+    def measure(self, documents: Sequence[Document]) -> list[tuple[Ids, Ids]]:
+        """See :class:`Tokenizer`; errors of :meth:`encode`."""
+        return [
+            (self._ids(encoding), np.concatenate([[0], _byte_lengths(text, encoding.offsets)]))
+            for text, encoding in self._encode(documents)
+        ]
+
+    def _encode(self, documents: Sequence[Document]) -> Iterator[tuple[str, Any]]:
+        texts = [self._text(document) for document in documents]
+        return zip(texts, self.inner.encode_batch(texts, add_special_tokens=False), strict=True)
+
+    def _ids(self, encoding: Any) -> Ids:
+        return np.array([self.bos, *encoding.ids], np.int64)
+
+    @staticmethod
+    def _text(document: Document) -> str:
+        try:
+            return document.content.decode()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{document.name}: not UTF-8 at byte {error.start}; "
+                "convert it, leave it out, or use --data.tokenizer bytes"
+            ) from error
+
+    def decoder(self) -> Callable[[int], str]:
+        """See :class:`Tokenizer`."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token: stream.step(self.inner, token) or ""
+
+    def save(self, directory: Path) -> None:
+        """See :class:`Tokenizer`."""
+        self.inner.save(str(directory / HUGGING_FACE))
+        (directory / INFO).write_text(json.dumps({"kind": "huggingface", "bos_token": self.bos_token}) + "\n")
+
+
+def _byte_lengths(text: str, offsets: list[tuple[int, int]]) -> Ids:
+    """Bytes of UTF-8 behind each token, given the tokens' (start, end) in characters; they add up to the text."""
+    code = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    width = 1 + (code >= 0x80).astype(np.int64) + (code >= 0x800) + (code >= 0x10000)
+    position = np.concatenate([[0], np.cumsum(width)])
+    ends = position[np.array([end for _, end in offsets], np.int64)]
+    if len(ends) == 0:
+        return ends
+    ends = np.maximum.accumulate(ends)
+    ends[-1] = position[-1]  # what a tokenizer strips is still part of the text
+    return np.diff(ends, prepend=0)
+
+
+def create(name: str, bos_token: str | None) -> Tokenizer:
+    """The tokenizer that ``data.tokenizer`` names: "bytes", a tokenizer.json, or a name on the Hugging Face hub.
+
+    Raises:
+        UserError: there is none of that name or it cannot be read, or it has no such bos_token.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    from tokenizers import Tokenizer as Inner
+
+    try:
+        inner = Inner.from_file(name) if Path(name).is_file() else Inner.from_pretrained(name)
+    except Exception as error:  # the library raises bare Exceptions
+        raise UserError(f'data.tokenizer: {name} is neither "bytes" nor can it be loaded: {reason(error)}') from error
+    return HuggingFaceTokenizer(inner, bos_token, name)
+
+
+def load(directory: Path) -> Tokenizer:
+    """The tokenizer that was saved in a directory.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    try:
+        info = json.loads((directory / INFO).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory / INFO}: cannot be read: {reason(error)}") from error
+    return ByteTokenizer() if info["kind"] == "bytes" else create(str(directory / HUGGING_FACE), info["bos_token"])
