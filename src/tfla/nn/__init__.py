@@ -4,6 +4,7 @@ from tfla.nn.attention import Attention, KeyValues
 from tfla.nn.block import Block, SwiGLU
 from tfla.nn.config import ModelConfig
 from tfla.nn.gates import GatePreactivation
+from tfla.nn.generate import generate
 from tfla.nn.mixer import SequenceMixer
 from tfla.nn.mlstm import MLSTM
 from tfla.nn.model import LanguageModel, ModelState
@@ -21,4 +22,5 @@ __all__ = [
     "ModelState",
     "SequenceMixer",
     "SwiGLU",
+    "generate",
 ]

@@ -49,13 +49,13 @@ class LanguageModel(nn.Module):
         document_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
-    ) -> tuple[Tensor, ModelState | None]:
+    ) -> tuple[Tensor, ModelState]:
         """Everything but the unembedding: :meth:`logits` of its first result are those of :meth:`forward`.
 
-        For who does not want (B, T, vocab_size) logits in memory at once. Arguments and errors of :meth:`forward`.
+        For callers that cannot hold (B, T, vocab_size) logits at once. Arguments and errors of :meth:`forward`.
 
         Returns:
-            (B, T, d_model) in the dtype of the residual stream, and the state behind the last token, None unless
+            (B, T, d_model) in the dtype of the residual stream, and the state behind the last token, empty unless
             return_state.
         """
         self._check(ids, state, document_start, cu_seqlens)
@@ -64,7 +64,7 @@ class LanguageModel(nn.Module):
         for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
             x, after = block(x, before, document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state)
             states.append(after)
-        return x, tuple(states) if return_state else None
+        return x, tuple(states) if return_state else ()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """RMSNorm, unembedding and soft-cap (110): (..., d_model) -> (..., vocab_size), float32 or better."""
@@ -121,7 +121,7 @@ class LanguageModel(nn.Module):
             ids, state, document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state
         )
         logits = self.logits(x)
-        return logits if new is None else (logits, new)
+        return (logits, new) if return_state else logits
 
     def step(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """One token a sequence: ids (B,) int64 -> logits (B, vocab_size), as :meth:`forward` gives, and the new state.

@@ -1,0 +1,115 @@
+"""Generation of text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tfla.nn import LanguageModel, generate
+from tfla.nn.generate import pick
+
+Make = Callable[..., LanguageModel]
+
+
+def text(model: LanguageModel, ids: Tensor, n: int = 9, **options: Any) -> Tensor:
+    return torch.stack(list(generate(model, ids, n, **options)), 1)
+
+
+def test_greedy_is_the_argmax_of_whole_forwards(mixer: str, make_model: Make, ids: Tensor) -> None:
+    model = make_model(mixer)
+    seen = ids
+    for _ in range(9):
+        seen = torch.cat([seen, model(seen)[:, -1].argmax(-1)[:, None]], 1)
+    greedy = text(model, ids, temperature=0)
+    assert torch.equal(greedy, seen[:, 19:])
+    assert torch.equal(text(model, ids, top_k=1), greedy)
+    assert torch.equal(text(model, ids, top_p=1e-9), greedy)
+
+
+def test_a_prompt_read_in_pieces_gives_the_same_text(
+    mixer: str, make_model: Make, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(mixer)
+    whole = text(model, ids, temperature=0)
+    monkeypatch.setattr(sys.modules[pick.__module__], "PREFILL", 4)
+    assert torch.equal(text(model, ids, temperature=0), whole)
+
+
+def test_same_seed_same_text(make_model: Make, ids: Tensor) -> None:
+    model = make_model()
+    one = text(model, ids, seed=3)
+    torch.manual_seed(99)
+    assert torch.equal(text(model, ids, seed=3), one)
+    assert torch.equal(text(model, ids, generator=torch.Generator().manual_seed(3)), one)
+    assert not torch.equal(text(model, ids, seed=4), one)
+    assert one.dtype == torch.int64
+    assert one.shape == (2, 9)
+
+
+def test_it_streams_without_gradients(make_model: Make, ids: Tensor) -> None:
+    model = make_model()
+    tokens = generate(model, ids, 10**9, seed=0)
+    assert [next(tokens).shape for _ in range(3)] == [(2,)] * 3
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_stop_token(make_model: Make, ids: Tensor) -> None:
+    model = make_model()
+    free = text(model, ids, 40, seed=0)
+    stop = int(free[0, 2])
+    tokens = text(model, ids, 40, seed=0, stop_token=stop)
+    ends = [row.tolist().index(stop) if stop in row else 39 for row in free]
+    assert tokens.shape[1] == max(ends) + 1
+    for row, (end, kept) in enumerate(zip(ends, tokens, strict=True)):
+        assert torch.equal(kept[: end + 1], free[row, : end + 1])
+        assert (kept[end + 1 :] == stop).all()
+
+
+def test_sampling_follows_the_probabilities() -> None:
+    p = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2])
+    logits = p.log().expand(20_000, -1)
+    cases: list[tuple[dict[str, Any], Tensor]] = [
+        ({}, p),
+        ({"temperature": 0.5}, p**2),
+        ({"top_k": 2}, p * (p >= 0.25)),
+        ({"top_k": 99}, p),
+        ({"top_p": 0.6}, p * (p >= 0.25)),  # 0.4 alone does not reach 0.6
+        ({"top_p": 1.0}, p),
+        ({"top_k": 3, "top_p": 0.75}, p * (p >= 0.25)),  # of three that sum to 0.85, two have 0.76
+    ]
+    for options, expected in cases:
+        tokens = pick(logits, generator=torch.Generator().manual_seed(0), **options)
+        found = tokens.bincount(minlength=5) / len(tokens)
+        torch.testing.assert_close(found, expected / expected.sum(), rtol=0, atol=0.02)
+        assert (found[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        (TypeError, "ids", {"ids": torch.zeros(2, 3)}),
+        (ValueError, "ids", {"ids": torch.zeros(3, dtype=torch.int64)}),
+        (ValueError, "ids", {"ids": torch.zeros(2, 0, dtype=torch.int64)}),
+        (ValueError, "max_new_tokens", {"max_new_tokens": 0}),
+        (TypeError, "max_new_tokens", {"max_new_tokens": 2.0}),
+        (ValueError, "temperature", {"temperature": -0.1}),
+        (ValueError, "temperature", {"temperature": float("nan")}),
+        (ValueError, "top_k", {"top_k": 0}),
+        (TypeError, "top_k", {"top_k": 1.5}),
+        (ValueError, "top_p", {"top_p": 0.0}),
+        (ValueError, "top_p", {"top_p": 1.1}),
+        (ValueError, "seed", {"seed": 1, "generator": torch.Generator()}),
+        (ValueError, "stop_token", {"stop_token": 23}),
+    ],
+)
+def test_wrong_arguments_are_named_at_the_call(
+    make_model: Make, ids: Tensor, kind: type[Exception], name: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(kind, match=rf"^{name}: got .*expected "):
+        generate(make_model(), **{"ids": ids, "max_new_tokens": 3} | options)

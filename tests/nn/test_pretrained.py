@@ -1,0 +1,138 @@
+"""Saving and loading models."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tfla.nn import LanguageModel
+from tfla.nn.files import write_atomically
+
+Make = Callable[..., LanguageModel]
+
+
+def test_a_loaded_model_is_the_saved_one(tmp_path: Path, mixer: str, make_model: Make, ids: Tensor) -> None:
+    model = make_model(mixer, torch.float32)
+    model.save_pretrained(tmp_path / "new" / "model")
+    assert sorted(p.name for p in (tmp_path / "new" / "model").iterdir()) == ["config.json", "model.safetensors"]
+    loaded = LanguageModel.from_pretrained(tmp_path / "new" / "model")
+    assert loaded.config == model.config
+    assert torch.equal(loaded(ids), model(ids))
+
+
+def test_device_dtype_and_overrides(tmp_path: Path, make_model: Make, ids: Tensor) -> None:
+    model = make_model(dtype=torch.float32, input_gate_trainable=False, chunk_size=8)
+    model.save_pretrained(tmp_path)
+    loaded = LanguageModel.from_pretrained(
+        tmp_path, device=torch.device("cpu"), dtype=torch.float64, chunk_size=4, backend="reference"
+    )
+    assert {p.dtype for p in loaded.parameters()} == {torch.float64}
+    assert (loaded.config.chunk_size, loaded.config.backend) == (4, "reference")
+    frozen = {name for name, p in loaded.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, p in model.named_parameters() if not p.requires_grad} != set()
+    torch.testing.assert_close(loaded(ids).float(), model(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_files_are_replaced_whole(tmp_path: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = make_model(seed=0)
+    old.save_pretrained(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+
+    def crash(*_: object) -> None:
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", crash)
+        with pytest.raises(OSError, match="power cut"):
+            make_model(seed=1).save_pretrained(tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    make_model(seed=1).save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() != before["model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(before)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="file modes are POSIX")
+def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path, make_model: Make) -> None:
+    plain = tmp_path / "plain"
+    plain.touch()
+    make_model().save_pretrained(tmp_path)
+    assert len({stat.S_IMODE(p.stat().st_mode) for p in tmp_path.iterdir()}) == 1
+
+
+def test_a_writer_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, lambda p: p.write_text("old"))
+
+    def half(p: Path) -> None:
+        p.write_text("ne")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError):
+        write_atomically(path, half)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(tmp_path: Path, make_model: Make, missing: str) -> None:
+    make_model().save_pretrained(tmp_path)
+    (tmp_path / missing).unlink()
+    with pytest.raises(FileNotFoundError) as error:
+        LanguageModel.from_pretrained(tmp_path)
+    assert str(tmp_path / missing) in str(error.value)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        LanguageModel.from_pretrained(tmp_path / "nowhere")
+
+
+def change_config(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "words"),
+    [
+        ("config.json", lambda p: p.write_text('{"d_model": 3'), ["delimiter"]),
+        ("config.json", lambda p: p.write_bytes(b"\xff\xfe"), ["utf-8"]),
+        ("config.json", lambda p: p.write_text("[]"), ["list", "object"]),
+        ("config.json", lambda p: change_config(p, depth=3), ["depth"]),
+        ("config.json", lambda p: change_config(p, num_heads=3), ["num_heads: got 3"]),
+        ("model.safetensors", lambda p: p.write_bytes(p.read_bytes()[:-9]), ["safetensors"]),
+        ("model.safetensors", lambda p: p.write_bytes(b""), ["safetensors"]),
+    ],
+)
+def test_a_broken_file_is_named(
+    tmp_path: Path, make_model: Make, name: str, spoil: Callable[[Path], object], words: list[str]
+) -> None:
+    make_model().save_pretrained(tmp_path)
+    spoil(tmp_path / name)
+    with pytest.raises(ValueError) as error:
+        LanguageModel.from_pretrained(tmp_path)
+    assert all(word in str(error.value) for word in [str(tmp_path / name), *words]), error.value
+
+
+@pytest.mark.parametrize("fields", [{"d_model": 64}, {"num_blocks": 1}, {"num_blocks": 3}, {"mixer": "attention"}])
+def test_weights_that_do_not_fit_the_config(tmp_path: Path, make_model: Make, fields: dict[str, object]) -> None:
+    make_model().save_pretrained(tmp_path)
+    change_config(tmp_path / "config.json", **fields)
+    with pytest.raises(ValueError, match=r"model\.safetensors: its tensors do not fit .*config\.json"):
+        LanguageModel.from_pretrained(tmp_path)
+
+
+def test_without_safetensors_the_extra_is_named(
+    tmp_path: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    for name in ("safetensors", "safetensors.torch"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (lambda: model.save_pretrained(tmp_path), lambda: LanguageModel.from_pretrained(tmp_path)):
+        with pytest.raises(ImportError, match=r'pip install "tfla\[train\]"'):
+            call()
