@@ -20,8 +20,8 @@ class HeadNorm(nn.Module):
     def __init__(self, num_heads: int, head_dim: int, eps: float, kind: Literal["layer", "rms"]) -> None:
         super().__init__()
         self.eps, self.kind = eps, kind
-        self.weight = nn.Parameter(torch.ones(num_heads, head_dim))
+        self.weight = nn.Parameter(torch.ones(num_heads * head_dim))
 
     def forward(self, h: Tensor) -> Tensor:
         norm = F.layer_norm if self.kind == "layer" else F.rms_norm
-        return norm(at_least_float32(h), h.shape[-1:], eps=self.eps) * self.weight
+        return norm(at_least_float32(h), h.shape[-1:], eps=self.eps) * self.weight.view(h.shape[-2:])
