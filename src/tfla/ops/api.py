@@ -195,10 +195,11 @@ def _step(
         q, k = (t.repeat_interleave(group, 1) for t in (q, k))
     none = state.C.new_empty(0)
     n, m = (none, none) if state.n is None or state.m is None else (state.n.to(dtype), clamp(state.m).to(dtype))
-    h, _, new = reference_step(
-        q.to(dtype), k.to(dtype), v.to(dtype), log_i.to(dtype), log_f.to(dtype), state.C.to(dtype), n, m,
-        q.shape[-1] ** -0.5 if scale is None else float(scale), normalize,
-    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        h, _, new = reference_step(
+            q.to(dtype), k.to(dtype), v.to(dtype), log_i.to(dtype), log_f.to(dtype), state.C.to(dtype), n, m,
+            q.shape[-1] ** -0.5 if scale is None else float(scale), normalize,
+        )  # fmt: skip
     return h.to(v.dtype), State(*new) if normalize else State(new[0])
 
 

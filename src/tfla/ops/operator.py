@@ -34,7 +34,8 @@ def attend(
     """Forward; see `backends.base.Outputs` for what it returns."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state)
-    return tuple(BACKENDS[backend].forward(x, spec))  # type: ignore[return-value]
+    with torch.autocast(q.device.type, enabled=False):
+        return tuple(BACKENDS[backend].forward(x, spec))  # type: ignore[return-value]
 
 
 @attend.register_fake
@@ -104,7 +105,8 @@ def attend_backward(
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False)
     none = d.new_empty(0)
-    g = BACKENDS[backend].backward(x, Outputs(h, none, none, none, d, chunk_C, chunk_n), dh, dC, dn, spec)
+    with torch.autocast(q.device.type, enabled=False):
+        g = BACKENDS[backend].backward(x, Outputs(h, none, none, none, d, chunk_C, chunk_n), dh, dC, dn, spec)
 
     def like(grad: Tensor, t: Tensor | None) -> Tensor:
         return none.clone() if t is None else grad.to(t.dtype).contiguous()

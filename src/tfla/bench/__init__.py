@@ -1,0 +1,1 @@
+"""Measuring: each suite in one run, interleaved with the floor and the peers it is compared with."""

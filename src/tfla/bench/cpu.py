@@ -1,0 +1,216 @@
+"""`tfla bench cpu`: the operator on this machine's CPU, beside the matrix-multiply floor, attention and mlstm_kernels.
+
+Everything is timed in one run, the contenders taking turns, so that a slow moment of the machine meets all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tfla
+from tfla.bench.floor import backward_flops, forward_flops
+
+H, DQK, DHV = 4, 128, 256
+LONG = 8.0  # seconds: a call that takes longer is timed once
+Call = Callable[[], Any]
+
+
+@dataclass
+class CpuBench:
+    """Options of `tfla bench cpu`."""
+
+    lengths: tuple[int, ...] = (1024, 4096, 16384, 65536)
+    repeats: int = 15
+    attention_up_to: int = 65536
+    """Longest T for attention: it is quadratic, minutes at 65536."""
+    memory: bool = True
+    """Also measure peak memory, in a process of its own."""
+    threads: int = field(default_factory=torch.get_num_threads)
+    out: Path | None = None
+    """Write the rows as JSON here."""
+
+
+def inputs(T: int, grad: bool = True) -> list[Tensor]:
+    """q, k, v, i, f of one sequence, with the gates of a model at the start of training."""
+    q, k, v = (torch.randn(1, T, H, d) for d in (DQK, DQK, DHV))
+    i, f = torch.randn(1, T, H) - 2, torch.randn(1, T, H) + 4.5
+    return [x.requires_grad_(grad) for x in (q, k, v, i, f)]
+
+
+def both(run: Callable[..., Tensor], xs: list[Tensor], cotangent: Tensor) -> tuple[Call, Call]:
+    """Forward alone, and forward with backward."""
+
+    def forward() -> None:
+        with torch.no_grad():
+            run(*xs)
+
+    return forward, lambda: torch.autograd.grad(run(*xs), xs, cotangent)
+
+
+def contenders(T: int, config: CpuBench) -> dict[str, tuple[Call, Call] | str]:
+    """Name -> its two calls, or why it cannot run."""
+    xs = inputs(T)
+    dh = torch.randn(1, T, H, DHV)
+    found: dict[str, tuple[Call, Call] | str] = {}
+    found["tfla mLSTMexp"] = both(lambda *a: tfla.mlstm(*a), xs, dh)
+    found["tfla mLSTMsig"] = both(lambda *a: tfla.mlstm(*a, input_gate="sigmoid"), xs, dh)
+    if config.attention_up_to >= T:
+        qkv = [torch.randn(1, 8, T, 128, requires_grad=True) for _ in range(3)]
+        found["attention 8 x 128"] = both(
+            lambda *a: torch.nn.functional.scaled_dot_product_attention(*a, is_causal=True),
+            qkv,
+            torch.randn(1, 8, T, 128),
+        )
+    try:
+        from mlstm_kernels.torch.chunkwise.native import mlstm_chunkwise__native_custbw as peer
+    except ImportError as error:
+        found["mlstm_kernels native_custbw"] = f"not installed ({error.name})"
+    else:
+        heads_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in xs]
+        found["mlstm_kernels native_custbw"] = both(peer, heads_first, dh.transpose(1, 2).contiguous())
+    return found
+
+
+def gemm_rate(size: int = 2048) -> float:
+    """FLOP/s of one large float32 matrix product, now."""
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    start = time.perf_counter()
+    torch.mm(a, b)
+    return 2 * size**3 / (time.perf_counter() - start)
+
+
+def timed(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(T: int, config: CpuBench, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """One row for each contender and direction: seconds, and the ratio to the floor at the rate of the same moments."""
+    runs: dict[tuple[str, str], Call] = {}
+    rows: list[dict[str, Any]] = []
+    for name, calls in contenders(T, config).items():
+        if isinstance(calls, str):
+            rows.append({"T": T, "name": name, "error": calls})
+        else:
+            runs |= {(name, "forward"): calls[0], (name, "forward + backward"): calls[1]}
+    seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    rates = [gemm_rate() for _ in range(3)][1:]
+    for key, call in list(runs.items()):  # warm-up; what is too long to repeat keeps this one sample
+        progress(f"T {T}: warm-up {key[0]}, {key[1]}")
+        try:
+            took = timed(call)
+        except Exception as error:  # a peer that fails is a row that says how
+            rows.append(
+                {"T": T, "name": key[0], "direction": key[1], "error": f"{type(error).__name__}: {error}"[:200]}
+            )
+            del runs[key], seconds[key]
+            continue
+        if took > LONG:
+            seconds[key].append(took)
+            del runs[key]
+    for repeat in range(config.repeats):
+        for key, call in runs.items():
+            progress(f"T {T}: {repeat + 1}/{config.repeats} {key[0]}, {key[1]}")
+            rates.append(gemm_rate())
+            seconds[key].append(timed(call))
+    rate = statistics.median(rates)
+    flops = {"forward": forward_flops(T, H, DQK, DHV)}
+    flops["forward + backward"] = flops["forward"] + backward_flops(T, H, DQK, DHV)
+    for (name, direction), took_all in seconds.items():
+        took, floor = statistics.median(took_all), flops[direction] / rate
+        rows.append(
+            {"T": T, "name": name, "direction": direction, "seconds": took, "min": min(took_all), "max": max(took_all),
+             "samples": len(took_all), "floor_seconds": floor, "ratio": took / floor, "gemm_flops": rate}
+        )  # fmt: skip
+    return rows
+
+
+def peak_memory(T: int) -> int:
+    """Bytes a forward + backward of mLSTMexp needs beyond inputs, output and gradients; Linux, fresh process."""
+    code = f"from tfla.bench.cpu import _peak_memory; print(_peak_memory({T}))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return int(done.stdout.split()[-1])
+
+
+def _resident(key: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(key))
+
+
+def _peak_memory(T: int) -> int:
+    torch.autograd.grad(tfla.mlstm(*(small := inputs(256))).sum(), small)  # loads what is loaded once
+    xs, dh = inputs(T), torch.randn(1, T, H, DHV)
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    h = tfla.mlstm(*xs)
+    grads = torch.autograd.grad(h, xs, dh)
+    results = h.nbytes + sum(g.nbytes for g in grads)
+    return max(0, _resident("VmHWM") - before - results)
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = (
+        [x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x] if info.exists() else []
+    )
+    return names[0] if names else platform.processor()
+
+
+def environment(config: CpuBench) -> dict[str, Any]:
+    def installed(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    return {
+        "cpu": cpu_name(), "cores": os.cpu_count(), "threads": config.threads, "date": date.today().isoformat(),
+        "versions": {name: installed(name) for name in ("tfla", "torch", "mlstm_kernels")},
+        "shape": {"B": 1, "H": H, "dqk": DQK, "dhv": DHV, "dtype": "float32"},
+    }  # fmt: skip
+
+
+def row_text(row: dict[str, Any]) -> str:
+    head = f"{row['T']:>6}  {row['name']:<28}{row.get('direction', ''):<20}"
+    if "error" in row:
+        return head + row["error"]
+    return head + f"{row['seconds'] * 1e3:>9.1f} ms {row['ratio']:>7.2f} x floor"
+
+
+def run(config: CpuBench) -> dict[str, Any]:
+    """Measures, prints a table as it grows and returns (and writes) everything."""
+    from tqdm import tqdm
+
+    torch.set_num_threads(config.threads)
+    result: dict[str, Any] = {"environment": environment(config), "config": asdict(config), "rows": [], "memory": []}
+    result["config"]["out"] = str(config.out) if config.out else None
+    for T in config.lengths:
+        with tqdm(bar_format="{desc}", leave=False) as bar:
+            rows = measure(T, config, bar.set_description_str)
+        for row in rows:
+            print(row_text(row), flush=True)
+        result["rows"] += rows
+        if config.memory and Path("/proc/self/clear_refs").exists():
+            extra = peak_memory(T)
+            result["memory"].append({"T": T, "name": "tfla mLSTMexp", "extra_bytes": extra})
+            print(f"{T:>6}  peak memory beyond inputs, output, gradients: {extra / 2**20:.0f} MiB", flush=True)
+        if config.out is not None:
+            config.out.parent.mkdir(parents=True, exist_ok=True)
+            config.out.write_text(json.dumps(result, indent=1))
+    return result
