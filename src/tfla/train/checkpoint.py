@@ -55,7 +55,8 @@ class Checkpoints:
             with whole_directory(target) as folder:
                 model.save_pretrained(folder)
                 tokenizer.save(folder)
-                torch.save(state, folder / STATE)
+                with open(folder / STATE, "wb") as file:  # given a path, torch does not say what the disk said
+                    torch.save(state, file)
                 _write_manifest(folder, step)
         except Exception as error:  # each of the libraries has its own kind for a full disk
             raise UserError(
@@ -135,7 +136,8 @@ def find_model(path: Path) -> Path:
         return latest
     if not (path / "model.safetensors").is_file():
         raise UserError(f"{path}: neither a run nor a checkpoint nor a saved model")
-    if (path / MANIFEST).exists() and (broken := what_is_broken(path)) is not None:
+    of_a_run = (path / MANIFEST).exists() or (path / STATE).exists()
+    if of_a_run and (broken := what_is_broken(path)) is not None:
         raise UserError(f"{path}: {broken}")
     return path
 

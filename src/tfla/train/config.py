@@ -46,7 +46,7 @@ class Data:
     bos_token: str | None = None
     """The tokenizer's token that starts a document; None looks for a usual one. Bytes have their own, number 256."""
     heldout: float = 0.05
-    """Part of the documents (of each document, if there are fewer than 20) that is held out."""
+    """Part of the documents that is held out; of each document, where that would be fewer than ten documents."""
     split_seed: int = 0
     """Draws which documents are held out."""
 

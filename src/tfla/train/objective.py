@@ -33,12 +33,12 @@ def token_losses(model: Callable[..., Tensor], windows: Tensor, bos: int, reset:
         reset: how the model is told where documents start.
 
     Returns:
-        (B, T) float32.
+        (B, T) in the dtype of the logits, float32 or better.
     """
     ids, targets = windows[:, :-1], windows[:, 1:]
     if reset == "gate":
         logits = model(ids, document_start=ids == bos)
     else:
         logits = model(ids.reshape(1, -1), cu_seqlens=document_borders(ids, bos))
-    losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.unflatten(0, ids.shape)

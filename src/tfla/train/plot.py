@@ -56,6 +56,7 @@ def plot_curves(run: Path, target: Path, *, clip: float, baselines: dict[str, fl
     for (name, value), dashes in zip(baselines.items(), ("--", ":", "-.") * len(baselines), strict=False):
         loss.axhline(value, color=INK, lw=1, ls=dashes, label=f"{name}, {value:.2f}")
     loss.set(ylabel="loss (bits per byte)", xlabel="step", yscale="log", xlim=(0, x[-1] * 1.01))
+    loss.xaxis.set_major_locator(MaxNLocator(10, integer=True))
     loss.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
     loss.yaxis.set_major_formatter(ScalarFormatter())
     loss.yaxis.set_minor_formatter(NullFormatter())
@@ -69,7 +70,7 @@ def plot_curves(run: Path, target: Path, *, clip: float, baselines: dict[str, fl
     small[1].set(ylabel="learning rate", ylim=(0, None))
     small[1].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     small[2].plot(x, _column(steps, "max_input_gate"), color=TRAIN, lw=1.2)
-    small[2].set(ylabel="largest input gate pre-activation")
+    small[2].set(ylabel="largest input gate\npre-activation")
     for axes in small:
         axes.set(xlabel="step", xlim=(0, x[-1] * 1.01))
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,8 +26,8 @@ from tfla.train.messages import UserError, reason
 from tfla.train.storage import whole_directory
 from tfla.train.tokenizer import Tokenizer
 
-# With fewer documents than this, whole ones are too coarse a measure for the held-out part: each gives its end.
-FEW = 20
+# Where fewer documents than this would be held out, whole ones are too coarse a measure: each gives its end.
+FEW = 10
 BATCH = 64
 FILES = "train.bin", "heldout.bin", "heldout_bytes.bin"
 
@@ -60,11 +61,11 @@ def prepare(config: Data, directory: Path) -> Tokens:
 def split(source: Iterable[Document], heldout: float, seed: int) -> Iterator[tuple[Document, bool]]:
     """Each document with whether it is held out, which its content and the seed decide: equal ones go together.
 
-    Of fewer than 20 documents each is cut in two instead, its end being held out.
+    Where that would be fewer than ten, each document is cut in two instead, its end being held out.
     """
     source = iter(source)
-    first = list(islice(source, FEW))
-    if len(first) < FEW:
+    first = list(islice(source, math.ceil(FEW / heldout)))
+    if len(first) * heldout < FEW:
         for name, content in first:
             cut = round(len(content) * (1 - heldout))
             while cut < len(content) and content[cut] & 0xC0 == 0x80:  # not inside a character of UTF-8

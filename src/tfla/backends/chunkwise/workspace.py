@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,15 +21,14 @@ class Workspace:
         self.buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        size = 1
-        for dim in shape:
-            size *= dim
+        size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
             self.buffers[name] = self.like.new_empty(size, dtype=dtype or self.dtype)
         return self.buffers[name][:size].view(shape)
 
     def mul(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        return torch.mul(a, b, out=self(name, *torch.broadcast_shapes(a.shape, b.shape)))
+        """a * b, with a and b broadcast against each other but for the last dim, which a has."""
+        return torch.mul(a, b, out=self(name, *b.shape[:3], a.shape[3]) if a.shape[2] == 1 else self(name, *a.shape))
 
     def bmm(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """a @ b over the two leading dims; they are one batch dim where strides allow it without a copy."""
