@@ -1,0 +1,170 @@
+"""Checkpoints: whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+
+import pytest
+import torch
+
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.checkpoint import Checkpoints, find_model, latest_checkpoint, restore, what_is_broken
+from tfla.train.config import Optim
+from tfla.train.messages import UserError
+from tfla.train.recipe import optimizer
+from tfla.train.tokenizer import ByteTokenizer
+
+
+class Run:
+    """A model in training, as far as checkpoints see it."""
+
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.model = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=257))
+        self.optimizer = optimizer(self.model, Optim())
+
+    def advance(self) -> None:
+        self.model(torch.randint(0, 257, (2, 5))).logsumexp(-1).mean().backward()
+        self.optimizer.step()
+
+    def save(self, checkpoints: Checkpoints, step: int) -> None:
+        checkpoints.save(step, self.model, self.optimizer, ByteTokenizer(), {"elapsed": step / 2})
+
+    def tensors(self) -> list[torch.Tensor]:
+        moments = [t for s in self.optimizer.state.values() for t in s.values()]
+        return [p.detach().clone() for p in self.model.parameters()] + [t.clone() for t in moments]
+
+
+def steps(checkpoints: Checkpoints) -> list[int]:
+    return sorted(int(path.name[5:]) for path in checkpoints.directory.iterdir())
+
+
+def test_everything_comes_back(tmp_path):
+    run, other = Run(), Run(seed=1)
+    run.advance()
+    checkpoints = Checkpoints(tmp_path)
+    run.save(checkpoints, 7)
+    expected, noise = run.tensors(), torch.rand(3)
+    latest = latest_checkpoint(tmp_path)
+    assert latest.name == "step-00000007"
+    assert restore(latest, other.model, other.optimizer) == (7, {"elapsed": 3.5})
+    assert len(other.tensors()) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(expected, other.tensors(), strict=True))
+    assert torch.equal(noise, torch.rand(3))  # the random state is that of the moment of saving
+
+
+def test_the_last_and_every_so_manyth_are_kept(tmp_path):
+    run, checkpoints = Run(), Checkpoints(tmp_path, keep_last=2, keep_every=4)
+    for step in range(1, 8):
+        run.save(checkpoints, step)
+    assert steps(checkpoints) == [4, 6, 7]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "training.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
+def test_broken_checkpoints_are_passed_over(tmp_path, capsys, file, damage):
+    run, checkpoints = Run(), Checkpoints(tmp_path)
+    run.save(checkpoints, 1)
+    run.save(checkpoints, 2)
+    path = tmp_path / "step-00000002" / file
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"?" + content[1:])
+    assert latest_checkpoint(tmp_path).name == "step-00000001"
+    assert "step-00000002: passed over: " in capsys.readouterr().err
+    with pytest.raises(UserError, match="step-00000002: "):
+        find_model(tmp_path / "step-00000002")
+    run.save(checkpoints, 2)  # the run comes by again
+    assert latest_checkpoint(tmp_path).name == "step-00000002"
+
+
+def test_a_process_that_dies_while_saving_leaves_a_whole_checkpoint(tmp_path):
+    """Killed at its first, second, third, … call to the file system, until one try comes through."""
+    run = Run()
+    outcomes = []
+    for calls in range(1, 300):
+        checkpoints = Checkpoints(tmp_path / str(calls), keep_last=1)
+        run.save(checkpoints, 1)
+        child = os.fork()
+        if child == 0:
+            _die_at_call(calls)
+            run.save(checkpoints, 2)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        latest = latest_checkpoint(checkpoints.directory)
+        assert latest is not None
+        outcomes.append((status, latest.name))
+        Checkpoints(checkpoints.directory)  # the next start
+        assert not list(checkpoints.directory.glob(".tmp-*"))
+        if status == 0:
+            break
+    names = [name for _, name in outcomes]
+    assert [status for status, _ in outcomes] == [9] * (len(outcomes) - 1) + [0]
+    assert names == sorted(names)  # the old one up to some call, the new one from there on
+    assert names.count("step-00000001") > 10
+    assert names.count("step-00000002") > 3
+
+
+def _die_at_call(number: int) -> None:
+    left = [number]
+
+    def hook(event: str, args: tuple) -> None:
+        if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.listdir", "os.scandir"):
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+
+
+@pytest.mark.parametrize("limit", [1_000, 20_000, 60_000])
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, limit):
+    run, checkpoints = Run(), Checkpoints(tmp_path, keep_last=1)
+    run.advance()
+    run.save(checkpoints, 1)
+    sizes = [f.stat().st_size for f in (tmp_path / "step-00000001").iterdir()]
+    assert max(sizes) > 60_000
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # files stop growing there, as on a full disk
+    try:
+        with pytest.raises(UserError) as caught:
+            run.save(checkpoints, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    message = str(caught.value)
+    assert "step-00000002: the checkpoint cannot be written: " in message
+    assert "File too large" in message
+    assert f"the last good checkpoint is {tmp_path / 'step-00000001'}" in message
+    assert "\n" not in message
+    assert steps(checkpoints) == [1]
+    assert what_is_broken(tmp_path / "step-00000001") is None
+    assert restore(tmp_path / "step-00000001", run.model, run.optimizer)[0] == 1
+
+
+def test_no_space_is_said_in_its_words(tmp_path, monkeypatch):
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match="No space left on device; there is no checkpoint yet"):
+        Run().save(Checkpoints(tmp_path), 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_path_means(tmp_path):
+    run = Run()
+    with pytest.raises(UserError, match="neither a run nor a checkpoint nor a saved model"):
+        find_model(tmp_path)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match="a run without a whole checkpoint"):
+        find_model(tmp_path)
+    run.save(checkpoints, 3)
+    inside = tmp_path / "checkpoints" / "step-00000003"
+    assert find_model(tmp_path) == inside == find_model(inside)
+    run.model.save_pretrained(tmp_path / "bare")
+    assert find_model(tmp_path / "bare") == tmp_path / "bare"

@@ -1,0 +1,123 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+import tfla
+from tfla.cli import COMMANDS, main
+from tfla.train.config import to_json
+from tfla.train.metrics import FILE, read
+from tfla.train.run_directory import read_config
+
+OPTIONS = {
+    "model.d-model": 32, "model.num-blocks": 1, "model.num-heads": 2, "batch-size": 4, "context": 24,
+    "optim.warmup-steps": 2, "optim.cooldown-steps": 2, "eval-every": 5, "eval-windows": 4, "checkpoint-every": 2,
+    "device": "cpu", "threads": 1,
+}  # fmt: skip
+TINY = [f"--{name}={value}" for name, value in OPTIONS.items()]
+
+
+def test_help_and_version(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+    assert tfla.__version__ in capsys.readouterr().out
+    assert main(["brew"]) == 2
+    assert "there is no command 'brew'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "demo"])
+def test_every_command_lists_its_options(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: tfla {command}" in capsys.readouterr().out
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    monkeypatch.delitem(sys.modules, "tfla.train.commands", raising=False)
+    assert main(["train"]) == 1
+    assert capsys.readouterr().err == 'tfla: error: tyro is not installed: pip install "tfla[train]"\n'
+
+
+def test_help_imports_no_command():
+    code = "import sys; from tfla.cli import main; main(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"tyro", "tfla.train", "tfla.nn"} & set(done.stdout.split())
+
+
+def test_train_says_what_is_missing(tmp_path, capsys):
+    assert main(["train", "--run", str(tmp_path / "run"), "--data.paths", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err == f"tfla: error: {tmp_path / 'none'}: no such file or folder\n"
+    assert main(["train", "--run", str(tmp_path / "other")]) == 1
+    assert "data.paths: expected text files or folders" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_with_its_own_options(texts, tmp_path, capsys):
+    run = ["train", "--run", str(tmp_path / "run")]
+    assert main([*run, "--data.paths", str(texts), *TINY, "--steps", "4", "--no-tensorboard"]) == 0
+    out = capsys.readouterr().out
+    last = read(tmp_path / "run")[-1]
+    assert f"perplexity {last['perplexity']:.3f}, {last['bits_per_byte']:.4f} bits per byte" in out
+    assert str(tmp_path / "run") in out
+    config = read_config(tmp_path / "run")
+    assert (config.steps, config.model.d_model, config.tensorboard) == (4, 32, False)
+    assert main(run) == 0  # nothing left to do
+    assert read_config(tmp_path / "run") == config
+    assert main([*run, "--seed", "1"]) == 1
+    assert "this run's seed is 0, not 1" in capsys.readouterr().err
+    (tmp_path / "run" / "config.json").write_text(to_json(config)[:-9])
+    assert main(run) == 1
+    assert "config.json: cannot be read" in capsys.readouterr().err
+
+
+def test_a_killed_run_goes_on_bit_for_bit(texts, tmp_path):
+    """kill -9 at random moments, then the same command again, against a run that was left alone."""
+
+    def start(run: str) -> subprocess.Popen:
+        args = ["train", "--run", str(tmp_path / run), "--data.paths", str(texts), "--steps", "120", *TINY]
+        return subprocess.Popen(
+            [sys.executable, "-m", "tfla.cli", *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def lines(run: str) -> int:
+        path = tmp_path / run / FILE
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    whole = start("whole")
+    draw = random.Random()
+    seed = draw.randrange(10**6)
+    draw.seed(seed)
+    kills = []
+    for part in range(4):
+        process = start("killed")
+        # After so many more records, and then a moment that may fall anywhere in a step or a checkpoint.
+        before, wanted = lines("killed"), draw.randrange(1, 25) if part else 0
+        while lines("killed") == before or lines("killed") < before + wanted:
+            assert process.poll() is None, process.communicate()[0].decode()
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.03))
+        process.kill()
+        process.communicate()
+        kills.append(process.returncode)
+    last = start("killed")
+    output = last.communicate()[0].decode()
+    assert last.returncode == 0, output
+    assert whole.wait() == 0
+    assert kills == [-9] * 4, f"seed {seed}"
+    same = [
+        [(r["kind"], r["step"], r["loss"], r.get("grad_norm")) for r in read(tmp_path / run)]
+        for run in ("whole", "killed")
+    ]
+    assert same[0] == same[1], f"seed {seed}"
+    assert len(same[0]) == 120 + 25
+    assert "continues after step" in output

@@ -1,0 +1,84 @@
+"""The demo, cut short."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from tfla.train import demo as demo_module
+from tfla.train.config import DemoConfig
+from tfla.train.demo import demo, demo_config, order_2
+from tfla.train.documents import find_files
+from tfla.train.evaluate import evaluate
+from tfla.train.ngram import ByteTrigram
+from tfla.train.tokenizer import ByteTokenizer
+from tfla.train.tokens import Tokens
+
+
+@pytest.fixture
+def short(monkeypatch, texts):
+    """The demo on tiny texts, with a tiny model."""
+    real = demo_config
+
+    def make(config: DemoConfig):
+        full = real(config)
+        return dataclasses.replace(
+            full,
+            data=dataclasses.replace(full.data, paths=(texts,), suffixes=(".txt",)),
+            model=dataclasses.replace(full.model, d_model=32, num_blocks=1),
+            context=32, batch_size=4,
+        )  # fmt: skip
+
+    monkeypatch.setattr(demo_module, "demo_config", make)
+
+
+def test_the_demo_reports_what_it_promises(short, tmp_path, capsys):
+    config = DemoConfig(run=tmp_path / "demo", steps=20, threads=1)
+    trained = demo(config)
+    out = capsys.readouterr().out
+    rows = {line[:46].strip(): float(line[46:]) for line in out.splitlines() if line.startswith("  ")}
+    uniform, counted, before, after = rows.values()
+    assert uniform == 8
+    assert 1 < counted < 6
+    assert before > 7.5
+    assert after < before
+    assert "def read(" in out
+    for name in ("curves.png", "checkpoints", "metrics.jsonl"):
+        assert str(tmp_path / "demo" / name) in out
+        assert (tmp_path / "demo" / name).exists()
+    assert demo(config).run == tmp_path / "demo-2"  # a finished one stays
+    assert trained.run == tmp_path / "demo"
+
+
+def test_a_demo_that_was_broken_off_goes_on(short, tmp_path, monkeypatch, capsys):
+    config = DemoConfig(run=tmp_path / "demo", steps=20, threads=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(demo_module, "ByteTrigram", None)  # fails before the first step
+        with pytest.raises(TypeError):
+            demo(config)
+    assert demo(config).run == tmp_path / "demo"
+
+
+def test_both_models_are_measured_on_the_same_bytes(tmp_path):
+    ids = np.random.default_rng(0).integers(0, 256, 5000)
+    ids[::300] = 256
+    tokens = Tokens(ids[:3000], ids[3000:], (ids[3000:] != 256).astype(int), ByteTokenizer(), "here")
+    config = dataclasses.replace(demo_config(DemoConfig(run=tmp_path)), context=16, eval_windows=20)
+    counted = order_2(tokens, config)
+
+    learned = evaluate(lambda i, document_start: torch.zeros(*i.shape, 257), tokens, 16, batch_size=4, most=20)
+    assert (counted.tokens, counted.bytes) == (learned.tokens, learned.bytes)
+    everything = order_2(tokens, dataclasses.replace(config, eval_windows=None))
+    nats = ByteTrigram(tokens.train).nats(tokens.heldout)
+    assert everything.loss == pytest.approx(nats.mean())
+    assert everything.bytes == tokens.heldout_bytes[1:].sum()
+
+
+def test_the_demo_reads_pythons_own_source():
+    files = find_files(demo_config(DemoConfig()).data)
+    assert len(files) > 300
+    assert {"argparse.py", "typing.py"} <= {path.name for path in files}
+    assert not [path for path in files if "site-packages" in path.parts]

@@ -1,0 +1,206 @@
+"""Training: it learns, it goes on bit for bit where it was stopped, and it says what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import signal
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tfla.train import loop
+from tfla.train.config import Data, Model, Optim
+from tfla.train.loop import train
+from tfla.train.messages import UserError
+from tfla.train.metrics import Metrics, read
+
+
+def losses(run) -> list[tuple]:
+    """What must be the same bit for bit, in order."""
+    return [(r["kind"], r["step"], r["loss"], r.get("grad_norm"), r.get("max_input_gate")) for r in read(run)]
+
+
+@pytest.fixture
+def fail_at(monkeypatch):
+    """Makes the process fail as the given step is recorded, as if it had been killed there."""
+
+    def arrange(step: int, error: BaseException) -> None:
+        write = Metrics.write
+
+        def failing(self, kind, at, **values):
+            if kind == "train" and at == step:
+                raise error
+            write(self, kind, at, **values)
+
+        monkeypatch.setattr(Metrics, "write", failing)
+
+    return arrange
+
+
+def test_it_learns_and_writes_everything_down(tiny):
+    config = tiny(steps=60, eval_every=30, checkpoint_every=20, tensorboard=True)
+    trained = train(config)
+    records = read(config.run)
+    steps = [r for r in records if r["kind"] == "train"]
+    evals = [r for r in records if r["kind"] == "eval"]
+    assert [r["step"] for r in steps] == list(range(1, 61))
+    assert [r["step"] for r in evals] == [0, 30, 60]
+    assert evals[-1]["bits_per_byte"] < 0.75 * evals[0]["bits_per_byte"]
+    assert set(steps[0]) == {
+        "kind", "step", "loss", "lr", "grad_norm", "max_input_gate", "tokens_per_s", "elapsed"
+    }  # fmt: skip
+    assert steps[0]["lr"] == pytest.approx(1.5e-3)
+    assert -11 < steps[0]["max_input_gate"] < -8  # softcap(-10) = -8.7
+    assert all(a["elapsed"] < b["elapsed"] for a, b in pairwise(steps))
+    assert (config.run / "curves.png").stat().st_size > 10_000
+    assert list((config.run / "tensorboard").iterdir())
+    assert sorted(p.name for p in (config.run / "checkpoints").iterdir()) == ["step-00000040", "step-00000060"]
+    assert trained.step == 60
+
+
+def small(**changes) -> Model:
+    return Model(d_model=32, num_blocks=1, num_heads=2, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {
+            "reset": "cu_seqlens",
+            "accumulate": 2,
+            "model": small(mixer="mlstm_sig"),
+        },
+        {"precision": "bfloat16", "model": small(mixer="attention")},
+    ],
+    ids=["exp", "sig, packed, accumulated", "attention, bfloat16"],
+)
+@pytest.mark.parametrize("step", [1, 6])
+def test_a_run_that_broke_off_goes_on_bit_for_bit(tiny, tmp_path, fail_at, monkeypatch, changes, step):
+    whole, broken = tiny(run=tmp_path / "whole", **changes), tiny(run=tmp_path / "broken", **changes)
+    train(whole)
+    fail_at(step, SystemExit())
+    with pytest.raises(SystemExit):
+        train(broken)
+    monkeypatch.undo()
+    assert len(losses(broken.run)) < len(losses(whole.run))
+    torch.rand(7)  # whatever the process did before
+    train(broken)
+    assert losses(broken.run) == losses(whole.run)
+
+
+def test_a_finished_run_stays_as_it_is(tiny):
+    config = tiny()
+    train(config)
+    before = losses(config.run)
+    assert train(config).step == config.steps
+    assert losses(config.run) == before
+
+
+def test_accumulation_gives_the_same_updates(tiny, tmp_path):
+    found = []
+    for parts in (1, 4):
+        config = tiny(run=tmp_path / str(parts), accumulate=parts, steps=4)
+        train(config)
+        found.append([(r["loss"], r["grad_norm"]) for r in read(config.run) if r["kind"] == "train"])
+    assert torch.allclose(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_first(tiny, tmp_path, monkeypatch, number):
+    whole, stopped = tiny(run=tmp_path / "whole"), tiny(run=tmp_path / "stopped", checkpoint_every=100)
+    train(dataclasses.replace(whole))
+    write = Metrics.write
+
+    def ask(self, kind, at, **values):
+        write(self, kind, at, **values)
+        if (kind, at) == ("train", 3):
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "write", ask)
+        assert train(stopped).step == 3
+    assert [p.name for p in (stopped.run / "checkpoints").iterdir()] == ["step-00000003"]
+    assert train(stopped).step == 8
+    assert losses(stopped.run) == losses(whole.run)
+
+
+def test_a_run_without_a_number_ends_before_it_is_saved(tiny, monkeypatch):
+    config = tiny()
+    real = loop.token_losses
+    calls = []
+
+    def spoilt(*args, **kwargs):
+        calls.append(1)
+        return real(*args, **kwargs) * (float("nan") if torch.is_grad_enabled() and len(calls) > 5 else 1)
+
+    monkeypatch.setattr(loop, "token_losses", spoilt)
+    with pytest.raises(UserError, match=r"loss nan, gradient norm nan: training has failed; .* checkpoint is .*/step-"):
+        train(config)
+    monkeypatch.undo()
+    train(config)
+    assert losses(config.run)[-1][1] == 8
+
+
+def test_a_disk_that_fills_up_ends_with_one_line(tiny, tmp_path, fail_at, monkeypatch):
+    whole, full = tiny(run=tmp_path / "whole", steps=30), tiny(run=tmp_path / "full", steps=30)
+    train(whole)
+
+    def fails(limit: int, what: str, **changes) -> None:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # files stop growing there
+        try:
+            with pytest.raises(UserError, match=what) as caught:
+                train(dataclasses.replace(full, **changes))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "\n" not in str(caught.value)
+        assert not list(full.run.rglob(".tmp-*"))
+
+    fails(4_000, r"full/tokens: cannot be written: File too large$")
+    fails(100_000, r"step-00000002: the checkpoint cannot be written: .*File too large.*; there is no checkpoint yet$")
+    fail_at(3, SystemExit())
+    with pytest.raises(SystemExit):
+        train(full)
+    monkeypatch.undo()
+    good = r"the last good checkpoint is .*/full/checkpoints/step-00000002; start again to continue from it$"
+    fails(200_000, rf"step-00000004: the checkpoint cannot be written: File too large; {good}")
+    fails(4_000, rf"full: File too large; {good}", checkpoint_every=100)
+    train(full)
+    assert losses(full.run) == losses(whole.run)
+
+
+def test_too_little_text_is_named(tiny, texts):
+    with pytest.raises(UserError, match=rf"{texts}: \d+ tokens to train on, but one batch needs 80001"):
+        train(tiny(context=20_000))
+
+
+def test_devices_that_are_not_here_are_named(tiny):
+    with pytest.raises(UserError, match="device: 'nonsense' cannot be used here"):
+        train(tiny(device="nonsense"))
+
+
+def test_training_with_a_hugging_face_tokenizer(tiny, texts, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.train_from_iterator(
+        (p.read_text() for p in texts.iterdir()),
+        tokenizers.trainers.WordLevelTrainer(special_tokens=["[UNK]", "[BOS]"]),
+    )
+    inner.save(str(tmp_path / "words.json"))
+    config = tiny(
+        data=Data(paths=(texts,), heldout=0.2, tokenizer=str(tmp_path / "words.json")),
+        optim=Optim(lr=1e-2, warmup_steps=2, cooldown_steps=2), steps=40, eval_every=40, eval_windows=None,
+    )  # fmt: skip
+    trained = train(config)
+    last = read(config.run)[-1]
+    assert last["tokens"] == len(trained.tokens.heldout) - 1
+    documents = int((trained.tokens.heldout == trained.tokens.tokenizer.bos).sum())
+    assert last["bytes"] > 3 * (last["tokens"] - documents)  # words, not bytes
+    losses = [r["loss"] for r in read(config.run) if r["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.2
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] * last["tokens"] / last["bytes"] / 0.6931471805599453)

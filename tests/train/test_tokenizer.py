@@ -1,0 +1,95 @@
+"""Text to tokens and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tfla.train import tokenizer as tokenizers
+from tfla.train.documents import Document
+from tfla.train.messages import UserError
+from tfla.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+
+TEXT = "naïve Grüße, 你好 🙂🙂 <|endoftext|> the the then\n"
+
+
+@pytest.fixture(scope="module")
+def bpe_file(tmp_path_factory):
+    """A byte-level BPE trained on a few words, with a token that ends texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    inner.train_from_iterator(["the then theme gate gates"] * 9, trainer)
+    path = tmp_path_factory.mktemp("bpe") / "bpe.json"
+    inner.save(str(path))
+    return path
+
+
+def test_bytes_are_tokens_and_documents_start_with_256():
+    ids = ByteTokenizer().encode([Document("x", b"\x00a\xff")])[0]
+    assert ids.tolist() == [256, 0, 97, 255]
+
+
+def test_bytes_stream_back_as_whole_characters():
+    tokenizer = ByteTokenizer()
+    decode = tokenizer.decoder()
+    pieces = [decode(int(t)) for t in tokenizer.encode([Document("x", TEXT.encode())])[0]]
+    assert "".join(pieces) == TEXT
+    assert "�" not in pieces
+    assert "你" in pieces
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_bytes_behind_tokens_add_up_to_the_document(kind, bpe_file):
+    tokenizer = tokenizers.create("bytes" if kind == "bytes" else str(bpe_file), None)
+    for text in (TEXT, "a", "the"):
+        ids, lengths = tokenizer.measure([Document("x", text.encode())])[0]
+        assert len(ids) == len(lengths)
+        assert ids[0] == tokenizer.bos
+        assert lengths[0] == 0
+        assert (lengths >= 0).all()
+        assert lengths.sum() == len(text.encode())
+        assert np.array_equal(ids, tokenizer.encode([Document("x", text.encode())])[0])
+
+
+def test_a_hugging_face_tokenizer_gives_the_text_back(bpe_file):
+    tokenizer = tokenizers.create(str(bpe_file), None)
+    ids = tokenizer.encode([Document("x", TEXT.encode())])[0]
+    assert tokenizer.vocab_size == 300 or tokenizer.vocab_size > 257
+    assert (ids == tokenizer.bos).sum() == 1  # the special token inside the text is plain text
+    assert len(ids) < len(TEXT.encode())
+    decode = tokenizer.decoder()
+    assert "".join(decode(int(t)) for t in ids) == TEXT
+
+
+def test_saved_tokenizers_come_back(bpe_file, tmp_path):
+    for name in ("bytes", str(bpe_file)):
+        tokenizer = tokenizers.create(name, None)
+        tokenizer.save(tmp_path)
+        again = tokenizers.load(tmp_path)
+        assert (again.vocab_size, again.bos) == (tokenizer.vocab_size, tokenizer.bos)
+        document = Document("x", TEXT.encode())
+        assert np.array_equal(again.encode([document])[0], tokenizer.encode([document])[0])
+
+
+def test_errors_name_what_is_wrong(bpe_file, tmp_path):
+    with pytest.raises(UserError, match=r"bad\.txt: not UTF-8 at byte 2"):
+        tokenizers.create(str(bpe_file), None).encode([Document("bad.txt", b"ab\xff")])
+    with pytest.raises(UserError, match=r"data\.bos_token: tokenizer .*bpe\.json has none of <start>"):
+        tokenizers.create(str(bpe_file), "<start>")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match=r"data\.tokenizer: .*broken\.json"):
+        tokenizers.create(str(tmp_path / "broken.json"), None)
+    with pytest.raises(UserError, match=r"tokenizer_info\.json: cannot be read"):
+        tokenizers.load(tmp_path)
+
+
+def test_a_hugging_face_tokenizer_takes_another_start(bpe_file):
+    tokenizer = tokenizers.create(str(bpe_file), "the")
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    assert tokenizer.bos == tokenizer.inner.token_to_id("the")

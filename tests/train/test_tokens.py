@@ -1,0 +1,110 @@
+"""Streams of tokens, the held-out split, batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tfla.train.batches import Batches, heldout_windows
+from tfla.train.config import Data
+from tfla.train.documents import Document
+from tfla.train.messages import UserError
+from tfla.train.tokenizer import ByteTokenizer
+from tfla.train.tokens import Tokens, prepare, split
+
+
+def stream(n: int, heldout: int = 50) -> Tokens:
+    """Tokens that are their own position, so that windows show where they are from."""
+    return Tokens(np.arange(n), np.arange(heldout), np.ones(heldout, int), ByteTokenizer(), "here.txt")
+
+
+def test_streams_hold_every_document_once(texts, tmp_path):
+    tokens = prepare(Data(paths=(texts,), heldout=0.5), tmp_path / "tokens")
+    assert isinstance(tokens.train, np.memmap)
+    found = set()
+    for part in (tokens.train, tokens.heldout):
+        assert part[0] == 256
+        found |= {bytes(piece.astype(np.uint8)) for piece in np.split(part, np.flatnonzero(part == 256)) if len(piece)}
+    assert {piece[1:] for piece in found} == {path.read_bytes() for path in texts.iterdir()}
+    assert 5 <= (tokens.heldout == 256).sum() <= 25
+    assert tokens.heldout_bytes.sum() == (tokens.heldout != 256).sum()
+
+
+def test_a_run_keeps_the_tokens_it_began_with(texts, tmp_path):
+    config = Data(paths=(texts,))
+    first = np.array(prepare(config, tmp_path / "tokens").train)
+    (texts / "later.txt").write_text("something new")
+    assert np.array_equal(prepare(config, tmp_path / "tokens").train, first)
+
+
+def test_whether_a_document_is_held_out_depends_on_its_content_and_the_seed():
+    documents = [Document(str(n), b"text %d" % (n // 2)) for n in range(400)]
+    held = [h for _, h in split(documents, 0.25, 0)]
+    assert held[::2] == held[1::2]  # equal texts go together
+    backwards = {d.content: h for d, h in split(documents[::-1], 0.25, 0)}
+    assert all(backwards[d.content] == h for d, h in zip(documents, held, strict=True))
+    assert 0.15 < np.mean(held) < 0.35
+    assert held != [h for _, h in split(documents, 0.25, 1)]
+
+
+def test_of_few_documents_each_gives_its_end():
+    documents = [Document("a", "x" * 79 + "ü" + "y" * 19), Document("b", "z" * 10)]
+    parts = list(split([Document(d.name, d.content.encode()) for d in documents], 0.2, 0))
+    assert [(d.name, d.content.decode(), held) for d, held in parts] == [
+        ("a", "x" * 79 + "ü", False),  # 80 bytes would cut the letter in two
+        ("a", "y" * 19, True),
+        ("b", "z" * 8, False),
+        ("b", "zz", True),
+    ]
+
+
+def test_broken_tokens_are_named(texts, tmp_path):
+    config = Data(paths=(texts,))
+    prepare(config, tmp_path / "tokens")
+    (tmp_path / "tokens" / "train.bin").unlink()
+    with pytest.raises(UserError, match="tokens: its tokens cannot be read"):
+        prepare(config, tmp_path / "tokens")
+
+
+def test_what_fails_leaves_no_tokens(texts, tmp_path):
+    (texts / "zz.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"zz\.txt"):
+        prepare(Data(paths=(texts,)), tmp_path / "tokens")
+    assert not list(tmp_path.glob("*tokens*"))
+
+
+def test_an_epoch_predicts_each_token_at_most_once_and_nearly_all():
+    batches = Batches(stream(1003), context=10, batch_size=4, seed=0)
+    epoch = torch.cat([batches(step)[:, 1:].flatten() for step in range(batches.windows // 4)])
+    assert len(epoch.unique()) == len(epoch)
+    assert len(epoch) > 1003 - 20 - 4 * 10
+    assert batches(0).shape == (4, 11)
+    assert batches(0).dtype == torch.int64
+
+
+def test_batches_depend_on_seed_and_step_alone():
+    a, b = (Batches(stream(1003), 10, 4, seed=0) for _ in range(2))
+    late = [a(step) for step in (70, 3, 70)]
+    assert torch.equal(late[0], late[2])
+    assert torch.equal(b(3), late[1])
+    assert not torch.equal(b(0), Batches(stream(1003), 10, 4, seed=1)(0))
+    borders = {int(b(step)[0, 0]) % 10 for step in range(0, 200, 25)}
+    assert len(borders) > 1  # shifted from epoch to epoch
+
+
+def test_the_smallest_text_that_makes_a_batch():
+    rows = Batches(stream(41), context=10, batch_size=4, seed=0)(5)
+    assert sorted(rows[:, 0].tolist()) == [0, 10, 20, 30]
+    with pytest.raises(UserError, match=r"here\.txt: 40 tokens to train on, but one batch needs 41"):
+        Batches(stream(40), context=10, batch_size=4, seed=0)
+
+
+def test_heldout_windows_predict_every_token_once():
+    windows = heldout_windows(stream(9, heldout=46), 10, None)
+    predicted = [n for w in windows for n in range(w.start + 1, w.stop)]
+    assert predicted == list(range(1, 46))
+    few = heldout_windows(stream(9, heldout=46), 10, 3)
+    assert [w.start for w in few] == [0, 20, 40]
+    with pytest.raises(UserError, match=r"here\.txt: nothing is held out"):
+        heldout_windows(stream(9, heldout=1), 10, None)
