@@ -73,6 +73,11 @@ def test_a_run_goes_on_with_its_own_options(texts, tmp_path, capsys):
     assert (config.steps, config.model.d_model, config.tensorboard) == (4, 32, False)
     assert main(run) == 0  # nothing left to do
     assert read_config(tmp_path / "run") == config
+    (tmp_path / "run").rename(tmp_path / "moved")
+    run = ["train", f"--run={tmp_path / 'moved'}"]
+    assert main(run) == 0
+    (tmp_path / "moved").rename(tmp_path / "run")
+    run = ["train", "--run", str(tmp_path / "run")]
     assert main([*run, "--seed", "1"]) == 1
     assert "this run's seed is 0, not 1" in capsys.readouterr().err
     (tmp_path / "run" / "config.json").write_text(to_json(config)[:-9])

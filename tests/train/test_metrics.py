@@ -41,14 +41,15 @@ def test_going_on_drops_what_came_later_and_cut_lines(tmp_path):
     assert read(tmp_path) == []
 
 
-def test_tensorboard_has_the_same_numbers(tmp_path):
+def test_tensorboard_shows_the_same_numbers(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = Metrics(tmp_path, 0, tensorboard=True)
-    for step in (1, 2):
-        metrics.write("train", step, loss=step / 4, max_input_gate=None)
-    metrics.close()
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.25), (2, 0.5)]
+    for start, losses in ((0, [0.25, 0.5, 0.75]), (1, [5.0, 6.0])):  # the second process goes on after step 1
+        metrics = Metrics(tmp_path, start, tensorboard=True)
+        for step, loss in enumerate(losses, start + 1):
+            metrics.write("train", step, loss=loss, max_input_gate=None)
+        events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()  # while it is still written
+        metrics.close()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 0.25), (2, 5.0), (3, 6.0)]
     assert events.Tags()["scalars"] == ["train/loss"]
 
 

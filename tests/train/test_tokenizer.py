@@ -60,7 +60,7 @@ def test_bytes_behind_tokens_add_up_to_the_document(kind, bpe_file):
 def test_a_hugging_face_tokenizer_gives_the_text_back(bpe_file):
     tokenizer = tokenizers.create(str(bpe_file), None)
     ids = tokenizer.encode([Document("x", TEXT.encode())])[0]
-    assert tokenizer.vocab_size == 300 or tokenizer.vocab_size > 257
+    assert tokenizer.vocab_size == tokenizer.inner.get_vocab_size() > 257
     assert (ids == tokenizer.bos).sum() == 1  # the special token inside the text is plain text
     assert len(ids) < len(TEXT.encode())
     decode = tokenizer.decoder()

@@ -99,6 +99,14 @@ def test_a_run_belongs_to_one_process(tiny):
         assert run.is_dir()
 
 
+def test_what_a_killed_process_left_is_cleared(tiny):
+    with open_run(tiny()) as run:
+        (run / ".tmp-tokens-1").mkdir()
+        (run / ".config.json.1.tmp").touch()
+    with open_run(tiny()):
+        assert {path.name for path in run.iterdir()} == {"config.json", "lock"}
+
+
 def test_a_run_that_cannot_be_written_is_named(tiny, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/run: Not a directory"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +22,9 @@ def train(args: Sequence[str]) -> int:
 
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--run", type=Path, default=TrainConfig.run)
-    known = read_config(early.parse_known_args(args)[0].run)
-    config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=known or TrainConfig())
+    run = early.parse_known_args(args)[0].run
+    known = dataclasses.replace(read_config(run) or TrainConfig(), run=run)
+    config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=known)
     trained = train_run(config)
     last = next((r for r in reversed(read(trained.run)) if r["kind"] == "eval"), None)
     if last is not None:
@@ -39,6 +42,8 @@ def generate(args: Sequence[str]) -> int:
 
     config = tyro.cli(GenerateConfig, args=args, prog="tfla generate")
     pieces = sample(config)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what a terminal cannot show
     sys.stdout.write(config.prompt)
     for piece in pieces:
         sys.stdout.write(piece)

@@ -6,9 +6,12 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfla.nn.files import write_atomically
+
+if TYPE_CHECKING:
+    from tfla.train.board import Board
 
 FILE = "metrics.jsonl"
 
@@ -30,11 +33,11 @@ class Metrics:
         kept = [json.dumps(record) + "\n" for record in read(directory) if record["step"] <= step] if step else []
         write_atomically(path, lambda temporary: temporary.write_text("".join(kept)))
         self.file = open(path, "a")  # noqa: SIM115 - closed by close()
-        self.board: Any = None
+        self.board: Board | None = None
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            from tfla.train.board import Board
 
-            self.board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+            self.board = Board(directory / "tensorboard", step)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append a record; it survives the process from here on.
@@ -45,23 +48,18 @@ class Metrics:
         self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self.file.flush()
         if self.board is not None:
-            for name, value in values.items():
-                if value is not None:
-                    self.board.add_scalar(f"{kind}/{name}", value, step)
+            self.board.write(step, {f"{kind}/{name}": value for name, value in values.items() if value is not None})
 
     def sync(self) -> None:
         """Bring all records to the disk, so that they survive the machine."""
         os.fsync(self.file.fileno())
-        if self.board is not None:
-            self.board.flush()
 
     def close(self) -> None:
         """Close the files. All records were written before; a full disk has been reported then."""
-        with suppress(OSError):
-            self.file.close()
-        if self.board is not None:
-            with suppress(OSError):
-                self.board.close()
+        for file in (self.file, self.board):
+            if file is not None:
+                with suppress(OSError):
+                    file.close()
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

@@ -53,6 +53,8 @@ def remove_directory(target: Path) -> None:
 
 
 def clear_temporary(directory: Path) -> None:
-    """Remove what a killed process left of :func:`whole_directory`. Only for who alone writes there."""
+    """Remove what a killed process left unfinished in a folder. Only for who alone writes there."""
     for path in directory.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob(".*.tmp"):  # of write_atomically
+        path.unlink(missing_ok=True)

@@ -78,7 +78,7 @@ class HuggingFaceTokenizer:
         self.inner.encode_special_tokens = True
         self.inner.no_truncation()
         self.inner.no_padding()
-        self.vocab_size = inner.get_vocab_size()
+        self.vocab_size = max(inner.get_vocab().values()) + 1  # numbers may be left out
         wanted = BOS_TOKENS if bos_token is None else (bos_token,)
         self.bos_token = next((t for t in wanted if inner.token_to_id(t) is not None), "")
         if not self.bos_token:
