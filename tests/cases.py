@@ -1,0 +1,283 @@
+"""What the operator's tests share: random problems, their float64 truth, and one table of tolerances.
+
+A problem is everything one call reads, with a random cotangent for everything it returns. `truth` solves it by the
+paper's recurrence in float64 with autograd through the loop; `solve` by a way (backend, kernel, device) through the
+public functions. Both give the same named quantities, which `check` compares.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tfla
+from tfla.backends import BACKENDS, Inputs
+from tfla.backends.reference import bounded_denominator, step
+from tfla.ops.gates import LOG_GATE_MAX, LOG_GATE_MIN
+
+# ||out - truth|| / ||truth||, the truth starting from the inputs as rounded to that dtype.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1.25e-3, torch.bfloat16: 1e-2}
+DTYPES = tuple(TOLERANCE)
+FORMS = ("exp", "sigmoid", "plain", "normalized")  # mlstm with either input gate; linear_attention without, with n
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to compute the operator."""
+
+    backend: str
+    kernel: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.kernel}-{self.device}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"backend": self.backend, "kernel": self.kernel}
+
+    @property
+    def small_only(self) -> bool:
+        """Loops step by step, or simulates a GPU: no long sequences."""
+        interpreted = self.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and self.backend != "chunkwise"
+        return self.backend == "reference" or interpreted
+
+    def refusal(self, dtype: torch.dtype) -> str | None:
+        """Why it takes no tensors of this dtype, or None."""
+        x = torch.zeros(1, 1, 1, 16, dtype=dtype, device=self.device)
+        gate = torch.zeros(1, 1, 1, device=self.device)
+        return BACKENDS[self.backend].unsupported(Inputs(x, x, x, gate, gate, None, None, None, None))
+
+    @property
+    def widest(self) -> torch.dtype:
+        """The most precise dtype it takes."""
+        return next(dtype for dtype in DTYPES if self.refusal(dtype) is None)
+
+
+Layout = Callable[[Tensor], Tensor]
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+def ways() -> list[Way]:
+    """Every registered backend with every kernel on every device where it can run."""
+    every = [Way(b.name, kernel, device) for device in DEVICES for b in BACKENDS.values() for kernel in b.kernels]
+    return [way for way in every if any(way.refusal(dtype) is None for dtype in DTYPES)]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Inputs of one call on the CPU, and cotangents of h and of the final state, which is compared as exp(m) C."""
+
+    form: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    i: Tensor | None  # pre-activations of mlstm, log-gates of linear_attention
+    f: Tensor
+    state: tfla.State | None
+    cu_seqlens: Tensor | None
+    dh: Tensor
+    dstate: tfla.State
+    scale: float | None = None
+    normalizer_grad: bool = True
+
+    @property
+    def normalize(self) -> bool:
+        return self.form in ("exp", "normalized")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.q.dtype
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """Everything that has a gradient, by name."""
+        given = {"q": self.q, "k": self.k, "v": self.v, "i": self.i, "f": self.f}
+        if self.state is not None:
+            given |= {"C0": self.state.C, "n0": self.state.n, "m0": self.state.m}
+        return {name: x for name, x in given.items() if x is not None}
+
+    def but(self, **changes: Any) -> Problem:
+        return replace(self, **changes)
+
+
+def random_state(draw: Any, shape: tuple[int, int, int, int], normalize: bool, dtype: torch.dtype) -> tfla.State:
+    N, H, K, V = shape
+    C = draw(N, H, K, V).to(dtype)
+    return tfla.State(C, draw(N, H, K).to(dtype), draw(N, H).to(dtype)) if normalize else tfla.State(C)
+
+
+@lru_cache(maxsize=256)
+def problem(
+    form: str = "exp",
+    *,
+    B: int = 2,
+    T: int = 37,
+    Hq: int = 2,
+    H: int = 2,
+    K: int = 5,
+    V: int = 7,
+    lengths: tuple[int, ...] | None = None,
+    carried: bool = True,
+    dtype: torch.dtype = torch.float64,
+    i_dtype: torch.dtype | None = None,
+    f_dtype: torch.dtype | None = None,
+    i_mean: float = 0.0,
+    f_mean: float = 2.0,
+    seed: int = 0,
+) -> Problem:
+    """Normal q, k, v, gates and cotangents; `lengths`: of packed sequences; `carried`: from a random initial state.
+
+    Gate means are those of pre-activations. Gates are float32 unless said otherwise, float64 with float64.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    cu_seqlens = None
+    if lengths is not None:
+        B, T = 1, sum(lengths)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    i, f = draw(B, T, H) + i_mean, draw(B, T, H) + f_mean
+    if form in ("plain", "normalized"):
+        i, f = i / 2, F.logsigmoid(f)
+    states = (B if lengths is None else len(lengths), H, K, V)
+    normalize = form in ("exp", "normalized")
+    return Problem(
+        form, draw(B, T, Hq, K).to(dtype), draw(B, T, Hq, K).to(dtype), draw(B, T, H, V).to(dtype),
+        i.to(i_dtype or wide), f.to(f_dtype or wide),
+        random_state(draw, states, normalize, wide) if carried else None, cu_seqlens,
+        draw(B, T, H, V).to(dtype), random_state(draw, states, normalize, wide),
+    )  # fmt: skip
+
+
+def call(p: Problem, leaves: Mapping[str, Tensor], **options: Any) -> tuple[Tensor, tfla.State]:
+    """The public function on these leaves in place of the problem's own."""
+    state = tfla.State(leaves["C0"], leaves.get("n0"), leaves.get("m0")) if "C0" in leaves else None
+    cu_seqlens = None if p.cu_seqlens is None else p.cu_seqlens.to(leaves["q"].device)
+    qkv = leaves["q"], leaves["k"], leaves["v"]
+    options |= {"initial_state": state, "return_state": True, "cu_seqlens": cu_seqlens, "scale": p.scale}
+    options |= {"normalizer_grad": p.normalizer_grad}
+    if p.form in ("plain", "normalized"):
+        return tfla.linear_attention(*qkv, leaves["f"], leaves.get("i"), normalize=p.normalize, **options)
+    return tfla.mlstm(*qkv, leaves["i"], leaves["f"], input_gate=p.form, **options)
+
+
+def gradients(
+    p: Problem, leaves: Mapping[str, Tensor], h: Tensor, state: tfla.State, m: Tensor | None, layout: Layout = as_it_is
+) -> dict[str, Tensor]:
+    """All quantities of a solved problem: outputs, and gradients of all leaves as "d...".
+
+    States are put on the scale m: exp(-m) times the true state, m a constant.
+    """
+    shift = torch.zeros(()) if m is None or state.m is None else torch.exp(state.m.detach().double() - m.to(h.device))
+    outputs, cotangents = [h], [layout(p.dh.to(h))]
+    for name in ("C", "n"):
+        if (x := getattr(state, name)) is not None:
+            weight = shift.reshape(*shift.shape, *[1] * (x.dim() - 2)) if state.m is not None else 1.0
+            outputs.append(x.double() * weight)
+            cotangents.append(getattr(p.dstate, name).to(outputs[-1]))
+    grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents, allow_unused=True, materialize_grads=True)
+    found = dict(zip(("h", "C", "n"), outputs, strict=False))
+    found |= {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
+    return {name: x.detach().cpu() for name, x in found.items()}
+
+
+def leaves_on(way: Way, p: Problem, layout: Layout = as_it_is) -> dict[str, Tensor]:
+    """Fresh leaves of the autograd graph; skips the test if the way does not take their dtype."""
+    if why := way.refusal(p.dtype):
+        pytest.skip(why)
+    return {name: layout(x.detach().to(way.device)).requires_grad_() for name, x in p.leaves.items()}
+
+
+def solve(p: Problem, way: Way, *, layout: Layout = as_it_is, **options: Any) -> dict[str, Tensor]:
+    """All quantities of `gradients`, computed that way; `layout` gives tensors other strides."""
+    leaves = leaves_on(way, p, layout)
+    h, state = call(p, leaves, **way.options, **options)
+    return gradients(p, leaves, h, state, truth_m(p), layout)
+
+
+@lru_cache(maxsize=256)
+def _truth(p: Problem) -> tuple[dict[str, Tensor], Tensor | None]:
+    leaves = {name: x.detach().double().requires_grad_() for name, x in p.leaves.items()}
+    group = p.v.shape[2] // p.q.shape[2]
+    q, k = (leaves[name].repeat_interleave(group, 2) for name in "qk")
+    v, f = leaves["v"], leaves["f"]
+    i = leaves.get("i", torch.zeros_like(f))
+    log_i = F.logsigmoid(i) if p.form == "sigmoid" else i
+    log_f = f if p.form in ("plain", "normalized") else F.logsigmoid(f)
+    steps = [q, k, v, log_i.clamp(LOG_GATE_MIN, LOG_GATE_MAX), log_f.clamp(LOG_GATE_MIN, LOG_GATE_MAX)]
+    C, n, m = start_state(p, leaves)
+    scale = p.q.shape[3] ** -0.5 if p.scale is None else p.scale
+    ends = [0, p.v.shape[1]] if p.cu_seqlens is None else p.cu_seqlens.tolist()
+    hs, states = [], []
+    for s, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
+        rows = slice(None) if p.cu_seqlens is None else slice(s, s + 1)
+        state = (C[rows], n[rows], m[rows])
+        if a == b:  # the true state exp(m) C passes through, m as a constant
+            weight = torch.exp(state[2] - state[2].detach())
+            state = (state[0] * weight[..., None, None], state[1] * weight[..., None], state[2])
+        for now in zip(*(x[:, a:b].unbind(1) for x in steps), strict=True):
+            h, d, state = step(*now, *state, scale, p.normalize)
+            if not p.normalizer_grad:
+                num = torch.einsum("bhkv,bhk->bhv", state[0], now[0]) * scale
+                h = num / bounded_denominator(d, state[2]).detach()[..., None]
+            hs.append(h)
+        states.append(state)
+    C, n, m = (torch.cat(parts) for parts in zip(*states, strict=True))
+    m = m.detach()
+    final = tfla.State(C, n, m) if p.normalize else tfla.State(C)
+    return gradients(p, leaves, torch.stack(hs, 1), final, m), m if p.normalize else None
+
+
+def start_state(p: Problem, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    zeros = [torch.zeros_like(x, dtype=torch.float64) for x in (p.dstate.C, p.dstate.C[..., 0], p.dstate.C[..., 0, 0])]
+    C, n, m = (leaves.get(name, zero) for name, zero in zip(("C0", "n0", "m0"), zeros, strict=True))
+    return C, n, m.clamp(LOG_GATE_MIN, LOG_GATE_MAX)
+
+
+def truth(p: Problem) -> dict[str, Tensor]:
+    """All quantities of `gradients`, by the recurrence in float64 and autograd."""
+    return _truth(p)[0]
+
+
+def truth_m(p: Problem) -> Tensor | None:
+    """The final max state of the truth."""
+    return _truth(p)[1]
+
+
+def error(out: Tensor, ref: Tensor) -> float:
+    """||out - ref|| / ||ref||, absolute where ref is zero."""
+    out, ref = out.double(), ref.double()
+    return ((out - ref).norm() / (ref.norm() or 1.0)).item()
+
+
+def errors(out: Mapping[str, Tensor], ref: Mapping[str, Tensor]) -> dict[str, float]:
+    assert out.keys() == ref.keys()
+    for name, x in out.items():
+        assert x.shape == ref[name].shape, name
+    return {name: error(x, ref[name]) for name, x in out.items()}
+
+
+def check(out: Mapping[str, Tensor], ref: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Every quantity is within the tolerance of the dtype of q, k, v, or of its own where that is coarser."""
+    found = errors(out, ref)
+    allowed = {name: max(TOLERANCE[dtype], TOLERANCE[x.dtype]) for name, x in out.items()}
+    wrong = [name for name, e in found.items() if not e <= allowed[name]]
+    assert not wrong, {name: f"{e:.1e}" for name, e in found.items()}

@@ -1,0 +1,33 @@
+"""Fixtures of the operator's tests, and how hypothesis runs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from cases import DEVICES, Way, ways
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=20, print_blob=True)
+settings.register_profile("explore", deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+torch.set_num_threads(1)  # for small problems one thread is faster than two that wait for each other
+
+
+def on(device: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.gpu] if device == "cuda" else []
+
+
+@pytest.fixture(scope="session", params=[pytest.param(way, id=str(way), marks=on(way.device)) for way in ways()])
+def way(request: pytest.FixtureRequest) -> Way:
+    """Every way to compute the operator: backend, kernel, device."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=[pytest.param(device, marks=on(device)) for device in DEVICES])
+def device(request: pytest.FixtureRequest) -> str:
+    """Every device, for what does not depend on the backend."""
+    return request.param

@@ -1,0 +1,93 @@
+"""Every dtype is as accurate as it can be; gates keep theirs; autocast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import DTYPES, FORMS, Way, check, error, errors, leaves_on, problem, solve, truth
+
+import tfla
+
+LOW = [torch.bfloat16, torch.float16]
+GATE_DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float64, torch.float64),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtype(way: Way, form: str, dtype: torch.dtype) -> None:
+    p = problem(form, dtype=dtype, T=150, Hq=1, H=2, K=16, V=24)
+    found = solve(p, way)
+    check(found, truth(p), dtype)
+    assert {found[name].dtype for name in ("h", "dq", "dk", "dv")} == {dtype}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_errors_are_those_of_rounding_inputs_and_outputs(way: Way, form: str, dtype: torch.dtype) -> None:
+    exact = truth(problem(form, T=150, K=16, V=24))
+    p = problem(form, dtype=dtype, T=150, K=16, V=24)
+    rounded = {name: x.to(dtype) if name in ("h", "dq", "dk", "dv") else x for name, x in truth(p).items()}
+    unavoidable = errors(rounded, exact)
+    for name, e in errors(solve(p, way), exact).items():
+        assert e <= 2 * unavoidable[name], name
+
+
+@pytest.mark.parametrize("form", ["exp", "plain"])
+@pytest.mark.parametrize(("i_dtype", "f_dtype"), GATE_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gate_dtypes(way: Way, form: str, dtype: torch.dtype, i_dtype: torch.dtype, f_dtype: torch.dtype) -> None:
+    p = problem(form, dtype=dtype, i_dtype=i_dtype, f_dtype=f_dtype)
+    found = solve(p, way)
+    check(found, truth(p), dtype)
+    assert (found["di"].dtype, found["df"].dtype) == (i_dtype, f_dtype)
+
+
+@pytest.mark.parametrize("gate", ["i", "f"])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_gates_are_not_rounded_to_the_dtype_of_q(way: Way, dtype: torch.dtype, gate: str) -> None:
+    """Fast decays, and input gates that fall with them: every step matters to the end, with many gates in between."""
+    f = -10 * torch.rand(2, 30, 2, generator=torch.Generator().manual_seed(1)) - 1
+    p = problem("normalized", dtype=dtype, T=30, carried=False).but(f=f, i=300 + f.cumsum(1))
+    rounded = p.but(**{gate: getattr(p, gate).to(dtype)})
+    exact = truth(p)["h"]
+    assert error(solve(p, way)["h"], exact) < 0.5 * error(solve(rounded, way)["h"], exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_states_are_kept_in_at_least_float32(way: Way, dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = leaves_on(way, problem(dtype=dtype, carried=False))
+    _, state = tfla.mlstm(*leaves.values(), return_state=True, **way.options)
+    assert {x.dtype for x in state} == {wide}
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_autocast_is_a_cast_of_qkv_alone(way: Way, dtype: torch.dtype) -> None:
+    leaves = leaves_on(way, problem(dtype=torch.float32))
+    gates_and_state = {"i": leaves["i"], "f": leaves["f"]}
+    state = tfla.State(leaves["C0"], leaves["n0"], leaves["m0"])
+    options = {"initial_state": state, "return_state": True, **way.options}
+    qkv = [leaves[name] for name in "qkv"]
+    expected = tfla.mlstm(*(x.to(dtype) for x in qkv), **gates_and_state, **options)
+    with torch.autocast(way.device, dtype=dtype):
+        found = tfla.mlstm(*qkv, **gates_and_state, **options)
+    for a, b in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    grads = [
+        torch.autograd.grad(h.sum() + s.C.sum() + s.n.sum(), [*leaves.values()][:-1]) for h, s in (found, expected)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_autocast_leaves_float64_alone(device: str) -> None:
+    p = problem(carried=False)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        h = tfla.mlstm(*(x.to(device) for x in p.leaves.values()))
+    assert error(h.cpu(), truth(p)["h"]) < 1e-9

@@ -1,0 +1,69 @@
+"""The operator takes any shape: outputs, final states and all gradients are those of the recurrence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import FORMS, TOLERANCE, Way, check, leaves_on, problem, solve, truth
+
+import tfla
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one step": {"T": 1},
+    "two steps": {"T": 2},
+    "one batch row, one head": {"B": 1, "Hq": 1, "H": 1},
+    "head dims of one": {"K": 1, "V": 1},
+    "prime head dims": {"K": 13, "V": 29},
+    "wide keys": {"K": 67, "V": 3},
+    "wide values": {"K": 2, "V": 71},
+    "powers of two": {"T": 64, "K": 16, "V": 32},
+    "one more than a power of two": {"T": 65, "K": 17, "V": 33},
+    "one less than a power of two": {"T": 127, "K": 15, "V": 31},
+    "three values to a key": {"Hq": 2, "H": 6},
+    "one key for all values": {"Hq": 1, "H": 5, "T": 70},
+    "many batch rows": {"B": 7, "T": 9},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_shape(way: Way, form: str, shape: dict[str, Any]) -> None:
+    p = problem(form, dtype=way.widest, **shape)
+    check(solve(p, way), truth(p), p.dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("T", [1, 3, 70])
+def test_without_initial_state(way: Way, form: str, T: int) -> None:
+    p = problem(form, dtype=way.widest, T=T, carried=False)
+    ref = truth(p)
+    for name, x in solve(p, way).items():
+        # The first step's h is v for any q, k and gates, where the normaliser is not bounded: gradients of zero.
+        assert (x - ref[name]).norm() <= TOLERANCE[p.dtype] * max(ref[name].norm().item(), 1.0), name
+
+
+def test_zeros_are_the_default_initial_state(way: Way) -> None:
+    leaves = leaves_on(way, p := problem(dtype=way.widest, carried=False))
+    zeros = tfla.State.zeros(2, 2, 5, 7, dtype=p.dtype, device=way.device)
+    given, missing = (
+        tfla.mlstm(*leaves.values(), initial_state=state, return_state=True, **way.options) for state in (zeros, None)
+    )
+    assert torch.equal(given[0], missing[0])
+    assert all(torch.equal(a, b) for a, b in zip(given[1], missing[1], strict=True))
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_no_batch_rows(way: Way, form: str) -> None:
+    leaves = leaves_on(way, problem(form, dtype=way.widest, carried=False))
+    h = tfla.mlstm(*(x[:0] for x in leaves.values()), input_gate=form, **way.options)
+    h.sum().backward()
+    assert h.shape == (0, 37, 2, 7)
+    assert all(not x.grad.any() for x in leaves.values())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scale(way: Way, form: str) -> None:
+    p = problem(form, dtype=way.widest).but(scale=1.7)
+    check(solve(p, way), truth(p), p.dtype)
