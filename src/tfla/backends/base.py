@@ -124,13 +124,18 @@ def sequence_bounds(x: Inputs) -> list[tuple[int, int, int]]:
     return [(0, a, b) for a, b in itertools.pairwise(at)]
 
 
+def own(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy that may be written."""
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
 def initial_state(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
     """The initial state as fresh tensors of the accumulator's dtype; zeros where none was given."""
     N, H, K, V = x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3]
 
     def start(given: Tensor | None, *shape: int) -> Tensor:
         if given is not None:
-            return given.to(x.acc_dtype, copy=True)
+            return own(given, x.acc_dtype)
         return torch.zeros(shape, device=x.q.device, dtype=x.acc_dtype)
 
     if not spec.normalize:

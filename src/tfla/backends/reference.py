@@ -21,6 +21,7 @@ from tfla.backends.base import (
     Spec,
     initial_state,
     input_gate,
+    own,
     sequence_bounds,
 )
 
@@ -233,7 +234,7 @@ class Reference(Backend):
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         q, k, v, log_i, log_f = self._heads(x)
         C, n, m = initial_state(x, spec)
-        h, d = torch.empty_like(v), torch.empty_like(log_f)
+        h, d = v.new_empty(v.shape), log_f.new_empty(log_f.shape)
         form = FORMS[spec.kernel]
         for s, (b, a, e) in enumerate(sequence_bounds(x)):
             if a == e:
@@ -255,8 +256,8 @@ class Reference(Backend):
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         q, k, v, log_i, log_f = self._heads(x)
         C, n, m = initial_state(x, spec)
-        dC_all = torch.zeros_like(C) if dC is None else dC.to(C.dtype, copy=True)
-        dn_all = torch.zeros_like(n) if dn is None else dn.to(C.dtype, copy=True)
+        dC_all = torch.zeros_like(C) if dC is None else own(dC, C.dtype)
+        dn_all = torch.zeros_like(n) if dn is None else own(dn, C.dtype)
         dq, dk, dv, dlog_i, dlog_f = (torch.empty_like(t) for t in (q, k, v, log_i, log_f))
         for s, (b, a, e) in enumerate(sequence_bounds(x)):
             if a == e:

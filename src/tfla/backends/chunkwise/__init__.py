@@ -20,6 +20,7 @@ from tfla.backends.base import (
     Spec,
     initial_state,
     input_gate,
+    own,
     sequence_bounds,
     sequence_slot,
 )
@@ -237,8 +238,8 @@ class Chunkwise(Backend):
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         C0, n0, m = initial_state(x, spec)
-        dC_all = torch.zeros_like(C0) if dC is None else dC.to(C0.dtype, copy=True)
-        dn_all = torch.zeros_like(n0) if dn is None else dn.to(C0.dtype, copy=True)
+        dC_all = torch.zeros_like(C0) if dC is None else own(dC, C0.dtype)
+        dn_all = torch.zeros_like(n0) if dn is None else own(dn, C0.dtype)
         shared = x.q.shape[2] != x.v.shape[2]
         new = torch.zeros if shared else torch.empty  # heads that share q and k add up
         dq, dk = (new(t.shape, dtype=C0.dtype if shared else t.dtype, device=t.device) for t in (x.q, x.k))
