@@ -1,0 +1,55 @@
+"""Triton: fused kernels (:mod:`.walk`) for NVIDIA GPUs from Ampere on. Triton is imported on first use."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import Backend, Grads, Inputs, Outputs, Spec
+
+LARGEST_DQK, LARGEST_DHV = 512, 1024
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+class Triton(Backend):
+    name = "triton"
+    priority = 10
+    kernels = ("fused",)
+
+    def unsupported(self, x: Inputs) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return 'Triton is not installed: pip install "tfla[triton]"'
+        if x.q.device.type != "cuda" and not _interpreted():
+            return f"it needs an NVIDIA GPU, the inputs are on {x.q.device.type}"
+        if x.q.device.type == "cuda" and torch.cuda.get_device_capability(x.q.device) < (8, 0):
+            return "it needs compute capability 8.0 (Ampere) or newer"
+        if x.q.dtype == torch.float64:
+            return "it computes in float32 at most, the inputs are float64"
+        if x.q.shape[-1] > LARGEST_DQK or x.v.shape[-1] > LARGEST_DHV:
+            return f"it takes dqk up to {LARGEST_DQK} and dhv up to {LARGEST_DHV}"
+        return None
+
+    def default_chunk_size(self, x: Inputs) -> int:
+        return max(1, int(x.q.shape[1]))
+
+    def stored_states(self, x: Inputs, chunk_size: int) -> int:
+        return 0  # the backward walks from the initial state again
+
+    def forward(self, x: Inputs, spec: Spec) -> Outputs:
+        from tfla.backends.triton import launch
+
+        return launch.forward(x, spec)
+
+    def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
+        from tfla.backends.triton import launch
+
+        return launch.backward(x, out, dh, dC, dn, spec)
+
+
+BACKEND = Triton()

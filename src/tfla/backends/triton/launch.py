@@ -1,0 +1,232 @@
+"""Launches of the Triton kernels: tile sizes, strides, and what each walk reads."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from tfla.backends.base import Grads, Inputs, Outputs, Spec
+from tfla.backends.triton import gates as gate_kernels
+from tfla.backends.triton import walk
+
+CHUNK = 1024  # steps of one program of the gate kernels
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of one walk: L steps; the split dim in blocks; warps and pipeline stages."""
+
+    L: int
+    block: int
+    warps: int
+    stages: int
+
+
+def power_of_two(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
+
+
+def tile_length(x: Inputs) -> int:
+    """Steps of a tile: 64, less where heads are so wide that tiles of q, k, v would not fit in shared memory."""
+    widest = max(power_of_two(x.q.shape[3]), power_of_two(x.v.shape[3])) * x.q.element_size()
+    return 64 if widest <= 512 else 32 if widest <= 1024 else 16
+
+
+def column_tiles(dqk: int, dhv: int, L: int) -> Tiles:
+    """`columns`: a state of block x dqk."""
+    width = power_of_two(dqk)
+    block = max(16, min(power_of_two(dhv), 16384 // width))
+    return Tiles(L, block, 8 if block * width > 8192 and L == 64 else 4, 2)
+
+
+def row_tiles(dqk: int, dhv: int, L: int) -> Tiles:
+    """`rows`: a state of block x dhv."""
+    width = power_of_two(dhv)
+    block = max(16, min(power_of_two(dqk), 16384 // width))
+    return Tiles(L, block, 4, 2)
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _strides(t: Tensor) -> tuple[int, int, int]:
+    return t.stride(0), t.stride(1), t.stride(2)
+
+
+def _dense(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.float().contiguous()
+
+
+def _describable(*tensors: Tensor) -> bool:
+    """Whether tensor descriptors can address these: bases and strides in multiples of 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        and t.shape[-1] * t.element_size() >= 16
+        for t in tensors
+    )
+
+
+class Call:
+    """What all launches of one forward or backward share."""
+
+    def __init__(self, x: Inputs, spec: Spec) -> None:
+        self.x, self.spec = x, spec
+        self.B, self.T, self.H, self.V = x.v.shape
+        self.K = x.q.shape[3]
+        self.tokens = self.B * self.T
+        self.packed = x.cu_seqlens is not None
+        self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
+        self.L = tile_length(x)
+        self.exact = x.q.dtype == torch.float32
+        self.precision = "ieee" if self.exact else "tf32"
+        self.group = self.H // x.q.shape[2]
+        self.device = torch.cuda.device(x.q.device) if x.q.is_cuda else contextlib.nullcontext()
+
+    def new(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.x.q.device)
+
+    def gates(self, m_final: Tensor | None) -> Tensor:
+        """The gate vectors."""
+        x, spec = self.x, self.spec
+        out = self.new(gate_kernels.VECTORS, self.H, self.tokens)
+        slots = self.T // CHUNK + x.sequences if self.packed else self.B * triton.cdiv(self.T, CHUNK)
+        log_i = x.log_f if x.log_i is None else x.log_i
+        steps = min(CHUNK, max(64, triton.next_power_of_2(self.T)))
+        if steps < CHUNK:
+            slots = self.T // steps + x.sequences if self.packed else self.B
+        summary = torch.empty(self.H, slots, 2, dtype=torch.float64, device=x.q.device) if spec.normalize else out
+        grid = (slots, self.H)
+        shared = {"CHUNK": steps, "PACKED": self.packed, "INPUT_GATE": x.log_i is not None, "num_warps": 4}
+        strides = (*_strides(log_i), *_strides(x.log_f))
+        if spec.normalize and (self.packed or steps < self.T):
+            gate_kernels.chunk_summary[grid](
+                log_i, x.log_f, self.cu, summary, x.sequences, self.T, *strides, slots, **shared
+            )
+        gate_kernels.chunk_gates[grid](
+            log_i, x.log_f, out if x.m is None else x.m.contiguous(), self.cu, summary, out,
+            out if m_final is None else m_final,
+            x.sequences, self.T, self.tokens, self.H, *strides, spec.scale, slots, L=self.L, NORMALIZE=spec.normalize,
+            STATE=x.m is not None, FINAL=m_final is not None, EXACT=self.exact, **shared,
+        )  # fmt: skip
+        return out
+
+    def columns(
+        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, normalize: bool,
+        state: tuple[Tensor | None, Tensor | None], final: tuple[Tensor | None, Tensor | None], d: Tensor | None,
+    ) -> None:  # fmt: skip
+        tiles = column_tiles(self.K, self.V, self.L)
+        C, n = state
+        C_out, n_out = final
+        walk.columns[(triton.cdiv(self.V, tiles.block), self.x.sequences * self.H)](
+            x, y, z, out, gates, self.cu, gates if d is None else d, gates if C is None else C,
+            gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
+            self.T, self.tokens, self.H, self.group, *_strides(x), *_strides(y), *_strides(z), *_strides(out),
+            self.spec.scale,
+            DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, L=tiles.L, BACK=back, NORMALIZE=normalize,
+            PACKED=self.packed, STATE=C is not None, FINAL=C_out is not None, SAVE_D=d is not None, EXACT=self.exact,
+            PRECISION=self.precision, TMA=_describable(x, y, z, out), STAGES=tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+
+    def rows(
+        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: Tensor | None, back: bool,
+        state: tuple[Tensor | None, Tensor | None], final: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:  # fmt: skip
+        """Fills out; returns sums of w . out, (parts, H, tokens)."""
+        tiles = row_tiles(self.K, self.V, self.L)
+        parts = triton.cdiv(self.K, tiles.block)
+        each = tiles.block // 16
+        sums = self.new(parts * each, self.H, self.tokens)
+        C, n = state
+        C_out, n_out = final
+        walk.rows[(parts, self.x.sequences * self.H)](
+            x, y, z, w, out, gates, gates if delta is None else delta, self.cu, sums, gates if C is None else C,
+            gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
+            self.T, self.tokens, self.H, self.group,
+            *_strides(x), *_strides(y), *_strides(z), *_strides(w), *_strides(out), self.spec.scale,
+            DK=self.K, DV=self.V, BK=tiles.block, BV=power_of_two(self.V), L=tiles.L, NP=each, BACK=back,
+            NORMALIZE=self.spec.normalize, DELTA=delta is not None, PACKED=self.packed, STATE=C is not None,
+            FINAL=C_out is not None, EXACT=self.exact, PRECISION=self.precision, TMA=_describable(x, y, z, w, out),
+            STAGES=tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+        return sums
+
+
+def forward(x: Inputs, spec: Spec) -> Outputs:
+    call = Call(x, spec)
+    none = call.new(0)
+    N, H, K, V = x.sequences, call.H, call.K, call.V
+    h = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    C = n = m = None
+    if spec.final_state:
+        C = call.new(N, H, K, V)
+        if spec.normalize:
+            # Empty sequences have no last step, so theirs stays as it was.
+            m = call.new(N, H).zero_() if x.m is None else x.m.float().clone()
+            n = call.new(N, H, K)
+    d = call.new(*x.log_f.shape) if spec.normalize and spec.save else None
+    with call.device:
+        triton.set_allocator(_allocate)
+        gates = call.gates(m)
+        initial = _dense(x.C), _dense(x.n)
+        call.columns(x.k, x.v, x.q, h, gates, False, spec.normalize, initial, (C, n), d)
+    C, n, m, d = (none.clone() if t is None else t for t in (C, n, m, d))
+    return Outputs(h, C, n, m, d, none.clone(), none.clone())
+
+
+def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
+    call = Call(x, spec)
+    none = call.new(0)
+    N, H, K, V = x.sequences, call.H, call.K, call.V
+    dh = dh if dh.stride(-1) == 1 else dh.contiguous()
+    wide = torch.float32 if call.group > 1 else x.q.dtype
+    dq, dk = (torch.empty(*x.v.shape[:3], K, dtype=wide, device=x.q.device) for _ in range(2))
+    dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    dC0 = call.new(N, H, K, V) if x.C is not None else None
+    dn0 = call.new(N, H, K) if x.n is not None else None
+    dlog_i = call.new(*x.log_f.shape) if x.log_i is not None else None
+    dlog_f = call.new(*x.log_f.shape)
+    with call.device:
+        triton.set_allocator(_allocate)
+        m_final = None
+        if spec.normalize and dC is not None:  # the final state's cotangent belongs to its rounded m
+            m_final = call.new(N, H)
+        gates = call.gates(m_final)
+        delta = None
+        if spec.normalize:
+            delta = call.new(H, call.tokens) if spec.normalizer_grad else None
+            gate_kernels.fold_denominator[(triton.cdiv(call.tokens, 64), H)](
+                gates, out.d, out.h, dh, gates if delta is None else delta, call.tokens, call.T, H, V,
+                *_strides(out.d), *_strides(out.h), *_strides(dh), BLOCK_T=64, BLOCK_V=min(128, power_of_two(V)),
+                GRAD=delta is not None, num_warps=4,
+            )  # fmt: skip
+        initial = _dense(x.C), _dense(x.n)
+        # Without a cotangent for n there may still be one for C, and the other way round.
+        last = _dense(dC), _dense(dn)
+        if spec.normalize and (last[0] is None) != (last[1] is None):
+            last = (
+                call.new(N, H, K, V).zero_() if last[0] is None else last[0],
+                call.new(N, H, K).zero_() if last[1] is None else last[1],
+            )
+        q_dq = call.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, initial, (None, None))
+        k_dk = call.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, last, (dC0, dn0))
+        call.columns(x.q, dh, x.k, dv, gates, True, False, (last[0], None), (None, None), None)
+        start = none
+        if x.C is not None and dC0 is not None:
+            start = (x.C * dC0).sum((-2, -1))
+            if x.n is not None and dn0 is not None:
+                start = start + (x.n * dn0).sum(-1)
+        gate_kernels.gate_gradients[(N, H)](
+            q_dq, k_dk, start, call.cu, none if dlog_i is None else dlog_i, dlog_f, call.T, call.tokens, H,
+            PARTS_Q=q_dq.shape[0], PARTS_K=k_dk.shape[0], BLOCK=1024, PACKED=call.packed, START=x.C is not None,
+            INPUT_GATE=dlog_i is not None, num_warps=8,
+        )  # fmt: skip
+    if call.group > 1:
+        dq, dk = (t.unflatten(2, (-1, call.group)).sum(3) for t in (dq, dk))
+    grads = (none.clone() if t is None else t for t in (dlog_i, dlog_f, dC0, dn0))
+    return Grads(dq, dk, dv, *grads)
