@@ -2,7 +2,8 @@
 
 With F_t = log_f_t + m_{t-1} - m_t and I_t = log_i_t - m_t, (6) and (7), the stabilised operator is one without max
 state, so the walks of :mod:`.walk` know none. Both are at most 0: what is below CLOSED is zero in float32 however the
-rest adds up. Sums are float64, exponents base 2. Gate vectors are (vectors, H, tokens) float32, tokens of all sequences in a row.
+rest adds up. Sums are float64, exponents base 2. Gate vectors are (vectors, H, tokens) float32, tokens of all sequences
+in a row.
 """
 
 import triton
