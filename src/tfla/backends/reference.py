@@ -29,8 +29,8 @@ Triple = tuple[Tensor, Tensor, Tensor]  # C, n, m; without normaliser n and m ar
 
 
 def bounded_denominator(d: Tensor, m: Tensor) -> Tensor:
-    """max(|d|, exp(-m)), the denominator of (4) and (34) for a stabilised d."""
-    floor = torch.exp(-m)
+    """max(|d|, exp(-m)), the denominator of (4) and (34) for a stabilised d; 0 / 0 is 0 where both underflow."""
+    floor = torch.exp(-m).clamp(min=torch.finfo(m.dtype).tiny)
     return torch.where(d.abs() > floor, d.abs(), floor)
 
 
@@ -48,14 +48,15 @@ def step(
 ) -> tuple[Tensor, Tensor, Triple]:
     """One time step, (1)-(8), over any leading dims. Returns h, the stabilised d = n^T q scale, and the new state.
 
-    m cancels out of h and of the true state exp(m) C, so it is a constant for autograd.
+    m cancels out of h and of the true state exp(m) C, so it is a constant for autograd. It may be large: gates are
+    added to differences of m, which are small where it matters.
     """
     if not normalize:  # (22)-(24)
         C = log_f.exp()[..., None, None] * C + log_i.exp()[..., None, None] * k[..., :, None] * v[..., None, :]
         h = torch.einsum("...kv,...k->...v", C, q) * scale
         return h, torch.zeros_like(log_f), (C, n, m)
     m_new = torch.maximum(log_f + m, log_i).detach()  # (1)
-    f = torch.exp(log_f + m - m_new)  # (6)
+    f = torch.exp(log_f + (m - m_new))  # (6)
     i = torch.exp(log_i - m_new)  # (7)
     C = f[..., None, None] * C + i[..., None, None] * k[..., :, None] * v[..., None, :]  # (2)
     n = f[..., None] * n + i[..., None] * k  # (3)
@@ -84,17 +85,26 @@ def recurrent(
     return torch.stack(h), torch.stack(d), state
 
 
-def gate_matrix(log_i: Tensor, log_f: Tensor, m: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """D~ (27)-(29) as (H, T, T), the decay b + m of the initial state (T, H), and the max state (T, H) of each row.
+def gate_matrix(log_i: Tensor, log_f: Tensor, m: Tensor, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """log D (27)-(30) as (H, T, T), the log-weights of the initial state (T, H), and the max state (T, H) of each row.
 
-    D~_ij = sum of log_f over j+1 .. i, plus log_i_j: summed directly, since differences of long sums cancel.
+    D~_ij = sum of log_f over j+1 .. i, plus log_i_j: summed directly, since differences of long sums cancel, and in
+    float64, since sums of closed gates are large. Its row maximum is taken by (1), so that m is the same in every form
+    to the last bit.
     """
     T = log_f.shape[0]
     causal = torch.ones(T, T, dtype=torch.bool, device=log_f.device).tril()
-    f = log_f.T[:, :, None].expand(-1, T, T).masked_fill(~causal.tril(-1), 0.0)
-    D = (f.cumsum(1) + log_i.T[:, None, :]).masked_fill(~causal, -torch.inf)
-    carried = log_f.cumsum(0) + m
-    return D, carried, torch.maximum(D.amax(-1).T, carried)
+    wide = log_f.double()
+    decay = wide.T[:, :, None].expand(-1, T, T).masked_fill(~causal.tril(-1), 0.0).cumsum(1)
+    decay = decay.masked_fill(~causal, -torch.inf)
+    decay_start = wide.cumsum(0)
+    if not normalize:
+        return decay + log_i.T[:, None, :], decay_start, torch.zeros_like(log_f)
+    rows = [m]
+    for t in range(T):
+        rows.append(torch.maximum(log_f[t] + rows[-1], log_i[t]))
+    m_rows = torch.stack(rows[1:]).detach()
+    return decay + (log_i.T[:, None, :] - m_rows.T[:, :, None]), decay_start + (m - m_rows), m_rows
 
 
 def parallel(
@@ -110,10 +120,8 @@ def parallel(
 ) -> tuple[Tensor, Tensor, Triple]:
     """All steps at once, (27)-(35), the initial state being one more (oldest) key and value. Quadratic in T."""
     C, n, m_start = state
-    D, carried, m = gate_matrix(log_i, log_f, m_start if normalize else torch.zeros_like(log_f[0]))
-    m = m.detach() if normalize else torch.zeros_like(m)
-    D = torch.exp(D - m.T[:, :, None])  # (30)
-    inter = torch.exp(carried - m)
+    D, inter, m = gate_matrix(log_i, log_f, m_start, normalize)
+    D, inter = D.exp().to(q.dtype), inter.exp().to(q.dtype)
     S = torch.einsum("ihk,jhk->hij", q, k) * scale * D  # (31)-(33)
     h = torch.einsum("hij,jhv->ihv", S, v) + inter[..., None] * torch.einsum("ihk,hkv->ihv", q, C) * scale
     last = D[:, -1].T
@@ -185,7 +193,7 @@ def recurrent_backward(
             do = dh[t] / D[:, None]
             if spec.normalizer_grad:
                 dd = torch.where(d_t.abs() > torch.exp(-m), -d_t.sign() * (dh[t] * h_t).sum(-1) / D, dd)
-            f, i = torch.exp(log_f[t] + m_prev - m), torch.exp(log_i[t] - m)
+            f, i = torch.exp(log_f[t] + (m_prev - m)), torch.exp(log_i[t] - m)
         dC = dC + spec.scale * q[t][:, :, None] * do[:, None, :]
         dq[t] = spec.scale * torch.einsum("hkv,hv->hk", C, do)
         dk[t] = i[:, None] * torch.einsum("hkv,hv->hk", dC, v[t])

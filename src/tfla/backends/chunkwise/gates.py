@@ -29,7 +29,7 @@ class TileGates(NamedTuple):
     inter: Tensor  # (n, N, L, 1): weight of the state before the tile in row i, times scale
     update: Tensor  # (n, N, L, 1): weight of step j in the state behind the tile, exp(a_j)
     carry: Tensor  # (N, n + 1, n + 1): weight of boundary s in boundary t, boundaries before tiles and behind the last
-    floor: Tensor  # (n, N, L, 1): exp(-m), or empty without normaliser
+    floor: Tensor  # (n, N, L, 1): exp(-m), never 0, or empty without normaliser
     scale: float
 
     def head(self, part: slice) -> TileGates:
@@ -66,5 +66,5 @@ def tile_gates(
     carry = (boundary[:, :, None] - boundary[:, None, :]).tril()
     carry = carry.exp().tril().to(dtype)
     inter, update = (x.to(dtype).transpose(0, 1).unsqueeze(-1) for x in (inter.exp() * scale, update.exp()))
-    floor = floor.to(dtype).transpose(0, 1).unsqueeze(-1)
+    floor = floor.to(dtype).clamp(min=torch.finfo(dtype).tiny).transpose(0, 1).unsqueeze(-1)
     return TileGates(row.transpose(0, 1), column.transpose(0, 1), inter, update, carry, floor, scale)
