@@ -7,6 +7,7 @@ public functions. Both give the same named quantities, which `check` compares.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -138,11 +139,13 @@ def problem(
     f_dtype: torch.dtype | None = None,
     i_mean: float = 0.0,
     f_mean: float = 2.0,
+    positive_qk: bool = False,
     seed: int = 0,
 ) -> Problem:
     """Normal q, k, v, gates and cotangents; `lengths`: of packed sequences; `carried`: from a random initial state.
 
     Gate means are those of pre-activations. Gates are float32 unless said otherwise, float64 with float64.
+    `positive_qk` is for large input gates: exp(-m) no longer bounds the denominator, whose terms must not cancel.
     """
     generator = torch.Generator().manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -159,9 +162,11 @@ def problem(
         i, f = i / 2, F.logsigmoid(f)
     states = (B if lengths is None else len(lengths), H, K, V)
     normalize = form in ("exp", "normalized")
+    q, k, v = draw(B, T, Hq, K), draw(B, T, Hq, K), draw(B, T, H, V)
+    if positive_qk:
+        q, k = q.abs(), k.abs()
     return Problem(
-        form, draw(B, T, Hq, K).to(dtype), draw(B, T, Hq, K).to(dtype), draw(B, T, H, V).to(dtype),
-        i.to(i_dtype or wide), f.to(f_dtype or wide),
+        form, q.to(dtype), k.to(dtype), v.to(dtype), i.to(i_dtype or wide), f.to(f_dtype or wide),
         random_state(draw, states, normalize, wide) if carried else None, cu_seqlens,
         draw(B, T, H, V).to(dtype), random_state(draw, states, normalize, wide),
     )  # fmt: skip
@@ -227,7 +232,7 @@ def _truth(p: Problem) -> tuple[dict[str, Tensor], Tensor | None]:
     scale = p.q.shape[3] ** -0.5 if p.scale is None else p.scale
     ends = [0, p.v.shape[1]] if p.cu_seqlens is None else p.cu_seqlens.tolist()
     hs, states = [], []
-    for s, (a, b) in enumerate(zip(ends, ends[1:], strict=False)):
+    for s, (a, b) in enumerate(itertools.pairwise(ends)):
         rows = slice(None) if p.cu_seqlens is None else slice(s, s + 1)
         state = (C[rows], n[rows], m[rows])
         if a == b:  # the true state exp(m) C passes through, m as a constant
