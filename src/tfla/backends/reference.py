@@ -256,10 +256,13 @@ class Reference(Backend):
             if spec.normalize:
                 n[s], m[s] = new[1:]
         none = C.new_empty(0)
+        d = d if spec.normalize and spec.save else none.clone()
+        # No states are stored: the backward runs the recurrence again.
+        kept = C[:0].clone() if spec.save else none.clone()
+        kept_n = n[:0].clone() if spec.save and spec.normalize else none.clone()
         if not spec.final_state:
             C, n, m = none, none.clone(), none.clone()
-        d = d if spec.normalize and spec.save else none.clone()
-        return Outputs(h.to(x.v.dtype), C, n, m, d, none.clone(), none.clone())
+        return Outputs(h.to(x.v.dtype), C, n, m, d, kept, kept_n)
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         q, k, v, log_i, log_f = self._heads(x)

@@ -150,7 +150,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(
     ctx: Any, dh: Tensor | None, dC: Tensor | None, dn: Tensor | None, *_: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    tensors, h, rest = ctx.saved_tensors[:9], ctx.saved_tensors[9], ctx.saved_tensors[10:]
+    saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at each access
+    tensors, h, rest = saved[:9], saved[9], saved[10:]
     dh = torch.zeros_like(h) if dh is None else dh
     grads = attend_backward(*tensors, h, *rest, dh, dC, dn, *ctx.static)
     inputs = tensors[:8]
