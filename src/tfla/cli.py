@@ -22,6 +22,7 @@ COMMANDS = {
     "train": Command("tfla.train.commands", "train", "train", "train a language model on text, or go on training it"),
     "generate": Command("tfla.train.commands", "generate", "train", "continue a prompt with a trained model"),
     "demo": Command("tfla.train.commands", "demo", "train", "train a small model on Python's own library, in minutes"),
+    "bench": Command("tfla.bench.commands", "bench", "bench", "measure the operator on this machine"),
 }
 
 

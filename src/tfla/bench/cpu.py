@@ -62,6 +62,10 @@ def both(run: Callable[..., Tensor], xs: list[Tensor], cotangent: Tensor) -> tup
     return forward, lambda: torch.autograd.grad(run(*xs), xs, cotangent)
 
 
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 def contenders(T: int, config: CpuBench) -> dict[str, tuple[Call, Call] | str]:
     """Name -> its two calls, or why it cannot run."""
     xs = inputs(T)
@@ -71,11 +75,7 @@ def contenders(T: int, config: CpuBench) -> dict[str, tuple[Call, Call] | str]:
     found["tfla mLSTMsig"] = both(lambda *a: tfla.mlstm(*a, input_gate="sigmoid"), xs, dh)
     if config.attention_up_to >= T:
         qkv = [torch.randn(1, 8, T, 128, requires_grad=True) for _ in range(3)]
-        found["attention 8 x 128"] = both(
-            lambda *a: torch.nn.functional.scaled_dot_product_attention(*a, is_causal=True),
-            qkv,
-            torch.randn(1, 8, T, 128),
-        )
+        found["attention 8 x 128"] = both(attention, qkv, torch.randn(1, 8, T, 128))
     try:
         from mlstm_kernels.torch.chunkwise.native import mlstm_chunkwise__native_custbw as peer
     except ImportError as error:

@@ -1,0 +1,83 @@
+"""`tfla bench report`: stored results as the tables of docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INTRO = """# Performance
+
+Generated from `benchmarks/results/` by `tfla bench report`; each table says what measured it, where and when.
+"""
+
+
+@dataclass
+class Report:
+    """Options of `tfla bench report`."""
+
+    results: Path = Path("benchmarks/results")
+    out: Path = Path("docs/performance.md")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def milliseconds(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "-"
+    if "error" in row:
+        return str(row["error"])
+    return f"{row['seconds'] * 1e3:,.1f} ({row['ratio']:.2f} ×)"
+
+
+def cpu_section(result: dict[str, Any]) -> str:
+    """The table of `tfla bench cpu`."""
+    env = result["environment"]
+    versions = ", ".join(f"{name} {v}" for name, v in env["versions"].items() if v)
+    shape = env["shape"]
+    parts = [
+        "## On a CPU\n",
+        f"{env['cpu']}, {env['threads']} threads, {env['date']}; {versions}. B {shape['B']}, {shape['H']} heads, "
+        f"dqk {shape['dqk']}, dhv {shape['dhv']}, {shape['dtype']}. Median milliseconds, and in brackets the ratio to the "
+        "floor: the FLOPs of the form (`bench/floor.py`) at the rate of a large matrix product, measured between the samples.",
+    ]
+    names = list(dict.fromkeys(row["name"] for row in result["rows"]))
+    for direction in ("forward", "forward + backward"):
+        found = {(r["T"], r["name"]): r for r in result["rows"] if r.get("direction", direction) == direction}
+        lengths = sorted({r["T"] for r in result["rows"]})
+        rows = [[name, *(milliseconds(found.get((T, name))) for T in lengths)] for name in names]
+        floor = [
+            "floor",
+            *(
+                f"{next(r['floor_seconds'] for (t, _), r in found.items() if t == T and 'seconds' in r) * 1e3:,.1f}"
+                for T in lengths
+            ),
+        ]
+        parts.append(table([direction, *(f"T = {T:,}" for T in lengths)], [*rows, floor]))
+    if result["memory"]:
+        rows = [
+            ["tfla mLSTMexp, forward + backward", *(f"{m['extra_bytes'] / 2**20:,.0f} MiB" for m in result["memory"])]
+        ]
+        parts.append(
+            table(["memory beyond inputs, output, gradients", *(f"T = {m['T']:,}" for m in result["memory"])], rows)
+        )
+    parts.append(
+        "Reproduce: `tfla bench cpu --out benchmarks/results/cpu.json` (mlstm_kernels is timed where it is installed)."
+    )
+    return "\n\n".join(parts)
+
+
+def run(config: Report) -> None:
+    """Writes the page.
+
+    Raises:
+        FileNotFoundError: there is no result to report.
+    """
+    path = config.results / "cpu.json"
+    page = INTRO + "\n" + cpu_section(json.loads(path.read_text())) + "\n"
+    config.out.write_text(page)
+    print(f"wrote {config.out}")
