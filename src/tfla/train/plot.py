@@ -11,6 +11,7 @@ import numpy as np
 from tfla.nn.files import write_atomically
 from tfla.train.metrics import read
 
+TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20]
 INK, TRAIN, HELDOUT = "#333333", "#7aa6c2", "#c1440e"
 
 
@@ -27,7 +28,7 @@ def plot_curves(run: Path, target: Path, *, clip: float, baselines: dict[str, fl
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
     records = read(run)
     steps = [r for r in records if r["kind"] == "train"]
@@ -57,19 +58,20 @@ def plot_curves(run: Path, target: Path, *, clip: float, baselines: dict[str, fl
         loss.axhline(value, color=INK, lw=1, ls=dashes, label=f"{name}, {value:.2f}")
     loss.set(ylabel="loss (bits per byte)", xlabel="step", yscale="log", xlim=(0, x[-1] * 1.01))
     loss.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    loss.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10]))
+    loss.yaxis.set_major_locator(FixedLocator(TICKS))
+    loss.yaxis.set_minor_locator(NullLocator())
     loss.yaxis.set_major_formatter(ScalarFormatter())
-    loss.yaxis.set_minor_formatter(NullFormatter())
-    loss.legend(frameon=False)
+    legend = loss.legend(loc="upper right", bbox_to_anchor=(1, 0.93), fancybox=False, edgecolor="none", framealpha=1)
+    legend.set_zorder(5)
 
-    small[0].plot(x, _column(steps, "grad_norm"), color=TRAIN, lw=0.8)
+    small[0].plot(x, _column(steps, "grad_norm"), color=TRAIN, lw=0.6)
     small[0].axhline(clip, color=INK, lw=1, ls="--", label=f"clipped above {clip:g}")
     small[0].set(ylabel="gradient norm", yscale="log")
     small[0].legend(frameon=False, fontsize="small")
     small[1].plot(x, _column(steps, "lr"), color=TRAIN, lw=1.2)
     small[1].set(ylabel="learning rate", ylim=(0, None))
     small[1].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    small[2].plot(x, _column(steps, "max_input_gate"), color=TRAIN, lw=1.2)
+    small[2].plot(x, _column(steps, "max_input_gate"), color=TRAIN, lw=0.6)
     small[2].set(ylabel="largest input gate\npre-activation")
     for axes in small:
         axes.set(xlabel="step", xlim=(0, x[-1] * 1.01))

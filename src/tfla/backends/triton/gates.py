@@ -2,8 +2,8 @@
 
 With F_t = log_f_t + m_{t-1} - m_t and I_t = log_i_t - m_t, (6) and (7), the stabilised operator is one without max
 state, so the walks of :mod:`.walk` know none. Both are at most 0: what is below CLOSED is zero in float32 however the
-rest adds up. Sums are float64, exponents base 2. Gate vectors are (vectors, H, tokens) float32, tokens of all sequences
-in a row.
+rest adds up. Sums are float64, exponents base 2. Gate vectors are (vectors, H, padded) float32: the steps of all
+sequences in a row, each sequence filled up to whole tiles with steps that weigh nothing, so that walks need no masks.
 """
 
 import triton
@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-150.0)
+TINY = tl.constexpr(1.1754943508222875e-38)
 # Rows of the gate vectors. The gate matrix of a tile is exp2(ROW_i + COLUMN_j); LOW parts are what float32 cuts off.
 ROW = tl.constexpr(0)
 COLUMN = tl.constexpr(1)
@@ -19,7 +20,7 @@ UPDATE = tl.constexpr(3)  # weight of a step in the state behind the tile
 DECAY = tl.constexpr(4)  # of the state over the whole tile, the same at each of its steps
 ROW_LOW = tl.constexpr(5)
 COLUMN_LOW = tl.constexpr(6)
-FLOOR = tl.constexpr(7)  # exp(-m), the least denominator
+FLOOR = tl.constexpr(7)  # exp(-m), the least denominator, never 0
 VECTORS = 8
 
 
@@ -29,13 +30,13 @@ def _max(a, b):
 
 
 @triton.jit
-def find_sequence(cu, sequences, slot, CHUNK: tl.constexpr):
-    """The packed sequence a chunk slot belongs to: the last s with cu[s] // CHUNK + s <= slot."""
+def find_sequence(cu, sequences, slot, chunk):
+    """The packed sequence a chunk slot belongs to: the last s with cu[s] // chunk + s <= slot."""
     low = 0
     high = sequences
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(cu + middle).to(tl.int64) // CHUNK + middle <= slot:
+        if tl.load(cu + middle).to(tl.int64) // chunk + middle <= slot:
             low = middle
         else:
             high = middle
@@ -43,20 +44,52 @@ def find_sequence(cu, sequences, slot, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def locate(cu, sequences, T, slot, CHUNK: tl.constexpr, PACKED: tl.constexpr):
+def locate(cu, sequences, T, slot, chunk, PACKED: tl.constexpr):
     """Of a chunk slot: sequence, its first token, its length, the chunk's first step, the slot of its first chunk."""
     if PACKED:
-        s = find_sequence(cu, sequences, slot, CHUNK)
+        s = find_sequence(cu, sequences, slot, chunk)
         first = tl.load(cu + s).to(tl.int64)
         length = tl.load(cu + s + 1).to(tl.int64) - first
-        slot0 = first // CHUNK + s
+        slot0 = first // chunk + s
     else:
-        chunks = tl.cdiv(T, CHUNK)
+        chunks = tl.cdiv(T, chunk)
         s = slot // chunks
         first = s.to(tl.int64) * T
         length = T.to(tl.int64)
         slot0 = (s * chunks).to(tl.int64)
-    return s, first, length, (slot - slot0) * CHUNK, slot0
+    return s, first, length, (slot - slot0) * chunk, slot0
+
+
+@triton.jit
+def padded_start(first, s, T, L: tl.constexpr, PACKED: tl.constexpr):
+    """Where the gates of sequence s begin, its first token being `first`."""
+    if PACKED:
+        return (first // L + s) * L
+    else:
+        return s.to(tl.int64) * tl.cdiv(T, L) * L
+
+
+@triton.jit
+def segment(cu, sequences, T, slot, steps, L: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr):
+    """What a walk covers, a whole sequence or `steps` steps of one: its first token, how many, batch row and step of
+    the first, where its gates begin."""
+    if SEGMENTED:
+        s, first, length, start, _ = locate(cu, sequences, T, slot, steps, PACKED)
+        length = tl.maximum(tl.minimum(length - start, steps), 0)
+    else:
+        s = slot
+        if PACKED:
+            first = tl.load(cu + s).to(tl.int64)
+            length = tl.load(cu + s + 1).to(tl.int64) - first
+        else:
+            first = s.to(tl.int64) * T
+            length = T.to(tl.int64)
+        start = first * 0
+    gate0 = padded_start(first, s, T, L, PACKED) + start
+    if PACKED:
+        return first + start, length, first * 0, first + start, gate0
+    else:
+        return first + start, length, s.to(tl.int64), start, gate0
 
 
 @triton.jit
@@ -64,7 +97,7 @@ def _load_gate(gate, token, T, stride_b, stride_t, inside, other):
     return tl.load(gate + (token // T) * stride_b + (token % T) * stride_t, mask=inside, other=other).to(tl.float64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "T", "slots"])
 def chunk_summary(
     log_i, log_f, cu, summary, sequences, T, ib, it, ih, fb, ft, fh, slots,
     CHUNK: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
@@ -98,9 +131,9 @@ def _max_before(summary, m, slot0, slot, BLOCK: tl.constexpr):
     return m
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "T", "padded", "slots"])
 def chunk_gates(
-    log_i, log_f, m0, cu, summary, out, m_final, sequences, T, tokens, H, ib, it, ih, fb, ft, fh, scale, slots,
+    log_i, log_f, m0, cu, summary, out, m_final, sequences, T, padded, H, ib, it, ih, fb, ft, fh, scale, slots,
     CHUNK: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr, NORMALIZE: tl.constexpr,
     STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -139,84 +172,84 @@ def chunk_gates(
             tl.store(m_final + s * H + h + tl.zeros([CHUNK], tl.int32), m.to(tl.float32), mask=last)
         f = tl.where(inside, f + m_before - m, 0.0)
         i = tl.where(inside, i - m, -1e9)
-        at = h.to(tl.int64) * tokens + first + t
-        tl.store(out + FLOOR * H * tokens + at, tl.exp(-m).to(tl.float32), mask=inside)
+        at = h.to(tl.int64) * padded + padded_start(first, s, T, L, PACKED) + t
+        floor = tl.maximum(tl.exp(-m).to(tl.float32), TINY)
+        tl.store(out + FLOOR * H.to(tl.int64) * padded + at, floor, mask=t < tl.cdiv(length, L) * L)
     f = tl.maximum(f * LOG2E, CLOSED)
     i = tl.maximum(i * LOG2E, CLOSED)
     f = tl.reshape(f, (CHUNK // L, L))
     i = tl.reshape(i, (CHUNK // L, L))
     tile = tl.reshape(t, (CHUNK // L, L))
-    inside = tile < length
+    held = tile < tl.cdiv(length, L) * L
     b = tl.cumsum(f, 1)
     g = tl.sum(f, 1)[:, None]
     column = i - b
-    size = H.to(tl.int64) * tokens
-    at = out + h.to(tl.int64) * tokens + first + tile
+    size = H.to(tl.int64) * padded
+    at = out + h.to(tl.int64) * padded + padded_start(first, s, T, L, PACKED) + tile
     b_high = b.to(tl.float32)
     column_high = column.to(tl.float32)
-    tl.store(at + ROW * size, b_high, mask=inside)
-    tl.store(at + COLUMN * size, column_high, mask=inside)
-    tl.store(at + INTER * size, tl.exp2(b_high) * scale, mask=inside)
-    tl.store(at + UPDATE * size, tl.exp2((g + column).to(tl.float32)), mask=inside)
-    tl.store(at + DECAY * size, tl.exp2(g.to(tl.float32)) + tl.zeros_like(b_high), mask=inside)
+    tl.store(at + ROW * size, b_high, mask=held)
+    tl.store(at + COLUMN * size, column_high, mask=held)
+    tl.store(at + INTER * size, tl.exp2(b_high) * scale, mask=held)
+    tl.store(at + UPDATE * size, tl.exp2((g + column).to(tl.float32)), mask=held)
+    tl.store(at + DECAY * size, tl.exp2(g.to(tl.float32)) + tl.zeros_like(b_high), mask=held)
     if EXACT:
-        tl.store(at + ROW_LOW * size, (b - b_high.to(tl.float64)).to(tl.float32), mask=inside)
-        tl.store(at + COLUMN_LOW * size, (column - column_high.to(tl.float64)).to(tl.float32), mask=inside)
+        tl.store(at + ROW_LOW * size, (b - b_high.to(tl.float64)).to(tl.float32), mask=held)
+        tl.store(at + COLUMN_LOW * size, (column - column_high.to(tl.float64)).to(tl.float32), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "T", "padded", "db", "dt"])
 def fold_denominator(
-    gates, d, h_out, dh, delta, tokens, T, H, D_HV, db, dt, ds_h, hb, ht, hh, gb, gt, gh,
-    BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, GRAD: tl.constexpr,
+    gates, d, h_out, dh, delta, cu, sequences, T, padded, H, D_HV, db, dt, ds_h, hb, ht, hh, gb, gt, gh,
+    L: tl.constexpr, BLOCK_V: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Divides the rows of the gate matrix by max(|d|, exp(-m)), in place; delta = -u (dh . h) is added to dP."""
-    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     h = tl.program_id(1).to(tl.int64)
-    inside = t < tokens
-    size = H.to(tl.int64) * tokens
-    at = gates + h * tokens + t
-    bounded = tl.load(at + FLOOR * size, mask=inside, other=1.0)
-    den = tl.load(d + (t // T) * db + (t % T) * dt + h * ds_h, mask=inside, other=1.0)
-    active = tl.abs(den) > bounded
-    D = tl.where(active, tl.abs(den), bounded)
-    tl.store(at + ROW * size, tl.load(at + ROW * size, mask=inside, other=0.0) - tl.log2(D), mask=inside)
-    tl.store(at + INTER * size, tl.load(at + INTER * size, mask=inside, other=0.0) / D, mask=inside)
+    s, first, length, start, _ = locate(cu, sequences, T, tl.program_id(0), L, PACKED)
+    t = start + tl.arange(0, L)
+    inside = t < length
+    size = H.to(tl.int64) * padded
+    at = h * padded + padded_start(first, s, T, L, PACKED) + t
+    token = first + t
+    floor = tl.load(gates + FLOOR * size + at, mask=inside, other=1.0)
+    den = tl.load(d + (token // T) * db + (token % T) * dt + h * ds_h, mask=inside, other=1.0)
+    active = tl.abs(den) > floor
+    D = tl.where(active, tl.abs(den), floor)
+    tl.store(gates + ROW * size + at, tl.load(gates + ROW * size + at, mask=inside) - tl.log2(D), mask=inside)
+    tl.store(gates + INTER * size + at, tl.load(gates + INTER * size + at, mask=inside) / D, mask=inside)
     if GRAD:
-        dot = tl.zeros([BLOCK_T], tl.float32)
+        dot = tl.zeros([L], tl.float32)
         for v in range(0, D_HV, BLOCK_V):
             c = v + tl.arange(0, BLOCK_V)
             mask = inside[:, None] & (c < D_HV)[None, :]
-            a = tl.load(h_out + ((t // T) * hb + (t % T) * ht + h * hh)[:, None] + c[None, :], mask=mask, other=0.0)
-            b = tl.load(dh + ((t // T) * gb + (t % T) * gt + h * gh)[:, None] + c[None, :], mask=mask, other=0.0)
+            a = tl.load(h_out + ((token // T) * hb + (token % T) * ht + h * hh)[:, None] + c[None, :], mask, 0.0)
+            b = tl.load(dh + ((token // T) * gb + (token % T) * gt + h * gh)[:, None] + c[None, :], mask, 0.0)
             dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
         sign = tl.where(den > 0, -1.0, 1.0)
-        tl.store(delta + h * tokens + t, tl.where(active, sign * dot, 0.0), mask=inside)
+        tl.store(delta + at, tl.where(active, sign * dot, 0.0), mask=t < tl.cdiv(length, L) * L)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "T", "padded", "steps"])
 def gate_gradients(
-    q_dq, k_dk, start, cu, dlog_i, dlog_f, T, tokens, H,
-    PARTS_Q: tl.constexpr, PARTS_K: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-    START: tl.constexpr, INPUT_GATE: tl.constexpr,
+    q_dq, k_dk, start, cu, dlog_i, dlog_f, sequences, T, padded, H, steps,
+    PARTS_Q: tl.constexpr, PARTS_K: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr, SEGMENTED: tl.constexpr,
+    PACKED: tl.constexpr, START: tl.constexpr, INPUT_GATE: tl.constexpr,
 ):  # fmt: skip
-    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C_0, dC_0> on. Outputs (B, T, H)."""
-    s = tl.program_id(0)
+    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at the start of the segment on.
+
+    Outputs (B, T, H)."""
+    slot = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
-    if PACKED:
-        first = tl.load(cu + s).to(tl.int64)
-        length = tl.load(cu + s + 1).to(tl.int64) - first
-    else:
-        first = s.to(tl.int64) * T
-        length = T.to(tl.int64)
+    first, length, _, _, gate0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
     running = 0.0
     if START:
-        running = tl.load(start + s * H + h)
+        running = tl.load(start + slot * H + h)
     running = running.to(tl.float64)
-    size = H.to(tl.int64) * tokens
+    size = H.to(tl.int64) * padded
     for t0 in range(0, length, BLOCK):
         t = t0 + tl.arange(0, BLOCK)
         inside = t < length
-        at = h * tokens + first + t
+        at = h * padded + gate0 + t
         k = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS_K):
             k += tl.load(k_dk + part * size + at, mask=inside, other=0.0)
@@ -230,3 +263,40 @@ def gate_gradients(
         if INPUT_GATE:
             tl.store(dlog_i + to, k, mask=inside)
         running -= tl.sum(falls, 0)
+
+
+@triton.jit(do_not_specialize=["T", "steps", "slots"])
+def join(
+    states, decays, given, final, other, dots, cu, T, H, steps, slots, SIZE,
+    BLOCK: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, FINAL: tl.constexpr,
+    DOTS: tl.constexpr,
+):  # fmt: skip
+    """Turns what each segment adds to the state into the state that it starts from, walking over segments.
+
+    Walking back, "starts" is the end, and dots are those of the result at the other end with `other`, per block.
+    """
+    s = tl.program_id(1)
+    h = tl.program_id(2)
+    if PACKED:
+        first = tl.load(cu + s).to(tl.int64)
+        count = tl.cdiv(tl.load(cu + s + 1).to(tl.int64) - first, steps)
+        slot0 = first // steps + s
+    else:
+        count = tl.cdiv(T, steps).to(tl.int64)
+        slot0 = s * count
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = e < SIZE
+    S = tl.zeros([BLOCK], tl.float32)
+    if GIVEN:
+        S = tl.load(given + (s * H + h).to(tl.int64) * SIZE + e, mask=inside, other=0.0)
+    for c in range(0, count):
+        slot = slot0 + (count - 1 - c if BACK else c)
+        at = (slot * H + h) * SIZE + e
+        adds = tl.load(states + at, mask=inside, other=0.0)
+        tl.store(states + at, S, mask=inside)
+        S = S * tl.load(decays + slot * H + h) + adds
+        if DOTS:
+            dot = tl.sum(S * tl.load(other + at, mask=inside, other=0.0), 0)
+            tl.store(dots + (tl.program_id(0) * slots + slot) * H + h, dot)
+    if FINAL:
+        tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)

@@ -21,9 +21,13 @@ class Tiles:
     """Sizes of one walk: L steps; the split dim in blocks; warps and pipeline stages."""
 
     L: int
-    block: int
+    split: int  # of the dim that programs share out, what one has
+    block: int  # one block of columns of the state
+    blocks: int
     warps: int
     stages: int
+    one: int = 0
+    nv: int = 0
 
 
 def power_of_two(n: int) -> int:
@@ -37,17 +41,19 @@ def tile_length(x: Inputs) -> int:
 
 
 def column_tiles(dqk: int, dhv: int, L: int) -> Tiles:
-    """`columns`: a state of block x dqk."""
+    """`columns`: a state of split x dqk."""
     width = power_of_two(dqk)
-    block = max(16, min(power_of_two(dhv), 16384 // width))
-    return Tiles(L, block, 8 if block * width > 8192 and L == 64 else 4, 2)
+    split = max(16, min(power_of_two(dhv), 32768 // width))
+    blocks = 2 if split * width > 16384 else 1
+    return Tiles(L, split, split // blocks, blocks, 8 if split * width > 8192 and L == 64 else 4, 3)
 
 
 def row_tiles(dqk: int, dhv: int, L: int) -> Tiles:
-    """`rows`: a state of block x dhv."""
+    """`rows`: a state of split x dhv."""
     width = power_of_two(dhv)
-    block = max(16, min(power_of_two(dqk), 16384 // width))
-    return Tiles(L, block, 4, 2)
+    split = max(16, min(power_of_two(dqk), 16384 // width))
+    blocks = 2 if width > 128 else 1
+    return Tiles(L, split, width // blocks, blocks, 4, 2)
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -72,6 +78,9 @@ def _describable(*tensors: Tensor) -> bool:
     )
 
 
+Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
+
+
 class Call:
     """What all launches of one forward or backward share."""
 
@@ -79,7 +88,6 @@ class Call:
         self.x, self.spec = x, spec
         self.B, self.T, self.H, self.V = x.v.shape
         self.K = x.q.shape[3]
-        self.tokens = self.B * self.T
         self.packed = x.cu_seqlens is not None
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
         self.L = tile_length(x)
@@ -87,6 +95,14 @@ class Call:
         self.precision = "ieee" if self.exact else "tf32"
         self.group = self.H // x.q.shape[2]
         self.device = torch.cuda.device(x.q.device) if x.q.is_cuda else contextlib.nullcontext()
+        self.padded = self.slots(self.L) * self.L
+        self.steps = segment_steps(x, spec.chunk_size)
+        self.segmented = self.steps < self.T
+        self.segments = self.slots(self.steps) if self.segmented else x.sequences
+
+    def slots(self, steps: int) -> int:
+        """Places for pieces of so many steps of all sequences."""
+        return self.T // steps + self.x.sequences if self.packed else self.B * triton.cdiv(self.T, steps)
 
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.x.q.device)
@@ -94,12 +110,10 @@ class Call:
     def gates(self, m_final: Tensor | None) -> Tensor:
         """The gate vectors."""
         x, spec = self.x, self.spec
-        out = self.new(gate_kernels.VECTORS, self.H, self.tokens)
-        slots = self.T // CHUNK + x.sequences if self.packed else self.B * triton.cdiv(self.T, CHUNK)
+        out = self.new(gate_kernels.VECTORS, self.H, self.padded)
         log_i = x.log_f if x.log_i is None else x.log_i
         steps = min(CHUNK, max(64, triton.next_power_of_2(self.T)))
-        if steps < CHUNK:
-            slots = self.T // steps + x.sequences if self.packed else self.B
+        slots = self.slots(steps)
         summary = torch.empty(self.H, slots, 2, dtype=torch.float64, device=x.q.device) if spec.normalize else out
         grid = (slots, self.H)
         shared = {"CHUNK": steps, "PACKED": self.packed, "INPUT_GATE": x.log_i is not None, "num_warps": 4}
@@ -111,50 +125,96 @@ class Call:
         gate_kernels.chunk_gates[grid](
             log_i, x.log_f, out if x.m is None else x.m.contiguous(), self.cu, summary, out,
             out if m_final is None else m_final,
-            x.sequences, self.T, self.tokens, self.H, *strides, spec.scale, slots, L=self.L, NORMALIZE=spec.normalize,
+            x.sequences, self.T, self.padded, self.H, *strides, spec.scale, slots, L=self.L, NORMALIZE=spec.normalize,
             STATE=x.m is not None, FINAL=m_final is not None, EXACT=self.exact, **shared,
         )  # fmt: skip
         return out
 
     def columns(
-        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, normalize: bool,
-        state: tuple[Tensor | None, Tensor | None], final: tuple[Tensor | None, Tensor | None], d: Tensor | None,
+        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, normalize: bool,
+        state: Pair, final: Pair, d: Tensor | None = None, delta: Tensor | None = None, decays: Tensor | None = None,
     ) -> None:  # fmt: skip
+        """Fills out, or with None only the final states and the decays."""
         tiles = column_tiles(self.K, self.V, self.L)
         C, n = state
         C_out, n_out = final
-        walk.columns[(triton.cdiv(self.V, tiles.block), self.x.sequences * self.H)](
-            x, y, z, out, gates, self.cu, gates if d is None else d, gates if C is None else C,
-            gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
-            self.T, self.tokens, self.H, self.group, *_strides(x), *_strides(y), *_strides(z), *_strides(out),
-            self.spec.scale,
-            DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, L=tiles.L, BACK=back, NORMALIZE=normalize,
-            PACKED=self.packed, STATE=C is not None, FINAL=C_out is not None, SAVE_D=d is not None, EXACT=self.exact,
-            PRECISION=self.precision, TMA=_describable(x, y, z, out), STAGES=tiles.stages, num_warps=tiles.warps,
+        written = y if out is None else out
+        walk.columns[(triton.cdiv(self.V, tiles.split), self.segments * self.H)](
+            x, y, z, written, gates, gates if delta is None else delta, self.cu, gates if d is None else d,
+            gates if C is None else C, gates if C_out is None else C_out, gates if n is None else n,
+            gates if n_out is None else n_out, gates if decays is None else decays,
+            self.x.sequences, self.T, self.padded, self.H, self.group, self.steps,
+            *_strides(x), *_strides(y), *_strides(z), *_strides(written), self.spec.scale,
+            DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, BLOCKS=tiles.blocks, L=tiles.L, BACK=back,
+            OUTPUT=out is not None, NORMALIZE=normalize, DELTA=delta is not None, PACKED=self.packed,
+            SEGMENTED=self.segmented, STATE=C is not None, FINAL=C_out is not None, SAVE_D=d is not None,
+            EXACT=self.exact, PRECISION=self.precision, TMA=_describable(x, y, z, written), STAGES=tiles.stages,
+            ONE=tiles.one and out is not None, NV=tiles.nv,
+            num_warps=tiles.warps,
         )  # fmt: skip
 
     def rows(
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: Tensor | None, back: bool,
-        state: tuple[Tensor | None, Tensor | None], final: tuple[Tensor | None, Tensor | None],
+        state: Pair, final: Pair,
     ) -> Tensor:  # fmt: skip
-        """Fills out; returns sums of w . out, (parts, H, tokens)."""
+        """Fills out; returns sums of w . out, (parts, H, padded)."""
         tiles = row_tiles(self.K, self.V, self.L)
-        parts = triton.cdiv(self.K, tiles.block)
-        each = tiles.block // 16
-        sums = self.new(parts * each, self.H, self.tokens)
+        parts = triton.cdiv(self.K, tiles.split)
+        each = tiles.split // 16
+        sums = self.new(parts * each, self.H, self.padded)
         C, n = state
         C_out, n_out = final
-        walk.rows[(parts, self.x.sequences * self.H)](
+        walk.rows[(parts, self.segments * self.H)](
             x, y, z, w, out, gates, gates if delta is None else delta, self.cu, sums, gates if C is None else C,
             gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
-            self.T, self.tokens, self.H, self.group,
+            self.x.sequences, self.T, self.padded, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(w), *_strides(out), self.spec.scale,
-            DK=self.K, DV=self.V, BK=tiles.block, BV=power_of_two(self.V), L=tiles.L, NP=each, BACK=back,
-            NORMALIZE=self.spec.normalize, DELTA=delta is not None, PACKED=self.packed, STATE=C is not None,
-            FINAL=C_out is not None, EXACT=self.exact, PRECISION=self.precision, TMA=_describable(x, y, z, w, out),
-            STAGES=tiles.stages, num_warps=tiles.warps,
+            DK=self.K, DV=self.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=tiles.L, NP=each, BACK=back,
+            NORMALIZE=self.spec.normalize, DELTA=delta is not None, PACKED=self.packed, SEGMENTED=self.segmented,
+            STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, PRECISION=self.precision,
+            TMA=_describable(x, y, z, w, out), STAGES=tiles.stages, ONE=tiles.one, num_warps=tiles.warps,
         )  # fmt: skip
         return sums
+
+    def boundary_states(
+        self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair,
+        delta: Tensor | None = None, starts: tuple[Pair, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """States that segments start from, or walking back the cotangents of those they end with.
+
+        `starts`: dots of the cotangents of the states that segments start from with these are added to a tensor.
+        """
+        C = self.new(self.segments, self.H, self.K, self.V)
+        n = self.new(self.segments, self.H, self.K) if self.spec.normalize else None
+        decays = self.new(self.segments, self.H)
+        self.columns(
+            x, y, x, None, gates, back, self.spec.normalize and (not back or delta is not None), (None, None), (C, n),
+            delta=delta, decays=decays,
+        )  # fmt: skip
+        if n is not None and back and delta is None:
+            n.zero_()
+        for states, start, end, other in zip((C, n), given, final, (starts or ((None, None), C))[0], strict=True):
+            if states is None:
+                continue
+            size = states[0, 0].numel()
+            block = min(2048, power_of_two(size))
+            blocks = triton.cdiv(size, block)
+            dots = self.new(blocks, self.segments, self.H) if other is not None else C
+            gate_kernels.join[(blocks, self.x.sequences, self.H)](
+                states, decays, C if start is None else start, C if end is None else end, C if other is None else other,
+                dots, self.cu, self.T, self.H, self.steps, self.segments, size, BLOCK=block, BACK=back,
+                PACKED=self.packed, GIVEN=start is not None, FINAL=end is not None, DOTS=other is not None,
+                num_warps=4,
+            )  # fmt: skip
+            if starts is not None:
+                starts[1].add_(dots.sum(0))
+        return C, n
+
+
+def segment_steps(x: Inputs, chunk_size: int) -> int:
+    """chunk_size in whole tiles."""
+    L = tile_length(x)
+    return (chunk_size + L - 1) // L * L
 
 
 def forward(x: Inputs, spec: Spec) -> Outputs:
@@ -170,13 +230,19 @@ def forward(x: Inputs, spec: Spec) -> Outputs:
             m = call.new(N, H).zero_() if x.m is None else x.m.float().clone()
             n = call.new(N, H, K)
     d = call.new(*x.log_f.shape) if spec.normalize and spec.save else None
+    chunk_C = chunk_n = None
     with call.device:
         triton.set_allocator(_allocate)
         gates = call.gates(m)
-        initial = _dense(x.C), _dense(x.n)
-        call.columns(x.k, x.v, x.q, h, gates, False, spec.normalize, initial, (C, n), d)
-    C, n, m, d = (none.clone() if t is None else t for t in (C, n, m, d))
-    return Outputs(h, C, n, m, d, none.clone(), none.clone())
+        initial, final = (_dense(x.C), _dense(x.n)), (C, n)
+        if call.segmented:
+            chunk_C, chunk_n = initial = call.boundary_states(x.k, x.v, gates, False, initial, final)
+            final = None, None
+        call.columns(x.k, x.v, x.q, h, gates, False, spec.normalize, initial, final, d)
+    if not spec.save:
+        chunk_C = chunk_n = None
+    C, n, m, d, chunk_C, chunk_n = (none.clone() if t is None else t for t in (C, n, m, d, chunk_C, chunk_n))
+    return Outputs(h, C, n, m, d, chunk_C, chunk_n)
 
 
 def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
@@ -199,31 +265,38 @@ def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor 
         gates = call.gates(m_final)
         delta = None
         if spec.normalize:
-            delta = call.new(H, call.tokens) if spec.normalizer_grad else None
-            gate_kernels.fold_denominator[(triton.cdiv(call.tokens, 64), H)](
-                gates, out.d, out.h, dh, gates if delta is None else delta, call.tokens, call.T, H, V,
-                *_strides(out.d), *_strides(out.h), *_strides(dh), BLOCK_T=64, BLOCK_V=min(128, power_of_two(V)),
-                GRAD=delta is not None, num_warps=4,
+            delta = call.new(H, call.padded) if spec.normalizer_grad else None
+            gate_kernels.fold_denominator[(call.slots(call.L), H)](
+                gates, out.d, out.h, dh, gates if delta is None else delta, call.cu, x.sequences, call.T, call.padded,
+                H, V, *_strides(out.d), *_strides(out.h), *_strides(dh), L=call.L, BLOCK_V=min(256, power_of_two(V)),
+                GRAD=delta is not None, PACKED=call.packed, num_warps=4,
             )  # fmt: skip
-        initial = _dense(x.C), _dense(x.n)
+        start: Pair = (_dense(x.C), _dense(x.n))
         # Without a cotangent for n there may still be one for C, and the other way round.
-        last = _dense(dC), _dense(dn)
-        if spec.normalize and (last[0] is None) != (last[1] is None):
-            last = (
-                call.new(N, H, K, V).zero_() if last[0] is None else last[0],
-                call.new(N, H, K).zero_() if last[1] is None else last[1],
+        end: Pair = (_dense(dC), _dense(dn))
+        if spec.normalize and (end[0] is None) != (end[1] is None):
+            end = (
+                call.new(N, H, K, V).zero_() if end[0] is None else end[0],
+                call.new(N, H, K).zero_() if end[1] is None else end[1],
             )
-        q_dq = call.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, initial, (None, None))
-        k_dk = call.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, last, (dC0, dn0))
-        call.columns(x.q, dh, x.k, dv, gates, True, False, (last[0], None), (None, None), None)
-        start = none
-        if x.C is not None and dC0 is not None:
-            start = (x.C * dC0).sum((-2, -1))
-            if x.n is not None and dn0 is not None:
-                start = start + (x.n * dn0).sum(-1)
-        gate_kernels.gate_gradients[(N, H)](
-            q_dq, k_dk, start, call.cu, none if dlog_i is None else dlog_i, dlog_f, call.T, call.tokens, H,
-            PARTS_Q=q_dq.shape[0], PARTS_K=k_dk.shape[0], BLOCK=1024, PACKED=call.packed, START=x.C is not None,
+        first: Pair = (dC0, dn0)
+        dots = call.new(call.segments, H).zero_() if call.segmented or x.C is not None else None
+        if call.segmented:
+            start = out.chunk_C, out.chunk_n if spec.normalize else None
+            assert dots is not None
+            end = call.boundary_states(x.q, dh, gates, True, end, first, delta, (start, dots))
+            first = None, None
+        q_dq = call.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
+        k_dk = call.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
+        call.columns(x.q, dh, x.k, dv, gates, True, False, (end[0], None), (None, None))
+        if dots is not None and not call.segmented:
+            for state, gradient in zip(start, first, strict=True):
+                if state is not None and gradient is not None:
+                    dots.add_((state * gradient).flatten(2).sum(-1))
+        gate_kernels.gate_gradients[(call.segments, H)](
+            q_dq, k_dk, none if dots is None else dots, call.cu, none if dlog_i is None else dlog_i, dlog_f,
+            x.sequences, call.T, call.padded, H, call.steps, PARTS_Q=q_dq.shape[0], PARTS_K=k_dk.shape[0], BLOCK=1024,
+            L=call.L, SEGMENTED=call.segmented, PACKED=call.packed, START=dots is not None,
             INPUT_GATE=dlog_i is not None, num_warps=8,
         )  # fmt: skip
     if call.group > 1:

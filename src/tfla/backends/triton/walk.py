@@ -11,12 +11,18 @@ and P = x z^T (or y z^T) is weighted by the gate matrix and masked to the past (
 
 No split needs partial results of another. `rows` also leaves q . dq and k . dk, which the gate gradients are made of.
 The normaliser is one more column of v, all ones, and its cotangent (delta) one more column of do.
+
+A program walks one sequence, or one segment of it from the state at the segment's start. Those states come from
+`columns` without outputs, which leaves what a segment adds to the state, and from `join`.
+
+The state is two blocks of columns, S0 and S1, where it is wide (BLOCKS = 2): each is the left operand of an MMA, from
+registers, and the output is made transposed. Gates are loaded just before their use: registers are what is scarce.
 """
 
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import COLUMN, COLUMN_LOW, DECAY, FLOOR, INTER, ROW, ROW_LOW, UPDATE
+from tfla.backends.triton.gates import COLUMN, COLUMN_LOW, DECAY, FLOOR, INTER, ROW, ROW_LOW, UPDATE, segment
 
 
 @triton.jit
@@ -52,17 +58,14 @@ def store_tile(at, x, t, c, length, width, stride, L: tl.constexpr, W: tl.conste
 
 
 @triton.jit
-def weights(gates, size, r, inside, BACK: tl.constexpr, EXACT: tl.constexpr):
+def weights(gates, size, r, BACK: tl.constexpr, EXACT: tl.constexpr):
     """The gate matrix as [update, read]: zero where the reading step does not see the update."""
     update: tl.constexpr = ROW if BACK else COLUMN
     read: tl.constexpr = COLUMN if BACK else ROW
-    u = tl.load(gates + update * size + r, mask=inside, other=-1e9)
-    z = tl.load(gates + read * size + r, mask=inside, other=-1e9)
-    e = u[:, None] + z[None, :]
+    e = tl.load(gates + update * size + r)[:, None] + tl.load(gates + read * size + r)[None, :]
     if EXACT:
-        u = tl.load(gates + (ROW_LOW if BACK else COLUMN_LOW) * size + r, mask=inside, other=0.0)
-        z = tl.load(gates + (COLUMN_LOW if BACK else ROW_LOW) * size + r, mask=inside, other=0.0)
-        e += u[:, None] + z[None, :]
+        u = tl.load(gates + (ROW_LOW if BACK else COLUMN_LOW) * size + r)
+        e += u[:, None] + tl.load(gates + (COLUMN_LOW if BACK else ROW_LOW) * size + r)[None, :]
     if BACK:
         return tl.where(r[:, None] >= r[None, :], tl.exp2(e), 0.0)
     else:
@@ -70,164 +73,257 @@ def weights(gates, size, r, inside, BACK: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def sequence(cu, s, T, PACKED: tl.constexpr):
-    """First token and length of sequence s; batch row and step of its first token."""
-    if PACKED:
-        first = tl.load(cu + s).to(tl.int64)
-        return first, tl.load(cu + s + 1).to(tl.int64) - first, first * 0, first
-    else:
-        b = s.to(tl.int64)
-        return b * T, T.to(tl.int64), b, b * 0
+def _first(a, b):
+    return a
 
 
 @triton.jit
-def columns(
-    X, Y, Z, Out, gates, cu, d_out, state_in, state_out, n_in, n_out, T, tokens, H, GROUP,
-    xb, xt, xh, yb, yt, yh, zb, zt, zh, ob, ot, oh, scale,
-    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, BACK: tl.constexpr,
-    NORMALIZE: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, SAVE_D: tl.constexpr,
-    EXACT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """o, or walking back dv: one program has BV columns of one head of one sequence.
+def pin(x):
+    return tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    The output is made transposed, so that the state is the left operand and comes from registers.
-    """
+
+@triton.jit(do_not_specialize=["sequences", "T", "padded", "H", "GROUP", "length"])
+def columns(
+    X, Y, Z, Out, gates, delta, cu, d_out, state_in, state_out, n_in, n_out, decays,
+    sequences, T, padded, H, GROUP, length,
+    xb, xt, xh, yb, yt, yh, zb, zt, zh, ob, ot, oh, scale,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
+    BACK: tl.constexpr, OUTPUT: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
+    SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, NV: tl.constexpr,
+):  # fmt: skip
+    """o, or walking back dv: one program has BLOCKS x BV columns of one head of one segment."""
     part = tl.program_id(0)
-    s = tl.program_id(1) // H
+    slot = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    first, length, b, t_first = sequence(cu, s, T, PACKED)
-    col = part * BV
+    first, steps, b, t_first, gate0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
+    size = H.to(tl.int64) * padded
+    col = part * BV * BLOCKS
     hx = (h // GROUP).to(tl.int64)
-    x_at = rows_of(X + b * xb + t_first * xt + hx * xh, length, DK, xt, L, BK, TMA)
-    z_at = rows_of(Z + b * zb + t_first * zt + hx * zh, length, DK, zt, L, BK, TMA)
-    y_at = rows_of(Y + b * yb + t_first * yt + h.to(tl.int64) * yh, length, DV, yt, L, BV, TMA)
-    o_at = rows_of(Out + b * ob + t_first * ot + h.to(tl.int64) * oh, length, DV, ot, L, BV, TMA)
-    size = H.to(tl.int64) * tokens
-    gates += h.to(tl.int64) * tokens + first
+    hv = h.to(tl.int64)
+    x_at = rows_of(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
+    z_at = rows_of(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
+    y_at = rows_of(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)
+    o_at = rows_of(Out + b * ob + t_first * ot + hv * oh, steps, DV, ot, L, BV, TMA)
+    gates += hv * padded + gate0
+    delta += hv * padded + gate0
+    state_row = tl.program_id(1).to(tl.int64)
     rk = tl.arange(0, BK)
     rv = col + tl.arange(0, BV)
-    state_at = (tl.program_id(1).to(tl.int64) * DK + rk[None, :]) * DV + rv[:, None]
-    state_mask = (rv < DV)[:, None] & (rk < DK)[None, :]
-    n_at = tl.program_id(1).to(tl.int64) * DK + rk
-    S = tl.zeros([BV, BK], tl.float32)
+    state_at = (state_row * DK + rk[None, :]) * DV + rv[:, None]
+    inside = (rv < DV)[:, None] & (rk < DK)[None, :]
+    inside1 = (rv + BV < DV)[:, None] & (rk < DK)[None, :]
+    n_at = state_row * DK + rk
+    S0 = tl.zeros([BV, BK], tl.float32)
+    S1 = tl.zeros([BV, BK], tl.float32)
     n = tl.zeros([BK], tl.float32)
+    r16 = tl.arange(0, 16)
+    N = tl.zeros([16, BK], tl.float32)
     if STATE:
-        S = tl.load(state_in + state_at, mask=state_mask, other=0.0)
+        S0 = tl.load(state_in + state_at, mask=inside, other=0.0)
+        if BLOCKS == 2:
+            S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0)
         if NORMALIZE:
             n = tl.load(n_in + n_at, mask=rk < DK, other=0.0)
-    tiles = tl.cdiv(length, L).to(tl.int32)
+            N = tl.where(r16[:, None] == 0, n[None, :], 0.0)
+    r = tl.arange(0, L)
+    tiles = tl.cdiv(steps, L).to(tl.int32)
+    total = 1.0
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
-        r = t + tl.arange(0, L)
-        inside = r < length
-        x = load_tile(x_at, t, 0, length, DK, xt, L, BK, TMA)
-        z = load_tile(z_at, t, 0, length, DK, zt, L, BK, TMA)
-        y = load_tile(y_at, t, col, length, DV, yt, L, BV, TMA)
-        wx = tl.load(gates + (INTER if BACK else UPDATE) * size + r, mask=inside, other=0.0)
-        wz = tl.load(gates + (UPDATE if BACK else INTER) * size + r, mask=inside, other=0.0)
-        decay = tl.load(gates + DECAY * size + t)
+        gate = gates + t
+        x = load_tile(x_at, t, 0, steps, DK, xt, L, BK, TMA)
+        if OUTPUT:
+            z = load_tile(z_at, t, 0, steps, DK, zt, L, BK, TMA)
+        y0 = load_tile(y_at, t, col, steps, DV, yt, L, BV, TMA)
+        if BLOCKS == 2:
+            y1 = load_tile(y_at, t, col + BV, steps, DV, yt, L, BV, TMA)
+        decay = tl.load(gate + DECAY * size)
+        if ONE:
+            u = tl.reduce(z, 1, _first).to(tl.float32) + tl.reduce(y0, 1, _first).to(tl.float32)
+            if BLOCKS == 2:
+                u += tl.reduce(y1, 1, _first).to(tl.float32)
+            if T < 0:
+                decay += tl.sum(u, 0)
+        wx = tl.load(gate + (INTER if BACK else UPDATE) * size + r)
         x_up = (x * wx[:, None]).to(x.dtype)
-        P = tl.dot(x, tl.trans(z), input_precision=PRECISION) * weights(gates, size, r, inside, BACK, EXACT) * scale
-        out = tl.dot(S.to(x.dtype), tl.trans(z), input_precision=PRECISION) * wz[None, :]
-        out = tl.dot(tl.trans(y), P.to(x.dtype), out, input_precision=PRECISION)
+        if OUTPUT:
+            P = tl.dot(x, tl.trans(z), input_precision=PRECISION)
+            P = P * weights(gate, size, r, BACK, EXACT) * scale
+            if NORMALIZE:
+                wz = tl.load(gate + (UPDATE if BACK else INTER) * size + r)
+                if NV == 0:
+                    d = tl.sum(P, 0) + tl.sum(z * n[None, :], 1) * wz
+                elif NV == 1:
+                    hi = N.to(x.dtype)
+                    d16 = tl.dot(hi, tl.trans(z), input_precision=PRECISION)
+                    d16 = tl.dot((N - hi).to(x.dtype), tl.trans(z), d16, input_precision=PRECISION)
+                    d = tl.sum(d16 * wz[None, :], 0) + tl.sum(P, 0)
+                else:
+                    hi = N.to(x.dtype)
+                    d16 = tl.dot(hi, tl.trans(z), input_precision=PRECISION)
+                    d16 = tl.dot((N - hi).to(x.dtype), tl.trans(z), d16, input_precision=PRECISION)
+                    d16 = d16 * wz[None, :]
+                    d16 = tl.dot(tl.where((r16 == 0)[:, None], tl.full([16, L], 1.0, tl.float32), 0.0).to(x.dtype), P.to(x.dtype), d16, input_precision=PRECISION)
+                    d = tl.sum(d16, 0)
+                floor = tl.load(gate + FLOOR * size + r)
+                if SAVE_D and part == 0:
+                    tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
+                inv = 1.0 / tl.maximum(tl.abs(d), floor)
+            P = P.to(x.dtype)
+            out = tl.dot(S0.to(x.dtype), tl.trans(z), input_precision=PRECISION)
+            wz = tl.load(gate + (UPDATE if BACK else INTER) * size + r)
+            out = tl.dot(tl.trans(y0), P, out * wz[None, :], input_precision=PRECISION)
+            if NORMALIZE:
+                out = out * inv[None, :]
+            store_tile(o_at, tl.trans(out).to(x.dtype), t, col, steps, DV, ot, L, BV, TMA)
+            if BLOCKS == 2:
+                out = tl.dot(S1.to(x.dtype), tl.trans(z), input_precision=PRECISION)
+                out = tl.dot(tl.trans(y1), P, out * wz[None, :], input_precision=PRECISION)
+                if NORMALIZE:
+                    out = out * inv[None, :]
+                store_tile(o_at, tl.trans(out).to(x.dtype), t, col + BV, steps, DV, ot, L, BV, TMA)
+        else:
+            total *= decay
         if NORMALIZE:
-            d = tl.sum(P, 0) + tl.sum(z * n[None, :], 1) * wz
-            if SAVE_D and part == 0:
-                tl.store(d_out + (first + r) * H + h, d, mask=inside)
-            floor = tl.load(gates + FLOOR * size + r, mask=inside, other=1.0)
-            out = out / tl.maximum(tl.abs(d), floor)[None, :]
-            n = n * decay + tl.sum(x * wx[:, None], 0)
-        store_tile(o_at, tl.trans(out).to(x.dtype), t, col, length, DV, ot, L, BV, TMA)
-        S = tl.dot(tl.trans(y), x_up, S * decay, input_precision=PRECISION)
+            if NV == 0:
+                n = n * decay + tl.sum(x * wx[:, None], 0)
+            else:
+                wn = tl.load(gate + (INTER if BACK else UPDATE) * size + r)
+                if DELTA:
+                    wn *= tl.load(delta + t + r)
+                whi = wn.to(x.dtype)
+                wlo = (wn - whi).to(x.dtype)
+                w16 = tl.where((r16 == 0)[:, None], whi[None, :], tl.where((r16 == 1)[:, None], wlo[None, :], 0.0)).to(x.dtype)
+                N = tl.dot(w16, x, N * decay, input_precision=PRECISION)
+        S0 = tl.dot(tl.trans(y0), x_up, S0 * decay, input_precision=PRECISION)
+        if BLOCKS == 2:
+            S1 = tl.dot(tl.trans(y1), x_up, S1 * decay, input_precision=PRECISION)
+        if ONE:
+            S0 = pin(S0)
+            if BLOCKS == 2:
+                S1 = pin(S1)
     if FINAL:
-        tl.store(state_out + state_at, S, mask=state_mask)
+        tl.store(state_out + state_at, S0, mask=inside)
+        if BLOCKS == 2:
+            tl.store(state_out + state_at + BV, S1, mask=inside1)
         if NORMALIZE and part == 0:
+            if NV > 0:
+                n = tl.sum(N, 0)
             tl.store(n_out + n_at, n, mask=rk < DK)
+        if not OUTPUT and part == 0:
+            tl.store(decays + state_row, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "T", "padded", "H", "GROUP", "length"])
 def rows(
-    X, Y, Z, W, Out, gates, delta, cu, w_out, state_in, state_out, n_in, n_out, T, tokens, H, GROUP,
+    X, Y, Z, W, Out, gates, delta, cu, w_out, state_in, state_out, n_in, n_out,
+    sequences, T, padded, H, GROUP, length,
     xb, xt, xh, yb, yt, yh, zb, zt, zh, wb, wt, wh, ob, ot, oh, scale,
-    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, NP: tl.constexpr,
-    BACK: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr,
-    FINAL: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
+    NP: tl.constexpr, BACK: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
+    SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
-    """dq, or walking back dk: one program has BK of the key dims of one head of one sequence.
+    """dq, or walking back dk: one program has BK of the key dims of one head of one segment.
 
     w is q for dq and k for dk: w_out gets the sums of w . out over 16 dims each, (NP, H, tokens) for every program.
     """
     part = tl.program_id(0)
-    s = tl.program_id(1) // H
+    slot = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    first, length, b, t_first = sequence(cu, s, T, PACKED)
+    first, steps, b, t_first, gate0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
+    size = H.to(tl.int64) * padded
     col = part * BK
     hx = (h // GROUP).to(tl.int64)
     hv = h.to(tl.int64)
-    x_at = rows_of(X + b * xb + t_first * xt + hx * xh, length, DK, xt, L, BK, TMA)
-    w_at = rows_of(W + b * wb + t_first * wt + hx * wh, length, DK, wt, L, BK, TMA)
-    y_at = rows_of(Y + b * yb + t_first * yt + hv * yh, length, DV, yt, L, BV, TMA)
-    z_at = rows_of(Z + b * zb + t_first * zt + hv * zh, length, DV, zt, L, BV, TMA)
-    o_at = rows_of(Out + b * ob + t_first * ot + hv * oh, length, DK, ot, L, BK, TMA)
-    size = H.to(tl.int64) * tokens
-    gates += hv * tokens + first
-    delta += hv * tokens + first
-    w_out += part * NP * size + hv * tokens + first
+    x_at = rows_of(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
+    w_at = rows_of(W + b * wb + t_first * wt + hx * wh, steps, DK, wt, L, BK, TMA)
+    y_at = rows_of(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)
+    z_at = rows_of(Z + b * zb + t_first * zt + hv * zh, steps, DV, zt, L, BV, TMA)
+    o_at = rows_of(Out + b * ob + t_first * ot + hv * oh, steps, DK, ot, L, BK, TMA)
+    gates += hv * padded + gate0
+    delta += hv * padded + gate0
+    w_out += part * NP * size + hv * padded + gate0
+    state_row = tl.program_id(1).to(tl.int64)
     rk = col + tl.arange(0, BK)
     rv = tl.arange(0, BV)
-    state_at = (tl.program_id(1).to(tl.int64) * DK + rk[:, None]) * DV + rv[None, :]
-    state_mask = (rk < DK)[:, None] & (rv < DV)[None, :]
-    n_at = tl.program_id(1).to(tl.int64) * DK + rk
-    S = tl.zeros([BK, BV], tl.float32)
+    state_at = (state_row * DK + rk[:, None]) * DV + rv[None, :]
+    inside = (rk < DK)[:, None] & (rv < DV)[None, :]
+    inside1 = (rk < DK)[:, None] & (rv + BV < DV)[None, :]
+    n_at = state_row * DK + rk
+    S0 = tl.zeros([BK, BV], tl.float32)
+    S1 = tl.zeros([BK, BV], tl.float32)
     n = tl.zeros([BK], tl.float32)
     if STATE:
-        S = tl.load(state_in + state_at, mask=state_mask, other=0.0)
+        S0 = tl.load(state_in + state_at, mask=inside, other=0.0)
+        if BLOCKS == 2:
+            S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0)
         if NORMALIZE:
             n = tl.load(n_in + n_at, mask=rk < DK, other=0.0)
-    tiles = tl.cdiv(length, L).to(tl.int32)
+    r = tl.arange(0, L)
+    rp = tl.arange(0, NP)
+    tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
-        r = t + tl.arange(0, L)
-        inside = r < length
-        x = load_tile(x_at, t, col, length, DK, xt, L, BK, TMA)
-        y = load_tile(y_at, t, 0, length, DV, yt, L, BV, TMA)
-        z = load_tile(z_at, t, 0, length, DV, zt, L, BV, TMA)
-        wx = tl.load(gates + (INTER if BACK else UPDATE) * size + r, mask=inside, other=0.0)
-        wz = tl.load(gates + (UPDATE if BACK else INTER) * size + r, mask=inside, other=0.0)
-        decay = tl.load(gates + DECAY * size + t)
+        gate = gates + t
+        x = load_tile(x_at, t, col, steps, DK, xt, L, BK, TMA)
+        y0 = load_tile(y_at, t, 0, steps, DV, yt, L, BV, TMA)
+        z0 = load_tile(z_at, t, 0, steps, DV, zt, L, BV, TMA)
+        if BLOCKS == 2:
+            y1 = load_tile(y_at, t, BV, steps, DV, yt, L, BV, TMA)
+            z1 = load_tile(z_at, t, BV, steps, DV, zt, L, BV, TMA)
+        decay = tl.load(gate + DECAY * size)
+        if ONE:
+            u = tl.reduce(y0 + z0, 1, _first)
+            if BLOCKS == 2:
+                u += tl.reduce(y1 + z1, 1, _first)
+            if T < 0:
+                decay += tl.sum(u.to(tl.float32), 0)
+        wx = tl.load(gate + (INTER if BACK else UPDATE) * size + r)
         x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)
-        P = tl.dot(y, tl.trans(z), input_precision=PRECISION)
+        P = tl.dot(y0, tl.trans(z0), input_precision=PRECISION)
+        if BLOCKS == 2:
+            P = tl.dot(y1, tl.trans(z1), P, input_precision=PRECISION)
         if DELTA:
-            dd = tl.load(delta + r, mask=inside, other=0.0)
             if BACK:
-                P += dd[:, None]
+                P += tl.load(delta + t + r)[:, None]
             else:
-                P += dd[None, :]
-        P = P * weights(gates, size, r, inside, BACK, EXACT) * scale
-        out = tl.dot(S.to(x.dtype), tl.trans(z), input_precision=PRECISION)
+                P += tl.load(delta + t + r)[None, :]
+        P = (P * weights(gate, size, r, BACK, EXACT) * scale).to(x.dtype)
+        out = tl.dot(S0.to(x.dtype), tl.trans(z0), input_precision=PRECISION)
+        if BLOCKS == 2:
+            out = tl.dot(S1.to(x.dtype), tl.trans(z1), out, input_precision=PRECISION)
         if NORMALIZE:
             if BACK:
                 out += n[:, None]
             elif DELTA:
-                out += n[:, None] * dd[None, :]
-        out = out * wz[None, :]
-        out = tl.dot(tl.trans(x), P.to(x.dtype), out, input_precision=PRECISION)
+                out += n[:, None] * tl.load(delta + t + r)[None, :]
+        out = out * tl.load(gate + (UPDATE if BACK else INTER) * size + r)[None, :]
+        out = tl.dot(tl.trans(x), P, out, input_precision=PRECISION)
         out = tl.trans(out)
-        store_tile(o_at, out.to(Out.dtype.element_ty), t, col, length, DK, ot, L, BK, TMA)
-        w = load_tile(w_at, t, col, length, DK, wt, L, BK, TMA)
+        store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
+        w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)
         sums = tl.sum(tl.reshape(out * w, (L, NP, BK // NP)), 2)
-        to = w_out + r.to(tl.int64)[:, None] + tl.arange(0, NP)[None, :] * size
-        tl.store(to, sums, mask=inside[:, None] & (tl.arange(0, NP) >= 0)[None, :])
+        tl.store(w_out + (t + r)[:, None] + rp[None, :] * size, sums)
         if NORMALIZE:
-            if BACK:
-                if DELTA:
-                    n = n * decay + tl.sum(tl.trans(x) * (wx * dd)[None, :], 1)
-                else:
-                    n = n * decay
-            else:
+            if DELTA and BACK:
+                wd = tl.load(gate + INTER * size + r) * tl.load(delta + t + r)
+                n = n * decay + tl.sum(tl.trans(x) * wd[None, :], 1)
+            elif BACK:
+                n = n * decay
+            elif DELTA:
                 n = n * decay + tl.sum(tl.trans(x) * wx[None, :], 1)
-        S = tl.dot(x_up, y, S * decay, input_precision=PRECISION)
+        S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
+        if BLOCKS == 2:
+            S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
+        if ONE:
+            S0 = pin(S0)
+            if BLOCKS == 2:
+                S1 = pin(S1)
     if FINAL:
-        tl.store(state_out + state_at, S, mask=state_mask)
+        tl.store(state_out + state_at, S0, mask=inside)
+        if BLOCKS == 2:
+            tl.store(state_out + state_at + BV, S1, mask=inside1)
         if NORMALIZE:
             tl.store(n_out + n_at, n, mask=rk < DK)
