@@ -280,6 +280,19 @@ def errors(out: Mapping[str, Tensor], ref: Mapping[str, Tensor]) -> dict[str, fl
     return {name: error(x, ref[name]) for name, x in out.items()}
 
 
+def size_of_terms(p: Problem) -> dict[str, float]:
+    """Norms of the largest terms of each quantity, whose rounding stays where they cancel.
+
+    Behind one dominant step h hardly depends on q, k and the gates: the normaliser's gradient cancels the numerator's.
+    The gradient of the forget gate is a sum of differences of the size of the input gate's.
+    """
+    exact, numerator = truth(p), truth(p.but(normalizer_grad=False))
+    sizes = {name: max(x.norm().item(), numerator[name].norm().item()) for name, x in exact.items()}
+    if "di" in sizes:
+        sizes["df"] = max(sizes["df"], sizes["di"])
+    return sizes
+
+
 def check(out: Mapping[str, Tensor], ref: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     """Every quantity is within the tolerance of the dtype of q, k, v, or of its own where that is coarser."""
     found = errors(out, ref)

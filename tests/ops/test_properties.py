@@ -1,0 +1,52 @@
+"""Every combination that hypothesis finds of shape, gates, packing, dtype and chunk size is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import DTYPES, FORMS, TOLERANCE, Way, problem, size_of_terms, solve, truth
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> dict[str, Any]:
+    """However short the sequence, initial states and cotangents of final states keep most gradients away from zero."""
+    heads = draw(st.integers(1, 3))
+    shape = {
+        "Hq": heads,
+        "H": heads * draw(st.integers(1, 3)),
+        "K": draw(st.integers(1, 20)),
+        "V": draw(st.integers(1, 20)),
+    }
+    if draw(st.booleans()):
+        lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
+        assume(sum(lengths))
+        return shape | {"lengths": tuple(lengths)}
+    return shape | {"B": draw(st.integers(1, 3)), "T": draw(st.integers(1, 90))}
+
+
+@given(
+    shape=shapes(),
+    form=st.sampled_from(FORMS),
+    dtype=st.sampled_from(DTYPES),
+    gates=st.sampled_from([(0.0, 2.0), (-10.0, 5.0), (1.0, 0.0), (0.0, -5.0), (-3.0, 9.0)]),
+    chunk_size=st.none() | st.integers(1, 100),
+    seed=st.integers(0, 1000),
+)
+def test_any_problem(
+    way: Way,
+    shape: dict[str, Any],
+    form: str,
+    dtype: torch.dtype,
+    gates: tuple[float, float],
+    chunk_size: int | None,
+    seed: int,
+) -> None:
+    assume(way.refusal(dtype) is None)
+    i_mean, f_mean = gates
+    p = problem(form, dtype=dtype, i_mean=i_mean, f_mean=f_mean, seed=seed, **shape)
+    sizes = size_of_terms(p)
+    for name, x in solve(p, way, chunk_size=chunk_size).items():
+        assert (x - truth(p)[name]).norm() <= 4 * TOLERANCE[dtype] * sizes[name], name
