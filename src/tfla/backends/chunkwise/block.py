@@ -123,7 +123,8 @@ def backward(
     dv = _bmm_add(work.bmm("out", P.transpose(-1, -2), do), k_up, grads[1:])
     v_up = work.mul("do_in", v, gates.update)
     dk = _bmm_add(work.bmm("dk", dS.transpose(-1, -2), q), v_up, grads[1:].transpose(-1, -2))
-    running = torch.linalg.vecdot(states[-1].flatten(1), grads[-1].flatten(1))
+    # At the end of every tile the sum that is dlog_f is known directly: <C, dC>, and <n, dn>.
+    tile_ends = torch.matmul(states[1:].flatten(2).unsqueeze(2), grads[1:].flatten(2).unsqueeze(3)).squeeze(3)
     if spec.normalize:
         added = torch.cat([torch.zeros_like(q[:, :, 0]), dn[None]])
         if dd is not None:
@@ -134,7 +135,7 @@ def backward(
         if dd is not None:
             dq += work.mul("q_in", ns[:-1], dd_in)
         dk += work.mul("q_in", dns[1:], gates.update)
-        running = running + torch.linalg.vecdot(ns[-1, :, 0], dn)
+        tile_ends = tile_ends + (ns[1:] * dns[1:]).sum(-1)
         dn = dns[0, :, 0]
 
     def per_step(a: Tensor, b: Tensor) -> Tensor:
@@ -142,5 +143,6 @@ def backward(
 
     dlog_i = per_step(k, dk)
     falls = per_step(q, dq) - dlog_i
-    dlog_f = falls.flip(-1).cumsum(-1).flip(-1) + running[:, None]
+    falls = falls.unflatten(1, (-1, q.shape[2]))
+    dlog_f = (falls.flip(-1).cumsum(-1).flip(-1) + tile_ends.transpose(0, 1)).flatten(1)
     return Gradients(dq, dk, dv, dlog_i, dlog_f, grads[0], dn)
