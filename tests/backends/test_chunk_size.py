@@ -1,0 +1,22 @@
+"""The chunk size is a knob for memory: results do not depend on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import FORMS, Way, check, problem, solve, truth
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 64, 100, 1000])
+@pytest.mark.parametrize("lengths", [None, (0, 70, 1, 60)], ids=["batch", "packed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_any_chunk_size(way: Way, form: str, lengths: tuple[int, ...] | None, chunk_size: int) -> None:
+    p = problem(form, dtype=way.widest, T=131, lengths=lengths, Hq=1, H=2)
+    check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 64])
+def test_small_chunks_in_bfloat16(way: Way, chunk_size: int) -> None:
+    """States pass from chunk to chunk unrounded."""
+    p = problem(dtype=torch.bfloat16, T=131)
+    check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)

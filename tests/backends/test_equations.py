@@ -1,0 +1,37 @@
+"""The truth of all tests is the paper's: the recurrence with and without stabilisation is one function."""
+
+from __future__ import annotations
+
+import torch
+from cases import FORMS, Problem, error, gradients, problem, truth, truth_m
+
+import tfla
+
+
+def unstabilised(p: Problem) -> dict[str, torch.Tensor]:
+    """C_t = f_t C_{t-1} + i_t k_t v_t^T, n_t likewise, h_t = C_t^T q_t scale / max(|n_t^T q_t scale|, 1)."""
+    leaves = {name: x.clone().requires_grad_() for name, x in p.leaves.items()}
+    q, k, v, i, f = (leaves[name] for name in "qkvif")
+    input_gate = {"exp": torch.exp, "sigmoid": torch.sigmoid}.get(p.form, torch.exp)(i)
+    forget_gate = torch.sigmoid(f) if p.form in ("exp", "sigmoid") else torch.exp(f)
+    scale = q.shape[-1] ** -0.5
+    C = leaves["C0"]
+    n = torch.zeros_like(C[..., 0])
+    if p.normalize:
+        C, n = C * leaves["m0"].exp()[..., None, None], leaves["n0"] * leaves["m0"].exp()[..., None]
+    hs = []
+    for t in range(q.shape[1]):
+        i_t, f_t = input_gate[:, t, :, None], forget_gate[:, t, :, None]
+        C = f_t[..., None] * C + i_t[..., None] * k[:, t, :, :, None] * v[:, t, :, None, :]
+        n = f_t * n + i_t * k[:, t]
+        h = (C * q[:, t, :, :, None]).sum(-2) * scale
+        hs.append(h / ((n * q[:, t]).sum(-1, keepdim=True) * scale).abs().clamp(min=1) if p.normalize else h)
+    state = tfla.State(C, n, torch.zeros_like(n[..., 0])) if p.normalize else tfla.State(C)
+    return gradients(p, leaves, torch.stack(hs, 1), state, truth_m(p))
+
+
+def test_truth_is_the_recurrence() -> None:
+    for form in FORMS:
+        p = problem(form)
+        found = unstabilised(p)
+        assert all(error(x, truth(p)[name]) < 1e-12 for name, x in found.items()), form

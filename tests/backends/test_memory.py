@@ -1,0 +1,67 @@
+"""What a backend holds beyond inputs, outputs and gradients: stored states and little else."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from cases import Way
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tfla.backends import BACKENDS, Inputs
+from tfla.backends.base import Spec
+
+H, K, V, CHUNK = 2, 64, 64, 1024
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that were alive at once, beside those of the given tensors."""
+
+    def __init__(self, *given: torch.Tensor | None) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self.seen = {x.untyped_storage().data_ptr() for x in given if x is not None}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if (address := storage.data_ptr()) not in self.seen and storage.nbytes():
+                    self.seen.add(address)
+                    self.alive += storage.nbytes()
+                    self.peak = max(self.peak, self.alive)
+                    weakref.finalize(storage, self.free, address, storage.nbytes())
+        return out
+
+    def free(self, address: int, size: int) -> None:
+        self.seen.discard(address)
+        self.alive -= size
+
+
+def extra_bytes(way: Way, T: int) -> int:
+    """Peak of forward and backward, less h and the gradients."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(1, T, H, *shape, device=way.device)
+
+    x = Inputs(draw(K), draw(K), draw(V), draw(), -draw().abs(), None, None, None, None)
+    spec = Spec(0.1, True, True, CHUNK, way.kernel, True, False)
+    backend = BACKENDS[way.backend]
+    dh = draw(V)
+    with PeakBytes(*x, dh) as memory:
+        out = backend.forward(x, spec)
+        grads = backend.backward(x, out, dh, None, None, spec)
+    returned = (out.h, grads.q, grads.k, grads.v, grads.log_i, grads.log_f)
+    return memory.peak - sum(t.numel() * t.element_size() for t in returned)
+
+
+def test_extra_memory_is_stored_states(way: Way) -> None:
+    if way.small_only:
+        pytest.skip("keeps the state of every step")
+    short, long = extra_bytes(way, 8192), extra_bytes(way, 32768)
+    states = 4 * H * K * (V + 1) * (32768 - 8192) // CHUNK
+    inputs = 4 * H * (2 * K + V) * (32768 - 8192)
+    assert long - short < states + inputs // 10
