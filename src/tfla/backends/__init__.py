@@ -24,7 +24,7 @@ def select(name: str | None, x: Inputs) -> Backend:
         ValueError: no backend has that name, or it cannot run these inputs (the message says why).
     """
     if name is None:
-        return next(b for b in BACKENDS.values() if b.unsupported(x) is None)
+        return max((b for b in BACKENDS.values() if b.unsupported(x) is None), key=lambda b: b.priority)
     if name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, allowed are None and {', '.join(map(repr, BACKENDS))}")
     why = BACKENDS[name].unsupported(x)
