@@ -1,8 +1,6 @@
 """`tfla bench`: counts, a run at small size, the page it is rendered into."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -71,23 +69,3 @@ def test_unknown_benchmark_prints_usage(capsys):
 def test_report_without_results_says_which_file_is_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"cpu\.json"):
         report.run(report.Report(tmp_path, tmp_path / "out.md"))
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mallopt is glibc's")
-def test_freed_memory_is_kept():
-    """A second large tensor costs no page faults when the process keeps memory, thousands when it does not."""
-    code = """
-import resource, sys, torch
-from tfla.memory import keep_freed_memory
-if sys.argv[1] == "keep": assert keep_freed_memory()
-torch.empty(2**24).fill_(1)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-torch.empty(2**24).fill_(1)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-    def faults(mode):
-        done = subprocess.run([sys.executable, "-c", code, mode], check=True, capture_output=True, text=True)
-        return int(done.stdout)
-
-    assert faults("keep") < 100 < faults("free")
