@@ -26,7 +26,7 @@ from tfla.backends.base import (
 )
 from tfla.backends.chunkwise import block
 from tfla.backends.chunkwise.gates import TileGates, max_state, tile_gates
-from tfla.backends.chunkwise.workspace import Workspace
+from tfla.backends.chunkwise.workspace import Workspace, empty
 
 TILE = 64
 BLOCK_BYTES = 2 << 20  # states of one block: small enough to stay in a core's cache
@@ -199,9 +199,9 @@ class Chunkwise(Backend):
         C, n, m = initial_state(x, spec)
         none = C.new_empty(0)
         rows = self.stored_states(x, spec.chunk_size) if spec.save else 0
-        kept = C.new_empty(rows, *C.shape[1:]) if spec.save else none
+        kept = empty((rows, *C.shape[1:]), C.dtype, C.device) if spec.save else none
         kept_n = n.new_empty(rows, *n.shape[1:]) if spec.save and spec.normalize else none.clone()
-        h = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+        h = empty(x.v.shape, x.v.dtype, x.v.device)
         d = torch.empty(x.log_f.shape, dtype=C.dtype, device=C.device) if spec.normalize and spec.save else none.clone()
         plan, work = Plan.of(x), Workspace(x.q, C.dtype)
         for span in spans(x, spec.chunk_size):
@@ -241,9 +241,10 @@ class Chunkwise(Backend):
         dC_all = torch.zeros_like(C0) if dC is None else own(dC, C0.dtype)
         dn_all = torch.zeros_like(n0) if dn is None else own(dn, C0.dtype)
         shared = x.q.shape[2] != x.v.shape[2]
-        new = torch.zeros if shared else torch.empty  # heads that share q and k add up
-        dq, dk = (new(t.shape, dtype=C0.dtype if shared else t.dtype, device=t.device) for t in (x.q, x.k))
-        dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+        dq, dk = (empty(t.shape, C0.dtype if shared else t.dtype, t.device) for t in (x.q, x.k))
+        if shared:  # heads that share q and k add up
+            dq, dk = dq.zero_(), dk.zero_()
+        dv = empty(x.v.shape, x.v.dtype, x.v.device)
         dlog_i, dlog_f = (torch.empty(x.log_f.shape, dtype=C0.dtype, device=C0.device) for _ in range(2))
         plan, work = Plan.of(x), Workspace(x.q, C0.dtype)
         for span in spans(x, spec.chunk_size):

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+HUGE_BYTES = 4 << 20
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """torch.empty, in huge pages where Linux has them: the first touch of a fresh result costs a tenth of a forward."""
+    x = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu" and x.nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        start = -(-x.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (x.data_ptr() + x.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        with contextlib.suppress(OSError, AttributeError):  # a hint, no more
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return x
 
 
 def bmm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
