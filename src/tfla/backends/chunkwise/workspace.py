@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 HUGE_BYTES = 4 << 20
 
 
