@@ -36,7 +36,9 @@ class Triton(Backend):
         return None
 
     def default_chunk_size(self, x: Inputs) -> int:
-        return max(1, int(x.q.shape[1]))
+        from tfla.backends.triton import launch
+
+        return launch.best_chunk_size(x)
 
     def stored_states(self, x: Inputs, chunk_size: int) -> int:
         from tfla.backends.triton import launch

@@ -2,8 +2,9 @@
 
 With F_t = log_f_t + m_{t-1} - m_t and I_t = log_i_t - m_t, (6) and (7), the stabilised operator is one without max
 state, so the walks of :mod:`.walk` know none. Both are at most 0: what is below CLOSED is zero in float32 however the
-rest adds up. Sums are float64, exponents base 2. Gate vectors are (vectors, H, padded) float32: the steps of all
-sequences in a row, each sequence filled up to whole tiles with steps that weigh nothing, so that walks need no masks.
+rest adds up. Sums are float64, exponents base 2. Gate vectors are (H, tiles, VECTORS, L) float32: the tiles of all
+sequences in a row, the last of each filled up with steps that weigh nothing, so that walks need no masks and one
+address.
 """
 
 import triton
@@ -21,7 +22,8 @@ DECAY = tl.constexpr(4)  # of the state over the whole tile, the same at each of
 ROW_LOW = tl.constexpr(5)
 COLUMN_LOW = tl.constexpr(6)
 FLOOR = tl.constexpr(7)  # exp(-m), the least denominator, never 0
-VECTORS = 8
+DELTA_P = tl.constexpr(8)  # what the normaliser adds to dP
+VECTORS = tl.constexpr(9)
 
 
 @triton.jit
@@ -61,18 +63,18 @@ def locate(cu, sequences, T, slot, chunk, PACKED: tl.constexpr):
 
 
 @triton.jit
-def padded_start(first, s, T, L: tl.constexpr, PACKED: tl.constexpr):
-    """Where the gates of sequence s begin, its first token being `first`."""
+def first_tile(first, s, T, L: tl.constexpr, PACKED: tl.constexpr):
+    """The tile that sequence s begins with, its first token being `first`."""
     if PACKED:
-        return (first // L + s) * L
+        return first // L + s
     else:
-        return s.to(tl.int64) * tl.cdiv(T, L) * L
+        return s.to(tl.int64) * tl.cdiv(T, L)
 
 
 @triton.jit
 def segment(cu, sequences, T, slot, steps, L: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr):
     """What a walk covers, a whole sequence or `steps` steps of one: its first token, how many, batch row and step of
-    the first, where its gates begin."""
+    the first, its first tile."""
     if SEGMENTED:
         s, first, length, start, _ = locate(cu, sequences, T, slot, steps, PACKED)
         length = tl.maximum(tl.minimum(length - start, steps), 0)
@@ -85,16 +87,21 @@ def segment(cu, sequences, T, slot, steps, L: tl.constexpr, SEGMENTED: tl.conste
             first = s.to(tl.int64) * T
             length = T.to(tl.int64)
         start = first * 0
-    gate0 = padded_start(first, s, T, L, PACKED) + start
+    tile0 = first_tile(first, s, T, L, PACKED) + start // L
     if PACKED:
-        return first + start, length, first * 0, first + start, gate0
+        return first + start, length, first * 0, first + start, tile0
     else:
-        return first + start, length, s.to(tl.int64), start, gate0
+        return first + start, length, s.to(tl.int64), start, tile0
 
 
 @triton.jit
-def _load_gate(gate, token, T, stride_b, stride_t, inside, other):
-    return tl.load(gate + (token // T) * stride_b + (token % T) * stride_t, mask=inside, other=other).to(tl.float64)
+def _load_gate(gate, s, first, t, stride_b, stride_t, inside, other, PACKED: tl.constexpr):
+    """Steps t of sequence s, which begins at token `first`."""
+    if PACKED:
+        at = gate + (first + t) * stride_t
+    else:
+        at = gate + s.to(tl.int64) * stride_b + t * stride_t
+    return tl.load(at, mask=inside, other=other).to(tl.float64)
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "slots"])
@@ -105,14 +112,14 @@ def chunk_summary(
     """Of each chunk: the sum of log_f, and the max state behind it if it started from minus infinity."""
     slot = tl.program_id(0)
     h = tl.program_id(1)
-    _, first, length, start, _ = locate(cu, sequences, T, slot, CHUNK, PACKED)
+    s, first, length, start, _ = locate(cu, sequences, T, slot, CHUNK, PACKED)
     t = start + tl.arange(0, CHUNK)
     inside = t < length
-    f = _load_gate(log_f + h * fh, first + t, T, fb, ft, inside, 0.0)
+    f = _load_gate(log_f + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED)
     total = tl.sum(f, 0)
     behind = total - tl.cumsum(f, 0)
     if INPUT_GATE:
-        behind += _load_gate(log_i + h * ih, first + t, T, ib, it, inside, 0.0)
+        behind += _load_gate(log_i + h * ih, s, first, t, ib, it, inside, 0.0, PACKED)
     top = tl.max(tl.where(inside, behind, float("-inf")), 0)
     at = (h * slots + slot).to(tl.int64) * 2
     tl.store(summary + at, total)
@@ -131,11 +138,11 @@ def _max_before(summary, m, slot0, slot, BLOCK: tl.constexpr):
     return m
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "padded", "slots"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "slots"])
 def chunk_gates(
-    log_i, log_f, m0, cu, summary, out, m_final, sequences, T, padded, H, ib, it, ih, fb, ft, fh, scale, slots,
-    CHUNK: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr, NORMALIZE: tl.constexpr,
-    STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr,
+    log_i, log_f, m0, cu, summary, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, scale, log_scale,
+    slots, CHUNK: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
+    NORMALIZE: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gate vectors of one chunk of one head; with a normaliser also the max state behind the sequence."""
     slot = tl.program_id(0)
@@ -143,9 +150,9 @@ def chunk_gates(
     s, first, length, start, slot0 = locate(cu, sequences, T, slot, CHUNK, PACKED)
     t = start + tl.arange(0, CHUNK)
     inside = t < length
-    f = _load_gate(log_f + h * fh, first + t, T, fb, ft, inside, 0.0)
+    f = _load_gate(log_f + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED)
     if INPUT_GATE:
-        i = _load_gate(log_i + h * ih, first + t, T, ib, it, inside, -1e9)
+        i = _load_gate(log_i + h * ih, s, first, t, ib, it, inside, -1e9, PACKED)
     else:
         i = tl.where(inside, 0.0, -1e9).to(tl.float64)
     if NORMALIZE:
@@ -160,10 +167,10 @@ def chunk_gates(
         b_before = b - f
         i_before = tl.full([CHUNK], -1e9, tl.float64)
         if INPUT_GATE:
-            i_before = _load_gate(log_i + h * ih, first + t - 1, T, ib, it, late, -1e9)
+            i_before = _load_gate(log_i + h * ih, s, first, t - 1, ib, it, late, -1e9, PACKED)
         else:
             i_before = tl.where(late, 0.0, -1e9).to(tl.float64)
-        f_before = _load_gate(log_f + h * fh, first + t - 1, T, fb, ft, late, 0.0)
+        f_before = _load_gate(log_f + h * fh, s, first, t - 1, fb, ft, late, 0.0, PACKED)
         b_before = tl.cumsum(f_before, 0)
         m_before = b_before + tl.maximum(m_start, tl.associative_scan(i_before - b_before, 0, _max))
         if FINAL:  # the state leaves with m in float32, so that is the m to scale it by
@@ -172,35 +179,36 @@ def chunk_gates(
             tl.store(m_final + s * H + h + tl.zeros([CHUNK], tl.int32), m.to(tl.float32), mask=last)
         f = tl.where(inside, f + m_before - m, 0.0)
         i = tl.where(inside, i - m, -1e9)
-        at = h.to(tl.int64) * padded + padded_start(first, s, T, L, PACKED) + t
+        tile = h.to(tl.int64) * tiles + first_tile(first, s, T, L, PACKED) + t // L
         floor = tl.maximum(tl.exp(-m).to(tl.float32), TINY)
-        tl.store(out + FLOOR * H.to(tl.int64) * padded + at, floor, mask=t < tl.cdiv(length, L) * L)
+        tl.store(out + (tile * VECTORS + FLOOR) * L + t % L, floor, mask=t < tl.cdiv(length, L) * L)
     f = tl.maximum(f * LOG2E, CLOSED)
     i = tl.maximum(i * LOG2E, CLOSED)
     f = tl.reshape(f, (CHUNK // L, L))
     i = tl.reshape(i, (CHUNK // L, L))
-    tile = tl.reshape(t, (CHUNK // L, L))
-    held = tile < tl.cdiv(length, L) * L
+    t = tl.reshape(t, (CHUNK // L, L))
+    held = t < tl.cdiv(length, L) * L
     b = tl.cumsum(f, 1)
     g = tl.sum(f, 1)[:, None]
     column = i - b
-    size = H.to(tl.int64) * padded
-    at = out + h.to(tl.int64) * padded + padded_start(first, s, T, L, PACKED) + tile
+    update = tl.exp2((g + column).to(tl.float32))
+    column += log_scale
+    at = out + (h.to(tl.int64) * tiles + first_tile(first, s, T, L, PACKED) + t // L) * VECTORS * L + t % L
     b_high = b.to(tl.float32)
     column_high = column.to(tl.float32)
-    tl.store(at + ROW * size, b_high, mask=held)
-    tl.store(at + COLUMN * size, column_high, mask=held)
-    tl.store(at + INTER * size, tl.exp2(b_high) * scale, mask=held)
-    tl.store(at + UPDATE * size, tl.exp2((g + column).to(tl.float32)), mask=held)
-    tl.store(at + DECAY * size, tl.exp2(g.to(tl.float32)) + tl.zeros_like(b_high), mask=held)
+    tl.store(at + ROW * L, b_high, mask=held)
+    tl.store(at + COLUMN * L, column_high, mask=held)
+    tl.store(at + INTER * L, tl.exp2(b_high) * scale, mask=held)
+    tl.store(at + UPDATE * L, update, mask=held)
+    tl.store(at + DECAY * L, tl.exp2(g.to(tl.float32)) + tl.zeros_like(b_high), mask=held)
     if EXACT:
-        tl.store(at + ROW_LOW * size, (b - b_high.to(tl.float64)).to(tl.float32), mask=held)
-        tl.store(at + COLUMN_LOW * size, (column - column_high.to(tl.float64)).to(tl.float32), mask=held)
+        tl.store(at + ROW_LOW * L, (b - b_high.to(tl.float64)).to(tl.float32), mask=held)
+        tl.store(at + COLUMN_LOW * L, (column - column_high.to(tl.float64)).to(tl.float32), mask=held)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "padded", "db", "dt"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "db", "dt"])
 def fold_denominator(
-    gates, d, h_out, dh, delta, cu, sequences, T, padded, H, D_HV, db, dt, ds_h, hb, ht, hh, gb, gt, gh,
+    gates, d, h_out, dh, cu, sequences, T, tiles, H, D_HV, db, dt, ds_h, hb, ht, hh, gb, gt, gh,
     L: tl.constexpr, BLOCK_V: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Divides the rows of the gate matrix by max(|d|, exp(-m)), in place; delta = -u (dh . h) is added to dP."""
@@ -208,54 +216,58 @@ def fold_denominator(
     s, first, length, start, _ = locate(cu, sequences, T, tl.program_id(0), L, PACKED)
     t = start + tl.arange(0, L)
     inside = t < length
-    size = H.to(tl.int64) * padded
-    at = h * padded + padded_start(first, s, T, L, PACKED) + t
-    token = first + t
-    floor = tl.load(gates + FLOOR * size + at, mask=inside, other=1.0)
-    den = tl.load(d + (token // T) * db + (token % T) * dt + h * ds_h, mask=inside, other=1.0)
+    at = gates + (h * tiles + first_tile(first, s, T, L, PACKED) + start // L) * VECTORS * L + tl.arange(0, L)
+    if PACKED:
+        row = first * 0
+        t += first
+    else:
+        row = s.to(tl.int64)
+    floor = tl.load(at + FLOOR * L, mask=inside, other=1.0)
+    den = tl.load(d + row * db + t * dt + h * ds_h, mask=inside, other=1.0)
     active = tl.abs(den) > floor
     D = tl.where(active, tl.abs(den), floor)
-    tl.store(gates + ROW * size + at, tl.load(gates + ROW * size + at, mask=inside) - tl.log2(D), mask=inside)
-    tl.store(gates + INTER * size + at, tl.load(gates + INTER * size + at, mask=inside) / D, mask=inside)
+    tl.store(at + ROW * L, tl.load(at + ROW * L, mask=inside) - tl.log2(D), mask=inside)
+    tl.store(at + INTER * L, tl.load(at + INTER * L, mask=inside) / D, mask=inside)
     if GRAD:
         dot = tl.zeros([L], tl.float32)
         for v in range(0, D_HV, BLOCK_V):
             c = v + tl.arange(0, BLOCK_V)
             mask = inside[:, None] & (c < D_HV)[None, :]
-            a = tl.load(h_out + ((token // T) * hb + (token % T) * ht + h * hh)[:, None] + c[None, :], mask, 0.0)
-            b = tl.load(dh + ((token // T) * gb + (token % T) * gt + h * gh)[:, None] + c[None, :], mask, 0.0)
+            a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
+            b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
             dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
         sign = tl.where(den > 0, -1.0, 1.0)
-        tl.store(delta + at, tl.where(active, sign * dot, 0.0), mask=t < tl.cdiv(length, L) * L)
+        tl.store(at + DELTA_P * L, tl.where(active, sign * dot, 0.0))
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "padded", "steps"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "steps"])
 def gate_gradients(
-    q_dq, k_dk, start, cu, dlog_i, dlog_f, sequences, T, padded, H, steps,
-    PARTS_Q: tl.constexpr, PARTS_K: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr, SEGMENTED: tl.constexpr,
+    q_dq, k_dk, start, cu, dlog_i, dlog_f, sequences, T, tiles, H, steps,
+    PARTS: tl.constexpr, NP: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr, SEGMENTED: tl.constexpr,
     PACKED: tl.constexpr, START: tl.constexpr, INPUT_GATE: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at the start of the segment on.
 
-    Outputs (B, T, H)."""
+    q_dq, k_dk (PARTS, H, tiles, NP, L); outputs (B, T, H).
+    """
     slot = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
-    first, length, _, _, gate0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
+    first, length, _, _, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
     running = 0.0
     if START:
         running = tl.load(start + slot * H + h)
     running = running.to(tl.float64)
-    size = H.to(tl.int64) * padded
+    size = H * NP * L * tiles
     for t0 in range(0, length, BLOCK):
         t = t0 + tl.arange(0, BLOCK)
         inside = t < length
-        at = h * padded + gate0 + t
+        at = (h * tiles + tile0 + t // L) * NP * L + t % L
         k = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(PARTS_K):
-            k += tl.load(k_dk + part * size + at, mask=inside, other=0.0)
         q = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(PARTS_Q):
-            q += tl.load(q_dq + part * size + at, mask=inside, other=0.0)
+        for part in tl.static_range(PARTS):
+            for p in tl.static_range(NP):
+                k += tl.load(k_dk + part * size + at + p * L, mask=inside, other=0.0)
+                q += tl.load(q_dq + part * size + at + p * L, mask=inside, other=0.0)
         falls = (q - k).to(tl.float64)
         to = (first + t) * H + h
         before = running - (tl.cumsum(falls, 0) - falls)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +16,7 @@ from tfla.backends.triton import gates as gate_kernels
 from tfla.backends.triton import walk
 
 CHUNK = 1024  # steps of one program of the gate kernels
+SHORTEST_SEGMENT = 512
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,6 @@ class Tiles:
     blocks: int
     warps: int
     stages: int
-    one: int = 0
-    nv: int = 0
 
 
 def power_of_two(n: int) -> int:
@@ -81,6 +82,12 @@ def _describable(*tensors: Tensor) -> bool:
 Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
 
 
+def hopper() -> bool:
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return False
+    return triton.runtime.driver.active.get_current_target().arch == 90
+
+
 class Call:
     """What all launches of one forward or backward share."""
 
@@ -93,9 +100,10 @@ class Call:
         self.L = tile_length(x)
         self.exact = x.q.dtype == torch.float32
         self.precision = "ieee" if self.exact else "tf32"
+        self.lean = hopper()
         self.group = self.H // x.q.shape[2]
         self.device = torch.cuda.device(x.q.device) if x.q.is_cuda else contextlib.nullcontext()
-        self.padded = self.slots(self.L) * self.L
+        self.tiles = self.slots(self.L)
         self.steps = segment_steps(x, spec.chunk_size)
         self.segmented = self.steps < self.T
         self.segments = self.slots(self.steps) if self.segmented else x.sequences
@@ -110,7 +118,7 @@ class Call:
     def gates(self, m_final: Tensor | None) -> Tensor:
         """The gate vectors."""
         x, spec = self.x, self.spec
-        out = self.new(gate_kernels.VECTORS, self.H, self.padded)
+        out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
         log_i = x.log_f if x.log_i is None else x.log_i
         steps = min(CHUNK, max(64, triton.next_power_of_2(self.T)))
         slots = self.slots(steps)
@@ -125,74 +133,85 @@ class Call:
         gate_kernels.chunk_gates[grid](
             log_i, x.log_f, out if x.m is None else x.m.contiguous(), self.cu, summary, out,
             out if m_final is None else m_final,
-            x.sequences, self.T, self.padded, self.H, *strides, spec.scale, slots, L=self.L, NORMALIZE=spec.normalize,
+            x.sequences, self.T, self.tiles, self.H, *strides, spec.scale,
+            math.log2(abs(spec.scale)) if spec.scale else -math.inf, slots, L=self.L, NORMALIZE=spec.normalize,
             STATE=x.m is not None, FINAL=m_final is not None, EXACT=self.exact, **shared,
         )  # fmt: skip
         return out
 
     def columns(
-        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, normalize: bool,
-        state: Pair, final: Pair, d: Tensor | None = None, delta: Tensor | None = None, decays: Tensor | None = None,
+        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, state: Tensor | None,
+        final: Tensor | None, decays: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fills out, or with None only the final states and the decays."""
         tiles = column_tiles(self.K, self.V, self.L)
-        C, n = state
-        C_out, n_out = final
         written = y if out is None else out
         walk.columns[(triton.cdiv(self.V, tiles.split), self.segments * self.H)](
-            x, y, z, written, gates, gates if delta is None else delta, self.cu, gates if d is None else d,
-            gates if C is None else C, gates if C_out is None else C_out, gates if n is None else n,
-            gates if n_out is None else n_out, gates if decays is None else decays,
-            self.x.sequences, self.T, self.padded, self.H, self.group, self.steps,
-            *_strides(x), *_strides(y), *_strides(z), *_strides(written), self.spec.scale,
+            x, y, z, written, gates, self.cu, gates if state is None else state, gates if final is None else final,
+            gates if decays is None else decays, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
+            *_strides(x), *_strides(y), *_strides(z), *_strides(written),
             DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, BLOCKS=tiles.blocks, L=tiles.L, BACK=back,
-            OUTPUT=out is not None, NORMALIZE=normalize, DELTA=delta is not None, PACKED=self.packed,
-            SEGMENTED=self.segmented, STATE=C is not None, FINAL=C_out is not None, SAVE_D=d is not None,
-            EXACT=self.exact, PRECISION=self.precision, TMA=_describable(x, y, z, written), STAGES=tiles.stages,
-            ONE=tiles.one and out is not None, NV=tiles.nv,
-            num_warps=tiles.warps,
+            OUTPUT=out is not None, PACKED=self.packed, SEGMENTED=self.segmented, STATE=state is not None,
+            FINAL=final is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
+            TMA=_describable(x, y, z, written), STAGES=tiles.stages, num_warps=tiles.warps,
+        )  # fmt: skip
+
+    def normaliser(
+        self, x: Tensor, z: Tensor, gates: Tensor, back: bool, n: Tensor | None, final: Tensor | None,
+        d: Tensor | None = None, output: bool = True,
+    ) -> None:  # fmt: skip
+        """Divides the gate matrix by the denominators; walking back or without output only the final n."""
+        walk.normaliser[(self.segments * self.H,)](
+            x, z, gates, self.cu, gates if d is None else d, gates if n is None else n,
+            gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
+            *_strides(x), *_strides(z), DK=self.K, BK=power_of_two(self.K), L=self.L, BACK=back, OUTPUT=output,
+            DELTA=back, PACKED=self.packed, SEGMENTED=self.segmented, STATE=n is not None, FINAL=final is not None,
+            SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
+            TMA=_describable(x, z), STAGES=3, num_warps=4,
         )  # fmt: skip
 
     def rows(
-        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: Tensor | None, back: bool,
+        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
         state: Pair, final: Pair,
     ) -> Tensor:  # fmt: skip
-        """Fills out; returns sums of w . out, (parts, H, padded)."""
+        """Fills out; returns sums of w . out, (parts, H, tiles, 16 dims, L)."""
         tiles = row_tiles(self.K, self.V, self.L)
         parts = triton.cdiv(self.K, tiles.split)
         each = tiles.split // 16
-        sums = self.new(parts * each, self.H, self.padded)
+        sums = self.new(parts, self.H, self.tiles, each, self.L)
         C, n = state
         C_out, n_out = final
         walk.rows[(parts, self.segments * self.H)](
-            x, y, z, w, out, gates, gates if delta is None else delta, self.cu, sums, gates if C is None else C,
+            x, y, z, w, out, gates, self.cu, sums, gates if C is None else C,
             gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
-            self.x.sequences, self.T, self.padded, self.H, self.group, self.steps,
-            *_strides(x), *_strides(y), *_strides(z), *_strides(w), *_strides(out), self.spec.scale,
+            self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
+            *_strides(x), *_strides(y), *_strides(z), *_strides(w), *_strides(out),
             DK=self.K, DV=self.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=tiles.L, NP=each, BACK=back,
-            NORMALIZE=self.spec.normalize, DELTA=delta is not None, PACKED=self.packed, SEGMENTED=self.segmented,
-            STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, PRECISION=self.precision,
-            TMA=_describable(x, y, z, w, out), STAGES=tiles.stages, ONE=tiles.one, num_warps=tiles.warps,
+            NORMALIZE=self.spec.normalize, DELTA=delta, PACKED=self.packed, SEGMENTED=self.segmented,
+            STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
+            PRECISION=self.precision, TMA=_describable(x, y, z, w, out), STAGES=tiles.stages,
+            LEAN=self.lean, num_warps=tiles.warps,
         )  # fmt: skip
         return sums
 
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair,
-        delta: Tensor | None = None, starts: tuple[Pair, Tensor] | None = None,
+        delta: bool = False, starts: tuple[Pair, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """States that segments start from, or walking back the cotangents of those they end with.
 
         `starts`: dots of the cotangents of the states that segments start from with these are added to a tensor.
         """
         C = self.new(self.segments, self.H, self.K, self.V)
-        n = self.new(self.segments, self.H, self.K) if self.spec.normalize else None
         decays = self.new(self.segments, self.H)
-        self.columns(
-            x, y, x, None, gates, back, self.spec.normalize and (not back or delta is not None), (None, None), (C, n),
-            delta=delta, decays=decays,
-        )  # fmt: skip
-        if n is not None and back and delta is None:
-            n.zero_()
+        self.columns(x, y, x, None, gates, back, None, C, decays)
+        n = None
+        if self.spec.normalize:
+            n = self.new(self.segments, self.H, self.K)
+            if back and not delta:
+                n.zero_()
+            else:
+                self.normaliser(x, x, gates, back, None, n, output=False)
         for states, start, end, other in zip((C, n), given, final, (starts or ((None, None), C))[0], strict=True):
             if states is None:
                 continue
@@ -217,6 +236,24 @@ def segment_steps(x: Inputs, chunk_size: int) -> int:
     return (chunk_size + L - 1) // L * L
 
 
+def best_chunk_size(x: Inputs) -> int:
+    """Segments only where whole sequences leave multiprocessors idle: waves of programs times steps of each, 1.4 being
+    what the walk for the segments' states costs beside the others."""
+    T, programs = x.v.shape[1], x.sequences * x.v.shape[2]
+    if not x.q.is_cuda:
+        return max(1, T)
+    processors = torch.cuda.get_device_properties(x.q.device).multi_processor_count
+    length = T if x.cu_seqlens is None else T // x.sequences
+    best, best_cost = T, float((programs + processors - 1) // processors)
+    pieces = 2
+    while length // pieces >= SHORTEST_SEGMENT:
+        cost = 1.4 * ((programs * pieces + processors - 1) // processors) / pieces
+        if cost < 0.9 * best_cost:
+            best, best_cost = (length + pieces - 1) // pieces, cost
+        pieces *= 2
+    return max(1, best)
+
+
 def forward(x: Inputs, spec: Spec) -> Outputs:
     call = Call(x, spec)
     none = call.new(0)
@@ -238,7 +275,9 @@ def forward(x: Inputs, spec: Spec) -> Outputs:
         if call.segmented:
             chunk_C, chunk_n = initial = call.boundary_states(x.k, x.v, gates, False, initial, final)
             final = None, None
-        call.columns(x.k, x.v, x.q, h, gates, False, spec.normalize, initial, final, d)
+        if spec.normalize:
+            call.normaliser(x.k, x.q, gates, False, initial[1], final[1], d)
+        call.columns(x.k, x.v, x.q, h, gates, False, initial[0], final[0])
     if not spec.save:
         chunk_C = chunk_n = None
     C, n, m, d, chunk_C, chunk_n = (none.clone() if t is None else t for t in (C, n, m, d, chunk_C, chunk_n))
@@ -263,13 +302,12 @@ def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor 
         if spec.normalize and dC is not None:  # the final state's cotangent belongs to its rounded m
             m_final = call.new(N, H)
         gates = call.gates(m_final)
-        delta = None
+        delta = spec.normalize and spec.normalizer_grad
         if spec.normalize:
-            delta = call.new(H, call.padded) if spec.normalizer_grad else None
             gate_kernels.fold_denominator[(call.slots(call.L), H)](
-                gates, out.d, out.h, dh, gates if delta is None else delta, call.cu, x.sequences, call.T, call.padded,
-                H, V, *_strides(out.d), *_strides(out.h), *_strides(dh), L=call.L, BLOCK_V=min(256, power_of_two(V)),
-                GRAD=delta is not None, PACKED=call.packed, num_warps=4,
+                gates, out.d, out.h, dh, call.cu, x.sequences, call.T, call.tiles,
+                H, V, *_strides(out.d), *_strides(out.h), *_strides(dh), L=call.L, BLOCK_V=min(128, power_of_two(V)),
+                GRAD=delta, PACKED=call.packed, num_warps=8,
             )  # fmt: skip
         start: Pair = (_dense(x.C), _dense(x.n))
         # Without a cotangent for n there may still be one for C, and the other way round.
@@ -288,14 +326,14 @@ def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor 
             first = None, None
         q_dq = call.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
         k_dk = call.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
-        call.columns(x.q, dh, x.k, dv, gates, True, False, (end[0], None), (None, None))
+        call.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
         if dots is not None and not call.segmented:
             for state, gradient in zip(start, first, strict=True):
                 if state is not None and gradient is not None:
                     dots.add_((state * gradient).flatten(2).sum(-1))
         gate_kernels.gate_gradients[(call.segments, H)](
             q_dq, k_dk, none if dots is None else dots, call.cu, none if dlog_i is None else dlog_i, dlog_f,
-            x.sequences, call.T, call.padded, H, call.steps, PARTS_Q=q_dq.shape[0], PARTS_K=k_dk.shape[0], BLOCK=1024,
+            x.sequences, call.T, call.tiles, H, call.steps, PARTS=q_dq.shape[0], NP=q_dq.shape[3], BLOCK=1024,
             L=call.L, SEGMENTED=call.segmented, PACKED=call.packed, START=dots is not None,
             INPUT_GATE=dlog_i is not None, num_warps=8,
         )  # fmt: skip

@@ -22,7 +22,19 @@ registers, and the output is made transposed. Gates are loaded just before their
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import COLUMN, COLUMN_LOW, DECAY, FLOOR, INTER, ROW, ROW_LOW, UPDATE, segment
+from tfla.backends.triton.gates import (
+    COLUMN,
+    COLUMN_LOW,
+    DECAY,
+    DELTA_P,
+    FLOOR,
+    INTER,
+    ROW,
+    ROW_LOW,
+    UPDATE,
+    VECTORS,
+    segment,
+)
 
 
 @triton.jit
@@ -58,18 +70,23 @@ def store_tile(at, x, t, c, length, width, stride, L: tl.constexpr, W: tl.conste
 
 
 @triton.jit
-def weights(gates, size, r, BACK: tl.constexpr, EXACT: tl.constexpr):
+def weights(gate, r, L: tl.constexpr, BACK: tl.constexpr, EXACT: tl.constexpr):
     """The gate matrix as [update, read]: zero where the reading step does not see the update."""
     update: tl.constexpr = ROW if BACK else COLUMN
     read: tl.constexpr = COLUMN if BACK else ROW
-    e = tl.load(gates + update * size + r)[:, None] + tl.load(gates + read * size + r)[None, :]
+    e = tl.load(gate + update * L + r)[:, None] + tl.load(gate + read * L + r)[None, :]
     if EXACT:
-        u = tl.load(gates + (ROW_LOW if BACK else COLUMN_LOW) * size + r)
-        e += u[:, None] + tl.load(gates + (COLUMN_LOW if BACK else ROW_LOW) * size + r)[None, :]
+        u = tl.load(gate + (ROW_LOW if BACK else COLUMN_LOW) * L + r)
+        e += u[:, None] + tl.load(gate + (COLUMN_LOW if BACK else ROW_LOW) * L + r)[None, :]
     if BACK:
         return tl.where(r[:, None] >= r[None, :], tl.exp2(e), 0.0)
     else:
         return tl.where(r[:, None] <= r[None, :], tl.exp2(e), 0.0)
+
+
+# LEAN: what keeps `rows` within half the shared memory and all registers of a Hopper multiprocessor, so that two
+# programs fit (0.7 instead of 1.1 ms). Triton gives tiles that only MMAs read one more buffer: touch() is another read,
+# settled() has the MMAs done before the next load. read() keeps the scaled tile out of the registers.
 
 
 @triton.jit
@@ -78,26 +95,35 @@ def _first(a, b):
 
 
 @triton.jit
-def pin(x):
+def touch(x):
+    return tl.reduce(x, 1, _first)
+
+
+@triton.jit
+def settled(x):
     return tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "padded", "H", "GROUP", "length"])
+@triton.jit
+def read(p):
+    return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [p], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def columns(
-    X, Y, Z, Out, gates, delta, cu, d_out, state_in, state_out, n_in, n_out, decays,
-    sequences, T, padded, H, GROUP, length,
-    xb, xt, xh, yb, yt, yh, zb, zt, zh, ob, ot, oh, scale,
+    X, Y, Z, Out, gates, cu, state_in, state_out, decays,
+    sequences, T, tiles_of_head, H, GROUP, length,
+    xb, xt, xh, yb, yt, yh, zb, zt, zh, ob, ot, oh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
-    BACK: tl.constexpr, OUTPUT: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, NV: tl.constexpr,
+    BACK: tl.constexpr, OUTPUT: tl.constexpr, PACKED: tl.constexpr, SEGMENTED: tl.constexpr, STATE: tl.constexpr,
+    FINAL: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """o, or walking back dv: one program has BLOCKS x BV columns of one head of one segment."""
     part = tl.program_id(0)
     slot = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    first, steps, b, t_first, gate0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
-    size = H.to(tl.int64) * padded
+    _, steps, b, t_first, tile0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
     col = part * BV * BLOCKS
     hx = (h // GROUP).to(tl.int64)
     hv = h.to(tl.int64)
@@ -105,135 +131,79 @@ def columns(
     z_at = rows_of(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
     y_at = rows_of(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)
     o_at = rows_of(Out + b * ob + t_first * ot + hv * oh, steps, DV, ot, L, BV, TMA)
-    gates += hv * padded + gate0
-    delta += hv * padded + gate0
+    gates += (hv * tiles_of_head + tile0) * VECTORS * L
     state_row = tl.program_id(1).to(tl.int64)
     rk = tl.arange(0, BK)
     rv = col + tl.arange(0, BV)
     state_at = (state_row * DK + rk[None, :]) * DV + rv[:, None]
     inside = (rv < DV)[:, None] & (rk < DK)[None, :]
     inside1 = (rv + BV < DV)[:, None] & (rk < DK)[None, :]
-    n_at = state_row * DK + rk
     S0 = tl.zeros([BV, BK], tl.float32)
     S1 = tl.zeros([BV, BK], tl.float32)
-    n = tl.zeros([BK], tl.float32)
-    r16 = tl.arange(0, 16)
-    N = tl.zeros([16, BK], tl.float32)
     if STATE:
         S0 = tl.load(state_in + state_at, mask=inside, other=0.0)
         if BLOCKS == 2:
             S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0)
-        if NORMALIZE:
-            n = tl.load(n_in + n_at, mask=rk < DK, other=0.0)
-            N = tl.where(r16[:, None] == 0, n[None, :], 0.0)
     r = tl.arange(0, L)
     tiles = tl.cdiv(steps, L).to(tl.int32)
     total = 1.0
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
-        gate = gates + t
+        gate = gates + t * VECTORS
         x = load_tile(x_at, t, 0, steps, DK, xt, L, BK, TMA)
         if OUTPUT:
             z = load_tile(z_at, t, 0, steps, DK, zt, L, BK, TMA)
         y0 = load_tile(y_at, t, col, steps, DV, yt, L, BV, TMA)
         if BLOCKS == 2:
             y1 = load_tile(y_at, t, col + BV, steps, DV, yt, L, BV, TMA)
-        decay = tl.load(gate + DECAY * size)
-        if ONE:
-            u = tl.reduce(z, 1, _first).to(tl.float32) + tl.reduce(y0, 1, _first).to(tl.float32)
-            if BLOCKS == 2:
-                u += tl.reduce(y1, 1, _first).to(tl.float32)
-            if T < 0:
-                decay += tl.sum(u, 0)
-        wx = tl.load(gate + (INTER if BACK else UPDATE) * size + r)
+        decay = tl.load(gate + DECAY * L)
+        wx = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
         x_up = (x * wx[:, None]).to(x.dtype)
         if OUTPUT:
             P = tl.dot(x, tl.trans(z), input_precision=PRECISION)
-            P = P * weights(gate, size, r, BACK, EXACT) * scale
-            if NORMALIZE:
-                wz = tl.load(gate + (UPDATE if BACK else INTER) * size + r)
-                if NV == 0:
-                    d = tl.sum(P, 0) + tl.sum(z * n[None, :], 1) * wz
-                elif NV == 1:
-                    hi = N.to(x.dtype)
-                    d16 = tl.dot(hi, tl.trans(z), input_precision=PRECISION)
-                    d16 = tl.dot((N - hi).to(x.dtype), tl.trans(z), d16, input_precision=PRECISION)
-                    d = tl.sum(d16 * wz[None, :], 0) + tl.sum(P, 0)
-                else:
-                    hi = N.to(x.dtype)
-                    d16 = tl.dot(hi, tl.trans(z), input_precision=PRECISION)
-                    d16 = tl.dot((N - hi).to(x.dtype), tl.trans(z), d16, input_precision=PRECISION)
-                    d16 = d16 * wz[None, :]
-                    d16 = tl.dot(tl.where((r16 == 0)[:, None], tl.full([16, L], 1.0, tl.float32), 0.0).to(x.dtype), P.to(x.dtype), d16, input_precision=PRECISION)
-                    d = tl.sum(d16, 0)
-                floor = tl.load(gate + FLOOR * size + r)
-                if SAVE_D and part == 0:
-                    tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
-                inv = 1.0 / tl.maximum(tl.abs(d), floor)
+            P = P * weights(gate, r, L, BACK, EXACT)
+            if NEGATIVE:
+                P = -P
             P = P.to(x.dtype)
             out = tl.dot(S0.to(x.dtype), tl.trans(z), input_precision=PRECISION)
-            wz = tl.load(gate + (UPDATE if BACK else INTER) * size + r)
+            wz = tl.load(gate + (UPDATE if BACK else INTER) * L + r)
             out = tl.dot(tl.trans(y0), P, out * wz[None, :], input_precision=PRECISION)
-            if NORMALIZE:
-                out = out * inv[None, :]
             store_tile(o_at, tl.trans(out).to(x.dtype), t, col, steps, DV, ot, L, BV, TMA)
             if BLOCKS == 2:
                 out = tl.dot(S1.to(x.dtype), tl.trans(z), input_precision=PRECISION)
                 out = tl.dot(tl.trans(y1), P, out * wz[None, :], input_precision=PRECISION)
-                if NORMALIZE:
-                    out = out * inv[None, :]
                 store_tile(o_at, tl.trans(out).to(x.dtype), t, col + BV, steps, DV, ot, L, BV, TMA)
         else:
             total *= decay
-        if NORMALIZE:
-            if NV == 0:
-                n = n * decay + tl.sum(x * wx[:, None], 0)
-            else:
-                wn = tl.load(gate + (INTER if BACK else UPDATE) * size + r)
-                if DELTA:
-                    wn *= tl.load(delta + t + r)
-                whi = wn.to(x.dtype)
-                wlo = (wn - whi).to(x.dtype)
-                w16 = tl.where((r16 == 0)[:, None], whi[None, :], tl.where((r16 == 1)[:, None], wlo[None, :], 0.0)).to(x.dtype)
-                N = tl.dot(w16, x, N * decay, input_precision=PRECISION)
         S0 = tl.dot(tl.trans(y0), x_up, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(tl.trans(y1), x_up, S1 * decay, input_precision=PRECISION)
-        if ONE:
-            S0 = pin(S0)
-            if BLOCKS == 2:
-                S1 = pin(S1)
     if FINAL:
         tl.store(state_out + state_at, S0, mask=inside)
         if BLOCKS == 2:
             tl.store(state_out + state_at + BV, S1, mask=inside1)
-        if NORMALIZE and part == 0:
-            if NV > 0:
-                n = tl.sum(N, 0)
-            tl.store(n_out + n_at, n, mask=rk < DK)
         if not OUTPUT and part == 0:
             tl.store(decays + state_row, total)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "padded", "H", "GROUP", "length"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def rows(
-    X, Y, Z, W, Out, gates, delta, cu, w_out, state_in, state_out, n_in, n_out,
-    sequences, T, padded, H, GROUP, length,
-    xb, xt, xh, yb, yt, yh, zb, zt, zh, wb, wt, wh, ob, ot, oh, scale,
+    X, Y, Z, W, Out, gates, cu, w_out, state_in, state_out, n_in, n_out,
+    sequences, T, tiles_of_head, H, GROUP, length,
+    xb, xt, xh, yb, yt, yh, zb, zt, zh, wb, wt, wh, ob, ot, oh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
     NP: tl.constexpr, BACK: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
+    SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, LEAN: tl.constexpr,
 ):  # fmt: skip
     """dq, or walking back dk: one program has BK of the key dims of one head of one segment.
 
-    w is q for dq and k for dk: w_out gets the sums of w . out over 16 dims each, (NP, H, tokens) for every program.
+    w is q for dq and k for dk: w_out gets the sums of w . out over 16 dims each, (parts, H, tiles, NP, L).
     """
     part = tl.program_id(0)
     slot = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    first, steps, b, t_first, gate0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
-    size = H.to(tl.int64) * padded
+    _, steps, b, t_first, tile0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
     col = part * BK
     hx = (h // GROUP).to(tl.int64)
     hv = h.to(tl.int64)
@@ -242,9 +212,8 @@ def rows(
     y_at = rows_of(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)
     z_at = rows_of(Z + b * zb + t_first * zt + hv * zh, steps, DV, zt, L, BV, TMA)
     o_at = rows_of(Out + b * ob + t_first * ot + hv * oh, steps, DK, ot, L, BK, TMA)
-    gates += hv * padded + gate0
-    delta += hv * padded + gate0
-    w_out += part * NP * size + hv * padded + gate0
+    gates += (hv * tiles_of_head + tile0) * VECTORS * L
+    w_out += ((part * H + hv) * tiles_of_head + tile0) * NP * L
     state_row = tl.program_id(1).to(tl.int64)
     rk = col + tl.arange(0, BK)
     rv = tl.arange(0, BV)
@@ -254,76 +223,145 @@ def rows(
     n_at = state_row * DK + rk
     S0 = tl.zeros([BK, BV], tl.float32)
     S1 = tl.zeros([BK, BV], tl.float32)
-    n = tl.zeros([BK], tl.float32)
+    rc = tl.arange(0, 16)
+    N = tl.zeros([BK, 16], tl.float32)
     if STATE:
         S0 = tl.load(state_in + state_at, mask=inside, other=0.0)
         if BLOCKS == 2:
             S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0)
         if NORMALIZE:
-            n = tl.load(n_in + n_at, mask=rk < DK, other=0.0)
+            N = tl.where(rc[None, :] == 0, tl.load(n_in + n_at, mask=rk < DK, other=0.0)[:, None], 0.0)
     r = tl.arange(0, L)
     rp = tl.arange(0, NP)
     tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
-        gate = gates + t
+        gate = gates + t * VECTORS
         x = load_tile(x_at, t, col, steps, DK, xt, L, BK, TMA)
         y0 = load_tile(y_at, t, 0, steps, DV, yt, L, BV, TMA)
         z0 = load_tile(z_at, t, 0, steps, DV, zt, L, BV, TMA)
         if BLOCKS == 2:
             y1 = load_tile(y_at, t, BV, steps, DV, yt, L, BV, TMA)
             z1 = load_tile(z_at, t, BV, steps, DV, zt, L, BV, TMA)
-        decay = tl.load(gate + DECAY * size)
-        if ONE:
-            u = tl.reduce(y0 + z0, 1, _first)
+        decay = tl.load(gate + DECAY * L)
+        if LEAN:
+            u = touch(y0 + z0)
             if BLOCKS == 2:
-                u += tl.reduce(y1 + z1, 1, _first)
-            if T < 0:
+                u += touch(y1 + z1)
+            if T < 0:  # never
                 decay += tl.sum(u.to(tl.float32), 0)
-        wx = tl.load(gate + (INTER if BACK else UPDATE) * size + r)
+        if LEAN:
+            wx = read(gate + (INTER if BACK else UPDATE) * L + r)
+        else:
+            wx = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
         x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)
         P = tl.dot(y0, tl.trans(z0), input_precision=PRECISION)
         if BLOCKS == 2:
             P = tl.dot(y1, tl.trans(z1), P, input_precision=PRECISION)
         if DELTA:
             if BACK:
-                P += tl.load(delta + t + r)[:, None]
+                P += tl.load(gate + DELTA_P * L + r)[:, None]
             else:
-                P += tl.load(delta + t + r)[None, :]
-        P = (P * weights(gate, size, r, BACK, EXACT) * scale).to(x.dtype)
+                P += tl.load(gate + DELTA_P * L + r)[None, :]
+        P = P * weights(gate, r, L, BACK, EXACT)
+        if NEGATIVE:
+            P = -P
+        P = P.to(x.dtype)
         out = tl.dot(S0.to(x.dtype), tl.trans(z0), input_precision=PRECISION)
         if BLOCKS == 2:
             out = tl.dot(S1.to(x.dtype), tl.trans(z1), out, input_precision=PRECISION)
         if NORMALIZE:
+            n = tl.sum(N, 1)[:, None]
             if BACK:
-                out += n[:, None]
+                out += n
             elif DELTA:
-                out += n[:, None] * tl.load(delta + t + r)[None, :]
-        out = out * tl.load(gate + (UPDATE if BACK else INTER) * size + r)[None, :]
+                out += n * tl.load(gate + DELTA_P * L + r)[None, :]
+        out = out * tl.load(gate + (UPDATE if BACK else INTER) * L + r)[None, :]
         out = tl.dot(tl.trans(x), P, out, input_precision=PRECISION)
         out = tl.trans(out)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
         w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)
         sums = tl.sum(tl.reshape(out * w, (L, NP, BK // NP)), 2)
-        tl.store(w_out + (t + r)[:, None] + rp[None, :] * size, sums)
+        tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
         if NORMALIZE:
-            if DELTA and BACK:
-                wd = tl.load(gate + INTER * size + r) * tl.load(delta + t + r)
-                n = n * decay + tl.sum(tl.trans(x) * wd[None, :], 1)
-            elif BACK:
-                n = n * decay
-            elif DELTA:
-                n = n * decay + tl.sum(tl.trans(x) * wx[None, :], 1)
+            N = N * decay
+            if DELTA:
+                if BACK:
+                    dd = tl.load(gate + DELTA_P * L + r)
+                    high = dd.to(x.dtype)
+                    low = (dd - high).to(x.dtype)
+                    ones = tl.where(rc[:, None] == 0, high[None, :], tl.where(rc[:, None] == 1, low[None, :], 0.0))
+                else:
+                    ones = tl.where(rc[:, None] + r[None, :] * 0 == 0, 1.0, 0.0)
+                N = tl.dot(x_up, tl.trans(ones.to(x.dtype)), N, input_precision=PRECISION)
         S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
-        if ONE:
-            S0 = pin(S0)
+        if LEAN:
+            S0 = settled(S0)
             if BLOCKS == 2:
-                S1 = pin(S1)
+                S1 = settled(S1)
     if FINAL:
         tl.store(state_out + state_at, S0, mask=inside)
         if BLOCKS == 2:
             tl.store(state_out + state_at + BV, S1, mask=inside1)
         if NORMALIZE:
-            tl.store(n_out + n_at, n, mask=rk < DK)
+            tl.store(n_out + n_at, tl.sum(N, 1), mask=rk < DK)
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
+def normaliser(
+    X, Z, gates, cu, d_out, n_in, n_out, sequences, T, tiles_of_head, H, GROUP, length, xb, xt, xh, zb, zt, zh,
+    DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, BACK: tl.constexpr, OUTPUT: tl.constexpr, DELTA: tl.constexpr,
+    PACKED: tl.constexpr, SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, SAVE_D: tl.constexpr,
+    EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The column of ones alone: the denominators, by which the gate matrix is divided, and the states n.
+
+    Without outputs it leaves what a segment adds to n, or walking back to its cotangent. n is the sum of rows of N,
+    16 being the least an MMA takes: 0 and 1 of updates with weights rounded and with what that cuts off, 8 and 9 the
+    same again, to be read with what rounding n cuts off.
+    """
+    slot = tl.program_id(0) // H
+    h = tl.program_id(0) % H
+    first, steps, b, t_first, tile0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
+    hx = (h // GROUP).to(tl.int64)
+    x_at = rows_of(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
+    z_at = rows_of(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
+    gates += (h.to(tl.int64) * tiles_of_head + tile0) * VECTORS * L
+    rk = tl.arange(0, BK)
+    row = tl.arange(0, 16)[:, None]
+    n_at = tl.program_id(0).to(tl.int64) * DK + rk
+    N = tl.zeros([16, BK], tl.float32)
+    if STATE:
+        N = tl.where(row % 8 == 0, tl.load(n_in + n_at, mask=rk < DK, other=0.0)[None, :], 0.0)
+    r = tl.arange(0, L)
+    tiles = tl.cdiv(steps, L).to(tl.int32)
+    for step in tl.range(0, tiles, num_stages=STAGES):
+        t = (tiles - 1 - step if BACK else step) * L
+        gate = gates + t * VECTORS
+        x = load_tile(x_at, t, 0, steps, DK, xt, L, BK, TMA)
+        wx = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
+        if DELTA:
+            wx *= tl.load(gate + DELTA_P * L + r)
+        if OUTPUT:
+            z = load_tile(z_at, t, 0, steps, DK, zt, L, BK, TMA)
+            inter = tl.load(gate + INTER * L + r)
+            P = tl.dot(z, tl.trans(x), input_precision=PRECISION) * weights(gate, r, L, True, EXACT)
+            if NEGATIVE:
+                P = -P
+            high = N.to(x.dtype)
+            low = (N - high).to(x.dtype)
+            read_n = tl.dot(z, tl.trans(tl.where(row < 8, high, low)), input_precision=PRECISION)
+            d = tl.sum(P, 1) + tl.sum(read_n, 1) * inter
+            if SAVE_D:
+                tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
+            D = tl.maximum(tl.abs(d), tl.load(gate + FLOOR * L + r))
+            tl.store(gate + ROW * L + r, tl.load(gate + ROW * L + r) - tl.log2(D))
+            tl.store(gate + INTER * L + r, inter / D)
+        high = wx.to(x.dtype)
+        low = (wx - high).to(x.dtype)
+        W = tl.where(row % 8 == 0, high[None, :], tl.where(row % 8 == 1, low[None, :], 0.0)).to(x.dtype)
+        N = tl.dot(W, x, N * tl.load(gate + DECAY * L), input_precision=PRECISION)
+    if FINAL:
+        tl.store(n_out + n_at, tl.sum(tl.where(row < 8, N, 0.0), 0), mask=rk < DK)
