@@ -29,7 +29,7 @@ def demo_config(config: DemoConfig) -> TrainConfig:
             suffixes=(".py",),
             exclude=("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
         ),
-        model=Model(d_model=128, num_blocks=2, num_heads=2),
+        model=Model(d_model=128, num_blocks=2, num_heads=4),
         optim=Optim(lr=4e-3),
         steps=config.steps,
         batch_size=8,

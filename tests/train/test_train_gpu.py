@@ -1,0 +1,42 @@
+"""Training on a GPU: bfloat16 by default, and a run that goes on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tfla.train.config import Optim
+from tfla.train.loop import train
+from tfla.train.metrics import Metrics, read
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+
+@pytest.mark.parametrize("reset", ["gate", "cu_seqlens"])
+def test_it_learns_on_a_gpu_and_goes_on(tiny, monkeypatch, reset):
+    config = tiny(
+        device="auto", reset=reset, accumulate=2, steps=60, eval_every=30, checkpoint_every=20,
+        optim=Optim(lr=1e-2, warmup_steps=2, cooldown_steps=2),
+    )  # fmt: skip
+    write = Metrics.write
+
+    def break_off(self, kind, step, **values):
+        if (kind, step) == ("train", 45):
+            raise SystemExit
+        write(self, kind, step, **values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "write", break_off)
+        with pytest.raises(SystemExit):
+            train(config)
+    trained = train(config)
+    assert trained.model.embedding.weight.device.type == "cuda"
+    assert trained.model.embedding.weight.dtype == torch.float32
+    records = read(config.run)
+    losses = [r["loss"] for r in records if r["kind"] == "train"]
+    assert len(losses) == 60
+    assert all(math.isfinite(x) for x in losses)
+    bits = [r["bits_per_byte"] for r in records if r["kind"] == "eval"]
+    assert bits[-1] < 0.6 * bits[0]
