@@ -28,11 +28,10 @@ def with_extremes(p: Problem, gate: str, values: tuple[float, ...]) -> Problem:
     return p.but(**{gate: torch.where(torch.rand(x.shape, generator=generator) < 1 / 6, chosen, x)})
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize(("form", "gate", "value"), SINGLE)
-def test_extreme_gate(way: Way, form: str, gate: str, value: float, dtype: torch.dtype) -> None:
-    p = with_extremes(problem(form, dtype=dtype, T=100, positive_qk=True), gate, (value,))
-    check(solve(p, way), truth(p), dtype)
+def test_extreme_gate(way: Way, form: str, gate: str, value: float) -> None:
+    p = with_extremes(problem(form, dtype=torch.float32, T=100, positive_qk=True), gate, (value,))
+    check(solve(p, way), truth(p), p.dtype)
 
 
 @pytest.mark.parametrize("lengths", [None, (40, 0, 60)], ids=["batch", "packed"])
@@ -78,6 +77,15 @@ def test_input_gates_that_jump(way: Way, dtype: torch.dtype, lowest: float) -> N
     i[:, 40] += 50
     i[:, 80:] += torch.linspace(0, 100, 20, dtype=dtype)[:, None]
     p = p.but(i=i)
+    check(solve(p, way), truth(p), dtype)
+
+
+@pytest.mark.parametrize("m", [1e4, 60.0, -60.0, -1e4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_state_behind_extreme_gates(way: Way, dtype: torch.dtype, m: float) -> None:
+    """A carried max state may be as large as a gate."""
+    p = problem("normalized", dtype=dtype, T=100, positive_qk=True)
+    p = p.but(state=p.state._replace(n=p.state.n.abs(), m=p.state.m + m))
     check(solve(p, way), truth(p), dtype)
 
 

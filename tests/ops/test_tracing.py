@@ -148,8 +148,7 @@ def operator_arguments(way: Way, case: dict[str, Any], layout: Layout) -> tuple[
     return tensors, (0.5, p.normalize, True, 5, way.backend, way.kernel)
 
 
-@pytest.mark.parametrize("save", [True, False])
-@pytest.mark.parametrize("layout", [as_it_is, transposed])
+@pytest.mark.parametrize(("layout", "save"), [(as_it_is, True), (transposed, True), (as_it_is, False)])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_opcheck_forward(way: Way, case: dict[str, Any], layout: Layout, save: bool) -> None:
     tensors, rest = operator_arguments(way, case, layout)

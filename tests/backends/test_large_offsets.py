@@ -1,0 +1,32 @@
+"""Tensors of more than 2^31 elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import TOLERANCE, Way, error
+
+import tfla
+
+H, K, V = 16, 128, 256
+T, TAIL = 2**31 // (H * V) + 1000, 700  # v's last steps lie behind element 2^31
+
+
+def test_last_steps_of_a_huge_tensor(way: Way) -> None:
+    """A reset before them makes them a sequence of their own."""
+    if way.device == "cpu" or way.small_only or torch.cuda.get_device_properties(0).total_memory < 60e9:
+        pytest.skip("needs a GPU with 60 GB")
+    torch.manual_seed(0)
+    leaves = [torch.randn(1, T, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((H, K), (H, K), (H, V))]
+    gates = [torch.randn(1, T, H, device="cuda") for _ in range(2)]
+    gates[1][:, -TAIL] = -1e4
+    whole = [x.requires_grad_() for x in (*leaves, *gates)]
+    tail = [x.detach()[:, -TAIL:].clone().requires_grad_() for x in whole]
+    dh = torch.randn(1, TAIL, H, V, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for given in (whole, tail):
+        h = tfla.mlstm(*given, **way.options)[:, -TAIL:]
+        h.backward(dh)
+        results.append([h.detach(), *(x.grad[:, -TAIL:] for x in given)])
+    for a, b in zip(*results, strict=True):
+        assert error(a, b) <= TOLERANCE[torch.bfloat16]
