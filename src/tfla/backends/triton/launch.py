@@ -21,40 +21,57 @@ SHORTEST_SEGMENT = 512
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes of one walk: L steps; the split dim in blocks; warps and pipeline stages."""
+    """Sizes of one walk, whose state is split x width, as blocks of columns."""
 
-    L: int
     split: int  # of the dim that programs share out, what one has
-    block: int  # one block of columns of the state
+    block: int
     blocks: int
     warps: int
     stages: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the walks of one call run. Chosen by measurement on an H200, elsewhere by what fits."""
+
+    L: int  # steps of a tile
+    columns: Tiles
+    rows: Tiles
+    descriptors: bool  # tiles go by tensor descriptors, where strides allow it
+    lean: bool
 
 
 def power_of_two(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def tile_length(x: Inputs) -> int:
-    """Steps of a tile: 64, less where heads are so wide that tiles of q, k, v would not fit in shared memory."""
-    widest = max(power_of_two(x.q.shape[3]), power_of_two(x.v.shape[3])) * x.q.element_size()
-    return 64 if widest <= 512 else 32 if widest <= 1024 else 16
+def architecture() -> int:
+    """Compute capability of the current GPU, like 90; that of an Ampere GPU for what is none of NVIDIA's."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return 80
+    target = triton.runtime.driver.active.get_current_target()
+    return target.arch if target.backend == "cuda" else 80
 
 
-def column_tiles(dqk: int, dhv: int, L: int) -> Tiles:
-    """`columns`: a state of split x dqk."""
-    width = power_of_two(dqk)
-    split = max(16, min(power_of_two(dhv), 32768 // width))
-    blocks = 2 if split * width > 16384 else 1
-    return Tiles(L, split, split // blocks, blocks, 8 if split * width > 8192 and L == 64 else 4, 3)
-
-
-def row_tiles(dqk: int, dhv: int, L: int) -> Tiles:
-    """`rows`: a state of split x dhv."""
-    width = power_of_two(dhv)
-    split = max(16, min(power_of_two(dqk), 16384 // width))
-    blocks = 2 if width > 128 else 1
-    return Tiles(L, split, width // blocks, blocks, 4, 2)
+def plan(dqk: int, dhv: int, itemsize: int) -> Plan:
+    K, V = power_of_two(dqk), power_of_two(dhv)
+    arch = architecture()
+    fits = itemsize == 2 and max(K, V) <= 256 and dqk % 8 == 0 and dhv % 8 == 0
+    if fits and 90 <= arch < 120:  # MMAs of four warps, operands in shared memory
+        split = min(V, 256 if K <= 128 else 64)
+        blocks = 2 if split > 128 else 1
+        columns = Tiles(
+            split, split // blocks, blocks, 8 if split * K > 8192 else 4, 3 if K <= 128 and arch == 90 else 2
+        )
+        blocks = 2 if V > 128 else 1
+        rows = Tiles(min(K, 64), V // blocks, blocks, 4, 2)
+        return Plan(64, columns, rows, True, arch == 90)
+    # MMAs of one warp, operands in registers; float32 has none.
+    L = 32 if itemsize == 2 and K <= 256 and V <= 512 else 16
+    split = max(16, min(V, (16384 if itemsize == 2 else 8192) // K))
+    columns = Tiles(split, split, 1, 8, 2)
+    split = max(16, min(K, (16384 if itemsize == 2 else 8192) // V))
+    return Plan(L, columns, Tiles(split, V, 1, 8, 1), False, False)
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -82,12 +99,6 @@ def _describable(*tensors: Tensor) -> bool:
 Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
 
 
-def hopper() -> bool:
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        return False
-    return triton.runtime.driver.active.get_current_target().arch == 90
-
-
 class Call:
     """What all launches of one forward or backward share."""
 
@@ -97,10 +108,10 @@ class Call:
         self.K = x.q.shape[3]
         self.packed = x.cu_seqlens is not None
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
-        self.L = tile_length(x)
+        self.plan = plan(self.K, self.V, x.q.element_size())
+        self.L = self.plan.L
         self.exact = x.q.dtype == torch.float32
         self.precision = "ieee" if self.exact else "tf32"
-        self.lean = hopper()
         self.group = self.H // x.q.shape[2]
         self.device = torch.cuda.device(x.q.device) if x.q.is_cuda else contextlib.nullcontext()
         self.tiles = self.slots(self.L)
@@ -144,16 +155,16 @@ class Call:
         final: Tensor | None, decays: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Fills out, or with None only the final states and the decays."""
-        tiles = column_tiles(self.K, self.V, self.L)
+        tiles = self.plan.columns
         written = y if out is None else out
         walk.columns[(triton.cdiv(self.V, tiles.split), self.segments * self.H)](
             x, y, z, written, gates, self.cu, gates if state is None else state, gates if final is None else final,
             gates if decays is None else decays, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(written),
-            DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, BLOCKS=tiles.blocks, L=tiles.L, BACK=back,
+            DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, BACK=back,
             OUTPUT=out is not None, PACKED=self.packed, SEGMENTED=self.segmented, STATE=state is not None,
             FINAL=final is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=_describable(x, y, z, written), STAGES=tiles.stages, num_warps=tiles.warps,
+            TMA=self.plan.descriptors and _describable(x, y, z, written), STAGES=tiles.stages, num_warps=tiles.warps,
         )  # fmt: skip
 
     def normaliser(
@@ -167,7 +178,7 @@ class Call:
             *_strides(x), *_strides(z), DK=self.K, BK=power_of_two(self.K), L=self.L, BACK=back, OUTPUT=output,
             DELTA=back, PACKED=self.packed, SEGMENTED=self.segmented, STATE=n is not None, FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=_describable(x, z), STAGES=3, num_warps=4,
+            TMA=self.plan.descriptors and _describable(x, z), STAGES=3 if self.plan.descriptors else 2, num_warps=4,
         )  # fmt: skip
 
     def rows(
@@ -175,7 +186,7 @@ class Call:
         state: Pair, final: Pair,
     ) -> Tensor:  # fmt: skip
         """Fills out; returns sums of w . out, (parts, H, tiles, 16 dims, L)."""
-        tiles = row_tiles(self.K, self.V, self.L)
+        tiles = self.plan.rows
         parts = triton.cdiv(self.K, tiles.split)
         each = tiles.split // 16
         sums = self.new(parts, self.H, self.tiles, each, self.L)
@@ -186,11 +197,11 @@ class Call:
             gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
             self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(w), *_strides(out),
-            DK=self.K, DV=self.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=tiles.L, NP=each, BACK=back,
+            DK=self.K, DV=self.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, NP=each, BACK=back,
             NORMALIZE=self.spec.normalize, DELTA=delta, PACKED=self.packed, SEGMENTED=self.segmented,
             STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
-            PRECISION=self.precision, TMA=_describable(x, y, z, w, out), STAGES=tiles.stages,
-            LEAN=self.lean, num_warps=tiles.warps,
+            PRECISION=self.precision, TMA=self.plan.descriptors and _describable(x, y, z, w, out), STAGES=tiles.stages,
+            LEAN=self.plan.lean, num_warps=tiles.warps,
         )  # fmt: skip
         return sums
 
@@ -232,7 +243,7 @@ class Call:
 
 def segment_steps(x: Inputs, chunk_size: int) -> int:
     """chunk_size in whole tiles."""
-    L = tile_length(x)
+    L = plan(x.q.shape[3], x.v.shape[3], x.q.element_size()).L
     return (chunk_size + L - 1) // L * L
 
 
