@@ -52,7 +52,9 @@ def test_normalizer_grad_changes_nothing_without_a_normalizer(way: Way) -> None:
     assert all(torch.equal(x, paper[name]) for name, x in exact.items())
 
 
-@pytest.mark.parametrize("wanted", [{"q"}, {"k", "C0"}, {"v"}, {"i"}, {"f", "m0"}, {"n0"}], ids=lambda names: "+".join(sorted(names)))
+@pytest.mark.parametrize(
+    "wanted", [{"q"}, {"k", "C0"}, {"v"}, {"i"}, {"f", "m0"}, {"n0"}], ids=lambda names: "+".join(sorted(names))
+)
 def test_only_some_inputs_want_gradients(way: Way, wanted: set[str]) -> None:
     p = problem(dtype=way.widest)
     leaves = {name: x.requires_grad_(name in wanted) for name, x in leaves_on(way, p).items()}
