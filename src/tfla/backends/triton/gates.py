@@ -240,53 +240,74 @@ def fold_denominator(
         tl.store(at + DELTA_P * L, tl.where(active, sign * dot, 0.0))
 
 
+@triton.jit
+def _mark_dot(
+    states, n, cotangents, dn, mark, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr
+):
+    total = tl.zeros([BLOCK], tl.float32)
+    for c in range(0, SIZE, BLOCK):
+        e = c + tl.arange(0, BLOCK)
+        state = tl.load(states + mark * SIZE + e, mask=e < SIZE, other=0.0).to(tl.float32)
+        total += state * tl.load(cotangents + mark * SIZE + e, mask=e < SIZE, other=0.0).to(tl.float32)
+    dot = tl.sum(total, 0).to(tl.float64)
+    if NORMALIZE:
+        e = tl.arange(0, BLOCK_N)
+        of_n = tl.load(n + mark * SIZE_N + e, mask=e < SIZE_N, other=0.0)
+        dot += tl.sum(of_n * tl.load(dn + mark * SIZE_N + e, mask=e < SIZE_N, other=0.0), 0)
+    return dot
+
+
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "steps"])
 def gate_gradients(
-    q_dq, k_dk, start, cu, dlog_i, dlog_f, sequences, T, tiles, H, steps,
-    PARTS: tl.constexpr, NP: tl.constexpr, BLOCK: tl.constexpr, L: tl.constexpr, SEGMENTED: tl.constexpr,
-    PACKED: tl.constexpr, START: tl.constexpr, INPUT_GATE: tl.constexpr,
+    q_dq, k_dk, states, n, cotangents, dn, cu, dlog_i, dlog_f, sequences, T, tiles, H, steps, SIZE, SIZE_N,
+    PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    L: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
+    START: tl.constexpr, INPUT_GATE: tl.constexpr,
 ):  # fmt: skip
-    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at the start of the segment on.
+    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark starting again from <C, dC>.
+
+    What rounding has added up to at the next mark is taken off in even steps.
 
     q_dq, k_dk (PARTS, H, tiles, NP, L); outputs (B, T, H).
     """
     slot = tl.program_id(0)
-    h = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(1) * MARKS + tl.arange(0, MARKS)
+    h = tl.program_id(2).to(tl.int64)
     first, length, _, _, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
-    running = 0.0
-    if START:
-        running = tl.load(start + slot * H + h)
-    running = running.to(tl.float64)
-    size = H * NP * L * tiles
-    for t0 in range(0, length, BLOCK):
-        t = t0 + tl.arange(0, BLOCK)
+    if tl.program_id(1) * MARKS < length:
+        part = tl.program_id(1)
+        mark = (first // MARKS + slot + part) * H + h
+        start = 0.0
+        start = start.to(tl.float64)
+        if START or part > 0:
+            start = _mark_dot(states, n, cotangents, dn, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        size = H * NP * L * tiles
         inside = t < length
         at = (h * tiles + tile0 + t // L) * NP * L + t % L
-        k = tl.zeros([BLOCK], tl.float32)
-        q = tl.zeros([BLOCK], tl.float32)
-        for part in tl.static_range(PARTS):
+        k = tl.zeros([MARKS], tl.float32)
+        q = tl.zeros([MARKS], tl.float32)
+        for each in tl.static_range(PARTS):
             for p in tl.static_range(NP):
-                k += tl.load(k_dk + part * size + at + p * L, mask=inside, other=0.0)
-                q += tl.load(q_dq + part * size + at + p * L, mask=inside, other=0.0)
+                k += tl.load(k_dk + each * size + at + p * L, mask=inside, other=0.0)
+                q += tl.load(q_dq + each * size + at + p * L, mask=inside, other=0.0)
         falls = (q - k).to(tl.float64)
         to = (first + t) * H + h
-        before = running - (tl.cumsum(falls, 0) - falls)
+        before = start - (tl.cumsum(falls, 0) - falls)
+        if (part + 1) * MARKS < length:
+            end = _mark_dot(states, n, cotangents, dn, mark + H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+            rounding = start - tl.sum(falls, 0) - end
+            before -= rounding * (tl.arange(0, MARKS).to(tl.float64) / MARKS)
         tl.store(dlog_f + to, before.to(tl.float32), mask=inside)
         if INPUT_GATE:
             tl.store(dlog_i + to, k, mask=inside)
-        running -= tl.sum(falls, 0)
 
 
-@triton.jit(do_not_specialize=["T", "steps", "slots"])
+@triton.jit(do_not_specialize=["T", "steps"])
 def join(
-    states, decays, given, final, other, dots, cu, T, H, steps, slots, SIZE,
+    states, decays, given, final, cu, T, H, steps, SIZE,
     BLOCK: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr, GIVEN: tl.constexpr, FINAL: tl.constexpr,
-    DOTS: tl.constexpr,
 ):  # fmt: skip
-    """Turns what each segment adds to the state into the state that it starts from, walking over segments.
-
-    Walking back, "starts" is the end, and dots are those of the result at the other end with `other`, per block.
-    """
+    """Turns what each segment adds to the state into the state that it starts from, or walking back ends with."""
     s = tl.program_id(1)
     h = tl.program_id(2)
     if PACKED:
@@ -307,8 +328,5 @@ def join(
         adds = tl.load(states + at, mask=inside, other=0.0)
         tl.store(states + at, S, mask=inside)
         S = S * tl.load(decays + slot * H + h) + adds
-        if DOTS:
-            dot = tl.sum(S * tl.load(other + at, mask=inside, other=0.0), 0)
-            tl.store(dots + (tl.program_id(0) * slots + slot) * H + h, dot)
     if FINAL:
         tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)

@@ -17,6 +17,7 @@ from tfla.backends.triton import walk
 
 CHUNK = 1024  # steps of one program of the gate kernels
 SHORTEST_SEGMENT = 512
+MARKS = 1024  # steps between those where dlog_f starts again from <C, dC>
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,14 @@ def architecture() -> int:
 
 def plan(dqk: int, dhv: int, itemsize: int) -> Plan:
     K, V = power_of_two(dqk), power_of_two(dhv)
-    arch = architecture()
     fits = itemsize == 2 and max(K, V) <= 256 and dqk % 8 == 0 and dhv % 8 == 0
-    if fits and 90 <= arch < 120:  # MMAs of four warps, operands in shared memory
+    if fits and architecture() == 90:  # MMAs of four warps, operands in shared memory
         split = min(V, 256 if K <= 128 else 64)
         blocks = 2 if split > 128 else 1
-        columns = Tiles(
-            split, split // blocks, blocks, 8 if split * K > 8192 else 4, 3 if K <= 128 and arch == 90 else 2
-        )
+        columns = Tiles(split, split // blocks, blocks, 8 if split * K > 8192 else 4, 3 if K <= 128 else 2)
         blocks = 2 if V > 128 else 1
         rows = Tiles(min(K, 64), V // blocks, blocks, 4, 2)
-        return Plan(64, columns, rows, True, arch == 90)
+        return Plan(64, columns, rows, True, True)
     # MMAs of one warp, operands in registers; float32 has none.
     L = 32 if itemsize == 2 and K <= 256 and V <= 512 else 16
     split = max(16, min(V, (16384 if itemsize == 2 else 8192) // K))
@@ -184,35 +182,35 @@ class Call:
     def rows(
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
         state: Pair, final: Pair,
-    ) -> Tensor:  # fmt: skip
-        """Fills out; returns sums of w . out, (parts, H, tiles, 16 dims, L)."""
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Fills out; returns sums of w . out, (parts, H, tiles, 16 dims, L), and the marks of the state and of n."""
         tiles = self.plan.rows
         parts = triton.cdiv(self.K, tiles.split)
         each = tiles.split // 16
         sums = self.new(parts, self.H, self.tiles, each, self.L)
         C, n = state
         C_out, n_out = final
+        places = self.B * self.T // MARKS + self.segments
+        marks = torch.empty(places, self.H, self.K, self.V, dtype=self.x.q.dtype, device=self.x.q.device)
+        n_marks = self.new(places, self.H, self.K) if self.spec.normalize else sums
         walk.rows[(parts, self.segments * self.H)](
             x, y, z, w, out, gates, self.cu, sums, gates if C is None else C,
             gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
-            self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
+            marks, n_marks, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(w), *_strides(out),
             DK=self.K, DV=self.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, NP=each, BACK=back,
             NORMALIZE=self.spec.normalize, DELTA=delta, PACKED=self.packed, SEGMENTED=self.segmented,
             STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
             PRECISION=self.precision, TMA=self.plan.descriptors and _describable(x, y, z, w, out), STAGES=tiles.stages,
-            LEAN=self.plan.lean, num_warps=tiles.warps,
+            LEAN=self.plan.lean, MARKS=MARKS, START=self.segmented or self.x.C is not None, num_warps=tiles.warps,
         )  # fmt: skip
-        return sums
+        return sums, marks, n_marks
 
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair,
-        delta: bool = False, starts: tuple[Pair, Tensor] | None = None,
+        delta: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """States that segments start from, or walking back the cotangents of those they end with.
-
-        `starts`: dots of the cotangents of the states that segments start from with these are added to a tensor.
-        """
+        """States that segments start from, or walking back the cotangents of those they end with."""
         C = self.new(self.segments, self.H, self.K, self.V)
         decays = self.new(self.segments, self.H)
         self.columns(x, y, x, None, gates, back, None, C, decays)
@@ -223,21 +221,17 @@ class Call:
                 n.zero_()
             else:
                 self.normaliser(x, x, gates, back, None, n, output=False)
-        for states, start, end, other in zip((C, n), given, final, (starts or ((None, None), C))[0], strict=True):
+        for states, start, end in zip((C, n), given, final, strict=True):
             if states is None:
                 continue
             size = states[0, 0].numel()
             block = min(2048, power_of_two(size))
             blocks = triton.cdiv(size, block)
-            dots = self.new(blocks, self.segments, self.H) if other is not None else C
             gate_kernels.join[(blocks, self.x.sequences, self.H)](
-                states, decays, C if start is None else start, C if end is None else end, C if other is None else other,
-                dots, self.cu, self.T, self.H, self.steps, self.segments, size, BLOCK=block, BACK=back,
-                PACKED=self.packed, GIVEN=start is not None, FINAL=end is not None, DOTS=other is not None,
-                num_warps=4,
+                states, decays, C if start is None else start, C if end is None else end, self.cu, self.T, self.H,
+                self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=start is not None,
+                FINAL=end is not None, num_warps=4,
             )  # fmt: skip
-            if starts is not None:
-                starts[1].add_(dots.sum(0))
         return C, n
 
 
@@ -329,24 +323,19 @@ def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor 
                 call.new(N, H, K).zero_() if end[1] is None else end[1],
             )
         first: Pair = (dC0, dn0)
-        dots = call.new(call.segments, H).zero_() if call.segmented or x.C is not None else None
         if call.segmented:
             start = out.chunk_C, out.chunk_n if spec.normalize else None
-            assert dots is not None
-            end = call.boundary_states(x.q, dh, gates, True, end, first, delta, (start, dots))
+            end = call.boundary_states(x.q, dh, gates, True, end, first, delta)
             first = None, None
-        q_dq = call.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
-        k_dk = call.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
+        q_dq, *states = call.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
+        k_dk, *cotangents = call.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
         call.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
-        if dots is not None and not call.segmented:
-            for state, gradient in zip(start, first, strict=True):
-                if state is not None and gradient is not None:
-                    dots.add_((state * gradient).flatten(2).sum(-1))
-        gate_kernels.gate_gradients[(call.segments, H)](
-            q_dq, k_dk, none if dots is None else dots, call.cu, none if dlog_i is None else dlog_i, dlog_f,
-            x.sequences, call.T, call.tiles, H, call.steps, PARTS=q_dq.shape[0], NP=q_dq.shape[3], BLOCK=1024,
-            L=call.L, SEGMENTED=call.segmented, PACKED=call.packed, START=dots is not None,
-            INPUT_GATE=dlog_i is not None, num_warps=8,
+        longest = call.steps if call.segmented else call.T
+        gate_kernels.gate_gradients[(call.segments, triton.cdiv(longest, MARKS), H)](
+            q_dq, k_dk, *states, *cotangents, call.cu, none if dlog_i is None else dlog_i, dlog_f, x.sequences, call.T,
+            call.tiles, H, call.steps, K * V, K, PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=MARKS, BLOCK=4096,
+            BLOCK_N=power_of_two(K), L=call.L, SEGMENTED=call.segmented, PACKED=call.packed, NORMALIZE=spec.normalize,
+            START=call.segmented or x.C is not None, INPUT_GATE=dlog_i is not None, num_warps=8,
         )  # fmt: skip
     if call.group > 1:
         dq, dk = (t.unflatten(2, (-1, call.group)).sum(3) for t in (dq, dk))

@@ -186,24 +186,34 @@ def columns(
             tl.store(decays + state_row, total)
 
 
+@triton.jit
+def put_mark(marks, at, S, rk, rv, DK: tl.constexpr, DV: tl.constexpr):
+    inside = (rk < DK)[:, None] & (rv < DV)[None, :]
+    tl.store(marks + (at + rk[:, None]) * DV + rv[None, :], S.to(marks.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def rows(
-    X, Y, Z, W, Out, gates, cu, w_out, state_in, state_out, n_in, n_out,
+    X, Y, Z, W, Out, gates, cu, w_out, state_in, state_out, n_in, n_out, marks, n_marks,
     sequences, T, tiles_of_head, H, GROUP, length,
     xb, xt, xh, yb, yt, yh, zb, zt, zh, wb, wt, wh, ob, ot, oh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
     NP: tl.constexpr, BACK: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
     SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, LEAN: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, LEAN: tl.constexpr, MARKS: tl.constexpr,
+    START: tl.constexpr,
 ):  # fmt: skip
     """dq, or walking back dk: one program has BK of the key dims of one head of one segment.
+
+    marks get the state before, or walking back its cotangent at, every MARKS-th step of the segment, the
+    first only with START.
 
     w is q for dq and k for dk: w_out gets the sums of w . out over 16 dims each, (parts, H, tiles, NP, L).
     """
     part = tl.program_id(0)
     slot = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    _, steps, b, t_first, tile0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
+    first, steps, b, t_first, tile0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
     col = part * BK
     hx = (h // GROUP).to(tl.int64)
     hv = h.to(tl.int64)
@@ -214,6 +224,7 @@ def rows(
     o_at = rows_of(Out + b * ob + t_first * ot + hv * oh, steps, DK, ot, L, BK, TMA)
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
     w_out += ((part * H + hv) * tiles_of_head + tile0) * NP * L
+    mark0 = first // MARKS + slot
     state_row = tl.program_id(1).to(tl.int64)
     rk = col + tl.arange(0, BK)
     rv = tl.arange(0, BV)
@@ -234,6 +245,11 @@ def rows(
     r = tl.arange(0, L)
     rp = tl.arange(0, NP)
     tiles = tl.cdiv(steps, L).to(tl.int32)
+    if not BACK and STATE and tiles > 0:
+        at = (mark0 * H + h) * DK
+        put_mark(marks, at, S0, rk, rv, DK, DV)
+        if BLOCKS == 2:
+            put_mark(marks, at, S1, rk, rv + BV, DK, DV)
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
         gate = gates + t * VECTORS
@@ -271,7 +287,11 @@ def rows(
         if BLOCKS == 2:
             out = tl.dot(S1.to(x.dtype), tl.trans(z1), out, input_precision=PRECISION)
         if NORMALIZE:
-            n = tl.sum(N, 1)[:, None]
+            n = tl.sum(N, 1)
+            before = t + L if BACK else t
+            if before % MARKS == 0 and before < steps:
+                tl.store(n_marks + ((mark0 + before // MARKS) * H + h) * DK + rk, n, mask=rk < DK)
+            n = n[:, None]
             if BACK:
                 out += n
             elif DELTA:
@@ -285,7 +305,7 @@ def rows(
         tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
         if NORMALIZE:
             N = N * decay
-            if DELTA:
+            if DELTA or not BACK:
                 if BACK:
                     dd = tl.load(gate + DELTA_P * L + r)
                     high = dd.to(x.dtype)
@@ -301,6 +321,14 @@ def rows(
             S0 = settled(S0)
             if BLOCKS == 2:
                 S1 = settled(S1)
+        seen = t if BACK else t + L
+        if seen % MARKS == 0 and seen < steps and (START or seen > 0):
+            at = ((mark0 + seen // MARKS) * H + h) * DK
+            put_mark(marks, at, S0, rk, rv, DK, DV)
+            if BLOCKS == 2:
+                put_mark(marks, at, S1, rk, rv + BV, DK, DV)
+    if NORMALIZE and BACK and START and tiles > 0:
+        tl.store(n_marks + (mark0 * H + h) * DK + rk, tl.sum(N, 1), mask=rk < DK)
     if FINAL:
         tl.store(state_out + state_at, S0, mask=inside)
         if BLOCKS == 2:
