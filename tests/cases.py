@@ -191,7 +191,7 @@ def gradients(
 
     States are put on the scale m: exp(-m) times the true state, m a constant.
     """
-    shift = torch.zeros(()) if m is None or state.m is None else torch.exp(state.m.detach().double() - m.to(h.device))
+    shift = h.new_zeros(()) if m is None or state.m is None else torch.exp(state.m.detach().double() - m.to(h.device))
     outputs, cotangents = [h], [layout(p.dh.to(h))]
     for name in ("C", "n"):
         if (x := getattr(state, name)) is not None:
