@@ -164,7 +164,6 @@ def chunk_gates(
         m = b + tl.maximum(m_start, tl.associative_scan(i - b, 0, _max))
         # Steps shifted by one give the max state before each.
         late = inside & (t > start)
-        b_before = b - f
         i_before = tl.full([CHUNK], -1e9, tl.float64)
         if INPUT_GATE:
             i_before = _load_gate(log_i + h * ih, s, first, t - 1, ib, it, late, -1e9, PACKED)
@@ -173,17 +172,19 @@ def chunk_gates(
         f_before = _load_gate(log_f + h * fh, s, first, t - 1, fb, ft, late, 0.0, PACKED)
         b_before = tl.cumsum(f_before, 0)
         m_before = b_before + tl.maximum(m_start, tl.associative_scan(i_before - b_before, 0, _max))
-        if FINAL:  # the state leaves with m in float32, so that is the m to scale it by
-            last = t == length - 1
-            m = tl.where(last, m.to(tl.float32).to(tl.float64), m)
+        # The state leaves with m in float32, so that is the m to scale it by.
+        last = t == length - 1
+        m = tl.where(last, m.to(tl.float32).to(tl.float64), m)
+        if FINAL:
             tl.store(m_final + s * H + h + tl.zeros([CHUNK], tl.int32), m.to(tl.float32), mask=last)
         f = tl.where(inside, f + m_before - m, 0.0)
         i = tl.where(inside, i - m, -1e9)
         tile = h.to(tl.int64) * tiles + first_tile(first, s, T, L, PACKED) + t // L
         floor = tl.maximum(tl.exp(-m).to(tl.float32), TINY)
         tl.store(out + (tile * VECTORS + FLOOR) * L + t % L, floor, mask=t < tl.cdiv(length, L) * L)
-    f = tl.maximum(f * LOG2E, CLOSED)
-    i = tl.maximum(i * LOG2E, CLOSED)
+    # Unlike a maximum this keeps NaN.
+    f = tl.where(f * LOG2E < CLOSED, CLOSED, f * LOG2E)
+    i = tl.where(i * LOG2E < CLOSED, CLOSED, i * LOG2E)
     f = tl.reshape(f, (CHUNK // L, L))
     i = tl.reshape(i, (CHUNK // L, L))
     t = tl.reshape(t, (CHUNK // L, L))
@@ -209,7 +210,7 @@ def chunk_gates(
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "db", "dt"])
 def fold_denominator(
     gates, d, h_out, dh, cu, sequences, T, tiles, H, D_HV, db, dt, ds_h, hb, ht, hh, gb, gt, gh,
-    L: tl.constexpr, BLOCK_V: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr,
+    L: tl.constexpr, BLOCK_V: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Divides the rows of the gate matrix by max(|d|, exp(-m)), in place; delta = -u (dh . h) is added to dP."""
     h = tl.program_id(1).to(tl.int64)
@@ -226,7 +227,8 @@ def fold_denominator(
     den = tl.load(d + row * db + t * dt + h * ds_h, mask=inside, other=1.0)
     active = tl.abs(den) > floor
     D = tl.where(active, tl.abs(den), floor)
-    tl.store(at + ROW * L, tl.load(at + ROW * L, mask=inside) - tl.log2(D), mask=inside)
+    row_at = at + (ROW_LOW if EXACT else ROW) * L  # rows can be large: what is added to them is cut off
+    tl.store(row_at, tl.load(row_at, mask=inside) - tl.log2(D), mask=inside)
     tl.store(at + INTER * L, tl.load(at + INTER * L, mask=inside) / D, mask=inside)
     if GRAD:
         dot = tl.zeros([L], tl.float32)

@@ -269,7 +269,7 @@ def forward(x: Inputs, spec: Spec) -> Outputs:
         C = call.new(N, H, K, V)
         if spec.normalize:
             # Empty sequences have no last step, so theirs stays as it was.
-            m = call.new(N, H).zero_() if x.m is None else x.m.float().clone()
+            m = call.new(N, H).zero_() if x.m is None else call.new(N, H).copy_(x.m)
             n = call.new(N, H, K)
     d = call.new(*x.log_f.shape) if spec.normalize and spec.save else None
     chunk_C = chunk_n = None
@@ -285,6 +285,8 @@ def forward(x: Inputs, spec: Spec) -> Outputs:
         call.columns(x.k, x.v, x.q, h, gates, False, initial[0], final[0])
     if not spec.save:
         chunk_C = chunk_n = None
+    elif chunk_C is None:
+        chunk_C, chunk_n = call.new(0, H, K, V), call.new(0, H, K) if spec.normalize else None
     C, n, m, d, chunk_C, chunk_n = (none.clone() if t is None else t for t in (C, n, m, d, chunk_C, chunk_n))
     return Outputs(h, C, n, m, d, chunk_C, chunk_n)
 
@@ -303,16 +305,13 @@ def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor 
     dlog_f = call.new(*x.log_f.shape)
     with call.device:
         triton.set_allocator(_allocate)
-        m_final = None
-        if spec.normalize and dC is not None:  # the final state's cotangent belongs to its rounded m
-            m_final = call.new(N, H)
-        gates = call.gates(m_final)
+        gates = call.gates(None)
         delta = spec.normalize and spec.normalizer_grad
         if spec.normalize:
             gate_kernels.fold_denominator[(call.slots(call.L), H)](
                 gates, out.d, out.h, dh, call.cu, x.sequences, call.T, call.tiles,
                 H, V, *_strides(out.d), *_strides(out.h), *_strides(dh), L=call.L, BLOCK_V=min(128, power_of_two(V)),
-                GRAD=delta, PACKED=call.packed, num_warps=8,
+                GRAD=delta, PACKED=call.packed, EXACT=call.exact, num_warps=8,
             )  # fmt: skip
         start: Pair = (_dense(x.C), _dense(x.n))
         # Without a cotangent for n there may still be one for C, and the other way round.

@@ -385,7 +385,8 @@ def normaliser(
             if SAVE_D:
                 tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
             D = tl.maximum(tl.abs(d), tl.load(gate + FLOOR * L + r))
-            tl.store(gate + ROW * L + r, tl.load(gate + ROW * L + r) - tl.log2(D))
+            row_at = gate + (ROW_LOW if EXACT else ROW) * L + r  # rows can be large: what is added to them is cut off
+            tl.store(row_at, tl.load(row_at) - tl.log2(D))
             tl.store(gate + INTER * L + r, inter / D)
         high = wx.to(x.dtype)
         low = (wx - high).to(x.dtype)
