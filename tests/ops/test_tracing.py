@@ -180,3 +180,10 @@ def test_states_of_chunks_are_as_many_as_said(way: Way, lengths: tuple[int, ...]
         rest = (0.5, True, True, chunk_size, way.backend, way.kernel, True, False)
         chunk_C = torch.ops.tfla.attend(*tensors, cu_seqlens, *rest)[5]
         assert chunk_C.numel() == BACKENDS[way.backend].stored_states(x, chunk_size) * 2 * 5 * 7
+
+
+def test_compile_without_naming_a_backend(device: str) -> None:
+    torch.compiler.reset()
+    x = [torch.randn(1, 20, 2, *d, device=device) for d in ((4,), (4,), (6,), (), ())]
+    compiled = torch.compile(tfla.mlstm, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*x), tfla.mlstm(*x))

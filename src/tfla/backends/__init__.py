@@ -24,7 +24,12 @@ def select(name: str | None, x: Inputs) -> Backend:
         ValueError: no backend has that name, or it cannot run these inputs (the message says why).
     """
     if name is None:
-        return max((b for b in BACKENDS.values() if b.unsupported(x) is None), key=lambda b: b.priority)
+        best: Backend | None = None
+        for backend in BACKENDS.values():  # a loop, since torch.compile has no max with a key
+            if backend.unsupported(x) is None and (best is None or backend.priority > best.priority):
+                best = backend
+        assert best is not None, "the reference takes everything"
+        return best
     if name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, allowed are None and {', '.join(map(repr, BACKENDS))}")
     why = BACKENDS[name].unsupported(x)
