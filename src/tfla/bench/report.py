@@ -40,7 +40,7 @@ def cpu_section(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in env["versions"].items() if v)
     shape = env["shape"]
     parts = [
-        "## On a CPU\n",
+        "## On a CPU",
         f"{env['cpu']}, {env['threads']} threads, {env['date']}; {versions}. B {shape['B']}, {shape['H']} heads, "
         f"dqk {shape['dqk']}, dhv {shape['dhv']}, {shape['dtype']}. Median milliseconds, and in brackets the ratio to "
         "the floor: the FLOPs of the form (`bench/floor.py`) at the rate of a large matrix product, timed in between.",
@@ -65,9 +65,9 @@ def cpu_section(result: dict[str, Any]) -> str:
         parts.append(
             table(["memory beyond inputs, output, gradients", *(f"T = {m['T']:,}" for m in result["memory"])], rows)
         )
-    parts.append(
-        "Reproduce: `tfla bench cpu --out benchmarks/results/cpu.json` (mlstm_kernels is timed where it is installed)."
-    )
+    config = result["config"]
+    command = f"tfla bench cpu --repeats {config['repeats']} --attention-up-to {config['attention_up_to']}"
+    parts.append(f"Reproduce: `{command} --out benchmarks/results/cpu.json` (mlstm_kernels is timed where installed).")
     return "\n\n".join(parts)
 
 
