@@ -26,7 +26,7 @@ def test_cuts(
 ) -> None:
     monkeypatch.setattr(chunkwise, "TILE", tile)
     monkeypatch.setattr(chunkwise, "MAX_TILES", tiles)
-    monkeypatch.setattr(chunkwise, "BLOCK_BYTES", states_in_a_block * 5 * 7 * 8)
+    monkeypatch.setattr(chunkwise, "STATE_BYTES", states_in_a_block * 5 * 7 * 8)
     p = problem(T=50, **shape)
     way = Way("chunkwise", "segmented", device)
     check(solve(p, way), truth(p), p.dtype)

@@ -29,8 +29,8 @@ from tfla.backends.chunkwise.gates import TileGates, max_state, tile_gates
 from tfla.backends.chunkwise.workspace import Workspace, empty
 
 TILE = 64
-BLOCK_BYTES = 2 << 20  # states of one block: small enough to stay in a core's cache
 MAX_TILES = 16
+STATE_BYTES = 1 << 19  # states walked together: what stays in the cores' caches
 
 
 class Span(NamedTuple):
@@ -75,32 +75,18 @@ def parts(start: int, stop: int, tiles: int) -> Iterator[Part]:
         yield Part(start, 1, stop - start)
 
 
-class Plan(NamedTuple):
-    """How many tiles and heads a block has."""
-
-    tiles: int
-    heads: int
-
-    @staticmethod
-    def of(x: Inputs) -> Plan:
-        B, T, H, V = x.v.shape
-        state = x.q.shape[3] * V * x.acc_dtype.itemsize
-        tiles = max(1, min(MAX_TILES, -(-T // TILE), max(4, BLOCK_BYTES // state)))
-        return Plan(tiles, max(1, min(B * H, BLOCK_BYTES // (tiles * state))))
-
-
 class Group(NamedTuple):
-    """Heads computed together: all of some rows, or some of one row. Copies nothing where it is a single head."""
+    """Heads computed together: all of some rows, or some of one row; heads that share a q and k are never parted."""
 
     rows: slice
     heads: slice
-    qk_heads: slice | Tensor  # one for each of `heads`, or the one they share
+    qk_heads: slice
+    share: int  # heads of v to one of q and k
 
     def qk(self, x: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-        """q or k of a block, (n, N, L, dqk)."""
-        x = x[self.rows, part.t : part.stop]
-        x = x[:, :, self.qk_heads]
-        return _tiles(x, part).to(dtype)
+        """q or k of a block, (n, N, L, dqk). A copy only where heads share one, or there are several rows."""
+        tiles = _tiles(x[self.rows, part.t : part.stop, self.qk_heads], part).to(dtype)
+        return tiles if self.share == 1 else tiles.repeat_interleave(self.share, 1)
 
     def v(self, x: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
         """v, h or a cotangent of it, (n, N, L, dhv)."""
@@ -110,14 +96,19 @@ class Group(NamedTuple):
         """Chunk states (N, ...) from where the rows' sequences have theirs."""
         return states[slots[self.rows], self.heads].flatten(0, 1)
 
+    def put_state(self, states: Tensor, slots: list[int], x: Tensor) -> None:
+        """Stores (N, ...) where `state` would read it."""
+        states[slots[self.rows], self.heads] = x.view(-1, self.heads.stop - self.heads.start, *x.shape[1:])
+
     def put(self, out: Tensor, part: Part, x: Tensor, divisor: Tensor | None = None) -> None:
         """Stores (n, N, L, d), divided, where `v` would read it."""
-        out = out[self.rows, part.t : part.stop, self.heads].unflatten(1, (part.n, part.L)).permute(1, 0, 3, 2, 4)
-        x = x.unflatten(1, out.shape[1:3])
-        if divisor is None:
-            out.copy_(x)
-        else:
-            torch.div(x, divisor.unflatten(1, out.shape[1:3]), out=out)
+        _put(out[self.rows, part.t : part.stop, self.heads], part, x, divisor)
+
+    def put_qk(self, out: Tensor, part: Part, x: Tensor) -> None:
+        """Stores (n, N, L, dqk), summed over the heads that share it, where `qk` would read it."""
+        if self.share > 1:
+            x = x.unflatten(1, (-1, self.share)).sum(2)
+        _put(out[self.rows, part.t : part.stop, self.qk_heads], part, x, None)
 
 
 def _tiles(x: Tensor, part: Part) -> Tensor:
@@ -125,49 +116,56 @@ def _tiles(x: Tensor, part: Part) -> Tensor:
     return x.unflatten(1, (part.n, part.L)).permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
-def groups(rows: int, x: Inputs, heads: int) -> list[Group]:
-    """All heads of as many rows as allowed, or where not even one row fits, some heads of one row."""
+def _put(out: Tensor, part: Part, x: Tensor, divisor: Tensor | None) -> None:
+    out = out.unflatten(1, (part.n, part.L)).permute(1, 0, 3, 2, 4)
+    x = x.unflatten(1, out.shape[1:3])
+    if divisor is None:
+        out.copy_(x)
+    else:
+        torch.div(x, divisor.unflatten(1, out.shape[1:3]), out=out)
+
+
+def groups(rows: int, x: Inputs) -> list[Group]:
+    """As large as the caches allow: all heads of as many rows, or where not even one row fits, some heads of one."""
     H, share = x.v.shape[2], x.v.shape[2] // x.q.shape[2]
-    if heads >= H:
-        each = heads // H
-        every = slice(None) if share == 1 else torch.arange(H, device=x.q.device) // share
-        return [Group(slice(r, min(r + each, rows)), slice(0, H), every) for r in range(0, rows, each)]
-    found = []
-    for r in range(rows):
-        for a in range(0, H, heads):
-            b = min(a + heads, H)
-            qk: slice | Tensor = slice(a, b)
-            if share > 1:
-                qk = torch.arange(a, b, device=x.q.device) // share if b - a > 1 else slice(a // share, a // share + 1)
-            found.append(Group(slice(r, r + 1), slice(a, b), qk))
-    return found
+    state = x.q.shape[3] * x.v.shape[3] * x.acc_dtype.itemsize
+    sets = H // share
+    each = max(1, min(STATE_BYTES // state // share, rows * sets))
+    if each >= sets:
+        step = each // sets
+        found = [(slice(r, min(r + step, rows)), 0, sets) for r in range(0, rows, step)]
+    else:
+        found = [(slice(r, r + 1), a, min(a + each, sets)) for r in range(rows) for a in range(0, sets, each)]
+    return [Group(row, slice(a * share, b * share), slice(a, b), share) for row, a, b in found]
 
 
 class Walk:
-    """What forward and backward share: inputs of one span, its groups of heads, its gates."""
+    """One group of heads of one span, from end to end: what forward and backward share."""
 
-    def __init__(self, x: Inputs, spec: Spec, span: Span, plan: Plan, m: Tensor) -> None:
-        self.x, self.spec, self.plan = x, spec, plan
-        self.dtype = x.acc_dtype
-        self.span = span
-        rows = span.rows.stop - span.rows.start
-        self.groups = groups(rows, x, plan.heads)
+    def __init__(self, x: Inputs, spec: Spec, span: Span, group: Group, m: Tensor) -> None:
+        self.spec, self.span, self.group, self.dtype = spec, span, group, x.acc_dtype
         self.q, self.k, self.v = (t[span.rows] for t in (x.q, x.k, x.v))
-        self.H = x.v.shape[2]
+        self.states = span.states.start + group.rows.start, span.states.start + group.rows.stop
 
         def rows_first(g: Tensor) -> Tensor:  # (N, T) float64
-            return g[span.rows, span.start : span.stop].double().transpose(1, 2).flatten(0, 1)
+            g = g[span.rows, span.start : span.stop][group.rows, :, group.heads]
+            return g.double().transpose(1, 2).flatten(0, 1)
 
         self.log_f, self.log_i = rows_first(x.log_f), rows_first(input_gate(x))
         self.m: Tensor | None = None
         if spec.normalize:
             # The stabiliser is free to choose, so it may be rounded: states are kept with it.
-            self.m_start = m[span.states].flatten().double()
+            self.m_start = self.of_group(m).flatten().double()
             self.m = max_state(self.log_i, self.log_f, self.m_start).to(self.dtype).double()
 
-    def chunks(self) -> list[tuple[int, int]]:
+    def of_group(self, states: Tensor) -> Tensor:
+        """The group's rows and heads of (sequences, H, ...): a view."""
+        return states[self.states[0] : self.states[1], self.group.heads]
+
+    def chunks(self) -> list[tuple[int, int, list[int]]]:
+        """(first step, one past the last, slots of its states)."""
         a, b, c = self.span.start, self.span.stop, self.spec.chunk_size
-        return [(t, min(t + c, b)) for t in range(a, b, c)]
+        return [(t, min(t + c, b), [s + n for s in self.span.slots]) for n, t in enumerate(range(a, b, c))]
 
     def gates(self, part: Part) -> TileGates:
         at = slice(part.t - self.span.start, part.stop - self.span.start)
@@ -178,10 +176,72 @@ class Walk:
         m = self.m[:, at].unflatten(1, (part.n, part.L))
         return tile_gates(log_i, log_f, m, before, self.spec.scale, self.dtype)
 
-    def flat(self, group: Group) -> slice:
-        """The rows of (B H) that a group has."""
-        first = group.rows.start * self.H + group.heads.start
-        return slice(first, first + (group.rows.stop - group.rows.start) * (group.heads.stop - group.heads.start))
+    def forward(self, out: Outputs, work: Workspace) -> None:
+        """Fills the walk's part of `out`, whose C, n and m hold the initial state."""
+        spec, group, span = self.spec, self.group, self.span
+        C = self.of_group(out.C).flatten(0, 1).clone()
+        n = self.of_group(out.n).flatten(0, 1).clone() if spec.normalize else out.n
+        for start, stop, slots in self.chunks():
+            if spec.save:
+                group.put_state(out.chunk_C, slots, C)
+                if spec.normalize:
+                    group.put_state(out.chunk_n, slots, n)
+            for part in parts(start, stop, MAX_TILES):
+                gates = self.gates(part)
+                q, k = (group.qk(t, part, self.dtype) for t in (self.q, self.k))
+                v = group.v(self.v, part, self.dtype)
+                h, d, n = block.forward(q, k, v, gates, C, n, spec, work)
+                if d is None:
+                    group.put(out.h[span.rows], part, h)
+                    continue
+                group.put(out.h[span.rows], part, h, torch.maximum(d.abs(), gates.floor))
+                if spec.save:
+                    group.put(out.d[span.rows].unsqueeze(-1), part, d)
+        self.put_state(out.C, C)
+        if self.m is not None:
+            self.put_state(out.n, n)
+            self.put_state(out.m, self.m[:, -1])
+
+    def put_state(self, states: Tensor, x: Tensor) -> None:
+        mine = self.of_group(states)
+        mine.copy_(x.view(mine.shape))
+
+    def backward(self, out: Outputs, dh: Tensor, grads: Grads, work: Workspace) -> None:
+        """Fills the walk's part of `grads`, whose C and n hold the cotangent of the final state."""
+        spec, group, span = self.spec, self.group, self.span
+        dC = self.of_group(grads.C).flatten(0, 1).clone()
+        dn = self.of_group(grads.n).flatten(0, 1).clone() if spec.normalize else grads.n
+        for start, stop, slots in reversed(self.chunks()):
+            C = group.state(out.chunk_C, slots)
+            n = group.state(out.chunk_n, slots) if spec.normalize else dn
+            blocks = []  # with the states before each
+            for part in parts(start, stop, MAX_TILES):
+                gates = self.gates(part)
+                blocks.append((part, gates, C, n))
+                if part.stop < stop:
+                    k, v = group.qk(self.k, part, self.dtype), group.v(self.v, part, self.dtype)
+                    C, n = block.final_state(k, v, gates, C, n, spec, work)
+            for part, gates, C, n in reversed(blocks):
+                q, k = (group.qk(t, part, self.dtype) for t in (self.q, self.k))
+                v, h, g = (group.v(t, part, self.dtype) for t in (self.v, out.h[span.rows], dh[span.rows]))
+                d = group.v(out.d[span.rows].unsqueeze(-1), part, self.dtype) if spec.normalize else h
+                grad = block.backward(q, k, v, gates, C, n, h, d, g, dC, dn, spec, work)
+                dn = grad.n
+                group.put_qk(grads.q[span.rows], part, grad.q)
+                group.put_qk(grads.k[span.rows], part, grad.k)
+                group.put(grads.v[span.rows], part, grad.v)
+                for gate, flat in ((grads.log_i, grad.log_i), (grads.log_f, grad.log_f)):
+                    tiles = flat.unflatten(1, (part.n, part.L)).transpose(0, 1).unsqueeze(-1)
+                    group.put(gate[span.rows].unsqueeze(-1), part, tiles)
+        self.put_state(grads.C, dC)
+        if spec.normalize:
+            self.put_state(grads.n, dn)
+
+
+def walks(x: Inputs, spec: Spec, m: Tensor) -> Iterator[Walk]:
+    for span in spans(x, spec.chunk_size):
+        for group in groups(span.rows.stop - span.rows.start, x):
+            yield Walk(x, spec, span, group, m)
 
 
 class Chunkwise(Backend):
@@ -199,102 +259,27 @@ class Chunkwise(Backend):
         C, n, m = initial_state(x, spec)
         none = C.new_empty(0)
         rows = self.stored_states(x, spec.chunk_size) if spec.save else 0
-        kept = empty((rows, *C.shape[1:]), C.dtype, C.device) if spec.save else none
-        kept_n = n.new_empty(rows, *n.shape[1:]) if spec.save and spec.normalize else none.clone()
+        chunk_C = empty((rows, *C.shape[1:]), C.dtype, C.device) if spec.save else none
+        chunk_n = n.new_empty(rows, *n.shape[1:]) if spec.save and spec.normalize else none.clone()
         h = empty(x.v.shape, x.v.dtype, x.v.device)
         d = torch.empty(x.log_f.shape, dtype=C.dtype, device=C.device) if spec.normalize and spec.save else none.clone()
-        plan, work = Plan.of(x), Workspace(x.q, C.dtype)
-        for span in spans(x, spec.chunk_size):
-            walk = Walk(x, spec, span, plan, m)
-            C_span = C[span.states].flatten(0, 1)
-            n_span = n[span.states].flatten(0, 1) if spec.normalize else n
-            for index, (start, stop) in enumerate(walk.chunks()):
-                if spec.save:
-                    slots = [s + index for s in span.slots]
-                    kept[slots] = C_span.unflatten(0, (-1, walk.H))
-                    if spec.normalize:
-                        kept_n[slots] = n_span.unflatten(0, (-1, walk.H))
-                for part in parts(start, stop, plan.tiles):
-                    gates = walk.gates(part)
-                    for group in walk.groups:
-                        at = walk.flat(group)
-                        q, k = (group.qk(t, part, walk.dtype) for t in (walk.q, walk.k))
-                        v = group.v(walk.v, part, walk.dtype)
-                        n_at = n_span[at] if spec.normalize else n
-                        own = gates.head(at)
-                        out, d_out, C_span[at], n_new = block.forward(q, k, v, own, C_span[at], n_at, spec, work)
-                        if d_out is None:
-                            group.put(h[span.rows], part, out)
-                            continue
-                        group.put(h[span.rows], part, out, torch.maximum(d_out.abs(), own.floor))
-                        n_span[at] = n_new
-                        if spec.save:
-                            group.put(d[span.rows].unsqueeze(-1), part, d_out)
-            if spec.normalize and spec.final_state and walk.m is not None:
-                m[span.states] = walk.m[:, -1].to(m.dtype).view(-1, walk.H)
-        if not spec.final_state:
-            C, n, m = none.clone(), none.clone(), none.clone()
-        return Outputs(h, C, n, m, d, kept, kept_n)
+        out = Outputs(h, C, n, m, d, chunk_C, chunk_n)
+        work = Workspace(x.q, C.dtype)
+        for walk in walks(x, spec, m.clone()):
+            walk.forward(out, work)
+        return out if spec.final_state else out._replace(C=none.clone(), n=none.clone(), m=none.clone())
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         C0, n0, m = initial_state(x, spec)
-        dC_all = torch.zeros_like(C0) if dC is None else own(dC, C0.dtype)
-        dn_all = torch.zeros_like(n0) if dn is None else own(dn, C0.dtype)
-        shared = x.q.shape[2] != x.v.shape[2]
-        dq, dk = (empty(t.shape, C0.dtype if shared else t.dtype, t.device) for t in (x.q, x.k))
-        if shared:  # heads that share q and k add up
-            dq, dk = dq.zero_(), dk.zero_()
-        dv = empty(x.v.shape, x.v.dtype, x.v.device)
+        dC = torch.zeros_like(C0) if dC is None else own(dC, C0.dtype)
+        dn = torch.zeros_like(n0) if dn is None else own(dn, C0.dtype)
+        dq, dk, dv = (empty(t.shape, t.dtype, t.device) for t in (x.q, x.k, x.v))
         dlog_i, dlog_f = (torch.empty(x.log_f.shape, dtype=C0.dtype, device=C0.device) for _ in range(2))
-        plan, work = Plan.of(x), Workspace(x.q, C0.dtype)
-        for span in spans(x, spec.chunk_size):
-            walk = Walk(x, spec, span, plan, m)
-            dC_span = dC_all[span.states].flatten(0, 1)
-            dn_span = dn_all[span.states].flatten(0, 1) if spec.normalize else dn_all
-            for index, (start, stop) in reversed(list(enumerate(walk.chunks()))):
-                slots = [s + index for s in span.slots]
-                chunk_parts = list(parts(start, stop, plan.tiles))
-                chunk_gates = [walk.gates(part) for part in chunk_parts]
-                for group in walk.groups:
-                    at = walk.flat(group)
-                    C = group.state(out.chunk_C, slots)
-                    n = group.state(out.chunk_n, slots) if spec.normalize else n0
-                    inside = [(C, n)]  # states before each block
-                    for part, gates in zip(chunk_parts[:-1], chunk_gates[:-1], strict=True):
-                        k, v = group.qk(walk.k, part, walk.dtype), group.v(walk.v, part, walk.dtype)
-                        C, n = block.final_state(k, v, gates.head(at), C, n, spec, work)
-                        C = C.clone()
-                        inside.append((C, n))
-                    for part, gates, (C, n) in reversed(list(zip(chunk_parts, chunk_gates, inside, strict=True))):
-                        q, k = (group.qk(t, part, walk.dtype) for t in (walk.q, walk.k))
-                        v, h, g = (group.v(t, part, walk.dtype) for t in (walk.v, out.h[span.rows], dh[span.rows]))
-                        d = group.v(out.d[span.rows].unsqueeze(-1), part, walk.dtype) if spec.normalize else h
-                        dn_at = dn_span[at] if spec.normalize else dn_span
-                        grad = block.backward(q, k, v, gates.head(at), C, n, h, d, g, dC_span[at], dn_at, spec, work)
-                        dC_span[at] = grad.C
-                        if spec.normalize:
-                            dn_span[at] = grad.n
-                        for target, value in ((dq, grad.q), (dk, grad.k)):
-                            self._put_qk(group, target[span.rows], part, value, shared)
-                        group.put(dv[span.rows], part, grad.v)
-                        for gate, flat in ((dlog_i, grad.log_i), (dlog_f, grad.log_f)):
-                            tiles = flat.unflatten(1, (part.n, part.L)).transpose(0, 1).unsqueeze(-1)
-                            group.put(gate[span.rows].unsqueeze(-1), part, tiles)
-        return Grads(dq, dk, dv, dlog_i, dlog_f, dC_all, dn_all)
-
-    @staticmethod
-    def _put_qk(group: Group, target: Tensor, part: Part, value: Tensor, shared: bool) -> None:
-        """Stores a cotangent of q or k; where heads of v share one, adds it up."""
-        if not shared:
-            group.put(target, part, value)
-            return
-        target = target[group.rows, part.t : part.stop]
-        heads = group.heads.stop - group.heads.start
-        value = value.unflatten(1, (-1, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)  # (rows, n L, heads, dqk)
-        if isinstance(group.qk_heads, slice):
-            target[:, :, group.qk_heads] += value
-        else:
-            target.index_add_(2, group.qk_heads, value)
+        grads = Grads(dq, dk, dv, dlog_i, dlog_f, dC, dn)
+        work = Workspace(x.q, C0.dtype)
+        for walk in walks(x, spec, m):
+            walk.backward(out, dh, grads, work)
+        return grads
 
 
 BACKEND = Chunkwise()

@@ -1,8 +1,8 @@
-"""The work on a block: n successive tiles of L steps for N heads, all tiles at once as batched matrix products.
+"""The work on a block: n successive tiles of L steps for N heads. Products of N heads run as one batch.
 
-Tensors are (n, N, L, d); states before each tile and behind the last, (n + 1, N, dqk, dhv), live for one block only.
-Every output is a product inside the tile (quadratic in L) plus one with a state: (44)-(56) forward, and backward the
-same with the roles of q, k, v and their cotangents exchanged.
+Tensors are (n, N, L, d). Every output is a product inside the tile (quadratic in L) plus one with a state, (44)-(56)
+forward, and backward the same with the roles of q, k, v and their cotangents exchanged. The state is one buffer
+(N, dqk, dhv) walked from tile to tile, so it stays in the cache.
 """
 
 from __future__ import annotations
@@ -14,77 +14,57 @@ from torch import Tensor
 
 from tfla.backends.base import Spec
 from tfla.backends.chunkwise.gates import TileGates
-from tfla.backends.chunkwise.workspace import Workspace, bmm_into
-
-
-def _bmm_add(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """out + a @ b, in place."""
-    out.flatten(0, 1).baddbmm_(a.flatten(0, 1), b.flatten(0, 1))
-    return out
-
-
-def _carry_on(states: Tensor, carry: Tensor, reverse: bool) -> None:
-    """Turns what each tile adds into states: forward, row t + 1 gains row t decayed; reverse, row t gains row t + 1."""
-    rows = states.unbind(0)
-    tiles = range(len(rows) - 1)
-    decay = carry.diagonal(-1, 1, 2)  # (N, n)
-    scalars = decay[0].tolist() if decay.shape[0] == 1 else None
-    for t in reversed(tiles) if reverse else tiles:
-        source, target = (t + 1, t) if reverse else (t, t + 1)
-        if scalars is not None:
-            rows[target].add_(rows[source], alpha=scalars[t])
-        else:
-            rows[target].add_(rows[source] * decay[:, t, None, None])
-
-
-def memory_states(k_up: Tensor, v: Tensor, gates: TileGates, C: Tensor, work: Workspace) -> Tensor:
-    """C before each tile and behind the last, (39)-(43), (n + 1, N, dqk, dhv). k_up is k weighted by `update`."""
-    out = work("states", k_up.shape[0] + 1, *C.shape)
-    out[0] = C
-    bmm_into(out[1:], k_up.transpose(-1, -2), v)
-    _carry_on(out, gates.carry, reverse=False)
-    return out
+from tfla.backends.chunkwise.workspace import Workspace
 
 
 def normalizer_states(k_up: Tensor, gates: TileGates, n: Tensor) -> Tensor:
-    """n before each tile and behind the last, (n + 1, N, 1, dqk)."""
+    """n before each tile and behind the last, (n + 1, N, 1, dqk). k_up is k weighted by `update`."""
     added = torch.cat([n[None], k_up.sum(2)]).transpose(0, 1)
     return (gates.carry @ added).transpose(0, 1).unsqueeze(2)
+
+
+def advance(C: Tensor, decay: Tensor, k_up: Tensor, v: Tensor) -> None:
+    """C behind a tile from that before, (39)-(43), in place; walking back its cotangent, with q and do for k and v."""
+    C.mul_(decay).baddbmm_(k_up.mT, v)
 
 
 def final_state(
     k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, spec: Spec, work: Workspace
 ) -> tuple[Tensor, Tensor]:
-    """Only the state behind the block. C lives in the workspace."""
+    """Only the state behind the block."""
     k_up = work.mul("k_up", k, gates.update)
-    n_end = normalizer_states(k_up, gates, n)[-1, :, 0] if spec.normalize else n
-    return memory_states(k_up, v, gates, C, work)[-1], n_end
+    C = C.clone()
+    for tile in zip(gates.decays(), k_up, v, strict=True):
+        advance(C, *tile)
+    return C, normalizer_states(k_up, gates, n)[-1, :, 0] if spec.normalize else n
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, spec: Spec, work: Workspace
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Numerators (n, N, L, dhv), stabilised d (n, N, L, 1), the state behind the block; C lives in the workspace."""
-    P = work.bmm("P", q, k.transpose(-1, -2)).mul_(gates.matrix(work))
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Numerators (n, N, L, dhv), stabilised d (n, N, L, 1), n behind the block; C becomes that behind the block."""
+    P = work.each_bmm("P", q, k.mT).mul_(gates.matrix(work))
     q_in, k_up = work.mul("q_in", q, gates.inter), work.mul("k_up", k, gates.update)
-    states = memory_states(k_up, v, gates, C, work)
-    out = _bmm_add(work.bmm("out", P, v), q_in, states[:-1])
+    out = work("out", *v.shape)
+    for o, Pt, qt, kt, vt, decay in zip(out, P, q_in, k_up, v, gates.decays(), strict=True):
+        torch.bmm(Pt, vt, out=o)
+        o.baddbmm_(qt, C)
+        advance(C, decay, kt, vt)
     if not spec.normalize:
-        return out, None, states[-1], n
+        return out, None, n
     ns = normalizer_states(k_up, gates, n)
     d = P.sum(-1, keepdim=True) + work.mul("q_in", q_in, ns[:-1]).sum(-1, keepdim=True)
-    return out, d, states[-1], ns[-1, :, 0]
+    return out, d, ns[-1, :, 0]
 
 
 class Gradients(NamedTuple):
-    """Cotangents of one block, in the workspace: q, k, v like the inputs, log-gates (N, n L), the state before it."""
+    """Cotangents of one block, in the workspace: q, k, v like the inputs, log-gates (N, n L), n before it."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     log_i: Tensor
     log_f: Tensor
-    C: Tensor
     n: Tensor
 
 
@@ -92,7 +72,8 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, h: Tensor, d: Tensor, dh: Tensor,
     dC: Tensor, dn: Tensor, spec: Spec, work: Workspace,
 ) -> Gradients:  # fmt: skip
-    """Exact gradients of a block from the state before it and the cotangents of its outputs and of the state behind it.
+    """Exact gradients of a block from the state before it and the cotangents of its outputs and of the state behind it;
+    dC becomes that of the state before.
 
     do, dd are the cotangents of the stabilised numerator and denominator; states' cotangents are exp(m) dL/dC.
     """
@@ -103,28 +84,31 @@ def backward(
         if spec.normalizer_grad:
             dd = -work.mul("out", dh, h).sum(-1, keepdim=True) * d.sign() * (d.abs() > gates.floor) / D
     k_up = work.mul("k_up", k, gates.update)
-    states = memory_states(k_up, v, gates, C, work)
+    do_in, v_up = work.mul("do_in", do, gates.inter), work.mul("v_up", v, gates.update)
 
     weights = gates.matrix(work)
-    dS = work.bmm("dS", do, v.transpose(-1, -2))
+    dS = work.each_bmm("dS", do, v.mT)
     if dd is not None:
         dS += dd
     dS *= weights
-    P = work.bmm("P", q, k.transpose(-1, -2)).mul_(weights)
+    P = work.each_bmm("P", q, k.mT).mul_(weights)
 
-    # Cotangents of the states: the same recurrence backwards, with q and do in place of k and v.
-    do_in = work.mul("do_in", do, gates.inter)
-    grads = work("grads", *states.shape)
-    bmm_into(grads[:-1], q.transpose(-1, -2), do_in)
-    grads[-1] = dC
-    _carry_on(grads, gates.carry, reverse=True)
-
-    dq = _bmm_add(work.bmm("dq", dS, k), do_in, states[:-1].transpose(-1, -2))
-    dv = _bmm_add(work.bmm("out", P.transpose(-1, -2), do), k_up, grads[1:])
-    v_up = work.mul("do_in", v, gates.update)
-    dk = _bmm_add(work.bmm("dk", dS.transpose(-1, -2), q), v_up, grads[1:].transpose(-1, -2))
-    # At the end of every tile the sum that is dlog_f is known directly: <C, dC>, and <n, dn>.
-    tile_ends = torch.matmul(states[1:].flatten(2).unsqueeze(2), grads[1:].flatten(2).unsqueeze(3)).squeeze(3)
+    dq, dk, dv = work("dq", *q.shape), work("dk", *k.shape), work("dv", *v.shape)
+    decays = gates.decays()
+    C = C.clone()
+    for out, S, kt, g, k_in, vt, decay in zip(dq, dS, k, do_in, k_up, v, decays, strict=True):
+        torch.bmm(S, kt, out=out)
+        out.baddbmm_(g, C.mT)
+        advance(C, decay, k_in, vt)
+    # At the end of the block the sum that is dlog_f is known directly: <C, dC>, and <n, dn>.
+    block_end = torch.linalg.vecdot(C.flatten(1), dC.flatten(1))
+    each = zip(dv, dk, P.mT, dS.mT, q, do, do_in, k_up, v_up, decays, strict=True)
+    for out_v, out_k, Pt, S, qt, g, g_in, k_in, v_in, decay in reversed(list(each)):
+        torch.bmm(Pt, g, out=out_v)
+        out_v.baddbmm_(k_in, dC)
+        torch.bmm(S, qt, out=out_k)
+        out_k.baddbmm_(v_in, dC.mT)
+        advance(dC, decay, qt, g_in)
     if spec.normalize:
         added = torch.cat([torch.zeros_like(q[:, :, 0]), dn[None]])
         if dd is not None:
@@ -135,14 +119,13 @@ def backward(
         if dd is not None:
             dq += work.mul("q_in", ns[:-1], dd_in)
         dk += work.mul("q_in", dns[1:], gates.update)
-        tile_ends = tile_ends + (ns[1:] * dns[1:]).sum(-1)
+        block_end = block_end + (ns[-1] * dns[-1]).sum((1, 2))
         dn = dns[0, :, 0]
 
     def per_step(a: Tensor, b: Tensor) -> Tensor:
         return work.mul("q_in", a, b).sum(-1).transpose(0, 1).flatten(1)
 
     dlog_i = per_step(k, dk)
-    falls = per_step(q, dq) - dlog_i
-    falls = falls.unflatten(1, (-1, q.shape[2]))
-    dlog_f = (falls.flip(-1).cumsum(-1).flip(-1) + tile_ends.transpose(0, 1)).flatten(1)
-    return Gradients(dq, dk, dv, dlog_i, dlog_f, grads[0], dn)
+    falls = (per_step(q, dq) - dlog_i).double()
+    dlog_f = falls.flip(-1).cumsum(-1).flip(-1) + block_end[:, None]
+    return Gradients(dq, dk, dv, dlog_i, dlog_f.to(dlog_i.dtype), dn)

@@ -38,6 +38,10 @@ class TileGates(NamedTuple):
         row, column, inter, update, floor = (x[:, part] for x in (row, column, inter, update, floor))
         return TileGates(row, column, inter, update, carry[part], floor, scale)
 
+    def decays(self) -> tuple[Tensor, ...]:
+        """Of the state over each tile, (N, 1, 1)."""
+        return self.carry.diagonal(-1, 1, 2).t()[..., None, None].unbind(0)
+
     def matrix(self, work: Workspace) -> Tensor:
         """scale D, (n, N, L, L), zero above the diagonal."""
         L = self.row.shape[-1]

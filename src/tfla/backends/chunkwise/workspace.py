@@ -25,11 +25,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     return x
 
 
-def bmm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a @ b over the two leading dims, which are one batch dim where strides allow it without a copy."""
-    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
-
-
 class Workspace:
     """Buffers by name, kept from block to block: first touching fresh memory can cost more than the arithmetic."""
 
@@ -47,8 +42,9 @@ class Workspace:
         """a * b, with a and b broadcast against each other but for the last dim, which a has."""
         return torch.mul(a, b, out=self(name, *b.shape[:3], a.shape[3]) if a.shape[2] == 1 else self(name, *a.shape))
 
-    def bmm(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b over the two leading dims; they are one batch dim where strides allow it without a copy."""
+    def each_bmm(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b, tile by tile: heads are the batch, whose strides need no copy."""
         out = self(name, *a.shape[:3], b.shape[3])
-        bmm_into(out, a, b)
+        for each in zip(a, b, out, strict=True):
+            torch.bmm(*each[:2], out=each[2])
         return out
