@@ -264,11 +264,12 @@ def gate_gradients(
     q_dq, k_dk, states, n, cotangents, dn, cu, dlog_i, dlog_f, sequences, T, tiles, H, steps, SIZE, SIZE_N,
     PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     L: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
-    START: tl.constexpr, INPUT_GATE: tl.constexpr,
+    START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark starting again from <C, dC>.
 
-    What rounding has added up to at the next mark is taken off in even steps.
+    What rounding has added up to at the next mark is taken off in even steps; behind a last step whose state nobody
+    reads (no END) the sum is zero.
 
     q_dq, k_dk (PARTS, H, tiles, NP, L); outputs (B, T, H).
     """
@@ -295,10 +296,13 @@ def gate_gradients(
         falls = (q - k).to(tl.float64)
         to = (first + t) * H + h
         before = start - (tl.cumsum(falls, 0) - falls)
-        if (part + 1) * MARKS < length:
+        end = start * 0
+        known = (part + 1) * MARKS < length
+        if known:
             end = _mark_dot(states, n, cotangents, dn, mark + H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        if known or not END:
             rounding = start - tl.sum(falls, 0) - end
-            before -= rounding * (tl.arange(0, MARKS).to(tl.float64) / MARKS)
+            before -= rounding * tl.arange(0, MARKS).to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)
         tl.store(dlog_f + to, before.to(tl.float32), mask=inside)
         if INPUT_GATE:
             tl.store(dlog_i + to, k, mask=inside)

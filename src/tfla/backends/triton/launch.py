@@ -17,7 +17,7 @@ from tfla.backends.triton import walk
 
 CHUNK = 1024  # steps of one program of the gate kernels
 SHORTEST_SEGMENT = 512
-MARKS = 1024  # steps between those where dlog_f starts again from <C, dC>
+MARKS = {2: 1024, 4: 4096}  # steps between those where dlog_f starts again from <C, dC>, by bytes of an input
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Call:
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
         self.plan = plan(self.K, self.V, x.q.element_size())
         self.L = self.plan.L
+        self.marks = MARKS[x.q.element_size()]
         self.exact = x.q.dtype == torch.float32
         self.precision = "ieee" if self.exact else "tf32"
         self.group = self.H // x.q.shape[2]
@@ -190,7 +191,7 @@ class Call:
         sums = self.new(parts, self.H, self.tiles, each, self.L)
         C, n = state
         C_out, n_out = final
-        places = self.B * self.T // MARKS + self.segments
+        places = self.B * self.T // self.marks + self.segments
         marks = torch.empty(places, self.H, self.K, self.V, dtype=self.x.q.dtype, device=self.x.q.device)
         n_marks = self.new(places, self.H, self.K) if self.spec.normalize else sums
         walk.rows[(parts, self.segments * self.H)](
@@ -202,7 +203,7 @@ class Call:
             NORMALIZE=self.spec.normalize, DELTA=delta, PACKED=self.packed, SEGMENTED=self.segmented,
             STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
             PRECISION=self.precision, TMA=self.plan.descriptors and _describable(x, y, z, w, out), STAGES=tiles.stages,
-            LEAN=self.plan.lean, MARKS=MARKS, START=self.segmented or self.x.C is not None, num_warps=tiles.warps,
+            LEAN=self.plan.lean, MARKS=self.marks, START=self.segmented or self.x.C is not None, num_warps=tiles.warps,
         )  # fmt: skip
         return sums, marks, n_marks
 
@@ -330,11 +331,12 @@ def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor 
         k_dk, *cotangents = call.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
         call.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
         longest = call.steps if call.segmented else call.T
-        gate_kernels.gate_gradients[(call.segments, triton.cdiv(longest, MARKS), H)](
+        gate_kernels.gate_gradients[(call.segments, triton.cdiv(longest, call.marks), H)](
             q_dq, k_dk, *states, *cotangents, call.cu, none if dlog_i is None else dlog_i, dlog_f, x.sequences, call.T,
-            call.tiles, H, call.steps, K * V, K, PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=MARKS, BLOCK=4096,
+            call.tiles, H, call.steps, K * V, K, PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=call.marks, BLOCK=4096,
             BLOCK_N=power_of_two(K), L=call.L, SEGMENTED=call.segmented, PACKED=call.packed, NORMALIZE=spec.normalize,
-            START=call.segmented or x.C is not None, INPUT_GATE=dlog_i is not None, num_warps=8,
+            START=call.segmented or x.C is not None, END=call.segmented or end[0] is not None,
+            INPUT_GATE=dlog_i is not None, num_warps=8,
         )  # fmt: skip
     if call.group > 1:
         dq, dk = (t.unflatten(2, (-1, call.group)).sum(3) for t in (dq, dk))
