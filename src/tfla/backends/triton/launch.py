@@ -130,7 +130,7 @@ class Call:
         x, spec = self.x, self.spec
         out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
         log_i = x.log_f if x.log_i is None else x.log_i
-        steps = min(CHUNK, max(64, triton.next_power_of_2(self.T)))
+        steps = min(CHUNK, max(128, triton.next_power_of_2(self.T)))
         slots = self.slots(steps)
         summary = torch.empty(self.H, slots, 2, dtype=torch.float64, device=x.q.device) if spec.normalize else out
         grid = (slots, self.H)
@@ -148,6 +148,22 @@ class Call:
             STATE=x.m is not None, FINAL=m_final is not None, EXACT=self.exact, **shared,
         )  # fmt: skip
         return out
+
+    def fold_denominator(self, gates: Tensor, out: Outputs, dh: Tensor, delta: bool) -> None:
+        """For the backward: the denominators into the gate vectors, and with delta what their gradient adds."""
+        gate_kernels.fold_denominator[(self.slots(self.L), self.H)](
+            gates, out.d, out.h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, self.V, *_strides(out.d),
+            *_strides(out.h), *_strides(dh), L=self.L, BLOCK_V=min(128, power_of_two(self.V)), GRAD=delta,
+            PACKED=self.packed, EXACT=self.exact, num_warps=8,
+        )  # fmt: skip
+
+    def end_cotangents(self, dC: Tensor | None, dn: Tensor | None) -> Pair:
+        """Without a cotangent for n there may still be one for C, and the other way round."""
+        C, n = _dense(dC), _dense(dn)
+        if not self.spec.normalize or (C is None) == (n is None):
+            return C, n
+        shape = self.x.sequences, self.H, self.K
+        return self.new(*shape, self.V).zero_() if C is None else C, self.new(*shape).zero_() if n is None else n
 
     def columns(
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, state: Tensor | None,
@@ -309,19 +325,9 @@ def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor 
         gates = call.gates(None)
         delta = spec.normalize and spec.normalizer_grad
         if spec.normalize:
-            gate_kernels.fold_denominator[(call.slots(call.L), H)](
-                gates, out.d, out.h, dh, call.cu, x.sequences, call.T, call.tiles,
-                H, V, *_strides(out.d), *_strides(out.h), *_strides(dh), L=call.L, BLOCK_V=min(128, power_of_two(V)),
-                GRAD=delta, PACKED=call.packed, EXACT=call.exact, num_warps=8,
-            )  # fmt: skip
+            call.fold_denominator(gates, out, dh, delta)
         start: Pair = (_dense(x.C), _dense(x.n))
-        # Without a cotangent for n there may still be one for C, and the other way round.
-        end: Pair = (_dense(dC), _dense(dn))
-        if spec.normalize and (end[0] is None) != (end[1] is None):
-            end = (
-                call.new(N, H, K, V).zero_() if end[0] is None else end[0],
-                call.new(N, H, K).zero_() if end[1] is None else end[1],
-            )
+        end = call.end_cotangents(dC, dn)
         first: Pair = (dC0, dn0)
         if call.segmented:
             start = out.chunk_C, out.chunk_n if spec.normalize else None
