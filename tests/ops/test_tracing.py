@@ -179,7 +179,7 @@ def test_states_of_chunks_are_as_many_as_said(way: Way, lengths: tuple[int, ...]
     for chunk_size in (1, 16, 1000):
         rest = (0.5, True, True, chunk_size, way.backend, way.kernel, True, False)
         chunk_C = torch.ops.tfla.attend(*tensors, cu_seqlens, *rest)[5]
-        assert chunk_C.numel() == BACKENDS[way.backend].stored_states(x, chunk_size) * 2 * 5 * 7
+        assert chunk_C.numel() == BACKENDS[way.backend].stored_states(x, chunk_size, way.kernel) * 2 * 5 * 7
 
 
 def test_compile_without_naming_a_backend(device: str) -> None:

@@ -92,7 +92,7 @@ class Backend(ABC):
         """Why these inputs cannot run here, or None."""
 
     @abstractmethod
-    def default_chunk_size(self, x: Inputs) -> int: ...
+    def default_chunk_size(self, x: Inputs, kernel: str) -> int: ...
 
     @abstractmethod
     def forward(self, x: Inputs, spec: Spec) -> Outputs: ...
@@ -101,7 +101,11 @@ class Backend(ABC):
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """From the cotangents of h and of the final state; ``out`` holds h, d and the chunk states of the forward."""
 
-    def stored_states(self, x: Inputs, chunk_size: int) -> int:
+    def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
+        """What else it decides for these inputs, by name; shown by :func:`tfla.explain`."""
+        return {}
+
+    def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         """Rows of `Outputs.chunk_C`; for packed sequences an upper bound known without reading their lengths."""
         B, T = x.v.shape[:2]
         if x.cu_seqlens is None:

@@ -227,10 +227,10 @@ class Reference(Backend):
     def unsupported(self, x: Inputs) -> str | None:
         return None
 
-    def default_chunk_size(self, x: Inputs) -> int:
+    def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         return 64
 
-    def stored_states(self, x: Inputs, chunk_size: int) -> int:
+    def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         return 0
 
     def _heads(self, x: Inputs) -> tuple[Tensor, ...]:

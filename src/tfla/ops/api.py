@@ -50,13 +50,14 @@ def _run(
     C, n, m = initial_state or (None, None, None)
     x = Inputs(q, k, v, log_i, log_f, C, n, m if m is None else clamp(m), cu_seqlens)
     chosen = select(backend, x)
-    if kernel is not None and kernel not in chosen.kernels:
+    kernel = chosen.kernels[0] if kernel is None else kernel
+    if kernel not in chosen.kernels:
         allowed = ", ".join(map(repr, chosen.kernels))
         raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     h, C, n, m, *_ = attend(
         *x, q.shape[-1] ** -0.5 if scale is None else float(scale), normalize, normalizer_grad,
-        chunk_size or chosen.default_chunk_size(x), chosen.name, kernel or chosen.kernels[0], save, return_state,
+        chunk_size or chosen.default_chunk_size(x, kernel), chosen.name, kernel, save, return_state,
     )  # fmt: skip
     if not return_state:
         return h

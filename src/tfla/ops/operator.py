@@ -60,7 +60,7 @@ def _(
 ) -> tuple[Tensor, ...]:
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     N, H, K, V = x.sequences, v.shape[2], q.shape[3], v.shape[3]
-    rows = BACKENDS[backend].stored_states(x, chunk_size) if save else 0
+    rows = BACKENDS[backend].stored_states(x, chunk_size, kernel) if save else 0
 
     def new(wanted: bool, *shape: int) -> Tensor:
         return q.new_empty(shape if wanted else (0,), dtype=x.acc_dtype)

@@ -252,13 +252,13 @@ class Chunkwise(Backend):
     def unsupported(self, x: Inputs) -> str | None:
         return None
 
-    def default_chunk_size(self, x: Inputs) -> int:
+    def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         return TILE * MAX_TILES
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         C, n, m = initial_state(x, spec)
         none = C.new_empty(0)
-        rows = self.stored_states(x, spec.chunk_size) if spec.save else 0
+        rows = self.stored_states(x, spec.chunk_size, spec.kernel) if spec.save else 0
         chunk_C = empty((rows, *C.shape[1:]), C.dtype, C.device) if spec.save else none
         chunk_n = n.new_empty(rows, *n.shape[1:]) if spec.save and spec.normalize else none.clone()
         h = empty(x.v.shape, x.v.dtype, x.v.device)

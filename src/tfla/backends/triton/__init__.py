@@ -39,20 +39,20 @@ class Triton(Backend):
             return f"it takes dqk up to {LARGEST_DQK} and dhv up to {LARGEST_DHV}"
         return None
 
-    def default_chunk_size(self, x: Inputs) -> int:
+    def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         if torch.compiler.is_compiling():  # a choice by length would make one graph for each
             return WHOLE
         from tfla.backends.triton import launch
 
         return launch.best_chunk_size(x)
 
-    def stored_states(self, x: Inputs, chunk_size: int) -> int:
+    def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         if chunk_size >= WHOLE:
             return 0
         from tfla.backends.triton import launch
 
         steps = launch.segment_steps(x, chunk_size)
-        return super().stored_states(x, steps) if steps < x.v.shape[1] else 0
+        return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         from tfla.backends.triton import launch
