@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from dataclasses import dataclass
@@ -43,21 +44,37 @@ class Plan:
 
 
 def power_of_two(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    """The least of at least n, and of what an MMA takes."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def ceil_div(a: int, b: int) -> int:
+    """As triton.cdiv, which is slow outside of kernels."""
+    return (a + b - 1) // b
 
 
 def architecture() -> int:
     """Compute capability of the current GPU, like 90; that of an Ampere GPU for what is none of NVIDIA's."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         return 80
+    return _architecture(triton.runtime.driver.active.get_current_device())
+
+
+@functools.cache
+def _architecture(device: int) -> int:
     target = triton.runtime.driver.active.get_current_target()
     return target.arch if target.backend == "cuda" else 80
 
 
 def plan(dqk: int, dhv: int, itemsize: int) -> Plan:
+    return _plan(dqk, dhv, itemsize, architecture())
+
+
+@functools.cache
+def _plan(dqk: int, dhv: int, itemsize: int, architecture: int) -> Plan:
     K, V = power_of_two(dqk), power_of_two(dhv)
     fits = itemsize == 2 and max(K, V) <= 256 and dqk % 8 == 0 and dhv % 8 == 0
-    if fits and architecture() == 90:  # MMAs of four warps, operands in shared memory
+    if fits and architecture == 90:  # MMAs of four warps, operands in shared memory
         split = min(V, 256 if K <= 128 else 64)
         blocks = 2 if split > 128 else 1
         columns = Tiles(split, split // blocks, blocks, 8 if split * K > 8192 else 4, 3 if K <= 128 else 2)
@@ -120,7 +137,7 @@ class Call:
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
-        return self.T // steps + self.x.sequences if self.packed else self.B * triton.cdiv(self.T, steps)
+        return self.T // steps + self.x.sequences if self.packed else self.B * ceil_div(self.T, steps)
 
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.x.q.device)
@@ -130,7 +147,7 @@ class Call:
         x, spec = self.x, self.spec
         out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
         log_i = x.log_f if x.log_i is None else x.log_i
-        steps = min(CHUNK, max(128, triton.next_power_of_2(self.T)))
+        steps = min(CHUNK, max(128, 1 << (self.T - 1).bit_length()))
         slots = self.slots(steps)
         summary = torch.empty(self.H, slots, 2, dtype=torch.float64, device=x.q.device) if spec.normalize else out
         grid = (slots, self.H)
@@ -172,7 +189,7 @@ class Call:
         """Fills out, or with None only the final states and the decays."""
         tiles = self.plan.columns
         written = y if out is None else out
-        walk.columns[(triton.cdiv(self.V, tiles.split), self.segments * self.H)](
+        walk.columns[(ceil_div(self.V, tiles.split), self.segments * self.H)](
             x, y, z, written, gates, self.cu, gates if state is None else state, gates if final is None else final,
             gates if decays is None else decays, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(written),
@@ -202,14 +219,12 @@ class Call:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Fills out; returns sums of w . out, (parts, H, tiles, 16 dims, L), and the marks of the state and of n."""
         tiles = self.plan.rows
-        parts = triton.cdiv(self.K, tiles.split)
+        parts = ceil_div(self.K, tiles.split)
         each = tiles.split // 16
         sums = self.new(parts, self.H, self.tiles, each, self.L)
         C, n = state
         C_out, n_out = final
-        places = self.B * self.T // self.marks + self.segments
-        marks = torch.empty(places, self.H, self.K, self.V, dtype=self.x.q.dtype, device=self.x.q.device)
-        n_marks = self.new(places, self.H, self.K) if self.spec.normalize else sums
+        marks, n_marks = self.new_marks(sums)
         walk.rows[(parts, self.segments * self.H)](
             x, y, z, w, out, gates, self.cu, sums, gates if C is None else C,
             gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
@@ -222,6 +237,12 @@ class Call:
             LEAN=self.plan.lean, MARKS=self.marks, START=self.segmented or self.x.C is not None, num_warps=tiles.warps,
         )  # fmt: skip
         return sums, marks, n_marks
+
+    def new_marks(self, unused: Tensor) -> tuple[Tensor, Tensor]:
+        """Places for the marks of a state, and of n."""
+        places = self.B * self.T // self.marks + self.segments
+        marks = torch.empty(places, self.H, self.K, self.V, dtype=self.x.q.dtype, device=self.x.q.device)
+        return marks, self.new(places, self.H, self.K) if self.spec.normalize else unused
 
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair,
@@ -243,13 +264,18 @@ class Call:
                 continue
             size = states[0, 0].numel()
             block = min(2048, power_of_two(size))
-            blocks = triton.cdiv(size, block)
+            blocks = ceil_div(size, block)
             gate_kernels.join[(blocks, self.x.sequences, self.H)](
                 states, decays, C if start is None else start, C if end is None else end, self.cu, self.T, self.H,
                 self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=start is not None,
                 FINAL=end is not None, num_warps=4,
             )  # fmt: skip
         return C, n
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def segment_steps(x: Inputs, chunk_size: int) -> int:
@@ -264,21 +290,21 @@ def best_chunk_size(x: Inputs) -> int:
     T, programs = x.v.shape[1], x.sequences * x.v.shape[2]
     if not x.q.is_cuda:
         return max(1, T)
-    processors = torch.cuda.get_device_properties(x.q.device).multi_processor_count
+    available = processors(x.q.device)
     length = T if x.cu_seqlens is None else T // x.sequences
-    best, best_cost = T, float((programs + processors - 1) // processors)
+    best, best_cost = T, float((programs + available - 1) // available)
     pieces = 2
     while length // pieces >= SHORTEST_SEGMENT:
-        cost = 1.4 * ((programs * pieces + processors - 1) // processors) / pieces
+        cost = 1.4 * ((programs * pieces + available - 1) // available) / pieces
         if cost < 0.9 * best_cost:
             best, best_cost = (length + pieces - 1) // pieces, cost
         pieces *= 2
     return max(1, best)
 
 
-def forward(x: Inputs, spec: Spec) -> Outputs:
-    call = Call(x, spec)
-    none = call.new(0)
+def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
+    """`kind` says what computes the walks."""
+    call = kind(x, spec)
     N, H, K, V = x.sequences, call.H, call.K, call.V
     h = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     C = n = m = None
@@ -304,12 +330,14 @@ def forward(x: Inputs, spec: Spec) -> Outputs:
         chunk_C = chunk_n = None
     elif chunk_C is None:
         chunk_C, chunk_n = call.new(0, H, K, V), call.new(0, H, K) if spec.normalize else None
-    C, n, m, d, chunk_C, chunk_n = (none.clone() if t is None else t for t in (C, n, m, d, chunk_C, chunk_n))
+    C, n, m, d, chunk_C, chunk_n = (call.new(0) if t is None else t for t in (C, n, m, d, chunk_C, chunk_n))
     return Outputs(h, C, n, m, d, chunk_C, chunk_n)
 
 
-def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
-    call = Call(x, spec)
+def backward(
+    x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec, kind: type[Call] = Call
+) -> Grads:
+    call = kind(x, spec)
     none = call.new(0)
     N, H, K, V = x.sequences, call.H, call.K, call.V
     dh = dh if dh.stride(-1) == 1 else dh.contiguous()
@@ -337,7 +365,7 @@ def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor 
         k_dk, *cotangents = call.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
         call.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
         longest = call.steps if call.segmented else call.T
-        gate_kernels.gate_gradients[(call.segments, triton.cdiv(longest, call.marks), H)](
+        gate_kernels.gate_gradients[(call.segments, ceil_div(longest, call.marks), H)](
             q_dq, k_dk, *states, *cotangents, call.cu, none if dlog_i is None else dlog_i, dlog_f, x.sequences, call.T,
             call.tiles, H, call.steps, K * V, K, PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=call.marks, BLOCK=4096,
             BLOCK_N=power_of_two(K), L=call.L, SEGMENTED=call.segmented, PACKED=call.packed, NORMALIZE=spec.normalize,
@@ -346,5 +374,5 @@ def backward(x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor 
         )  # fmt: skip
     if call.group > 1:
         dq, dk = (t.unflatten(2, (-1, call.group)).sum(3) for t in (dq, dk))
-    grads = (none.clone() if t is None else t for t in (dlog_i, dlog_f, dC0, dn0))
+    grads = (call.new(0) if t is None else t for t in (dlog_i, dlog_f, dC0, dn0))
     return Grads(dq, dk, dv, *grads)

@@ -1,0 +1,70 @@
+"""Hopper: the walks of :mod:`tfla.backends.triton` with asynchronous copies, warpgroup MMAs and specialised warps."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import Backend, Grads, Inputs, Outputs, Spec
+from tfla.backends.triton import BACKEND as TRITON
+
+INSTALLED = importlib.util.find_spec("triton") is not None
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _aligned(x: Tensor) -> bool:
+    """What the copy engine asks of addresses and strides: multiples of 16 bytes, none zero."""
+    return all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+
+
+class Hopper(Backend):
+    name = "hopper"
+    priority = -1
+    kernels = ("fused",)
+
+    def unsupported(self, x: Inputs) -> str | None:
+        if x.q.device.type != "cuda" or not _is_hopper(x.q.device):
+            return "it needs a Hopper GPU (compute capability 9.0)"
+        if (reason := TRITON.unsupported(x)) is not None:
+            return reason
+        if x.q.dtype not in DTYPES:
+            return f"it takes bfloat16 and float16, the inputs are {x.q.dtype}"
+        if x.cu_seqlens is not None:
+            return "it takes no packed sequences"
+        if x.q.shape[2] != x.v.shape[2]:
+            return "it takes as many heads of q and k as of v"
+        if x.q.shape[3] != 128 or x.v.shape[3] not in (128, 256):
+            return "it takes dqk 128 with dhv 128 or 256"
+        if not all(map(_aligned, (x.q, x.k, x.v))):
+            return "it needs strides that are multiples of 16 bytes"
+        return None
+
+    def default_chunk_size(self, x: Inputs, kernel: str) -> int:
+        return TRITON.default_chunk_size(x, kernel)
+
+    def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
+        return TRITON.stored_states(x, chunk_size, kernel)
+
+    def forward(self, x: Inputs, spec: Spec) -> Outputs:
+        from tfla.backends.hopper.launch import HopperCall
+        from tfla.backends.triton import launch
+
+        return launch.forward(x, spec, HopperCall)
+
+    def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
+        from tfla.backends.hopper.launch import HopperCall
+        from tfla.backends.triton import launch
+
+        if not _aligned(dh):
+            dh = dh.contiguous()
+        return launch.backward(x, out, dh, dC, dn, spec, HopperCall)
+
+
+BACKEND = Hopper()

@@ -1,0 +1,219 @@
+"""o, and walking back dv: one program walks all heads it is given, with BLOCKS x 128 columns of their states.
+
+    loader       tiles of x, z, y by TMA       -> a ring of STAGES stages -> consumers
+    gater        their gate vectors            -> the same stages         -> consumers
+    consumer 0,1 each half of the columns of the state C^T, (dhv, dqk), in registers. Per tile
+        out^T = C^T z^T, weighted, + y^T P^T   the state, rounded, is a left operand as it lies in registers
+        C^T   = decay C^T + (y w)^T x
+        P     = z x^T, weighted, of the next tile: half of the updates each, exchanged through shared memory
+        out   overwrites the tile of y and leaves by TMA; when it has left, a tile later, the stage is free
+
+x, y, z are k, v, q for o and q, do, k for dv, as in :mod:`tfla.backends.triton.walk`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tfla.backends.hopper.parts import CARRY, GATES, OUT, gate_matrix, load_gates, piece, place, scaled, seen
+
+
+@gluon.jit
+def load_tiles(
+    X, Y, Z, rings, full, free, work, GROUP,
+    WIDTH: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr,
+):  # fmt: skip
+    """The loader: one warp."""
+    ring_x, ring_y, ring_z = rings
+    T, H, length, pieces = work
+    n = 0
+    column = gl.program_id(1) * (2 * WIDTH)
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        b, h, start, steps, _ = piece(index, T, length, H, SEGMENTED)
+        tiles = (steps + L - 1) // L
+        for i in range(0, tiles):
+            t = start + (tiles - 1 - i if BACK else i) * L
+            s, phase = place(n, STAGES)
+            mbarrier.wait(free.index(s), phase ^ 1)
+            bar = full.index(s)
+            mbarrier.expect(bar, X.block_type.nbytes + Z.block_type.nbytes + 2 * Y.block_type.nbytes)
+            tma.async_copy_global_to_shared(Z, [b, h // GROUP, t, 0], bar, ring_z.index(s))
+            tma.async_copy_global_to_shared(X, [b, h // GROUP, t, 0], bar, ring_x.index(s))
+            tma.async_copy_global_to_shared(Y, [b, h, t, column], bar, ring_y.index(2 * s))
+            tma.async_copy_global_to_shared(Y, [b, h, t, column + WIDTH], bar, ring_y.index(2 * s + 1))
+            n += 1
+    s, phase = place(n, STAGES)
+    mbarrier.wait(free.index(s), phase ^ 1)
+    mbarrier.arrive(full.index(s), count=1)
+
+
+@gluon.jit
+def state_pointers(state, index, column, DK: gl.constexpr, DV: gl.constexpr, layout: gl.constexpr):
+    """Of 64 columns of a state (dqk, dhv), transposed."""
+    v = column + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    k = gl.arange(0, DK, gl.SliceLayout(0, layout))
+    return state + index.to(gl.int64) * (DK * DV) + gl.expand_dims(v, 1) + gl.expand_dims(k, 0) * DV
+
+
+@gluon.jit
+def next_weights(ring_x, ring_z, s, half: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
+    """Starts z x^T of the tile in stage s for one half of the updates."""
+    z = ring_z.index(s).reshape([L, ring_z.shape[4]])
+    x = ring_x.index(s).reshape([L, ring_x.shape[4]]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    zero = gl.zeros([L, L // 2], gl.float32, layout)
+    return warpgroup_mma(z, x, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def consume(
+    Out, state_in, state_out, rings, ring_p, ring_g, ring_w, full, free, ready, work,
+    half: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr,
+    STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup, with BLOCKS x 64 columns."""
+    ring_x, ring_y, ring_z = rings
+    T, H, length, pieces = work
+    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
+    of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    left_of_out: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
+    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    dtype: gl.constexpr = ring_x.dtype
+    zero = gl.zeros([64, L], gl.float32, of_out)
+    i = gl.arange(0, L, gl.SliceLayout(1, of_p))
+    j = gl.arange(0, L // 2, gl.SliceLayout(0, of_p))
+    column = gl.program_id(1) * (128 * BLOCKS) + half * (64 * BLOCKS)
+    s = 0
+    phase = 0
+    n = 0
+    mbarrier.wait(full.index(0), 0)
+    S = next_weights(ring_x, ring_z, 0, half, L, of_p)
+    D = gate_matrix(ring_g.index(0), L, half, of_p)
+    S = warpgroup_mma_wait(0, deps=[S])
+    ring_p.index(0).slice(half * (L // 2), L // 2, 1).store(seen(S, D, i, j, half, BACK, dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(ready.index(0), count=1)
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        b, h, start, steps, _ = piece(index, T, length, H, SEGMENTED)
+        tiles = (steps + L - 1) // L
+        C0 = gl.zeros([64, DK], gl.float32, of_state)
+        C1 = gl.zeros([64, DK], gl.float32, of_state)
+        if STATE:
+            C1 = gl.load(state_pointers(state_in, index, column + 64 * (BLOCKS - 1), DK, DV, of_state))
+            if BLOCKS == 2:
+                C0 = gl.load(state_pointers(state_in, index, column, DK, DV, of_state))
+        for step in range(0, tiles):
+            z = ring_z.index(s).reshape([L, DK]).permute((1, 0))
+            x = ring_x.index(s).reshape([L, DK])
+            y = ring_y.index(2 * s + half)
+            g = ring_g.index(s)
+            p = ring_p.index(n % 2).permute((1, 0))
+            carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_state)), 0)
+            if BLOCKS == 2:
+                y0 = y.reshape([L, 128]).slice(0, 64, 1).permute((1, 0))
+                A = gl.convert_layout(C0.to(dtype), left_of_out, assert_trivial=True)
+                out = warpgroup_mma(A, z, zero, use_acc=False, is_async=True)
+                tma.store_wait(0)
+                mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+                weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
+                out, A = warpgroup_mma_wait(0, deps=[out, A])
+                y_t = y0.load(of_out)
+                mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
+                A = gl.convert_layout(y_t, left_of_out, assert_trivial=True)
+                out = warpgroup_mma(A, p, out * weight, is_async=True)
+                B = scaled(y_t, ring_w.index(s), L, left_of_state)
+                C0 = warpgroup_mma(B, x, C0 * carry, is_async=True)
+                out, A = warpgroup_mma_wait(1, deps=[out, A])
+                y0.store(out.to(dtype))
+                C0, B = warpgroup_mma_wait(0, deps=[C0, B])
+            y1 = y.reshape([L, 64 * BLOCKS]).slice(64 * (BLOCKS - 1), 64, 1).permute((1, 0))
+            A = gl.convert_layout(C1.to(dtype), left_of_out, assert_trivial=True)
+            out = warpgroup_mma(A, z, zero, use_acc=False, is_async=True)
+            if BLOCKS == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+            weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
+            out, A = warpgroup_mma_wait(0, deps=[out, A])
+            y_t = y1.load(of_out)
+            if BLOCKS == 1:
+                mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
+            A = gl.convert_layout(y_t, left_of_out, assert_trivial=True)
+            out = warpgroup_mma(A, p, out * weight, is_async=True)
+            B = scaled(y_t, ring_w.index(s), L, left_of_state)
+            C1 = warpgroup_mma(B, x, C1 * carry, is_async=True)
+            s += 1
+            if s == STAGES:
+                s = 0
+                phase ^= 1
+            n += 1
+            mbarrier.wait(full.index(s), phase)
+            S = next_weights(ring_x, ring_z, s, half, L, of_p)
+            out, A = warpgroup_mma_wait(2, deps=[out, A])
+            y1.store(out.to(dtype))
+            fence_async_shared()
+            t = start + (tiles - 1 - step if BACK else step) * L
+            tma.async_copy_shared_to_global(Out, [b, h, t, column], y)
+            D = gate_matrix(ring_g.index(s), L, half, of_p)
+            S, C1, B = warpgroup_mma_wait(0, deps=[S, C1, B])
+            ring_p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(seen(S, D, i, j, half, BACK, dtype))
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(ready.index(n % 2), count=1)
+        if FINAL:
+            gl.store(state_pointers(state_out, index, column + 64 * (BLOCKS - 1), DK, DV, of_state), C1)
+            if BLOCKS == 2:
+                gl.store(state_pointers(state_out, index, column, DK, DV, of_state), C0)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
+def columns(
+    X, Y, Z, Out, gates, state_in, state_out, T, tiles_of_head, H, GROUP, length, pieces,
+    DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
+    BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = X.dtype
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring_x = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DK], X.layout)
+    ring_z = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DK], Z.layout)
+    ring_y = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, L, 64 * BLOCKS], Y.layout)
+    ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
+    ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
+    ring_w = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=2)
+        mbarrier.init(free.index(s), count=2)
+    for s in gl.static_range(2):
+        mbarrier.init(ready.index(s), count=2)
+    fence_async_shared()
+    rings = (ring_x, ring_y, ring_z)
+    work = (T, H, length, pieces)
+    gl.warp_specialize(
+        [
+            (consume, (
+                Out, state_in, state_out, rings, ring_p, ring_g, ring_w, full, free, ready, work,
+                0, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL,
+            )),
+            (consume, (
+                Out, state_in, state_out, rings, ring_p, ring_g, ring_w, full, free, ready, work,
+                1, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL,
+            )),
+            (load_tiles, (X, Y, Z, rings, full, free, work, GROUP, 64 * BLOCKS, L, STAGES, BACK, SEGMENTED)),
+            (load_gates, (
+                gates, ring_g, ring_w, ring_w, full, free, work, tiles_of_head, L, STAGES, BACK, SEGMENTED, False,
+            )),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip

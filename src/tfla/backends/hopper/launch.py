@@ -1,0 +1,64 @@
+"""Launches of the Hopper kernels. Gates, segments and what joins them: :mod:`tfla.backends.triton.launch`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tfla.backends.hopper.columns import columns
+from tfla.backends.hopper.rows import rows
+from tfla.backends.triton.launch import Call, Pair, processors
+
+TILES = gl.NVMMASharedLayout(128, 16, 4)
+WIDTH = 128  # of the state that a program has: rows of dq and dk
+
+
+def descriptor(x: Tensor, L: int, width: int) -> TensorDescriptor:
+    """Tiles (L, width) of x (B, T, H, d)."""
+    B, T, H, d = x.shape
+    b, t, h, _ = x.stride()
+    return TensorDescriptor(x, [B, H, T, d], [b, h, t, 1], [1, 1, L, width], TILES)
+
+
+class HopperCall(Call):
+    """As `Call`, with walks of its own."""
+
+    def grid(self, parts: int) -> tuple[int, int]:
+        pieces = self.segments * self.H
+        return max(1, min(pieces, processors(self.x.q.device) // parts)), parts
+
+    def columns(
+        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, state: Tensor | None,
+        final: Tensor | None, decays: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if out is None:
+            super().columns(x, y, z, out, gates, back, state, final, decays)
+            return
+        L, blocks = self.L, 2 if self.V % 256 == 0 and self.K <= 128 else 1
+        of_qk, of_v = (lambda t: descriptor(t, L, self.K)), (lambda t: descriptor(t, L, 64 * blocks))
+        columns[self.grid(self.V // (128 * blocks))](
+            of_qk(x), of_v(y), of_qk(z), of_v(out), gates, gates if state is None else state,
+            gates if final is None else final, self.T, self.tiles, self.H, self.group, self.steps,
+            self.segments * self.H, DK=self.K, DV=self.V, BLOCKS=blocks, L=L, STAGES=3, BACK=back,
+            SEGMENTED=self.segmented, STATE=state is not None, FINAL=final is not None, num_warps=4,
+        )  # fmt: skip
+
+    def rows(
+        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
+        state: Pair, final: Pair,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        L, parts = self.L, self.K // WIDTH
+        sums = self.new(parts, self.H, self.tiles, WIDTH // 16, L)
+        marks, n_marks = self.new_marks(sums)
+        C, n = state
+        C_out, n_out = final
+        rows[self.grid(parts)](
+            descriptor(x, L, WIDTH), descriptor(y, L, self.V), descriptor(z, L, self.V), descriptor(w, L, 64),
+            descriptor(out, L, 64), gates, sums, gates if C is None else C, gates if C_out is None else C_out,
+            gates if n is None else n, gates if n_out is None else n_out, marks, n_marks, self.T, self.tiles, self.H,
+            self.group, self.steps, self.segments * self.H, DK=self.K, DV=self.V, L=L, STAGES=2, MARKS=self.marks,
+            BACK=back, SEGMENTED=self.segmented, STATE=C is not None, FINAL=C_out is not None,
+            START=self.segmented or self.x.C is not None, NORMALIZE=self.spec.normalize, DELTA=delta, num_warps=4,
+        )  # fmt: skip
+        return sums, marks, n_marks

@@ -1,0 +1,120 @@
+"""What both walks share: the partitions that fill shared memory, and the weighting of tiles.
+
+Shared memory is a ring of stages. A stage has the tiles of one step of the walk, brought by the loader, and their gate
+vectors, brought by the gater; its `full` barrier counts both, its `free` barrier both consumers. After its last tile
+every program gets one more stage without data, because consumers make the weights P of a tile one tile ahead.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from tfla.backends.triton.gates import COLUMN, DECAY, DELTA_P, INTER, ROW, UPDATE, VECTORS
+
+# Rows of a stage's gate vectors.
+READ = gl.constexpr(0)  # exponents of the gate matrix: P[read, update] is weighted by exp2(READ + WRITE)
+WRITE = gl.constexpr(1)
+OUT = gl.constexpr(2)  # weight of the state in an output
+CARRY = gl.constexpr(3)  # decay of the state over the tile
+GATES = gl.constexpr(4)
+
+
+@gluon.jit
+def piece(index, T, length, H, SEGMENTED: gl.constexpr):
+    """A program's index-th piece of work: batch row, head, first step, how many steps, its place among segments."""
+    slot = index // H
+    if SEGMENTED:
+        count = (T + length - 1) // length
+        start = slot % count * length
+        return slot // count, index % H, start, gl.minimum(T - start, length), slot
+    else:
+        return slot, index % H, 0, T, slot
+
+
+@gluon.jit
+def place(n, STAGES: gl.constexpr):
+    """Stage and phase of the n-th tile."""
+    return n % STAGES, n // STAGES & 1
+
+
+@gluon.jit
+def load_gates(
+    gates, ring, weights, deltas, full, free, work, tiles_of_head,
+    L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, NORMALIZE: gl.constexpr,
+):  # fmt: skip
+    """The gater: one warp copies the gate vectors of each tile; weights of updates as the sum of two of low precision,
+    with a normaliser also what it adds to P.
+    """
+    T, H, length, pieces = work
+    layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
+    r = gl.arange(0, L, layout)
+    n = 0
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        b, h, start, steps, _ = piece(index, T, length, H, SEGMENTED)
+        tiles = (steps + L - 1) // L
+        at = gates + (h.to(gl.int64) * tiles_of_head + b * ((T + L - 1) // L) + start // L) * (VECTORS * L) + r
+        for i in range(0, tiles):
+            t = tiles - 1 - i if BACK else i
+            tile = at + t * (VECTORS * L)
+            read = gl.load(tile + (COLUMN if BACK else ROW) * L)
+            write = gl.load(tile + (ROW if BACK else COLUMN) * L)
+            out = gl.load(tile + (UPDATE if BACK else INTER) * L)
+            update = gl.load(tile + (INTER if BACK else UPDATE) * L)
+            carry = gl.load(tile + DECAY * L)
+            s, phase = place(n, STAGES)
+            mbarrier.wait(free.index(s), phase ^ 1)
+            g = ring.index(s)
+            g.slice(READ * L, L, 0).store(read)
+            g.slice(WRITE * L, L, 0).store(write)
+            g.slice(OUT * L, L, 0).store(out)
+            g.slice(CARRY * L, L, 0).store(carry)
+            if NORMALIZE:
+                deltas.index(s).store(gl.load(tile + DELTA_P * L))
+            w = weights.index(s)
+            high = update.to(w.dtype)
+            w.slice(0, L, 0).store(high)
+            w.slice(L, L, 0).store((update - high.to(gl.float32)).to(w.dtype))
+            gl.thread_barrier()
+            mbarrier.arrive(full.index(s), count=1)
+            n += 1
+    s, phase = place(n, STAGES)
+    mbarrier.wait(free.index(s), phase ^ 1)
+    mbarrier.arrive(full.index(s), count=1)
+
+
+@gluon.jit
+def scaled(tile, w, L: gl.constexpr, layout: gl.constexpr):
+    """A tile in registers, (d, L), times the weights of its steps, rounded once: the left operand of an MMA."""
+    high = gl.expand_dims(w.slice(0, L, 0).load(gl.SliceLayout(0, tile.type.layout)), 0)
+    low = gl.expand_dims(w.slice(L, L, 0).load(gl.SliceLayout(0, tile.type.layout)), 0)
+    tile, high = gl.broadcast(tile, high)
+    tile, low = gl.broadcast(tile, low)
+    if tile.dtype == gl.bfloat16:
+        asm: gl.constexpr = "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }"
+    else:
+        asm: gl.constexpr = "{ .reg .b32 t; mul.rn.f16x2 t, $1, $3; fma.rn.f16x2 $0, $1, $2, t; }"
+    x = gl.inline_asm_elementwise(asm, "=r,r,r,r", [tile, high, low], dtype=tile.dtype, is_pure=True, pack=2)
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def gate_matrix(g, L: gl.constexpr, half: gl.constexpr, layout: gl.constexpr):
+    """exp2(READ_i + WRITE_j) for one half of the updates j, unmasked."""
+    read = g.slice(READ * L, L, 0).load(gl.SliceLayout(1, layout))
+    write = g.slice(WRITE * L + half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout))
+    return gl.exp2(gl.expand_dims(read, 1) + gl.expand_dims(write, 0))
+
+
+@gluon.jit
+def seen(S, D, i, j, half: gl.constexpr, BACK: gl.constexpr, dtype: gl.constexpr):
+    """S * D where a step sees the update: i >= j, walking back i <= j.
+
+    Each thread has i and j in a pattern (i: its own + 8, j: its own + 1 + 8 n), so that one difference of the thread
+    against constants says it for all: plain i >= j holds sixteen registers more.
+    """
+    of_thread = gl.expand_dims(i & -9, 1) - gl.expand_dims(j & 6, 0)
+    constant = gl.expand_dims(j & -7, 0) - gl.expand_dims(i & 8, 1) + half * 32
+    if BACK:
+        return gl.where(of_thread <= constant, S * D, 0.0).to(dtype)
+    else:
+        return gl.where(of_thread >= constant, S * D, 0.0).to(dtype)

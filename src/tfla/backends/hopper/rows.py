@@ -1,0 +1,287 @@
+"""dq, and walking back dk: one program walks all heads it is given, with 128 rows of their states.
+
+The partitions, and who waits for whom, are those of :mod:`.columns`. Per tile a consumer, which has 64 rows of the
+state C, (dqk, dhv), as BLOCKS pieces of 128 columns, computes
+
+    out^T = C z^T, weighted, + x^T P^T
+    C     = decay C + (x w)^T y
+    P     = (z y^T + delta) weighted, of the next tile: half of the updates each
+
+x, y, z are k, v, do for dq and q, do, v for dk. What `out` is a gradient of, q or k, comes with the stage too: its
+product with `out`, summed over 16 rows of a warp, goes to memory for the gradients of the gates, before `out`
+overwrites it and leaves by TMA. With a normaliser there is one more column of the state, n.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tfla.backends.hopper.parts import CARRY, GATES, OUT, gate_matrix, load_gates, piece, place, scaled, seen
+
+
+@gluon.jit
+def load_tiles(
+    X, Y, Z, W, rings, full, free, work, GROUP,
+    L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr,
+):  # fmt: skip
+    """The loader: one warp."""
+    ring_x, ring_y, ring_z, ring_w = rings
+    T, H, length, pieces = work
+    n = 0
+    row = gl.program_id(1) * 128
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        b, h, start, steps, _ = piece(index, T, length, H, SEGMENTED)
+        tiles = (steps + L - 1) // L
+        for i in range(0, tiles):
+            t = start + (tiles - 1 - i if BACK else i) * L
+            s, phase = place(n, STAGES)
+            mbarrier.wait(free.index(s), phase ^ 1)
+            bar = full.index(s)
+            mbarrier.expect(
+                bar, X.block_type.nbytes + Z.block_type.nbytes + Y.block_type.nbytes + 2 * W.block_type.nbytes
+            )
+            tma.async_copy_global_to_shared(Z, [b, h, t, 0], bar, ring_z.index(s))
+            tma.async_copy_global_to_shared(Y, [b, h, t, 0], bar, ring_y.index(s))
+            tma.async_copy_global_to_shared(X, [b, h // GROUP, t, row], bar, ring_x.index(s))
+            tma.async_copy_global_to_shared(W, [b, h // GROUP, t, row], bar, ring_w.index(2 * s))
+            tma.async_copy_global_to_shared(W, [b, h // GROUP, t, row + 64], bar, ring_w.index(2 * s + 1))
+            n += 1
+    s, phase = place(n, STAGES)
+    mbarrier.wait(free.index(s), phase ^ 1)
+    mbarrier.arrive(full.index(s), count=1)
+
+
+@gluon.jit
+def state_pointers(state, at, row, column, DV: gl.constexpr, layout: gl.constexpr):
+    """Of 64 rows and 128 columns of the state (dqk, dhv) whose first row is the at-th of all."""
+    k = at.to(gl.int64) + row + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    v = column + gl.arange(0, 128, gl.SliceLayout(0, layout))
+    return state + gl.expand_dims(k, 1) * DV + gl.expand_dims(v, 0)
+
+
+@gluon.jit
+def start_weights(ring_y, ring_z, s, half: gl.constexpr, L: gl.constexpr, DV: gl.constexpr, layout: gl.constexpr):
+    """Starts z y^T of the tile in stage s for one half of the updates."""
+    z = ring_z.index(s).reshape([L, DV])
+    y = ring_y.index(s).reshape([L, DV]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    zero = gl.zeros([L, L // 2], gl.float32, layout)
+    return warpgroup_mma(z, y, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def put_weights(
+    S, g, delta, p, i, j, half: gl.constexpr, L: gl.constexpr, BACK: gl.constexpr, DELTA: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """Ends what start_weights has started, and stores P."""
+    D = gate_matrix(g, L, half, layout)
+    if DELTA:
+        if BACK:
+            add = gl.expand_dims(delta.slice(half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout)), 0)
+        else:
+            add = gl.expand_dims(delta.load(gl.SliceLayout(1, layout)), 1)
+        S += add
+    p.slice(half * (L // 2), L // 2, 1).store(seen(S, D, i, j, half, BACK, p.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def put_sums(out, w, to, L: gl.constexpr):
+    """Sums of out * w over 16 rows each, which are those of a warp: no exchange between warps."""
+    x = gl.sum(gl.reshape(out * w, [4, 16, L]), 1)
+    part = gl.arange(0, 4, gl.SliceLayout(1, x.type.layout))
+    step = gl.arange(0, L, gl.SliceLayout(0, x.type.layout))
+    gl.store(to + gl.expand_dims(part, 1) * L + gl.expand_dims(step, 0), x)
+
+
+@gluon.jit
+def consume(
+    Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head,
+    half: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr,
+    STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
+    FINAL: gl.constexpr, START: gl.constexpr, NORMALIZE: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup, with 64 rows."""
+    ring_x, ring_y, ring_z, ring_w = rings
+    ring_p, ring_g, ring_u, ring_d = gate_rings
+    state_in, state_out, n_in, n_out, marks, n_marks = states
+    T, H, length, pieces = work
+    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
+    of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
+    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    of_n: gl.constexpr = gl.SliceLayout(1, of_out)
+    left_of_out: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
+    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
+    dtype: gl.constexpr = ring_x.dtype
+    zero = gl.zeros([64, L], gl.float32, of_out)
+    i = gl.arange(0, L, gl.SliceLayout(1, of_p))
+    j = gl.arange(0, L // 2, gl.SliceLayout(0, of_p))
+    row = gl.program_id(1) * 128 + half * 64
+    rk = row + gl.arange(0, 64, of_n)
+    s = 0
+    phase = 0
+    n = 0
+    mbarrier.wait(full.index(0), 0)
+    S = start_weights(ring_y, ring_z, 0, half, L, DV, of_p)
+    S = warpgroup_mma_wait(0, deps=[S])
+    put_weights(S, ring_g.index(0), ring_d.index(0), ring_p.index(0), i, j, half, L, BACK, DELTA, of_p)
+    mbarrier.arrive(ready.index(0), count=1)
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        b, h, start, steps, slot = piece(index, T, length, H, SEGMENTED)
+        tiles = (steps + L - 1) // L
+        first = b.to(gl.int64) * T + start
+        mark = (first // MARKS + slot) * H + h
+        tile0 = (gl.program_id(1).to(gl.int64) * H + h) * tiles_of_head + b * ((T + L - 1) // L) + start // L
+        sums = w_out + tile0 * (8 * L) + half * (4 * L)
+        state_row = index.to(gl.int64) * DK
+        C0 = gl.zeros([64, 128], gl.float32, of_state)
+        C1 = gl.zeros([64, 128], gl.float32, of_state)
+        N = gl.zeros([64], gl.float32, of_n)
+        if STATE:
+            C0 = gl.load(state_pointers(state_in, state_row, row, 0, DV, of_state))
+            if BLOCKS == 2:
+                C1 = gl.load(state_pointers(state_in, state_row, row, 128, DV, of_state))
+            if NORMALIZE:
+                N = gl.load(n_in + state_row + rk)
+            if not BACK:
+                gl.store(state_pointers(marks, mark * DK, row, 0, DV, of_state), C0.to(dtype))
+                if BLOCKS == 2:
+                    gl.store(state_pointers(marks, mark * DK, row, 128, DV, of_state), C1.to(dtype))
+                if NORMALIZE:
+                    gl.store(n_marks + mark * DK + rk, N)
+        for step in range(0, tiles):
+            x = ring_x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
+            y = ring_y.index(s).reshape([L, DV])
+            z = ring_z.index(s).reshape([L, DV])
+            w = ring_w.index(2 * s + half)
+            g = ring_g.index(s)
+            p = ring_p.index(n % 2).permute((1, 0))
+            t = (tiles - 1 - step if BACK else step) * L
+            carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_state)), 0)
+            A = gl.convert_layout(C0.to(dtype), left_of_out, assert_trivial=True)
+            out = warpgroup_mma(A, z.slice(0, 128, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+            # The stage of the previous tile is free once its output has left.
+            tma.store_wait(0)
+            mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+            out, A = warpgroup_mma_wait(0, deps=[out, A])
+            if BLOCKS == 2:
+                A = gl.convert_layout(C1.to(dtype), left_of_out, assert_trivial=True)
+                out = warpgroup_mma(A, z.slice(128, 128, 1).permute((1, 0)), out, is_async=True)
+            weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
+            if BLOCKS == 2:
+                out, A = warpgroup_mma_wait(0, deps=[out, A])
+            if NORMALIZE:
+                if BACK:
+                    out += gl.expand_dims(N, 1)
+                elif DELTA:
+                    delta = gl.expand_dims(ring_d.index(s).load(gl.SliceLayout(0, of_out)), 0)
+                    out += gl.expand_dims(N, 1) * delta
+            x_t = x.load(of_out)
+            mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
+            A = gl.convert_layout(x_t, left_of_out, assert_trivial=True)
+            out = warpgroup_mma(A, p, out * weight, is_async=True)
+            B = scaled(x_t, ring_u.index(s), L, left_of_state)
+            C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * carry, is_async=True)
+            if BLOCKS == 2:
+                C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * carry, is_async=True)
+            if NORMALIZE:
+                N = N * gl.max(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_out)), 0)
+                if DELTA or not BACK:
+                    added = gl.convert_layout(B, of_out, assert_trivial=True).to(gl.float32)
+                    if BACK:
+                        added = added * gl.expand_dims(ring_d.index(s).load(gl.SliceLayout(0, of_out)), 0)
+                    N += gl.sum(added, 1)
+            out, A = warpgroup_mma_wait(BLOCKS, deps=[out, A])
+            put_sums(out, w.reshape([L, 64]).permute((1, 0)).load(of_out).to(gl.float32), sums + t * 8, L)
+            w.reshape([L, 64]).permute((1, 0)).store(out.to(dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(Out, [b, h, start + t, row], w)
+            s += 1
+            if s == STAGES:
+                s = 0
+                phase ^= 1
+            n += 1
+            if BLOCKS == 2:
+                C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
+            else:
+                C0, B = warpgroup_mma_wait(0, deps=[C0, B])
+            mbarrier.wait(full.index(s), phase)
+            S = start_weights(ring_y, ring_z, s, half, L, DV, of_p)
+            at = t if BACK else t + L
+            if at % MARKS == 0 and at < steps and (START or at > 0):
+                to = (mark + at // MARKS * H) * DK
+                gl.store(state_pointers(marks, to, row, 0, DV, of_state), C0.to(dtype))
+                if BLOCKS == 2:
+                    gl.store(state_pointers(marks, to, row, 128, DV, of_state), C1.to(dtype))
+                if NORMALIZE:
+                    gl.store(n_marks + to + rk, N)
+            S = warpgroup_mma_wait(0, deps=[S])
+            put_weights(S, ring_g.index(s), ring_d.index(s), ring_p.index(n % 2), i, j, half, L, BACK, DELTA, of_p)
+            mbarrier.arrive(ready.index(n % 2), count=1)
+        if FINAL:
+            gl.store(state_pointers(state_out, state_row, row, 0, DV, of_state), C0)
+            if BLOCKS == 2:
+                gl.store(state_pointers(state_out, state_row, row, 128, DV, of_state), C1)
+            if NORMALIZE:
+                gl.store(n_out + state_row + rk, N)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
+def rows(
+    X, Y, Z, W, Out, gates, w_out, state_in, state_out, n_in, n_out, marks, n_marks,
+    T, tiles_of_head, H, GROUP, length, pieces,
+    DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, MARKS: gl.constexpr,
+    BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, START: gl.constexpr,
+    NORMALIZE: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = X.dtype
+    BLOCKS: gl.constexpr = DV // 128
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring_x = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, 128], X.layout)
+    ring_y = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DV], Y.layout)
+    ring_z = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DV], Z.layout)
+    ring_w = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, L, 64], W.layout)
+    ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
+    ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
+    ring_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
+    ring_d = gl.allocate_shared_memory(gl.float32, [STAGES, L], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=2)
+        mbarrier.init(free.index(s), count=2)
+    for s in gl.static_range(2):
+        mbarrier.init(ready.index(s), count=2)
+    fence_async_shared()
+    rings = (ring_x, ring_y, ring_z, ring_w)
+    gate_rings = (ring_p, ring_g, ring_u, ring_d)
+    states = (state_in, state_out, n_in, n_out, marks, n_marks)
+    work = (T, H, length, pieces)
+    gl.warp_specialize(
+        [
+            (consume, (
+                Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 0, DK, DV, BLOCKS, L,
+                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, START, NORMALIZE, DELTA,
+            )),
+            (consume, (
+                Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 1, DK, DV, BLOCKS, L,
+                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, START, NORMALIZE, DELTA,
+            )),
+            (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, L, STAGES, BACK, SEGMENTED)),
+            (load_gates, (
+                gates, ring_g, ring_u, ring_d, full, free, work, tiles_of_head, L, STAGES, BACK, SEGMENTED, DELTA,
+            )),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
