@@ -1,0 +1,52 @@
+"""This library's contenders."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+import tfla
+from tfla.backends import Inputs, select
+from tfla.bench.problem import Problem, Work
+
+
+def mlstm(
+    problem: Problem, gate: Literal["exp", "sigmoid"], backend: str | None = None, kernel: str | None = None
+) -> Work:
+    """`tfla.mlstm`; says which backend and kernel ran and what its stored states take."""
+    q, k, v = problem.qkv()
+    i, f = problem.gates()
+    x = Inputs(q, k, v, i, f, None, None, None, None)
+    chosen = select(backend, x)
+    kernel_run = kernel or chosen.kernels[0]
+    chunk_size = problem.chunk_size or chosen.default_chunk_size(x, kernel_run)
+    state = problem.H * problem.dqk * (problem.dhv + (gate == "exp")) * 4
+
+    def run(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
+        return tfla.mlstm(
+            q, k, v, i, f, input_gate=gate, chunk_size=problem.chunk_size, backend=backend, kernel=kernel
+        )  # fmt: skip
+
+    facts = {
+        "way": f"{chosen.name} {kernel_run}",
+        "details": {k: str(d) for k, d in chosen.details(x, chunk_size, kernel_run).items()},
+        "state_bytes": chosen.stored_states(x, chunk_size, kernel_run) * state,
+    }
+    return Work(run, [q, k, v, i, f], facts)
+
+
+def step(problem: Problem, gate: Literal["exp", "sigmoid"]) -> Work:
+    """`tfla.mlstm_step` from a state that is not zero."""
+    q, k, v, i, f = (t[:, 0] for t in (*problem.qkv(), *problem.gates()))
+    C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype="float32")
+    state = tfla.State(C, C[..., 0].clone(), torch.zeros_like(i)) if gate == "exp" else tfla.State(C)
+    return Work(lambda q, k, v, i, f: tfla.mlstm_step(q, k, v, i, f, state, input_gate=gate)[0], [q, k, v, i, f])
+
+
+def copy_state(problem: Problem) -> Work:
+    """A device copy of the states, which a step has to read and to write."""
+    C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype="float32")
+    target = torch.empty_like(C)
+    return Work(target.copy_, [C])

@@ -1,0 +1,115 @@
+"""The processes that contenders run in, as the one that compares them sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+SAYS_WHY = ("error", "assert", "exception", "fault", "unsupported")
+
+
+class Died(Exception):
+    """The process ended, or was ended, before its job was done; the message says how."""
+
+
+class Worker:
+    """A process of :mod:`tfla.bench.worker`. It is started at once and imports while others still run."""
+
+    def __init__(self) -> None:
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tfla.bench.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._stderr, text=True, start_new_session=os.name == "posix",
+        )  # fmt: skip
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def ask(self, job: dict[str, Any], limit: float) -> Iterator[dict[str, Any]]:
+        """The rows of one job as they come.
+
+        Raises:
+            Died: the process crashed, or the job took longer than ``limit`` seconds and the process was ended.
+        """
+        assert self._process.stdin is not None
+        deadline = time.monotonic() + limit
+        try:
+            print(json.dumps(job), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise Died(self._ending()) from None
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                self.stop()
+                raise Died(f"stopped after {limit:.0f} s") from None
+            if line is None:
+                raise Died(self._ending())
+            row: dict[str, Any] = json.loads(line)
+            if row.get("done"):
+                return
+            yield row
+
+    def _ending(self) -> str:
+        """The exit status, and of what the process wrote to stderr the line that says most."""
+        code = self._process.wait()
+        self._stderr.seek(0)
+        lines = [x.strip() for x in self._stderr.read().decode(errors="replace").splitlines() if x.strip()]
+        telling = [x for x in lines if any(word in x.lower() for word in SAYS_WHY)]
+        said = (telling or lines or ["nothing on stderr"])[-1 if code > 0 else 0]
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"the process ended with {name}: {said}"[:300]
+
+    def stop(self) -> None:
+        """End the process and what it started."""
+        if self._process.poll() is None:
+            if os.name == "posix":  # its session is its own
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._stderr):
+            if stream is not None and not stream.closed:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
+class Crew:
+    """The workers of a run, by the contender each belongs to."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, Worker] = {}
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._workers):
+            self.dismiss(name)
+
+    def of(self, name: str) -> Worker:
+        """The contender's process; a new one where there is none."""
+        if name not in self._workers:
+            self._workers[name] = Worker()
+        return self._workers[name]
+
+    def dismiss(self, name: str) -> None:
+        """End the contender's process, if there is one."""
+        worker = self._workers.pop(name, None)
+        if worker is not None:
+            worker.stop()

@@ -1,0 +1,269 @@
+"""`tfla bench gpu SUITE`: the paper's setups on this GPU, every contender in a process of its own, in one run.
+
+Also `python -m tfla.bench.gpu SUITE`, which needs torch alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from tfla.bench.crew import Crew, Died
+from tfla.bench.floor import (
+    backward_bytes,
+    backward_flops,
+    floor_seconds,
+    forward_bytes,
+    forward_flops,
+    step_bytes,
+)
+from tfla.bench.options import GpuBench, parse
+from tfla.bench.problem import FORWARD, Problem
+from tfla.bench.suites import SUITES, Entry, Suite
+from tfla.bench.timing import Sampling
+
+SHARE = 0.6  # of a configuration's time for samples; the rest is for compiling, warming up and the sustained run
+AT_ONCE = 8  # contenders that compile: their tensors share the GPU
+ENOUGH = 2  # crashes in a row after which a contender is left alone
+Row = dict[str, Any]
+
+
+def installed(module: str) -> bool:
+    """Whether the module can be found; nothing is imported but its parents."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def floors(problem: Problem, form: str, direction: str, rates: dict[str, dict[str, float]]) -> Row:
+    """The floor of the form at the rates of a rested and of a busy device."""
+    H, dqk, dhv = problem.H, problem.dqk, problem.dhv
+    normalizer = form.endswith("exp")
+    if form.startswith("step"):
+        flops, moved = 4 * H * dqk * dhv, step_bytes(H, dqk, dhv, normalizer)
+    else:
+        flops = forward_flops(problem.T, H, dqk, dhv)
+        moved = forward_bytes(problem.T, H, dqk, dhv, problem.itemsize)
+        if direction != FORWARD:
+            flops += backward_flops(problem.T, H, dqk, dhv)
+            moved += backward_bytes(problem.T, H, dqk, dhv, problem.itemsize, normalizer)
+    rested, busy = (
+        floor_seconds(problem.B * flops, problem.B * moved, rates["gemm"][how], rates["copy"][how])
+        for how in ("rested", "sustained")
+    )
+    return {"floor_seconds": rested, "sustained_floor_seconds": busy}
+
+
+def named(entry: Entry) -> Row:
+    return {"name": entry.name} | ({"group": entry.group} if entry.group else {})
+
+
+def row_text(row: Row) -> str:
+    name = f"{row['name']}, {row['group']}" if "group" in row else row["name"]
+    head = f"{row['x']:>7,}  {name:<44}{row['direction']:<20}" if "x" in row else f"{'':>9}{name:<44}"
+    if "error" in row:
+        return head + row["error"]
+    parts = [f"{row['seconds'] * 1e3:>9.3f} ms"]
+    parts.append(f"{row['ratio']:>8.2f} x floor" if "ratio" in row else " " * 16)
+    parts.append(f"{row['sustained_seconds'] * 1e3:>9.3f} ms sustained" if "sustained_seconds" in row else " " * 22)
+    parts.append(f"{row['peak_bytes'] / 2**30:>6.2f} GiB" if "peak_bytes" in row else "")
+    return head + "".join(parts).rstrip()
+
+
+class Run:
+    """One suite on one device."""
+
+    def __init__(self, config: GpuBench, suite: Suite, say: Callable[[str], None]) -> None:
+        self.config, self.suite, self.say = config, suite, say
+        self.xs = config.lengths or suite.xs
+        self.end = time.monotonic() + config.budget
+        self.crew = Crew()
+        self.rates: dict[str, dict[str, float]] = {}
+        self.waiting = 0  # configurations still to time
+        self.seen: dict[str, set[str]] = {}  # entry of backend=None -> the ways it went
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def allowance(self) -> float:
+        """Seconds that one configuration may take."""
+        return max(1.0, min(self.config.limit, self.left()))
+
+    def sampling(self) -> Sampling:
+        """As the options say; where the budget is short, samples end earlier so that every configuration gets some."""
+        share = self.left() / max(1, self.waiting) / len(self.suite.directions)
+        return replace(self.config.sampling, patience=min(self.config.patience, max(0.1, SHARE * share)))
+
+    def job(self, entry: Entry, x: int, only_compile: bool = False) -> Row:
+        everywhere = self.config.sustained_everywhere or self.suite.sustained_at is None
+        return {
+            "kind": "time", "make": entry.make, "options": entry.options,
+            "problem": asdict(self.suite.problem(entry, x, self.config.device)), "directions": self.suite.directions,
+            "sampling": asdict(self.sampling()), "only_compile": only_compile,
+            "sustained": everywhere or x in (self.suite.sustained_at or ()),
+        }  # fmt: skip
+
+    def machine(self, entry: Entry) -> Row:
+        """Environment and rates, from the process in which the first contender will run."""
+        job = {"kind": "machine", "device": self.config.device, "sampling": asdict(self.config.sampling)}
+        self.say("device copy and matrix product")
+        (found,) = self.crew.of(entry.key).ask(job, self.config.limit)
+        self.rates = found["rates"]
+        return found
+
+    def compile(self, entries: list[Entry]) -> None:
+        """Every kernel of this library once, before the timing and several contenders at a time.
+
+        What fails here fails again where it is timed, and is a row there.
+        """
+
+        def one(entry: Entry) -> None:
+            worker = self.crew.of(entry.key)
+            try:
+                for x in self.xs:
+                    list(worker.ask(self.job(entry, x, only_compile=True), self.allowance()))
+            except Died:
+                self.crew.dismiss(entry.key)
+
+        self.say("compiling")
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(one, entries))
+
+    def contender(self, entry: Entry) -> Iterator[Row]:
+        """Its rows; a crash is a row too, and a fresh process goes on behind it."""
+        crashes: list[int] = []
+        for x in self.xs:
+            missing = [named(entry) | {"x": x, "direction": d} for d in self.suite.directions]
+            if len(crashes) >= ENOUGH:
+                why = f"not run: its process ended at {' and '.join(f'{c:,}' for c in crashes)}"
+                yield from (row | {"error": why} for row in missing)
+                self.waiting -= 1
+                continue
+            if self.left() <= 0:
+                yield from (row | {"error": "not run: the budget was spent"} for row in missing)
+                self.waiting -= 1
+                continue
+            try:
+                for found in self.crew.of(entry.key).ask(self.job(entry, x), self.allowance()):
+                    yield self.finish(entry, x, missing.pop(0) | found)
+                    self.say(f"{entry.key}, {self.suite.axis} {x:,}")
+                crashes.clear()
+            except Died as died:
+                self.crew.dismiss(entry.key)
+                if missing:
+                    crashes.append(x)
+                    yield missing.pop(0) | {"error": str(died)}
+                yield from (row | {"error": "not run: its process had ended"} for row in missing)
+            self.waiting -= 1
+        self.crew.dismiss(entry.key)
+
+    def finish(self, entry: Entry, x: int, row: Row) -> Row:
+        """The row with its sizes, its floor and the ratio to that."""
+        problem = self.suite.problem(entry, x, self.config.device)
+        row |= {key: getattr(problem, key) for key in ("B", "T", "H", "dqk", "dhv")}
+        if "error" not in row and entry.form is not None:
+            row |= floors(problem, entry.form, row["direction"], self.rates)
+            row["ratio"] = row["seconds"] / row["floor_seconds"]
+        if "way" in row:
+            self.seen.setdefault(entry.key, set()).add(row["way"])
+        return row
+
+    def repeats(self, entry: Entry) -> bool:
+        """Whether the entry names the way that the library's own choice went everywhere."""
+        name, _, way = entry.name.rpartition(", ")
+        return entry.ours and self.seen.get(replace(entry, name=name).key) == {way}
+
+    def rows(self, entries: list[Entry]) -> Iterator[Row]:
+        """All rows. While one contender is timed the next one's process already imports."""
+        there = [e for e in entries if e.needs is None or installed(e.needs)]
+        self.waiting = len(there) * len(self.xs)
+        ahead = self.config.device != "cpu"
+        if ahead:
+            self.compile([e for e in there if e.ours])
+        for entry in entries:
+            if entry not in there:
+                yield named(entry) | {"error": f"not installed ({entry.needs})"}
+                continue
+            if self.repeats(entry):
+                self.crew.dismiss(entry.key)
+                self.waiting -= len(self.xs)
+                continue
+            following = there[there.index(entry) + 1 :]
+            if ahead and following and self.left() > 0:
+                self.crew.of(following[0].key)
+            yield from self.contender(entry)
+
+
+def chosen(config: GpuBench, suite: Suite) -> list[Entry]:
+    """The suite's contenders that the options ask for.
+
+    Raises:
+        ValueError: none is left; the message lists their names.
+    """
+    entries = [e for e in suite.entries if config.peers or e.ours or e.make.endswith(":copy_state")]
+    names = [e.key for e in entries]
+    if config.only:
+        entries = [e for e in entries if any(part.lower() in e.key.lower() for part in config.only)]
+    if not entries:
+        raise ValueError(f"only: got {', '.join(config.only)}; this suite has {'; '.join(names)}")
+    return entries
+
+
+def _status(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def run(config: GpuBench, suite: Suite | None = None) -> Row:
+    """Measures, prints a table as it grows and returns (and writes) everything.
+
+    Raises:
+        ValueError: there is no such suite or contender.
+        RuntimeError: the device cannot be used at all.
+    """
+    if suite is None:
+        if config.suite not in SUITES:
+            raise ValueError(f"suite: got {config.suite!r}, allowed are {', '.join(SUITES)}")
+        suite = SUITES[config.suite]
+    entries, going = chosen(config, suite), Run(config, suite, _status)
+    result: Row = {"suite": config.suite, "title": suite.title, "axis": suite.axis, "panels": suite.panels}
+    with going.crew:
+        try:
+            result |= going.machine(entries[0])
+        except Died as died:
+            raise RuntimeError(f"{config.device}: {died}") from None
+        result["config"] = {f.name: getattr(config, f.name) for f in fields(config)} | {"out": None}
+        result["rows"] = []
+        copy, gemm = (going.rates[name]["rested"] for name in ("copy", "gemm"))
+        print(f"{suite.title}\n{result['environment']['device']}: copy {copy / 1e9:,.0f} GB/s, "
+              f"matrix product {gemm / 1e12:,.1f} TFLOP/s", flush=True)  # fmt: skip
+        for row in going.rows(entries):
+            _status("")
+            print(row_text(row), flush=True)
+            result["rows"].append(row)
+            if config.out is not None:
+                config.out.parent.mkdir(parents=True, exist_ok=True)
+                config.out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def main(args: Sequence[str] | None = None, prog: str = "python -m tfla.bench.gpu") -> int:
+    """Exit code 0; 2 where the options or the device do not fit."""
+    config = parse(sys.argv[1:] if args is None else args, prog)
+    try:
+        run(config)
+    except (ValueError, RuntimeError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

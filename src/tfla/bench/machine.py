@@ -1,0 +1,67 @@
+"""What a run happened on: names and versions, and the rates that floors are counted with."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from tfla.bench.cpu import cpu_name
+from tfla.bench.timing import Sampling, clock_of, measure
+
+PACKAGES = ("tfla", "torch", "triton", "mlstm_kernels", "flash-linear-attention", "fla-core", "mamba_ssm", "flash_attn")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else None
+
+
+def environment(device: str) -> dict[str, Any]:
+    """GPU (or CPU), driver, versions, date."""
+    cuda = device.startswith("cuda")
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
+        "date": date.today().isoformat(),
+        "versions": {name: number for name in PACKAGES if (number := _installed(name))},
+    }
+    if cuda:
+        properties = torch.cuda.get_device_properties(device)
+        found |= {
+            "driver": _driver(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+            "memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count,
+        }  # fmt: skip
+    return found
+
+
+def rates(device: str, sampling: Sampling) -> dict[str, dict[str, float]]:
+    """Byte/s of a device copy, both directions counted, and FLOP/s of a large matrix product, rested and sustained."""
+    cuda = device.startswith("cuda")
+    size, dtype = (8192, torch.bfloat16) if cuda else (256, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    source = torch.empty(2**30 if cuda else 2**22, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    clock = clock_of(device)
+    found = {}
+    for name, call, amount in (
+        ("copy", lambda: target.copy_(source), 2 * source.nbytes),
+        ("gemm", lambda: torch.mm(a, b), 2 * size**3),
+    ):
+        row = measure(call, clock, sampling)
+        found[name] = {"rested": amount / row["seconds"]}
+        found[name]["sustained"] = amount / row.get("sustained_seconds", row["seconds"])
+    return found

@@ -1,0 +1,67 @@
+"""Options of `tfla bench gpu`, from the command line by the standard library alone: GPU machines are often bare."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tfla.bench.suites import SUITES
+from tfla.bench.timing import Sampling
+
+
+@dataclass
+class GpuBench:
+    """Options of `tfla bench gpu`; :func:`parse` says what each means."""
+
+    suite: str
+    only: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+    peers: bool = True
+    repeats: int = 30
+    warmup: int = 10
+    pause: float = 0.02
+    patience: float = 3.0
+    sustained: float = 1.0
+    sustained_everywhere: bool = False
+    limit: float = 120.0
+    budget: float = 540.0
+    device: str = "cuda"
+    out: Path | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.repeats, self.warmup, self.pause, self.patience, self.sustained)
+
+
+def parse(args: Sequence[str], prog: str) -> GpuBench:
+    """The options that the arguments give."""
+    parser = argparse.ArgumentParser(
+        prog, description="The paper's setups on this GPU.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+
+    def add(name: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> None:
+        default = getattr(GpuBench, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text, **more)
+
+    parser.add_argument("suite", choices=list(SUITES), help="; ".join(f"{k}: {s.title}" for k, s in SUITES.items()))
+    add("only", "contenders whose name contains one of these", nargs="+", metavar="NAME")
+    add("lengths", "values of the suite's axis: T, chunk size, head dim or batch", int, nargs="+", metavar="N")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="time this library alone")
+    add("repeats", "samples of a call", int)
+    add("warmup", "calls before the samples", int)
+    add("pause", "seconds of rest before a sample", float)
+    add("patience", "seconds of samples after which five are enough", float)
+    add("sustained", "seconds of the sustained run; 0 for none", float)
+    parser.add_argument(
+        "--sustained-everywhere", action="store_true", help="also where the suite leaves the sustained run out"
+    )
+    add("limit", "seconds after which one configuration is given up", float)
+    add("budget", "seconds after which the run ends with what it has", float)
+    add("device", "where to run")
+    add("out", "write the rows as JSON here", Path)
+    values: dict[str, Any] = vars(parser.parse_args(args))
+    values |= {name: tuple(values[name]) for name in ("only", "lengths")}
+    return GpuBench(**values)

@@ -1,0 +1,57 @@
+"""What a contender is given and what it hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORWARD, BOTH = "forward", "forward + backward"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of one configuration."""
+
+    B: int
+    T: int
+    H: int
+    dqk: int
+    dhv: int
+    chunk_size: int | None = None
+    dtype: str = "bfloat16"
+    device: str = "cuda"
+
+    @property
+    def itemsize(self) -> int:
+        return int(getattr(torch, self.dtype).itemsize)
+
+    def randn(self, *shape: int, dtype: str | None = None) -> Tensor:
+        """Fresh normal numbers on the device."""
+        return torch.randn(*shape, device=self.device, dtype=getattr(torch, dtype or self.dtype))
+
+    def qkv(self) -> list[Tensor]:
+        """q, k, v as (B, T, H, D)."""
+        return [self.randn(self.B, self.T, self.H, d) for d in (self.dqk, self.dqk, self.dhv)]
+
+    def gates(self) -> tuple[Tensor, Tensor]:
+        """Pre-activations i and f (B, T, H) of a model early in training, in float32."""
+        i, f = (self.randn(self.B, self.T, self.H, dtype="float32") for _ in range(2))
+        return i - 2, f + 4.5
+
+    def log_forget(self) -> Tensor:
+        """The log-gates (B, T, H) that the same f stands for."""
+        return torch.nn.functional.logsigmoid(self.gates()[1])
+
+
+@dataclass
+class Work:
+    """A contender at one configuration: an output from inputs, all of which get a gradient."""
+
+    run: Callable[..., Tensor]
+    inputs: list[Tensor]
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Goes into the row: which backend ran, bytes of stored states."""

@@ -1,0 +1,212 @@
+"""The paper's benchmark setups (Section 5.2, Appendix E.3) as data: configurations, and who runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tfla.backends import BACKENDS
+from tfla.bench.problem import BOTH, FORWARD, Problem
+
+TOKENS, EMBEDDING = 65_536, 4096
+MEMORY = "memory"
+PANELS = (FORWARD, BOTH)
+Form = Literal["exp", "sigmoid", "step exp", "step sigmoid"]
+Heads = tuple[int, int, int]  # H, dqk, dhv
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender: what makes it, module:function of (problem, **options)."""
+
+    name: str
+    make: str
+    options: dict[str, Any] = field(default_factory=dict)
+    heads: Heads | None = None
+    """Its own, where they are not those of the suite."""
+    needs: str | None = None
+    """The package that has to be installed."""
+    form: Form | None = None
+    """Whose floor it is compared with."""
+    group: str = ""
+    """The table and the row of panels it belongs to, where a suite has several."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}, {self.group}" if self.group else self.name
+
+    @property
+    def ours(self) -> bool:
+        return self.needs is None and self.name.startswith("tfla")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Configurations along one axis."""
+
+    title: str
+    axis: str
+    xs: tuple[int, ...]
+    at: Callable[[int], Problem]
+    entries: tuple[Entry, ...]
+    directions: tuple[str, ...] = (FORWARD, BOTH)
+    sustained_at: tuple[int, ...] | None = None
+    """Where a sustained run is worth its second; None: everywhere."""
+    panels: tuple[str, ...] = (*PANELS, MEMORY)
+    """What its figure shows."""
+
+    def problem(self, entry: Entry, x: int, device: str) -> Problem:
+        """What the entry is given at x."""
+        problem = replace(self.at(x), device=device)
+        if entry.heads is not None:
+            H, dqk, dhv = entry.heads
+            problem = replace(problem, H=H, dqk=dqk, dhv=dhv)
+        return problem
+
+
+def _own() -> list[Entry]:
+    """mLSTMsig and mLSTMexp as the library picks the way, and by every kernel that is written for GPUs."""
+    kernels = [(b.name, k) for b in BACKENDS.values() if b.name not in ("chunkwise", "reference") for k in b.kernels]
+    ways: list[tuple[str | None, str | None]] = [(None, None), *kernels]
+    return [
+        Entry(
+            f"tfla mLSTM{gate[:3]}" + (f", {backend} {kernel}" if backend else ""),
+            "tfla.bench.contenders:mlstm", {"gate": gate, "backend": backend, "kernel": kernel}, form=gate,
+        )
+        for backend, kernel in ways
+        for gate in ("sigmoid", "exp")
+    ]  # fmt: skip
+
+
+def _nxai(*kernels: str) -> list[Entry]:
+    """mlstm_kernels: "sig 128" is mLSTMsig by xl_chunk with chunk size 128."""
+    made = []
+    for kernel in kernels:
+        kind, _, size = kernel.partition(" ")
+        name, options, form = {
+            "limit": ("mLSTMexp limit_chunk", {"kernel": "triton_limit_chunk"}, "exp"),
+            "exp": ("mLSTMexp xl_chunk", {"kernel": "triton_xl_chunk"}, "exp"),
+            "sig": ("mLSTMsig xl_chunk", {"kernel": "triton_xl_chunk_siging", "normalize": False}, "sigmoid"),
+        }[kind]
+        label = f"mlstm_kernels {name} {size}".rstrip()
+        chunk = {"chunk_size": int(size)} if size else {}
+        made.append(
+            Entry(label, "tfla.bench.peers:mlstm_kernels", options | chunk, None, "mlstm_kernels", form)  # type: ignore[arg-type, operator]
+        )
+    return made
+
+
+def _fla(*kernels: str) -> list[Entry]:
+    """flash-linear-attention: "simple_gla chunk"."""
+    made = []
+    for kernel in kernels:
+        form, _, which = kernel.partition(" ")
+        options = {"kernel": which} if which else {}
+        floor: Form | None = "sigmoid" if form != "gla" else None
+        made.append(Entry(f"fla {kernel}", f"tfla.bench.peers:{form}", options, None, "fla", floor))
+    return made
+
+
+MAMBA = [
+    Entry("Mamba-2", "tfla.bench.peers:mamba2", {"groups": 8}, (64, 128, 64), "mamba_ssm"),
+    Entry("Mamba", "tfla.bench.peers:mamba", {}, (EMBEDDING, 16, 1), "selective_scan_cuda"),
+]
+ATTENTION = [
+    Entry("attention, FlashAttention-2 (torch)", "tfla.bench.peers:sdpa", {"backend": "FLASH_ATTENTION"}),
+    Entry("attention, cuDNN", "tfla.bench.peers:sdpa", {"backend": "CUDNN_ATTENTION"}),
+    Entry(
+        "attention, FlashAttention-3", "tfla.bench.peers:flash_attention", {"module": "flash_attn_interface"},
+        needs="flash_attn_interface",
+    ),
+    Entry(
+        "attention, FlashAttention-4", "tfla.bench.peers:flash_attention", {"module": "flash_attn.cute"},
+        needs="flash_attn.cute",
+    ),
+]  # fmt: skip
+
+
+def _with(entries: Iterable[Entry], heads: Heads, group: str = "") -> list[Entry]:
+    return [replace(entry, heads=heads, group=group) for entry in entries]
+
+
+def _lengths(H: int, dqk: int, dhv: int) -> Callable[[int], Problem]:
+    """A constant number of tokens: the batch shrinks as T grows."""
+    return lambda T: Problem(max(1, TOKENS // T), T, H, dqk, dhv)
+
+
+LENGTHS = tuple(2**n for n in range(9, 17))
+SUITES = {
+    "fig4": Suite(
+        f"Figure 4: runtime by sequence length, {TOKENS:,} tokens, 16 heads, dqk 128, dhv 256", "T", LENGTHS,
+        _lengths(16, 128, 256),
+        (
+            *_own(), *_nxai("limit 64", "exp 128", "sig 128", "sig 256"),
+            *_fla("simple_gla chunk", "simple_gla fused_chunk", "gla chunk"), *MAMBA,
+            *_with(ATTENTION, (32, 128, 128)),
+        ),
+        sustained_at=(8192,), panels=PANELS,
+    ),
+    "fig5": Suite(
+        "Figure 5: runtime and memory by chunk size, T 8,192, batch 8, 8 heads, dqk 256, dhv 512", "chunk size",
+        tuple(2**n for n in range(6, 13)), lambda L: Problem(8, 8192, 8, 256, 512, chunk_size=L),
+        (*_own(), *_nxai("sig", "exp")), panels=(BOTH, MEMORY),
+    ),
+    "fig12": Suite(
+        f"Figure 12: runtime and memory beside GLA, {TOKENS:,} tokens, 8 heads, dqk 256, dhv 512", "T", LENGTHS,
+        _lengths(8, 256, 512),
+        (
+            *_own(), *_nxai("limit 64", "exp 128", "sig 128", "sig 256"),
+            *_fla("simple_gla chunk", "simple_gla fused_chunk", "gla chunk", "gla fused_chunk"),
+        ),
+        sustained_at=(8192,),
+    ),
+    "fig13": Suite(
+        f"Figure 13: runtime and memory beside Lightning Attention, {TOKENS:,} tokens, 32 × 128 and 64 × 64", "T",
+        LENGTHS, _lengths(32, 128, 128),
+        tuple(
+            entry
+            for H, d in ((32, 128), (64, 64))
+            for entry in _with(
+                (*_own(), *_nxai("sig 128", "sig 256"), *_fla("lightning", "simple_gla_constant")), (H, d, d),
+                f"{H} × {d}",
+            )
+        ),
+        sustained_at=(8192,),
+    ),
+    "fig14": Suite(
+        "Figure 14: runtime by head dimension, T 8,192, batch 4, dqk = dhv, 4096 in all", "head dim",
+        tuple(2**n for n in range(5, 11)), lambda d: Problem(4, 8192, EMBEDDING // d, d, d),
+        (
+            *_own(), *_nxai("limit 64", "exp 128", "sig 128"),
+            *_fla("simple_gla chunk", "simple_gla fused_chunk", "gla chunk"),
+        ),
+        sustained_at=(128,), panels=PANELS,
+    ),
+    "decode": Suite(
+        "Decoding: one step by batch size, 8 heads, dqk 256, dhv 512", "batch", tuple(2**n for n in range(11)),
+        lambda B: Problem(B, 1, 8, 256, 512),
+        (
+            Entry("tfla mLSTMsig", "tfla.bench.contenders:step", {"gate": "sigmoid"}, form="step sigmoid"),
+            Entry("tfla mLSTMexp", "tfla.bench.contenders:step", {"gate": "exp"}, form="step exp"),
+            Entry("device copy of C", "tfla.bench.contenders:copy_state", form="step sigmoid"),
+            Entry(
+                "mlstm_kernels mLSTMexp triton", "tfla.bench.peers:mlstm_kernels_step", {"kernel": "triton"},
+                needs="mlstm_kernels", form="step exp",
+            ),
+            Entry(
+                "mlstm_kernels mLSTMexp native", "tfla.bench.peers:mlstm_kernels_step", {"kernel": "native"},
+                needs="mlstm_kernels", form="step exp",
+            ),
+        ),
+        directions=(FORWARD,), panels=(FORWARD,),
+    ),
+    "smoke": Suite(
+        "Smoke: seconds on any device, to see that everything runs", "T", (64, 128),
+        lambda T: Problem(2, T, 2, 16, 32, dtype="float32"),
+        (
+            *_own()[:2],
+            Entry("attention, torch", "tfla.bench.peers:sdpa", {"backend": "MATH"}, heads=(4, 16, 16)),
+        ),
+    ),
+}  # fmt: skip

@@ -1,0 +1,104 @@
+"""Seconds of a call: rested, a pause before each sample, and sustained, back to back."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+FEWEST = 5
+LEAD_SECONDS = 2e-3  # what the host is ahead of the device, so that its own time is not measured
+LEAD = int(LEAD_SECONDS * 2e9)  # in cycles of the GPU
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a call is timed. Long calls get fewer samples: after ``patience`` seconds FEWEST are enough."""
+
+    repeats: int = 30
+    warmup: int = 10
+    pause: float = 0.02
+    patience: float = 3.0
+    sustained: float = 1.0
+
+
+class Clock(Protocol):
+    """Time as a device has it."""
+
+    def now(self) -> float:
+        """Seconds on the host, for deciding when it is enough."""
+
+    def rest(self, seconds: float) -> None:
+        """Leave the device alone."""
+
+    def series(self, call: Call, count: int) -> float:
+        """Seconds of so many calls back to back."""
+
+
+class HostClock:
+    """For what runs on the CPU."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def rest(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def series(self, call: Call, count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        return time.perf_counter() - start
+
+
+class CudaClock(HostClock):
+    """CUDA events around the calls. The GPU first spins, so that the host can enqueue ahead of it."""
+
+    def series(self, call: Call, count: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(LEAD)
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+def clock_of(device: str) -> Clock:
+    return CudaClock() if device.startswith("cuda") else HostClock()
+
+
+def _in_a_row(call: Call, clock: Clock, seconds: float) -> float:
+    """About how long a call takes back to back: of short ones the host may be slower than the device."""
+    if seconds > 2 * LEAD_SECONDS:
+        return seconds
+    count = min(100, math.ceil(0.02 / max(seconds, 1e-6)))
+    start = clock.now()
+    clock.series(call, count)
+    return max(seconds, (clock.now() - start) / count)
+
+
+def measure(call: Call, clock: Clock, sampling: Sampling, sustained: bool = True) -> dict[str, Any]:
+    """Median, min and max of the samples, how many there are, and the mean of a sustained run."""
+    clock.series(call, 1)  # compiles and tunes
+    start, warm = clock.now(), 0
+    while warm < sampling.warmup and (warm < 2 or clock.now() - start < sampling.patience / 3):
+        clock.series(call, 1)
+        warm += 1
+    start, samples = clock.now(), list[float]()
+    while len(samples) < sampling.repeats and (len(samples) < FEWEST or clock.now() - start < sampling.patience):
+        clock.rest(sampling.pause)
+        samples.append(clock.series(call, 1))
+    middle = statistics.median(samples)
+    row = {"seconds": middle, "min": min(samples), "max": max(samples), "samples": len(samples), "warmup": warm}
+    if sustained and sampling.sustained > 0:
+        count = max(2, math.ceil(sampling.sustained / _in_a_row(call, clock, middle)))
+        row |= {"sustained_seconds": clock.series(call, count) / count, "sustained_calls": count}
+    return row

@@ -1,0 +1,107 @@
+"""The process in which one contender runs: jobs come in as lines of JSON, rows go out as such.
+
+A crash of a contender ends this process alone; :mod:`tfla.bench.crew` sees it and says how.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tfla.bench.machine import environment, rates
+from tfla.bench.memory import peak_bytes
+from tfla.bench.problem import FORWARD, Problem, Work
+from tfla.bench.timing import Call, Sampling, clock_of, measure
+
+Send = Callable[[dict[str, Any]], None]
+BROKEN = 3  # exit code after an error that the device does not recover from
+
+
+def call_of(work: Work, direction: str) -> Call:
+    """The work's forward, or its forward and backward from a random cotangent."""
+    if direction == FORWARD:
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return work.run(*work.inputs)
+
+        return forward
+    for x in work.inputs:
+        x.requires_grad_()
+    cotangent = torch.randn_like(work.run(*work.inputs))
+    return lambda: torch.autograd.grad(work.run(*work.inputs), work.inputs, cotangent)
+
+
+def why(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200].rstrip(": ")
+
+
+def _usable(device: str) -> bool:
+    try:
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except RuntimeError:
+        return False
+    return True
+
+
+def time_it(job: dict[str, Any], send: Send) -> None:
+    """A row for every direction of the job; a contender that raises is a row with its error."""
+    problem, sampling = Problem(**job["problem"]), Sampling(**job["sampling"])
+    work: Work | None = None
+    for direction in job["directions"]:
+        row: dict[str, Any] = {"direction": direction}
+        try:
+            if work is None:
+                module, _, name = job["make"].partition(":")
+                work = getattr(importlib.import_module(module), name)(problem, **job["options"])
+            call = call_of(work, direction)
+            if job["only_compile"]:
+                call()
+                continue
+            row |= measure(call, clock_of(problem.device), sampling, job["sustained"])
+            row |= work.facts
+            peak = peak_bytes(call, problem.device)
+            row |= {} if peak is None else {"peak_bytes": peak}
+        except Exception as error:  # whatever a contender raises is its result
+            row["error"] = why(error)
+            del error
+        call = None  # type: ignore[assignment]  # frees the cotangent
+        if not job["only_compile"]:
+            send(row)
+        if "error" in row and not _usable(problem.device):
+            sys.exit(BROKEN)
+    del work
+    gc.collect()
+    _usable(problem.device)
+
+
+def serve(job: dict[str, Any], send: Send) -> None:
+    if job["kind"] == "machine":
+        found = {"environment": environment(job["device"])}
+        send(found | {"rates": rates(job["device"], Sampling(**job["sampling"]))})
+        _usable(job["device"])  # gives the memory back
+    else:
+        time_it(job, send)
+    send({"done": True})
+
+
+def main() -> None:
+    # What a contender prints must not get between the rows.
+    rows = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        serve(json.loads(line), lambda row: print(json.dumps(row), file=rows, flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Contenders that fail in every way, for `tfla.bench.gpu`; imported in the processes that it starts."""
+
+import os
+import sys
+import time
+
+import torch
+
+from tfla.bench.problem import Work
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        raise NotImplementedError("no gradient here\nmore about it")
+
+
+def works(problem):
+    print("a library that prints")
+    return Work(lambda x: x * 2, problem.qkv()[:1], {"way": "fake"})
+
+
+def half(problem):
+    return Work(NoBackward.apply, problem.qkv()[:1])
+
+
+def aborts(problem):
+    print("LLVM ERROR: cannot select\nstack dump", file=sys.stderr, flush=True)
+    os.abort()
+
+
+def hangs(problem):
+    time.sleep(60)
