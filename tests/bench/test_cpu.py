@@ -67,5 +67,5 @@ def test_unknown_benchmark_prints_usage(capsys):
 
 
 def test_report_without_results_says_which_file_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"cpu\.json"):
+    with pytest.raises(FileNotFoundError, match=r"tfla bench cpu.*cpu\.json"):
         report.run(report.Report(tmp_path, tmp_path / "out.md"))

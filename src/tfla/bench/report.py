@@ -1,11 +1,14 @@
-"""`tfla bench report`: stored results as the tables of docs/performance.md."""
+"""`tfla bench report`: stored results as docs/performance.md and its figures."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from tfla.bench import cpu_report, gpu_report
+from tfla.bench.suites import SUITES
 
 INTRO = """# Performance
 
@@ -19,65 +22,30 @@ class Report:
 
     results: Path = Path("benchmarks/results")
     out: Path = Path("docs/performance.md")
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def milliseconds(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "-"
-    if "error" in row:
-        return str(row["error"])
-    return f"{row['seconds'] * 1e3:,.1f} ({row['ratio']:.2f} ×)"
-
-
-def cpu_section(result: dict[str, Any]) -> str:
-    """The table of `tfla bench cpu`."""
-    env = result["environment"]
-    versions = ", ".join(f"{name} {v}" for name, v in env["versions"].items() if v)
-    shape = env["shape"]
-    parts = [
-        "## On a CPU",
-        f"{env['cpu']}, {env['threads']} threads, {env['date']}; {versions}. B {shape['B']}, {shape['H']} heads, "
-        f"dqk {shape['dqk']}, dhv {shape['dhv']}, {shape['dtype']}. Median milliseconds, and in brackets the ratio to "
-        "the floor: the FLOPs of the form (`bench/floor.py`) at the rate of a large matrix product, timed in between.",
-    ]
-    names = list(dict.fromkeys(row["name"] for row in result["rows"]))
-    for direction in ("forward", "forward + backward"):
-        found = {(r["T"], r["name"]): r for r in result["rows"] if r.get("direction", direction) == direction}
-        lengths = sorted({r["T"] for r in result["rows"]})
-        rows = [[name, *(milliseconds(found.get((T, name))) for T in lengths)] for name in names]
-        floor = [
-            "floor",
-            *(
-                f"{next(r['floor_seconds'] for (t, _), r in found.items() if t == T and 'seconds' in r) * 1e3:,.1f}"
-                for T in lengths
-            ),
-        ]
-        parts.append(table([direction, *(f"T = {T:,}" for T in lengths)], [*rows, floor]))
-    if result["memory"]:
-        rows = [
-            ["tfla mLSTMexp, forward + backward", *(f"{m['extra_bytes'] / 2**20:,.0f} MiB" for m in result["memory"])]
-        ]
-        parts.append(
-            table(["memory beyond inputs, output, gradients", *(f"T = {m['T']:,}" for m in result["memory"])], rows)
-        )
-    config = result["config"]
-    command = f"tfla bench cpu --repeats {config['repeats']} --attention-up-to {config['attention_up_to']}"
-    parts.append(f"Reproduce: `{command} --out benchmarks/results/cpu.json` (mlstm_kernels is timed where installed).")
-    return "\n\n".join(parts)
+    images: Path | None = None
+    """Folder of the figures; None: img beside the page."""
 
 
 def run(config: Report) -> None:
-    """Writes the page.
+    """Writes the page from every result: the CPU's first, then those of GPUs in the order of the suites.
 
     Raises:
         FileNotFoundError: there is no result to report.
     """
-    path = config.results / "cpu.json"
-    page = INTRO + "\n" + cpu_section(json.loads(path.read_text())) + "\n"
-    config.out.write_text(page)
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(config.results.glob("*.json"))}
+    if not found:
+        raise FileNotFoundError(f"no results in {config.results}: tfla bench cpu --out {config.results}/cpu.json")
+    images = config.images or config.out.parent / "img"
+    sections = [cpu_report.section(result) for result in found.values() if "suite" not in result]
+    on_gpus = {stem: result for stem, result in found.items() if "suite" in result}
+    sections += [gpu_report.METHOD] if on_gpus else []
+    for stem, result in sorted(on_gpus.items(), key=lambda item: (list(SUITES).index(item[1]["suite"]), item[0])):
+        from tfla.bench.figures import draw
+
+        image = images / f"{stem}.png"
+        drawn = draw(result, image)
+        link = Path(os.path.relpath(image, config.out.parent)).as_posix() if drawn else None
+        sections.append(gpu_report.section(result, stem, link))
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    config.out.write_text("\n\n".join([INTRO.rstrip(), *sections]) + "\n")
     print(f"wrote {config.out}")

@@ -1,0 +1,117 @@
+"""The paper's figures from stored results, as PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tfla.bench.problem import BOTH, FORWARD
+
+# Okabe and Ito's colours, one for each library; its contenders differ in markers and dashes.
+FAMILIES = {
+    "tfla mLSTMsig": "#D55E00",
+    "tfla mLSTMexp": "#0072B2",
+    "mlstm_kernels": "#E69F00",
+    "fla": "#009E73",
+    "Mamba": "#CC79A7",
+    "attention": "#56B4E9",
+    "device copy": "#999999",
+}
+INK = "#333333"
+MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
+LABELS = {FORWARD: "forward", BOTH: "forward and backward", "memory": "peak memory beyond inputs"}
+Row = dict[str, Any]
+
+
+def family(name: str) -> str:
+    return next((known for known in FAMILIES if name.startswith(known)), "device copy")
+
+
+def styles(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Colour, marker and dashes by name: this library's lines are wide."""
+    counts: dict[str, int] = {}
+    found = {}
+    for name in names:
+        kind = family(name)
+        n = counts[kind] = counts.get(kind, -1) + 1
+        ours = name.startswith("tfla")
+        found[name] = {
+            "color": FAMILIES[kind], "marker": MARKERS[n % len(MARKERS)], "ls": DASHES[n % len(DASHES)],
+            "lw": 2.2 if ours else 1.3, "ms": 6 if ours else 4.5, "zorder": 4 if ours else 3,
+        }  # fmt: skip
+    return found
+
+
+def short(x: int) -> str:
+    return f"{x // 1024}k" if x >= 1024 and x % 1024 == 0 else str(x)
+
+
+def _points(rows: list[Row], panel: str, name: str) -> tuple[list[int], list[float]]:
+    if panel == "memory":
+        found = [(r["x"], r["peak_bytes"] / 2**30) for r in rows if r["direction"] != FORWARD and "peak_bytes" in r]
+    else:
+        found = [(r["x"], r[name] * 1e3) for r in rows if r["direction"] == panel and name in r]
+    found.sort()
+    return [x for x, _ in found], [y for _, y in found]
+
+
+def draw(result: dict[str, Any], target: Path) -> bool:
+    """Write the figure of one result: a row of panels for each group of contenders, time and memory on log axes.
+
+    Returns False, and writes nothing, where no row was measured.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    timed = [r for r in result["rows"] if "seconds" in r]
+    has_memory = any("peak_bytes" in r and r["direction"] != FORWARD for r in timed)
+    panels = [p for p in result["panels"] if p != "memory" or has_memory]
+    groups = list(dict.fromkeys(r.get("group", "") for r in timed))
+    if not timed or not panels:
+        return False
+    names = list(dict.fromkeys(r["name"] for r in timed))
+    look = styles(names)
+    xs = sorted({r["x"] for r in timed})
+
+    height = 0.6 + max(3.4 * len(groups), 0.2 * len(names))
+    figure = Figure(figsize=(1.2 + 4.1 * len(panels) + 3.2, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(groups), len(panels), squeeze=False)
+    handles: dict[str, Any] = {}
+    for axes_row, group in zip(grid, groups, strict=True):
+        here = [r for r in timed if r.get("group", "") == group]
+        for axes, panel in zip(axes_row, panels, strict=True):
+            for name in names:
+                mine = [r for r in here if r["name"] == name]
+                x, y = _points(mine, panel, "seconds")
+                if x:
+                    handles.setdefault(name, axes.plot(x, y, label=name, **look[name])[0])
+            if panel != "memory":
+                for gate, dashes in (("sig", (1, 1)), ("exp", (4, 1.5))):
+                    floor = [r for r in here if r["name"].startswith(f"tfla mLSTM{gate}")]
+                    x, y = _points(floor, panel, "floor_seconds")
+                    x, y = list(dict.fromkeys(x)), [dict(zip(x, y, strict=True))[at] for at in dict.fromkeys(x)]
+                    if x:
+                        label = f"floor of mLSTM{gate}"
+                        line = axes.plot(x, y, color=INK, lw=1.2, dashes=dashes, label=label, zorder=2)[0]
+                        handles.setdefault(label, line)
+            title = LABELS[panel] + (f", {group}" if group else "")
+            axes.set(xscale="log", yscale="log", title=title, xlabel=result["axis"])
+            axes.set_ylabel("GiB" if panel == "memory" else "ms")
+            axes.xaxis.set_major_locator(FixedLocator(xs))
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(round(x))))
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(True, color="#e6e6e6", lw=0.8)
+            axes.set_axisbelow(True)
+    figure.suptitle(f"{result['title']}\n{result['environment']['device']}, {result['environment']['date']}", size=10)
+    figure.legend(
+        handles=list(handles.values()), loc="outside right center", frameon=False, fontsize=8, handlelength=3.2
+    )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, format="png", dpi=120)
+    return True

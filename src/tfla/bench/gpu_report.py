@@ -1,0 +1,177 @@
+"""Stored results of `tfla bench gpu` as sections of docs/performance.md."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields
+from typing import Any
+
+from tfla.bench.markdown import table
+from tfla.bench.options import GpuBench
+
+REFUSES = "cannot run these inputs"
+Row = dict[str, Any]
+METHOD = """## On GPUs
+
+The setups of the paper's benchmark figures. Times are GPU times: medians of samples with a rest before each, and where
+a table says sustained, the mean of a run back to back, under which the card lowers its clock. In brackets the ratio to
+the form's floor: the longer of its bytes at the rate of a device copy and its FLOPs at the rate of a large matrix
+product, both measured in the same run. Every contender ran in a process of its own on fresh random inputs, with q, k
+and v in bfloat16. Memory is the allocator's peak beyond the inputs; outputs and gradients count. Minimum, maximum and
+number of the samples are in the files."""
+
+
+class Notes:
+    """Footnotes: texts by number, equal ones once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def mark(self, text: str) -> str:
+        if text not in self.texts:
+            self.texts.append(text)
+        return f"failed [{self.texts.index(text) + 1}]"
+
+    def lines(self) -> str:
+        return "\n".join(f"{n}. {text.replace('|', '/')}" for n, text in enumerate(self.texts, 1))
+
+
+def milliseconds(seconds: float) -> str:
+    """At least three digits."""
+    digits = next(n for n, least in ((1, 0.1), (2, 1e-2), (3, 1e-4), (4, 0)) if seconds >= least)
+    return f"{seconds * 1e3:,.{digits}f}"
+
+
+def time_cell(row: Row | None, key: str, floor: str, repeats: int, notes: Notes) -> str:
+    """Milliseconds and, in brackets, times the floor; a star where there are few samples."""
+    if row is None:
+        return "-"
+    if "error" in row:
+        return notes.mark(row["error"])
+    if key not in row:
+        return "-"
+    few = "\\*" if key == "seconds" and row["samples"] < repeats else ""
+    times = f" ({row[key] / row[floor]:.2f} ×)" if floor in row else ""
+    return milliseconds(row[key]) + few + times
+
+
+def gibibytes(row: Row | None, key: str) -> str:
+    return "-" if row is None or key not in row else f"{row[key] / 2**30:,.2f}"
+
+
+def _names(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(r["name"] for r in rows))
+
+
+def _time_tables(rows: list[Row], axis: str, repeats: int, notes: Notes) -> list[str]:
+    parts = []
+    for direction in dict.fromkeys(r["direction"] for r in rows):
+        for key, floor, how in (
+            ("seconds", "floor_seconds", "ms"),
+            ("sustained_seconds", "sustained_floor_seconds", "ms, sustained"),
+        ):
+            mine = [r for r in rows if r["direction"] == direction]
+            xs = sorted({r["x"] for r in mine if key in r})
+            if not xs:
+                continue
+            found = {(r["name"], r["x"]): r for r in mine}
+            body = [[n, *(time_cell(found.get((n, x)), key, floor, repeats, notes) for x in xs)] for n in _names(mine)]
+            for gate in ("sig", "exp"):
+                floors = {r["x"]: r[floor] for r in mine if r["name"].startswith(f"tfla mLSTM{gate}") and floor in r}
+                if floors:
+                    body.append(
+                        [f"floor of mLSTM{gate}", *(milliseconds(floors[x]) if x in floors else "-" for x in xs)]
+                    )
+            parts.append(table([f"{direction}, {how}, by {axis}", *(f"{x:,}" for x in xs)], body))
+    return parts
+
+
+def _memory_tables(rows: list[Row], axis: str, sized: bool) -> list[str]:
+    """Peaks of the last direction; stored states where the chunk size is the axis."""
+    direction = rows[-1]["direction"]
+    parts = []
+    for key, title in (("peak_bytes", f"peak memory, {direction}, GiB"), ("state_bytes", "stored states, GiB")):
+        mine = [r for r in rows if r["direction"] == direction and key in r]
+        if not mine or (key == "state_bytes" and not sized):
+            continue
+        xs = sorted({r["x"] for r in mine})
+        found = {(r["name"], r["x"]): r for r in mine}
+        body = [[n, *(gibibytes(found.get((n, x)), key) for x in xs)] for n in _names(mine)]
+        parts.append(table([f"{title}, by {axis}", *(f"{x:,}" for x in xs)], body))
+    return parts
+
+
+def command(config: dict[str, Any], stem: str) -> str:
+    """The command that repeats the run, with the options that are not the defaults."""
+    words = ["tfla", "bench", "gpu", config["suite"]]
+    for option in fields(GpuBench):
+        if option.name in ("suite", "out") or option.name not in config:
+            continue
+        value = tuple(config[option.name]) if isinstance(option.default, tuple) else config[option.name]
+        name = f"--{option.name.replace('_', '-')}"
+        if value == option.default:
+            continue
+        if isinstance(value, bool):
+            words.append("--no-peers" if option.name == "peers" else name)
+        else:
+            words += [name, *map(str, value if isinstance(value, tuple) else (value,))]
+    return shlex.join([*words, "--out", f"benchmarks/results/{stem}.json"])
+
+
+def _conditions(result: dict[str, Any]) -> str:
+    env, rates, config = result["environment"], result["rates"], result["config"]
+    where = [env["device"], *(f"{key} {env[key]}" for key in ("driver", "cuda", "cudnn") if env.get(key)), env["date"]]
+    versions = ", ".join(f"{name} {number}" for name, number in env["versions"].items())
+    copy, gemm = ({how: rate / 1e12 for how, rate in rates[name].items()} for name in ("copy", "gemm"))
+    return (
+        f"{', '.join(where)}; {versions}. {config['repeats']} samples after {config['warmup']} calls, "
+        f"{config['pause'] * 1e3:.0f} ms of rest before each; sustained for {config['sustained']:g} s. Device copy "
+        f"{copy['rested']:.2f} TB/s, sustained {copy['sustained']:.2f}; matrix product {gemm['rested']:.0f} TFLOP/s, "
+        f"sustained {gemm['sustained']:.0f}."
+    )
+
+
+def _ways(rows: list[Row]) -> str:
+    """What `backend=None` picked, where that is one thing."""
+    picked: dict[str, list[str]] = {}
+    for row in rows:
+        if "way" in row and "," not in row["name"]:
+            ways = picked.setdefault(row["name"], [])
+            ways += [row["way"]] if row["way"] not in ways else []
+    return "; ".join(f"{name} is {' and '.join(ways)}" for name, ways in picked.items())
+
+
+def _unsupported(rows: list[Row]) -> list[str]:
+    """This library's kernels that have no form for any of these sizes."""
+    mine = [name for name in _names(rows) if name.startswith("tfla")]
+    return [n for n in mine if all(REFUSES in r.get("error", "") for r in rows if r["name"] == n)]
+
+
+def section(result: dict[str, Any], stem: str, image: str | None) -> str:
+    """One result: conditions, figure, tables, what failed and how, and the command."""
+    parts = [f"### {result['title']}", _conditions(result)]
+    if image is not None:
+        parts.append(f"![{result['title']}]({image})")
+    rows = [r for r in result["rows"] if "x" in r]
+    notes, repeats, refusals = Notes(), result["config"]["repeats"], list[str]()
+    for group in dict.fromkeys(r.get("group", "") for r in rows):
+        mine = [r for r in rows if r.get("group", "") == group]
+        refused = _unsupported(mine)
+        mine = [r for r in mine if r["name"] not in refused]
+        title = f" ({group})" if group else ""
+        refusals += [f"Not for these sizes{title}: {'; '.join(refused)}."] if refused else []
+        parts += [f"#### {group}"] if group else []
+        parts += _time_tables(mine, result["axis"], repeats, notes)
+        parts += _memory_tables(mine, result["axis"], result["axis"] == "chunk size")
+    remarks = refusals
+    if any(r.get("samples", repeats) < repeats for r in rows):
+        remarks.append(f"\\* fewer than {repeats} samples, at least 5: one takes long.")
+    if ways := _ways(rows):
+        remarks.append(f"By default {ways}.")
+    absent = [r["name"] for r in result["rows"] if "x" not in r]
+    if absent:
+        remarks.append(f"Not installed there: {', '.join(dict.fromkeys(absent))}.")
+    parts += [" ".join(remarks)] if remarks else []
+    parts += [notes.lines()] if notes.texts else []
+    parts.append(f"Reproduce: `{command(result['config'], stem)}`.")
+    return "\n\n".join(parts)

@@ -1,0 +1,257 @@
+"""`tfla bench gpu`: runs on the CPU, contenders that fail, the page and the figures."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tfla.bench import gpu, gpu_report, peers
+from tfla.bench.commands import bench
+from tfla.bench.crew import Died
+from tfla.bench.floor import backward_bytes, forward_bytes, step_bytes
+from tfla.bench.options import GpuBench, parse
+from tfla.bench.problem import BOTH, FORWARD, Problem
+from tfla.bench.suites import SUITES, Entry, Suite
+from tfla.bench.worker import serve
+
+QUICK = ["--device", "cpu", "--repeats", "2", "--warmup", "1", "--pause", "0", "--sustained", "0.001"]
+RATES = {"copy": {"rested": 4e12, "sustained": 3e12}, "gemm": {"rested": 8e14, "sustained": 5e14}}
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """For the processes that a run starts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+
+
+def fake_suite(*makers: str, xs=(1, 2, 3)) -> Suite:
+    entries = tuple(Entry(f"peer {name}", f"fakes:{name}", needs="torch") for name in makers)
+    return Suite("Fakes", "T", xs, lambda T: Problem(1, T, 1, 2, 2, dtype="float32"), entries)
+
+
+def test_failing_contenders_are_rows_that_say_how(one_thread, capfd):
+    """Real processes: one contender raises in its backward, one aborts, one is not installed."""
+    suite = fake_suite("half", "aborts", xs=(4,))
+    absent = Entry("peer absent", "fakes:works", needs="no_such_package")
+    suite = replace(suite, entries=(*suite.entries, absent))
+    result = gpu.run(GpuBench("fakes", device="cpu", repeats=2, warmup=1, pause=0, sustained=0), suite)
+    rows = {(r["name"], r.get("direction")): r for r in result["rows"]}
+    assert rows["peer half", FORWARD]["samples"] == 2
+    assert rows["peer half", BOTH]["error"] == "NotImplementedError: no gradient here"
+    assert "SIGABRT: LLVM ERROR: cannot select" in rows["peer aborts", FORWARD]["error"]
+    assert rows["peer aborts", BOTH]["error"] == "not run: its process had ended"
+    assert rows["peer absent", None]["error"] == "not installed (no_such_package)"
+    assert "SIGABRT" in capfd.readouterr().out
+
+
+def test_a_run_its_page_and_its_figure(one_thread, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tyro")
+    out = tmp_path / "results" / "smoke.json"
+    assert bench(["gpu", "smoke", *QUICK, "--only", "sig", "--lengths", "48", "100", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert len(result["rows"]) == 4
+    assert result["environment"]["versions"]["torch"] == torch.__version__
+    for row in result["rows"]:
+        assert row["min"] <= row["seconds"] <= row["max"]
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["floor_seconds"])
+        assert row["sustained_seconds"] > 0
+        assert f"{row['seconds'] * 1e3:.3f} ms" in printed
+
+    page = tmp_path / "docs" / "performance.md"
+    assert bench(["report", "--results", str(out.parent), "--out", str(page)]) == 0
+    text = page.read_text()
+    assert "| forward + backward, ms, sustained, by T | 48 | 100 |" in text
+    assert gpu_report.milliseconds(result["rows"][0]["seconds"]) in text
+    assert "By default tfla mLSTMsig is chunkwise" in text
+    assert "--only sig --lengths 48 100 --repeats 2" in text
+    assert "![" in text
+    assert (page.parent / "img" / "smoke.png").read_bytes().startswith(b"\x89PNG")
+
+
+class FakeWorker:
+    """Answers jobs without a process."""
+
+    def __init__(self, answer):
+        self.answer, self.jobs = answer, []
+
+    def ask(self, job, limit):
+        self.jobs.append((job, limit))
+        yield from self.answer(job)
+
+    def stop(self):
+        pass
+
+
+def contender(suite: Suite, answer, **options) -> list[dict]:
+    run = gpu.Run(GpuBench("fakes", device="cpu", **options), suite, lambda text: None)
+    run.rates = RATES
+    run.crew.of = lambda key: FakeWorker(answer)
+    return list(run.contender(suite.entries[0]))
+
+
+def test_a_crash_in_the_backward_keeps_the_forward():
+    def answer(job):
+        yield {"direction": FORWARD, "seconds": 1.0}
+        raise Died("the process ended with SIGSEGV")
+
+    rows = contender(fake_suite("works", xs=(7,)), answer)
+    assert rows[0]["seconds"] == 1.0
+    assert rows[1] == {"name": "peer works", "x": 7, "direction": BOTH, "error": "the process ended with SIGSEGV"}
+
+
+def test_after_two_crashes_in_a_row_a_contender_is_left_alone():
+    tried = []
+
+    def answer(job):
+        tried.append(job["problem"]["T"])
+        if job["problem"]["T"] != 2:
+            raise Died("the process ended with SIGABRT")
+        yield from ({"direction": d, "seconds": 1.0} for d in job["directions"])
+
+    rows = contender(fake_suite("works", xs=(1, 2, 3, 4, 5)), answer)
+    assert tried == [1, 2, 3, 4]
+    assert {r["error"] for r in rows if r["x"] == 5} == {"not run: its process ended at 3 and 4"}
+    assert len(rows) == 10
+
+
+def test_a_spent_budget_is_said_in_every_row_that_is_missing():
+    rows = contender(fake_suite("works"), lambda job: iter(()), budget=0)
+    assert len(rows) == 6
+    assert {r["error"] for r in rows} == {"not run: the budget was spent"}
+
+
+def test_a_short_budget_shortens_the_samples():
+    run = gpu.Run(GpuBench("fakes", budget=100, patience=3.0), fake_suite("works"), lambda text: None)
+    run.waiting = 1
+    assert run.sampling() == GpuBench("fakes").sampling
+    run.waiting = 100  # half a second for each direction
+    assert run.sampling().patience == pytest.approx(0.3, rel=0.01)
+
+
+def test_a_configuration_that_takes_too_long_is_given_up(one_thread):
+    run = gpu.Run(GpuBench("fakes", device="cpu", limit=1.0), fake_suite("hangs", xs=(1,)), lambda text: None)
+    with run.crew:
+        forward, both = run.contender(run.suite.entries[0])
+    assert forward["error"] == "stopped after 1 s"
+    assert both["error"] == "not run: its process had ended"
+
+
+def test_the_kernel_that_the_library_picks_is_not_timed_twice():
+    suite = SUITES["fig4"]
+    run = gpu.Run(GpuBench("fig4"), suite, lambda text: None)
+    named = next(e for e in suite.entries if e.name == "tfla mLSTMsig, triton fused")
+    assert not run.repeats(named)
+    run.seen["tfla mLSTMsig"] = {"triton fused"}
+    assert run.repeats(named)
+    run.seen["tfla mLSTMsig"] = {"triton fused", "chunkwise segmented"}
+    assert not run.repeats(named)
+
+
+def test_mamba_kernels_without_the_extension_of_their_package(tmp_path, monkeypatch):
+    for folder, text in (("", "import selective_scan_cuda"), ("ops", ""), ("ops/triton", "")):
+        (tmp_path / "mamba_ssm" / folder).mkdir(exist_ok=True)
+        (tmp_path / "mamba_ssm" / folder / "__init__.py").write_text(text)
+    scan = "def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size): return x * (dt * A)[..., None]"
+    (tmp_path / "mamba_ssm" / "ops" / "triton" / "ssd_combined.py").write_text(scan)
+    monkeypatch.syspath_prepend(tmp_path)
+    work = peers.mamba2(Problem(1, 4, 8, 16, 2, dtype="float32", device="cpu"), groups=2)
+    assert work.run(*work.inputs).shape == (1, 4, 8, 2)
+    assert work.inputs[3].shape == (1, 4, 2, 16)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mamba_ssm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def tiny(problem: Problem) -> dict:
+    """Sizes that a CPU computes in no time, in float32."""
+    return {
+        "B": 1, "T": 64, "H": 2, "dqk": 16, "dhv": 16, "chunk_size": problem.chunk_size, "dtype": "float32",
+        "device": "cpu",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("make", ["mlstm", "step", "copy_state"])
+def test_own_contenders_run(make):
+    rows = []
+    options = {} if make == "copy_state" else {"gate": "exp"}
+    directions = [FORWARD, BOTH] if make == "mlstm" else [FORWARD]
+    job = {
+        "kind": "time", "make": f"tfla.bench.contenders:{make}", "options": options, "directions": directions,
+        "problem": tiny(SUITES["fig5"].at(32)), "only_compile": False, "sustained": False,
+        "sampling": {"repeats": 1, "warmup": 1, "pause": 0},
+    }  # fmt: skip
+    serve(job, rows.append)
+    assert rows.pop() == {"done": True}
+    assert [r["direction"] for r in rows] == directions
+    assert all(r["seconds"] > 0 for r in rows)
+    if make == "mlstm":  # two chunks of 32: C and n, four bytes each
+        assert {r["state_bytes"] for r in rows} == {2 * 2 * (16 * 16 + 16) * 4}
+
+
+@pytest.mark.parametrize("name", [name for name in SUITES if name != "smoke"])
+def test_suites_are_the_papers_setups(name):
+    suite = SUITES[name]
+    keys = [e.key for e in suite.entries]
+    assert len(set(keys)) == len(keys)
+    assert {"tfla mLSTMsig", "tfla mLSTMexp"} <= {e.name for e in suite.entries}
+    for entry in suite.entries:
+        module, _, maker = entry.make.partition(":")
+        assert callable(getattr(__import__(module, fromlist=[maker]), maker))
+        for x in suite.xs:
+            problem = suite.problem(entry, x, "cuda")
+            if name in ("fig4", "fig12", "fig13"):
+                assert problem.B * problem.T == 65_536
+            if entry.ours and name != "fig13":
+                assert problem.H * problem.dhv == 4096
+
+
+def test_floors_of_the_papers_setup():
+    """16 heads, dqk 128, dhv 256 and 65,536 tokens move 1.6 GB forward and 2.7 GB more backward, by hand."""
+    problem = SUITES["fig4"].at(8192)
+    tokens = 65_536 * 16 * 2
+    assert problem.B * forward_bytes(8192, 16, 128, 256) == tokens * (128 + 128 + 256 + 256)
+    assert problem.B * backward_bytes(8192, 16, 128, 256) == tokens * (2 * 128 + 2 * 256 + 2 * 128 + 256)
+    more = problem.B * (backward_bytes(8192, 16, 128, 256, normalizer=True) - backward_bytes(8192, 16, 128, 256))
+    assert more == tokens * 256
+    assert step_bytes(8, 256, 512) == 2 * 8 * 256 * 512 * 4
+    rested = gpu.floors(problem, "sigmoid", FORWARD, RATES)["floor_seconds"]
+    assert rested == pytest.approx(tokens * 768 / 4e12)
+
+
+def test_what_failed_few_samples_and_absent_peers_on_the_page():
+    suite, config = SUITES["fig14"], vars(GpuBench("fig14"))
+    sizes = {"direction": FORWARD, "x": 32}
+    timed = {"seconds": 0.0123, "samples": 7, "floor_seconds": 0.01, "ratio": 1.23}
+    result = {
+        "title": suite.title, "axis": suite.axis, "config": config, "rates": RATES,
+        "environment": {"device": "a GPU", "date": "today", "versions": {"tfla": "1"}},
+        "rows": [
+            sizes | timed | {"name": "tfla mLSTMsig", "way": "triton fused", "peak_bytes": 2**30},
+            sizes | {"name": "tfla mLSTMsig, hopper fused", "error": "ValueError: cannot run these inputs"},
+            sizes | {"name": "fla gla chunk", "error": "RuntimeError: a | b"},
+            {"name": "Mamba", "error": "not installed (selective_scan_cuda)"},
+        ],
+    }  # fmt: skip
+    text = gpu_report.section(result, "fig14", None)
+    assert "| tfla mLSTMsig | 12.30\\* (1.23 ×) |" in text
+    assert "| fla gla chunk | failed [1] |" in text
+    assert "1. RuntimeError: a / b" in text
+    assert "Not installed there: Mamba." in text
+    assert "Not for these sizes: tfla mLSTMsig, hopper fused." in text
+    assert "| tfla mLSTMsig | 1.00 |" in text
+    assert "`tfla bench gpu fig14 --out benchmarks/results/fig14.json`" in text
+
+
+def test_options_from_the_command_line(capsys):
+    config = parse(["fig4", "--only", "fla", "Mamba", "--lengths", "512", "--no-peers", "--budget", "60"], "bench")
+    assert config == GpuBench("fig4", only=("fla", "Mamba"), lengths=(512,), peers=False, budget=60.0)
+    assert gpu_report.command(json.loads(json.dumps(vars(config), default=str)), "x") == (
+        "tfla bench gpu fig4 --only fla Mamba --lengths 512 --no-peers --budget 60.0 --out benchmarks/results/x.json"
+    )
+    assert gpu.main(["fig4", "--only", "nobody"]) == 2
+    assert "this suite has tfla mLSTMsig; tfla mLSTMexp" in capsys.readouterr().err
