@@ -38,12 +38,11 @@ class GpuBench:
 
 def parse(args: Sequence[str], prog: str) -> GpuBench:
     """The options that the arguments give."""
-    parser = argparse.ArgumentParser(
-        prog, description="The paper's setups on this GPU.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog, description="The paper's setups on this GPU.")
 
     def add(name: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> None:
         default = getattr(GpuBench, name.replace("-", "_"))
+        text += f" (default: {default})" if default not in ((), None) else ""
         parser.add_argument(f"--{name}", type=kind, default=default, help=text, **more)
 
     parser.add_argument("suite", choices=list(SUITES), help="; ".join(f"{k}: {s.title}" for k, s in SUITES.items()))
