@@ -244,6 +244,25 @@ class Call:
         marks = torch.empty(places, self.H, self.K, self.V, dtype=self.x.q.dtype, device=self.x.q.device)
         return marks, self.new(places, self.H, self.K) if self.spec.normalize else unused
 
+    def gradients(
+        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair, start: Pair, end: Pair,
+        first: Pair, delta: bool,
+    ) -> None:  # fmt: skip
+        """Fills those of q, k, v, of log_i (or None) and log_f, and of the first states where walks are not segments;
+        `start` and `end` are the states that walks start from, and the cotangents of those they end with."""
+        x, (dq, dk, dv), (dlog_i, dlog_f) = self.x, results, of_gates
+        q_dq, *states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
+        k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
+        self.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
+        longest = self.steps if self.segmented else self.T
+        gate_kernels.gate_gradients[(self.segments, ceil_div(longest, self.marks), self.H)](
+            q_dq, k_dk, *states, *cotangents, self.cu, gates if dlog_i is None else dlog_i, dlog_f, x.sequences, self.T,
+            self.tiles, self.H, self.steps, self.K * self.V, self.K, PARTS=q_dq.shape[0], NP=q_dq.shape[3],
+            MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L, SEGMENTED=self.segmented,
+            PACKED=self.packed, NORMALIZE=self.spec.normalize, START=self.segmented or x.C is not None,
+            END=self.segmented or end[0] is not None, INPUT_GATE=dlog_i is not None, num_warps=8,
+        )  # fmt: skip
+
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair,
         delta: bool = False,
@@ -338,7 +357,6 @@ def backward(
     x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec, kind: type[Call] = Call
 ) -> Grads:
     call = kind(x, spec)
-    none = call.new(0)
     N, H, K, V = x.sequences, call.H, call.K, call.V
     dh = dh if dh.stride(-1) == 1 else dh.contiguous()
     wide = torch.float32 if call.group > 1 else x.q.dtype
@@ -361,17 +379,7 @@ def backward(
             start = out.chunk_C, out.chunk_n if spec.normalize else None
             end = call.boundary_states(x.q, dh, gates, True, end, first, delta)
             first = None, None
-        q_dq, *states = call.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
-        k_dk, *cotangents = call.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
-        call.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
-        longest = call.steps if call.segmented else call.T
-        gate_kernels.gate_gradients[(call.segments, ceil_div(longest, call.marks), H)](
-            q_dq, k_dk, *states, *cotangents, call.cu, none if dlog_i is None else dlog_i, dlog_f, x.sequences, call.T,
-            call.tiles, H, call.steps, K * V, K, PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=call.marks, BLOCK=4096,
-            BLOCK_N=power_of_two(K), L=call.L, SEGMENTED=call.segmented, PACKED=call.packed, NORMALIZE=spec.normalize,
-            START=call.segmented or x.C is not None, END=call.segmented or end[0] is not None,
-            INPUT_GATE=dlog_i is not None, num_warps=8,
-        )  # fmt: skip
+        call.gradients(gates, dh, (dq, dk, dv), (dlog_i, dlog_f), start, end, first, delta)
     if call.group > 1:
         dq, dk = (t.unflatten(2, (-1, call.group)).sum(3) for t in (dq, dk))
     grads = (call.new(0) if t is None else t for t in (dlog_i, dlog_f, dC0, dn0))
