@@ -33,6 +33,8 @@ class Triton(Backend):
             return f"it needs an NVIDIA GPU, the inputs are on {x.q.device.type}"
         if x.q.device.type == "cuda" and not _ampere_or_newer(x.q.device):
             return "it needs compute capability 8.0 (Ampere) or newer"
+        if x.q.device.type != "cuda" and x.q.dtype == torch.bfloat16:
+            return "Triton's interpreter takes bfloat16 for integers"
         if x.q.dtype == torch.float64:
             return "it computes in float32 at most, the inputs are float64"
         if x.q.shape[-1] > LARGEST_DQK or x.v.shape[-1] > LARGEST_DHV:
