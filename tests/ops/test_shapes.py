@@ -63,7 +63,8 @@ def test_no_batch_rows(way: Way, form: str) -> None:
     assert all(not x.grad.any() for x in leaves.values())
 
 
+@pytest.mark.parametrize("scale", [1.7, -0.7, 0.0])
 @pytest.mark.parametrize("form", FORMS)
-def test_scale(way: Way, form: str) -> None:
-    p = problem(form, dtype=way.widest).but(scale=1.7)
+def test_scale(way: Way, form: str, scale: float) -> None:
+    p = problem(form, dtype=way.widest).but(scale=scale)
     check(solve(p, way), truth(p), p.dtype)

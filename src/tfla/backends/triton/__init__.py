@@ -1,9 +1,13 @@
-"""Triton: fused kernels (:mod:`.walk`) for NVIDIA GPUs from Ampere on. Triton is imported on first use."""
+"""Triton, for NVIDIA GPUs from Ampere on: fused kernels (:mod:`.walk`) and those of the paper (:mod:`.tfla_parallel`).
+
+Triton is imported on first use.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,19 +16,26 @@ from tfla.backends.base import Backend, Grads, Inputs, Outputs, Spec
 
 LARGEST_DQK, LARGEST_DHV = 512, 1024
 WHOLE = 1 << 30  # a chunk size that no sequence reaches
+TFLA_CHUNK = 256  # where the paper's Figure 5 has its optimum
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@torch.compiler.assume_constant_result
+def constant(fn: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
+    """torch.compiler.assume_constant_result without its import, which takes longer than that of all the rest."""
+    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return fn
+
+
+@constant
 def _ampere_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 class Triton(Backend):
     name = "triton"
-    priority = -1  # asked for by name until its whole suite has passed on a GPU
-    kernels = ("fused",)
+    priority = 10
+    kernels = ("fused", "tfla")
 
     def unsupported(self, x: Inputs) -> str | None:
         if not INSTALLED:
@@ -42,13 +53,27 @@ class Triton(Backend):
         return None
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
+        if kernel == "tfla":
+            return TFLA_CHUNK
         if torch.compiler.is_compiling():  # a choice by length would make one graph for each
             return WHOLE
         from tfla.backends.triton import launch
 
         return launch.best_chunk_size(x)
 
+    def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
+        from tfla.backends.triton import launch, tfla_launch
+
+        if kernel == "tfla":
+            return tfla_launch.details(x, chunk_size)
+        steps, T = launch.segment_steps(x, chunk_size), x.v.shape[1]
+        return {"tile": launch.plan(x.q.shape[3], x.v.shape[3], x.q.element_size()).L, "segment": min(steps, T)}
+
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
+        if kernel == "tfla":
+            from tfla.backends.triton import tfla_launch
+
+            return super().stored_states(x, tfla_launch.chunk_steps(x, chunk_size), kernel)
         if chunk_size >= WHOLE:
             return 0
         from tfla.backends.triton import launch
@@ -57,14 +82,14 @@ class Triton(Backend):
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
-        from tfla.backends.triton import launch
+        from tfla.backends.triton import launch, tfla_launch
 
-        return launch.forward(x, spec)
+        return launch.forward(x, spec, tfla_launch.Chunks if spec.kernel == "tfla" else launch.Call)
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
-        from tfla.backends.triton import launch
+        from tfla.backends.triton import launch, tfla_launch
 
-        return launch.backward(x, out, dh, dC, dn, spec)
+        return launch.backward(x, out, dh, dC, dn, spec, tfla_launch.Chunks if spec.kernel == "tfla" else launch.Call)
 
 
 BACKEND = Triton()

@@ -161,7 +161,7 @@ class Call:
             log_i, x.log_f, out if x.m is None else x.m.contiguous(), self.cu, summary, out,
             out if m_final is None else m_final,
             x.sequences, self.T, self.tiles, self.H, *strides, spec.scale,
-            math.log2(abs(spec.scale)) if spec.scale else -math.inf, slots, L=self.L, NORMALIZE=spec.normalize,
+            math.log2(abs(spec.scale)) if spec.scale else -1e9, slots, L=self.L, NORMALIZE=spec.normalize,
             STATE=x.m is not None, FINAL=m_final is not None, EXACT=self.exact, **shared,
         )  # fmt: skip
         return out
@@ -212,6 +212,13 @@ class Call:
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
             TMA=self.plan.descriptors and _describable(x, z), STAGES=3 if self.plan.descriptors else 2, num_warps=4,
         )  # fmt: skip
+
+    def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
+        """Fills h, and with a normaliser d."""
+        x = self.x
+        if self.spec.normalize:
+            self.normaliser(x.k, x.q, gates, False, state[1], final[1], d)
+        self.columns(x.k, x.v, x.q, h, gates, False, state[0], final[0])
 
     def rows(
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
@@ -342,9 +349,7 @@ def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
         if call.segmented:
             chunk_C, chunk_n = initial = call.boundary_states(x.k, x.v, gates, False, initial, final)
             final = None, None
-        if spec.normalize:
-            call.normaliser(x.k, x.q, gates, False, initial[1], final[1], d)
-        call.columns(x.k, x.v, x.q, h, gates, False, initial[0], final[0])
+        call.outputs(h, gates, initial, final, d)
     if not spec.save:
         chunk_C = chunk_n = None
     elif chunk_C is None:

@@ -1,0 +1,73 @@
+"""Gradients of the gates where states are known at the starts of chunks of any length."""
+
+import triton
+import triton.language as tl
+
+from tfla.backends.triton.gates import _mark_dot, first_tile, locate
+
+
+@triton.jit
+def _falls(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr):
+    """q . dq and k . dk of steps, summed over the parts of the head dim."""
+    q = tl.load(q_dq + at, mask=inside, other=0.0)
+    k = tl.load(k_dk + at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        q += tl.load(q_dq + part * size + at, mask=inside, other=0.0)
+        k += tl.load(k_dk + part * size + at, mask=inside, other=0.0)
+    return q, k
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps"])
+def chunk_gate_gradients(
+    q_dq, k_dk, C, n, dC, dn, dC_start, dn_start, cu, dlog_i, dlog_f, sequences, T, tiles, H, steps, SIZE, SIZE_N,
+    PARTS: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr,
+):  # fmt: skip
+    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at one end of a chunk to that at
+    the other, which takes off in even steps what rounding has added up to.
+
+    C, n are those before each chunk; dC, dn those behind each, dC_start and dn_start before each sequence's first. A
+    sequence begins with zero unless START, and ends with zero unless somebody reads its final state (END).
+    q_dq, k_dk (PARTS, H, tiles, L); outputs (B, T, H).
+    """
+    slot = tl.program_id(0) // H
+    h = (tl.program_id(0) % H).to(tl.int64)
+    s, first, length, start, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
+    count = tl.minimum(length - start, steps).to(tl.int32)
+    if count <= 0:
+        return
+    mark = slot.to(tl.int64) * H + h
+    row = h * 0 + H  # of states, 64 bits
+    top = 0.0
+    top = top.to(tl.float64)
+    if slot > slot0:
+        top = _mark_dot(C, n, dC - row * SIZE, dn - row * SIZE_N, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    elif START:
+        shift = (s.to(tl.int64) - slot) * H
+        dC_at, dn_at = dC_start + shift * SIZE, dn_start + shift * SIZE_N
+        top = _mark_dot(C, n, dC_at, dn_at, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    end = top * 0
+    known = start + steps < length
+    if known:
+        end = _mark_dot(C + row * SIZE, n + row * SIZE_N, dC, dn, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    at = (h * tiles + first_tile(first, s, T, L, PACKED)) * L + start
+    to = (first + start) * H + h
+    r = tl.arange(0, STEPS)
+    size = H.to(tl.int64) * tiles * L
+    total = tl.zeros([STEPS], tl.float64)
+    for t in range(0, count, STEPS):
+        q, k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
+        total += (q - k).to(tl.float64)
+    rounding = 0.0
+    rounding = rounding.to(tl.float64)
+    if known or not END:
+        rounding = (top - tl.sum(total, 0) - end) / count
+    for t in range(0, count, STEPS):
+        inside = t + r < count
+        q, k = _falls(q_dq, k_dk, at + t + r, size, inside, PARTS)
+        falls = (q - k).to(tl.float64)
+        before = top - (tl.cumsum(falls, 0) - falls) - rounding * (t + r).to(tl.float64)
+        tl.store(dlog_f + to + (t + r) * H, before.to(tl.float32), mask=inside)
+        if INPUT_GATE:
+            tl.store(dlog_i + to + (t + r) * H, k, mask=inside)
+        top -= tl.sum(falls, 0)

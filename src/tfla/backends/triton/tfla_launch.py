@@ -1,0 +1,134 @@
+"""Launches of the paper's kernels: states at the starts of chunks, then everything else in parallel, chunk by chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tfla.backends.base import Inputs, Spec
+from tfla.backends.triton import tfla_gates, tfla_parallel, tfla_states
+from tfla.backends.triton.launch import Call, Pair, _strides, architecture, ceil_div, power_of_two
+
+STEPS = 1024  # that a program of the gate gradients takes at once
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Block sizes: B_Lhq and B_Lkv are L for the tile that a program has, inner for those it loops over."""
+
+    L: int  # also of the gate vectors' tiles
+    inner: int
+    contracted: int  # a head dim that is summed over goes in one block of at most so much, or in blocks of 64
+    output: int  # largest block of the head dim that programs share out
+    key_block: int  # of the states
+    value_block: int
+    warps: int
+    stages: int
+
+    def contracted_block(self, width: int) -> int:
+        block = power_of_two(width)
+        return block if block <= self.contracted else min(64, self.contracted)
+
+
+def tiling(x: Inputs, chunk_size: int) -> Tiling:
+    """By what fits the registers; tiles of 64 steps where a chunk is one (`limit_chunk`), of 128 in larger ones."""
+    if x.q.element_size() == 4:  # no MMAs
+        return Tiling(32, 32, 32, 64, 32, 64, 4, 1)
+    if x.q.shape[3] % 16 or x.v.shape[3] % 16:  # rows that are not aligned are loaded by way of registers
+        return Tiling(64, 32, 64, 64, 64, 64, 8, 2)
+    large = chunk_size > 64
+    if architecture() in (90, 100):  # MMAs of four warps
+        return Tiling(128, 64, 128, 128, 64, 128, 8, 3) if large else Tiling(64, 64, 64, 128, 64, 128, 4, 2)
+    return Tiling(128 if large else 64, 32, 64, 128, 64, 128, 8, 2)
+
+
+def chunk_steps(x: Inputs, chunk_size: int) -> int:
+    """chunk_size in whole tiles."""
+    L = tiling(x, chunk_size).L
+    return ceil_div(chunk_size, L) * L
+
+
+def details(x: Inputs, chunk_size: int) -> dict[str, object]:
+    """For :func:`tfla.explain`: the paper's names of block sizes, as they are for h."""
+    sizes = tiling(x, chunk_size)
+    return {
+        "chunk": chunk_steps(x, chunk_size),
+        "B_Lhq": sizes.L,
+        "B_Lkv": sizes.inner,
+        "B_dqk": sizes.contracted_block(x.q.shape[3]),
+        "B_dhv": min(sizes.output, power_of_two(x.v.shape[3])),
+    }
+
+
+class Chunks(Call):
+    """As `Call`, but what lies between two stored states is computed in parallel instead of walked."""
+
+    def __init__(self, x: Inputs, spec: Spec) -> None:
+        super().__init__(x, spec)
+        self.tiling = tiling(x, spec.chunk_size)
+        self.L = self.tiling.L
+        self.tiles = self.slots(self.L)
+        self.steps, self.segmented = chunk_steps(x, spec.chunk_size), True
+        self.segments = self.slots(self.steps)
+
+    def boundary_states(
+        self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """States before every chunk, or walking back the cotangents of those behind it."""
+        if back:
+            self.end_is_read, self.first = given[0] is not None, final
+        C = self.new(self.segments, self.H, self.K, self.V)
+        n = self.new(self.segments, self.H, self.K) if self.spec.normalize else None
+        sizes = self.tiling
+        BK, BV = min(sizes.key_block, power_of_two(self.K)), min(sizes.value_block, power_of_two(self.V))
+        pieces = ceil_div(self.K, BK) * ceil_div(self.V, BV) * self.x.sequences * self.H
+        tfla_states.states[(pieces,)](
+            x, y, gates, self.cu, *(gates if t is None else t for t in (*given, C, n, *final)), self.x.sequences,
+            self.T, self.tiles, self.H, self.group, self.steps, *_strides(x), *_strides(y),
+            DK=self.K, DV=self.V, BK=BK, BV=BV, L=self.L, BACK=back, NORMALIZE=self.spec.normalize, DELTA=delta,
+            PACKED=self.packed, GIVEN=given[0] is not None, FINAL=final[0] is not None, PRECISION=self.precision,
+            STAGES=sizes.stages, num_warps=sizes.warps,
+        )  # fmt: skip
+        return C, n
+
+    def parallel(
+        self, a: Tensor, b: Tensor, y: Tensor, out: Tensor, gates: Tensor, back: bool, states: Pair,
+        w: Tensor | None = None, delta: bool = False, d: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Fills out; with w (q for dq, k for dk) returns the sums of w . out over blocks of the head dim."""
+        sizes, contracted, width = self.tiling, a.shape[3], out.shape[3]
+        BO = min(sizes.output, power_of_two(width))
+        parts, tiles = ceil_div(width, BO), ceil_div(min(self.steps, self.T), self.L)
+        sums = gates if w is None else self.new(parts, self.H, self.tiles, self.L)
+        group_a, group_y = (self.group, 1) if w is None else (1, self.group)  # heads to one of a and b, and of y and w
+        used = y if w is None else w
+        tfla_parallel.parallel[(parts * tiles * self.segments * self.H,)](
+            a, b, y, used, out, gates, self.cu, *(gates if t is None else t for t in (*states, d)), sums,
+            self.x.sequences, self.T, self.tiles, self.H, group_a, group_y, self.steps, tiles, *_strides(a),
+            *_strides(b), *_strides(y), *_strides(used), *_strides(out),
+            DA=contracted, DO=width, BA=sizes.contracted_block(contracted), BO=BO, L=self.L, LI=sizes.inner, BACK=back,
+            OF_QK=w is not None, NORMALIZE=self.spec.normalize, DELTA=delta, SAVE_D=d is not None, PACKED=self.packed,
+            EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision, STAGES=sizes.stages,
+            num_warps=sizes.warps,
+        )  # fmt: skip
+        return sums
+
+    def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
+        self.parallel(self.x.q, self.x.k, self.x.v, h, gates, False, state, d=d)
+
+    def gradients(
+        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair, start: Pair, end: Pair,
+        first: Pair, delta: bool,
+    ) -> None:  # fmt: skip
+        x, (dq, dk, dv), (dlog_i, dlog_f) = self.x, results, of_gates
+        self.parallel(x.k, x.q, dh, dv, gates, True, end)
+        q_dq = self.parallel(dh, x.v, x.k, dq, gates, False, start, x.q, delta)
+        k_dk = self.parallel(x.v, dh, x.q, dk, gates, True, end, x.k, delta)
+        pointers = (gates if t is None else t for t in (*start, *end, *self.first, self.cu, dlog_i, dlog_f))
+        tfla_gates.chunk_gate_gradients[(self.segments * self.H,)](
+            q_dq, k_dk, *pointers, x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K,
+            PARTS=q_dq.shape[0], L=self.L, STEPS=min(STEPS, power_of_two(min(self.steps, self.T))), BLOCK=2048,
+            BLOCK_N=power_of_two(self.K), PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
+            END=self.end_is_read, INPUT_GATE=dlog_i is not None, num_warps=4,
+        )  # fmt: skip
