@@ -8,6 +8,7 @@ from cases import DTYPES, FORMS, Way, check, error, errors, leaves_on, problem, 
 
 import tfla
 
+SEEDS = 4
 LOW = [torch.bfloat16, torch.float16]
 GATE_DTYPES = [
     (torch.float32, torch.float32),
@@ -30,12 +31,17 @@ def test_dtype(way: Way, form: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_errors_are_those_of_rounding_inputs_and_outputs(way: Way, form: str, dtype: torch.dtype) -> None:
-    exact = truth(problem(form, T=150, K=16, V=24))
-    p = problem(form, dtype=dtype, T=150, K=16, V=24)
-    rounded = {name: x.to(dtype) if name in ("h", "dq", "dk", "dv") else x for name, x in truth(p).items()}
-    unavoidable = errors(rounded, exact)
-    for name, e in errors(solve(p, way), exact).items():
-        assert e <= 2 * unavoidable[name], name
+    found: list[dict[str, float]] = []
+    unavoidable: list[dict[str, float]] = []
+    for seed in range(SEEDS):  # a gradient of m has few elements, each a difference
+        exact = truth(problem(form, T=150, K=16, V=24, seed=seed))
+        p = problem(form, dtype=dtype, T=150, K=16, V=24, seed=seed)
+        rounded = {name: x.to(dtype) if name in ("h", "dq", "dk", "dv") else x for name, x in truth(p).items()}
+        found.append(errors(solve(p, way), exact))
+        unavoidable.append(errors(rounded, exact))
+    for name in found[0]:
+        ours, least = (sum(e[name] ** 2 for e in every) ** 0.5 for every in (found, unavoidable))
+        assert ours <= 2 * least, name
 
 
 @pytest.mark.parametrize("form", ["exp", "plain"])

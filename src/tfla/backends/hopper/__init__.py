@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 from torch import Tensor
 
 from tfla.backends.base import Backend, Grads, Inputs, Outputs, Spec
 from tfla.backends.triton import BACKEND as TRITON
+from tfla.backends.triton import constant
 
-INSTALLED = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -26,7 +24,7 @@ def _aligned(x: Tensor) -> bool:
 
 class Hopper(Backend):
     name = "hopper"
-    priority = -1
+    priority = 20
     kernels = ("fused",)
 
     def unsupported(self, x: Inputs) -> str | None:

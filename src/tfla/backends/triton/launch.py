@@ -67,7 +67,7 @@ def _architecture(device: int) -> int:
 
 
 def plan(dqk: int, dhv: int, itemsize: int) -> Plan:
-    return _plan(dqk, dhv, itemsize, architecture())
+    return _plan(int(dqk), int(dhv), itemsize, architecture())
 
 
 @functools.cache

@@ -1,0 +1,133 @@
+"""The Hopper backend at the sizes it takes, which are too large for the operator's general suite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import FORMS, TOLERANCE, Problem, Way, call, error, leaves_on, problem, size_of_terms, solve, truth
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tfla
+from tfla.backends import BACKENDS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+WAY = Way("hopper", "fused", "cuda")
+LOW = [torch.bfloat16, torch.float16]
+SHAPES: dict[str, dict[str, Any]] = {
+    "one step": {"T": 1},
+    "a tile": {"T": 64},
+    "a step more than a tile": {"T": 65},
+    "a step less than a tile": {"T": 63},
+    "several tiles": {"T": 300, "B": 1, "H": 1, "Hq": 1},
+    "narrow values": {"V": 128, "T": 130},
+    "more heads than multiprocessors": {"B": 3, "H": 50, "Hq": 50, "T": 70},
+}
+
+
+@pytest.fixture(autouse=True)
+def wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`leaves_on` asks with head dims of 16 whether a way takes a dtype."""
+    monkeypatch.setattr(Way, "refusal", lambda way, dtype: None if dtype in LOW else "takes bfloat16 and float16")
+
+
+def check(p: Problem, **options: Any) -> None:
+    """Errors of every quantity beside the size of the terms it is made of."""
+    sizes, exact = size_of_terms(p), truth(p)
+    found = solve(p, WAY, **options)
+    wrong = {n: f"{((x - exact[n]).norm() / sizes[n]).item():.1e}" for n, x in found.items()
+             if not (x - exact[n]).norm() <= TOLERANCE[p.dtype] * sizes[n]}  # fmt: skip
+    assert not wrong
+
+
+def wide(form: str, **sizes: Any) -> Problem:
+    return problem(form, **{"K": 128, "V": 256, "T": 150, **sizes})
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("carried", [True, False], ids=["carried", "from zero"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_shapes(form: str, carried: bool, shape: dict[str, Any], dtype: torch.dtype) -> None:
+    p = wide(form, dtype=dtype, carried=carried, **shape)
+    check(p)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("chunk_size", [1, 64, 100, 192])
+def test_segments(form: str, chunk_size: int) -> None:
+    p = wide(form, dtype=torch.bfloat16, T=333, B=1)
+    check(p, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("form", ["exp", "normalized"])
+def test_paper_convention(form: str) -> None:
+    p = wide(form, dtype=torch.bfloat16).but(normalizer_grad=False)
+    check(p)
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+@pytest.mark.parametrize(("i_mean", "f_mean"), [(-8.0, 8.0), (6.0, -3.0), (0.0, 12.0)])
+def test_gate_regimes(form: str, i_mean: float, f_mean: float) -> None:
+    p = wide(form, dtype=torch.bfloat16, i_mean=i_mean, f_mean=f_mean, positive_qk=form == "exp", T=200)
+    check(p)
+
+
+def test_resets_and_nan_stay_where_they_are() -> None:
+    p = wide("sigmoid", dtype=torch.bfloat16, B=3, T=130, carried=False)
+    f = p.f.clone()
+    f[:, 70] = -1e4
+    p.v[1, 40] = torch.nan
+    leaves = leaves_on(WAY, p.but(f=f))
+    h, _ = call(p, leaves, **WAY.options)
+    assert h[[0, 2]].isfinite().all()
+    tail = tfla.mlstm(*(leaves[n][:, 70:] for n in "qkvif"), input_gate="sigmoid", **WAY.options)
+    assert error(h[[0, 2], 70:], tail[[0, 2]]) <= TOLERANCE[p.dtype]
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_same_bits_every_time(form: str) -> None:
+    p = wide(form, dtype=torch.bfloat16, B=2, H=9, Hq=9, T=500)
+    leaves = leaves_on(WAY, p)
+    runs = []
+    for _ in range(10):
+        h, state = call(p, leaves, **WAY.options)
+        grads = torch.autograd.grad((h * p.dh.to(h)).sum() + state.C.sum(), list(leaves.values()), allow_unused=True)
+        runs.append([h, state.C, *(g for g in grads if g is not None)])
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@given(
+    form=st.sampled_from(FORMS), B=st.integers(1, 3), H=st.integers(1, 4), T=st.integers(1, 260),
+    V=st.sampled_from([128, 256]), carried=st.booleans(), i_mean=st.floats(-6, 3), f_mean=st.floats(-2, 9),
+    dtype=st.sampled_from(LOW), seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_anything(form: str, B: int, H: int, T: int, V: int, carried: bool, i_mean: float, f_mean: float,
+                  dtype: torch.dtype, seed: int) -> None:  # fmt: skip
+    p = wide(
+        form, B=B, H=H, Hq=H, T=T, V=V, carried=carried, i_mean=i_mean, f_mean=f_mean, dtype=dtype, seed=seed,
+        positive_qk=True,
+    )  # fmt: skip
+    check(p)
+
+
+def test_it_is_the_default_and_leaves_the_rest_to_others() -> None:
+    from tfla.backends import Inputs, select
+
+    def inputs(K: int, dtype: torch.dtype) -> Inputs:
+        q, v, g = (torch.zeros(1, 8, 2, *d, device="cuda") for d in ((K,), (256,), ()))
+        return Inputs(q.to(dtype), q.to(dtype), v.to(dtype), g, g, None, None, None, None)
+
+    assert select(None, inputs(128, torch.bfloat16)).name == "hopper"
+    assert select(None, inputs(128, torch.float32)).name == "triton"
+    assert select(None, inputs(96, torch.bfloat16)).name == "triton"
+    assert BACKENDS["hopper"].unsupported(inputs(96, torch.bfloat16)) is not None
