@@ -7,9 +7,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from tfla.backends import Inputs, select
+from tfla.backends import Inputs
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
+from tfla.ops.choice import choose
 from tfla.ops.gates import InputGate, clamp, log_gates
 from tfla.ops.operator import attend
 from tfla.ops.state import State
@@ -22,6 +23,29 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         dtype = torch.get_autocast_dtype(device)
         return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
     return tensors
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_i: Tensor | None,
+    log_f: Tensor,
+    normalize: bool,
+    initial_state: State | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+) -> Inputs:
+    """What a backend gets of a call whose shapes have been checked; checks the rest."""
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in _autocast(q, k, v))
+    checks.check_chunk_size(chunk_size)
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, q)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if initial_state is not None:
+        checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
+    C, n, m = initial_state or (None, None, None)
+    return Inputs(q, k, v, log_i, log_f, C, n, m if m is None else clamp(m), cu_seqlens)
 
 
 def _run(
@@ -40,24 +64,12 @@ def _run(
     kernel: str | None,
     normalizer_grad: bool,
 ) -> Tensor | tuple[Tensor, State]:
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in _autocast(q, k, v))
-    checks.check_chunk_size(chunk_size)
-    if cu_seqlens is not None:
-        checks.check_cu_seqlens(cu_seqlens, q)
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
-    C, n, m = initial_state or (None, None, None)
-    x = Inputs(q, k, v, log_i, log_f, C, n, m if m is None else clamp(m), cu_seqlens)
-    chosen = select(backend, x)
-    kernel = chosen.kernels[0] if kernel is None else kernel
-    if kernel not in chosen.kernels:
-        allowed = ", ".join(map(repr, chosen.kernels))
-        raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
+    x = prepare(q, k, v, log_i, log_f, normalize, initial_state, cu_seqlens, chunk_size)
+    chosen, kernel, steps = choose(x, backend, kernel, chunk_size)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     h, C, n, m, *_ = attend(
-        *x, q.shape[-1] ** -0.5 if scale is None else float(scale), normalize, normalizer_grad,
-        chunk_size or chosen.default_chunk_size(x, kernel), chosen.name, kernel, save, return_state,
+        *x, q.shape[-1] ** -0.5 if scale is None else float(scale), normalize, normalizer_grad, steps, chosen.name,
+        kernel, save, return_state,
     )  # fmt: skip
     if not return_state:
         return h

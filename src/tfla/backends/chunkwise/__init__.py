@@ -255,6 +255,9 @@ class Chunkwise(Backend):
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         return TILE * MAX_TILES
 
+    def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
+        return {"tile": TILE, "block": f"{MAX_TILES} tiles of {len(groups(1, x))} groups of heads"}
+
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         C, n, m = initial_state(x, spec)
         none = C.new_empty(0)

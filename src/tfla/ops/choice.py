@@ -1,0 +1,19 @@
+"""What a call takes where it leaves the choice open: backend, kernel, distance between stored states."""
+
+from __future__ import annotations
+
+from tfla.backends import Backend, Inputs, select
+
+
+def choose(x: Inputs, backend: str | None, kernel: str | None, chunk_size: int | None) -> tuple[Backend, str, int]:
+    """Backend, kernel and chunk size, None being what is left to choose.
+
+    Raises:
+        ValueError: no backend or kernel has that name, or it cannot run these inputs (the message says why).
+    """
+    chosen = select(backend, x)
+    kernel = chosen.kernels[0] if kernel is None else kernel
+    if kernel not in chosen.kernels:
+        allowed = ", ".join(map(repr, chosen.kernels))
+        raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
+    return chosen, kernel, chunk_size or chosen.default_chunk_size(x, kernel)

@@ -1,0 +1,81 @@
+"""What a call would run, and why not something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tfla.backends import BACKENDS, Backend, Inputs
+from tfla.ops import checks
+from tfla.ops.api import prepare
+from tfla.ops.choice import choose
+from tfla.ops.gates import InputGate, log_gates
+from tfla.ops.state import State
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What :func:`explain` found; printed, one line each."""
+
+    backend: str
+    kernel: str
+    chunk_size: int  # as asked for or picked; backends round it up to whole tiles
+    stored_states: int  # of every head, kept for the backward
+    details: Mapping[str, object]  # what else the backend decides
+    not_taken: Mapping[str, str]  # every other backend, and why not
+
+    def __str__(self) -> str:
+        lines = {
+            "backend": self.backend,
+            "kernel": self.kernel,
+            "chunk_size": f"{self.chunk_size} ({self.stored_states} stored states)",
+            **self.details,
+            **{f"not {name}": why for name, why in self.not_taken.items()},
+        }
+        width = max(map(len, lines))
+        return "\n".join(f"{name:{width}}  {line}" for name, line in lines.items())
+
+
+def _why_not(other: Backend, chosen: Backend, asked_for: bool, x: Inputs) -> str:
+    why = other.unsupported(x)
+    if why is None:
+        why = f"it could, but {chosen.name!r} " + ("was asked for" if asked_for else "comes before it")
+    return why
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    input_gate: InputGate = "exp",
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+    normalizer_grad: bool = True,
+) -> Explanation:
+    """What :func:`tfla.mlstm` would run, given the same arguments. Computes nothing.
+
+    Returns:
+        the backend, the kernel and the chunk size it picks, with what else that backend decides, and for every other
+        backend why it was not taken.
+
+    Raises:
+        ValueError, TypeError: as :func:`tfla.mlstm`.
+    """
+    checks.check_input_gate(input_gate)
+    checks.check_inputs(q, k, v, {"i": i, "f": f}, None, time=True)
+    gates = log_gates(i, f, input_gate)
+    x = prepare(q, k, v, *gates, input_gate == "exp", initial_state, cu_seqlens, chunk_size)
+    chosen, kernel, steps = choose(x, backend, kernel, chunk_size)
+    others = {b.name: _why_not(b, chosen, backend is not None, x) for b in BACKENDS.values() if b is not chosen}
+    rows = chosen.stored_states(x, steps, kernel)
+    return Explanation(chosen.name, kernel, steps, rows, chosen.details(x, steps, kernel), others)

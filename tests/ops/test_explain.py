@@ -1,0 +1,83 @@
+"""`tfla.explain` says what `tfla.mlstm` does with the same arguments, and why it does nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import Way, leaves_on, problem
+
+import tfla
+from tfla.backends import BACKENDS
+from tfla.ops import api
+
+CALLS: dict[str, dict[str, Any]] = {
+    "long": {"T": 300},
+    "packed": {"lengths": (20, 0, 17)},
+    "fewer heads of q and k": {"Hq": 1},
+}
+
+
+@pytest.mark.parametrize("chunk_size", [None, 16])
+@pytest.mark.parametrize("shape", CALLS.values(), ids=CALLS.keys())
+def test_says_what_runs(
+    way: Way, shape: dict[str, Any], chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = problem(dtype=way.widest, carried=False, **shape)
+    cu_seqlens = None if p.cu_seqlens is None else p.cu_seqlens.to(way.device)
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, **way.options}
+    calls = []
+
+    def attend(*args: Any) -> tuple[torch.Tensor, ...]:
+        calls.append(args)
+        return torch.ops.tfla.attend(*args)
+
+    monkeypatch.setattr(api, "attend", attend)
+    leaves = leaves_on(way, p).values()
+    tfla.mlstm(*leaves, **options)
+    said = tfla.explain(*leaves, **options)
+    assert (said.chunk_size, said.backend, said.kernel) == calls[0][12:15]
+    assert (said.backend, said.kernel) == (way.backend, way.kernel)
+    assert chunk_size is None or said.chunk_size == chunk_size
+    assert said.stored_states == torch.ops.tfla.attend(*calls[0])[5].shape[0]
+
+
+def test_every_other_backend_has_a_reason(way: Way) -> None:
+    leaves = leaves_on(way, problem(dtype=way.widest, carried=False)).values()
+    said = tfla.explain(*leaves, **way.options)
+    assert set(said.not_taken) == set(BACKENDS) - {way.backend}
+    for name, why in said.not_taken.items():
+        assert f"{way.backend!r} was asked for" in why or "it needs" in why or "it takes" in why
+        assert any(line.startswith(f"not {name} ") and line.endswith(why) for line in str(said).splitlines())
+
+
+def test_picks_the_first_that_can_run() -> None:
+    leaves = problem(carried=False).leaves.values()
+    said = tfla.explain(*leaves)
+    assert said.backend == "chunkwise"
+    assert said.not_taken["reference"] == "it could, but 'chunkwise' comes before it"
+    assert said.not_taken["triton"] == BACKENDS["triton"].unsupported(api.prepare(*leaves, True, None, None, None))
+
+
+def test_prints_a_line_for_everything() -> None:
+    said = tfla.Explanation("mine", "walk", 64, 3, {"tile": 16}, {"yours": "it is slow"})
+    assert str(said).splitlines() == [
+        "backend     mine",
+        "kernel      walk",
+        "chunk_size  64 (3 stored states)",
+        "tile        16",
+        "not yours   it is slow",
+    ]
+
+
+def test_refuses_what_mlstm_refuses() -> None:
+    leaves = problem(carried=False).leaves
+    with pytest.raises(ValueError, match="backend: got 'your'"):
+        tfla.explain(**leaves, backend="your")
+    with pytest.raises(ValueError, match="kernel: got 'walk', backend 'chunkwise' has"):
+        tfla.explain(**leaves, backend="chunkwise", kernel="walk")
+    with pytest.raises(ValueError, match="chunk_size: got 0"):
+        tfla.explain(**leaves, chunk_size=0)
+    with pytest.raises(ValueError, match="k: got shape"):
+        tfla.explain(**{**leaves, "k": leaves["k"][:, :5]})
