@@ -168,9 +168,10 @@ class Call:
 
     def fold_denominator(self, gates: Tensor, out: Outputs, dh: Tensor, delta: bool) -> None:
         """For the backward: the denominators into the gate vectors, and with delta what their gradient adds."""
+        block = 128 if self.V % 16 == 0 else 32  # rows that are not aligned take more registers
         gate_kernels.fold_denominator[(self.slots(self.L), self.H)](
             gates, out.d, out.h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, self.V, *_strides(out.d),
-            *_strides(out.h), *_strides(dh), L=self.L, BLOCK_V=min(128, power_of_two(self.V)), GRAD=delta,
+            *_strides(out.h), *_strides(dh), L=self.L, BLOCK_V=min(block, power_of_two(self.V)), GRAD=delta,
             PACKED=self.packed, EXACT=self.exact, num_warps=8,
         )  # fmt: skip
 
