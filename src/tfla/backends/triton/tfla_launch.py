@@ -27,8 +27,13 @@ class Tiling:
     stages: int
 
     def contracted_block(self, width: int) -> int:
-        block = power_of_two(width)
+        block = padded(width)
         return block if block <= self.contracted else min(64, self.contracted)
+
+
+def padded(width: int) -> int:
+    """Of a head dim. Operands of 16 columns make Triton's Hopper MMAs read beyond shared memory."""
+    return max(32, power_of_two(width))
 
 
 def tiling(x: Inputs, chunk_size: int) -> Tiling:
@@ -57,7 +62,7 @@ def details(x: Inputs, chunk_size: int) -> dict[str, object]:
         "B_Lhq": sizes.L,
         "B_Lkv": sizes.inner,
         "B_dqk": sizes.contracted_block(x.q.shape[3]),
-        "B_dhv": min(sizes.output, power_of_two(x.v.shape[3])),
+        "B_dhv": min(sizes.output, padded(x.v.shape[3])),
     }
 
 
@@ -81,7 +86,7 @@ class Chunks(Call):
         C = self.new(self.segments, self.H, self.K, self.V)
         n = self.new(self.segments, self.H, self.K) if self.spec.normalize else None
         sizes = self.tiling
-        BK, BV = min(sizes.key_block, power_of_two(self.K)), min(sizes.value_block, power_of_two(self.V))
+        BK, BV = min(sizes.key_block, padded(self.K)), min(sizes.value_block, padded(self.V))
         pieces = ceil_div(self.K, BK) * ceil_div(self.V, BV) * self.x.sequences * self.H
         tfla_states.states[(pieces,)](
             x, y, gates, self.cu, *(gates if t is None else t for t in (*given, C, n, *final)), self.x.sequences,
@@ -98,7 +103,7 @@ class Chunks(Call):
     ) -> Tensor:  # fmt: skip
         """Fills out; with w (q for dq, k for dk) returns the sums of w . out over blocks of the head dim."""
         sizes, contracted, width = self.tiling, a.shape[3], out.shape[3]
-        BO = min(sizes.output, power_of_two(width))
+        BO = min(sizes.output, padded(width))
         parts, tiles = ceil_div(width, BO), ceil_div(min(self.steps, self.T), self.L)
         sums = gates if w is None else self.new(parts, self.H, self.tiles, self.L)
         group_a, group_y = (self.group, 1) if w is None else (1, self.group)  # heads to one of a and b, and of y and w
