@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.hopper.parts import CARRY, GATES, OUT, gate_matrix, load_gates, piece, place, scaled, seen
+from tfla.backends.triton.gates import FLOOR
 
 
 @gluon.jit
@@ -71,23 +72,62 @@ def next_weights(ring_x, ring_z, s, half: gl.constexpr, L: gl.constexpr, layout:
 
 
 @gluon.jit
+def start_d(z, n, L: gl.constexpr, layout: gl.constexpr):
+    """Starts z . n for all steps of a tile."""
+    zero = gl.zeros([L, 8], gl.float32, layout)
+    return warpgroup_mma(z, n.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def put_inverse(
+    d, g, floor, sums, to, parity, to_d, H, left, half: gl.constexpr, L: gl.constexpr, SAVE_D: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """1 / max(|d|, exp(-m)), where d is z . n, weighted, and both consumers' sums of P."""
+    d = gl.sum(d, 1) * g.slice(OUT * L, L, 0).load(layout)
+    d += sums.index(2 * parity).load(layout) + sums.index(2 * parity + 1).load(layout)
+    to.store(1.0 / gl.maximum(gl.abs(d), floor.load(layout)))
+    if SAVE_D and half == 0:
+        r = gl.arange(0, L, layout)
+        gl.store(to_d + r * H, d, mask=r < left)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def put_n(n, to, half: gl.constexpr, layout: gl.constexpr):
+    """n as the sum of two of low precision, which are columns of a right operand."""
+    column = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, layout)), 0)
+    high = n.to(to.dtype)
+    low = (n - high.to(gl.float32)).to(to.dtype)
+    columns = gl.where(column == 0, gl.expand_dims(high, 1), gl.where(column == 1, gl.expand_dims(low, 1), 0.0))
+    to.slice(half * 64, 64, 1).permute((1, 0)).store(columns.to(to.dtype))
+
+
+@gluon.jit
 def consume(
-    Out, state_in, state_out, rings, ring_p, ring_g, ring_w, full, free, ready, work,
+    tensors, shared, work,
     half: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
+    NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup, with BLOCKS x 64 columns."""
-    ring_x, ring_y, ring_z = rings
+    """One warpgroup, with BLOCKS x 64 columns; with a normaliser also half of n."""
+    Out, state_in, state_out, n_in, n_out, d_out = tensors
+    ring_x, ring_y, ring_z, ring_p, ring_g, ring_w, full, free, ready, normaliser = shared
+    ring_floor, ring_matrix, ring_n, ring_sums, ring_inverse = normaliser
     T, H, length, pieces = work
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
     of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    of_n: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
+    of_rows: gl.constexpr = gl.SliceLayout(1, of_n)
     left_of_out: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
     left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
     dtype: gl.constexpr = ring_x.dtype
     zero = gl.zeros([64, L], gl.float32, of_out)
     i = gl.arange(0, L, gl.SliceLayout(1, of_p))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, of_p))
+    r = gl.arange(0, 64, of_rows)
+    rk = half * 64 + r
     column = gl.program_id(1) * (128 * BLOCKS) + half * (64 * BLOCKS)
     s = 0
     phase = 0
@@ -96,30 +136,42 @@ def consume(
     S = next_weights(ring_x, ring_z, 0, half, L, of_p)
     D = gate_matrix(ring_g.index(0), L, half, of_p)
     S = warpgroup_mma_wait(0, deps=[S])
-    ring_p.index(0).slice(half * (L // 2), L // 2, 1).store(seen(S, D, i, j, half, BACK, dtype))
+    P = seen(S, D, i, j, half, BACK)
+    if NORMALIZE:
+        ring_sums.index(half).store(gl.sum(P, 1))
+        first_n = gl.zeros([64], gl.float32, of_rows)
+        if STATE:
+            first_n = gl.load(n_in + gl.program_id(0).to(gl.int64) * DK + rk)
+        put_n(first_n, ring_n.index(0), half, of_n)
+    ring_p.index(0).slice(half * (L // 2), L // 2, 1).store(P.to(dtype))
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(ready.index(0), count=1)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _ = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
         tiles = (steps + L - 1) // L
         C0 = gl.zeros([64, DK], gl.float32, of_state)
         C1 = gl.zeros([64, DK], gl.float32, of_state)
+        N = gl.zeros([64, 8], gl.float32, of_n)
         if STATE:
             C1 = gl.load(state_pointers(state_in, index, column + 64 * (BLOCKS - 1), DK, DV, of_state))
             if BLOCKS == 2:
                 C0 = gl.load(state_pointers(state_in, index, column, DK, DV, of_state))
+            if NORMALIZE:
+                begin = gl.expand_dims(gl.load(n_in + index.to(gl.int64) * DK + rk), 1)
+                N = gl.where(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_n)), 0) == 0, begin, 0.0)
         for step in range(0, tiles):
-            z = ring_z.index(s).reshape([L, DK]).permute((1, 0))
+            z = ring_z.index(s).reshape([L, DK])
             x = ring_x.index(s).reshape([L, DK])
             y = ring_y.index(2 * s + half)
             g = ring_g.index(s)
             p = ring_p.index(n % 2).permute((1, 0))
+            t = (tiles - 1 - step if BACK else step) * L
             carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_state)), 0)
             if BLOCKS == 2:
                 y0 = y.reshape([L, 128]).slice(0, 64, 1).permute((1, 0))
                 A = gl.convert_layout(C0.to(dtype), left_of_out, assert_trivial=True)
-                out = warpgroup_mma(A, z, zero, use_acc=False, is_async=True)
+                out = warpgroup_mma(A, z.permute((1, 0)), zero, use_acc=False, is_async=True)
                 tma.store_wait(0)
                 mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
                 weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
@@ -127,15 +179,26 @@ def consume(
                 y_t = y0.load(of_out)
                 mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
                 A = gl.convert_layout(y_t, left_of_out, assert_trivial=True)
+                if NORMALIZE:
+                    d = start_d(z, ring_n.index(n % 2), L, of_n)
                 out = warpgroup_mma(A, p, out * weight, is_async=True)
                 B = scaled(y_t, ring_w.index(s), L, left_of_state)
                 C0 = warpgroup_mma(B, x, C0 * carry, is_async=True)
-                out, A = warpgroup_mma_wait(1, deps=[out, A])
+                if NORMALIZE:
+                    out, A, d = warpgroup_mma_wait(1, deps=[out, A, d])
+                    to_d = d_out + ((b.to(gl.int64) * T + start + t) * H + h)
+                    put_inverse(
+                        d, g, ring_floor.index(s), ring_sums, ring_inverse.index(half), n % 2, to_d, H, steps - t,
+                        half, L, SAVE_D, of_rows,
+                    )  # fmt: skip
+                    out = out * gl.expand_dims(ring_inverse.index(half).load(gl.SliceLayout(0, of_out)), 0)
+                else:
+                    out, A = warpgroup_mma_wait(1, deps=[out, A])
                 y0.store(out.to(dtype))
                 C0, B = warpgroup_mma_wait(0, deps=[C0, B])
             y1 = y.reshape([L, 64 * BLOCKS]).slice(64 * (BLOCKS - 1), 64, 1).permute((1, 0))
             A = gl.convert_layout(C1.to(dtype), left_of_out, assert_trivial=True)
-            out = warpgroup_mma(A, z, zero, use_acc=False, is_async=True)
+            out = warpgroup_mma(A, z.permute((1, 0)), zero, use_acc=False, is_async=True)
             if BLOCKS == 1:
                 tma.store_wait(0)
                 mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
@@ -144,10 +207,22 @@ def consume(
             y_t = y1.load(of_out)
             if BLOCKS == 1:
                 mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
+                if NORMALIZE:
+                    d = start_d(z, ring_n.index(n % 2), L, of_n)
+                    d = warpgroup_mma_wait(0, deps=[d])
+                    to_d = d_out + ((b.to(gl.int64) * T + start + t) * H + h)
+                    put_inverse(
+                        d, g, ring_floor.index(s), ring_sums, ring_inverse.index(half), n % 2, to_d, H, steps - t,
+                        half, L, SAVE_D, of_rows,
+                    )  # fmt: skip
             A = gl.convert_layout(y_t, left_of_out, assert_trivial=True)
             out = warpgroup_mma(A, p, out * weight, is_async=True)
             B = scaled(y_t, ring_w.index(s), L, left_of_state)
             C1 = warpgroup_mma(B, x, C1 * carry, is_async=True)
+            if NORMALIZE:
+                carry_n = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_n)), 0)
+                x_t = x.slice(half * 64, 64, 1).permute((1, 0))
+                N = warpgroup_mma(x_t, ring_matrix.index(s).permute((1, 0)), N * carry_n, is_async=True)
             s += 1
             if s == STAGES:
                 s = 0
@@ -155,14 +230,32 @@ def consume(
             n += 1
             mbarrier.wait(full.index(s), phase)
             S = next_weights(ring_x, ring_z, s, half, L, of_p)
-            out, A = warpgroup_mma_wait(2, deps=[out, A])
+            if NORMALIZE:
+                out, A = warpgroup_mma_wait(3, deps=[out, A])
+                out = out * gl.expand_dims(ring_inverse.index(half).load(gl.SliceLayout(0, of_out)), 0)
+            else:
+                out, A = warpgroup_mma_wait(2, deps=[out, A])
             y1.store(out.to(dtype))
             fence_async_shared()
-            t = start + (tiles - 1 - step if BACK else step) * L
-            tma.async_copy_shared_to_global(Out, [b, h, t, column], y)
+            tma.async_copy_shared_to_global(Out, [b, h, start + t, column], y)
             D = gate_matrix(ring_g.index(s), L, half, of_p)
-            S, C1, B = warpgroup_mma_wait(0, deps=[S, C1, B])
-            ring_p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(seen(S, D, i, j, half, BACK, dtype))
+            if NORMALIZE:
+                S, C1, B, N = warpgroup_mma_wait(0, deps=[S, C1, B, N])
+            else:
+                S, C1, B = warpgroup_mma_wait(0, deps=[S, C1, B])
+            P = seen(S, D, i, j, half, BACK)
+            if NORMALIZE:
+                ring_sums.index(n % 2 * 2 + half).store(gl.sum(P, 1))
+                next_n = gl.sum(N, 1)
+                last = step == tiles - 1
+                if STATE:
+                    later = index + gl.num_programs(0)
+                    mask = (rk * 0 + later < pieces) & last
+                    next_n = gl.where(last, gl.load(n_in + later.to(gl.int64) * DK + rk, mask, 0.0), next_n)
+                else:
+                    next_n = gl.where(last, 0.0, next_n)
+                put_n(next_n, ring_n.index(n % 2), half, of_n)
+            ring_p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(dtype))
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(ready.index(n % 2), count=1)
@@ -170,14 +263,17 @@ def consume(
             gl.store(state_pointers(state_out, index, column + 64 * (BLOCKS - 1), DK, DV, of_state), C1)
             if BLOCKS == 2:
                 gl.store(state_pointers(state_out, index, column, DK, DV, of_state), C0)
+            if NORMALIZE:
+                gl.store(n_out + index.to(gl.int64) * DK + rk, gl.sum(N, 1))
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
 def columns(
-    X, Y, Z, Out, gates, state_in, state_out, T, tiles_of_head, H, GROUP, length, pieces,
+    X, Y, Z, Out, gates, state_in, state_out, n_in, n_out, d_out, T, tiles_of_head, H, GROUP, length, pieces,
     DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
+    NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = X.dtype
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -188,6 +284,15 @@ def columns(
     ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
     ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
     ring_w = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
+    normaliser = (ring_g, ring_g, ring_g, ring_g, ring_g)
+    if NORMALIZE:
+        normaliser = (
+            gl.allocate_shared_memory(gl.float32, [STAGES, L], flat),  # exp(-m)
+            gl.allocate_shared_memory(dtype, [STAGES, 8, L], square),  # weights of updates
+            gl.allocate_shared_memory(dtype, [2, 8, DK], square),  # n
+            gl.allocate_shared_memory(gl.float32, [4, L], flat),  # sums of P
+            gl.allocate_shared_memory(gl.float32, [2, L], flat),  # 1 / max(|d|, exp(-m))
+        )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -198,20 +303,23 @@ def columns(
         mbarrier.init(ready.index(s), count=2)
     fence_async_shared()
     rings = (ring_x, ring_y, ring_z)
+    shared = (ring_x, ring_y, ring_z, ring_p, ring_g, ring_w, full, free, ready, normaliser)
+    tensors = (Out, state_in, state_out, n_in, n_out, d_out)
     work = (T, H, length, pieces)
     gl.warp_specialize(
         [
             (consume, (
-                Out, state_in, state_out, rings, ring_p, ring_g, ring_w, full, free, ready, work,
-                0, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL,
+                tensors, shared, work,
+                0, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D,
             )),
             (consume, (
-                Out, state_in, state_out, rings, ring_p, ring_g, ring_w, full, free, ready, work,
-                1, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL,
+                tensors, shared, work,
+                1, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D,
             )),
             (load_tiles, (X, Y, Z, rings, full, free, work, GROUP, 64 * BLOCKS, L, STAGES, BACK, SEGMENTED)),
             (load_gates, (
-                gates, ring_g, ring_w, ring_w, full, free, work, tiles_of_head, L, STAGES, BACK, SEGMENTED, False,
+                gates, ring_g, ring_w, normaliser[0], normaliser[1], full, free, work, tiles_of_head,
+                L, STAGES, BACK, SEGMENTED, FLOOR if NORMALIZE else -1, NORMALIZE,
             )),
         ],
         [4, 1, 1],

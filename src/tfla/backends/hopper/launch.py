@@ -28,20 +28,31 @@ class HopperCall(Call):
         pieces = self.segments * self.H
         return max(1, min(pieces, processors(self.x.q.device) // parts)), parts
 
+    def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
+        x = self.x
+        self._columns(x.k, x.v, x.q, h, gates, False, state, final, self.spec.normalize, d)
+
     def columns(
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, state: Tensor | None,
         final: Tensor | None, decays: Tensor | None = None,
     ) -> None:  # fmt: skip
         if out is None:
             super().columns(x, y, z, out, gates, back, state, final, decays)
-            return
+        else:
+            self._columns(x, y, z, out, gates, back, (state, None), (final, None), False, None)
+
+    def _columns(
+        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, state: Pair, final: Pair,
+        normalize: bool, d: Tensor | None,
+    ) -> None:  # fmt: skip
+        C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
         L, blocks = self.L, 2 if self.V % 256 == 0 and self.K <= 128 else 1
         of_qk, of_v = (lambda t: descriptor(t, L, self.K)), (lambda t: descriptor(t, L, 64 * blocks))
         columns[self.grid(self.V // (128 * blocks))](
-            of_qk(x), of_v(y), of_qk(z), of_v(out), gates, gates if state is None else state,
-            gates if final is None else final, self.T, self.tiles, self.H, self.group, self.steps,
-            self.segments * self.H, DK=self.K, DV=self.V, BLOCKS=blocks, L=L, STAGES=3, BACK=back,
-            SEGMENTED=self.segmented, STATE=state is not None, FINAL=final is not None, num_warps=4,
+            of_qk(x), of_v(y), of_qk(z), of_v(out), gates, C, C_out, n, n_out, gates if d is None else d, self.T,
+            self.tiles, self.H, self.group, self.steps, self.segments * self.H, DK=self.K, DV=self.V, BLOCKS=blocks,
+            L=L, STAGES=3, BACK=back, SEGMENTED=self.segmented, STATE=state[0] is not None,
+            FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None, num_warps=4,
         )  # fmt: skip
 
     def rows(

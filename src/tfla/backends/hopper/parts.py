@@ -7,9 +7,9 @@ every program gets one more stage without data, because consumers make the weigh
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tfla.backends.triton.gates import COLUMN, DECAY, DELTA_P, INTER, ROW, UPDATE, VECTORS
+from tfla.backends.triton.gates import COLUMN, DECAY, INTER, ROW, UPDATE, VECTORS
 
 # Rows of a stage's gate vectors.
 READ = gl.constexpr(0)  # exponents of the gate matrix: P[read, update] is weighted by exp2(READ + WRITE)
@@ -39,18 +39,21 @@ def place(n, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_gates(
-    gates, ring, weights, deltas, full, free, work, tiles_of_head,
-    L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, NORMALIZE: gl.constexpr,
+    gates, ring, weights, extras, matrices, full, free, work, tiles_of_head,
+    L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, EXTRA: gl.constexpr,
+    MATRIX: gl.constexpr,
 ):  # fmt: skip
     """The gater: one warp copies the gate vectors of each tile; weights of updates as the sum of two of low precision,
-    with a normaliser also what it adds to P.
+    with MATRIX also as rows of a right operand. EXTRA is one more gate vector, or -1.
     """
     T, H, length, pieces = work
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
+    of_matrix: gl.constexpr = gl.BlockedLayout([8, L // 32], [1, 32], [1, 1], [1, 0])
     r = gl.arange(0, L, layout)
+    row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, of_matrix)), 1)
     n = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _ = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
         tiles = (steps + L - 1) // L
         at = gates + (h.to(gl.int64) * tiles_of_head + b * ((T + L - 1) // L) + start // L) * (VECTORS * L) + r
         for i in range(0, tiles):
@@ -68,12 +71,18 @@ def load_gates(
             g.slice(WRITE * L, L, 0).store(write)
             g.slice(OUT * L, L, 0).store(out)
             g.slice(CARRY * L, L, 0).store(carry)
-            if NORMALIZE:
-                deltas.index(s).store(gl.load(tile + DELTA_P * L))
+            if EXTRA >= 0:
+                extras.index(s).store(gl.load(tile + EXTRA * L))
             w = weights.index(s)
             high = update.to(w.dtype)
+            low = (update - high.to(gl.float32)).to(w.dtype)
             w.slice(0, L, 0).store(high)
-            w.slice(L, L, 0).store((update - high.to(gl.float32)).to(w.dtype))
+            w.slice(L, L, 0).store(low)
+            if MATRIX:
+                high = gl.expand_dims(gl.convert_layout(high, gl.SliceLayout(0, of_matrix)), 0)
+                low = gl.expand_dims(gl.convert_layout(low, gl.SliceLayout(0, of_matrix)), 0)
+                matrices.index(s).store(gl.where(row == 0, high, gl.where(row == 1, low, 0.0)).to(w.dtype))
+                fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(full.index(s), count=1)
             n += 1
@@ -106,7 +115,7 @@ def gate_matrix(g, L: gl.constexpr, half: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def seen(S, D, i, j, half: gl.constexpr, BACK: gl.constexpr, dtype: gl.constexpr):
+def seen(S, D, i, j, half: gl.constexpr, BACK: gl.constexpr):
     """S * D where a step sees the update: i >= j, walking back i <= j.
 
     Each thread has i and j in a pattern (i: its own + 8, j: its own + 1 + 8 n), so that one difference of the thread
@@ -115,6 +124,6 @@ def seen(S, D, i, j, half: gl.constexpr, BACK: gl.constexpr, dtype: gl.constexpr
     of_thread = gl.expand_dims(i & -9, 1) - gl.expand_dims(j & 6, 0)
     constant = gl.expand_dims(j & -7, 0) - gl.expand_dims(i & 8, 1) + half * 32
     if BACK:
-        return gl.where(of_thread <= constant, S * D, 0.0).to(dtype)
+        return gl.where(of_thread <= constant, S * D, 0.0)
     else:
-        return gl.where(of_thread >= constant, S * D, 0.0).to(dtype)
+        return gl.where(of_thread >= constant, S * D, 0.0)

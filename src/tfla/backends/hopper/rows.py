@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.hopper.parts import CARRY, GATES, OUT, gate_matrix, load_gates, piece, place, scaled, seen
+from tfla.backends.triton.gates import DELTA_P
 
 
 @gluon.jit
@@ -87,7 +88,7 @@ def put_weights(
         else:
             add = gl.expand_dims(delta.load(gl.SliceLayout(1, layout)), 1)
         S += add
-    p.slice(half * (L // 2), L // 2, 1).store(seen(S, D, i, j, half, BACK, p.dtype))
+    p.slice(half * (L // 2), L // 2, 1).store(seen(S, D, i, j, half, BACK).to(p.dtype))
     fence_async_shared()
     gl.thread_barrier()
 
@@ -279,7 +280,8 @@ def rows(
             )),
             (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, L, STAGES, BACK, SEGMENTED)),
             (load_gates, (
-                gates, ring_g, ring_u, ring_d, full, free, work, tiles_of_head, L, STAGES, BACK, SEGMENTED, DELTA,
+                gates, ring_g, ring_u, ring_d, ring_u, full, free, work, tiles_of_head, L, STAGES, BACK, SEGMENTED,
+                DELTA_P if DELTA else -1, False,
             )),
         ],
         [4, 1, 1],
