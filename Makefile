@@ -2,14 +2,24 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+TRITON_VERSIONS ?= 3.4.0 3.6.0 3.9.0
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint triton-versions clean
+.PRECIOUS: $(VENV)/triton-%
 
 demo: $(VENV)/train  ## train a small language model on this Python's own standard library, about two minutes
 	$(BIN)/tfla demo
 
 test: $(VENV)/dev  ## everything that runs without a GPU
-	$(BIN)/python -m pytest
+	$(PYTEST)
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreter
+
+triton-versions: $(TRITON_VERSIONS:%=triton-%)  ## what tests Triton kernels without a GPU, with other versions of Triton
+
+triton-%: $(VENV)/dev $(VENV)/triton-%
+	PYTHONPATH=$(abspath $(VENV)/triton-$*) $(PYTEST) tests/backends/test_triton_compiles.py
+	PYTHONPATH=$(abspath $(VENV)/triton-$*) TRITON_INTERPRET=1 $(PYTEST) -m interpreter
 
 lint: $(VENV)/dev  ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -22,6 +32,11 @@ $(VENV)/bin/python:
 $(VENV)/%: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable ".[$*]"
 	@touch $@
+
+$(VENV)/triton-%: | $(VENV)/dev  # goes before what is installed in the venv; interpreters before 3.7 need an older NumPy
+	rm -rf $@.new
+	$(BIN)/python -m pip install --quiet --no-deps --target $@.new triton==$* $(if $(filter 3.4.% 3.5.% 3.6.%,$*),numpy==2.2.6)
+	mv $@.new $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -27,6 +27,7 @@ from tfla.ops.gates import LOG_GATE_MAX, LOG_GATE_MIN
 # ||out - truth|| / ||truth||, the truth starting from the inputs as rounded to that dtype.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1.25e-3, torch.bfloat16: 1e-2}
 DTYPES = tuple(TOLERANCE)
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's kernels run on the CPU, in Triton's interpreter
 FORMS = ("exp", "sigmoid", "plain", "normalized")  # mlstm with either input gate; linear_attention without, with n
 
 
@@ -46,10 +47,13 @@ class Way:
         return {"backend": self.backend, "kernel": self.kernel}
 
     @property
+    def interpreted(self) -> bool:
+        return INTERPRETED and self.device == "cpu" and self.backend == "triton"
+
+    @property
     def small_only(self) -> bool:
         """Loops step by step, or simulates a GPU: no long sequences."""
-        interpreted = self.device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and self.backend != "chunkwise"
-        return self.backend == "reference" or interpreted
+        return self.backend == "reference" or self.interpreted
 
     def refusal(self, dtype: torch.dtype) -> str | None:
         """Why it takes no tensors of this dtype, or None."""
@@ -68,6 +72,12 @@ Layout = Callable[[Tensor], Tensor]
 
 def as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+def params(values: Mapping[str, Any], interpreted: Collection[str]) -> list[Any]:
+    """Parameters by name, some of them for Triton's interpreter in CI too."""
+    marks = {name: [pytest.mark.interpreter] if name in interpreted else [] for name in values}
+    return [pytest.param(value, id=name, marks=marks[name]) for name, value in values.items()]
 
 
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)

@@ -6,10 +6,10 @@ import os
 
 import pytest
 import torch
-from cases import DEVICES, Way, ways
+from cases import DEVICES, INTERPRETED, Way, ways
 from hypothesis import HealthCheck, settings
 
-EXAMPLES = 3 if os.environ.get("TRITON_INTERPRET") == "1" else 30  # a simulated GPU takes seconds a call
+EXAMPLES = 3 if INTERPRETED else 30  # a simulated GPU takes a second a call
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=EXAMPLES, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
@@ -22,9 +22,13 @@ def on(device: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.gpu] if device == "cuda" else []
 
 
-@pytest.fixture(scope="session", params=[pytest.param(way, id=str(way), marks=on(way.device)) for way in ways()])
+def tested() -> list[Way]:
+    return [way for way in ways() if way.interpreted] if INTERPRETED else ways()
+
+
+@pytest.fixture(scope="session", params=[pytest.param(way, id=str(way), marks=on(way.device)) for way in tested()])
 def way(request: pytest.FixtureRequest) -> Way:
-    """Every way to compute the operator: backend, kernel, device."""
+    """Every way to compute the operator: backend, kernel, device; under Triton's interpreter what runs in it."""
     return request.param
 
 
@@ -32,3 +36,12 @@ def way(request: pytest.FixtureRequest) -> Way:
 def device(request: pytest.FixtureRequest) -> str:
     """Every device, for what does not depend on the backend."""
     return request.param
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tables that tests hand over as a property, from whatever process."""
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    tables = [str(text) for report in reports for name, text in report.user_properties if name == "table"]
+    if tables:
+        terminalreporter.section("registers/bytes spilled/bytes of shared memory")
+        terminalreporter.write_line("\n".join(tables))

@@ -1,33 +1,46 @@
-"""Compiles what forward and backward launch for a GPU that is not there: one JSON line a kernel.
+"""Compiles what forward and backward launch for GPUs that are not there.
 
-python compile_for.py CAPABILITY CASE...    with CASE = gate,dqk,dhv,dtype[,chunk_size]
+python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any order, its "kernels" one row each
+
+TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state], with commas between.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
-import tempfile
+import traceback
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+
+import tfla
+from tfla.backends import BACKENDS
+
+T, H = 256, 2
+SEGMENT = 128  # steps between stored states of what is segmented
 
 
 class AbsentGPU:
     """As much of a Triton driver as compiling needs."""
 
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+    def __init__(self, name: str) -> None:
+        number = name.removeprefix("sm_")
+        self.target = GPUTarget("cuda", int(number), 32) if number != name else GPUTarget("hip", name, 64)
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.capability, 32)
+        return self.target
 
     def get_current_device(self) -> int:
         return 0
@@ -42,63 +55,106 @@ class AbsentGPU:
         return "int"
 
 
-def resources(ptx: str, capability: int) -> tuple[int, int]:
-    """Registers of a thread and bytes that it spills, as ptxas reports them."""
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    newest = tools / "ptxas-blackwell"
-    ptxas = newest if capability >= 100 and newest.exists() else tools / "ptxas"
-    target = re.search(r"\.target (\w+)", ptx)
-    assert target
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [str(ptxas), "-v", f"-arch={target[1]}", str(source), "-o", str(source.with_suffix(".cubin"))]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spilled = re.search(r"(\d+) bytes spill stores", said)
-    return int(registers[1]) if registers else 0, int(spilled[1]) if spilled else 0
+def assemble(
+    self: CUDABackend, ptx: str, metadata: dict[str, Any], *rest: Any, make_cubin: Any = CUDABackend.make_cubin
+) -> bytes:
+    """Triton's own last stage; what ptxas says of registers and spills is kept."""
+    said = ""
+    run = subprocess.run
+
+    def listen(command: list[str], **options: Any) -> Any:
+        nonlocal said
+        result = run(command, **options)
+        if "-v" in command:
+            said += Path(options["stderr"].name).read_text()
+        return result
+
+    with mock.patch.object(subprocess, "run", listen):
+        cubin = make_cubin(self, ptx, metadata, *rest)
+    metadata["registers"] = sum(map(int, re.findall(r"Used (\d+) registers", said)))
+    metadata["spilled"] = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    return cubin
 
 
-def compile_only(capability: int, found: dict[str, dict[str, Any]]) -> None:
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers of a thread, bytes that it spills, bytes of shared memory of a program."""
+    shared = kernel.metadata.shared
+    if "amdgcn" not in kernel.asm:
+        return {"registers": kernel.metadata.registers, "spilled": kernel.metadata.spilled, "shared": shared}
+    said = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|[sv]gpr_spill_count): +(\d+)", kernel.asm["amdgcn"])}
+    spilled = 4 * (said["vgpr_spill_count"] + said["sgpr_spill_count"])
+    return {"registers": said["vgpr_count"], "spilled": spilled, "shared": shared}
+
+
+def compile_only(found: dict[str, dict[str, Any]]) -> None:
     """Launches compile and do not run; what they compiled is added to `found`."""
     launch = JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        if kernel.hash not in found:
-            name = self.__name__ + (" back" if kwargs.get("BACK") else "")
-            name += "" if kwargs.get("OUTPUT", True) else " states"
-            registers, spilled = resources(kernel.asm["ptx"], capability)
-            shared = kernel.metadata.shared
-            found[kernel.hash] = {"kernel": name, "registers": registers, "spilled": spilled, "shared": shared}
+        name = self.__name__ + (" back" if kwargs.get("BACK") else "")
+        name += "" if kwargs.get("OUTPUT", True) else " states"
+        found[kernel.hash] = {"kernel": name, **resources(kernel)}
         return kernel
 
     JITFunction.run = run
+    CUDABackend.make_cubin = assemble
 
 
-def forward_and_backward(gate: str, dqk: str, dhv: str, dtype: str, chunk_size: str = "") -> None:
-    import tfla
-
-    T, H, K, V = 256, 2, int(dqk), int(dhv)
+def forward_and_backward(backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
+    type(BACKENDS[backend]).unsupported = lambda self, x: None  # type: ignore[method-assign]
+    K, V = int(dqk), int(dhv)
     q, k, v = (torch.randn(1, T, H, d, dtype=getattr(torch, dtype), requires_grad=True) for d in (K, K, V))
     i, f = (torch.randn(1, T, H, requires_grad=True) for _ in range(2))
-    h = tfla.mlstm(q, k, v, i, f, input_gate=gate, backend="triton", chunk_size=int(chunk_size or T))
-    torch.autograd.grad(h, (q, k, v, i, f), torch.randn_like(v))
+    leaves = [q, k, v, i, f]
+    options: dict[str, Any] = {"backend": backend, "kernel": kernel, "chunk_size": T}
+    if "packed" in variant:
+        options["cu_seqlens"] = torch.tensor([0, 100, T])
+    if "segmented" in variant:
+        options["chunk_size"] = SEGMENT
+    if "state" in variant:
+        shape = (2 if "packed" in variant else 1, H)
+        state = [torch.randn(*shape, *d, requires_grad=True) for d in ((K, V), (K,), ())]
+        leaves += state[: 3 if gate == "exp" else 1]
+        options["initial_state"] = tfla.State(*leaves[5:])
+        h, last = tfla.mlstm(q, k, v, i, f, input_gate=gate, return_state=True, **options)
+        outputs = [h, *(x for x in (last.C, last.n) if x is not None)]
+    else:
+        outputs = [tfla.mlstm(q, k, v, i, f, input_gate=gate, **options)]
+    torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
+
+
+def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found.clear()
+    failure = None
+    try:
+        forward_and_backward(*case.split(","))
+    except Exception:
+        failure = traceback.format_exc()[-4000:]
+    return {"case": case, "failure": failure, "kernels": list(found.values())}
+
+
+def compile_for(share: tuple[str, list[str]]) -> list[dict[str, Any]]:
+    """In a process that compiles for nothing else: Triton keeps what it compiled by number of the GPU."""
+    target, cases = share
+    torch.set_num_threads(1)
+    driver.set_active(AbsentGPU(target))
+    found: dict[str, dict[str, Any]] = {}
+    compile_only(found)
+    return [{"target": target, **compile_case(case, found)} for case in cases]
 
 
 def main() -> None:
-    capability = int(sys.argv[1])
-    driver.set_active(AbsentGPU(capability))
-    from tfla.backends.triton import Triton
-
-    Triton.unsupported = lambda self, x: None  # type: ignore[method-assign]
-    found: dict[str, dict[str, Any]] = {}
-    compile_only(capability, found)
-    for case in sys.argv[2:]:
-        found.clear()
-        forward_and_backward(*case.split(","))
-        for line in found.values():
-            print(json.dumps({"capability": capability, "case": case, **line}), flush=True)
+    cases: dict[str, list[str]] = defaultdict(list)
+    for job in sys.argv[1:]:
+        target, case = job.split(":")
+        cases[target].append(case)
+    shares = [(target, mine[part::2]) for target, mine in cases.items() for part in range(2)]
+    with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as processes:
+        for answers in processes.imap_unordered(compile_for, shares):
+            for answer in answers:
+                print(json.dumps(answer), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

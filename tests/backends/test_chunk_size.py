@@ -7,7 +7,7 @@ import torch
 from cases import FORMS, Way, check, problem, solve, truth
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 64, 100, 1000])
+@pytest.mark.parametrize("chunk_size", [1, 3, 64, pytest.param(100, marks=pytest.mark.interpreter), 1000])
 @pytest.mark.parametrize("lengths", [None, (0, 70, 1, 60)], ids=["batch", "packed"])
 @pytest.mark.parametrize("form", FORMS)
 def test_any_chunk_size(way: Way, form: str, lengths: tuple[int, ...] | None, chunk_size: int) -> None:

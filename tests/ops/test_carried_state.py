@@ -37,6 +37,7 @@ def test_cut_anywhere(way: Way, form: str, data: st.DataObject) -> None:
     check(solve_in_pieces(p, way, cuts, chunk_size=chunk_size), truth(p), p.dtype)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_cut_in_every_dtype(way: Way, dtype: torch.dtype) -> None:
     p = problem(dtype=dtype, T=100)
@@ -53,6 +54,7 @@ def test_detached_state_ends_the_gradient(way: Way, form: str) -> None:
     assert error(found["dC0"], ref["dC0"]) > 0.05
 
 
+@pytest.mark.interpreter
 def test_max_state_is_free_to_choose(way: Way) -> None:
     """(C, n, m) and (C e^a, n e^a, m - a) are one state; the gradient of m is that of the scale of both."""
     p = problem(dtype=way.widest)
@@ -85,6 +87,7 @@ def test_state_is_only_returned_when_asked_for(way: Way, form: str, lengths: tup
     assert state.m is None or not state.m.requires_grad
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("part", ["h", "C", "n"])
 def test_gradient_of_one_output_alone(way: Way, part: str) -> None:
     """h or a state that is not used has no cotangent."""

@@ -34,6 +34,7 @@ def test_extreme_gate(way: Way, form: str, gate: str, value: float) -> None:
     check(solve(p, way), truth(p), p.dtype)
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("lengths", [None, (40, 0, 60)], ids=["batch", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)

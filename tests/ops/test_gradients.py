@@ -68,6 +68,7 @@ def test_only_some_inputs_want_gradients(way: Way, wanted: set[str]) -> None:
         assert x.grad is None or torch.equal(x.grad, every[name].grad)
 
 
+@pytest.mark.interpreter
 def test_input_gate_left_out(way: Way) -> None:
     """log_i=None is log_i = 0, and has no gradient."""
     for form in ("plain", "normalized"):

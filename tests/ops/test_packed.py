@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FORMS, TOLERANCE, Problem, Way, check, error, problem, solve, truth
+from cases import FORMS, TOLERANCE, Problem, Way, check, error, params, problem, solve, truth
 
 import tfla
 
@@ -18,11 +18,12 @@ LENGTHS = {
     "single steps": (1, 1, 1, 1),
     "around a tile": (63, 64, 65, 1, 130),
 }
+INTERPRETED = ("middle empty", "single steps", "around a tile")
 PER_STEP = ("h", "dq", "dk", "dv", "di", "df")
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("lengths", params(LENGTHS, INTERPRETED))
 def test_lengths(way: Way, form: str, lengths: tuple[int, ...]) -> None:
     p = problem(form, dtype=way.widest, lengths=lengths, Hq=1, H=2)
     check(solve(p, way), truth(p), p.dtype)

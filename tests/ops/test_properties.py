@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from cases import DTYPES, FORMS, TOLERANCE, Way, problem, size_of_terms, solve, truth
 from hypothesis import assume, given
@@ -27,6 +28,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
     return shape | {"B": draw(st.integers(1, 3)), "T": draw(st.integers(1, 90))}
 
 
+@pytest.mark.interpreter
 @given(
     shape=shapes(),
     form=st.sampled_from(FORMS),
