@@ -47,6 +47,9 @@ class Hopper(Backend):
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         return TRITON.default_chunk_size(x, kernel)
 
+    def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
+        return TRITON.details(x, chunk_size, kernel)
+
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         return TRITON.stored_states(x, chunk_size, kernel)
 
