@@ -1,0 +1,32 @@
+"""The paper's kernels tile a chunk as they like: no block size and no chunk size changes a result."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+from cases import Way, check, problem, solve, truth
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+# Tile, inner tile, blocks of the dims summed over and shared out, of the states' dims, warps, stages.
+TILINGS = {
+    "whole": (64, 64, 128, 128, 64, 128, 4, 1),
+    "inner tiles": (64, 16, 128, 128, 64, 128, 4, 2),
+    "blocks of head dims": (32, 32, 32, 32, 32, 32, 4, 1),
+    "both": (64, 32, 32, 32, 32, 64, 8, 2),
+}
+
+
+@pytest.mark.parametrize(("form", "chunk_size"), [("exp", 64), ("exp", 1000), ("sigmoid", 128)])
+@pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS.keys())
+def test_any_tiling(
+    way: Way, tiling: tuple[int, ...], form: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way.kernel != "tfla":
+        pytest.skip("has no tiling to choose")
+    from tfla.backends.triton import tfla_launch
+
+    monkeypatch.setattr(tfla_launch, "tiling", lambda x, chunk_size: tfla_launch.Tiling(*tiling))
+    p = problem(form, dtype=way.widest, lengths=(90, 0, 141), Hq=1, H=2, K=40, V=70)
+    check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
