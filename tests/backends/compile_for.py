@@ -73,6 +73,7 @@ def assemble(
         cubin = make_cubin(self, ptx, metadata, *rest)
     metadata["registers"] = sum(map(int, re.findall(r"Used (\d+) registers", said)))
     metadata["spilled"] = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    metadata["serialized"] = said.count("C7512")  # ptxas waits after every wgmma
     return cubin
 
 
@@ -80,7 +81,8 @@ def resources(kernel: Any) -> dict[str, int]:
     """Registers of a thread, bytes that it spills, bytes of shared memory of a program."""
     shared = kernel.metadata.shared
     if "amdgcn" not in kernel.asm:
-        return {"registers": kernel.metadata.registers, "spilled": kernel.metadata.spilled, "shared": shared}
+        names = ("registers", "spilled", "serialized")
+    return {"shared": shared} | {name: getattr(kernel.metadata, name) for name in names}
     said = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|[sv]gpr_spill_count): +(\d+)", kernel.asm["amdgcn"])}
     spilled = 4 * (said["vgpr_spill_count"] + said["sgpr_spill_count"])
     return {"registers": said["vgpr_count"], "spilled": spilled, "shared": shared}

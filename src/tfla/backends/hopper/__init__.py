@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,18 @@ DTYPES = (torch.bfloat16, torch.float16)
 @constant
 def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _cannot_build() -> str | None:
+    """Why the installed Triton cannot, said once."""
+    try:
+        from tfla.backends.hopper import launch  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        reason = f"it needs Triton 3.6 or newer: {error}"
+        warnings.warn(f"tfla: the Hopper kernels cannot be built, {reason}; using the Triton backend", stacklevel=2)
+        return reason
+    return None
 
 
 def _aligned(x: Tensor) -> bool:
@@ -31,6 +46,8 @@ class Hopper(Backend):
         if x.q.device.type != "cuda" or not _is_hopper(x.q.device):
             return "it needs a Hopper GPU (compute capability 9.0)"
         if (reason := TRITON.unsupported(x)) is not None:
+            return reason
+        if (reason := _cannot_build()) is not None:
             return reason
         if x.q.dtype not in DTYPES:
             return f"it takes bfloat16 and float16, the inputs are {x.q.dtype}"

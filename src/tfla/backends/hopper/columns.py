@@ -21,7 +21,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tfla.backends.hopper.parts import CARRY, GATES, OUT, gate_matrix, load_gates, piece, place, scaled, seen
+from tfla.backends.hopper.parts import (
+    CARRY,
+    GATES,
+    OUT,
+    async_load,
+    async_store,
+    barrier,
+    gate_matrix,
+    load_gates,
+    piece,
+    place,
+    scaled,
+    seen,
+)
 from tfla.backends.triton.gates import FLOOR
 
 
@@ -44,10 +57,10 @@ def load_tiles(
             mbarrier.wait(free.index(s), phase ^ 1)
             bar = full.index(s)
             mbarrier.expect(bar, X.block_type.nbytes + Z.block_type.nbytes + 2 * Y.block_type.nbytes)
-            tma.async_copy_global_to_shared(Z, [b, h // GROUP, t, 0], bar, ring_z.index(s))
-            tma.async_copy_global_to_shared(X, [b, h // GROUP, t, 0], bar, ring_x.index(s))
-            tma.async_copy_global_to_shared(Y, [b, h, t, column], bar, ring_y.index(2 * s))
-            tma.async_copy_global_to_shared(Y, [b, h, t, column + WIDTH], bar, ring_y.index(2 * s + 1))
+            async_load(Z, [b, h // GROUP, t, 0], bar, ring_z.index(s))
+            async_load(X, [b, h // GROUP, t, 0], bar, ring_x.index(s))
+            async_load(Y, [b, h, t, column], bar, ring_y.index(2 * s))
+            async_load(Y, [b, h, t, column + WIDTH], bar, ring_y.index(2 * s + 1))
             n += 1
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
@@ -90,7 +103,7 @@ def put_inverse(
     if SAVE_D and half == 0:
         r = gl.arange(0, L, layout)
         gl.store(to_d + r * H, d, mask=r < left)
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -145,7 +158,7 @@ def consume(
         put_n(first_n, ring_n.index(0), half, of_n)
     ring_p.index(0).slice(half * (L // 2), L // 2, 1).store(P.to(dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(ready.index(0), count=1)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
         b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
@@ -237,7 +250,7 @@ def consume(
                 out, A = warpgroup_mma_wait(2, deps=[out, A])
             y1.store(out.to(dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(Out, [b, h, start + t, column], y)
+            async_store(Out, [b, h, start + t, column], y)
             D = gate_matrix(ring_g.index(s), L, half, of_p)
             if NORMALIZE:
                 S, C1, B, N = warpgroup_mma_wait(0, deps=[S, C1, B, N])
@@ -257,7 +270,7 @@ def consume(
                 put_n(next_n, ring_n.index(n % 2), half, of_n)
             ring_p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(dtype))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(ready.index(n % 2), count=1)
         if FINAL:
             gl.store(state_pointers(state_out, index, column + 64 * (BLOCKS - 1), DK, DV, of_state), C1)

@@ -7,9 +7,14 @@ every program gets one more stage without data, because consumers make the weigh
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from tfla.backends.triton.gates import COLUMN, DECAY, INTER, ROW, UPDATE, VECTORS
+
+# Named differently before Triton 3.7 and 3.9.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 # Rows of a stage's gate vectors.
 READ = gl.constexpr(0)  # exponents of the gate matrix: P[read, update] is weighted by exp2(READ + WRITE)
@@ -83,7 +88,7 @@ def load_gates(
                 low = gl.expand_dims(gl.convert_layout(low, gl.SliceLayout(0, of_matrix)), 0)
                 matrices.index(s).store(gl.where(row == 0, high, gl.where(row == 1, low, 0.0)).to(w.dtype))
                 fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(full.index(s), count=1)
             n += 1
     s, phase = place(n, STAGES)

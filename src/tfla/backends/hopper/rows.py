@@ -22,7 +22,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tfla.backends.hopper.parts import CARRY, GATES, OUT, gate_matrix, load_gates, piece, place, scaled, seen
+from tfla.backends.hopper.parts import (
+    CARRY,
+    GATES,
+    OUT,
+    async_load,
+    async_store,
+    barrier,
+    gate_matrix,
+    load_gates,
+    piece,
+    place,
+    scaled,
+    seen,
+)
 from tfla.backends.triton.gates import DELTA_P
 
 
@@ -47,11 +60,11 @@ def load_tiles(
             mbarrier.expect(
                 bar, X.block_type.nbytes + Z.block_type.nbytes + Y.block_type.nbytes + 2 * W.block_type.nbytes
             )
-            tma.async_copy_global_to_shared(Z, [b, h, t, 0], bar, ring_z.index(s))
-            tma.async_copy_global_to_shared(Y, [b, h, t, 0], bar, ring_y.index(s))
-            tma.async_copy_global_to_shared(X, [b, h // GROUP, t, row], bar, ring_x.index(s))
-            tma.async_copy_global_to_shared(W, [b, h // GROUP, t, row], bar, ring_w.index(2 * s))
-            tma.async_copy_global_to_shared(W, [b, h // GROUP, t, row + 64], bar, ring_w.index(2 * s + 1))
+            async_load(Z, [b, h, t, 0], bar, ring_z.index(s))
+            async_load(Y, [b, h, t, 0], bar, ring_y.index(s))
+            async_load(X, [b, h // GROUP, t, row], bar, ring_x.index(s))
+            async_load(W, [b, h // GROUP, t, row], bar, ring_w.index(2 * s))
+            async_load(W, [b, h // GROUP, t, row + 64], bar, ring_w.index(2 * s + 1))
             n += 1
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
@@ -90,7 +103,7 @@ def put_weights(
         S += add
     p.slice(half * (L // 2), L // 2, 1).store(seen(S, D, i, j, half, BACK).to(p.dtype))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -203,7 +216,7 @@ def consume(
             put_sums(out, w.reshape([L, 64]).permute((1, 0)).load(of_out).to(gl.float32), sums + t * 8, L)
             w.reshape([L, 64]).permute((1, 0)).store(out.to(dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(Out, [b, h, start + t, row], w)
+            async_store(Out, [b, h, start + t, row], w)
             s += 1
             if s == STAGES:
                 s = 0

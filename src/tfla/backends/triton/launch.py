@@ -302,6 +302,9 @@ class Call:
 
 @functools.cache
 def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; one where it is simulated."""
+    if device.type != "cuda":
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

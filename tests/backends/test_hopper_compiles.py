@@ -1,0 +1,41 @@
+"""The Hopper kernels compile, fit a multiprocessor, and keep their MMAs asynchronous. Needs no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = [
+    "exp,128,256,bfloat16",
+    "sigmoid,128,256,float16",
+    "exp,128,128,bfloat16",
+    "exp,128,256,bfloat16,segmented,state",
+]
+SHARED = 232_448  # bytes that a program can have
+SPILLED = 320  # bytes: most are addresses in the 24 registers of the loader and the gater, and what ends a segment
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.xdist_group("compile")
+def test_compiles_and_fits(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(Path(__file__).with_name("compile_for.py"))]
+    command += [f"sm_90:hopper,fused,{case}" for case in CASES]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr[-4000:]
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(answers) == len(CASES)
+    for answer in answers:
+        assert answer["failure"] is None
+        walks = [row for row in answer["kernels"] if row["kernel"] in ("columns", "columns back", "rows", "rows back")]
+        assert len(walks) >= 4
+        for row in walks:
+            assert row["shared"] <= SHARED, row
+            assert row["spilled"] <= SPILLED, row
+            assert row["serialized"] == 0, row
