@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --dist loadgroup
+PYTEST := $(BIN)/python -m pytest --numprocesses auto
 TRITON_VERSIONS ?= 3.4.0 3.6.0 3.9.0
 
 .PHONY: demo test lint triton-versions clean
@@ -12,13 +12,13 @@ demo: $(VENV)/train  ## train a small language model on this Python's own standa
 	$(BIN)/tfla demo
 
 test: $(VENV)/dev  ## everything that runs without a GPU
-	$(PYTEST)
+	$(PYTEST) --dist loadfile
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter
 
 triton-versions: $(TRITON_VERSIONS:%=triton-%)  ## what tests Triton kernels without a GPU, with other versions of Triton
 
 triton-%: $(VENV)/dev $(VENV)/triton-%
-	PYTHONPATH=$(abspath $(VENV)/triton-$*) $(PYTEST) tests/backends/test_triton_compiles.py
+	PYTHONPATH=$(abspath $(VENV)/triton-$*) $(BIN)/python -m pytest tests/backends/test_triton_compiles.py
 	PYTHONPATH=$(abspath $(VENV)/triton-$*) TRITON_INTERPRET=1 $(PYTEST) -m interpreter
 
 lint: $(VENV)/dev  ## formatting, lint, types

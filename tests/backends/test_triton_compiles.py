@@ -24,10 +24,7 @@ import pytest
 
 from tfla.backends import BACKENDS
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.xdist_group("compile"),  # one process starts the compiler's own
-]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 TARGETS = {  # bytes of shared memory that a program can have
     "sm_80": 166_912,
