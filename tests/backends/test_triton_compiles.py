@@ -9,6 +9,7 @@ a change that is meant, and after an hour with every combination:
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -103,9 +104,10 @@ def record(found: Found) -> None:
 def compiled(request: pytest.FixtureRequest) -> tuple[Found, dict[str, list[str]]]:
     """The most that any form of a kernel takes, and by case what did not compile."""
     jobs = [f"{target}:{case}" for case, targets in COMPILED.items() for target in targets]
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton"))}
-    command = [sys.executable, str(Path(__file__).with_name("compile_for.py")), *jobs]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    script = Path(__file__).with_name("compile_for.py")
+    cache = request.config.cache.mkdir(f"triton-{hashlib.sha256(script.read_bytes()).hexdigest()[:8]}")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    result = subprocess.run([sys.executable, str(script), *jobs], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr[-4000:]
     found: Found = {case: {target: {} for target in targets} for case, targets in COMPILED.items()}
     failures: dict[str, list[str]] = defaultdict(list)
