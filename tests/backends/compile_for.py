@@ -82,7 +82,7 @@ def resources(kernel: Any) -> dict[str, int]:
     shared = kernel.metadata.shared
     if "amdgcn" not in kernel.asm:
         names = ("registers", "spilled", "serialized")
-    return {"shared": shared} | {name: getattr(kernel.metadata, name) for name in names}
+        return {"shared": shared} | {name: getattr(kernel.metadata, name) for name in names}
     said = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|[sv]gpr_spill_count): +(\d+)", kernel.asm["amdgcn"])}
     spilled = 4 * (said["vgpr_spill_count"] + said["sgpr_spill_count"])
     return {"registers": said["vgpr_count"], "spilled": spilled, "shared": shared}

@@ -22,7 +22,6 @@ SPILLED = 320  # bytes: most are addresses in the 24 registers of the loader and
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.xdist_group("compile")
 def test_compiles_and_fits(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(Path(__file__).with_name("compile_for.py"))]

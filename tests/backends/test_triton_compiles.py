@@ -50,12 +50,7 @@ CASES = {
         "exp,512,512,bfloat16",
         "exp,100,72,bfloat16",
     ],
-    "tfla": [
-        "exp,64,128,float32",
-        "exp,128,256,bfloat16",
-        "sigmoid,512,512,float16,packed,state",
-        "exp,100,72,bfloat16",
-    ],
+    "tfla": ["exp,64,128,float32", "exp,128,256,bfloat16", "sigmoid,512,512,float16,packed,state"],
 }
 AMD = ("exp,64,64,bfloat16", "exp,128,256,bfloat16", "exp,128,256,float32")
 MODE = os.environ.get("TFLA_COMPILE", "")
