@@ -31,7 +31,6 @@ from tfla.backends.triton.gates import (
     INTER,
     ROW,
     ROW_LOW,
-    TINY,
     UPDATE,
     VECTORS,
     segment,
@@ -83,16 +82,6 @@ def weights(gate, r, L: tl.constexpr, BACK: tl.constexpr, EXACT: tl.constexpr):
         return tl.where(r[:, None] >= r[None, :], tl.exp2(e), 0.0)
     else:
         return tl.where(r[:, None] <= r[None, :], tl.exp2(e), 0.0)
-
-
-@triton.jit
-def unit_of(x, dtype: tl.constexpr):
-    """A power of two that float16 can hold x divided by; 1 for dtypes that hold any x."""
-    if dtype == tl.float16:
-        unit = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(x), 0), TINY))))
-    else:
-        unit = 1.0
-    return unit
 
 
 # LEAN: what keeps `rows` within half the shared memory and all registers of a Hopper multiprocessor, so that two
@@ -316,21 +305,19 @@ def rows(
         tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
         if NORMALIZE:
             N = N * decay
-            if DELTA or not BACK:
+            if BACK and DELTA and x.dtype == tl.float16:  # which loses what delta makes of small weights
+                dd = tl.load(gate + DELTA_P * L + r) * tl.load(gate + INTER * L + r)
+                added = tl.sum(tl.trans(x).to(tl.float32) * dd[None, :], 1)
+                N += tl.where(rc[None, :] == 0, added[:, None], 0.0)
+            elif DELTA or not BACK:
                 if BACK:
                     dd = tl.load(gate + DELTA_P * L + r)
-                    unit = unit_of(dd, x.dtype)
-                    dd /= unit
                     high = dd.to(x.dtype)
                     low = (dd - high).to(x.dtype)
                     ones = tl.where(rc[:, None] == 0, high[None, :], tl.where(rc[:, None] == 1, low[None, :], 0.0))
                 else:
                     ones = tl.where(rc[:, None] + r[None, :] * 0 == 0, 1.0, 0.0)
-                ones = tl.trans(ones.to(x.dtype))
-                if BACK and x.dtype == tl.float16:
-                    N += tl.dot(x_up, ones, input_precision=PRECISION) * unit
-                else:
-                    N = tl.dot(x_up, ones, N, input_precision=PRECISION)
+                N = tl.dot(x_up, tl.trans(ones.to(x.dtype)), N, input_precision=PRECISION)
         S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
@@ -405,15 +392,13 @@ def normaliser(
             row_at = gate + (ROW_LOW if EXACT else ROW) * L + r  # rows can be large: what is added to them is cut off
             tl.store(row_at, tl.load(row_at) - tl.log2(D))
             tl.store(gate + INTER * L + r, inter / D)
-        unit = unit_of(wx, x.dtype)
-        wx /= unit
-        high = wx.to(x.dtype)
-        low = (wx - high).to(x.dtype)
-        W = tl.where(row % 8 == 0, high[None, :], tl.where(row % 8 == 1, low[None, :], 0.0)).to(x.dtype)
         N = N * tl.load(gate + DECAY * L)
-        if x.dtype == tl.float16:
-            N += tl.dot(W, x, input_precision=PRECISION) * unit
+        if DELTA and x.dtype == tl.float16:
+            N += tl.where(row == 0, tl.sum(x.to(tl.float32) * wx[:, None], 0)[None, :], 0.0)
         else:
+            high = wx.to(x.dtype)
+            low = (wx - high).to(x.dtype)
+            W = tl.where(row % 8 == 0, high[None, :], tl.where(row % 8 == 1, low[None, :], 0.0)).to(x.dtype)
             N = tl.dot(W, x, N, input_precision=PRECISION)
     if FINAL:
         tl.store(n_out + n_at, tl.sum(tl.where(row < 8, N, 0.0), 0), mask=rk < DK)
