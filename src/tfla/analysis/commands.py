@@ -1,0 +1,46 @@
+"""`tfla analyze SUBJECT` and `tfla analyze all`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tfla.analysis.frame import Figure, Options
+from tfla.analysis.subjects import SUBJECTS
+
+ALL = "all subjects, and one self-contained HTML report of their figures"
+
+
+def usage() -> str:
+    """What `tfla analyze --help` prints."""
+    names = {name: subject.help for name, subject in SUBJECTS.items()} | {"all": ALL}
+    lines = [f"  {name:<12}{text}" for name, text in names.items()]
+    return "\n".join(
+        ["usage: tfla analyze SUBJECT [options]", "", *lines, "", "tfla analyze SUBJECT --help lists the options."]
+    )
+
+
+def analyze(args: Sequence[str]) -> int:
+    """Draw the figures of a subject, or of all; returns the exit code."""
+    name, rest = (args[0], list(args[1:])) if args else ("", [])
+    if name != "all" and name not in SUBJECTS:
+        print(usage(), file=sys.stdout if name in ("-h", "--help") else sys.stderr)
+        return 0 if name in ("-h", "--help") else 2
+    import tyro
+
+    if name == "all":
+        from tfla.analysis import report
+
+        config = tyro.cli(Options, args=rest, prog="tfla analyze all", description=ALL.capitalize() + ".")
+        print(f"wrote {report.write(config)}")
+        return 0
+    subject = SUBJECTS[name]
+    config = tyro.cli(
+        subject.config, args=rest, prog=f"tfla analyze {name}", description=subject.help.capitalize() + "."
+    )
+    for figure in subject.draw(config):
+        if isinstance(figure, Figure):
+            print(f"wrote {figure.path} and {figure.data_path.name}: {figure.title}")
+        else:
+            print(f"not drawn: {figure.title}: {figure.why}")
+    return 0

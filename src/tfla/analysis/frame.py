@@ -1,0 +1,94 @@
+"""What a subject of `tfla analyze` is made of.
+
+A subject is a module with a dataclass ``Config`` (:class:`Options` or a subclass) and a function
+
+    figures(config: Config) -> list[Figure | Missing]
+
+which draws with :mod:`tfla.analysis.style` and hands every picture with its numbers to :func:`write`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO, StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tfla.nn.files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+Row = Mapping[str, Any]
+
+
+@dataclass
+class Options:
+    """Options of every subject."""
+
+    out: Path = Path("analysis")
+    """Folder for the figures (PNG or SVG) and their numbers (CSV)."""
+    results: Path = Path("benchmarks/results")
+    """Folder of stored measurements."""
+    format: Literal["png", "svg"] = "png"
+    """Of the figures."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that was drawn."""
+
+    name: str
+    """Of its files, and its anchor in the report."""
+    title: str
+    caption: str
+    """What to see in it. Plain text: an empty line between paragraphs, code in backticks."""
+    command: str
+    """What reproduces it."""
+    path: Path
+    data_path: Path
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A figure that was not drawn, since a measurement is not there."""
+
+    name: str
+    title: str
+    why: str
+    """What is missing, and the command that measures it."""
+
+
+def write(
+    config: Options, name: str, drawing: Drawing, rows: Sequence[Row], *, title: str, caption: str, command: str
+) -> Figure:
+    """Writes ``name.png`` (or ``.svg``) and the numbers behind it as ``name.csv`` into the folder of the options.
+
+    Args:
+        rows: one mapping of column to value for each point; columns are those of all rows.
+
+    Raises:
+        ValueError: there are no numbers.
+    """
+    if not rows:
+        raise ValueError(f"rows: got none for {name}, a figure has at least one")
+    config.out.mkdir(parents=True, exist_ok=True)
+    picture = BytesIO()
+    drawing.savefig(picture, format=config.format)
+    path, data_path = config.out / f"{name}.{config.format}", config.out / f"{name}.csv"
+    write_atomically(path, lambda temporary: temporary.write_bytes(picture.getvalue()))
+    table = StringIO(newline="")
+    writer = csv.DictWriter(table, list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(data_path, lambda temporary: temporary.write_text(table.getvalue(), encoding="utf-8"))
+    return Figure(name, title, caption, command, path, data_path)
+
+
+def stored(config: Options, name: str) -> Any | None:
+    """The stored result ``name.json``; None where there is none."""
+    path = config.results / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -1,0 +1,89 @@
+"""All figures in one HTML file that needs no other."""
+
+from __future__ import annotations
+
+import base64
+import re
+import sys
+import time
+from dataclasses import fields
+from html import escape
+from pathlib import Path
+
+from tfla.analysis.frame import Figure, Missing, Options
+from tfla.analysis.subjects import SUBJECTS
+from tfla.nn.files import write_atomically
+
+NAME = "report.html"
+MIME = {".png": "image/png", ".svg": "image/svg+xml", ".csv": "text/csv"}
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>tfla: the paper's analyses</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 72rem; margin: 2rem auto;
+  padding: 0 1rem }}
+h2 {{ margin-top: 3rem; border-bottom: 1px solid #ccc }}
+figure {{ margin: 2rem 0 }}
+img {{ max-width: 100%; height: auto }}
+figcaption p {{ max-width: 48rem; margin: .5rem 0 }}
+code {{ background: #f2f2f2; padding: 0 .2em }}
+.missing {{ color: #666 }}
+</style>
+</head>
+<body>
+<h1>The paper's analyses</h1>
+<p>{intro}</p>
+<ul>
+{contents}
+</ul>
+{sections}
+</body>
+</html>
+"""
+INTRO = """Figures of Tiled Flash Linear Attention, drawn from formulas, from this library's own operator and from
+stored measurements, which name the machine, the date and the versions. Below each figure stands what to see in it, the
+command that draws it, and its numbers."""
+
+
+def text(plain: str) -> str:
+    """Plain text as HTML: paragraphs at empty lines, code in backticks."""
+    paragraphs = (escape(part.strip()) for part in plain.strip().split("\n\n"))
+    marked = (re.sub(r"`([^`]+)`", r"<code>\1</code>", part) for part in paragraphs)
+    return "".join(f"<p>{part}</p>" for part in marked)
+
+
+def data_url(path: Path) -> str:
+    return f"data:{MIME[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def block(figure: Figure | Missing) -> str:
+    """One figure with its caption, or why it is not there."""
+    head = f'<h3 id="{escape(figure.name)}">{escape(figure.title)}</h3>'
+    if isinstance(figure, Missing):
+        return f'{head}<div class="missing">{text("Not drawn: " + figure.why)}</div>'
+    numbers = f'<a download="{escape(figure.data_path.name)}" href="{data_url(figure.data_path)}">numbers (CSV)</a>'
+    return (
+        f'{head}<figure><img alt="{escape(figure.title)}" src="{data_url(figure.path)}">'
+        f"<figcaption>{text(figure.caption)}<p><code>{escape(figure.command)}</code> · {numbers}</p></figcaption>"
+        "</figure>"
+    )
+
+
+def write(config: Options) -> Path:
+    """Draws every subject with these options and writes the report; returns its path."""
+    contents, sections = [], []
+    for name, subject in SUBJECTS.items():
+        began = time.monotonic()
+        found = subject.draw(subject.config(**{f.name: getattr(config, f.name) for f in fields(Options)}))
+        print(f"{name}: {len(found)} figures, {time.monotonic() - began:.0f} s", file=sys.stderr)
+        links = ", ".join(f'<a href="#{escape(f.name)}">{escape(f.title)}</a>' for f in found)
+        contents.append(f"<li>{escape(subject.title)}: {links}</li>")
+        sections.append(f"<h2>{escape(subject.title)}</h2>\n" + "\n".join(map(block, found)))
+    target = config.out / NAME
+    config.out.mkdir(parents=True, exist_ok=True)
+    page = PAGE.format(intro=escape(INTRO), contents="\n".join(contents), sections="\n".join(sections))
+    write_atomically(target, lambda path: path.write_text(page, encoding="utf-8"))
+    return target

@@ -1,0 +1,83 @@
+"""What all subjects share: files of a figure, the command, the report."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import re
+import sys
+import types
+
+import pytest
+
+from tfla.analysis.commands import analyze
+from tfla.analysis.frame import Missing, Options, write
+from tfla.analysis.style import panels, power_of_two_axis
+from tfla.analysis.subjects import SUBJECTS, Subject
+from tfla.cli import main
+
+
+@dataclasses.dataclass
+class Config(Options):
+    slope: float = 2.0
+
+
+def figures(config):
+    drawing, [[axes]] = panels()
+    rows = [{"x": x, "y <ms>": config.slope * x} for x in (512, 1024)]
+    axes.plot([r["x"] for r in rows], [r["y <ms>"] for r in rows])
+    power_of_two_axis(axes, [512, 1024], "T")
+    caption = "The line rises, 1 < 2.\n\nSee `tfla.mlstm`."
+    drawn = write(config, "line", drawing, rows, title="A line", caption=caption, command="tfla analyze lines")
+    return [drawn, Missing("gone", "A gap", "no benchmarks/results/gone.json: `tfla bench gpu gone`")]
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    module = types.ModuleType("lines")
+    module.Config, module.figures = Config, figures
+    monkeypatch.setitem(sys.modules, "lines", module)
+    for name in list(SUBJECTS):
+        monkeypatch.delitem(SUBJECTS, name)
+    monkeypatch.setitem(SUBJECTS, "lines", Subject("lines", "Lines", "lines and gaps"))
+
+
+@pytest.mark.usefixtures("lines")
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_a_subject_writes_pictures_and_numbers(tmp_path, capsys, kind):
+    assert main(["analyze", "lines", "--out", str(tmp_path), "--format", kind, "--slope", "3"]) == 0
+    with (tmp_path / "line.csv").open() as file:
+        assert list(csv.DictReader(file)) == [{"x": "512", "y <ms>": "1536.0"}, {"x": "1024", "y <ms>": "3072.0"}]
+    start = {"png": b"\x89PNG", "svg": b"<?xml"}[kind]
+    assert (tmp_path / f"line.{kind}").read_bytes().startswith(start)
+    out = capsys.readouterr().out
+    assert "line.csv: A line" in out
+    assert "not drawn: A gap: no benchmarks/results/gone.json" in out
+
+
+@pytest.mark.usefixtures("lines")
+def test_the_report_holds_everything_and_needs_nothing(tmp_path):
+    assert analyze(["all", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "<p>The line rises, 1 &lt; 2.</p><p>See <code>tfla.mlstm</code>.</p>" in page
+    assert "<code>tfla analyze lines</code>" in page
+    assert "Not drawn: no benchmarks/results/gone.json" in page
+    targets = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert sum(t.startswith("data:image/png;base64,") for t in targets) == 1
+    assert sum(t.startswith("data:text/csv;base64,") for t in targets) == 1
+    anchors = [t[1:] for t in targets if not t.startswith("data:")]
+    assert anchors == ["line", "gone"]
+    assert all(f'id="{a}"' in page for a in anchors)
+
+
+def test_a_figure_has_numbers(tmp_path):
+    with pytest.raises(ValueError, match="rows: got none for empty"):
+        write(Options(out=tmp_path), "empty", panels()[0], [], title="", caption="", command="")
+    assert not list(tmp_path.iterdir())
+
+
+def test_help_lists_the_subjects(capsys):
+    assert main(["analyze", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in (*SUBJECTS, "all"))
+    assert main(["analyze", "nothing"]) == 2
