@@ -70,6 +70,6 @@ class HopperCall(Call):
             gates if n is None else n, gates if n_out is None else n_out, marks, n_marks, self.T, self.tiles, self.H,
             self.group, self.steps, self.segments * self.H, DK=self.K, DV=self.V, L=L, STAGES=2, MARKS=self.marks,
             BACK=back, SEGMENTED=self.segmented, STATE=C is not None, FINAL=C_out is not None,
-            START=self.segmented or self.x.C is not None, NORMALIZE=self.spec.normalize, DELTA=delta, num_warps=4,
+            NORMALIZE=self.spec.normalize, DELTA=delta, num_warps=4,
         )  # fmt: skip
         return sums, marks, n_marks

@@ -120,7 +120,7 @@ def consume(
     Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head,
     half: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
-    FINAL: gl.constexpr, START: gl.constexpr, NORMALIZE: gl.constexpr, DELTA: gl.constexpr,
+    FINAL: gl.constexpr, NORMALIZE: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup, with 64 rows."""
     ring_x, ring_y, ring_z, ring_w = rings
@@ -148,10 +148,10 @@ def consume(
     put_weights(S, ring_g.index(0), ring_d.index(0), ring_p.index(0), i, j, half, L, BACK, DELTA, of_p)
     mbarrier.arrive(ready.index(0), count=1)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, slot = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
         tiles = (steps + L - 1) // L
         first = b.to(gl.int64) * T + start
-        mark = (first // MARKS + slot) * H + h
+        mark = (first // MARKS - 1) * H + h
         tile0 = (gl.program_id(1).to(gl.int64) * H + h) * tiles_of_head + b * ((T + L - 1) // L) + start // L
         sums = w_out + tile0 * (8 * L) + half * (4 * L)
         state_row = index.to(gl.int64) * DK
@@ -164,12 +164,6 @@ def consume(
                 C1 = gl.load(state_pointers(state_in, state_row, row, 128, DV, of_state))
             if NORMALIZE:
                 N = gl.load(n_in + state_row + rk)
-            if not BACK:
-                gl.store(state_pointers(marks, mark * DK, row, 0, DV, of_state), C0.to(dtype))
-                if BLOCKS == 2:
-                    gl.store(state_pointers(marks, mark * DK, row, 128, DV, of_state), C1.to(dtype))
-                if NORMALIZE:
-                    gl.store(n_marks + mark * DK + rk, N)
         for step in range(0, tiles):
             x = ring_x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
             y = ring_y.index(s).reshape([L, DV])
@@ -229,7 +223,7 @@ def consume(
             mbarrier.wait(full.index(s), phase)
             S = start_weights(ring_y, ring_z, s, half, L, DV, of_p)
             at = t if BACK else t + L
-            if at % MARKS == 0 and at < steps and (START or at > 0):
+            if at % MARKS == 0 and at < steps and at > 0:
                 to = (mark + at // MARKS * H) * DK
                 gl.store(state_pointers(marks, to, row, 0, DV, of_state), C0.to(dtype))
                 if BLOCKS == 2:
@@ -253,7 +247,7 @@ def rows(
     X, Y, Z, W, Out, gates, w_out, state_in, state_out, n_in, n_out, marks, n_marks,
     T, tiles_of_head, H, GROUP, length, pieces,
     DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, MARKS: gl.constexpr,
-    BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr, START: gl.constexpr,
+    BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
     NORMALIZE: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = X.dtype
@@ -285,11 +279,11 @@ def rows(
         [
             (consume, (
                 Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 0, DK, DV, BLOCKS, L,
-                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, START, NORMALIZE, DELTA,
+                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA,
             )),
             (consume, (
                 Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 1, DK, DV, BLOCKS, L,
-                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, START, NORMALIZE, DELTA,
+                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA,
             )),
             (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, L, STAGES, BACK, SEGMENTED)),
             (load_gates, (

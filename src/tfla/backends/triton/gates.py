@@ -22,8 +22,8 @@ DECAY = tl.constexpr(4)  # of the state over the whole tile, the same at each of
 ROW_LOW = tl.constexpr(5)
 COLUMN_LOW = tl.constexpr(6)
 FLOOR = tl.constexpr(7)  # exp(-m), the least denominator, never 0
-DELTA_P = tl.constexpr(8)  # what the normaliser adds to dP
-VECTORS = tl.constexpr(9)
+DELTA_P = tl.constexpr(7)  # what the normaliser adds to dP, in the place of what the backward has no more use for
+VECTORS = tl.constexpr(8)
 
 
 @triton.jit
@@ -259,19 +259,44 @@ def _mark_dot(
     return dot
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "tiles", "steps"])
+@triton.jit
+def start_dot(
+    C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    """<C, dC> where a segment starts: there the one before it ends, or the sequence starts, with zero unless START.
+
+    C, n are those before each segment, dC, dn those behind each, dC_first, dn_first those before each sequence.
+    """
+    row = H.to(tl.int64)  # of states
+    mark = slot * row + h
+    dot = 0.0
+    dot = dot.to(tl.float64)
+    if slot > slot0:
+        dot = _mark_dot(C, n, dC - row * SIZE, dn - row * SIZE_N, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    elif START:
+        shift = (s - slot) * row
+        dC_at, dn_at = dC_first + shift * SIZE, dn_first + shift * SIZE_N
+        dot = _mark_dot(C, n, dC_at, dn_at, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    return dot
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps"])
 def gate_gradients(
-    q_dq, k_dk, states, n, cotangents, dn, cu, dlog_i, dlog_f, sequences, T, tiles, H, steps, SIZE, SIZE_N,
+    q_dq, k_dk, states, n, cotangents, dn, C, n_start, dC, dn_end, dC_first, dn_first, cu, dlog_i, dlog_f,
+    sequences, T, tiles, H, steps, SIZE, SIZE_N,
     PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     L: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
     START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr,
 ):  # fmt: skip
-    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark starting again from <C, dC>.
+    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark and where segments start
+    starting again from <C, dC>.
 
     What rounding has added up to at the next mark is taken off in even steps; behind a last step whose state nobody
     reads (no END) the sum is zero.
 
-    q_dq, k_dk (PARTS, H, tiles, NP, L); outputs (B, T, H).
+    q_dq, k_dk (PARTS, H, tiles, NP, L); states and cotangents at marks; C to dn_first as in `start_dot`; outputs
+    (B, T, H).
     """
     slot = tl.program_id(0)
     t = tl.program_id(1) * MARKS + tl.arange(0, MARKS)
@@ -279,11 +304,19 @@ def gate_gradients(
     first, length, _, _, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
     if tl.program_id(1) * MARKS < length:
         part = tl.program_id(1)
-        mark = (first // MARKS + slot + part) * H + h
+        mark = (first // MARKS + part - 1) * H + h
         start = 0.0
         start = start.to(tl.float64)
-        if START or part > 0:
+        if part > 0:
             start = _mark_dot(states, n, cotangents, dn, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        elif SEGMENTED:
+            s, _, _, _, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
+            start = start_dot(
+                C, n_start, dC, dn_end, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
+                NORMALIZE, START,
+            )  # fmt: skip
+        elif START:
+            start = _mark_dot(C, n_start, dC_first, dn_first, slot * H + h, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
         size = H * NP * L * tiles
         inside = t < length
         at = (h * tiles + tile0 + t // L) * NP * L + t % L

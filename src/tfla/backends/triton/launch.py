@@ -134,6 +134,7 @@ class Call:
         self.steps = segment_steps(x, spec.chunk_size)
         self.segmented = self.steps < self.T
         self.segments = self.slots(self.steps) if self.segmented else x.sequences
+        self.longest = min(self.steps, self.T)  # steps of a segment
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
@@ -225,10 +226,10 @@ class Call:
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
         state: Pair, final: Pair,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Fills out; returns sums of w . out, (parts, H, tiles, 16 dims, L), and the marks of the state and of n."""
+        """Fills out; returns sums of w . out, (parts, H, tiles, pieces, L), and the marks of the state and of n."""
         tiles = self.plan.rows
         parts = ceil_div(self.K, tiles.split)
-        each = tiles.split // 16
+        each = tiles.split // 16 if self.plan.lean else 1  # 16 are those of a warp: no exchange between warps
         sums = self.new(parts, self.H, self.tiles, each, self.L)
         C, n = state
         C_out, n_out = final
@@ -242,13 +243,13 @@ class Call:
             NORMALIZE=self.spec.normalize, DELTA=delta, PACKED=self.packed, SEGMENTED=self.segmented,
             STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
             PRECISION=self.precision, TMA=self.plan.descriptors and _describable(x, y, z, w, out), STAGES=tiles.stages,
-            LEAN=self.plan.lean, MARKS=self.marks, START=self.segmented or self.x.C is not None, num_warps=tiles.warps,
+            LEAN=self.plan.lean, MARKS=self.marks, num_warps=tiles.warps,
         )  # fmt: skip
         return sums, marks, n_marks
 
     def new_marks(self, unused: Tensor) -> tuple[Tensor, Tensor]:
         """Places for the marks of a state, and of n."""
-        places = self.B * self.T // self.marks + self.segments
+        places = self.B * self.T // self.marks if self.longest > self.marks else 0
         marks = torch.empty(places, self.H, self.K, self.V, dtype=self.x.q.dtype, device=self.x.q.device)
         return marks, self.new(places, self.H, self.K) if self.spec.normalize else unused
 
@@ -256,18 +257,20 @@ class Call:
         self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair, start: Pair, end: Pair,
         first: Pair, delta: bool,
     ) -> None:  # fmt: skip
-        """Fills those of q, k, v, of log_i (or None) and log_f, and of the first states where walks are not segments;
-        `start` and `end` are the states that walks start from, and the cotangents of those they end with."""
+        """Fills those of q, k, v, of log_i (or None) and log_f, and `first`, that of the first states, where walks are
+        not segments; `start` and `end` are the states that walks start from, and the cotangents of those they end
+        with."""
         x, (dq, dk, dv), (dlog_i, dlog_f) = self.x, results, of_gates
         q_dq, *states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
-        k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
+        last = (None, None) if self.segmented else first
+        k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, last)
         self.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
-        longest = self.steps if self.segmented else self.T
-        gate_kernels.gate_gradients[(self.segments, ceil_div(longest, self.marks), self.H)](
-            q_dq, k_dk, *states, *cotangents, self.cu, gates if dlog_i is None else dlog_i, dlog_f, x.sequences, self.T,
-            self.tiles, self.H, self.steps, self.K * self.V, self.K, PARTS=q_dq.shape[0], NP=q_dq.shape[3],
-            MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L, SEGMENTED=self.segmented,
-            PACKED=self.packed, NORMALIZE=self.spec.normalize, START=self.segmented or x.C is not None,
+        bounds = (gates if t is None else t for t in (*start, *end, *first))
+        gate_kernels.gate_gradients[(self.segments, ceil_div(self.longest, self.marks), self.H)](
+            q_dq, k_dk, *states, *cotangents, *bounds, self.cu, gates if dlog_i is None else dlog_i, dlog_f,
+            x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, PARTS=q_dq.shape[0],
+            NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
+            SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
             END=self.segmented or end[0] is not None, INPUT_GATE=dlog_i is not None, num_warps=8,
         )  # fmt: skip
 
@@ -387,7 +390,6 @@ def backward(
         if call.segmented:
             start = out.chunk_C, out.chunk_n if spec.normalize else None
             end = call.boundary_states(x.q, dh, gates, True, end, first, delta)
-            first = None, None
         call.gradients(gates, dh, (dq, dk, dv), (dlog_i, dlog_f), start, end, first, delta)
     if call.group > 1:
         dq, dk = (t.unflatten(2, (-1, call.group)).sum(3) for t in (dq, dk))

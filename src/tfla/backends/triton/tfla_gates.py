@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import _mark_dot, first_tile, locate
+from tfla.backends.triton.gates import _mark_dot, first_tile, locate, start_dot
 
 
 @triton.jit
@@ -19,15 +19,14 @@ def _falls(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps"])
 def chunk_gate_gradients(
-    q_dq, k_dk, C, n, dC, dn, dC_start, dn_start, cu, dlog_i, dlog_f, sequences, T, tiles, H, steps, SIZE, SIZE_N,
+    q_dq, k_dk, C, n, dC, dn, dC_first, dn_first, cu, dlog_i, dlog_f, sequences, T, tiles, H, steps, SIZE, SIZE_N,
     PARTS: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at one end of a chunk to that at
     the other, which takes off in even steps what rounding has added up to.
 
-    C, n are those before each chunk; dC, dn those behind each, dC_start and dn_start before each sequence's first. A
-    sequence begins with zero unless START, and ends with zero unless somebody reads its final state (END).
+    C to dn_first are as in `start_dot`. A sequence ends with zero unless somebody reads its final state (END).
     q_dq, k_dk (PARTS, H, tiles, L); outputs (B, T, H).
     """
     slot = tl.program_id(0) // H
@@ -38,14 +37,9 @@ def chunk_gate_gradients(
         return
     mark = slot.to(tl.int64) * H + h
     row = h * 0 + H  # of states, 64 bits
-    top = 0.0
-    top = top.to(tl.float64)
-    if slot > slot0:
-        top = _mark_dot(C, n, dC - row * SIZE, dn - row * SIZE_N, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
-    elif START:
-        shift = (s.to(tl.int64) - slot) * H
-        dC_at, dn_at = dC_start + shift * SIZE, dn_start + shift * SIZE_N
-        top = _mark_dot(C, n, dC_at, dn_at, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    top = start_dot(
+        C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, START
+    )  # fmt: skip
     end = top * 0
     known = start + steps < length
     if known:

@@ -82,7 +82,7 @@ class Chunks(Call):
     ) -> tuple[Tensor, Tensor | None]:
         """States before every chunk, or walking back the cotangents of those behind it."""
         if back:
-            self.end_is_read, self.first = given[0] is not None, final
+            self.end_is_read = given[0] is not None
         C = self.new(self.segments, self.H, self.K, self.V)
         n = self.new(self.segments, self.H, self.K) if self.spec.normalize else None
         sizes = self.tiling
@@ -130,7 +130,7 @@ class Chunks(Call):
         self.parallel(x.k, x.q, dh, dv, gates, True, end)
         q_dq = self.parallel(dh, x.v, x.k, dq, gates, False, start, x.q, delta)
         k_dk = self.parallel(x.v, dh, x.q, dk, gates, True, end, x.k, delta)
-        pointers = (gates if t is None else t for t in (*start, *end, *self.first, self.cu, dlog_i, dlog_f))
+        pointers = (gates if t is None else t for t in (*start, *end, *first, self.cu, dlog_i, dlog_f))
         tfla_gates.chunk_gate_gradients[(self.segments * self.H,)](
             q_dq, k_dk, *pointers, x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K,
             PARTS=q_dq.shape[0], L=self.L, STEPS=min(STEPS, power_of_two(min(self.steps, self.T))), BLOCK=2048,

@@ -201,14 +201,12 @@ def rows(
     NP: tl.constexpr, BACK: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
     SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, LEAN: tl.constexpr, MARKS: tl.constexpr,
-    START: tl.constexpr,
 ):  # fmt: skip
     """dq, or walking back dk: one program has BK of the key dims of one head of one segment.
 
-    marks get the state before, or walking back its cotangent at, every MARKS-th step of the segment, the
-    first only with START.
+    marks get the state before, or walking back its cotangent at, every MARKS-th step of the segment but the first.
 
-    w is q for dq and k for dk: w_out gets the sums of w . out over 16 dims each, (parts, H, tiles, NP, L).
+    w is q for dq and k for dk: w_out gets the sums of w . out over NP pieces of the dims, (parts, H, tiles, NP, L).
     """
     part = tl.program_id(0)
     slot = tl.program_id(1) // H
@@ -224,7 +222,7 @@ def rows(
     o_at = rows_of(Out + b * ob + t_first * ot + hv * oh, steps, DK, ot, L, BK, TMA)
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
     w_out += ((part * H + hv) * tiles_of_head + tile0) * NP * L
-    mark0 = first // MARKS + slot
+    mark0 = first // MARKS - 1
     state_row = tl.program_id(1).to(tl.int64)
     rk = col + tl.arange(0, BK)
     rv = tl.arange(0, BV)
@@ -245,11 +243,6 @@ def rows(
     r = tl.arange(0, L)
     rp = tl.arange(0, NP)
     tiles = tl.cdiv(steps, L).to(tl.int32)
-    if not BACK and STATE and tiles > 0:
-        at = (mark0 * H + h) * DK
-        put_mark(marks, at, S0, rk, rv, DK, DV)
-        if BLOCKS == 2:
-            put_mark(marks, at, S1, rk, rv + BV, DK, DV)
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
         gate = gates + t * VECTORS
@@ -289,7 +282,7 @@ def rows(
         if NORMALIZE:
             n = tl.sum(N, 1)
             before = t + L if BACK else t
-            if before % MARKS == 0 and before < steps:
+            if before % MARKS == 0 and before > 0 and before < steps:
                 tl.store(n_marks + ((mark0 + before // MARKS) * H + h) * DK + rk, n, mask=rk < DK)
             n = n[:, None]
             if BACK:
@@ -326,13 +319,11 @@ def rows(
             if BLOCKS == 2:
                 S1 = settled(S1)
         seen = t if BACK else t + L
-        if seen % MARKS == 0 and seen < steps and (START or seen > 0):
+        if seen % MARKS == 0 and seen > 0 and seen < steps:
             at = ((mark0 + seen // MARKS) * H + h) * DK
             put_mark(marks, at, S0, rk, rv, DK, DV)
             if BLOCKS == 2:
                 put_mark(marks, at, S1, rk, rv + BV, DK, DV)
-    if NORMALIZE and BACK and START and tiles > 0:
-        tl.store(n_marks + (mark0 * H + h) * DK + rk, tl.sum(N, 1), mask=rk < DK)
     if FINAL:
         tl.store(state_out + state_at, S0, mask=inside)
         if BLOCKS == 2:
