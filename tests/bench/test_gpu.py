@@ -175,11 +175,11 @@ def tiny(problem: Problem) -> dict:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", ["mlstm", "step", "copy_state"])
+@pytest.mark.parametrize("make", ["mlstm", "mamba2", "step", "copy_state"])
 def test_own_contenders_run(make):
     rows = []
-    options = {} if make == "copy_state" else {"gate": "exp"}
-    directions = [FORWARD, BOTH] if make == "mlstm" else [FORWARD]
+    options = {"copy_state": {}, "mamba2": {"groups": 1}}.get(make, {"gate": "exp"})
+    directions = [FORWARD, BOTH] if make in ("mlstm", "mamba2") else [FORWARD]
     job = {
         "kind": "time", "make": f"tfla.bench.contenders:{make}", "options": options, "directions": directions,
         "problem": tiny(SUITES["fig5"].at(32)), "only_compile": False, "sustained": False,
@@ -198,13 +198,14 @@ def test_suites_are_the_papers_setups(name):
     suite = SUITES[name]
     keys = [e.key for e in suite.entries]
     assert len(set(keys)) == len(keys)
-    assert {"tfla mLSTMsig", "tfla mLSTMexp"} <= {e.name for e in suite.entries}
+    own = {"tfla mamba_chunk_scan_combined"} if name == "mamba" else {"tfla mLSTMsig", "tfla mLSTMexp"}
+    assert own <= {e.name for e in suite.entries}
     for entry in suite.entries:
         module, _, maker = entry.make.partition(":")
         assert callable(getattr(__import__(module, fromlist=[maker]), maker))
         for x in suite.xs:
             problem = suite.problem(entry, x, "cuda")
-            if name in ("fig4", "fig12", "fig13"):
+            if name in ("fig4", "fig12", "fig13", "mamba"):
                 assert problem.B * problem.T == 65_536
             if entry.ours and name != "fig13":
                 assert problem.H * problem.dhv == 4096

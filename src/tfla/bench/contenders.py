@@ -45,6 +45,16 @@ def step(problem: Problem, gate: Literal["exp", "sigmoid"]) -> Work:
     return Work(lambda q, k, v, i, f: tfla.mlstm_step(q, k, v, i, f, state, input_gate=gate)[0], [q, k, v, i, f])
 
 
+def mamba2(problem: Problem, groups: int) -> Work:
+    """Mamba-2 by mamba_ssm's interface; dqk is the state, one B and C for each group of heads."""
+    from tfla.integrations.mamba import mamba_chunk_scan_combined
+
+    def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+        return mamba_chunk_scan_combined(x, dt, A, B, C, 256)  # type: ignore[return-value]
+
+    return Work(run, problem.ssd(groups))
+
+
 def copy_state(problem: Problem) -> Work:
     """A device copy of the states, which a step has to read and to write."""
     C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype="float32")

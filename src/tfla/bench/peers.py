@@ -86,11 +86,7 @@ def _mamba(name: str) -> ModuleType:
 def mamba2(problem: Problem, groups: int) -> Work:
     """The SSD kernels of Mamba-2; dqk is the state, one B and C for each group of heads."""
     run = _mamba("ops.triton.ssd_combined").mamba_chunk_scan_combined
-    x = problem.randn(problem.B, problem.T, problem.H, problem.dhv)
-    dt = torch.nn.functional.softplus(problem.randn(problem.B, problem.T, problem.H, dtype="float32") - 4)
-    A = -torch.rand(problem.H, device=problem.device) - 0.5
-    B, C = (problem.randn(problem.B, problem.T, groups, problem.dqk) for _ in range(2))
-    return Work(lambda *inputs: run(*inputs, chunk_size=256), [x, dt.to(x.dtype), A, B, C])
+    return Work(lambda *inputs: run(*inputs, chunk_size=256), problem.ssd(groups))
 
 
 def mamba(problem: Problem) -> Work:

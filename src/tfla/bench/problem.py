@@ -46,6 +46,14 @@ class Problem:
         """The log-gates (B, T, H) that the same f stands for."""
         return torch.nn.functional.logsigmoid(self.gates()[1])
 
+    def ssd(self, groups: int) -> list[Tensor]:
+        """x, dt, A, B, C of Mamba-2 as its layer has them early in training; dqk is its state, dhv its head dim."""
+        x = self.randn(self.B, self.T, self.H, self.dhv)
+        dt = torch.nn.functional.softplus(self.randn(self.B, self.T, self.H, dtype="float32") - 4)
+        A = -torch.rand(self.H, device=self.device) - 0.5
+        B, C = (self.randn(self.B, self.T, groups, self.dqk) for _ in range(2))
+        return [x, dt.to(x.dtype), A, B, C]
+
 
 @dataclass
 class Work:

@@ -108,8 +108,9 @@ def _fla(*kernels: str) -> list[Entry]:
     return made
 
 
+MAMBA_HEADS = (64, 128, 64)
 MAMBA = [
-    Entry("Mamba-2", "tfla.bench.peers:mamba2", {"groups": 8}, (64, 128, 64), "mamba_ssm"),
+    Entry("Mamba-2", "tfla.bench.peers:mamba2", {"groups": 8}, MAMBA_HEADS, "mamba_ssm"),
     Entry("Mamba", "tfla.bench.peers:mamba", {}, (EMBEDDING, 16, 1), "selective_scan_cuda"),
 ]
 ATTENTION = [
@@ -200,6 +201,11 @@ SUITES = {
             ),
         ),
         directions=(FORWARD,), panels=(FORWARD,),
+    ),
+    "mamba": Suite(
+        f"Mamba-2: runtime and memory by sequence length, {TOKENS:,} tokens, 64 heads of 64, state 128, 8 groups", "T",
+        (2048, 8192, TOKENS), _lengths(*MAMBA_HEADS),
+        (Entry("tfla mamba_chunk_scan_combined", "tfla.bench.contenders:mamba2", {"groups": 8}), MAMBA[0]),
     ),
     "smoke": Suite(
         "Smoke: seconds on any device, to see that everything runs", "T", (64, 128),

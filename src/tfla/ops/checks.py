@@ -11,14 +11,14 @@ from tfla.ops.gates import INPUT_GATES
 from tfla.ops.state import State
 
 
-def _tensor(name: str, x: object) -> None:
+def check_float(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
     if not x.is_floating_point():
         raise TypeError(f"{name}: got dtype {x.dtype}, expected a float dtype")
 
 
-def _shape(name: str, x: Tensor, allowed: tuple[int | str, ...]) -> None:
+def check_shape(name: str, x: Tensor, allowed: tuple[int | str, ...]) -> None:
     if x.dim() != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, x.shape, strict=True)):
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected ({', '.join(map(str, allowed))})")
 
@@ -31,18 +31,18 @@ def check_input_gate(input_gate: object) -> None:
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], state: object, time: bool) -> None:
     """Shapes, dtypes and devices of one call; ``time``: sequences (B, T, H, d) rather than single steps (B, H, d)."""
     for name, x in {"q": q, "k": k, "v": v, **gates}.items():
-        _tensor(name, x)
+        check_float(name, x)
     lead: tuple[str, ...] = ("B", "T") if time else ("B",)
-    _shape("q", q, (*lead, "H", "dqk"))
+    check_shape("q", q, (*lead, "H", "dqk"))
     *batch, heads, dqk = q.shape
-    _shape("k", k, (*batch, heads, dqk))
-    _shape("v", v, (*batch, "H", "dhv"))
+    check_shape("k", k, (*batch, heads, dqk))
+    check_shape("v", v, (*batch, "H", "dhv"))
     if min(*v.shape, *q.shape) < 1 and 0 in (*v.shape[1:], *q.shape[1:]):
         raise ValueError(f"v: got shape {tuple(v.shape)} with q {tuple(q.shape)}, expected no empty dimension but B")
     if v.shape[-2] % heads:
         raise ValueError(f"v: got {v.shape[-2]} heads, expected a multiple of the {heads} heads of q and k")
     for name, x in gates.items():
-        _shape(name, x, tuple(v.shape[:-1]))
+        check_shape(name, x, tuple(v.shape[:-1]))
     for name, x in {"k": k, "v": v}.items():
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
@@ -62,8 +62,8 @@ def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: 
             if x is not None:
                 raise ValueError(f"{name}.{part}: got a tensor, expected None: this form has no normaliser")
             continue
-        _tensor(f"{name}.{part}", x)
-        _shape(f"{name}.{part}", x, shape)
+        check_float(f"{name}.{part}", x)
+        check_shape(f"{name}.{part}", x, shape)
         if x.device != q.device:
             raise ValueError(f"{name}.{part}: got device {x.device}, expected that of q, {q.device}")
 
