@@ -32,4 +32,7 @@ class Subject(NamedTuple):
             return figures(config)
 
 
-SUBJECTS: dict[str, Subject] = {}
+SUBJECTS: dict[str, Subject] = {
+    "counting": Subject("tfla.analysis.counting", "Counting", "FLOPs and bytes of every form (Figures 15, 16)"),
+    "theory": Subject("tfla.analysis.theory", "Theory of the runtime", "runtime by chunk size, GPU (Figures 17 to 22)"),
+}

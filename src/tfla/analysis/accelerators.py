@@ -1,0 +1,67 @@
+"""Accelerators as data: what a matrix product and a copy can reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Two rates, and where they are from."""
+
+    name: str
+    flops: float
+    """FLOP/s of matrix products in 16 bits, without sparsity (float32 on a CPU)."""
+    bandwidth: float
+    """Byte/s of its memory."""
+    source: str
+
+    def __post_init__(self) -> None:
+        for what, rate in (("flops", self.flops), ("bandwidth", self.bandwidth)):
+            if not rate > 0:
+                raise ValueError(f"{what} of {self.name}: got {rate}, it is above 0")
+
+    @property
+    def intensity(self) -> float:
+        """FLOP/byte from which on matrix products are the bound (117)."""
+        return self.flops / self.bandwidth
+
+    def attainable(self, intensity: Any) -> Any:
+        """The roofline (119): FLOP/s that a kernel of so many FLOP/byte can reach, a number or an array."""
+        import numpy as np
+
+        return np.minimum(self.bandwidth * intensity, self.flops)
+
+
+PAPER = "the paper's Table 18"
+ACCELERATORS = {
+    known.name: known
+    for known in (
+        Accelerator("V100", 120e12, 0.9e12, PAPER),
+        Accelerator("A100", 312e12, 1.935e12, PAPER),
+        Accelerator("H100", 989e12, 3.35e12, PAPER),
+        Accelerator("H200", 989e12, 4.8e12, "NVIDIA's data sheet of the H200 SXM"),
+        Accelerator("B200", 2250e12, 7.7e12, PAPER),
+    )
+}
+
+
+def of_result(result: dict[str, Any]) -> Accelerator:
+    """What a stored benchmark measured on its machine: a large matrix product and a device copy, rested."""
+    rates, env = result["rates"], result["environment"]
+    name = f"{env['device'].removeprefix('NVIDIA ')}, measured"
+    return Accelerator(name, rates["gemm"]["rested"], rates["copy"]["rested"], f"tfla bench gpu, {env['date']}")
+
+
+def measured(device: str) -> Accelerator:
+    """This machine, measured on the spot: a second or two.
+
+    Args:
+        device: "cpu", or a CUDA device (RuntimeError where there is none).
+    """
+    from tfla.bench.machine import environment, rates
+    from tfla.bench.timing import Sampling
+
+    found = rates(device, Sampling(repeats=10, warmup=3, pause=0.01, patience=0.5, sustained=0.0))
+    return of_result({"rates": found, "environment": environment(device)})
