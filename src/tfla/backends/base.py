@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -43,8 +42,7 @@ class Inputs(NamedTuple):
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """What to compute, apart from the tensors."""
 
     scale: float

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends import Inputs
+from tfla.backends.base import Spec
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
 from tfla.ops.choice import choose
@@ -67,12 +68,12 @@ def _run(
     x = prepare(q, k, v, log_i, log_f, normalize, initial_state, cu_seqlens, chunk_size)
     chosen, kernel, steps = choose(x, backend, kernel, chunk_size)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
-    h, C, n, m, *_ = attend(
-        *x, q.shape[-1] ** -0.5 if scale is None else float(scale), normalize, normalizer_grad, steps, chosen.name,
-        kernel, save, return_state,
-    )  # fmt: skip
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state)
+    h, *state = attend(x, chosen.name, spec)
     if not return_state:
         return h
+    C, n, m, *_ = state
     return h, State(C, n, m.detach()) if normalize else State(C)
 
 

@@ -1,7 +1,12 @@
-"""The operator as PyTorch knows it: registered with torch.library, traceable, with a closed-form backward."""
+"""The operator as PyTorch knows it: registered with torch.library, traceable, with a closed-form backward.
+
+Where nobody but eager PyTorch sees a call it goes past the dispatcher, whose wrappers of operators written in Python
+take the host longer than all the rest of a call does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -10,9 +15,50 @@ from torch import Tensor
 from tfla.backends import BACKENDS, Inputs
 from tfla.backends.base import Outputs, Spec
 
+PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or any(type(x) not in PLAIN or (x is not None and x.is_meta) for x in tensors)
+    )
+
+
+def _without_autocast(x: Inputs) -> contextlib.AbstractContextManager[Any]:
+    device = x.q.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _forward(x: Inputs, backend: str, spec: Spec) -> Outputs:
+    with _without_autocast(x):
+        return BACKENDS[backend].forward(x, spec)
+
+
+def _backward(
+    x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, backend: str, spec: Spec
+) -> tuple[Tensor | None, ...]:
+    """Gradients of q, k, v, log_i, log_f and of the initial C, n, m; None for an input that is None."""
+    with _without_autocast(x):
+        g = BACKENDS[backend].backward(x, out, dh, dC, dn, spec)
+        # The true initial state is exp(m) C, exp(m) n.
+        dm = None
+        if x.m is not None and x.C is not None and x.n is not None:
+            dm = (x.C * g.C).sum((-2, -1)) + (x.n * g.n).sum(-1)
+        found = (g.q, g.k, g.v, g.log_i, g.log_f, g.C, g.n, dm)
+        return tuple(
+            None if t is None or d is None else d.to(t.dtype).contiguous() for d, t in zip(found, x[:8], strict=True)
+        )
+
 
 @torch.library.custom_op("tfla::attend", mutates_args=())
-def attend(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -34,11 +80,10 @@ def attend(
     """Forward; see `backends.base.Outputs` for what it returns."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state)
-    with torch.autocast(q.device.type, enabled=False):
-        return tuple(BACKENDS[backend].forward(x, spec))  # type: ignore[return-value]
+    return tuple(_forward(x, backend, spec))  # type: ignore[return-value]
 
 
-@attend.register_fake
+@_attend.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -77,7 +122,7 @@ def _(
 
 
 @torch.library.custom_op("tfla::attend_backward", mutates_args=())
-def attend_backward(
+def _attend_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -105,23 +150,12 @@ def attend_backward(
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False)
     none = d.new_empty(0)
-    with torch.autocast(q.device.type, enabled=False):
-        g = BACKENDS[backend].backward(x, Outputs(h, none, none, none, d, chunk_C, chunk_n), dh, dC, dn, spec)
-
-    def like(grad: Tensor, t: Tensor | None) -> Tensor:
-        return none.clone() if t is None else grad.to(t.dtype).contiguous()
-
-    # The true initial state is exp(m) C, exp(m) n.
-    dm = none
-    if m is not None and C is not None and n is not None:
-        dm = (C * g.C).sum((-2, -1)) + (n * g.n).sum(-1)
-    return (
-        like(g.q, q), like(g.k, k), like(g.v, v), like(g.log_i, log_i), like(g.log_f, log_f),
-        like(g.C, C), like(g.n, n), like(dm, m),
-    )  # fmt: skip
+    out = Outputs(h, none, none, none, d, chunk_C, chunk_n)
+    grads = _backward(x, out, dh, dC, dn, backend, spec)
+    return tuple(d.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
-@attend_backward.register_fake
+@_attend_backward.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -139,23 +173,58 @@ def _(
     return tuple(d.new_empty(0) if t is None else t.new_empty(t.shape) for t in (q, k, v, log_i, log_f, C, n, m))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, scale, normalize, normalizer_grad, chunk_size, backend, kernel, _, _ = inputs
-    h, _, _, _, d, chunk_C, chunk_n = output
+def _keep(ctx: Any, tensors: tuple[Tensor | None, ...], out: tuple[Tensor, ...], backend: str, spec: Spec) -> None:
+    h, _, _, _, d, chunk_C, chunk_n = out
     ctx.save_for_backward(*tensors, h, d, chunk_C, chunk_n)
-    ctx.static = scale, normalize, normalizer_grad, chunk_size, backend, kernel
+    ctx.backend, ctx.spec = backend, spec
     ctx.set_materialize_grads(False)
 
 
-def _backward(
-    ctx: Any, dh: Tensor | None, dC: Tensor | None, dn: Tensor | None, *_: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor | None = None) -> list[Tensor | None]:
+    """Of all tensors that the operator reads."""
     saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at each access
-    tensors, h, rest = saved[:9], saved[9], saved[10:]
+    tensors, (h, d, chunk_C, chunk_n) = saved[:9], saved[9:]
     dh = torch.zeros_like(h) if dh is None else dh
-    grads = attend_backward(*tensors, h, *rest, dh, dC, dn, *ctx.static)
-    inputs = tensors[:8]
-    return (*(None if t is None else g for t, g in zip(inputs, grads, strict=True)), *([None] * 9))
+    # With a graph of its own the backward is the registered operator, which says that it has no derivative.
+    if torch.is_grad_enabled() or _observed((*tensors, dh, dC, dn)):
+        scale, normalize, normalizer_grad, chunk_size, kernel, _, _ = ctx.spec
+        grads = torch.ops.tfla.attend_backward(
+            *tensors, h, d, chunk_C, chunk_n, dh, dC, dn, scale, normalize, normalizer_grad, chunk_size, ctx.backend,
+            kernel,
+        )  # fmt: skip
+        return [None if t is None else g for t, g in zip(tensors, (*grads, None), strict=True)]
+    out = Outputs(h, d, d, d, d, chunk_C, chunk_n)
+    return [*_backward(Inputs(*tensors), out, dh, dC, dn, ctx.backend, ctx.spec), None]
 
 
-attend.register_autograd(_backward, setup_context=_setup_context)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors, scale, normalize, normalizer_grad, chunk_size, backend, kernel, save, final_state = inputs
+    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state)
+    _keep(ctx, tuple(tensors), output, backend, spec)
+
+
+_attend.register_autograd(lambda ctx, *grads: (*_gradients(ctx, *grads[:3]), *[None] * 8), setup_context=_setup_context)
+
+
+class _Direct(torch.autograd.Function):
+    """The same, past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: str, spec: Spec, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        out = _forward(Inputs(*tensors), backend, spec)  # type: ignore[arg-type]
+        _keep(ctx, tensors, out, backend, spec)
+        return out[:4] if spec.final_state else out[:1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None, *_gradients(ctx, *grads[:3])
+
+
+def attend(x: Inputs, backend: str, spec: Spec) -> tuple[Tensor, ...]:
+    """h, and if asked for the final C, n and m."""
+    if _observed(x):
+        scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state = spec
+        return torch.ops.tfla.attend(
+            *x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, save, final_state
+        )
+    return _Direct.apply(backend, spec, *x) if spec.save else _forward(x, backend, spec)
