@@ -10,6 +10,8 @@ import pytest
 import torch
 from cases import Layout, Problem, Way, as_it_is, call, leaves_on, problem
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tfla
@@ -187,3 +189,42 @@ def test_compile_without_naming_a_backend(device: str) -> None:
     x = [torch.randn(1, 20, 2, *d, device=device) for d in ((4,), (4,), (6,), (), ())]
     compiled = torch.compile(tfla.mlstm, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*x), tfla.mlstm(*x))
+
+
+def test_modes_see_the_operator_and_get_the_same(way: Way) -> None:
+    """Eager calls go past the dispatcher; what watches it finds the registered operator."""
+    p = problem(dtype=way.widest, carried=False)
+    leaves = leaves_on(way, p)
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def run() -> list[Tensor]:
+        return outputs_and_gradients(p, leaves, *call(p, leaves, **way.options))
+
+    expected = run()
+    with Watch():
+        found = run()
+    assert {"tfla.attend.default", "tfla.attend_backward.default"} <= seen
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_fake_tensors_have_the_shapes(way: Way) -> None:
+    p = problem(dtype=way.widest)
+    leaves = leaves_on(way, p)
+    expected = outputs_and_gradients(p, leaves, *call(p, leaves, **way.options))
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(x) for name, x in leaves.items()}
+        found = outputs_and_gradients(p, fake, *call(p, fake, **way.options))
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+
+
+def test_second_derivatives_are_refused(way: Way) -> None:
+    leaves = leaves_on(way, problem(dtype=way.widest, carried=False))
+    h = tfla.mlstm(*leaves.values(), **way.options)
+    (dq,) = torch.autograd.grad(h.sum(), leaves["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match="attend_backward"):
+        dq.sum().backward()
