@@ -45,6 +45,15 @@ def test_named_sizes_and_their_parameters(name: str, heads: int, mixer: str) -> 
     assert math.isclose(expected, STATED[name], rel_tol=0.03)
 
 
+@pytest.mark.parametrize(
+    ("factor", "multiple", "width"), [(8 / 3, 64, 128), (8 / 3, 1, 86), (2.0, 24, 72), (3, 16, 96)]
+)
+def test_the_hidden_width_is_rounded_up(factor: float, multiple: int, width: int) -> None:
+    config = ModelConfig(d_model=32, num_blocks=1, num_heads=2, ffn_factor=factor, ffn_multiple=multiple)
+    assert config.ffn_dim == width
+    assert LanguageModel(config).blocks[0].ffn.down_proj.in_features == width
+
+
 def test_default_heads() -> None:
     assert [ModelConfig.named(name).num_heads for name in STATED] == [6, 8, 8, 8]
 
@@ -78,6 +87,7 @@ def test_unknown_names_and_heads_list_what_exists(call: Callable[[], object], wo
         ("qk_factor", 0.3),
         ("ffn_factor", math.inf),
         ("ffn_factor", -1),
+        ("ffn_multiple", 0),
         ("gate_soft_cap", 0),
         ("logit_soft_cap", math.nan),
         ("norm_eps", 0.0),

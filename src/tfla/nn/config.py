@@ -53,7 +53,8 @@ class ModelConfig:
         mixer: "mlstm_exp" (1)-(8), "mlstm_sig" (22)-(24) or "attention", causal and rotary.
         vocab_size: 50257, the GPT-NeoX tokenizer's.
         qk_factor: dqk / dhv of the mLSTM.
-        ffn_factor: hidden width of the SwiGLU over d_model, rounded up to a multiple of 64.
+        ffn_factor: hidden width of the SwiGLU over d_model, before it is rounded up.
+        ffn_multiple: what the hidden width of the SwiGLU is rounded up to a multiple of.
         gate_soft_cap: c of (110) for the pre-activations of input and forget gate.
         logit_soft_cap: c of (110) for the logits.
         norm_eps: epsilon of the RMSNorms.
@@ -76,6 +77,7 @@ class ModelConfig:
     vocab_size: int = 50257
     qk_factor: float = 0.5
     ffn_factor: float = 8 / 3
+    ffn_multiple: int = 64
     gate_soft_cap: float = 15.0
     logit_soft_cap: float = 30.0
     norm_eps: float = 1e-6
@@ -90,7 +92,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if isinstance(self.forget_gate_bias, list):  # as JSON has it
             object.__setattr__(self, "forget_gate_bias", tuple(self.forget_gate_bias))
-        for field in ("d_model", "num_blocks", "num_heads", "vocab_size"):
+        for field in ("d_model", "num_blocks", "num_heads", "vocab_size", "ffn_multiple"):
             value = getattr(self, field)
             _require(_is_count(value), field, value, "an int of at least 1")
         for field, allowed in (("mixer", get_args(Mixer)), ("head_norm", get_args(HeadNormKind))):
@@ -138,8 +140,8 @@ class ModelConfig:
     @property
     def ffn_dim(self) -> int:
         """Hidden width of the SwiGLU."""
-        # Rounded first: a product such as 8/3 * 768 may lie a hair above its multiple of 64.
-        return 64 * math.ceil(round(self.ffn_factor * self.d_model, 6) / 64)
+        # Rounded first: a product such as 8/3 * 768 may lie a hair above its multiple.
+        return self.ffn_multiple * math.ceil(round(self.ffn_factor * self.d_model, 6) / self.ffn_multiple)
 
     @classmethod
     def named(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from tfla.nn.config import ModelConfig
 from tfla.nn.files import write_atomically
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-def _safetensors() -> ModuleType:
+def need_safetensors() -> ModuleType:
     try:
         import safetensors.torch
     except ImportError as error:
@@ -29,7 +30,7 @@ def _safetensors() -> ModuleType:
 
 def save(model: LanguageModel, directory: str | Path) -> None:
     """See :meth:`LanguageModel.save_pretrained`."""
-    safetensors = _safetensors()
+    safetensors = need_safetensors()
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
@@ -58,7 +59,6 @@ def load(
     overrides: dict[str, Any],
 ) -> LanguageModel:
     """See :meth:`LanguageModel.from_pretrained`."""
-    safetensors = _safetensors()
     config_path, weights_path = Path(directory) / CONFIG, Path(directory) / WEIGHTS
     for path in (config_path, weights_path):
         if not path.is_file():
@@ -66,14 +66,28 @@ def load(
                 f"{path}: no such file; expected what save_pretrained writes, {CONFIG} and {WEIGHTS}"
             )
     config = _read_config(config_path, overrides)
+    tensors = read_tensors(weights_path, device)
+    return build(cls, config, tensors, dtype, f"{weights_path}: its tensors do not fit {config_path}")
+
+
+def read_tensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name; ValueError names a broken one."""
+    safetensors = need_safetensors()
     try:
-        tensors = safetensors.torch.load_file(weights_path, device=str(device or "cpu"))
+        tensors: dict[str, Tensor] = safetensors.torch.load_file(path, device=str(device or "cpu"))
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{weights_path}: not a whole safetensors file: {error}") from error
+        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+    return tensors
+
+
+def build(
+    cls: type[LanguageModel], config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None, misfit: str
+) -> LanguageModel:
+    """The model of that config with these tensors for weights, by name; ``misfit`` starts the error if they differ."""
     with torch.device("meta"):  # no time and memory for weights that are replaced
         model = cls(config)
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"{weights_path}: its tensors do not fit {config_path}: {error}") from error
+        raise ValueError(f"{misfit}: {error}") from error
     return model.to(dtype=dtype)

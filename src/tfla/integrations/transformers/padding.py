@@ -1,0 +1,133 @@
+"""Which tokens of a batch are padding: transformers' xLSTM is told, and hands it to no layer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PARAMETERS = ("input_ids", "inputs_embeds", "cache_params", "use_cache")  # of xLSTMModel.forward, in order
+
+
+class Padding:
+    """Carries the attention mask of a model's forward pass to its cells, past everything between.
+
+    A padded token leaves the state as it is. Where no gradients are kept, every position behind a token shows that
+    token's output, so that ``generate`` finds the last token's in the last position whichever side is padded.
+    """
+
+    def __init__(self) -> None:
+        self.mask: Tensor | None = None  # (B, T) bool, True at tokens, of the forward pass that runs
+        self._read: dict[int, int] = {}  # by cell: positions it has had, where the model goes in pieces
+        self._hooks: list[Any] = []
+
+    def attach(self, backbone: nn.Module) -> None:
+        """Listen to the backbone's calls."""
+        self._hooks = [
+            backbone.register_forward_pre_hook(self._before, with_kwargs=True),
+            backbone.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def detach(self, backbone: nn.Module) -> None:
+        """Stop listening."""
+        for hook in self._hooks:
+            hook.remove()
+        for block in backbone.blocks:  # type: ignore[union-attr]
+            if isinstance(checkpoint := getattr(block, "_gradient_checkpointing_func", None), Checkpoint):
+                block._gradient_checkpointing_func = checkpoint.original
+
+    @contextmanager
+    def of(self, mask: Tensor | None) -> Iterator[None]:
+        """Inside, that mask is the one that cells see."""
+        before, self.mask = self.mask, mask
+        try:
+            yield
+        finally:
+            self.mask = before
+
+    def close_gates(self, cell: nn.Module, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        """i and f (B, T, heads) with padded tokens that write nothing and forget nothing."""
+        if self.mask is None:
+            return i, f
+        mask, steps = self.mask, i.shape[1]
+        if steps < mask.shape[1]:
+            start = self._read.get(id(cell), 0)
+            self._read[id(cell)] = start + steps
+            mask = mask[:, start : start + steps]
+        padded = ~mask[..., None]
+        return i.masked_fill(padded, -torch.inf), f.masked_fill(padded, torch.inf)
+
+    def _before(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        given = dict(zip(PARAMETERS, args, strict=False)) | kwargs
+        inputs = given.get("input_ids")
+        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        if inputs is None:
+            return (), given  # the model says what is missing
+        self._read.clear()
+        self.mask = _tokens(given.get("attention_mask"), *inputs.shape[:2])
+        if self.mask is not None:
+            self.mask = self.mask.to(inputs.device)
+            for block in backbone.blocks:
+                checkpoint = getattr(block, "_gradient_checkpointing_func", None)
+                if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
+                    block._gradient_checkpointing_func = Checkpoint(checkpoint, self)
+        if _in_pieces(backbone, inputs.shape[1]) and given.get("cache_params") is None:
+            given["cache_params"] = _cache(backbone, inputs)
+        return (), given
+
+    def _after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        mask, self.mask = self.mask, None
+        if mask is None or output is None or torch.is_grad_enabled():  # None: the forward pass has failed
+            return output
+        filled = _fill(output[0], mask)
+        if isinstance(output, tuple):
+            return (filled, *output[1:])
+        output.last_hidden_state = filled
+        return output
+
+
+class Checkpoint:
+    """A block's gradient checkpointing, which runs the block again in the backward: with the mask it had."""
+
+    def __init__(self, original: Callable[..., Any], padding: Padding) -> None:
+        self.original, self.padding = original, padding
+
+    def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+        return self.original(functools.partial(self._masked, run, self.padding.mask), *args)
+
+    def _masked(self, run: Callable[..., Any], mask: Tensor | None, *args: Any) -> Any:
+        with self.padding.of(mask):
+            return run(*args)
+
+
+def _tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
+    """The part of an attention mask, of old and new tokens, that belongs to the new ones, as bool."""
+    if mask is None:
+        return None
+    if mask.dim() != 2 or len(mask) != batch or mask.shape[1] < steps:
+        raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, expected ({batch}, {steps} or more)")
+    return mask[:, mask.shape[1] - steps :].bool()
+
+
+def _fill(x: Tensor, mask: Tensor) -> Tensor:
+    """x (B, T, D) with the output of a row's last token in place of what is behind it."""
+    positions = torch.arange(x.shape[1], device=x.device)
+    last = torch.where(mask, positions, 0).cummax(1).values
+    return x.gather(1, last[..., None].expand_as(x))
+
+
+def _in_pieces(backbone: Any, steps: int) -> bool:
+    """Whether the model may read so many tokens piece by piece, through a cache."""
+    return not backbone.training and steps > backbone.config.max_inference_chunksize
+
+
+def _cache(backbone: Any, inputs: Tensor) -> object:
+    """A cache where the model's own, made without device or dtype, would be on the CPU in bfloat16."""
+    from transformers.models.xlstm.modeling_xlstm import xLSTMCache
+
+    dtype = torch.promote_types(backbone.embeddings.weight.dtype, torch.float32)
+    return xLSTMCache(backbone.config, len(inputs), device=str(inputs.device), dtype=dtype)

@@ -1,0 +1,251 @@
+"""Weights in the layout of xLSTM-7B (``NX-AI/xLSTM-7b``), as ``xLSTMForCausalLM.save_pretrained`` writes it.
+
+Read and written without transformers. In "fused" mode, weights that read the same input are one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.files import write_atomically
+from tfla.nn.pretrained import build, need_safetensors, read_tensors
+
+WeightMode = Literal["single", "fused"]
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+MODEL = {
+    "backbone.embeddings.weight": "embedding.weight",
+    "backbone.out_norm.weight": "norm.weight",
+    "lm_head.weight": "unembedding.weight",
+}
+BLOCK = {
+    "norm_mlstm.weight": "mixer_norm.weight",
+    "mlstm_layer.q.weight": "mixer.q_proj.weight",
+    "mlstm_layer.k.weight": "mixer.k_proj.weight",
+    "mlstm_layer.v.weight": "mixer.v_proj.weight",
+    "mlstm_layer.ogate_preact.weight": "mixer.output_gate.weight",
+    "mlstm_layer.igate_preact.weight": "mixer.input_gate.weight",
+    "mlstm_layer.igate_preact.bias": "mixer.input_gate.bias",
+    "mlstm_layer.fgate_preact.weight": "mixer.forget_gate.weight",
+    "mlstm_layer.fgate_preact.bias": "mixer.forget_gate.bias",
+    "mlstm_layer.multihead_norm.weight": "mixer.head_norm.weight",
+    "mlstm_layer.out_proj.weight": "mixer.out_proj.weight",
+    "norm_ffn.weight": "ffn_norm.weight",
+    "ffn.proj_up_gate.weight": "ffn.gate_proj.weight",
+    "ffn.proj_up.weight": "ffn.up_proj.weight",
+    "ffn.proj_down.weight": "ffn.down_proj.weight",
+}
+FUSED = {
+    "mlstm_layer.qkv_opreact.weight": ("q.weight", "k.weight", "v.weight", "ogate_preact.weight"),
+    "mlstm_layer.ifgate_preact.weight": ("igate_preact.weight", "fgate_preact.weight"),
+    "mlstm_layer.ifgate_preact.bias": ("igate_preact.bias", "fgate_preact.bias"),
+    "ffn.proj_up_gate_z.weight": ("proj_up_gate.weight", "proj_up.weight"),
+}
+
+# What a config that does not say it means; the library's.
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 50304, "hidden_size": 4096, "num_hidden_layers": 32, "num_heads": 8, "use_bias": False,
+    "tie_word_embeddings": False, "norm_eps": 1e-6, "qk_dim_factor": 0.5, "v_dim_factor": 1.0,
+    "ffn_proj_factor": 2.667, "ffn_round_up_to_multiple_of": 64, "gate_soft_cap": 15.0, "output_logit_soft_cap": 30.0,
+    "weight_mode": "single",
+}  # fmt: skip
+ALIASES = {"embedding_dim": "hidden_size", "num_blocks": "num_hidden_layers"}
+REQUIRED = {"use_bias": False, "v_dim_factor": 1.0}
+
+
+def load_xlstm(
+    directory: str | Path,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **overrides: Any,
+) -> LanguageModel:
+    """tfla's model from a directory that ``xLSTMForCausalLM.save_pretrained`` wrote, or a download of xLSTM-7B.
+
+    Logits are those of the library's model, within the rounding of the weights' dtype.
+
+    Args:
+        directory: with config.json and model.safetensors, or its shards and their index.
+        device: to put the model on; None is the CPU.
+        dtype: of the weights; None is the stored one.
+        overrides: fields of the :class:`tfla.nn.ModelConfig` to change, such as ``backend``.
+
+    Raises:
+        FileNotFoundError: a file is missing; the message names it.
+        ValueError: a file is broken, the weights do not fit the config, or the config has what tfla's model has not:
+            biases, values of another width than the model. The message names it.
+        ImportError: safetensors is not installed.
+    """
+    directory = Path(directory)
+    given = _read_json(directory / CONFIG)
+    try:
+        fields = _fields(given)
+        config = ModelConfig.from_dict(_model_config(fields) | overrides)
+    except ValueError as error:
+        raise ValueError(f"{directory / CONFIG}: {error}") from error
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(directory):
+        tensors |= read_tensors(path, device)
+    if fields["tie_word_embeddings"] and "backbone.embeddings.weight" in tensors:
+        tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"].clone()
+    misfit = f"{directory}: its tensors do not fit its {CONFIG}"
+    try:
+        named = _renamed(_unfused(tensors, config), config)
+    except ValueError as error:
+        raise ValueError(f"{misfit}: {error}") from error
+    return build(LanguageModel, config, named, dtype, misfit)
+
+
+def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightMode = "single") -> None:
+    """Write config.json and model.safetensors as ``xLSTMForCausalLM.from_pretrained`` reads them.
+
+    Args:
+        model: mLSTMexp with LayerNorm over heads and one epsilon in all norms, which xLSTM-7B has.
+        directory: made if it is not there; each file is replaced in one go.
+        weight_mode: "single", or "fused": weights that read the same input as one tensor.
+
+    Raises:
+        ValueError: the model has what the layout has no place for; the message names it.
+        ImportError: safetensors is not installed.
+        OSError: the directory cannot be written.
+    """
+    if weight_mode not in get_args(WeightMode):
+        raise ValueError(f"weight_mode: got {weight_mode!r}, expected 'single' or 'fused'")
+    safetensors = need_safetensors()
+    config = model.config
+    for field, allowed in (("mixer", "mlstm_exp"), ("head_norm", "layer"), ("head_norm_eps", config.norm_eps)):
+        if getattr(config, field) != allowed:
+            raise ValueError(f"model: got {field} {getattr(config, field)!r} in its config, expected {allowed!r}")
+    weights = model.state_dict()
+    tensors = {theirs: weights[ours].detach().contiguous() for theirs, ours in _names(config).items()}
+    if weight_mode == "fused":
+        tensors = _fused(tensors, config)
+    dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
+    text = json.dumps(_library_config(config) | {"weight_mode": weight_mode, "dtype": dtype}, indent=2) + "\n"
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        directory / WEIGHTS, lambda path: safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    )
+    write_atomically(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected what xLSTMForCausalLM.save_pretrained writes")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSON's and Unicode's errors are ValueErrors
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: got a JSON {type(found).__name__}, expected an object")
+    return found
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The file of all weights, or the shards that the index names."""
+    if (directory / WEIGHTS).is_file() or not (directory / INDEX).is_file():
+        paths = [directory / WEIGHTS]
+    else:
+        names = _read_json(directory / INDEX).get("weight_map")
+        if not isinstance(names, dict):
+            raise ValueError(f"{directory / INDEX}: got no weight_map, expected the shard of each tensor")
+        paths = [directory / name for name in sorted(set(names.values()))]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; expected what xLSTMForCausalLM.save_pretrained writes")
+    return paths
+
+
+def _fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The library's fields, none missing, that say how the model is built."""
+    if given.get("model_type") != "xlstm":
+        raise ValueError(f"model_type: got {given.get('model_type')!r}, expected 'xlstm'")
+    given = {name: value for name, value in given.items() if value is not None}
+    for alias, name in ALIASES.items():
+        if alias in given and given.setdefault(name, given[alias]) != given[alias]:
+            raise ValueError(f"{alias}: got {given[alias]!r}, expected that of {name}, {given[name]!r}")
+    fields = {name: given.get(name, default) for name, default in DEFAULTS.items()}
+    for name, allowed in REQUIRED.items():
+        if fields[name] != allowed:
+            raise ValueError(f"{name}: got {fields[name]!r}, expected {allowed!r}")
+    return fields
+
+
+def _model_config(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "d_model": fields["hidden_size"], "num_blocks": fields["num_hidden_layers"], "num_heads": fields["num_heads"],
+        "vocab_size": fields["vocab_size"], "qk_factor": fields["qk_dim_factor"],
+        "ffn_factor": fields["ffn_proj_factor"], "ffn_multiple": fields["ffn_round_up_to_multiple_of"],
+        "gate_soft_cap": fields["gate_soft_cap"], "logit_soft_cap": fields["output_logit_soft_cap"],
+        "norm_eps": fields["norm_eps"], "head_norm_eps": fields["norm_eps"],
+    }  # fmt: skip
+
+
+def _library_config(config: ModelConfig) -> dict[str, Any]:
+    size = {"hidden_size": config.d_model, "num_hidden_layers": config.num_blocks}
+    return {
+        "architectures": ["xLSTMForCausalLM"], "model_type": "xlstm", "vocab_size": config.vocab_size,
+        **size, **{alias: size[name] for alias, name in ALIASES.items()}, "num_heads": config.num_heads,
+        **REQUIRED, "tie_word_embeddings": False, "add_out_norm": True, "norm_eps": config.norm_eps,
+        # As a fraction of the width itself, no rounding rule can make another width of it.
+        "qk_dim_factor": config.qk_factor, "ffn_proj_factor": config.ffn_dim / config.d_model,
+        "ffn_round_up_to_multiple_of": config.ffn_multiple, "gate_soft_cap": config.gate_soft_cap,
+        "output_logit_soft_cap": config.logit_soft_cap,
+    }  # fmt: skip
+
+
+def _block(n: int) -> str:
+    return f"backbone.blocks.{n}."
+
+
+def _names(config: ModelConfig) -> dict[str, str]:
+    """Every tensor's name in the layout, and that in tfla's model."""
+    blocks = range(config.num_blocks)
+    return MODEL | {_block(n) + theirs: f"blocks.{n}.{ours}" for n in blocks for theirs, ours in BLOCK.items()}
+
+
+def _renamed(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """By tfla's names; what the layout does not know keeps its own, which the model then refuses."""
+    names = _names(config)
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise ValueError(f"there is no {', '.join(missing)}")
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _parts(fused: str) -> list[str]:
+    module = fused.split(".", 1)[0]
+    return [f"{module}.{part}" for part in FUSED[fused]]
+
+
+def _fused(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    tensors = dict(tensors)
+    for n in range(config.num_blocks):
+        for fused in FUSED:
+            tensors[_block(n) + fused] = torch.cat([tensors.pop(_block(n) + part) for part in _parts(fused)])
+    return tensors
+
+
+def _unfused(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse of :func:`_fused`; weights that are not fused stay."""
+    heads, d = config.num_heads, config.d_model
+    qk = heads * config.qk_head_dim
+    widths = {"qkv_opreact": [qk, qk, d, d], "ifgate_preact": [heads, heads], "proj_up_gate_z": [config.ffn_dim] * 2}
+    tensors = dict(tensors)
+    for n in range(config.num_blocks):
+        for fused in FUSED:
+            whole = tensors.pop(_block(n) + fused, None)
+            if whole is None:
+                continue
+            sizes = widths[fused.split(".")[1]]
+            if len(whole) != sum(sizes):
+                raise ValueError(f"{_block(n)}{fused}: got {len(whole)} rows, expected {sum(sizes)}")
+            for part, rows in zip(_parts(fused), whole.split(sizes), strict=True):
+                tensors[_block(n) + part] = rows.clone()
+    return tensors

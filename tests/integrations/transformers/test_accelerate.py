@@ -1,0 +1,249 @@
+"""accelerate: the library's own results, in fewer lines than they take to compute."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import TOLERANCE, error
+from torch import Tensor, nn
+from transformers.models.xlstm.modeling_xlstm import xLSTMCache
+
+from tfla.integrations.transformers import accelerate, restore
+from tfla.integrations.transformers.cell import Cell
+
+Make = Callable[..., Any]
+Tokens = Callable[..., Tensor]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "7B's": {},
+    "fused": {"weight_mode": "fused"},
+    "biases": {"use_bias": True, "norm_reduction_force_float32": False},
+    "one head, wide keys": {"num_heads": 1, "qk_dim_factor": 1.0, "gate_soft_cap": 3.0},
+    "wide values": {"v_dim_factor": 2.0, "chunk_size": 32, "output_logit_soft_cap": 5.0},
+    "train mode": {"mode": "train"},
+}
+EXACT = {"norm_reduction_force_float32": False}  # lets float64 be float64
+
+
+def gradients(model: Any, ids: Tensor, **inputs: Any) -> dict[str, Tensor]:
+    """Logits, loss and the gradient of every affine map: that of an input gate's bias alone nearly cancels."""
+    model.zero_grad()
+    out = model(ids, labels=ids, **{"use_cache": False} | inputs)
+    out.loss.backward()
+    found = {}
+    for name, module in model.named_modules():
+        if own := [p.grad.flatten() for p in module.parameters(recurse=False)]:
+            found[name] = torch.cat(own)
+    return found | {"logits": out.logits.detach(), "loss": out.loss.detach()}
+
+
+def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    wrong = {name: e for name, x in expected.items() if not (e := error(found[name], x)) <= tolerance}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
+def test_logits_and_gradients_are_the_librarys(make_xlstm: Make, tokens: Tokens, fields: dict[str, Any]) -> None:
+    """No further from its result in float64 than its own in float32, or within the operator's bound."""
+    model, ids = make_xlstm(**fields), tokens(2, 64)
+    truth = gradients(make_xlstm(torch.float64, **fields | EXACT), ids)
+    library = gradients(model, ids)
+    found = gradients(accelerate(model), ids)
+    assert truth["logits"].std() > 0.1
+    for name, exact in truth.items():
+        assert error(found[name], exact) <= max(TOLERANCE[torch.float32], 2 * error(library[name], exact)), name
+    check(gradients(restore(model), ids), library, 0.0)
+
+
+@pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
+def test_in_float64_nothing_is_left_but_eps(make_xlstm: Make, tokens: Tokens, fields: dict[str, Any]) -> None:
+    ids = tokens(2, 64)
+    for eps, tolerance in ((0.0, 1e-10), (1e-6, 1e-7)):
+        model = make_xlstm(torch.float64, eps=eps, **fields | EXACT).backbone
+        expected = model(ids, use_cache=False).last_hidden_state
+        found = accelerate(model)(ids, use_cache=False).last_hidden_state
+        assert error(found, expected) <= tolerance
+
+
+@pytest.mark.parametrize("steps", [1, 2, 15, 17, 37])
+def test_any_length_whole_in_pieces_and_token_by_token(make_xlstm: Make, tokens: Tokens, steps: int) -> None:
+    model, ids = make_xlstm(), tokens(2, steps)
+    with torch.no_grad():
+        expected = model(ids, use_cache=True)
+        accelerate(model)
+        whole = model(ids, use_cache=True)
+        pieces, cache = [], None
+        for piece in (ids[:, : steps // 2], *ids[:, steps // 2 :].split(1, 1)):
+            if piece.shape[1]:
+                out = model(piece, cache_params=cache, use_cache=True)
+                cache = out.cache_params
+                pieces.append(out.logits)
+    bound = 5 * TOLERANCE[torch.float32]
+    assert error(whole.logits, expected.logits) <= bound
+    assert error(torch.cat(pieces, 1), expected.logits) <= bound
+    for layer, (C, n, m) in expected.cache_params.rnn_state.items():
+        for found in (whole.cache_params, cache):
+            c, k, scale = found.rnn_state[layer]
+            assert scale.shape == m.shape
+            assert error(c * torch.exp(scale - m)[..., None], C) <= bound
+            assert error(k * torch.exp(scale - m), n) <= bound
+    assert int(cache.seqlen_offset) == steps
+
+
+def test_training_takes_any_length_in_every_mode(make_xlstm: Make, tokens: Tokens) -> None:
+    """The library's "train" wants multiples of its chunk size, its "train_with_padding" fails in the layer."""
+    ids = tokens(2, 19)
+    expected = gradients(make_xlstm(), ids)
+    for fields in ({"mode": "train", "return_last_states": False}, {"mode": "train_with_padding"}):
+        check(gradients(accelerate(make_xlstm(**fields)), ids), expected, 5 * TOLERANCE[torch.float32])
+
+
+def test_training_goes_through_a_cache(make_xlstm: Make, tokens: Tokens) -> None:
+    """Pieces that hand on the cache have the gradients of the whole, to the first token."""
+    model, ids = accelerate(make_xlstm()), tokens(2, 24)
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    cotangent = torch.randn(2, 24, 61, generator=torch.Generator().manual_seed(1))
+    whole = torch.autograd.grad(model(inputs_embeds=embedded, use_cache=False).logits, embedded, cotangent)[0]
+    first = model(inputs_embeds=embedded[:, :9], use_cache=True)
+    then = model(inputs_embeds=embedded[:, 9:23], cache_params=first.cache_params, use_cache=True)
+    last = model(inputs_embeds=embedded[:, 23:], cache_params=then.cache_params, use_cache=True)
+    logits = torch.cat([first.logits, then.logits, last.logits], 1)
+    assert error(torch.autograd.grad(logits, embedded, cotangent)[0], whole) <= TOLERANCE[torch.float32]
+
+
+def test_generate(make_xlstm: Make, tokens: Tokens) -> None:
+    model, prompt = make_xlstm(), tokens(3, 21)
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    expected = model.generate(prompt, **options)
+    assert torch.equal(accelerate(model).generate(prompt, **options), expected)
+    assert torch.equal(model.generate(prompt, use_cache=False, **options), expected)
+
+
+def test_a_cache_outlives_restore(make_xlstm: Make, tokens: Tokens) -> None:
+    model, ids = make_xlstm(), tokens(2, 20)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, 16:]
+        cache = accelerate(model)(ids[:, :16], use_cache=True).cache_params
+        found = restore(model)(ids[:, 16:], cache_params=cache).logits
+    assert error(found, expected) <= 5 * TOLERANCE[torch.float32]
+
+
+def test_a_bfloat16_cache_keeps_the_scale_of_its_states(make_xlstm: Make, tokens: Tokens) -> None:
+    """m near 15 rounded to bfloat16 is off by up to 3 %: C and n have to make up for it."""
+    model, ids = accelerate(make_xlstm()), tokens(2, 33)
+    for block in model.backbone.blocks:
+        block.mlstm_layer.igate_preact.bias.data.add_(12)
+    exact, narrow = (xLSTMCache(model.config, 2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    with torch.no_grad():
+        for cache in (exact, narrow):
+            model(ids, cache_params=cache, use_cache=True)
+    for (C, n, m), (held_C, held_n, held_m) in zip(exact.rnn_state.values(), narrow.rnn_state.values(), strict=True):
+        assert held_m.dtype == torch.bfloat16
+        assert (held_m - m).abs().max() > 0.01
+        assert error(held_C * torch.exp(held_m - m)[..., None], C) <= TOLERANCE[torch.bfloat16] / 2
+        assert error(held_n * torch.exp(held_m - m), n) <= TOLERANCE[torch.bfloat16] / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_are_no_further_from_the_truth(make_xlstm: Make, tokens: Tokens, dtype: torch.dtype) -> None:
+    ids = tokens(2, 64)
+    with torch.no_grad():
+        truth = make_xlstm(torch.float64)(ids, use_cache=False).logits
+        library = make_xlstm(dtype)(ids, use_cache=True).logits  # without one it mixes dtypes and fails
+        found = accelerate(make_xlstm(dtype))(ids, use_cache=False).logits
+    assert error(found, truth) <= 1.1 * error(library, truth)
+
+
+def test_autocast_and_checkpointing(make_xlstm: Make, tokens: Tokens) -> None:
+    model, ids = accelerate(make_xlstm()).train(), tokens(2, 19)
+    expected = gradients(model, ids)
+    for reentrant in (False, True):
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        check(gradients(model, ids), expected, 0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(model, ids)
+    assert error(found["logits"], expected["logits"]) <= 5 * TOLERANCE[torch.bfloat16]
+
+
+def test_more_tokens_than_the_library_reads_at_once(make_xlstm: Make, tokens: Tokens) -> None:
+    ids = tokens(2, 40)
+    model = accelerate(make_xlstm(torch.float64, max_inference_chunksize=16))
+    with torch.no_grad():
+        found = model(ids, use_cache=False).logits
+        model.config.max_inference_chunksize = 64
+        assert error(found, model(ids, use_cache=False).logits) <= TOLERANCE[torch.float32]
+
+
+def test_what_is_saved_is_what_the_library_saves(make_xlstm: Make, tmp_path: Path) -> None:
+    model = make_xlstm()
+    names = [name for name, _ in model.named_modules()]
+    model.save_pretrained(tmp_path / "before")
+    accelerate(model).save_pretrained(tmp_path / "after")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "before" / name).read_bytes() == (tmp_path / "after" / name).read_bytes()
+    assert [name for name, _ in model.named_modules()] == names
+    loaded = type(model).from_pretrained(tmp_path / "after")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_options_and_undoing(make_xlstm: Make, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = make_xlstm(), tokens(1, 5)
+    originals = [block.mlstm_layer.mlstm_backend for block in model.backbone.blocks]
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        "tfla.integrations.transformers.cell.mlstm",
+        lambda q, k, v, i, f, **options: seen.append(options) or v,
+    )
+    monkeypatch.setattr(Cell, "_wanted", lambda *_: False)
+    assert accelerate(model) is model
+    assert accelerate(model, chunk_size=8, backend="reference") is model
+    model(ids, use_cache=False)
+    assert [(o["chunk_size"], o["backend"]) for o in seen] == [(8, "reference")] * 2
+    twin = copy.deepcopy(model)
+    for each in (model, twin):
+        assert restore(restore(each)) is each
+        assert not any(isinstance(module, Cell) for module in each.modules())
+        assert not each.backbone._forward_pre_hooks
+        assert not each.backbone._forward_hooks
+    assert [block.mlstm_layer.mlstm_backend for block in model.backbone.blocks] == originals
+
+
+def test_a_model_inside_another_module(make_xlstm: Make, tokens: Tokens) -> None:
+    inner, ids = make_xlstm().backbone, tokens(1, 7)
+    accelerate(nn.Sequential(inner))
+    assert isinstance(inner.blocks[0].mlstm_layer.mlstm_backend, Cell)
+    assert torch.isfinite(inner(ids).last_hidden_state).all()
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear(1, 1), "xlstm"], ids=["module", "string"])
+def test_without_an_xlstm(wrong: Any) -> None:
+    for call in (accelerate, restore):
+        with pytest.raises(TypeError, match=f"model: got {type(wrong).__name__}, expected an xLSTMForCausalLM"):
+            call(wrong)
+
+
+def test_kernels_of_another_form_are_refused(make_xlstm: Make) -> None:
+    model = make_xlstm()
+    # A config knows this name where the xlstm package is installed.
+    model.config.__dict__["chunkwise_kernel"] = "chunkwise--triton_xl_chunk_siging"
+    with pytest.raises(ValueError, match="chunkwise_kernel: got 'chunkwise--triton_xl_chunk_siging'"):
+        accelerate(model)
+
+
+def test_without_transformers_the_extra_is_named(make_xlstm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_xlstm()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r'pip install "tfla\[transformers\]"'):
+        accelerate(model)
+
+
+def test_importing_the_integration_imports_no_transformers() -> None:
+    code = "import sys, tfla.integrations.transformers; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
