@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tfla.bench import gpu, gpu_report, peers
+from tfla.bench import gpu, gpu_report, peers, stored
 from tfla.bench.commands import bench
 from tfla.bench.crew import Died
 from tfla.bench.floor import backward_bytes, forward_bytes, step_bytes
@@ -238,7 +238,7 @@ def test_what_failed_few_samples_and_absent_peers_on_the_page():
             {"name": "Mamba", "error": "not installed (selective_scan_cuda)"},
         ],
     }  # fmt: skip
-    text = gpu_report.section(result, "fig14", None)
+    text = gpu_report.section(stored.merge({"fig14": result}), None)
     assert "| tfla mLSTMsig | 12.30\\* (1.23 ×) |" in text
     assert "| fla gla chunk | failed [1] |" in text
     assert "1. RuntimeError: a / b" in text
@@ -246,6 +246,39 @@ def test_what_failed_few_samples_and_absent_peers_on_the_page():
     assert "Not for these sizes: tfla mLSTMsig, hopper fused." in text
     assert "| tfla mLSTMsig | 1.00 |" in text
     assert "`tfla bench gpu fig14 --out benchmarks/results/fig14.json`" in text
+
+
+def run_of(only, date, *rows):
+    return {
+        "suite": "fig4", "title": "t", "axis": "T", "panels": [FORWARD], "rates": RATES,
+        "environment": {"device": "a GPU", "date": date, "versions": {}},
+        "config": vars(GpuBench("fig4", only=only, repeats=len(only) + 7)),
+        "rows": [{"name": name, "x": 512, "direction": FORWARD} | row for name, row in rows],
+    }  # fmt: skip
+
+
+def test_runs_of_one_setup_are_one_result(tmp_path):
+    old, new = ({"seconds": s, "samples": 7} for s in (1e-3, 2e-3))
+    failed = {"error": "not run: the budget was spent"}
+    runs = {
+        "fig4": run_of((), "2026-01-02", ("tfla mLSTMsig", new), ("attention, cuDNN", failed)),
+        "fig4_attention": run_of(("attention",), "2026-01-02", ("attention, cuDNN", old)),
+        "fig4_old": run_of(("tfla",), "2026-01-01", ("tfla mLSTMsig", old)),
+    }
+    for name, run in runs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+    (tmp_path / "other.json").write_text('{"rows": []}')
+    loaded = stored.load(tmp_path)
+    assert list(loaded) == ["fig4"]
+    rows = loaded["fig4"]["rows"]
+    assert [(r["name"], r["seconds"], r["asked"]) for r in rows] == [
+        ("tfla mLSTMsig", 2e-3, 7), ("attention, cuDNN", 1e-3, 8),
+    ]  # fmt: skip
+    page = gpu_report.section(loaded["fig4"], None)
+    assert page.count("### t") == 1
+    assert "| attention, cuDNN | 1.000\\* |" in page
+    assert "\n\nAttention: a GPU, 2026-01-02" in page
+    assert "--only attention --repeats 8 --out benchmarks/results/fig4_attention.json" in page
 
 
 def test_options_from_the_command_line(capsys):

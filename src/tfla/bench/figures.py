@@ -1,11 +1,14 @@
-"""The paper's figures from stored results, as PNG."""
+"""The paper's figures from stored results."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfla.bench.problem import BOTH, FORWARD
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, one for each library; its contenders differ in markers and dashes.
 FAMILIES = {
@@ -55,10 +58,10 @@ def _points(rows: list[Row], panel: str, name: str) -> tuple[list[int], list[flo
     return [x for x, _ in found], [y for _, y in found]
 
 
-def draw(result: dict[str, Any], target: Path) -> bool:
-    """Write the figure of one result: a row of panels for each group of contenders, time and memory on log axes.
+def figure_of(result: dict[str, Any]) -> Figure | None:
+    """The figure of one result: a row of panels for each group of contenders, time and memory on log axes.
 
-    Returns False, and writes nothing, where no row was measured.
+    None where no row was measured.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,7 +72,7 @@ def draw(result: dict[str, Any], target: Path) -> bool:
     panels = [p for p in result["panels"] if p != "memory" or has_memory]
     groups = list(dict.fromkeys(r.get("group", "") for r in timed))
     if not timed or not panels:
-        return False
+        return None
     names = list(dict.fromkeys(r["name"] for r in timed))
     look = styles(names)
     xs = sorted({r["x"] for r in timed})
@@ -112,6 +115,14 @@ def draw(result: dict[str, Any], target: Path) -> bool:
     figure.legend(
         handles=list(handles.values()), loc="outside right center", frameon=False, fontsize=8, handlelength=3.2
     )
+    return figure
+
+
+def draw(result: dict[str, Any], target: Path) -> bool:
+    """Writes the figure of one result as PNG; returns False, and writes nothing, where no row was measured."""
+    figure = figure_of(result)
+    if figure is None:
+        return False
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, format="png", dpi=120)
     return True

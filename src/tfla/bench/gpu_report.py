@@ -42,7 +42,7 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.{digits}f}"
 
 
-def time_cell(row: Row | None, key: str, floor: str, repeats: int, notes: Notes) -> str:
+def time_cell(row: Row | None, key: str, floor: str, notes: Notes) -> str:
     """Milliseconds and, in brackets, times the floor; a star where there are few samples."""
     if row is None:
         return "-"
@@ -50,7 +50,7 @@ def time_cell(row: Row | None, key: str, floor: str, repeats: int, notes: Notes)
         return notes.mark(row["error"])
     if key not in row:
         return "-"
-    few = "\\*" if key == "seconds" and row["samples"] < repeats else ""
+    few = "\\*" if key == "seconds" and row["samples"] < row["asked"] else ""
     times = f" ({row[key] / row[floor]:.2f} ×)" if floor in row else ""
     return milliseconds(row[key]) + few + times
 
@@ -63,7 +63,7 @@ def _names(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(r["name"] for r in rows))
 
 
-def _time_tables(rows: list[Row], axis: str, repeats: int, notes: Notes) -> list[str]:
+def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
     parts = []
     for direction in dict.fromkeys(r["direction"] for r in rows):
         for key, floor, how in (
@@ -75,7 +75,7 @@ def _time_tables(rows: list[Row], axis: str, repeats: int, notes: Notes) -> list
             if not xs:
                 continue
             found = {(r["name"], r["x"]): r for r in mine}
-            body = [[n, *(time_cell(found.get((n, x)), key, floor, repeats, notes) for x in xs)] for n in _names(mine)]
+            body = [[n, *(time_cell(found.get((n, x)), key, floor, notes) for x in xs)] for n in _names(mine)]
             for gate in ("sig", "exp"):
                 floors = {r["x"]: r[floor] for r in mine if r["name"].startswith(f"tfla mLSTM{gate}") and floor in r}
                 if floors:
@@ -147,13 +147,17 @@ def _unsupported(rows: list[Row]) -> list[str]:
     return [n for n in mine if all(REFUSES in r.get("error", "") for r in rows if r["name"] == n)]
 
 
-def section(result: dict[str, Any], stem: str, image: str | None) -> str:
-    """One result: conditions, figure, tables, what failed and how, and the command."""
-    parts = [f"### {result['title']}", _conditions(result)]
+def section(result: dict[str, Any], image: str | None) -> str:
+    """One result of :mod:`.stored`: conditions, figure, tables, what failed and how, and the commands."""
+    runs = result["runs"]
+    parts = [f"### {result['title']}"]
+    for run in runs.values():
+        only = ", ".join(run["config"].get("only", ())) if len(runs) > 1 else ""
+        parts.append((f"{only.capitalize()}: " if only else "") + _conditions(run))
     if image is not None:
         parts.append(f"![{result['title']}]({image})")
     rows = [r for r in result["rows"] if "x" in r]
-    notes, repeats, refusals = Notes(), result["config"]["repeats"], list[str]()
+    notes, refusals = Notes(), list[str]()
     for group in dict.fromkeys(r.get("group", "") for r in rows):
         mine = [r for r in rows if r.get("group", "") == group]
         refused = _unsupported(mine)
@@ -161,11 +165,11 @@ def section(result: dict[str, Any], stem: str, image: str | None) -> str:
         title = f" ({group})" if group else ""
         refusals += [f"Not for these sizes{title}: {'; '.join(refused)}."] if refused else []
         parts += [f"#### {group}"] if group else []
-        parts += _time_tables(mine, result["axis"], repeats, notes)
+        parts += _time_tables(mine, result["axis"], notes)
         parts += _memory_tables(mine, result["axis"], result["axis"] == "chunk size")
     remarks = refusals
-    if any(r.get("samples", repeats) < repeats for r in rows):
-        remarks.append(f"\\* fewer than {repeats} samples, at least 5: one takes long.")
+    if any("samples" in r and r["samples"] < r["asked"] for r in rows):
+        remarks.append("\\* fewer samples, at least 5: one takes long.")
     if ways := _ways(rows):
         remarks.append(f"By default {ways}.")
     absent = [r["name"] for r in result["rows"] if "x" not in r]
@@ -173,5 +177,6 @@ def section(result: dict[str, Any], stem: str, image: str | None) -> str:
         remarks.append(f"Not installed there: {', '.join(dict.fromkeys(absent))}.")
     parts += [" ".join(remarks)] if remarks else []
     parts += [notes.lines()] if notes.texts else []
-    parts.append(f"Reproduce: `{command(result['config'], stem)}`.")
+    commands = "`, `".join(command(run["config"], stem) for stem, run in runs.items())
+    parts.append(f"Reproduce: `{commands}`.")
     return "\n\n".join(parts)

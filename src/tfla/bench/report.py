@@ -7,8 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfla.bench import cpu_report, gpu_report
-from tfla.bench.suites import SUITES
+from tfla.bench import cpu_report, gpu_report, stored
 
 INTRO = """# Performance
 
@@ -36,16 +35,16 @@ def run(config: Report) -> None:
     if not found:
         raise FileNotFoundError(f"no results in {config.results}: tfla bench cpu --out {config.results}/cpu.json")
     images = config.images or config.out.parent / "img"
-    sections = [cpu_report.section(result) for result in found.values() if "suite" not in result]
-    on_gpus = {stem: result for stem, result in found.items() if "suite" in result}
+    sections = [cpu_report.section(result) for result in found.values() if "cpu" in result.get("environment", {})]
+    on_gpus = stored.load(config.results)
     sections += [gpu_report.METHOD] if on_gpus else []
-    for stem, result in sorted(on_gpus.items(), key=lambda item: (list(SUITES).index(item[1]["suite"]), item[0])):
+    for stem, result in on_gpus.items():
         from tfla.bench.figures import draw
 
         image = images / f"{stem}.png"
         drawn = draw(result, image)
         link = Path(os.path.relpath(image, config.out.parent)).as_posix() if drawn else None
-        sections.append(gpu_report.section(result, stem, link))
+        sections.append(gpu_report.section(result, link))
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text("\n\n".join([INTRO.rstrip(), *sections]) + "\n")
     print(f"wrote {config.out}")

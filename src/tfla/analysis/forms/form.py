@@ -24,8 +24,8 @@ from tfla.analysis.forms.symbols import (
     Parts,
     S,
     T,
+    at_unit_cost,
     matrix_products,
-    simplified,
 )
 
 NAMES = {"T": T, "L": L, "segment": S, "dqk": DQK, "dhv": DHV, "causal": CAUSAL, "state_bytes": B_C, "nv": NV, "nk": NK}
@@ -67,7 +67,7 @@ class Form:
             sizes: T, L (steps of a chunk or tile), segment, dqk, dhv, causal (1/2), state_bytes (4), nv and nk
                 (programs that share a head's state, 1): numbers or arrays.
         """
-        return self._numbers(simplified, "flops_expr", sizes)
+        return self._numbers(at_unit_cost, "flops_expr", sizes)
 
     def matrix_flops(self, **sizes: Any) -> Any:
         """Those of matrix products."""

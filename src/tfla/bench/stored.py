@@ -1,0 +1,49 @@
+"""Stored results of `tfla bench gpu`. What several runs measured of one setup on one device is one result."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tfla.bench.suites import SUITES
+
+Row = dict[str, Any]
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row["name"], row.get("group", "")
+
+
+def merge(runs: dict[str, Row]) -> Row:
+    """One result from those of several runs by file name: as the first, with all contenders and the runs themselves.
+
+    What was measured more than once is taken from the latest run, the last in order of names on one day. Rows have the
+    number of samples that their run was asked for.
+    """
+    ordered = sorted(runs.items(), key=lambda item: (item[1]["environment"]["date"], item[0]))
+    place: dict[tuple[str, str], int] = {}  # contender -> where its rows are from
+    for n, (_, run) in enumerate(ordered):
+        for row in run["rows"]:
+            if "seconds" in row or _key(row) not in place:
+                place[_key(row)] = n
+    order = list(dict.fromkeys(_key(row) for run in runs.values() for row in run["rows"]))
+    rows = [
+        row | {"asked": run["config"]["repeats"]}
+        for n, (_, run) in enumerate(ordered)
+        for row in run["rows"]
+        if place[_key(row)] == n
+    ]
+    rows.sort(key=lambda row: order.index(_key(row)))
+    return next(iter(runs.values())) | {"rows": rows, "runs": runs}
+
+
+def load(folder: Path) -> dict[str, Row]:
+    """Results of GPUs by name, in the order of the suites: that of the first file with a setup and a device."""
+    groups: dict[tuple[int, str], dict[str, Row]] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result.get("suite") in SUITES:
+            device = result["environment"]["device"]
+            groups.setdefault((list(SUITES).index(result["suite"]), device), {})[path.stem] = result
+    return {next(iter(runs)): merge(runs) for _, runs in sorted(groups.items())}
