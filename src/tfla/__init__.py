@@ -1,8 +1,19 @@
 """Kernels for gated linear RNNs: the mLSTM of xLSTM and every scalar-gated linear attention."""
 
-from tfla.ops.api import linear_attention, linear_attention_step, mlstm, mlstm_step
+from tfla.ops.api import linear_attention, mlstm
 from tfla.ops.explain import Explanation, explain
 from tfla.ops.state import State
+from tfla.ops.steps import linear_attention_step, linear_attention_steps, mlstm_step, mlstm_steps
 
 __version__ = "0.1.0"
-__all__ = ["Explanation", "State", "explain", "linear_attention", "linear_attention_step", "mlstm", "mlstm_step"]
+__all__ = [
+    "Explanation",
+    "State",
+    "explain",
+    "linear_attention",
+    "linear_attention_step",
+    "linear_attention_steps",
+    "mlstm",
+    "mlstm_step",
+    "mlstm_steps",
+]

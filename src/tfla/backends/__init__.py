@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 
-from tfla.backends.base import Backend, Inputs
+from tfla.backends.base import Backend, Inputs, StepInputs
 
 
 def _load() -> dict[str, Backend]:
@@ -38,4 +38,18 @@ def select(name: str | None, x: Inputs) -> Backend:
     return BACKENDS[name]
 
 
-__all__ = ["BACKENDS", "Backend", "Inputs", "select"]
+def select_steps(name: str | None, x: StepInputs) -> Backend | None:
+    """Who has a kernel for these steps: the backend of that name, or the best one; None if nobody has.
+
+    Raises:
+        ValueError: no backend has that name.
+    """
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"backend: got {name!r}, allowed are None and {', '.join(map(repr, BACKENDS))}")
+    for backend in BACKENDS.values():  # by falling priority
+        if name in (None, backend.name) and backend.steps_unsupported(x) is None:
+            return backend
+    return None
+
+
+__all__ = ["BACKENDS", "Backend", "Inputs", "StepInputs", "select", "select_steps"]

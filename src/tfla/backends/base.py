@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,50 @@ class Grads(NamedTuple):
     n: Tensor
 
 
+Gates = Literal["exp", "sigmoid", "log"]
+
+
+class StepInputs(NamedTuple):
+    """A few steps of every sequence: q, k (B, T, Hq, dqk); v (B, T, H, dhv), Hq divides H; gates (B, T, H) of any float
+    dtype, as :class:`StepSpec` says; a state of any float dtype, without a normaliser C alone."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    i: Tensor | None  # None: log-gates that are all zero
+    f: Tensor
+    C: Tensor
+    n: Tensor | None
+    m: Tensor | None
+    lengths: Tensor | None  # (B,) int: steps of each sequence that the returned state has behind it; None: all
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic and of a new m."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def kept_dtype(self, given: Tensor) -> torch.dtype:
+        """Of a new C or n: what is kept in 16 bits stays so."""
+        return given.dtype if given.dtype.itemsize == 2 else self.acc_dtype
+
+
+class StepSpec(NamedTuple):
+    """What to compute, apart from the tensors."""
+
+    scale: float
+    gates: Gates  # of what i and f are: pre-activations of mLSTMexp, of mLSTMsig, or log-gates; not clamped yet
+    final_state: bool
+
+
+class StepOutputs(NamedTuple):
+    """h like v, dense, and the new state; parts that were not asked for have shape (0,)."""
+
+    h: Tensor
+    C: Tensor
+    n: Tensor
+    m: Tensor
+
+
 class Backend(ABC):
     """One way to compute the operator."""
 
@@ -98,6 +142,14 @@ class Backend(ABC):
     @abstractmethod
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """From the cotangents of h and of the final state; ``out`` holds h, d and the chunk states of the forward."""
+
+    def steps_unsupported(self, x: StepInputs) -> str | None:
+        """Why these steps cannot run here, or None."""
+        return "it has no kernel for single steps"
+
+    def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
+        """A few steps without gradients; the new C goes to ``into``, which may be that of x, or to a new tensor."""
+        raise NotImplementedError
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
         """What else it decides for these inputs, by name; shown by :func:`tfla.explain`."""

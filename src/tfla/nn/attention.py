@@ -134,8 +134,8 @@ class Attention(SequenceMixer):
             return y, None
         return y, KeyValues(k, v, None if first is None else first[:, -1])
 
-    def step(self, x: Tensor, state: KeyValues) -> tuple[Tensor, KeyValues]:
-        """See :meth:`SequenceMixer.step`."""
+    def step(self, x: Tensor, state: KeyValues, in_place: bool = False) -> tuple[Tensor, KeyValues]:
+        """See :meth:`SequenceMixer.step`; the cache grows and is never overwritten."""
         y, new = self(x[:, None], state, return_state=True)
         return y[:, 0], new
 

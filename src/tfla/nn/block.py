@@ -60,7 +60,7 @@ class Block(nn.Module):
         )  # fmt: skip
         return self._add(x, mixed), new
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Any]:
         """Arguments and results of :meth:`SequenceMixer.step`."""
-        mixed, new = self.mixer.step(self.mixer_norm(x), state)
+        mixed, new = self.mixer.step(self.mixer_norm(x), state, in_place)
         return self._add(x, mixed), new

@@ -13,9 +13,10 @@ from tfla.nn.init import Projection, input_std, output_std
 from tfla.nn.mixer import SequenceMixer
 from tfla.nn.norm import HeadNorm
 from tfla.nn.numerics import at_least_float32
-from tfla.ops.api import mlstm, mlstm_step
+from tfla.ops.api import mlstm
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
+from tfla.ops.steps import mlstm_step
 
 
 class MLSTM(SequenceMixer):
@@ -82,9 +83,9 @@ class MLSTM(SequenceMixer):
         h, new = mlstm(q, k, v, i, f, return_state=True, **options)
         return self._output(x, h), new
 
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+    def step(self, x: Tensor, state: State, in_place: bool = False) -> tuple[Tensor, State]:
         """See :meth:`SequenceMixer.step`."""
-        h, new = mlstm_step(*self._inputs(x), state, input_gate=self.input_gate_kind)
+        h, new = mlstm_step(*self._inputs(x), state, input_gate=self.input_gate_kind, in_place=in_place)
         return self._output(x, h), new
 
     def initial_state(self, batch_size: int, device: torch.device) -> State:

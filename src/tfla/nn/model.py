@@ -123,8 +123,10 @@ class LanguageModel(nn.Module):
         logits = self.logits(x)
         return (logits, new) if return_state else logits
 
-    def step(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+    def step(self, ids: Tensor, state: ModelState, *, in_place: bool = False) -> tuple[Tensor, ModelState]:
         """One token a sequence: ids (B,) int64 -> logits (B, vocab_size), as :meth:`forward` gives, and the new state.
+
+        in_place lets the mLSTM overwrite its C, as :func:`tfla.mlstm_step` does; the old state is then of no use.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
@@ -134,7 +136,7 @@ class LanguageModel(nn.Module):
         x = self.embedding(ids)
         states = []
         for block, before in zip(self.blocks, state, strict=True):
-            x, after = block.step(x, before)
+            x, after = block.step(x, before, in_place)
             states.append(after)
         return self.logits(x), tuple(states)
 

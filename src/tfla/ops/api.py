@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tfla.backends import Inputs
 from tfla.backends.base import Spec
-from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
 from tfla.ops.choice import choose
 from tfla.ops.gates import InputGate, clamp, log_gates
@@ -17,7 +16,7 @@ from tfla.ops.operator import attend
 from tfla.ops.state import State
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast q, k, v take its dtype, as in attention; gates and states keep theirs."""
     device = tensors[0].device.type
     if torch.is_autocast_enabled(device):
@@ -38,7 +37,7 @@ def prepare(
     chunk_size: int | None,
 ) -> Inputs:
     """What a backend gets of a call whose shapes have been checked; checks the rest."""
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in _autocast(q, k, v))
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in autocast(q, k, v))
     checks.check_chunk_size(chunk_size)
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
@@ -196,61 +195,3 @@ def linear_attention(
         q, k, v, None if log_i is None else clamp(log_i), clamp(log_f), normalize, initial_state, return_state,
         cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad,
     )  # fmt: skip
-
-
-def _step(
-    q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: State, scale: float | None, normalize: bool
-) -> tuple[Tensor, State]:
-    q, k, v = _autocast(q, k, v)
-    checks.check_state(state, q.shape[0], q, v, normalize, "state")
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    group = v.shape[1] // q.shape[1]
-    if group > 1:
-        q, k = (t.repeat_interleave(group, 1) for t in (q, k))
-    none = state.C.new_empty(0)
-    n, m = (none, none) if state.n is None or state.m is None else (state.n.to(dtype), clamp(state.m).to(dtype))
-    with torch.autocast(q.device.type, enabled=False):
-        h, _, new = reference_step(
-            q.to(dtype), k.to(dtype), v.to(dtype), log_i.to(dtype), log_f.to(dtype), state.C.to(dtype), n, m,
-            q.shape[-1] ** -0.5 if scale is None else float(scale), normalize,
-        )  # fmt: skip
-    return h.to(v.dtype), State(*new) if normalize else State(new[0])
-
-
-def mlstm_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor,
-    f: Tensor,
-    state: State,
-    *,
-    input_gate: InputGate = "exp",
-    scale: float | None = None,
-) -> tuple[Tensor, State]:
-    """One step of :func:`mlstm`, for decoding: q, k (B, Hq, dqk), v (B, H, dhv), i, f (B, H).
-
-    Returns h (B, H, dhv) and the new state.
-    Start from :meth:`State.zeros` or from a state that :func:`mlstm` returned. Same errors as :func:`mlstm`.
-    """
-    checks.check_input_gate(input_gate)
-    checks.check_inputs(q, k, v, {"i": i, "f": f}, state, time=False)
-    return _step(q, k, v, *log_gates(i, f, input_gate), state, scale, input_gate == "exp")
-
-
-def linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_f: Tensor,
-    state: State,
-    log_i: Tensor | None = None,
-    *,
-    normalize: bool = False,
-    scale: float | None = None,
-) -> tuple[Tensor, State]:
-    """One step of :func:`linear_attention`: q, k (B, Hq, dqk), v (B, H, dhv), log-gates (B, H)."""
-    gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
-    checks.check_inputs(q, k, v, gates, state, time=False)
-    log_i = torch.zeros_like(log_f) if log_i is None else log_i
-    return _step(q, k, v, clamp(log_i), clamp(log_f), state, scale, normalize)

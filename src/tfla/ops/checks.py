@@ -94,3 +94,41 @@ def check_chunk_size(chunk_size: object) -> None:
         raise TypeError(f"chunk_size: got {type(chunk_size).__name__}, expected an int or None")
     if chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
+
+
+LONGEST_STEPS = 32
+
+
+def check_few_steps(v: Tensor, return_state: bool, lengths: object, in_place: bool) -> None:
+    if not 1 <= v.shape[1] <= LONGEST_STEPS:
+        raise ValueError(
+            f"v: got T = {v.shape[1]}, expected from 1 to {LONGEST_STEPS} steps; the sequence forms read more"
+        )
+    for name, given in {"lengths": lengths is not None, "in_place": in_place}.items():
+        if given and not return_state:
+            raise ValueError(f"{name}: got it with return_state=False, expected it with a state to return")
+
+
+def check_lengths(lengths: object, v: Tensor) -> None:
+    """On a GPU their values are not read, so that nothing waits for the device; they must be right."""
+    if lengths is None:
+        return
+    if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
+        got = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
+        raise TypeError(f"lengths: got {got}, expected an int32 or int64 tensor")
+    _shape("lengths", lengths, (v.shape[0],))
+    if lengths.device != v.device:
+        raise ValueError(f"lengths: got device {lengths.device}, expected that of v, {v.device}")
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and lengths.numel():
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < 0 or high > v.shape[1]:
+            raise ValueError(f"lengths: got values from {low} to {high}, expected from 0 to T = {v.shape[1]}")
+
+
+def check_in_place(state: State, dtype: torch.dtype, recorded: bool) -> None:
+    if recorded:
+        raise ValueError("in_place: got True while gradients are recorded, expected it under torch.no_grad()")
+    if state.C.dtype != dtype:
+        raise TypeError(f"state.C: got dtype {state.C.dtype}, expected {dtype} to be overwritten in place")
+    if state.C.stride(-1) != 1 and state.C.shape[-1] > 1:
+        raise ValueError("state.C: its last dimension is not dense, which in_place needs")

@@ -1,4 +1,5 @@
-"""Triton, for NVIDIA GPUs from Ampere on: fused kernels (:mod:`.walk`) and those of the paper (:mod:`.tfla_parallel`).
+"""Triton, for NVIDIA GPUs from Ampere on: fused kernels (:mod:`.walk`) and those of the paper (:mod:`.tfla_parallel`),
+and decoding (:mod:`.step`).
 
 Triton is imported on first use.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Backend, Grads, Inputs, Outputs, Spec
+from tfla.backends.base import Backend, Grads, Inputs, Outputs, Spec, StepInputs, StepOutputs, StepSpec
 
 LARGEST_DQK, LARGEST_DHV = 512, 1024
 WHOLE = 1 << 30  # a chunk size that no sequence reaches
@@ -38,18 +39,29 @@ class Triton(Backend):
     kernels = ("fused", "tfla")
 
     def unsupported(self, x: Inputs) -> str | None:
-        if not INSTALLED:
-            return 'Triton is not installed: pip install "tfla[triton]"'
-        if x.q.device.type != "cuda" and not INTERPRETED:
-            return f"it needs an NVIDIA GPU, the inputs are on {x.q.device.type}"
-        if x.q.device.type == "cuda" and not _ampere_or_newer(x.q.device):
-            return "it needs compute capability 8.0 (Ampere) or newer"
-        if x.q.device.type != "cuda" and x.q.dtype == torch.bfloat16:
-            return "Triton's interpreter takes bfloat16 for integers"
-        if x.q.dtype == torch.float64:
-            return "it computes in float32 at most, the inputs are float64"
+        if why := self._unsupported(x.q):
+            return why
         if x.q.shape[-1] > LARGEST_DQK or x.v.shape[-1] > LARGEST_DHV:
             return f"it takes dqk up to {LARGEST_DQK} and dhv up to {LARGEST_DHV}"
+        return None
+
+    def steps_unsupported(self, x: StepInputs) -> str | None:
+        if x.q.device.type != "cuda" and torch.bfloat16 in (x.C.dtype, None if x.n is None else x.n.dtype):
+            return "Triton's interpreter takes bfloat16 for integers"
+        return self._unsupported(x.q)
+
+    def _unsupported(self, q: Tensor) -> str | None:
+        """Why tensors on this device, of this dtype cannot be taken."""
+        if not INSTALLED:
+            return 'Triton is not installed: pip install "tfla[triton]"'
+        if q.device.type != "cuda" and not INTERPRETED:
+            return f"it needs an NVIDIA GPU, the inputs are on {q.device.type}"
+        if q.device.type == "cuda" and not _ampere_or_newer(q.device):
+            return "it needs compute capability 8.0 (Ampere) or newer"
+        if q.device.type != "cuda" and q.dtype == torch.bfloat16:
+            return "Triton's interpreter takes bfloat16 for integers"
+        if q.dtype == torch.float64:
+            return "it computes in float32 at most, the inputs are float64"
         return None
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
@@ -90,6 +102,11 @@ class Triton(Backend):
         from tfla.backends.triton import launch, tfla_launch
 
         return launch.backward(x, out, dh, dC, dn, spec, tfla_launch.Chunks if spec.kernel == "tfla" else launch.Call)
+
+    def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
+        from tfla.backends.triton import step_launch
+
+        return step_launch.run(x, spec, into)
 
 
 BACKEND = Triton()

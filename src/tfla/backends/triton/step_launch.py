@@ -1,0 +1,72 @@
+"""Launches of :mod:`.step`: strides, and how the state is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import StepInputs, StepOutputs, StepSpec
+from tfla.backends.triton import step
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a program has of a state: BV columns, BK rows at a time. Measured on an H200."""
+
+    BK: int
+    BV: int
+    warps: int
+
+
+def power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@functools.cache
+def cut(dqk: int, dhv: int) -> Cut:
+    rows = min(power_of_two(dqk), 256)
+    columns = min(power_of_two(dhv), max(16, min(128, 8192 // rows)))
+    return Cut(rows, columns, 4 if rows * columns > 2048 else 2)
+
+
+def _strides(t: Tensor) -> tuple[int, int, int]:
+    return t.stride(0), t.stride(1), t.stride(2)
+
+
+def _dense(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
+    """One launch. The new C goes to ``into``, which may be that of x, or with None to a new tensor."""
+    B, T, H, V = x.v.shape
+    K = x.q.shape[3]
+    q, k, v, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x.q, x.k, x.v, x.C))
+    n, m, lengths = _dense(x.n), _dense(x.m), _dense(x.lengths)
+    h = torch.empty((B, T, H, V), dtype=v.dtype, device=v.device)
+    none = h.new_empty(0)
+    new_C = new_n = new_m = none
+    if spec.final_state:
+        new_C = into if into is not None else torch.empty((B, H, K, V), dtype=x.kept_dtype(C), device=C.device)
+        if n is not None and m is not None:
+            new_n = torch.empty((B, H, K), dtype=x.kept_dtype(n), device=C.device)
+            new_m = torch.empty((B, H), dtype=torch.float32, device=C.device)
+    if B == 0:
+        return StepOutputs(h, new_C, new_n, new_m)
+    how = cut(K, V)
+    grid = ((V + how.BV - 1) // how.BV * B * H,)
+    target = new_C if spec.final_state else C
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        step.steps[grid](
+            q, k, v, x.f if x.i is None else x.i, x.f, C, C if n is None else n, C if m is None else m, h, target,
+            new_n, new_m, C if lengths is None else lengths, H, H // q.shape[2], spec.scale,
+            *_strides(q), *_strides(k), *_strides(v), *_strides(x.f if x.i is None else x.i), *_strides(x.f),
+            *_strides(C), *_strides(target), DK=K, DV=V, T=T, BK=how.BK, BV=how.BV, BT=power_of_two(T),
+            NORMALIZE=n is not None, INPUT_GATE=x.i is not None, SIGMOID_I=spec.gates == "sigmoid",
+            SIGMOID_F=spec.gates != "log", LENGTHS=lengths is not None, FINAL=spec.final_state, num_warps=how.warps,
+        )  # fmt: skip
+    return StepOutputs(h, new_C, new_n, new_m)

@@ -1,0 +1,105 @@
+"""Steps as PyTorch knows them: registered with torch.library, traceable, without gradients.
+
+Defined by schema: `torch.library.custom_op` adds a dispatch for autograd that takes longer than a step does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tfla.backends import BACKENDS, StepInputs
+from tfla.backends.base import Gates, StepSpec
+
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? i, Tensor f, {}, Tensor? n, Tensor? m, Tensor? lengths"
+OPTIONS = "float scale, str gates, str backend"
+torch.library.define("tfla::steps", f"({INPUTS.format('Tensor C')}, {OPTIONS}, bool final_state) "
+                                    "-> (Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
+torch.library.define("tfla::steps_", f"({INPUTS.format('Tensor(a!) C')}, {OPTIONS}) -> (Tensor, Tensor, Tensor)")
+steps, steps_ = torch.ops.tfla.steps.default, torch.ops.tfla.steps_.default
+
+
+@torch.library.impl("tfla::steps", "default")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    C: Tensor,
+    n: Tensor | None,
+    m: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    gates: Gates,
+    backend: str,
+    final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = StepInputs(q, k, v, i, f, C, n, m, lengths)
+    return tuple(BACKENDS[backend].steps(x, StepSpec(scale, gates, final_state), None))  # type: ignore[return-value]
+
+
+@torch.library.register_fake("tfla::steps")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    C: Tensor,
+    n: Tensor | None,
+    m: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    gates: Gates,
+    backend: str,
+    final_state: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = StepInputs(q, k, v, i, f, C, n, m, lengths)
+
+    def new(like: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return q.new_empty((0,) if like is None or not final_state else like.shape, dtype=dtype)
+
+    new_n = new(n, q.dtype if n is None or not final_state else x.kept_dtype(n))
+    new_C = new(C, x.kept_dtype(C) if final_state else q.dtype)
+    return v.new_empty(v.shape), new_C, new_n, new(m, x.acc_dtype if n is not None and final_state else q.dtype)
+
+
+@torch.library.impl("tfla::steps_", "default")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    C: Tensor,
+    n: Tensor | None,
+    m: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    gates: Gates,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    out = BACKENDS[backend].steps(StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, True), C)
+    return out.h, out.n, out.m
+
+
+@torch.library.register_fake("tfla::steps_")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    C: Tensor,
+    n: Tensor | None,
+    m: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    gates: Gates,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = StepInputs(q, k, v, i, f, C, n, m, lengths)
+    none = v.new_empty(0)
+    new_n = none if n is None else q.new_empty(n.shape, dtype=x.kept_dtype(n))
+    return v.new_empty(v.shape), new_n, none.clone() if m is None else q.new_empty(m.shape, dtype=x.acc_dtype)

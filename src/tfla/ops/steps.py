@@ -1,0 +1,254 @@
+"""Decoding: one step or a few at once, from a state to the next."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from tfla.backends import StepInputs, select_steps
+from tfla.backends.base import Gates, StepSpec
+from tfla.backends.reference import step as reference_step
+from tfla.ops import checks
+from tfla.ops.api import autocast
+from tfla.ops.gates import InputGate, clamp, log_gates
+from tfla.ops.state import State
+from tfla.ops.step_operator import steps, steps_
+
+
+def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
+    """Step by step, differentiable."""
+    dtype, group = x.acc_dtype, x.v.shape[2] // x.q.shape[2]
+    q, k = (t.repeat_interleave(group, 2).to(dtype) if group > 1 else t.to(dtype) for t in (x.q, x.k))
+    if spec.gates != "log":
+        assert x.i is not None
+        log_i, log_f = log_gates(x.i, x.f, spec.gates)
+    else:
+        log_f = clamp(x.f)
+        log_i = torch.zeros_like(log_f) if x.i is None else clamp(x.i)
+    none = x.C.new_empty(0)
+    normalize = x.n is not None
+    n, m = (none, none) if x.n is None or x.m is None else (x.n.to(dtype), clamp(x.m).to(dtype))
+    now = kept = x.C.to(dtype), n, m
+    hs = []
+    with torch.autocast(x.q.device.type, enabled=False):
+        for t in range(x.v.shape[1]):
+            inputs = (part[:, t].to(dtype) for part in (q, k, x.v, log_i, log_f))
+            h, _, now = reference_step(*inputs, *now, spec.scale, normalize)  # type: ignore[misc]
+            hs.append(h.to(x.v.dtype))
+            if x.lengths is None:
+                kept = now
+            else:
+                at = t < x.lengths
+                kept = tuple(
+                    torch.where(at.view(-1, *[1] * (a.dim() - 1)), a, b) if a.dim() > 1 else a
+                    for a, b in zip(now, kept, strict=True)
+                )  # type: ignore[assignment]
+    C, n, m = kept
+    C = C.to(x.kept_dtype(x.C))
+    return torch.stack(hs, 1), State(C) if x.n is None else State(C, n.to(x.kept_dtype(x.n)), m)
+
+
+def _steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    state: State,
+    lengths: Tensor | None,
+    scale: float | None,
+    gates: Gates,
+    normalize: bool,
+    return_state: bool,
+    in_place: bool,
+    backend: str | None,
+) -> tuple[Tensor, State]:
+    """Sequences (B, T, ...) whose shapes have been checked, all but those of the state and of lengths."""
+    checks.check_state(state, q.shape[0], q, v, normalize, "state")
+    checks.check_lengths(lengths, v)
+    q, k, v = autocast(q, k, v)
+    x = StepInputs(q, k, v, i, f, *state, lengths)
+    spec = StepSpec(q.shape[-1] ** -0.5 if scale is None else float(scale), gates, return_state)
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
+    if in_place:
+        checks.check_in_place(state, x.kept_dtype(state.C), recorded)
+    chosen = select_steps(backend, x)
+    if chosen is None or recorded:
+        h, new = _by_reference(x, spec)
+        if in_place:
+            new = new._replace(C=state.C.copy_(new.C))
+        return h, new
+    options = spec.scale, gates, chosen.name
+    if in_place:
+        h, n, m = steps_(*x, *options)
+        return h, State(state.C, n, m) if normalize else state
+    h, C, n, m = steps(*x, *options, return_state)
+    return h, State(C, n, m) if normalize else State(C)
+
+
+def _one(*tensors: Tensor | None) -> list[Tensor | None]:
+    """(B, ...) as (B, 1, ...)."""
+    return [None if t is None else t.unsqueeze(1) for t in tensors]
+
+
+def mlstm_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: State,
+    *,
+    input_gate: InputGate = "exp",
+    scale: float | None = None,
+    in_place: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, State]:
+    """One step of :func:`mlstm`, for decoding: one kernel on an NVIDIA GPU where no gradients are recorded.
+
+    Args:
+        q, k, v: (B, Hq, dqk), (B, Hq, dqk), (B, H, dhv), as one step of :func:`mlstm`.
+        i, f: (B, H), pre-activations.
+        state: :meth:`State.zeros`, or what :func:`mlstm` or the last step returned. C and n may be kept in bfloat16 or
+            float16 and then stay so; the arithmetic is in float32, or float64 where q is.
+        input_gate, scale: as in :func:`mlstm`.
+        in_place: overwrite ``state.C``, by far the largest part of the state, with the new one; n and m, which all
+            programs of a head read, are new tensors. Only where no gradients are recorded.
+        backend: whose kernel; None, or a backend that has none, picks.
+
+    Returns:
+        h (B, H, dhv) in v's dtype, and the new state.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
+    checks.check_input_gate(input_gate)
+    checks.check_inputs(q, k, v, {"i": i, "f": f}, state, time=False)
+    h, new = _steps(
+        *_one(q, k, v, i, f), state, None, scale, input_gate, input_gate == "exp", True, in_place, backend  # type: ignore[arg-type]
+    )  # fmt: skip
+    return h.squeeze(1), new
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    state: State,
+    log_i: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    scale: float | None = None,
+    in_place: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, State]:
+    """One step of :func:`linear_attention`: q, k (B, Hq, dqk), v (B, H, dhv), log-gates (B, H); else :func:`mlstm_step`."""
+    gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
+    checks.check_inputs(q, k, v, gates, state, time=False)
+    h, new = _steps(
+        *_one(q, k, v, log_i, log_f), state, None, scale, "log", normalize, True, in_place, backend  # type: ignore[arg-type]
+    )  # fmt: skip
+    return h.squeeze(1), new
+
+
+@overload
+def mlstm_steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: State,
+    *,
+    return_state: Literal[True] = True,
+    lengths: Tensor | None = ...,
+    input_gate: InputGate = ...,
+    scale: float | None = ...,
+    in_place: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Tensor, State]: ...
+@overload
+def mlstm_steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: State,
+    *,
+    return_state: Literal[False],
+    lengths: Tensor | None = ...,
+    input_gate: InputGate = ...,
+    scale: float | None = ...,
+    in_place: bool = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
+def mlstm_steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    state: State,
+    *,
+    return_state: bool = True,
+    lengths: Tensor | None = None,
+    input_gate: InputGate = "exp",
+    scale: float | None = None,
+    in_place: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, State] | Tensor:
+    """A handful of steps at once, the state being read once and written once, as speculative decoding wants them.
+
+    Tokens that another model proposes are verified with ``return_state=False``, which writes no state. When it is
+    known how many of them each sequence keeps, the same call with ``lengths`` gives the state behind those.
+
+    Args:
+        q, k, v, i, f: (B, T, ...), as in :func:`mlstm`, T from 1 to 32.
+        state: as in :func:`mlstm_step`.
+        return_state: also return the new state; else the state stays as it is.
+        lengths: (B,) int32 or int64, from 0 to T: how many steps of each sequence the new state has behind it; None is
+            all of them. Outputs are of all T steps whatever it says.
+        input_gate, scale, in_place, backend: as in :func:`mlstm_step`.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new state.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`. On a GPU lengths are not read, so that nothing waits for the device.
+    """
+    checks.check_input_gate(input_gate)
+    checks.check_inputs(q, k, v, {"i": i, "f": f}, state, time=True)
+    checks.check_few_steps(v, return_state, lengths, in_place)
+    found = _steps(
+        q, k, v, i, f, state, lengths, scale, input_gate, input_gate == "exp", return_state, in_place, backend
+    )
+    return found if return_state else found[0]
+
+
+def linear_attention_steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    state: State,
+    log_i: Tensor | None = None,
+    *,
+    normalize: bool = False,
+    return_state: bool = True,
+    lengths: Tensor | None = None,
+    scale: float | None = None,
+    in_place: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, State] | Tensor:
+    """A handful of steps of :func:`linear_attention`, as :func:`mlstm_steps` does them; log-gates (B, T, H)."""
+    gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
+    checks.check_inputs(q, k, v, gates, state, time=True)
+    checks.check_few_steps(v, return_state, lengths, in_place)
+    found = _steps(
+        q, k, v, log_i, log_f, state, lengths, scale, "log", normalize, return_state, in_place, backend
+    )
+    return found if return_state else found[0]
