@@ -2,7 +2,8 @@
 
 python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any order, its "kernels" one row each
 
-TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state], with commas between.
+TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state], with commas between;
+of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16.
 """
 
 from __future__ import annotations
@@ -126,11 +127,30 @@ def forward_and_backward(backend: str, kernel: str, gate: str, dqk: str, dhv: st
     torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
 
 
+def decoding(backend: str, gate: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
+    type(BACKENDS[backend]).steps_unsupported = lambda self, x: None  # type: ignore[method-assign]
+    K, V, steps = int(dqk), int(dhv), 4 if "several" in variant else 1
+    q, k, v = (torch.randn(2, steps, H, d, dtype=getattr(torch, dtype)) for d in (K, K, V))
+    i, f = (torch.randn(2, steps, H) for _ in range(2))
+    state = tfla.State.zeros(2, H, K, V, normalize=gate == "exp")
+    if "low" in variant:
+        state = state._replace(C=state.C.bfloat16())
+    tfla.mlstm_steps(q, k, v, i, f, state, input_gate=gate, backend=backend)
+    if steps > 1:
+        lengths = torch.tensor([1, 2])
+        tfla.mlstm_steps(q, k, v, i, f, state, input_gate=gate, backend=backend, lengths=lengths)
+        tfla.mlstm_steps(q, k, v, i, f, state, input_gate=gate, backend=backend, return_state=False)
+
+
 def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found.clear()
     failure = None
     try:
-        forward_and_backward(*case.split(","))
+        backend, kernel, *rest = case.split(",")
+        if kernel == "steps":
+            decoding(backend, *rest)
+        else:
+            forward_and_backward(backend, kernel, *rest)
     except Exception:
         failure = traceback.format_exc()[-4000:]
     return {"case": case, "failure": failure, "kernels": list(found.values())}

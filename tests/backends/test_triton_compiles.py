@@ -51,6 +51,13 @@ CASES = {
         "exp,100,72,bfloat16",
     ],
     "tfla": ["exp,64,128,float32", "exp,128,256,bfloat16", "sigmoid,512,512,float16,packed,state"],
+    "steps": [
+        "exp,64,64,float32",
+        "exp,256,512,bfloat16",
+        "sigmoid,256,512,bfloat16,low",
+        "exp,512,1024,float16,several",
+        "sigmoid,100,72,bfloat16,several,low",
+    ],
 }
 AMD = ("exp,64,64,bfloat16", "exp,128,256,bfloat16", "exp,128,256,float32")
 MODE = os.environ.get("TFLA_COMPILE", "")
@@ -58,11 +65,14 @@ if MODE == "all":
     DIMS = ("64,64", "64,128", "128,128", "128,256", "256,256", "256,512", "512,512", "512,1024", "100,72")
     DTYPES = ("bfloat16", "float16", "float32")
     VARIANTS = ("", ",packed", ",segmented", ",packed,segmented,state")
-    every = [f"{gate},{dims},{x}{y}" for gate, dims, x, y in product(("exp", "sigmoid"), DIMS, DTYPES, VARIANTS)]
-    CASES = dict.fromkeys(CASES, every)
+    STEP_VARIANTS = ("", ",low", ",several", ",several,low")
+    CASES = {
+        kernel: [f"{gate},{dims},{x}{y}" for gate, dims, x, y in product(("exp", "sigmoid"), DIMS, DTYPES, variants)]
+        for kernel, variants in ((kernel, STEP_VARIANTS if kernel == "steps" else VARIANTS) for kernel in CASES)
+    }
 COMPILED = {
     f"triton,{kernel},{form}": [target for target in TARGETS if target.startswith("sm_") or form in AMD]
-    for kernel in BACKENDS["triton"].kernels
+    for kernel in (*BACKENDS["triton"].kernels, "steps")
     for form in CASES[kernel]
 }
 

@@ -46,10 +46,12 @@ def select_steps(name: str | None, x: StepInputs) -> Backend | None:
     """
     if name is not None and name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, allowed are None and {', '.join(map(repr, BACKENDS))}")
-    for backend in BACKENDS.values():  # by falling priority
-        if name in (None, backend.name) and backend.steps_unsupported(x) is None:
-            return backend
-    return None
+    best: Backend | None = None
+    for backend in BACKENDS.values():  # a loop, since torch.compile has no max with a key
+        takes = name in (None, backend.name) and backend.steps_unsupported(x) is None
+        if takes and (best is None or backend.priority > best.priority):
+            best = backend
+    return best
 
 
 __all__ = ["BACKENDS", "Backend", "Inputs", "StepInputs", "select", "select_steps"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ class State(NamedTuple):
     """The state of gated linear attention, stabilised: the true state is ``exp(m) C`` and ``exp(m) n``.
 
     C: (B, H, dqk, dhv), n: (B, H, dqk), m: (B, H); float32, or float64 where q is. n and m are None without a
-    normaliser. With ``cu_seqlens``, B is the number of sequences.
+    normaliser. With ``cu_seqlens``, B is the number of sequences. For decoding C and n may be kept in 16 bits.
 
     m is a number the computation is free to choose and cancels out of every result. Gradients reach the true state
     through C and n; a returned m carries none.
@@ -39,8 +40,68 @@ class State(NamedTuple):
 
     def detach(self) -> State:
         """The same state, cut from the graph."""
-        return State(*(None if t is None else t.detach() for t in self))  # type: ignore[arg-type]
+        return self._each(Tensor.detach)
 
     def to(self, device: torch.device | str) -> State:
         """The same state on another device."""
-        return State(*(None if t is None else t.to(device) for t in self))  # type: ignore[arg-type]
+        return self._each(lambda t: t.to(device))
+
+    def clone(self) -> State:
+        """A copy, which steps in place leave alone."""
+        return self._each(Tensor.clone)
+
+    def gather(self, rows: Tensor | Sequence[int]) -> State:
+        """A copy of the states of some sequences of the batch, in the order of their indices, repeats allowed.
+
+        Raises:
+            TypeError, ValueError: rows are no one-dimensional list or tensor of integers, or out of range.
+        """
+        index = self._index(rows)
+        return self._each(lambda t: t.index_select(0, index))
+
+    def scatter(self, rows: Tensor | Sequence[int], states: State) -> None:
+        """Overwrites the states of some sequences, in place: sequence rows[j] gets the j-th of ``states``.
+
+        Raises:
+            TypeError, ValueError: as :meth:`gather`; or ``states`` are not as many, or not of this kind.
+        """
+        index = self._index(rows)
+        for name, mine, theirs in zip(self._fields, self, states, strict=True):
+            if (mine is None) != (theirs is None):
+                got, wanted = ("None", "a tensor") if theirs is None else ("a tensor", "None")
+                raise ValueError(f"states.{name}: got {got}, expected {wanted}")
+            if mine is None or theirs is None:
+                continue
+            shape = (index.shape[0], *mine.shape[1:])
+            if theirs.shape != shape:
+                raise ValueError(f"states.{name}: got shape {tuple(theirs.shape)}, expected {shape}")
+            mine.index_copy_(0, index, theirs.to(mine))
+
+    def reset(self, rows: Tensor | Sequence[int]) -> None:
+        """Puts some sequences before their first step, in place.
+
+        Raises:
+            TypeError, ValueError: as :meth:`gather`.
+        """
+        index = self._index(rows)
+        for t in self:
+            if t is not None:
+                t.index_fill_(0, index, 0.0)
+
+    def _each(self, fn: Callable[[Tensor], Tensor]) -> State:
+        return State(*(None if t is None else fn(t) for t in self))  # type: ignore[arg-type]
+
+    def _index(self, rows: object) -> Tensor:
+        """On a GPU the values of a tensor are not read, so that nothing waits for the device."""
+        if not isinstance(rows, Tensor):
+            if not isinstance(rows, Sequence) or not all(isinstance(row, int) for row in rows):
+                raise TypeError(f"rows: got {rows!r}, expected a tensor or a list of integers")
+            wrong = [row for row in rows if not 0 <= row < self.C.shape[0]]
+            if wrong:
+                raise ValueError(f"rows: got {wrong[0]}, expected from 0 to {self.C.shape[0] - 1}")
+            rows = torch.tensor(rows, dtype=torch.int64)
+        if rows.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"rows: got dtype {rows.dtype}, expected int64")
+        if rows.dim() != 1:
+            raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected one dimension")
+        return rows.to(self.C.device)

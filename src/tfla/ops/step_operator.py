@@ -100,6 +100,6 @@ def _(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = StepInputs(q, k, v, i, f, C, n, m, lengths)
-    none = v.new_empty(0)
-    new_n = none if n is None else q.new_empty(n.shape, dtype=x.kept_dtype(n))
-    return v.new_empty(v.shape), new_n, none.clone() if m is None else q.new_empty(m.shape, dtype=x.acc_dtype)
+    new_n = q.new_empty(0) if n is None else q.new_empty(n.shape, dtype=x.kept_dtype(n))
+    new_m = q.new_empty(0) if m is None else q.new_empty(m.shape, dtype=x.acc_dtype)
+    return v.new_empty(v.shape), new_n, new_m

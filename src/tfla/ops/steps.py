@@ -34,8 +34,8 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
     hs = []
     with torch.autocast(x.q.device.type, enabled=False):
         for t in range(x.v.shape[1]):
-            inputs = (part[:, t].to(dtype) for part in (q, k, x.v, log_i, log_f))
-            h, _, now = reference_step(*inputs, *now, spec.scale, normalize)  # type: ignore[misc]
+            q_t, k_t, v_t, i_t, f_t = (part[:, t].to(dtype) for part in (q, k, x.v, log_i, log_f))
+            h, _, now = reference_step(q_t, k_t, v_t, i_t, f_t, *now, spec.scale, normalize)
             hs.append(h.to(x.v.dtype))
             if x.lengths is None:
                 kept = now
@@ -88,11 +88,6 @@ def _steps(
     return h, State(C, n, m) if normalize else State(C)
 
 
-def _one(*tensors: Tensor | None) -> list[Tensor | None]:
-    """(B, ...) as (B, 1, ...)."""
-    return [None if t is None else t.unsqueeze(1) for t in tensors]
-
-
 def mlstm_step(
     q: Tensor,
     k: Tensor,
@@ -127,7 +122,8 @@ def mlstm_step(
     checks.check_input_gate(input_gate)
     checks.check_inputs(q, k, v, {"i": i, "f": f}, state, time=False)
     h, new = _steps(
-        *_one(q, k, v, i, f), state, None, scale, input_gate, input_gate == "exp", True, in_place, backend  # type: ignore[arg-type]
+        q[:, None], k[:, None], v[:, None], i[:, None], f[:, None], state, None, scale, input_gate,
+        input_gate == "exp", True, in_place, backend,
     )  # fmt: skip
     return h.squeeze(1), new
 
@@ -145,11 +141,12 @@ def linear_attention_step(
     in_place: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
-    """One step of :func:`linear_attention`: q, k (B, Hq, dqk), v (B, H, dhv), log-gates (B, H); else :func:`mlstm_step`."""
+    """One step of :func:`linear_attention`, log-gates (B, H); all else is as in :func:`mlstm_step`."""
     gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
     checks.check_inputs(q, k, v, gates, state, time=False)
     h, new = _steps(
-        *_one(q, k, v, log_i, log_f), state, None, scale, "log", normalize, True, in_place, backend  # type: ignore[arg-type]
+        q[:, None], k[:, None], v[:, None], None if log_i is None else log_i[:, None], log_f[:, None], state, None,
+        scale, "log", normalize, True, in_place, backend,
     )  # fmt: skip
     return h.squeeze(1), new
 
@@ -248,7 +245,5 @@ def linear_attention_steps(
     gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
     checks.check_inputs(q, k, v, gates, state, time=True)
     checks.check_few_steps(v, return_state, lengths, in_place)
-    found = _steps(
-        q, k, v, log_i, log_f, state, lengths, scale, "log", normalize, return_state, in_place, backend
-    )
+    found = _steps(q, k, v, log_i, log_f, state, lengths, scale, "log", normalize, return_state, in_place, backend)
     return found if return_state else found[0]

@@ -63,12 +63,11 @@ def steps(
             m = tl.load(M + row).to(tl.float32)
             m = tl.where(m < LOWEST, LOWEST, m)
             m = tl.where(m > HIGHEST, HIGHEST, m)
-        if LENGTHS and FINAL:
-            if length == 0:
-                tl.store(at, c.to(C_out.dtype.element_ty), inside)
-                if NORMALIZE and part == 0:
-                    tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
-                    tl.store(M_out + row, m)
+        if LENGTHS and FINAL and length == 0:
+            tl.store(at, c.to(C_out.dtype.element_ty), inside)
+            if NORMALIZE and part == 0:
+                tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
+                tl.store(M_out + row, m)
         for t in range(T):
             k = tl.load(K + b * kb + t * kt + hq * kh + rk, in_k, 0.0).to(tl.float32)
             q = tl.load(Q + b * qb + t * qt + hq * qh + rk, in_k, 0.0).to(tl.float32)
@@ -91,12 +90,11 @@ def steps(
                 n = f * n + ik  # (3)
                 den += tl.where(now, tl.sum(n * q, 0), 0.0)
                 floor = tl.where(now, tl.exp(-m), floor)
-            if FINAL:
-                if t + 1 == length:
-                    tl.store(at, c.to(C_out.dtype.element_ty), inside)
-                    if NORMALIZE and part == 0:
-                        tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
-                        tl.store(M_out + row, m)
+            if FINAL and t + 1 == length:
+                tl.store(at, c.to(C_out.dtype.element_ty), inside)
+                if NORMALIZE and part == 0:
+                    tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
+                    tl.store(M_out + row, m)
     num *= scale
     if NORMALIZE:
         den = tl.abs(den * scale)

@@ -48,13 +48,15 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
     q, k, v, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x.q, x.k, x.v, x.C))
     n, m, lengths = _dense(x.n), _dense(x.m), _dense(x.lengths)
     h = torch.empty((B, T, H, V), dtype=v.dtype, device=v.device)
-    none = h.new_empty(0)
-    new_C = new_n = new_m = none
     if spec.final_state:
         new_C = into if into is not None else torch.empty((B, H, K, V), dtype=x.kept_dtype(C), device=C.device)
-        if n is not None and m is not None:
-            new_n = torch.empty((B, H, K), dtype=x.kept_dtype(n), device=C.device)
-            new_m = torch.empty((B, H), dtype=torch.float32, device=C.device)
+    else:
+        new_C = h.new_empty(0)
+    if spec.final_state and n is not None and m is not None:
+        new_n = torch.empty((B, H, K), dtype=x.kept_dtype(n), device=C.device)
+        new_m = torch.empty((B, H), dtype=torch.float32, device=C.device)
+    else:
+        new_n, new_m = h.new_empty(0), h.new_empty(0)
     if B == 0:
         return StepOutputs(h, new_C, new_n, new_m)
     how = cut(K, V)

@@ -1,0 +1,84 @@
+"""States of single sequences in a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tfla
+
+
+def state(batch: int, normalize: bool = True, seed: int = 0) -> tfla.State:
+    generator = torch.Generator().manual_seed(seed)
+    return tfla.State(
+        *(
+            torch.randn(x.shape, generator=generator)
+            for x in tfla.State.zeros(batch, 2, 3, 5, normalize=normalize)
+            if x is not None
+        )
+    )
+
+
+def parts(s: tfla.State) -> list[torch.Tensor]:
+    return [x for x in s if x is not None]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gather_is_a_copy_of_rows(normalize: bool) -> None:
+    whole = state(4, normalize)
+    for rows in ([2, 0, 2], torch.tensor([2, 0, 2]), (2, 0, 2)):
+        some = whole.gather(rows)
+        assert all(torch.equal(a, b[[2, 0, 2]]) for a, b in zip(parts(some), parts(whole), strict=True))
+    before = whole.clone()
+    for x in parts(some):
+        x.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(parts(whole), parts(before), strict=True))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_scatter_overwrites_rows_and_no_others(normalize: bool) -> None:
+    whole, new = state(4, normalize), state(2, normalize, seed=1)
+    before = whole.clone()
+    whole.scatter([3, 1], new)
+    for a, b, c in zip(parts(whole), parts(before), parts(new), strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+        assert torch.equal(a[[3, 1]], c)
+
+
+def test_reset_is_the_state_before_the_first_step() -> None:
+    whole = state(3)
+    before = whole.clone()
+    whole.reset([1])
+    zeros = tfla.State.zeros(1, 2, 3, 5)
+    assert all(torch.equal(a, b) for a, b in zip(whole.gather([1]), zeros, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole.gather([0, 2]), before.gather([0, 2]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "text"),
+    [
+        (1, TypeError, "rows: got 1, expected a tensor or a list"),
+        ([0.5], TypeError, "rows: got [0.5], expected a tensor or a list"),
+        ([4], ValueError, "rows: got 4, expected from 0 to 3"),
+        ([-1], ValueError, "rows: got -1, expected from 0 to 3"),
+        (torch.tensor([True]), TypeError, "rows: got dtype torch.bool, expected int64"),
+        (torch.tensor([[1]]), ValueError, "rows: got shape (1, 1), expected one dimension"),
+    ],
+    ids=str,
+)
+def test_wrong_rows_are_named(rows: Any, kind: type[Exception], text: str) -> None:
+    for call in (state(4).gather, state(4).reset, lambda rows: state(4).scatter(rows, state(1))):
+        with pytest.raises(kind) as caught:
+            call(rows)
+        assert text in str(caught.value)
+
+
+def test_states_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match=r"^states.C: got shape \(2, 2, 3, 5\), expected \(1, 2, 3, 5\)"):
+        state(4).scatter([0], state(2))
+    with pytest.raises(ValueError, match=r"^states.n: got None, expected a tensor"):
+        state(4).scatter([0], state(1, normalize=False))
+    with pytest.raises(ValueError, match=r"^states.n: got a tensor, expected None"):
+        state(4, normalize=False).scatter([0], state(1))
