@@ -34,7 +34,7 @@ class SequenceMixer(nn.Module, ABC):
 
     @abstractmethod
     def step(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Any]:
-        """One token a sequence: x (B, d_model) -> the same shape, and the new state, in_place perhaps in the old one."""
+        """One token a sequence: x (B, d_model) -> the same shape, and the new state, maybe in the old one."""
 
     @abstractmethod
     def initial_state(self, batch_size: int, device: torch.device) -> Any:

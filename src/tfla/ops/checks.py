@@ -116,7 +116,7 @@ def check_lengths(lengths: object, v: Tensor) -> None:
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         got = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
         raise TypeError(f"lengths: got {got}, expected an int32 or int64 tensor")
-    _shape("lengths", lengths, (v.shape[0],))
+    check_shape("lengths", lengths, (v.shape[0],))
     if lengths.device != v.device:
         raise ValueError(f"lengths: got device {lengths.device}, expected that of v, {v.device}")
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and lengths.numel():
