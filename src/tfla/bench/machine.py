@@ -13,7 +13,17 @@ import torch
 from tfla.bench.cpu import cpu_name
 from tfla.bench.timing import Sampling, clock_of, measure
 
-PACKAGES = ("tfla", "torch", "triton", "mlstm_kernels", "flash-linear-attention", "fla-core", "mamba_ssm", "flash_attn")
+PACKAGES = (
+    "tfla",
+    "torch",
+    "triton",
+    "transformers",
+    "mlstm_kernels",
+    "flash-linear-attention",
+    "fla-core",
+    "mamba_ssm",
+    "flash_attn",
+)
 
 
 def _installed(name: str) -> str | None:

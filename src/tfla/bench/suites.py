@@ -207,6 +207,24 @@ SUITES = {
         (2048, 8192, TOKENS), _lengths(*MAMBA_HEADS),
         (Entry("tfla mamba_chunk_scan_combined", "tfla.bench.contenders:mamba2", {"groups": 8}), MAMBA[0]),
     ),
+    "transformers": Suite(
+        "Hugging Face transformers: xLSTM of 1.1 billion parameters (18 blocks, 8 heads, dqk 128, dhv 256), 16,384 "
+        "tokens; forward: prefill into a cache, forward + backward: training step without the optimizer", "T",
+        (2048, 16_384), lambda T: Problem(max(1, 16_384 // T), T, 8, 128, 256),
+        (
+            Entry("tfla mLSTMexp", "tfla.bench.xlstm_models:model", {"cell": "tfla"}, needs="transformers"),
+            Entry(
+                "mlstm_kernels mLSTMexp xl_chunk 128", "tfla.bench.xlstm_models:model",
+                {"cell": "mlstm_kernels", "kernel": "chunkwise--triton_xl_chunk", "chunk_size": 128},
+                needs="mlstm_kernels",
+            ),
+            Entry(
+                "transformers, its own path", "tfla.bench.xlstm_models:model", {"cell": "transformers"},
+                needs="transformers",
+            ),
+        ),
+        panels=(),
+    ),
     "smoke": Suite(
         "Smoke: seconds on any device, to see that everything runs", "T", (64, 128),
         lambda T: Problem(2, T, 2, 16, 32, dtype="float32"),

@@ -21,7 +21,7 @@ BOUND = 5 * TOLERANCE[torch.float32]
 
 def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
     """Tokens and mask (B, WIDTH); what pads is a token like any other."""
-    ids, mask = torch.full((len(rows), WIDTH), 5), torch.zeros(len(rows), WIDTH, dtype=torch.int64)
+    ids, mask = rows[0].new_full((len(rows), WIDTH), 5), rows[0].new_zeros(len(rows), WIDTH)
     for n, row in enumerate(rows):
         start = {"left": WIDTH - len(row), "right": 0, "both": (WIDTH - len(row)) // 2}[side]
         ids[n, start : start + len(row)] = row
@@ -30,14 +30,14 @@ def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def rows(tokens: Tokens) -> list[Tensor]:
-    return [tokens(length, seed=n) for n, length in enumerate(LENGTHS)]
+def rows(tokens: Tokens, device: str) -> list[Tensor]:
+    return [tokens(length, seed=n).to(device) for n, length in enumerate(LENGTHS)]
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
 @pytest.mark.parametrize("use_bias", [False, True])
-def test_rows_are_as_alone(make_xlstm: Make, rows: list[Tensor], side: str, use_bias: bool) -> None:
-    model = accelerate(make_xlstm(use_bias=use_bias))
+def test_rows_are_as_alone(make_xlstm: Make, rows: list[Tensor], device: str, side: str, use_bias: bool) -> None:
+    model = accelerate(make_xlstm(device=device, use_bias=use_bias))
     ids, mask = padded(rows, side)
     with torch.no_grad():
         out = model(ids, attention_mask=mask, use_cache=True)
@@ -55,9 +55,9 @@ def test_rows_are_as_alone(make_xlstm: Make, rows: list[Tensor], side: str, use_
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_rows_alone(
-    make_xlstm: Make, rows: list[Tensor], side: str, checkpointing: bool
+    make_xlstm: Make, rows: list[Tensor], device: str, side: str, checkpointing: bool
 ) -> None:
-    model = accelerate(make_xlstm(torch.float64, norm_reduction_force_float32=False)).train()
+    model = accelerate(make_xlstm(torch.float64, device, norm_reduction_force_float32=False)).train()
     if checkpointing:
         model.activation_checkpointing_enable()
     ids, mask = padded(rows, side)
@@ -81,20 +81,20 @@ def test_gradients_are_those_of_the_rows_alone(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_generate_goes_on_with_every_row_as_alone(make_xlstm: Make, rows: list[Tensor], side: str) -> None:
-    model = accelerate(make_xlstm(torch.float64))
+def test_generate_goes_on_with_every_row_as_alone(make_xlstm: Make, rows: list[Tensor], device: str, side: str) -> None:
+    model = accelerate(make_xlstm(torch.float64, device))
     ids, mask = padded(rows, side)
     options = {"max_new_tokens": 6, "do_sample": False}
     found = model.generate(ids, attention_mask=mask, **options)[:, WIDTH:]
     for n, row in enumerate(rows):
-        alone = model.generate(row[None], attention_mask=torch.ones(1, len(row)), **options)
+        alone = model.generate(row[None], attention_mask=torch.ones(1, len(row), device=device), **options)
         assert found[n].tolist() == alone[0, len(row) :].tolist()
 
 
-def test_pieces_read_their_part_of_the_mask(make_xlstm: Make, rows: list[Tensor]) -> None:
+def test_pieces_read_their_part_of_the_mask(make_xlstm: Make, rows: list[Tensor], device: str) -> None:
     """Both the model's own pieces, of a long prompt, and a caller's, who gives the mask of all tokens so far."""
     ids, mask = padded(rows, "left")
-    model = accelerate(make_xlstm())
+    model = accelerate(make_xlstm(device=device))
     with torch.no_grad():
         expected = model(ids, attention_mask=mask).logits[:, -1]
         first = model(ids[:, :10], attention_mask=mask[:, :10], use_cache=True)
@@ -104,26 +104,34 @@ def test_pieces_read_their_part_of_the_mask(make_xlstm: Make, rows: list[Tensor]
         assert error(model(ids, attention_mask=mask).logits[:, -1], expected) <= BOUND
 
 
-def test_a_failing_pass_leaves_no_mask(make_xlstm: Make, rows: list[Tensor]) -> None:
+def test_a_failing_pass_leaves_no_mask(make_xlstm: Make, rows: list[Tensor], device: str) -> None:
     ids, mask = padded(rows, "left")
-    model = accelerate(make_xlstm()).eval()
+    model = accelerate(make_xlstm(device=device))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("power cut")
+
     with torch.no_grad():
         expected = model(ids).logits
-        with pytest.raises(IndexError):
-            model(ids + 1000, attention_mask=mask)
+        hook = model.backbone.blocks[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="power cut"):
+            model(ids, attention_mask=mask)
+        hook.remove()
         assert torch.equal(model(ids).logits, expected)
 
 
 @pytest.mark.parametrize("shape", [(4, WIDTH - 1), (3, WIDTH), (4, 1, WIDTH, WIDTH)])
-def test_a_mask_of_another_shape_is_named(make_xlstm: Make, rows: list[Tensor], shape: tuple[int, ...]) -> None:
+def test_a_mask_of_another_shape_is_named(
+    make_xlstm: Make, rows: list[Tensor], device: str, shape: tuple[int, ...]
+) -> None:
     ids, _ = padded(rows, "left")
     with pytest.raises(ValueError, match=r"attention_mask: got shape \(.*\), expected \(4, 18 or more\)"):
-        accelerate(make_xlstm())(ids, attention_mask=torch.ones(shape))
+        accelerate(make_xlstm(device=device))(ids, attention_mask=torch.ones(shape))
 
 
-def test_tuples_are_filled_too(make_xlstm: Make, rows: list[Tensor]) -> None:
+def test_tuples_are_filled_too(make_xlstm: Make, rows: list[Tensor], device: str) -> None:
     ids, mask = padded(rows, "right")
-    backbone = accelerate(make_xlstm()).backbone
+    backbone = accelerate(make_xlstm(device=device)).backbone
     with torch.no_grad():
         expected = backbone(ids, attention_mask=mask).last_hidden_state
         assert torch.equal(backbone(ids, attention_mask=mask, return_dict=False)[0], expected)
