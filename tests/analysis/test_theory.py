@@ -99,7 +99,10 @@ def test_figures_have_the_stored_points_and_the_users_accelerator(tmp_path):
 
 
 def test_without_measurements_their_figures_are_missing(tmp_path):
-    found = theory.figures(theory.Config(out=tmp_path, results=tmp_path))
-    assert [f.name for f in found if isinstance(f, Missing)] == ["fig19", "fig20"]
-    (why,) = {f.why for f in found if isinstance(f, Missing)}
-    assert f"tfla bench gpu fig5 --out {tmp_path / 'fig5.json'}" in why
+    config = theory.Config(out=tmp_path, results=tmp_path)
+    for draw, name in ((theory.roofline, "fig19"), (theory.rate_and_time, "fig20")):
+        found = draw(config)
+        assert isinstance(found, Missing)
+        assert found.name == name
+        assert f"tfla bench gpu fig5 --out {tmp_path / 'fig5.json'}" in found.why
+    assert "There are no measured points here" in theory.runtime(config).caption

@@ -35,4 +35,5 @@ class Subject(NamedTuple):
 SUBJECTS: dict[str, Subject] = {
     "counting": Subject("tfla.analysis.counting", "Counting", "FLOPs and bytes of every form (Figures 15, 16)"),
     "theory": Subject("tfla.analysis.theory", "Theory of the runtime", "runtime by chunk size, GPU (Figures 17 to 22)"),
+    "benchmarks": Subject("tfla.analysis.benchmarks", "Benchmarks", "stored measurements (Figures 4, 5, 12, 13, 14)"),
 }

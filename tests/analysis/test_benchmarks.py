@@ -1,0 +1,47 @@
+"""The paper's benchmark figures from stored results."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from tfla.analysis import benchmarks
+from tfla.analysis.frame import Figure, Missing
+from tfla.bench.gpu_report import milliseconds
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Stored results of one figure, measured in two runs."""
+    target = tmp_path / "results"
+    target.mkdir()
+    for name in ("fig4", "fig4_attention"):
+        (target / f"{name}.json").write_text((RESULTS / f"{name}.json").read_text())
+    return target
+
+
+def test_what_is_stored_is_drawn_and_what_is_not_is_said(tmp_path, folder):
+    found = benchmarks.figures(benchmarks.Config(out=tmp_path, results=folder))
+    assert [f.name for f in found] == list(benchmarks.SEEN)
+    (drawn,) = (f for f in found if isinstance(f, Figure))
+    assert drawn.name == "fig4"
+    missing = {f.name: f.why for f in found if isinstance(f, Missing)}
+    assert f"tfla bench gpu fig12 --out {folder / 'fig12.json'}" in missing["fig12"]
+
+    with drawn.data_path.open() as file:
+        rows = {(r["name"], r["direction"], r["x"]): r for r in csv.DictReader(file)}
+    for name in ("fig4", "fig4_attention"):
+        timed = [r for r in json.loads((folder / f"{name}.json").read_text())["rows"] if "seconds" in r]
+        assert timed
+        assert all(float(rows[r["name"], r["direction"], str(r["x"])]["seconds"]) == r["seconds"] for r in timed)
+        assert f"{name}.json: " in drawn.caption
+    x = sorted({int(at) for _, _, at in rows})[4]
+    ours = rows["tfla mLSTMsig", "forward", str(x)]
+    assert f"forward at T = {x:,}, ms: tfla mLSTMsig {milliseconds(float(ours['seconds']))}; " in drawn.caption
+    assert "mLSTMsig, triton tfla" in drawn.caption
+    assert "mLSTMsig, triton fused" not in drawn.caption
