@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tfla.integrations.transformers.padding import Padding
-from tfla.ops.api import mlstm, mlstm_step
+from tfla.ops.api import mlstm
 from tfla.ops.state import State
+from tfla.ops.steps import mlstm_step
 
 LibraryState = tuple[Tensor, Tensor, Tensor]  # C (B, H, dqk, dhv), n (B, H, dqk), m (B, H, 1)
 
