@@ -155,6 +155,24 @@ def test_a_bfloat16_cache_keeps_the_scale_of_its_states(make_xlstm: Make, tokens
         assert error(held_n * torch.exp(held_m - m), n) <= TOLERANCE[torch.bfloat16] / 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_new_cache_has_the_dtype_that_the_config_says(make_xlstm: Make, tokens: Tokens, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    model = accelerate(make_xlstm(torch.bfloat16, inference_state_dtype=name))
+    with torch.no_grad():
+        cache = model(tokens(2, 5), use_cache=True).cache_params
+    assert {x.dtype for state in cache.rnn_state.values() for x in state} == {dtype}
+
+
+def test_a_layer_by_itself_leaves_its_state_alone(make_xlstm: Make) -> None:
+    block = accelerate(make_xlstm()).backbone.blocks[0]
+    state = (torch.ones(2, 4, 16, 32), torch.ones(2, 4, 16), torch.ones(2, 4, 1))
+    with torch.no_grad():
+        _, new = block(torch.randn(2, 1, 128), state)
+    assert all(bool((x == 1).all()) for x in state)
+    assert not any(bool((x == 1).all()) for x in new)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_dtypes_are_no_further_from_the_truth(
     make_xlstm: Make, tokens: Tokens, device: str, dtype: torch.dtype

@@ -64,7 +64,9 @@ class Cell(nn.Module):
             state = State(c_initial, n_initial, m_initial[..., 0])
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, i, f, *(state or ())))
         if state is not None and q.shape[1] == 1 and not differentiable:
-            h, new = mlstm_step(q[:, 0], k[:, 0], v[:, 0], i[:, 0], f[:, 0], state)
+            # Inside the model, which copies the new state over the old one anyway.
+            in_place = self.padding.running and state.C.dtype == torch.promote_types(q.dtype, torch.float32)
+            h, new = mlstm_step(q[:, 0], k[:, 0], v[:, 0], i[:, 0], f[:, 0], state, in_place=in_place)
             return h[:, :, None], _for_library(new, state)
         if state is not None and differentiable:
             # The model writes the new state over the tensors it gave: the backward needs them as they were.
@@ -82,12 +84,17 @@ class Cell(nn.Module):
         return bool(self.config.return_last_states if return_last_states is None else return_last_states)
 
 
+def _narrow(state: State) -> bool:
+    """Whether it is kept in fewer bits than it is computed in."""
+    return state.C.dtype.itemsize < torch.float32.itemsize
+
+
 def _for_library(new: State, old: State | None) -> LibraryState:
     """The state as the library keeps it: m with a last dimension, and in the dtype of the old state."""
     C, n, m = new
     assert n is not None
     assert m is not None
-    if old is not None and old.C.dtype.itemsize < m.dtype.itemsize:
+    if old is not None and _narrow(old):
         # m is free to choose: one that its narrow dtype holds exactly costs no accuracy.
         held = m.to(old.C.dtype).to(m.dtype)
         shift = torch.exp(m - held)

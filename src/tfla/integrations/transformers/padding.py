@@ -1,4 +1,4 @@
-"""Which tokens of a batch are padding: transformers' xLSTM is told, and hands it to no layer."""
+"""What a model's call says and hands to no layer: which tokens are padding, and that a cache is wanted."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Padding:
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None  # (B, T) bool, True at tokens, of the forward pass that runs
+        self.running = False  # whether a forward pass runs
         self._read: dict[int, int] = {}  # by cell: positions it has had, where the model goes in pieces
         self._hooks: list[Any] = []
 
@@ -68,6 +69,7 @@ class Padding:
         if inputs is None:
             return (), given  # the model says what is missing
         self._read.clear()
+        self.running = True
         self.mask = _tokens(given.get("attention_mask"), *inputs.shape[:2])
         if self.mask is not None:
             self.mask = self.mask.to(inputs.device)
@@ -75,12 +77,12 @@ class Padding:
                 checkpoint = getattr(block, "_gradient_checkpointing_func", None)
                 if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
                     block._gradient_checkpointing_func = Checkpoint(checkpoint, self)
-        if _in_pieces(backbone, inputs.shape[1]) and given.get("cache_params") is None:
+        if given.get("cache_params") is None and _reads_a_cache(backbone, inputs.shape[1], given.get("use_cache")):
             given["cache_params"] = _cache(backbone, inputs)
         return (), given
 
     def _after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        mask, self.mask = self.mask, None
+        mask, self.mask, self.running = self.mask, None, False
         if mask is None or output is None or torch.is_grad_enabled():  # None: the forward pass has failed
             return output
         filled = _fill(output[0], mask)
@@ -120,14 +122,19 @@ def _fill(x: Tensor, mask: Tensor) -> Tensor:
     return x.gather(1, last[..., None].expand_as(x))
 
 
-def _in_pieces(backbone: Any, steps: int) -> bool:
-    """Whether the model may read so many tokens piece by piece, through a cache."""
-    return not backbone.training and steps > backbone.config.max_inference_chunksize
+def _reads_a_cache(backbone: Any, steps: int, use_cache: bool | None) -> bool:
+    """Whether the model, in eval mode, makes itself a cache: where it is told to, or reads the tokens in pieces."""
+    wanted = backbone.config.use_cache if use_cache is None else use_cache
+    return not backbone.training and bool(wanted or steps > backbone.config.max_inference_chunksize)
 
 
 def _cache(backbone: Any, inputs: Tensor) -> object:
-    """A cache where the model's own, made without device or dtype, would be on the CPU in bfloat16."""
+    """A cache in the dtype that the config has for states; the model's own would be in that of the weights.
+
+    For what it reads in pieces, the model makes its own without device and dtype: on the CPU, in bfloat16.
+    """
     from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
-    dtype = torch.promote_types(backbone.embeddings.weight.dtype, torch.float32)
-    return xLSTMCache(backbone.config, len(inputs), device=str(inputs.device), dtype=dtype)
+    config, weight = backbone.config, backbone.embeddings.weight
+    dtype = weight.dtype if weight.dtype == torch.float64 else getattr(torch, config.inference_state_dtype)
+    return xLSTMCache(config, len(inputs), device=str(inputs.device), dtype=dtype)

@@ -16,8 +16,8 @@ def accelerate(model: Model, *, chunk_size: int | None = None, backend: str | No
     """Run every xLSTM of transformers inside the model on :func:`tfla.mlstm`; weights and config stay as they are.
 
     Training, prefill and generation, with and without a cache, go through it; sequences may have any length, and
-    padding by ``attention_mask``, on either side, gives every row the result it has alone. A model that was accelerated
-    before takes the new options.
+    padding by ``attention_mask``, on either side, gives every row the result it has alone. In eval mode a new cache is
+    in the config's ``inference_state_dtype``. A model that was accelerated before takes the new options.
 
     Args:
         model: an ``xLSTMForCausalLM``, an ``xLSTMModel`` or a module around one.
