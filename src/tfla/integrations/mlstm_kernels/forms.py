@@ -1,0 +1,171 @@
+"""What the kernels compute, by tfla's operator: heads first, and eps added to the stabilised denominator."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import tfla
+from tfla.integrations.denominator import LARGEST, attend_with_offset, max_states
+from tfla.ops.checks import check_float, check_shape
+from tfla.ops.gates import InputGate, log_gates
+
+States = tuple[Tensor, ...]
+Result = Tensor | tuple[Tensor, States]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What tells the kernels apart, apart from their speed."""
+
+    gate: InputGate
+    exact: bool
+    """Gradients are those of the function; without, none passes the denominator and the max state."""
+    rows: bool = False
+    """The max state is the row maximum of (29), and there are no states, neither in nor out."""
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> None:
+    for name, t in {"q": q, "k": k, "v": v, "i": i, "f": f}.items():
+        check_float(name, t)
+    check_shape("q", q, ("B", "NH", "S", "DHQK"))
+    check_shape("k", k, tuple(q.shape))
+    check_shape("v", v, (*q.shape[:3], "DHHV"))
+    for name, t in {"i": i, "f": f}.items():
+        check_shape(name, t, tuple(q.shape[:3]))
+
+
+def _max_state(m: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """(B, NH, 1), or (B, NH), as (B, NH)."""
+    if m.shape != shape:
+        check_shape("m", m, (*shape, 1))
+        m = m[..., 0]
+    return m
+
+
+def _initial(
+    form: Form, normalize: bool, q: Tensor, v: Tensor, c: Tensor | None, n: Tensor | None, m: Tensor | None
+) -> tfla.State | None:
+    """As tfla has it; parts that are missing are zero. Without exponential gate there is no max state."""
+    if c is None and n is None and m is None:
+        return None
+    B, H, K, V = *q.shape[:2], q.shape[3], v.shape[3]
+    zeros = q.new_zeros(B, H, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    for name, t, shape in (("c", c, (B, H, K, V)), ("n", n, (B, H, K))):
+        if t is not None:
+            check_float(name, t)
+            check_shape(name, t, shape)
+    c = zeros[..., None, None].expand(B, H, K, V) if c is None else c
+    if not normalize:
+        return tfla.State(c)
+    n = zeros[..., None].expand(B, H, K) if n is None else n
+    m = zeros if m is None or form.gate == "sigmoid" else _max_state(m, (B, H))
+    return tfla.State(c, n, m)
+
+
+def _normalized(
+    form: Form, q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: tfla.State | None, eps: float
+) -> tuple[Tensor, States]:
+    """Time before heads. The max states are computed here too: eps stands beside exp(-m), and returned states are
+    stabilised by m, so where gradients are exact they pass m."""
+    with torch.set_grad_enabled(torch.is_grad_enabled() and form.exact):
+        m = max_states(log_i, log_f, 0.0 if state is None or state.m is None else state.m)
+        if form.gate == "sigmoid":
+            weight = torch.exp(-m.detach()).clamp(max=LARGEST)
+        else:
+            weight = torch.exp((max_states(log_i, log_f, -torch.inf) if form.rows else m) - m.detach())
+    if eps == 0:
+        h, last = tfla.linear_attention(
+            q, k, v, log_f, log_i, normalize=True, initial_state=state, return_state=True, normalizer_grad=form.exact
+        )
+    else:
+        h, last = attend_with_offset(q, k, v, log_i, log_f, m, eps * weight, state, form.exact)
+    assert last.n is not None
+    end = m[:, -1].to(last.C.dtype)
+    rescale = torch.exp(end if form.gate == "sigmoid" else end.detach() - end)
+    C, n = last.C * rescale[..., None, None], last.n * rescale[..., None]
+    return h, (C, n) if form.gate == "sigmoid" else (C, n, end[..., None])
+
+
+def sequence(
+    form: Form,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    c_initial: Tensor | None,
+    n_initial: Tensor | None,
+    m_initial: Tensor | None,
+    return_last_states: bool,
+    eps: float,
+    *,
+    normalize: bool = True,
+    autocast_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+) -> Result:
+    """A whole sequence of any length.
+
+    Under autocast q, k and v become `autocast_dtype`, if given. `eps` is added to max(|d|, exp(-m)), stabilised.
+
+    Returns:
+        h (B, NH, S, DHHV) in the dtype of v, a view with time before heads in memory; with `return_last_states` also
+        (c, n, m), or (c, n) with a sigmoid input gate, in float32 or `state_dtype`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+    """
+    _check(q, k, v, i, f)
+    if form.rows and (return_last_states or not (c_initial is None and n_initial is None and m_initial is None)):
+        raise ValueError("return_last_states, c_initial, n_initial, m_initial: parallel kernels have no states")
+    state = _initial(form, normalize, q, v, c_initial, n_initial, m_initial)
+    q, k, v, i, f = (t.transpose(1, 2) for t in (q, k, v, i, f))
+    log_i, log_f = log_gates(i, f, form.gate)
+    autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if autocast_dtype is not None and torch.is_autocast_enabled(q.device.type):
+        q, k, v = (t.to(autocast_dtype) for t in (q, k, v))
+        autocast = torch.autocast(q.device.type, enabled=False)
+    with autocast:
+        if normalize:
+            h, states = _normalized(form, q, k, v, log_i, log_f, state, eps)
+        else:
+            h, last = tfla.linear_attention(q, k, v, log_f, log_i, initial_state=state, return_state=True)
+            states = last.C, last.C.new_zeros(last.C.shape[:3])
+    h = h.transpose(1, 2)
+    if not return_last_states:
+        return h
+    return h, tuple(s if state_dtype is None else s.to(state_dtype) for s in states)
+
+
+def step(
+    form: Form, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor, eps: float,
+    state_dtype: torch.dtype, normalize: bool = True,
+) -> tuple[Tensor, States]:  # fmt: skip
+    """One step: q, k (B, NH, DHQK), v (B, NH, DHHV), i, f (B, NH, 1).
+
+    Returns h (B, NH, DHHV) in v's dtype and (c, n, m) in `state_dtype`; with a sigmoid input gate m is 0.
+    """
+    check_shape("q", q, ("B", "NH", "DHQK"))
+    for name, gate in {"i": i, "f": f}.items():
+        check_shape(name, gate, (*q.shape[:2], 1))
+    if form.gate == "sigmoid":
+        m = torch.zeros_like(m)
+    check_shape("m", m, (*q.shape[:2], 1))
+    log_i, log_f = log_gates(i[..., 0], f[..., 0], form.gate)
+    state = tfla.State(c, n, m[..., 0]) if normalize else tfla.State(c)
+    h, new = tfla.linear_attention_step(q, k, v, log_f, state, log_i, normalize=normalize)
+    if new.n is None or new.m is None:
+        return h, (new.C.to(state_dtype), n.to(state_dtype), m.to(state_dtype))
+    C_new, n_new, m_new = new.C, new.n, new.m
+    if eps != 0:
+        d = torch.einsum("bhk,bhk->bh", q.to(n_new.dtype), n_new) * q.shape[-1] ** -0.5
+        bound = torch.maximum(d.abs(), torch.exp(-m_new).clamp(torch.finfo(m_new.dtype).tiny, LARGEST))
+        offset = eps * torch.exp(-m_new).clamp(max=LARGEST) if form.gate == "sigmoid" else eps
+        h = h * (bound / (bound + offset))[..., None].to(h.dtype)
+    if form.gate == "sigmoid":
+        weight = torch.exp(m_new)
+        C_new, n_new, m_new = C_new * weight[..., None, None], n_new * weight[..., None], torch.zeros_like(m_new)
+    return h, (C_new.to(state_dtype), n_new.to(state_dtype), m_new[..., None].to(state_dtype))

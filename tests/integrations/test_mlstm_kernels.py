@@ -1,0 +1,265 @@
+"""mlstm_kernels' interface: signatures, results, gradients, states and errors, beside the package itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from cases import TOLERANCE, error
+from torch import Tensor
+
+import tfla.integrations.mlstm_kernels as ours
+
+theirs = pytest.importorskip("mlstm_kernels.torch", reason='pip install "tfla[peers]"')
+B, H, S, K, V = 2, 3, 64, 8, 6
+CPU_KERNELS = [name for name in ours.get_available_mlstm_kernels() if "triton" not in name]
+TABLES = ["mlstm_kernel", "mlstm_step_kernel", "mlstm_sequence_kernel"]
+Tensors = dict[str, Tensor]
+
+
+def inputs(S: int = S, i_mean: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensors:
+    torch.manual_seed(0)
+    shapes = {"q": (K,), "k": (K,), "v": (V,), "i": (), "f": ()}
+    x = {name: torch.randn(B, H, S, *shape, dtype=torch.float64) for name, shape in shapes.items()}
+    x["i"], x["f"] = x["i"] + i_mean, x["f"] + 2
+    return {name: t.to(dtype).requires_grad_() for name, t in x.items()}
+
+
+def states(dtype: torch.dtype = torch.float32) -> Tensors:
+    torch.manual_seed(1)
+    shapes = {"c_initial": (K, V), "n_initial": (K,), "m_initial": (1,)}
+    return {name: torch.randn(B, H, *shape).to(dtype).requires_grad_() for name, shape in shapes.items()}
+
+
+def flat(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [result[0], *result[1]]
+
+
+def agree(run: Any, peer: Any, given: Mapping[str, Any], of_last: bool = True, **options: Any) -> None:
+    """Everything that is returned, and the gradients of all that is given, from random cotangents.
+
+    ``of_last``: of the last states too, on the scale of the true states: stabilised by m they are one.
+    """
+    leaves = {name: t for name, t in given.items() if t.requires_grad}
+    found, expected = (flat(fn(**given, **options)) for fn in (run, peer))
+    assert [t.shape for t in found] == [t.shape for t in expected]
+    assert found[0].dtype == expected[0].dtype
+    allowed = TOLERANCE[found[0].dtype]
+    for ours_, theirs_ in zip(found, expected, strict=True):
+        assert error(ours_, theirs_) <= allowed
+    chosen = range(len(found) if of_last else 1)
+    cotangents = [torch.randn_like(expected[at]) for at in chosen]
+    at = {"inputs": list(leaves.values()), "allow_unused": True, "materialize_grads": True}
+    grads = [torch.autograd.grad([out[n] for n in chosen], grad_outputs=cotangents, **at) for out in (found, expected)]
+    for name, ours_, theirs_ in zip(leaves, *grads, strict=True):
+        assert error(ours_, theirs_) <= allowed, name
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_names_and_signatures(table: str) -> None:
+    available = table.replace("mlstm", "available_mlstm") + "s"
+    names = getattr(theirs, f"get_{available}")()
+    assert getattr(ours, f"get_{available}")() == names
+    for name in names:
+        parameters = [
+            [
+                (p.name, p.kind, p.default)
+                for p in inspect.signature(getattr(m, f"get_{table}")(name)).parameters.values()
+            ]
+            for m in (ours, theirs)
+        ]
+        assert parameters[0] == parameters[1], name
+    with pytest.raises(ValueError, match=r"^name: got 'chunkwise--none', allowed are"):
+        getattr(ours, f"get_{table}")("chunkwise--none")
+
+
+def test_configuration_is_theirs() -> None:
+    from mlstm_kernels.torch.backend_module import mLSTMBackend, mLSTMBackendConfig
+
+    assert vars(ours.mLSTMBackendConfig()) == vars(mLSTMBackendConfig())
+    assert list(inspect.signature(ours.mLSTMBackend.forward).parameters) == list(
+        inspect.signature(mLSTMBackend.forward).parameters
+    )
+    assert repr(ours.mLSTMBackend(ours.mLSTMBackendConfig())) == repr(mLSTMBackend(mLSTMBackendConfig()))
+
+
+@pytest.mark.parametrize("name", CPU_KERNELS)
+@pytest.mark.parametrize(("i_mean", "eps"), [(0.0, 1e-6), (0.0, 0.0), (3.0, 0.3)], ids=str)
+def test_sequences(name: str, i_mean: float, eps: float) -> None:
+    agree(ours.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), inputs(i_mean=i_mean), eps=eps)
+
+
+@pytest.mark.parametrize("name", [name for name in CPU_KERNELS if name.endswith("_autograd")])
+def test_exact_to_float64(name: str) -> None:
+    """Gradients by autograd through the whole function there, eps and max state included."""
+    x = inputs(dtype=torch.float64, i_mean=1.0)
+    agree(ours.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), x, eps=0.1)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0, 0.3])
+def test_states_pass_through_with_their_gradients(eps: float) -> None:
+    given = inputs() | states()
+    options = {"return_last_states": True, "eps": eps}
+    name = "chunkwise--native_autograd"
+    agree(ours.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), given, **options)
+    sequences = [m.get_mlstm_sequence_kernel("native_sequence__native") for m in (ours, theirs)]
+    agree(*sequences, inputs(13) | states(), **options)
+
+
+def test_states_of_the_papers_gradients() -> None:
+    """Their closed-form backward has no gradient of m, and drops cotangents of the last states."""
+    given = inputs() | states()
+    given["m_initial"] = given["m_initial"].detach()
+    given["n_initial"] = given["n_initial"].detach()
+    name = "chunkwise--native_custbw"
+    agree(ours.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), given, of_last=False, return_last_states=True)
+
+
+@pytest.mark.parametrize("given", [("c_initial",), ("c_initial", "n_initial"), ("m_initial",)], ids=str)
+def test_missing_states_are_zero(given: tuple[str, ...]) -> None:
+    x = inputs() | {name: t for name, t in states().items() if name in given}
+    name = "chunkwise--native_autograd"
+    agree(ours.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), x, of_last=False, eps=0.3)
+
+
+def a_step(dtype: torch.dtype, state_dtype: torch.dtype) -> Tensors:
+    one = {name: t.detach().to(dtype) for name, t in inputs(1).items()}
+    one = {name: t[:, :, 0] if name in "qkv" else t for name, t in one.items()}
+    return one | {name[0]: t.detach().to(state_dtype) for name, t in states().items()}
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.3])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps(dtype: torch.dtype, state_dtype: torch.dtype, eps: float) -> None:
+    one = a_step(dtype, state_dtype)
+    before = {name: t.clone() for name, t in one.items()}
+    found, expected = (
+        flat(m.get_mlstm_step_kernel("native")(**one, eps=eps, dtype_state=state_dtype)) for m in (ours, theirs)
+    )
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
+    wide = {name: t.double() for name, t in one.items()}  # theirs computes in the dtype of the state
+    truth = flat(theirs.get_mlstm_step_kernel("native")(**wide, eps=eps, dtype_state=torch.float64))
+    for ours_, theirs_, exact in zip(found, expected, truth, strict=True):
+        assert error(ours_, exact) <= TOLERANCE[ours_.dtype]
+        assert error(theirs_, exact) <= max(TOLERANCE[dtype], TOLERANCE[state_dtype])
+    assert all(torch.equal(one[name], t) for name, t in before.items())
+
+
+def backends(**options: Any) -> list[Any]:
+    from mlstm_kernels.torch.backend_module import mLSTMBackend, mLSTMBackendConfig
+
+    return [
+        ours.mLSTMBackend(ours.mLSTMBackendConfig(**options)), mLSTMBackend(mLSTMBackendConfig(**options)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["chunkwise--native_autograd", "parallel--native_custbw"])
+def test_backend_trains(kernel: str) -> None:
+    chunkwise = kernel.startswith("chunkwise")
+    agree(*backends(chunkwise_kernel=kernel, return_last_states=chunkwise), inputs())
+    agree(*backends(chunkwise_kernel=kernel, mode="train_with_padding", return_last_states=False), inputs(37))
+    agree(*backends(chunkwise_kernel=kernel, return_last_states=False), inputs(), return_last_states=False)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_backend_trains_the_sigmoid_gate(normalize: bool) -> None:
+    options = {"chunkwise_kernel": "parallel--native_siging_custbw", "normalize_siging": normalize}
+    agree(*backends(**options, return_last_states=False), inputs(37))
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("S", [1, 37, 64, 69])
+def test_backend_infers(S: int, state_dtype: str) -> None:
+    dtype = getattr(torch, state_dtype)
+    x = {name: t.detach() for name, t in inputs(S, dtype=dtype).items()}
+    state = {name: t.detach() for name, t in states(dtype).items()}
+    found, expected = (
+        flat(m(**x, **state)) for m in backends(mode="inference", inference_state_dtype=state_dtype, eps=1e-3)
+    )
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
+    exact = flat(theirs.get_mlstm_sequence_kernel("native_sequence__native")(
+        **{name: t.double() for name, t in (x | state).items()}, return_last_states=True, eps=1e-3,
+        dtype_state=torch.float64,
+    ))  # fmt: skip
+    for ours_, truth in zip(found, exact, strict=True):  # in bfloat16 theirs is coarser than one rounding
+        assert error(ours_, truth) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_sigmoid_gate_steps_continue_sequences(normalize: bool) -> None:
+    """(They do not: their steps have the exponential gate.)"""
+    config = ours.mLSTMBackendConfig(
+        chunkwise_kernel="chunkwise--triton_xl_chunk_siging", mode="inference", normalize_siging=normalize, eps=1e-2
+    )
+    backend = ours.mLSTMBackend(config)
+    x = {name: t.detach() for name, t in inputs(9).items()}
+    whole, last = backend(**x)
+    h, state = backend(**{name: t[:, :, :7] for name, t in x.items()})
+    for t in (7, 8):
+        initial = dict(zip(("c_initial", "n_initial", "m_initial"), state, strict=True))
+        h, state = backend(**{name: x_[:, :, t : t + 1] for name, x_ in x.items()}, **initial)
+    assert error(h, whole[:, :, -1:]) <= TOLERANCE[torch.float32]
+    assert error(state[0], last[0]) <= TOLERANCE[torch.float32]
+    if normalize:
+        assert error(state[1], last[1]) <= TOLERANCE[torch.float32]
+
+
+def test_extreme_gates_stay_finite() -> None:
+    x = inputs()
+    with torch.no_grad():
+        x["i"][:, :, ::3], x["i"][:, :, 1::3] = -1e4, 200.0
+        x["f"][:, :, ::5] = -1e4
+    for name in ours.get_available_mlstm_kernels():
+        h = ours.get_mlstm_kernel(name)(**x)
+        assert all(torch.isfinite(t).all() for t in (h, *torch.autograd.grad(h.sum(), list(x.values())))), name
+
+
+def test_under_autocast() -> None:
+    x = inputs()
+    kernel = ours.get_mlstm_kernel("chunkwise--triton_limit_chunk")
+    with torch.autocast("cpu", torch.bfloat16):
+        half = kernel(**x, autocast_kernel_dtype=torch.float16)
+        assert ours.get_mlstm_kernel("chunkwise--native_autograd")(**x).dtype == torch.bfloat16
+    assert half.dtype == torch.float16
+    assert error(half, kernel(**x)) <= TOLERANCE[torch.float16]
+
+
+def test_compiles_whole() -> None:
+    x = inputs(16)
+    backend = ours.mLSTMBackend(ours.mLSTMBackendConfig(return_last_states=False))
+    compiled = torch.compile(backend, fullgraph=True, backend="aot_eager")
+    h, expected = compiled(**x), backend(**x)
+    assert torch.equal(h, expected)
+    cotangent = torch.randn_like(h)
+    pairs = [torch.autograd.grad(out, list(x.values()), cotangent) for out in (h, expected)]
+    assert all(error(a, b) <= TOLERANCE[torch.float32] for a, b in zip(*pairs, strict=True))
+
+
+def test_refuses_what_does_not_fit() -> None:
+    x = {name: t.detach() for name, t in inputs().items()}
+    state = {name: t.detach() for name, t in states().items()}
+    chunkwise = ours.get_mlstm_kernel("chunkwise--native_custbw")
+    bad = {"q": x["q"][0], "k": x["k"][..., 1:], "v": x["v"][:, 1:], "i": x["i"][..., None], "f": x["f"][:, :, 1:]}
+    for name, t in bad.items():
+        with pytest.raises(ValueError, match=f"^{name}: got shape"):
+            chunkwise(**{**x, name: t})
+    for name, t in state.items():
+        with pytest.raises(ValueError, match=f"^{name[0]}: got shape"):
+            chunkwise(**x, **{**state, name: t[1:]})
+    with pytest.raises(ValueError, match=r"return_last_states, c_initial"):
+        ours.get_mlstm_kernel("parallel--native_custbw")(**x, return_last_states=True)
+    with pytest.raises(ValueError, match=r"^c_initial, n_initial, m_initial: got some"):
+        ours.get_mlstm_sequence_kernel("native_sequence__native")(**x, c_initial=state["c_initial"])
+    for option, value in {
+        "mode": "test", "chunkwise_kernel": "native", "step_kernel": "fast", "sequence_kernel": "native",
+        "autocast_kernel_dtype": "float64", "inference_state_dtype": "int8",
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{option}: got '{value}', allowed are"):
+            ours.mLSTMBackendConfig(**{option: value})
+    for refused in ({"chunkwise_kernel": "parallel--native_custbw"}, {"mode": "train_with_padding"}):
+        with pytest.raises(ValueError, match=r"^return_last_states: got True"):
+            ours.mLSTMBackendConfig(**refused)
