@@ -15,7 +15,6 @@ from torch import Tensor
 
 from tfla.ops.api import prepare
 from tfla.ops.choice import choose
-from tfla.ops.operator import attend, attend_backward
 from tfla.ops.state import State
 
 LARGEST = 1e30  # of exp(-m): closed gates overflow it, and then it is the whole denominator
@@ -40,7 +39,9 @@ class _Attend(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_i: Tensor | None, log_f: Tensor, C: Tensor | None,
         n: Tensor | None, m: Tensor | None, floor: Tensor, offset: Tensor, options: tuple[Any, ...],
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        h, *state, d, chunk_C, chunk_n = attend(q, k, v, log_i, log_f, C, n, m, None, *options, True, True)
+        h, *state, d, chunk_C, chunk_n = torch.ops.tfla.attend(
+            q, k, v, log_i, log_f, C, n, m, None, *options, True, True
+        )
         bound = torch.maximum(d.abs(), floor)
         ratio = bound / (bound + offset)
         h.mul_(ratio[..., None])
@@ -59,7 +60,7 @@ class _Attend(torch.autograd.Function):
         if ctx.needs_input_grad[9]:
             d_offset = -torch.einsum("bthv,bthv->bth", dh, h) / denominator
         scaled = dh * ratio[..., None].to(dh.dtype)
-        grads = attend_backward(*inputs, None, h, d, chunk_C, chunk_n, scaled, dC, dn, *ctx.options)
+        grads = torch.ops.tfla.attend_backward(*inputs, None, h, d, chunk_C, chunk_n, scaled, dC, dn, *ctx.options)
         of_inputs = (None if t is None else g for t, g in zip(inputs, grads, strict=True))
         return *of_inputs, None, d_offset, None
 
