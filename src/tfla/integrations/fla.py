@@ -61,9 +61,7 @@ def _run(
     if v.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # decoding
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         if state is None:
-            state = tfla.State.zeros(
-                *v.shape[::2], q.shape[-1], v.shape[3], normalize=False, dtype=wide, device=v.device
-            )
+            state = tfla.State(v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[3], dtype=wide))
         o, last = tfla.linear_attention_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, scale=scale)
         o = o[:, None]
     else:
