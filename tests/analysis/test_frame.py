@@ -7,14 +7,15 @@ import dataclasses
 import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from tfla.analysis.commands import analyze
-from tfla.analysis.frame import Missing, Options, write
+from tfla.analysis.frame import Claim, Missing, Options, write
 from tfla.analysis.style import panels, power_of_two_axis
 from tfla.analysis.subjects import SUBJECTS, Subject
-from tfla.cli import main
+from tfla.cli import COMMANDS, main
 
 
 @dataclasses.dataclass
@@ -32,10 +33,14 @@ def figures(config):
     return [drawn, Missing("gone", "A gap", "no benchmarks/results/gone.json: `tfla bench gpu gone`")]
 
 
+def claims(config):
+    return [Claim("Lines rise", "always (Figure 0).", f"by `{config.slope:g}` & more.", "tfla analyze lines")]
+
+
 @pytest.fixture
 def lines(monkeypatch):
     module = types.ModuleType("lines")
-    module.Config, module.figures = Config, figures
+    module.Config, module.figures, module.claims = Config, figures, claims
     monkeypatch.setitem(sys.modules, "lines", module)
     for name in list(SUBJECTS):
         monkeypatch.delitem(SUBJECTS, name)
@@ -61,6 +66,7 @@ def test_the_report_holds_everything_and_needs_nothing(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "<p>The line rises, 1 &lt; 2.</p><p>See <code>tfla.mlstm</code>.</p>" in page
     assert "<code>tfla analyze lines</code>" in page
+    assert "<th>Lines rise</th><td><p>always (Figure 0).</p></td><td><p>by <code>2</code> &amp; more.</p>" in page
     assert "Not drawn: no benchmarks/results/gone.json" in page
     targets = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert sum(t.startswith("data:image/png;base64,") for t in targets) == 1
@@ -68,6 +74,27 @@ def test_the_report_holds_everything_and_needs_nothing(tmp_path):
     anchors = [t[1:] for t in targets if not t.startswith("data:")]
     assert anchors == ["line", "gone"]
     assert all(f'id="{a}"' in page for a in anchors)
+
+
+@pytest.mark.usefixtures("lines")
+def test_claims_are_a_page(tmp_path, capsys):
+    assert main(["analyze", "claims", "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "claims.md").read_text()
+    assert page.startswith("# What the paper claims")
+    assert page.endswith(
+        "## Lines\n\n### Lines rise\n\nThe paper: always (Figure 0).\n\nHere: by `2` & more.\n\n"
+        "Reproduce: `tfla analyze lines`.\n"
+    )
+
+
+def test_claims_name_commands_that_exist():
+    results = Path(__file__).parents[2] / "benchmarks" / "results"
+    for subject in SUBJECTS.values():
+        for claim in subject.claims(subject.config(results=results)):
+            words = claim.command.split()
+            assert words[0] in ("tfla", "python")
+            assert words[0] != "tfla" or words[1] in COMMANDS
+            assert words[:2] != ["tfla", "analyze"] or words[2] in SUBJECTS
 
 
 def test_a_figure_has_numbers(tmp_path):
@@ -79,5 +106,5 @@ def test_a_figure_has_numbers(tmp_path):
 def test_help_lists_the_subjects(capsys):
     assert main(["analyze", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {name} " in out for name in (*SUBJECTS, "all"))
+    assert all(f"\n  {name} " in out for name in (*SUBJECTS, "claims", "all"))
     assert main(["analyze", "nothing"]) == 2

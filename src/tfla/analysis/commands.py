@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from tfla.analysis.frame import Figure, Options
 from tfla.analysis.subjects import SUBJECTS
 
+CLAIMS = "what the paper claims beside what was found, as a page: claims.md"
 ALL = "all subjects, and one self-contained HTML report of their figures"
 
 
 def usage() -> str:
     """What `tfla analyze --help` prints."""
-    names = {name: subject.help for name, subject in SUBJECTS.items()} | {"all": ALL}
+    names = {name: subject.help for name, subject in SUBJECTS.items()} | {"claims": CLAIMS, "all": ALL}
     lines = [f"  {name:<12}{text}" for name, text in names.items()]
     return "\n".join(
         ["usage: tfla analyze SUBJECT [options]", "", *lines, "", "tfla analyze SUBJECT --help lists the options."]
@@ -23,7 +24,7 @@ def usage() -> str:
 def analyze(args: Sequence[str]) -> int:
     """Draw the figures of a subject, or of all; returns the exit code."""
     name, rest = (args[0], list(args[1:])) if args else ("", [])
-    if name != "all" and name not in SUBJECTS:
+    if name not in ("all", "claims", *SUBJECTS):
         print(usage(), file=sys.stdout if name in ("-h", "--help") else sys.stderr)
         return 0 if name in ("-h", "--help") else 2
     import tyro
@@ -33,6 +34,12 @@ def analyze(args: Sequence[str]) -> int:
 
         config = tyro.cli(Options, args=rest, prog="tfla analyze all", description=ALL.capitalize() + ".")
         print(f"wrote {report.write(config)}")
+        return 0
+    if name == "claims":
+        from tfla.analysis import claims
+
+        config = tyro.cli(Options, args=rest, prog="tfla analyze claims", description=CLAIMS.capitalize() + ".")
+        print(f"wrote {claims.write(config)}")
         return 0
     subject = SUBJECTS[name]
     config = tyro.cli(

@@ -4,7 +4,11 @@ A subject is a module with a dataclass ``Config`` (:class:`Options` or a subclas
 
     figures(config: Config) -> list[Figure | Missing]
 
-which draws with :mod:`tfla.analysis.style` and hands every picture with its numbers to :func:`write`.
+which draws with :mod:`tfla.analysis.style` and hands every picture with its numbers to :func:`write`. It may have
+
+    claims(config: Config) -> list[Claim]
+
+too: what the paper claims about the subject beside what is counted or measured here, from the same sources.
 """
 
 from __future__ import annotations
@@ -60,6 +64,19 @@ class Missing:
     title: str
     why: str
     """What is missing, and the command that measures it."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper claims, beside what was counted or measured here. Texts may have code in backticks."""
+
+    title: str
+    paper: str
+    """What it says, and where."""
+    here: str
+    """What was found, with numbers; what is not measured is said."""
+    command: str
+    """What reproduces it."""
 
 
 def write(

@@ -6,11 +6,10 @@ import base64
 import re
 import sys
 import time
-from dataclasses import fields
 from html import escape
 from pathlib import Path
 
-from tfla.analysis.frame import Figure, Missing, Options
+from tfla.analysis.frame import Claim, Figure, Missing, Options
 from tfla.analysis.subjects import SUBJECTS
 from tfla.nn.files import write_atomically
 
@@ -31,6 +30,9 @@ img {{ max-width: 100%; height: auto }}
 figcaption p {{ max-width: 48rem; margin: .5rem 0 }}
 code {{ background: #f2f2f2; padding: 0 .2em }}
 .missing {{ color: #666 }}
+table {{ border-collapse: collapse; margin: 1rem 0 }}
+th, td {{ text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid #ddd }}
+td p {{ margin: 0 0 .4rem }}
 </style>
 </head>
 <body>
@@ -72,16 +74,29 @@ def block(figure: Figure | Missing) -> str:
     )
 
 
+def table(claims: list[Claim]) -> str:
+    """What the paper claims beside what was found."""
+    rows = "\n".join(
+        f"<tr><th>{escape(c.title)}</th><td>{text(c.paper)}</td><td>{text(c.here)}<p><code>{escape(c.command)}</code></p>"
+        "</td></tr>"
+        for c in claims
+    )
+    return f"<table>\n<tr><th></th><th>the paper</th><th>here</th></tr>\n{rows}\n</table>"
+
+
 def write(config: Options) -> Path:
     """Draws every subject with these options and writes the report; returns its path."""
     contents, sections = [], []
     for name, subject in SUBJECTS.items():
         began = time.monotonic()
-        found = subject.draw(subject.config(**{f.name: getattr(config, f.name) for f in fields(Options)}))
+        own = subject.defaults(config)
+        found = subject.draw(own)
         print(f"{name}: {len(found)} figures, {time.monotonic() - began:.0f} s", file=sys.stderr)
         links = ", ".join(f'<a href="#{escape(f.name)}">{escape(f.title)}</a>' for f in found)
         contents.append(f"<li>{escape(subject.title)}: {links}</li>")
-        sections.append(f"<h2>{escape(subject.title)}</h2>\n" + "\n".join(map(block, found)))
+        claims = subject.claims(own)
+        heading = [f"<h2>{escape(subject.title)}</h2>"] + ([table(claims)] if claims else [])
+        sections.append("\n".join([*heading, *map(block, found)]))
     target = config.out / NAME
     config.out.mkdir(parents=True, exist_ok=True)
     page = PAGE.format(intro=escape(INTRO), contents="\n".join(contents), sections="\n".join(sections))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import fields
 from typing import NamedTuple
 
-from tfla.analysis.frame import Figure, Missing, Options
+from tfla.analysis.frame import Claim, Figure, Missing, Options
 
 
 class Subject(NamedTuple):
-    """A module with ``Config`` and ``figures``, its heading in the report, one line of help."""
+    """A module with ``Config`` and ``figures``, perhaps ``claims``; its heading in the report, one line of help."""
 
     module: str
     title: str
@@ -21,6 +22,10 @@ class Subject(NamedTuple):
         found: type[Options] = importlib.import_module(self.module).Config
         return found
 
+    def defaults(self, config: Options) -> Options:
+        """Its options with what all subjects share taken from the config."""
+        return self.config(**{f.name: getattr(config, f.name) for f in fields(Options)})
+
     def draw(self, config: Options) -> list[Figure | Missing]:
         """Draws and writes its figures, in the style of all."""
         from matplotlib import rc_context
@@ -30,6 +35,11 @@ class Subject(NamedTuple):
         figures: Callable[[Options], list[Figure | Missing]] = importlib.import_module(self.module).figures
         with rc_context(STYLE):
             return figures(config)
+
+    def claims(self, config: Options) -> list[Claim]:
+        """What the paper claims about it; empty where it claims nothing."""
+        found = getattr(importlib.import_module(self.module), "claims", None)
+        return found(config) if found is not None else []
 
 
 SUBJECTS: dict[str, Subject] = {
