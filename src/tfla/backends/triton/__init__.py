@@ -79,7 +79,7 @@ class Triton(Backend):
         if kernel == "tfla":
             return tfla_launch.details(x, chunk_size)
         steps, T = launch.segment_steps(x, chunk_size), x.v.shape[1]
-        return {"tile": launch.plan(x.q.shape[3], x.v.shape[3], x.q.element_size()).L, "segment": min(steps, T)}
+        return {"tile": launch.plan(x).L, "segment": min(steps, T)}
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         if kernel == "tfla":

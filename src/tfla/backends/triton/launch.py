@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from tfla.backends.base import Grads, Inputs, Outputs, Spec
+from tfla.backends.triton import INTERPRETED, walk
 from tfla.backends.triton import gates as gate_kernels
-from tfla.backends.triton import walk
+from tfla.backends.triton.compiled import Launches, static
 
 CHUNK = 1024  # steps of one program of the gate kernels
 SHORTEST_SEGMENT = 512
@@ -53,21 +55,20 @@ def ceil_div(a: int, b: int) -> int:
     return (a + b - 1) // b
 
 
-def architecture() -> int:
-    """Compute capability of the current GPU, like 90; that of an Ampere GPU for what is none of NVIDIA's."""
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        return 80
-    return _architecture(triton.runtime.driver.active.get_current_device())
-
-
 @functools.cache
-def _architecture(device: int) -> int:
-    target = triton.runtime.driver.active.get_current_target()
+def architecture(device: torch.device) -> int:
+    """Compute capability of a GPU, like 90; that of an Ampere GPU for what is none of NVIDIA's."""
+    if device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    if INTERPRETED:
+        return 80
+    target = triton.runtime.driver.active.get_current_target()  # what is only compiled for
     return target.arch if target.backend == "cuda" else 80
 
 
-def plan(dqk: int, dhv: int, itemsize: int) -> Plan:
-    return _plan(int(dqk), int(dhv), itemsize, architecture())
+def plan(x: Inputs) -> Plan:
+    return _plan(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), architecture(x.q.device))
 
 
 @functools.cache
@@ -91,6 +92,14 @@ def _plan(dqk: int, dhv: int, itemsize: int, architecture: int) -> Plan:
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """For launches: the current device is this one."""
+    triton.set_allocator(_allocate)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
 
 
 def _strides(t: Tensor) -> tuple[int, int, int]:
@@ -117,24 +126,30 @@ Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
 class Call:
     """What all launches of one forward or backward share."""
 
-    def __init__(self, x: Inputs, spec: Spec) -> None:
+    def __init__(self, x: Inputs, spec: Spec, *more: Tensor | None) -> None:
+        """`more`: what else is given."""
         self.x, self.spec = x, spec
         self.B, self.T, self.H, self.V = x.v.shape
         self.K = x.q.shape[3]
         self.packed = x.cu_seqlens is not None
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
-        self.plan = plan(self.K, self.V, x.q.element_size())
+        self.plan = plan(x)
         self.L = self.plan.L
         self.marks = MARKS[x.q.element_size()]
         self.exact = x.q.dtype == torch.float32
         self.precision = "ieee" if self.exact else "tf32"
         self.group = self.H // x.q.shape[2]
-        self.device = torch.cuda.device(x.q.device) if x.q.is_cuda else contextlib.nullcontext()
         self.tiles = self.slots(self.L)
         self.steps = segment_steps(x, spec.chunk_size)
         self.segmented = self.steps < self.T
         self.segments = self.slots(self.steps) if self.segmented else x.sequences
         self.longest = min(self.steps, self.T)  # steps of a segment
+        sizes: tuple[Any, ...] = (type(self), *self.tuning(), x.q.device, spec, *map(static, (*x, *more)))
+        self.launch = Launches(sizes if x.q.is_cuda else None)
+
+    def tuning(self) -> tuple[Hashable, ...]:
+        """What is chosen, not given."""
+        return self.plan, self.marks
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
@@ -155,10 +170,20 @@ class Call:
         shared = {"CHUNK": steps, "PACKED": self.packed, "INPUT_GATE": x.log_i is not None, "num_warps": 4}
         strides = (*_strides(log_i), *_strides(x.log_f))
         if spec.normalize and (self.packed or steps < self.T):
-            gate_kernels.chunk_summary[grid](
-                log_i, x.log_f, self.cu, summary, x.sequences, self.T, *strides, slots, **shared
+            self.launch(
+                gate_kernels.chunk_summary,
+                grid,
+                log_i,
+                x.log_f,
+                self.cu,
+                summary,
+                x.sequences,
+                self.T,
+                *strides,
+                slots,
+                **shared,
             )
-        gate_kernels.chunk_gates[grid](
+        self.launch(gate_kernels.chunk_gates, grid,
             log_i, x.log_f, out if x.m is None else x.m.contiguous(), self.cu, summary, out,
             out if m_final is None else m_final,
             x.sequences, self.T, self.tiles, self.H, *strides, spec.scale,
@@ -170,7 +195,7 @@ class Call:
     def fold_denominator(self, gates: Tensor, out: Outputs, dh: Tensor, delta: bool) -> None:
         """For the backward: the denominators into the gate vectors, and with delta what their gradient adds."""
         block = 128 if self.V % 16 == 0 else 32  # rows that are not aligned take more registers
-        gate_kernels.fold_denominator[(self.slots(self.L), self.H)](
+        self.launch(gate_kernels.fold_denominator, (self.slots(self.L), self.H),
             gates, out.d, out.h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, self.V, *_strides(out.d),
             *_strides(out.h), *_strides(dh), L=self.L, BLOCK_V=min(block, power_of_two(self.V)), GRAD=delta,
             PACKED=self.packed, EXACT=self.exact, num_warps=8,
@@ -191,7 +216,7 @@ class Call:
         """Fills out, or with None only the final states and the decays."""
         tiles = self.plan.columns
         written = y if out is None else out
-        walk.columns[(ceil_div(self.V, tiles.split), self.segments * self.H)](
+        self.launch(walk.columns, (ceil_div(self.V, tiles.split), self.segments * self.H),
             x, y, z, written, gates, self.cu, gates if state is None else state, gates if final is None else final,
             gates if decays is None else decays, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(written),
@@ -206,7 +231,7 @@ class Call:
         d: Tensor | None = None, output: bool = True,
     ) -> None:  # fmt: skip
         """Divides the gate matrix by the denominators; walking back or without output only the final n."""
-        walk.normaliser[(self.segments * self.H,)](
+        self.launch(walk.normaliser, (self.segments * self.H,),
             x, z, gates, self.cu, gates if d is None else d, gates if n is None else n,
             gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(z), DK=self.K, BK=power_of_two(self.K), L=self.L, BACK=back, OUTPUT=output,
@@ -234,7 +259,7 @@ class Call:
         C, n = state
         C_out, n_out = final
         marks, n_marks = self.new_marks(sums)
-        walk.rows[(parts, self.segments * self.H)](
+        self.launch(walk.rows, (parts, self.segments * self.H),
             x, y, z, w, out, gates, self.cu, sums, gates if C is None else C,
             gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
             marks, n_marks, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
@@ -266,7 +291,7 @@ class Call:
         k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, last)
         self.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
         bounds = (gates if t is None else t for t in (*start, *end, *first))
-        gate_kernels.gate_gradients[(self.segments, ceil_div(self.longest, self.marks), self.H)](
+        self.launch(gate_kernels.gate_gradients, (self.segments, ceil_div(self.longest, self.marks), self.H),
             q_dq, k_dk, *states, *cotangents, *bounds, self.cu, gates if dlog_i is None else dlog_i, dlog_f,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, PARTS=q_dq.shape[0],
             NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
@@ -295,7 +320,7 @@ class Call:
             size = states[0, 0].numel()
             block = min(2048, power_of_two(size))
             blocks = ceil_div(size, block)
-            gate_kernels.join[(blocks, self.x.sequences, self.H)](
+            self.launch(gate_kernels.join, (blocks, self.x.sequences, self.H),
                 states, decays, C if start is None else start, C if end is None else end, self.cu, self.T, self.H,
                 self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=start is not None,
                 FINAL=end is not None, num_warps=4,
@@ -313,7 +338,7 @@ def processors(device: torch.device) -> int:
 
 def segment_steps(x: Inputs, chunk_size: int) -> int:
     """chunk_size in whole tiles."""
-    L = plan(x.q.shape[3], x.v.shape[3], x.q.element_size()).L
+    L = plan(x).L
     return (chunk_size + L - 1) // L * L
 
 
@@ -349,8 +374,7 @@ def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
             n = call.new(N, H, K)
     d = call.new(*x.log_f.shape) if spec.normalize and spec.save else None
     chunk_C = chunk_n = None
-    with call.device:
-        triton.set_allocator(_allocate)
+    with on(x.q.device):
         gates = call.gates(m)
         initial, final = (_dense(x.C), _dense(x.n)), (C, n)
         if call.segmented:
@@ -368,7 +392,7 @@ def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
 def backward(
     x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec, kind: type[Call] = Call
 ) -> Grads:
-    call = kind(x, spec)
+    call = kind(x, spec, dh, dC, dn, out.h, out.d, out.chunk_C, out.chunk_n)
     N, H, K, V = x.sequences, call.H, call.K, call.V
     dh = dh if dh.stride(-1) == 1 else dh.contiguous()
     wide = torch.float32 if call.group > 1 else x.q.dtype
@@ -378,8 +402,7 @@ def backward(
     dn0 = call.new(N, H, K) if x.n is not None else None
     dlog_i = call.new(*x.log_f.shape) if x.log_i is not None else None
     dlog_f = call.new(*x.log_f.shape)
-    with call.device:
-        triton.set_allocator(_allocate)
+    with on(x.q.device):
         gates = call.gates(None)
         delta = spec.normalize and spec.normalizer_grad
         if spec.normalize:

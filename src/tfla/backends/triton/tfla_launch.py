@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -43,7 +44,7 @@ def tiling(x: Inputs, chunk_size: int) -> Tiling:
     if x.q.shape[3] % 16 or x.v.shape[3] % 16:  # rows that are not aligned are loaded by way of registers
         return Tiling(64, 32, 64, 64, 64, 64, 8, 2)
     large = chunk_size > 64
-    if architecture() in (90, 100):  # MMAs of four warps
+    if architecture(x.q.device) in (90, 100):  # MMAs of four warps
         return Tiling(128, 64, 128, 128, 64, 128, 8, 3) if large else Tiling(64, 64, 64, 128, 64, 128, 4, 2)
     return Tiling(128 if large else 64, 32, 64, 128, 64, 128, 8, 2)
 
@@ -69,13 +70,16 @@ def details(x: Inputs, chunk_size: int) -> dict[str, object]:
 class Chunks(Call):
     """As `Call`, but what lies between two stored states is computed in parallel instead of walked."""
 
-    def __init__(self, x: Inputs, spec: Spec) -> None:
-        super().__init__(x, spec)
+    def __init__(self, x: Inputs, spec: Spec, *more: Tensor | None) -> None:
         self.tiling = tiling(x, spec.chunk_size)
+        super().__init__(x, spec, *more)
         self.L = self.tiling.L
         self.tiles = self.slots(self.L)
         self.steps, self.segmented = chunk_steps(x, spec.chunk_size), True
         self.segments = self.slots(self.steps)
+
+    def tuning(self) -> tuple[Hashable, ...]:
+        return (self.tiling,)
 
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False
@@ -88,7 +92,7 @@ class Chunks(Call):
         sizes = self.tiling
         BK, BV = min(sizes.key_block, padded(self.K)), min(sizes.value_block, padded(self.V))
         pieces = ceil_div(self.K, BK) * ceil_div(self.V, BV) * self.x.sequences * self.H
-        tfla_states.states[(pieces,)](
+        self.launch(tfla_states.states, (pieces,),
             x, y, gates, self.cu, *(gates if t is None else t for t in (*given, C, n, *final)), self.x.sequences,
             self.T, self.tiles, self.H, self.group, self.steps, *_strides(x), *_strides(y),
             DK=self.K, DV=self.V, BK=BK, BV=BV, L=self.L, BACK=back, NORMALIZE=self.spec.normalize, DELTA=delta,
@@ -108,7 +112,7 @@ class Chunks(Call):
         sums = gates if w is None else self.new(parts, self.H, self.tiles, self.L)
         group_a, group_y = (self.group, 1) if w is None else (1, self.group)  # heads to one of a and b, and of y and w
         used = y if w is None else w
-        tfla_parallel.parallel[(parts * tiles * self.segments * self.H,)](
+        self.launch(tfla_parallel.parallel, (parts * tiles * self.segments * self.H,),
             a, b, y, used, out, gates, self.cu, *(gates if t is None else t for t in (*states, d)), sums,
             self.x.sequences, self.T, self.tiles, self.H, group_a, group_y, self.steps, tiles, *_strides(a),
             *_strides(b), *_strides(y), *_strides(used), *_strides(out),
@@ -131,7 +135,7 @@ class Chunks(Call):
         q_dq = self.parallel(dh, x.v, x.k, dq, gates, False, start, x.q, delta)
         k_dk = self.parallel(x.v, dh, x.q, dk, gates, True, end, x.k, delta)
         pointers = (gates if t is None else t for t in (*start, *end, *first, self.cu, dlog_i, dlog_f))
-        tfla_gates.chunk_gate_gradients[(self.segments * self.H,)](
+        self.launch(tfla_gates.chunk_gate_gradients, (self.segments * self.H,),
             q_dq, k_dk, *pointers, x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K,
             PARTS=q_dq.shape[0], L=self.L, STEPS=min(STEPS, power_of_two(min(self.steps, self.T))), BLOCK=2048,
             BLOCK_N=power_of_two(self.K), PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,

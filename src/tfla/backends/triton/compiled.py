@@ -1,0 +1,44 @@
+"""Launches that take the host little time.
+
+Triton looks a kernel up by every argument of every launch, which takes it longer than all the rest of a launch. What a
+call launches, in order, follows from the sizes of what it reads: a second call like a former one takes its kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+REMEMBERED = 1024  # calls
+
+
+def static(x: Tensor | None) -> Hashable:
+    """All that kernels are compiled for, of a tensor."""
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _kernels(call: Hashable) -> dict[int, Any]:
+    """Of such calls, by the place among their launches: threads that find one at the same time find the same."""
+    return {}
+
+
+class Launches:
+    """Those of one call, on the current device; `call`: all that kernels and their order depend on, None to forget."""
+
+    def __init__(self, call: Hashable) -> None:
+        self.kernels = {} if call is None else _kernels(call)
+        self.count = 0
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
+        """As kernel[grid](*args, num_warps=num_warps, **constants), the constants being the last parameters."""
+        known = self.kernels.get(self.count)
+        if known is None:
+            self.kernels[self.count] = kernel[grid](*args, num_warps=num_warps, **constants)
+        else:
+            pointers = (x.data_ptr() if type(x) is Tensor else x for x in args)
+            known[(*grid, 1, 1)[:3]](*pointers, *constants.values())  # which are compiled in, in whatever order
+        self.count += 1
