@@ -84,7 +84,7 @@ def test_this_machine_is_measured_on_the_spot():
 def test_figures_have_the_stored_points_and_the_users_accelerator(tmp_path):
     config = theory.Config(out=tmp_path, results=RESULTS, own=(("mine", 4e14, 1e12),))
     found = theory.figures(config)
-    assert [f.name for f in found] == [f"fig{n}" for n in range(17, 23)]
+    assert [f.name for f in found] == [*(f"fig{n}" for n in range(17, 23)), "explained"]
     assert all(isinstance(f, Figure) and f.path.exists() for f in found)
     with (tmp_path / "fig17.csv").open() as file:
         rows = list(csv.DictReader(file))

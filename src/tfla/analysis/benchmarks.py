@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tfla.analysis.benchmark_claims import claims
 from tfla.analysis.frame import Figure, Missing, Options, Row, write
 from tfla.bench.figures import figure_of
 from tfla.bench.gpu_report import milliseconds
 from tfla.bench.problem import BOTH, FORWARD
 from tfla.bench.stored import load
 from tfla.bench.suites import SUITES
+
+__all__ = ["Config", "claims", "figures"]
 
 COMMAND = "tfla analyze benchmarks"
 COLUMNS = ("seconds", "min", "max", "samples", "sustained_seconds", "floor_seconds", "peak_bytes", "state_bytes")

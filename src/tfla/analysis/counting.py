@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 
 from tfla.analysis import style
+from tfla.analysis.counting_claims import claims
 from tfla.analysis.forms import get
 from tfla.analysis.forms.optimum import flop_optimal_chunk
 from tfla.analysis.forms.symbols import Direction, Gate
 from tfla.analysis.frame import Figure, Missing, Options, write
+
+__all__ = ["Config", "claims", "figures"]
 
 COMMAND = "tfla analyze counting"
 TILE = 64  # of this library's walks

@@ -68,6 +68,15 @@ def power_of_two_axis(axes: Axes, values: Sequence[int], label: str) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(round(x))))
 
 
+def plain_ticks(axis: Any) -> None:
+    """1, 2, 5, 10 instead of powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def short(x: int) -> str:
     """8192 as 8k."""
     return f"{x // 1024}k" if x >= 1024 and x % 1024 == 0 else str(x)

@@ -11,11 +11,15 @@ import numpy as np
 
 from tfla.analysis import style
 from tfla.analysis.accelerators import ACCELERATORS, Accelerator, measured
+from tfla.analysis.explained import explained
 from tfla.analysis.forms import get
 from tfla.analysis.forms.optimum import flop_optimal_chunk, runtime_optimal_chunk
 from tfla.analysis.frame import Figure, Missing, Options, write
 from tfla.analysis.measured import BATCH, SHAPE, TILE, H, missing, sig_forward
 from tfla.analysis.runtime import SIG, intensity, seconds
+from tfla.analysis.theory_claims import claims
+
+__all__ = ["Config", "claims", "figures"]
 
 COMMAND = "tfla analyze theory"
 HEADS = BATCH * H
@@ -85,7 +89,7 @@ def runtime(config: Config) -> Figure:
         axes.plot(list(curve), [y * 1e3 for y in curve.values()], label=f"measured, {name}", **look_of(place))
         rows += [{"what": f"measured, {name}", "L": x, "seconds": y, "where": points.where} for x, y in curve.items()]
     axes.set(yscale="log", ylabel="forward, ms", title="mLSTMsig, 8 heads, dqk 256, dhv 512, T 8,192, batch 8")
-    plain_ticks(axes.yaxis)
+    style.plain_ticks(axes.yaxis)
     style.power_of_two_axis(axes, TICKS, "chunk size L")
     style.legend_beside(drawing, axes)
     where = f"Points were measured ({points.where})." if points.curves else "There are no measured points here."
@@ -98,15 +102,6 @@ Kernels of the paper's kind (`triton tfla`, `xl_chunk`) are quadratic inside a c
 above it, small chunks paying for states and large ones for the quadratic part. Walks are another algorithm (dashed):
 nothing in them grows with the chunk, so their time only falls, and the chunk size is there for memory alone.""",
     )  # fmt: skip
-
-
-def plain_ticks(axis: Any) -> None:
-    """1, 2, 5, 10 instead of powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def arithmetic_intensity(config: Config) -> Figure:
@@ -166,8 +161,8 @@ def roofline(config: Config) -> Figure | Missing:
             if L in (min(curve), max(curve)):
                 axes.annotate(f"L {L}", (a, b / 1e12), (4, -11), textcoords="offset points", fontsize=7.5)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=f"Points: {points.where}")
-    plain_ticks(axes.xaxis)
-    plain_ticks(axes.yaxis)
+    style.plain_ticks(axes.xaxis)
+    style.plain_ticks(axes.yaxis)
     style.legend_beside(drawing, axes)
     return write(
         config, "fig19", drawing, rows, title=title, command=COMMAND,
@@ -288,4 +283,5 @@ def figures(config: Config) -> list[Figure | Missing]:
         rate_and_time(config),
         over_head_dim(config),
         over_intensity(config),
+        explained(config, COMMAND),
     ]
