@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from plain_transformers import transformers
 
 from tfla.bench.problem import BOTH, FORWARD, Problem
 from tfla.bench.suites import SUITES
 from tfla.bench.worker import call_of
 
-pytest.importorskip("transformers")
 SMALL = Problem(2, 64, 2, 32, 64, dtype="float32", device="cpu")
 
 
@@ -27,10 +27,10 @@ def test_a_prefill_and_a_training_step(cell):
 
 
 def test_the_suites_model_has_a_billion_parameters():
-    from transformers import xLSTMConfig, xLSTMForCausalLM
-
     problem = SUITES["transformers"].at(2048)
     width = problem.H * problem.dhv
     with torch.device("meta"):
-        built = xLSTMForCausalLM(xLSTMConfig(hidden_size=width, num_hidden_layers=18, num_blocks=18, num_heads=8))
+        built = transformers.xLSTMForCausalLM(
+            transformers.xLSTMConfig(hidden_size=width, num_hidden_layers=18, num_blocks=18, num_heads=8)
+        )
     assert 1.0e9 < sum(p.numel() for p in built.parameters()) < 1.2e9

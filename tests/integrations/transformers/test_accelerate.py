@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from cases import TOLERANCE, error
+from plain_transformers import xLSTMCache
 from torch import Tensor, nn
-from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 
 from tfla.integrations.transformers import accelerate, restore
 from tfla.integrations.transformers.cell import Cell
@@ -28,6 +29,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "wide values": {"v_dim_factor": 2.0, "chunk_size": 32, "output_logit_soft_cap": 5.0},
     "train mode": {"mode": "train"},
 }
+WITH_XLSTM = """
+import sys
+import torch
+from tfla.integrations.transformers import accelerate, restore
+assert "transformers" not in sys.modules
+from transformers import xLSTMConfig, xLSTMForCausalLM
+
+torch.manual_seed(0)
+sizes = dict(vocab_size=61, hidden_size=128, num_hidden_layers=2, num_blocks=2, num_heads=4, chunk_size=16)
+model = xLSTMForCausalLM(xLSTMConfig(**sizes))
+assert type(model.backbone.blocks[0].mlstm_layer.mlstm_backend).__module__.startswith("mlstm_kernels")
+with torch.no_grad():
+    for p in model.parameters():
+        p.add_(0.1 * torch.randn_like(p))
+ids = torch.randint(61, (2, 32))
+
+def results():
+    model.zero_grad()
+    out = model(ids, labels=ids, use_cache=False)
+    out.loss.backward()
+    return out.logits.detach(), model.backbone.embeddings.weight.grad.clone(), model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False
+    )
+
+expected = results()
+accelerate(model)
+found = results()
+restore(model)
+assert torch.equal(results()[0], expected[0])
+errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found[:2], expected[:2])]
+print(*errors, torch.equal(found[2], expected[2]))
+"""
 EXACT = {"norm_reduction_force_float32": False}  # lets float64 be float64
 
 
@@ -269,6 +302,35 @@ def test_without_transformers_the_extra_is_named(make_xlstm: Make, monkeypatch: 
         accelerate(model)
 
 
-def test_importing_the_integration_imports_no_transformers() -> None:
-    code = "import sys, tfla.integrations.transformers; sys.exit('transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_with_the_xlstm_package(tmp_path: Path) -> None:
+    """Where it is installed, transformers builds its layers from that package: other names, the same results."""
+    if importlib.util.find_spec("xlstm") is None:
+        pytest.skip("xlstm is not installed")
+    script = tmp_path / "script.py"
+    script.write_text(WITH_XLSTM)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    logits, gradient, same = done.stdout.split()[-3:]
+    assert float(logits) <= 5 * TOLERANCE[torch.float32]
+    assert float(gradient) <= 5 * TOLERANCE[torch.float32]
+    assert same == "True"
+
+
+def test_what_fails_on_the_librarys_own_path(make_xlstm: Make, tokens: Tokens) -> None:
+    """What docs/transformers.md says of it: one that is mended there is a line less."""
+    ids = tokens(2, 19)
+    with pytest.raises(ValueError, match="not divisible by chunk size"):
+        make_xlstm(mode="train")(ids, use_cache=False)
+    with pytest.raises(ValueError, match="return_last_states=True is not supported"):
+        make_xlstm(mode="train_with_padding")(ids, use_cache=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        make_xlstm()(ids, labels=ids, use_cache=True).loss.backward()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        make_xlstm(torch.bfloat16)(ids, use_cache=False)
+    model, mask = make_xlstm(), torch.ones_like(ids)
+    mask[:, :9] = 0
+    with torch.no_grad():
+        assert torch.equal(model(ids, attention_mask=mask).logits, model(ids).logits)
+        model.config.max_inference_chunksize = 8
+        cache = model(ids, use_cache=False).cache_params
+    assert cache.rnn_state[0][0].dtype == torch.bfloat16

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cases import TOLERANCE, error
+from plain_transformers import transformers, uninitialized
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tfla.integrations.transformers import load_xlstm, save_xlstm
 from tfla.nn import LanguageModel, ModelConfig
-
-transformers = pytest.importorskip("transformers")
-from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers.initialization import no_init_weights  # noqa: E402
 
 Make = Callable[..., Any]
 Tokens = Callable[..., Tensor]
@@ -72,8 +70,7 @@ def test_the_library_loads_what_is_saved(
         library, report = transformers.xLSTMForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not any(report.values()), report
     else:  # from_pretrained initialises before it loads, which fails for "fused"
-        with no_init_weights():
-            library = transformers.xLSTMForCausalLM(transformers.xLSTMConfig.from_pretrained(tmp_path))
+        library = uninitialized(transformers.xLSTMConfig.from_pretrained(tmp_path))
         library.load_state_dict(load_file(tmp_path / "model.safetensors"))
     with torch.no_grad():
         assert error(library(ids, use_cache=False).logits, model(ids)) <= BOUND
