@@ -1,15 +1,19 @@
-"""The counts of walks against the matrix products that Triton's interpreter sees."""
+"""The counts of walks against the matrix products, loads and stores that Triton's interpreter sees."""
 
 from __future__ import annotations
 
 import importlib.util
 from typing import Any
 
+import numpy as np
 import pytest
+import sympy as sp
 import torch
 from cases import INTERPRETED
+from torch import Tensor
 
 from tfla.analysis.forms import get
+from tfla.analysis.forms.symbols import B_QKV, DHV, DQK, L, S, T
 from tfla.backends import BACKENDS
 from tfla.backends.base import Inputs, Spec
 
@@ -20,42 +24,79 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """FLOPs of products by now."""
-    from triton.runtime.interpreter import InterpreterBuilder
+class Counter:
+    """FLOPs of products, and addresses that were loaded and stored."""
 
-    found = {"flops": 0}
-    dot = InterpreterBuilder.create_dot
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.runtime.interpreter import InterpreterBuilder as Builder
 
-    def count(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        M, K = a.data.shape
-        found["flops"] += 2 * M * K * b.data.shape[1]
-        return dot(self, a, b, *rest)
+        self.flops = 0
+        self.addresses: list[np.ndarray] = []
+        dot, load, store = Builder.create_dot, Builder.create_masked_load, Builder.create_masked_store
 
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", count)
-    return found
+        def count_dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+            self.flops += 2 * a.data.shape[0] * a.data.shape[1] * b.data.shape[1]
+            return dot(builder, a, b, *rest)
+
+        def count_load(builder: Any, at: Any, mask: Any, *rest: Any) -> Any:
+            self.addresses.append(at.data[mask.data].ravel())
+            return load(builder, at, mask, *rest)
+
+        def count_store(builder: Any, at: Any, value: Any, mask: Any, *rest: Any) -> Any:
+            self.addresses.append(at.data[mask.data].ravel())
+            return store(builder, at, value, mask, *rest)
+
+        monkeypatch.setattr(Builder, "create_dot", count_dot)
+        monkeypatch.setattr(Builder, "create_masked_load", count_load)
+        monkeypatch.setattr(Builder, "create_masked_store", count_store)
+
+    def take(self, *tensors: Tensor) -> tuple[int, int]:
+        """FLOPs, and bytes of these tensors, since the last time."""
+        every = np.concatenate(self.addresses)
+        moved = 0
+        for x in tensors:
+            first = x.data_ptr()
+            moved += int(((every >= first) & (every < first + x.nbytes)).sum()) * x.element_size()
+        flops, self.flops, self.addresses = self.flops, 0, []
+        return flops, moved
+
+
+def of_large_tensors(form: str, direction: Any, sizes: dict[sp.Symbol, float]) -> float:
+    """Counted bytes of q, k, v, h and their gradients in float32, states and marks left out."""
+    expr = sp.expand(get(form, "sig", direction).bytes_expr).coeff(B_QKV)
+    terms = [term for term in sp.Add.make_args(sp.expand(expr)) if not {DQK, DHV} <= term.free_symbols]
+    return float(4 * sum(terms).subs(sizes))
 
 
 @pytest.mark.parametrize(("segment", "K", "V", "programs"), [(64, 32, 64, 1), (32, 32, 64, 1), (64, 128, 128, 2)])
-def test_products_of_walks(counted: dict[str, int], segment: int, K: int, V: int, programs: int) -> None:
+def test_walks_compute_and_move_what_is_counted(
+    monkeypatch: pytest.MonkeyPatch, segment: int, K: int, V: int, programs: int
+) -> None:
     """Forward and backward of mLSTMsig, whole or in segments; tiles are squares, so all of each is computed."""
     from tfla.backends.triton.launch import plan
 
-    B, T, H = 1, 64, 2
-    q, k, v = (torch.randn(B, T, H, d) for d in (K, K, V))
-    log_i, log_f = (torch.nn.functional.logsigmoid(torch.randn(B, T, H)) for _ in range(2))
+    B, steps, H = 1, 64, 2
+    q, k, v = (torch.randn(B, steps, H, d) for d in (K, K, V))
+    log_i, log_f = (torch.nn.functional.logsigmoid(torch.randn(B, steps, H)) for _ in range(2))
     x = Inputs(q, k, v, log_i, log_f, None, None, None, None)
     spec = Spec(1.0, False, True, segment, "fused", True, False)
-    tiles = plan(K, V, 4)
-    form = "fused" if segment >= T else "segments"
-    sizes = {"T": T, "L": tiles.L, "dqk": K, "dhv": V, "segment": segment, "causal": 1}
+    tiles = plan(x)
+    form = "fused" if segment >= steps else "segments"
+    sizes: dict[str, int] = {"T": steps, "L": tiles.L, "dqk": K, "dhv": V, "segment": segment, "causal": 1}
     sizes |= {"nv": -(-V // tiles.columns.split), "nk": -(-K // tiles.rows.split)}
-
     assert sizes["nv"] == sizes["nk"] == programs
+    symbols: dict[sp.Symbol, float] = {T: steps, L: tiles.L, DQK: K, DHV: V, S: segment}
 
+    counter = Counter(monkeypatch)
     out = BACKENDS["triton"].forward(x, spec)
-    forward = counted["flops"]
-    assert forward == B * H * get(form, "sig", "forward").matrix_flops(**sizes)
-    BACKENDS["triton"].backward(x, out, torch.randn_like(v), None, None, spec)
-    assert counted["flops"] - forward == B * H * get(form, "sig", "backward").matrix_flops(**sizes)
+    flops, moved = counter.take(q, k, v, out.h)
+    assert flops == B * H * get(form, "sig", "forward").matrix_flops(**sizes)
+    if programs == 1:  # what programs that share a head load each for themselves counts once
+        assert moved == B * H * of_large_tensors(form, "forward", symbols)
+
+    dh = torch.randn_like(v)
+    grads = BACKENDS["triton"].backward(x, out, dh, None, None, spec)
+    flops, moved = counter.take(q, k, v, dh, grads.q, grads.k, grads.v)
+    assert flops == B * H * get(form, "sig", "backward").matrix_flops(**sizes)
+    if programs == 1:
+        assert moved == B * H * of_large_tensors(form, "backward", symbols)

@@ -27,6 +27,7 @@ nor memory.""",
     "fig13": """Lightning Attention has a constant decay for each head, mLSTM gates for each step. Two head dims, below
 each other; the number of tokens is constant.""",
     "fig14": """dqk = dhv, with as many heads as make 4,096 in all: larger heads are fewer, larger states.""",
+    "mamba": """Mamba-2's shape, with its own kernels and with this library behind the same interface.""",
     "decode": """One step of generation moves the state once in and out: the floor is a copy of it.""",
 }  # fmt: skip
 

@@ -96,10 +96,13 @@ def _checked() -> Claim:
     return Claim(
         "Counts and what is computed",
         "counts by formula, of the forward only.",
-        "forward and backward, and compared with what is computed: matrix products of the reference forms, of their "
-        "gradients by autograd and of the chunkwise backend are, to the last FLOP, what torch's counter finds, and "
-        "those of the Triton walks what Triton's interpreter computes (with `TRITON_INTERPRET=1`, "
-        "`tests/analysis/test_walks.py`). Bytes have not been compared with a profiler of a GPU.",
+        "forward and backward, and compared with what is computed. Matrix products of the reference forms, of their "
+        "gradients by autograd and of the chunkwise backend are, to the last FLOP, what torch's counter finds. Matrix "
+        "products of the Triton walks, and their bytes of q, k, v, h and gradients, are what Triton's "
+        "interpreter computes, "
+        "loads and stores (`TRITON_INTERPRET=1 python -m pytest -m interpreter tests/analysis`). What a GPU's "
+        "caches make "
+        "of these bytes has not been compared with a profiler.",
         TEST,
     )
 
