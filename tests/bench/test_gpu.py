@@ -182,7 +182,7 @@ def test_own_contenders_run(make):
     directions = [FORWARD, BOTH] if make in ("mlstm", "mamba2") else [FORWARD]
     job = {
         "kind": "time", "make": f"tfla.bench.contenders:{make}", "options": options, "directions": directions,
-        "problem": tiny(SUITES["fig5"].at(32)), "only_compile": False, "sustained": False,
+        "problem": tiny(SUITES["fig5"].at(32)) | ({"T": 3} if make == "step" else {}), "only_compile": False, "sustained": False,
         "sampling": {"repeats": 1, "warmup": 1, "pause": 0},
     }  # fmt: skip
     serve(job, rows.append)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import re
 
 import pytest
 import torch
@@ -47,7 +48,9 @@ def test_every_kind_of_path_works(run):
 def test_the_command_writes_prompt_and_text(run, capsys):
     args = ["generate", "--checkpoint", str(run), "--prompt", "gate ", "--max-new-tokens", "20", "--seed", "3"]
     assert main([*args, "--device", "cpu"]) == 0
-    assert capsys.readouterr().out == "gate " + text(run, prompt="gate ", max_new_tokens=20, seed=3) + "\n"
+    out, err = capsys.readouterr()
+    assert out == "gate " + text(run, prompt="gate ", max_new_tokens=20, seed=3) + "\n"
+    assert re.fullmatch(r"20 tokens, [\d,]+\.\d tokens/s after the first\n", err)
 
 
 @pytest.mark.parametrize(

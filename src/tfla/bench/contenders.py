@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,12 +38,19 @@ def mlstm(
     return Work(run, [q, k, v, i, f], facts)
 
 
-def step(problem: Problem, gate: Literal["exp", "sigmoid"]) -> Work:
-    """`tfla.mlstm_step` from a state that is not zero."""
-    q, k, v, i, f = (t[:, 0] for t in (*problem.qkv(), *problem.gates()))
-    C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype="float32")
-    state = tfla.State(C, C[..., 0].clone(), torch.zeros_like(i)) if gate == "exp" else tfla.State(C)
-    return Work(lambda q, k, v, i, f: tfla.mlstm_step(q, k, v, i, f, state, input_gate=gate)[0], [q, k, v, i, f])
+def step(
+    problem: Problem, gate: Literal["exp", "sigmoid"], in_place: bool = False, state_dtype: str = "float32"
+) -> Work:
+    """`tfla.mlstm_step`, or with T > 1 `tfla.mlstm_steps`, from a state that is not zero."""
+    inputs = [*problem.qkv(), *problem.gates()]
+    C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype=state_dtype)
+    state = tfla.State(C)
+    if gate == "exp":
+        state = tfla.State(C, C[..., 0].float(), torch.zeros_like(inputs[3][:, 0]))
+    run: Callable[..., Any] = tfla.mlstm_steps
+    if problem.T == 1:
+        run, inputs = tfla.mlstm_step, [t[:, 0] for t in inputs]
+    return Work(lambda *x: run(*x, state, input_gate=gate, in_place=in_place)[0], inputs)
 
 
 def mamba2(problem: Problem, groups: int) -> Work:
@@ -55,8 +63,8 @@ def mamba2(problem: Problem, groups: int) -> Work:
     return Work(run, problem.ssd(groups))
 
 
-def copy_state(problem: Problem) -> Work:
+def copy_state(problem: Problem, dtype: str = "float32") -> Work:
     """A device copy of the states, which a step has to read and to write."""
-    C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype="float32")
+    C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype=dtype)
     target = torch.empty_like(C)
     return Work(target.copy_, [C])

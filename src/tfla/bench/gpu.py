@@ -171,6 +171,10 @@ class Run:
         if "error" not in row and entry.form is not None:
             row |= floors(problem, entry.form, row["direction"], self.rates)
             row["ratio"] = row["seconds"] / row["floor_seconds"]
+        if "moved_bytes" in row:  # what only the contender knows
+            for key, how in (("floor_seconds", "rested"), ("sustained_floor_seconds", "sustained")):
+                row[key] = row["moved_bytes"] / self.rates["copy"][how]
+            row["ratio"] = row["seconds"] / row["floor_seconds"]
         if "way" in row:
             self.seen.setdefault(entry.key, set()).add(row["way"])
         return row

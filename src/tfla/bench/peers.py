@@ -49,6 +49,17 @@ def simple_gla(problem: Problem, kernel: str) -> Work:
     return Work(lambda q, k, v, g: run(q=q, k=k, v=v, g=g)[0], [*problem.qkv(), problem.log_forget()])
 
 
+def simple_gla_step(problem: Problem) -> Work:
+    """One step of the recurrent kernel, from a state and to the next."""
+    from fla.ops.simple_gla import fused_recurrent_simple_gla
+
+    C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype="float32")
+    return Work(
+        lambda q, k, v, g: fused_recurrent_simple_gla(q, k, v, g, initial_state=C, output_final_state=True)[0],
+        [*problem.qkv(), problem.log_forget()],
+    )
+
+
 def simple_gla_constant(problem: Problem) -> Work:
     """The same with a constant decay per head, which is what Lightning Attention and RetNet have."""
     from fla.ops.simple_gla import chunk_simple_gla

@@ -190,7 +190,20 @@ SUITES = {
         (
             Entry("tfla mLSTMsig", "tfla.bench.contenders:step", {"gate": "sigmoid"}, form="step sigmoid"),
             Entry("tfla mLSTMexp", "tfla.bench.contenders:step", {"gate": "exp"}, form="step exp"),
+            Entry(
+                "tfla mLSTMexp, in place", "tfla.bench.contenders:step", {"gate": "exp", "in_place": True},
+                form="step exp",
+            ),
             Entry("device copy of C", "tfla.bench.contenders:copy_state", form="step sigmoid"),
+            Entry(
+                "tfla mLSTMexp, state in bfloat16", "tfla.bench.contenders:step",
+                {"gate": "exp", "state_dtype": "bfloat16"},
+            ),
+            Entry("device copy of C in bfloat16", "tfla.bench.contenders:copy_state", {"dtype": "bfloat16"}),
+            Entry(
+                "fla simple_gla fused_recurrent", "tfla.bench.peers:simple_gla_step", needs="fla",
+                form="step sigmoid",
+            ),
             Entry(
                 "mlstm_kernels mLSTMexp triton", "tfla.bench.peers:mlstm_kernels_step", {"kernel": "triton"},
                 needs="mlstm_kernels", form="step exp",
@@ -224,6 +237,28 @@ SUITES = {
             ),
         ),
         panels=(),
+    ),
+    "steps": Suite(
+        "Decoding: a handful of steps at once, batch 16, 8 heads, dqk 256, dhv 512", "steps", (1, 2, 4, 8, 16, 32),
+        lambda T: Problem(16, T, 8, 256, 512),
+        (
+            Entry("tfla mLSTMsig", "tfla.bench.contenders:step", {"gate": "sigmoid"}, form="step sigmoid"),
+            Entry("tfla mLSTMexp", "tfla.bench.contenders:step", {"gate": "exp"}, form="step exp"),
+            Entry(
+                "fla simple_gla fused_recurrent", "tfla.bench.peers:simple_gla_step", needs="fla",
+                form="step sigmoid",
+            ),
+        ),
+        directions=(FORWARD,), panels=(FORWARD,),
+    ),
+    "generate": Suite(
+        "Generation: one token by batch size, 7B parameters (32 blocks, 8 heads, dqk 256, dhv 512) in bfloat16",
+        "batch", (1, 2, 8, 64), lambda B: Problem(B, 1, 8, 256, 512),
+        tuple(
+            Entry(f"tfla mLSTM{gate}", "tfla.bench.generation:decode", {"mixer": f"mlstm_{gate}"})
+            for gate in ("sig", "exp")
+        ),
+        directions=(FORWARD,), panels=(FORWARD,),
     ),
     "smoke": Suite(
         "Smoke: seconds on any device, to see that everything runs", "T", (64, 128),

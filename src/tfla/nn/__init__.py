@@ -3,6 +3,7 @@
 from tfla.nn.attention import Attention, KeyValues
 from tfla.nn.block import Block, SwiGLU
 from tfla.nn.config import ModelConfig
+from tfla.nn.decode import Decoder
 from tfla.nn.gates import GatePreactivation
 from tfla.nn.generate import generate
 from tfla.nn.mixer import SequenceMixer
@@ -13,6 +14,7 @@ from tfla.nn.norm import HeadNorm
 __all__ = [
     "Attention",
     "Block",
+    "Decoder",
     "GatePreactivation",
     "HeadNorm",
     "KeyValues",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tfla.nn.decode import Decoder
 from tfla.nn.model import LanguageModel
 
 # Tokens of the prompt that are read at once: bounds the memory of activations, whatever the prompt's length.
@@ -25,11 +26,12 @@ def generate(
     seed: int | None = None,
     generator: torch.Generator | None = None,
     stop_token: int | None = None,
+    cuda_graph: bool | None = None,
 ) -> Iterator[Tensor]:
     """Continue prompts; yields the new tokens of all sequences, one (B,) int64 tensor at a time.
 
-    The prompt is read through :meth:`LanguageModel.hidden`, then every token through :meth:`LanguageModel.step`: with
-    an mLSTM, memory does not grow with the length of either. No gradients are kept.
+    The prompt is read through :meth:`LanguageModel.hidden`, then every token through a :class:`Decoder`: with an mLSTM,
+    memory does not grow with the length of either. No gradients are kept.
 
     Args:
         model: the model; its device is that of ids.
@@ -41,6 +43,7 @@ def generate(
         seed: of a fresh random generator: same seed, same text. None uses ``generator``, or torch's global one.
         generator: on the model's device; instead of a seed.
         stop_token: a sequence that yields it repeats it from then on; the iterator ends once all sequences did.
+        cuda_graph: whether decoding is captured in a CUDA graph; None: where it can be, an mLSTM on a GPU.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed. Raised by
@@ -64,7 +67,7 @@ def generate(
         if generator is not None:
             raise ValueError("seed: got it together with generator, expected at most one of them")
         generator = torch.Generator(ids.device).manual_seed(seed)
-    return _tokens(model, ids, max_new_tokens, temperature, top_k, top_p, generator, stop_token)
+    return _tokens(model, ids, max_new_tokens, temperature, top_k, top_p, generator, stop_token, cuda_graph)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -86,11 +89,14 @@ def _tokens(
     top_p: float | None,
     generator: torch.Generator | None,
     stop_token: int | None,
+    cuda_graph: bool | None,
 ) -> Iterator[Tensor]:
     state = model.initial_state(len(ids))
     for piece in ids.split(PREFILL, 1):
         hidden, state = model.hidden(piece, state, return_state=True)
     logits = model.logits(hidden[:, -1])
+    decoder = Decoder(model, state, cuda_graph=cuda_graph)
+    del state, hidden
     stopped = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     for count in range(1, max_new_tokens + 1):
         new = pick(logits, temperature, top_k, top_p, generator)
@@ -100,7 +106,7 @@ def _tokens(
         yield new
         if count == max_new_tokens or (stop_token is not None and bool(stopped.all())):
             return
-        logits, state = model.step(new, state)
+        logits = decoder.step(new)
 
 
 def pick(

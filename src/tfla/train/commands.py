@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import io
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def train(args: Sequence[str]) -> int:
 
 
 def generate(args: Sequence[str]) -> int:
-    """``tfla generate``: the prompt and what follows it, to stdout."""
+    """``tfla generate``: the prompt and what follows it, to stdout; tokens per second to stderr."""
     from tfla.train.sample import sample
 
     config = tyro.cli(GenerateConfig, args=args, prog="tfla generate")
@@ -45,10 +46,16 @@ def generate(args: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what a terminal cannot show
     sys.stdout.write(config.prompt)
+    times = []
     for piece in pieces:
+        times.append(time.perf_counter())
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    sys.stdout.flush()
+    if len(times) > 1:  # the first comes out of reading the prompt
+        rate = (len(times) - 1) / (times[-1] - times[0])
+        print(f"{len(times)} tokens, {rate:,.1f} tokens/s after the first", file=sys.stderr)
     return 0
 
 

@@ -1,0 +1,37 @@
+"""The whole language model, one token a sequence."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from tfla.bench.problem import Problem, Work
+from tfla.nn import Decoder, LanguageModel, ModelConfig
+
+
+def decode(problem: Problem, mixer: Literal["mlstm_exp", "mlstm_sig"], blocks: int = 32, vocab: int = 50_304) -> Work:
+    """A model of these heads with random weights, as `tfla.nn.generate` steps it.
+
+    It has to read all weights once, of the embedding table a row a sequence, and to read and write the states.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, problem.dtype))  # weights are made where they stay, in their dtype
+    try:
+        with torch.device(problem.device):
+            config = ModelConfig(
+                d_model=problem.H * problem.dhv,
+                num_blocks=blocks,
+                num_heads=problem.H,
+                mixer=mixer,
+                vocab_size=vocab,
+                qk_factor=problem.dqk / problem.dhv,
+            )
+            model = LanguageModel(config)
+    finally:
+        torch.set_default_dtype(before)
+    decoder = Decoder(model, model.initial_state(problem.B))
+    ids = torch.zeros(problem.B, dtype=torch.int64, device=problem.device)
+    weights = sum(p.nbytes for p in model.parameters()) - model.embedding.weight.nbytes
+    states = sum(t.nbytes for part in decoder.state for t in part if t is not None)
+    return Work(decoder.step, [ids], {"moved_bytes": weights + 2 * states})

@@ -1,0 +1,108 @@
+"""The language model's step for one sequence, in six launches a block (:mod:`.step_kernels`)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tfla.backends.triton import INSTALLED, INTERPRETED
+from tfla.nn.block import Block
+from tfla.nn.gates import GatePreactivation
+from tfla.nn.init import Projection
+from tfla.nn.mlstm import MLSTM
+from tfla.nn.model import LanguageModel, ModelState
+from tfla.nn.norm import HeadNorm
+from tfla.ops.state import State
+from tfla.ops.steps import mlstm_step
+
+WIDEST = 16_384  # a row of a weight matrix, which one program holds
+KINDS = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactivation, HeadNorm)  # what the kernels stand for
+
+
+def unsupported(model: LanguageModel, state: ModelState) -> str | None:
+    """Why the model cannot take this step, or None. Modules that were changed or watched are left to themselves."""
+    weight = model.embedding.weight
+    if not INSTALLED or not (weight.is_cuda or INTERPRETED):
+        return "it needs Triton and an NVIDIA GPU"
+    if not all(isinstance(part, State) and len(part.C) == 1 for part in state):
+        return "it is for one sequence and mLSTMs"
+    if torch.is_autocast_enabled(weight.device.type):
+        return "it knows no autocast"
+    if max(model.config.d_model, model.config.ffn_dim) > WIDEST:
+        return f"it takes rows of up to {WIDEST} weights"
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != weight.dtype or not parameter.is_contiguous() or parameter.device != weight.device:
+            return f"{name} is not contiguous, or unlike the embedding"
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it takes no weights of {weight.dtype}"
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{name} has hooks"
+        if not any(module.children()) and type(module) not in KINDS:
+            return f"{name} is a {type(module).__name__}"
+    return None
+
+
+def power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _warps(width: int) -> int:
+    """Of a program with a row of so many columns."""
+    return 4 if width <= 4096 else 8
+
+
+class FusedStep:
+    """What ``model.step(ids, state, in_place=True)`` does for one sequence, for a model that :func:`unsupported` lets
+    pass. Sums are float32 and are rounded less often than in the model's own step."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        from tfla.nn import step_kernels
+
+        self.model, self.kernels = model, step_kernels
+        config, weight = model.config, model.embedding.weight
+        self.D, self.H, self.hidden = config.d_model, config.num_heads, config.ffn_dim
+        self.DQ, self.eps, self.cap = config.num_heads * config.qk_head_dim, config.norm_eps, config.gate_soft_cap
+        self.row = {"D": self.D, "BD": power_of_two(self.D), "num_warps": _warps(self.D)}
+        self.qkvo = weight.new_empty(2 * self.DQ + 2 * self.D)
+        self.gates = weight.new_empty(2, 1, self.H, dtype=torch.float32)
+        self.mixed, self.inner = weight.new_empty(self.D), weight.new_empty(self.hidden)
+        self.out = weight.new_empty(1, config.vocab_size, dtype=torch.float32)
+
+    def __call__(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """ids (1,) int64 -> logits (1, vocab_size), which the next call overwrites, and the new state."""
+        model, kernels = self.model, self.kernels
+        x = F.embedding(ids, model.embedding.weight)
+        new = tuple(self._block(block, x, before) for block, before in zip(model.blocks, state, strict=True))  # type: ignore[arg-type]
+        kernels.logits[(model.config.vocab_size,)](
+            x, model.norm.weight, self.eps, model.unembedding.weight, model.config.logit_soft_cap, self.out, **self.row
+        )
+        return self.out, new
+
+    def _block(self, block: Block, x: Tensor, state: State) -> State:
+        """Adds to x (1, d_model) in place."""
+        mixer, ffn, kernels = block.mixer, block.ffn, self.kernels
+        assert isinstance(mixer, MLSTM)
+        D, DQ, H = self.D, self.DQ, self.H
+        kernels.mixer_inputs[(2 * H + 2 * DQ + 2 * D,)](
+            x, block.mixer_norm.weight, self.eps, mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight,
+            mixer.output_gate.weight, mixer.input_gate.weight, mixer.input_gate.bias, mixer.forget_gate.weight,
+            mixer.forget_gate.bias, self.cap, self.qkvo, self.gates, DQ=DQ, DV=D, H=H, **self.row,
+        )  # fmt: skip
+        q, k, v, o = self.qkvo.split([DQ, DQ, D, D])
+        h, new = mlstm_step(
+            q.view(1, H, -1), k.view(1, H, -1), v.view(1, H, -1), self.gates[0], self.gates[1], state,
+            input_gate=mixer.input_gate_kind, in_place=True,
+        )  # fmt: skip
+        norm, d = mixer.head_norm, mixer.head_dim
+        kernels.gated_heads[(H,)](
+            h, o, norm.weight, norm.eps, self.mixed, D=d, BD=power_of_two(d), LAYER=norm.kind == "layer", num_warps=4
+        )
+        kernels.add_product[(D,)](mixer.out_proj.weight, self.mixed, x, **self.row)
+        kernels.swiglu[(self.hidden,)](
+            x, block.ffn_norm.weight, self.eps, ffn.gate_proj.weight, ffn.up_proj.weight, self.inner, **self.row
+        )
+        wide = {"D": self.hidden, "BD": power_of_two(self.hidden), "num_warps": _warps(self.hidden)}
+        kernels.add_product[(D,)](ffn.down_proj.weight, self.inner, x, **wide)
+        return new
