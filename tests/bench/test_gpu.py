@@ -182,8 +182,8 @@ def test_own_contenders_run(make):
     directions = [FORWARD, BOTH] if make in ("mlstm", "mamba2") else [FORWARD]
     job = {
         "kind": "time", "make": f"tfla.bench.contenders:{make}", "options": options, "directions": directions,
-        "problem": tiny(SUITES["fig5"].at(32)) | ({"T": 3} if make == "step" else {}), "only_compile": False, "sustained": False,
-        "sampling": {"repeats": 1, "warmup": 1, "pause": 0},
+        "problem": tiny(SUITES["fig5"].at(32)) | ({"T": 3} if make == "step" else {}), "only_compile": False,
+        "sustained": False, "sampling": {"repeats": 1, "warmup": 1, "pause": 0},
     }  # fmt: skip
     serve(job, rows.append)
     assert rows.pop() == {"done": True}
@@ -191,6 +191,27 @@ def test_own_contenders_run(make):
     assert all(r["seconds"] > 0 for r in rows)
     if make == "mlstm":  # two chunks of 32: C and n, four bytes each
         assert {r["state_bytes"] for r in rows} == {2 * 2 * (16 * 16 + 16) * 4}
+
+
+def test_a_model_says_what_a_token_moves():
+    """By hand: all weights but the embedding in, both blocks' states in and out; the floor is that at the rate."""
+    options = {"mixer": "mlstm_exp", "blocks": 2, "vocab": 50}
+    problem = {"B": 3, "T": 1, "H": 2, "dqk": 8, "dhv": 16, "dtype": "float32", "device": "cpu"}
+    rows = []
+    job = {
+        "kind": "time", "make": "tfla.bench.generation:decode", "options": options, "directions": [FORWARD],
+        "problem": problem, "only_compile": False, "sustained": False,
+        "sampling": {"repeats": 1, "warmup": 1, "pause": 0},
+    }  # fmt: skip
+    serve(job, rows.append)
+    hidden = 128  # 8/3 of 32, rounded up to 64
+    block = 32 * (16 + 16 + 3 * 32) + 2 * (32 * 2 + 2) + 32 + 2 * 32 + 3 * 32 * hidden
+    states = 2 * 3 * 2 * (8 * 16 + 8 + 1)
+    assert rows[0]["moved_bytes"] == 4 * (2 * block + 32 + 50 * 32 + 2 * states)
+    run = gpu.Run(GpuBench("fakes"), fake_suite("works"), lambda text: None)
+    run.rates = RATES
+    row = run.finish(run.suite.entries[0], 1, {"direction": FORWARD, "seconds": 1.0, "moved_bytes": 2e12})
+    assert (row["floor_seconds"], row["sustained_floor_seconds"], row["ratio"]) == (0.5, 2 / 3, 2.0)
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if name != "smoke"])

@@ -1,0 +1,122 @@
+"""Serving a language model to requests that come and go: continuous batching with states of constant size.
+
+    python examples/serve.py                                   # a tiny model with random weights, on any machine
+    python examples/serve.py --checkpoint runs/mine --slots 64  # a model that `tfla train` has made
+
+The batch has a fixed number of slots, whose state stays where it is, so that on a GPU every step is one CUDA graph. A
+request that comes in is read by the chunkwise kernels, on its own and at any length; its state, a few megabytes however
+long the prompt was, is put into a free slot. A request that is done leaves the slot to the next one. What a request
+gets does not depend on who its neighbours are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tfla.nn import Decoder, LanguageModel, ModelConfig
+
+
+@dataclass
+class Request:
+    """A prompt (T,) int64, and the tokens that have been made for it."""
+
+    name: str
+    prompt: Tensor
+    max_new_tokens: int
+    tokens: list[int] = field(default_factory=list)
+
+
+class Server:
+    """Greedy decoding of up to ``slots`` requests at a time."""
+
+    def __init__(self, model: LanguageModel, slots: int, stop_token: int | None = None) -> None:
+        self.model, self.stop_token = model, stop_token
+        self.decoder = Decoder(model, model.initial_state(slots))
+        self.requests: list[Request | None] = [None] * slots
+        self.waiting: deque[Request] = deque()
+        self.last = torch.zeros(slots, dtype=torch.int64, device=model.embedding.weight.device)
+
+    def submit(self, request: Request) -> None:
+        """Puts a request behind those that wait."""
+        self.waiting.append(request)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or any(self.requests)
+
+    @torch.no_grad()
+    def _admit(self, slot: int, request: Request) -> None:
+        """Reads the prompt and puts the state behind it into the slot; its logits give the first token."""
+        hidden, state = self.model.hidden(request.prompt[None].to(self.last.device), return_state=True)
+        self.decoder.scatter([slot], state)
+        self.last[slot] = self.model.logits(hidden[:, -1]).argmax(-1)[0]
+        self.requests[slot] = request
+
+    def step(self) -> Iterator[Request]:
+        """A token for every request that runs; yields those that are done with it."""
+        for slot, request in enumerate(self.requests):
+            if request is None and self.waiting:
+                self._admit(slot, self.waiting.popleft())
+        tokens = self.last.tolist()
+        for slot, request in enumerate(self.requests):
+            if request is None:
+                continue
+            request.tokens.append(tokens[slot])
+            if len(request.tokens) == request.max_new_tokens or tokens[slot] == self.stop_token:
+                self.requests[slot] = None
+                self.decoder.reset([slot])
+                yield request
+        if any(self.requests):
+            self.last.copy_(self.decoder.step(self.last).argmax(-1))
+
+
+def load(checkpoint: str | None, device: str) -> LanguageModel:
+    """The model of a checkpoint, or a tiny one with random weights."""
+    if checkpoint is not None:
+        from tfla.train.checkpoint import find_model
+
+        return LanguageModel.from_pretrained(find_model(checkpoint), device, backend=None)
+    torch.manual_seed(0)
+    model = LanguageModel(ModelConfig(d_model=64, num_blocks=2, num_heads=2, vocab_size=256))
+    with torch.no_grad():
+        model.norm.weight.mul_(20)  # so that it says something
+    return model.to(device)
+
+
+def main(args: list[str] | None = None) -> list[Request]:
+    """Runs requests of all lengths through a server, a few of which come in at every step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", help="a run of tfla train, or a saved model")
+    parser.add_argument("--slots", type=int, default=4, help="requests that run at a time")
+    parser.add_argument("--requests", type=int, default=12, help="requests in all")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args(args)
+    model = load(options.checkpoint, options.device)
+    server, dice, done = Server(model, options.slots), random.Random(0), list[Request]()
+    coming = [
+        Request(f"request {n}", torch.randint(0, 256, (dice.randint(1, 60),)), dice.randint(1, 20))
+        for n in range(options.requests)
+    ]
+    start = time.perf_counter()
+    while coming or server.busy:
+        for _ in range(dice.randint(0, 2)):
+            if coming:
+                server.submit(coming.pop(0))
+        for request in server.step():
+            done.append(request)
+            print(f"{request.name}: {len(request.prompt)} tokens in, {len(request.tokens)} out")
+    tokens = sum(len(request.tokens) for request in done)
+    print(f"{len(done)} requests, {tokens / (time.perf_counter() - start):,.0f} tokens/s with their prompts")
+    return done
+
+
+if __name__ == "__main__":
+    main()

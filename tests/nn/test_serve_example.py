@@ -1,0 +1,47 @@
+"""The example that serves requests that come and go."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tfla.nn import generate
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "serve.py"
+
+
+@pytest.fixture(scope="module")
+def serve() -> ModuleType:
+    import sys
+
+    spec = importlib.util.spec_from_file_location("serve_example", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_request_gets_what_it_gets_alone(serve: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    done = serve.main(["--slots", "3", "--requests", "7", "--device", "cpu"])
+    assert sorted(request.name for request in done) == [f"request {n}" for n in range(7)]
+    model = serve.load(None, "cpu")
+    for request in done:
+        alone = list(generate(model, request.prompt[None], request.max_new_tokens, temperature=0))
+        assert request.tokens == torch.cat(alone).tolist()
+    assert "7 requests, " in capsys.readouterr().out
+
+
+def test_a_stop_token_frees_the_slot(serve: ModuleType) -> None:
+    model = serve.load(None, "cpu")
+    prompt = torch.arange(9)
+    stop = int(list(generate(model, prompt[None], 3, temperature=0))[2])
+    server = serve.Server(model, 1, stop_token=stop)
+    for name in ("first", "second"):
+        server.submit(serve.Request(name, prompt, 100))
+    done = [request for _ in range(10) if server.busy for request in server.step()]
+    assert [request.name for request in done] == ["first", "second"]
+    assert all(request.tokens[-1] == stop and len(request.tokens) <= 3 for request in done)
