@@ -46,4 +46,8 @@ SUBJECTS: dict[str, Subject] = {
     "counting": Subject("tfla.analysis.counting", "Counting", "FLOPs and bytes of every form (Figures 15, 16)"),
     "theory": Subject("tfla.analysis.theory", "Theory of the runtime", "runtime by chunk size, GPU (Figures 17 to 22)"),
     "benchmarks": Subject("tfla.analysis.benchmarks", "Benchmarks", "stored measurements (Figures 4, 5, 12, 13, 14)"),
+    "transfer": Subject(
+        "tfla.analysis.transfer", "Transfer behaviour", "gain before and after the norm (Figures 3, 6, 7)"
+    ),
+    "numerics": Subject("tfla.analysis.numerics.figures", "Numerics", "stored errors against float64, beside rounding"),
 }

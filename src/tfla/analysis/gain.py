@@ -1,0 +1,120 @@
+"""Gain of the mLSTM for constant gates, before and after the norm (26), by the library's own operator and norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+import tfla
+from tfla.nn.norm import HeadNorm
+from tfla.ops.gates import INPUT_GATES, InputGate, log_gates
+
+T, HEAD_DIM = 512, 128  # Appendix D.2
+EPSILONS = (1e-2, 1e-6, 1e-8)
+Normalizer = Literal["bounded", "absolute", "plain", "none"]
+NORMALIZERS: dict[Normalizer, str] = {
+    "bounded": "max(|nᵀq|, 1)",  # in stabilised form max(|n̄ᵀq|, exp(-m)), (4)
+    "absolute": "|nᵀq|",
+    "plain": "nᵀq",
+    "none": "1",
+}
+VARIANTS: dict[InputGate, tuple[Normalizer, ...]] = {  # Figures 6 and 7, the default first
+    "exp": ("bounded", "absolute", "plain"),
+    "sigmoid": ("none", "bounded", "absolute", "plain"),
+}
+PER_CALL = 64  # forget gate values at once
+
+
+@dataclass(frozen=True)
+class Gains:
+    """Averages over time of max|h| / max|v| and of max|NORM(h)| / max|v|, for a grid of gate pre-activations."""
+
+    i: tuple[float, ...]
+    f: tuple[float, ...]
+    before: Tensor
+    """(input gates, forget gates), float64."""
+    after: dict[float, Tensor]
+    """Likewise, by the norm's epsilon."""
+
+
+def draw(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v ~ N(0, 1), (1, T, 1, 128), float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(1, T, 1, HEAD_DIM, generator=generator) for _ in range(3))  # type: ignore[return-value]
+
+
+def outputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, gate: InputGate, normalizer: Normalizer) -> Tensor:
+    """h before the norm; q, k, v (B, T, H, d), pre-activations i, f (B, T, H). float32 or better.
+
+    The defaults are :func:`tfla.mlstm`. The others are the unnormalised form with a column of ones in v, which gives
+    the normaliser's dot product n^T q.
+    """
+    if normalizer == VARIANTS[gate][0]:
+        return tfla.mlstm(q, k, v, i, f, input_gate=gate)
+    log_i, log_f = log_gates(i, f, gate)
+    out = tfla.linear_attention(q, k, torch.cat([v, torch.ones_like(v[..., :1])], -1), log_f, log_i)
+    assert isinstance(out, Tensor)
+    h, d = out[..., :-1], out[..., -1:]
+    if normalizer == "bounded":
+        d = d.abs().clamp(min=1)
+    return h / (d.abs() if normalizer == "absolute" else d)
+
+
+def gain(h: Tensor, v: Tensor) -> Tensor:
+    """max|h_t| / max|v_t| averaged over time (26): h (B, T, H, d) -> (B,), float64."""
+    return (h.abs().amax(-1) / v.abs().amax(-1)).double().mean((1, 2))
+
+
+@torch.no_grad()
+def gains(
+    gate: InputGate, normalizer: Normalizer, i: Sequence[float], f: Sequence[float], epsilons: Sequence[float],
+    kind: Literal["rms", "layer"] = "rms", seed: int = 0,
+) -> Gains:  # fmt: skip
+    """Gains on the grid of constant pre-activations i and f.
+
+    Raises:
+        ValueError: the gate or the normaliser is unknown.
+    """
+    if gate not in INPUT_GATES:
+        raise ValueError(f"gate: got {gate!r}, allowed are {', '.join(map(repr, INPUT_GATES))}")
+    if normalizer not in NORMALIZERS:
+        raise ValueError(f"normalizer: got {normalizer!r}, allowed are {', '.join(map(repr, NORMALIZERS))}")
+    q, k, v = draw(seed)
+    norms = {eps: HeadNorm(1, HEAD_DIM, eps, kind) for eps in epsilons}
+    points = torch.cartesian_prod(torch.tensor(i), torch.tensor(f)).reshape(-1, 2)
+    before, after = [], {eps: list[Tensor]() for eps in epsilons}
+    for part in points.split(PER_CALL):
+        at = [x.expand(len(part), -1, -1, -1) for x in (q, k, v)]
+        gates = [x[:, None, None].expand(-1, T, 1).contiguous() for x in part.unbind(1)]
+        h = outputs(at[0], at[1], at[2], gates[0], gates[1], gate, normalizer)
+        before.append(gain(h, v))
+        for eps, norm in norms.items():
+            after[eps].append(gain(norm(h), v))
+    shape = len(i), len(f)
+    return Gains(
+        tuple(i), tuple(f), torch.cat(before).reshape(shape),
+        {eps: torch.cat(found).reshape(shape) for eps, found in after.items()},
+    )  # fmt: skip
+
+
+def transition(found: Gains, eps: float) -> list[float | None]:
+    """For each forget gate, the input gate at which the gain after the norm is half of its largest; None: nowhere.
+
+    Between grid points it is interpolated.
+    """
+    at: list[float | None] = []
+    for column in found.after[eps].T.tolist():
+        half = max(column) / 2
+        where = None
+        points = list(zip(found.i, column, strict=True))
+        for (x0, y0), (x1, y1) in pairwise(points):
+            if y0 < half <= y1:
+                where = x0 + (x1 - x0) * (half - y0) / (y1 - y0)
+                break
+        at.append(where)
+    return at

@@ -1,0 +1,95 @@
+"""Measuring errors against float64, and what is drawn of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tfla.analysis.frame import Missing, stored
+from tfla.analysis.numerics import run
+from tfla.analysis.numerics.figures import Config, beside_the_paper, by, claims, figures, flat
+from tfla.analysis.numerics.measure import ROUNDING, Grid, measure, ways
+from tfla.analysis.numerics.problem import REGIMES, Setting, draw, relative_errors, rounded, solve
+
+SMALL = Grid(T=96, chunk_sizes=(32, 64), lengths=(48, 96), heads=1, dqk=8, dhv=8)
+
+
+def test_errors_of_a_dtype() -> None:
+    """Every setting has all quantities; float32 and bfloat16 are as far from the truth as they should be."""
+    for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.1)):
+        rows = list(measure("chunkwise segmented", dtype, SMALL, "cpu"))
+        assert not any("failed" in row for row in rows)
+        assert {row["regime"] for row in rows} == set(REGIMES)
+        assert {row["chunk_size"] for row in rows} == {None, 32, 64}
+        assert {row["T"] for row in rows} == {48, 96}
+        for row in rows:
+            assert {"h", "dq", "dk", "dv", "di", "df"} <= set(row["error"])
+            assert ("dn" in row["error"]) == (row["gate"] == "exp" and row["regime"] != "gaussian")
+            assert bound * 1e-6 < row["error"]["h"] < bound, row
+
+
+def test_the_truth_is_the_recurrence() -> None:
+    for row in measure("chunkwise segmented", "float64", SMALL, "cpu"):
+        assert max(row["error"].values()) < 1e-9, row
+
+
+def test_rounding_alone() -> None:
+    """In float64 from rounded inputs to rounded outputs: at least the rounding of the output."""
+    setting = Setting("sigmoid", "model", 32, 1, 4, 4)
+    (row,) = [r for r in measure(ROUNDING, "bfloat16", Grid(32, (), (), 1, 4, 4), "cpu") if r["regime"] == "model"
+              and r["gate"] == "sigmoid"]  # fmt: skip
+    whole = draw(setting)
+    truth = solve(whole, "sigmoid", "reference", "recurrent")
+    x = {name: t.double() for name, t in rounded(whole, torch.bfloat16).items()}
+    h = solve(x, "sigmoid", "reference", "recurrent")["h"].bfloat16()
+    assert row["error"]["h"] == pytest.approx(relative_errors({"h": h}, {"h": truth["h"]})["h"], rel=1e-6)
+
+
+def test_what_a_way_raises_is_its_row() -> None:
+    rows = list(measure("hopper fused", "float32", Grid(32, (), (), 1, 4, 4), "cpu"))
+    assert all("cannot run these inputs" in row["failed"] for row in rows)
+
+
+def test_ways() -> None:
+    found = ways("cpu")
+    assert ("chunkwise segmented", "float64") in found
+    assert (ROUNDING, "bfloat16") in found
+    assert not any(way.startswith("hopper") for way, _ in found)
+
+
+def test_run_writes_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ways", lambda device: [(ROUNDING, "bfloat16"), ("chunkwise segmented", "bfloat16")])
+    result = run.run("cpu", SMALL, 1)
+    assert result["environment"]["device"]
+    assert {row["way"] for row in result["rows"]} == {ROUNDING, "chunkwise segmented"}
+    assert len(flat(result["rows"])) == len(result["rows"])
+
+
+def test_no_such_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--device", "nowhere", "--out", str(tmp_path / "x.json")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_figures_of_the_stored_result(tmp_path: Path) -> None:
+    """One of each kind: drawing takes longest."""
+    config = Config(out=tmp_path)
+    result = stored(config, "numerics")
+    rows = [row for row in result["rows"] if row["regime"] == "model" and row["dtype"] == "bfloat16"]
+    by(config, result, "lengths", "title", "caption", rows, lambda row: row["T"], [512, 2048, 8192, 32768, 65536], "T")
+    assert len((tmp_path / "lengths.csv").read_text().splitlines()) == 1 + len(rows)
+    beside_the_paper(config, result)
+    assert "the paper's authors" in (tmp_path / "numerics_paper.csv").read_text()
+
+
+def test_claims_of_the_stored_result() -> None:
+    assert [c.title for c in claims(Config())] == ["Chunk size and accuracy", "Gradients"]
+
+
+def test_no_stored_result(tmp_path: Path) -> None:
+    (found,) = figures(Config(out=tmp_path, results=tmp_path))
+    assert isinstance(found, Missing)
+    assert "tfla.analysis.numerics.run" in found.why
+    assert claims(Config(results=tmp_path)) == []
