@@ -16,6 +16,7 @@ from tfla.analysis.forms import get
 from tfla.analysis.forms.optimum import flop_optimal_chunk, runtime_optimal_chunk
 from tfla.analysis.frame import Figure, Missing
 from tfla.analysis.runtime import intensity, least_seconds, seconds
+from tfla.cli import main
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SIG = get("chunkwise", "sig")
@@ -79,6 +80,14 @@ def test_this_machine_is_measured_on_the_spot():
     assert here.flops > 1e9
     assert here.bandwidth > 1e8
     assert here.name.endswith(", measured")
+
+
+def test_what_cannot_be_added_is_said(capsys, monkeypatch, tmp_path):
+    assert main(["analyze", "theory", "--own", "mine", "0", "1e12", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "tfla: error: flops of mine: got 0.0, it is above 0\n"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["analyze", "theory", "--measure", "cuda", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == "tfla: error: there is no cuda device here to measure\n"
 
 
 def test_figures_have_the_stored_points_and_the_users_accelerator(tmp_path):

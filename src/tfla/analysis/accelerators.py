@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 
@@ -54,14 +55,22 @@ def of_result(result: dict[str, Any]) -> Accelerator:
     return Accelerator(name, rates["gemm"]["rested"], rates["copy"]["rested"], f"tfla bench gpu, {env['date']}")
 
 
+@cache
 def measured(device: str) -> Accelerator:
     """This machine, measured on the spot: a second or two.
 
     Args:
-        device: "cpu", or a CUDA device (RuntimeError where there is none).
+        device: "cpu" or a CUDA device.
+
+    Raises:
+        RuntimeError: there is no such device.
     """
+    import torch
+
     from tfla.bench.machine import environment, rates
     from tfla.bench.timing import Sampling
 
+    if device != "cpu" and not torch.cuda.is_available():
+        raise RuntimeError(f"there is no {device} device here to measure")
     found = rates(device, Sampling(repeats=10, warmup=3, pause=0.01, patience=0.5, sustained=0.0))
     return of_result({"rates": found, "environment": environment(device)})

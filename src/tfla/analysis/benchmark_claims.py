@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfla.analysis.frame import Claim, Options
+from tfla.bench.gpu_report import milliseconds
 from tfla.bench.problem import BOTH, FORWARD
 from tfla.bench.stored import load
 
@@ -151,9 +152,11 @@ def _gla(t: Stored) -> Claim:
         "Simple GLA keeps up but needs twice the memory",
         "that only Simple GLA of flash-linear-attention is as fast in training (within 15 %), with almost twice the "
         "memory (Figure 12: 8 heads, dqk 256, dhv 512).",
-        f"times {fla} takes of {SIG_XL_256}: forward {t.span(fla, SIG_XL_256, FORWARD)}, forward and backward "
-        f"{t.span(fla, SIG_XL_256, BOTH)}; memory, forward, {t.span(fla, SIG_XL_256, FORWARD, 'bytes')}. Of {OWN_SIG}: "
-        f"forward {t.span(fla, OWN_SIG, FORWARD)}, memory, forward, {t.span(fla, OWN_SIG, FORWARD, 'bytes')}."
+        f"{fla} takes {t.span(fla, SIG_XL_256, FORWARD)} times as long as {SIG_XL_256} forward, with "
+        f"{t.span(fla, SIG_XL_256, FORWARD, 'bytes')} times the memory; forward and backward "
+        f"{t.span(fla, SIG_XL_256, BOTH)}. Beside {OWN_SIG}: {t.span(fla, OWN_SIG, FORWARD)} times as long "
+        "forward, with "
+        f"{t.span(fla, OWN_SIG, FORWARD, 'bytes')} times the memory."
         if t.there
         else t.absent(),
         measure(t.suite),
@@ -183,7 +186,7 @@ def _head_dims(t: Stored) -> Claim:
         found = {
             x: y for (n, way, x), y in sorted(t.seconds.items(), key=lambda i: i[0][2]) if (n, way) == (name, BOTH)
         }
-        return f"{name} " + (", ".join(f"{y * 1e3:.2g} ({x})" for x, y in found.items()) or "did not run")
+        return f"{name} " + (", ".join(f"{milliseconds(y)} ({x})" for x, y in found.items()) or "did not run")
 
     return Claim(
         "Fast over a wide range of head dims",

@@ -21,6 +21,10 @@ def usage() -> str:
     )
 
 
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def analyze(args: Sequence[str]) -> int:
     """Draw the figures of a subject, or of all; returns the exit code."""
     name, rest = (args[0], list(args[1:])) if args else ("", [])
@@ -32,19 +36,17 @@ def analyze(args: Sequence[str]) -> int:
     if name == "all":
         from tfla.analysis import report
 
-        config = tyro.cli(Options, args=rest, prog="tfla analyze all", description=ALL.capitalize() + ".")
+        config = tyro.cli(Options, args=rest, prog="tfla analyze all", description=sentence(ALL))
         print(f"wrote {report.write(config)}")
         return 0
     if name == "claims":
         from tfla.analysis import claims
 
-        config = tyro.cli(Options, args=rest, prog="tfla analyze claims", description=CLAIMS.capitalize() + ".")
+        config = tyro.cli(Options, args=rest, prog="tfla analyze claims", description=sentence(CLAIMS))
         print(f"wrote {claims.write(config)}")
         return 0
     subject = SUBJECTS[name]
-    config = tyro.cli(
-        subject.config, args=rest, prog=f"tfla analyze {name}", description=subject.help.capitalize() + "."
-    )
+    config = tyro.cli(subject.config, args=rest, prog=f"tfla analyze {name}", description=sentence(subject.help))
     for figure in subject.draw(config):
         if isinstance(figure, Figure):
             print(f"wrote {figure.path} and {figure.data_path.name}: {figure.title}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours.
@@ -68,12 +69,13 @@ def power_of_two_axis(axes: Axes, values: Sequence[int], label: str) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(round(x))))
 
 
-def plain_ticks(axis: Any) -> None:
-    """1, 2, 5, 10 instead of powers of ten."""
+def plain_ticks(axis: Axis) -> None:
+    """Of a logarithmic axis that has its data: 1, 2, 5, 10 instead of powers of ten; over many decades 1, 10, 100."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1e4 * low else (1,)))
+    axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}" if y < 1 else f"{y:,.0f}"))
     axis.set_minor_formatter(NullFormatter())
 
 

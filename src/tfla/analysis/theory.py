@@ -18,6 +18,7 @@ from tfla.analysis.frame import Figure, Missing, Options, write
 from tfla.analysis.measured import BATCH, SHAPE, TILE, H, missing, sig_forward
 from tfla.analysis.runtime import SIG, intensity, seconds
 from tfla.analysis.theory_claims import claims
+from tfla.train.messages import UserError
 
 __all__ = ["Config", "claims", "figures"]
 
@@ -39,12 +40,19 @@ class Config(Options):
 
 
 def accelerators(config: Config, names: Sequence[str]) -> dict[str, Accelerator]:
-    """Those of a figure: the named ones and the user's own."""
+    """Those of a figure: the named ones and the user's own.
+
+    Raises:
+        UserError: a rate of the user's is none, or there is no device to measure.
+    """
     found = {name: ACCELERATORS[name] for name in names}
-    found |= {name: Accelerator(name, flops, moved, "given") for name, flops, moved in config.own}
-    if config.measure is not None:
-        here = measured(config.measure)
-        found[here.name] = here
+    try:
+        found |= {name: Accelerator(name, flops, moved, "given") for name, flops, moved in config.own}
+        if config.measure is not None:
+            here = measured(config.measure)
+            found[here.name] = here
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from None
     return found
 
 
