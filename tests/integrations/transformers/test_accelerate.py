@@ -223,7 +223,7 @@ def test_autocast_and_checkpointing(make_xlstm: Make, tokens: Tokens, device: st
     model, ids = accelerate(make_xlstm(device=device)).train(), tokens(2, 19).to(device)
     expected = gradients(model, ids)
     for reentrant in (False, True):
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         check(gradients(model, ids), expected, TOLERANCE[torch.float32])
     with torch.autocast(device, torch.bfloat16):
         found = gradients(model, ids)

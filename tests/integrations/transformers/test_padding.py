@@ -59,7 +59,7 @@ def test_gradients_are_those_of_the_rows_alone(
 ) -> None:
     model = accelerate(make_xlstm(torch.float64, device, norm_reduction_force_float32=False)).train()
     if checkpointing:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     ids, mask = padded(rows, side)
     labels = ids.masked_fill(mask == 0, -100)
     labels[mask.cumsum(1) == 1] = -100  # a row alone predicts no first token

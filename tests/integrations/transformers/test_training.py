@@ -34,7 +34,7 @@ def train(model: Any, data: list[dict[str, Tensor]], out: Path, **options: Any) 
     return trainer
 
 
-@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True, "gradient_accumulation_steps": 2}])
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "gradient_accumulation_steps": 2}])
 def test_trainer_ends_where_the_library_ends(
     make_xlstm: Make, tokens: Tokens, tmp_path: Path, options: dict[str, Any]
 ) -> None:
