@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -11,6 +10,8 @@ from torch import Tensor
 
 from tfla.backends.base import StepInputs, StepOutputs, StepSpec
 from tfla.backends.triton import step
+from tfla.backends.triton.compiled import Launches, static
+from tfla.backends.triton.launch import on
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
     how = cut(K, V)
     grid = ((V + how.BV - 1) // how.BV * B * H,)
     target = new_C if spec.final_state else C
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        step.steps[grid](
-            q, k, v, x.f if x.i is None else x.i, x.f, C, C if n is None else n, C if m is None else m, h, target,
-            new_n, new_m, C if lengths is None else lengths, H, H // q.shape[2], spec.scale,
+    sizes = how, spec, static(into), tuple(map(static, (q, k, v, x.i, x.f, C, n, m, lengths)))
+    launch = Launches(sizes if q.is_cuda else None)
+    with on(q.device):
+        launch(
+            step.steps, grid, q, k, v, x.f if x.i is None else x.i, x.f, C, C if n is None else n,
+            C if m is None else m, h, target, new_n, new_m, C if lengths is None else lengths,
+            H, H // q.shape[2], spec.scale,
             *_strides(q), *_strides(k), *_strides(v), *_strides(x.f if x.i is None else x.i), *_strides(x.f),
             *_strides(C), *_strides(target), DK=K, DV=V, T=T, BK=how.BK, BV=how.BV, BT=power_of_two(T),
             NORMALIZE=n is not None, INPUT_GATE=x.i is not None, SIGMOID_I=spec.gates == "sigmoid",
