@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": Command("tfla.train.commands", "generate", "train", "continue a prompt with a trained model"),
     "demo": Command("tfla.train.commands", "demo", "train", "train a small model on Python's own library, in minutes"),
     "bench": Command("tfla.bench.commands", "bench", "bench", "measure the operator on this machine"),
+    "support": Command("tfla.integrations.support", "support", "triton", "print what is supported where, as Markdown"),
     "analyze": Command("tfla.analysis.commands", "analyze", "analysis", "draw the paper's figures, with their numbers"),
 }
 

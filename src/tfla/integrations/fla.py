@@ -17,6 +17,13 @@ from torch import Tensor
 import tfla
 from tfla.ops.checks import check_float, check_shape
 
+__all__ = [
+    "chunk_lightning_attn",
+    "chunk_linear_attn",
+    "chunk_retention",
+    "chunk_simple_gla",
+    "fused_recurrent_simple_gla",
+]
 EPSILON = 1e-10  # of the normaliser of linear attention
 State = Tensor | tuple[Tensor, Tensor]
 
@@ -120,7 +127,7 @@ def fused_recurrent_simple_gla(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`chunk_simple_gla`; with `reverse` from the last step to the first."""
+    """Simple GLA, with `reverse` from the last step to the first; all else is as in :func:`chunk_simple_gla`."""
     g = _log_decays(g, g_gamma, v)
     if not reverse:
         return _run(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first, kwargs)
@@ -182,7 +189,8 @@ def chunk_linear_attn(
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State | None]:
-    """Linear attention without decay; normalised, o_t is divided by scale q_t . (k_1 + ... + k_t) + 1e-10.
+    """Linear attention without decay; normalised, o_t is divided by 1e-10 + scale q_t^T z_t,
+    z_t being the sum of keys so far.
 
     Args:
         initial_state: (N, H, K, V), or with `normalize` a pair of it and the sum of keys so far, (N, 1, H, K).

@@ -17,6 +17,7 @@ from torch import Tensor
 import tfla
 from tfla.ops.checks import check_float, check_shape
 
+__all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 TINY = 1e-30  # added to dt, so that its gradient at 0 is that of dt B x^T and not 0 / 0
 
 

@@ -155,7 +155,9 @@ def step(
         m = torch.zeros_like(m)
     check_shape("m", m, (*q.shape[:2], 1))
     log_i, log_f = log_gates(i[..., 0], f[..., 0], form.gate)
-    state = tfla.State(c, n, m[..., 0]) if normalize else tfla.State(c)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    c = c if c.dtype == state_dtype else c.to(wide)  # a state is kept in its own dtype
+    state = tfla.State(c, n.to(wide), m[..., 0].to(wide)) if normalize else tfla.State(c)
     h, new = tfla.linear_attention_step(q, k, v, log_f, state, log_i, normalize=normalize)
     if new.n is None or new.m is None:
         return h, (new.C.to(state_dtype), n.to(state_dtype), m.to(state_dtype))

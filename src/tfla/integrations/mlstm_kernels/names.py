@@ -51,7 +51,7 @@ def chunkwise_xl(
     num_stages_intra: int | None = None, num_stages_inter: int | None = None, recompute_states_in_bw: bool = True,
     autocast_kernel_dtype: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
-    """As :func:`chunkwise`."""
+    """mLSTMexp with the gradients of the paper, none through the normaliser."""
     return sequence(
         PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         autocast_dtype=autocast_kernel_dtype,
@@ -67,7 +67,10 @@ def chunkwise_xl_siging(
     num_warps_inter: int | None = None, num_stages_intra: int | None = None, num_stages_inter: int | None = None,
     recompute_states_in_bw: bool = True, autocast_kernel_dtype: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
-    """mLSTMsig, normalised or not; the last states are (c, n), and n is kept with the normaliser only."""
+    """mLSTMsig, normalised or not, with the gradients of the paper; the last states are (c, n).
+
+    Without the normaliser n is not kept and 0.
+    """
     return sequence(
         SIGMOID, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, normalize=normalize,
         autocast_dtype=autocast_kernel_dtype,
@@ -100,7 +103,7 @@ def parallel_siging_autograd(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, stable_fgate: bool = True, normalize: bool = True, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """mLSTMsig with exact gradients, without states; always as stable as `stable_fgate`."""
+    """mLSTMsig, normalised or not, with exact gradients, without states. `stable_fgate` changes nothing."""
     return sequence(
         SIGMOID_ROWS_EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         normalize=normalize,
@@ -113,7 +116,7 @@ def parallel_siging(
     eps: float = 1e-6, stable_fgate: bool = True, normalize: bool = True,
     autocast_kernel_dtype: torch.dtype = torch.float32, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """As :func:`parallel_siging_autograd`, with no gradient through the normaliser."""
+    """mLSTMsig, normalised or not, with the gradients of the paper, without states. `stable_fgate` changes nothing."""
     return sequence(
         SIGMOID_ROWS, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, normalize=normalize,
         autocast_dtype=autocast_kernel_dtype,

@@ -1,0 +1,157 @@
+"""`tfla support`: what is supported where, asked of the code. Nothing is computed, and no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from tfla.backends import BACKENDS, Inputs, StepInputs
+from tfla.bench.markdown import table
+
+USAGE = "usage: tfla support\n\nWhat is supported where, as Markdown: backends by GPU, and other libraries' functions."
+WHERE: dict[str, tuple[str, tuple[int, int]]] = {
+    "CPU": ("cpu", (0, 0)),
+    "before Ampere": ("cuda", (7, 5)),
+    "Ampere, Ada": ("cuda", (8, 0)),
+    "Hopper": ("cuda", (9, 0)),
+    "Blackwell": ("cuda", (10, 0)),
+}
+INTEGRATIONS = ("mamba", "fla")
+B, T, H = 2, 64, 4
+
+
+def inputs(
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    dqk: int = 128,
+    dhv: int = 256,
+    Hq: int = H,
+    packed: bool = False,
+    carried: bool = False,
+    steps: int = T,
+) -> Inputs:
+    """A call of these sizes."""
+    rows = 1 if packed else B
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    q, k, v = (new(rows, steps, h, d, dtype=dtype) for h, d in ((Hq, dqk), (Hq, dqk), (H, dhv)))
+    i, f = new(rows, steps, H), new(rows, steps, H)
+    C, n, m = (new(B, H, dqk, dhv), new(B, H, dqk), new(B, H)) if carried else (None, None, None)
+    return Inputs(q, k, v, i, f, C, n, m, new(B + 1, dtype=torch.int32) if packed else None)
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "bfloat16, dqk 128, dhv 256": {},
+    "float16": {"dtype": torch.float16},
+    "float32": {"dtype": torch.float32},
+    "float64": {"dtype": torch.float64},
+    "dqk 64, dhv 64": {"dqk": 64, "dhv": 64},
+    "dqk 128, dhv 128": {"dhv": 128},
+    "dqk 256, dhv 512": {"dqk": 256, "dhv": 512},
+    "dqk 100, dhv 36": {"dqk": 100, "dhv": 36},
+    "dqk 1024, dhv 2048": {"dqk": 1024, "dhv": 2048},
+    "fewer heads of q and k": {"Hq": 2},
+    "packed sequences": {"packed": True},
+    "from a state, to a state": {"carried": True},
+}
+
+
+def _for_sequences(x: Inputs) -> Callable[[Any], str | None]:
+    return lambda backend: backend.unsupported(x)
+
+
+def _for_steps(x: Inputs) -> Callable[[Any], str | None]:
+    q, k, v, i, f, C, n, m, _ = x
+    assert C is not None
+    return lambda backend: backend.steps_unsupported(StepInputs(q, k, v, i, f, C, n, m, None))
+
+
+def _names(why_not: Callable[[Any], str | None]) -> str:
+    """Backends that can, the one that is taken first; the equations as they are written can everything."""
+    able = [b.name for b in BACKENDS.values() if b.name != "reference" and why_not(b) is None]
+    return ", ".join(able) if able else "plain PyTorch"
+
+
+def backends_table() -> str:
+    """Backends by kind of call and device."""
+    columns = []
+    for device, capability in WHERE.values():
+        with FakeTensorMode(), mock.patch.object(torch.cuda, "get_device_capability", lambda *_, c=capability: c):
+            cells = [_names(_for_sequences(inputs(device, **call))) for call in CALLS.values()]
+            columns.append([*cells, _names(_for_steps(inputs(device, carried=True, steps=1)))])
+    rows = zip([*CALLS, "decoding steps"], *columns, strict=True)
+    return table(["", *WHERE], [list(row) for row in rows])
+
+
+def _says(function: Callable[..., Any]) -> str:
+    """The first sentence of its docstring."""
+    text = " ".join(re.sub(r":func:`(\w+)`", r"`\1`", inspect.getdoc(function) or "").split("\n\n")[0].split())
+    return text.partition("; as ``")[0].partition(". ")[0].rstrip(".").replace("|", "/")
+
+
+def functions_table(module: str) -> str:
+    """Public functions of an integration, and what of sequences and states their arguments offer."""
+    found = importlib.import_module(f"tfla.integrations.{module}")
+    rows = []
+    for name in found.__all__:
+        function = getattr(found, name)
+        arguments = inspect.signature(function).parameters
+        states = [a for a in arguments if "state" in a and "indices" not in a]
+        packed = [a for a in ("cu_seqlens", "seq_idx") if a in arguments]
+        cells = (", ".join(f"`{a}`" for a in names) or "-" for names in (states, packed))
+        rows.append([f"`{name}`", _says(function), *cells])
+    return table([f"`tfla.integrations.{module}`", "computes", "states", "packed sequences"], rows)
+
+
+def kernels_table() -> str:
+    """Names of mlstm_kernels, by what computes them."""
+    from tfla.integrations.mlstm_kernels.names import KERNELS, SEQUENCE_KERNELS, STEP_KERNELS
+
+    rows = [
+        [f"`{getter}`", f"`{name}`", _says(function)]
+        for getter, kernels in (
+            ("get_mlstm_kernel", KERNELS), ("get_mlstm_step_kernel", STEP_KERNELS),
+            ("get_mlstm_sequence_kernel", SEQUENCE_KERNELS),
+        )
+        for name, function in kernels.items()
+    ]  # fmt: skip
+    return table(["`tfla.integrations.mlstm_kernels`", "name", "computes"], rows)
+
+
+def page() -> str:
+    """docs/support.md."""
+    return "\n\n".join(
+        [
+            "# What is supported where",
+            "Written by `tfla support`, from the code.",
+            "## Backends",
+            "Which backends take a call, the one that `backend=None` prefers first; `reference` takes every call. Both "
+            "input gates go with all. `print(tfla.explain(…))` says for one call why others are not taken.",
+            backends_table(),
+            "## Other libraries' interfaces",
+            "Gradients of all inputs, states included; dtypes and devices are those of the backends. "
+            "[transformers.md](transformers.md), [mlstm_kernels.md](mlstm_kernels.md), [fla.md](fla.md) and "
+            "[mamba.md](mamba.md) say how they are used and what differs.",
+            kernels_table(),
+            *(functions_table(module) for module in INTEGRATIONS),
+        ]
+    )  # fmt: skip
+
+
+def support(args: Sequence[str]) -> int:
+    """Print the page; returns the exit code."""
+    if args:
+        print(USAGE)
+        return 0 if args[0] in ("-h", "--help") else 2
+    print(page())
+    return 0
