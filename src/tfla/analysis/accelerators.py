@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -73,4 +73,4 @@ def measured(device: str) -> Accelerator:
     if device != "cpu" and not torch.cuda.is_available():
         raise RuntimeError(f"there is no {device} device here to measure")
     found = rates(device, Sampling(repeats=10, warmup=3, pause=0.01, patience=0.5, sustained=0.0))
-    return of_result({"rates": found, "environment": environment(device)})
+    return replace(of_result({"rates": found, "environment": environment(device)}), source="measured here")

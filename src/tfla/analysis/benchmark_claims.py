@@ -23,6 +23,7 @@ class Stored:
         self.suite = suite
         result = next((r for r in results.values() if r["suite"] == suite), None)
         rows = [r for r in result["rows"] if "x" in r and group in (None, r.get("group"))] if result else []
+        rows += [r | {"name": f"{r['name']}, {r['way']}"} for r in rows if "way" in r and "," not in r["name"]]
         self.there = bool(rows)
         self.seconds: Table = {(r["name"], r["direction"], r["x"]): r["seconds"] for r in rows if "seconds" in r}
         self.bytes: Table = {(r["name"], r["direction"], r["x"]): r["peak_bytes"] for r in rows if "peak_bytes" in r}
