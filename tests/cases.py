@@ -300,7 +300,16 @@ def size_of_terms(p: Problem) -> dict[str, float]:
     sizes = {name: max(x.norm().item(), numerator[name].norm().item()) for name, x in exact.items()}
     if "di" in sizes:
         sizes["df"] = max(sizes["df"], sizes["di"])
+    if p.state is not None and "dm0" in sizes:  # <C, dC>
+        sizes["dm0"] = max(sizes["dm0"], (p.state.C * exact["dC0"]).norm().item())
     return sizes
+
+
+def check_beside_terms(found: Mapping[str, Tensor], p: Problem, tolerance: float) -> None:
+    """Every quantity is within the tolerance of the terms it is made of."""
+    exact, sizes = truth(p), size_of_terms(p)
+    found_errors = {name: ((x.double() - exact[name]).norm() / sizes[name]).item() for name, x in found.items()}
+    assert all(e <= tolerance for e in found_errors.values()), {name: f"{e:.1e}" for name, e in found_errors.items()}
 
 
 def check(out: Mapping[str, Tensor], ref: Mapping[str, Tensor], dtype: torch.dtype) -> None:

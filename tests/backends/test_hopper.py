@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORMS, TOLERANCE, Problem, Way, call, error, leaves_on, problem, size_of_terms, solve, truth
+from cases import FORMS, TOLERANCE, Problem, Way, call, check_beside_terms, error, leaves_on, problem, solve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,14 +40,7 @@ def wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(p: Problem, tolerance: float = 1.0, **options: Any) -> None:
-    """Errors of every quantity beside the size of the terms it is made of."""
-    sizes, exact = size_of_terms(p), truth(p)
-    if p.state is not None and "dm0" in sizes:  # <C, dC>: terms that cancel
-        sizes["dm0"] = max(sizes["dm0"], (p.state.C * exact["dC0"]).norm().item())
-    found = solve(p, WAY, **options)
-    wrong = {n: f"{((x - exact[n]).norm() / sizes[n]).item():.1e}" for n, x in found.items()
-             if not (x - exact[n]).norm() <= tolerance * TOLERANCE[p.dtype] * sizes[n]}  # fmt: skip
-    assert not wrong
+    check_beside_terms(solve(p, WAY, **options), p, tolerance * TOLERANCE[p.dtype])
 
 
 def wide(form: str, **sizes: Any) -> Problem:
@@ -68,6 +61,12 @@ def test_shapes(form: str, carried: bool, shape: dict[str, Any], dtype: torch.dt
 def test_segments(form: str, chunk_size: int) -> None:
     p = wide(form, dtype=torch.bfloat16, T=333, B=1)
     check(p, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_stored_states_of_lower_precision(form: str) -> None:
+    p = wide(form, dtype=torch.bfloat16, T=333, B=1, f_mean=5.0)
+    check(p, chunk_size=64, store_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("form", ["exp", "normalized"])

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
-from cases import DTYPES, FORMS, Way, check, error, errors, leaves_on, problem, solve, truth
+from cases import (
+    DTYPES,
+    FORMS,
+    TOLERANCE,
+    Way,
+    call,
+    check,
+    check_beside_terms,
+    error,
+    errors,
+    gradients,
+    leaves_on,
+    problem,
+    solve,
+    truth,
+    truth_m,
+)
 
 import tfla
 
@@ -73,6 +91,30 @@ def test_states_are_kept_in_at_least_float32(way: Way, dtype: torch.dtype) -> No
     assert {x.dtype for x in state} == {wide}
 
 
+@pytest.fixture
+def matmul_precision() -> Iterator[Callable[[str], None]]:
+    """Sets PyTorch's, for one test."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_float32_is_multiplied_as_pytorch_is_set(way: Way, form: str, matmul_precision: Callable[[str], None]) -> None:
+    """tf32x3 is as good as float32; tf32 itself has less, but more than bfloat16."""
+    if way.backend != "triton" or way.device == "cpu":
+        pytest.skip("has no choice")
+    p = problem(form, dtype=torch.float32, T=150, Hq=1, H=2, K=32, V=48)
+    exact, found = truth(p), {}
+    for setting in ("highest", "high", "medium"):
+        matmul_precision(setting)
+        found[setting] = solve(p, way)
+    check(found["highest"], exact, torch.float32)
+    check(found["high"], exact, torch.float32)
+    check(found["medium"], exact, torch.bfloat16)
+    assert error(found["medium"]["h"], exact["h"]) > 10 * error(found["highest"]["h"], exact["h"])
+
+
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_autocast_is_a_cast_of_qkv_alone(way: Way, dtype: torch.dtype) -> None:
     if why := way.refusal(dtype):
@@ -99,3 +141,27 @@ def test_autocast_leaves_float64_alone(device: str) -> None:
     with torch.autocast(device, dtype=torch.bfloat16):
         h = tfla.mlstm(*(x.to(device) for x in p.leaves.values()))
     assert error(h.cpu(), truth(p)["h"]) < 1e-9
+
+
+@pytest.mark.parametrize("chunk_size", [16, 64])
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_stored_states_of_lower_precision(way: Way, form: str, chunk_size: int) -> None:
+    """Each is rounded once, to eight bits: results stay as good as those of bfloat16, beside the terms they are of."""
+    p = problem(form, dtype=way.widest, T=150, Hq=1, H=2, K=16, V=24, f_mean=5.0)
+    leaves = leaves_on(way, p)
+    h, state = call(p, leaves, **way.options, chunk_size=chunk_size, store_dtype=torch.bfloat16)
+    check_beside_terms(gradients(p, leaves, h, state, truth_m(p)), p, TOLERANCE[torch.bfloat16])
+
+
+def test_stored_states_take_their_dtype(way: Way) -> None:
+    p = problem(dtype=way.widest, T=150, carried=False)
+    rows = tfla.explain(*p.leaves.values(), **way.options, chunk_size=16).stored_states
+    saved: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        tfla.mlstm(*leaves_on(way, p).values(), **way.options, chunk_size=16, store_dtype=torch.bfloat16)
+    assert {x.dtype for x in saved if x.shape == (rows, 2, 5, 7) and rows} <= {torch.bfloat16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,3 +84,36 @@ def test_refuses_what_mlstm_refuses() -> None:
         tfla.explain(**leaves, chunk_size=0)
     with pytest.raises(ValueError, match="k: got shape"):
         tfla.explain(**{**leaves, "k": leaves["k"][:, :5]})
+
+
+def by_older_name(value: str) -> None:
+    torch.set_float32_matmul_precision(value)
+
+
+def by_newer_name(value: str) -> None:
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this PyTorch has none")
+    torch.backends.cuda.matmul.fp32_precision = value
+
+
+@pytest.mark.parametrize(
+    ("set_to", "value", "products"),
+    [
+        (by_older_name, "highest", "ieee"), (by_older_name, "high", "tf32x3"), (by_older_name, "medium", "tf32"),
+        (by_newer_name, "ieee", "ieee"), (by_newer_name, "tf32", "tf32x3"),
+    ],
+)  # fmt: skip
+def test_how_float32_is_multiplied(
+    set_to: Callable[[str], None], value: str, products: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PyTorch is set."""
+    launch = pytest.importorskip("tfla.backends.triton.launch", reason="Triton is not installed")
+    monkeypatch.setattr(launch, "architecture", lambda device: 80)  # there may be no GPU
+    x = Inputs(*(torch.zeros(1, 5, 1, *d) for d in ((16,), (16,), (16,), (), ())), None, None, None, None)
+    before = torch.get_float32_matmul_precision()
+    set_to(value)
+    try:
+        for kernel in BACKENDS["triton"].kernels:
+            assert BACKENDS["triton"].details(x, 64, kernel)["float32"] == products
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -52,6 +52,7 @@ class Spec(NamedTuple):
     kernel: str
     save: bool  # keep what the backward needs
     final_state: bool
+    store_dtype: torch.dtype | None = None  # of chunk_C; None: that of accumulators
 
 
 class Outputs(NamedTuple):
@@ -161,6 +162,11 @@ class Backend(ABC):
         if x.cu_seqlens is None:
             return B * ((T + chunk_size - 1) // chunk_size)
         return T // chunk_size + x.sequences
+
+
+def stored_dtype(x: Inputs, spec: Spec) -> torch.dtype:
+    """Of `Outputs.chunk_C`."""
+    return x.acc_dtype if spec.store_dtype is None else spec.store_dtype
 
 
 def sequence_slot(x: Inputs, chunk_size: int, s: int, start: int) -> int:

@@ -63,12 +63,14 @@ def _run(
     backend: str | None,
     kernel: str | None,
     normalizer_grad: bool,
+    store_dtype: torch.dtype | None,
 ) -> Tensor | tuple[Tensor, State]:
+    checks.check_store_dtype(store_dtype)
     x = prepare(q, k, v, log_i, log_f, normalize, initial_state, cu_seqlens, chunk_size)
     chosen, kernel, steps = choose(x, backend, kernel, chunk_size)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state)
+    spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state, store_dtype)
     h, *state = attend(x, chosen.name, spec)
     if not return_state:
         return h
@@ -93,6 +95,7 @@ def mlstm(
     backend: str | None = ...,
     kernel: str | None = ...,
     normalizer_grad: bool = ...,
+    store_dtype: torch.dtype | None = ...,
 ) -> Tensor: ...
 @overload
 def mlstm(
@@ -111,6 +114,7 @@ def mlstm(
     backend: str | None = ...,
     kernel: str | None = ...,
     normalizer_grad: bool = ...,
+    store_dtype: torch.dtype | None = ...,
 ) -> tuple[Tensor, State]: ...
 def mlstm(
     q: Tensor,
@@ -128,12 +132,15 @@ def mlstm(
     backend: str | None = None,
     kernel: str | None = None,
     normalizer_grad: bool = True,
+    store_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """The mLSTM over whole sequences: mLSTMexp, equations (1)-(8), or mLSTMsig, (22)-(24).
 
     Args:
         q, k: (B, T, Hq, dqk), float64, float32, bfloat16 or float16; Hq divides H, each head serves a group of v's.
-        v: (B, T, H, dhv), dtype of q. Any strides; a dense last dimension is read without a copy.
+        v: (B, T, H, dhv), dtype of q. Any strides; a dense last dimension is read without a copy. Float32 is multiplied
+            as `torch.set_float32_matmul_precision` says: on GPUs "highest" (the default) is IEEE, "high" tf32x3,
+            "medium" tf32.
         i, f: (B, T, H), pre-activations of the input and the forget gate, any float dtype. Infinite ones are allowed
             and act as closed or wide open.
         input_gate: "exp" (with normaliser and max state) or "sigmoid" (with neither).
@@ -145,6 +152,9 @@ def mlstm(
         backend: how to compute it; None picks what is fastest here.
         kernel: which of the backend's forms; None picks.
         normalizer_grad: False leaves the denominator of (4) out of the gradient, as the paper does.
+        store_dtype: of the states stored for the backward, and on GPUs of those that segments start from:
+            torch.bfloat16 halves their memory, and rounds what passes between chunks; None is float32 (float64 with
+            float64 inputs).
 
     Returns:
         h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`.
@@ -157,7 +167,7 @@ def mlstm(
     log_i, log_f = log_gates(i, f, input_gate)
     return _run(
         q, k, v, log_i, log_f, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale, backend,
-        kernel, normalizer_grad,
+        kernel, normalizer_grad, store_dtype,
     )  # fmt: skip
 
 
@@ -177,6 +187,7 @@ def linear_attention(
     backend: str | None = None,
     kernel: str | None = None,
     normalizer_grad: bool = True,
+    store_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """Scalar-gated linear attention: C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T, o_t = scale C_t^T q_t.
 
@@ -193,5 +204,5 @@ def linear_attention(
     checks.check_inputs(q, k, v, gates, None, time=True)
     return _run(
         q, k, v, None if log_i is None else clamp(log_i), clamp(log_f), normalize, initial_state, return_state,
-        cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad,
+        cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad, store_dtype,
     )  # fmt: skip

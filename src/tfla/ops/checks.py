@@ -10,6 +10,8 @@ from torch import Tensor
 from tfla.ops.gates import INPUT_GATES
 from tfla.ops.state import State
 
+STORE_DTYPES = (None, torch.float32, torch.bfloat16)
+
 
 def check_float(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
@@ -85,6 +87,13 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
             raise ValueError(f"cu_seqlens: goes from {at[0]} to {at[-1]}, expected from 0 to T = {q.shape[1]}")
         if any(a > b for a, b in itertools.pairwise(at)):
             raise ValueError(f"cu_seqlens: got {at}, expected values that never fall")
+
+
+def check_store_dtype(store_dtype: object) -> None:
+    if store_dtype is not None and not isinstance(store_dtype, torch.dtype):
+        raise TypeError(f"store_dtype: got {type(store_dtype).__name__}, expected a torch.dtype or None")
+    if store_dtype not in STORE_DTYPES:
+        raise ValueError(f"store_dtype: got {store_dtype}, allowed are {', '.join(map(str, STORE_DTYPES))}")
 
 
 def check_chunk_size(chunk_size: object) -> None:

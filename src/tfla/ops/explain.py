@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tfla.backends import BACKENDS, Backend, Inputs
@@ -61,6 +62,7 @@ def explain(
     backend: str | None = None,
     kernel: str | None = None,
     normalizer_grad: bool = True,
+    store_dtype: torch.dtype | None = None,
 ) -> Explanation:
     """What :func:`tfla.mlstm` would run, given the same arguments. Computes nothing.
 
@@ -73,6 +75,7 @@ def explain(
     """
     checks.check_input_gate(input_gate)
     checks.check_inputs(q, k, v, {"i": i, "f": f}, None, time=True)
+    checks.check_store_dtype(store_dtype)
     gates = log_gates(i, f, input_gate)
     x = prepare(q, k, v, *gates, input_gate == "exp", initial_state, cu_seqlens, chunk_size)
     chosen, kernel, steps = choose(x, backend, kernel, chunk_size)

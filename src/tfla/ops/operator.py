@@ -76,10 +76,11 @@ def _attend(
     kernel: str,
     save: bool,
     final_state: bool,
+    store_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward; see `backends.base.Outputs` for what it returns."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
-    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state)
+    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype)
     return tuple(_forward(x, backend, spec))  # type: ignore[return-value]
 
 
@@ -102,13 +103,14 @@ def _(
     kernel: str,
     save: bool,
     final_state: bool,
+    store_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     N, H, K, V = x.sequences, v.shape[2], q.shape[3], v.shape[3]
     rows = BACKENDS[backend].stored_states(x, chunk_size, kernel) if save else 0
 
-    def new(wanted: bool, *shape: int) -> Tensor:
-        return q.new_empty(shape if wanted else (0,), dtype=x.acc_dtype)
+    def new(wanted: bool, *shape: int, dtype: torch.dtype = x.acc_dtype) -> Tensor:
+        return q.new_empty(shape if wanted else (0,), dtype=dtype)
 
     return (
         v.new_empty(v.shape),
@@ -116,7 +118,7 @@ def _(
         new(final_state and normalize, N, H, K),
         new(final_state and normalize, N, H),
         new(save and normalize, *v.shape[:3]),
-        new(save, rows, H, K, V),
+        new(save, rows, H, K, V, dtype=store_dtype or x.acc_dtype),
         new(save and normalize, rows, H, K),
     )
 
@@ -145,10 +147,11 @@ def _attend_backward(
     chunk_size: int,
     backend: str,
     kernel: str,
+    store_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_i, log_f and of the initial C, n, m; shape (0,) for an input that is None."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
-    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False)
+    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False, store_dtype)
     none = d.new_empty(0)
     out = Outputs(h, none, none, none, d, chunk_C, chunk_n)
     grads = _backward(x, out, dh, dC, dn, backend, spec)
@@ -187,10 +190,10 @@ def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor
     dh = torch.zeros_like(h) if dh is None else dh
     # With a graph of its own the backward is the registered operator, which says that it has no derivative.
     if torch.is_grad_enabled() or _observed((*tensors, dh, dC, dn)):
-        scale, normalize, normalizer_grad, chunk_size, kernel, _, _ = ctx.spec
+        scale, normalize, normalizer_grad, chunk_size, kernel, _, _, store_dtype = ctx.spec
         grads = torch.ops.tfla.attend_backward(
             *tensors, h, d, chunk_C, chunk_n, dh, dC, dn, scale, normalize, normalizer_grad, chunk_size, ctx.backend,
-            kernel,
+            kernel, store_dtype,
         )  # fmt: skip
         return [None if t is None else g for t, g in zip(tensors, (*grads, None), strict=True)]
     out = Outputs(h, d, d, d, d, chunk_C, chunk_n)
@@ -198,12 +201,12 @@ def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, scale, normalize, normalizer_grad, chunk_size, backend, kernel, save, final_state = inputs
-    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state)
+    *tensors, scale, normalize, normalizer_grad, chunk_size, backend, kernel, save, final_state, store_dtype = inputs
+    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype)
     _keep(ctx, tuple(tensors), output, backend, spec)
 
 
-_attend.register_autograd(lambda ctx, *grads: (*_gradients(ctx, *grads[:3]), *[None] * 8), setup_context=_setup_context)
+_attend.register_autograd(lambda ctx, *grads: (*_gradients(ctx, *grads[:3]), *[None] * 9), setup_context=_setup_context)
 
 
 class _Direct(torch.autograd.Function):
@@ -223,8 +226,8 @@ class _Direct(torch.autograd.Function):
 def attend(x: Inputs, backend: str, spec: Spec) -> tuple[Tensor, ...]:
     """h, and if asked for the final C, n and m."""
     if _observed(x):
-        scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state = spec
+        scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype = spec
         return torch.ops.tfla.attend(
-            *x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, save, final_state
+            *x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, save, final_state, store_dtype
         )
     return _Direct.apply(backend, spec, *x) if spec.save else _forward(x, backend, spec)

@@ -23,6 +23,7 @@ from tfla.backends.base import (
     own,
     sequence_bounds,
     sequence_slot,
+    stored_dtype,
 )
 from tfla.backends.chunkwise import block
 from tfla.backends.chunkwise.gates import TileGates, max_state, tile_gates
@@ -98,7 +99,8 @@ class Group(NamedTuple):
 
     def put_state(self, states: Tensor, slots: list[int], x: Tensor) -> None:
         """Stores (N, ...) where `state` would read it."""
-        states[slots[self.rows], self.heads] = x.view(-1, self.heads.stop - self.heads.start, *x.shape[1:])
+        x = x.view(-1, self.heads.stop - self.heads.start, *x.shape[1:])
+        states[slots[self.rows], self.heads] = x.to(states.dtype)
 
     def put(self, out: Tensor, part: Part, x: Tensor, divisor: Tensor | None = None) -> None:
         """Stores (n, N, L, d), divided, where `v` would read it."""
@@ -212,7 +214,7 @@ class Walk:
         dC = self.of_group(grads.C).flatten(0, 1).clone()
         dn = self.of_group(grads.n).flatten(0, 1).clone() if spec.normalize else grads.n
         for start, stop, slots in reversed(self.chunks()):
-            C = group.state(out.chunk_C, slots)
+            C = group.state(out.chunk_C, slots).to(self.dtype)
             n = group.state(out.chunk_n, slots) if spec.normalize else dn
             blocks = []  # with the states before each
             for part in parts(start, stop, MAX_TILES):
@@ -262,7 +264,7 @@ class Chunkwise(Backend):
         C, n, m = initial_state(x, spec)
         none = C.new_empty(0)
         rows = self.stored_states(x, spec.chunk_size, spec.kernel) if spec.save else 0
-        chunk_C = empty((rows, *C.shape[1:]), C.dtype, C.device) if spec.save else none
+        chunk_C = empty((rows, *C.shape[1:]), stored_dtype(x, spec), C.device) if spec.save else none
         chunk_n = n.new_empty(rows, *n.shape[1:]) if spec.save and spec.normalize else none.clone()
         h = empty(x.v.shape, x.v.dtype, x.v.device)
         d = torch.empty(x.log_f.shape, dtype=C.dtype, device=C.device) if spec.normalize and spec.save else none.clone()

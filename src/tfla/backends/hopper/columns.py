@@ -167,9 +167,9 @@ def consume(
         C1 = gl.zeros([64, DK], gl.float32, of_state)
         N = gl.zeros([64, 8], gl.float32, of_n)
         if STATE:
-            C1 = gl.load(state_pointers(state_in, index, column + 64 * (BLOCKS - 1), DK, DV, of_state))
+            C1 = gl.load(state_pointers(state_in, index, column + 64 * (BLOCKS - 1), DK, DV, of_state)).to(gl.float32)
             if BLOCKS == 2:
-                C0 = gl.load(state_pointers(state_in, index, column, DK, DV, of_state))
+                C0 = gl.load(state_pointers(state_in, index, column, DK, DV, of_state)).to(gl.float32)
             if NORMALIZE:
                 begin = gl.expand_dims(gl.load(n_in + index.to(gl.int64) * DK + rk), 1)
                 N = gl.where(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_n)), 0) == 0, begin, 0.0)

@@ -159,9 +159,9 @@ def consume(
         C1 = gl.zeros([64, 128], gl.float32, of_state)
         N = gl.zeros([64], gl.float32, of_n)
         if STATE:
-            C0 = gl.load(state_pointers(state_in, state_row, row, 0, DV, of_state))
+            C0 = gl.load(state_pointers(state_in, state_row, row, 0, DV, of_state)).to(gl.float32)
             if BLOCKS == 2:
-                C1 = gl.load(state_pointers(state_in, state_row, row, 128, DV, of_state))
+                C1 = gl.load(state_pointers(state_in, state_row, row, 128, DV, of_state)).to(gl.float32)
             if NORMALIZE:
                 N = gl.load(n_in + state_row + rk)
         for step in range(0, tiles):

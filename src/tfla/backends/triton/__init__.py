@@ -76,10 +76,11 @@ class Triton(Backend):
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
         from tfla.backends.triton import launch, tfla_launch
 
+        products: dict[str, object] = {"float32": launch.float32_products()} if x.q.dtype == torch.float32 else {}
         if kernel == "tfla":
-            return tfla_launch.details(x, chunk_size)
-        steps, T = launch.segment_steps(x, chunk_size), x.v.shape[1]
-        return {"tile": launch.plan(x).L, "segment": min(steps, T)}
+            return tfla_launch.details(x, chunk_size) | products
+        segment = min(launch.segment_steps(x, chunk_size), x.v.shape[1])
+        return {"tile": launch.plan(x).L, "segment": segment} | products
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         if kernel == "tfla":

@@ -364,8 +364,8 @@ def join(
     for c in range(0, count):
         slot = slot0 + (count - 1 - c if BACK else c)
         at = (slot * H + h) * SIZE + e
-        adds = tl.load(states + at, mask=inside, other=0.0)
-        tl.store(states + at, S, mask=inside)
+        adds = tl.load(states + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(states + at, S.to(states.dtype.element_ty), mask=inside)
         S = S * tl.load(decays + slot * H + h) + adds
     if FINAL:
         tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)

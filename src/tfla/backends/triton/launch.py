@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tfla.backends.base import Grads, Inputs, Outputs, Spec
+from tfla.backends.base import Grads, Inputs, Outputs, Spec, stored_dtype
 from tfla.backends.triton import INTERPRETED, walk
 from tfla.backends.triton import gates as gate_kernels
 from tfla.backends.triton.compiled import Launches, static
@@ -68,11 +68,12 @@ def architecture(device: torch.device) -> int:
 
 
 def plan(x: Inputs) -> Plan:
-    return _plan(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), architecture(x.q.device))
+    return _plan(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), products(x), architecture(x.q.device))
 
 
 @functools.cache
-def _plan(dqk: int, dhv: int, itemsize: int, architecture: int) -> Plan:
+def _plan(dqk: int, dhv: int, itemsize: int, products: str, architecture: int) -> Plan:
+    """L does not depend on `products`."""
     K, V = power_of_two(dqk), power_of_two(dhv)
     fits = itemsize == 2 and max(K, V) <= 256 and dqk % 8 == 0 and dhv % 8 == 0
     if fits and architecture == 90:  # MMAs of four warps, operands in shared memory
@@ -82,12 +83,28 @@ def _plan(dqk: int, dhv: int, itemsize: int, architecture: int) -> Plan:
         blocks = 2 if V > 128 else 1
         rows = Tiles(min(K, 64), V // blocks, blocks, 4, 2)
         return Plan(64, columns, rows, True, True)
-    # MMAs of one warp, operands in registers; float32 has none.
+    # MMAs of one warp, operands in registers, three times as many for tf32x3; IEEE float32 has none. Two blocks need
+    # fewer registers at once than one.
     L = 32 if itemsize == 2 and K <= 256 and V <= 512 else 16
-    split = max(16, min(V, (16384 if itemsize == 2 else 8192) // K))
-    columns = Tiles(split, split, 1, 8, 2)
-    split = max(16, min(K, (16384 if itemsize == 2 else 8192) // V))
-    return Plan(L, columns, Tiles(split, V, 1, 8, 1), False, False)
+    elements = 16384 if itemsize == 2 else 4096 if products == "tf32x3" else 8192  # of a program's state
+    split = max(16, min(V, elements // K))
+    blocks = 2 if itemsize == 2 and split > 16 else 1
+    columns = Tiles(split, split // blocks, blocks, 8, 2)
+    blocks = 2 if V > 64 else 1
+    return Plan(L, columns, Tiles(max(16, min(K, elements // V)), V // blocks, blocks, 8, 1), False, False)
+
+
+def float32_products() -> str:
+    """How float32 is multiplied, as PyTorch is set: "highest" is "ieee", "high" "tf32x3", "medium" "tf32"."""
+    try:
+        return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[torch.get_float32_matmul_precision()]
+    except RuntimeError:  # set by `torch.backends.cuda.matmul.fp32_precision`, which is then the one to read
+        return "tf32x3" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def products(x: Inputs) -> str:
+    """How these inputs are multiplied; bfloat16 and float16 in one way, whatever it is called."""
+    return float32_products() if x.q.dtype == torch.float32 else "tf32"
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -137,7 +154,7 @@ class Call:
         self.L = self.plan.L
         self.marks = MARKS[x.q.element_size()]
         self.exact = x.q.dtype == torch.float32
-        self.precision = "ieee" if self.exact else "tf32"
+        self.precision = products(x)
         self.group = self.H // x.q.shape[2]
         self.tiles = self.slots(self.L)
         self.steps = segment_steps(x, spec.chunk_size)
@@ -149,7 +166,7 @@ class Call:
 
     def tuning(self) -> tuple[Hashable, ...]:
         """What is chosen, not given."""
-        return self.plan, self.marks
+        return self.plan, self.marks, self.precision
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
@@ -157,6 +174,11 @@ class Call:
 
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=self.x.q.device)
+
+    def new_states(self) -> Tensor:
+        """Places for the states of segments."""
+        shape = self.segments, self.H, self.K, self.V
+        return torch.empty(shape, dtype=stored_dtype(self.x, self.spec), device=self.x.q.device)
 
     def gates(self, m_final: Tensor | None) -> Tensor:
         """The gate vectors."""
@@ -304,7 +326,7 @@ class Call:
         delta: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """States that segments start from, or walking back the cotangents of those they end with."""
-        C = self.new(self.segments, self.H, self.K, self.V)
+        C = self.new_states()
         decays = self.new(self.segments, self.H)
         self.columns(x, y, x, None, gates, back, None, C, decays)
         n = None
@@ -384,7 +406,8 @@ def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
     if not spec.save:
         chunk_C = chunk_n = None
     elif chunk_C is None:
-        chunk_C, chunk_n = call.new(0, H, K, V), call.new(0, H, K) if spec.normalize else None
+        chunk_C = torch.empty(0, H, K, V, dtype=stored_dtype(x, spec), device=x.q.device)
+        chunk_n = call.new(0, H, K) if spec.normalize else None
     C, n, m, d, chunk_C, chunk_n = (call.new(0) if t is None else t for t in (C, n, m, d, chunk_C, chunk_n))
     return Outputs(h, C, n, m, d, chunk_C, chunk_n)
 

@@ -87,7 +87,7 @@ class Chunks(Call):
         """States before every chunk, or walking back the cotangents of those behind it."""
         if back:
             self.end_is_read = given[0] is not None
-        C = self.new(self.segments, self.H, self.K, self.V)
+        C = self.new_states()
         n = self.new(self.segments, self.H, self.K) if self.spec.normalize else None
         sizes = self.tiling
         BK, BV = min(sizes.key_block, padded(self.K)), min(sizes.value_block, padded(self.V))

@@ -141,9 +141,9 @@ def columns(
     S0 = tl.zeros([BV, BK], tl.float32)
     S1 = tl.zeros([BV, BK], tl.float32)
     if STATE:
-        S0 = tl.load(state_in + state_at, mask=inside, other=0.0)
+        S0 = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
         if BLOCKS == 2:
-            S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0)
+            S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0).to(tl.float32)
     r = tl.arange(0, L)
     tiles = tl.cdiv(steps, L).to(tl.int32)
     total = 1.0
@@ -235,9 +235,9 @@ def rows(
     rc = tl.arange(0, 16)
     N = tl.zeros([BK, 16], tl.float32)
     if STATE:
-        S0 = tl.load(state_in + state_at, mask=inside, other=0.0)
+        S0 = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
         if BLOCKS == 2:
-            S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0)
+            S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0).to(tl.float32)
         if NORMALIZE:
             N = tl.where(rc[None, :] == 0, tl.load(n_in + n_at, mask=rk < DK, other=0.0)[:, None], 0.0)
     r = tl.arange(0, L)
