@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORMS, TOLERANCE, Way, check, leaves_on, params, problem, solve, truth
+from cases import FORMS, TOLERANCE, Way, check, check_beside_terms, leaves_on, params, problem, solve, truth
 
 import tfla
 
@@ -33,6 +33,19 @@ INTERPRETED = ("one step", "prime head dims", "one more than a power of two", "t
 def test_shape(way: Way, form: str, shape: dict[str, Any]) -> None:
     p = problem(form, dtype=way.widest, **shape)
     check(solve(p, way), truth(p), p.dtype)
+
+
+@pytest.mark.parametrize(
+    ("K", "V"),
+    [(16, 16), (16, 1024), (31, 95), (64, 128), (72, 100), (96, 192), (128, 256), (255, 257), (256, 512), (512, 1024)],
+)  # fmt: skip
+@pytest.mark.parametrize(("form", "dtype"), [("exp", torch.float32), ("sigmoid", torch.bfloat16)], ids=str)
+def test_wide_heads_on_gpus(way: Way, form: str, dtype: torch.dtype, K: int, V: int) -> None:
+    """Their kernels are others for other head dims."""
+    if way.device == "cpu":
+        pytest.skip("is one code for all head dims")
+    p = problem(form, B=1, T=70, Hq=1, H=1, K=K, V=V, dtype=dtype)
+    check_beside_terms(solve(p, way), p, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("form", FORMS)
