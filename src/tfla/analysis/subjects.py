@@ -50,4 +50,7 @@ SUBJECTS: dict[str, Subject] = {
         "tfla.analysis.transfer", "Transfer behaviour", "gain before and after the norm (Figures 3, 6, 7)"
     ),
     "numerics": Subject("tfla.analysis.numerics.figures", "Numerics", "stored errors against float64, beside rounding"),
+    "training": Subject(
+        "tfla.analysis.training", "Training", "small training runs (Tables 2, 3, 5, 6; Figures 8 to 11)"
+    ),
 }

@@ -208,29 +208,29 @@ def claims(config: Config) -> list[Claim]:
     return [
         Claim(
             "Both gates after the norm",
-            "That mLSTMexp and mLSTMsig have the same transfer behaviour after the norm (Section 4.2, Figure 3).",
-            f"Holds for small ε: gains differ by at most {far[1e-6]:.1g} for ε = 1e-6 and {far[1e-8]:.1g} for 1e-8. "
+            "that mLSTMexp and mLSTMsig have the same transfer behaviour after the norm (Section 4.2, Figure 3).",
+            f"it holds for small ε: gains differ by at most {far[1e-6]:.1g} for ε = 1e-6 and {far[1e-8]:.1g} for 1e-8. "
             f"For ε = 1e-2 they differ by up to {far[1e-2]:.1g}, since the transition then lies where the sigmoid is "
             "no longer the exponential.",
             COMMAND,
         ),
         Claim(
             "The transition",
-            "That both pass from suppressing to passing the input at ĩ near -8 (Section 5.1, Appendix E.2).",
-            f"Half of the largest gain is at ĩ = {spans}, for f̃ from 0 to 6: a more open forget gate moves it down.",
+            "that both pass from suppressing to passing the input at ĩ near -8 (Section 5.1, Appendix E.2).",
+            f"half of the largest gain is at ĩ = {spans}, for f̃ from 0 to 6: a more open forget gate moves it down.",
             COMMAND,
         ),
         Claim(
             "Normalisers",
-            "That mLSTMexp needs its bounded normaliser, and that mLSTMsig may have one or none (Figures 6 and 7).",
-            "Holds: without the bound the gain after the norm is at least "
+            "that mLSTMexp needs its bounded normaliser, and that mLSTMsig may have one or none (Figures 6 and 7).",
+            "it holds: without the bound the gain after the norm is at least "
             f"{min(loose.values()):.2g} for every ĩ, so the input gate decides nothing; with and without the bounded "
             f"normaliser mLSTMsig's gains differ by at most {same:.1g}. The unbounded ones were not trained.",
             COMMAND,
         ),
         Claim(
             "Where models start",
-            "That an input gate bias of -10 starts training where inputs are suppressed (Section 5.1).",
+            "that an input gate bias of -10 starts training where inputs are suppressed (Section 5.1).",
             where(start(config), config),
             "tfla analyze transfer --eps 1e-6 --input-gate-bias -10",
         ),

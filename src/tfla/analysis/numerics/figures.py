@@ -196,16 +196,16 @@ def claims(config: Config) -> list[Claim]:
     return [
         Claim(
             "Chunk size and accuracy",
-            "That errors of the mLSTMexp xl_chunk kernels do not depend on the chunk size: mean absolute error of the "
+            "that errors of the mLSTMexp xl_chunk kernels do not depend on the chunk size: mean absolute error of the "
             f"output {span(theirs['float32'])} in float32 and {span(theirs['bfloat16'])} in bfloat16, T 8,192 "
             "(answer to a review).",
-            f"Holds, with smaller errors: {span(ours['float32'])} and {span(ours['bfloat16'])} over all backends and "
-            f"chunk sizes; between chunk sizes a backend's error varies by a factor of {drift:.2f} at most ({where}).",
+            f"it holds, with smaller errors: {span(ours['float32'])} and {span(ours['bfloat16'])} over all backends "
+            f"and chunk sizes; between chunk sizes a backend's error varies by a factor of {drift:.2f} ({where}).",
             COMMAND,
         ),
         Claim(
             "Gradients",
-            "That kernels and the parallel form in JAX train alike (Table 3); errors of gradients are not given.",
+            "that kernels and the parallel form in JAX train alike (Table 3); errors of gradients are not given.",
             f"{len(measured) - len(failed)} of {len(measured)} settings measured, every gradient against float64. The "
             "largest error is the forget gate's gradient's, a running sum over a chunk: up to "
             f"{gates['float32']:.1g} in float32 and {gates['bfloat16']:.1g} in bfloat16. The float64 truth is "

@@ -1,0 +1,133 @@
+"""Small versions of the paper's training experiments: what is run, that it goes on, what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tfla.analysis.training import Config, Found, claims, figures, load, spikes, text
+from tfla.cli import main
+from tfla.experiments import run as runner
+from tfla.experiments.crew import train_all
+from tfla.experiments.outcome import FAILED, finished, outcome
+from tfla.experiments.plans import BIASES, EXPERIMENTS, SIZES, Variant, unique
+from tfla.experiments.run import ExperimentConfig
+from tfla.train.config import TrainConfig
+from tfla.train.messages import UserError
+from tfla.train.tokens import prepare
+
+TINY = replace(SIZES["smoke"], d_model=16, context=16, batch_size=4, steps=4, eval_windows=4)
+
+
+def config(variant: Variant, folder: Path) -> TrainConfig:
+    """A run of seconds, on a text of this repository's own."""
+    found = variant.config(TINY, folder, "cpu")
+    return replace(found, data=replace(found.data, paths=(Path(__file__).parent.parent,)), eval_every=2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Variant]]:
+    """Two runs in a process of their own, one of which fails."""
+    folder = tmp_path_factory.mktemp("experiments")
+    variants = [Variant("mlstm_exp", heads=1), Variant("mlstm_sig", heads=1, backend="hopper")]
+    configs = [config(v, folder) for v in variants]
+    prepare(configs[0].data, folder / "tokens")
+    assert train_all(configs, folder / "tokens", 1, None, print) == 0
+    return folder, variants
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_plans(size: str) -> None:
+    """Every variant makes a training configuration that holds; names tell runs apart."""
+    for experiment in EXPERIMENTS.values():
+        for variant in experiment.at(SIZES[size]):
+            found = variant.config(SIZES[size], Path("runs"), "cpu")
+            found.check()
+            found.model.build(257)
+    every = unique(v for e in EXPERIMENTS.values() for v in e.at(SIZES[size]))
+    assert len({v.name for v in every}) == len(every)
+
+
+def test_gate_experiments_have_the_papers_biases() -> None:
+    for name in ("fig8", "fig9"):
+        found = {(v.bias, v.trainable) for v in EXPERIMENTS[name].variants}
+        assert found == {(bias, trainable) for bias in BIASES for trainable in (True, False)}
+    shared = [set(EXPERIMENTS[name].variants) for name in ("table2", "fig8", "fig10")]
+    assert set.intersection(*shared) == {Variant("mlstm_exp")}
+
+
+def test_longer_contexts_have_the_same_tokens() -> None:
+    plain, longer = (Variant("mlstm_exp", longer=n).config(SIZES["small"], Path("runs"), "cpu") for n in (1, 4))
+    assert longer.context == 4 * plain.context
+    assert longer.context * longer.batch_size == plain.context * plain.batch_size
+
+
+def test_outcomes(trained: tuple[Path, list[Variant]]) -> None:
+    folder, (good, bad) = trained
+    row = outcome(good, config(good, folder))
+    assert [e["step"] for e in row["evals"]] == [0, 2, 4]
+    assert len(row["grad_norm"]) == TINY.steps
+    assert row["parameters"] > 0
+    assert "failed" not in row
+    assert "cannot run these inputs" in outcome(bad, config(bad, folder))["failed"]
+
+
+def test_finished_runs_are_left_alone(trained: tuple[Path, list[Variant]]) -> None:
+    folder, variants = trained
+    configs = [config(v, folder) for v in variants]
+    assert all(map(finished, configs))
+    said: list[str] = []
+    assert train_all(configs, folder / "tokens", 1, None, said.append) == 0
+    assert said == ["2 of 2 runs are finished already"]
+
+
+def test_a_spent_budget_leaves_runs_that_go_on(tmp_path: Path, trained: tuple[Path, list[Variant]]) -> None:
+    variant = Variant("mlstm_exp", heads=1)
+    long = replace(config(variant, tmp_path), steps=100_000, checkpoint_every=100_000)
+    assert train_all([long], trained[0] / "tokens", 1, 3.0, print) == 1
+    assert not (long.run / FAILED).exists()
+
+
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file that the command writes is what is drawn; nothing is trained here."""
+    monkeypatch.setattr(runner, "train_all", lambda *args: 0)
+    out = tmp_path / "training.json"
+    assert main(["experiment", "table6", "--device", "cpu", "--folder", str(tmp_path), "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["size"]["name"] == "smoke"
+    assert found["config"]["optim"]["clip"] == 0.5
+    assert found["runs"] == []
+    assert main(["experiment", "table1"]) == 2
+    assert "table2" in capsys.readouterr().err
+
+
+def test_bad_options(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="experiment: got 'x'"):
+        runner.run("x", ExperimentConfig(folder=tmp_path))
+    with pytest.raises(UserError, match="processes: got 0"):
+        runner.run("fig8", ExperimentConfig(folder=tmp_path, processes=0))
+    with pytest.raises(ValueError, match="longer: got 3"):
+        Variant("mlstm_exp", longer=3).config(TINY, tmp_path, "cpu")
+
+
+def test_what_runs_found(trained: tuple[Path, list[Variant]], tmp_path: Path) -> None:
+    folder, (good, bad) = trained
+    rows = [outcome(v, config(v, folder)) for v in (good, bad)]
+    found = Found({"size": {"steps": TINY.steps}, "runs": rows})
+    assert found.last(good, "bits_per_byte") == rows[0]["evals"][-1]["bits_per_byte"]
+    assert found.last(bad, "bits_per_byte") is None
+    assert found.all_of([good, bad, Variant("attention")]) == [rows[0]["evals"][-1]["bits_per_byte"]]
+    assert spikes({"grad_norm": [1.0] * 50 + [1.0, 50.0, 1.0] + [1.0] * 47}) == (1, 50.0)
+    assert text([1.0, 3.0], 1) == "2.0 ± 1.4"
+
+
+def test_figures_say_what_is_missing(tmp_path: Path) -> None:
+    (missing,) = figures(Config(out=tmp_path, results=tmp_path))
+    assert "tfla experiment all" in missing.why
+    assert claims(Config(results=tmp_path)) == []
+    (tmp_path / "x.json").write_text('{"kind": "other"}')
+    with pytest.raises(UserError, match=r"x\.json cannot be read"):
+        load(Config(training=tmp_path / "x.json"))
