@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import tfla
-from tfla.backends import Inputs, select
+from tfla.backends import Inputs
 from tfla.bench.problem import Problem, Work
+from tfla.ops.choice import choose
 
 
 def mlstm(
@@ -20,9 +21,7 @@ def mlstm(
     q, k, v = problem.qkv()
     i, f = problem.gates()
     x = Inputs(q, k, v, i, f, None, None, None, None)
-    chosen = select(backend, x)
-    kernel_run = kernel or chosen.kernels[0]
-    chunk_size = problem.chunk_size or chosen.default_chunk_size(x, kernel_run)
+    chosen, kernel_run, chunk_size = choose(x, gate == "exp", backend, kernel, problem.chunk_size)
     state = problem.H * problem.dqk * (problem.dhv + (gate == "exp")) * 4
 
     def run(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from torch import Tensor
 
 import tfla
 from tfla.bench.floor import backward_flops, forward_flops
+from tfla.ops.tuned import cpu_name
 
 H, DQK, DHV = 4, 128, 256
 LONG = 8.0  # seconds: a call that takes longer is timed once
@@ -162,14 +162,6 @@ def _peak_memory(T: int) -> int:
     grads = torch.autograd.grad(h, xs, dh)
     results = h.nbytes + sum(g.nbytes for g in grads)
     return max(0, _resident("VmHWM") - before - results)
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    names = (
-        [x.split(":")[1].strip() for x in info.read_text().splitlines() if "model name" in x] if info.exists() else []
-    )
-    return names[0] if names else platform.processor()
 
 
 def environment(config: CpuBench) -> dict[str, Any]:

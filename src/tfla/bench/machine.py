@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tfla.bench.cpu import cpu_name
 from tfla.bench.timing import Sampling, clock_of, measure
+from tfla.ops.tuned import cpu_name
 
 PACKAGES = (
     "tfla",

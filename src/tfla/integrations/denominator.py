@@ -82,7 +82,7 @@ def attend_with_offset(
     """
     x = prepare(q, k, v, log_i, log_f, True, state, None, None)
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, offset))
-    chosen, kernel, steps = choose(x, None, None, None if grads else q.shape[1])
+    chosen, kernel, steps = choose(x, True, None, None, None if grads else q.shape[1])
     options = (q.shape[-1] ** -0.5, True, normalizer_grad, steps, chosen.name, kernel)
     dtype = x.acc_dtype
     floor = torch.exp(-m.detach()).clamp(torch.finfo(dtype).tiny, LARGEST).to(dtype)

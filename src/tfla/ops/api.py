@@ -67,7 +67,7 @@ def _run(
 ) -> Tensor | tuple[Tensor, State]:
     checks.check_store_dtype(store_dtype)
     x = prepare(q, k, v, log_i, log_f, normalize, initial_state, cu_seqlens, chunk_size)
-    chosen, kernel, steps = choose(x, backend, kernel, chunk_size)
+    chosen, kernel, steps = choose(x, normalize, backend, kernel, chunk_size)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state, store_dtype)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from tfla.backends import Backend, Inputs, select
+from tfla.ops import tuned
 
 
-def choose(x: Inputs, backend: str | None, kernel: str | None, chunk_size: int | None) -> tuple[Backend, str, int]:
-    """Backend, kernel and chunk size, None being what is left to choose.
+def choose(
+    x: Inputs, normalize: bool, backend: str | None, kernel: str | None, chunk_size: int | None
+) -> tuple[Backend, str, int]:
+    """Backend, kernel and chunk size, None being what is left to choose: what `tfla tune` found, else the backend's.
 
     Raises:
         ValueError: no backend or kernel has that name, or it cannot run these inputs (the message says why).
     """
     chosen = select(backend, x)
-    kernel = chosen.kernels[0] if kernel is None else kernel
-    if kernel not in chosen.kernels:
+    if kernel is not None and kernel not in chosen.kernels:
         allowed = ", ".join(map(repr, chosen.kernels))
         raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
+    found = tuned.find(x, chosen.name, kernel, normalize) if chunk_size is None else None
+    if found is not None:
+        return chosen, found.kernel, found.chunk_size
+    kernel = chosen.kernels[0] if kernel is None else kernel
     return chosen, kernel, chunk_size or chosen.default_chunk_size(x, kernel)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends import BACKENDS, Backend, Inputs
-from tfla.ops import checks
+from tfla.ops import checks, tuned
 from tfla.ops.api import prepare
 from tfla.ops.choice import choose
 from tfla.ops.gates import InputGate, log_gates
@@ -26,12 +26,13 @@ class Explanation:
     stored_states: int  # of every head, kept for the backward
     details: Mapping[str, object]  # what else the backend decides
     not_taken: Mapping[str, str]  # every other backend, and why not
+    tuned: bool = False  # kernel and chunk size are what `tfla tune` found
 
     def __str__(self) -> str:
         lines = {
             "backend": self.backend,
             "kernel": self.kernel,
-            "chunk_size": f"{self.chunk_size} ({self.stored_states} stored states)",
+            "chunk_size": f"{self.chunk_size} ({self.stored_states} stored states)" + ", tuned" * self.tuned,
             **self.details,
             **{f"not {name}": why for name, why in self.not_taken.items()},
         }
@@ -78,7 +79,9 @@ def explain(
     checks.check_store_dtype(store_dtype)
     gates = log_gates(i, f, input_gate)
     x = prepare(q, k, v, *gates, input_gate == "exp", initial_state, cu_seqlens, chunk_size)
-    chosen, kernel, steps = choose(x, backend, kernel, chunk_size)
+    asked = kernel
+    chosen, kernel, steps = choose(x, input_gate == "exp", backend, kernel, chunk_size)
+    found = chunk_size is None and tuned.find(x, chosen.name, asked, input_gate == "exp") is not None
     others = {b.name: _why_not(b, chosen, backend is not None, x) for b in BACKENDS.values() if b is not chosen}
     rows = chosen.stored_states(x, steps, kernel)
-    return Explanation(chosen.name, kernel, steps, rows, chosen.details(x, steps, kernel), others)
+    return Explanation(chosen.name, kernel, steps, rows, chosen.details(x, steps, kernel), others, found)

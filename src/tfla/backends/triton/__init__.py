@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,13 +17,14 @@ from torch import Tensor
 from tfla.backends.base import Backend, Grads, Inputs, Outputs, Spec, StepInputs, StepOutputs, StepSpec
 
 LARGEST_DQK, LARGEST_DHV = 512, 1024
+F = TypeVar("F", bound=Callable[..., Any])
 WHOLE = 1 << 30  # a chunk size that no sequence reaches
 TFLA_CHUNK = 256  # where the paper's Figure 5 has its optimum
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def constant(fn: Callable[[torch.device], bool]) -> Callable[[torch.device], bool]:
+def constant(fn: F) -> F:
     """torch.compiler.assume_constant_result without its import, which takes longer than that of all the rest."""
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn

@@ -1,0 +1,157 @@
+"""Kernels and chunk sizes that `tfla tune` found, for calls that leave the choice open.
+
+Two JSON files of the same form: one that comes with the library, for the paper's shapes, and the user's, which goes
+first. They are read once a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+
+from tfla.backends import Inputs
+from tfla.backends.triton import constant
+
+SHIPPED = Path(__file__).with_name("chunk_sizes.json")
+VERSION = 1
+
+
+class Entry(NamedTuple):
+    """What was fastest for one shape on one device, forward and backward, within a limit of memory."""
+
+    device: str  # as `device_name` has it
+    backend: str
+    dtype: str
+    normalize: bool
+    B: int
+    T: int
+    H: int
+    dqk: int
+    dhv: int
+    kernel: str
+    chunk_size: int
+    asked: bool  # the kernel was asked for: no choice for calls that leave it open
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What there is one entry of."""
+        return (*self[:9], self.kernel if self.asked else None)
+
+
+def user_file() -> Path:
+    """Where the user's entries are: in $TFLA_CACHE_DIR, else in the folder that the system has for caches."""
+    if given := os.environ.get("TFLA_CACHE_DIR"):
+        return Path(given) / SHIPPED.name
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "tfla" / SHIPPED.name
+
+
+def parse(text: str) -> list[Entry]:
+    """The entries of a file's text.
+
+    Raises:
+        ValueError: it is not such a file; the message says what is wrong.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict) or found.get("version") != VERSION:
+        raise ValueError(f"expected a JSON object with version {VERSION}")
+    rows = found.get("entries")
+    if not isinstance(rows, list):
+        raise ValueError("expected a list of entries")
+    return [_entry(row) for row in rows]
+
+
+def _entry(row: Any) -> Entry:
+    kinds = get_type_hints(Entry)
+    if not isinstance(row, dict):
+        raise ValueError(f"an entry is {type(row).__name__}, expected an object")
+    for name, kind in kinds.items():
+        if name not in row or type(row[name]) is not kind:
+            raise ValueError(f"{name} of an entry: got {row.get(name)!r}, expected {kind.__name__}")
+    if row["chunk_size"] < 1:
+        raise ValueError(f"chunk_size of an entry: got {row['chunk_size']}, expected at least 1")
+    return Entry(**{name: row[name] for name in kinds})
+
+
+@functools.cache
+def load() -> tuple[Entry, ...]:
+    """The user's entries, then the library's; a file that cannot be read is reported once and left out."""
+    found: dict[tuple[Any, ...], Entry] = {}
+    for path in (user_file(), SHIPPED):
+        try:
+            entries = parse(path.read_text(encoding="utf-8")) if path.exists() else []
+        except (OSError, ValueError) as error:
+            warnings.warn(f"tfla: {path} is left out: {error}; `tfla tune` writes it anew", stacklevel=2)
+            continue
+        for entry in entries:
+            found.setdefault(entry.key, entry)
+    return tuple(found.values())
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """The GPU's name; of a CPU the model's where the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_name() if device.type == "cpu" else device.type
+
+
+def cpu_name() -> str:
+    """The model of this machine's CPU, or its architecture."""
+    import platform
+
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@constant
+def entries(device: torch.device, backend: str, dtype: torch.dtype, normalize: bool) -> tuple[Entry, ...]:
+    """Those for this device, backend, dtype and form; torch.compile takes them for constants."""
+    return _entries(device, backend, dtype, normalize)
+
+
+@functools.cache
+def _entries(device: torch.device, backend: str, dtype: torch.dtype, normalize: bool) -> tuple[Entry, ...]:
+    kind = str(dtype).removeprefix("torch.")
+    mine = [e for e in load() if (e.backend, e.dtype, e.normalize) == (backend, kind, normalize)]
+    name = device_name(device) if mine else ""
+    return tuple(e for e in mine if e.device == name)
+
+
+def find(x: Inputs, backend: str, kernel: str | None, normalize: bool) -> Entry | None:
+    """The entry for exactly this shape; None where there is none, or where a compiled graph serves many lengths."""
+    mine: Sequence[Entry] = entries(x.q.device, backend, x.q.dtype, normalize)
+    if not mine or x.cu_seqlens is not None or x.q.shape[2] != x.v.shape[2]:
+        return None
+    (B, T, H, dhv), dqk = x.v.shape, x.q.shape[3]
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        if not (has_static_value(B) and has_static_value(T) and has_static_value(H)):
+            return None
+    for e in mine:
+        same = e.T == T and e.B == B and e.H == H and e.dqk == dqk and e.dhv == dhv
+        if same and (e.kernel == kernel or (kernel is None and not e.asked)):
+            return e
+    return None
+
+
+def forget() -> None:
+    """Read the files again at the next call; graphs that are compiled keep what they have."""
+    load.cache_clear()
+    _entries.cache_clear()

@@ -1,0 +1,85 @@
+"""What a chunk size should cost, from counts and three numbers of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from tfla.bench.floor import TILE, backward_bytes, backward_flops, forward_bytes, forward_flops
+from tfla.bench.problem import Problem
+
+STATE_BYTES = 4  # of a number of a stored state
+SMALLEST = 64
+MARK = (
+    1024  # steps between the states that the fused backward keeps for the forget gate's gradient, at least one a chunk
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs: FLOP/s of large matrix products, byte/s of copies, processors that work in parallel."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    processors: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel and a chunk size, with what forward and backward should take: seconds, bytes beyond the inputs."""
+
+    backend: str
+    kernel: str
+    chunk_size: int
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def way(self) -> str:
+        return f"{self.backend} {self.kernel}"
+
+
+def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: int, machine: Machine) -> Candidate:
+    """Forward and backward of one call.
+
+    The paper's kernels ("tfla") are quadratic inside a chunk and read all inputs once more for each result: FLOPs and
+    bytes add up, as in (116). Walks have the FLOPs of one tile whatever the chunk; segments fill processors that whole
+    sequences leave idle, but need the states at their starts first. Both move the states they store.
+    """
+    heads, chunks = p.B * p.H, ceil(p.T / chunk_size)
+    whole = chunk_size >= p.T
+    gpu_walk = backend != "chunkwise" and kernel != "tfla"
+    one = p.dqk * (p.dhv + normalize) * STATE_BYTES
+    states = 0 if gpu_walk and whole else heads * chunks * one
+    L = TILE if kernel != "tfla" else min(chunk_size, p.T)
+    flops = p.B * (forward_flops(p.T, p.H, p.dqk, p.dhv, L) + backward_flops(p.T, p.H, p.dqk, p.dhv, L))
+    moved = p.B * (
+        forward_bytes(p.T, p.H, p.dqk, p.dhv, p.itemsize)
+        + backward_bytes(p.T, p.H, p.dqk, p.dhv, p.itemsize, normalize)
+    )
+    pair = heads * p.T * (p.dqk + p.dhv) * p.itemsize  # one of q, k with one of v, dh
+    if kernel == "tfla":
+        seconds = flops / machine.flops + (10 * pair + 6 * states) / machine.bandwidth
+    elif gpu_walk and not whole:
+        flops += 4 * heads * p.T * p.dqk * p.dhv
+        seconds = max(flops / machine.flops, (moved + 2 * pair + 8 * states) / machine.bandwidth)
+    else:
+        seconds = max(flops / machine.flops, (moved + 3 * states) / machine.bandwidth)
+    if gpu_walk:
+        programs = heads * (1 if whole else chunks)
+        seconds *= machine.processors * ceil(programs / machine.processors) / programs
+    results = heads * p.T * ((2 * p.dhv + 2 * p.dqk) * p.itemsize + 3 * STATE_BYTES)
+    kept = states if backend == "chunkwise" else 2 * states
+    if gpu_walk:
+        kept += 2 * p.H * (p.B * p.T // MARK + (0 if whole else p.B * chunks)) * p.dqk * p.dhv * p.itemsize
+    return Candidate(backend, kernel, chunk_size, seconds, results + kept)
+
+
+def chunk_sizes(T: int) -> list[int]:
+    """Powers of two from 64 up to below T, and T: the whole sequence."""
+    found, L = [], SMALLEST
+    while L < T:
+        found.append(L)
+        L *= 2
+    return [*found, T]

@@ -1,0 +1,48 @@
+"""The file that calls with ``chunk_size=None`` look into."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tfla.nn.files import write_atomically
+from tfla.ops import tuned
+from tfla.ops.tuned import VERSION, Entry
+from tfla.train.messages import UserError, reason
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], str | None]:
+    """The rows of a file, and where it is there but cannot be used, why."""
+    if not path.exists():
+        return [], None
+    try:
+        text = path.read_text(encoding="utf-8")
+        tuned.parse(text)
+        rows: list[dict[str, Any]] = json.loads(text)["entries"]
+    except (OSError, ValueError) as error:
+        return [], reason(error)
+    return rows, None
+
+
+def entry(row: dict[str, Any]) -> Entry:
+    return Entry(**{name: row[name] for name in Entry._fields})
+
+
+def add(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Puts rows into the file, in place of those of the same key; the file is replaced in one go.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    new = {entry(row).key for row in rows}
+    kept = [row for row in read(path)[0] if entry(row).key not in new]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in [*kept, *rows])
+    text = f'{{\n "version": {VERSION},\n "entries": [\n{lines}\n ]\n}}\n'
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {reason(error)}") from error
+    tuned.forget()

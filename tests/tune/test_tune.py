@@ -1,0 +1,291 @@
+"""Predicting, measuring and keeping chunk sizes; what calls that leave the choice open make of it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tfla
+from tfla.bench.problem import Problem
+from tfla.cli import main
+from tfla.ops import tuned
+from tfla.ops.tuned import SHIPPED, Entry, cpu_name, user_file
+from tfla.train.messages import UserError
+from tfla.tune import run as runner
+from tfla.tune import store
+from tfla.tune.choose import best, shortlist
+from tfla.tune.measure import Measured
+from tfla.tune.predict import Candidate, Machine, chunk_sizes, predict
+from tfla.tune.run import TuneConfig, known_machine, tune
+
+H100 = known_machine("H100")
+FIG5 = Problem(8, 8192, 8, 256, 512)
+SHAPE = ["--batch", "1", "--length", "160", "--heads", "1", "--dqk", "4", "--dhv", "4", "--dtype", "float32"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user's file of the test's own."""
+    monkeypatch.setenv("TFLA_CACHE_DIR", str(tmp_path / "cache"))
+    tuned.forget()
+    yield user_file()
+    tuned.forget()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose rates need not be measured."""
+    monkeypatch.setattr(runner, "this_machine", lambda device: Machine(cpu_name(), 1e11, 1e10, 2))
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    row = Entry(cpu_name(), "chunkwise", "float32", True, 1, 160, 1, 4, 4, "segmented", 96, False)
+    return row._replace(**changes)._asdict()
+
+
+def inputs(T: int = 160, **options: Any) -> tuple[torch.Tensor, ...]:
+    return (*(torch.randn(1, T, 1, 4, **options) for _ in range(3)), *(torch.randn(1, T, 1) for _ in range(2)))
+
+
+def picked(*x: torch.Tensor, **options: Any) -> tuple[int, bool]:
+    found = tfla.explain(*x, **options)
+    return found.chunk_size, found.tuned
+
+
+def test_the_papers_kernels_have_an_optimum() -> None:
+    """FLOPs grow with the chunk, stored states shrink: Figure 5."""
+    times = [predict(FIG5, True, "triton", "tfla", L, H100).seconds for L in chunk_sizes(8192)]
+    least = times.index(min(times))
+    assert 0 < least < len(times) - 1
+    assert times[:least] == sorted(times[:least], reverse=True)
+    assert times[least:] == sorted(times[least:])
+
+
+def test_memory_shrinks_with_the_chunk() -> None:
+    for backend, kernel in (("triton", "tfla"), ("triton", "fused"), ("hopper", "fused"), ("chunkwise", "segmented")):
+        sizes = [predict(FIG5, True, backend, kernel, L, H100).peak_bytes for L in chunk_sizes(8192)]
+        assert sizes == sorted(sizes, reverse=True)
+        assert sizes[0] > 2 * sizes[-1]
+
+
+def test_segments_fill_a_gpu_that_one_sequence_leaves_idle() -> None:
+    one = Problem(1, 65536, 4, 128, 256)
+    whole, parts = (predict(one, False, "hopper", "fused", L, H100).seconds for L in (65536, 2048))
+    assert parts < whole / 4
+    full = Problem(66, 8192, 4, 128, 256)
+    whole, parts = (predict(full, False, "hopper", "fused", L, H100).seconds for L in (8192, 2048))
+    assert whole < parts
+
+
+def test_chunk_sizes() -> None:
+    assert chunk_sizes(300) == [64, 128, 256, 300]
+    assert chunk_sizes(64) == [64]
+    assert chunk_sizes(5) == [5]
+
+
+def candidate(L: int, seconds: float, size: int, kernel: str = "a") -> Candidate:
+    return Candidate("x", kernel, L, seconds, size)
+
+
+def test_shortlist() -> None:
+    """The best of each kernel that fit, and the default, which may not."""
+    found = [candidate(64, 3, 90), candidate(128, 2, 50), candidate(256, 1, 10), candidate(64, 9, 10, "b")]
+    assert shortlist(found, ("a", 64), 60, 1) == [found[0], found[2], found[3]]
+    assert shortlist(found, ("a", 256), None, 2) == found[1:]
+
+
+def test_best() -> None:
+    """Fastest within the limit; of those equally fast the smallest."""
+    found = [candidate(64, 1.0, 90), candidate(128, 1.01, 50), candidate(256, 2.0, 10)]
+    assert best(found, None) == found[1]
+    assert best(found, 40) == found[2]
+    assert best(found, 5) is None
+    failed = Measured(found[0], float("inf"), None, "out of memory")
+    counted = Measured(found[2], 5.0, 60)
+    assert best([failed, counted], None) == counted
+    assert best([failed, counted], 40) is None
+
+
+@pytest.mark.usefixtures("quick")
+def test_tuned_shapes_are_used(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = inputs()
+    before = picked(*x)
+    assert not before[1]
+    assert main(["tune", *SHAPE, "--repeats", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "measured ms" in said
+    assert f"kept in {cache}" in said
+    (row,) = json.loads(cache.read_text())["entries"]
+    assert row["seconds"] > 0
+    assert picked(*x) == (row["chunk_size"], True)
+    assert picked(*inputs(161)) == (before[0], False)
+    assert picked(*x, chunk_size=32) == (32, False)
+    assert picked(*x, input_gate="sigmoid")[1] is False
+
+
+@pytest.mark.usefixtures("quick")
+def test_nothing_is_measured_twice_in_silence(cache: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    store.add(cache, [entry() | {"date": "2020-01-01"}])
+    monkeypatch.setattr(runner, "measured", lambda *args: pytest.fail("measured again"))
+    assert main(["tune", *SHAPE]) == 0
+    assert "measured on 2020-01-01" in capsys.readouterr().out
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        main(["tune", *SHAPE, "--again"])
+
+
+@pytest.mark.usefixtures("quick")
+def test_prediction_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(runner, "measured", lambda *args: pytest.fail("measured"))
+    assert main(["tune", *SHAPE, "--predict"]) == 0
+    assert main(["tune", "--accelerator", "H100", "--memory-limit", "2", "--heads", "8", "--dqk", "256"]) == 0
+    assert capsys.readouterr().out.count("by prediction alone") == 2
+    assert main(["tune", "--accelerator", "H100", "--memory-limit", "0.001"]) == 0
+    assert "nothing is within 0.00 GiB" in capsys.readouterr().out
+    assert not cache.exists()
+
+
+def test_a_kernel_that_was_asked_for(cache: Path) -> None:
+    """Its entry serves calls that name it, and no others."""
+    store.add(cache, [entry(asked=True, chunk_size=64)])
+    x = inputs()
+    assert picked(*x, kernel="segmented", backend="chunkwise") == (64, True)
+    assert picked(*x)[1] is False
+    store.add(cache, [entry(chunk_size=128)])
+    assert picked(*x) == (128, True)
+
+
+def test_results_do_not_change(cache: Path) -> None:
+    x = [t.requires_grad_() for t in inputs()]
+    plain = torch.autograd.grad(tfla.mlstm(*x).sum(), x)
+    store.add(cache, [entry(chunk_size=32)])
+    assert picked(*x) == (32, True)
+    for a, b in zip(torch.autograd.grad(tfla.mlstm(*x).sum(), x), plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled(cache: Path) -> None:
+    """Traced for one shape it is used; one graph for all lengths leaves it out."""
+    store.add(cache, [entry(chunk_size=32)])
+    calls: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, example: Any) -> Callable[..., Any]:
+        sizes = [n.args[12] for n in graph.graph.nodes if "attend" in str(n.target)]
+        calls.extend(sizes)
+        return graph.forward
+
+    for dynamic in (False, True):
+        torch.compiler.reset()
+        compiled = torch.compile(tfla.mlstm, fullgraph=True, dynamic=dynamic, backend=backend)
+        for T in (160, 161):
+            x = inputs(T)
+            torch.testing.assert_close(compiled(*x), tfla.mlstm(*x), rtol=1e-4, atol=1e-5)
+    default = picked(*inputs(161))[0]
+    assert calls == [32, default, default]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 2}', '{"version": 1, "entries": 3}',
+                                  '{"version": 1, "entries": [{"device": 1}]}'])  # fmt: skip
+def test_a_broken_file_is_reported_and_left_out(cache: Path, text: str) -> None:
+    cache.parent.mkdir()
+    cache.write_text(text)
+    with pytest.warns(UserWarning, match=r"chunk_sizes\.json is left out"):
+        h = tfla.mlstm(*inputs())
+    assert h.shape == (1, 160, 1, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tfla.mlstm(*inputs())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_broken_file_is_written_anew(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache.parent.mkdir()
+    cache.write_text("{")
+    assert main(["tune", *SHAPE, "--repeats", "1"]) == 0
+    assert "cannot be used and is written anew" in capsys.readouterr().out
+    assert len(tuned.parse(cache.read_text())) == 1
+
+
+def test_a_file_that_cannot_be_written(cache: Path) -> None:
+    cache.parent.write_text("a file where the folder should be")
+    with pytest.raises(UserError, match="cannot be written"):
+        store.add(cache, [entry()])
+
+
+def test_entries_replace_those_of_the_same_shape(cache: Path) -> None:
+    store.add(cache, [entry(), entry(T=320)])
+    store.add(cache, [entry(chunk_size=64)])
+    assert [(e.T, e.chunk_size) for e in tuned.parse(cache.read_text())] == [(320, 96), (160, 64)]
+    assert [e.T for e in tuned.load()][:2] == [320, 160]
+
+
+def test_the_shipped_table() -> None:
+    """It can be read, and every shape has one entry for each gate and dtype."""
+    found = tuned.parse(SHIPPED.read_text(encoding="utf-8"))
+    assert len({e.key for e in found}) == len(found)
+    assert all(e.chunk_size <= e.T for e in found)
+
+
+@pytest.mark.parametrize(
+    ("platform", "variable", "value", "expected"),
+    [
+        ("linux", "XDG_CACHE_HOME", "/x", "/x/tfla/chunk_sizes.json"),
+        ("linux", "TFLA_CACHE_DIR", "/y", "/y/chunk_sizes.json"),
+        ("darwin", "HOME", "/home/me", "/home/me/Library/Caches/tfla/chunk_sizes.json"),
+        ("win32", "LOCALAPPDATA", "/local", "/local/tfla/chunk_sizes.json"),
+        ("linux", "HOME", "/home/me", "/home/me/.cache/tfla/chunk_sizes.json"),
+    ],
+)
+def test_where_the_user_file_is(
+    monkeypatch: pytest.MonkeyPatch, platform: str, variable: str, value: str, expected: str
+) -> None:
+    for name in ("TFLA_CACHE_DIR", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setenv(variable, value)
+    assert user_file().as_posix() == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "0"], "heads: got 0"),
+        (["--memory-limit", "-1"], "memory-limit: got -1"),
+        (["--suite", "fig9"], "suite: got 'fig9'"),
+        (["--accelerator", "Z80"], "accelerator: got 'Z80'"),
+        (["--accelerator", "H100", "--backend", "cuda"], "backend: got 'cuda'"),
+        (["--accelerator", "H100", "--kernel", "x"], "kernel: got 'x'"),
+        (["--predict", "--backend", "reference"], "nothing to tune"),
+        (["--predict", "--device", "cpu", "--backend", "hopper"], "'hopper' cannot run these inputs"),
+    ],
+)
+@pytest.mark.usefixtures("quick")
+def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_suites() -> None:
+    shapes = TuneConfig(suite=("fig4", "fig5")).problems
+    assert len(shapes) == 8 + 1
+    assert FIG5 in shapes
+
+
+def test_an_error_is_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TuneConfig(batch=1, length=96, heads=1, dqk=4, dhv=4, dtype="float32", repeats=1)
+    p = Problem(1, 96, 1, 4, 4, dtype="float32", device="cpu")
+
+    def broken(*args: Any, **options: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("tfla.tune.measure.mlstm", broken)
+    found = tune(p, "exp", config, Machine("x", 1e11, 1e10, 2))
+    assert found.winner is None
+    assert all("out of memory" in (m.error or "") for m in found.measured)
+    assert "out of memory" in found.text(Machine("x", 1e11, 1e10, 2), None)
