@@ -32,7 +32,7 @@ COMMANDS = {
 
 def usage() -> str:
     """What ``tfla --help`` prints."""
-    lines = [f"  {name:<10}{command.help}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<12}{command.help}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: tfla COMMAND [options]", "", *lines, "", "tfla COMMAND --help lists the options."])
 
 
