@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import traceback
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -156,26 +155,20 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"case": case, "failure": failure, "kernels": list(found.values())}
 
 
-def compile_for(share: tuple[str, list[str]]) -> list[dict[str, Any]]:
-    """In a process that compiles for nothing else: Triton keeps what it compiled by number of the GPU."""
-    target, cases = share
+def compile_for(job: str) -> dict[str, Any]:
+    """In a process of its own: Triton keeps what it compiled by number of the GPU."""
+    target, case = job.split(":")
     torch.set_num_threads(1)
     driver.set_active(AbsentGPU(target))
     found: dict[str, dict[str, Any]] = {}
     compile_only(found)
-    return [{"target": target, **compile_case(case, found)} for case in cases]
+    return {"target": target, **compile_case(case, found)}
 
 
 def main() -> None:
-    cases: dict[str, list[str]] = defaultdict(list)
-    for job in sys.argv[1:]:
-        target, case = job.split(":")
-        cases[target].append(case)
-    shares = [(target, mine[part::2]) for target, mine in cases.items() for part in range(2)]
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as processes:
-        for answers in processes.imap_unordered(compile_for, shares):
-            for answer in answers:
-                print(json.dumps(answer), flush=True)
+        for answer in processes.imap_unordered(compile_for, sys.argv[1:]):
+            print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
