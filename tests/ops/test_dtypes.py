@@ -155,7 +155,8 @@ def test_stored_states_of_lower_precision(way: Way, form: str, chunk_size: int) 
 
 def test_stored_states_take_their_dtype(way: Way) -> None:
     p = problem(dtype=way.widest, T=150, carried=False)
-    rows = tfla.explain(*p.leaves.values(), **way.options, chunk_size=16).stored_states
+    leaves = leaves_on(way, p).values()
+    rows = tfla.explain(*leaves, **way.options, chunk_size=16).stored_states
     saved: list[torch.Tensor] = []
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -163,5 +164,5 @@ def test_stored_states_take_their_dtype(way: Way) -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, keep):
-        tfla.mlstm(*leaves_on(way, p).values(), **way.options, chunk_size=16, store_dtype=torch.bfloat16)
+        tfla.mlstm(*leaves, **way.options, chunk_size=16, store_dtype=torch.bfloat16)
     assert {x.dtype for x in saved if x.shape == (rows, 2, 5, 7) and rows} <= {torch.bfloat16}

@@ -37,7 +37,8 @@ class Launches:
         """As kernel[grid](*args, num_warps=num_warps, **constants), the constants being the last parameters."""
         known = self.kernels.get(self.count)
         if known is None:
-            self.kernels[self.count] = kernel[grid](*args, num_warps=num_warps, **constants)
+            options = {"num_warps": num_warps, "enable_fp_fusion": True}  # which Triton 3.10 no longer does unasked
+            self.kernels[self.count] = kernel[grid](*args, **options, **constants)
         else:
             pointers = (x.data_ptr() if type(x) is Tensor else x for x in args)
             known[(*grid, 1, 1)[:3]](*pointers, *constants.values())  # which are compiled in, in whatever order

@@ -83,15 +83,15 @@ def _plan(dqk: int, dhv: int, itemsize: int, products: str, architecture: int) -
         blocks = 2 if V > 128 else 1
         rows = Tiles(min(K, 64), V // blocks, blocks, 4, 2)
         return Plan(64, columns, rows, True, True)
-    # MMAs of one warp, operands in registers, three times as many for tf32x3; IEEE float32 has none. Two blocks need
-    # fewer registers at once than one.
+    # MMAs of one warp, operands in registers; IEEE float32 has none. Two blocks need fewer registers at once than one.
     L = 32 if itemsize == 2 and K <= 256 and V <= 512 else 16
-    elements = 16384 if itemsize == 2 else 4096 if products == "tf32x3" else 8192  # of a program's state
-    split = max(16, min(V, elements // K))
+    elements = 16384 if itemsize == 2 else 8192  # of a program's state
+    most = 32 if products in ("tf32", "tf32x3") and itemsize == 4 else 512  # MMAs of four warps misread 16 columns
+    split = max(16, min(V, most, elements // K))
     blocks = 2 if itemsize == 2 and split > 16 else 1
-    columns = Tiles(split, split // blocks, blocks, 8, 2)
+    columns = Tiles(split, split // blocks, blocks, 4 if most == 32 else 8, 2)
     blocks = 2 if V > 64 else 1
-    return Plan(L, columns, Tiles(max(16, min(K, elements // V)), V // blocks, blocks, 8, 1), False, False)
+    return Plan(L, columns, Tiles(max(16, min(K, most, elements // V)), V // blocks, blocks, 8, 1), False, False)
 
 
 def float32_products() -> str:

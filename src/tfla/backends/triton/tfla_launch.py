@@ -79,7 +79,7 @@ class Chunks(Call):
         self.segments = self.slots(self.steps)
 
     def tuning(self) -> tuple[Hashable, ...]:
-        return (self.tiling,)
+        return self.tiling, self.precision
 
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False
