@@ -49,8 +49,9 @@ def entry(**changes: Any) -> dict[str, Any]:
     return row._replace(**changes)._asdict()
 
 
-def inputs(T: int = 160, **options: Any) -> tuple[torch.Tensor, ...]:
-    return (*(torch.randn(1, T, 1, 4, **options) for _ in range(3)), *(torch.randn(1, T, 1) for _ in range(2)))
+def inputs(T: int = 160) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(T)
+    return (*(torch.randn(1, T, 1, 4) for _ in range(3)), *(torch.randn(1, T, 1) for _ in range(2)))
 
 
 def picked(*x: torch.Tensor, **options: Any) -> tuple[int, bool]:
@@ -167,7 +168,7 @@ def test_results_do_not_change(cache: Path) -> None:
     store.add(cache, [entry(chunk_size=32)])
     assert picked(*x) == (32, True)
     for a, b in zip(torch.autograd.grad(tfla.mlstm(*x).sum(), x), plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert (a - b).norm() < 1e-5 * b.norm()
 
 
 def test_compiled(cache: Path) -> None:
