@@ -104,7 +104,7 @@ def _load_gate(gate, s, first, t, stride_b, stride_t, inside, other, PACKED: tl.
     return tl.load(at, mask=inside, other=other).to(tl.float64)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "slots"])
+@triton.jit(do_not_specialize=["sequences", "T", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
 def chunk_summary(
     log_i, log_f, cu, summary, sequences, T, ib, it, ih, fb, ft, fh, slots,
     CHUNK: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
@@ -138,7 +138,7 @@ def _max_before(summary, m, slot0, slot, BLOCK: tl.constexpr):
     return m
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "tiles", "slots"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
 def chunk_gates(
     log_i, log_f, m0, cu, summary, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, scale, log_scale,
     slots, CHUNK: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,

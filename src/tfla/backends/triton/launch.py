@@ -18,7 +18,7 @@ from tfla.backends.triton import INTERPRETED, walk
 from tfla.backends.triton import gates as gate_kernels
 from tfla.backends.triton.compiled import Launches, static
 
-CHUNK = 1024  # steps of one program of the gate kernels
+CHUNK = 512  # steps of one program of the gate kernels
 SHORTEST_SEGMENT = 512
 MARKS = {2: 1024, 4: 4096}  # steps between those where dlog_f starts again from <C, dC>, by bytes of an input
 
@@ -119,8 +119,10 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _strides(t: Tensor) -> tuple[int, int, int]:
-    return t.stride(0), t.stride(1), t.stride(2)
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    """Of batch, time and head; zero where there is one sequence, so that a long one needs no kernel with 64 bits."""
+    b, t, h, *_ = x.stride()
+    return b if x.shape[0] > 1 else 0, t, h
 
 
 def _dense(t: Tensor | None) -> Tensor | None:
@@ -185,13 +187,12 @@ class Call:
         x, spec = self.x, self.spec
         out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
         log_i = x.log_f if x.log_i is None else x.log_i
-        steps = min(CHUNK, max(128, 1 << (self.T - 1).bit_length()))
-        slots = self.slots(steps)
+        slots = self.slots(CHUNK)
         summary = torch.empty(self.H, slots, 2, dtype=torch.float64, device=x.q.device) if spec.normalize else out
         grid = (slots, self.H)
-        shared = {"CHUNK": steps, "PACKED": self.packed, "INPUT_GATE": x.log_i is not None, "num_warps": 4}
+        shared = {"CHUNK": CHUNK, "PACKED": self.packed, "INPUT_GATE": x.log_i is not None, "num_warps": 4}
         strides = (*_strides(log_i), *_strides(x.log_f))
-        if spec.normalize and (self.packed or steps < self.T):
+        if spec.normalize and (self.packed or CHUNK < self.T):
             self.launch(
                 gate_kernels.chunk_summary,
                 grid,
