@@ -6,7 +6,8 @@ A backend is a module of this package with an object ``BACKEND``. It computes, f
     h_t = scale C_t^T q_t / max(|scale n_t^T q_t|, 1)          without normaliser: h_t = scale C_t^T q_t
 
 with states stabilised by ``m_t = max(log_f_t + m_{t-1}, log_i_t)`` where there is a normaliser, by ``m = 0`` where not.
-It sees log-gates, never a model's pre-activations, and finite ones (:mod:`tfla.ops.gates` clamps them).
+It sees log-gates, finite ones, or with `takes_gates` what a model has (`Spec.gates`), and then does the same as
+:func:`tfla.ops.gates.log_gates`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor
 
 
 class Inputs(NamedTuple):
-    """q, k (B, T, Hq, dqk); v (B, T, H, dhv), Hq divides H; log-gates (B, T, H); state as in :class:`tfla.State`."""
+    """q, k (B, T, Hq, dqk); v (B, T, H, dhv), Hq divides H; state as in :class:`tfla.State`; log-gates (B, T, H), or
+    what `Spec.gates` says."""
 
     q: Tensor
     k: Tensor
@@ -42,6 +44,9 @@ class Inputs(NamedTuple):
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
 
+Gates = Literal["exp", "sigmoid", "log"]
+
+
 class Spec(NamedTuple):
     """What to compute, apart from the tensors."""
 
@@ -53,6 +58,7 @@ class Spec(NamedTuple):
     save: bool  # keep what the backward needs
     final_state: bool
     store_dtype: torch.dtype | None = None  # of chunk_C; None: that of accumulators
+    gates: Gates = "log"  # pre-activations of mLSTMexp, of mLSTMsig, or log-gates; not clamped yet
 
 
 class Outputs(NamedTuple):
@@ -77,9 +83,6 @@ class Grads(NamedTuple):
     log_f: Tensor
     C: Tensor
     n: Tensor
-
-
-Gates = Literal["exp", "sigmoid", "log"]
 
 
 class StepInputs(NamedTuple):
@@ -129,6 +132,7 @@ class Backend(ABC):
     name: str
     priority: int  # `backend=None` takes the highest that can run
     kernels: tuple[str, ...]  # the first is the default
+    takes_gates = False  # as a model has them, of any float dtype
 
     @abstractmethod
     def unsupported(self, x: Inputs) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends import Inputs
-from tfla.backends.base import Spec
+from tfla.backends.base import Gates, Spec
 from tfla.ops import checks
 from tfla.ops.choice import choose
 from tfla.ops.gates import InputGate, clamp, log_gates
@@ -29,8 +29,8 @@ def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_i: Tensor | None,
-    log_f: Tensor,
+    i: Tensor | None,
+    f: Tensor,
     normalize: bool,
     initial_state: State | None,
     cu_seqlens: Tensor | None,
@@ -45,15 +45,16 @@ def prepare(
     if initial_state is not None:
         checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
     C, n, m = initial_state or (None, None, None)
-    return Inputs(q, k, v, log_i, log_f, C, n, m if m is None else clamp(m), cu_seqlens)
+    return Inputs(q, k, v, i, f, C, n, m if m is None else clamp(m), cu_seqlens)
 
 
 def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_i: Tensor | None,
-    log_f: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    gates: Gates,
     normalize: bool,
     initial_state: State | None,
     return_state: bool,
@@ -66,11 +67,14 @@ def _run(
     store_dtype: torch.dtype | None,
 ) -> Tensor | tuple[Tensor, State]:
     checks.check_store_dtype(store_dtype)
-    x = prepare(q, k, v, log_i, log_f, normalize, initial_state, cu_seqlens, chunk_size)
+    x = prepare(q, k, v, i, f, normalize, initial_state, cu_seqlens, chunk_size)
     chosen, kernel, steps = choose(x, normalize, backend, kernel, chunk_size)
+    if not chosen.takes_gates:
+        log_i, log_f = (None, clamp(f)) if i is None else log_gates(i, f, gates)
+        x, gates = x._replace(log_i=log_i, log_f=log_f), "log"
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state, store_dtype)
+    spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state, store_dtype, gates)
     h, *state = attend(x, chosen.name, spec)
     if not return_state:
         return h
@@ -164,10 +168,9 @@ def mlstm(
     """
     checks.check_input_gate(input_gate)
     checks.check_inputs(q, k, v, {"i": i, "f": f}, None, time=True)
-    log_i, log_f = log_gates(i, f, input_gate)
     return _run(
-        q, k, v, log_i, log_f, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale, backend,
-        kernel, normalizer_grad, store_dtype,
+        q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
+        backend, kernel, normalizer_grad, store_dtype,
     )  # fmt: skip
 
 
@@ -203,6 +206,6 @@ def linear_attention(
     gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
     checks.check_inputs(q, k, v, gates, None, time=True)
     return _run(
-        q, k, v, None if log_i is None else clamp(log_i), clamp(log_f), normalize, initial_state, return_state,
-        cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad, store_dtype,
+        q, k, v, log_i, log_f, "log", normalize, initial_state, return_state, cu_seqlens, chunk_size, scale, backend,
+        kernel, normalizer_grad, store_dtype,
     )  # fmt: skip

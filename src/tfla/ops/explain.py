@@ -12,7 +12,7 @@ from tfla.backends import BACKENDS, Backend, Inputs
 from tfla.ops import checks, tuned
 from tfla.ops.api import prepare
 from tfla.ops.choice import choose
-from tfla.ops.gates import InputGate, log_gates
+from tfla.ops.gates import InputGate
 from tfla.ops.state import State
 
 
@@ -77,8 +77,7 @@ def explain(
     checks.check_input_gate(input_gate)
     checks.check_inputs(q, k, v, {"i": i, "f": f}, None, time=True)
     checks.check_store_dtype(store_dtype)
-    gates = log_gates(i, f, input_gate)
-    x = prepare(q, k, v, *gates, input_gate == "exp", initial_state, cu_seqlens, chunk_size)
+    x = prepare(q, k, v, i, f, input_gate == "exp", initial_state, cu_seqlens, chunk_size)
     asked = kernel
     chosen, kernel, steps = choose(x, input_gate == "exp", backend, kernel, chunk_size)
     found = chunk_size is None and tuned.find(x, chosen.name, asked, input_gate == "exp") is not None

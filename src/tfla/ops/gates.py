@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tfla.backends.base import Gates
+
 InputGate = Literal["exp", "sigmoid"]
 INPUT_GATES: tuple[str, ...] = get_args(InputGate)
 
@@ -21,7 +23,7 @@ def clamp(log_gate: Tensor) -> Tensor:
     return wide.clamp(LOG_GATE_MIN, LOG_GATE_MAX)
 
 
-def log_gates(i: Tensor, f: Tensor, input_gate: InputGate) -> tuple[Tensor, Tensor]:
-    """log_i and log_f of the mLSTM from its pre-activations: exp (6), (7) or sigmoid (22)."""
+def log_gates(i: Tensor, f: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
+    """log_i and log_f of the mLSTM from its pre-activations, exp (6), (7) or sigmoid (22), or from log-gates."""
     i, f = (t if t.dtype == torch.float64 else t.float() for t in (i, f))
-    return clamp(i if input_gate == "exp" else F.logsigmoid(i)), clamp(F.logsigmoid(f))
+    return clamp(F.logsigmoid(i) if gates == "sigmoid" else i), clamp(f if gates == "log" else F.logsigmoid(f))

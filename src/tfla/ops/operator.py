@@ -77,10 +77,11 @@ def _attend(
     save: bool,
     final_state: bool,
     store_dtype: torch.dtype | None = None,
+    gates: str = "log",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward; see `backends.base.Outputs` for what it returns."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
-    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype)
+    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype, gates)  # type: ignore[arg-type]
     return tuple(_forward(x, backend, spec))  # type: ignore[return-value]
 
 
@@ -104,6 +105,7 @@ def _(
     save: bool,
     final_state: bool,
     store_dtype: torch.dtype | None = None,
+    gates: str = "log",
 ) -> tuple[Tensor, ...]:
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     N, H, K, V = x.sequences, v.shape[2], q.shape[3], v.shape[3]
@@ -148,10 +150,11 @@ def _attend_backward(
     backend: str,
     kernel: str,
     store_dtype: torch.dtype | None = None,
+    gates: str = "log",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_i, log_f and of the initial C, n, m; shape (0,) for an input that is None."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
-    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False, store_dtype)
+    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False, store_dtype, gates)  # type: ignore[arg-type]
     none = d.new_empty(0)
     out = Outputs(h, none, none, none, d, chunk_C, chunk_n)
     grads = _backward(x, out, dh, dC, dn, backend, spec)
@@ -190,10 +193,10 @@ def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor
     dh = torch.zeros_like(h) if dh is None else dh
     # With a graph of its own the backward is the registered operator, which says that it has no derivative.
     if torch.is_grad_enabled() or _observed((*tensors, dh, dC, dn)):
-        scale, normalize, normalizer_grad, chunk_size, kernel, _, _, store_dtype = ctx.spec
+        scale, normalize, normalizer_grad, chunk_size, kernel, _, _, store_dtype, gates = ctx.spec
         grads = torch.ops.tfla.attend_backward(
             *tensors, h, d, chunk_C, chunk_n, dh, dC, dn, scale, normalize, normalizer_grad, chunk_size, ctx.backend,
-            kernel, store_dtype,
+            kernel, store_dtype, gates,
         )  # fmt: skip
         return [None if t is None else g for t, g in zip(tensors, (*grads, None), strict=True)]
     out = Outputs(h, d, d, d, d, chunk_C, chunk_n)
@@ -201,12 +204,13 @@ def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, scale, normalize, normalizer_grad, chunk_size, backend, kernel, save, final_state, store_dtype = inputs
-    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype)
-    _keep(ctx, tuple(tensors), output, backend, spec)
+    tensors, (scale, normalize, normalizer_grad, chunk_size, backend, kernel, *rest) = inputs[:9], inputs[9:]
+    _keep(ctx, tensors, output, backend, Spec(scale, normalize, normalizer_grad, chunk_size, kernel, *rest))
 
 
-_attend.register_autograd(lambda ctx, *grads: (*_gradients(ctx, *grads[:3]), *[None] * 9), setup_context=_setup_context)
+_attend.register_autograd(
+    lambda ctx, *grads: (*_gradients(ctx, *grads[:3]), *[None] * 10), setup_context=_setup_context
+)
 
 
 class _Direct(torch.autograd.Function):
@@ -226,8 +230,6 @@ class _Direct(torch.autograd.Function):
 def attend(x: Inputs, backend: str, spec: Spec) -> tuple[Tensor, ...]:
     """h, and if asked for the final C, n and m."""
     if _observed(x):
-        scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype = spec
-        return torch.ops.tfla.attend(
-            *x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, save, final_state, store_dtype
-        )
+        scale, normalize, normalizer_grad, chunk_size, kernel, *rest = spec
+        return torch.ops.tfla.attend(*x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, *rest)
     return _Direct.apply(backend, spec, *x) if spec.save else _forward(x, backend, spec)

@@ -41,6 +41,7 @@ class Hopper(Backend):
     name = "hopper"
     priority = 20
     kernels = ("fused",)
+    takes_gates = True
 
     def unsupported(self, x: Inputs) -> str | None:
         if x.q.device.type != "cuda" or not _is_hopper(x.q.device):

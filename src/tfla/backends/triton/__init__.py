@@ -39,6 +39,7 @@ class Triton(Backend):
     name = "triton"
     priority = 10
     kernels = ("fused", "tfla")
+    takes_gates = True
 
     def unsupported(self, x: Inputs) -> str | None:
         if why := self._unsupported(x.q):

@@ -26,6 +26,32 @@ DELTA_P = tl.constexpr(7)  # what the normaliser adds to dP, in the place of wha
 VECTORS = tl.constexpr(8)
 
 
+# As in tfla.ops.gates, for kernels.
+LOWEST = tl.constexpr(-1e5)
+HIGHEST = tl.constexpr(5e4)
+
+
+@triton.jit
+def finite_log_gate(x, SIGMOID: tl.constexpr):
+    """The clamped log-gate, from itself or from its pre-activation; NaN stays."""
+    if SIGMOID:
+        x = x.to(tl.float32)
+        e = tl.exp(-tl.abs(x))
+        u = 1.0 + e  # log(1 + e), to the last digit of a small e
+        x = tl.where(x > 0.0, 0.0, x) - tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
+    x = tl.where(x < LOWEST, LOWEST, x)
+    return tl.where(x > HIGHEST, HIGHEST, x)
+
+
+@triton.jit
+def of_gate(grad, x, SIGMOID: tl.constexpr):
+    """The gradient of a gate x from that of its finite log-gate."""
+    x = x.to(tl.float32)
+    if SIGMOID:
+        grad = grad / (1.0 + tl.exp(x))
+    return tl.where((x < LOWEST) | (x > HIGHEST), 0.0, grad)
+
+
 @triton.jit
 def _max(a, b):
     return tl.maximum(a, b)
@@ -95,19 +121,26 @@ def segment(cu, sequences, T, slot, steps, L: tl.constexpr, SEGMENTED: tl.conste
 
 
 @triton.jit
-def _load_gate(gate, s, first, t, stride_b, stride_t, inside, other, PACKED: tl.constexpr):
-    """Steps t of sequence s, which begins at token `first`."""
+def load_gate(gate, s, first, t, stride_b, stride_t, inside, PACKED: tl.constexpr):
+    """Steps t of sequence s, which begins at token `first`, as the model has them."""
     if PACKED:
         at = gate + (first + t) * stride_t
     else:
         at = gate + s.to(tl.int64) * stride_b + t * stride_t
-    return tl.load(at, mask=inside, other=other).to(tl.float64)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_log_gate(gate, s, first, t, stride_b, stride_t, inside, other, PACKED: tl.constexpr, SIGMOID: tl.constexpr):
+    x = load_gate(gate, s, first, t, stride_b, stride_t, inside, PACKED)
+    return tl.where(inside, finite_log_gate(x, SIGMOID).to(tl.float64), other)
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
 def chunk_summary(
-    log_i, log_f, cu, summary, sequences, T, ib, it, ih, fb, ft, fh, slots,
-    CHUNK: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
+    i_gate, f_gate, cu, summary, sequences, T, ib, it, ih, fb, ft, fh, slots,
+    CHUNK: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr,
+    SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk: the sum of log_f, and the max state behind it if it started from minus infinity."""
     slot = tl.program_id(0)
@@ -115,11 +148,11 @@ def chunk_summary(
     s, first, length, start, _ = locate(cu, sequences, T, slot, CHUNK, PACKED)
     t = start + tl.arange(0, CHUNK)
     inside = t < length
-    f = _load_gate(log_f + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED)
+    f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED, SIGMOID_F)
     total = tl.sum(f, 0)
     behind = total - tl.cumsum(f, 0)
     if INPUT_GATE:
-        behind += _load_gate(log_i + h * ih, s, first, t, ib, it, inside, 0.0, PACKED)
+        behind += _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, 0.0, PACKED, SIGMOID_I)
     top = tl.max(tl.where(inside, behind, float("-inf")), 0)
     at = (h * slots + slot).to(tl.int64) * 2
     tl.store(summary + at, total)
@@ -140,9 +173,10 @@ def _max_before(summary, m, slot0, slot, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
 def chunk_gates(
-    log_i, log_f, m0, cu, summary, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, scale, log_scale,
+    i_gate, f_gate, m0, cu, summary, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, scale, log_scale,
     slots, CHUNK: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
-    NORMALIZE: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr,
+    SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, NORMALIZE: tl.constexpr, STATE: tl.constexpr,
+    FINAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gate vectors of one chunk of one head; with a normaliser also the max state behind the sequence."""
     slot = tl.program_id(0)
@@ -150,9 +184,9 @@ def chunk_gates(
     s, first, length, start, slot0 = locate(cu, sequences, T, slot, CHUNK, PACKED)
     t = start + tl.arange(0, CHUNK)
     inside = t < length
-    f = _load_gate(log_f + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED)
+    f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED, SIGMOID_F)
     if INPUT_GATE:
-        i = _load_gate(log_i + h * ih, s, first, t, ib, it, inside, -1e9, PACKED)
+        i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, -1e9, PACKED, SIGMOID_I)
     else:
         i = tl.where(inside, 0.0, -1e9).to(tl.float64)
     if NORMALIZE:
@@ -166,10 +200,10 @@ def chunk_gates(
         late = inside & (t > start)
         i_before = tl.full([CHUNK], -1e9, tl.float64)
         if INPUT_GATE:
-            i_before = _load_gate(log_i + h * ih, s, first, t - 1, ib, it, late, -1e9, PACKED)
+            i_before = _load_log_gate(i_gate + h * ih, s, first, t - 1, ib, it, late, -1e9, PACKED, SIGMOID_I)
         else:
             i_before = tl.where(late, 0.0, -1e9).to(tl.float64)
-        f_before = _load_gate(log_f + h * fh, s, first, t - 1, fb, ft, late, 0.0, PACKED)
+        f_before = _load_log_gate(f_gate + h * fh, s, first, t - 1, fb, ft, late, 0.0, PACKED, SIGMOID_F)
         b_before = tl.cumsum(f_before, 0)
         m_before = b_before + tl.maximum(m_start, tl.associative_scan(i_before - b_before, 0, _max))
         # The state leaves with m in float32, so that is the m to scale it by.
@@ -281,13 +315,13 @@ def start_dot(
     return dot
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps", "ib", "it", "ih", "fb", "ft", "fh"])
 def gate_gradients(
-    q_dq, k_dk, states, n, cotangents, dn, C, n_start, dC, dn_end, dC_first, dn_first, cu, dlog_i, dlog_f,
-    sequences, T, tiles, H, steps, SIZE, SIZE_N,
+    q_dq, k_dk, states, n, cotangents, dn, C, n_start, dC, dn_end, dC_first, dn_first, cu, i_gate, f_gate, di, df,
+    sequences, T, tiles, H, steps, SIZE, SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     L: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
-    START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr,
+    START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark and where segments start
     starting again from <C, dC>.
@@ -301,7 +335,7 @@ def gate_gradients(
     slot = tl.program_id(0)
     t = tl.program_id(1) * MARKS + tl.arange(0, MARKS)
     h = tl.program_id(2).to(tl.int64)
-    first, length, _, _, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
+    first, length, b, t_first, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
     if tl.program_id(1) * MARKS < length:
         part = tl.program_id(1)
         mark = (first // MARKS + part - 1) * H + h
@@ -336,9 +370,11 @@ def gate_gradients(
         if known or not END:
             rounding = start - tl.sum(falls, 0) - end
             before -= rounding * tl.arange(0, MARKS).to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)
-        tl.store(dlog_f + to, before.to(tl.float32), mask=inside)
+        f = tl.load(f_gate + b * fb + (t_first + t) * ft + h * fh, mask=inside, other=0.0)
+        tl.store(df + to, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
         if INPUT_GATE:
-            tl.store(dlog_i + to, k, mask=inside)
+            i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
+            tl.store(di + to, of_gate(k, i, SIGMOID_I), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "steps"])

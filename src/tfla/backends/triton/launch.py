@@ -162,6 +162,11 @@ class Call:
         self.steps = segment_steps(x, spec.chunk_size)
         self.segmented = self.steps < self.T
         self.segments = self.slots(self.steps) if self.segmented else x.sequences
+        self.given_gates = x.log_f if x.log_i is None else x.log_i, x.log_f
+        self.gate_strides = (*_strides(self.given_gates[0]), *_strides(x.log_f))
+        self.gate_forms = {
+            "INPUT_GATE": x.log_i is not None, "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log"
+        }  # fmt: skip
         self.longest = min(self.steps, self.T)  # steps of a segment
         sizes: tuple[Any, ...] = (type(self), *self.tuning(), x.q.device, spec, *map(static, (*x, *more)))
         self.launch = Launches(sizes if x.q.is_cuda else None)
@@ -186,30 +191,19 @@ class Call:
         """The gate vectors."""
         x, spec = self.x, self.spec
         out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
-        log_i = x.log_f if x.log_i is None else x.log_i
         slots = self.slots(CHUNK)
         summary = torch.empty(self.H, slots, 2, dtype=torch.float64, device=x.q.device) if spec.normalize else out
         grid = (slots, self.H)
-        shared = {"CHUNK": CHUNK, "PACKED": self.packed, "INPUT_GATE": x.log_i is not None, "num_warps": 4}
-        strides = (*_strides(log_i), *_strides(x.log_f))
+        shared = {"CHUNK": CHUNK, "PACKED": self.packed, **self.gate_forms, "num_warps": 4}
         if spec.normalize and (self.packed or CHUNK < self.T):
             self.launch(
-                gate_kernels.chunk_summary,
-                grid,
-                log_i,
-                x.log_f,
-                self.cu,
-                summary,
-                x.sequences,
-                self.T,
-                *strides,
-                slots,
-                **shared,
-            )
+                gate_kernels.chunk_summary, grid, *self.given_gates, self.cu, summary, x.sequences, self.T,
+                *self.gate_strides, slots, **shared,
+            )  # fmt: skip
         self.launch(gate_kernels.chunk_gates, grid,
-            log_i, x.log_f, out if x.m is None else x.m.contiguous(), self.cu, summary, out,
+            *self.given_gates, out if x.m is None else x.m.contiguous(), self.cu, summary, out,
             out if m_final is None else m_final,
-            x.sequences, self.T, self.tiles, self.H, *strides, spec.scale,
+            x.sequences, self.T, self.tiles, self.H, *self.gate_strides, spec.scale,
             math.log2(abs(spec.scale)) if spec.scale else -1e9, slots, L=self.L, NORMALIZE=spec.normalize,
             STATE=x.m is not None, FINAL=m_final is not None, EXACT=self.exact, **shared,
         )  # fmt: skip
@@ -305,21 +299,21 @@ class Call:
         self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair, start: Pair, end: Pair,
         first: Pair, delta: bool,
     ) -> None:  # fmt: skip
-        """Fills those of q, k, v, of log_i (or None) and log_f, and `first`, that of the first states, where walks are
+        """Fills those of q, k, v, of the gates (of i or None), and `first`, that of the first states, where walks are
         not segments; `start` and `end` are the states that walks start from, and the cotangents of those they end
         with."""
-        x, (dq, dk, dv), (dlog_i, dlog_f) = self.x, results, of_gates
+        x, (dq, dk, dv), (di, df) = self.x, results, of_gates
         q_dq, *states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
         last = (None, None) if self.segmented else first
         k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, last)
         self.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
         bounds = (gates if t is None else t for t in (*start, *end, *first))
         self.launch(gate_kernels.gate_gradients, (self.segments, ceil_div(self.longest, self.marks), self.H),
-            q_dq, k_dk, *states, *cotangents, *bounds, self.cu, gates if dlog_i is None else dlog_i, dlog_f,
-            x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, PARTS=q_dq.shape[0],
-            NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
+            q_dq, k_dk, *states, *cotangents, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
+            x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
+            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
             SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
-            END=self.segmented or end[0] is not None, INPUT_GATE=dlog_i is not None, num_warps=8,
+            END=self.segmented or end[0] is not None, **self.gate_forms, num_warps=8,
         )  # fmt: skip
 
     def boundary_states(
@@ -424,8 +418,7 @@ def backward(
     dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     dC0 = call.new(N, H, K, V) if x.C is not None else None
     dn0 = call.new(N, H, K) if x.n is not None else None
-    dlog_i = call.new(*x.log_f.shape) if x.log_i is not None else None
-    dlog_f = call.new(*x.log_f.shape)
+    di, df = (None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.log_i, x.log_f))
     with on(x.q.device):
         gates = call.gates(None)
         delta = spec.normalize and spec.normalizer_grad
@@ -437,8 +430,8 @@ def backward(
         if call.segmented:
             start = out.chunk_C, out.chunk_n if spec.normalize else None
             end = call.boundary_states(x.q, dh, gates, True, end, first, delta)
-        call.gradients(gates, dh, (dq, dk, dv), (dlog_i, dlog_f), start, end, first, delta)
+        call.gradients(gates, dh, (dq, dk, dv), (di, df), start, end, first, delta)
     if call.group > 1:
         dq, dk = (t.unflatten(2, (-1, call.group)).sum(3) for t in (dq, dk))
-    grads = (call.new(0) if t is None else t for t in (dlog_i, dlog_f, dC0, dn0))
+    grads = (call.new(0) if t is None else t for t in (di, df, dC0, dn0))
     return Grads(dq, dk, dv, *grads)

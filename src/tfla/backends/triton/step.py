@@ -8,22 +8,13 @@ The max state and n are wanted by all programs of a head, which compute them ali
 import triton
 import triton.language as tl
 
-# As in tfla.ops.gates, for kernels.
-LOWEST = tl.constexpr(-1e5)
-HIGHEST = tl.constexpr(5e4)
-TINY = tl.constexpr(1.1754943508222875e-38)
+from tfla.backends.triton.gates import HIGHEST, LOWEST, TINY, finite_log_gate
 
 
 @triton.jit
 def log_gate(at, SIGMOID: tl.constexpr):
     """The clamped log-gate, from itself or from its pre-activation; NaN stays."""
-    x = tl.load(at).to(tl.float32)
-    if SIGMOID:
-        e = tl.exp(-tl.abs(x))
-        u = 1.0 + e  # log(1 + e), to the last digit of a small e
-        x = tl.where(x > 0.0, 0.0, x) - tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
-    x = tl.where(x < LOWEST, LOWEST, x)
-    return tl.where(x > HIGHEST, HIGHEST, x)
+    return finite_log_gate(tl.load(at).to(tl.float32), SIGMOID)
 
 
 @triton.jit(do_not_specialize=["H", "GROUP"])

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import _mark_dot, first_tile, locate, start_dot
+from tfla.backends.triton.gates import _mark_dot, first_tile, load_gate, locate, of_gate, start_dot
 
 
 @triton.jit
@@ -17,11 +17,13 @@ def _falls(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr):
     return q, k
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps", "ib", "it", "ih", "fb", "ft", "fh"])
 def chunk_gate_gradients(
-    q_dq, k_dk, C, n, dC, dn, dC_first, dn_first, cu, dlog_i, dlog_f, sequences, T, tiles, H, steps, SIZE, SIZE_N,
+    q_dq, k_dk, C, n, dC, dn, dC_first, dn_first, cu, i_gate, f_gate, di, df, sequences, T, tiles, H, steps, SIZE,
+    SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr,
+    SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at one end of a chunk to that at
     the other, which takes off in even steps what rounding has added up to.
@@ -61,7 +63,9 @@ def chunk_gate_gradients(
         q, k = _falls(q_dq, k_dk, at + t + r, size, inside, PARTS)
         falls = (q - k).to(tl.float64)
         before = top - (tl.cumsum(falls, 0) - falls) - rounding * (t + r).to(tl.float64)
-        tl.store(dlog_f + to + (t + r) * H, before.to(tl.float32), mask=inside)
+        f = load_gate(f_gate + h * fh, s, first, start + t + r, fb, ft, inside, PACKED)
+        tl.store(df + to + (t + r) * H, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
         if INPUT_GATE:
-            tl.store(dlog_i + to + (t + r) * H, k, mask=inside)
+            i = load_gate(i_gate + h * ih, s, first, start + t + r, ib, it, inside, PACKED)
+            tl.store(di + to + (t + r) * H, of_gate(k, i, SIGMOID_I), mask=inside)
         top -= tl.sum(falls, 0)

@@ -130,14 +130,15 @@ class Chunks(Call):
         self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair, start: Pair, end: Pair,
         first: Pair, delta: bool,
     ) -> None:  # fmt: skip
-        x, (dq, dk, dv), (dlog_i, dlog_f) = self.x, results, of_gates
+        x, (dq, dk, dv), (di, df) = self.x, results, of_gates
         self.parallel(x.k, x.q, dh, dv, gates, True, end)
         q_dq = self.parallel(dh, x.v, x.k, dq, gates, False, start, x.q, delta)
         k_dk = self.parallel(x.v, dh, x.q, dk, gates, True, end, x.k, delta)
-        pointers = (gates if t is None else t for t in (*start, *end, *first, self.cu, dlog_i, dlog_f))
+        pointers = (gates if t is None else t for t in (*start, *end, *first, self.cu, *self.given_gates, di, df))
         self.launch(tfla_gates.chunk_gate_gradients, (self.segments * self.H,),
             q_dq, k_dk, *pointers, x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K,
-            PARTS=q_dq.shape[0], L=self.L, STEPS=min(STEPS, power_of_two(min(self.steps, self.T))), BLOCK=2048,
+            *self.gate_strides,
+            PARTS=q_dq.shape[0], L=self.L, STEPS=min(STEPS, power_of_two(self.steps)), BLOCK=2048,
             BLOCK_N=power_of_two(self.K), PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
-            END=self.end_is_read, INPUT_GATE=dlog_i is not None, num_warps=4,
+            END=self.end_is_read, **self.gate_forms, num_warps=4,
         )  # fmt: skip
