@@ -106,7 +106,7 @@ class Run:
         return {
             "kind": "time", "make": entry.make, "options": entry.options,
             "problem": asdict(self.suite.problem(entry, x, self.config.device)), "directions": self.suite.directions,
-            "sampling": asdict(self.sampling()), "only_compile": only_compile,
+            "sampling": asdict(self.sampling()), "only_compile": only_compile, "host": self.suite.host,
             "sustained": everywhere or x in (self.suite.sustained_at or ()),
         }  # fmt: skip
 

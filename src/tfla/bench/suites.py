@@ -55,6 +55,8 @@ class Suite:
     """Where a sustained run is worth its second; None: everywhere."""
     panels: tuple[str, ...] = (*PANELS, MEMORY)
     """What its figure shows."""
+    host: bool = False
+    """Times are those of the host, which enqueues."""
 
     def problem(self, entry: Entry, x: int, device: str) -> Problem:
         """What the entry is given at x."""
@@ -259,6 +261,15 @@ SUITES = {
             for gate in ("sig", "exp")
         ),
         directions=(FORWARD,), panels=(FORWARD,),
+    ),
+    "host": Suite(
+        "Host: time to enqueue a call on a GPU with little to do, batch 1, 1 head, dqk 128, dhv 256", "T", (128, 1024),
+        lambda T: Problem(1, T, 1, 128, 256),
+        (
+            *(replace(entry, form=None) for entry in _own()), *_nxai("limit 64", "exp 128", "sig 128"),
+            *_fla("simple_gla chunk", "simple_gla fused_chunk"), *_with(ATTENTION, (2, 128, 128)),
+        ),
+        panels=PANELS, host=True,
     ),
     "smoke": Suite(
         "Smoke: seconds on any device, to see that everything runs", "T", (64, 128),

@@ -68,9 +68,9 @@ def time_it(job: dict[str, Any], send: Send) -> None:
             if job["only_compile"]:
                 call()
                 continue
-            row |= measure(call, clock_of(problem.device), sampling, job["sustained"])
+            row |= measure(call, clock_of(problem.device, job["host"]), sampling, job["sustained"])
             row |= work.facts
-            peak = peak_bytes(call, problem.device)
+            peak = None if job["host"] else peak_bytes(call, problem.device)
             row |= {} if peak is None else {"peak_bytes": peak}
         except Exception as error:  # whatever a contender raises is its result
             row["error"] = why(error)

@@ -21,7 +21,10 @@ def check_float(name: str, x: object) -> None:
 
 
 def check_shape(name: str, x: Tensor, allowed: tuple[int | str, ...]) -> None:
-    if x.dim() != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, x.shape, strict=True)):
+    shape = x.shape
+    if shape == allowed:  # by far the fastest, and so for most
+        return
+    if len(shape) != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, shape, strict=True)):
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected ({', '.join(map(str, allowed))})")
 
 
