@@ -223,8 +223,8 @@ SUITES = {
         (Entry("tfla mamba_chunk_scan_combined", "tfla.bench.contenders:mamba2", {"groups": 8}), MAMBA[0]),
     ),
     "transformers": Suite(
-        "Hugging Face transformers: xLSTM of 1.1 billion parameters (18 blocks, 8 heads, dqk 128, dhv 256), 16,384 "
-        "tokens; forward: prefill into a cache, forward + backward: training step without the optimizer", "T",
+        "Hugging Face transformers: prefill (forward) and training step (forward + backward) of an xLSTM, 1.1 billion "
+        "parameters, 16,384 tokens", "T",
         (2048, 16_384), lambda T: Problem(max(1, 16_384 // T), T, 8, 128, 256),
         (
             Entry("tfla mLSTMexp", "tfla.bench.xlstm_models:model", {"cell": "tfla"}, needs="transformers"),

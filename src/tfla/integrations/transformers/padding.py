@@ -59,7 +59,7 @@ class Padding:
             start = self._read.get(id(cell), 0)
             self._read[id(cell)] = start + steps
             mask = mask[:, start : start + steps]
-        padded = ~mask[..., None]
+        padded = ~mask[..., None].to(i.device)  # blocks may be on several
         return i.masked_fill(padded, -torch.inf), f.masked_fill(padded, torch.inf)
 
     def _before(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
@@ -72,7 +72,6 @@ class Padding:
         self.running = True
         self.mask = _tokens(given.get("attention_mask"), *inputs.shape[:2])
         if self.mask is not None:
-            self.mask = self.mask.to(inputs.device)
             for block in backbone.blocks:
                 checkpoint = getattr(block, "_gradient_checkpointing_func", None)
                 if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
@@ -118,7 +117,7 @@ def _tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
 def _fill(x: Tensor, mask: Tensor) -> Tensor:
     """x (B, T, D) with the output of a row's last token in place of what is behind it."""
     positions = torch.arange(x.shape[1], device=x.device)
-    last = torch.where(mask, positions, 0).cummax(1).values
+    last = torch.where(mask.to(x.device), positions, 0).cummax(1).values
     return x.gather(1, last[..., None].expand_as(x))
 
 
