@@ -68,7 +68,7 @@ def _totals() -> Claim:
         "and Table 14 has 5/2 L for cumulative forget gates that Table 8 counts as 9/2 L. mLSTMexp: 2 T dhv where "
         "Table 17 has 4 T dhv; so the difference of both is T (4 dqk + dhv + 1) and not T (4 dqk + 3 dhv + 2). "
         "All other "
-        "entries of Tables 14 to 17 follow from their parts. Here counts are sums of the parts; of mLSTMsig's "
+        "parts and totals of Tables 14 to 17 follow from their parts. Here counts are sums of the parts; of mLSTMsig's "
         f"FLOPs the difference is {1e6 * off:.1f} in a million (dqk 256, dhv 512, L 64).",
         TEST,
     )
@@ -98,7 +98,7 @@ def _checked() -> Claim:
         "counts by formula, of the forward only.",
         "forward and backward, and compared with what is computed. Matrix products of the reference forms, of their "
         "gradients by autograd and of the chunkwise backend are, to the last FLOP, what torch's counter finds. Matrix "
-        "products of the Triton walks, and their bytes of q, k, v, h and gradients, are what Triton's "
+        "products of mLSTMsig's Triton walks, and their bytes of q, k, v, h and gradients, are what Triton's "
         "interpreter computes, "
         "loads and stores (`TRITON_INTERPRET=1 python -m pytest -m interpreter tests/analysis`). What a GPU's "
         "caches make "
