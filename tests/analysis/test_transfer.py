@@ -81,11 +81,17 @@ def test_a_choice_of_ones_own() -> None:
     """Suppressed far below the transition, passed far above it."""
     words = {}
     for bias in (-18.0, 0.0):
-        config = Config(eps=1e-6, input_gate_bias=bias)
+        config = Config(eps=1e-6, input_gate_bias=bias, gate_soft_cap=1e3)
         found = gains("exp", "bounded", (bias,), config.forget_gate_bias, (1e-6,))
         words[bias] = where(found, config)
     assert "suppresses" in words[-18.0]
     assert "passes" in words[0.0]
+
+
+def test_biases_are_soft_capped() -> None:
+    i, f = Config().start
+    assert i == pytest.approx(15 * math.tanh(-10 / 15), abs=1e-5)
+    assert f == pytest.approx((15 * math.tanh(3 / 15), 15 * math.tanh(6 / 15)), abs=1e-5)
 
 
 def test_figures(tmp_path: Path) -> None:

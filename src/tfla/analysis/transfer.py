@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from tfla.analysis.frame import Claim, Figure, Missing, Options, write
 from tfla.analysis.gain import EPSILONS, NORMALIZERS, VARIANTS, Gains, Normalizer, gains, transition
 from tfla.analysis.style import panels
+from tfla.nn.numerics import soft_cap
 from tfla.ops.gates import INPUT_GATES, InputGate
 from tfla.train.messages import UserError
 
@@ -34,6 +37,16 @@ class Config(Options):
     """Where its input gates start."""
     forget_gate_bias: tuple[float, float] = (3.0, 6.0)
     """Where its forget gates start: first and last head."""
+    gate_soft_cap: float = 15.0
+    """Soft-cap of its gates' pre-activations (110): a bias of -10 is a pre-activation of -8.7."""
+
+    @property
+    def start(self) -> tuple[float, tuple[float, float]]:
+        """Pre-activations at the start: weights are 0, biases are soft-capped."""
+        i, *f = (
+            soft_cap(torch.tensor(x), self.gate_soft_cap).item() for x in (self.input_gate_bias, *self.forget_gate_bias)
+        )
+        return i, (f[0], f[1])
 
     def check(self) -> None:
         """Raise UserError where a value is out of range."""
@@ -41,6 +54,8 @@ class Config(Options):
             raise UserError(f"step: got {self.step}, expected a number above 0")
         if not self.eps > 0:
             raise UserError(f"eps: got {self.eps}, expected a number above 0")
+        if not self.gate_soft_cap > 0:
+            raise UserError(f"gate-soft-cap: got {self.gate_soft_cap}, expected a number above 0")
 
 
 def axis(ends: tuple[float, float], step: float) -> tuple[float, ...]:
@@ -105,15 +120,16 @@ def where(found: Gains, config: Config) -> str:
     low, high = values.min().item(), values.max().item()
     at = [x for x in transition(full_column(config, found.f), config.eps) if x is not None]
     kind = "suppresses" if high < 0.25 else "passes" if low > 0.75 else "partly passes"
+    i, f = config.start
     said = (
-        f"With ε = {config.eps:g}, ĩ = {config.input_gate_bias:g} and f̃ in [{config.forget_gate_bias[0]:g}, "
-        f"{config.forget_gate_bias[1]:g}] the gain after the norm is {low:.2g} to {high:.2g}: the cell {kind} its "
+        f"With ε = {config.eps:g}, biases of {config.input_gate_bias:g} and {config.forget_gate_bias[0]:g} to "
+        f"{config.forget_gate_bias[1]:g}, soft-capped to ĩ = {i:.1f} and f̃ = {f[0]:.1f} to {f[1]:.1f}, the gain after the norm is {low:.2g} to {high:.2g}: the cell {kind} its "
         "input when training starts."
     )
     if at:
         said += (
             f" Half of the largest gain is at ĩ = {max(at):.1f} to {min(at):.1f} there: "
-            f"{max(at) - config.input_gate_bias:+.1f} to {min(at) - config.input_gate_bias:+.1f} from their start."
+            f"{max(at) - i:+.1f} to {min(at) - i:+.1f} from their start."
         )
     return said
 
@@ -124,24 +140,26 @@ def full_column(config: Config, f: tuple[float, ...]) -> Gains:
 
 
 def start(config: Config) -> Gains:
-    """Gains at the biases alone."""
-    return gains("exp", "bounded", (config.input_gate_bias,), config.forget_gate_bias, (config.eps,))
+    """Gains at the start alone."""
+    i, f = config.start
+    return gains("exp", "bounded", (i,), f, (config.eps,))
 
 
 def draw_start(config: Config, i: tuple[float, ...], f: tuple[float, ...]) -> Figure:
     """Both gates after the norm, with the line on which a model's heads start."""
     drawing, axes = panels(1, 2, width=3.9, height=3.4, sharey=True)
     numbers: list[dict[str, Any]] = []
+    at, ends = config.start
     for one, gate in zip(axes[0], INPUT_GATES, strict=True):
         kind: InputGate = "exp" if gate == "exp" else "sigmoid"
         normalizer = VARIANTS[kind][0]
         maps = gains(kind, normalizer, i, f, (config.eps,))
         drawn = heat(one, maps, maps.after[config.eps], logarithmic=False)
         one.plot(
-            config.forget_gate_bias, [config.input_gate_bias] * 2, color="white", lw=5, marker="o", ms=9, label="_"
+            ends, [at] * 2, color="white", lw=5, marker="o", ms=9, label="_"
         )  # fmt: skip
         one.plot(
-            config.forget_gate_bias, [config.input_gate_bias] * 2, color="#D55E00", lw=2.5, marker="o", ms=6,
+            ends, [at] * 2, color="#D55E00", lw=2.5, marker="o", ms=6,
             label="heads at the start",
         )  # fmt: skip
         one.legend(loc="upper left", frameon=True)
@@ -156,7 +174,9 @@ def draw_start(config: Config, i: tuple[float, ...], f: tuple[float, ...]) -> Fi
     if config != Config(out=config.out, results=config.results, format=config.format):
         low, high = config.forget_gate_bias
         command += f" --eps {config.eps:g} --input-gate-bias {config.input_gate_bias:g}"
-        command += f" --forget-gate-bias {low:g} {high:g} --step {config.step:g}"
+        command += (
+            f" --forget-gate-bias {low:g} {high:g} --gate-soft-cap {config.gate_soft_cap:g} --step {config.step:g}"
+        )
     return write(
         config, "transfer_start", drawing, numbers, title="Where a model starts on the map of gains", caption=caption,
         command=command,
@@ -230,7 +250,7 @@ def claims(config: Config) -> list[Claim]:
         ),
         Claim(
             "Where models start",
-            "that an input gate bias of -10 starts training where inputs are suppressed (Section 5.1).",
+            "that biases of -10 start training where the input is suppressed, below the transition (Appendix E.2).",
             where(start(config), config),
             "tfla analyze transfer --eps 1e-6 --input-gate-bias -10",
         ),
