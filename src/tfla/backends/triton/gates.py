@@ -32,6 +32,13 @@ HIGHEST = tl.constexpr(5e4)
 
 
 @triton.jit
+def clamped(x):
+    """NaN stays."""
+    x = tl.where(x < LOWEST, LOWEST, x)
+    return tl.where(x > HIGHEST, HIGHEST, x)
+
+
+@triton.jit
 def finite_log_gate(x, SIGMOID: tl.constexpr):
     """The clamped log-gate, from itself or from its pre-activation; NaN stays."""
     if SIGMOID:
@@ -39,8 +46,7 @@ def finite_log_gate(x, SIGMOID: tl.constexpr):
         e = tl.exp(-tl.abs(x))
         u = 1.0 + e  # log(1 + e), to the last digit of a small e
         x = tl.where(x > 0.0, 0.0, x) - tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
-    x = tl.where(x < LOWEST, LOWEST, x)
-    return tl.where(x > HIGHEST, HIGHEST, x)
+    return clamped(x)
 
 
 @triton.jit

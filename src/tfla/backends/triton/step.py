@@ -1,14 +1,14 @@
 """Decoding: one step, or a few, of every sequence in one launch that reads and writes the state once.
 
-A program has some columns of the state of one head and all its rows, in blocks that stay in registers while the steps
-go over them. Gates come as the model has them: there is one number a head and step, every program works them out.
-The max state and n are wanted by all programs of a head, which compute them alike; the first of them writes them.
+A program has some columns of the state of one head and all its rows, a block at a time. Gates come as the model has
+them: there is one number a head and step, every program works them out. The max state and n are wanted by all programs
+of a head, which compute them alike; the first of them writes them.
 """
 
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import HIGHEST, LOWEST, TINY, finite_log_gate
+from tfla.backends.triton.gates import TINY, clamped, finite_log_gate
 
 
 @triton.jit
@@ -17,15 +17,88 @@ def log_gate(at, SIGMOID: tl.constexpr):
     return finite_log_gate(tl.load(at).to(tl.float32), SIGMOID)
 
 
+@triton.jit
+def decays(f_at, i_at, m, NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr,
+           SIGMOID_F: tl.constexpr):  # fmt: skip
+    """Of one step, behind which the max state is the third: weights of the state before it and of its update."""
+    log_f = log_gate(f_at, SIGMOID_F)
+    log_i = 0.0
+    if INPUT_GATE:
+        log_i = log_gate(i_at, SIGMOID_I)
+    if NORMALIZE:
+        new = tl.maximum(log_f + m, log_i)  # (1)
+        log_f += m - new  # (6)
+        log_i -= new  # (7)
+        m = new
+    return tl.exp(log_f), tl.exp(log_i), m
+
+
+@triton.jit
+def denominator(d, floor):
+    """max(|d|, exp(-m)), (4)."""
+    d = tl.abs(d)
+    floor = tl.maximum(floor, TINY)
+    return tl.where(d > floor, d, floor)
+
+
 @triton.jit(do_not_specialize=["H", "GROUP"])
-def steps(
+def one_step(
+    Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, H, GROUP, scale,
+    qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, cb, ch, ck, sb, sh, sk,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NORMALIZE: tl.constexpr,
+    INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
+):  # fmt: skip
+    """Out (B, H, DV) and the state behind the step, (1)-(4)."""
+    parts: tl.constexpr = (DV + BV - 1) // BV
+    part = tl.program_id(0) % parts
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    b = row // H
+    h = row % H
+    hq = h // GROUP
+    rv = part * BV + tl.arange(0, BV)
+    in_v = rv < DV
+    m = 0.0
+    if NORMALIZE:
+        m = clamped(tl.load(M + row).to(tl.float32))
+    f, i, m = decays(F + b * fb + h * fh, I + b * ib + h * ih, m, NORMALIZE, INPUT_GATE, SIGMOID_I, SIGMOID_F)
+    v = tl.load(V + b * vb + h * vh + rv, in_v, 0.0).to(tl.float32)
+    num = tl.zeros([BV], tl.float32)
+    d = 0.0
+    for first in range(0, DK, BK):
+        rk = first + tl.arange(0, BK)
+        in_k = rk < DK
+        inside = in_k[:, None] & in_v[None, :]
+        c = tl.load(C + b * cb + h * ch + rk[:, None] * ck + rv[None, :], inside, 0.0).to(tl.float32)
+        q = tl.load(Q + b * qb + hq * qh + rk, in_k, 0.0).to(tl.float32)
+        k = i * tl.load(K + b * kb + hq * kh + rk, in_k, 0.0).to(tl.float32)
+        c = f * c + k[:, None] * v[None, :]  # (2)
+        tl.store(C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :], c.to(C_out.dtype.element_ty), inside)
+        num += tl.sum(c * q[:, None], 0)
+        if NORMALIZE:
+            n = f * tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32) + k  # (3)
+            d += tl.sum(n * q, 0)
+            if part == 0:
+                tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
+    num *= scale
+    if NORMALIZE:
+        num /= denominator(d * scale, tl.exp(-m))  # (4)
+        if part == 0:
+            tl.store(M_out + row, m)
+    tl.store(Out + row * DV + rv, num.to(Out.dtype.element_ty), in_v)
+
+
+@triton.jit(do_not_specialize=["H", "GROUP"])
+def several_steps(
     Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, lengths, H, GROUP, scale,
     qb, qt, qh, kb, kt, kh, vb, vt, vh, ib, it, ih, fb, ft, fh, cb, ch, ck, sb, sh, sk,
     DK: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
-    LENGTHS: tl.constexpr, FINAL: tl.constexpr,
+    LENGTHS: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Out (B, T, H, DV) and the state behind step T, or behind the step that `lengths` says of each sequence."""
+    """Out (B, T, H, DV) and the state behind step T, or behind the step that `lengths` says of each sequence.
+
+    The steps are one tile, (44)-(56): its gate matrix is made by the recurrence, row by row.
+    """
     parts: tl.constexpr = (DV + BV - 1) // BV
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -35,62 +108,69 @@ def steps(
     rv = part * BV + tl.arange(0, BV)
     rt = tl.arange(0, BT)
     in_v = rv < DV
+    in_t = rt < T
     length = T
     if LENGTHS:
         length = tl.load(lengths + b).to(tl.int32)
+    m = 0.0
+    if NORMALIZE:
+        m = clamped(tl.load(M + row).to(tl.float32))
+    m_last = m
+    weight = 1.0  # of the state, and of each update so far, in the output of step t
+    update = tl.zeros([BT], tl.float32)
+    weight_last = 1.0  # in the returned state
+    update_last = tl.zeros([BT], tl.float32)
+    weights = tl.zeros([BT], tl.float32)
+    D = tl.zeros([BT, BT], tl.float32)
+    floor = tl.zeros([BT], tl.float32)
+    for t in range(T):
+        f, i, m = decays(
+            F + b * fb + t * ft + h * fh, I + b * ib + t * it + h * ih, m, NORMALIZE, INPUT_GATE, SIGMOID_I, SIGMOID_F
+        )
+        now = rt == t
+        weight *= f
+        update = tl.where(now, i, update * f)
+        weights = tl.where(now, weight, weights)
+        D = tl.where(now[:, None] & (rt <= t)[None, :], update[None, :], D)
+        floor = tl.where(now, tl.exp(-m), floor)
+        if t + 1 == length:
+            m_last = m
+            weight_last = weight
+            update_last = update
+    kept = rt < length
+    v = tl.load(V + b * vb + rt[:, None] * vt + h * vh + rv[None, :], in_t[:, None] & in_v[None, :], 0.0)
+    v = v.to(tl.float32)
+    v_kept = tl.where(kept[:, None], v, 0.0)
+    S = tl.zeros([BT, BT], tl.float32)
     num = tl.zeros([BT, BV], tl.float32)
     den = tl.zeros([BT], tl.float32)
-    floor = tl.zeros([BT], tl.float32)
     for first in range(0, DK, BK):
         rk = first + tl.arange(0, BK)
         in_k = rk < DK
         inside = in_k[:, None] & in_v[None, :]
         c = tl.load(C + b * cb + h * ch + rk[:, None] * ck + rv[None, :], inside, 0.0).to(tl.float32)
-        at = C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :]
-        n = tl.zeros([BK], tl.float32)
-        m = 0.0
+        q_at = Q + b * qb + rt[:, None] * qt + hq * qh + rk[None, :]
+        q = tl.load(q_at, in_t[:, None] & in_k[None, :], 0.0).to(tl.float32)
+        k_at = K + b * kb + rt[None, :] * kt + hq * kh + rk[:, None]
+        k = tl.load(k_at, in_k[:, None] & in_t[None, :], 0.0).to(tl.float32)  # transposed
+        S += tl.dot(q, k, input_precision=PRECISION)
+        num += tl.dot(q, c, input_precision=PRECISION)
+        k = tl.where(kept[None, :], k * update_last[None, :], 0.0)
+        if FINAL:
+            c = weight_last * c + tl.dot(k, v_kept, input_precision=PRECISION)
+            tl.store(C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :], c.to(C_out.dtype.element_ty), inside)
         if NORMALIZE:
             n = tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32)
-            m = tl.load(M + row).to(tl.float32)
-            m = tl.where(m < LOWEST, LOWEST, m)
-            m = tl.where(m > HIGHEST, HIGHEST, m)
-        if LENGTHS and FINAL and length == 0:
-            tl.store(at, c.to(C_out.dtype.element_ty), inside)
-            if NORMALIZE and part == 0:
+            den += tl.sum(q * n[None, :], 1)
+            if FINAL and part == 0:
+                n = weight_last * n + tl.sum(k, 1)
                 tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
-                tl.store(M_out + row, m)
-        for t in range(T):
-            k = tl.load(K + b * kb + t * kt + hq * kh + rk, in_k, 0.0).to(tl.float32)
-            q = tl.load(Q + b * qb + t * qt + hq * qh + rk, in_k, 0.0).to(tl.float32)
-            v = tl.load(V + b * vb + t * vt + h * vh + rv, in_v, 0.0).to(tl.float32)
-            log_f = log_gate(F + b * fb + t * ft + h * fh, SIGMOID_F)
-            log_i = 0.0
-            if INPUT_GATE:
-                log_i = log_gate(I + b * ib + t * it + h * ih, SIGMOID_I)
-            if NORMALIZE:
-                new = tl.maximum(log_f + m, log_i)  # (1)
-                log_f += m - new  # (6)
-                log_i -= new  # (7)
-                m = new
-            f = tl.exp(log_f)
-            ik = tl.exp(log_i) * k
-            c = f * c + ik[:, None] * v[None, :]  # (2)
-            now = rt == t
-            num += tl.where(now[:, None], tl.sum(c * q[:, None], 0)[None, :], 0.0)
-            if NORMALIZE:
-                n = f * n + ik  # (3)
-                den += tl.where(now, tl.sum(n * q, 0), 0.0)
-                floor = tl.where(now, tl.exp(-m), floor)
-            if FINAL and t + 1 == length:
-                tl.store(at, c.to(C_out.dtype.element_ty), inside)
-                if NORMALIZE and part == 0:
-                    tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
-                    tl.store(M_out + row, m)
-    num *= scale
+    S = tl.where(rt[:, None] >= rt[None, :], S * D, 0.0)
+    num = (num * weights[:, None] + tl.dot(S, v, input_precision=PRECISION)) * scale
     if NORMALIZE:
-        den = tl.abs(den * scale)
-        floor = tl.maximum(floor, TINY)
-        num = num / tl.where(den > floor, den, floor)[:, None]  # (4)
-    # (B, T, H, DV), dense
+        den = (den * weights + tl.sum(S, 1)) * scale
+        num /= denominator(den, floor)[:, None]
+        if FINAL and part == 0:
+            tl.store(M_out + row, m_last)
     out = Out + ((b * T + rt[:, None]) * H + h) * DV + rv[None, :]
-    tl.store(out, num.to(Out.dtype.element_ty), (rt < T)[:, None] & in_v[None, :])
+    tl.store(out, num.to(Out.dtype.element_ty), in_t[:, None] & in_v[None, :])

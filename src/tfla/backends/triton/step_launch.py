@@ -13,6 +13,8 @@ from tfla.backends.triton import step
 from tfla.backends.triton.compiled import Launches, static
 from tfla.backends.triton.launch import on
 
+PRECISION = "tf32x3"  # what is exact to about float32
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -28,7 +30,9 @@ def power_of_two(n: int) -> int:
 
 
 @functools.cache
-def cut(dqk: int, dhv: int) -> Cut:
+def cut(dqk: int, dhv: int, several: bool) -> Cut:
+    if several:  # what MMAs read goes through shared memory
+        return Cut(max(16, min(power_of_two(dqk), 32)), max(16, min(power_of_two(dhv), 64)), 4)
     rows = min(power_of_two(dqk), 256)
     columns = min(power_of_two(dhv), max(16, min(128, 8192 // rows)))
     return Cut(rows, columns, 4 if rows * columns > 2048 else 2)
@@ -36,6 +40,10 @@ def cut(dqk: int, dhv: int) -> Cut:
 
 def _strides(t: Tensor) -> tuple[int, int, int]:
     return t.stride(0), t.stride(1), t.stride(2)
+
+
+def _step_strides(t: Tensor) -> tuple[int, int]:
+    return t.stride(0), t.stride(2)
 
 
 def _dense(t: Tensor | None) -> Tensor | None:
@@ -60,19 +68,29 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         new_n, new_m = h.new_empty(0), h.new_empty(0)
     if B == 0:
         return StepOutputs(h, new_C, new_n, new_m)
-    how = cut(K, V)
+    several = T > 1 or lengths is not None or not spec.final_state
+    how = cut(K, V, several)
     grid = ((V + how.BV - 1) // how.BV * B * H,)
+    i = x.f if x.i is None else x.i
     target = new_C if spec.final_state else C
     sizes = how, spec, static(into), tuple(map(static, (q, k, v, x.i, x.f, C, n, m, lengths)))
     launch = Launches(sizes if q.is_cuda else None)
+    tensors = q, k, v, i, x.f, C, C if n is None else n, C if m is None else m, h, target, new_n, new_m
+    constants = {
+        "DK": K, "DV": V, "BK": how.BK, "BV": how.BV, "NORMALIZE": n is not None, "INPUT_GATE": x.i is not None,
+        "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log", "num_warps": how.warps,
+    }  # fmt: skip
     with on(q.device):
-        launch(
-            step.steps, grid, q, k, v, x.f if x.i is None else x.i, x.f, C, C if n is None else n,
-            C if m is None else m, h, target, new_n, new_m, C if lengths is None else lengths,
-            H, H // q.shape[2], spec.scale,
-            *_strides(q), *_strides(k), *_strides(v), *_strides(x.f if x.i is None else x.i), *_strides(x.f),
-            *_strides(C), *_strides(target), DK=K, DV=V, T=T, BK=how.BK, BV=how.BV, BT=power_of_two(T),
-            NORMALIZE=n is not None, INPUT_GATE=x.i is not None, SIGMOID_I=spec.gates == "sigmoid",
-            SIGMOID_F=spec.gates != "log", LENGTHS=lengths is not None, FINAL=spec.final_state, num_warps=how.warps,
-        )  # fmt: skip
+        if several:
+            launch(
+                step.several_steps, grid, *tensors, C if lengths is None else lengths, H, H // q.shape[2], spec.scale,
+                *_strides(q), *_strides(k), *_strides(v), *_strides(i), *_strides(x.f), *_strides(C), *_strides(target),
+                T=T, BT=max(16, power_of_two(T)), LENGTHS=lengths is not None, FINAL=spec.final_state,
+                PRECISION=PRECISION, **constants,
+            )  # fmt: skip
+        else:
+            launch(
+                step.one_step, grid, *tensors, H, H // q.shape[2], spec.scale, *_step_strides(q), *_step_strides(k),
+                *_step_strides(v), *_step_strides(i), *_step_strides(x.f), *_strides(C), *_strides(target), **constants,
+            )  # fmt: skip
     return StepOutputs(h, new_C, new_n, new_m)
