@@ -45,7 +45,7 @@ def step(
     C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype=state_dtype)
     state = tfla.State(C)
     if gate == "exp":
-        state = tfla.State(C, C[..., 0].float(), torch.zeros_like(inputs[3][:, 0]))
+        state = tfla.State(C, C[..., 0].float().contiguous(), torch.zeros_like(inputs[3][:, 0]))
     run: Callable[..., Any] = tfla.mlstm_steps
     if problem.T == 1:
         run, inputs = tfla.mlstm_step, [t[:, 0] for t in inputs]

@@ -246,10 +246,6 @@ SUITES = {
         (
             Entry("tfla mLSTMsig", "tfla.bench.contenders:step", {"gate": "sigmoid"}, form="step sigmoid"),
             Entry("tfla mLSTMexp", "tfla.bench.contenders:step", {"gate": "exp"}, form="step exp"),
-            Entry(
-                "fla simple_gla fused_recurrent", "tfla.bench.peers:simple_gla_step", needs="fla",
-                form="step sigmoid",
-            ),
         ),
         directions=(FORWARD,), panels=(FORWARD,),
     ),
