@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Literal, overload
 
 import torch
@@ -50,6 +51,43 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
     return torch.stack(hs, 1), State(C) if x.n is None else State(C, n.to(x.kept_dtype(x.n)), m)
 
 
+_ACCEPTED: set[Hashable] = set()  # what has been checked: a kernel takes less time than the checks do
+REMEMBERED = 1024
+
+
+def _sizes(given: tuple[Tensor | None, ...], state: State) -> Hashable:
+    """All that the checks ask for; None for what is no tensor, and where sizes are symbols."""
+    if type(state) is not State or torch.compiler.is_compiling():
+        return None
+    try:
+        return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in (*given, *state))
+    except AttributeError:
+        return None
+
+
+def _check(
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    names: tuple[str, str],
+    state: State,
+    normalize: bool,
+    time: bool,
+) -> None:
+    """Tensors q, k, v and the gates of these names, (B, ...) or with time (B, T, ...), and the state."""
+    sizes = _sizes(given, state)
+    key = sizes, normalize, time, names
+    if sizes is not None and key in _ACCEPTED:
+        return
+    q, k, v, *gates = given
+    # An input gate may be left out where it is a log-gate.
+    present = {name: x for name, x in zip(names, gates, strict=True) if x is not None or name != "log_i"}
+    checks.check_inputs(q, k, v, present, state, time=time)  # type: ignore[arg-type]
+    checks.check_state(state, q.shape[0], q, v, normalize, "state")
+    if sizes is not None:
+        if len(_ACCEPTED) >= REMEMBERED:
+            _ACCEPTED.clear()
+        _ACCEPTED.add(key)
+
+
 def _steps(
     q: Tensor,
     k: Tensor,
@@ -65,8 +103,7 @@ def _steps(
     in_place: bool,
     backend: str | None,
 ) -> tuple[Tensor, State]:
-    """Sequences (B, T, ...) whose shapes have been checked, all but those of the state and of lengths."""
-    checks.check_state(state, q.shape[0], q, v, normalize, "state")
+    """Sequences (B, T, ...) whose shapes have been checked with the state's, all but that of lengths."""
     checks.check_lengths(lengths, v)
     q, k, v = autocast(q, k, v)
     x = StepInputs(q, k, v, i, f, *state, lengths)
@@ -120,9 +157,9 @@ def mlstm_step(
         ValueError, TypeError: as :func:`mlstm`.
     """
     checks.check_input_gate(input_gate)
-    checks.check_inputs(q, k, v, {"i": i, "f": f}, state, time=False)
+    _check((q, k, v, i, f), ("i", "f"), state, input_gate == "exp", False)
     h, new = _steps(
-        q[:, None], k[:, None], v[:, None], i[:, None], f[:, None], state, None, scale, input_gate,
+        q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), i.unsqueeze(1), f.unsqueeze(1), state, None, scale, input_gate,
         input_gate == "exp", True, in_place, backend,
     )  # fmt: skip
     return h.squeeze(1), new
@@ -142,11 +179,10 @@ def linear_attention_step(
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
     """One step of :func:`linear_attention`, log-gates (B, H); all else is as in :func:`mlstm_step`."""
-    gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
-    checks.check_inputs(q, k, v, gates, state, time=False)
+    _check((q, k, v, log_i, log_f), ("log_i", "log_f"), state, normalize, False)
     h, new = _steps(
-        q[:, None], k[:, None], v[:, None], None if log_i is None else log_i[:, None], log_f[:, None], state, None,
-        scale, "log", normalize, True, in_place, backend,
+        q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), None if log_i is None else log_i.unsqueeze(1),
+        log_f.unsqueeze(1), state, None, scale, "log", normalize, True, in_place, backend,
     )  # fmt: skip
     return h.squeeze(1), new
 
@@ -218,7 +254,7 @@ def mlstm_steps(
         ValueError, TypeError: as :func:`mlstm`. On a GPU lengths are not read, so that nothing waits for the device.
     """
     checks.check_input_gate(input_gate)
-    checks.check_inputs(q, k, v, {"i": i, "f": f}, state, time=True)
+    _check((q, k, v, i, f), ("i", "f"), state, input_gate == "exp", True)
     checks.check_few_steps(v, return_state, lengths, in_place)
     found = _steps(
         q, k, v, i, f, state, lengths, scale, input_gate, input_gate == "exp", return_state, in_place, backend
@@ -242,8 +278,7 @@ def linear_attention_steps(
     backend: str | None = None,
 ) -> tuple[Tensor, State] | Tensor:
     """A handful of steps of :func:`linear_attention`, as :func:`mlstm_steps` does them; log-gates (B, T, H)."""
-    gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
-    checks.check_inputs(q, k, v, gates, state, time=True)
+    _check((q, k, v, log_i, log_f), ("log_i", "log_f"), state, normalize, True)
     checks.check_few_steps(v, return_state, lengths, in_place)
     found = _steps(q, k, v, log_i, log_f, state, lengths, scale, "log", normalize, return_state, in_place, backend)
     return found if return_state else found[0]
