@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from cases import Way, check, problem, solve, truth
 
 from tfla.backends import chunkwise
+from tfla.backends.chunkwise import gates
 
 SHAPES: dict[str, dict[str, Any]] = {
     "heads alone": {"Hq": 4, "H": 4},
@@ -31,3 +33,30 @@ def test_cuts(
     way = Way("chunkwise", "segmented", device)
     check(solve(p, way), truth(p), p.dtype)
     check(solve(p, way, chunk_size=17), truth(p), p.dtype)
+
+
+@pytest.mark.parametrize("least", [1.0, -6.0, -40.0], ids=["never", "in some tiles", "as it is"])
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_gates_taken_apart(monkeypatch: pytest.MonkeyPatch, device: str, form: str, least: float) -> None:
+    """q and k may carry the weights of a tile or not, tile by tile, head by head."""
+    seen = []
+    real = gates.TileGates.inside
+
+    def inside(self: gates.TileGates, *args: Any) -> torch.Tensor:
+        seen.append(self.factored)
+        return real(self, *args)
+
+    monkeypatch.setattr(gates.TileGates, "inside", inside)
+    monkeypatch.setattr(gates, "FACTORS", least)
+    p = problem(form, T=300, f_mean=3.0)
+    check(solve(p, Way("chunkwise", "segmented", device)), truth(p), p.dtype)
+    factored = torch.cat([x.flatten() for x in seen])
+    assert {1.0: not factored.any(), -6.0: factored.any() and not factored.all(), -40.0: factored.all()}[least]
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_gates_are_taken_apart_without_loss(device: str, form: str) -> None:
+    """Float32 keeps its accuracy where tiles decay by as much as may still be taken apart, and by more."""
+    for f_mean in (0.5, 0.2, 0.0):
+        p = problem(form, T=300, f_mean=f_mean, dtype=torch.float32)
+        check(solve(p, Way("chunkwise", "segmented", device)), truth(p), p.dtype)

@@ -34,7 +34,7 @@ def final_state(
     """Only the state behind the block."""
     k_up = work.mul("k_up", k, gates.update)
     C = C.clone()
-    for tile in zip(gates.decays(), k_up, v, strict=True):
+    for tile in zip(gates.decay, k_up, v, strict=True):
         advance(C, *tile)
     return C, normalizer_states(k_up, gates, n)[-1, :, 0] if spec.normalize else n
 
@@ -43,10 +43,15 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, spec: Spec, work: Workspace
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Numerators (n, N, L, dhv), stabilised d (n, N, L, 1), n behind the block; C becomes that behind the block."""
-    P = work.each_bmm("P", q, k.mT).mul_(gates.matrix(work))
     q_in, k_up = work.mul("q_in", q, gates.inter), work.mul("k_up", k, gates.update)
+    if gates.all_factored:
+        q, k = q_in, k_up
+    else:
+        q = work.mul("q", q, gates.shares(gates.inter)[0])
+        k = work.mul("k", k, gates.shares(gates.update)[0])
+    P = work.bmm("P", q, k.mT).mul_(gates.inside(work)).tril_()
     out = work("out", *v.shape)
-    for o, Pt, qt, kt, vt, decay in zip(out, P, q_in, k_up, v, gates.decays(), strict=True):
+    for o, Pt, qt, kt, vt, decay in zip(out, P, q_in, k_up, v, gates.decay, strict=True):
         torch.bmm(Pt, vt, out=o)
         o.baddbmm_(qt, C)
         advance(C, decay, kt, vt)
@@ -82,27 +87,33 @@ def backward(
         D = torch.maximum(d.abs(), gates.floor)
         do = torch.div(dh, D, out=work("do", *dh.shape))
         if spec.normalizer_grad:
-            dd = -work.mul("out", dh, h).sum(-1, keepdim=True) * d.sign() * (d.abs() > gates.floor) / D
-    k_up = work.mul("k_up", k, gates.update)
-    do_in, v_up = work.mul("do_in", do, gates.inter), work.mul("v_up", v, gates.update)
+            dd = -torch.linalg.vecdot(dh, h).unsqueeze(-1) * d.sign() * (d.abs() > gates.floor) / D
+    q_in, k_up = work.mul("q_in", q, gates.inter), work.mul("k_up", k, gates.update)
+    if gates.all_factored:
+        by_q, by_k = gates.inter, gates.update
+        q, k, do_in, v_up, dd_in = q_in, k_up, do, v, dd
+    else:
+        (by_q, by_do), (by_k, by_v) = gates.shares(gates.inter), gates.shares(gates.update)
+        q, k = work.mul("q", q, by_q), work.mul("k", k, by_k)
+        do_in, v_up = work.mul("do_in", do, by_do), work.mul("v_up", v, by_v)
+        dd_in = None if dd is None else dd * by_do
 
-    weights = gates.matrix(work)
+    weights = gates.inside(work)
+    P = work.bmm("P", q, k.mT).mul_(weights).tril_()
     dS = work.each_bmm("dS", do, v.mT)
     if dd is not None:
         dS += dd
-    dS *= weights
-    P = work.each_bmm("P", q, k.mT).mul_(weights)
+    dS.mul_(weights).tril_()
 
     dq, dk, dv = work("dq", *q.shape), work("dk", *k.shape), work("dv", *v.shape)
-    decays = gates.decays()
     C = C.clone()
-    for out, S, kt, g, k_in, vt, decay in zip(dq, dS, k, do_in, k_up, v, decays, strict=True):
+    for out, S, kt, g, k_in, vt, decay in zip(dq, dS, k, do_in, k_up, v, gates.decay, strict=True):
         torch.bmm(S, kt, out=out)
         out.baddbmm_(g, C.mT)
         advance(C, decay, k_in, vt)
     # At the end of the block the sum that is dlog_f is known directly: <C, dC>, and <n, dn>.
     block_end = torch.linalg.vecdot(C.flatten(1), dC.flatten(1))
-    each = zip(dv, dk, P.mT, dS.mT, q, do, do_in, k_up, v_up, decays, strict=True)
+    each = zip(dv, dk, P.mT, dS.mT, q, do, do_in, k_up, v_up, gates.decay, strict=True)
     for out_v, out_k, Pt, S, qt, g, g_in, k_in, v_in, decay in reversed(list(each)):
         torch.bmm(Pt, g, out=out_v)
         out_v.baddbmm_(k_in, dC)
@@ -111,21 +122,20 @@ def backward(
         advance(dC, decay, qt, g_in)
     if spec.normalize:
         added = torch.cat([torch.zeros_like(q[:, :, 0]), dn[None]])
-        if dd is not None:
-            dd_in = dd * gates.inter
-            added[:-1] = work.mul("q_in", q, dd_in).sum(2)
+        if dd_in is not None:
+            added[:-1] = work.mul("scratch", q, dd_in).sum(2)
         dns = (gates.carry.transpose(1, 2) @ added.transpose(0, 1)).transpose(0, 1).unsqueeze(2)
         ns = normalizer_states(k_up, gates, n)
-        if dd is not None:
-            dq += work.mul("q_in", ns[:-1], dd_in)
-        dk += work.mul("q_in", dns[1:], gates.update)
+        if dd_in is not None:
+            dq += work.mul("scratch", ns[:-1], dd_in)
+        dk += dns[1:] if gates.all_factored else work.mul("scratch", dns[1:], by_v)
         block_end = block_end + (ns[-1] * dns[-1]).sum((1, 2))
         dn = dns[0, :, 0]
 
     def per_step(a: Tensor, b: Tensor) -> Tensor:
-        return work.mul("q_in", a, b).sum(-1).transpose(0, 1).flatten(1)
+        return work.mul("scratch", a, b).sum(-1).transpose(0, 1).flatten(1)
 
     dlog_i = per_step(k, dk)
     falls = (per_step(q, dq) - dlog_i).double()
     dlog_f = falls.flip(-1).cumsum(-1).flip(-1) + block_end[:, None]
-    return Gradients(dq, dk, dv, dlog_i, dlog_f.to(dlog_i.dtype), dn)
+    return Gradients(dq.mul_(by_q), dk.mul_(by_k), dv, dlog_i, dlog_f.to(dlog_i.dtype), dn)

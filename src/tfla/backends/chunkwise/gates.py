@@ -14,6 +14,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tfla.backends.chunkwise.workspace import Workspace
 
+FACTORS = -40.0  # the least logarithm of a factor of a gate: the product of three stays far inside float32
+
 
 def max_state(log_i: Tensor, log_f: Tensor, m: Tensor) -> Tensor:
     """m_t = max(log_f_t + m_{t-1}, log_i_t), (1), for all steps at once: (..., T) float64 from the initial m (...)."""
@@ -22,33 +24,42 @@ def max_state(log_i: Tensor, log_f: Tensor, m: Tensor) -> Tensor:
 
 
 class TileGates(NamedTuple):
-    """Weights of n successive tiles of L steps for N heads; leading dims (n, N)."""
+    """Weights of n successive tiles of L steps for N heads; leading dims (n, N).
 
-    row: Tensor  # (n, N, L) float64: the gate matrix is D_ij = exp(row_i + column_j), i >= j
+    A weight inside a tile, scale D_ij = exp(row_i + column_j), i >= j, is also inter_i update_j / decay: the way from
+    step j to the tile's end and that from its start to step i, less the whole tile. In `factored` tiles none of the
+    three is too small: there q and k carry the weights, and where all tiles are such D is not made.
+    """
+
+    row: Tensor  # (n, N, L) float64, without scale
     column: Tensor  # (n, N, L) float64
     inter: Tensor  # (n, N, L, 1): weight of the state before the tile in row i, times scale
     update: Tensor  # (n, N, L, 1): weight of step j in the state behind the tile, exp(a_j)
     carry: Tensor  # (N, n + 1, n + 1): weight of boundary s in boundary t, boundaries before tiles and behind the last
     floor: Tensor  # (n, N, L, 1): exp(-m), never 0, or empty without normaliser
     scale: float
+    factored: Tensor  # (n, N, 1, 1)
+    all_factored: bool
 
-    def head(self, part: slice) -> TileGates:
-        """Those of some heads."""
-        row, column, inter, update, carry, floor, scale = self
-        row, column, inter, update, floor = (x[:, part] for x in (row, column, inter, update, floor))
-        return TileGates(row, column, inter, update, carry[part], floor, scale)
+    @property
+    def decay(self) -> Tensor:
+        """Of the state over each tile, (n, N, 1, 1)."""
+        return self.carry.diagonal(-1, 1, 2).t()[..., None, None]
 
-    def decays(self) -> tuple[Tensor, ...]:
-        """Of the state over each tile, (N, 1, 1)."""
-        return self.carry.diagonal(-1, 1, 2).t()[..., None, None].unbind(0)
-
-    def matrix(self, work: Workspace) -> Tensor:
-        """scale D, (n, N, L, L), zero above the diagonal."""
+    def inside(self, work: Workspace) -> Tensor:
+        """What products inside tiles are multiplied by, (n, N, L or 1, L or 1); above the diagonal it is anything."""
+        if self.all_factored:
+            return self.decay.reciprocal()
         L = self.row.shape[-1]
         wide = work("wide D", *self.row.shape, L, dtype=torch.float64)
         torch.add(self.row.unsqueeze(-1), self.column.unsqueeze(-2), out=wide)
-        D = work("D", *wide.shape).copy_(wide)
-        return D.exp_().mul_(self.scale).tril_()  # zeroes whatever overflowed in the future
+        D = work("D", *wide.shape).copy_(wide).exp_().mul_(self.scale)
+        return torch.where(self.factored, self.decay.reciprocal(), D)
+
+    def shares(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """`inter` or `update` in factored tiles and elsewhere, each 1 where the other has it."""
+        one = weight.new_ones(())
+        return torch.where(self.factored, weight, one), torch.where(self.factored, one, weight)
 
 
 def tile_gates(
@@ -67,8 +78,10 @@ def tile_gates(
         update = update - ends[:, 1:, None]
         boundary = boundary - ends
         floor = m.neg().exp()
+    factored = torch.minimum(inter, update).amin(-1).t()[..., None, None] > FACTORS  # the last of inter is the decay
     carry = (boundary[:, :, None] - boundary[:, None, :]).tril()
     carry = carry.exp().tril().to(dtype)
     inter, update = (x.to(dtype).transpose(0, 1).unsqueeze(-1) for x in (inter.exp() * scale, update.exp()))
     floor = floor.to(dtype).clamp(min=torch.finfo(dtype).tiny).transpose(0, 1).unsqueeze(-1)
-    return TileGates(row.transpose(0, 1), column.transpose(0, 1), inter, update, carry, floor, scale)
+    row, column = row.transpose(0, 1), column.transpose(0, 1)
+    return TileGates(row, column, inter, update, carry, floor, scale, factored, bool(factored.all()))

@@ -42,6 +42,12 @@ class Workspace:
         """a * b, with a and b broadcast against each other but for the last dim, which a has."""
         return torch.mul(a, b, out=self(name, *b.shape[:3], a.shape[3]) if a.shape[2] == 1 else self(name, *a.shape))
 
+    def bmm(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b."""
+        out = self(name, *a.shape[:3], b.shape[3])
+        torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=out.flatten(0, 1))
+        return out
+
     def each_bmm(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """a @ b, tile by tile: heads are the batch, whose strides need no copy."""
         out = self(name, *a.shape[:3], b.shape[3])
