@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from tfla.train import demo as demo_module
 from tfla.train.config import DemoConfig
-from tfla.train.demo import demo, demo_config, order_2
+from tfla.train.demo import affordable_steps, demo, demo_config, order_2
 from tfla.train.documents import find_files
 from tfla.train.evaluate import evaluate
 from tfla.train.ngram import ByteTrigram
@@ -60,6 +61,30 @@ def test_a_demo_that_was_broken_off_goes_on(short, tmp_path, monkeypatch, capsys
         with pytest.raises(TypeError):
             demo(config)
     assert demo(config).run == tmp_path / "demo"
+
+
+def test_the_demo_takes_as_many_steps_as_it_has_time_for(short, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_module, "FEWEST", 3)
+    monkeypatch.setattr(demo_module, "MOST", 50)
+    config = demo_module.demo_config(DemoConfig(run=tmp_path / "demo", threads=1))
+    assert affordable_steps(config, 0) == 3
+    assert affordable_steps(config, 1e6) == 50
+    clock = itertools.count()
+    monkeypatch.setattr(demo_module.time, "perf_counter", lambda: float(next(clock)))  # a second from call to call
+    assert affordable_steps(config, 20) == 20 * demo_module.TRAINING
+
+
+def test_a_broken_off_demo_keeps_its_steps_on_a_slower_machine(short, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo_module, "FEWEST", 5)
+    monkeypatch.setattr(demo_module, "MOST", 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(demo_module, "ByteTrigram", None)  # fails before the first step
+        with pytest.raises(TypeError):
+            demo(DemoConfig(run=tmp_path / "demo", seconds=1e6))
+    trained = demo(DemoConfig(run=tmp_path / "demo", seconds=0))
+    assert (trained.run, trained.step) == (tmp_path / "demo", 20)
+    trained = demo(DemoConfig(run=tmp_path / "demo", seconds=0))
+    assert (trained.run, trained.step) == (tmp_path / "demo-2", 5)
 
 
 def test_both_models_are_measured_on_the_same_bytes(tmp_path):

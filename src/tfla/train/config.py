@@ -213,8 +213,10 @@ class DemoConfig:
 
     run: Path = Path("runs/demo")
     """Folder of the run; with a number behind it if a finished run is there already."""
-    steps: int = 1200
-    """Updates of the weights."""
+    seconds: float = 120.0
+    """For the training, about: a few steps are timed beforehand to choose how many, 400 at least and 1200 at most."""
+    steps: int | None = None
+    """Updates of the weights; None leaves it to `seconds`."""
     threads: int = 1
     """CPU threads. Two are up to 1.6 times as fast on idle cores, but many times slower where one of them is busy."""
 

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import statistics
 import sysconfig
 import time
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
+import torch
+
+from tfla.nn import LanguageModel
 from tfla.train.batches import heldout_windows
 from tfla.train.config import FREE, Data, DemoConfig, GenerateConfig, Model, Optim, TrainConfig, differences
 from tfla.train.evaluate import Evaluation, summarize
 from tfla.train.loop import Trained, train
 from tfla.train.metrics import FILE, read
 from tfla.train.ngram import ByteTrigram
+from tfla.train.objective import token_losses
+from tfla.train.recipe import optimizer
 from tfla.train.run_directory import CHECKPOINTS, CURVES, read_config
 from tfla.train.sample import continue_text
+from tfla.train.tokenizer import ByteTokenizer
 from tfla.train.tokens import Tokens
 
 PROMPT = "def read("
+FEWEST, MOST = 400, 1200  # steps: what beats counting with some room, and what is enough
+TRAINING = 0.85  # of the time; the rest is evaluation
 
 
 def demo_config(config: DemoConfig) -> TrainConfig:
     """What the demo trains: an mLSTMexp of 0.5 million parameters on bytes, short sequences, a high learning rate."""
+    steps = MOST if config.steps is None else config.steps
     return TrainConfig(
         run=config.run,
         data=Data(
@@ -31,11 +42,11 @@ def demo_config(config: DemoConfig) -> TrainConfig:
         ),
         model=Model(d_model=128, num_blocks=2, num_heads=4),
         optim=Optim(lr=4e-3),
-        steps=config.steps,
+        steps=steps,
         batch_size=8,
         context=256,
-        eval_every=max(1, config.steps // 10),
-        checkpoint_every=max(1, config.steps // 4),
+        eval_every=max(1, steps // 10),
+        checkpoint_every=max(1, steps // 4),
         threads=config.threads,
         device="cpu",
     )
@@ -48,7 +59,10 @@ def demo(config: DemoConfig) -> Trained:
         UserError: as :func:`tfla.train.loop.train`.
     """
     started = time.perf_counter()
-    settings = demo_config(DemoConfig(_free(config), config.steps, config.threads))
+    config = _settle_run(config)
+    if config.steps is None:
+        config = replace(config, steps=affordable_steps(demo_config(config), config.seconds))
+    settings = demo_config(config)
     print(f"The source of Python's standard library, {settings.data.paths[0]}, byte by byte.", flush=True)
     counted: dict[str, float] = {}
 
@@ -92,15 +106,37 @@ def order_2(tokens: Tokens, config: TrainConfig) -> Evaluation:
     return summarize(total, sum(w.stop - w.start - 1 for w in windows), size)
 
 
-def _free(config: DemoConfig) -> Path:
-    """The first of demo, demo-2, … that is new, or holds this very run, broken off."""
+def affordable_steps(config: TrainConfig, seconds: float) -> int:
+    """How many steps of such a training fit into that time on this machine, within FEWEST and MOST."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    tokenizer = ByteTokenizer()
+    model = LanguageModel(config.model.build(tokenizer.vocab_size))
+    adamw = optimizer(model, config.optim)
+    windows = torch.randint(256, (config.batch_size, config.context + 1))
+    took = []
+    for _ in range(13):
+        started = time.perf_counter()
+        adamw.zero_grad()
+        token_losses(model, windows, tokenizer.bos, config.reset).mean().backward()
+        adamw.step()
+        took.append(time.perf_counter() - started)
+    step = statistics.median(took[3:])  # the first ones warm up
+    return max(FEWEST, min(MOST, int(TRAINING * seconds / step)))
+
+
+def _settle_run(config: DemoConfig) -> DemoConfig:
+    """With the first of demo, demo-2, … that is new; or that holds this very run, broken off, and then its steps."""
     first = config.run
     names = chain([first], (first.with_name(f"{first.name}-{number}") for number in count(2)))
-    return next(run for run in names if not run.exists() or _broken_off(run, demo_config(config)))
-
-
-def _broken_off(run: Path, wanted: TrainConfig) -> bool:
+    run = next(run for run in names if not run.exists() or _broken_off(run, config))
     old = read_config(run)
-    if old is None or not differences(old, wanted).keys() <= FREE:
+    return replace(config, run=run, steps=config.steps if old is None else old.steps)
+
+
+def _broken_off(run: Path, config: DemoConfig) -> bool:
+    old = read_config(run)
+    if old is None:
         return False
-    return not (run / CHECKPOINTS / f"step-{old.steps:08d}").exists()
+    wanted = demo_config(replace(config, steps=old.steps if config.steps is None else config.steps))
+    return differences(old, wanted).keys() <= FREE and not (run / CHECKPOINTS / f"step-{old.steps:08d}").exists()
