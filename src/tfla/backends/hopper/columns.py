@@ -93,7 +93,7 @@ def start_d(z, n, L: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def put_inverse(
-    d, g, floor, sums, to, parity, to_d, H, left, half: gl.constexpr, L: gl.constexpr, SAVE_D: gl.constexpr,
+    d, g, floor, sums, to, parity, ring_d, half: gl.constexpr, L: gl.constexpr, SAVE_D: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
     """1 / max(|d|, exp(-m)), where d is z . n, weighted, and both consumers' sums of P."""
@@ -101,8 +101,7 @@ def put_inverse(
     d += sums.index(2 * parity).load(layout) + sums.index(2 * parity + 1).load(layout)
     to.store(1.0 / gl.maximum(gl.abs(d), floor.load(layout)))
     if SAVE_D and half == 0:
-        r = gl.arange(0, L, layout)
-        gl.store(to_d + r * H, d, mask=r < left)
+        ring_d.store(d)
     barrier()
 
 
@@ -124,9 +123,9 @@ def consume(
     NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup, with BLOCKS x 64 columns; with a normaliser also half of n."""
-    Out, state_in, state_out, n_in, n_out, d_out = tensors
+    Out, state_in, state_out, n_in, n_out = tensors
     ring_x, ring_y, ring_z, ring_p, ring_g, ring_w, full, free, ready, normaliser = shared
-    ring_floor, ring_matrix, ring_n, ring_sums, ring_inverse = normaliser
+    ring_floor, ring_matrix, ring_n, ring_sums, ring_inverse, ring_d = normaliser
     T, H, length, pieces = work
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
     of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
@@ -199,9 +198,8 @@ def consume(
                 C0 = warpgroup_mma(B, x, C0 * carry, is_async=True)
                 if NORMALIZE:
                     out, A, d = warpgroup_mma_wait(1, deps=[out, A, d])
-                    to_d = d_out + ((b.to(gl.int64) * T + start + t) * H + h)
                     put_inverse(
-                        d, g, ring_floor.index(s), ring_sums, ring_inverse.index(half), n % 2, to_d, H, steps - t,
+                        d, g, ring_floor.index(s), ring_sums, ring_inverse.index(half), n % 2, ring_d.index(s),
                         half, L, SAVE_D, of_rows,
                     )  # fmt: skip
                     out = out * gl.expand_dims(ring_inverse.index(half).load(gl.SliceLayout(0, of_out)), 0)
@@ -223,9 +221,8 @@ def consume(
                 if NORMALIZE:
                     d = start_d(z, ring_n.index(n % 2), L, of_n)
                     d = warpgroup_mma_wait(0, deps=[d])
-                    to_d = d_out + ((b.to(gl.int64) * T + start + t) * H + h)
                     put_inverse(
-                        d, g, ring_floor.index(s), ring_sums, ring_inverse.index(half), n % 2, to_d, H, steps - t,
+                        d, g, ring_floor.index(s), ring_sums, ring_inverse.index(half), n % 2, ring_d.index(s),
                         half, L, SAVE_D, of_rows,
                     )  # fmt: skip
             A = gl.convert_layout(y_t, left_of_out, assert_trivial=True)
@@ -279,6 +276,8 @@ def consume(
             if NORMALIZE:
                 gl.store(n_out + index.to(gl.int64) * DK + rk, gl.sum(N, 1))
     tma.store_wait(0)
+    if SAVE_D:
+        mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
@@ -297,7 +296,7 @@ def columns(
     ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
     ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
     ring_w = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
-    normaliser = (ring_g, ring_g, ring_g, ring_g, ring_g)
+    normaliser = (ring_g, ring_g, ring_g, ring_g, ring_g, ring_g)
     if NORMALIZE:
         normaliser = (
             gl.allocate_shared_memory(gl.float32, [STAGES, L], flat),  # exp(-m)
@@ -305,6 +304,7 @@ def columns(
             gl.allocate_shared_memory(dtype, [2, 8, DK], square),  # n
             gl.allocate_shared_memory(gl.float32, [4, L], flat),  # sums of P
             gl.allocate_shared_memory(gl.float32, [2, L], flat),  # 1 / max(|d|, exp(-m))
+            gl.allocate_shared_memory(gl.float32, [STAGES, L], flat),  # d
         )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -317,7 +317,7 @@ def columns(
     fence_async_shared()
     rings = (ring_x, ring_y, ring_z)
     shared = (ring_x, ring_y, ring_z, ring_p, ring_g, ring_w, full, free, ready, normaliser)
-    tensors = (Out, state_in, state_out, n_in, n_out, d_out)
+    tensors = (Out, state_in, state_out, n_in, n_out)
     work = (T, H, length, pieces)
     gl.warp_specialize(
         [
@@ -331,8 +331,8 @@ def columns(
             )),
             (load_tiles, (X, Y, Z, rings, full, free, work, GROUP, 64 * BLOCKS, L, STAGES, BACK, SEGMENTED)),
             (load_gates, (
-                gates, ring_g, ring_w, normaliser[0], normaliser[1], full, free, work, tiles_of_head,
-                L, STAGES, BACK, SEGMENTED, FLOOR if NORMALIZE else -1, NORMALIZE,
+                gates, ring_g, ring_w, normaliser[0], normaliser[1], normaliser[5], d_out, full, free, work,
+                tiles_of_head, L, STAGES, BACK, SEGMENTED, FLOOR if NORMALIZE else -1, NORMALIZE, SAVE_D,
             )),
         ],
         [4, 1, 1],

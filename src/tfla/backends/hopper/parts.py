@@ -44,12 +44,14 @@ def place(n, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_gates(
-    gates, ring, weights, extras, matrices, full, free, work, tiles_of_head,
+    gates, ring, weights, extras, matrices, ring_d, d_out, full, free, work, tiles_of_head,
     L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, EXTRA: gl.constexpr,
-    MATRIX: gl.constexpr,
+    MATRIX: gl.constexpr, SAVE_D: gl.constexpr,
 ):  # fmt: skip
     """The gater: one warp copies the gate vectors of each tile; weights of updates as the sum of two of low precision,
     with MATRIX also as rows of a right operand. EXTRA is one more gate vector, or -1.
+
+    With SAVE_D it also carries d of a tile to memory, once its stage is free: consumers have no time for that.
     """
     T, H, length, pieces = work
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
@@ -57,6 +59,8 @@ def load_gates(
     r = gl.arange(0, L, layout)
     row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, of_matrix)), 1)
     n = 0
+    saved = gl.program_id(0)  # the piece of the tile whose d is carried next, and which it is there
+    saved_tile = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
         b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
         tiles = (steps + L - 1) // L
@@ -71,6 +75,9 @@ def load_gates(
             carry = gl.load(tile + DECAY * L)
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
+            if SAVE_D:
+                if n >= STAGES:
+                    saved, saved_tile = save_d(saved, saved_tile, ring_d.index(s).load(layout), d_out, work, r, SEGMENTED)
             g = ring.index(s)
             g.slice(READ * L, L, 0).store(read)
             g.slice(WRITE * L, L, 0).store(write)
@@ -94,6 +101,23 @@ def load_gates(
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
     mbarrier.arrive(full.index(s), count=1)
+    if SAVE_D:
+        for i in range(0, STAGES):
+            if n + i >= STAGES:
+                s, phase = place(n + i, STAGES)
+                mbarrier.wait(free.index(s), phase ^ 1)
+                saved, saved_tile = save_d(saved, saved_tile, ring_d.index(s).load(layout), d_out, work, r, SEGMENTED)
+
+
+@gluon.jit
+def save_d(index, tile, d, d_out, work, r, SEGMENTED: gl.constexpr):
+    """d of one tile to memory; returns which comes next."""
+    T, H, length, pieces = work
+    b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
+    t = tile * r.shape[0]
+    gl.store(d_out + (b.to(gl.int64) * T + start + t) * H + h + r * H, d, mask=t + r < steps)
+    last = t + r.shape[0] >= steps
+    return gl.where(last, index + gl.num_programs(0), index), gl.where(last, 0, tile + 1)
 
 
 @gluon.jit

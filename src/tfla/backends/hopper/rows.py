@@ -287,8 +287,8 @@ def rows(
             )),
             (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, L, STAGES, BACK, SEGMENTED)),
             (load_gates, (
-                gates, ring_g, ring_u, ring_d, ring_u, full, free, work, tiles_of_head, L, STAGES, BACK, SEGMENTED,
-                DELTA_P if DELTA else -1, False,
+                gates, ring_g, ring_u, ring_d, ring_u, ring_d, gates, full, free, work, tiles_of_head, L, STAGES,
+                BACK, SEGMENTED, DELTA_P if DELTA else -1, False, False,
             )),
         ],
         [4, 1, 1],
