@@ -50,10 +50,10 @@ class HopperCall(Call):
 
     def columns(
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, state: Tensor | None,
-        final: Tensor | None, decays: Tensor | None = None,
+        final: Tensor | None, decays: Tensor | None = None, skip: bool = False,
     ) -> None:  # fmt: skip
         if out is None:
-            super().columns(x, y, z, out, gates, back, state, final, decays)
+            super().columns(x, y, z, out, gates, back, state, final, decays, skip)
         else:
             self._columns(x, y, z, out, gates, back, (state, None), (final, None), False, None)
 

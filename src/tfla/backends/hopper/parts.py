@@ -75,9 +75,8 @@ def load_gates(
             carry = gl.load(tile + DECAY * L)
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
-            if SAVE_D:
-                if n >= STAGES:
-                    saved, saved_tile = save_d(saved, saved_tile, ring_d.index(s).load(layout), d_out, work, r, SEGMENTED)
+            if SAVE_D and n >= STAGES:
+                saved, saved_tile = save_d(saved, saved_tile, ring_d.index(s).load(layout), d_out, work, r, SEGMENTED)
             g = ring.index(s)
             g.slice(READ * L, L, 0).store(read)
             g.slice(WRITE * L, L, 0).store(write)
@@ -112,7 +111,7 @@ def load_gates(
 @gluon.jit
 def save_d(index, tile, d, d_out, work, r, SEGMENTED: gl.constexpr):
     """d of one tile to memory; returns which comes next."""
-    T, H, length, pieces = work
+    T, H, length, _ = work
     b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
     t = tile * r.shape[0]
     gl.store(d_out + (b.to(gl.int64) * T + start + t) * H + h + r * H, d, mask=t + r < steps)

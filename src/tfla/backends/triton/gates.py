@@ -59,8 +59,9 @@ def of_gate(grad, x, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def _max(a, b):
-    return tl.maximum(a, b)
+def _max_with_before(before_a, upto_a, before_b, upto_b):
+    """Joins the maxima of two runs of steps: over all but the last step of each, and over all."""
+    return tl.maximum(upto_a, before_b), tl.maximum(upto_a, upto_b)
 
 
 @triton.jit
@@ -128,7 +129,7 @@ def segment(cu, sequences, T, slot, steps, L: tl.constexpr, SEGMENTED: tl.conste
 
 @triton.jit
 def load_gate(gate, s, first, t, stride_b, stride_t, inside, PACKED: tl.constexpr):
-    """Steps t of sequence s, which begins at token `first`, as the model has them."""
+    """Steps t of sequence s, which begins at token `first`, of the heads gate points to, as the model has them."""
     if PACKED:
         at = gate + (first + t) * stride_t
     else:
@@ -142,99 +143,99 @@ def _load_log_gate(gate, s, first, t, stride_b, stride_t, inside, other, PACKED:
     return tl.where(inside, finite_log_gate(x, SIGMOID).to(tl.float64), other)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
+# Programs of both gate kernels have several heads of a chunk: (B, T, H) has them side by side.
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "H", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
 def chunk_summary(
-    i_gate, f_gate, cu, summary, sequences, T, ib, it, ih, fb, ft, fh, slots,
-    CHUNK: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr,
-    SIGMOID_F: tl.constexpr,
+    i_gate, f_gate, cu, summary, sequences, T, H, ib, it, ih, fb, ft, fh, slots,
+    CHUNK: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
+    SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk: the sum of log_f, and the max state behind it if it started from minus infinity."""
     slot = tl.program_id(0)
-    h = tl.program_id(1)
+    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     s, first, length, start, _ = locate(cu, sequences, T, slot, CHUNK, PACKED)
-    t = start + tl.arange(0, CHUNK)
-    inside = t < length
+    t = (start + tl.arange(0, CHUNK))[None, :]
+    inside = (t < length) & (h < H)
     f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED, SIGMOID_F)
-    total = tl.sum(f, 0)
-    behind = total - tl.cumsum(f, 0)
+    total = tl.sum(f, 1)[:, None]
+    behind = total - tl.cumsum(f, 1)
     if INPUT_GATE:
         behind += _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, 0.0, PACKED, SIGMOID_I)
-    top = tl.max(tl.where(inside, behind, float("-inf")), 0)
-    at = (h * slots + slot).to(tl.int64) * 2
-    tl.store(summary + at, total)
-    tl.store(summary + at + 1, top)
+    top = tl.max(tl.where(inside, behind, float("-inf")), 1)[:, None]
+    at = summary + (h * slots + slot).to(tl.int64) * 2
+    tl.store(at, total, mask=h < H)
+    tl.store(at + 1, top, mask=h < H)
 
 
 @triton.jit
-def _max_before(summary, m, slot0, slot, BLOCK: tl.constexpr):
-    """The max state before chunk `slot` from that before chunk `slot0` and the summaries between."""
+def _max_before(summary, m, h, H, slot0, slot, slots, BLOCK: tl.constexpr):
+    """The max state (HEADS, 1) before chunk `slot` from that before chunk `slot0` and the summaries between."""
     for c in range(slot0, slot, BLOCK):
-        at = c + tl.arange(0, BLOCK)
-        total = tl.load(summary + at * 2, mask=at < slot, other=0.0)
-        top = tl.load(summary + at * 2 + 1, mask=at < slot, other=float("-inf"))
-        total_all = tl.sum(total, 0)
-        m = tl.maximum(m + total_all, tl.max(top + (total_all - tl.cumsum(total, 0)), 0))
+        at = (c + tl.arange(0, BLOCK))[None, :]
+        inside = (at < slot) & (h < H)
+        at = summary + (h * slots + at).to(tl.int64) * 2
+        total = tl.load(at, mask=inside, other=0.0)
+        top = tl.load(at + 1, mask=inside, other=float("-inf"))
+        total_all = tl.sum(total, 1)[:, None]
+        m = tl.maximum(m + total_all, tl.max(top + (total_all - tl.cumsum(total, 1)), 1)[:, None])
     return m
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "tiles", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
 def chunk_gates(
     i_gate, f_gate, m0, cu, summary, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, scale, log_scale,
-    slots, CHUNK: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
+    slots, CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
     SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, NORMALIZE: tl.constexpr, STATE: tl.constexpr,
     FINAL: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The gate vectors of one chunk of one head; with a normaliser also the max state behind the sequence."""
+    """The gate vectors of one chunk of some heads; with a normaliser also the max state behind the sequence."""
     slot = tl.program_id(0)
-    h = tl.program_id(1)
+    h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     s, first, length, start, slot0 = locate(cu, sequences, T, slot, CHUNK, PACKED)
-    t = start + tl.arange(0, CHUNK)
-    inside = t < length
+    t = (start + tl.arange(0, CHUNK))[None, :]
+    inside = (t < length) & (h < H)
+    tile0 = first_tile(first, s, T, L, PACKED) + start // L
     f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED, SIGMOID_F)
+    i = tl.where(inside, 0.0, -1e9).to(tl.float64)
     if INPUT_GATE:
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, -1e9, PACKED, SIGMOID_I)
-    else:
-        i = tl.where(inside, 0.0, -1e9).to(tl.float64)
     if NORMALIZE:
-        m_start = 0.0
+        m_start = tl.zeros([HEADS, 1], tl.float64)
         if STATE:
-            m_start = tl.load(m0 + s * H + h)
-        m_start = _max_before(summary + h * slots * 2, m_start.to(tl.float64), slot0, slot, 128)
-        b = tl.cumsum(f, 0)
-        m = b + tl.maximum(m_start, tl.associative_scan(i - b, 0, _max))
-        # Steps shifted by one give the max state before each.
-        late = inside & (t > start)
-        i_before = tl.full([CHUNK], -1e9, tl.float64)
-        if INPUT_GATE:
-            i_before = _load_log_gate(i_gate + h * ih, s, first, t - 1, ib, it, late, -1e9, PACKED, SIGMOID_I)
-        else:
-            i_before = tl.where(late, 0.0, -1e9).to(tl.float64)
-        f_before = _load_log_gate(f_gate + h * fh, s, first, t - 1, fb, ft, late, 0.0, PACKED, SIGMOID_F)
-        b_before = tl.cumsum(f_before, 0)
-        m_before = b_before + tl.maximum(m_start, tl.associative_scan(i_before - b_before, 0, _max))
+            m_start = tl.load(m0 + s * H + h, mask=h < H, other=0.0).to(tl.float64)
+        m_start = _max_before(summary, m_start, h, H, slot0, slot, slots, 128)
+        # m less the sum of log_f since the chunk's start, and that of the step before.
+        b = tl.cumsum(f, 1)
+        before = tl.full([HEADS, CHUNK], float("-inf"), tl.float64)
+        before, upto = tl.associative_scan((before, i - b), 1, _max_with_before)
+        m = b + tl.maximum(m_start, upto)
         # The state leaves with m in float32, so that is the m to scale it by.
-        last = t == length - 1
+        last = (t == length - 1) & (h < H)
         m = tl.where(last, m.to(tl.float32).to(tl.float64), m)
         if FINAL:
-            tl.store(m_final + s * H + h + tl.zeros([CHUNK], tl.int32), m.to(tl.float32), mask=last)
-        f = tl.where(inside, f + m_before - m, 0.0)
+            tl.store(m_final + s * H + h + t * 0, m.to(tl.float32), mask=last)
+        f = tl.where(inside, b + tl.maximum(m_start, before) - m, 0.0)
         i = tl.where(inside, i - m, -1e9)
-        tile = h.to(tl.int64) * tiles + first_tile(first, s, T, L, PACKED) + t // L
+        at = out + ((h.to(tl.int64) * tiles + tile0 + (t - start) // L) * VECTORS + FLOOR) * L + t % L
         floor = tl.maximum(tl.exp(-m).to(tl.float32), TINY)
-        tl.store(out + (tile * VECTORS + FLOOR) * L + t % L, floor, mask=t < tl.cdiv(length, L) * L)
+        tl.store(at, floor, mask=(t < tl.cdiv(length, L) * L) & (h < H))
     # Unlike a maximum this keeps NaN.
     f = tl.where(f * LOG2E < CLOSED, CLOSED, f * LOG2E)
     i = tl.where(i * LOG2E < CLOSED, CLOSED, i * LOG2E)
-    f = tl.reshape(f, (CHUNK // L, L))
-    i = tl.reshape(i, (CHUNK // L, L))
-    t = tl.reshape(t, (CHUNK // L, L))
-    held = t < tl.cdiv(length, L) * L
-    b = tl.cumsum(f, 1)
-    g = tl.sum(f, 1)[:, None]
+    f = tl.reshape(f, (HEADS, CHUNK // L, L))
+    i = tl.reshape(i, (HEADS, CHUNK // L, L))
+    h = h[:, :, None]
+    tile = tl.arange(0, CHUNK // L)[None, :, None]
+    t = tl.arange(0, L)[None, None, :]
+    held = (start + tile * L < length) & (h < H)
+    b = tl.cumsum(f, 2)
+    g = tl.sum(f, 2)[:, :, None]
     column = i - b
     update = tl.exp2((g + column).to(tl.float32))
     column += log_scale
-    at = out + (h.to(tl.int64) * tiles + first_tile(first, s, T, L, PACKED) + t // L) * VECTORS * L + t % L
+    at = out + (h.to(tl.int64) * tiles + tile0 + tile) * VECTORS * L + t
     b_high = b.to(tl.float32)
     column_high = column.to(tl.float32)
     tl.store(at + ROW * L, b_high, mask=held)

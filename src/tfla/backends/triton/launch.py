@@ -18,7 +18,7 @@ from tfla.backends.triton import INTERPRETED, walk
 from tfla.backends.triton import gates as gate_kernels
 from tfla.backends.triton.compiled import Launches, static
 
-CHUNK = 512  # steps of one program of the gate kernels
+CHUNK, HEADS = 256, 8  # steps and heads of one program of the gate kernels
 SHORTEST_SEGMENT = 512
 MARKS = {2: 1024, 4: 4096}  # steps between those where dlog_f starts again from <C, dC>, by bytes of an input
 
@@ -191,13 +191,13 @@ class Call:
         """The gate vectors."""
         x, spec = self.x, self.spec
         out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
-        slots = self.slots(CHUNK)
+        slots, heads = self.slots(CHUNK), min(HEADS, triton.next_power_of_2(self.H))
         summary = torch.empty(self.H, slots, 2, dtype=torch.float64, device=x.q.device) if spec.normalize else out
-        grid = (slots, self.H)
-        shared = {"CHUNK": CHUNK, "PACKED": self.packed, **self.gate_forms, "num_warps": 4}
+        grid = (slots, ceil_div(self.H, heads))
+        shared = {"CHUNK": CHUNK, "HEADS": heads, "PACKED": self.packed, **self.gate_forms, "num_warps": 8}
         if spec.normalize and (self.packed or CHUNK < self.T):
             self.launch(
-                gate_kernels.chunk_summary, grid, *self.given_gates, self.cu, summary, x.sequences, self.T,
+                gate_kernels.chunk_summary, grid, *self.given_gates, self.cu, summary, x.sequences, self.T, self.H,
                 *self.gate_strides, slots, **shared,
             )  # fmt: skip
         self.launch(gate_kernels.chunk_gates, grid,
@@ -228,9 +228,9 @@ class Call:
 
     def columns(
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, state: Tensor | None,
-        final: Tensor | None, decays: Tensor | None = None,
+        final: Tensor | None, decays: Tensor | None = None, skip: bool = False,
     ) -> None:  # fmt: skip
-        """Fills out, or with None only the final states and the decays."""
+        """Fills out, or with None only the final states and the decays, with `skip` not of the last segments."""
         tiles = self.plan.columns
         written = y if out is None else out
         self.launch(walk.columns, (ceil_div(self.V, tiles.split), self.segments * self.H),
@@ -240,12 +240,13 @@ class Call:
             DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, BACK=back,
             OUTPUT=out is not None, PACKED=self.packed, SEGMENTED=self.segmented, STATE=state is not None,
             FINAL=final is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=self.plan.descriptors and _describable(x, y, z, written), STAGES=tiles.stages, num_warps=tiles.warps,
+            TMA=self.plan.descriptors and _describable(x, y, z, written), STAGES=tiles.stages, SKIP=skip,
+            num_warps=tiles.warps,
         )  # fmt: skip
 
     def normaliser(
         self, x: Tensor, z: Tensor, gates: Tensor, back: bool, n: Tensor | None, final: Tensor | None,
-        d: Tensor | None = None, output: bool = True,
+        d: Tensor | None = None, output: bool = True, skip: bool = False,
     ) -> None:  # fmt: skip
         """Divides the gate matrix by the denominators; walking back or without output only the final n."""
         self.launch(walk.normaliser, (self.segments * self.H,),
@@ -254,7 +255,8 @@ class Call:
             *_strides(x), *_strides(z), DK=self.K, BK=power_of_two(self.K), L=self.L, BACK=back, OUTPUT=output,
             DELTA=back, PACKED=self.packed, SEGMENTED=self.segmented, STATE=n is not None, FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=self.plan.descriptors and _describable(x, z), STAGES=3 if self.plan.descriptors else 2, num_warps=4,
+            TMA=self.plan.descriptors and _describable(x, z), STAGES=3 if self.plan.descriptors else 2, SKIP=skip,
+            num_warps=4,
         )  # fmt: skip
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
@@ -323,14 +325,15 @@ class Call:
         """States that segments start from, or walking back the cotangents of those they end with."""
         C = self.new_states()
         decays = self.new(self.segments, self.H)
-        self.columns(x, y, x, None, gates, back, None, C, decays)
+        skip = final[0] is None  # the segment behind which nobody wants the state
+        self.columns(x, y, x, None, gates, back, None, C, decays, skip)
         n = None
         if self.spec.normalize:
             n = self.new(self.segments, self.H, self.K)
             if back and not delta:
                 n.zero_()
             else:
-                self.normaliser(x, x, gates, back, None, n, output=False)
+                self.normaliser(x, x, gates, back, None, n, output=False, skip=skip)
         for states, start, end in zip((C, n), given, final, strict=True):
             if states is None:
                 continue

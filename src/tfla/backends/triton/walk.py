@@ -33,6 +33,7 @@ from tfla.backends.triton.gates import (
     ROW_LOW,
     UPDATE,
     VECTORS,
+    locate,
     segment,
 )
 
@@ -67,6 +68,21 @@ def store_tile(at, x, t, c, length, width, stride, L: tl.constexpr, W: tl.conste
         r = t + tl.arange(0, L)
         w = c + tl.arange(0, W)
         tl.store(at + r.to(tl.int64)[:, None] * stride + w[None, :], x, (r < length)[:, None] & (w < width)[None, :])
+
+
+@triton.jit
+def tiles_to_walk(
+    cu, sequences, T, slot, length, steps, L: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr, SKIP: tl.constexpr
+):
+    """How many; with SKIP none of a sequence's last segment, or walking back first: nobody wants the state behind."""
+    tiles = tl.cdiv(steps, L).to(tl.int32)
+    if SKIP:
+        _, _, whole, start, _ = locate(cu, sequences, T, slot, length, PACKED)
+        if start + steps >= whole and not BACK:
+            tiles *= 0
+        if start == 0 and BACK:
+            tiles *= 0
+    return tiles
 
 
 @triton.jit
@@ -117,7 +133,7 @@ def columns(
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
     BACK: tl.constexpr, OUTPUT: tl.constexpr, PACKED: tl.constexpr, SEGMENTED: tl.constexpr, STATE: tl.constexpr,
     FINAL: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
     """o, or walking back dv: one program has BLOCKS x BV columns of one head of one segment."""
     part = tl.program_id(0)
@@ -145,7 +161,7 @@ def columns(
         if BLOCKS == 2:
             S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0).to(tl.float32)
     r = tl.arange(0, L)
-    tiles = tl.cdiv(steps, L).to(tl.int32)
+    tiles = tiles_to_walk(cu, sequences, T, slot, length, steps, L, BACK, PACKED, SKIP)
     total = 1.0
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
@@ -338,6 +354,7 @@ def normaliser(
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, BACK: tl.constexpr, OUTPUT: tl.constexpr, DELTA: tl.constexpr,
     PACKED: tl.constexpr, SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, SAVE_D: tl.constexpr,
     EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    SKIP: tl.constexpr,
 ):  # fmt: skip
     """The column of ones alone: the denominators, by which the gate matrix is divided, and the states n.
 
@@ -359,7 +376,7 @@ def normaliser(
     if STATE:
         N = tl.where(row % 8 == 0, tl.load(n_in + n_at, mask=rk < DK, other=0.0)[None, :], 0.0)
     r = tl.arange(0, L)
-    tiles = tl.cdiv(steps, L).to(tl.int32)
+    tiles = tiles_to_walk(cu, sequences, T, slot, length, steps, L, BACK, PACKED, SKIP)
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
         gate = gates + t * VECTORS
