@@ -62,7 +62,7 @@ class Spec(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What a forward returns; parts that were not asked for have shape (0,)."""
+    """What a forward returns; parts that were not asked for have shape (0,), and may be one tensor."""
 
     h: Tensor  # like v
     C: Tensor  # final states

@@ -15,7 +15,7 @@ from torch import Tensor
 from tfla.backends import BACKENDS, Inputs
 from tfla.backends.base import Outputs, Spec
 
-PLAIN = (Tensor, torch.nn.Parameter, type(None))
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -25,7 +25,8 @@ def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
-        or any(type(x) not in PLAIN or (x is not None and x.is_meta) for x in tensors)
+        or not PLAIN.issuperset(map(type, tensors))
+        or (tensors[0] is not None and tensors[0].is_meta)
     )
 
 
@@ -82,7 +83,8 @@ def _attend(
     """Forward; see `backends.base.Outputs` for what it returns."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype, gates)  # type: ignore[arg-type]
-    return tuple(_forward(x, backend, spec))  # type: ignore[return-value]
+    # Empty parts may be one tensor, which PyTorch does not allow.
+    return tuple(t if t.numel() else torch.empty_like(t) for t in _forward(x, backend, spec))  # type: ignore[return-value]
 
 
 @_attend.register_fake

@@ -401,12 +401,13 @@ def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
             chunk_C, chunk_n = initial = call.boundary_states(x.k, x.v, gates, False, initial, final)
             final = None, None
         call.outputs(h, gates, initial, final, d)
+    none = call.new(0)
     if not spec.save:
         chunk_C = chunk_n = None
     elif chunk_C is None:
         chunk_C = torch.empty(0, H, K, V, dtype=stored_dtype(x, spec), device=x.q.device)
-        chunk_n = call.new(0, H, K) if spec.normalize else None
-    C, n, m, d, chunk_C, chunk_n = (call.new(0) if t is None else t for t in (C, n, m, d, chunk_C, chunk_n))
+        chunk_n = none.view(0, H, K) if spec.normalize else None
+    C, n, m, d, chunk_C, chunk_n = (none if t is None else t for t in (C, n, m, d, chunk_C, chunk_n))
     return Outputs(h, C, n, m, d, chunk_C, chunk_n)
 
 
@@ -436,5 +437,6 @@ def backward(
         call.gradients(gates, dh, (dq, dk, dv), (di, df), start, end, first, delta)
     if call.group > 1:
         dq, dk = (t.unflatten(2, (-1, call.group)).sum(3) for t in (dq, dk))
-    grads = (call.new(0) if t is None else t for t in (di, df, dC0, dn0))
+    none = call.new(0)
+    grads = (none if t is None else t for t in (di, df, dC0, dn0))
     return Grads(dq, dk, dv, *grads)
