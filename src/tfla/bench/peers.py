@@ -83,7 +83,7 @@ def lightning(problem: Problem) -> Work:
     return Work(lambda q, k, v: chunk_lightning_attn(q=q, k=k, v=v, layer_idx=0, num_layers=24)[0], problem.qkv())
 
 
-def _mamba(name: str) -> ModuleType:
+def mamba_module(name: str) -> ModuleType:
     """A module of mamba_ssm, past its package's own imports: those need CUDA extensions that Triton kernels do not."""
     if "mamba_ssm" not in sys.modules:
         spec = importlib.util.find_spec("mamba_ssm")
@@ -96,13 +96,13 @@ def _mamba(name: str) -> ModuleType:
 
 def mamba2(problem: Problem, groups: int) -> Work:
     """The SSD kernels of Mamba-2; dqk is the state, one B and C for each group of heads."""
-    run = _mamba("ops.triton.ssd_combined").mamba_chunk_scan_combined
+    run = mamba_module("ops.triton.ssd_combined").mamba_chunk_scan_combined
     return Work(lambda *inputs: run(*inputs, chunk_size=256), problem.ssd(groups))
 
 
 def mamba(problem: Problem) -> Work:
     """The selective scan of Mamba: H channels, dqk is the state."""
-    run = _mamba("ops.selective_scan_interface").selective_scan_fn
+    run = mamba_module("ops.selective_scan_interface").selective_scan_fn
     u = problem.randn(problem.B, problem.H, problem.T)
     delta = torch.nn.functional.softplus(problem.randn(problem.B, problem.H, problem.T) - 4)
     A = -torch.rand(problem.H, problem.dqk, device=problem.device) - 0.5

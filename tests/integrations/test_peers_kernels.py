@@ -1,0 +1,180 @@
+"""Beside the other libraries' own Triton kernels: on a GPU, and those that run there in Triton's interpreter.
+
+The truth is this library in float64, which other tests compare with formulas and naive references. What a peer's kernel
+cannot do on this GPU or with this Triton is skipped, and says so.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import INTERPRETED, TOLERANCE, error
+from torch import Tensor
+
+from tfla.bench.peers import mamba_module
+from tfla.integrations import fla, mamba, mlstm_kernels
+
+PEERS = 3e-2  # theirs round inside; another function is off by about 1
+Results = list[Tensor]
+
+
+@pytest.fixture
+def on(device: str) -> str:
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip("their kernels need a GPU or Triton's interpreter")
+    return device
+
+
+def solve(run: Callable[..., Any], given: dict[str, Tensor], backward: bool, **options: Any) -> Results:
+    """All that is returned, and with `backward` the gradients of all inputs from the same cotangent of the first."""
+    leaves = {name: t.detach().clone().requires_grad_(backward) for name, t in given.items()}
+    with torch.set_grad_enabled(backward):
+        found = run(**leaves, **options)
+    outputs = (
+        [found] if isinstance(found, Tensor) else [found[0], *(found[1] if isinstance(found[1], tuple) else found[1:])]
+    )
+    outputs = [t for t in outputs if t is not None]
+    if not backward:
+        return outputs
+    torch.manual_seed(2)
+    cotangent = torch.randn(outputs[0].shape, dtype=torch.float64).to(outputs[0])
+    return [*outputs, *torch.autograd.grad(outputs[0], list(leaves.values()), cotangent)]
+
+
+def compare(
+    run: Callable[..., Any], peer: Callable[..., Any], given: dict[str, Tensor], backward: bool = True, **options: Any
+) -> None:
+    try:
+        theirs = solve(peer, given, backward, **options)
+    except Exception as failure:
+        pytest.skip(f"theirs does not run here: {type(failure).__name__}: {failure}"[:200])
+    ours = solve(run, given, backward, **options)
+    exact = solve(run, {name: t.double() for name, t in given.items()}, backward, **options)
+    assert [t.shape for t in ours] == [t.shape for t in theirs]
+    allowed = max(TOLERANCE[t.dtype] for t in given.values())
+    for at, (a, b, truth) in enumerate(zip(ours, theirs, exact, strict=True)):
+        assert error(b, truth) <= PEERS, at
+        assert error(a, truth) <= allowed, at
+
+
+def head_first(device: str, dtype: torch.dtype, S: int, d: int) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    shapes = {"q": (d,), "k": (d,), "v": (d,), "i": (), "f": ()}
+    x = {name: torch.randn(1, 1 if device == "cpu" else 4, S, *shape) for name, shape in shapes.items()}
+    x["f"] = x["f"] + 3
+    return {name: t.to(device, torch.float32 if name in "if" else dtype) for name, t in x.items()}
+
+
+TRITON = [name for name in mlstm_kernels.get_available_mlstm_kernels() if "triton" in name]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", TRITON)
+def test_mlstm_kernels(name: str, on: str) -> None:
+    theirs = pytest.importorskip("mlstm_kernels.torch")
+    dtype, S, d = (torch.float32, 64, 16) if on == "cpu" else (torch.bfloat16, 512, 128)
+    options: dict[str, Any] = {"autocast_kernel_dtype": dtype}
+    if name.startswith("chunkwise"):
+        options |= {"return_last_states": True, "chunk_size": 64}
+    given = head_first(on, dtype, S, d)
+    compare(mlstm_kernels.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), given, **options)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_mlstm_kernels_sigmoid_gate_without_normaliser(normalize: bool, on: str) -> None:
+    theirs = pytest.importorskip("mlstm_kernels.torch")
+    name, dtype = "chunkwise--triton_xl_chunk_siging", torch.float32 if on == "cpu" else torch.bfloat16
+    given = head_first(on, dtype, 128, 16)
+    kernels = [m.get_mlstm_kernel(name) for m in (mlstm_kernels, theirs)]
+    compare(*kernels, given, normalize=normalize, autocast_kernel_dtype=dtype)
+
+
+@pytest.mark.interpreter
+def test_mlstm_kernels_step(on: str) -> None:
+    theirs = pytest.importorskip("mlstm_kernels.torch")
+    torch.manual_seed(0)
+    B, H, K, V = 2, 2, 32, 32
+    shapes = {"q": (K,), "k": (K,), "v": (V,), "i": (1,), "f": (1,), "c": (K, V), "n": (K,), "m": (1,)}
+    given = {name: torch.randn(B, H, *shape, device=on) for name, shape in shapes.items()}
+    kernels = [m.get_mlstm_step_kernel("triton") for m in (mlstm_kernels, theirs)]
+    compare(*kernels, given, backward=False, eps=1e-2)
+
+
+def their_fla(module: str, name: str) -> Any:
+    pytest.importorskip("fla")
+    return getattr(importlib.import_module(f"fla.ops.{module}"), name)
+
+
+FLA = {
+    "chunk_simple_gla": ("simple_gla", {}), "fused_recurrent_simple_gla": ("simple_gla", {}),
+    "chunk_retention": ("retention", {}), "chunk_lightning_attn": ("lightning_attn", {"layer_idx": 1, "num_layers": 8}),
+    "chunk_linear_attn": ("linear_attn", {"normalize": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", FLA)
+def test_flash_linear_attention(name: str, backward: bool, on: str) -> None:
+    if on == "cpu":
+        pytest.skip("theirs need a GPU")
+    module, options = FLA[name]
+    torch.manual_seed(0)
+    x = {d: torch.randn(2, 320, 4, 64, device=on).to(torch.bfloat16) for d in "qkv"}
+    if "simple_gla" in name:
+        x["g"] = F.logsigmoid(torch.randn(2, 320, 4, device=on) + 3)
+    if name == "chunk_linear_attn":
+        x["q"], x["k"] = (F.elu(x[d]) + 1 for d in "qk")
+    compare(getattr(fla, name), their_fla(module, name), x, backward, output_final_state=True, **options)
+
+
+def their_mamba(module: str, name: str) -> Any:
+    try:
+        return getattr(mamba_module(module), name)
+    except ModuleNotFoundError as missing:
+        pytest.skip(str(missing))
+
+
+def of_mamba(device: str, batch: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    H, P, G, N = 8, 64, 2, 128
+    shapes = {"x": (H, P), "B": (G, N), "C": (G, N), "z": (H, P), "dt": (H,)}
+    x = {name: torch.randn(*batch, *shape, device=device) for name, shape in shapes.items()}
+    x = {name: t if name == "dt" else t.to(dtype) for name, t in x.items()}
+    x["dt"] = x["dt"] - 3
+    return x | {"A": -torch.rand(H, device=device) - 0.5, "D": torch.randn(H, device=device),
+                "dt_bias": torch.randn(H, device=device) / 4}  # fmt: skip
+
+
+def test_mamba_scan(on: str) -> None:
+    if on == "cpu":
+        pytest.skip("theirs need a GPU")
+    theirs = their_mamba("ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    given = of_mamba(on, (2, 512), torch.bfloat16)
+    seq_idx = (torch.arange(512, device=on) >= 300).int().expand(2, 512).contiguous()
+    options: dict[str, Any] = {"chunk_size": 256, "dt_softplus": True, "return_final_states": True, "seq_idx": seq_idx}
+    compare(mamba.mamba_chunk_scan_combined, theirs, given, **options)
+
+
+def test_mamba_step(on: str) -> None:
+    if on == "cpu":
+        pytest.skip("theirs need a GPU")
+    theirs = their_mamba("ops.triton.selective_state_update", "selective_state_update")
+    given = of_mamba(on, (4,), torch.float32)
+    given["state"] = torch.randn(4, 8, 64, 128, device=on)
+
+    def step(run: Callable[..., Tensor]) -> Callable[..., Any]:
+        def call(state: Tensor, dt: Tensor, A: Tensor, D: Tensor, dt_bias: Tensor, **rest: Any) -> Any:
+            expanded = {
+                "dt": dt[..., None].expand(-1, -1, 64), "A": A[:, None, None].expand(-1, 64, 128),
+                "D": D[:, None].expand(-1, 64), "dt_bias": dt_bias[:, None].expand(-1, 64),
+            }  # fmt: skip
+            return run(state, **expanded, **rest), state
+
+        return call
+
+    compare(step(mamba.selective_state_update), step(theirs), given, backward=False, dt_softplus=True)
