@@ -412,3 +412,15 @@ def join(
         S = S * tl.load(decays + slot * H + h) + adds
     if FINAL:
         tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
+
+
+@triton.jit(do_not_specialize=["numbers", "group"])
+def sum_of_groups(X, Out, numbers, group, D: tl.constexpr, BLOCK: tl.constexpr):
+    """out[r, d] = the sum over g of x[r, g, d], added up in float32."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numbers
+    x_at = X + at // D * group * D + at % D
+    total = tl.zeros([BLOCK], tl.float32)
+    for g in range(group):
+        total += tl.load(x_at + g * D, mask=inside, other=0.0).to(tl.float32)
+    tl.store(Out + at, total.to(Out.dtype.element_ty), mask=inside)

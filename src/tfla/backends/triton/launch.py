@@ -43,6 +43,8 @@ class Plan:
     rows: Tiles
     descriptors: bool  # tiles go by tensor descriptors, where strides allow it
     lean: bool
+    together: int = 1  # programs of a walk that a multiprocessor takes at once
+    plain_rows: Tiles | None = None  # instead of rows where no normaliser takes registers
 
 
 def power_of_two(n: int) -> int:
@@ -77,6 +79,8 @@ def _plan(dqk: int, dhv: int, itemsize: int, products: str, architecture: int) -
     K, V = power_of_two(dqk), power_of_two(dhv)
     fits = itemsize == 2 and max(K, V) <= 256 and dqk % 8 == 0 and dhv % 8 == 0
     if fits and architecture == 90:  # MMAs of four warps, operands in shared memory
+        if K == 128 and V <= 64:  # the heads of Mamba-2: a multiprocessor holds two whole states
+            return Plan(64, Tiles(V, V, 1, 4, 2), Tiles(64, V, 1, 4, 2), True, True, 2, Tiles(K, V, 1, 4, 2))
         split = min(V, 256 if K <= 128 else 64)
         blocks = 2 if split > 128 else 1
         columns = Tiles(split, split // blocks, blocks, 8 if split * K > 8192 else 4, 3 if K <= 128 else 2)
@@ -271,7 +275,7 @@ class Call:
         state: Pair, final: Pair,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Fills out; returns sums of w . out, (parts, H, tiles, pieces, L), and the marks of the state and of n."""
-        tiles = self.plan.rows
+        tiles = self.plan.rows if self.spec.normalize else self.plan.plain_rows or self.plan.rows
         parts = ceil_div(self.K, tiles.split)
         each = tiles.split // 16 if self.plan.lean else 1  # 16 are those of a warp: no exchange between warps
         sums = self.new(parts, self.H, self.tiles, each, self.L)
@@ -290,6 +294,17 @@ class Call:
             LEAN=self.plan.lean, MARKS=self.marks, num_warps=tiles.warps,
         )  # fmt: skip
         return sums, marks, n_marks
+
+    def sum_of_groups(self, x: Tensor) -> Tensor:
+        """(B, T, H, D), dense, to (B, T, Hq, D): what the heads that share a q and a k add to its gradient."""
+        B, T, _, D = x.shape
+        out = torch.empty(B, T, self.H // self.group, D, dtype=x.dtype, device=x.device)
+        numbers = out.numel()
+        block = 1024
+        self.launch(gate_kernels.sum_of_groups, (ceil_div(numbers, block),),
+            x, out, numbers, self.group, D=D, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        return out
 
     def new_marks(self, unused: Tensor) -> tuple[Tensor, Tensor]:
         """Places for the marks of a state, and of n."""
@@ -368,7 +383,7 @@ def best_chunk_size(x: Inputs) -> int:
     T, programs = x.v.shape[1], x.sequences * x.v.shape[2]
     if not x.q.is_cuda:
         return max(1, T)
-    available = processors(x.q.device)
+    available = processors(x.q.device) * plan(x).together
     length = T if x.cu_seqlens is None else T // x.sequences
     best, best_cost = T, float((programs + available - 1) // available)
     pieces = 2
@@ -435,8 +450,8 @@ def backward(
             start = out.chunk_C, out.chunk_n if spec.normalize else None
             end = call.boundary_states(x.q, dh, gates, True, end, first, delta)
         call.gradients(gates, dh, (dq, dk, dv), (di, df), start, end, first, delta)
-    if call.group > 1:
-        dq, dk = (t.unflatten(2, (-1, call.group)).sum(3) for t in (dq, dk))
+        if call.group > 1:
+            dq, dk = (call.sum_of_groups(t) for t in (dq, dk))
     none = call.new(0)
     grads = (none if t is None else t for t in (di, df, dC0, dn0))
     return Grads(dq, dk, dv, *grads)
