@@ -260,7 +260,7 @@ class Call:
             DELTA=back, PACKED=self.packed, SEGMENTED=self.segmented, STATE=n is not None, FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
             TMA=self.plan.descriptors and _describable(x, z), STAGES=3 if self.plan.descriptors else 2, SKIP=skip,
-            num_warps=4,
+            num_warps=8 if self.exact or self.K > 256 else 4,
         )  # fmt: skip
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
