@@ -407,7 +407,8 @@ def _below_zero(found: Found) -> Claim:
         "Input gates stay below zero",
         "that pre-activations grow slowly from the bias of -10 and mostly stay below 0 (Figure 11).",
         f"{verdict(bool(largest) and max(largest) < 0)}: the largest of {len(rows)} runs is "
-        f"{max(largest, default=0):.1f}, and runs end between {min(ends, default=0):.1f} and {max(ends, default=0):.1f}.",
+        f"{max(largest, default=0):.1f}, and runs end between {min(ends, default=0):.1f} and "
+        f"{max(ends, default=0):.1f}.",
         "tfla experiment fig11 --size small",
     )
 

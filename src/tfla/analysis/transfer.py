@@ -123,8 +123,8 @@ def where(found: Gains, config: Config) -> str:
     i, f = config.start
     said = (
         f"With ε = {config.eps:g}, biases of {config.input_gate_bias:g} and {config.forget_gate_bias[0]:g} to "
-        f"{config.forget_gate_bias[1]:g}, soft-capped to ĩ = {i:.1f} and f̃ = {f[0]:.1f} to {f[1]:.1f}, the gain after the norm is {low:.2g} to {high:.2g}: the cell {kind} its "
-        "input when training starts."
+        f"{config.forget_gate_bias[1]:g}, soft-capped to ĩ = {i:.1f} and f̃ = {f[0]:.1f} to {f[1]:.1f}, the gain after "
+        f"the norm is {low:.2g} to {high:.2g}: the cell {kind} its input when training starts."
     )
     if at:
         said += (
