@@ -8,7 +8,8 @@
         P     = z x^T, weighted, of the next tile: half of the updates each, exchanged through shared memory
         out   overwrites the tile of y and leaves by TMA; when it has left, a tile later, the stage is free
 
-x, y, z are k, v, q for o and q, do, k for dv, as in :mod:`tfla.backends.triton.walk`.
+x, y, z are k, v, q for o and q, do, k for dv, as in :mod:`tfla.backends.triton.walk`. With a normaliser o's consumers
+also have half of n each, and dv's read h as well: delta is made of do . h, and only this walk has time for its bytes.
 """
 
 from triton.experimental import gluon
@@ -34,17 +35,20 @@ from tfla.backends.hopper.parts import (
     place,
     scaled,
     seen,
+    warp_sums,
 )
 from tfla.backends.triton.gates import FLOOR
 
 
 @gluon.jit
 def load_tiles(
-    X, Y, Z, rings, full, free, work, GROUP,
+    X, Y, Z, Y2, rings, full, free, work, GROUP,
     WIDTH: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr,
+    DELTA: gl.constexpr,
 ):  # fmt: skip
     """The loader: one warp."""
-    ring_x, ring_y, ring_z = rings
+    ring_x, ring_y, ring_z, ring_y2 = rings
+    each_y: gl.constexpr = 4 if DELTA else 2
     T, H, length, pieces = work
     n = 0
     column = gl.program_id(1) * (2 * WIDTH)
@@ -56,11 +60,14 @@ def load_tiles(
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
             bar = full.index(s)
-            mbarrier.expect(bar, X.block_type.nbytes + Z.block_type.nbytes + 2 * Y.block_type.nbytes)
+            mbarrier.expect(bar, X.block_type.nbytes + Z.block_type.nbytes + each_y * Y.block_type.nbytes)
             async_load(Z, [b, h // GROUP, t, 0], bar, ring_z.index(s))
             async_load(X, [b, h // GROUP, t, 0], bar, ring_x.index(s))
             async_load(Y, [b, h, t, column], bar, ring_y.index(2 * s))
             async_load(Y, [b, h, t, column + WIDTH], bar, ring_y.index(2 * s + 1))
+            if DELTA:
+                async_load(Y2, [b, h, t, column], bar, ring_y2.index(2 * s))
+                async_load(Y2, [b, h, t, column + WIDTH], bar, ring_y2.index(2 * s + 1))
             n += 1
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
@@ -116,15 +123,22 @@ def put_n(n, to, half: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def put_dot(y_t, y2, to, part: gl.constexpr, L: gl.constexpr):
+    """Sums of y y2 over 64 columns, as four parts."""
+    sums = warp_sums(y_t.to(gl.float32) * y2.load(y_t.type.layout).to(gl.float32), L)
+    to.slice(part * 4 * L, 4 * L, 0).store(gl.reshape(sums, [4 * L]))
+
+
+@gluon.jit
 def consume(
     tensors, shared, work,
     half: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
-    NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr,
+    NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup, with BLOCKS x 64 columns; with a normaliser also half of n."""
     Out, state_in, state_out, n_in, n_out = tensors
-    ring_x, ring_y, ring_z, ring_p, ring_g, ring_w, full, free, ready, normaliser = shared
+    ring_x, ring_y, ring_z, ring_y2, ring_p, ring_g, ring_w, full, free, ready, normaliser = shared
     ring_floor, ring_matrix, ring_n, ring_sums, ring_inverse, ring_d = normaliser
     T, H, length, pieces = work
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
@@ -189,6 +203,9 @@ def consume(
                 weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
                 out, A = warpgroup_mma_wait(0, deps=[out, A])
                 y_t = y0.load(of_out)
+                if DELTA:
+                    y2 = ring_y2.index(2 * s + half).reshape([L, 128]).slice(0, 64, 1).permute((1, 0))
+                    put_dot(y_t, y2, ring_d.index(s), 2 * half, L)
                 mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
                 A = gl.convert_layout(y_t, left_of_out, assert_trivial=True)
                 if NORMALIZE:
@@ -216,6 +233,14 @@ def consume(
             weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
             out, A = warpgroup_mma_wait(0, deps=[out, A])
             y_t = y1.load(of_out)
+            if DELTA:
+                y2 = (
+                    ring_y2.index(2 * s + half)
+                    .reshape([L, 64 * BLOCKS])
+                    .slice(64 * (BLOCKS - 1), 64, 1)
+                    .permute((1, 0))
+                )
+                put_dot(y_t, y2, ring_d.index(s), (half + 1) * BLOCKS - 1, L)
             if BLOCKS == 1:
                 mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
                 if NORMALIZE:
@@ -276,23 +301,27 @@ def consume(
             if NORMALIZE:
                 gl.store(n_out + index.to(gl.int64) * DK + rk, gl.sum(N, 1))
     tma.store_wait(0)
-    if SAVE_D:
+    if SAVE_D or DELTA:
         mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
 def columns(
-    X, Y, Z, Out, gates, state_in, state_out, n_in, n_out, d_out, T, tiles_of_head, H, GROUP, length, pieces,
+    X, Y, Z, Y2, Out, gates, state_in, state_out, n_in, n_out, d_out, T, tiles_of_head, H, GROUP, length, pieces,
     DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
-    NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr,
+    NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, DELTA: gl.constexpr,
 ):  # fmt: skip
+    """DELTA: the gate vector DELTA_P has -u and gets -u (y . y2), which are do and h."""
     dtype: gl.constexpr = X.dtype
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring_x = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DK], X.layout)
     ring_z = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DK], Z.layout)
     ring_y = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, L, 64 * BLOCKS], Y.layout)
+    ring_y2 = ring_y
+    if DELTA:
+        ring_y2 = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, L, 64 * BLOCKS], Y.layout)
     ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
     ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
     ring_w = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
@@ -306,6 +335,9 @@ def columns(
             gl.allocate_shared_memory(gl.float32, [2, L], flat),  # 1 / max(|d|, exp(-m))
             gl.allocate_shared_memory(gl.float32, [STAGES, L], flat),  # d
         )
+    elif DELTA:
+        parts = gl.allocate_shared_memory(gl.float32, [STAGES, 8 * BLOCKS * L], flat)  # of do . h
+        normaliser = (ring_g, ring_g, ring_g, ring_g, ring_g, parts)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -315,24 +347,27 @@ def columns(
     for s in gl.static_range(2):
         mbarrier.init(ready.index(s), count=2)
     fence_async_shared()
-    rings = (ring_x, ring_y, ring_z)
-    shared = (ring_x, ring_y, ring_z, ring_p, ring_g, ring_w, full, free, ready, normaliser)
+    rings = (ring_x, ring_y, ring_z, ring_y2)
+    shared = (ring_x, ring_y, ring_z, ring_y2, ring_p, ring_g, ring_w, full, free, ready, normaliser)
     tensors = (Out, state_in, state_out, n_in, n_out)
     work = (T, H, length, pieces)
     gl.warp_specialize(
         [
             (consume, (
                 tensors, shared, work,
-                0, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D,
+                0, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D, DELTA,
             )),
             (consume, (
                 tensors, shared, work,
-                1, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D,
+                1, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D, DELTA,
             )),
-            (load_tiles, (X, Y, Z, rings, full, free, work, GROUP, 64 * BLOCKS, L, STAGES, BACK, SEGMENTED)),
+            (load_tiles, (
+                X, Y, Z, Y2, rings, full, free, work, GROUP, 64 * BLOCKS, L, STAGES, BACK, SEGMENTED, DELTA,
+            )),
             (load_gates, (
                 gates, ring_g, ring_w, normaliser[0], normaliser[1], normaliser[5], d_out, full, free, work,
                 tiles_of_head, L, STAGES, BACK, SEGMENTED, FLOOR if NORMALIZE else -1, NORMALIZE, SAVE_D,
+                DELTA,
             )),
         ],
         [4, 1, 1],

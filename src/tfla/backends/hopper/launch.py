@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.hopper.columns import columns
 from tfla.backends.hopper.rows import rows
 from tfla.backends.triton.compiled import REMEMBERED
@@ -40,6 +41,11 @@ def descriptor(x: Tensor, L: int, width: int) -> TensorDescriptor:
 class HopperCall(Call):
     """As `Call`, with walks of its own."""
 
+    def __init__(self, x: Inputs, spec: Spec, *more: Tensor | None) -> None:
+        super().__init__(x, spec, *more)
+        self.blocks = 2 if self.V % 256 == 0 and self.K <= 128 else 1
+        self.finds_delta = 128 * self.blocks == self.V  # one program has all of dh . h
+
     def grid(self, parts: int) -> tuple[int, int]:
         pieces = self.segments * self.H
         return max(1, min(pieces, processors(self.x.q.device) // parts)), parts
@@ -48,27 +54,26 @@ class HopperCall(Call):
         x = self.x
         self._columns(x.k, x.v, x.q, h, gates, False, state, final, self.spec.normalize, d)
 
-    def columns(
-        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, state: Tensor | None,
-        final: Tensor | None, decays: Tensor | None = None, skip: bool = False,
-    ) -> None:  # fmt: skip
-        if out is None:
-            super().columns(x, y, z, out, gates, back, state, final, decays, skip)
-        else:
-            self._columns(x, y, z, out, gates, back, (state, None), (final, None), False, None)
+    def values_gradient(
+        self, gates: Tensor, out: Outputs, dh: Tensor, dv: Tensor, end: Tensor | None, delta: bool
+    ) -> None:
+        x, h = self.x, out.h if delta and self.finds_delta else None
+        self._columns(x.q, dh, x.k, dv, gates, True, (end, None), (None, None), False, None, h)
 
     def _columns(
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, state: Pair, final: Pair,
-        normalize: bool, d: Tensor | None,
+        normalize: bool, d: Tensor | None, h: Tensor | None = None,
     ) -> None:  # fmt: skip
+        """With h also delta, of y and h."""
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
-        L, blocks = self.L, 2 if self.V % 256 == 0 and self.K <= 128 else 1
+        L, blocks = self.L, self.blocks
         of_qk, of_v = (lambda t: descriptor(t, L, self.K)), (lambda t: descriptor(t, L, 64 * blocks))
         self.launch(columns, self.grid(self.V // (128 * blocks)),
-            of_qk(x), of_v(y), of_qk(z), of_v(out), gates, C, C_out, n, n_out, gates if d is None else d, self.T,
-            self.tiles, self.H, self.group, self.steps, self.segments * self.H, DK=self.K, DV=self.V, BLOCKS=blocks,
-            L=L, STAGES=3, BACK=back, SEGMENTED=self.segmented, STATE=state[0] is not None,
-            FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None, num_warps=4,
+            of_qk(x), of_v(y), of_qk(z), of_v(y if h is None else h), of_v(out), gates, C, C_out, n, n_out,
+            gates if d is None else d, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H,
+            DK=self.K, DV=self.V, BLOCKS=blocks,
+            L=L, STAGES=3 if h is None else 2, BACK=back, SEGMENTED=self.segmented, STATE=state[0] is not None,
+            FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None, DELTA=h is not None, num_warps=4,
         )  # fmt: skip
 
     def rows(

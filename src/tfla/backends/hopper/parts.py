@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tfla.backends.triton.gates import COLUMN, DECAY, INTER, ROW, UPDATE, VECTORS
+from tfla.backends.triton.gates import COLUMN, DECAY, DELTA_P, INTER, ROW, UPDATE, VECTORS
 
 # Named differently before Triton 3.7 and 3.9.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -44,14 +44,14 @@ def place(n, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_gates(
-    gates, ring, weights, extras, matrices, ring_d, d_out, full, free, work, tiles_of_head,
+    gates, ring, weights, extras, matrices, carried, d_out, full, free, work, tiles_of_head,
     L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, EXTRA: gl.constexpr,
-    MATRIX: gl.constexpr, SAVE_D: gl.constexpr,
+    MATRIX: gl.constexpr, CARRY_D: gl.constexpr, CARRY_DELTA: gl.constexpr,
 ):  # fmt: skip
     """The gater: one warp copies the gate vectors of each tile; weights of updates as the sum of two of low precision,
     with MATRIX also as rows of a right operand. EXTRA is one more gate vector, or -1.
 
-    With SAVE_D it also carries d of a tile to memory, once its stage is free: consumers have no time for that.
+    It also carries d of a tile, or delta, to memory once the stage is free: consumers have no time for that.
     """
     T, H, length, pieces = work
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
@@ -75,8 +75,10 @@ def load_gates(
             carry = gl.load(tile + DECAY * L)
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
-            if SAVE_D and n >= STAGES:
-                saved, saved_tile = save_d(saved, saved_tile, ring_d.index(s).load(layout), d_out, work, r, SEGMENTED)
+            if (CARRY_D or CARRY_DELTA) and n >= STAGES:
+                saved, saved_tile = carry_out(
+                    saved, saved_tile, carried.index(s), d_out, gates, work, tiles_of_head, r, SEGMENTED, CARRY_DELTA
+                )
             g = ring.index(s)
             g.slice(READ * L, L, 0).store(read)
             g.slice(WRITE * L, L, 0).store(write)
@@ -100,23 +102,44 @@ def load_gates(
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
     mbarrier.arrive(full.index(s), count=1)
-    if SAVE_D:
+    if CARRY_D or CARRY_DELTA:
         for i in range(0, STAGES):
             if n + i >= STAGES:
                 s, phase = place(n + i, STAGES)
                 mbarrier.wait(free.index(s), phase ^ 1)
-                saved, saved_tile = save_d(saved, saved_tile, ring_d.index(s).load(layout), d_out, work, r, SEGMENTED)
+                saved, saved_tile = carry_out(
+                    saved, saved_tile, carried.index(s), d_out, gates, work, tiles_of_head, r, SEGMENTED, CARRY_DELTA
+                )
 
 
 @gluon.jit
-def save_d(index, tile, d, d_out, work, r, SEGMENTED: gl.constexpr):
-    """d of one tile to memory; returns which comes next."""
+def carry_out(
+    index, i, carried, d_out, gates, work, tiles_of_head, r, SEGMENTED: gl.constexpr, DELTA: gl.constexpr
+):  # fmt: skip
+    """d of the i-th tile walked of a piece to memory, or delta, the sum of parts of dh . h times what is in its place,
+    -u; returns piece and tile that come next."""
     T, H, length, _ = work
+    L: gl.constexpr = r.shape[0]
     b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
-    t = tile * r.shape[0]
-    gl.store(d_out + (b.to(gl.int64) * T + start + t) * H + h + r * H, d, mask=t + r < steps)
-    last = t + r.shape[0] >= steps
-    return gl.where(last, index + gl.num_programs(0), index), gl.where(last, 0, tile + 1)
+    tiles = (steps + L - 1) // L
+    if DELTA:
+        tile = h.to(gl.int64) * tiles_of_head + b * ((T + L - 1) // L) + start // L + tiles - 1 - i
+        at = gates + (tile * VECTORS + DELTA_P) * L + r
+        dot = carried.slice(0, L, 0).load(r.type.layout)
+        for part in gl.static_range(1, carried.shape[0] // L):
+            dot += carried.slice(part * L, L, 0).load(r.type.layout)
+        gl.store(at, gl.load(at) * dot)
+    else:
+        t = i * L + r
+        gl.store(d_out + (b.to(gl.int64) * T + start + t) * H + h, carried.load(r.type.layout), mask=t < steps)
+    last = i + 1 == tiles
+    return gl.where(last, index + gl.num_programs(0), index), gl.where(last, 0, i + 1)
+
+
+@gluon.jit
+def warp_sums(x, L: gl.constexpr):
+    """Sums over 16 rows each, which are those of a warp: no exchange between warps. (4, L)"""
+    return gl.sum(gl.reshape(x, [4, 16, L]), 1)
 
 
 @gluon.jit

@@ -35,6 +35,7 @@ from tfla.backends.hopper.parts import (
     place,
     scaled,
     seen,
+    warp_sums,
 )
 from tfla.backends.triton.gates import DELTA_P
 
@@ -107,9 +108,7 @@ def put_weights(
 
 
 @gluon.jit
-def put_sums(out, w, to, L: gl.constexpr):
-    """Sums of out * w over 16 rows each, which are those of a warp: no exchange between warps."""
-    x = gl.sum(gl.reshape(out * w, [4, 16, L]), 1)
+def put_sums(x, to, L: gl.constexpr):
     part = gl.arange(0, 4, gl.SliceLayout(1, x.type.layout))
     step = gl.arange(0, L, gl.SliceLayout(0, x.type.layout))
     gl.store(to + gl.expand_dims(part, 1) * L + gl.expand_dims(step, 0), x)
@@ -207,8 +206,9 @@ def consume(
                         added = added * gl.expand_dims(ring_d.index(s).load(gl.SliceLayout(0, of_out)), 0)
                     N += gl.sum(added, 1)
             out, A = warpgroup_mma_wait(BLOCKS, deps=[out, A])
-            put_sums(out, w.reshape([L, 64]).permute((1, 0)).load(of_out).to(gl.float32), sums + t * 8, L)
-            w.reshape([L, 64]).permute((1, 0)).store(out.to(dtype))
+            w_t = w.reshape([L, 64]).permute((1, 0))
+            put_sums(warp_sums(out * w_t.load(of_out).to(gl.float32), L), sums + t * 8, L)
+            w_t.store(out.to(dtype))
             fence_async_shared()
             async_store(Out, [b, h, start + t, row], w)
             s += 1
@@ -288,7 +288,7 @@ def rows(
             (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, L, STAGES, BACK, SEGMENTED)),
             (load_gates, (
                 gates, ring_g, ring_u, ring_d, ring_u, ring_d, gates, full, free, work, tiles_of_head, L, STAGES,
-                BACK, SEGMENTED, DELTA_P if DELTA else -1, False, False,
+                BACK, SEGMENTED, DELTA_P if DELTA else -1, False, False, False,
             )),
         ],
         [4, 1, 1],

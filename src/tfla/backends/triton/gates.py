@@ -251,9 +251,13 @@ def chunk_gates(
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "db", "dt"])
 def fold_denominator(
     gates, d, h_out, dh, cu, sequences, T, tiles, H, D_HV, db, dt, ds_h, hb, ht, hh, gb, gt, gh,
-    L: tl.constexpr, BLOCK_V: tl.constexpr, GRAD: tl.constexpr, PACKED: tl.constexpr, EXACT: tl.constexpr,
+    L: tl.constexpr, BLOCK_V: tl.constexpr, GRAD: tl.constexpr, DOT: tl.constexpr, PACKED: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Divides the rows of the gate matrix by max(|d|, exp(-m)), in place; delta = -u (dh . h) is added to dP."""
+    """Divides the rows of the gate matrix by max(|d|, exp(-m)), in place; delta = -u (dh . h) is added to dP.
+
+    Without DOT only -u is there: the walk for dv then finds dh . h on its way.
+    """
     h = tl.program_id(1).to(tl.int64)
     s, first, length, start, _ = locate(cu, sequences, T, tl.program_id(0), L, PACKED)
     t = start + tl.arange(0, L)
@@ -272,13 +276,14 @@ def fold_denominator(
     tl.store(row_at, tl.load(row_at, mask=inside) - tl.log2(D), mask=inside)
     tl.store(at + INTER * L, tl.load(at + INTER * L, mask=inside) / D, mask=inside)
     if GRAD:
-        dot = tl.zeros([L], tl.float32)
-        for v in range(0, D_HV, BLOCK_V):
-            c = v + tl.arange(0, BLOCK_V)
-            mask = inside[:, None] & (c < D_HV)[None, :]
-            a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
-            b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
-            dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+        dot = tl.zeros([L], tl.float32) + (0.0 if DOT else 1.0)
+        if DOT:
+            for v in range(0, D_HV, BLOCK_V):
+                c = v + tl.arange(0, BLOCK_V)
+                mask = inside[:, None] & (c < D_HV)[None, :]
+                a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
+                b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
+                dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
         sign = tl.where(den > 0, -1.0, 1.0)
         tl.store(at + DELTA_P * L, tl.where(active, sign * dot, 0.0))
 

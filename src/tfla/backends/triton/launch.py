@@ -149,6 +149,8 @@ Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
 class Call:
     """What all launches of one forward or backward share."""
 
+    finds_delta = False  # whether the walk for dv does, of which `fold_denominator` then leaves the sign alone
+
     def __init__(self, x: Inputs, spec: Spec, *more: Tensor | None) -> None:
         """`more`: what else is given."""
         self.x, self.spec = x, spec
@@ -219,7 +221,7 @@ class Call:
         self.launch(gate_kernels.fold_denominator, (self.slots(self.L), self.H),
             gates, out.d, out.h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, self.V, *_strides(out.d),
             *_strides(out.h), *_strides(dh), L=self.L, BLOCK_V=min(block, power_of_two(self.V)), GRAD=delta,
-            PACKED=self.packed, EXACT=self.exact, num_warps=8,
+            DOT=not self.finds_delta, PACKED=self.packed, EXACT=self.exact, num_warps=8,
         )  # fmt: skip
 
     def end_cotangents(self, dC: Tensor | None, dn: Tensor | None) -> Pair:
@@ -313,54 +315,79 @@ class Call:
         return marks, self.new(places, self.H, self.K) if self.spec.normalize else unused
 
     def gradients(
-        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair, start: Pair, end: Pair,
-        first: Pair, delta: bool,
+        self, gates: Tensor, out: Outputs, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair,
+        start: Pair, end: Pair, first: Pair, delta: bool,
     ) -> None:  # fmt: skip
-        """Fills those of q, k, v, of the gates (of i or None), and `first`, that of the first states, where walks are
-        not segments; `start` and `end` are the states that walks start from, and the cotangents of those they end
-        with."""
+        """Fills those of q, k, v, of the gates (of i or None), and `first`, that of the first states; `start` are the
+        states that walks start from, `end` the cotangents of those that sequences end with."""
         x, (dq, dk, dv), (di, df) = self.x, results, of_gates
+        (dC, dn), decays, last = end, gates, first
+        if self.segmented:
+            dC, decays = self.boundary_C(x.q, dh, gates, True, end[0], first[0])
+            last = None, None
+        self.values_gradient(gates, out, dh, dv, dC, delta)
+        if self.segmented and self.spec.normalize:
+            dn = self.boundary_n(x.q, gates, True, end[1], first[1], decays, delta)
         q_dq, *states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
-        last = (None, None) if self.segmented else first
-        k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, last)
-        self.columns(x.q, dh, x.k, dv, gates, True, end[0], None)
-        bounds = (gates if t is None else t for t in (*start, *end, *first))
+        k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, (dC, dn), last)
+        bounds = (gates if t is None else t for t in (*start, dC, dn, *first))
         self.launch(gate_kernels.gate_gradients, (self.segments, ceil_div(self.longest, self.marks), self.H),
             q_dq, k_dk, *states, *cotangents, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
             PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
             SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
-            END=self.segmented or end[0] is not None, **self.gate_forms, num_warps=8,
+            END=dC is not None, **self.gate_forms, num_warps=8,
         )  # fmt: skip
 
+    def values_gradient(
+        self, gates: Tensor, out: Outputs, dh: Tensor, dv: Tensor, end: Tensor | None, delta: bool
+    ) -> None:  # fmt: skip
+        """Fills dv, and delta where `finds_delta`."""
+        self.columns(self.x.q, dh, self.x.k, dv, gates, True, end, None)
+
     def boundary_states(
-        self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair,
-        delta: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False
+    ) -> Pair:
         """States that segments start from, or walking back the cotangents of those they end with."""
-        C = self.new_states()
-        decays = self.new(self.segments, self.H)
-        skip = final[0] is None  # the segment behind which nobody wants the state
-        self.columns(x, y, x, None, gates, back, None, C, decays, skip)
-        n = None
-        if self.spec.normalize:
-            n = self.new(self.segments, self.H, self.K)
-            if back and not delta:
-                n.zero_()
-            else:
-                self.normaliser(x, x, gates, back, None, n, output=False, skip=skip)
-        for states, start, end in zip((C, n), given, final, strict=True):
-            if states is None:
-                continue
-            size = states[0, 0].numel()
-            block = min(2048, power_of_two(size))
-            blocks = ceil_div(size, block)
-            self.launch(gate_kernels.join, (blocks, self.x.sequences, self.H),
-                states, decays, C if start is None else start, C if end is None else end, self.cu, self.T, self.H,
-                self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=start is not None,
-                FINAL=end is not None, num_warps=4,
-            )  # fmt: skip
-        return C, n
+        C, decays = self.boundary_C(x, y, gates, back, given[0], final[0])
+        if not self.spec.normalize:
+            return C, None
+        return C, self.boundary_n(x, gates, back, given[1], final[1], decays, delta)
+
+    def boundary_C(
+        self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Tensor | None, final: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`boundary_states` without n; also the decays over segments."""
+        C, decays = self.new_states(), self.new(self.segments, self.H)
+        # Nobody wants what is behind a last segment.
+        self.columns(x, y, x, None, gates, back, None, C, decays, skip=final is None)
+        self.join(C, decays, back, given, final)
+        return C, decays
+
+    def boundary_n(
+        self, x: Tensor, gates: Tensor, back: bool, given: Tensor | None, final: Tensor | None, decays: Tensor,
+        delta: bool,
+    ) -> Tensor:  # fmt: skip
+        """`boundary_states` of n."""
+        n = self.new(self.segments, self.H, self.K)
+        if back and not delta:
+            n.zero_()
+        else:
+            self.normaliser(x, x, gates, back, None, n, output=False, skip=final is None)
+        self.join(n, decays, back, given, final)
+        return n
+
+    def join(
+        self, states: Tensor, decays: Tensor, back: bool, given: Tensor | None, final: Tensor | None
+    ) -> None:  # fmt: skip
+        """What each segment adds to a state becomes, in place, the state that it starts from."""
+        size = states[0, 0].numel()
+        block = min(2048, power_of_two(size))
+        self.launch(gate_kernels.join, (ceil_div(size, block), self.x.sequences, self.H),
+            states, decays, states if given is None else given, states if final is None else final, self.cu, self.T,
+            self.H, self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=given is not None,
+            FINAL=final is not None, num_warps=4,
+        )  # fmt: skip
 
 
 @functools.cache
@@ -448,8 +475,7 @@ def backward(
         first: Pair = (dC0, dn0)
         if call.segmented:
             start = out.chunk_C, out.chunk_n if spec.normalize else None
-            end = call.boundary_states(x.q, dh, gates, True, end, first, delta)
-        call.gradients(gates, dh, (dq, dk, dv), (di, df), start, end, first, delta)
+        call.gradients(gates, out, dh, (dq, dk, dv), (di, df), start, end, first, delta)
         if call.group > 1:
             dq, dk = (call.sum_of_groups(t) for t in (dq, dk))
     none = call.new(0)

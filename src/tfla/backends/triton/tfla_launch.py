@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tfla.backends.base import Inputs, Spec
+from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.triton import tfla_gates, tfla_parallel, tfla_states
 from tfla.backends.triton.launch import Call, Pair, _strides, architecture, ceil_div, power_of_two
 
@@ -83,10 +83,8 @@ class Chunks(Call):
 
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Pair:
         """States before every chunk, or walking back the cotangents of those behind it."""
-        if back:
-            self.end_is_read = given[0] is not None
         C = self.new_states()
         n = self.new(self.segments, self.H, self.K) if self.spec.normalize else None
         sizes = self.tiling
@@ -127,10 +125,12 @@ class Chunks(Call):
         self.parallel(self.x.q, self.x.k, self.x.v, h, gates, False, state, d=d)
 
     def gradients(
-        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair, start: Pair, end: Pair,
-        first: Pair, delta: bool,
+        self, gates: Tensor, out: Outputs, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair,
+        start: Pair, end: Pair, first: Pair, delta: bool,
     ) -> None:  # fmt: skip
         x, (dq, dk, dv), (di, df) = self.x, results, of_gates
+        end_is_read = end[0] is not None
+        end = self.boundary_states(x.q, dh, gates, True, end, first, delta)
         self.parallel(x.k, x.q, dh, dv, gates, True, end)
         q_dq = self.parallel(dh, x.v, x.k, dq, gates, False, start, x.q, delta)
         k_dk = self.parallel(x.v, dh, x.q, dk, gates, True, end, x.k, delta)
@@ -140,5 +140,5 @@ class Chunks(Call):
             *self.gate_strides,
             PARTS=q_dq.shape[0], L=self.L, STEPS=min(STEPS, power_of_two(self.steps)), BLOCK=2048,
             BLOCK_N=power_of_two(self.K), PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
-            END=self.end_is_read, **self.gate_forms, num_warps=4,
+            END=end_is_read, **self.gate_forms, num_warps=4,
         )  # fmt: skip
