@@ -216,7 +216,8 @@ def chunk_linear_attn(
     # The denominator is the same function of a single value, 1 at every step.
     ones = torch.ones((), dtype=v.dtype, device=v.device).expand(*v.shape[:3], 1)
     d, sums = _run(q, k, ones, g, scale, keys, output_final_state, cu_seqlens)
-    o = o / (d + EPSILON)
+    wide = torch.promote_types(o.dtype, torch.float32)
+    o = (o.to(wide) / (d.to(wide) + EPSILON)).to(o.dtype)
     if last is None or sums is None:
         return o, None
     return o, (last, sums.transpose(-1, -2).transpose(1, 2))

@@ -115,7 +115,7 @@ def _steps(
     if chosen is None or recorded:
         h, new = _by_reference(x, spec)
         if in_place:
-            new = new._replace(C=state.C.copy_(new.C))
+            new = State(state.C.copy_(new.C), new.n, new.m)
         return h, new
     options = spec.scale, gates, chosen.name
     if in_place:

@@ -338,8 +338,8 @@ def gate_gradients(
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark and where segments start
     starting again from <C, dC>.
 
-    What rounding has added up to at the next mark is taken off in even steps; behind a last step whose state nobody
-    reads (no END) the sum is zero.
+    What rounding has added up to at the next mark or segment is taken off in even steps; behind a last step whose state
+    nobody reads (no END) the sum is zero.
 
     q_dq, k_dk (PARTS, H, tiles, NP, L); states and cotangents at marks; C to dn_first as in `start_dot`; outputs
     (B, T, H).
@@ -379,6 +379,14 @@ def gate_gradients(
         known = (part + 1) * MARKS < length
         if known:
             end = _mark_dot(states, n, cotangents, dn, mark + H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        elif SEGMENTED:
+            s, _, whole, begin, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
+            known = begin + length < whole
+            if known:
+                end = start_dot(
+                    C, n_start, dC, dn_end, dC_first, dn_first, s, slot + 1, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
+                    NORMALIZE, START,
+                )  # fmt: skip
         if known or not END:
             rounding = start - tl.sum(falls, 0) - end
             before -= rounding * tl.arange(0, MARKS).to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)

@@ -336,7 +336,7 @@ class Call:
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
             PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
             SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
-            END=dC is not None, **self.gate_forms, num_warps=8,
+            END=end[0] is not None, **self.gate_forms, num_warps=8,
         )  # fmt: skip
 
     def values_gradient(
