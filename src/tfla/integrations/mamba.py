@@ -21,11 +21,13 @@ __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 TINY = 1e-30  # added to dt, so that its gradient at 0 is that of dt B x^T and not 0 / 0
 
 
-def _limits(dt_limit: tuple[float, float]) -> tuple[float, float]:
+def _limited(dt: Tensor, dt_limit: tuple[float, float], positive: bool) -> Tensor:
+    """dt clamped; limits that change nothing are not passed over."""
     low, high = dt_limit
     if not 0 <= low <= high:
         raise ValueError(f"dt_limit: got {dt_limit}, expected 0 <= min <= max")
-    return low, high
+    least, most = None if positive and low == 0 else low, None if high == math.inf else high
+    return dt if least is most is None else dt.clamp(least, most)
 
 
 def _steps(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
@@ -120,7 +122,7 @@ def mamba_chunk_scan_combined(
             check_shape(name, t, (nheads,))
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("cu_seqlens: got None, expected a tensor with return_varlen_states")
-    dt = _steps(dt, dt_bias, dt_softplus).clamp(*_limits(dt_limit))
+    dt = _limited(_steps(dt, dt_bias, dt_softplus), dt_limit, dt_softplus)
     log_f = dt * A.to(dt.dtype)
     if seq_idx is not None:
         check_shape("seq_idx", seq_idx, (batch, seqlen))
@@ -130,19 +132,22 @@ def mamba_chunk_scan_combined(
     if initial_states is not None:
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = tfla.State(_first_states(initial_states, sequences, (nheads, headdim, B.shape[-1])))
+    gates = log_f, torch.log(dt + TINY)
     with torch.autocast(x.device.type, enabled=False):
+        if not (return_final_states or return_varlen_states):  # last segments then need no state behind them
+            y = tfla.linear_attention(C, B, x, *gates, scale=1.0, initial_state=state, cu_seqlens=cu_seqlens)
+            assert isinstance(y, Tensor)
+            return _output(y, x, D, z)
         y, last = tfla.linear_attention(
-            C, B, x, log_f, torch.log(dt + TINY), scale=1.0, initial_state=state, return_state=True,
-            cu_seqlens=cu_seqlens,
-        )  # fmt: skip
-        out = _output(y, x, D, z)
+            C, B, x, *gates, scale=1.0, initial_state=state, return_state=True, cu_seqlens=cu_seqlens
+        )
+        results: tuple[Tensor, ...] = (_output(y, x, D, z),)
     states = last.C.transpose(-1, -2)
-    results: tuple[Tensor, ...] = (out,)
     if return_final_states:
         results += (states if cu_seqlens is None else states[-1:],)
     if return_varlen_states:
         results += (states,)
-    return results if len(results) > 1 else out
+    return results
 
 
 def _per_head(name: str, t: Tensor, lead: tuple[int, ...], rest: tuple[int, ...]) -> Tensor:
