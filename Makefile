@@ -5,15 +5,18 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses auto
 TRITON_VERSIONS ?= 3.4.0 3.6.0 3.9.0
 
-.PHONY: demo test lint triton-versions clean
+.PHONY: demo test kernels lint triton-versions clean
 .PRECIOUS: $(VENV)/triton-%
 
 demo: $(VENV)/train  ## train a small language model on this Python's own standard library, about two minutes
 	$(BIN)/tfla demo
 
 test: $(VENV)/dev  ## everything that runs without a GPU
-	$(PYTEST) --dist loadfile
+	$(PYTEST) --dist loadfile -m "not compiles and not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter
+
+kernels: $(VENV)/dev  ## every kernel compiles for every supported GPU and fits it, without a GPU
+	$(PYTEST) --dist loadfile -m compiles
 
 triton-versions: $(TRITON_VERSIONS:%=triton-%)  ## what tests Triton kernels without a GPU, with other versions of Triton
 

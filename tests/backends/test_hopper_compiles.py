@@ -21,6 +21,7 @@ SHARED = 232_448  # bytes that a program can have
 SPILLED = 320  # bytes: most are addresses in the 24 registers of the loader and the gater, and what ends a segment
 
 
+@pytest.mark.compiles
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_compiles_and_fits(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

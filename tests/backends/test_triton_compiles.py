@@ -25,7 +25,10 @@ import pytest
 
 from tfla.backends import BACKENDS
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
 
 TARGETS = {  # bytes of shared memory that a program can have
     "sm_80": 166_912,

@@ -16,9 +16,10 @@ LENGTHS = {
     "last empty": (9, 20, 0),
     "all but one empty": (0, 0, 7, 0),
     "single steps": (1, 1, 1, 1),
+    "around half a tile": (31, 32, 33, 1),
     "around a tile": (63, 64, 65, 1, 130),
 }
-INTERPRETED = ("middle empty", "single steps", "around a tile")
+INTERPRETED = ("middle empty", "single steps", "around half a tile")
 PER_STEP = ("h", "dq", "dk", "dv", "di", "df")
 
 

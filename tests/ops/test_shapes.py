@@ -21,7 +21,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "powers of two": {"T": 64, "K": 16, "V": 32},
     "one more than a power of two": {"T": 65, "K": 17, "V": 33},
     "one less than a power of two": {"T": 127, "K": 15, "V": 31},
-    "three values to a key": {"Hq": 2, "H": 6},
+    "three values to a key": {"B": 1, "Hq": 2, "H": 6},
     "one key for all values": {"Hq": 1, "H": 5, "T": 70},
     "many batch rows": {"B": 7, "T": 9},
 }
