@@ -249,7 +249,7 @@ def test_segments_cost_flops_that_do_not_grow_with_them(gate):
     sizes = {"T": 65536, "dqk": 128, "dhv": 256}
     ours = [get("segments", gate).flops(L=64, segment=s, **sizes) for s in (512, 4096)]
     papers = [get("chunkwise", gate).flops(L=s, **sizes) for s in (512, 4096)]
-    assert abs(ours[1] / ours[0] - 1) < 0.01
+    assert 0.98 < ours[1] / ours[0] <= 1  # the last of few segments leaves no state, and is more of them all
     assert papers[1] / papers[0] > 3
 
 

@@ -29,6 +29,7 @@ from tfla.analysis.forms.symbols import (
     L,
     Parts,
     S,
+    T,
     log_gates,
 )
 
@@ -84,9 +85,11 @@ def fused_backward(gate: Gate) -> Parts:
 
 
 def boundaries(gate: Gate) -> sp.Expr:
-    """Of one tile: the walk that only makes states, and its share of joining them, one a segment."""
-    normaliser = 2 * L * DQK + VEC * 2 * DQK * L / S if gate == "exp" else 0
-    return update() + VEC * 2 * DD * L / S + normaliser
+    """Of one tile: the walk that only makes states, but not the one behind the last segment, which nobody wants, and
+    its share of joining them, one a segment."""
+    walked = update() + (2 * L * DQK if gate == "exp" else 0)
+    joined = VEC * 2 * (DD + (DQK if gate == "exp" else 0)) * L / S
+    return (1 - S / T) * walked + joined
 
 
 def segments_forward(gate: Gate) -> Parts:

@@ -103,8 +103,9 @@ def fused_backward(gate: Gate) -> Parts:
 
 
 def _boundaries(gate: Gate) -> sp.Expr:
-    """Of one tile: k and v once more, and each segment's state stored, joined in place, and loaded."""
-    return L * (DQK + DHV) * B_QKV + _vectors(gate) + 4 * state(gate) * L / S
+    """Of one tile: k and v once more, but of the last segment, and each segment's state stored, joined in place, and
+    loaded."""
+    return (1 - S / T) * (L * (DQK + DHV) * B_QKV + _vectors(gate)) + 4 * state(gate) * L / S
 
 
 def segments_forward(gate: Gate) -> Parts:
