@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 
 from tfla.analysis import counting
-from tfla.analysis.frame import Figure
+from tfla.analysis.frame import Figure, Missing
 
 
 def numbers(folder, name):
@@ -14,8 +14,9 @@ def numbers(folder, name):
 
 
 def test_figures_and_their_numbers(tmp_path):
-    found = counting.figures(counting.Config(out=tmp_path, T=1024))
-    assert [f.name for f in found] == ["fig15", "fig16", "forms"]
+    found = counting.figures(counting.Config(out=tmp_path, results=tmp_path, T=1024))
+    assert [f.name for f in found] == ["fig15", "fig16", "forms", "traffic"]
+    assert isinstance(found.pop(), Missing)  # no results are there
     assert all(isinstance(f, Figure) and f.path.exists() for f in found)
 
     rows = [r for r in numbers(tmp_path, "fig15") if r["dhv"] == "512"]

@@ -13,6 +13,7 @@ from tfla.analysis.forms import get
 from tfla.analysis.forms.optimum import flop_optimal_chunk
 from tfla.analysis.forms.symbols import Direction, Gate
 from tfla.analysis.frame import Figure, Missing, Options, write
+from tfla.analysis.profiled import profiled
 
 __all__ = ["Config", "claims", "figures"]
 
@@ -162,4 +163,4 @@ and dh once more. Bytes on a CPU are not counted: its caches decide.""",
 
 
 def figures(config: Config) -> list[Figure | Missing]:
-    return [over_chunk_size(config), optimal_chunk(config), all_forms(config)]
+    return [over_chunk_size(config), optimal_chunk(config), all_forms(config), profiled(config, COMMAND)]

@@ -7,6 +7,7 @@ from typing import Any
 from tfla.analysis.forms import get
 from tfla.analysis.forms.optimum import flop_optimal_chunk
 from tfla.analysis.frame import Claim, Options
+from tfla.analysis.profiled import sentence
 
 COMMAND = "tfla analyze counting"
 TEST = "python -m pytest tests/analysis/test_forms.py"
@@ -92,20 +93,18 @@ def _own() -> Claim:
     )
 
 
-def _checked() -> Claim:
+def _checked(config: Options) -> Claim:
     return Claim(
         "Counts and what is computed",
         "counts by formula, of the forward only.",
         "forward and backward, and compared with what is computed. Matrix products of the reference forms, of their "
         "gradients by autograd and of the chunkwise backend are, to the last FLOP, what torch's counter finds. Matrix "
         "products of mLSTMsig's Triton walks, and their bytes of q, k, v, h and gradients, are what Triton's "
-        "interpreter computes, "
-        "loads and stores (`TRITON_INTERPRET=1 python -m pytest -m interpreter tests/analysis`). What a GPU's "
-        "caches make "
-        "of these bytes has not been compared with a profiler.",
+        "interpreter computes, loads and stores (`TRITON_INTERPRET=1 python -m pytest -m interpreter tests/analysis`). "
+        + sentence(config),
         TEST,
     )
 
 
 def claims(config: Options) -> list[Claim]:
-    return [_exponential_gate(), _between_forms(), _fewest(), _own(), _totals(), _checked()]
+    return [_exponential_gate(), _between_forms(), _fewest(), _own(), _totals(), _checked(config)]

@@ -1,0 +1,141 @@
+"""Bytes that a GPU's memory moves for each kernel of a call, as Nsight Compute counts them.
+
+`python -m tfla.bench.traffic --out benchmarks/results/traffic.json` needs `ncu` and the right to read counters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tfla.bench.contenders import mlstm
+from tfla.bench.machine import environment
+from tfla.bench.problem import Problem
+from tfla.ops.gates import INPUT_GATES
+
+PROBLEM = Problem(8, 8192, 16, 128, 256)  # Figure 4's, T 8,192
+WAYS = (("hopper", "fused"), ("triton", "fused"), ("triton", "tfla"))
+READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+MARK = "spin_kernel"  # a kernel of torch that is launched between what is told apart
+DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+NCU = ("--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none", "--print-units", "base",
+       "--csv", "--page", "raw", "--metrics", f"{READ},{WRITTEN}")  # fmt: skip
+Row = dict[str, Any]
+
+
+def mark() -> None:
+    torch.cuda._sleep(1)
+
+
+def child(target: Path) -> None:
+    """Runs every way, what was compiled before under the profiler, and writes what each was."""
+    rows: list[Row] = []
+    calls = []
+    for backend, kernel in WAYS:
+        for gate in INPUT_GATES:
+            try:
+                work = mlstm(PROBLEM, gate, backend, kernel)  # type: ignore[arg-type]
+            except ValueError:  # a backend for other GPUs
+                continue
+            for x in work.inputs:
+                x.requires_grad_()
+            dh = torch.randn_like(work.inputs[2])
+            torch.autograd.grad(work.run(*work.inputs), work.inputs, dh)
+            calls.append((work, dh))
+            shape = {name: getattr(PROBLEM, name) for name in ("B", "T", "H", "dqk", "dhv")}
+            rows += [{"gate": gate, "direction": d, **work.facts, **shape} for d in DIRECTIONS]
+    target.write_text(json.dumps(rows))
+    profile(calls)
+
+
+def profile(calls: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    """Forward and backward of each, a mark before each of them."""
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    for work, dh in calls:
+        mark()
+        h = work.run(*work.inputs)
+        mark()
+        torch.autograd.grad(h, work.inputs, dh)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def kernels(report: str) -> list[list[Row]]:
+    """What lies between the marks of ncu's CSV: name, bytes read and written of each kernel.
+
+    Raises:
+        ValueError: there are no counters in it.
+    """
+    lines = report.splitlines()
+    start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
+    if start is None:
+        said = next((line for line in lines if "ERR" in line or "rror" in line), "no kernels")
+        raise ValueError(f"ncu counted nothing: {said}")
+    found: list[list[Row]] = []
+    for row in csv.DictReader(lines[start:]):
+        if not row["ID"]:  # the line of units
+            continue
+        if MARK in row["Kernel Name"]:
+            found.append([])
+        elif found:
+            read, written = (round(float(row[name].replace(",", ""))) for name in (READ, WRITTEN))
+            found[-1].append({"name": row["Kernel Name"].partition("(")[0], "read": read, "written": written})
+    return found
+
+
+def joined(rows: list[Row], report: str) -> list[Row]:
+    """Every call with its kernels.
+
+    Raises:
+        ValueError: there are not as many calls in the report.
+    """
+    parts = kernels(report)
+    if len(parts) != len(rows):
+        raise ValueError(f"report: got {len(parts)} calls, expected {len(rows)}")
+    return [row | {"kernels": part} for row, part in zip(rows, parts, strict=True)]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 where nothing can be counted."""
+    parser = argparse.ArgumentParser("python -m tfla.bench.traffic", description=__doc__)
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(args)
+    if given.child is not None:
+        child(given.child)
+        return 0
+    if given.out is None:
+        parser.error("--out is missing")
+    if shutil.which("ncu") is None or not torch.cuda.is_available():
+        print(f"{parser.prog}: error: it needs an NVIDIA GPU and ncu, of Nsight Compute", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        rows, report = Path(folder) / "rows.json", Path(folder) / "report.csv"
+        me = [sys.executable, "-m", "tfla.bench.traffic", "--child", str(rows)]
+        done = subprocess.run(["ncu", *NCU, "--log-file", str(report), *me], check=False)
+        try:
+            if done.returncode:
+                raise ValueError(f"ncu ended with exit code {done.returncode}")
+            found = joined(json.loads(rows.read_text()), report.read_text())
+        except (OSError, ValueError) as error:
+            print(f"{parser.prog}: error: {error}", file=sys.stderr)
+            return 2
+    result = {"kind": "traffic", "environment": environment("cuda"), "rows": found}
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Reading a profiler's counters, and the counts of forms beside them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tfla.analysis.forms import get
+from tfla.analysis.frame import Missing, Options
+from tfla.analysis.profiled import compared, profiled, sentence
+from tfla.bench import traffic
+
+REPORT = """==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"
+"","","","byte","byte"
+"0","7","before","1","1"
+"1","7","spin_kernel(long)","64","0"
+"2","7","gates(float *)","1,000","24"
+"3","7","walk","3000","2000.0"
+"4","7","void spin_kernel(long)","64","0"
+"""
+
+
+def test_kernels_between_marks() -> None:
+    first, second = traffic.kernels(REPORT)
+    assert first == [{"name": "gates", "read": 1000, "written": 24}, {"name": "walk", "read": 3000, "written": 2000}]
+    assert second == []
+
+
+def test_reports_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="ncu counted nothing: ==ERROR== ERR_NVGPUCTRPERM"):
+        traffic.kernels("==PROF== x\n==ERROR== ERR_NVGPUCTRPERM\n")
+    with pytest.raises(ValueError, match="got 2 calls, expected 1"):
+        traffic.joined([{}], REPORT)
+
+
+def test_without_a_profiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert traffic.main(["--out", str(tmp_path / "x.json")]) == 2
+    assert "needs an NVIDIA GPU and ncu" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def call(direction: str, details: dict[str, str], read: float, written: float) -> traffic.Row:
+    kernels = [{"name": "a", "read": read, "written": 0}, {"name": "b", "read": 0, "written": written}]
+    shape = {"B": 2, "T": 256, "H": 3, "dqk": 16, "dhv": 32}
+    return {"gate": "exp", "direction": direction, "way": "triton fused", "details": details, **shape} | {
+        "kernels": kernels
+    }
+
+
+def test_comparison(tmp_path: Path) -> None:
+    """The count is that of the form which ran, times batch and heads."""
+    sizes = {"T": 256, "L": 64, "segment": 128, "dqk": 16, "dhv": 32}
+    parts = {"tile": "64", "segment": "128"}
+    counted = {d: 6 * float(get("segments", "exp", d).bytes(**sizes)) for d in traffic.DIRECTIONS}
+    rows = [call("forward", parts, counted["forward"], counted["forward"] / 2),
+            call("backward", parts, counted["backward"], 0), call("forward", {}, 1, 1)]  # fmt: skip
+    env = {"device": "a GPU", "date": "2026-01-01"}
+    found = compared({"rows": rows})
+    assert [r["measured / counted"] for r in found] == pytest.approx([1.5, 1.0])
+    assert [r["counted"] for r in found] == pytest.approx([counted["forward"], counted["backward"]])
+    config = Options(out=tmp_path, results=tmp_path)
+    assert isinstance(profiled(config, "c"), Missing)
+    assert "has not been compared" in sentence(config)
+    (tmp_path / "traffic.json").write_text(json.dumps({"environment": env, "rows": rows}))
+    assert "triton fused 1.50 to 1.50 forward and 1.00 to 1.00 backward" in sentence(config)
+    assert profiled(config, "c").name == "traffic"
