@@ -173,8 +173,8 @@ SUITES = {
             entry
             for H, d in ((32, 128), (64, 64))
             for entry in _with(
-                (*_own(papers=False), *_nxai("sig 128", "sig 256"), *_fla("lightning", "simple_gla_constant")), (H, d, d),
-                f"{H} × {d}",
+                (*_own(papers=False), *_nxai("sig 128", "sig 256"), *_fla("lightning", "simple_gla_constant")),
+                (H, d, d), f"{H} × {d}",
             )
         ),
         sustained_at=(8192,),
