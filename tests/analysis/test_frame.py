@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tfla.analysis.commands import analyze
-from tfla.analysis.frame import Claim, Missing, Options, write
+from tfla.analysis.frame import Claim, Missing, Options, Table, write
 from tfla.analysis.style import panels, power_of_two_axis
 from tfla.analysis.subjects import SUBJECTS, Subject
 from tfla.cli import COMMANDS, main
@@ -34,7 +34,8 @@ def figures(config):
 
 
 def claims(config):
-    return [Claim("Lines rise", "always (Figure 0).", f"by `{config.slope:g}` & more.", "tfla analyze lines")]
+    table = Table(["x", "y <ms>"], [["1", "2"], ["2", "4"]])
+    return [Claim("Lines rise", "always (Figure 0).", f"by `{config.slope:g}` & more.", "tfla analyze lines", table)]
 
 
 @pytest.fixture
@@ -67,6 +68,7 @@ def test_the_report_holds_everything_and_needs_nothing(tmp_path):
     assert "<p>The line rises, 1 &lt; 2.</p><p>See <code>tfla.mlstm</code>.</p>" in page
     assert "<code>tfla analyze lines</code>" in page
     assert "<th>Lines rise</th><td><p>always (Figure 0).</p></td><td><p>by <code>2</code> &amp; more.</p>" in page
+    assert "<tr><th>x</th><th>y &lt;ms&gt;</th></tr>\n<tr><td>1</td><td>2</td></tr>" in page
     assert "Not drawn: no benchmarks/results/gone.json" in page
     targets = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert sum(t.startswith("data:image/png;base64,") for t in targets) == 1
@@ -83,7 +85,7 @@ def test_claims_are_a_page(tmp_path, capsys):
     assert page.startswith("# What the paper claims")
     assert page.endswith(
         "## Lines\n\n### Lines rise\n\nThe paper: always (Figure 0).\n\nHere: by `2` & more.\n\n"
-        "Reproduce: `tfla analyze lines`.\n"
+        "| x | y <ms> |\n| --- | --- |\n| 1 | 2 |\n| 2 | 4 |\n\nReproduce: `tfla analyze lines`.\n"
     )
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tfla.analysis.training import Config, Found, claims, figures, load, text
+from tfla.analysis.training import Config, claims, figures
+from tfla.analysis.training_runs import Found, load, table_of, text, title_of
 from tfla.cli import main
 from tfla.experiments import run as runner
 from tfla.experiments.crew import train_all
@@ -121,6 +124,23 @@ def test_what_runs_found(trained: tuple[Path, list[Variant]], tmp_path: Path) ->
     assert found.last(bad, "bits_per_byte") is None
     assert found.all_of([good, bad, Variant("attention")]) == [rows[0]["evals"][-1]["bits_per_byte"]]
     assert text([1.0, 3.0], 1) == "2.0 ± 1.4"
+
+
+def test_runs_that_were_stopped_are_compared_where_all_of_them_are() -> None:
+    def row(variant: Variant, *steps: int) -> dict[str, Any]:
+        evals = [{"step": n, "bits_per_byte": 8.0 - n, "perplexity": 9.0 - n} for n in steps]
+        return {"parameters": 10**6, "evals": evals} | dataclasses.asdict(variant)
+
+    exp, sig, attention = (v for v in EXPERIMENTS["table5"].variants)
+    found = Found({"size": {"steps": 6}, "runs": [row(exp, 0, 2, 4), row(sig, 0, 2), row(attention, 0)]})
+    assert found.reached([exp, sig, attention]) == 2
+    assert found.reached([exp]) == 4
+    assert found.reached([attention]) == 0
+    assert found.all_of([exp, sig, attention], step=2) == [6.0, 6.0]
+    assert found.all_of([exp, sig]) == []
+    assert [line[0] for line in table_of(found).rows] == ["Table 5, 4 times the context; after 2 of 6 steps"] * 2
+    assert title_of("x", found, 6) == "x"
+    assert Found({"size": {"steps": 4}, "runs": [row(exp, 0, 2, 4), row(sig, 0, 2)]}).reached([exp, sig]) == 4
 
 
 def test_figures_say_what_is_missing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tfla.analysis.frame import Claim, Options
 from tfla.analysis.subjects import SUBJECTS
+from tfla.bench.markdown import table
 from tfla.nn.files import write_atomically
 
 NAME = "claims.md"
@@ -19,7 +20,10 @@ figures."""
 
 
 def section(claim: Claim) -> str:
-    return f"### {claim.title}\n\nThe paper: {claim.paper}\n\nHere: {claim.here}\n\nReproduce: `{claim.command}`."
+    parts = [f"### {claim.title}", f"The paper: {claim.paper}", f"Here: {claim.here}"]
+    if claim.table is not None:
+        parts.append(table(claim.table.header, claim.table.rows))
+    return "\n\n".join([*parts, f"Reproduce: `{claim.command}`."])
 
 
 def write(config: Options) -> Path:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tfla.nn.files import write_atomically
 
@@ -39,6 +39,13 @@ class Options:
     """Folder of stored measurements."""
     format: Literal["png", "svg"] = "png"
     """Of the figures."""
+
+
+class Table(NamedTuple):
+    """Numbers to read: a header, and rows of as many cells."""
+
+    header: list[str]
+    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,8 @@ class Claim:
     """What was found, with numbers; what is not measured is said."""
     command: str
     """What reproduces it."""
+    table: Table | None = None
+    """The numbers behind the text, where they are many."""
 
 
 def write(

@@ -9,7 +9,7 @@ import time
 from html import escape
 from pathlib import Path
 
-from tfla.analysis.frame import Claim, Figure, Missing, Options
+from tfla.analysis.frame import Claim, Figure, Missing, Options, Table
 from tfla.analysis.subjects import SUBJECTS
 from tfla.nn.files import write_atomically
 
@@ -75,13 +75,22 @@ def block(figure: Figure | Missing) -> str:
 
 
 def table(claims: list[Claim]) -> str:
-    """What the paper claims beside what was found."""
+    """What the paper claims beside what was found; below it the numbers that a claim has as a table of their own."""
     rows = "\n".join(
         f"<tr><th>{escape(c.title)}</th><td>{text(c.paper)}</td><td>{text(c.here)}<p><code>{escape(c.command)}</code></p>"
         "</td></tr>"
         for c in claims
     )
-    return f"<table>\n<tr><th></th><th>the paper</th><th>here</th></tr>\n{rows}\n</table>"
+    own = "".join(numbers(c.title, c.table) for c in claims if c.table is not None)
+    return f"<table>\n<tr><th></th><th>the paper</th><th>here</th></tr>\n{rows}\n</table>{own}"
+
+
+def numbers(title: str, given: Table) -> str:
+    def line(cells: list[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    rows = "\n".join([line(given.header, "th"), *(line(row, "td") for row in given.rows)])
+    return f"\n<h3>{escape(title)}</h3>\n<table>\n{rows}\n</table>"
 
 
 def write(config: Options) -> Path:

@@ -114,7 +114,7 @@ nothing in them grows with the chunk, so their time only falls, and the chunk si
 
 def arithmetic_intensity(config: Config) -> Figure:
     """Figure 18."""
-    found = accelerators(config, ["V100", "A100", "H100", "H200"])
+    found = accelerators(config, ["V100", "A100", "H100", "H200", "B200"])
     drawing, [axes_row] = style.panels(1, 2, sharey=True, width=4.4)
     rows: list[dict[str, Any]] = []
     for axes, (bytes_, what) in zip(axes_row, ((4, "float32"), (2, "bfloat16")), strict=True):
@@ -126,7 +126,10 @@ def arithmetic_intensity(config: Config) -> Figure:
                 for s, y in zip(SIZES, values, strict=True)
             ]
         for accelerator, look in looks(found):
-            axes.axhline(accelerator.intensity, label=accelerator.name, **look)
+            shares = accelerator.name == "B200"  # its line is the H100's
+            axes.axhline(
+                accelerator.intensity, label=accelerator.name, **look | ({"ls": (0, (4, 4))} if shares else {})
+            )
             rows.append({"accelerator": accelerator.name, "FLOP/byte": accelerator.intensity})
         axes.set(yscale="log", title=f"states in {what}")
         style.power_of_two_axis(axes, TICKS, "chunk size L")
@@ -137,7 +140,7 @@ def arithmetic_intensity(config: Config) -> Figure:
         caption="""FLOPs for each byte moved by mLSTMsig's forward (118), dqk = dhv / 2. Where a curve is above an
 accelerator's line, matrix products are the bound there, below it memory is. Larger chunks cross the line; states in
 16 bits cross it at half the chunk size. The H200 has the H100's arithmetic and more bandwidth, so its line is
-lower: it is content with smaller chunks.""",
+lower: it is content with smaller chunks. The B200's ratio is the H100's.""",
     )  # fmt: skip
 
 
@@ -147,7 +150,7 @@ def roofline(config: Config) -> Figure | Missing:
     points = sig_forward(config)
     if points.accelerator is None or not points.curves:
         return missing(config, "fig19", title)
-    found = accelerators(config, ["V100", "A100", "H100", "H200"])
+    found = accelerators(config, ["V100", "A100", "H100", "H200", "B200"])
     found[points.accelerator.name] = points.accelerator
     drawing, [[axes]] = style.panels(1, 1, width=8.4, height=4.2)
     x = np.geomspace(20, 4000, 200)

@@ -1,0 +1,168 @@
+"""What the paper's training experiments say, beside the small ones."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable
+
+from tfla.analysis.frame import Claim
+from tfla.analysis.training_runs import MEASURE, NAMES, Config, Found, load, seeds, spread, table_of, text
+from tfla.experiments.plans import BIASES, EPSILONS, EXPERIMENTS, LONGER, MLSTMS, Variant
+
+
+def peak(found: Found, variant: Variant) -> float:
+    """The largest gradient norm of a run, nan without one."""
+    row = found.trained(variant)
+    return max(row["grad_norm"]) if row is not None else float("nan")
+
+
+def verdict(holds: bool) -> str:
+    return "it reproduces" if holds else "it does not reproduce at this size"
+
+
+def numbers(values: Iterable[float], digits: str = ".3f") -> str:
+    """Several of them with commas, what is not there as a dash."""
+    return ", ".join("-" if math.isnan(x) else f"{x:{digits}}" for x in values)
+
+
+def claims(config: Config) -> list[Claim]:
+    """What the paper's training experiments say, beside the small ones."""
+    found = load(Config(out=config.out, results=config.results))
+    if found is None:
+        return []
+    return [_equal_gates(found), _attention(found), _learnable(found), _biases(found), _grid(found), _below_zero(found),
+            _kernels(found), _contexts(found)]  # fmt: skip
+
+
+def _nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _equal_gates(found: Found) -> Claim:
+    exp, sig = (found.all_of(seeds(Variant(m))) for m in MLSTMS)
+    four = [found.all_of([Variant(m, heads=4)]) for m in MLSTMS]
+    close = bool(exp and sig) and abs(statistics.mean(exp) - statistics.mean(sig)) < 2 * max(spread(found), 1e-9)
+    return Claim(
+        "mLSTMsig learns as well as mLSTMexp",
+        "that mLSTMsig performs equally well: perplexity 21.03 and 21.03 at 160M parameters with 6 heads (Table 2).",
+        f"{verdict(close)}: {text(exp)} and {text(sig)} held-out bits per byte for mLSTMexp and mLSTMsig with 2 heads, "
+        f"{len(exp)} seeds; {text(four[0])} and {text(four[1])} with 4 heads, one seed. {found.where}.",
+        MEASURE,
+    )
+
+
+def _attention(found: Found) -> Claim:
+    at = {heads: [text(found.all_of(seeds(Variant(m, heads=heads)))) for m in ("attention", "mlstm_exp")]
+          for heads in (2, 4)}  # fmt: skip
+    return Claim(
+        "mLSTM and Llama at equal size",
+        "that both are about equal: 20.89 for Llama, 21.03 to 21.18 for the mLSTMs at 160M (Table 2).",
+        f"not comparable at this size: attention in the same block has {at[2][0]} bits per byte beside mLSTMexp's "
+        f"{at[2][1]} with 2 heads, {at[4][0]} beside {at[4][1]} with 4. So short a training on bytes favours "
+        "the recurrent model; it says nothing on trained ones. All runs, with the standard deviation over seeds:",
+        MEASURE,
+        table_of(found),
+    )
+
+
+def _learnable(found: Found) -> Claim:
+    pairs = [[_nan(found.last(Variant(m, trainable=t), "bits_per_byte")) for t in (True, False)] for m in MLSTMS]
+    return Claim(
+        "A learnable input gate",
+        "that learning the input gate improves perplexity: 20.95 against 21.23 for mLSTMexp, 21.04 against 21.24 for "
+        "mLSTMsig (Table 6).",
+        f"{verdict(all(learnt < fixed for learnt, fixed in pairs))}: {numbers(pairs[0])} bits per byte learnable and "
+        f"fixed for mLSTMexp, {numbers(pairs[1])} for mLSTMsig, one seed each; the standard deviation over seeds is "
+        f"{spread(found):.3f}.",
+        "tfla experiment table6 --size small",
+    )
+
+
+def _biases(found: Found) -> Claim:
+    variants = {m: [Variant(m, bias=bias) for bias in BIASES] for m in MLSTMS}
+    norms = {m: [peak(found, v) for v in line] for m, line in variants.items()}
+    bits = {m: [_nan(found.last(v, "bits_per_byte")) for v in line] for m, line in variants.items()}
+    calm = {m: found_norms[-1] < min(found_norms[:-1]) for m, found_norms in norms.items()}
+    return Claim(
+        "The input gate's bias at the start",
+        "that a bias of -10 prevents the gradient norm's spikes and high variance that biases of 0, -2 and -5 have "
+        "(Figures 8 and 9).",
+        f"for mLSTMexp {verdict(calm['mlstm_exp'])}: the largest gradient norm is "
+        f"{numbers(norms['mlstm_exp'], '.0f')} for biases 0, -2, -5, -10 and held-out bits per byte "
+        f"{numbers(bits['mlstm_exp'])}. For mLSTMsig {verdict(calm['mlstm_sig'])}: the norms are "
+        f"{numbers(norms['mlstm_sig'], '.0f')}, bits per byte {numbers(bits['mlstm_sig'])}. One seed each, no run "
+        "diverged; spikes are rare events, so single norms say little.",
+        "tfla experiment fig8 --size small",
+    )
+
+
+def _grid(found: Found) -> Claim:
+    at = {(eps, bias): _nan(found.last(Variant("mlstm_exp", eps=eps, bias=bias), "bits_per_byte"))
+          for eps in EPSILONS for bias in BIASES}  # fmt: skip
+    best = {eps: min(BIASES, key=lambda bias: at[eps, bias] if at[eps, bias] == at[eps, bias] else 99.0)
+            for eps in EPSILONS}  # fmt: skip
+    rising = [best[eps] for eps in sorted(EPSILONS)]
+    lines = "; ".join(f"ε = {eps:g}: {numbers(at[eps, bias] for bias in BIASES)}" for eps in sorted(EPSILONS))
+    return Claim(
+        "Norm epsilon and bias belong together",
+        "that the best of the grid lie on a diagonal from (1e-6, -10) to (1e-4, -5): a larger epsilon wants a larger "
+        "bias (Figure 10).",
+        f"{verdict(rising == sorted(rising) and rising[0] < rising[-1])}: the best bias is "
+        + ", ".join(f"{best[eps]:g} for ε = {eps:g}" for eps in sorted(EPSILONS))
+        + f". Bits per byte for biases 0, -2, -5, -10: {lines}. One seed each, standard deviation {spread(found):.3f}.",
+        "tfla experiment fig10 --size small",
+    )
+
+
+def _below_zero(found: Found) -> Claim:
+    rows = {v: row for v in EXPERIMENTS["fig11"].variants if (row := found.trained(v)) is not None}
+    largest = [max(x for x in row["max_input_gate"] if x is not None) for row in rows.values()]
+    ends = [row["max_input_gate"][-1] for row in rows.values()]
+    return Claim(
+        "Input gates stay below zero",
+        "that pre-activations grow slowly from the bias of -10 and mostly stay below 0 (Figure 11).",
+        f"{verdict(bool(largest) and max(largest) < 0)}: the largest of {len(rows)} runs is "
+        f"{max(largest, default=0):.1f}, and runs end between {min(ends, default=0):.1f} and "
+        f"{max(ends, default=0):.1f}.",
+        "tfla experiment fig11 --size small",
+    )
+
+
+def _so_far(found: Found, name: str) -> tuple[str, dict[str, float]]:
+    """At which step the runs of an experiment are compared, and bits per byte there by what tells them apart."""
+    variants = EXPERIMENTS[name].variants
+    step = found.reached(variants)
+    bits = {
+        f"{NAMES[v.mixer]}{f' by {v.backend}' if v.backend else ''}": x
+        for v in variants if step and (x := found.at(v, "bits_per_byte", step)) is not None
+    }  # fmt: skip
+    when = "at the end" if step == found.steps else f"after {step} of {found.steps} steps, where the runs were stopped"
+    return when, bits
+
+
+def _listed(bits: dict[str, float]) -> str:
+    return ", ".join(f"{name} {x:.3f}" for name, x in bits.items()) or "none"
+
+
+def _kernels(found: Found) -> Claim:
+    when, bits = _so_far(found, "table3")
+    return Claim(
+        "Kernels and the parallel form",
+        "that its kernels reach the loss of a parallel form in JAX, of one head (Table 3).",
+        f"not settled at this size: held-out bits per byte {when}: {_listed(bits)}; one seed each. What backends "
+        "compute is compared on every gradient instead (Numerics). At the smoke size all backends that run on a CPU "
+        "train to the end, the step-by-step reference among them.",
+        "tfla experiment table3 --size small",
+    )
+
+
+def _contexts(found: Found) -> Claim:
+    when, bits = _so_far(found, "table5")
+    return Claim(
+        "Longer contexts",
+        "that mLSTMsig, mLSTMexp and Llama stand to each other at twice the context as they do at 4,096 (Table 5).",
+        f"not settled at this size: held-out bits per byte at {LONGER} times the context {when}: {_listed(bits)}; one "
+        "seed each.",
+        "tfla experiment table5 --size small",
+    )
