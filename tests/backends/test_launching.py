@@ -158,3 +158,32 @@ def test_the_gpu_of_the_tensors(run: Run) -> None:
     assert all(t.device == torch.device("cuda:1") for t in found)
     assert torch.cuda.current_device() == 0
     assert same([t.to("cuda:0") for t in found], run(*x))
+
+
+@pytest.mark.parametrize("kernel", ["fused", "tfla"])
+def test_tritons_autotuner_is_asked_for(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It times configurations once, and results are those of the shipped ones but for rounding."""
+    from tfla.backends.triton import compiled
+
+    x = random_inputs(2, 192)
+
+    def solve() -> list[Tensor]:
+        h = tfla.mlstm(*x[:5], backend="triton", kernel=kernel)
+        return [h.detach(), *torch.autograd.grad(h, x[:5], x[5])]
+
+    expected = solve()
+    compiled._kernels.cache_clear()
+    compiled.autotuned.cache_clear()
+    monkeypatch.setenv(compiled.AUTOTUNE, "1")
+    try:
+        found = solve()
+        assert compiled.autotuned.cache_info().currsize > 0
+        tuned = compiled.autotuned.cache_info().misses
+        again = solve()
+        assert compiled.autotuned.cache_info().misses == tuned
+    finally:
+        compiled._kernels.cache_clear()
+    assert same(again, found)
+    assert all(
+        (a.double() - b.double()).norm() <= 5e-3 * b.double().norm() for a, b in zip(found, expected, strict=True)
+    )

@@ -7,12 +7,15 @@ call launches, in order, follows from the sizes of what it reads: a second call 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Hashable
 from typing import Any
 
+import triton
 from torch import Tensor
 
 REMEMBERED = 1024  # calls
+AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable: "1" before the first call has Triton time warps and stages
 
 
 def static(x: Tensor | None) -> Hashable:
@@ -26,6 +29,15 @@ def _kernels(call: Hashable) -> dict[int, Any]:
     return {}
 
 
+@functools.cache
+def autotuned(kernel: Any, constants: tuple[str, ...], stages: int) -> Any:
+    """By Triton's autotuner, once for all of these constants: six configurations, those beside the shipped one."""
+    configs = [
+        triton.Config({"STAGES": n}, num_warps=warps) for warps in (4, 8) for n in range(max(1, stages - 1), stages + 2)
+    ]
+    return triton.autotune(configs, key=[name for name in constants if name != "STAGES"])(kernel)
+
+
 class Launches:
     """Those of one call, on the current device; `call`: all that kernels and their order depend on, None to forget."""
 
@@ -33,12 +45,22 @@ class Launches:
         self.kernels = {} if call is None else _kernels(call)
         self.count = 0
 
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
-        """As kernel[grid](*args, num_warps=num_warps, **constants), the constants being the last parameters."""
+    def __call__(
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False, **constants: Any
+    ) -> None:
+        """As kernel[grid](*args, num_warps=num_warps, **constants), the constants being the last parameters.
+
+        tunable: its warps and stages are free, and it may run twice, since it reads nothing that it writes.
+        """
         known = self.kernels.get(self.count)
         if known is None:
-            options = {"num_warps": num_warps, "enable_fp_fusion": True}  # which Triton 3.10 no longer does unasked
-            self.kernels[self.count] = kernel[grid](*args, **options, **constants)
+            options = {"enable_fp_fusion": True}  # which Triton 3.10 no longer does unasked
+            if tunable and os.environ.get(AUTOTUNE) == "1":
+                chosen = {name: x for name, x in constants.items() if name != "STAGES"}
+                run = autotuned(kernel, tuple(constants), constants["STAGES"])[grid]
+                self.kernels[self.count] = run(*args, **options, **chosen)
+            else:
+                self.kernels[self.count] = kernel[grid](*args, num_warps=num_warps, **options, **constants)
         else:
             pointers = (x.data_ptr() if type(x) is Tensor else x for x in args)
             known[(*grid, 1, 1)[:3]](*pointers, *constants.values())  # which are compiled in, in whatever order

@@ -247,7 +247,7 @@ class Call:
             OUTPUT=out is not None, PACKED=self.packed, SEGMENTED=self.segmented, STATE=state is not None,
             FINAL=final is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
             TMA=self.plan.descriptors and _describable(x, y, z, written), STAGES=tiles.stages, SKIP=skip,
-            num_warps=tiles.warps,
+            num_warps=tiles.warps, tunable=True,
         )  # fmt: skip
 
     def normaliser(
@@ -293,7 +293,7 @@ class Call:
             NORMALIZE=self.spec.normalize, DELTA=delta, PACKED=self.packed, SEGMENTED=self.segmented,
             STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
             PRECISION=self.precision, TMA=self.plan.descriptors and _describable(x, y, z, w, out), STAGES=tiles.stages,
-            LEAN=self.plan.lean, MARKS=self.marks, num_warps=tiles.warps,
+            LEAN=self.plan.lean, MARKS=self.marks, num_warps=tiles.warps, tunable=True,
         )  # fmt: skip
         return sums, marks, n_marks
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
     sizes = how, spec, static(into), tuple(map(static, (q, k, v, x.i, x.f, C, n, m, lengths)))
     launch = Launches(sizes if q.is_cuda else None)
     tensors = q, k, v, i, x.f, C, C if n is None else n, C if m is None else m, h, target, new_n, new_m
-    constants = {
+    constants: dict[str, Any] = {
         "DK": K, "DV": V, "BK": how.BK, "BV": how.BV, "NORMALIZE": n is not None, "INPUT_GATE": x.i is not None,
         "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log", "num_warps": how.warps,
     }  # fmt: skip

@@ -95,7 +95,7 @@ class Chunks(Call):
             self.T, self.tiles, self.H, self.group, self.steps, *_strides(x), *_strides(y),
             DK=self.K, DV=self.V, BK=BK, BV=BV, L=self.L, BACK=back, NORMALIZE=self.spec.normalize, DELTA=delta,
             PACKED=self.packed, GIVEN=given[0] is not None, FINAL=final[0] is not None, PRECISION=self.precision,
-            STAGES=sizes.stages, num_warps=sizes.warps,
+            STAGES=sizes.stages, num_warps=sizes.warps, tunable=True,
         )  # fmt: skip
         return C, n
 
@@ -117,7 +117,7 @@ class Chunks(Call):
             DA=contracted, DO=width, BA=sizes.contracted_block(contracted), BO=BO, L=self.L, LI=sizes.inner, BACK=back,
             OF_QK=w is not None, NORMALIZE=self.spec.normalize, DELTA=delta, SAVE_D=d is not None, PACKED=self.packed,
             EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision, STAGES=sizes.stages,
-            num_warps=sizes.warps,
+            num_warps=sizes.warps, tunable=True,
         )  # fmt: skip
         return sums
 
