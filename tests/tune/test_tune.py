@@ -25,6 +25,7 @@ from tfla.tune.predict import Candidate, Machine, chunk_sizes, predict
 from tfla.tune.run import TuneConfig, known_machine, tune
 
 H100 = known_machine("H100")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FIG5 = Problem(8, 8192, 8, 256, 512)
 SHAPE = ["--batch", "1", "--length", "160", "--heads", "1", "--dqk", "4", "--dhv", "4", "--dtype", "float32"]
 
@@ -88,6 +89,32 @@ def test_chunk_sizes() -> None:
     assert chunk_sizes(300) == [64, 128, 256, 300]
     assert chunk_sizes(64) == [64]
     assert chunk_sizes(5) == [5]
+
+
+def stored(suite: str) -> list[tuple[dict[str, Any], Candidate]]:
+    """What was measured of this library's kernels, forward and backward, with what is predicted of it."""
+    result = json.loads((RESULTS / f"{suite}.json").read_text(encoding="utf-8"))
+    gpu = Machine("", result["rates"]["gemm"]["rested"], result["rates"]["copy"]["rested"], 132)
+    found = []
+    for row in result["rows"]:
+        if row["name"].startswith("tfla") and "seconds" in row and row["direction"] == "forward + backward":
+            backend, kernel = row["way"].split()
+            p = Problem(*(row[name] for name in ("B", "T", "H", "dqk", "dhv")))
+            L = int(row["details"].get("segment") or row["details"]["chunk"])
+            found.append((row, predict(p, "exp" in row["name"], backend, kernel, L, gpu)))
+    return found
+
+
+@pytest.mark.parametrize("suite", ["fig4", "fig5"])
+def test_predictions_beside_what_was_measured(suite: str) -> None:
+    """Times within a factor of 2.5, memory within a tenth or 400 MiB, and the faster kernel is the faster one."""
+    rows = stored(suite)
+    assert len(rows) > 20
+    for row, found in rows:
+        assert 0.4 < row["seconds"] / found.seconds < 2.5, (row["name"], row["x"], found)
+        assert abs(row["peak_bytes"] - found.peak_bytes) < max(0.1 * row["peak_bytes"], 400 * 2**20)
+    fastest, first = (min(rows, key=key) for key in (lambda r: r[0]["seconds"], lambda r: r[1].seconds))
+    assert fastest[1].way == first[1].way
 
 
 def candidate(L: int, seconds: float, size: int, kernel: str = "a") -> Candidate:

@@ -10,9 +10,11 @@ from tfla.bench.problem import Problem
 
 STATE_BYTES = 4  # of a number of a stored state
 SMALLEST = 64
-MARK = (
-    1024  # steps between the states that the fused backward keeps for the forget gate's gradient, at least one a chunk
-)
+MARK = 1024  # steps between the states that the fused backward keeps for the forget gate's gradient, or a chunk
+# What share of the bounds below kernels reach, forward and backward together, on an H200: fig4.json and fig5.json of
+# benchmarks/results. The state of a head with wide keys leaves Triton's walks few registers.
+REACHED = {("hopper", "fused"): 0.47, ("triton", "fused"): 0.34, ("triton", "tfla"): 0.39}
+WIDE_KEYS, REACHED_WIDE = 128, 0.08
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
     if gpu_walk:
         programs = heads * (1 if whole else chunks)
         seconds *= machine.processors * ceil(programs / machine.processors) / programs
+    share = REACHED.get((backend, kernel), 1.0)
+    seconds /= REACHED_WIDE if (backend, kernel) == ("triton", "fused") and p.dqk > WIDE_KEYS else share
     results = heads * p.T * ((2 * p.dhv + 2 * p.dqk) * p.itemsize + 3 * STATE_BYTES)
     kept = states if backend == "chunkwise" else 2 * states
     if gpu_walk:
