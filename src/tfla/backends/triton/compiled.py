@@ -31,10 +31,8 @@ def _kernels(call: Hashable) -> dict[int, Any]:
 
 @functools.cache
 def autotuned(kernel: Any, constants: tuple[str, ...], stages: int) -> Any:
-    """By Triton's autotuner, once for all of these constants: six configurations, those beside the shipped one."""
-    configs = [
-        triton.Config({"STAGES": n}, num_warps=warps) for warps in (4, 8) for n in range(max(1, stages - 1), stages + 2)
-    ]
+    """By Triton's autotuner, once for all of these constants: four configurations."""
+    configs = [triton.Config({"STAGES": n}, num_warps=warps) for warps in (4, 8) for n in (stages, stages + 1)]
     return triton.autotune(configs, key=[name for name in constants if name != "STAGES"])(kernel)
 
 
