@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from tfla.backends.triton import compiled
-from tfla.backends.triton.compiled import Launches, static
+from tfla.backends.triton.compiled import Arguments, Launches, launch, static
 
 
 class Kernel:
@@ -60,6 +60,27 @@ def test_other_calls_look_up_again(call: str | None) -> None:
         Launches(sizes)(Kernel("one", log), (1,), num_warps=4)
     assert [entry[0] for entry in log[:2]] == ["looked up one"] * 2
     assert log[2][0] == ("looked up one" if call is None else "one")
+
+
+@pytest.mark.parametrize("call", ["like this", None])
+def test_a_single_launch_asks_once(call: str | None) -> None:
+    """For its arguments; the tensors are those of each call."""
+    log: list[Any] = []
+    given = torch.zeros(3), torch.ones(3)
+    asked = []
+
+    def arguments() -> Arguments:
+        asked.append(True)
+        return Kernel("one", log), (7, 2), (5, 0.5), {"WIDTH": 64, "num_warps": 4, "BACK": True}
+
+    for x in given:
+        launch(call, (x, x), arguments)
+    constants = {"enable_fp_fusion": True, "WIDTH": 64, "BACK": True}
+    first, second = (("looked up one", (7, 2), (x, x, 5, 0.5), 4, constants) for x in given)
+    pointers = given[1].data_ptr(), given[1].data_ptr()
+    assert len(asked) == (1 if call else 2)
+    assert log[0] == first
+    assert log[1] == (("one", (7, 2, 1), (*pointers, 5, 0.5, 64, True)) if call else second)
 
 
 def test_what_distinguishes_tensors() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import triton
@@ -63,3 +63,24 @@ class Launches:
             pointers = (x.data_ptr() if type(x) is Tensor else x for x in args)
             known[(*grid, 1, 1)[:3]](*pointers, *constants.values())  # which are compiled in, in whatever order
         self.count += 1
+
+
+Arguments = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+
+
+def launch(call: Hashable, tensors: tuple[Tensor, ...], arguments: Callable[[], Arguments]) -> None:
+    """The only launch of a call, on the current device.
+
+    `arguments`: the kernel, its grid, what follows the tensors among its parameters, and constants with num_warps. They
+    are asked for once for equal `call`, each time where that is None.
+    """
+    known = {} if call is None else _kernels(call)
+    if known:
+        run, rest = known[0]
+        run(*[x.data_ptr() for x in tensors], *rest)
+        return
+    kernel, grid, rest, constants = arguments()
+    found = kernel[grid](*tensors, *rest, enable_fp_fusion=True, **constants)
+    if call is not None:
+        compiled_in = (value for name, value in constants.items() if name != "num_warps")
+        known[0] = found[(*grid, 1, 1)[:3]], (*rest, *compiled_in)

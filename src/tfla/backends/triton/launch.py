@@ -115,9 +115,10 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """For launches: the current device is this one."""
-    triton.set_allocator(_allocate)
+def on(device: torch.device, descriptors: bool = True) -> contextlib.AbstractContextManager[Any]:
+    """For launches: the current device is this one, and there is memory for tensor descriptors."""
+    if descriptors:
+        triton.set_allocator(_allocate)
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

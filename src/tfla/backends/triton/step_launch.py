@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla.backends.base import StepInputs, StepOutputs, StepSpec
 from tfla.backends.triton import step
-from tfla.backends.triton.compiled import Launches, static
+from tfla.backends.triton.compiled import Arguments, launch, static
 from tfla.backends.triton.launch import on
 
 PRECISION = "tf32x3"  # what is exact to about float32
@@ -69,29 +68,35 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         new_n, new_m = h.new_empty(0), h.new_empty(0)
     if B == 0:
         return StepOutputs(h, new_C, new_n, new_m)
-    several = T > 1 or lengths is not None or not spec.final_state
-    how = cut(K, V, several)
-    grid = ((V + how.BV - 1) // how.BV * B * H,)
     i = x.f if x.i is None else x.i
     target = new_C if spec.final_state else C
-    sizes = how, spec, static(into), tuple(map(static, (q, k, v, x.i, x.f, C, n, m, lengths)))
-    launch = Launches(sizes if q.is_cuda else None)
-    tensors = q, k, v, i, x.f, C, C if n is None else n, C if m is None else m, h, target, new_n, new_m
-    constants: dict[str, Any] = {
-        "DK": K, "DV": V, "BK": how.BK, "BV": how.BV, "NORMALIZE": n is not None, "INPUT_GATE": x.i is not None,
-        "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log", "num_warps": how.warps,
-    }  # fmt: skip
-    with on(q.device):
-        if several:
-            launch(
-                step.several_steps, grid, *tensors, C if lengths is None else lengths, H, H // q.shape[2], spec.scale,
-                *_strides(q), *_strides(k), *_strides(v), *_strides(i), *_strides(x.f), *_strides(C), *_strides(target),
-                T=T, BT=max(16, power_of_two(T)), LENGTHS=lengths is not None, FINAL=spec.final_state,
-                PRECISION=PRECISION, **constants,
-            )  # fmt: skip
-        else:
-            launch(
-                step.one_step, grid, *tensors, H, H // q.shape[2], spec.scale, *_step_strides(q), *_step_strides(k),
-                *_step_strides(v), *_step_strides(i), *_step_strides(x.f), *_strides(C), *_strides(target), **constants,
-            )  # fmt: skip
+    tensors: tuple[Tensor, ...] = (
+        q, k, v, i, x.f, C, C if n is None else n, C if m is None else m, h, target, new_n, new_m
+    )  # fmt: skip
+    several = T > 1 or lengths is not None or not spec.final_state
+    if several:
+        tensors += (C if lengths is None else lengths,)
+
+    def arguments() -> Arguments:
+        how = cut(K, V, several)
+        grid = ((V + how.BV - 1) // how.BV * B * H,)
+        constants = {
+            "DK": K, "DV": V, "BK": how.BK, "BV": how.BV, "NORMALIZE": n is not None, "INPUT_GATE": x.i is not None,
+            "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log", "num_warps": how.warps,
+        }  # fmt: skip
+        sizes = H, H // q.shape[2], spec.scale
+        if not several:
+            strides = (s for t in (q, k, v, i, x.f) for s in _step_strides(t))
+            return step.one_step, grid, (*sizes, *strides, *_strides(C), *_strides(target)), constants
+        strides = (s for t in (q, k, v, i, x.f, C, target) for s in _strides(t))
+        of_steps = {
+            "T": T, "BT": max(16, power_of_two(T)), "LENGTHS": lengths is not None, "FINAL": spec.final_state,
+            "PRECISION": PRECISION,
+        }  # fmt: skip
+        return step.several_steps, grid, (*sizes, *strides), of_steps | constants
+
+    given = q, k, v, x.i, x.f, C, n, m, lengths, into
+    call = (q.device, spec, *map(static, given)) if q.is_cuda else None
+    with on(q.device, descriptors=False):
+        launch(call, tensors, arguments)
     return StepOutputs(h, new_C, new_n, new_m)
