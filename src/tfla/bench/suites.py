@@ -194,16 +194,7 @@ SUITES = {
         (
             Entry("tfla mLSTMsig", "tfla.bench.contenders:step", {"gate": "sigmoid"}, form="step sigmoid"),
             Entry("tfla mLSTMexp", "tfla.bench.contenders:step", {"gate": "exp"}, form="step exp"),
-            Entry(
-                "tfla mLSTMexp, in place", "tfla.bench.contenders:step", {"gate": "exp", "in_place": True},
-                form="step exp",
-            ),
             Entry("device copy of C", "tfla.bench.contenders:copy_state", form="step sigmoid"),
-            Entry(
-                "tfla mLSTMexp, state in bfloat16", "tfla.bench.contenders:step",
-                {"gate": "exp", "state_dtype": "bfloat16"},
-            ),
-            Entry("device copy of C in bfloat16", "tfla.bench.contenders:copy_state", {"dtype": "bfloat16"}),
             Entry(
                 "fla simple_gla fused_recurrent", "tfla.bench.peers:simple_gla_step", needs="fla",
                 form="step sigmoid",
@@ -216,6 +207,15 @@ SUITES = {
                 "mlstm_kernels mLSTMexp native", "tfla.bench.peers:mlstm_kernels_step", {"kernel": "native"},
                 needs="mlstm_kernels", form="step exp",
             ),
+            Entry(
+                "tfla mLSTMexp, in place", "tfla.bench.contenders:step", {"gate": "exp", "in_place": True},
+                form="step exp",
+            ),
+            Entry(
+                "tfla mLSTMexp, state in bfloat16", "tfla.bench.contenders:step",
+                {"gate": "exp", "state_dtype": "bfloat16"},
+            ),
+            Entry("device copy of C in bfloat16", "tfla.bench.contenders:copy_state", {"dtype": "bfloat16"}),
         ),
         directions=(FORWARD,), panels=(FORWARD,),
     ),
