@@ -57,7 +57,7 @@ def test_a_subject_writes_pictures_and_numbers(tmp_path, capsys, kind):
     start = {"png": b"\x89PNG", "svg": b"<?xml"}[kind]
     assert (tmp_path / f"line.{kind}").read_bytes().startswith(start)
     out = capsys.readouterr().out
-    assert "line.csv: A line" in out
+    assert "line.csv: A line\n  The line rises, 1 < 2.\n  See `tfla.mlstm`.\n" in out
     assert "not drawn: A gap: no benchmarks/results/gone.json" in out
 
 

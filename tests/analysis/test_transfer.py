@@ -98,10 +98,10 @@ def test_figures(tmp_path: Path) -> None:
     """The rows of maps are tested with one row: drawing takes longest."""
     config = Config(out=tmp_path, eps=1e-4, input_gate_bias=-5.0)
     i, f = (-12.0, 8.0), (-5.0, 12.0)
-    found = {("exp", "bounded"): gains("exp", "bounded", i, f, (1e-6,))}
+    found = {(gate, VARIANTS[gate][0]): gains(gate, VARIANTS[gate][0], i, f, (1e-6, 1e-4)) for gate in GATES}
     drawn = figure(config, "fig", "Figure", "caption", [("exp", "bounded")], found, (1e-6,))
     assert len(drawn.data_path.read_text().splitlines()) == 1 + 4
-    assert "--eps 0.0001 --input-gate-bias -5" in draw_start(config, i, f).command
+    assert "--eps 0.0001 --input-gate-bias -5" in draw_start(config, found).command
 
 
 def test_claims() -> None:

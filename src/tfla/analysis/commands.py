@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
 
 from tfla.analysis.frame import Figure, Options
@@ -50,6 +51,8 @@ def analyze(args: Sequence[str]) -> int:
     for figure in subject.draw(config):
         if isinstance(figure, Figure):
             print(f"wrote {figure.path} and {figure.data_path.name}: {figure.title}")
+            for paragraph in figure.caption.split("\n\n"):
+                print(textwrap.fill(" ".join(paragraph.split()), 100, initial_indent="  ", subsequent_indent="  "))
         else:
             print(f"not drawn: {figure.title}: {figure.why}")
     return 0

@@ -145,15 +145,15 @@ def start(config: Config) -> Gains:
     return gains("exp", "bounded", (i,), f, (config.eps,))
 
 
-def draw_start(config: Config, i: tuple[float, ...], f: tuple[float, ...]) -> Figure:
-    """Both gates after the norm, with the line on which a model's heads start."""
+def draw_start(config: Config, found: dict[tuple[InputGate, Normalizer], Gains]) -> Figure:
+    """Both gates after the norm, with the line on which a model's heads start; the maps have the config's epsilon."""
     drawing, axes = panels(1, 2, width=3.9, height=3.4, sharey=True)
     numbers: list[dict[str, Any]] = []
     at, ends = config.start
     for one, gate in zip(axes[0], INPUT_GATES, strict=True):
         kind: InputGate = "exp" if gate == "exp" else "sigmoid"
         normalizer = VARIANTS[kind][0]
-        maps = gains(kind, normalizer, i, f, (config.eps,))
+        maps = found[kind, normalizer]
         drawn = heat(one, maps, maps.after[config.eps], logarithmic=False)
         one.plot(
             ends, [at] * 2, color="white", lw=5, marker="o", ms=9, label="_"
@@ -187,7 +187,8 @@ def figures(config: Config) -> list[Figure | Missing]:
     """Figures 3, 6, 7 and the start of a model."""
     config.check()
     i, f = axis(I_RANGE, config.step), axis(F_RANGE, config.step)
-    found = {(gate, n): gains(gate, n, i, f, EPSILONS) for gate, normalizers in VARIANTS.items() for n in normalizers}
+    epsilons = tuple(dict.fromkeys((*EPSILONS, config.eps)))
+    found = {(gate, n): gains(gate, n, i, f, epsilons) for gate, normalizers in VARIANTS.items() for n in normalizers}
     defaults = [(gate, normalizers[0]) for gate, normalizers in VARIANTS.items()]
     return [
         figure(
@@ -208,7 +209,7 @@ def figures(config: Config) -> list[Figure | Missing]:
             "the two without a bound lose the input gate, as for mLSTMexp.",
             [("sigmoid", n) for n in VARIANTS["sigmoid"]], found, EPSILONS,
         ),
-        draw_start(config, i, f),
+        draw_start(config, found),
     ]  # fmt: skip
 
 
