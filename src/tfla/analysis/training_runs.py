@@ -69,9 +69,11 @@ class Found:
     def where(self) -> str:
         size, env = self.result["size"], self.result["environment"]
         tokens = size["steps"] * size["batch_size"] * size["context"]
+        amount = f"{tokens / 1e6:.1f} million" if tokens >= 1e6 else f"{tokens:,}"
+        blocks = f"{size['num_blocks']} block{'s' * (size['num_blocks'] > 1)}"
         return (
-            f"{size['num_blocks']} blocks of width {size['d_model']}, {tokens / 1e6:.1f} million bytes of Python's "
-            f"standard library, {env['device']}, {env['date']}"
+            f"{blocks} of width {size['d_model']}, {amount} bytes of Python's standard library, {env['device']}, "
+            f"{env['date']}"
         )
 
 

@@ -71,7 +71,7 @@ def run(name: str, config: ExperimentConfig) -> Path:
     if left:
         say(f"{left} runs are not finished; the same command goes on with them")
     every = configure(unique(v for e in EXPERIMENTS.values() for v in e.at(size)))
-    base = Variant("mlstm_exp").config(size, folder, device)
+    base = Variant("mlstm_exp").config(size, ExperimentConfig.folder / config.size, device)
     found: dict[str, Any] = {
         "kind": "training", "environment": environment(device) | {"python": platform.python_version()},
         "size": {"name": config.size, **asdict(size)}, "config": json.loads(to_json(base)),
