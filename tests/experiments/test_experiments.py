@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tfla.analysis.training import Config, claims, figures
-from tfla.analysis.training_runs import Found, load, table_of, text, title_of
+from tfla.analysis.training_runs import Found, load, running_median, spikes, table_of, text, title_of
 from tfla.cli import main
 from tfla.experiments import run as runner
 from tfla.experiments.crew import train_all
@@ -141,6 +141,14 @@ def test_runs_that_were_stopped_are_compared_where_all_of_them_are() -> None:
     assert [line[0] for line in table_of(found).rows] == ["Table 5, 4 times the context; after 2 of 6 steps"] * 2
     assert title_of("x", found, 6) == "x"
     assert Found({"size": {"steps": 4}, "runs": [row(exp, 0, 2, 4), row(sig, 0, 2)]}).reached([exp, sig]) == 4
+
+
+def test_spikes_stand_out_from_the_steps_around_them() -> None:
+    norms = [50.0] * 5 + [1.0] * 95
+    assert spikes(norms) == []
+    norms[10], norms[50], norms[60] = 9.0, 7.0, 4.0
+    assert spikes(norms) == [7.0]
+    assert running_median([1.0, 9.0, 2.0], 3) == [5.0, 2.0, 5.5]
 
 
 def test_figures_say_what_is_missing(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from tfla.analysis.frame import Figure, Missing, write
@@ -11,12 +10,16 @@ from tfla.analysis.training_claims import claims
 from tfla.analysis.training_runs import (
     MEASURE,
     NAMES,
+    SETTLED,
+    SPIKE,
     TABLES,
     Config,
     Found,
     Row,
     load,
     reached,
+    running_median,
+    spikes,
     spread,
     text,
     title_of,
@@ -72,12 +75,6 @@ def tables(config: Config, found: Found) -> Figure:
     )  # fmt: skip
 
 
-def running_median(values: list[float], width: int = 21) -> list[float]:
-    """Of the steps around each."""
-    half = width // 2
-    return [statistics.median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
-
-
 def gate_biases(config: Config, found: Found, mixer: Mixer, name: str, title: str) -> Figure:
     """Figures 8 and 9: held-out text and gradient norm by the input gate's bias, trainable and fixed."""
     drawing, axes = panels(2, 2, width=5.0, height=3.2, sharex=True, sharey="row")
@@ -96,7 +93,7 @@ def gate_biases(config: Config, found: Found, mixer: Mixer, name: str, title: st
             below.plot(range(1, len(norms) + 1), norms, color=CYCLE[n], lw=0.6, alpha=0.45)
             below.plot(
                 range(1, len(norms) + 1), running_median(norms), color=CYCLE[n], lw=1.8,
-                label=f"bias {bias:g}, up to {max(norms):,.0f}",
+                label=f"bias {bias:g}: {len(spikes(norms))} spikes, up to {max(norms[SETTLED:], default=0):,.0f}",
             )  # fmt: skip
             table += [
                 {"trainable": trainable, "bias": bias, "step": step, "grad_norm": norm}
@@ -113,8 +110,8 @@ def gate_biases(config: Config, found: Found, mixer: Mixer, name: str, title: st
     return write(
         config, name, drawing, table, title=title,
         caption="Above, held-out text; the number is at the end. Below, the norm of the gradient before clipping: thin "
-        "at every step, thick the running median of 21, in the legend its largest. Spikes are single steps. "
-        f"{found.where}, seed 0.",
+        f"at every step, thick the running median. A spike is a step above {SPIKE} times that; spikes and the largest "
+        f"norm are those after the first {SETTLED} steps. {found.where}, seed 0.",
         command=COMMAND,
     )  # fmt: skip
 

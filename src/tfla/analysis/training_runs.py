@@ -15,6 +15,7 @@ from tfla.train.messages import UserError, reason
 
 Row = dict[str, Any]
 MEASURE = "tfla experiment all --size small --out benchmarks/results/training.json"
+SETTLED, SPIKE = 20, 5  # steps at the start that have large norms anyway; times the running median
 NAMES: dict[Mixer, str] = {"mlstm_exp": "mLSTMexp", "mlstm_sig": "mLSTMsig", "attention": "Llama (attention)"}
 
 
@@ -101,6 +102,18 @@ def text(values: Sequence[float], digits: int = 3) -> str:
         return "-"
     mean = f"{statistics.mean(values):.{digits}f}"
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def running_median(values: list[float], width: int = 21) -> list[float]:
+    """Of the steps around each."""
+    half = width // 2
+    return [statistics.median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
+
+
+def spikes(norms: list[float]) -> list[float]:
+    """Gradient norms far above those around them, once training has settled."""
+    usual = running_median(norms)
+    return [x for n, x in enumerate(norms) if n >= SETTLED and x > SPIKE * usual[n]]
 
 
 def seeds(variant: Variant) -> tuple[Variant, ...]:
