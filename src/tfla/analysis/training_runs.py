@@ -110,10 +110,10 @@ def running_median(values: list[float], width: int = 21) -> list[float]:
     return [statistics.median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
 
 
-def spikes(norms: list[float]) -> list[float]:
+def spikes(norms: list[float], above: float = SPIKE) -> list[float]:
     """Gradient norms far above those around them, once training has settled."""
     usual = running_median(norms)
-    return [x for n, x in enumerate(norms) if n >= SETTLED and x > SPIKE * usual[n]]
+    return [x for n, x in enumerate(norms) if n >= SETTLED and x > above * usual[n]]
 
 
 def seeds(variant: Variant) -> tuple[Variant, ...]:
