@@ -131,12 +131,16 @@ class Backend(ABC):
 
     name: str
     priority: int  # `backend=None` takes the highest that can run
-    kernels: tuple[str, ...]  # the first is the default
+    kernels: tuple[str, ...]
     takes_gates = False  # as a model has them, of any float dtype
 
     @abstractmethod
     def unsupported(self, x: Inputs) -> str | None:
         """Why these inputs cannot run here, or None."""
+
+    def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
+        """What `kernel=None` takes, chunk_size being None where that is left open too."""
+        return self.kernels[0]
 
     @abstractmethod
     def default_chunk_size(self, x: Inputs, kernel: str) -> int: ...

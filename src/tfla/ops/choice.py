@@ -21,5 +21,5 @@ def choose(
     found = tuned.find(x, chosen.name, kernel, normalize) if chunk_size is None else None
     if found is not None:
         return chosen, found.kernel, found.chunk_size
-    kernel = chosen.kernels[0] if kernel is None else kernel
+    kernel = chosen.default_kernel(x, chunk_size) if kernel is None else kernel
     return chosen, kernel, chunk_size or chosen.default_chunk_size(x, kernel)

@@ -224,7 +224,7 @@ def tune(p: Problem, gate: InputGate, config: TuneConfig, machine: Machine) -> T
     candidates = [
         predict(p, gate == "exp", backend.name, kernel, L, machine) for kernel in kernels for L in chunk_sizes(p.T)
     ]
-    first = config.kernel or backend.kernels[0]
+    first = config.kernel or (backend.kernels[0] if config.accelerator else backend.default_kernel(inputs(p), None))
     # What `chunk_size=None` is without an entry; a backend for a GPU decides by the processors it has.
     default = p.T if config.accelerator else min(backend.default_chunk_size(inputs(p), first), p.T)
     if (first, default) not in {(c.kernel, c.chunk_size) for c in candidates}:

@@ -35,6 +35,13 @@ def _ampere_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+@constant
+def _cheapest(dqk: int, dhv: int, itemsize: int, chunk_size: int, device: torch.device) -> str:
+    from tfla.backends.triton import cost
+
+    return cost.cheapest(dqk, dhv, itemsize, chunk_size, device)
+
+
 class Triton(Backend):
     name = "triton"
     priority = 10
@@ -66,6 +73,10 @@ class Triton(Backend):
         if q.dtype == torch.float64:
             return "it computes in float32 at most, the inputs are float64"
         return None
+
+    def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
+        dims = int(x.q.shape[-1]), int(x.v.shape[-1])
+        return _cheapest(*dims, x.q.element_size(), TFLA_CHUNK if chunk_size is None else chunk_size, x.q.device)
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         if kernel == "tfla":

@@ -70,11 +70,11 @@ def architecture(device: torch.device) -> int:
 
 
 def plan(x: Inputs) -> Plan:
-    return _plan(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), products(x), architecture(x.q.device))
+    return plan_of(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), products(x), architecture(x.q.device))
 
 
 @functools.cache
-def _plan(dqk: int, dhv: int, itemsize: int, products: str, architecture: int) -> Plan:
+def plan_of(dqk: int, dhv: int, itemsize: int, products: str, architecture: int) -> Plan:
     """L does not depend on `products`."""
     K, V = power_of_two(dqk), power_of_two(dhv)
     fits = itemsize == 2 and max(K, V) <= 256 and dqk % 8 == 0 and dhv % 8 == 0

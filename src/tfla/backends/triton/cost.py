@@ -1,0 +1,50 @@
+"""The cost model behind kernel=None: FLOPs and bytes of a step of a head, forward and backward, against what tensor
+cores and memory do.
+
+A choice by head dims alone, so that a traced call stays one graph for all lengths. How many programs there are against
+multiprocessors decides about segments, `launch.best_chunk_size`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tfla.backends.triton import launch
+
+BYTE = 190  # FLOPs that tensor cores of an H200 compute while it moves a byte; 160 to 300 on other GPUs
+# Shares of the tensor cores' rate that kernels reach on an H200, from fig4.json and fig14.json: walks with tiles by
+# descriptors, with keys up to 128 and wider ones, whose states leave few registers; walks with MMAs of single warps,
+# which are a fraction of what Hopper can; the paper's kernels.
+NARROW, WIDE, WARPS, PAPERS = 0.38, 0.24, 0.09, 0.39
+
+
+def walks(K: int, V: int, itemsize: int, plan: launch.Plan, architecture: int) -> float:
+    """Cost of "fused": programs that share a head's state all make P, and load what they do not share out."""
+    L = plan.L
+    columns, rows = launch.ceil_div(V, plan.columns.split), launch.ceil_div(K, plan.rows.split)
+    flops = 2 * (columns * 2 * L * K + 2 * L * V + 4 * K * V) + 2 * (rows * 2 * L * V + 2 * L * K + 4 * K * V)
+    moved = 2 * (columns * 2 * K + 2 * V) + 2 * (rows * 2 * V + 3 * K)
+    if plan.lean:
+        share = NARROW if K <= 128 else WIDE
+    else:
+        share = WARPS if architecture == 90 else PAPERS
+    return max(flops / share, moved * itemsize * BYTE)
+
+
+def papers(K: int, V: int, itemsize: int, chunk_size: int) -> float:
+    """Cost of "tfla": quadratic inside a chunk; states are stored, and inputs read for each result."""
+    flops = 14 * K * V + chunk_size * (4 * K + 3 * V)
+    moved = 10 * (K + V) * itemsize + 6 * K * V * 4 / chunk_size
+    return (flops + moved * BYTE) / PAPERS
+
+
+@functools.cache
+def cheapest(K: int, V: int, itemsize: int, chunk_size: int, device: torch.device) -> str:
+    """The kernel for head dims K and V on a GPU; `chunk_size` is that of the paper's kernels."""
+    if itemsize != 2:  # no measurement says that the paper's kernels are ever faster
+        return "fused"
+    architecture = launch.architecture(device)
+    walk = walks(K, V, itemsize, launch.plan_of(K, V, itemsize, "tf32", architecture), architecture)
+    return "fused" if walk <= papers(K, V, itemsize, chunk_size) else "tfla"

@@ -1,0 +1,33 @@
+"""The cost model takes the kernel that was measured to be faster."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+# dqk, dhv, and which kernel took less time, forward and backward, on an H200: fig4.json, fig12.json, fig14.json.
+MEASURED = [(128, 256, "fused"), (256, 512, "tfla")]
+
+
+@pytest.mark.parametrize(("dqk", "dhv", "faster"), MEASURED)
+def test_as_measured(dqk: int, dhv: int, faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tfla.backends.triton import cost, launch
+
+    monkeypatch.setattr(launch, "architecture", lambda device: 90)
+    cost.cheapest.cache_clear()
+    try:
+        assert cost.cheapest(dqk, dhv, 2, 256, torch.device("cpu")) == faster
+    finally:
+        cost.cheapest.cache_clear()
+
+
+def test_large_chunks_are_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tfla.backends.triton import cost
+
+    costs = [cost.papers(256, 512, 2, chunk_size) for chunk_size in (256, 1024, 65536)]
+    assert costs == sorted(costs)
+    assert cost.papers(256, 512, 2, 16) > costs[0]  # states
