@@ -23,6 +23,7 @@ from tfla.tune.choose import best, shortlist
 from tfla.tune.measure import Measured
 from tfla.tune.predict import Candidate, Machine, chunk_sizes, predict
 from tfla.tune.run import TuneConfig, known_machine, tune
+from tfla.tune.stored import entries
 
 H100 = known_machine("H100")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -254,10 +255,46 @@ def test_entries_replace_those_of_the_same_shape(cache: Path) -> None:
 
 
 def test_the_shipped_table() -> None:
-    """It can be read, and every shape has one entry for each gate and dtype."""
-    found = tuned.parse(SHIPPED.read_text(encoding="utf-8"))
-    assert len({e.key for e in found}) == len(found)
-    assert all(e.chunk_size <= e.T for e in found)
+    """Every shape has one entry for each gate and dtype, within a tenth of the fastest that is stored."""
+    read = tuned.parse(SHIPPED.read_text(encoding="utf-8"))
+    assert len({e.key for e in read}) == len(read)
+    assert {(e.T, e.H, e.dqk, e.dhv, e.normalize) for e in read} >= {(8192, 8, 256, 512, n) for n in (True, False)}
+    best_of = {store.entry(row).key: row["seconds"] for row in entries(RESULTS)}
+    for row in json.loads(SHIPPED.read_text(encoding="utf-8"))["entries"]:
+        assert row["chunk_size"] <= row["T"]
+        assert row["seconds"] <= 1.1 * best_of[store.entry(row).key]
+
+
+def benchmark(*rows: tuple[str, str, int, float], axis: str = "chunk size") -> dict[str, Any]:
+    """A result with rows of name, way, chunk size, seconds; a larger chunk takes less memory."""
+    shape = {"B": 8, "T": 8192, "H": 8, "dqk": 256, "dhv": 512, "direction": "forward + backward"}
+    names = ("name", "way", "x", "seconds")
+    return {
+        "suite": "fig5", "axis": axis, "config": {"repeats": 1},
+        "environment": {"device": "a GPU", "date": "2026-01-02", "versions": {"torch": "2.11.0"}},
+        "rows": [
+            shape | dict(zip(names, row, strict=True)) | {"details": {"chunk": row[2]}, "peak_bytes": 2**40 // row[2]}
+            for row in rows
+        ],
+    }  # fmt: skip
+
+
+def test_winners_of_stored_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fastest of the backend that the library takes, of equally fast ones the smallest; what ran alone is none."""
+    rows = [("tfla mLSTMexp", "triton fused", 64, 3.0), ("tfla mLSTMexp, triton tfla", "triton tfla", 256, 1.0),
+            ("tfla mLSTMexp, triton tfla", "triton tfla", 512, 1.01), ("tfla mLSTMexp, x y", "x y", 64, 0.1),
+            ("fla simple_gla chunk", "fla", 64, 0.1), ("tfla mLSTMsig", "triton fused", 64, 1.0)]  # fmt: skip
+    (tmp_path / "fig5.json").write_text(json.dumps(benchmark(*rows)))
+    target = tmp_path / "table" / "chunk_sizes.json"
+    assert main(["tune", "--stored", str(tmp_path), "--file", str(target)]) == 0
+    assert f"1 shapes of {tmp_path} kept in {target}" in capsys.readouterr().out
+    (found,) = tuned.parse(target.read_text())
+    assert (found.device, found.backend, found.kernel, found.chunk_size, found.normalize) == (
+        "a GPU", "triton", "tfla", 512, True,
+    )  # fmt: skip
+    assert (found.B, found.T, found.H, found.dqk, found.dhv, found.dtype) == (8, 8192, 8, 256, 512, "bfloat16")
+    assert main(["tune", "--stored", str(tmp_path / "table")]) == 1
+    assert "has no results" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tfla.tune import store
 from tfla.tune.choose import best, shortlist
 from tfla.tune.measure import Measured, measured
 from tfla.tune.predict import Candidate, Machine, chunk_sizes, predict
+from tfla.tune.stored import entries
 
 MOST = 3  # candidates of a kernel that are measured
 PROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "H200": 132, "B200": 148}  # multiprocessors, from data sheets
@@ -65,6 +66,8 @@ class TuneConfig:
     """Predict only; nothing is measured or kept."""
     accelerator: str | None = None
     """Predict for one that is not here, such as H100."""
+    stored: Path | None = None
+    """Keep the winners among results of `tfla bench gpu` in this folder; nothing is measured."""
     again: bool = False
     """Measure although there is an entry."""
     repeats: int = 10
@@ -243,9 +246,18 @@ def run(config: TuneConfig) -> None:
         UserError: an option does not fit, or the file cannot be written.
     """
     config.check()
+    file = config.file or user_file()
+    if config.stored is not None:
+        found_there = entries(config.stored)
+        if not found_there:
+            raise UserError(
+                f"stored: {config.stored} has no results in which several kernels or chunk sizes were timed"
+            )
+        store.add(file, found_there)
+        print(f"{len(found_there)} shapes of {config.stored} kept in {file}")
+        return
     device = "cuda" if config.accelerator else str(pick_device(config.device))
     machine = known_machine(config.accelerator) if config.accelerator else this_machine(device)
-    file = config.file or user_file()
     rows, why = store.read(file)
     if why is not None:
         print(f"{file} cannot be used and is written anew: {why}")

@@ -1,0 +1,72 @@
+"""Winners among what `tfla bench gpu` measured of this library's kernels: entries without measuring again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tfla.bench.problem import BOTH
+from tfla.bench.stored import load
+from tfla.bench.suites import SUITES
+from tfla.ops.tuned import Entry
+from tfla.tune.choose import best
+from tfla.tune.measure import Measured
+from tfla.tune.predict import Candidate
+
+Row = dict[str, Any]
+SHAPE = ("B", "T", "H", "dqk", "dhv")
+
+
+def candidate(row: Row, axis: str) -> Measured:
+    """What ran, with the chunk size it was given or picked."""
+    backend, _, kernel = row["way"].partition(" ")
+    details = row["details"]
+    chunk = row["x"] if axis == "chunk size" else details.get("segment") or details["chunk"]
+    found = Candidate(backend, kernel, int(chunk), row["seconds"], row["peak_bytes"])
+    return Measured(found, row["seconds"], row["peak_bytes"])
+
+
+def winners(result: Row) -> list[Row]:
+    """An entry for every shape and gate of one result of which two candidates or more of a backend were measured.
+
+    The backend is the one that the library takes: that of its first contender there.
+    """
+    env = result["environment"]
+    shapes: dict[tuple[Any, ...], dict[tuple[str, int], Measured]] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for row in result["rows"]:
+        if row["name"].startswith("tfla mLSTM") and row.get("direction") == BOTH and {"seconds", "way"} <= set(row):
+            if not {"segment", "chunk"} & set(row["details"]):  # not a kernel for GPUs
+                continue
+            key = row["name"].removeprefix("tfla mLSTM")[:3], *(row[name] for name in SHAPE)
+            one = candidate(row, result["axis"])
+            if first.setdefault(key, one.candidate.backend) == one.candidate.backend:
+                shapes.setdefault(key, {}).setdefault((one.candidate.kernel, one.candidate.chunk_size), one)
+    entries = []
+    for (gate, B, T, H, dqk, dhv), found in shapes.items():
+        winner = best(list(found.values()), None)
+        if len(found) < 2 or not isinstance(winner, Measured):
+            continue
+        c = winner.candidate
+        dtype = SUITES[result["suite"]].at(T).dtype
+        entry = Entry(
+            env["device"], c.backend, dtype, gate == "exp", B, T, H, dqk, dhv, c.kernel, c.chunk_size, False
+        )  # fmt: skip
+        entries.append(
+            entry._asdict()
+            | {"seconds": winner.seconds, "peak_bytes": winner.peak_bytes, "memory_limit": None, "among": len(found),
+               "date": env["date"], "versions": env["versions"]}
+        )  # fmt: skip
+    return entries
+
+
+def entries(folder: Path) -> list[Row]:
+    """Those of all results in a folder; of a shape that several have, the one chosen among most candidates."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for result in load(folder).values():
+        if result["suite"] not in ("decode", "steps", "generate"):
+            for row in winners(result):
+                key = tuple(row[name] for name in Entry._fields[:9])
+                if key not in found or row["among"] > found[key]["among"]:
+                    found[key] = row
+    return list(found.values())
