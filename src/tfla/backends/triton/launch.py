@@ -89,13 +89,15 @@ def plan_of(dqk: int, dhv: int, itemsize: int, products: str, architecture: int)
         return Plan(64, columns, rows, True, True)
     # MMAs of one warp, operands in registers; IEEE float32 has none. Two blocks need fewer registers at once than one.
     L = 32 if itemsize == 2 and K <= 256 and V <= 512 else 16
-    elements = 16384 if itemsize == 2 else 8192  # of a program's state
+    aligned = dqk % 8 == 0 and dhv % 8 == 0  # other rows take registers for their addresses
+    elements = 16384 if itemsize == 2 and aligned else 8192  # of a program's state
     most = 32 if products in ("tf32", "tf32x3") and itemsize == 4 else 512  # MMAs of four warps misread 16 columns
     split = max(16, min(V, most, elements // K))
-    blocks = 2 if itemsize == 2 and split > 16 else 1
+    blocks = 2 if itemsize == 2 and split > 64 and aligned else 1
     columns = Tiles(split, split // blocks, blocks, 4 if most == 32 else 8, 2)
-    blocks = 2 if V > 64 else 1
-    return Plan(L, columns, Tiles(max(16, min(K, most, elements // V)), V // blocks, blocks, 8, 1), False, False)
+    blocks = 2 if V > (256 if architecture == 100 else 64) and aligned else 1
+    split = max(16, min(K, most, elements // (2 if architecture == 120 else 1) // V))
+    return Plan(L, columns, Tiles(split, V // blocks, blocks, 8, 1), False, False)
 
 
 def float32_products() -> str:
