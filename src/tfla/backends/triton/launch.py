@@ -95,7 +95,7 @@ def plan_of(dqk: int, dhv: int, itemsize: int, products: str, architecture: int)
     split = max(16, min(V, most, elements // K))
     blocks = 2 if itemsize == 2 and split > 64 and aligned else 1
     columns = Tiles(split, split // blocks, blocks, 4 if most == 32 else 8, 2)
-    blocks = 2 if V > (256 if architecture == 100 else 64) and aligned else 1
+    blocks = 2 if (256 if architecture == 100 else 64) < V and aligned else 1
     split = max(16, min(K, most, elements // (2 if architecture == 120 else 1) // V))
     return Plan(L, columns, Tiles(split, V // blocks, blocks, 8, 1), False, False)
 
