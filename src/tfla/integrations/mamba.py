@@ -165,6 +165,11 @@ def _per_head(name: str, t: Tensor, lead: tuple[int, ...], rest: tuple[int, ...]
     return t
 
 
+def _kept(state: Tensor, x: Tensor) -> bool:
+    """Whether a step leaves the state in its dtype."""
+    return state.dtype.itemsize == 2 or state.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -205,17 +210,20 @@ def selective_state_update(
     A = _per_head("A", A, (nheads,), (headdim, dstate))
     dt_bias = None if dt_bias is None else _per_head("dt_bias", dt_bias, (nheads,), (headdim,))
     dt = _steps(dt, dt_bias, dt_softplus)
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (state, x, dt, A, B, C))
+    in_place = state_batch_indices is None and not recorded and _kept(state, x)
     old = state
     if state_batch_indices is not None:
         check_shape("state_batch_indices", state_batch_indices, (batch,))
         old = state[state_batch_indices]
     with torch.autocast(x.device.type, enabled=False):
         y, new = tfla.linear_attention_step(
-            C, B, x, dt * A.to(dt.dtype), tfla.State(old.transpose(-1, -2)), torch.log(dt + TINY), scale=1.0
-        )
+            C, B, x, dt * A.to(dt.dtype), tfla.State(old.transpose(-1, -2)), torch.log(dt + TINY), scale=1.0,
+            in_place=in_place,
+        )  # fmt: skip
         updated = new.C.transpose(-1, -2)
-        if state_batch_indices is None:
-            state.copy_(updated)
-        else:
+        if state_batch_indices is not None:
             state[state_batch_indices] = updated.to(state.dtype)
+        elif not in_place:
+            state.copy_(updated)
         return _output(y, x, D, z)

@@ -142,5 +142,5 @@ def check_in_place(state: State, dtype: torch.dtype, recorded: bool) -> None:
         raise ValueError("in_place: got True while gradients are recorded, expected it under torch.no_grad()")
     if state.C.dtype != dtype:
         raise TypeError(f"state.C: got dtype {state.C.dtype}, expected {dtype} to be overwritten in place")
-    if state.C.stride(-1) != 1 and state.C.shape[-1] > 1:
-        raise ValueError("state.C: its last dimension is not dense, which in_place needs")
+    if any(step == 0 and n > 1 for step, n in zip(state.C.stride(), state.C.shape, strict=True)):
+        raise ValueError(f"state.C: got strides {state.C.stride()}, expected no 0: in_place overwrites each number")

@@ -44,7 +44,7 @@ def denominator(d, floor):
 @triton.jit(do_not_specialize=["H", "GROUP"])
 def one_step(
     Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, H, GROUP, scale,
-    qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, cb, ch, ck, sb, sh, sk,
+    qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, cb, ch, ck, cv, sb, sh, sk, sv,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NORMALIZE: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
@@ -68,11 +68,11 @@ def one_step(
         rk = first + tl.arange(0, BK)
         in_k = rk < DK
         inside = in_k[:, None] & in_v[None, :]
-        c = tl.load(C + b * cb + h * ch + rk[:, None] * ck + rv[None, :], inside, 0.0).to(tl.float32)
+        c = tl.load(C + b * cb + h * ch + rk[:, None] * ck + rv[None, :] * cv, inside, 0.0).to(tl.float32)
         q = tl.load(Q + b * qb + hq * qh + rk, in_k, 0.0).to(tl.float32)
         k = i * tl.load(K + b * kb + hq * kh + rk, in_k, 0.0).to(tl.float32)
         c = f * c + k[:, None] * v[None, :]  # (2)
-        tl.store(C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :], c.to(C_out.dtype.element_ty), inside)
+        tl.store(C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv, c.to(C_out.dtype.element_ty), inside)
         num += tl.sum(c * q[:, None], 0)
         if NORMALIZE:
             n = f * tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32) + k  # (3)
@@ -90,7 +90,7 @@ def one_step(
 @triton.jit(do_not_specialize=["H", "GROUP"])
 def several_steps(
     Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, lengths, H, GROUP, scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, ib, it, ih, fb, ft, fh, cb, ch, ck, sb, sh, sk,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, ib, it, ih, fb, ft, fh, cb, ch, ck, cv, sb, sh, sk, sv,
     DK: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
     LENGTHS: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -148,7 +148,7 @@ def several_steps(
         rk = first + tl.arange(0, BK)
         in_k = rk < DK
         inside = in_k[:, None] & in_v[None, :]
-        c = tl.load(C + b * cb + h * ch + rk[:, None] * ck + rv[None, :], inside, 0.0).to(tl.float32)
+        c = tl.load(C + b * cb + h * ch + rk[:, None] * ck + rv[None, :] * cv, inside, 0.0).to(tl.float32)
         q_at = Q + b * qb + rt[:, None] * qt + hq * qh + rk[None, :]
         q = tl.load(q_at, in_t[:, None] & in_k[None, :], 0.0).to(tl.float32)
         k_at = K + b * kb + rt[None, :] * kt + hq * kh + rk[:, None]
@@ -158,7 +158,9 @@ def several_steps(
         k = tl.where(kept[None, :], k * update_last[None, :], 0.0)
         if FINAL:
             c = weight_last * c + tl.dot(k, v_kept, input_precision=PRECISION)
-            tl.store(C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :], c.to(C_out.dtype.element_ty), inside)
+            tl.store(
+                C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv, c.to(C_out.dtype.element_ty), inside
+            )
         if NORMALIZE:
             n = tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32)
             den += tl.sum(q * n[None, :], 1)

@@ -54,7 +54,8 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
     """One launch. The new C goes to ``into``, which may be that of x, or with None to a new tensor."""
     B, T, H, V = x.v.shape
     K = x.q.shape[3]
-    q, k, v, C = (t if t.stride(-1) == 1 else t.contiguous() for t in (x.q, x.k, x.v, x.C))
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (x.q, x.k, x.v))
+    C = x.C
     n, m, lengths = _dense(x.n), _dense(x.m), _dense(x.lengths)
     h = torch.empty((B, T, H, V), dtype=v.dtype, device=v.device)
     if spec.final_state:
@@ -87,13 +88,13 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         sizes = H, H // q.shape[2], spec.scale
         if not several:
             strides = (s for t in (q, k, v, i, x.f) for s in _step_strides(t))
-            return step.one_step, grid, (*sizes, *strides, *_strides(C), *_strides(target)), constants
-        strides = (s for t in (q, k, v, i, x.f, C, target) for s in _strides(t))
+            return step.one_step, grid, (*sizes, *strides, *C.stride(), *target.stride()), constants
+        strides = (s for t in (q, k, v, i, x.f) for s in _strides(t))
         of_steps = {
             "T": T, "BT": max(16, power_of_two(T)), "LENGTHS": lengths is not None, "FINAL": spec.final_state,
             "PRECISION": PRECISION,
         }  # fmt: skip
-        return step.several_steps, grid, (*sizes, *strides), of_steps | constants
+        return step.several_steps, grid, (*sizes, *strides, *C.stride(), *target.stride()), of_steps | constants
 
     given = q, k, v, x.i, x.f, C, n, m, lengths, into
     call = (q.device, spec, *map(static, given)) if q.is_cuda else None
