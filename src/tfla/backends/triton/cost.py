@@ -14,9 +14,9 @@ import torch
 from tfla.backends.triton import launch
 
 BYTE = 190  # FLOPs that tensor cores of an H200 compute while it moves a byte; 160 to 300 on other GPUs
-# Shares of the tensor cores' rate that kernels reach on an H200, from fig4, fig5 and fig14 in benchmarks/results: walks with tiles by
-# descriptors, with keys up to 128 and wider ones, whose states leave few registers; walks with MMAs of single warps,
-# which are a fraction of what Hopper can; the paper's kernels.
+# Shares of the tensor cores' rate that kernels reach on an H200, from fig4, fig5 and fig14 in benchmarks/results: walks
+# with tiles by descriptors, with keys up to 128 and wider ones, whose states leave few registers; walks with MMAs of
+# single warps, which are a fraction of what Hopper can; the paper's kernels.
 NARROW, WIDE, WARPS, PAPERS = 0.38, 0.24, 0.09, 0.39
 
 
