@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -27,7 +27,7 @@ VARIANTS: dict[InputGate, tuple[Normalizer, ...]] = {  # Figures 6 and 7, the de
     "exp": ("bounded", "absolute", "plain"),
     "sigmoid": ("none", "bounded", "absolute", "plain"),
 }
-PER_CALL = 64  # forget gate values at once
+PER_CALL = 128  # points of the grid at once
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,17 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, gate: InputGa
     if normalizer == VARIANTS[gate][0]:
         return tfla.mlstm(q, k, v, i, f, input_gate=gate)
     log_i, log_f = log_gates(i, f, gate)
+    return normalized(unnormalized(q, k, v, log_f, log_i), normalizer)
+
+
+def unnormalized(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor) -> Tensor:
+    """C^T q and, behind it, n^T q: (B, T, H, d + 1)."""
     out = tfla.linear_attention(q, k, torch.cat([v, torch.ones_like(v[..., :1])], -1), log_f, log_i)
     assert isinstance(out, Tensor)
+    return out
+
+
+def normalized(out: Tensor, normalizer: Normalizer) -> Tensor:
     h, d = out[..., :-1], out[..., -1:]
     if normalizer == "bounded":
         d = d.abs().clamp(min=1)
@@ -68,6 +77,29 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, gate: InputGa
 def gain(h: Tensor, v: Tensor) -> Tensor:
     """max|h_t| / max|v_t| averaged over time (26): h (B, T, H, d) -> (B,), float64."""
     return (h.abs().amax(-1) / v.abs().amax(-1)).double().mean((1, 2))
+
+
+def over_input_gates(
+    q: Tensor, k: Tensor, v: Tensor, i: Sequence[float], f: Tensor, gate: InputGate, normalizer: Normalizer
+) -> Iterator[Tensor]:
+    """h for one input gate after the other, all of the forget gates f (F,) at once: (F, T, 1, d).
+
+    Without a normaliser in the operator a constant input gate is a factor, so that it runs once.
+    """
+    if normalizer == VARIANTS[gate][0]:
+        for values in torch.tensor(i).split(max(1, PER_CALL // len(f))):
+            pairs = torch.cartesian_prod(values, f).reshape(-1, 2)
+            at = [x.expand(len(pairs), -1, -1, -1) for x in (q, k, v)]
+            gates = [x[:, None, None].expand(-1, T, 1).contiguous() for x in pairs.unbind(1)]
+            h = outputs(at[0], at[1], at[2], gates[0], gates[1], gate, normalizer)
+            yield from h.unflatten(0, (len(values), len(f)))
+        return
+    at = [x.expand(len(f), -1, -1, -1) for x in (q, k, v)]
+    forget = f[:, None, None].expand(-1, T, 1).contiguous()
+    log_i, log_f = log_gates(torch.tensor(i), forget, gate)
+    whole = unnormalized(at[0], at[1], at[2], log_f, torch.zeros_like(log_f))
+    for weight in log_i.exp():
+        yield normalized(whole * weight, normalizer)
 
 
 @torch.no_grad()
@@ -86,19 +118,18 @@ def gains(
         raise ValueError(f"normalizer: got {normalizer!r}, allowed are {', '.join(map(repr, NORMALIZERS))}")
     q, k, v = draw(seed)
     norms = {eps: HeadNorm(1, HEAD_DIM, eps, kind) for eps in epsilons}
-    points = torch.cartesian_prod(torch.tensor(i), torch.tensor(f)).reshape(-1, 2)
-    before, after = [], {eps: list[Tensor]() for eps in epsilons}
-    for part in points.split(PER_CALL):
-        at = [x.expand(len(part), -1, -1, -1) for x in (q, k, v)]
-        gates = [x[:, None, None].expand(-1, T, 1).contiguous() for x in part.unbind(1)]
-        h = outputs(at[0], at[1], at[2], gates[0], gates[1], gate, normalizer)
-        before.append(gain(h, v))
-        for eps, norm in norms.items():
-            after[eps].append(gain(norm(h), v))
-    shape = len(i), len(f)
+    before, after = list[Tensor](), {eps: list[Tensor]() for eps in epsilons}
+    for part in torch.tensor(f).split(PER_CALL):
+        rows = [
+            torch.stack([gain(h, v), *(gain(norm(h), v) for norm in norms.values())])
+            for h in over_input_gates(q, k, v, i, part, gate, normalizer)
+        ]  # fmt: skip
+        columns = torch.stack(rows, 1)  # before and after each norm, input gates, forget gates
+        before.append(columns[0])
+        for eps, column in zip(norms, columns[1:], strict=True):
+            after[eps].append(column)
     return Gains(
-        tuple(i), tuple(f), torch.cat(before).reshape(shape),
-        {eps: torch.cat(found).reshape(shape) for eps, found in after.items()},
+        tuple(i), tuple(f), torch.cat(before, 1), {eps: torch.cat(found, 1) for eps, found in after.items()}
     )  # fmt: skip
 
 
