@@ -85,10 +85,13 @@ def figures(config: Config) -> list[Figure | Missing]:
                 f"{stem}.json: {run['environment']['device']}, {run['environment']['date']}"
                 for stem, run in result["runs"].items()
             )
+            peers = any("seconds" in r and not r["name"].startswith("tfla") for r in result["rows"])
+            alone = "" if peers else " Only this library was timed: its peers' times are not there."
             found.append(
                 write(
                     config, name, drawing, numbers(result["rows"]), title=result["title"], command=COMMAND,
-                    caption=f"{seen}\n\n{standing(result)}\n\nMedians, resting before each sample. Measured: {runs}.",
+                    caption=f"{seen}{alone}\n\n{standing(result)}\n\n"
+                    f"Medians, resting before each sample. Measured: {runs}.",
                 )
             )  # fmt: skip
     return found

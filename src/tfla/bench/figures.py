@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "tfla mLSTMsig": "#D55E00",
     "tfla mLSTMexp": "#0072B2",
+    "tfla": "#0072B2",
     "mlstm_kernels": "#E69F00",
     "fla": "#009E73",
     "Mamba": "#CC79A7",
@@ -21,6 +22,7 @@ FAMILIES = {
     "device copy": "#999999",
 }
 INK = "#333333"
+NARROW = 5  # the largest over the smallest below which an axis starts at 0
 MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
 LABELS = {FORWARD: "forward", BOTH: "forward and backward", "memory": "peak memory beyond inputs"}
 Row = dict[str, Any]
@@ -100,14 +102,19 @@ def figure_of(result: dict[str, Any]) -> Figure | None:
                         line = axes.plot(x, y, color=INK, lw=1.2, dashes=dashes, label=label, zorder=2)[0]
                         handles.setdefault(label, line)
             title = LABELS[panel] + (f", {group}" if group else "")
-            axes.set(xscale="log", yscale="log", title=title, xlabel=result["axis"])
+            heights = [float(y) for line in axes.lines for y in line.get_ydata()]
+            narrow = not heights or max(heights) < NARROW * min(heights)
+            axes.set(xscale="log", yscale="linear" if narrow else "log", title=title, xlabel=result["axis"])
             axes.set_ylabel("GiB" if panel == "memory" else "ms")
             axes.xaxis.set_major_locator(FixedLocator(xs))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(round(x))))
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            if narrow:
+                axes.set_ylim(0, 1.1 * max(heights, default=1.0))
+            else:
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_minor_formatter(NullFormatter())
             axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(True, color="#e6e6e6", lw=0.8)
             axes.set_axisbelow(True)
