@@ -113,7 +113,8 @@ def _biases(found: Found) -> Claim:
         "(Figures 8 and 9).",
         f"{verdict(least[SPIKE] == len(rows))}, in that spikes are fewest with -10, though there are some. One seed "
         f"each, and no run diverged. A spike is a step, of those after the first {SETTLED}, with more than {SPIKE} "
-        f"times the running median of the norm; by {' or '.join(f'{x} times' for x in least if x != SPIKE)} they are "
+        f"times the running median of the norm, a bound chosen with the curves in view; "
+        f"by {' or '.join(f'{x} times' for x in least if x != SPIKE)} they are "
         f"fewest in {' and '.join(str(n) for x, n in least.items() if x != SPIKE)} of {len(rows)} lines. Spikes, the "
         "largest norm, held-out bits per byte:",
         "tfla experiment fig8 --size small",
