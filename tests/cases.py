@@ -29,8 +29,6 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1.25e-3, t
 DTYPES = tuple(TOLERANCE)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's kernels run on the CPU, in Triton's interpreter
 FORMS = ("exp", "sigmoid", "plain", "normalized")  # mlstm with either input gate; linear_attention without, with n
-if INTERPRETED:  # the others are the same kernels with gates of the other two, and it takes a second a call
-    FORMS = ("exp", "plain")
 
 
 @dataclass(frozen=True)

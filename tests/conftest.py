@@ -9,7 +9,7 @@ import torch
 from cases import DEVICES, INTERPRETED, Way, ways
 from hypothesis import HealthCheck, settings
 
-EXAMPLES = 2 if INTERPRETED else 30  # a simulated GPU takes a second a call
+EXAMPLES = 3 if INTERPRETED else 30  # a simulated GPU takes a second a call
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=EXAMPLES, print_blob=True)
 settings.register_profile("explore", deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -47,8 +47,8 @@ def test_resets_every_few_steps(long_way: Way, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_nothing_is_forgotten(long_way: Way, form: str) -> None:
-    """8,192 steps under an open forget gate."""
-    p = problem(form, B=1, T=8192, Hq=1, H=1, K=4, V=4, positive_qk=True, dtype=torch.float32)
+    """16,384 steps under an open forget gate."""
+    p = problem(form, B=1, T=16384, Hq=1, H=1, K=4, V=4, positive_qk=True, dtype=torch.float32)
     p = p.but(f=torch.full_like(p.f, 10.0))
     check(solve(p, long_way), truth(p), torch.float32)
 
