@@ -1,26 +1,33 @@
-"""Launches of a call like a former one take its kernels."""
+"""Calls like a former one do what that one did, past Triton's look-ups."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+
+from tfla.backends.base import static
 from tfla.backends.triton import compiled
-from tfla.backends.triton.compiled import Arguments, Launches, launch, static
+from tfla.backends.triton.compiled import Program, Tape, bound, program, repeated
+
+Log = list[Any]
 
 
 class Kernel:
     """As Triton's: launching compiles, and gives what can be launched by itself."""
 
-    def __init__(self, name: str, log: list[Any]) -> None:
+    def __init__(self, name: str, log: Log) -> None:
         self.name, self.log = name, log
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def look_up(*args: Any, num_warps: int, **constants: Any) -> Any:
+        def look_up(*args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> Any:
             self.log.append((f"looked up {self.name}", grid, args, num_warps, constants))
             return Compiled(self.name, self.log)
 
@@ -28,63 +35,129 @@ class Kernel:
 
 
 class Compiled:
-    def __init__(self, name: str, log: list[Any]) -> None:
+    def __init__(self, name: str, log: Log) -> None:
         self.name, self.log = name, log
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.log.append((self.name, grid, args))
+        return lambda *args, stream=None: self.log.append((self.name, grid, args))
+
+
+class CompiledAsNow(Compiled):
+    """With what Triton 3.4 to 3.9 have."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def run(self, *args: Any) -> None:
+        self.log.append(("at once", *args))
 
 
 @pytest.fixture(autouse=True)
-def nothing_known() -> None:
-    compiled._kernels.cache_clear()
+def nothing_known() -> Iterator[None]:
+    compiled.forget()
+    yield
+    compiled.forget()
 
 
-def test_kernels_are_looked_up_once_by_place() -> None:
-    log: list[Any] = []
-    one, two, x = Kernel("one", log), Kernel("two", log), torch.zeros(3)
-    for _ in range(2):
-        launch = Launches("like this")
-        for kernel in (one, two, one):
-            launch(kernel, (7, 2), x, 5, num_warps=4, WIDTH=64, BACK=True)
-    at_first = [(f"looked up {name}", (7, 2), (x, 5), 4, {"WIDTH": 64, "BACK": True}) for name in ("one", "two", "one")]
-    then = [(name, (7, 2, 1), (x.data_ptr(), 5, 64, True)) for name in ("one", "two", "one")]
-    assert [entry[0] for entry in log] == [entry[0] for entry in (*at_first, *then)]
-    assert log[3:] == then
+def test_kernels_are_looked_up_once() -> None:
+    log: Log = []
+    one, two = Kernel("one", log), Kernel("two", log)
+
+    def first(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        out = tape.new(3)
+        for kernel, x in ((one, given[0]), (two, out)):
+            tape.launch(kernel, (7, 2), x, given[1], 5, num_warps=4, WIDTH=64, BACK=True)
+        return [out]
+
+    calls = [(torch.zeros(3), torch.ones(3)) for _ in range(2)]
+    (a,), (b,) = (repeated("like this", given, first) for given in calls)
+    x, y = calls[0]
+    constants = {"WIDTH": 64, "BACK": True}
+    assert log[:2] == [
+        ("looked up one", (7, 2), (x, y, 5), 4, constants), ("looked up two", (7, 2), (a, y, 5), 4, constants)
+    ]  # fmt: skip
+    x, y = calls[1]
+    assert log[2:] == [("one", (7, 2, 1), (x, y, 5, 64, True)), ("two", (7, 2, 1), (b, y, 5, 64, True))]
+    assert a is not b
+    repeated("another", calls[0], first)
+    assert log[4][0] == "looked up one"
 
 
-@pytest.mark.parametrize("call", ["another", None])
-def test_other_calls_look_up_again(call: str | None) -> None:
-    log: list[Any] = []
-    for sizes in ("like this", call, call):
-        Launches(sizes)(Kernel("one", log), (1,), num_warps=4)
-    assert [entry[0] for entry in log[:2]] == ["looked up one"] * 2
-    assert log[2][0] == ("looked up one" if call is None else "one")
+def add(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """What is done by PyTorch, in place and not; the second of what is given may be None."""
+    x, y = given
+    assert x is not None
+    dense = tape.do(Tensor.contiguous, x)
+    total = tape.do(Tensor.copy_, tape.new(*x.shape), dense)
+    return [tape.do(Tensor.add_, total, dense if y is None else y), total, dense]
 
 
-@pytest.mark.parametrize("call", ["like this", None])
-def test_a_single_launch_asks_once(call: str | None) -> None:
-    """For its arguments; the tensors are those of each call."""
-    log: list[Any] = []
-    given = torch.zeros(3), torch.ones(3)
-    asked = []
+@pytest.mark.parametrize("second", ["another", "the same", None])
+def test_tensors_are_those_of_each_call(second: str | None) -> None:
+    """A tensor that is given twice is two to the next call of these sizes."""
+    x = torch.randn(4, 3).T
+    y = {"another": torch.randn(3, 4), "the same": x, None: None}[second]
+    repeated("like this", (x, y), add)
+    other = torch.randn(4, 3).T, None if y is None else torch.randn(4, 3).T
+    found = repeated("like this", other, lambda *_: pytest.fail("not repeated"))
+    expected = other[0] + (other[0] if other[1] is None else other[1])
+    assert torch.equal(found[0], expected)
+    assert found[0] is found[1]
+    assert torch.equal(found[2], other[0])
+    assert found[2].is_contiguous()
 
-    def arguments() -> Arguments:
-        asked.append(True)
-        return Kernel("one", log), (7, 2), (5, 0.5), {"WIDTH": 64, "num_warps": 4, "BACK": True}
 
-    for x in given:
-        launch(call, (x, x), arguments)
-    constants = {"enable_fp_fusion": True, "WIDTH": 64, "BACK": True}
-    first, second = (("looked up one", (7, 2), (x, x, 5, 0.5), 4, constants) for x in given)
-    pointers = given[1].data_ptr(), given[1].data_ptr()
-    assert len(asked) == (1 if call else 2)
-    assert log[0] == first
-    assert log[1] == (("one", (7, 2, 1), (*pointers, 5, 0.5, 64, True)) if call else second)
+def test_nothing_is_kept_of_a_failure() -> None:
+    def fails(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        tape.new(3)
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        repeated("like this", [torch.zeros(3)], fails)
+    assert program("like this") is None
+    repeated("like this", [torch.zeros(3)], lambda tape, given: [tape.new(3)])
+    assert isinstance(program("like this"), Program)
+
+
+def test_tensors_that_the_tape_did_not_see_are_refused() -> None:
+    tape = Tape([torch.zeros(3)])
+    with pytest.raises(KeyError):
+        tape.launch(Kernel("one", []), (1,), torch.ones(3), num_warps=4)
+    with pytest.raises(AssertionError, match="tensors come first"):
+        tape.launch(Kernel("one", []), (1,), tape.new(3), 5, tape.new(3), num_warps=4)
+
+
+def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profilers set them; without one a launch goes past what prepares for them."""
+    log: Log = []
+    launch = bound(CompiledAsNow("plain", log), (7, 2))
+    launch(11, "x", 5)
+    assert log.pop() == ("at once", 7, 2, 1, 11, "function", "metadata", None, None, None, "x", 5)
+    knobs = triton.knobs.runtime
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        chain = getattr(knobs, name)
+        if chain is None:
+            monkeypatch.setattr(knobs, name, print)
+        else:
+            chain.add(print)
+        launch(11, "x", 5)
+        if chain is None:
+            monkeypatch.setattr(knobs, name, None)
+        else:
+            chain.remove(print)
+        assert log.pop() == ("plain", (7, 2, 1), ("x", 5))
+    launch(11, "x", 5)
+    assert log.pop()[0] == "at once"
+    assert not log
+
+
+def test_a_triton_that_keeps_things_elsewhere() -> None:
+    log: Log = []
+    bound(Compiled("plain", log), (7,))(11, "x", 5)
+    assert log == [("plain", (7, 1, 1), ("x", 5))]
 
 
 def test_what_distinguishes_tensors() -> None:
     x = torch.zeros(4, 8, 16)
-    others = [x.half(), x[:2], x.transpose(0, 1), x.flatten()[1:-15].view(4, 2, -1)[:, :1], None]
+    others = [x.half(), x[:2], x.transpose(0, 1), x.flatten()[1:-15].view(4, 2, -1)[:, :1], x.to("meta"), None]
     assert static(x) == static(torch.ones(4, 8, 16))
-    assert len({static(x), *map(static, others)}) == 6
+    assert len({static(x), *map(static, others)}) == 7

@@ -14,10 +14,16 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def static(x: Tensor | None) -> Hashable:
+    """All that a tensor is but for its values and where exactly it lies."""
+    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device)
 
 
 class Inputs(NamedTuple):
@@ -118,7 +124,7 @@ class StepSpec(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """h like v, dense, and the new state; parts that were not asked for have shape (0,)."""
+    """h like v, dense, and the new state; parts that were not asked for have shape (0,), and may be one tensor."""
 
     h: Tensor
     C: Tensor
@@ -159,6 +165,12 @@ class Backend(ABC):
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         """A few steps without gradients; the new C goes to ``into``, which may be that of x, or to a new tensor."""
         raise NotImplementedError
+
+    def steps_again(
+        self, x: StepInputs, spec: StepSpec, into: Tensor | None
+    ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]] | None:
+        """After `steps`: the same for others like x and into, of equal `static`, at once; None if it is not known."""
+        return None
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
         """What else it decides for these inputs, by name; shown by :func:`tfla.explain`."""

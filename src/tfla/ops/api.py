@@ -7,11 +7,12 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from tfla.backends import Inputs
+from tfla.backends import Backend, Inputs
 from tfla.backends.base import Gates, Spec
 from tfla.ops import checks
 from tfla.ops.choice import choose
 from tfla.ops.gates import InputGate, clamp, log_gates
+from tfla.ops.known import Known, signature
 from tfla.ops.operator import attend
 from tfla.ops.state import State
 
@@ -23,6 +24,21 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         dtype = torch.get_autocast_dtype(device)
         return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
     return tensors
+
+
+def _inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    initial_state: State | None,
+    cu_seqlens: Tensor | None,
+) -> Inputs:
+    """As backends read them."""
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in autocast(q, k, v))
+    C, n, m = initial_state or (None, None, None)
+    return Inputs(q, k, v, i, f, C, n, m if m is None else clamp(m), cu_seqlens)
 
 
 def prepare(
@@ -37,15 +53,17 @@ def prepare(
     chunk_size: int | None,
 ) -> Inputs:
     """What a backend gets of a call whose shapes have been checked; checks the rest."""
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in autocast(q, k, v))
     checks.check_chunk_size(chunk_size)
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if initial_state is not None:
         checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
-    C, n, m = initial_state or (None, None, None)
-    return Inputs(q, k, v, i, f, C, n, m if m is None else clamp(m), cu_seqlens)
+    return _inputs(q, k, v, i, f, initial_state, cu_seqlens)
+
+
+# By calls that have passed the checks.
+_KNOWN: Known[tuple[Backend, str, int]] = Known()
 
 
 def _run(
@@ -67,15 +85,26 @@ def _run(
     store_dtype: torch.dtype | None,
 ) -> Tensor | tuple[Tensor, State]:
     checks.check_store_dtype(store_dtype)
-    x = prepare(q, k, v, i, f, normalize, initial_state, cu_seqlens, chunk_size)
-    chosen, kernel, steps = choose(x, normalize, backend, kernel, chunk_size)
+    call = signature((q, k, v, i, f), initial_state, cu_seqlens, gates, normalize, chunk_size, backend, kernel)
+    known = None if call is None else _KNOWN.get(call)
+    if known is None:
+        names = ("log_i", "log_f") if gates == "log" else ("i", "f")
+        # An input gate may be left out where it is a log-gate.
+        given = {name: t for name, t in zip(names, (i, f), strict=True) if t is not None or name != "log_i"}
+        checks.check_inputs(q, k, v, given, None, time=True)  # type: ignore[arg-type]
+        x = prepare(q, k, v, i, f, normalize, initial_state, cu_seqlens, chunk_size)
+        known = choose(x, normalize, backend, kernel, chunk_size)
+        _KNOWN.add(call, known)
+    else:
+        x = _inputs(q, k, v, i, f, initial_state, cu_seqlens)
+    chosen, kernel, steps = known
     if not chosen.takes_gates:
         log_i, log_f = (None, clamp(f)) if i is None else log_gates(i, f, gates)
         x, gates = x._replace(log_i=log_i, log_f=log_f), "log"
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state, store_dtype, gates)
-    h, *state = attend(x, chosen.name, spec)
+    h, *state = attend(x, chosen.name, spec, call is not None)
     if not return_state:
         return h
     C, n, m, *_ = state
@@ -167,7 +196,6 @@ def mlstm(
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
     checks.check_input_gate(input_gate)
-    checks.check_inputs(q, k, v, {"i": i, "f": f}, None, time=True)
     return _run(
         q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
         backend, kernel, normalizer_grad, store_dtype,
@@ -203,8 +231,6 @@ def linear_attention(
 
     The other arguments, the result and the errors are those of :func:`mlstm`.
     """
-    gates = {"log_f": log_f} if log_i is None else {"log_f": log_f, "log_i": log_i}
-    checks.check_inputs(q, k, v, gates, None, time=True)
     return _run(
         q, k, v, log_i, log_f, "log", normalize, initial_state, return_state, cu_seqlens, chunk_size, scale, backend,
         kernel, normalizer_grad, store_dtype,

@@ -14,20 +14,7 @@ from torch import Tensor
 
 from tfla.backends import BACKENDS, Inputs
 from tfla.backends.base import Outputs, Spec
-
-PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
-
-
-def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or not PLAIN.issuperset(map(type, tensors))
-        or (tensors[0] is not None and tensors[0].is_meta)
-    )
+from tfla.ops.known import observed
 
 
 def _without_autocast(x: Inputs) -> contextlib.AbstractContextManager[Any]:
@@ -194,7 +181,7 @@ def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor
     tensors, (h, d, chunk_C, chunk_n) = saved[:9], saved[9:]
     dh = torch.zeros_like(h) if dh is None else dh
     # With a graph of its own the backward is the registered operator, which says that it has no derivative.
-    if torch.is_grad_enabled() or _observed((*tensors, dh, dC, dn)):
+    if torch.is_grad_enabled() or observed((*tensors, dh, dC, dn)):
         scale, normalize, normalizer_grad, chunk_size, kernel, _, _, store_dtype, gates = ctx.spec
         grads = torch.ops.tfla.attend_backward(
             *tensors, h, d, chunk_C, chunk_n, dh, dC, dn, scale, normalize, normalizer_grad, chunk_size, ctx.backend,
@@ -229,9 +216,9 @@ class _Direct(torch.autograd.Function):
         return None, None, *_gradients(ctx, *grads[:3])
 
 
-def attend(x: Inputs, backend: str, spec: Spec) -> tuple[Tensor, ...]:
-    """h, and if asked for the final C, n and m."""
-    if _observed(x):
+def attend(x: Inputs, backend: str, spec: Spec, alone: bool = False) -> tuple[Tensor, ...]:
+    """h, and if asked for the final C, n and m; `alone`: it is known that nobody else sees the call."""
+    if not alone and observed(x):
         scale, normalize, normalizer_grad, chunk_size, kernel, *rest = spec
         return torch.ops.tfla.attend(*x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, *rest)
     return _Direct.apply(backend, spec, *x) if spec.save else _forward(x, backend, spec)

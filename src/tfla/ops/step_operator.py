@@ -35,8 +35,10 @@ def _(
     backend: str,
     final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    x = StepInputs(q, k, v, i, f, C, n, m, lengths)
-    return tuple(BACKENDS[backend].steps(x, StepSpec(scale, gates, final_state), None))  # type: ignore[return-value]
+    out = BACKENDS[backend].steps(
+        StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, final_state), None
+    )
+    return out.h, *(t if t.numel() else torch.empty_like(t) for t in out[1:])  # type: ignore[return-value]
 
 
 @torch.library.register_fake("tfla::steps")
@@ -81,7 +83,7 @@ def _(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = BACKENDS[backend].steps(StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, True), C)
-    return out.h, out.n, out.m
+    return out.h, *(t if t.numel() else torch.empty_like(t) for t in out[2:])  # type: ignore[return-value]
 
 
 @torch.library.register_fake("tfla::steps_")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Sequence
 from typing import Literal, overload
 
 import torch
@@ -14,8 +14,11 @@ from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
 from tfla.ops.api import autocast
 from tfla.ops.gates import InputGate, clamp, log_gates
+from tfla.ops.known import Known, signature
 from tfla.ops.state import State
 from tfla.ops.step_operator import steps, steps_
+
+Again = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
 
 
 def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
@@ -51,49 +54,13 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
     return torch.stack(hs, 1), State(C) if x.n is None else State(C, n.to(x.kept_dtype(x.n)), m)
 
 
-_ACCEPTED: set[Hashable] = set()  # what has been checked: a kernel takes less time than the checks do
-REMEMBERED = 1024
-
-
-def _sizes(given: tuple[Tensor | None, ...], state: State) -> Hashable:
-    """All that the checks ask for; None for what is no tensor, and where sizes are symbols."""
-    if type(state) is not State or torch.compiler.is_compiling():
-        return None
-    try:
-        return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in (*given, *state))
-    except AttributeError:
-        return None
-
-
-def _check(
-    given: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
-    names: tuple[str, str],
-    state: State,
-    normalize: bool,
-    time: bool,
-) -> None:
-    """Tensors q, k, v and the gates of these names, (B, ...) or with time (B, T, ...), and the state."""
-    sizes = _sizes(given, state)
-    key = sizes, normalize, time, names
-    if sizes is not None and key in _ACCEPTED:
-        return
-    q, k, v, *gates = given
-    # An input gate may be left out where it is a log-gate.
-    present = {name: x for name, x in zip(names, gates, strict=True) if x is not None or name != "log_i"}
-    checks.check_inputs(q, k, v, present, state, time=time)  # type: ignore[arg-type]
-    checks.check_state(state, q.shape[0], q, v, normalize, "state")
-    if sizes is not None:
-        if len(_ACCEPTED) >= REMEMBERED:
-            _ACCEPTED.clear()
-        _ACCEPTED.add(key)
+# Calls that have passed the checks, and what does their steps at once, if anything.
+_KNOWN: Known[tuple[Again | None]] = Known()
 
 
 def _steps(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor | None,
-    f: Tensor,
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    time: bool,
     state: State,
     lengths: Tensor | None,
     scale: float | None,
@@ -103,26 +70,58 @@ def _steps(
     in_place: bool,
     backend: str | None,
 ) -> tuple[Tensor, State]:
-    """Sequences (B, T, ...) whose shapes have been checked with the state's, all but that of lengths."""
-    checks.check_lengths(lengths, v)
-    q, k, v = autocast(q, k, v)
-    x = StepInputs(q, k, v, i, f, *state, lengths)
-    spec = StepSpec(q.shape[-1] ** -0.5 if scale is None else float(scale), gates, return_state)
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
+    """Tensors q, k, v and the gates, (B, ...) or with time (B, T, ...), from the state on."""
+    scale = None if scale is None else float(scale)
+    call = signature(given, state, lengths, time, scale, gates, normalize, return_state, in_place, backend)
+    known = None if call is None else _KNOWN.get(call)
+    if known is None:
+        _check(given, time, state, gates, normalize)
+        if time:
+            checks.check_few_steps(given[2], return_state, lengths, in_place)
+        checks.check_lengths(lengths, given[2])
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*given, *state))
+    if known is not None and known[0] is not None and not recorded:
+        h, C, n, m = known[0]((*given, *state, lengths, state.C if in_place else None))
+        return h if time else h.squeeze(1), State(C, n, m) if normalize else State(C)
+    parts = autocast(*given[:3]) + given[3:]
+    x = StepInputs(*(t if time or t is None else t.unsqueeze(1) for t in parts), *state, lengths)  # type: ignore[call-arg, arg-type]
+    spec = StepSpec(x.q.shape[-1] ** -0.5 if scale is None else scale, gates, return_state)
     if in_place:
         checks.check_in_place(state, x.kept_dtype(state.C), recorded)
     chosen = select_steps(backend, x)
+    again = None
     if chosen is None or recorded:
         h, new = _by_reference(x, spec)
         if in_place:
             new = State(state.C.copy_(new.C), new.n, new.m)
-        return h, new
-    options = spec.scale, gates, chosen.name
-    if in_place:
-        h, n, m = steps_(*x, *options)
-        return h, State(state.C, n, m) if normalize else state
-    h, C, n, m = steps(*x, *options, return_state)
-    return h, State(C, n, m) if normalize else State(C)
+    else:
+        options = spec.scale, gates, chosen.name
+        if in_place:
+            h, n, m = steps_(*x, *options)
+            C = state.C
+        else:
+            h, C, n, m = steps(*x, *options, return_state)
+        new = State(C, n, m) if normalize else State(C)
+        if call is not None and all(a is b for a, b in zip(parts, given, strict=True)):
+            again = chosen.steps_again(x, spec, C if in_place else None)
+    if not recorded:
+        _KNOWN.add(call, (again,))
+    return h if time else h.squeeze(1), new
+
+
+def _check(
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    time: bool,
+    state: State,
+    gates: Gates,
+    normalize: bool,
+) -> None:
+    q, k, v, *rest = given
+    names = ("log_i", "log_f") if gates == "log" else ("i", "f")
+    # An input gate may be left out where it is a log-gate.
+    present = {name: x for name, x in zip(names, rest, strict=True) if x is not None or name != "log_i"}
+    checks.check_inputs(q, k, v, present, state, time=time)  # type: ignore[arg-type]
+    checks.check_state(state, q.shape[0], q, v, normalize, "state")
 
 
 def mlstm_step(
@@ -157,12 +156,8 @@ def mlstm_step(
         ValueError, TypeError: as :func:`mlstm`.
     """
     checks.check_input_gate(input_gate)
-    _check((q, k, v, i, f), ("i", "f"), state, input_gate == "exp", False)
-    h, new = _steps(
-        q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), i.unsqueeze(1), f.unsqueeze(1), state, None, scale, input_gate,
-        input_gate == "exp", True, in_place, backend,
-    )  # fmt: skip
-    return h.squeeze(1), new
+    given = q, k, v, i, f
+    return _steps(given, False, state, None, scale, input_gate, input_gate == "exp", True, in_place, backend)
 
 
 def linear_attention_step(
@@ -179,12 +174,8 @@ def linear_attention_step(
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
     """One step of :func:`linear_attention`, log-gates (B, H); all else is as in :func:`mlstm_step`."""
-    _check((q, k, v, log_i, log_f), ("log_i", "log_f"), state, normalize, False)
-    h, new = _steps(
-        q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), None if log_i is None else log_i.unsqueeze(1),
-        log_f.unsqueeze(1), state, None, scale, "log", normalize, True, in_place, backend,
-    )  # fmt: skip
-    return h.squeeze(1), new
+    given = q, k, v, log_i, log_f
+    return _steps(given, False, state, None, scale, "log", normalize, True, in_place, backend)
 
 
 @overload
@@ -254,11 +245,8 @@ def mlstm_steps(
         ValueError, TypeError: as :func:`mlstm`. On a GPU lengths are not read, so that nothing waits for the device.
     """
     checks.check_input_gate(input_gate)
-    _check((q, k, v, i, f), ("i", "f"), state, input_gate == "exp", True)
-    checks.check_few_steps(v, return_state, lengths, in_place)
-    found = _steps(
-        q, k, v, i, f, state, lengths, scale, input_gate, input_gate == "exp", return_state, in_place, backend
-    )
+    given = q, k, v, i, f
+    found = _steps(given, True, state, lengths, scale, input_gate, input_gate == "exp", return_state, in_place, backend)
     return found if return_state else found[0]
 
 
@@ -278,7 +266,6 @@ def linear_attention_steps(
     backend: str | None = None,
 ) -> tuple[Tensor, State] | Tensor:
     """A handful of steps of :func:`linear_attention`, as :func:`mlstm_steps` does them; log-gates (B, T, H)."""
-    _check((q, k, v, log_i, log_f), ("log_i", "log_f"), state, normalize, True)
-    checks.check_few_steps(v, return_state, lengths, in_place)
-    found = _steps(q, k, v, log_i, log_f, state, lengths, scale, "log", normalize, return_state, in_place, backend)
+    given = q, k, v, log_i, log_f
+    found = _steps(given, True, state, lengths, scale, "log", normalize, return_state, in_place, backend)
     return found if return_state else found[0]

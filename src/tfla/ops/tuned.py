@@ -19,6 +19,7 @@ import torch
 
 from tfla.backends import Inputs
 from tfla.backends.triton import constant
+from tfla.ops import known
 
 SHIPPED = Path(__file__).with_name("chunk_sizes.json")
 VERSION = 1
@@ -155,3 +156,4 @@ def forget() -> None:
     """Read the files again at the next call; graphs that are compiled keep what they have."""
     load.cache_clear()
     _entries.cache_clear()
+    known.forget()

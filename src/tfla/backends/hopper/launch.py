@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -13,38 +11,38 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.hopper.columns import columns
 from tfla.backends.hopper.rows import rows
-from tfla.backends.triton.compiled import REMEMBERED
+from tfla.backends.triton.compiled import Tape
 from tfla.backends.triton.launch import Call, Pair, processors
 
 TILES = gl.NVMMASharedLayout(128, 16, 4)
 WIDTH = 128  # of the state that a program has: rows of dq and dk
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
-def _checked(*sizes: Hashable) -> dict[str, Any]:
-    """What descriptors of such sizes are but for their base, after the first has passed Triton's long checks."""
-    return {}
+def described(x: Tensor, L: int, width: int) -> Callable[[Tensor], TensorDescriptor]:
+    """Makes descriptors of tensors like x (B, T, H, d), in tiles (L, width), past Triton's long checks."""
+    B, T, H, d = x.shape
+    b, t, h, _ = x.stride()
+    known = vars(TensorDescriptor(x, [B, H, T, d], [b, h, t, 1], [1, 1, L, width], TILES)) | {"base": None}
 
+    def of(base: Tensor) -> TensorDescriptor:
+        made = object.__new__(TensorDescriptor)
+        vars(made).update(known, base=base)
+        return made
 
-def descriptor(x: Tensor, L: int, width: int) -> TensorDescriptor:
-    """Tiles (L, width) of x (B, T, H, d)."""
-    known = _checked(x.dtype, x.shape, x.stride(), L, width)
-    if not known:
-        B, T, H, d = x.shape
-        b, t, h, _ = x.stride()
-        known.update(vars(TensorDescriptor(x, [B, H, T, d], [b, h, t, 1], [1, 1, L, width], TILES)), base=None)
-    made = object.__new__(TensorDescriptor)
-    vars(made).update(known, base=x)
-    return made
+    return of
 
 
 class HopperCall(Call):
     """As `Call`, with walks of its own."""
 
-    def __init__(self, x: Inputs, spec: Spec, *more: Tensor | None) -> None:
-        super().__init__(x, spec, *more)
+    def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
+        super().__init__(tape, x, spec)
         self.blocks = 2 if self.V % 256 == 0 and self.K <= 128 else 1
         self.finds_delta = 128 * self.blocks == self.V  # one program has all of dh . h
+
+    def descriptor(self, x: Tensor, L: int, width: int) -> TensorDescriptor:
+        """Tiles (L, width) of x (B, T, H, d)."""
+        return self.do(described(x, L, width), x)
 
     def grid(self, parts: int) -> tuple[int, int]:
         pieces = self.segments * self.H
@@ -67,7 +65,7 @@ class HopperCall(Call):
         """With h also delta, of y and h."""
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
         L, blocks = self.L, self.blocks
-        of_qk, of_v = (lambda t: descriptor(t, L, self.K)), (lambda t: descriptor(t, L, 64 * blocks))
+        of_qk, of_v = (lambda t: self.descriptor(t, L, self.K)), (lambda t: self.descriptor(t, L, 64 * blocks))
         self.launch(columns, self.grid(self.V // (128 * blocks)),
             of_qk(x), of_v(y), of_qk(z), of_v(y if h is None else h), of_v(out), gates, C, C_out, n, n_out,
             gates if d is None else d, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H,
@@ -85,9 +83,11 @@ class HopperCall(Call):
         marks, n_marks = self.new_marks(sums)
         C, n = state
         C_out, n_out = final
+        tiles = (
+            self.descriptor(t, L, width) for t, width in ((x, WIDTH), (y, self.V), (z, self.V), (w, 64), (out, 64))
+        )
         self.launch(rows, self.grid(parts),
-            descriptor(x, L, WIDTH), descriptor(y, L, self.V), descriptor(z, L, self.V), descriptor(w, L, 64),
-            descriptor(out, L, 64), gates, sums, gates if C is None else C, gates if C_out is None else C_out,
+            *tiles, gates, sums, gates if C is None else C, gates if C_out is None else C_out,
             gates if n is None else n, gates if n_out is None else n_out, marks, n_marks, self.T, self.tiles, self.H,
             self.group, self.steps, self.segments * self.H, DK=self.K, DV=self.V, L=L, STAGES=2, MARKS=self.marks,
             BACK=back, SEGMENTED=self.segmented, STATE=C is not None, FINAL=C_out is not None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -122,6 +122,13 @@ class Triton(Backend):
         from tfla.backends.triton import step_launch
 
         return step_launch.run(x, spec, into)
+
+    def steps_again(
+        self, x: StepInputs, spec: StepSpec, into: Tensor | None
+    ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]] | None:
+        from tfla.backends.triton import compiled, step_launch
+
+        return compiled.program(step_launch.call_of(x, spec, into))
 
 
 BACKEND = Triton()

@@ -1,32 +1,24 @@
-"""Launches that take the host little time.
+"""Calls that take the host little time.
 
-Triton looks a kernel up by every argument of every launch, which takes it longer than all the rest of a launch. What a
-call launches, in order, follows from the sizes of what it reads: a second call like a former one takes its kernels.
+Triton looks a kernel up by every argument of every launch, and what a call allocates and launches takes the host longer
+to work out than small sequences take the GPU. It follows from the sizes of what the call reads: a call notes it on a
+`Tape`, and calls like it do what the tape has, in its order, for their own tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 REMEMBERED = 1024  # calls
 AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable: "1" before the first call has Triton time warps and stages
-
-
-def static(x: Tensor | None) -> Hashable:
-    """All that kernels are compiled for, of a tensor."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16)
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def _kernels(call: Hashable) -> dict[int, Any]:
-    """Of such calls, by the place among their launches: threads that find one at the same time find the same."""
-    return {}
 
 
 @functools.cache
@@ -36,51 +28,159 @@ def autotuned(kernel: Any, constants: tuple[str, ...], stages: int) -> Any:
     return triton.autotune(configs, key=[name for name in constants if name != "STAGES"])(kernel)
 
 
-class Launches:
-    """Those of one call, on the current device; `call`: all that kernels and their order depend on, None to forget."""
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
-    def __init__(self, call: Hashable) -> None:
-        self.kernels = {} if call is None else _kernels(call)
-        self.count = 0
 
-    def __call__(
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """For launches: the current device is this one, and there is memory for tensor descriptors."""
+    triton.set_allocator(_allocate)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def _unheard() -> bool:
+    """Whether no hook is set that wants to know of launches; later Tritons have chains of them, which may be empty."""
+    knobs = triton.knobs.runtime
+    return not (getattr(knobs.launch_enter_hook, "calls", knobs.launch_enter_hook)
+                or getattr(knobs.launch_exit_hook, "calls", knobs.launch_exit_hook))  # fmt: skip
+
+
+def bound(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """Launches a compiled kernel: the stream, then the arguments. Past Triton's own way, which asks for the stream
+    each time and describes the launch to hooks, unless there are some."""
+    grid = (*grid, 1, 1)[:3]
+    plain = kernel[grid]
+    try:
+        run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
+    except AttributeError:  # a Triton that keeps them elsewhere
+        return lambda stream, *args: plain(*args, stream=stream)
+
+    def launch(stream: int, *args: Any) -> None:
+        if _unheard():
+            run(*grid, stream, function, metadata, None, None, None, *args)
+        else:
+            plain(*args, stream=stream)
+
+    return launch
+
+
+def _address(x: Any) -> Any:
+    """As compiled kernels take it; tensor descriptors as they are."""
+    return x.data_ptr() if type(x) is Tensor and x.is_cuda else x
+
+
+Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...] | None]
+
+
+class Tape:
+    """What a call does with tensors, while it does so: each step reads tensors by their places, first those that are
+    given, then what steps made. Nothing else may touch them."""
+
+    def __init__(self, given: Sequence[Tensor | None]) -> None:
+        self.device = next(t.device for t in given if t is not None)
+        self.made: list[Any] = []
+        self.places: dict[int, int] = {}
+        self.steps: list[Step] = []
+        for t in given:
+            self._place(t)
+
+    def _place(self, x: Any) -> None:
+        if x is not None:
+            self.places.setdefault(id(x), len(self.made))
+        self.made.append(x)  # held, so that no other gets its id
+
+    def _note(self, fn: Callable[..., Any], read: Sequence[Any], rest: tuple[Any, ...] | None) -> None:
+        self.steps.append((fn, tuple(self.places[id(x)] for x in read), rest))
+
+    def do(self, fn: Callable[..., Any], *read: Any) -> Any:
+        """fn(*read), a tensor or a tensor descriptor, which may be one that it wrote in place."""
+        made = fn(*read)
+        self._note(fn, read, None)
+        self._place(made)
+        return made
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        made: Tensor = self.do(functools.partial(torch.empty, shape, dtype=dtype, device=self.device))
+        return made
+
+    def launch(
         self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False, **constants: Any
     ) -> None:
-        """As kernel[grid](*args, num_warps=num_warps, **constants), the constants being the last parameters.
+        """As kernel[grid](*args, num_warps=num_warps, **constants), the constants being the last parameters and
+        tensors and their descriptors the first.
 
         tunable: its warps and stages are free, and it may run twice, since it reads nothing that it writes.
         """
-        known = self.kernels.get(self.count)
-        if known is None:
-            options = {"enable_fp_fusion": True}  # which Triton 3.10 no longer does unasked
-            if tunable and os.environ.get(AUTOTUNE) == "1":
-                chosen = {name: x for name, x in constants.items() if name != "STAGES"}
-                run = autotuned(kernel, tuple(constants), constants["STAGES"])[grid]
-                self.kernels[self.count] = run(*args, **options, **chosen)
-            else:
-                self.kernels[self.count] = kernel[grid](*args, num_warps=num_warps, **options, **constants)
+        options = {"enable_fp_fusion": True}  # which Triton 3.10 no longer does unasked
+        if tunable and os.environ.get(AUTOTUNE) == "1":
+            chosen = {name: x for name, x in constants.items() if name != "STAGES"}
+            run = functools.partial(autotuned(kernel, tuple(constants), constants["STAGES"])[grid], **options, **chosen)
         else:
-            pointers = (x.data_ptr() if type(x) is Tensor else x for x in args)
-            known[(*grid, 1, 1)[:3]](*pointers, *constants.values())  # which are compiled in, in whatever order
-        self.count += 1
+            run = functools.partial(kernel[grid], num_warps=num_warps, **options, **constants)
+        compiled = run(*args)
+        count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
+        assert all(isinstance(x, int | float) for x in args[count:]), "tensors come first"
+        if compiled is None:  # interpreted
+            self._note(lambda stream, *args: run(*args), args[:count], args[count:])
+        else:  # constants are compiled in, and passed in whatever order
+            self._note(bound(compiled, grid), args[:count], (*args[count:], *constants.values()))
 
 
-Arguments = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
+class Program:
+    """The steps of a tape, for other tensors of the same sizes."""
+
+    def __init__(self, tape: Tape, results: Sequence[Tensor]) -> None:
+        self.device, self.steps = tape.device, tape.steps
+        self.results = [tape.places[id(t)] for t in results]
+        self.index = self.device.index if self.device.type == "cuda" else None
+
+    def __call__(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        with on(self.device):
+            stream = None if self.index is None else torch._C._cuda_getCurrentRawStream(self.index)
+            made: list[Any] = [*given]
+            addresses = [*map(_address, made)]
+            for fn, read, rest in self.steps:
+                if rest is not None:
+                    fn(stream, *[addresses[place] for place in read], *rest)
+                else:
+                    x = fn(*[made[place] for place in read])
+                    made.append(x)
+                    addresses.append(_address(x))
+            return [made[place] for place in self.results]
 
 
-def launch(call: Hashable, tensors: tuple[Tensor, ...], arguments: Callable[[], Arguments]) -> None:
-    """The only launch of a call, on the current device.
+@functools.lru_cache(maxsize=REMEMBERED)
+def _programs(call: Hashable) -> list[Program]:
+    """That of such calls, once there is one: threads that find none at the same time find the same list."""
+    return []
 
-    `arguments`: the kernel, its grid, what follows the tensors among its parameters, and constants with num_warps. They
-    are asked for once for equal `call`, each time where that is None.
+
+forget = _programs.cache_clear
+
+
+def program(call: Hashable) -> Program | None:
+    """What calls like this one do, if there has been one."""
+    known = _programs(call)
+    return known[-1] if known else None
+
+
+def repeated(
+    call: Hashable, given: Sequence[Tensor | None], first: Callable[[Tape, list[Tensor | None]], Sequence[Tensor]]
+) -> Sequence[Tensor]:
+    """`first` of a tape and the given tensors, or what it noted at a former call like this one.
+
+    call: all that it depends on, :func:`~tfla.backends.base.static` of what is given included.
     """
-    known = {} if call is None else _kernels(call)
+    known = _programs(call)
     if known:
-        run, rest = known[0]
-        run(*[x.data_ptr() for x in tensors], *rest)
-        return
-    kernel, grid, rest, constants = arguments()
-    found = kernel[grid](*tensors, *rest, enable_fp_fusion=True, **constants)
-    if call is not None:
-        compiled_in = (value for name, value in constants.items() if name != "num_warps")
-        known[0] = found[(*grid, 1, 1)[:3]], (*rest, *compiled_in)
+        return known[-1](given)
+    apart: list[Tensor | None] = []  # a tensor that is given twice is two to the next call
+    for t in given:
+        apart.append(t.detach() if t is not None and any(t is other for other in apart) else t)
+    tape = Tape(apart)
+    with on(tape.device):
+        results = first(tape, apart)
+    known.append(Program(tape, results))
+    return results

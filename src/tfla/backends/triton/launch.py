@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from tfla.backends.base import Grads, Inputs, Outputs, Spec, stored_dtype
+from tfla.backends.base import Grads, Inputs, Outputs, Spec, static, stored_dtype
 from tfla.backends.triton import INTERPRETED, walk
 from tfla.backends.triton import gates as gate_kernels
-from tfla.backends.triton.compiled import Launches, static
+from tfla.backends.triton.compiled import Tape, repeated
 
 CHUNK, HEADS = 256, 8  # steps and heads of one program of the gate kernels
 SHORTEST_SEGMENT = 512
@@ -34,7 +32,7 @@ class Tiles:
     stages: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # `plan_of` has one of each, which are told apart in no time
 class Plan:
     """How the walks of one call run. Chosen by measurement on an H200, elsewhere by what fits."""
 
@@ -113,27 +111,10 @@ def products(x: Inputs) -> str:
     return float32_products() if x.q.dtype == torch.float32 else "tf32"
 
 
-def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def on(device: torch.device, descriptors: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """For launches: the current device is this one, and there is memory for tensor descriptors."""
-    if descriptors:
-        triton.set_allocator(_allocate)
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
-
-
 def _strides(x: Tensor) -> tuple[int, int, int]:
     """Of batch, time and head; zero where there is one sequence, so that a long one needs no kernel with 64 bits."""
     b, t, h, *_ = x.stride()
     return b if x.shape[0] > 1 else 0, t, h
-
-
-def _dense(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.float().contiguous()
 
 
 def _describable(*tensors: Tensor) -> bool:
@@ -154,9 +135,9 @@ class Call:
 
     finds_delta = False  # whether the walk for dv does, of which `fold_denominator` then leaves the sign alone
 
-    def __init__(self, x: Inputs, spec: Spec, *more: Tensor | None) -> None:
-        """`more`: what else is given."""
+    def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
+        self.new, self.do, self.launch = tape.new, tape.do, tape.launch
         self.B, self.T, self.H, self.V = x.v.shape
         self.K = x.q.shape[3]
         self.packed = x.cu_seqlens is not None
@@ -177,31 +158,36 @@ class Call:
             "INPUT_GATE": x.log_i is not None, "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log"
         }  # fmt: skip
         self.longest = min(self.steps, self.T)  # steps of a segment
-        sizes: tuple[Any, ...] = (type(self), *self.tuning(), x.q.device, spec, *map(static, (*x, *more)))
-        self.launch = Launches(sizes if x.q.is_cuda else None)
 
-    def tuning(self) -> tuple[Hashable, ...]:
+    @staticmethod
+    def tuning(x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
         """What is chosen, not given."""
-        return self.plan, self.marks, self.precision
+        return plan(x), MARKS[x.q.element_size()], products(x)
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
         return self.T // steps + self.x.sequences if self.packed else self.B * ceil_div(self.T, steps)
 
-    def new(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.x.q.device)
+    def dense(self, t: Tensor | None) -> Tensor | None:
+        """In float32."""
+        if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
+            return t
+        found: Tensor = self.do(lambda t: t.float().contiguous(), t)
+        return found
+
+    def zeros(self, *shape: int) -> Tensor:
+        return self.do(Tensor.zero_, self.new(*shape))
 
     def new_states(self) -> Tensor:
         """Places for the states of segments."""
-        shape = self.segments, self.H, self.K, self.V
-        return torch.empty(shape, dtype=stored_dtype(self.x, self.spec), device=self.x.q.device)
+        return self.new(self.segments, self.H, self.K, self.V, dtype=stored_dtype(self.x, self.spec))
 
     def gates(self, m_final: Tensor | None) -> Tensor:
         """The gate vectors."""
-        x, spec = self.x, self.spec
+        x, spec, m = self.x, self.spec, self.dense(self.x.m)
         out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
         slots, heads = self.slots(CHUNK), min(HEADS, triton.next_power_of_2(self.H))
-        summary = torch.empty(self.H, slots, 2, dtype=torch.float64, device=x.q.device) if spec.normalize else out
+        summary = self.new(self.H, slots, 2, dtype=torch.float64) if spec.normalize else out
         grid = (slots, ceil_div(self.H, heads))
         shared = {"CHUNK": CHUNK, "HEADS": heads, "PACKED": self.packed, **self.gate_forms, "num_warps": 8}
         if spec.normalize and (self.packed or CHUNK < self.T):
@@ -210,7 +196,7 @@ class Call:
                 *self.gate_strides, slots, **shared,
             )  # fmt: skip
         self.launch(gate_kernels.chunk_gates, grid,
-            *self.given_gates, out if x.m is None else x.m.contiguous(), self.cu, summary, out,
+            *self.given_gates, out if m is None else m, self.cu, summary, out,
             out if m_final is None else m_final,
             x.sequences, self.T, self.tiles, self.H, *self.gate_strides, spec.scale,
             math.log2(abs(spec.scale)) if spec.scale else -1e9, slots, L=self.L, NORMALIZE=spec.normalize,
@@ -229,11 +215,11 @@ class Call:
 
     def end_cotangents(self, dC: Tensor | None, dn: Tensor | None) -> Pair:
         """Without a cotangent for n there may still be one for C, and the other way round."""
-        C, n = _dense(dC), _dense(dn)
+        C, n = self.dense(dC), self.dense(dn)
         if not self.spec.normalize or (C is None) == (n is None):
             return C, n
         shape = self.x.sequences, self.H, self.K
-        return self.new(*shape, self.V).zero_() if C is None else C, self.new(*shape).zero_() if n is None else n
+        return self.zeros(*shape, self.V) if C is None else C, self.zeros(*shape) if n is None else n
 
     def columns(
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, state: Tensor | None,
@@ -303,7 +289,7 @@ class Call:
     def sum_of_groups(self, x: Tensor) -> Tensor:
         """(B, T, H, D), dense, to (B, T, Hq, D): what the heads that share a q and a k add to its gradient."""
         B, T, _, D = x.shape
-        out = torch.empty(B, T, self.H // self.group, D, dtype=x.dtype, device=x.device)
+        out = self.new(B, T, self.H // self.group, D, dtype=x.dtype)
         numbers = out.numel()
         block = 1024
         self.launch(gate_kernels.sum_of_groups, (ceil_div(numbers, block),),
@@ -314,7 +300,7 @@ class Call:
     def new_marks(self, unused: Tensor) -> tuple[Tensor, Tensor]:
         """Places for the marks of a state, and of n."""
         places = self.B * self.T // self.marks if self.longest > self.marks else 0
-        marks = torch.empty(places, self.H, self.K, self.V, dtype=self.x.q.dtype, device=self.x.q.device)
+        marks = self.new(places, self.H, self.K, self.V, dtype=self.x.q.dtype)
         return marks, self.new(places, self.H, self.K) if self.spec.normalize else unused
 
     def gradients(
@@ -374,7 +360,7 @@ class Call:
         """`boundary_states` of n."""
         n = self.new(self.segments, self.H, self.K)
         if back and not delta:
-            n.zero_()
+            self.do(Tensor.zero_, n)
         else:
             self.normaliser(x, x, gates, back, None, n, output=False, skip=final is None)
         self.join(n, decays, back, given, final)
@@ -425,62 +411,82 @@ def best_chunk_size(x: Inputs) -> int:
     return max(1, best)
 
 
+def call_of(direction: str, kind: type[Call], spec: Spec, x: Inputs, *more: Tensor | None) -> Hashable:
+    """All that a call depends on; `more`: what else is given."""
+    return direction, kind.__name__, spec, *kind.tuning(x, spec), *map(static, (*x, *more))
+
+
 def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
     """`kind` says what computes the walks."""
-    call = kind(x, spec)
+
+    def first(tape: Tape, given: Sequence[Tensor | None]) -> Outputs:
+        return _forward(kind(tape, Inputs(*given), spec))  # type: ignore[arg-type]
+
+    return Outputs(*repeated(call_of("forward", kind, spec, x), x, first))
+
+
+def _forward(call: Call) -> Outputs:
+    x, spec = call.x, call.spec
     N, H, K, V = x.sequences, call.H, call.K, call.V
-    h = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    h = call.new(*x.v.shape, dtype=x.v.dtype)
     C = n = m = None
     if spec.final_state:
         C = call.new(N, H, K, V)
         if spec.normalize:
             # Empty sequences have no last step, so theirs stays as it was.
-            m = call.new(N, H).zero_() if x.m is None else call.new(N, H).copy_(x.m)
+            m = call.zeros(N, H) if x.m is None else call.do(Tensor.copy_, call.new(N, H), x.m)
             n = call.new(N, H, K)
     d = call.new(*x.log_f.shape) if spec.normalize and spec.save else None
     chunk_C = chunk_n = None
-    with on(x.q.device):
-        gates = call.gates(m)
-        initial, final = (_dense(x.C), _dense(x.n)), (C, n)
-        if call.segmented:
-            chunk_C, chunk_n = initial = call.boundary_states(x.k, x.v, gates, False, initial, final)
-            final = None, None
-        call.outputs(h, gates, initial, final, d)
-    none = call.new(0)
+    gates = call.gates(m)
+    initial, final = (call.dense(x.C), call.dense(x.n)), (C, n)
+    if call.segmented:
+        chunk_C, chunk_n = initial = call.boundary_states(x.k, x.v, gates, False, initial, final)
+        final = None, None
+    call.outputs(h, gates, initial, final, d)
     if not spec.save:
         chunk_C = chunk_n = None
     elif chunk_C is None:
-        chunk_C = torch.empty(0, H, K, V, dtype=stored_dtype(x, spec), device=x.q.device)
-        chunk_n = none.view(0, H, K) if spec.normalize else None
-    C, n, m, d, chunk_C, chunk_n = (none if t is None else t for t in (C, n, m, d, chunk_C, chunk_n))
-    return Outputs(h, C, n, m, d, chunk_C, chunk_n)
+        chunk_C = call.new(0, H, K, V, dtype=stored_dtype(x, spec))
+        chunk_n = call.new(0, H, K) if spec.normalize else None
+    parts = C, n, m, d, chunk_C, chunk_n
+    none = call.new(0) if None in parts else h
+    return Outputs(h, *(none if t is None else t for t in parts))
 
 
 def backward(
     x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec, kind: type[Call] = Call
 ) -> Grads:
-    call = kind(x, spec, dh, dC, dn, out.h, out.d, out.chunk_C, out.chunk_n)
+    def first(tape: Tape, given: Sequence[Tensor | None]) -> Grads:
+        x, cotangents, (h, d, chunk_C, chunk_n) = Inputs(*given[:9]), given[9:12], given[12:]  # type: ignore[arg-type]
+        return _backward(kind(tape, x, spec), out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n), *cotangents)  # type: ignore[arg-type]
+
+    given = *x, dh, dC, dn, out.h, out.d, out.chunk_C, out.chunk_n
+    return Grads(*repeated(call_of("backward", kind, spec, x, *given[9:]), given, first))
+
+
+def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None) -> Grads:
+    x, spec = call.x, call.spec
     N, H, K, V = x.sequences, call.H, call.K, call.V
-    dh = dh if dh.stride(-1) == 1 else dh.contiguous()
+    dh = dh if dh.stride(-1) == 1 else call.do(Tensor.contiguous, dh)
     # Heads of a group round theirs before the sum: in float32 it would move twice the bytes of all other gradients.
-    dq, dk = (torch.empty(*x.v.shape[:3], K, dtype=x.q.dtype, device=x.q.device) for _ in range(2))
-    dv = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    dq, dk = (call.new(*x.v.shape[:3], K, dtype=x.q.dtype) for _ in range(2))
+    dv = call.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = call.new(N, H, K, V) if x.C is not None else None
     dn0 = call.new(N, H, K) if x.n is not None else None
-    di, df = (None if t is None else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x.log_i, x.log_f))
-    with on(x.q.device):
-        gates = call.gates(None)
-        delta = spec.normalize and spec.normalizer_grad
-        if spec.normalize:
-            call.fold_denominator(gates, out, dh, delta)
-        start: Pair = (_dense(x.C), _dense(x.n))
-        end = call.end_cotangents(dC, dn)
-        first: Pair = (dC0, dn0)
-        if call.segmented:
-            start = out.chunk_C, out.chunk_n if spec.normalize else None
-        call.gradients(gates, out, dh, (dq, dk, dv), (di, df), start, end, first, delta)
-        if call.group > 1:
-            dq, dk = (call.sum_of_groups(t) for t in (dq, dk))
-    none = call.new(0)
-    grads = (none if t is None else t for t in (di, df, dC0, dn0))
-    return Grads(dq, dk, dv, *grads)
+    di, df = (None if t is None else call.new(*t.shape, dtype=t.dtype) for t in (x.log_i, x.log_f))
+    gates = call.gates(None)
+    delta = spec.normalize and spec.normalizer_grad
+    if spec.normalize:
+        call.fold_denominator(gates, out, dh, delta)
+    start: Pair = (call.dense(x.C), call.dense(x.n))
+    end = call.end_cotangents(dC, dn)
+    first: Pair = (dC0, dn0)
+    if call.segmented:
+        start = out.chunk_C, out.chunk_n if spec.normalize else None
+    call.gradients(gates, out, dh, (dq, dk, dv), (di, df), start, end, first, delta)
+    if call.group > 1:
+        dq, dk = (call.sum_of_groups(t) for t in (dq, dk))
+    parts = di, df, dC0, dn0
+    none = call.new(0) if None in parts else dq
+    return Grads(dq, dk, dv, *(none if t is None else t for t in parts))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.triton import tfla_gates, tfla_parallel, tfla_states
-from tfla.backends.triton.launch import Call, Pair, _strides, architecture, ceil_div, power_of_two
+from tfla.backends.triton.compiled import Tape
+from tfla.backends.triton.launch import Call, Pair, _strides, architecture, ceil_div, power_of_two, products
 
 STEPS = 1024  # that a program of the gate gradients takes at once
 
@@ -70,16 +71,17 @@ def details(x: Inputs, chunk_size: int) -> dict[str, object]:
 class Chunks(Call):
     """As `Call`, but what lies between two stored states is computed in parallel instead of walked."""
 
-    def __init__(self, x: Inputs, spec: Spec, *more: Tensor | None) -> None:
+    def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
+        super().__init__(tape, x, spec)
         self.tiling = tiling(x, spec.chunk_size)
-        super().__init__(x, spec, *more)
         self.L = self.tiling.L
         self.tiles = self.slots(self.L)
         self.steps, self.segmented = chunk_steps(x, spec.chunk_size), True
         self.segments = self.slots(self.steps)
 
-    def tuning(self) -> tuple[Hashable, ...]:
-        return self.tiling, self.precision
+    @staticmethod
+    def tuning(x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
+        return tiling(x, spec.chunk_size), products(x)
 
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False

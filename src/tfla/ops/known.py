@@ -1,0 +1,73 @@
+"""What has been found out about a call, for calls like it: a kernel takes less time than checks and choices do."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import static
+from tfla.ops.state import State
+
+REMEMBERED = 1024  # calls
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+Found = TypeVar("Found")
+
+
+def observed(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or not PLAIN.issuperset(map(type, tensors))
+        or (tensors[0] is not None and tensors[0].is_meta)
+    )
+
+
+def signature(
+    given: tuple[Tensor | None, ...], state: State | None, lengths: Tensor | None, *options: Hashable
+) -> Hashable:
+    """All that checks and choices ask for; None where they have to be made: of a call that is observed, of what are no
+    tensors, and of lengths that can be read."""
+    if type(state) is not State and state is not None:
+        return None
+    tensors = *given, *(state or (None, None, None)), lengths
+    if observed(tensors) or given[0] is None or (lengths is not None and lengths.device.type == "cpu"):
+        return None
+    device = given[0].device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return autocast, *options, *map(static, tensors)
+
+
+class Known(Generic[Found]):
+    """By the signature of calls."""
+
+    def __init__(self) -> None:
+        self.found: dict[Hashable, Found] = {}
+        EVERYTHING.append(self)
+
+    def get(self, call: Hashable) -> Found | None:
+        try:
+            return self.found.get(call)
+        except TypeError:  # an option that is none, which the checks say
+            return None
+
+    def add(self, call: Hashable, found: Found) -> None:
+        if call is None:
+            return
+        if len(self.found) >= REMEMBERED:
+            self.found.clear()
+        self.found[call] = found
+
+
+EVERYTHING: list[Known[Any]] = []
+
+
+def forget() -> None:
+    """Find out anew."""
+    for known in EVERYTHING:
+        known.found.clear()
