@@ -130,7 +130,7 @@ def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profilers set them; without one a launch goes past what prepares for them."""
     log: Log = []
     launch = bound(CompiledAsNow("plain", log), (7, 2))
-    launch(11, "x", 5)
+    launch(11, compiled._heard(), ["x", 5])
     assert log.pop() == ("at once", 7, 2, 1, 11, "function", "metadata", None, None, None, "x", 5)
     knobs = triton.knobs.runtime
     for name in ("launch_enter_hook", "launch_exit_hook"):
@@ -139,20 +139,20 @@ def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(knobs, name, print)
         else:
             chain.add(print)
-        launch(11, "x", 5)
+        launch(11, compiled._heard(), ["x", 5])
         if chain is None:
             monkeypatch.setattr(knobs, name, None)
         else:
             chain.remove(print)
         assert log.pop() == ("plain", (7, 2, 1), ("x", 5))
-    launch(11, "x", 5)
+    launch(11, compiled._heard(), ["x", 5])
     assert log.pop()[0] == "at once"
     assert not log
 
 
 def test_a_triton_that_keeps_things_elsewhere() -> None:
     log: Log = []
-    bound(Compiled("plain", log), (7,))(11, "x", 5)
+    bound(Compiled("plain", log), (7,))(11, False, ["x", 5])
     assert log == [("plain", (7, 1, 1), ("x", 5))]
 
 

@@ -31,7 +31,7 @@ def test_says_what_runs(
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, **way.options}
     calls = []
 
-    def attend(x: Inputs, backend: str, spec: Spec, alone: bool) -> Outputs:
+    def attend(x: Inputs, backend: str, spec: Spec, *_: object) -> Outputs:
         with torch.no_grad():
             out = BACKENDS[backend].forward(x, spec)
         calls.append((spec.chunk_size, backend, spec.kernel, out.chunk_C.shape[0]))

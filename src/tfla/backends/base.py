@@ -21,9 +21,13 @@ import torch
 from torch import Tensor
 
 
-def static(x: Tensor | None) -> Hashable:
-    """All that a tensor is but for its values and where exactly it lies."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device)
+def static(*tensors: Tensor | None) -> Hashable:
+    """All that tensors are but for their values and where exactly they lie."""
+    # At once, since a call of a function for each takes half as long again.
+    return tuple([None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device) for x in tensors])
+
+
+Again = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]  # a call on other tensors of equal `static`
 
 
 class Inputs(NamedTuple):
@@ -154,6 +158,10 @@ class Backend(ABC):
     @abstractmethod
     def forward(self, x: Inputs, spec: Spec) -> Outputs: ...
 
+    def again(self, x: Inputs, spec: Spec) -> Again | None:
+        """After `forward`: what does the same at once for others like x, whatever PyTorch's settings are, or None."""
+        return None
+
     @abstractmethod
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """From the cotangents of h and of the final state; ``out`` holds h, d and the chunk states of the forward."""
@@ -166,10 +174,8 @@ class Backend(ABC):
         """A few steps without gradients; the new C goes to ``into``, which may be that of x, or to a new tensor."""
         raise NotImplementedError
 
-    def steps_again(
-        self, x: StepInputs, spec: StepSpec, into: Tensor | None
-    ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]] | None:
-        """After `steps`: the same for others like x and into, of equal `static`, at once; None if it is not known."""
+    def steps_again(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Again | None:
+        """After `steps`: what does the same at once for others like x and into, or None."""
         return None
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:

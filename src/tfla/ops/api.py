@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends import Backend, Inputs
-from tfla.backends.base import Gates, Spec
+from tfla.backends.base import Again, Gates, Spec
 from tfla.ops import checks
 from tfla.ops.choice import choose
 from tfla.ops.gates import InputGate, clamp, log_gates
@@ -63,7 +63,7 @@ def prepare(
 
 
 # By calls that have passed the checks.
-_KNOWN: Known[tuple[Backend, str, int]] = Known()
+_KNOWN: Known[tuple[Backend, Spec, Again | None]] = Known()
 
 
 def _run(
@@ -85,26 +85,34 @@ def _run(
     store_dtype: torch.dtype | None,
 ) -> Tensor | tuple[Tensor, State]:
     checks.check_store_dtype(store_dtype)
-    call = signature((q, k, v, i, f), initial_state, cu_seqlens, gates, normalize, chunk_size, backend, kernel)
+    checks.check_chunk_size(chunk_size)
+    scale = None if scale is None else float(scale)
+    call = signature(
+        (q, k, v, i, f), initial_state, cu_seqlens, gates, normalize, return_state, chunk_size, scale, backend, kernel,
+        normalizer_grad, store_dtype,
+    )  # fmt: skip
     known = None if call is None else _KNOWN.get(call)
-    if known is None:
+    if known is not None:
+        chosen, spec, again = known
+        x = _inputs(q, k, v, i, f, initial_state, cu_seqlens)
+    else:
         names = ("log_i", "log_f") if gates == "log" else ("i", "f")
         # An input gate may be left out where it is a log-gate.
         given = {name: t for name, t in zip(names, (i, f), strict=True) if t is not None or name != "log_i"}
         checks.check_inputs(q, k, v, given, None, time=True)  # type: ignore[arg-type]
         x = prepare(q, k, v, i, f, normalize, initial_state, cu_seqlens, chunk_size)
-        known = choose(x, normalize, backend, kernel, chunk_size)
-        _KNOWN.add(call, known)
-    else:
-        x = _inputs(q, k, v, i, f, initial_state, cu_seqlens)
-    chosen, kernel, steps = known
+        chosen, kernel, steps = choose(x, normalize, backend, kernel, chunk_size)
+        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        read = gates if chosen.takes_gates else "log"
+        spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state, store_dtype, read)
+        again = None
     if not chosen.takes_gates:
         log_i, log_f = (None, clamp(f)) if i is None else log_gates(i, f, gates)
-        x, gates = x._replace(log_i=log_i, log_f=log_f), "log"
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state, store_dtype, gates)
-    h, *state = attend(x, chosen.name, spec, call is not None)
+        x = x._replace(log_i=log_i, log_f=log_f)
+    h, *state = attend(x, chosen.name, spec, call is not None, again)
+    if known is None and call is not None:
+        _KNOWN.add(call, (chosen, spec, chosen.again(x, spec)))
     if not return_state:
         return h
     C, n, m, *_ = state

@@ -40,7 +40,8 @@ def signature(
         return None
     device = given[0].device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return autocast, *options, *map(static, tensors)
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return autocast, recorded, options, static(*tensors)
 
 
 class Known(Generic[Found]):

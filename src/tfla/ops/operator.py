@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends import BACKENDS, Inputs
-from tfla.backends.base import Outputs, Spec
+from tfla.backends.base import Again, Outputs, Spec
 from tfla.ops.known import observed
 
 
@@ -24,7 +24,9 @@ def _without_autocast(x: Inputs) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-def _forward(x: Inputs, backend: str, spec: Spec) -> Outputs:
+def _forward(x: Inputs, backend: str, spec: Spec, again: Again | None = None) -> Outputs:
+    if again is not None:
+        return Outputs(*again(x))
     with _without_autocast(x):
         return BACKENDS[backend].forward(x, spec)
 
@@ -206,19 +208,22 @@ class _Direct(torch.autograd.Function):
     """The same, past the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, backend: str, spec: Spec, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        out = _forward(Inputs(*tensors), backend, spec)  # type: ignore[arg-type]
+    def forward(ctx: Any, backend: str, spec: Spec, again: Again | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        out = _forward(Inputs(*tensors), backend, spec, again)  # type: ignore[arg-type]
         _keep(ctx, tensors, out, backend, spec)
         return out[:4] if spec.final_state else out[:1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None, *_gradients(ctx, *grads[:3])
+        return None, None, None, *_gradients(ctx, *grads[:3])
 
 
-def attend(x: Inputs, backend: str, spec: Spec, alone: bool = False) -> tuple[Tensor, ...]:
-    """h, and if asked for the final C, n and m; `alone`: it is known that nobody else sees the call."""
+def attend(x: Inputs, backend: str, spec: Spec, alone: bool = False, again: Again | None = None) -> tuple[Tensor, ...]:
+    """h, and if asked for the final C, n and m.
+
+    alone: it is known that nobody else sees the call; again: what does the forward for such x.
+    """
     if not alone and observed(x):
         scale, normalize, normalizer_grad, chunk_size, kernel, *rest = spec
         return torch.ops.tfla.attend(*x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, *rest)
-    return _Direct.apply(backend, spec, *x) if spec.save else _forward(x, backend, spec)
+    return _Direct.apply(backend, spec, again, *x) if spec.save else _forward(x, backend, spec, again)

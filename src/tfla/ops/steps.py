@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from tfla.backends import StepInputs, select_steps
-from tfla.backends.base import Gates, StepSpec
+from tfla.backends.base import Again, Gates, StepSpec
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
 from tfla.ops.api import autocast
@@ -17,8 +16,6 @@ from tfla.ops.gates import InputGate, clamp, log_gates
 from tfla.ops.known import Known, signature
 from tfla.ops.state import State
 from tfla.ops.step_operator import steps, steps_
-
-Again = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
 
 
 def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
@@ -79,10 +76,10 @@ def _steps(
         if time:
             checks.check_few_steps(given[2], return_state, lengths, in_place)
         checks.check_lengths(lengths, given[2])
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*given, *state))
-    if known is not None and known[0] is not None and not recorded:
+    if known is not None and known[0] is not None:
         h, C, n, m = known[0]((*given, *state, lengths, state.C if in_place else None))
         return h if time else h.squeeze(1), State(C, n, m) if normalize else State(C)
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*given, *state))
     parts = autocast(*given[:3]) + given[3:]
     x = StepInputs(*(t if time or t is None else t.unsqueeze(1) for t in parts), *state, lengths)  # type: ignore[call-arg, arg-type]
     spec = StepSpec(x.q.shape[-1] ** -0.5 if scale is None else scale, gates, return_state)
@@ -104,8 +101,7 @@ def _steps(
         new = State(C, n, m) if normalize else State(C)
         if call is not None and all(a is b for a, b in zip(parts, given, strict=True)):
             again = chosen.steps_again(x, spec, C if in_place else None)
-    if not recorded:
-        _KNOWN.add(call, (again,))
+    _KNOWN.add(call, (again,))
     return h if time else h.squeeze(1), new
 
 

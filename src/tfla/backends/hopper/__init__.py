@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Backend, Grads, Inputs, Outputs, Spec
+from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec
 from tfla.backends.triton import BACKEND as TRITON
 from tfla.backends.triton import constant
 
@@ -76,6 +76,12 @@ class Hopper(Backend):
         from tfla.backends.triton import launch
 
         return launch.forward(x, spec, HopperCall)
+
+    def again(self, x: Inputs, spec: Spec) -> Again | None:
+        from tfla.backends.hopper.launch import HopperCall
+        from tfla.backends.triton import launch
+
+        return launch.again(x, spec, HopperCall)
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         from tfla.backends.hopper.launch import HopperCall

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Backend, Grads, Inputs, Outputs, Spec, StepInputs, StepOutputs, StepSpec
+from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec, StepInputs, StepOutputs, StepSpec
+
+if TYPE_CHECKING:
+    from tfla.backends.triton.launch import Call
 
 LARGEST_DQK, LARGEST_DHV = 512, 1024
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +43,13 @@ def _cheapest(dqk: int, dhv: int, itemsize: int, chunk_size: int, device: torch.
     from tfla.backends.triton import cost
 
     return cost.cheapest(dqk, dhv, itemsize, chunk_size, device)
+
+
+def _walks(kernel: str) -> type[Call]:
+    """What computes them."""
+    from tfla.backends.triton import launch, tfla_launch
+
+    return tfla_launch.Chunks if kernel == "tfla" else launch.Call
 
 
 class Triton(Backend):
@@ -109,23 +119,26 @@ class Triton(Backend):
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
-        from tfla.backends.triton import launch, tfla_launch
+        from tfla.backends.triton import launch
 
-        return launch.forward(x, spec, tfla_launch.Chunks if spec.kernel == "tfla" else launch.Call)
+        return launch.forward(x, spec, _walks(spec.kernel))
+
+    def again(self, x: Inputs, spec: Spec) -> Again | None:
+        from tfla.backends.triton import launch
+
+        return launch.again(x, spec, _walks(spec.kernel))
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
-        from tfla.backends.triton import launch, tfla_launch
+        from tfla.backends.triton import launch
 
-        return launch.backward(x, out, dh, dC, dn, spec, tfla_launch.Chunks if spec.kernel == "tfla" else launch.Call)
+        return launch.backward(x, out, dh, dC, dn, spec, _walks(spec.kernel))
 
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         from tfla.backends.triton import step_launch
 
         return step_launch.run(x, spec, into)
 
-    def steps_again(
-        self, x: StepInputs, spec: StepSpec, into: Tensor | None
-    ) -> Callable[[Sequence[Tensor | None]], Sequence[Tensor]] | None:
+    def steps_again(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Again | None:
         from tfla.backends.triton import compiled, step_launch
 
         return compiled.program(step_launch.call_of(x, spec, into))

@@ -32,46 +32,36 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """For launches: the current device is this one, and there is memory for tensor descriptors."""
-    triton.set_allocator(_allocate)
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
-
-
-def _unheard() -> bool:
-    """Whether no hook is set that wants to know of launches; later Tritons have chains of them, which may be empty."""
+def _heard() -> bool:
+    """Whether a hook is set that wants to know of launches; later Tritons have chains of them, which may be empty."""
     knobs = triton.knobs.runtime
-    return not (getattr(knobs.launch_enter_hook, "calls", knobs.launch_enter_hook)
-                or getattr(knobs.launch_exit_hook, "calls", knobs.launch_exit_hook))  # fmt: skip
+    return bool(
+        getattr(knobs.launch_enter_hook, "calls", knobs.launch_enter_hook)
+        or getattr(knobs.launch_exit_hook, "calls", knobs.launch_exit_hook)
+    )
 
 
-def bound(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """Launches a compiled kernel: the stream, then the arguments. Past Triton's own way, which asks for the stream
-    each time and describes the launch to hooks, unless there are some."""
-    grid = (*grid, 1, 1)[:3]
-    plain = kernel[grid]
+def bound(kernel: Any, grid: tuple[int, ...]) -> Callable[[int, bool, list[Any]], None]:
+    """Launches a compiled kernel: on which stream, whether a hook wants to know of it, and arguments. Past Triton's own
+    way, which asks for the stream each time and describes the launch to hooks, unless there are some."""
+    x, y, z = (*grid, 1, 1)[:3]
+    plain = kernel[x, y, z]
     try:
         run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
     except AttributeError:  # a Triton that keeps them elsewhere
-        return lambda stream, *args: plain(*args, stream=stream)
+        return lambda stream, heard, args: plain(*args, stream=stream)
 
-    def launch(stream: int, *args: Any) -> None:
-        if _unheard():
-            run(*grid, stream, function, metadata, None, None, None, *args)
-        else:
+    def launch(stream: int, heard: bool, args: list[Any]) -> None:
+        if heard:
             plain(*args, stream=stream)
+        else:
+            run(x, y, z, stream, function, metadata, None, None, None, *args)
 
     return launch
 
 
-def _address(x: Any) -> Any:
-    """As compiled kernels take it; tensor descriptors as they are."""
-    return x.data_ptr() if type(x) is Tensor and x.is_cuda else x
-
-
-Step = tuple[Callable[..., Any], tuple[int, ...], tuple[Any, ...] | None]
+# What is called; places of what it reads; of a launch the other arguments, else whether it makes a tensor.
+Step = tuple[Callable[..., Any], tuple[int, ...], list[Any] | bool]
 
 
 class Tape:
@@ -91,13 +81,13 @@ class Tape:
             self.places.setdefault(id(x), len(self.made))
         self.made.append(x)  # held, so that no other gets its id
 
-    def _note(self, fn: Callable[..., Any], read: Sequence[Any], rest: tuple[Any, ...] | None) -> None:
-        self.steps.append((fn, tuple(self.places[id(x)] for x in read), rest))
+    def _note(self, fn: Callable[..., Any], read: Sequence[Any], rest: list[Any] | bool) -> None:
+        self.steps.append((fn, tuple([self.places[id(x)] for x in read]), rest))
 
     def do(self, fn: Callable[..., Any], *read: Any) -> Any:
         """fn(*read), a tensor or a tensor descriptor, which may be one that it wrote in place."""
         made = fn(*read)
-        self._note(fn, read, None)
+        self._note(fn, read, isinstance(made, Tensor))
         self._place(made)
         return made
 
@@ -123,32 +113,45 @@ class Tape:
         count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
         assert all(isinstance(x, int | float) for x in args[count:]), "tensors come first"
         if compiled is None:  # interpreted
-            self._note(lambda stream, *args: run(*args), args[:count], args[count:])
+            self._note(lambda stream, heard, args: run(*args), args[:count], [*args[count:]])
         else:  # constants are compiled in, and passed in whatever order
-            self._note(bound(compiled, grid), args[:count], (*args[count:], *constants.values()))
+            self._note(bound(compiled, grid), args[:count], [*args[count:], *constants.values()])
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 class Program:
     """The steps of a tape, for other tensors of the same sizes."""
 
     def __init__(self, tape: Tape, results: Sequence[Tensor]) -> None:
-        self.device, self.steps = tape.device, tape.steps
+        self.steps = tape.steps
         self.results = [tape.places[id(t)] for t in results]
-        self.index = self.device.index if self.device.type == "cuda" else None
+        self.index = tape.device.index if tape.device.type == "cuda" else None
+        # As compiled kernels take tensors, and Triton's interpreter.
+        self.address: Callable[[Tensor], Any] = _itself if self.index is None else Tensor.data_ptr
 
     def __call__(self, given: Sequence[Tensor | None]) -> list[Tensor]:
-        with on(self.device):
-            stream = None if self.index is None else torch._C._cuda_getCurrentRawStream(self.index)
-            made: list[Any] = [*given]
-            addresses = [*map(_address, made)]
-            for fn, read, rest in self.steps:
-                if rest is not None:
-                    fn(stream, *[addresses[place] for place in read], *rest)
-                else:
-                    x = fn(*[made[place] for place in read])
-                    made.append(x)
-                    addresses.append(_address(x))
-            return [made[place] for place in self.results]
+        if self.index is None or self.index == torch.cuda.current_device():
+            return self._run(given)
+        with torch.cuda.device(self.index):
+            return self._run(given)
+
+    def _run(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        triton.set_allocator(_allocate)
+        heard, stream = _heard(), 0 if self.index is None else torch._C._cuda_getCurrentRawStream(self.index)
+        address: Callable[[Any], Any] = self.address
+        made: list[Any] = [*given]
+        addresses: list[Any] = [None if x is None else address(x) for x in made]
+        for fn, read, rest in self.steps:
+            if rest is True or rest is False:
+                x = fn(*[made[place] for place in read])
+                made.append(x)
+                addresses.append(address(x) if rest else x)
+            else:
+                fn(stream, heard, [addresses[place] for place in read] + rest)
+        return [made[place] for place in self.results]
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
@@ -180,7 +183,8 @@ def repeated(
     for t in given:
         apart.append(t.detach() if t is not None and any(t is other for other in apart) else t)
     tape = Tape(apart)
-    with on(tape.device):
+    triton.set_allocator(_allocate)
+    with torch.cuda.device(tape.device) if tape.device.type == "cuda" else contextlib.nullcontext():
         results = first(tape, apart)
     known.append(Program(tape, results))
     return results

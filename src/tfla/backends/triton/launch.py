@@ -11,10 +11,10 @@ import torch
 import triton
 from torch import Tensor
 
-from tfla.backends.base import Grads, Inputs, Outputs, Spec, static, stored_dtype
+from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stored_dtype
 from tfla.backends.triton import INTERPRETED, walk
 from tfla.backends.triton import gates as gate_kernels
-from tfla.backends.triton.compiled import Tape, repeated
+from tfla.backends.triton.compiled import Tape, program, repeated
 
 CHUNK, HEADS = 256, 8  # steps and heads of one program of the gate kernels
 SHORTEST_SEGMENT = 512
@@ -413,7 +413,7 @@ def best_chunk_size(x: Inputs) -> int:
 
 def call_of(direction: str, kind: type[Call], spec: Spec, x: Inputs, *more: Tensor | None) -> Hashable:
     """All that a call depends on; `more`: what else is given."""
-    return direction, kind.__name__, spec, *kind.tuning(x, spec), *map(static, (*x, *more))
+    return direction, kind.__name__, spec, *kind.tuning(x, spec), static(*x, *more)
 
 
 def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
@@ -423,6 +423,11 @@ def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
         return _forward(kind(tape, Inputs(*given), spec))  # type: ignore[arg-type]
 
     return Outputs(*repeated(call_of("forward", kind, spec, x), x, first))
+
+
+def again(x: Inputs, spec: Spec, kind: type[Call]) -> Again | None:
+    """What a former `forward` of these sizes noted; float32 is multiplied as PyTorch is set at each."""
+    return None if x.q.dtype == torch.float32 else program(call_of("forward", kind, spec, x))
 
 
 def _forward(call: Call) -> Outputs:

@@ -40,7 +40,7 @@ def cut(dqk: int, dhv: int, several: bool) -> Cut:
 
 def call_of(x: StepInputs, spec: StepSpec, into: Tensor | None) -> Hashable:
     """All that a launch depends on."""
-    return "steps", spec, *map(static, (*x, into))
+    return "steps", spec, static(*x, into)
 
 
 def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
