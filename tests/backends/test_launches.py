@@ -15,7 +15,7 @@ import triton
 
 from tfla.backends.base import static
 from tfla.backends.triton import compiled
-from tfla.backends.triton.compiled import Program, Tape, bound, program, repeated
+from tfla.backends.triton.compiled import Bound, Program, Tape, program, repeated
 
 Log = list[Any]
 
@@ -129,7 +129,9 @@ def test_tensors_that_the_tape_did_not_see_are_refused() -> None:
 def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profilers set them; without one a launch goes past what prepares for them."""
     log: Log = []
-    launch = bound(CompiledAsNow("plain", log), (7, 2))
+    launch = Bound(CompiledAsNow("plain", log), (7, 2))
+    launch(11, compiled._heard(), ["x", 5])
+    assert log.pop() == ("plain", (7, 2, 1), ("x", 5))
     launch(11, compiled._heard(), ["x", 5])
     assert log.pop() == ("at once", 7, 2, 1, 11, "function", "metadata", None, None, None, "x", 5)
     knobs = triton.knobs.runtime
@@ -152,8 +154,10 @@ def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_triton_that_keeps_things_elsewhere() -> None:
     log: Log = []
-    bound(Compiled("plain", log), (7,))(11, False, ["x", 5])
-    assert log == [("plain", (7, 1, 1), ("x", 5))]
+    launch = Bound(Compiled("plain", log), (7,))
+    for _ in range(2):
+        launch(11, False, ["x", 5])
+        assert log.pop() == ("plain", (7, 1, 1), ("x", 5))
 
 
 def test_what_distinguishes_tensors() -> None:

@@ -41,23 +41,23 @@ def _heard() -> bool:
     )
 
 
-def bound(kernel: Any, grid: tuple[int, ...]) -> Callable[[int, bool, list[Any]], None]:
-    """Launches a compiled kernel: on which stream, whether a hook wants to know of it, and arguments. Past Triton's own
-    way, which asks for the stream each time and describes the launch to hooks, unless there are some."""
-    x, y, z = (*grid, 1, 1)[:3]
-    plain = kernel[x, y, z]
-    try:
-        run, function, metadata = kernel.run, kernel.function, kernel.packed_metadata
-    except AttributeError:  # a Triton that keeps them elsewhere
-        return lambda stream, heard, args: plain(*args, stream=stream)
+class Bound:
+    """Launches a compiled kernel on a grid. Past Triton's own way, which asks for the stream each time and describes
+    the launch to hooks, unless there are some."""
 
-    def launch(stream: int, heard: bool, args: list[Any]) -> None:
-        if heard:
-            plain(*args, stream=stream)
-        else:
-            run(x, y, z, stream, function, metadata, None, None, None, *args)
+    def __init__(self, kernel: Any, grid: tuple[int, ...]) -> None:
+        self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
+        self.way: tuple[Any, Any, Any] | None = None  # known once it has been loaded
 
-    return launch
+    def __call__(self, stream: int, heard: bool, args: list[Any]) -> None:
+        """On this stream; `heard`: there are hooks."""
+        if heard or self.way is None:
+            self.kernel[self.grid](*args, stream=stream)
+            with contextlib.suppress(AttributeError):  # in a Triton that keeps them elsewhere
+                self.way = self.kernel.run, self.kernel.function, self.kernel.packed_metadata
+            return
+        run, function, metadata = self.way
+        run(*self.grid, stream, function, metadata, None, None, None, *args)
 
 
 # What is called; places of what it reads; of a launch the other arguments, else whether it makes a tensor.
@@ -115,7 +115,7 @@ class Tape:
         if compiled is None:  # interpreted
             self._note(lambda stream, heard, args: run(*args), args[:count], [*args[count:]])
         else:  # constants are compiled in, and passed in whatever order
-            self._note(bound(compiled, grid), args[:count], [*args[count:], *constants.values()])
+            self._note(Bound(compiled, grid), args[:count], [*args[count:], *constants.values()])
 
 
 def _itself(x: Tensor) -> Tensor:
