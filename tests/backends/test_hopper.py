@@ -30,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "several tiles": {"T": 300, "B": 1, "H": 1, "Hq": 1},
     "narrow values": {"V": 128, "T": 130},
     "more heads than multiprocessors": {"B": 3, "H": 50, "Hq": 50, "T": 70},
+    "grouped heads": {"H": 6, "Hq": 2},
 }
 
 
@@ -58,8 +59,9 @@ def test_shapes(form: str, carried: bool, shape: dict[str, Any], dtype: torch.dt
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chunk_size", [1, 64, 100, 192])
-def test_segments(form: str, chunk_size: int) -> None:
-    p = wide(form, dtype=torch.bfloat16, T=333, B=1)
+@pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512)])
+def test_segments(form: str, chunk_size: int, K: int, V: int) -> None:
+    p = wide(form, dtype=torch.bfloat16, T=333, B=1, K=K, V=V)
     check(p, chunk_size=chunk_size)
 
 
@@ -95,8 +97,9 @@ def test_resets_and_nan_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_same_bits_every_time(form: str) -> None:
-    p = wide(form, dtype=torch.bfloat16, B=2, H=9, Hq=9, T=500)
+@pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512)])
+def test_same_bits_every_time(form: str, K: int, V: int) -> None:
+    p = wide(form, dtype=torch.bfloat16, B=2, H=9, Hq=9, T=500, K=K, V=V)
     leaves = leaves_on(WAY, p)
     runs = []
     for _ in range(10):
@@ -107,16 +110,23 @@ def test_same_bits_every_time(form: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
 
 
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+@pytest.mark.parametrize(("K", "V"), [(128, 512), (256, 256), (256, 512), (512, 128), (512, 512)])
+def test_wide_states(form: str, K: int, V: int) -> None:
+    check(wide(form, dtype=torch.bfloat16, K=K, V=V, Hq=1, T=200))
+    check(wide(form, dtype=torch.float16, K=K, V=V, T=100, carried=False))
+
+
 @given(
-    form=st.sampled_from(FORMS), B=st.integers(1, 3), H=st.integers(1, 4), T=st.integers(1, 260),
-    V=st.sampled_from([128, 256]), carried=st.booleans(), i_mean=st.floats(-6, 3), f_mean=st.floats(-2, 9),
-    dtype=st.sampled_from(LOW), seed=st.integers(0, 1000),
+    form=st.sampled_from(FORMS), B=st.integers(1, 3), Hq=st.integers(1, 3), group=st.integers(1, 2),
+    T=st.integers(1, 260), dims=st.sampled_from([(128, 128), (128, 256), (256, 512)]), carried=st.booleans(),
+    i_mean=st.floats(-6, 3), f_mean=st.floats(-2, 9), dtype=st.sampled_from(LOW), seed=st.integers(0, 1000),
 )  # fmt: skip
-def test_anything(form: str, B: int, H: int, T: int, V: int, carried: bool, i_mean: float, f_mean: float,
-                  dtype: torch.dtype, seed: int) -> None:  # fmt: skip
+def test_anything(form: str, B: int, Hq: int, group: int, T: int, dims: tuple[int, int], carried: bool, i_mean: float,
+                  f_mean: float, dtype: torch.dtype, seed: int) -> None:  # fmt: skip
     p = wide(
-        form, B=B, H=H, Hq=H, T=T, V=V, carried=carried, i_mean=i_mean, f_mean=f_mean, dtype=dtype, seed=seed,
-        positive_qk=True,
+        form, B=B, H=Hq * group, Hq=Hq, T=T, K=dims[0], V=dims[1], carried=carried, i_mean=i_mean, f_mean=f_mean,
+        dtype=dtype, seed=seed, positive_qk=True,
     )  # fmt: skip
     check(p, 4)
 

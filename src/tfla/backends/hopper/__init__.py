@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec
 from tfla.backends.triton import BACKEND as TRITON
-from tfla.backends.triton import constant
+from tfla.backends.triton import WHOLE, constant
 
 DTYPES = (torch.bfloat16, torch.float16)
+DIMS = (128, 256, 512)
 
 
 @constant
@@ -54,22 +55,32 @@ class Hopper(Backend):
             return f"it takes bfloat16 and float16, the inputs are {x.q.dtype}"
         if x.cu_seqlens is not None:
             return "it takes no packed sequences"
-        if x.q.shape[2] != x.v.shape[2]:
-            return "it takes as many heads of q and k as of v"
-        if x.q.shape[3] != 128 or x.v.shape[3] not in (128, 256):
-            return "it takes dqk 128 with dhv 128 or 256"
+        if x.q.shape[3] not in DIMS or x.v.shape[3] not in DIMS:
+            return f"it takes dqk and dhv of {DIMS}"
         if not all(map(_aligned, (x.q, x.k, x.v))):
             return "it needs strides that are multiples of 16 bytes"
         return None
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
-        return TRITON.default_chunk_size(x, kernel)
+        if torch.compiler.is_compiling():  # a choice by length would make one graph for each
+            return WHOLE
+        from tfla.backends.hopper.launch import HopperCall
+        from tfla.backends.triton import launch
+
+        return launch.best_chunk_size(x, HopperCall)
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
-        return TRITON.details(x, chunk_size, kernel)
+        from tfla.backends.hopper.launch import HopperCall
+
+        return HopperCall.details(x, chunk_size)
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
-        return TRITON.stored_states(x, chunk_size, kernel)
+        if chunk_size >= WHOLE:
+            return 0
+        from tfla.backends.hopper.launch import HopperCall
+
+        steps = HopperCall.segment_steps(x, chunk_size)
+        return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         from tfla.backends.hopper.launch import HopperCall

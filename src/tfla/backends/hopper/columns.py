@@ -53,7 +53,7 @@ def load_tiles(
     n = 0
     column = gl.program_id(1) * (2 * WIDTH)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _ = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if BACK else i) * L
@@ -174,7 +174,7 @@ def consume(
     barrier()
     mbarrier.arrive(ready.index(0), count=1)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
         tiles = (steps + L - 1) // L
         C0 = gl.zeros([64, DK], gl.float32, of_state)
         C1 = gl.zeros([64, DK], gl.float32, of_state)
@@ -367,7 +367,7 @@ def columns(
             (load_gates, (
                 gates, ring_g, ring_w, normaliser[0], normaliser[1], normaliser[5], d_out, full, free, work,
                 tiles_of_head, L, STAGES, BACK, SEGMENTED, FLOOR if NORMALIZE else -1, NORMALIZE, SAVE_D,
-                DELTA,
+                DELTA, 1, False,
             )),
         ],
         [4, 1, 1],

@@ -11,11 +11,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.hopper.columns import columns
 from tfla.backends.hopper.rows import rows
+from tfla.backends.hopper.states import states
 from tfla.backends.triton.compiled import Tape
-from tfla.backends.triton.launch import Call, Pair, processors
+from tfla.backends.triton.launch import Call, Pair, Plan, plan_of, processors, products
 
 TILES = gl.NVMMASharedLayout(128, 16, 4)
-WIDTH = 128  # of the state that a program has: rows of dq and dk
+ROWS = 128  # of a state that a program of `rows` has, by up to MOST columns
+MOST = 256
+
+
+def pieces(columns: int) -> int:
+    """How many programs of `rows` share those of a state."""
+    return columns // (MOST if columns % MOST == 0 else ROWS)
 
 
 def described(x: Tensor, L: int, width: int) -> Callable[[Tensor], TensorDescriptor]:
@@ -37,26 +44,47 @@ class HopperCall(Call):
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         super().__init__(tape, x, spec)
-        self.blocks = 2 if self.V % 256 == 0 and self.K <= 128 else 1
-        self.finds_delta = 128 * self.blocks == self.V  # one program has all of dh . h
+        self.narrow = self.K <= ROWS  # a program of `columns` has a whole row of the state
+        self.blocks = 2 if self.V % 256 == 0 else 1
+        self.finds_delta = self.narrow and 128 * self.blocks == self.V  # one program has all of dh . h
+        self.pieces = pieces(self.V)
 
-    def descriptor(self, x: Tensor, L: int, width: int) -> TensorDescriptor:
+    def descriptor(self, x: Tensor, width: int) -> TensorDescriptor:
         """Tiles (L, width) of x (B, T, H, d)."""
-        return self.do(described(x, L, width), x)
+        return self.do(described(x, self.L, width), x)
+
+    @classmethod
+    def plan_for(cls, x: Inputs) -> Plan:
+        """Of the Triton kernels beside the walks: tiles of 64 steps whatever the head dims."""
+        return plan_of(ROWS, ROWS, x.q.element_size(), products(x), 90)
+
+    @classmethod
+    def programs(cls, x: Inputs) -> int:
+        K, V = int(x.q.shape[3]), int(x.v.shape[3])
+        of_rows = K // ROWS * pieces(V)
+        return of_rows if K <= ROWS else max(of_rows, V // ROWS * pieces(K))
 
     def grid(self, parts: int) -> tuple[int, int]:
-        pieces = self.segments * self.H
-        return max(1, min(pieces, processors(self.x.q.device) // parts)), parts
+        count = self.segments * self.H
+        return max(1, min(count, processors(self.x.q.device) // parts)), parts
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
         x = self.x
-        self._columns(x.k, x.v, x.q, h, gates, False, state, final, self.spec.normalize, d)
+        if self.narrow:
+            self._columns(x.k, x.v, x.q, h, gates, False, state, final, self.spec.normalize, d)
+            return
+        if self.spec.normalize:
+            self.normaliser(x.k, x.q, gates, False, state[1], final[1], d)
+        self._transposed(x.v, x.k, x.q, h, gates, False, state[0], final[0])
 
     def values_gradient(
         self, gates: Tensor, out: Outputs, dh: Tensor, dv: Tensor, end: Tensor | None, delta: bool
     ) -> None:
         x, h = self.x, out.h if delta and self.finds_delta else None
-        self._columns(x.q, dh, x.k, dv, gates, True, (end, None), (None, None), False, None, h)
+        if self.narrow:
+            self._columns(x.q, dh, x.k, dv, gates, True, (end, None), (None, None), False, None, h)
+        else:
+            self._transposed(dh, x.q, x.k, dv, gates, True, end, None)
 
     def _columns(
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, state: Pair, final: Pair,
@@ -65,7 +93,7 @@ class HopperCall(Call):
         """With h also delta, of y and h."""
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
         L, blocks = self.L, self.blocks
-        of_qk, of_v = (lambda t: self.descriptor(t, L, self.K)), (lambda t: self.descriptor(t, L, 64 * blocks))
+        of_qk, of_v = (lambda t: self.descriptor(t, self.K)), (lambda t: self.descriptor(t, 64 * blocks))
         self.launch(columns, self.grid(self.V // (128 * blocks)),
             of_qk(x), of_v(y), of_qk(z), of_v(y if h is None else h), of_v(out), gates, C, C_out, n, n_out,
             gates if d is None else d, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H,
@@ -74,23 +102,62 @@ class HopperCall(Call):
             FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None, DELTA=h is not None, num_warps=4,
         )  # fmt: skip
 
+    def _transposed(
+        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, state: Tensor | None,
+        final: Tensor | None,
+    ) -> None:  # fmt: skip
+        """`rows` of C^T: o, or walking back dv."""
+        shared = pieces(self.K)
+        parts = out if shared == 1 else self.new(self.B, self.T, self.H * shared, self.V, dtype=out.dtype)
+        self._rows(x, y, z, out, parts, gates, gates, gates, gates, False, back, (state, None), (final, None), True)
+        if shared > 1:
+            self.sum_of_groups(parts, shared, out)
+
+    def boundary_states(
+        self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False
+    ) -> Pair:
+        if back or not self.spec.normalize:
+            return super().boundary_states(x, y, gates, back, given, final, delta)
+        C, n, decays = self.new_states(), self.new(self.segments, self.H, self.K), self.new(self.segments, self.H)
+        self.add_up(x, y, gates, back, C, decays, final[0] is None, n)
+        self.join(C, decays, back, given[0], final[0])
+        self.join(n, decays, back, given[1], final[1])
+        return C, n
+
+    def add_up(
+        self, x: Tensor, y: Tensor, gates: Tensor, back: bool, states_out: Tensor, decays: Tensor, skip: bool,
+        n: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """With n also what they add to n."""
+        L = self.L
+        self.launch(states, self.grid(self.K // ROWS * self.pieces),
+            self.descriptor(x, ROWS), self.descriptor(y, self.V // self.pieces), gates, states_out,
+            decays if n is None else n, decays, self.T, self.tiles, self.H, self.group, self.steps,
+            self.segments * self.H, DX=self.K, DY=self.V, PIECES=self.pieces, L=L, STAGES=4, BACK=back,
+            SEGMENTED=self.segmented, NORMALIZE=n is not None, SKIP=skip, num_warps=4,
+        )  # fmt: skip
+
     def rows(
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
         state: Pair, final: Pair,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        L, parts = self.L, self.K // WIDTH
-        sums = self.new(parts, self.H, self.tiles, WIDTH // 16, L)
+        sums = self.new(self.K // ROWS * self.pieces, self.H, self.tiles, ROWS // 16, self.L)
         marks, n_marks = self.new_marks(sums)
-        C, n = state
-        C_out, n_out = final
-        tiles = (
-            self.descriptor(t, L, width) for t, width in ((x, WIDTH), (y, self.V), (z, self.V), (w, 64), (out, 64))
-        )
-        self.launch(rows, self.grid(parts),
-            *tiles, gates, sums, gates if C is None else C, gates if C_out is None else C_out,
-            gates if n is None else n, gates if n_out is None else n_out, marks, n_marks, self.T, self.tiles, self.H,
-            self.group, self.steps, self.segments * self.H, DK=self.K, DV=self.V, L=L, STAGES=2, MARKS=self.marks,
-            BACK=back, SEGMENTED=self.segmented, STATE=C is not None, FINAL=C_out is not None,
-            NORMALIZE=self.spec.normalize, DELTA=delta, num_warps=4,
-        )  # fmt: skip
+        self._rows(x, y, z, w, out, gates, sums, marks, n_marks, delta, back, state, final, False)
         return sums, marks, n_marks
+
+    def _rows(
+        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, sums: Tensor, marks: Tensor,
+        n_marks: Tensor, delta: bool, back: bool, state: Pair, final: Pair, transposed: bool,
+    ) -> None:  # fmt: skip
+        C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
+        L, DX, DY = self.L, x.shape[3], y.shape[3]
+        shared = pieces(DY)
+        self.launch(rows, self.grid(DX // ROWS * shared),
+            self.descriptor(x, ROWS), self.descriptor(y, DY // shared), self.descriptor(z, DY // shared),
+            self.descriptor(w, 64), self.descriptor(out, 64), gates, sums, C, C_out, n, n_out, marks, n_marks, self.T,
+            self.tiles, self.H, self.group, self.steps, self.segments * self.H, DX=DX, DY=DY, PIECES=shared, L=L,
+            STAGES=2, MARKS=self.marks, BACK=back, SEGMENTED=self.segmented, STATE=state[0] is not None,
+            FINAL=final[0] is not None, NORMALIZE=self.spec.normalize and not transposed, DELTA=delta,
+            TRANSPOSED=transposed, num_warps=4,
+        )  # fmt: skip

@@ -26,14 +26,38 @@ GATES = gl.constexpr(4)
 
 @gluon.jit
 def piece(index, T, length, H, SEGMENTED: gl.constexpr):
-    """A program's index-th piece of work: batch row, head, first step, how many steps, its place among segments."""
+    """A program's index-th piece of work: batch row, head, first step, how many steps."""
     slot = index // H
     if SEGMENTED:
         count = (T + length - 1) // length
         start = slot % count * length
-        return slot // count, index % H, start, gl.minimum(T - start, length), slot
+        return slot // count, index % H, start, gl.minimum(T - start, length)
     else:
-        return slot, index % H, 0, T, slot
+        return slot, index % H, 0, T
+
+
+@gluon.jit
+def tiles_of(start, steps, T, L: gl.constexpr, BACK: gl.constexpr, SKIP: gl.constexpr):
+    """How many a walk takes of a piece; with SKIP none of the last of a sequence, what is behind which nobody wants."""
+    tiles = (steps + L - 1) // L
+    if SKIP:
+        return gl.where(start == 0 if BACK else start + steps == T, 0, tiles)
+    else:
+        return tiles
+
+
+@gluon.jit
+def state_pointers(
+    state, at, row, column, DX: gl.constexpr, DY: gl.constexpr, TRANSPOSED: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """Of 64 rows and 128 columns of the at-th state (DX, DY), or in memory (DY, DX)."""
+    r = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    c = gl.expand_dims(column + gl.arange(0, 128, gl.SliceLayout(0, layout)), 0)
+    first = state + at.to(gl.int64) * (DX * DY)
+    if TRANSPOSED:
+        return first + c * DX + r
+    else:
+        return first + r * DY + c
 
 
 @gluon.jit
@@ -46,10 +70,11 @@ def place(n, STAGES: gl.constexpr):
 def load_gates(
     gates, ring, weights, extras, matrices, carried, d_out, full, free, work, tiles_of_head,
     L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, EXTRA: gl.constexpr,
-    MATRIX: gl.constexpr, CARRY_D: gl.constexpr, CARRY_DELTA: gl.constexpr,
+    MATRIX: gl.constexpr, CARRY_D: gl.constexpr, CARRY_DELTA: gl.constexpr, PIECES: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """The gater: one warp copies the gate vectors of each tile; weights of updates as the sum of two of low precision,
-    with MATRIX also as rows of a right operand. EXTRA is one more gate vector, or -1.
+    with MATRIX also as rows of a right operand. EXTRA is one more gate vector, or -1; of PIECES programs that share
+    columns of a state the first has it, the others zeros.
 
     It also carries d of a tile, or delta, to memory once the stage is free: consumers have no time for that.
     """
@@ -62,8 +87,8 @@ def load_gates(
     saved = gl.program_id(0)  # the piece of the tile whose d is carried next, and which it is there
     saved_tile = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
-        tiles = (steps + L - 1) // L
+        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
+        tiles = tiles_of(start, steps, T, L, BACK, SKIP)
         at = gates + (h.to(gl.int64) * tiles_of_head + b * ((T + L - 1) // L) + start // L) * (VECTORS * L) + r
         for i in range(0, tiles):
             t = tiles - 1 - i if BACK else i
@@ -85,7 +110,8 @@ def load_gates(
             g.slice(OUT * L, L, 0).store(out)
             g.slice(CARRY * L, L, 0).store(carry)
             if EXTRA >= 0:
-                extras.index(s).store(gl.load(tile + EXTRA * L))
+                first = r * 0 + gl.program_id(1) % PIECES == 0
+                extras.index(s).store(gl.load(tile + EXTRA * L, mask=first, other=0.0))
             w = weights.index(s)
             high = update.to(w.dtype)
             low = (update - high.to(gl.float32)).to(w.dtype)
@@ -120,7 +146,7 @@ def carry_out(
     -u; returns piece and tile that come next."""
     T, H, length, _ = work
     L: gl.constexpr = r.shape[0]
-    b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
+    b, h, start, steps = piece(index, T, length, H, SEGMENTED)
     tiles = (steps + L - 1) // L
     if DELTA:
         tile = h.to(gl.int64) * tiles_of_head + b * ((T + L - 1) // L) + start // L + tiles - 1 - i

@@ -10,6 +10,10 @@ state C, (dqk, dhv), as BLOCKS pieces of 128 columns, computes
 x, y, z are k, v, do for dq and q, do, v for dk. What `out` is a gradient of, q or k, comes with the stage too: its
 product with `out`, summed over 16 rows of a warp, goes to memory for the gradients of the gates, before `out`
 overwrites it and leaves by TMA. With a normaliser there is one more column of the state, n.
+
+All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES, and leave
+outputs to be summed; the first of them has delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns`
+cannot hold a state: rows are those of C^T, and x, y, z are v, k, q for o and do, q, k for dv.
 """
 
 from triton.experimental import gluon
@@ -35,6 +39,7 @@ from tfla.backends.hopper.parts import (
     place,
     scaled,
     seen,
+    state_pointers,
     warp_sums,
 )
 from tfla.backends.triton.gates import DELTA_P
@@ -43,29 +48,33 @@ from tfla.backends.triton.gates import DELTA_P
 @gluon.jit
 def load_tiles(
     X, Y, Z, W, rings, full, free, work, GROUP,
-    L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr,
+    PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr,
+    TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """The loader: one warp."""
     ring_x, ring_y, ring_z, ring_w = rings
     T, H, length, pieces = work
     n = 0
-    row = gl.program_id(1) * 128
+    row = gl.program_id(1) // PIECES * 128
+    column = gl.program_id(1) % PIECES * Y.block_type.shape[3]
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _ = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if BACK else i) * L
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
             bar = full.index(s)
-            mbarrier.expect(
-                bar, X.block_type.nbytes + Z.block_type.nbytes + Y.block_type.nbytes + 2 * W.block_type.nbytes
-            )
-            async_load(Z, [b, h, t, 0], bar, ring_z.index(s))
-            async_load(Y, [b, h, t, 0], bar, ring_y.index(s))
-            async_load(X, [b, h // GROUP, t, row], bar, ring_x.index(s))
-            async_load(W, [b, h // GROUP, t, row], bar, ring_w.index(2 * s))
-            async_load(W, [b, h // GROUP, t, row + 64], bar, ring_w.index(2 * s + 1))
+            of_w: gl.constexpr = 0 if TRANSPOSED else 2 * W.block_type.nbytes
+            mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes + Z.block_type.nbytes + of_w)
+            of_x = h if TRANSPOSED else h // GROUP
+            of_y = h // GROUP if TRANSPOSED else h
+            async_load(Z, [b, of_y, t, column], bar, ring_z.index(s))
+            async_load(Y, [b, of_y, t, column], bar, ring_y.index(s))
+            async_load(X, [b, of_x, t, row], bar, ring_x.index(s))
+            if not TRANSPOSED:
+                async_load(W, [b, of_x, t, row], bar, ring_w.index(2 * s))
+                async_load(W, [b, of_x, t, row + 64], bar, ring_w.index(2 * s + 1))
             n += 1
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
@@ -73,18 +82,17 @@ def load_tiles(
 
 
 @gluon.jit
-def state_pointers(state, at, row, column, DV: gl.constexpr, layout: gl.constexpr):
-    """Of 64 rows and 128 columns of the state (dqk, dhv) whose first row is the at-th of all."""
-    k = at.to(gl.int64) + row + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    v = column + gl.arange(0, 128, gl.SliceLayout(0, layout))
-    return state + gl.expand_dims(k, 1) * DV + gl.expand_dims(v, 0)
+def load_state(
+    state, at, row, column, DX: gl.constexpr, DY: gl.constexpr, TRANSPOSED: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    return gl.load(state_pointers(state, at, row, column, DX, DY, TRANSPOSED, layout)).to(gl.float32)
 
 
 @gluon.jit
-def start_weights(ring_y, ring_z, s, half: gl.constexpr, L: gl.constexpr, DV: gl.constexpr, layout: gl.constexpr):
+def start_weights(ring_y, ring_z, s, half: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
     """Starts z y^T of the tile in stage s for one half of the updates."""
-    z = ring_z.index(s).reshape([L, DV])
-    y = ring_y.index(s).reshape([L, DV]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    z = ring_z.index(s).reshape([L, ring_z.shape[4]])
+    y = ring_y.index(s).reshape([L, ring_y.shape[4]]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
     zero = gl.zeros([L, L // 2], gl.float32, layout)
     return warpgroup_mma(z, y, zero, use_acc=False, is_async=True)
 
@@ -117,11 +125,13 @@ def put_sums(x, to, L: gl.constexpr):
 @gluon.jit
 def consume(
     Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head,
-    half: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr,
+    half: gl.constexpr, DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
-    FINAL: gl.constexpr, NORMALIZE: gl.constexpr, DELTA: gl.constexpr,
+    FINAL: gl.constexpr, NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup, with 64 rows."""
+    WIDTH: gl.constexpr = DY // PIECES
+    BLOCKS: gl.constexpr = WIDTH // 128
     ring_x, ring_y, ring_z, ring_w = rings
     ring_p, ring_g, ring_u, ring_d = gate_rings
     state_in, state_out, n_in, n_out, marks, n_marks = states
@@ -136,37 +146,40 @@ def consume(
     zero = gl.zeros([64, L], gl.float32, of_out)
     i = gl.arange(0, L, gl.SliceLayout(1, of_p))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, of_p))
-    row = gl.program_id(1) * 128 + half * 64
+    row = gl.program_id(1) // PIECES * 128 + half * 64
+    part = gl.program_id(1) % PIECES
+    column = part * WIDTH
     rk = row + gl.arange(0, 64, of_n)
+    has_n = rk * 0 + part == 0
     s = 0
     phase = 0
     n = 0
     mbarrier.wait(full.index(0), 0)
-    S = start_weights(ring_y, ring_z, 0, half, L, DV, of_p)
+    S = start_weights(ring_y, ring_z, 0, half, L, of_p)
     S = warpgroup_mma_wait(0, deps=[S])
     put_weights(S, ring_g.index(0), ring_d.index(0), ring_p.index(0), i, j, half, L, BACK, DELTA, of_p)
     mbarrier.arrive(ready.index(0), count=1)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _slot = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
         tiles = (steps + L - 1) // L
         first = b.to(gl.int64) * T + start
         mark = (first // MARKS - 1) * H + h
         tile0 = (gl.program_id(1).to(gl.int64) * H + h) * tiles_of_head + b * ((T + L - 1) // L) + start // L
         sums = w_out + tile0 * (8 * L) + half * (4 * L)
-        state_row = index.to(gl.int64) * DK
+        n_at = index.to(gl.int64) * DX + rk
         C0 = gl.zeros([64, 128], gl.float32, of_state)
         C1 = gl.zeros([64, 128], gl.float32, of_state)
         N = gl.zeros([64], gl.float32, of_n)
         if STATE:
-            C0 = gl.load(state_pointers(state_in, state_row, row, 0, DV, of_state)).to(gl.float32)
+            C0 = load_state(state_in, index, row, column, DX, DY, TRANSPOSED, of_state)
             if BLOCKS == 2:
-                C1 = gl.load(state_pointers(state_in, state_row, row, 128, DV, of_state)).to(gl.float32)
+                C1 = load_state(state_in, index, row, column + 128, DX, DY, TRANSPOSED, of_state)
             if NORMALIZE:
-                N = gl.load(n_in + state_row + rk)
+                N = gl.load(n_in + n_at, mask=has_n, other=0.0)
         for step in range(0, tiles):
             x = ring_x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
-            y = ring_y.index(s).reshape([L, DV])
-            z = ring_z.index(s).reshape([L, DV])
+            y = ring_y.index(s).reshape([L, WIDTH])
+            z = ring_z.index(s).reshape([L, WIDTH])
             w = ring_w.index(2 * s + half)
             g = ring_g.index(s)
             p = ring_p.index(n % 2).permute((1, 0))
@@ -207,10 +220,11 @@ def consume(
                     N += gl.sum(added, 1)
             out, A = warpgroup_mma_wait(BLOCKS, deps=[out, A])
             w_t = w.reshape([L, 64]).permute((1, 0))
-            put_sums(warp_sums(out * w_t.load(of_out).to(gl.float32), L), sums + t * 8, L)
+            if not TRANSPOSED:
+                put_sums(warp_sums(out * w_t.load(of_out).to(gl.float32), L), sums + t * 8, L)
             w_t.store(out.to(dtype))
             fence_async_shared()
-            async_store(Out, [b, h, start + t, row], w)
+            async_store(Out, [b, h * PIECES + part, start + t, row], w)
             s += 1
             if s == STAGES:
                 s = 0
@@ -221,24 +235,25 @@ def consume(
             else:
                 C0, B = warpgroup_mma_wait(0, deps=[C0, B])
             mbarrier.wait(full.index(s), phase)
-            S = start_weights(ring_y, ring_z, s, half, L, DV, of_p)
-            at = t if BACK else t + L
-            if at % MARKS == 0 and at < steps and at > 0:
-                to = (mark + at // MARKS * H) * DK
-                gl.store(state_pointers(marks, to, row, 0, DV, of_state), C0.to(dtype))
-                if BLOCKS == 2:
-                    gl.store(state_pointers(marks, to, row, 128, DV, of_state), C1.to(dtype))
-                if NORMALIZE:
-                    gl.store(n_marks + to + rk, N)
+            S = start_weights(ring_y, ring_z, s, half, L, of_p)
+            if not TRANSPOSED:
+                at = t if BACK else t + L
+                if at % MARKS == 0 and at < steps and at > 0:
+                    to = mark + at // MARKS * H
+                    gl.store(state_pointers(marks, to, row, column, DX, DY, False, of_state), C0.to(dtype))
+                    if BLOCKS == 2:
+                        gl.store(state_pointers(marks, to, row, column + 128, DX, DY, False, of_state), C1.to(dtype))
+                    if NORMALIZE:
+                        gl.store(n_marks + to * DX + rk, N, mask=has_n)
             S = warpgroup_mma_wait(0, deps=[S])
             put_weights(S, ring_g.index(s), ring_d.index(s), ring_p.index(n % 2), i, j, half, L, BACK, DELTA, of_p)
             mbarrier.arrive(ready.index(n % 2), count=1)
         if FINAL:
-            gl.store(state_pointers(state_out, state_row, row, 0, DV, of_state), C0)
+            gl.store(state_pointers(state_out, index, row, column, DX, DY, TRANSPOSED, of_state), C0)
             if BLOCKS == 2:
-                gl.store(state_pointers(state_out, state_row, row, 128, DV, of_state), C1)
+                gl.store(state_pointers(state_out, index, row, column + 128, DX, DY, TRANSPOSED, of_state), C1)
             if NORMALIZE:
-                gl.store(n_out + state_row + rk, N)
+                gl.store(n_out + n_at, N, mask=has_n)
     tma.store_wait(0)
 
 
@@ -246,17 +261,21 @@ def consume(
 def rows(
     X, Y, Z, W, Out, gates, w_out, state_in, state_out, n_in, n_out, marks, n_marks,
     T, tiles_of_head, H, GROUP, length, pieces,
-    DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, MARKS: gl.constexpr,
-    BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
-    NORMALIZE: gl.constexpr, DELTA: gl.constexpr,
+    DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
+    MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
+    NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
+    """States are (DX, DY), TRANSPOSED in memory (DY, DX); then W, w_out and the marks are not used.
+
+    Outputs of PIECES programs, each with as many of the columns, lie side by side as if each head were so many.
+    """
     dtype: gl.constexpr = X.dtype
-    BLOCKS: gl.constexpr = DV // 128
+    WIDTH: gl.constexpr = DY // PIECES
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring_x = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, 128], X.layout)
-    ring_y = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DV], Y.layout)
-    ring_z = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DV], Z.layout)
+    ring_y = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, WIDTH], Y.layout)
+    ring_z = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, WIDTH], Z.layout)
     ring_w = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, L, 64], W.layout)
     ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
     ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
@@ -278,17 +297,17 @@ def rows(
     gl.warp_specialize(
         [
             (consume, (
-                Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 0, DK, DV, BLOCKS, L,
-                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA,
+                Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 0, DX, DY, PIECES, L,
+                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA, TRANSPOSED,
             )),
             (consume, (
-                Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 1, DK, DV, BLOCKS, L,
-                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA,
+                Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 1, DX, DY, PIECES, L,
+                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA, TRANSPOSED,
             )),
-            (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, L, STAGES, BACK, SEGMENTED)),
+            (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, PIECES, L, STAGES, BACK, SEGMENTED, TRANSPOSED)),
             (load_gates, (
                 gates, ring_g, ring_u, ring_d, ring_u, ring_d, gates, full, free, work, tiles_of_head, L, STAGES,
-                BACK, SEGMENTED, DELTA_P if DELTA else -1, False, False, False,
+                BACK, SEGMENTED, DELTA_P if DELTA else -1, False, False, False, PIECES, False,
             )),
         ],
         [4, 1, 1],

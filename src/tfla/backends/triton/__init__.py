@@ -103,8 +103,7 @@ class Triton(Backend):
         products: dict[str, object] = {"float32": launch.float32_products()} if x.q.dtype == torch.float32 else {}
         if kernel == "tfla":
             return tfla_launch.details(x, chunk_size) | products
-        segment = min(launch.segment_steps(x, chunk_size), x.v.shape[1])
-        return {"tile": launch.plan(x).L, "segment": segment} | products
+        return launch.Call.details(x, chunk_size) | products
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         if kernel == "tfla":
@@ -115,7 +114,7 @@ class Triton(Backend):
             return 0
         from tfla.backends.triton import launch
 
-        steps = launch.segment_steps(x, chunk_size)
+        steps = launch.Call.segment_steps(x, chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-150.0)
-TINY = tl.constexpr(1.1754943508222875e-38)
+TINY, HUGE = tl.constexpr(1.1754943508222875e-38), tl.constexpr(3.4028234663852886e38)  # of float32
 # Rows of the gate vectors. The gate matrix of a tile is exp2(ROW_i + COLUMN_j); LOW parts are what float32 cuts off.
 ROW = tl.constexpr(0)
 COLUMN = tl.constexpr(1)
@@ -21,7 +21,7 @@ UPDATE = tl.constexpr(3)  # weight of a step in the state behind the tile
 DECAY = tl.constexpr(4)  # of the state over the whole tile, the same at each of its steps
 ROW_LOW = tl.constexpr(5)
 COLUMN_LOW = tl.constexpr(6)
-FLOOR = tl.constexpr(7)  # exp(-m), the least denominator, never 0
+FLOOR = tl.constexpr(7)  # exp(-m), the least denominator, neither 0 nor infinite
 DELTA_P = tl.constexpr(7)  # what the normaliser adds to dP, in the place of what the backward has no more use for
 VECTORS = tl.constexpr(8)
 
@@ -183,14 +183,18 @@ def _max_before(summary, m, h, H, slot0, slot, slots, BLOCK: tl.constexpr):
     return m
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "db", "dt", "slots"])
 def chunk_gates(
-    i_gate, f_gate, m0, cu, summary, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, scale, log_scale,
-    slots, CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
-    SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, NORMALIZE: tl.constexpr, STATE: tl.constexpr,
-    FINAL: tl.constexpr, EXACT: tl.constexpr,
+    i_gate, f_gate, m0, cu, summary, d, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, db, dt, dh,
+    scale, log_scale, slots, CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr,
+    INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, NORMALIZE: tl.constexpr,
+    STATE: tl.constexpr, FINAL: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The gate vectors of one chunk of some heads; with a normaliser also the max state behind the sequence."""
+    """The gate vectors of one chunk of some heads; with a normaliser also the max state behind the sequence.
+
+    FOLD, for the backward: rows of the gate matrix are divided by the denominator max(|d|, exp(-m)), and DELTA_P is -u,
+    which times dh . h becomes delta, what is added to dP: -1 or 1 by the sign of d, and 0 where exp(-m) is larger.
+    """
     slot = tl.program_id(0)
     h = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     s, first, length, start, slot0 = locate(cu, sequences, T, slot, CHUNK, PACKED)
@@ -219,8 +223,16 @@ def chunk_gates(
         f = tl.where(inside, b + tl.maximum(m_start, before) - m, 0.0)
         i = tl.where(inside, i - m, -1e9)
         at = out + ((h.to(tl.int64) * tiles + tile0 + (t - start) // L) * VECTORS + FLOOR) * L + t % L
-        floor = tl.maximum(tl.exp(-m).to(tl.float32), TINY)
-        tl.store(at, floor, mask=(t < tl.cdiv(length, L) * L) & (h < H))
+        held = (t < tl.cdiv(length, L) * L) & (h < H)
+        floor = tl.minimum(tl.maximum(tl.exp(-m).to(tl.float32), TINY), HUGE)
+        if FOLD:
+            den = load_gate(d + h * dh, s, first, t, db, dt, inside, PACKED)
+            active = inside & (tl.abs(den) > floor)
+            tl.store(at, tl.where(active, tl.where(den > 0, -1.0, 1.0), 0.0), mask=held)
+            floor = tl.where(active, tl.abs(den), floor)
+            floor = tl.reshape(tl.where(inside, floor, 1.0), (HEADS, CHUNK // L, L))
+        else:
+            tl.store(at, floor, mask=held)
     # Unlike a maximum this keeps NaN.
     f = tl.where(f * LOG2E < CLOSED, CLOSED, f * LOG2E)
     i = tl.where(i * LOG2E < CLOSED, CLOSED, i * LOG2E)
@@ -236,11 +248,15 @@ def chunk_gates(
     update = tl.exp2((g + column).to(tl.float32))
     column += log_scale
     at = out + (h.to(tl.int64) * tiles + tile0 + tile) * VECTORS * L + t
+    inter = tl.exp2(b.to(tl.float32)) * scale
+    if FOLD:
+        inter /= floor
+        b -= tl.log2(floor).to(tl.float64)
     b_high = b.to(tl.float32)
     column_high = column.to(tl.float32)
     tl.store(at + ROW * L, b_high, mask=held)
     tl.store(at + COLUMN * L, column_high, mask=held)
-    tl.store(at + INTER * L, tl.exp2(b_high) * scale, mask=held)
+    tl.store(at + INTER * L, inter, mask=held)
     tl.store(at + UPDATE * L, update, mask=held)
     tl.store(at + DECAY * L, tl.exp2(g.to(tl.float32)) + tl.zeros_like(b_high), mask=held)
     if EXACT:
@@ -248,16 +264,12 @@ def chunk_gates(
         tl.store(at + COLUMN_LOW * L, (column - column_high.to(tl.float64)).to(tl.float32), mask=held)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "tiles", "db", "dt"])
-def fold_denominator(
-    gates, d, h_out, dh, cu, sequences, T, tiles, H, D_HV, db, dt, ds_h, hb, ht, hh, gb, gt, gh,
-    L: tl.constexpr, BLOCK_V: tl.constexpr, GRAD: tl.constexpr, DOT: tl.constexpr, PACKED: tl.constexpr,
-    EXACT: tl.constexpr,
+@triton.jit(do_not_specialize=["sequences", "T", "tiles"])
+def find_delta(
+    gates, h_out, dh, cu, sequences, T, tiles, H, D_HV, hb, ht, hh, gb, gt, gh,
+    L: tl.constexpr, BLOCK_V: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Divides the rows of the gate matrix by max(|d|, exp(-m)), in place; delta = -u (dh . h) is added to dP.
-
-    Without DOT only -u is there: the walk for dv then finds dh . h on its way.
-    """
+    """DELTA_P, which is -u, times dh . h."""
     h = tl.program_id(1).to(tl.int64)
     s, first, length, start, _ = locate(cu, sequences, T, tl.program_id(0), L, PACKED)
     t = start + tl.arange(0, L)
@@ -268,24 +280,15 @@ def fold_denominator(
         t += first
     else:
         row = s.to(tl.int64)
-    floor = tl.load(at + FLOOR * L, mask=inside, other=1.0)
-    den = tl.load(d + row * db + t * dt + h * ds_h, mask=inside, other=1.0)
-    active = tl.abs(den) > floor
-    D = tl.where(active, tl.abs(den), floor)
-    row_at = at + (ROW_LOW if EXACT else ROW) * L  # rows can be large: what is added to them is cut off
-    tl.store(row_at, tl.load(row_at, mask=inside) - tl.log2(D), mask=inside)
-    tl.store(at + INTER * L, tl.load(at + INTER * L, mask=inside) / D, mask=inside)
-    if GRAD:
-        dot = tl.zeros([L], tl.float32) + (0.0 if DOT else 1.0)
-        if DOT:
-            for v in range(0, D_HV, BLOCK_V):
-                c = v + tl.arange(0, BLOCK_V)
-                mask = inside[:, None] & (c < D_HV)[None, :]
-                a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
-                b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
-                dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
-        sign = tl.where(den > 0, -1.0, 1.0)
-        tl.store(at + DELTA_P * L, tl.where(active, sign * dot, 0.0))
+    dot = tl.zeros([L], tl.float32)
+    for v in range(0, D_HV, BLOCK_V):
+        c = v + tl.arange(0, BLOCK_V)
+        mask = inside[:, None] & (c < D_HV)[None, :]
+        a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
+        b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
+        dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+    u = tl.load(at + DELTA_P * L)
+    tl.store(at + DELTA_P * L, tl.where(u == 0.0, 0.0, u * dot), mask=inside)
 
 
 @triton.jit
@@ -427,13 +430,13 @@ def join(
         tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
 
 
-@triton.jit(do_not_specialize=["numbers", "group"])
-def sum_of_groups(X, Out, numbers, group, D: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def sum_of_groups(X, Out, rows, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """out[r, d] = the sum over g of x[r, g, d], added up in float32."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < numbers
-    x_at = X + at // D * group * D + at % D
-    total = tl.zeros([BLOCK], tl.float32)
-    for g in range(group):
-        total += tl.load(x_at + g * D, mask=inside, other=0.0).to(tl.float32)
-    tl.store(Out + at, total.to(Out.dtype.element_ty), mask=inside)
+    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (r < rows) & (d < D)
+    total = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    for g in tl.static_range(GROUP):
+        total += tl.load(X + (r * GROUP + g) * D + d, mask=inside, other=0.0).to(tl.float32)
+    tl.store(Out + r * D + d, total.to(Out.dtype.element_ty), mask=inside)

@@ -133,7 +133,8 @@ Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
 class Call:
     """What all launches of one forward or backward share."""
 
-    finds_delta = False  # whether the walk for dv does, of which `fold_denominator` then leaves the sign alone
+    finds_delta = False  # whether the walk for dv does
+    pieces = 1  # how many parts of each dq and dk there are, to be summed
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
@@ -142,14 +143,14 @@ class Call:
         self.K = x.q.shape[3]
         self.packed = x.cu_seqlens is not None
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
-        self.plan = plan(x)
+        self.plan = self.plan_for(x)
         self.L = self.plan.L
         self.marks = MARKS[x.q.element_size()]
         self.exact = x.q.dtype == torch.float32
         self.precision = products(x)
         self.group = self.H // x.q.shape[2]
         self.tiles = self.slots(self.L)
-        self.steps = segment_steps(x, spec.chunk_size)
+        self.steps = self.segment_steps(x, spec.chunk_size)
         self.segmented = self.steps < self.T
         self.segments = self.slots(self.steps) if self.segmented else x.sequences
         self.given_gates = x.log_f if x.log_i is None else x.log_i, x.log_f
@@ -159,8 +160,28 @@ class Call:
         }  # fmt: skip
         self.longest = min(self.steps, self.T)  # steps of a segment
 
-    @staticmethod
-    def tuning(x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
+    @classmethod
+    def plan_for(cls, x: Inputs) -> Plan:
+        return plan(x)
+
+    @classmethod
+    def programs(cls, x: Inputs) -> int:
+        """That share a piece of a sequence."""
+        return ceil_div(x.v.shape[3], cls.plan_for(x).columns.split)
+
+    @classmethod
+    def segment_steps(cls, x: Inputs, chunk_size: int) -> int:
+        """chunk_size in whole tiles."""
+        L = cls.plan_for(x).L
+        return ceil_div(chunk_size, L) * L
+
+    @classmethod
+    def details(cls, x: Inputs, chunk_size: int) -> dict[str, object]:
+        """For :func:`tfla.explain`."""
+        return {"tile": cls.plan_for(x).L, "segment": min(cls.segment_steps(x, chunk_size), x.v.shape[1])}
+
+    @classmethod
+    def tuning(cls, x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
         """What is chosen, not given."""
         return plan(x), MARKS[x.q.element_size()], products(x)
 
@@ -182,8 +203,8 @@ class Call:
         """Places for the states of segments."""
         return self.new(self.segments, self.H, self.K, self.V, dtype=stored_dtype(self.x, self.spec))
 
-    def gates(self, m_final: Tensor | None) -> Tensor:
-        """The gate vectors."""
+    def gates(self, m_final: Tensor | None, d: Tensor | None = None) -> Tensor:
+        """The gate vectors; with the forward's d those of the backward."""
         x, spec, m = self.x, self.spec, self.dense(self.x.m)
         out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
         slots, heads = self.slots(CHUNK), min(HEADS, triton.next_power_of_2(self.H))
@@ -196,21 +217,20 @@ class Call:
                 *self.gate_strides, slots, **shared,
             )  # fmt: skip
         self.launch(gate_kernels.chunk_gates, grid,
-            *self.given_gates, out if m is None else m, self.cu, summary, out,
-            out if m_final is None else m_final,
-            x.sequences, self.T, self.tiles, self.H, *self.gate_strides, spec.scale,
-            math.log2(abs(spec.scale)) if spec.scale else -1e9, slots, L=self.L, NORMALIZE=spec.normalize,
-            STATE=x.m is not None, FINAL=m_final is not None, EXACT=self.exact, **shared,
+            *self.given_gates, out if m is None else m, self.cu, summary, out if d is None else d, out,
+            out if m_final is None else m_final, x.sequences, self.T, self.tiles, self.H, *self.gate_strides,
+            *_strides(x.log_f if d is None else d), spec.scale, math.log2(abs(spec.scale)) if spec.scale else -1e9,
+            slots, L=self.L, NORMALIZE=spec.normalize, STATE=x.m is not None, FINAL=m_final is not None,
+            FOLD=d is not None, EXACT=self.exact, **shared,
         )  # fmt: skip
         return out
 
-    def fold_denominator(self, gates: Tensor, out: Outputs, dh: Tensor, delta: bool) -> None:
-        """For the backward: the denominators into the gate vectors, and with delta what their gradient adds."""
+    def find_delta(self, gates: Tensor, h: Tensor, dh: Tensor) -> None:
+        """What the gradient of the denominators adds to dP, into the gate vectors."""
         block = 128 if self.V % 16 == 0 else 32  # rows that are not aligned take more registers
-        self.launch(gate_kernels.fold_denominator, (self.slots(self.L), self.H),
-            gates, out.d, out.h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, self.V, *_strides(out.d),
-            *_strides(out.h), *_strides(dh), L=self.L, BLOCK_V=min(block, power_of_two(self.V)), GRAD=delta,
-            DOT=not self.finds_delta, PACKED=self.packed, EXACT=self.exact, num_warps=8,
+        self.launch(gate_kernels.find_delta, (self.slots(self.L), self.H),
+            gates, h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, self.V, *_strides(h), *_strides(dh),
+            L=self.L, BLOCK_V=min(block, power_of_two(self.V)), PACKED=self.packed, num_warps=8,
         )  # fmt: skip
 
     def end_cotangents(self, dC: Tensor | None, dn: Tensor | None) -> Pair:
@@ -244,13 +264,14 @@ class Call:
         d: Tensor | None = None, output: bool = True, skip: bool = False,
     ) -> None:  # fmt: skip
         """Divides the gate matrix by the denominators; walking back or without output only the final n."""
+        stages = (3 if self.K <= 256 else 1) if self.plan.descriptors else 2  # what shared memory holds
         self.launch(walk.normaliser, (self.segments * self.H,),
             x, z, gates, self.cu, gates if d is None else d, gates if n is None else n,
             gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(z), DK=self.K, BK=power_of_two(self.K), L=self.L, BACK=back, OUTPUT=output,
             DELTA=back, PACKED=self.packed, SEGMENTED=self.segmented, STATE=n is not None, FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=self.plan.descriptors and _describable(x, z), STAGES=3 if self.plan.descriptors else 2, SKIP=skip,
+            TMA=self.plan.descriptors and _describable(x, z), STAGES=stages, SKIP=skip,
             num_warps=8 if self.exact or self.K > 256 else 4,
         )  # fmt: skip
 
@@ -286,14 +307,14 @@ class Call:
         )  # fmt: skip
         return sums, marks, n_marks
 
-    def sum_of_groups(self, x: Tensor) -> Tensor:
-        """(B, T, H, D), dense, to (B, T, Hq, D): what the heads that share a q and a k add to its gradient."""
-        B, T, _, D = x.shape
-        out = self.new(B, T, self.H // self.group, D, dtype=x.dtype)
-        numbers = out.numel()
-        block = 1024
-        self.launch(gate_kernels.sum_of_groups, (ceil_div(numbers, block),),
-            x, out, numbers, self.group, D=D, BLOCK=block, num_warps=4,
+    def sum_of_groups(self, x: Tensor, group: int, out: Tensor | None = None) -> Tensor:
+        """(B, T, groups * group, D) to (B, T, groups, D), both dense."""
+        B, T, heads, D = x.shape
+        out = self.new(B, T, heads // group, D, dtype=x.dtype) if out is None else out
+        rows, width = B * T * heads // group, power_of_two(D)
+        block = max(1, 4096 // width)
+        self.launch(gate_kernels.sum_of_groups, (ceil_div(rows, block),),
+            x, out, rows, GROUP=group, D=D, BLOCK=block, BLOCK_D=width, num_warps=4,
         )  # fmt: skip
         return out
 
@@ -348,8 +369,7 @@ class Call:
     ) -> tuple[Tensor, Tensor]:
         """`boundary_states` without n; also the decays over segments."""
         C, decays = self.new_states(), self.new(self.segments, self.H)
-        # Nobody wants what is behind a last segment.
-        self.columns(x, y, x, None, gates, back, None, C, decays, skip=final is None)
+        self.add_up(x, y, gates, back, C, decays, final is None)  # nobody wants what is behind a last segment
         self.join(C, decays, back, given, final)
         return C, decays
 
@@ -365,6 +385,12 @@ class Call:
             self.normaliser(x, x, gates, back, None, n, output=False, skip=final is None)
         self.join(n, decays, back, given, final)
         return n
+
+    def add_up(
+        self, x: Tensor, y: Tensor, gates: Tensor, back: bool, states: Tensor, decays: Tensor, skip: bool
+    ) -> None:  # fmt: skip
+        """What segments add to states, with `skip` not the last ones, and the decays over them."""
+        self.columns(x, y, x, None, gates, back, None, states, decays, skip)
 
     def join(
         self, states: Tensor, decays: Tensor, back: bool, given: Tensor | None, final: Tensor | None
@@ -387,19 +413,13 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def segment_steps(x: Inputs, chunk_size: int) -> int:
-    """chunk_size in whole tiles."""
-    L = plan(x).L
-    return (chunk_size + L - 1) // L * L
-
-
-def best_chunk_size(x: Inputs) -> int:
+def best_chunk_size(x: Inputs, kind: type[Call] = Call) -> int:
     """Segments only where whole sequences leave multiprocessors idle: waves of programs times steps of each, 1.4 being
     what the walk for the segments' states costs beside the others."""
-    T, programs = x.v.shape[1], x.sequences * x.v.shape[2]
+    T, programs = x.v.shape[1], x.sequences * x.v.shape[2] * kind.programs(x)
     if not x.q.is_cuda:
         return max(1, T)
-    available = processors(x.q.device) * plan(x).together
+    available = processors(x.q.device) * kind.plan_for(x).together
     length = T if x.cu_seqlens is None else T // x.sequences
     best, best_cost = T, float((programs + available - 1) // available)
     pieces = 2
@@ -474,24 +494,25 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
     x, spec = call.x, call.spec
     N, H, K, V = x.sequences, call.H, call.K, call.V
     dh = dh if dh.stride(-1) == 1 else call.do(Tensor.contiguous, dh)
-    # Heads of a group round theirs before the sum: in float32 it would move twice the bytes of all other gradients.
-    dq, dk = (call.new(*x.v.shape[:3], K, dtype=x.q.dtype) for _ in range(2))
+    # Parts are rounded before they are summed: in float32 they would move twice the bytes of all other gradients.
+    shares = call.group * call.pieces
+    dq, dk = (call.new(call.B, call.T, H * call.pieces, K, dtype=x.q.dtype) for _ in range(2))
     dv = call.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = call.new(N, H, K, V) if x.C is not None else None
     dn0 = call.new(N, H, K) if x.n is not None else None
     di, df = (None if t is None else call.new(*t.shape, dtype=t.dtype) for t in (x.log_i, x.log_f))
-    gates = call.gates(None)
+    gates = call.gates(None, out.d if spec.normalize else None)
     delta = spec.normalize and spec.normalizer_grad
-    if spec.normalize:
-        call.fold_denominator(gates, out, dh, delta)
+    if delta and not call.finds_delta:
+        call.find_delta(gates, out.h, dh)
     start: Pair = (call.dense(x.C), call.dense(x.n))
     end = call.end_cotangents(dC, dn)
     first: Pair = (dC0, dn0)
     if call.segmented:
         start = out.chunk_C, out.chunk_n if spec.normalize else None
     call.gradients(gates, out, dh, (dq, dk, dv), (di, df), start, end, first, delta)
-    if call.group > 1:
-        dq, dk = (call.sum_of_groups(t) for t in (dq, dk))
+    if shares > 1:
+        dq, dk = (call.sum_of_groups(t, shares) for t in (dq, dk))
     parts = di, df, dC0, dn0
     none = call.new(0) if None in parts else dq
     return Grads(dq, dk, dv, *(none if t is None else t for t in parts))
