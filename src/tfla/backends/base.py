@@ -125,6 +125,7 @@ class StepSpec(NamedTuple):
     scale: float
     gates: Gates  # of what i and f are: pre-activations of mLSTMexp, of mLSTMsig, or log-gates; not clamped yet
     final_state: bool
+    eps: float = 0.0  # added to the stabilised denominator, max(exp(-m) |d|, exp(-m))
 
 
 class StepOutputs(NamedTuple):

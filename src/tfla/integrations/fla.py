@@ -69,8 +69,7 @@ def _run(
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         if state is None:
             state = tfla.State(v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[3], dtype=wide))
-        o, last = tfla.linear_attention_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], state, scale=scale)
-        o = o[:, None]
+        o, last = tfla.linear_attention_steps(q, k, v, g, state, scale=scale)
     else:
         o, last = tfla.linear_attention(
             q, k, v, g, scale=scale, initial_state=state, return_state=True, cu_seqlens=cu_seqlens

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tfla
 from tfla.ops.checks import check_float, check_shape
+from tfla.ops.known import Known, signature, without_autocast
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 TINY = 1e-30  # added to dt, so that its gradient at 0 is that of dt B x^T and not 0 / 0
@@ -133,7 +134,7 @@ def mamba_chunk_scan_combined(
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = tfla.State(_first_states(initial_states, sequences, (nheads, headdim, B.shape[-1])))
     gates = log_f, torch.log(dt + TINY)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         if not (return_final_states or return_varlen_states):  # last segments then need no state behind them
             y = tfla.linear_attention(C, B, x, *gates, scale=1.0, initial_state=state, cu_seqlens=cu_seqlens)
             assert isinstance(y, Tensor)
@@ -163,6 +164,9 @@ def _per_head(name: str, t: Tensor, lead: tuple[int, ...], rest: tuple[int, ...]
     for _ in rest:
         t = t[..., 0]
     return t
+
+
+_KNOWN: Known[bool] = Known()  # steps that have passed the checks
 
 
 def _kept(state: Tensor, x: Tensor) -> bool:
@@ -200,12 +204,18 @@ def selective_state_update(
         ValueError, TypeError: an argument does not fit, such as an A that is not one number a head (that is Mamba,
             not Mamba-2).
     """
-    check_shape("x", x, ("batch", "nheads", "headdim"))
-    _check_parts(x, B, C, D, z)
+    call = signature((x, state, dt, A, B, C, D, z, dt_bias), None, state_batch_indices)
+    if call is None or _KNOWN.get(call) is None:
+        check_shape("x", x, ("batch", "nheads", "headdim"))
+        _check_parts(x, B, C, D, z)
+        check_float("state", state)
+        batch = x.shape[0] if state_batch_indices is None else "batch"
+        check_shape("state", state, (batch, *x.shape[1:], B.shape[-1]))
+        if state_batch_indices is not None:
+            check_shape("state_batch_indices", state_batch_indices, (x.shape[0],))
+        _KNOWN.add(call, True)
     batch, nheads, headdim = x.shape
     dstate = B.shape[-1]
-    check_float("state", state)
-    check_shape("state", state, ("batch" if state_batch_indices is not None else batch, nheads, headdim, dstate))
     dt = _per_head("dt", dt, (batch, nheads), (headdim,))
     A = _per_head("A", A, (nheads,), (headdim, dstate))
     dt_bias = None if dt_bias is None else _per_head("dt_bias", dt_bias, (nheads,), (headdim,))
@@ -214,16 +224,14 @@ def selective_state_update(
     in_place = state_batch_indices is None and not recorded and _kept(state, x)
     old = state
     if state_batch_indices is not None:
-        check_shape("state_batch_indices", state_batch_indices, (batch,))
         old = state[state_batch_indices]
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         y, new = tfla.linear_attention_step(
             C, B, x, dt * A.to(dt.dtype), tfla.State(old.transpose(-1, -2)), torch.log(dt + TINY), scale=1.0,
             in_place=in_place,
         )  # fmt: skip
-        updated = new.C.transpose(-1, -2)
         if state_batch_indices is not None:
-            state[state_batch_indices] = updated.to(state.dtype)
+            state[state_batch_indices] = new.C.transpose(-1, -2).to(state.dtype)
         elif not in_place:
-            state.copy_(updated)
+            state.copy_(new.C.transpose(-1, -2))
         return _output(y, x, D, z)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from typing import Any, Generic, TypeVar
 
@@ -26,6 +27,11 @@ def observed(tensors: tuple[Tensor | None, ...]) -> bool:
         or not PLAIN.issuperset(map(type, tensors))
         or (tensors[0] is not None and tensors[0].is_meta)
     )
+
+
+def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """torch.autocast(device, enabled=False), which takes the host a while, where that changes anything."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 def signature(

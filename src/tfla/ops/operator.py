@@ -6,7 +6,6 @@ take the host longer than all the rest of a call does.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -14,37 +13,33 @@ from torch import Tensor
 
 from tfla.backends import BACKENDS, Inputs
 from tfla.backends.base import Again, Outputs, Spec
-from tfla.ops.known import observed
-
-
-def _without_autocast(x: Inputs) -> contextlib.AbstractContextManager[Any]:
-    device = x.q.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
+from tfla.ops.known import observed, without_autocast
 
 
 def _forward(x: Inputs, backend: str, spec: Spec, again: Again | None = None) -> Outputs:
     if again is not None:
         return Outputs(*again(x))
-    with _without_autocast(x):
+    with without_autocast(x.q.device.type):
         return BACKENDS[backend].forward(x, spec)
+
+
+def _like(d: Tensor, t: Tensor) -> Tensor:
+    """A gradient in the dtype of t, dense; most are."""
+    return d if d.dtype == t.dtype and d.is_contiguous() else d.to(t.dtype).contiguous()
 
 
 def _backward(
     x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, backend: str, spec: Spec
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v, log_i, log_f and of the initial C, n, m; None for an input that is None."""
-    with _without_autocast(x):
+    with without_autocast(x.q.device.type):
         g = BACKENDS[backend].backward(x, out, dh, dC, dn, spec)
         # The true initial state is exp(m) C, exp(m) n.
         dm = None
         if x.m is not None and x.C is not None and x.n is not None:
             dm = (x.C * g.C).sum((-2, -1)) + (x.n * g.n).sum(-1)
         found = (g.q, g.k, g.v, g.log_i, g.log_f, g.C, g.n, dm)
-        return tuple(
-            None if t is None or d is None else d.to(t.dtype).contiguous() for d, t in zip(found, x[:8], strict=True)
-        )
+        return tuple([None if t is None or d is None else _like(d, t) for d, t in zip(found, x[:8], strict=True)])
 
 
 @torch.library.custom_op("tfla::attend", mutates_args=())

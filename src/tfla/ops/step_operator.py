@@ -13,9 +13,11 @@ from tfla.backends.base import Gates, StepSpec
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? i, Tensor f, {}, Tensor? n, Tensor? m, Tensor? lengths"
 OPTIONS = "float scale, str gates, str backend"
-torch.library.define("tfla::steps", f"({INPUTS.format('Tensor C')}, {OPTIONS}, bool final_state) "
+torch.library.define("tfla::steps", f"({INPUTS.format('Tensor C')}, {OPTIONS}, bool final_state, float eps=0.0) "
                                     "-> (Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
-torch.library.define("tfla::steps_", f"({INPUTS.format('Tensor(a!) C')}, {OPTIONS}) -> (Tensor, Tensor, Tensor)")
+torch.library.define(
+    "tfla::steps_", f"({INPUTS.format('Tensor(a!) C')}, {OPTIONS}, float eps=0.0) -> (Tensor, Tensor, Tensor)"
+)
 steps, steps_ = torch.ops.tfla.steps.default, torch.ops.tfla.steps_.default
 
 
@@ -34,9 +36,10 @@ def _(
     gates: Gates,
     backend: str,
     final_state: bool,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out = BACKENDS[backend].steps(
-        StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, final_state), None
+        StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, final_state, eps), None
     )
     return out.h, *(t if t.numel() else torch.empty_like(t) for t in out[1:])  # type: ignore[return-value]
 
@@ -56,6 +59,7 @@ def _(
     gates: Gates,
     backend: str,
     final_state: bool,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     x = StepInputs(q, k, v, i, f, C, n, m, lengths)
 
@@ -81,8 +85,9 @@ def _(
     scale: float,
     gates: Gates,
     backend: str,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out = BACKENDS[backend].steps(StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, True), C)
+    out = BACKENDS[backend].steps(StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, True, eps), C)
     return out.h, *(t if t.numel() else torch.empty_like(t) for t in out[2:])  # type: ignore[return-value]
 
 
@@ -100,6 +105,7 @@ def _(
     scale: float,
     gates: Gates,
     backend: str,
+    eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = StepInputs(q, k, v, i, f, C, n, m, lengths)
     new_n = q.new_empty(0) if n is None else q.new_empty(n.shape, dtype=x.kept_dtype(n))

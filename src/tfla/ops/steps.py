@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tfla.backends import StepInputs, select_steps
 from tfla.backends.base import Again, Gates, StepSpec
+from tfla.backends.reference import bounded_denominator
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
 from tfla.ops.api import autocast
@@ -36,7 +37,10 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
     with torch.autocast(x.q.device.type, enabled=False):
         for t in range(x.v.shape[1]):
             q_t, k_t, v_t, i_t, f_t = (part[:, t].to(dtype) for part in (q, k, x.v, log_i, log_f))
-            h, _, now = reference_step(q_t, k_t, v_t, i_t, f_t, *now, spec.scale, normalize)
+            h, d, now = reference_step(q_t, k_t, v_t, i_t, f_t, *now, spec.scale, normalize)
+            if spec.eps:
+                d = bounded_denominator(d, now[2])
+                h = h * (d / (d + spec.eps))[..., None]
             hs.append(h.to(x.v.dtype))
             if x.lengths is None:
                 kept = now
@@ -66,10 +70,11 @@ def _steps(
     return_state: bool,
     in_place: bool,
     backend: str | None,
+    eps: float = 0.0,
 ) -> tuple[Tensor, State]:
     """Tensors q, k, v and the gates, (B, ...) or with time (B, T, ...), from the state on."""
     scale = None if scale is None else float(scale)
-    call = signature(given, state, lengths, time, scale, gates, normalize, return_state, in_place, backend)
+    call = signature(given, state, lengths, time, scale, gates, normalize, return_state, in_place, backend, eps)
     known = None if call is None else _KNOWN.get(call)
     if known is None:
         _check(given, time, state, gates, normalize)
@@ -82,7 +87,7 @@ def _steps(
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*given, *state))
     parts = autocast(*given[:3]) + given[3:]
     x = StepInputs(*(t if time or t is None else t.unsqueeze(1) for t in parts), *state, lengths)  # type: ignore[call-arg, arg-type]
-    spec = StepSpec(x.q.shape[-1] ** -0.5 if scale is None else scale, gates, return_state)
+    spec = StepSpec(x.q.shape[-1] ** -0.5 if scale is None else scale, gates, return_state, eps)
     if in_place:
         checks.check_in_place(state, x.kept_dtype(state.C), recorded)
     chosen = select_steps(backend, x)
@@ -94,10 +99,10 @@ def _steps(
     else:
         options = spec.scale, gates, chosen.name
         if in_place:
-            h, n, m = steps_(*x, *options)
+            h, n, m = steps_(*x, *options, eps)
             C = state.C
         else:
-            h, C, n, m = steps(*x, *options, return_state)
+            h, C, n, m = steps(*x, *options, return_state, eps)
         new = State(C, n, m) if normalize else State(C)
         if call is not None and all(a is b for a, b in zip(parts, given, strict=True)):
             again = chosen.steps_again(x, spec, C if in_place else None)
@@ -154,6 +159,13 @@ def mlstm_step(
     checks.check_input_gate(input_gate)
     given = q, k, v, i, f
     return _steps(given, False, state, None, scale, input_gate, input_gate == "exp", True, in_place, backend)
+
+
+def step_with_offset(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: State, eps: float
+) -> tuple[Tensor, State]:
+    """:func:`mlstm_step` with exponential gate and eps added to the denominator, which is stabilised by exp(-m)."""
+    return _steps((q, k, v, i, f), False, state, None, None, "exp", True, True, False, None, eps)
 
 
 def linear_attention_step(

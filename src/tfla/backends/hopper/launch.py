@@ -95,7 +95,7 @@ class HopperCall(Call):
         L, blocks = self.L, self.blocks
         of_qk, of_v = (lambda t: self.descriptor(t, self.K)), (lambda t: self.descriptor(t, 64 * blocks))
         self.launch(columns, self.grid(self.V // (128 * blocks)),
-            of_qk(x), of_v(y), of_qk(z), of_v(y if h is None else h), of_v(out), gates, C, C_out, n, n_out,
+            of_qk(x), of_v(y), of_qk(z), gates if h is None else of_v(h), of_v(out), gates, C, C_out, n, n_out,
             gates if d is None else d, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H,
             DK=self.K, DV=self.V, BLOCKS=blocks,
             L=L, STAGES=3 if h is None else 2, BACK=back, SEGMENTED=self.segmented, STATE=state[0] is not None,

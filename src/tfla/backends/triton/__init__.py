@@ -6,6 +6,7 @@ Triton is imported on first use.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -45,6 +46,7 @@ def _cheapest(dqk: int, dhv: int, itemsize: int, chunk_size: int, device: torch.
     return cost.cheapest(dqk, dhv, itemsize, chunk_size, device)
 
 
+@functools.cache  # an import inside a function takes a microsecond
 def _walks(kernel: str) -> type[Call]:
     """What computes them."""
     from tfla.backends.triton import launch, tfla_launch

@@ -34,11 +34,14 @@ def decays(f_at, i_at, m, NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIG
 
 
 @triton.jit
-def denominator(d, floor):
-    """max(|d|, exp(-m)), (4)."""
+def denominator(d, floor, EPS: tl.constexpr):
+    """max(|d|, exp(-m)), (4), with EPS added."""
     d = tl.abs(d)
     floor = tl.maximum(floor, TINY)
-    return tl.where(d > floor, d, floor)
+    d = tl.where(d > floor, d, floor)
+    if EPS != 0:
+        d += EPS
+    return d
 
 
 @triton.jit(do_not_specialize=["H", "GROUP"])
@@ -46,7 +49,7 @@ def one_step(
     Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, H, GROUP, scale,
     qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, cb, ch, ck, cv, sb, sh, sk, sv,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NORMALIZE: tl.constexpr,
-    INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
+    INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Out (B, H, DV) and the state behind the step, (1)-(4)."""
     parts: tl.constexpr = (DV + BV - 1) // BV
@@ -81,7 +84,7 @@ def one_step(
                 tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
     num *= scale
     if NORMALIZE:
-        num /= denominator(d * scale, tl.exp(-m))  # (4)
+        num /= denominator(d * scale, tl.exp(-m), EPS)  # (4)
         if part == 0:
             tl.store(M_out + row, m)
     tl.store(Out + row * DV + rv, num.to(Out.dtype.element_ty), in_v)
@@ -93,7 +96,7 @@ def several_steps(
     qb, qt, qh, kb, kt, kh, vb, vt, vh, ib, it, ih, fb, ft, fh, cb, ch, ck, cv, sb, sh, sk, sv,
     DK: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
-    LENGTHS: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
+    EPS: tl.constexpr, LENGTHS: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Out (B, T, H, DV) and the state behind step T, or behind the step that `lengths` says of each sequence.
 
@@ -171,7 +174,7 @@ def several_steps(
     num = (num * weights[:, None] + tl.dot(S, v, input_precision=PRECISION)) * scale
     if NORMALIZE:
         den = (den * weights + tl.sum(S, 1)) * scale
-        num /= denominator(den, floor)[:, None]
+        num /= denominator(den, floor, EPS)[:, None]
         if FINAL and part == 0:
             tl.store(M_out + row, m_last)
     out = Out + ((b * T + rt[:, None]) * H + h) * DV + rv[None, :]

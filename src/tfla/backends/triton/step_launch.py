@@ -81,7 +81,8 @@ def _launch(tape: Tape, x: StepInputs, spec: StepSpec, into: Tensor | None) -> S
     sizes = H, H // q.shape[2], spec.scale
     constants: dict[str, Any] = {
         "DK": K, "DV": V, "BK": how.BK, "BV": how.BV, "NORMALIZE": n is not None, "INPUT_GATE": x.i is not None,
-        "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log", "num_warps": how.warps,
+        "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log", "EPS": spec.eps,
+        "num_warps": how.warps,
     }  # fmt: skip
     of_C = *C.stride(), *target.stride()
     if several:

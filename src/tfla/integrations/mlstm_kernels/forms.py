@@ -12,6 +12,7 @@ import tfla
 from tfla.integrations.denominator import LARGEST, attend_with_offset, max_states
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import InputGate, log_gates
+from tfla.ops.steps import step_with_offset
 
 States = tuple[Tensor, ...]
 Result = Tensor | tuple[Tensor, States]
@@ -154,20 +155,28 @@ def step(
     if form.gate == "sigmoid":
         m = torch.zeros_like(m)
     check_shape("m", m, (*q.shape[:2], 1))
-    log_i, log_f = log_gates(i[..., 0], f[..., 0], form.gate)
+    i, f = i[..., 0], f[..., 0]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     c = c if c.dtype == state_dtype else c.to(wide)  # a state is kept in its own dtype
-    state = tfla.State(c, n.to(wide), m[..., 0].to(wide)) if normalize else tfla.State(c)
-    h, new = tfla.linear_attention_step(q, k, v, log_f, state, log_i, normalize=normalize)
-    if new.n is None or new.m is None:
+    if not normalize:
+        h, new = tfla.mlstm_step(q, k, v, i, f, tfla.State(c), input_gate=form.gate)
         return h, (new.C.to(state_dtype), n.to(state_dtype), m.to(state_dtype))
-    C_new, n_new, m_new = new.C, new.n, new.m
+    state = tfla.State(c, n.to(wide), m[..., 0].to(wide))
+    if form.gate == "exp":
+        h, new = step_with_offset(q, k, v, i, f, state, eps)
+    else:
+        log_i, log_f = log_gates(i, f, form.gate)
+        h, new = tfla.linear_attention_step(q, k, v, log_f, state, log_i, normalize=True)
+    C_new, n_new, m_new = new
+    assert n_new is not None
+    assert m_new is not None
+    if form.gate == "exp":
+        return h, (C_new.to(state_dtype), n_new.to(state_dtype), m_new[..., None].to(state_dtype))
     if eps != 0:
         d = torch.einsum("bhk,bhk->bh", q.to(n_new.dtype), n_new) * q.shape[-1] ** -0.5
         bound = torch.maximum(d.abs(), torch.exp(-m_new).clamp(torch.finfo(m_new.dtype).tiny, LARGEST))
-        offset = eps * torch.exp(-m_new).clamp(max=LARGEST) if form.gate == "sigmoid" else eps
+        offset = eps * torch.exp(-m_new).clamp(max=LARGEST)
         h = h * (bound / (bound + offset))[..., None].to(h.dtype)
-    if form.gate == "sigmoid":
-        weight = torch.exp(m_new)
-        C_new, n_new, m_new = C_new * weight[..., None, None], n_new * weight[..., None], torch.zeros_like(m_new)
-    return h, (C_new.to(state_dtype), n_new.to(state_dtype), m_new[..., None].to(state_dtype))
+    weight = torch.exp(m_new)
+    C_new, n_new = C_new * weight[..., None, None], n_new * weight[..., None]
+    return h, (C_new.to(state_dtype), n_new.to(state_dtype), torch.zeros_like(m).to(state_dtype))
