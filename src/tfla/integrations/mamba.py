@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tfla
 from tfla.ops.checks import check_float, check_shape
+from tfla.ops.gates import cast
 from tfla.ops.known import Known, signature, without_autocast
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
@@ -33,7 +34,7 @@ def _limited(dt: Tensor, dt_limit: tuple[float, float], positive: bool) -> Tenso
 
 def _steps(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
     """dt with bias and softplus, in at least float32."""
-    dt = dt if dt.dtype == torch.float64 else dt.float()
+    dt = dt if dt.dtype == torch.float64 else cast(dt, torch.float32)
     dt = dt if dt_bias is None else dt + dt_bias
     return F.softplus(dt) if dt_softplus else dt
 
@@ -42,7 +43,7 @@ def _output(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     """The skip connection and the gate; D in float32 makes the sum so, and its own gradient."""
     if D is not None:
         y = y + x * (D if D.dim() == 2 else D[:, None])
-    return (y if z is None else y * F.silu(z)).to(x.dtype)
+    return cast(y if z is None else y * F.silu(z), x.dtype)
 
 
 def _check_parts(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> None:
@@ -124,7 +125,7 @@ def mamba_chunk_scan_combined(
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("cu_seqlens: got None, expected a tensor with return_varlen_states")
     dt = _limited(_steps(dt, dt_bias, dt_softplus), dt_limit, dt_softplus)
-    log_f = dt * A.to(dt.dtype)
+    log_f = dt * cast(A, dt.dtype)
     if seq_idx is not None:
         check_shape("seq_idx", seq_idx, (batch, seqlen))
         starts = torch.diff(seq_idx, dim=1, prepend=torch.zeros_like(seq_idx[:, :1])) != 0
@@ -227,7 +228,7 @@ def selective_state_update(
         old = state[state_batch_indices]
     with without_autocast(x.device.type):
         y, new = tfla.linear_attention_step(
-            C, B, x, dt * A.to(dt.dtype), tfla.State(old.transpose(-1, -2)), torch.log(dt + TINY), scale=1.0,
+            C, B, x, dt * cast(A, dt.dtype), tfla.State(old.transpose(-1, -2)), torch.log(dt + TINY), scale=1.0,
             in_place=in_place,
         )  # fmt: skip
         if state_batch_indices is not None:

@@ -17,6 +17,11 @@ INPUT_GATES: tuple[str, ...] = get_args(InputGate)
 LOG_GATE_MIN, LOG_GATE_MAX = -1e5, 5e4
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x.to(dtype), which takes the host a while even where there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
 def clamp(log_gate: Tensor) -> Tensor:
     """log_gate in at least float32, infinities made finite; NaN stays."""
     wide = log_gate if log_gate.dtype == torch.float64 else log_gate.float()

@@ -11,7 +11,7 @@ from torch import Tensor
 import tfla
 from tfla.integrations.denominator import LARGEST, attend_with_offset, max_states
 from tfla.ops.checks import check_float, check_shape
-from tfla.ops.gates import InputGate, log_gates
+from tfla.ops.gates import InputGate, cast, log_gates
 from tfla.ops.steps import step_with_offset
 
 States = tuple[Tensor, ...]
@@ -155,13 +155,13 @@ def step(
     if form.gate == "sigmoid":
         m = torch.zeros_like(m)
     check_shape("m", m, (*q.shape[:2], 1))
-    i, f = i[..., 0], f[..., 0]
+    i, f = i.squeeze(-1), f.squeeze(-1)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    c = c if c.dtype == state_dtype else c.to(wide)  # a state is kept in its own dtype
+    c = c if c.dtype == state_dtype else cast(c, wide)  # a state is kept in its own dtype
     if not normalize:
         h, new = tfla.mlstm_step(q, k, v, i, f, tfla.State(c), input_gate=form.gate)
-        return h, (new.C.to(state_dtype), n.to(state_dtype), m.to(state_dtype))
-    state = tfla.State(c, n.to(wide), m[..., 0].to(wide))
+        return h, (cast(new.C, state_dtype), cast(n, state_dtype), cast(m, state_dtype))
+    state = tfla.State(c, cast(n, wide), cast(m.squeeze(-1), wide))
     if form.gate == "exp":
         h, new = step_with_offset(q, k, v, i, f, state, eps)
     else:
@@ -171,7 +171,7 @@ def step(
     assert n_new is not None
     assert m_new is not None
     if form.gate == "exp":
-        return h, (C_new.to(state_dtype), n_new.to(state_dtype), m_new[..., None].to(state_dtype))
+        return h, (cast(C_new, state_dtype), cast(n_new, state_dtype), cast(m_new.unsqueeze(-1), state_dtype))
     if eps != 0:
         d = torch.einsum("bhk,bhk->bh", q.to(n_new.dtype), n_new) * q.shape[-1] ** -0.5
         bound = torch.maximum(d.abs(), torch.exp(-m_new).clamp(torch.finfo(m_new.dtype).tiny, LARGEST))
