@@ -126,6 +126,16 @@ def test_tensors_that_the_tape_did_not_see_are_refused() -> None:
         tape.launch(Kernel("one", []), (1,), tape.new(3), 5, tape.new(3), num_warps=4)
 
 
+def test_writing_without_the_tape_is_refused() -> None:
+    def first(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        return [tape.new(3).zero_()]
+
+    with pytest.raises(AssertionError, match="written without it"):
+        repeated("like this", [torch.zeros(3)], first)
+    with torch.inference_mode():
+        repeated("inference", [torch.zeros(3)], lambda tape, given: [tape.do(Tensor.zero_, tape.new(3))])
+
+
 def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profilers set them; without one a launch goes past what prepares for them."""
     log: Log = []

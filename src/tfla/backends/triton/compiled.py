@@ -73,6 +73,7 @@ class Tape:
         self.made: list[Any] = []
         self.places: dict[int, int] = {}
         self.steps: list[Step] = []
+        self.versions: dict[int, int] = {}
         for t in given:
             self._place(t)
 
@@ -89,7 +90,16 @@ class Tape:
         made = fn(*read)
         self._note(fn, read, isinstance(made, Tensor))
         self._place(made)
+        self.versions |= {id(x): x._version for x in (made, *read) if isinstance(x, Tensor) and not x.is_inference()}
         return made
+
+    def untouched(self) -> bool:
+        """Whether nothing but `do` wrote what steps made, as far as PyTorch counts that."""
+        return all(
+            self.versions.get(id(x), x._version) == x._version
+            for x in self.made
+            if isinstance(x, Tensor) and not x.is_inference()
+        )
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         made: Tensor = self.do(functools.partial(torch.empty, shape, dtype=dtype, device=self.device))
@@ -186,5 +196,6 @@ def repeated(
     triton.set_allocator(_allocate)
     with torch.cuda.device(tape.device) if tape.device.type == "cuda" else contextlib.nullcontext():
         results = first(tape, apart)
+    assert tape.untouched(), "what a tape made was written without it"
     known.append(Program(tape, results))
     return results
