@@ -7,23 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, Layout, Way, as_it_is, params, problem, solve
+from cases import Layout, Way, as_it_is, params, problem, solve
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tfla
-from tfla.ops import known
-from tfla.ops.known import Known, signature
+from tfla.backends import known
+from tfla.backends.known import Known, forget
+from tfla.ops.signature import signature
 
 Run = Callable[..., list[Tensor]]
-
-
-def forget() -> None:
-    known.forget()
-    if INTERPRETED or torch.cuda.is_available():
-        from tfla.backends.triton import compiled
-
-        compiled.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +193,7 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(calls.found) <= 3
     calls.add(None, 7)
     assert calls.get(None) is None
-    known.forget()
+    forget()
     assert calls.get(4) is None
     known.EVERYTHING.remove(calls)
 

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tfla
+from tfla.backends.known import Known
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
-from tfla.ops.known import Known, signature, without_autocast
+from tfla.ops.signature import signature, without_autocast
 
 __all__ = ["mamba_chunk_scan_combined", "selective_state_update"]
 TINY = 1e-30  # added to dt, so that its gradient at 0 is that of dt B x^T and not 0 / 0

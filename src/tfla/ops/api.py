@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tfla.backends import Backend, Inputs
 from tfla.backends.base import Again, Gates, Spec
+from tfla.backends.known import Known
 from tfla.ops import checks
 from tfla.ops.choice import choose
 from tfla.ops.gates import InputGate, clamp, log_gates
-from tfla.ops.known import Known, signature
 from tfla.ops.operator import attend
+from tfla.ops.signature import signature
 from tfla.ops.state import State
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfla.backends import BACKENDS, Inputs
 from tfla.backends.base import Again, Outputs, Spec
-from tfla.ops.known import observed, without_autocast
+from tfla.ops.signature import observed, without_autocast
 
 
 def _forward(x: Inputs, backend: str, spec: Spec, again: Again | None = None) -> Outputs:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from tfla.backends import StepInputs, select_steps
 from tfla.backends.base import Again, Gates, StepSpec
+from tfla.backends.known import Known
 from tfla.backends.reference import bounded_denominator
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
 from tfla.ops.api import autocast
 from tfla.ops.gates import InputGate, clamp, log_gates
-from tfla.ops.known import Known, signature
+from tfla.ops.signature import signature
 from tfla.ops.state import State
 from tfla.ops.step_operator import steps, steps_
 

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from tfla.backends import Inputs
+from tfla.backends import Inputs, known
 from tfla.backends.triton import constant
-from tfla.ops import known
 
 SHIPPED = Path(__file__).with_name("chunk_sizes.json")
 VERSION = 1

@@ -17,7 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
-REMEMBERED = 1024  # calls
+from tfla.backends.known import Known
+
 AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable: "1" before the first call has Triton time warps and stages
 
 
@@ -164,19 +165,12 @@ class Program:
         return [made[place] for place in self.results]
 
 
-@functools.lru_cache(maxsize=REMEMBERED)
-def _programs(call: Hashable) -> list[Program]:
-    """That of such calls, once there is one: threads that find none at the same time find the same list."""
-    return []
-
-
-forget = _programs.cache_clear
+_PROGRAMS: Known[Program] = Known()
 
 
 def program(call: Hashable) -> Program | None:
     """What calls like this one do, if there has been one."""
-    known = _programs(call)
-    return known[-1] if known else None
+    return _PROGRAMS.get(call)
 
 
 def repeated(
@@ -186,9 +180,9 @@ def repeated(
 
     call: all that it depends on, :func:`~tfla.backends.base.static` of what is given included.
     """
-    known = _programs(call)
-    if known:
-        return known[-1](given)
+    known = program(call)
+    if known is not None:
+        return known(given)
     apart: list[Tensor | None] = []  # a tensor that is given twice is two to the next call
     for t in given:
         apart.append(t.detach() if t is not None and any(t is other for other in apart) else t)
@@ -197,5 +191,5 @@ def repeated(
     with torch.cuda.device(tape.device) if tape.device.type == "cuda" else contextlib.nullcontext():
         results = first(tape, apart)
     assert tape.untouched(), "what a tape made was written without it"
-    known.append(Program(tape, results))
+    _PROGRAMS.add(call, Program(tape, results))
     return results

@@ -1,10 +1,10 @@
-"""What has been found out about a call, for calls like it: a kernel takes less time than checks and choices do."""
+"""What tells calls apart: a kernel takes less time than checks and choices do, which are made once for calls alike."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from torch import Tensor
 from tfla.backends.base import static
 from tfla.ops.state import State
 
-REMEMBERED = 1024  # calls
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
-Found = TypeVar("Found")
 
 
 def observed(tensors: tuple[Tensor | None, ...]) -> bool:
@@ -48,33 +46,3 @@ def signature(
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return autocast, recorded, options, static(*tensors)
-
-
-class Known(Generic[Found]):
-    """By the signature of calls."""
-
-    def __init__(self) -> None:
-        self.found: dict[Hashable, Found] = {}
-        EVERYTHING.append(self)
-
-    def get(self, call: Hashable) -> Found | None:
-        try:
-            return self.found.get(call)
-        except TypeError:  # an option that is none, which the checks say
-            return None
-
-    def add(self, call: Hashable, found: Found) -> None:
-        if call is None:
-            return
-        if len(self.found) >= REMEMBERED:
-            self.found.clear()
-        self.found[call] = found
-
-
-EVERYTHING: list[Known[Any]] = []
-
-
-def forget() -> None:
-    """Find out anew."""
-    for known in EVERYTHING:
-        known.found.clear()
