@@ -26,6 +26,7 @@ CASES = [
     "hopper,fused,exp,128,256,bfloat16,whole",
     "hopper,fused,exp,128,256,bfloat16,segmented",
     "hopper,fused,sigmoid,128,128,bfloat16,whole",
+    "hopper,fused,exp,256,512,bfloat16,segmented",
 ]
 T, H, LENGTHS, SEGMENT = 150, 2, (70, 0, 1, 79), 64
 
