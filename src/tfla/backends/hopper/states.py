@@ -60,6 +60,12 @@ def load_tiles(
 
 
 @gluon.jit
+def weights(w, L: gl.constexpr, layout: gl.constexpr):
+    """Of the updates of a tile, in float32."""
+    return w.slice(0, L, 0).load(layout).to(gl.float32) + w.slice(L, L, 0).load(layout).to(gl.float32)
+
+
+@gluon.jit
 def add_up(
     state_out, n_out, decays, rings, ring_g, ring_u, full, free, work,
     half: gl.constexpr, DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr,
@@ -91,14 +97,16 @@ def add_up(
             decay = ring_g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_state))
             carry = gl.expand_dims(decay, 0)
             total = total * decay
-            B = scaled(x.load(of_x), ring_u.index(s), L, left)
+            x_t = x.load(of_x)
+            B = scaled(x_t, ring_u.index(s), L, left)
             C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * carry, is_async=True)
             if WIDTH == 256:
                 C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * carry, is_async=True)
             if NORMALIZE:
-                added = gl.convert_layout(B, of_x, assert_trivial=True).to(gl.float32)
+                # Not of B, which is rounded: outputs are divided by q . n, which can be small beside q and n.
+                w = gl.expand_dims(weights(ring_u.index(s), L, gl.SliceLayout(0, of_x)), 0)
                 N = N * gl.max(ring_g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_x)), 0)
-                N += gl.sum(added, 1)
+                N += gl.sum(x_t.to(gl.float32) * w, 1)
             if WIDTH == 256:
                 C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
             else:
