@@ -153,6 +153,10 @@ class Backend(ABC):
         """What `kernel=None` takes, chunk_size being None where that is left open too."""
         return self.kernels[0]
 
+    def kernel_unsupported(self, x: Inputs, kernel: str) -> str | None:
+        """Why this kernel cannot run these inputs where another one of this backend can, or None."""
+        return None
+
     @abstractmethod
     def default_chunk_size(self, x: Inputs, kernel: str) -> int: ...
 

@@ -18,6 +18,8 @@ def choose(
     if kernel is not None and kernel not in chosen.kernels:
         allowed = ", ".join(map(repr, chosen.kernels))
         raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
+    if kernel is not None and (why := chosen.kernel_unsupported(x, kernel)) is not None:
+        raise ValueError(f"kernel: {kernel!r} of backend {chosen.name!r} cannot run these inputs: {why}")
     found = tuned.find(x, chosen.name, kernel, normalize) if chunk_size is None else None
     if found is not None:
         return chosen, found.kernel, found.chunk_size

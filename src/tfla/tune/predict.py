@@ -15,6 +15,7 @@ MARK = 1024  # steps between the states that the fused backward keeps for the fo
 # benchmarks/results. The state of a head with wide keys leaves Triton's walks few registers.
 REACHED = {("hopper", "fused"): 0.47, ("triton", "fused"): 0.34, ("triton", "tfla"): 0.39}
 WIDE_KEYS, REACHED_WIDE = 128, 0.08
+WIDEST = 256  # values of a state that a program of the Hopper backend holds; of more it leaves parts of dq and dk
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
     seconds /= REACHED_WIDE if (backend, kernel) == ("triton", "fused") and p.dqk > WIDE_KEYS else share
     results = heads * p.T * ((2 * p.dhv + 2 * p.dqk) * p.itemsize + 3 * STATE_BYTES)
     kept = states if backend == "chunkwise" else 2 * states
-    if gpu_walk:
-        kept += 2 * p.H * (p.B * p.T // MARK + (0 if whole else p.B * chunks)) * p.dqk * p.dhv * p.itemsize
+    if gpu_walk and min(chunk_size, p.T) > MARK:
+        kept += 2 * heads * (p.T // MARK) * p.dqk * p.dhv * p.itemsize
+    if backend == "hopper" and (parts := p.dhv // WIDEST) > 1:
+        results += 2 * heads * p.T * parts * p.dqk * p.itemsize
     return Candidate(backend, kernel, chunk_size, seconds, results + kept)
 
 

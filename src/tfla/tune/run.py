@@ -12,6 +12,7 @@ import torch
 
 from tfla.analysis import accelerators
 from tfla.backends import BACKENDS, Backend, Inputs, select
+from tfla.backends.hopper import DIMS
 from tfla.bench.machine import environment
 from tfla.bench.markdown import table
 from tfla.bench.problem import Problem
@@ -139,7 +140,7 @@ def chosen_backend(p: Problem, config: TuneConfig) -> Backend:
     """
     name = config.backend
     if config.accelerator is not None:
-        fits = p.dqk == 128 and p.dhv in (128, 256) and p.dtype != "float32" and config.kernel in (None, "fused")
+        fits = p.dqk in DIMS and p.dhv in DIMS and p.dtype != "float32" and config.kernel in (None, "fused")
         name = name or ("hopper" if config.accelerator in ("H100", "H200") and fits else "triton")
         if name not in BACKENDS:
             raise UserError(f"backend: got {name!r}, allowed are {', '.join(map(repr, BACKENDS))}")
@@ -222,12 +223,14 @@ def gib(size: int) -> str:
 def tune(p: Problem, gate: InputGate, config: TuneConfig, machine: Machine) -> Tuned:
     """Predicts every candidate and, unless told otherwise, measures those that may win."""
     backend = chosen_backend(p, config)
-    kernels = backend.kernels if config.kernel is None else (config.kernel,)
+    kernels = [config.kernel] if config.kernel else list(backend.kernels)
+    if not config.accelerator:
+        kernels = [kernel for kernel in kernels if backend.kernel_unsupported(inputs(p), kernel) is None]
     limit = None if config.memory_limit is None else int(config.memory_limit * 2**30)
     candidates = [
         predict(p, gate == "exp", backend.name, kernel, L, machine) for kernel in kernels for L in chunk_sizes(p.T)
     ]
-    first = config.kernel or (backend.kernels[0] if config.accelerator else backend.default_kernel(inputs(p), None))
+    first = config.kernel or (kernels[0] if config.accelerator else backend.default_kernel(inputs(p), None))
     # What `chunk_size=None` is without an entry; a backend for a GPU decides by the processors it has.
     default = p.T if config.accelerator else min(backend.default_chunk_size(inputs(p), first), p.T)
     if (first, default) not in {(c.kernel, c.chunk_size) for c in candidates}:

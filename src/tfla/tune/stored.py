@@ -27,27 +27,28 @@ def candidate(row: Row, axis: str) -> Measured:
 
 
 def winners(result: Row) -> list[Row]:
-    """An entry for every shape and gate of one result of which two candidates or more of a backend were measured.
+    """An entry for every backend, shape and gate of one result of which two candidates or more were measured.
 
-    The backend is the one that the library takes: that of its first contender there.
+    None where the largest of several chunk sizes wins, and the sequence is longer: what it would be whole is not known.
     """
     env = result["environment"]
     shapes: dict[tuple[Any, ...], dict[tuple[str, int], Measured]] = {}
-    first: dict[tuple[Any, ...], str] = {}
     for row in result["rows"]:
         if row["name"].startswith("tfla mLSTM") and row.get("direction") == BOTH and {"seconds", "way"} <= set(row):
             if not {"segment", "chunk"} & set(row["details"]):  # not a kernel for GPUs
                 continue
-            key = row["name"].removeprefix("tfla mLSTM")[:3], *(row[name] for name in SHAPE)
             one = candidate(row, result["axis"])
-            if first.setdefault(key, one.candidate.backend) == one.candidate.backend:
-                shapes.setdefault(key, {}).setdefault((one.candidate.kernel, one.candidate.chunk_size), one)
+            key = one.candidate.backend, row["name"].removeprefix("tfla mLSTM")[:3], *(row[name] for name in SHAPE)
+            shapes.setdefault(key, {}).setdefault((one.candidate.kernel, one.candidate.chunk_size), one)
     entries = []
-    for (gate, B, T, H, dqk, dhv), found in shapes.items():
+    for (_, gate, B, T, H, dqk, dhv), found in shapes.items():
         winner = best(list(found.values()), None)
         if len(found) < 2 or not isinstance(winner, Measured):
             continue
         c = winner.candidate
+        sizes = [size for kernel, size in found if kernel == c.kernel]
+        if len(sizes) > 1 and c.chunk_size == max(sizes) < T:
+            continue
         dtype = SUITES[result["suite"]].at(T).dtype
         entry = Entry(
             env["device"], c.backend, dtype, gate == "exp", B, T, H, dqk, dhv, c.kernel, c.chunk_size, False

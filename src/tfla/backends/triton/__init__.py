@@ -20,7 +20,8 @@ from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec, Ste
 if TYPE_CHECKING:
     from tfla.backends.triton.launch import Call
 
-LARGEST_DQK, LARGEST_DHV = 512, 1024
+LARGEST_DQK, LARGEST_DHV = 1024, 1024
+WIDEST_WALK = 512  # keys of a state that a program of the walks can hold some columns of
 F = TypeVar("F", bound=Callable[..., Any])
 WHOLE = 1 << 30  # a chunk size that no sequence reaches
 TFLA_CHUNK = 256  # where the paper's Figure 5 has its optimum
@@ -86,8 +87,15 @@ class Triton(Backend):
             return "it computes in float32 at most, the inputs are float64"
         return None
 
+    def kernel_unsupported(self, x: Inputs, kernel: str) -> str | None:
+        if kernel == "fused" and x.q.shape[-1] > WIDEST_WALK:
+            return f"it takes dqk up to {WIDEST_WALK}"
+        return None
+
     def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
         dims = int(x.q.shape[-1]), int(x.v.shape[-1])
+        if dims[0] > WIDEST_WALK:
+            return "tfla"
         return _cheapest(*dims, x.q.element_size(), TFLA_CHUNK if chunk_size is None else chunk_size, x.q.device)
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
