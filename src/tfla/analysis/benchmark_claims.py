@@ -49,6 +49,10 @@ class Stored:
         low, high = min(found.values()), max(found.values())
         return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
+    def has(self, *names: str) -> bool:
+        """Whether all of these were timed."""
+        return {name for name, _, _ in self.seconds}.issuperset(names)
+
     def absent(self) -> str:
         if self.there:
             return f"not measured beside other libraries: `benchmarks/results/` has {self.suite} without them."
@@ -152,6 +156,12 @@ def _trade_off(t: Stored) -> Claim:
 
 def _gla(t: Stored) -> Claim:
     fla = "fla simple_gla chunk"
+    others = " and ".join(
+        f"{slow} takes {t.span(slow, fast, FORWARD)} times as long as {fast} forward, {t.span(slow, fast, BOTH)} times "
+        f"forward and backward, with {t.span(slow, fast, BOTH, 'bytes')} times the memory"
+        for slow, fast in ((SIG_XL, OWN_SIG), (EXP_XL, OWN_EXP))
+        if t.has(slow, fast)
+    )
     return Claim(
         "Simple GLA keeps up but needs twice the memory",
         "that only Simple GLA of flash-linear-attention is as fast in training (within 15 %), with almost twice the "
@@ -161,6 +171,8 @@ def _gla(t: Stored) -> Claim:
         f"{t.span(fla, SIG_XL_256, BOTH)}. Beside {OWN_SIG}: {t.span(fla, OWN_SIG, FORWARD)} times as long "
         "forward, with "
         f"{t.span(fla, OWN_SIG, FORWARD, 'bytes')} times the memory."
+        if t.has(fla, SIG_XL_256)
+        else f"not measured: `benchmarks/results/` has fig12 without {fla}. {others or 'No other library is there'}."
         if t.beside_others
         else t.absent(),
         measure(t.suite),
@@ -190,7 +202,8 @@ def _head_dims(t: Stored) -> Claim:
         found = {
             x: y for (n, way, x), y in sorted(t.seconds.items(), key=lambda i: i[0][2]) if (n, way) == (name, BOTH)
         }
-        return f"{name} " + (", ".join(f"{milliseconds(y)} ({x})" for x, y in found.items()) or "did not run")
+        why = "did not run" if (name, BOTH) in t.errors else "was not measured"
+        return f"{name} " + (", ".join(f"{milliseconds(y)} ({x})" for x, y in found.items()) or why)
 
     return Claim(
         "Fast over a wide range of head dims",

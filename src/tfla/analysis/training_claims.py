@@ -21,8 +21,9 @@ from tfla.analysis.training_runs import (
     table_of,
     text,
 )
-from tfla.experiments.plans import BIASES, EPSILONS, EXPERIMENTS, LONGER, MLSTMS, Variant
+from tfla.experiments.plans import BIASES, EPSILONS, EXPERIMENTS, LONGER, MIXERS, MLSTMS, Variant
 
+END = "at the end"
 SMOKE = "training_smoke.json"  # the same experiments at the smoke size, where the reference can train
 
 
@@ -162,7 +163,7 @@ def _so_far(found: Found, name: str) -> tuple[str, dict[str, float]]:
         f"{NAMES[v.mixer]}{f' by {v.backend}' if v.backend else ''}": x
         for v in variants if step and (x := found.at(v, "bits_per_byte", step)) is not None
     }  # fmt: skip
-    when = "at the end" if step == found.steps else f"after {step} of {found.steps} steps, where the runs were stopped"
+    when = END if step == found.steps else f"after {step} of {found.steps} steps, where the runs were stopped"
     return when, bits
 
 
@@ -176,21 +177,33 @@ def _kernels(found: Found, smoke: Found | None) -> Claim:
     if smoke is not None:
         end, also = _so_far(smoke, "table3")
         tiny = f" At the smoke size ({smoke.where}) {end}: {_listed(also)}."
+    gates = [[x for name, x in bits.items() if name.startswith(NAMES[mixer])] for mixer in MLSTMS]
+    apart = max((max(of) - min(of) for of in gates if of), default=math.nan)
+    settled = when == END and all(len(of) > 1 for of in gates)
+    said = verdict(apart < 2 * spread(found)) if settled else "not settled at this size"
     return Claim(
         "Kernels and the parallel form",
         "that its kernels reach the loss of a parallel form in JAX, of one head (Table 3).",
-        f"not settled at this size: held-out bits per byte {when}: {_listed(bits)}; one seed each.{tiny} What backends "
-        "compute is compared on every gradient instead (Numerics).",
+        f"{said}: held-out bits per byte {when}: {_listed(bits)}; one seed each. Backends are up to {apart:.3f} apart, "
+        f"the standard deviation over seeds is {spread(found):.3f}.{tiny} What backends compute is compared on every "
+        "gradient too (Numerics).",
         "tfla experiment table3 --size small",
     )
 
 
 def _contexts(found: Found) -> Claim:
     when, bits = _so_far(found, "table5")
+    short = {NAMES[mixer]: text(found.all_of(seeds(Variant(mixer)))) for mixer in MIXERS}
+    exp, sig, llama = (bits.get(NAMES[mixer], math.nan) for mixer in MIXERS)
+    behind = [
+        statistics.mean(found.all_of(seeds(Variant(mixer))) or [math.nan]) for mixer in ("attention", "mlstm_exp")
+    ]
+    same = abs(exp - sig) < 2 * spread(found) and (llama > exp) == (behind[0] > behind[1])
+    said = f"in their order {verdict(same)}" if when == END else "not settled at this size"
     return Claim(
         "Longer contexts",
         "that mLSTMsig, mLSTMexp and Llama stand to each other at twice the context as they do at 4,096 (Table 5).",
-        f"not settled at this size: held-out bits per byte at {LONGER} times the context {when}: {_listed(bits)}; one "
-        "seed each.",
+        f"{said}: held-out bits per byte at {LONGER} times the context {when}: {_listed(bits)}; one seed each. At the "
+        f"context itself: {', '.join(f'{name} {x}' for name, x in short.items())}.",
         "tfla experiment table5 --size small",
     )
