@@ -142,6 +142,27 @@ def test_a_configuration_that_takes_too_long_is_given_up(one_thread):
     assert both["error"] == "not run: its process had ended"
 
 
+def test_all_compile_beforehand_and_other_libraries_are_timed_in_a_new_process():
+    """One whose process dies while it compiles does not keep the others from it."""
+    run = gpu.Run(GpuBench("fakes"), fake_suite("works", "aborts", xs=(1, 2)), lambda text: None)
+    ours = Entry("tfla mLSTMsig", "fakes:works")
+    workers, dismissed = {}, []
+
+    def answer(job):
+        assert job["only_compile"]
+        if job["make"] == "fakes:aborts":
+            raise Died("the process ended with SIGABRT")
+        yield from ()
+
+    run.crew.of = lambda key: workers.setdefault(key, FakeWorker(answer))
+    run.crew.dismiss = dismissed.append
+    run.compile([ours, *run.suite.entries])
+    assert {key: [job["problem"]["T"] for job, _ in w.jobs] for key, w in workers.items()} == {
+        "tfla mLSTMsig": [1, 2], "peer works": [1, 2], "peer aborts": [1],
+    }  # fmt: skip
+    assert set(dismissed) == {"peer works", "peer aborts"}
+
+
 def test_the_kernel_that_the_library_picks_is_not_timed_twice():
     suite = SUITES["fig4"]
     run = gpu.Run(GpuBench("fig4"), suite, lambda text: None)

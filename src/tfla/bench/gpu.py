@@ -119,9 +119,10 @@ class Run:
         return found
 
     def compile(self, entries: list[Entry]) -> None:
-        """Every kernel of this library once, before the timing and several contenders at a time.
+        """Every kernel once, before the timing and several contenders at a time.
 
-        What fails here fails again where it is timed, and is a row there.
+        What fails here fails again where it is timed, and is a row there. Other libraries start anew for the timing:
+        what their kernels have tuned themselves to beside others is not what suits them alone.
         """
 
         def one(entry: Entry) -> None:
@@ -130,6 +131,8 @@ class Run:
                 for x in self.xs:
                     list(worker.ask(self.job(entry, x, only_compile=True), self.allowance()))
             except Died:
+                self.crew.dismiss(entry.key)
+            if not entry.ours:
                 self.crew.dismiss(entry.key)
 
         self.say("compiling")
@@ -190,7 +193,7 @@ class Run:
         self.waiting = len(there) * len(self.xs)
         ahead = self.config.device != "cpu"
         if ahead:
-            self.compile([e for e in there if e.ours])
+            self.compile(there)
         for entry in entries:
             if entry not in there:
                 yield named(entry) | {"error": f"not installed ({entry.needs})"}
