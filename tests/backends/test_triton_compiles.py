@@ -53,7 +53,7 @@ CASES = {
         "exp,512,512,bfloat16",
         "exp,100,72,bfloat16",
     ],
-    "tfla": ["exp,64,128,float32", "exp,128,256,bfloat16", "sigmoid,512,512,float16,packed,state"],
+    "tfla": ["exp,64,128,float32", "exp,128,256,bfloat16", "sigmoid,1024,1024,float16,packed,state"],
     "steps": [
         "exp,64,64,float32",
         "exp,256,512,bfloat16",

@@ -77,7 +77,8 @@ TRITON = [name for name in mlstm_kernels.get_available_mlstm_kernels() if "trito
 @pytest.mark.parametrize("name", TRITON)
 def test_mlstm_kernels(name: str, on: str) -> None:
     theirs = pytest.importorskip("mlstm_kernels.torch")
-    dtype, S, d = (torch.float32, 64, 16) if on == "cpu" else (torch.bfloat16, 512, 128)
+    # At 512 steps df of their parallel kernel, sums of rounded products over all of them, is at 0.035.
+    dtype, S, d = (torch.float32, 64, 16) if on == "cpu" else (torch.bfloat16, 256, 128)
     options: dict[str, Any] = {"autocast_kernel_dtype": dtype}
     if name.startswith("chunkwise"):
         options |= {"return_last_states": True, "chunk_size": 64}

@@ -44,7 +44,7 @@ def states(
     rv = v0 + tl.arange(0, BV)
     at = rk.to(tl.int64)[:, None] * DV + rv[None, :]
     inside = (rk < DK)[:, None] & (rv < DV)[None, :]
-    owner = (rk < DK) & (v0 == 0)  # of n
+    owner = (rk < DK) & (rk * 0 + v0 == 0)  # of n
     C = tl.zeros([BK, BV], tl.float32)
     N = tl.zeros([L, BK], tl.float32)
     if GIVEN:
