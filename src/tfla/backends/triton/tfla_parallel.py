@@ -157,7 +157,7 @@ def parallel(
     if DENOMINATOR:
         d += of_n * (outer * decay)
         if SAVE_D:
-            tl.store(d_out + (first + own + r) * H + h, d, mask=(own + r < length) & (part == 0))
+            tl.store(d_out + (first + own + r) * H + h, d, mask=(own + r < length) & (r * 0 + part == 0))
         floor = tl.load(gate + FLOOR * L + r)
         out /= tl.where(tl.abs(d) < floor, floor, tl.abs(d))[:, None]  # unlike a maximum this keeps NaN
     if OF_QK:
