@@ -223,9 +223,12 @@ def gib(size: int) -> str:
 def tune(p: Problem, gate: InputGate, config: TuneConfig, machine: Machine) -> Tuned:
     """Predicts every candidate and, unless told otherwise, measures those that may win."""
     backend = chosen_backend(p, config)
-    kernels = [config.kernel] if config.kernel else list(backend.kernels)
-    if not config.accelerator:
-        kernels = [kernel for kernel in kernels if backend.kernel_unsupported(inputs(p), kernel) is None]
+    sizes = inputs(replace(p, device="meta"))
+    named = backend.kernels if config.kernel is None else (config.kernel,)
+    kernels = [kernel for kernel in named if backend.kernel_unsupported(sizes, kernel) is None]
+    if not kernels:
+        why = backend.kernel_unsupported(sizes, named[0])
+        raise UserError(f"kernel: {named[0]!r} of backend {backend.name!r} cannot run these inputs: {why}")
     limit = None if config.memory_limit is None else int(config.memory_limit * 2**30)
     candidates = [
         predict(p, gate == "exp", backend.name, kernel, L, machine) for kernel in kernels for L in chunk_sizes(p.T)
