@@ -46,6 +46,18 @@ def solve(run: Callable[..., Any], given: dict[str, Tensor], backward: bool, **o
     return [*outputs, *torch.autograd.grad(outputs[0], list(leaves.values()), cotangent)]
 
 
+def right(
+    run: Callable[..., Any], given: dict[str, Tensor], backward: bool = True, **options: Any
+) -> tuple[Results, Results]:
+    """Ours and the same in float64, to which they are close."""
+    ours = solve(run, given, backward, **options)
+    exact = solve(run, {name: t.double() for name, t in given.items()}, backward, **options)
+    allowed = max(TOLERANCE[t.dtype] for t in given.values())
+    for at, (a, truth) in enumerate(zip(ours, exact, strict=True)):
+        assert error(a, truth) <= allowed, at
+    return ours, exact
+
+
 def compare(
     run: Callable[..., Any], peer: Callable[..., Any], given: dict[str, Tensor], backward: bool = True, **options: Any
 ) -> None:
@@ -53,13 +65,10 @@ def compare(
         theirs = solve(peer, given, backward, **options)
     except Exception as failure:
         pytest.skip(f"theirs does not run here: {type(failure).__name__}: {failure}"[:200])
-    ours = solve(run, given, backward, **options)
-    exact = solve(run, {name: t.double() for name, t in given.items()}, backward, **options)
+    ours, exact = right(run, given, backward, **options)
     assert [t.shape for t in ours] == [t.shape for t in theirs]
-    allowed = max(TOLERANCE[t.dtype] for t in given.values())
-    for at, (a, b, truth) in enumerate(zip(ours, theirs, exact, strict=True)):
+    for at, (b, truth) in enumerate(zip(theirs, exact, strict=True)):
         assert error(b, truth) <= PEERS, at
-        assert error(a, truth) <= allowed, at
 
 
 def head_first(device: str, dtype: torch.dtype, S: int, d: int) -> dict[str, Tensor]:
@@ -77,13 +86,14 @@ TRITON = [name for name in mlstm_kernels.get_available_mlstm_kernels() if "trito
 @pytest.mark.parametrize("name", TRITON)
 def test_mlstm_kernels(name: str, on: str) -> None:
     theirs = pytest.importorskip("mlstm_kernels.torch")
-    # At 512 steps df of their parallel kernel, sums of rounded products over all of them, is at 0.035.
+    # At 512 steps df of their parallel kernel, sums of rounded products over all of them, is at 0.035; ours goes on.
     dtype, S, d = (torch.float32, 64, 16) if on == "cpu" else (torch.bfloat16, 256, 128)
     options: dict[str, Any] = {"autocast_kernel_dtype": dtype}
     if name.startswith("chunkwise"):
         options |= {"return_last_states": True, "chunk_size": 64}
     given = head_first(on, dtype, S, d)
     compare(mlstm_kernels.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), given, **options)
+    right(mlstm_kernels.get_mlstm_kernel(name), head_first(on, dtype, 2 * S, d), **options)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
