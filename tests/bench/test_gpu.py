@@ -143,9 +143,11 @@ def test_a_configuration_that_takes_too_long_is_given_up(one_thread):
 
 
 def test_all_compile_beforehand_and_other_libraries_are_timed_in_a_new_process():
-    """One whose process dies while it compiles does not keep the others from it."""
+    """One whose process dies while it compiles does not keep the others from it; one that compiles at every
+    configuration has a process for each."""
     run = gpu.Run(GpuBench("fakes"), fake_suite("works", "aborts", xs=(1, 2)), lambda text: None)
     ours = Entry("tfla mLSTMsig", "fakes:works")
+    each = Entry("peer everywhere", "fakes:works", needs="fakes", each=True)
     workers, dismissed = {}, []
 
     def answer(job):
@@ -156,11 +158,13 @@ def test_all_compile_beforehand_and_other_libraries_are_timed_in_a_new_process()
 
     run.crew.of = lambda key: workers.setdefault(key, FakeWorker(answer))
     run.crew.dismiss = dismissed.append
-    run.compile([ours, *run.suite.entries])
+    run.compile([ours, each, *run.suite.entries])
     assert {key: [job["problem"]["T"] for job, _ in w.jobs] for key, w in workers.items()} == {
-        "tfla mLSTMsig": [1, 2], "peer works": [1, 2], "peer aborts": [1],
+        "tfla mLSTMsig": [1, 2], "peer works (1, 2)": [1, 2], "peer aborts (1, 2)": [1],
+        "peer everywhere (1,)": [1], "peer everywhere (2,)": [2],
     }  # fmt: skip
-    assert set(dismissed) == {"peer works", "peer aborts"}
+    assert set(dismissed) == set(workers) - {"tfla mLSTMsig"}
+    assert all(limit <= gpu.COMPILING * run.config.budget for w in workers.values() for _, limit in w.jobs)
 
 
 def test_the_kernel_that_the_library_picks_is_not_timed_twice():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,8 @@ from tfla.bench.suites import SUITES, Entry, Suite
 from tfla.bench.timing import Sampling
 
 SHARE = 0.6  # of a configuration's time for samples; the rest is for compiling, warming up and the sustained run
-AT_ONCE = 8  # contenders that compile: their tensors share the GPU
+COMPILING = 0.4  # of the budget, at most
+AT_ONCE = max(8, (os.cpu_count() or 8) // 2)  # processes that compile: their tensors share the GPU
 ENOUGH = 2  # crashes in a row after which a contender is left alone
 Row = dict[str, Any]
 
@@ -119,25 +121,30 @@ class Run:
         return found
 
     def compile(self, entries: list[Entry]) -> None:
-        """Every kernel once, before the timing and several contenders at a time.
+        """Every kernel once, before the timing and many at a time: by a process for each contender, for each of its
+        configurations where those have kernels of their own.
 
         What fails here fails again where it is timed, and is a row there. Other libraries start anew for the timing:
         what their kernels have tuned themselves to beside others is not what suits them alone.
         """
+        end = time.monotonic() + COMPILING * self.config.budget
 
-        def one(entry: Entry) -> None:
-            worker = self.crew.of(entry.key)
+        def one(entry: Entry, xs: tuple[int, ...]) -> None:
+            name = entry.key if entry.ours else f"{entry.key} {xs}"
             try:
-                for x in self.xs:
-                    list(worker.ask(self.job(entry, x, only_compile=True), self.allowance()))
+                for x in xs:
+                    if (left := end - time.monotonic()) > 0:
+                        list(self.crew.of(name).ask(self.job(entry, x, only_compile=True), left))
             except Died:
-                self.crew.dismiss(entry.key)
+                self.crew.dismiss(name)
             if not entry.ours:
-                self.crew.dismiss(entry.key)
+                self.crew.dismiss(name)
 
+        jobs = [(entry, xs) for entry in entries for xs in ([(x,) for x in self.xs] if entry.each else [self.xs])]
         self.say("compiling")
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(one, entries))
+            for done in [pool.submit(one, *job) for job in jobs]:
+                done.result()
 
     def contender(self, entry: Entry) -> Iterator[Row]:
         """Its rows; a crash is a row too, and a fresh process goes on behind it."""

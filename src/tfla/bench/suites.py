@@ -29,6 +29,8 @@ class Entry:
     """The package that has to be installed."""
     form: Form | None = None
     """Whose floor it is compared with."""
+    each: bool = False
+    """Whether its kernels are compiled for each configuration."""
     group: str = ""
     """The table and the row of panels it belongs to, where a suite has several."""
 
@@ -96,7 +98,7 @@ def _nxai(*kernels: str) -> list[Entry]:
         label = f"mlstm_kernels {name} {size}".rstrip()
         chunk = {"chunk_size": int(size)} if size else {}
         made.append(
-            Entry(label, "tfla.bench.peers:mlstm_kernels", options | chunk, None, "mlstm_kernels", form)  # type: ignore[arg-type, operator]
+            Entry(label, "tfla.bench.peers:mlstm_kernels", options | chunk, None, "mlstm_kernels", form, True)  # type: ignore[arg-type, operator]
         )
     return made
 
@@ -184,7 +186,7 @@ SUITES = {
         tuple(2**n for n in range(5, 11)), lambda d: Problem(4, 8192, EMBEDDING // d, d, d),
         (
             *_own(papers=False), *_nxai("limit 64", "exp 128", "sig 128"),
-            *_fla("simple_gla chunk", "simple_gla fused_chunk", "gla chunk"),
+            *(replace(e, each=True) for e in _fla("simple_gla chunk", "simple_gla fused_chunk", "gla chunk")),
         ),
         sustained_at=(128,), panels=PANELS,
     ),

@@ -19,6 +19,8 @@ from tfla.backends.triton.compiled import Tape, program, repeated
 CHUNK, HEADS = 256, 8  # steps and heads of one program of the gate kernels
 SHORTEST_SEGMENT = 512
 MARKS = {2: 1024, 4: 4096}  # steps between those where dlog_f starts again from <C, dC>, by bytes of an input
+SMALL = 8192  # elements of a state that costs little to keep
+CLOSE = 128  # steps between marks of rounded inputs then: sums of dlog_f, as of Mamba-2's A, need them
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,13 @@ def architecture(device: torch.device) -> int:
         return 80
     target = triton.runtime.driver.active.get_current_target()  # what is only compiled for
     return target.arch if target.backend == "cuda" else 80
+
+
+def mark_steps(x: Inputs) -> int:
+    """Steps between marks."""
+    itemsize = x.q.element_size()
+    small = itemsize == 2 and x.q.shape[3] * x.v.shape[3] <= SMALL
+    return min(CLOSE, MARKS[itemsize]) if small else MARKS[itemsize]
 
 
 def plan(x: Inputs) -> Plan:
@@ -145,7 +154,7 @@ class Call:
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
         self.plan = self.plan_for(x)
         self.L = self.plan.L
-        self.marks = MARKS[x.q.element_size()]
+        self.marks = mark_steps(x)
         self.exact = x.q.dtype == torch.float32
         self.precision = products(x)
         self.group = self.H // x.q.shape[2]
@@ -183,7 +192,7 @@ class Call:
     @classmethod
     def tuning(cls, x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
         """What is chosen, not given."""
-        return plan(x), MARKS[x.q.element_size()], products(x)
+        return plan(x), mark_steps(x), products(x)
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
