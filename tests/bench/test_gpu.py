@@ -13,9 +13,9 @@ from tfla.bench.commands import bench
 from tfla.bench.crew import Died
 from tfla.bench.floor import backward_bytes, forward_bytes, step_bytes
 from tfla.bench.options import GpuBench, parse
-from tfla.bench.problem import BOTH, FORWARD, Problem
+from tfla.bench.problem import BOTH, FORWARD, STEP, Problem
 from tfla.bench.suites import SUITES, Entry, Suite
-from tfla.bench.worker import serve
+from tfla.bench.worker import serve, why
 
 QUICK = ["--device", "cpu", "--repeats", "2", "--warmup", "1", "--pause", "0", "--sustained", "0.001"]
 RATES = {"copy": {"rested": 4e12, "sustained": 3e12}, "gemm": {"rested": 8e14, "sustained": 5e14}}
@@ -178,6 +178,34 @@ def test_the_kernel_that_the_library_picks_is_not_timed_twice():
     assert not run.repeats(named)
 
 
+def test_contenders_that_fill_the_device_do_not_compile_side_by_side(monkeypatch):
+    jobs = []
+
+    def answer(job):
+        jobs.append(job["only_compile"])
+        yield {"direction": STEP, "seconds": 0.5, "operator_seconds": 0.1}
+
+    suite = replace(fake_suite("works", xs=(4,)), directions=(STEP,), alone=True)
+    run = gpu.Run(GpuBench("fakes"), suite, lambda text: None)
+    run.crew.of = lambda key: FakeWorker(answer)
+    (row,) = run.rows(list(suite.entries))
+    assert jobs == [False]
+    assert (row["tokens_per_second"], row["operator_share"]) == (4 / 0.5, 0.1 / 0.5)
+
+
+def test_running_out_of_memory_is_said_in_the_same_words_every_time():
+    assert why(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")) == "out of memory"
+    assert why(ValueError("\n  no such thing\nbut others")) == "ValueError: no such thing"
+
+
+def test_head_dims_of_the_suite():
+    suite = SUITES["dims"]
+    found = {(p.dqk, p.dhv) for e in suite.entries for p in (suite.problem(e, x, "cuda") for x in suite.xs)}
+    named = {(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)}
+    assert found == named | {(32, 64)}
+    assert {p.B * p.T for p in (suite.problem(e, x, "cuda") for e in suite.entries for x in suite.xs)} == {65_536}
+
+
 def test_mamba_kernels_without_the_extension_of_their_package(tmp_path, monkeypatch):
     for folder, text in (("", "import selective_scan_cuda"), ("ops", ""), ("ops/triton", "")):
         (tmp_path / "mamba_ssm" / folder).mkdir(exist_ok=True)
@@ -253,7 +281,7 @@ def test_suites_are_the_papers_setups(name):
             problem = suite.problem(entry, x, "cuda")
             if name in ("fig4", "fig12", "fig13", "mamba"):
                 assert problem.B * problem.T == 65_536
-            if entry.ours and name not in ("fig13", "host", "transformers"):
+            if entry.ours and name not in ("fig13", "host", "transformers", "train"):
                 assert problem.H * problem.dhv == 4096
 
 
@@ -292,6 +320,29 @@ def test_what_failed_few_samples_and_absent_peers_on_the_page():
     assert "Not for these sizes: tfla mLSTMsig, hopper fused." in text
     assert "| tfla mLSTMsig | 1.00 |" in text
     assert "`tfla bench gpu fig14 --out benchmarks/results/fig14.json`" in text
+
+
+def test_training_steps_and_ways_on_the_page():
+    rows = [
+        {"x": x, "name": name, "direction": STEP, "seconds": 0.25, "samples": 7, "tokens_per_second": 98_304.0,
+         "operator_share": 0.0625, "peak_bytes": 3 * 2**30, "way": way, "group": "dqk = dhv"}
+        for name, x, way in (("tfla mLSTMsig", 64, "triton fused"), ("tfla mLSTMsig", 128, "hopper fused"),
+                             ("tfla mLSTMexp", 64, "triton fused"), ("tfla mLSTMsig", 256, "hopper fused"))
+    ]  # fmt: skip
+    result = {
+        "title": "t", "axis": "dhv", "note": "How it is done.", "rates": RATES, "rows": rows,
+        "config": vars(GpuBench("train")), "environment": {"device": "a GPU", "date": "today", "versions": {}},
+    }  # fmt: skip
+    text = gpu_report.section(stored.merge({"train": result}), None)
+    assert "### t\n\nHow it is done.\n\n" in text
+    assert "| training step, ms, by dhv | 64 | 128 | 256 |" in text
+    assert "| tokens per second, thousands, by dhv | 64 | 128 | 256 |\n" in text
+    assert "| tfla mLSTMsig | 98.3 | 98.3 | 98.3 |\n| tfla mLSTMexp | 98.3 | - | - |" in text
+    assert "| tfla mLSTMsig | 6.2 | 6.2 | 6.2 |" in text
+    assert (
+        "By default (dqk = dhv) tfla mLSTMsig is triton fused at 64 and hopper fused at 128, 256; "
+        "tfla mLSTMexp is triton fused."
+    ) in text
 
 
 def run_of(only, date, *rows):

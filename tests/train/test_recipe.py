@@ -8,7 +8,7 @@ import torch
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.config import Optim
 from tfla.train.messages import UserError
-from tfla.train.recipe import Schedule, optimizer
+from tfla.train.recipe import Schedule, clipped_gradients, optimizer
 
 
 def test_linear_weights_decay_and_nothing_else():
@@ -32,6 +32,19 @@ def test_what_does_not_learn_is_left_alone():
 def test_adamw_is_the_papers():
     group = optimizer(torch.nn.Linear(2, 2), Optim()).param_groups[0]
     assert (group["betas"], group["eps"], group["lr"]) == ((0.9, 0.95), 1e-8, 3e-3)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_gradients_are_those_of_the_mean_loss_with_the_norm_clipped(parts):
+    model = torch.nn.Linear(4, 5)
+    model.weight.grad = torch.ones_like(model.weight)  # of the step before
+    x = torch.randn(6, 4)
+    expected = torch.autograd.grad(model(x).square().mean(), [model.weight, model.bias])
+    norm = torch.cat([g.flatten() for g in expected]).norm().item()
+    found = clipped_gradients(model, lambda x: model(x).square(), x.chunk(parts), norm / 2)
+    assert found == pytest.approx((model(x).square().mean().item(), norm), rel=1e-5)
+    for p, g in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g / 2, rtol=1e-4, atol=1e-6)
 
 
 def test_schedule_of_the_paper():

@@ -25,7 +25,7 @@ from tfla.bench.floor import (
     step_bytes,
 )
 from tfla.bench.options import GpuBench, parse
-from tfla.bench.problem import FORWARD, Problem
+from tfla.bench.problem import FORWARD, STEP, Problem
 from tfla.bench.suites import SUITES, Entry, Suite
 from tfla.bench.timing import Sampling
 
@@ -185,6 +185,10 @@ class Run:
             for key, how in (("floor_seconds", "rested"), ("sustained_floor_seconds", "sustained")):
                 row[key] = row["moved_bytes"] / self.rates["copy"][how]
             row["ratio"] = row["seconds"] / row["floor_seconds"]
+        if "error" not in row and row["direction"] == STEP:
+            row["tokens_per_second"] = problem.B * problem.T / row["seconds"]
+        if "operator_seconds" in row:
+            row["operator_share"] = row["operator_seconds"] / row["seconds"]
         if "way" in row:
             self.seen.setdefault(entry.key, set()).add(row["way"])
         return row
@@ -199,7 +203,7 @@ class Run:
         there = [e for e in entries if e.needs is None or installed(e.needs)]
         self.waiting = len(there) * len(self.xs)
         ahead = self.config.device != "cpu"
-        if ahead:
+        if ahead and not self.suite.alone:
             self.compile(there)
         for entry in entries:
             if entry not in there:
@@ -248,6 +252,7 @@ def run(config: GpuBench, suite: Suite | None = None) -> Row:
         suite = SUITES[config.suite]
     entries, going = chosen(config, suite), Run(config, suite, _status)
     result: Row = {"suite": config.suite, "title": suite.title, "axis": suite.axis, "panels": suite.panels}
+    result |= {"note": suite.note} if suite.note else {}
     with going.crew:
         try:
             result |= going.machine(entries[0])

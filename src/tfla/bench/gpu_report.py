@@ -55,10 +55,6 @@ def time_cell(row: Row | None, key: str, floor: str, notes: Notes) -> str:
     return milliseconds(row[key]) + few + times
 
 
-def gibibytes(row: Row | None, key: str) -> str:
-    return "-" if row is None or key not in row else f"{row[key] / 2**30:,.2f}"
-
-
 def _names(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(r["name"] for r in rows))
 
@@ -86,17 +82,23 @@ def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
     return parts
 
 
-def _memory_tables(rows: list[Row], axis: str, sized: bool) -> list[str]:
-    """Peaks of the last direction; stored states where the chunk size is the axis."""
+def _other_tables(rows: list[Row], axis: str) -> list[str]:
+    """What the last direction has besides times: memory, stored states where the chunk size is the axis, tokens per
+    second and the operator's part of training steps."""
     direction = rows[-1]["direction"]
     parts = []
-    for key, title in (("peak_bytes", f"peak memory, {direction}, GiB"), ("state_bytes", "stored states, GiB")):
+    for key, title, digits, unit in (
+        ("peak_bytes", f"peak memory, {direction}, GiB", 2, 2**30),
+        ("state_bytes", "stored states, GiB", 2, 2**30),
+        ("tokens_per_second", "tokens per second, thousands", 1, 1e3),
+        ("operator_share", "operator, % of the step", 1, 0.01),
+    ):
         mine = [r for r in rows if r["direction"] == direction and key in r]
-        if not mine or (key == "state_bytes" and not sized):
+        if not mine or (key == "state_bytes" and axis != "chunk size"):
             continue
         xs = sorted({r["x"] for r in mine})
-        found = {(r["name"], r["x"]): r for r in mine}
-        body = [[n, *(gibibytes(found.get((n, x)), key) for x in xs)] for n in _names(mine)]
+        cells = {(r["name"], r["x"]): f"{r[key] / unit:,.{digits}f}" for r in mine}
+        body = [[n, *(cells.get((n, x), "-") for x in xs)] for n in _names(mine)]
         parts.append(table([f"{title}, by {axis}", *(f"{x:,}" for x in xs)], body))
     return parts
 
@@ -132,13 +134,17 @@ def _conditions(result: dict[str, Any]) -> str:
 
 
 def _ways(rows: list[Row]) -> str:
-    """What `backend=None` picked, where that is one thing."""
-    picked: dict[str, list[str]] = {}
+    """What `backend=None` picked, and where, if that is not one thing."""
+    picked: dict[str, dict[str, list[int]]] = {}
     for row in rows:
         if "way" in row and "," not in row["name"]:
-            ways = picked.setdefault(row["name"], [])
-            ways += [row["way"]] if row["way"] not in ways else []
-    return "; ".join(f"{name} is {' and '.join(ways)}" for name, ways in picked.items())
+            xs = picked.setdefault(row["name"], {}).setdefault(row["way"], [])
+            xs += [row["x"]] if row["x"] not in xs else []
+    said = []
+    for name, ways in picked.items():
+        at = {way: f" at {', '.join(f'{x:,}' for x in xs)}" if len(ways) > 1 else "" for way, xs in ways.items()}
+        said.append(f"{name} is {' and '.join(f'{way}{where}' for way, where in at.items())}")
+    return "; ".join(said)
 
 
 def _unsupported(rows: list[Row]) -> list[str]:
@@ -150,28 +156,26 @@ def _unsupported(rows: list[Row]) -> list[str]:
 def section(result: dict[str, Any], image: str | None) -> str:
     """One result of :mod:`.stored`: conditions, figure, tables, what failed and how, and the commands."""
     runs = result["runs"]
-    parts = [f"### {result['title']}"]
+    parts = [f"### {result['title']}", *([result["note"]] if "note" in result else [])]
     for run in runs.values():
         only = ", ".join(run["config"].get("only", ())) if len(runs) > 1 else ""
         parts.append((f"{only.capitalize()}: " if only else "") + _conditions(run))
     if image is not None:
         parts.append(f"![{result['title']}]({image})")
     rows = [r for r in result["rows"] if "x" in r]
-    notes, refusals = Notes(), list[str]()
+    notes, remarks = Notes(), list[str]()
     for group in dict.fromkeys(r.get("group", "") for r in rows):
         mine = [r for r in rows if r.get("group", "") == group]
         refused = _unsupported(mine)
         mine = [r for r in mine if r["name"] not in refused]
         title = f" ({group})" if group else ""
-        refusals += [f"Not for these sizes{title}: {'; '.join(refused)}."] if refused else []
+        remarks += [f"Not for these sizes{title}: {'; '.join(refused)}."] if refused else []
+        remarks += [f"By default{title} {ways}."] if (ways := _ways(mine)) else []
         parts += [f"#### {group}"] if group else []
         parts += _time_tables(mine, result["axis"], notes)
-        parts += _memory_tables(mine, result["axis"], result["axis"] == "chunk size")
-    remarks = refusals
+        parts += _other_tables(mine, result["axis"])
     if any("samples" in r and r["samples"] < r["asked"] for r in rows):
         remarks.append("\\* fewer samples, at least 5: one takes long.")
-    if ways := _ways(rows):
-        remarks.append(f"By default {ways}.")
     absent = [r["name"] for r in result["rows"] if "x" not in r]
     if absent:
         remarks.append(f"Not installed there: {', '.join(dict.fromkeys(absent))}.")

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORWARD, BOTH = "forward", "forward + backward"
+FORWARD, BOTH, STEP = "forward", "forward + backward", "training step"
+Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,24 @@ class Problem:
 class Work:
     """A contender at one configuration: an output from inputs, all of which get a gradient."""
 
-    run: Callable[..., Tensor]
+    run: Callable[..., Any]
     inputs: list[Tensor]
     facts: dict[str, Any] = field(default_factory=dict)
     """Goes into the row: which backend ran, bytes of stored states."""
+
+
+def call_of(work: Work, direction: str) -> Call:
+    """The work's forward, its forward and backward from a random cotangent, or, for a training step, all it does."""
+    if direction == STEP:
+        return lambda: work.run(*work.inputs)
+    if direction == FORWARD:
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return work.run(*work.inputs)
+
+        return forward
+    for x in work.inputs:
+        x.requires_grad_()
+    cotangent = torch.randn_like(work.run(*work.inputs))
+    return lambda: torch.autograd.grad(work.run(*work.inputs), work.inputs, cotangent)

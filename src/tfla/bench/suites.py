@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tfla.backends import BACKENDS
-from tfla.bench.problem import BOTH, FORWARD, Problem
+from tfla.bench.problem import BOTH, FORWARD, STEP, Problem
 
 TOKENS, EMBEDDING = 65_536, 4096
 MEMORY = "memory"
@@ -33,6 +33,8 @@ class Entry:
     """Whether its kernels are compiled for each configuration."""
     group: str = ""
     """The table and the row of panels it belongs to, where a suite has several."""
+    dqk_factor: float = 1.0
+    """Its dqk over that of the suite."""
 
     @property
     def key(self) -> str:
@@ -59,6 +61,10 @@ class Suite:
     """What its figure shows."""
     host: bool = False
     """Times are those of the host, which enqueues."""
+    alone: bool = False
+    """Contenders fill the device: none compiles beside another."""
+    note: str = ""
+    """What else its reader has to know of how it is measured."""
 
     def problem(self, entry: Entry, x: int, device: str) -> Problem:
         """What the entry is given at x."""
@@ -66,7 +72,7 @@ class Suite:
         if entry.heads is not None:
             H, dqk, dhv = entry.heads
             problem = replace(problem, H=H, dqk=dqk, dhv=dhv)
-        return problem
+        return replace(problem, dqk=round(entry.dqk_factor * problem.dqk))
 
 
 def _own(papers: bool = True) -> list[Entry]:
@@ -137,6 +143,24 @@ def _with(entries: Iterable[Entry], heads: Heads, group: str = "") -> list[Entry
     return [replace(entry, heads=heads, group=group) for entry in entries]
 
 
+LLAMA_HEADS = (16, 128, 128)
+TRAINING = (
+    "A step is that of `tfla train`: forward, loss, backward, clipping and AdamW, weights in float32, random tokens "
+    "without documents' borders. Llama has the same width, blocks and parameters. torch.compile gets a block, once "
+    "for all of them, and the logits. The operator's part is what it takes alone at these shapes, forward and backward "
+    "back to back, times the blocks. Memory is beyond weights and AdamW's moments, 16 GiB."
+)
+
+
+def _models(compiler: str | None) -> list[Entry]:
+    """Training steps of language models: the mLSTM's, and Llama's, which has the same width and blocks."""
+    how = ", torch.compile" if compiler else ""
+    options = {"compiler": compiler}
+    make = "tfla.bench.training:step"
+    mine = [Entry(f"tfla mLSTM{gate}{how}", make, options | {"mixer": f"mlstm_{gate}"}) for gate in ("sig", "exp")]
+    return [*mine, Entry(f"Llama, 16 heads of 128, cuDNN{how}", make, options | {"mixer": "attention"}, LLAMA_HEADS)]
+
+
 def _lengths(H: int, dqk: int, dhv: int) -> Callable[[int], Problem]:
     """A constant number of tokens: the batch shrinks as T grows."""
     return lambda T: Problem(max(1, TOKENS // T), T, H, dqk, dhv)
@@ -189,6 +213,16 @@ SUITES = {
             *(replace(e, each=True) for e in _fla("simple_gla chunk", "simple_gla fused_chunk", "gla chunk")),
         ),
         sustained_at=(128,), panels=PANELS,
+    ),
+    "dims": Suite(
+        f"All head dims that models use, T 8,192, {TOKENS:,} tokens, 4096 wide", "dhv", (64, 128, 256, 512),
+        lambda d: Problem(8, 8192, EMBEDDING // d, d, d),
+        tuple(
+            replace(entry, dqk_factor=factor, group=group)
+            for factor, group in ((1.0, "dqk = dhv"), (0.5, "dqk = dhv / 2"))
+            for entry in _own()[:2]
+        ),
+        panels=PANELS,
     ),
     "decode": Suite(
         "Decoding: one step by batch size, 8 heads, dqk 256, dhv 512", "batch", tuple(2**n for n in range(11)),
@@ -243,6 +277,11 @@ SUITES = {
             ),
         ),
         panels=(),
+    ),
+    "train": Suite(
+        "Training step: 1.4 billion parameters, T 8,192, 8 heads of dqk 128, dhv 256, bfloat16 autocast", "batch",
+        (1, 2, 3, 4, 6, 8), lambda B: Problem(B, 8192, 8, 128, 256), tuple(_models(None) + _models("inductor")),
+        directions=(STEP,), panels=(), alone=True, sustained_at=(), note=TRAINING,
     ),
     "steps": Suite(
         "Decoding: a handful of steps at once, batch 16, 8 heads, dqk 256, dhv 512", "steps", (1, 2, 4, 8, 16, 32),

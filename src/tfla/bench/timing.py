@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from tfla.bench.problem import Call
+
 FEWEST = 5
 LEAD_SECONDS = 2e-3  # what the host is ahead of the device, so that its own time is not measured
 LEAD = int(LEAD_SECONDS * 2e9)  # in cycles of the GPU
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)

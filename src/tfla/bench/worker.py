@@ -17,29 +17,16 @@ import torch
 
 from tfla.bench.machine import environment, rates
 from tfla.bench.memory import peak_bytes
-from tfla.bench.problem import FORWARD, Problem, Work
-from tfla.bench.timing import Call, Sampling, clock_of, measure
+from tfla.bench.problem import Problem, Work, call_of
+from tfla.bench.timing import Sampling, clock_of, measure
 
 Send = Callable[[dict[str, Any]], None]
 BROKEN = 3  # exit code after an error that the device does not recover from
 
 
-def call_of(work: Work, direction: str) -> Call:
-    """The work's forward, or its forward and backward from a random cotangent."""
-    if direction == FORWARD:
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return work.run(*work.inputs)
-
-        return forward
-    for x in work.inputs:
-        x.requires_grad_()
-    cotangent = torch.randn_like(work.run(*work.inputs))
-    return lambda: torch.autograd.grad(work.run(*work.inputs), work.inputs, cotangent)
-
-
 def why(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200].rstrip(": ")
 

@@ -26,7 +26,7 @@ from tfla.train.messages import UserError, notice
 from tfla.train.metrics import Metrics
 from tfla.train.objective import token_losses
 from tfla.train.plot import plot_curves
-from tfla.train.recipe import Schedule, optimizer
+from tfla.train.recipe import Schedule, clipped_gradients, optimizer
 from tfla.train.run_directory import CHECKPOINTS, CURVES, TOKENS, open_run
 from tfla.train.tokens import Tokens, prepare
 
@@ -72,6 +72,10 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
         lines = baselines(tokens) if baselines is not None else {}
         _announce(config, model, tokens, device, step)
 
+        def losses(windows: Tensor) -> Tensor:
+            with _precision(config, device):
+                return token_losses(forward, windows, tokens.tokenizer.bos, config.reset)
+
         def measure(step: int) -> Evaluation:
             with _precision(config, device):
                 found = evaluate(
@@ -99,14 +103,8 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
                     started = time.perf_counter()
                     for group in adamw.param_groups:
                         group["lr"] = schedule(step)
-                    adamw.zero_grad()
-                    loss = 0.0
-                    for windows in batches(step).to(device).split(config.micro_batch_size):
-                        with _precision(config, device):
-                            part = token_losses(forward, windows, tokens.tokenizer.bos, config.reset).mean()
-                        (part / config.accumulate).backward()
-                        loss += part.item() / config.accumulate
-                    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip).item()
+                    parts = batches(step).to(device).split(config.micro_batch_size)
+                    loss, norm = clipped_gradients(model, losses, parts, config.optim.clip)
                     if not (abs(loss) < float("inf") and norm < float("inf")):
                         raise UserError(
                             f"step {step + 1}: loss {loss}, gradient norm {norm}: training has failed; "

@@ -1,11 +1,12 @@
-"""The paper's training recipe (appendix E.2): which weights decay, and the learning rate of every step."""
+"""The paper's training recipe (appendix E.2): which weights decay, the gradients of a step and its learning rate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tfla.train.config import Optim
 from tfla.train.messages import UserError
@@ -20,6 +21,27 @@ def optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
         {"params": [p for p in learning if id(p) not in linear], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def clipped_gradients(
+    model: nn.Module, losses: Callable[[Tensor], Tensor], parts: Sequence[Tensor], clip: float
+) -> tuple[float, float]:
+    """Gradients of a batch's mean loss in place of those that the weights have, scaled down to a norm of ``clip``.
+
+    Args:
+        losses: windows -> the loss of every token.
+        parts: the batch, in as many equal parts as it is computed in.
+
+    Returns:
+        the loss, and the norm before it was clipped.
+    """
+    model.zero_grad()
+    loss = 0.0
+    for windows in parts:
+        part = losses(windows).mean()
+        (part / len(parts)).backward()
+        loss += part.item() / len(parts)
+    return loss, torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
 
 
 class Schedule:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from tfla.bench.contenders import mlstm
 from tfla.bench.memory import peak_bytes
-from tfla.bench.problem import BOTH, Problem
+from tfla.bench.problem import BOTH, Problem, call_of
 from tfla.bench.timing import Sampling, clock_of, measure
-from tfla.bench.worker import call_of, why
+from tfla.bench.worker import why
 from tfla.ops.gates import InputGate
 from tfla.tune.predict import Candidate
 

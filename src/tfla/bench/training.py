@@ -1,0 +1,94 @@
+"""A training step of a whole language model, as `tfla train` does it."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tfla.bench.contenders import mlstm
+from tfla.bench.peers import sdpa
+from tfla.bench.problem import BOTH, Problem, Work, call_of
+from tfla.bench.timing import Sampling, clock_of, measure
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.config import Optim
+from tfla.train.objective import token_losses
+from tfla.train.recipe import clipped_gradients, optimizer
+
+Mixer = Literal["mlstm_exp", "mlstm_sig", "attention"]
+BRIEF = Sampling(repeats=5, warmup=3, pause=0.0, patience=0.1, sustained=0.1)
+
+
+def model_of(problem: Problem, mixer: Mixer, blocks: int, vocab: int) -> LanguageModel:
+    """A model of these heads with random weights."""
+    config = ModelConfig(
+        d_model=problem.H * problem.dhv, num_blocks=blocks, num_heads=problem.H, mixer=mixer, vocab_size=vocab,
+        qk_factor=problem.dqk / problem.dhv,
+    )  # fmt: skip
+    with torch.device(problem.device):
+        return LanguageModel(config)
+
+
+def step(
+    problem: Problem,
+    mixer: Mixer,
+    compiler: str | None = None,
+    attention: str = "CUDNN_ATTENTION",
+    blocks: int = 24,
+    vocab: int = 50_257,
+) -> Work:
+    """Forward, loss, backward, clipping and AdamW on random tokens of one document a sequence.
+
+    Weights are in float32, under autocast to the problem's dtype. Beforehand the operator alone is timed at its shapes,
+    forward and backward back to back: that, times the blocks, is "operator_seconds".
+
+    Args:
+        compiler: of torch.compile, for a block, once for all of them, and for the logits; None does without.
+        attention: torch's backend of attention.
+
+    Raises:
+        RuntimeError: a step's loss or gradients are not finite.
+    """
+    operator = sdpa(problem, attention) if mixer == "attention" else mlstm(problem, _gate(mixer))
+    row = measure(call_of(operator, BOTH), clock_of(problem.device), BRIEF)
+    facts: dict[str, Any] = {key: operator.facts[key] for key in ("way", "details") if key in operator.facts}
+    facts["operator_seconds"] = blocks * row["sustained_seconds"]
+    del operator
+
+    model = model_of(problem, mixer, blocks, vocab)
+    recipe = Optim(lr=8e-4)  # table 4, 1.4B
+    adamw = optimizer(model, recipe)
+    windows = torch.randint(vocab, (problem.B, problem.T + 1), device=problem.device)
+    dtype = getattr(torch, problem.dtype)
+    logits = model.logits
+    if compiler is not None:
+        for block in model.blocks:
+            block.compile(backend=compiler, dynamic=False)
+        logits = torch.compile(logits, backend=compiler, dynamic=False)
+
+    def forward(ids: Tensor, document_start: Tensor) -> Tensor:
+        # No document starts inside: attention told where they could would get a mask, which its fast kernels refuse.
+        return logits(model.hidden(ids)[0])
+
+    def losses(windows: Tensor) -> Tensor:
+        chosen = sdpa_kernel(getattr(SDPBackend, attention)) if mixer == "attention" else nullcontext()
+        with chosen, torch.autocast(windows.device.type, dtype, enabled=dtype != torch.float32):
+            return token_losses(forward, windows, bos=vocab)
+
+    def run(windows: Tensor) -> float:
+        loss, norm = clipped_gradients(model, losses, [windows], recipe.clip)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise RuntimeError(f"loss {loss}, gradient norm {norm}: a step that fails is no measure of one")
+        adamw.step()
+        adamw.zero_grad()  # what is kept between steps is weights and moments
+        return loss
+
+    return Work(run, [windows], facts)
+
+
+def _gate(mixer: str) -> Literal["exp", "sigmoid"]:
+    return "exp" if mixer == "mlstm_exp" else "sigmoid"
