@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.compiled import compiled
 from tfla.train.gate_watch import InputGateWatch
 from tfla.train.metrics import FILE, Metrics, read
 from tfla.train.plot import plot_curves
@@ -53,13 +54,15 @@ def test_tensorboard_shows_the_same_numbers(tmp_path):
     assert events.Tags()["scalars"] == ["train/loss"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_largest_input_gate_is_seen(compiled):
+@pytest.mark.parametrize(
+    "how", [lambda m: m, lambda m: torch.compile(m, backend="eager"), lambda m: compiled(m, "eager")]
+)
+def test_the_largest_input_gate_is_seen(how):
     model = LanguageModel(ModelConfig(d_model=16, num_blocks=2, num_heads=2, vocab_size=9, input_gate_bias=-3.0))
     with torch.no_grad():
         model.blocks[1].mixer.input_gate.bias[1] = 2.0
     watch = InputGateWatch(model)
-    forward = torch.compile(model, backend="eager") if compiled else model
+    forward = how(model)
     for _ in range(2):
         forward(torch.randint(0, 9, (2, 5)))
         assert watch.take() == pytest.approx(15 * torch.tensor(2 / 15).tanh().item(), rel=1e-5)

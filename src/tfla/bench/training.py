@@ -15,6 +15,7 @@ from tfla.bench.peers import sdpa
 from tfla.bench.problem import BOTH, Problem, Work, call_of
 from tfla.bench.timing import Sampling, clock_of, measure
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.compiled import compiled
 from tfla.train.config import Optim
 from tfla.train.objective import token_losses
 from tfla.train.recipe import clipped_gradients, optimizer
@@ -47,7 +48,7 @@ def step(
     forward and backward back to back: that, times the blocks, is "operator_seconds".
 
     Args:
-        compiler: of torch.compile, for a block, once for all of them, and for the logits; None does without.
+        compiler: the backend of torch.compile; None does without.
         attention: torch's backend of attention.
 
     Raises:
@@ -64,15 +65,12 @@ def step(
     adamw = optimizer(model, recipe)
     windows = torch.randint(vocab, (problem.B, problem.T + 1), device=problem.device)
     dtype = getattr(torch, problem.dtype)
-    logits = model.logits
-    if compiler is not None:
-        for block in model.blocks:
-            block.compile(backend=compiler, dynamic=False)
-        logits = torch.compile(logits, backend=compiler, dynamic=False)
+    torch.compiler.reset()  # else this batch would be another size of the last one's graphs
+    logits = model if compiler is None else compiled(model, compiler)
 
     def forward(ids: Tensor, document_start: Tensor) -> Tensor:
         # No document starts inside: attention told where they could would get a mask, which its fast kernels refuse.
-        return logits(model.hidden(ids)[0])
+        return logits(ids)
 
     def losses(windows: Tensor) -> Tensor:
         chosen = sdpa_kernel(getattr(SDPBackend, attention)) if mixer == "attention" else nullcontext()

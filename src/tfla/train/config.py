@@ -139,7 +139,7 @@ class TrainConfig:
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """bfloat16 is autocast; auto uses it on a GPU."""
     compile: bool = False
-    """Run the model through torch.compile."""
+    """Run the model through torch.compile, which gets one block for all of them."""
     device: str = "auto"
     """auto is the GPU if there is one."""
     threads: int | None = None

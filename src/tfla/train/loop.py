@@ -18,6 +18,7 @@ from tqdm import tqdm
 from tfla.nn import LanguageModel
 from tfla.train.batches import Batches
 from tfla.train.checkpoint import Checkpoints, latest_checkpoint, restore
+from tfla.train.compiled import compiled
 from tfla.train.config import TrainConfig
 from tfla.train.device import pick_device
 from tfla.train.evaluate import Evaluation, evaluate
@@ -67,7 +68,7 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
         latest = latest_checkpoint(checkpoints.directory)
         step, progress = (0, {"elapsed": 0.0}) if latest is None else restore(latest, model, adamw)
         watch = InputGateWatch(model)
-        forward: Callable[..., Tensor] = torch.compile(model) if config.compile else model
+        forward: Callable[..., Tensor] = compiled(model) if config.compile else model
         metrics = Metrics(run, step, config.tensorboard)
         lines = baselines(tokens) if baselines is not None else {}
         _announce(config, model, tokens, device, step)
