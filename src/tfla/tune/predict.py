@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from tfla.backends.triton.marks import steps_between
 from tfla.bench.floor import TILE, backward_bytes, backward_flops, forward_bytes, forward_flops
 from tfla.bench.problem import Problem
 
 STATE_BYTES = 4  # of a number of a stored state
 SMALLEST = 64
-MARK = 1024  # steps between the states that the fused backward keeps for the forget gate's gradient, or a chunk
 # What share of the bounds below kernels reach, forward and backward together, on an H200: fig4.json and fig5.json of
 # benchmarks/results. The state of a head with wide keys leaves Triton's walks few registers.
 REACHED = {("hopper", "fused"): 0.47, ("triton", "fused"): 0.34, ("triton", "tfla"): 0.39}
@@ -76,8 +76,9 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
     seconds /= REACHED_WIDE if (backend, kernel) == ("triton", "fused") and p.dqk > WIDE_KEYS else share
     results = heads * p.T * ((2 * p.dhv + 2 * p.dqk) * p.itemsize + 3 * STATE_BYTES)
     kept = states if backend == "chunkwise" else 2 * states
-    if gpu_walk and min(chunk_size, p.T) > MARK:
-        kept += 2 * heads * (p.T // MARK) * p.dqk * p.dhv * p.itemsize
+    marks = steps_between(p.dqk, p.dhv, p.itemsize)
+    if gpu_walk and min(chunk_size, p.T) > marks:
+        kept += 2 * heads * (p.T // marks) * p.dqk * p.dhv * p.itemsize
     if backend == "hopper" and (parts := p.dhv // WIDEST) > 1:
         results += 2 * heads * p.T * parts * p.dqk * p.itemsize
     return Candidate(backend, kernel, chunk_size, seconds, results + kept)

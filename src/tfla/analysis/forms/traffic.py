@@ -6,8 +6,9 @@ from __future__ import annotations
 import sympy as sp
 
 from tfla.analysis.forms.symbols import B_C, B_IF, B_QKV, B_VEC, DD, DHV, DQK, Gate, L, Parts, S, T
+from tfla.backends.triton.marks import APART
 
-MARKS = 1024  # steps between those states that walks leave for the gradients of the gates
+MARKS = APART[2]  # steps between those states that walks leave for the gradients of the gates
 SUMMED = 16  # dims of q dq and k dk that a walk sums before it stores them
 
 

@@ -309,6 +309,16 @@ def _mark_dot(
 
 
 @triton.jit
+def mark_dots(
+    states, n, cotangents, dn, dots, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr
+):  # fmt: skip
+    """<C, dC> at each mark of each head."""
+    mark = tl.program_id(0).to(tl.int64)
+    dot = _mark_dot(states, n, cotangents, dn, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    tl.store(dots + mark, dot)
+
+
+@triton.jit
 def start_dot(
     C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr,
@@ -332,7 +342,7 @@ def start_dot(
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps", "ib", "it", "ih", "fb", "ft", "fh"])
 def gate_gradients(
-    q_dq, k_dk, states, n, cotangents, dn, C, n_start, dC, dn_end, dC_first, dn_first, cu, i_gate, f_gate, di, df,
+    q_dq, k_dk, dots, C, n_start, dC, dn_end, dC_first, dn_first, cu, i_gate, f_gate, di, df,
     sequences, T, tiles, H, steps, SIZE, SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     L: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -344,8 +354,7 @@ def gate_gradients(
     What rounding has added up to at the next mark or segment is taken off in even steps; behind a last step whose state
     nobody reads (no END) the sum is zero.
 
-    q_dq, k_dk (PARTS, H, tiles, NP, L); states and cotangents at marks; C to dn_first as in `start_dot`; outputs
-    (B, T, H).
+    q_dq, k_dk (PARTS, H, tiles, NP, L); dots of `mark_dots`; C to dn_first as in `start_dot`; outputs (B, T, H).
     """
     slot = tl.program_id(0)
     t = tl.program_id(1) * MARKS + tl.arange(0, MARKS)
@@ -357,7 +366,7 @@ def gate_gradients(
         start = 0.0
         start = start.to(tl.float64)
         if part > 0:
-            start = _mark_dot(states, n, cotangents, dn, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+            start = tl.load(dots + mark)
         elif SEGMENTED:
             s, _, _, _, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
             start = start_dot(
@@ -381,7 +390,7 @@ def gate_gradients(
         end = start * 0
         known = (part + 1) * MARKS < length
         if known:
-            end = _mark_dot(states, n, cotangents, dn, mark + H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+            end = tl.load(dots + mark + H)
         elif SEGMENTED:
             s, _, whole, begin, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
             known = begin + length < whole

@@ -15,12 +15,10 @@ from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stor
 from tfla.backends.triton import INTERPRETED, walk
 from tfla.backends.triton import gates as gate_kernels
 from tfla.backends.triton.compiled import Tape, program, repeated
+from tfla.backends.triton.marks import steps_between
 
 CHUNK, HEADS = 256, 8  # steps and heads of one program of the gate kernels
 SHORTEST_SEGMENT = 512
-MARKS = {2: 1024, 4: 4096}  # steps between those where dlog_f starts again from <C, dC>, by bytes of an input
-SMALL = 8192  # elements of a state that costs little to keep
-CLOSE = 128  # steps between marks of rounded inputs then: sums of dlog_f, as of Mamba-2's A, need them
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,9 @@ def architecture(device: torch.device) -> int:
     return target.arch if target.backend == "cuda" else 80
 
 
-def mark_steps(x: Inputs) -> int:
+def marks_of(x: Inputs) -> int:
     """Steps between marks."""
-    itemsize = x.q.element_size()
-    small = itemsize == 2 and x.q.shape[3] * x.v.shape[3] <= SMALL
-    return min(CLOSE, MARKS[itemsize]) if small else MARKS[itemsize]
+    return steps_between(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size())
 
 
 def plan(x: Inputs) -> Plan:
@@ -154,7 +150,7 @@ class Call:
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
         self.plan = self.plan_for(x)
         self.L = self.plan.L
-        self.marks = mark_steps(x)
+        self.marks = marks_of(x)
         self.exact = x.q.dtype == torch.float32
         self.precision = products(x)
         self.group = self.H // x.q.shape[2]
@@ -192,7 +188,7 @@ class Call:
     @classmethod
     def tuning(cls, x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
         """What is chosen, not given."""
-        return plan(x), mark_steps(x), products(x)
+        return plan(x), marks_of(x), products(x)
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
@@ -350,13 +346,25 @@ class Call:
         q_dq, *states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
         k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, (dC, dn), last)
         bounds = (gates if t is None else t for t in (*start, dC, dn, *first))
+        dots = self.mark_dots(*states, *cotangents)
         self.launch(gate_kernels.gate_gradients, (self.segments, ceil_div(self.longest, self.marks), self.H),
-            q_dq, k_dk, *states, *cotangents, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
+            q_dq, k_dk, dots, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
             PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
             SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
-            END=end[0] is not None, **self.gate_forms, num_warps=8,
+            END=end[0] is not None, **self.gate_forms, num_warps=8 if self.marks > 128 else 4,
         )  # fmt: skip
+
+    def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
+        """<C, dC> at each mark of each head, that of n and dn with it."""
+        marks = C.shape[0] * C.shape[1]
+        dots = self.new(marks, dtype=torch.float64)
+        if marks:
+            self.launch(gate_kernels.mark_dots, (marks,),
+                C, n, dC, dn, dots, self.K * self.V, self.K, BLOCK=4096, BLOCK_N=power_of_two(self.K),
+                NORMALIZE=self.spec.normalize, num_warps=8,
+            )  # fmt: skip
+        return dots
 
     def values_gradient(
         self, gates: Tensor, out: Outputs, dh: Tensor, dv: Tensor, end: Tensor | None, delta: bool

@@ -1,0 +1,13 @@
+"""Marks: steps before which the fused backward keeps the state and its cotangent.
+
+There dlog_f, a running sum, starts again from <C, dC>, without the rounding that has added up (docs/design.md).
+"""
+
+APART = {2: 1024, 4: 4096}  # steps between them, by bytes of an input
+SMALL = 8192  # elements of a state that costs little to keep
+CLOSE = 64  # steps between those of rounded inputs then: sums of dlog_f, like the gradient of Mamba-2's A, need them
+
+
+def steps_between(dqk: int, dhv: int, itemsize: int) -> int:
+    """Steps between marks of heads with dqk and dhv, inputs having `itemsize` bytes."""
+    return min(CLOSE, APART[itemsize]) if itemsize == 2 and dqk * dhv <= SMALL else APART[itemsize]
