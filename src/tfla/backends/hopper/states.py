@@ -27,6 +27,7 @@ from tfla.backends.hopper.parts import (
     scaled,
     state_pointers,
     tiles_of,
+    weights,
 )
 
 
@@ -57,12 +58,6 @@ def load_tiles(
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
     mbarrier.arrive(full.index(s), count=1)
-
-
-@gluon.jit
-def weights(w, L: gl.constexpr, layout: gl.constexpr):
-    """Of the updates of a tile, in float32."""
-    return w.slice(0, L, 0).load(layout).to(gl.float32) + w.slice(L, L, 0).load(layout).to(gl.float32)
 
 
 @gluon.jit

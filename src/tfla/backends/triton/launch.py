@@ -139,7 +139,8 @@ class Call:
     """What all launches of one forward or backward share."""
 
     finds_delta = False  # whether the walk for dv does
-    pieces = 1  # how many parts of each dq and dk there are, to be summed
+    pieces = 1  # how many parts of each dq and dk of a head there are, to be summed
+    together = 1  # heads whose parts of dq and dk are one
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
@@ -512,8 +513,8 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
     N, H, K, V = x.sequences, call.H, call.K, call.V
     dh = dh if dh.stride(-1) == 1 else call.do(Tensor.contiguous, dh)
     # Parts are rounded before they are summed: in float32 they would move twice the bytes of all other gradients.
-    shares = call.group * call.pieces
-    dq, dk = (call.new(call.B, call.T, H * call.pieces, K, dtype=x.q.dtype) for _ in range(2))
+    shares = call.group * call.pieces // call.together
+    dq, dk = (call.new(call.B, call.T, x.q.shape[2] * shares, K, dtype=x.q.dtype) for _ in range(2))
     dv = call.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = call.new(N, H, K, V) if x.C is not None else None
     dn0 = call.new(N, H, K) if x.n is not None else None

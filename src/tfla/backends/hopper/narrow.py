@@ -1,0 +1,106 @@
+"""Launches of the walks of narrow heads, :mod:`.whole`; the rest is as in :mod:`.launch`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from torch import Tensor
+
+from tfla.backends.base import Inputs, Outputs, Spec
+from tfla.backends.hopper.launch import HopperCall
+from tfla.backends.hopper.whole import whole
+from tfla.backends.triton.compiled import Tape
+from tfla.backends.triton.launch import Pair, Plan, plan_of, processors, products
+
+SHARED_MEMORY = 232_448  # bytes that a program can have
+GATES = 1_536  # bytes of the gate vectors of a head in a stage
+
+
+@functools.cache
+def narrow_plan(K: int, V: int, itemsize: int, multiplied: str, heads: int) -> Plan:
+    return dataclasses.replace(plan_of(K, V, itemsize, multiplied, 90), together=heads)
+
+
+def stages_of(K: int, V: int, reads: int, writes: int, heads: int, shared: bool) -> int:
+    """How many fit of stages with so many tiles of q or k and of v or do."""
+    L = 64
+    stage = 2 * L * (reads * K * (1 if shared else heads) + writes * V * heads) + heads * GATES
+    kept = 2 * heads * K * V + 2 * L * K * shared + 4 * heads * K + 256
+    return min(4, (SHARED_MEMORY - kept) // stage)
+
+
+class NarrowCall(HopperCall):
+    """As `HopperCall`, with one kernel for all walks, that for dk doing dv as well."""
+
+    def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
+        super().__init__(tape, x, spec)
+        self.finds_delta, self.pieces = False, 1
+        self.together = 2 if self.group % 2 == 0 else 1
+
+    @classmethod
+    def plan_for(cls, x: Inputs) -> Plan:
+        heads = 2 - int(x.v.shape[2]) % 2
+        return narrow_plan(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), products(x), heads)
+
+    @classmethod
+    def programs(cls, x: Inputs) -> int:
+        return 1
+
+    def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
+        x = self.x
+        self._walk(x.k, x.v, x.q, None, gates, False, state, final, values=h, d=d)
+
+    def values_gradient(
+        self, gates: Tensor, out: Outputs, dh: Tensor, dv: Tensor, end: Tensor | None, delta: bool
+    ) -> None:
+        self.dv = dv  # which the walk for dk fills
+
+    def add_up(
+        self, x: Tensor, y: Tensor, gates: Tensor, back: bool, states_out: Tensor, decays: Tensor, skip: bool,
+        n: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._walk(
+            x, y, None, None, gates, back, (None, None), (states_out, n), decays=decays, skip=skip,
+            normalize=n is not None,
+        )  # fmt: skip
+
+    def rows(
+        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
+        state: Pair, final: Pair,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        sums = self.new(1, self.H, self.tiles, 1, self.L)
+        marks, n_marks = self.new_marks(sums)
+        self._walk(
+            x, y, w, z, gates, back, state, final, values=self.dv if back else None, keys=out, sums=sums, marks=marks,
+            n_marks=n_marks, delta=delta,
+        )  # fmt: skip
+        return sums, marks, n_marks
+
+    def _walk(
+        self, x: Tensor, y: Tensor, zk: Tensor | None, zv: Tensor | None, gates: Tensor, back: bool, state: Pair,
+        final: Pair, *, values: Tensor | None = None, keys: Tensor | None = None, sums: Tensor | None = None,
+        marks: Tensor | None = None, n_marks: Tensor | None = None, d: Tensor | None = None,
+        decays: Tensor | None = None, delta: bool = False, skip: bool = False, normalize: bool | None = None,
+    ) -> None:  # fmt: skip
+        """Fills values and keys, or without them what is added to states."""
+        L, K, V, H = self.L, self.K, self.V, self.H
+        reads, writes = (1 if zk is None else 2), (1 if zv is None else 2)
+        shared = self.together == 2
+        heads = 2 if H % 2 == 0 and stages_of(K, V, reads, writes, 2, shared) >= 2 else 1
+        of_k, of_v = (lambda t: self.descriptor(t, K)), (lambda t: self.descriptor(t, V))
+        X, Y = of_k(x), of_v(y)
+        ends = (gates if t is None else t for t in (*state, *final, marks, n_marks, decays))
+        C, n, C_out, n_out, marks, n_marks, decays = ends
+        count = self.segments * H // heads
+        self.launch(whole, (max(1, min(count, processors(self.x.q.device))),),
+            X, Y, X if zk is None else of_k(zk), Y if zv is None else of_v(zv), Y if values is None else of_v(values),
+            X if keys is None else of_k(keys), gates, gates if sums is None else sums, gates if d is None else d,
+            C, C_out, n, n_out, marks, n_marks, decays, self.T, self.tiles, H // heads, self.group, self.steps, count,
+            HEADS=heads, SHARED=shared and heads == 2, DK=K, DV=V, L=L,
+            STAGES=stages_of(K, V, reads, writes, heads, shared and heads == 2), MARKS=self.marks, BACK=back,
+            SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None, SKIP=skip,
+            VALUES=values is not None, KEYS=keys is not None,
+            NORMALIZE=self.spec.normalize if normalize is None else normalize, SAVE_D=d is not None, DELTA=delta,
+            num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,400 @@
+"""o, dq, or dk and dv together, of heads so narrow that one warpgroup has a whole state C, (dqk, dhv), in registers.
+
+    loader     tiles of x, y, zk, zv by TMA  -> a ring of STAGES stages -> consumers
+    gaters     the gate vectors of a head    -> the same stages         -> its consumer
+    consumers  a head each. C, rounded, is in shared memory, a right operand. Per tile
+        out_v = zk C, weighted, + P y        P = zk x^T, weighted              with VALUES
+        out_k = zv C^T, weighted, + P x      P = (zv y^T + delta), weighted    with KEYS
+        C     = decay C + (x w)^T y
+        out_v overwrites y, and out_k zk, and they leave by TMA; when they have left, a tile later, the stage is free
+
+    result   | x, y  | zk, zv
+    o        | k, v  | q
+    dq       | k, v  | q, do
+    dk, dv   | q, do | k, v     walking back
+    a state  | k, v  |          or q, do, its cotangent: what a segment adds to it
+
+A program has HEADS heads at a time, two where shared memory holds their tiles. Where both have the same q and k,
+SHARED, a stage has those once, and what both add to dq or dk leaves as one. With KEYS the sum over dqk of zk . out_k,
+which is that of q . dq or k . dk, goes to memory for the gradients of the gates. n is summed in float32.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tfla.backends.hopper.parts import (
+    CARRY,
+    GATES,
+    OUT,
+    async_load,
+    async_store,
+    barrier,
+    gate_matrix,
+    load_gates,
+    piece,
+    place,
+    scaled,
+    seen,
+    state_pointers,
+    tiles_of,
+    weights,
+)
+from tfla.backends.triton.gates import DELTA_P, FLOOR, VECTORS
+
+
+@gluon.jit
+def load_tiles(
+    tensors, rings, full, free, work, GROUP,
+    HEADS: gl.constexpr, SHARED: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr,
+    SEGMENTED: gl.constexpr, SKIP: gl.constexpr, READS: gl.constexpr, KEYS: gl.constexpr,
+):  # fmt: skip
+    """The loader: one warp."""
+    X, Y, ZK, ZV = tensors
+    ring_x, ring_y, ring_zk, ring_zv = rings
+    T, H, length, pieces = work
+    COPIES: gl.constexpr = 1 if SHARED else HEADS
+    of_k: gl.constexpr = X.block_type.nbytes * (2 if READS else 1) * COPIES
+    of_v: gl.constexpr = Y.block_type.nbytes * (2 if KEYS else 1) * HEADS
+    n = 0
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
+        tiles = tiles_of(start, steps, T, L, BACK, SKIP)
+        for i in range(0, tiles):
+            t = start + (tiles - 1 - i if BACK else i) * L
+            s, phase = place(n, STAGES)
+            mbarrier.wait(free.index(s), phase ^ 1)
+            bar = full.index(s)
+            mbarrier.expect(bar, of_k + of_v)
+            for e in gl.static_range(COPIES):
+                async_load(X, [b, (h * HEADS + e) // GROUP, t, 0], bar, ring_x.index(COPIES * s + e))
+                if READS:
+                    async_load(ZK, [b, (h * HEADS + e) // GROUP, t, 0], bar, ring_zk.index(COPIES * s + e))
+            for e in gl.static_range(HEADS):
+                async_load(Y, [b, h * HEADS + e, t, 0], bar, ring_y.index(HEADS * s + e))
+                if KEYS:
+                    async_load(ZV, [b, h * HEADS + e, t, 0], bar, ring_zv.index(HEADS * s + e))
+            n += 1
+
+
+@gluon.jit
+def product(a, b, layout: gl.constexpr):
+    """Starts a b."""
+    rows: gl.constexpr = a.shape[0]
+    columns: gl.constexpr = b.shape[1]
+    zero = gl.zeros([rows, columns], gl.float32, layout)
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def put_state(C, N, c, n, NORMALIZE: gl.constexpr):
+    """Where the next tile reads it."""
+    c.store(C.to(c.dtype))
+    if NORMALIZE:
+        n.store(N)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def consume(
+    common, gate_rings,
+    head: gl.constexpr, HEADS: gl.constexpr, SHARED: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr,
+    STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
+    FINAL: gl.constexpr, SKIP: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr, NORMALIZE: gl.constexpr,
+    SAVE_D: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup, with one head."""
+    outputs, states, sums, shared, barriers, exchange, work, tiles_of_head = common
+    OutV, OutK = outputs
+    state_in, state_out, n_in, n_out, marks, n_marks, decays = states
+    w_out, d_out = sums
+    ring_x, ring_y, ring_zk, ring_zv, ring_c, ring_n = shared
+    ring_g, ring_u, ring_e = gate_rings
+    full, free = barriers
+    part, given, taken = exchange
+    T, H, length, pieces = work
+    READS: gl.constexpr = VALUES or KEYS
+    COPIES: gl.constexpr = 1 if SHARED else HEADS
+    copy: gl.constexpr = 0 if SHARED else head
+    of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
+    of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    of_k: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
+    left_of_v: gl.constexpr = gl.DotOperandLayout(0, of_v, 2)
+    left_of_k: gl.constexpr = gl.DotOperandLayout(0, of_k, 2)
+    of_n: gl.constexpr = gl.SliceLayout(1, of_p)
+    dtype: gl.constexpr = ring_x.dtype
+    i = gl.arange(0, L, gl.SliceLayout(1, of_p))
+    j = gl.arange(0, L, gl.SliceLayout(0, of_p))
+    rk = gl.arange(0, DK, of_n)
+    rl = gl.arange(0, L, gl.SliceLayout(1, of_k))
+    rd = gl.arange(0, L, gl.SliceLayout(1, of_v))
+    one = gl.arange(0, 1, gl.SliceLayout(0, of_v))
+    c = ring_c.index(head)
+    kept_n = ring_n.index(head)
+    s = 0
+    phase = 0
+    n = 0
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
+        b, hp, start, steps = piece(index, T, length, H, SEGMENTED)
+        h = hp * HEADS + head
+        at_state = index * HEADS + head
+        tiles = tiles_of(start, steps, T, L, BACK, SKIP)
+        first = b.to(gl.int64) * T + start
+        mark = (first // MARKS - 1) * (H * HEADS) + h
+        tile0 = h.to(gl.int64) * tiles_of_head + b * ((T + L - 1) // L) + start // L
+        C = gl.zeros([DK, DV], gl.float32, of_v)
+        N = gl.zeros([DK], gl.float32, of_n)
+        total = one.to(gl.float32) + 1.0
+        if STATE:
+            C = gl.load(state_pointers(state_in, at_state, 0, 0, DK, DV, False, of_v, DK, DV)).to(gl.float32)
+            if NORMALIZE:
+                N = gl.load(n_in + at_state.to(gl.int64) * DK + rk)
+        if READS:
+            put_state(C, N, c, kept_n, NORMALIZE)
+        for step in range(0, tiles):
+            x = ring_x.index(COPIES * s + copy).reshape([L, DK])
+            y = ring_y.index(HEADS * s + head).reshape([L, DV])
+            zk = ring_zk.index(COPIES * s + copy).reshape([L, DK])
+            zv = ring_zv.index(HEADS * s + head).reshape([L, DV])
+            g = ring_g.index(s)
+            t = (tiles - 1 - step if BACK else step) * L
+            mbarrier.wait(full.index(s), phase)
+            if VALUES:
+                S = product(zk, x.permute((1, 0)), of_p)
+                V = product(zk, c, of_v)
+            elif KEYS:
+                S = product(zv, y.permute((1, 0)), of_p)
+                K = product(zv, c.permute((1, 0)), of_k)
+            if READS:
+                tma.store_wait(0)
+                mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+                D = gate_matrix(g, L, 0, of_p, 1)
+            if VALUES:
+                weight = g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_v))
+                if NORMALIZE and not BACK:
+                    z = zk.load(of_k).to(gl.float32)
+                    dot = gl.sum(z * gl.expand_dims(kept_n.load(gl.SliceLayout(0, of_k)), 0), 1)
+                    dot = gl.convert_layout(dot, gl.SliceLayout(1, of_v), assert_trivial=True)
+                S, V = warpgroup_mma_wait(0, deps=[S, V])
+                P = seen(S, D, i, j, 0, BACK)
+                if NORMALIZE and not BACK:
+                    d = gl.convert_layout(gl.sum(P, 1), gl.SliceLayout(1, of_v), assert_trivial=True) + dot * weight
+                A = gl.convert_layout(P.to(dtype), left_of_v, assert_trivial=True)
+                V = warpgroup_mma(A, y, V * gl.expand_dims(weight, 1), is_async=True)
+                if KEYS:
+                    S = product(zv, y.permute((1, 0)), of_p)
+                    V, A = warpgroup_mma_wait(1, deps=[V, A])
+                    out_v = V.to(dtype)
+                    K = product(zv, c.permute((1, 0)), of_k)
+            if KEYS:
+                S, K = warpgroup_mma_wait(0, deps=[S, K])
+                if DELTA:
+                    if BACK:
+                        S += gl.expand_dims(ring_e.index(s).load(gl.SliceLayout(0, of_p)), 0)
+                    else:
+                        S += gl.expand_dims(ring_e.index(s).load(gl.SliceLayout(1, of_p)), 1)
+                P = seen(S, D, i, j, 0, BACK)
+                if NORMALIZE:
+                    row = gl.expand_dims(kept_n.load(gl.SliceLayout(0, of_k)), 0)
+                    if BACK:
+                        K += row
+                    elif DELTA:
+                        K += row * gl.expand_dims(ring_e.index(s).load(gl.SliceLayout(1, of_k)), 1)
+                weight_k = g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_k))
+                A_k = gl.convert_layout(P.to(dtype), left_of_k, assert_trivial=True)
+                K = warpgroup_mma(A_k, x, K * gl.expand_dims(weight_k, 1), is_async=True)
+            x_t = x.permute((1, 0)).load(of_p)
+            B = scaled(x_t, ring_u.index(s), L, left_of_v)
+            decay = g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_v))
+            C = warpgroup_mma(B, y, C * gl.expand_dims(decay, 0), is_async=True)
+            if not READS:
+                total = total * decay
+            if NORMALIZE:
+                N = N * gl.max(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_p)), 0)
+                if DELTA or not BACK:
+                    # Not of B, which is rounded: outputs are divided by q . n, which can be small beside q and n.
+                    w = weights(ring_u.index(s), L, gl.SliceLayout(0, of_p))
+                    if BACK:
+                        w = w * ring_e.index(s).load(gl.SliceLayout(0, of_p))
+                    N += gl.sum(x_t.to(gl.float32) * gl.expand_dims(w, 0), 1)
+            if VALUES and not KEYS:
+                V, A = warpgroup_mma_wait(1, deps=[V, A])
+                if NORMALIZE and not BACK:
+                    if SAVE_D:
+                        at_d = d_out + (first + t + rd) * (H * HEADS) + h
+                        gl.store(at_d, d, mask=rd < steps - t)
+                    floor = ring_e.index(s).load(gl.SliceLayout(1, of_v))
+                    V = V * gl.expand_dims(1.0 / gl.maximum(gl.abs(d), floor), 1)
+                out_v = V.to(dtype)
+            if KEYS:
+                K, A_k = warpgroup_mma_wait(1, deps=[K, A_k])
+                dots = gl.sum(K * zk.load(of_k).to(gl.float32), 1)
+                gl.store(w_out + tile0 * L + t + rl, dots)
+                if SHARED:
+                    if head == 1:
+                        mbarrier.wait(taken, (n & 1) ^ 1)
+                        part.store(K.to(dtype))
+                        barrier()
+                        mbarrier.arrive(given, count=1)
+                    else:
+                        mbarrier.wait(given, n & 1)
+                        K += part.load(of_k).to(gl.float32)
+                        barrier()
+                        mbarrier.arrive(taken, count=1)
+                out_k = K.to(dtype)
+            C, B = warpgroup_mma_wait(0, deps=[C, B])
+            barrier()  # no warp's MMA reads the tiles any more
+            if VALUES:
+                y.store(out_v)
+            if KEYS and copy == head:
+                zk.store(out_k)
+            if READS:
+                put_state(C, N, c, kept_n, NORMALIZE)
+            else:
+                mbarrier.arrive(free.index(s), count=1)
+            if VALUES:
+                async_store(OutV, [b, h, start + t, 0], ring_y.index(HEADS * s + head))
+            if KEYS and copy == head:
+                async_store(OutK, [b, hp * COPIES + copy, start + t, 0], ring_zk.index(COPIES * s + copy))
+            if KEYS:
+                at = t if BACK else t + L
+                if at % MARKS == 0 and at < steps and at > 0:
+                    to = mark + at // MARKS * (H * HEADS)
+                    gl.store(state_pointers(marks, to, 0, 0, DK, DV, False, of_v, DK, DV), C.to(dtype))
+                    if NORMALIZE:
+                        gl.store(n_marks + to * DK + rk, N)
+            s += 1
+            if s == STAGES:
+                s = 0
+                phase ^= 1
+            n += 1
+        if FINAL:
+            to_dtype: gl.constexpr = state_out.dtype.element_ty
+            gl.store(state_pointers(state_out, at_state, 0, 0, DK, DV, False, of_v, DK, DV), C.to(to_dtype))
+            if NORMALIZE:
+                gl.store(n_out + at_state.to(gl.int64) * DK + rk, N)
+            if not READS:
+                gl.store(decays + at_state + one, total)
+    if READS:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
+def whole(
+    X, Y, ZK, ZV, OutV, OutK, gates, w_out, d_out, state_in, state_out, n_in, n_out, marks, n_marks, decays,
+    T, tiles_of_head, H, GROUP, length, pieces,
+    HEADS: gl.constexpr, SHARED: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr,
+    STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
+    FINAL: gl.constexpr, SKIP: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr, NORMALIZE: gl.constexpr,
+    SAVE_D: gl.constexpr, DELTA: gl.constexpr,
+):  # fmt: skip
+    """H is how often HEADS heads there are; with SHARED OutK has so many."""
+    dtype: gl.constexpr = X.dtype
+    READS: gl.constexpr = VALUES or KEYS
+    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    EXTRA: gl.constexpr = (DELTA_P if DELTA else -1) if KEYS else (FLOOR if NORMALIZE and READS else -1)
+    COPIES: gl.constexpr = 1 if SHARED else HEADS
+    ring_x = gl.allocate_shared_memory(dtype, [COPIES * STAGES, 1, 1, L, DK], X.layout)
+    ring_y = gl.allocate_shared_memory(dtype, [HEADS * STAGES, 1, 1, L, DV], Y.layout)
+    ring_zk = ring_x
+    ring_zv = ring_y
+    ring_c = ring_y
+    ring_n = ring_y
+    if READS:
+        ring_zk = gl.allocate_shared_memory(dtype, [COPIES * STAGES, 1, 1, L, DK], ZK.layout)
+        ring_c = gl.allocate_shared_memory(dtype, [HEADS, DK, DV], square)
+    if KEYS:
+        ring_zv = gl.allocate_shared_memory(dtype, [HEADS * STAGES, 1, 1, L, DV], ZV.layout)
+    if NORMALIZE:
+        ring_n = gl.allocate_shared_memory(gl.float32, [HEADS, DK], flat)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1 + HEADS)
+        mbarrier.init(free.index(s), count=HEADS)
+    exchange = (ring_c, full, full)
+    if SHARED and KEYS:
+        part = gl.allocate_shared_memory(dtype, [L, DK], square)
+        given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(given, count=1)
+        mbarrier.init(taken, count=1)
+        exchange = (part, given, taken)
+    fence_async_shared()
+    tensors = (X, Y, ZK, ZV)
+    outputs = (OutV, OutK)
+    rings = (ring_x, ring_y, ring_zk, ring_zv)
+    shared = (ring_x, ring_y, ring_zk, ring_zv, ring_c, ring_n)
+    states = (state_in, state_out, n_in, n_out, marks, n_marks, decays)
+    sums = (w_out, d_out)
+    barriers = (full, free)
+    work = (T, H, length, pieces)
+    ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
+    ring_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
+    ring_e = ring_g
+    if EXTRA >= 0:
+        ring_e = gl.allocate_shared_memory(gl.float32, [STAGES, L], flat)
+    gate_rings = (ring_g, ring_u, ring_e)
+    common = (outputs, states, sums, shared, barriers, exchange, work, tiles_of_head)
+    stride = tiles_of_head * HEADS
+    if HEADS == 1:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    common, gate_rings, 0, HEADS, SHARED, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL,
+                    SKIP, VALUES, KEYS, NORMALIZE, SAVE_D, DELTA,
+                )),
+                (load_tiles, (
+                    tensors, rings, full, free, work, GROUP, HEADS, SHARED, L, STAGES, BACK, SEGMENTED, SKIP, READS,
+                    KEYS,
+                )),
+                (load_gates, (
+                    gates, ring_g, ring_u, ring_e, ring_u, ring_g, gates, full, free, work, stride, L, STAGES, BACK,
+                    SEGMENTED, EXTRA, False, False, False, 1, SKIP,
+                )),
+            ],
+            [1, 1],
+            [24, 24],
+        )  # fmt: skip
+    else:
+        other_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
+        other_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
+        other_e = other_g
+        if EXTRA >= 0:
+            other_e = gl.allocate_shared_memory(gl.float32, [STAGES, L], flat)
+        other_rings = (other_g, other_u, other_e)
+        other_gates = gates + tiles_of_head.to(gl.int64) * (VECTORS * L)
+        gl.warp_specialize(
+            [
+                (consume, (
+                    common, gate_rings, 0, HEADS, SHARED, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL,
+                    SKIP, VALUES, KEYS, NORMALIZE, SAVE_D, DELTA,
+                )),
+                (consume, (
+                    common, other_rings, 1, HEADS, SHARED, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL,
+                    SKIP, VALUES, KEYS, NORMALIZE, SAVE_D, DELTA,
+                )),
+                (load_tiles, (
+                    tensors, rings, full, free, work, GROUP, HEADS, SHARED, L, STAGES, BACK, SEGMENTED, SKIP, READS,
+                    KEYS,
+                )),
+                (load_gates, (
+                    gates, ring_g, ring_u, ring_e, ring_u, ring_g, gates, full, free, work, stride, L, STAGES, BACK,
+                    SEGMENTED, EXTRA, False, False, False, 1, SKIP,
+                )),
+                (load_gates, (
+                    other_gates, other_g, other_u, other_e, other_u, other_g, other_gates, full, free, work, stride, L,
+                    STAGES, BACK, SEGMENTED, EXTRA, False, False, False, 1, SKIP,
+                )),
+            ],
+            [4, 1, 1, 1],
+            [240, 24, 24, 24],
+        )  # fmt: skip
