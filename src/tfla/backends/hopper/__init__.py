@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec
 from tfla.backends.triton import BACKEND as TRITON
-from tfla.backends.triton import WHOLE, constant
+from tfla.backends.triton import LATER, constant
 
 if TYPE_CHECKING:
     from tfla.backends.triton.launch import Call
@@ -88,7 +88,7 @@ class Hopper(Backend):
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         if torch.compiler.is_compiling():  # a choice by length would make one graph for each
-            return WHOLE
+            return LATER
         from tfla.backends.triton import launch
 
         return launch.best_chunk_size(x, _walks(x))
@@ -97,7 +97,7 @@ class Hopper(Backend):
         return _walks(x).details(x, chunk_size)
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
-        if chunk_size >= WHOLE:
+        if chunk_size >= LATER:
             return 0
         steps = _walks(x).segment_steps(x, chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0

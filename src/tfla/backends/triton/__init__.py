@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LARGEST_DQK, LARGEST_DHV = 1024, 1024
 WIDEST_WALK = 512  # keys of a state that a program of the walks can hold some columns of
 F = TypeVar("F", bound=Callable[..., Any])
-WHOLE = 1 << 30  # a chunk size that no sequence reaches
+LATER = 1 << 30  # a chunk size that no sequence reaches: each call picks one, and its backward makes the states again
 TFLA_CHUNK = 256  # where the paper's Figure 5 has its optimum
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -102,7 +102,7 @@ class Triton(Backend):
         if kernel == "tfla":
             return TFLA_CHUNK
         if torch.compiler.is_compiling():  # a choice by length would make one graph for each
-            return WHOLE
+            return LATER
         from tfla.backends.triton import launch
 
         return launch.best_chunk_size(x)
@@ -120,7 +120,7 @@ class Triton(Backend):
             from tfla.backends.triton import tfla_launch
 
             return super().stored_states(x, tfla_launch.chunk_steps(x, chunk_size), kernel)
-        if chunk_size >= WHOLE:
+        if chunk_size >= LATER:
             return 0
         from tfla.backends.triton import launch
 

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stored_dtype
-from tfla.backends.triton import INTERPRETED, walk
+from tfla.backends.triton import INTERPRETED, LATER, walk
 from tfla.backends.triton import gates as gate_kernels
 from tfla.backends.triton.compiled import Tape, program, repeated
 from tfla.backends.triton.marks import steps_between
@@ -156,7 +156,9 @@ class Call:
         self.precision = products(x)
         self.group = self.H // x.q.shape[2]
         self.tiles = self.slots(self.L)
-        self.steps = self.segment_steps(x, spec.chunk_size)
+        self.keeps_states = spec.chunk_size < LATER
+        chunk_size = spec.chunk_size if self.keeps_states else best_chunk_size(x, type(self))
+        self.steps = self.segment_steps(x, chunk_size)
         self.segmented = self.steps < self.T
         self.segments = self.slots(self.steps) if self.segmented else x.sequences
         self.given_gates = x.log_f if x.log_i is None else x.log_i, x.log_f
@@ -487,9 +489,9 @@ def _forward(call: Call) -> Outputs:
         chunk_C, chunk_n = initial = call.boundary_states(x.k, x.v, gates, False, initial, final)
         final = None, None
     call.outputs(h, gates, initial, final, d)
-    if not spec.save:
+    if not (spec.save and call.keeps_states):
         chunk_C = chunk_n = None
-    elif chunk_C is None:
+    if spec.save and chunk_C is None:
         chunk_C = call.new(0, H, K, V, dtype=stored_dtype(x, spec))
         chunk_n = call.new(0, H, K) if spec.normalize else None
     parts = C, n, m, d, chunk_C, chunk_n
@@ -526,8 +528,10 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
     start: Pair = (call.dense(x.C), call.dense(x.n))
     end = call.end_cotangents(dC, dn)
     first: Pair = (dC0, dn0)
-    if call.segmented:
+    if call.segmented and call.keeps_states:
         start = out.chunk_C, out.chunk_n if spec.normalize else None
+    elif call.segmented:
+        start = call.boundary_states(x.k, x.v, gates, False, start, (None, None))
     call.gradients(gates, out, dh, (dq, dk, dv), (di, df), start, end, first, delta)
     if shares > 1:
         dq, dk = (call.sum_of_groups(t, shares) for t in (dq, dk))
