@@ -32,13 +32,25 @@ class KeyValues(NamedTuple):
         return KeyValues(self.k.detach(), self.v.detach(), self.start)
 
 
-def rotate(x: Tensor, position: Tensor) -> Tensor:
-    """Rotary embedding (Su et al., 2021): x (B, T, heads, d), d even, turned by position (T,) or (B, T) tokens."""
+# An operator of its own, else torch.compile would take the cosines anew for every head and again in the backward.
+@torch.library.custom_op("tfla::turns", mutates_args=())
+def turns(position: Tensor, half: int, dtype: torch.dtype) -> Tensor:
+    """Cosines and sines of the rotary embedding: position (...) of tokens -> (2, ..., 1, half)."""
+    frequency = ROTARY_BASE ** -(torch.arange(half, device=position.device, dtype=dtype) / half)
+    angle = (position[..., None] * frequency)[..., None, :]
+    return torch.stack([angle.cos(), angle.sin()])
+
+
+@turns.register_fake
+def _(position: Tensor, half: int, dtype: torch.dtype) -> Tensor:
+    return position.new_empty((2, *position.shape, 1, half), dtype=dtype)
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotary embedding (Su et al., 2021): x (B, T, heads, d), d even, by :func:`turns` of positions (T,) or (B, T)."""
     half = x.shape[-1] // 2
     wide = at_least_float32(x)
-    frequency = ROTARY_BASE ** -(torch.arange(half, device=x.device, dtype=wide.dtype) / half)
-    angle = (position[..., None] * frequency)[..., None, :]
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = turn.unbind()
     a, b = wide[..., :half], wide[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
@@ -121,7 +133,8 @@ class Attention(SequenceMixer):
         first = first_token(position, document_start, start)
         # Counted from the document's start, so that neighbours in a batch change no digit.
         relative = position if first is None else position - first
-        q, k = rotate(q, relative), rotate(k, relative)
+        turn = turns(relative, self.head_dim // 2, torch.promote_types(q.dtype, torch.float32))
+        q, k = rotate(q, turn), rotate(k, turn)
         if state is not None:
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         plain = first is None and seen == 0
