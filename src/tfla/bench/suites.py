@@ -280,7 +280,7 @@ SUITES = {
     ),
     "train": Suite(
         "Training step: 1.4 billion parameters, T 8,192, 8 heads of dqk 128, dhv 256, bfloat16 autocast", "batch",
-        (1, 2, 3, 4, 6, 8), lambda B: Problem(B, 8192, 8, 128, 256), tuple(_models(None) + _models("inductor")),
+        (1, 2, 3, 4, 5, 6, 8), lambda B: Problem(B, 8192, 8, 128, 256), tuple(_models(None) + _models("inductor")),
         directions=(STEP,), panels=(), alone=True, sustained_at=(), note=TRAINING,
     ),
     "steps": Suite(
