@@ -329,13 +329,15 @@ def test_training_steps_and_ways_on_the_page():
         for name, x, way in (("tfla mLSTMsig", 64, "triton fused"), ("tfla mLSTMsig", 128, "hopper fused"),
                              ("tfla mLSTMexp", 64, "triton fused"), ("tfla mLSTMsig", 256, "hopper fused"))
     ]  # fmt: skip
+    rows.append({"x": 512, "name": "tfla mLSTMexp", "direction": STEP, "error": "out of memory", "group": "dqk = dhv"})
     result = {
         "title": "t", "axis": "dhv", "note": "How it is done.", "rates": RATES, "rows": rows,
         "config": vars(GpuBench("train")), "environment": {"device": "a GPU", "date": "today", "versions": {}},
     }  # fmt: skip
     text = gpu_report.section(stored.merge({"train": result}), None)
     assert "### t\n\nHow it is done.\n\n" in text
-    assert "| training step, ms, by dhv | 64 | 128 | 256 |" in text
+    assert "| training step, ms, by dhv | 64 | 128 | 256 | 512 |" in text  # also what nobody could run
+    assert "| tfla mLSTMexp | 250.0 | - | - | failed [1] |" in text
     assert "| tokens per second, thousands, by dhv | 64 | 128 | 256 |\n" in text
     assert "| tfla mLSTMsig | 98.3 | 98.3 | 98.3 |\n| tfla mLSTMexp | 98.3 | - | - |" in text
     assert "| tfla mLSTMsig | 6.2 | 6.2 | 6.2 |" in text

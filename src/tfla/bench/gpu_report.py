@@ -67,9 +67,9 @@ def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
             ("sustained_seconds", "sustained_floor_seconds", "ms, sustained"),
         ):
             mine = [r for r in rows if r["direction"] == direction]
-            xs = sorted({r["x"] for r in mine if key in r})
-            if not xs:
+            if not any(key in r for r in mine):
                 continue
+            xs = sorted({r["x"] for r in mine if key in r or (key == "seconds" and "error" in r)})
             found = {(r["name"], r["x"]): r for r in mine}
             body = [[n, *(time_cell(found.get((n, x)), key, floor, notes) for x in xs)] for n in _names(mine)]
             for gate in ("sig", "exp"):

@@ -215,7 +215,7 @@ SUITES = {
         sustained_at=(128,), panels=PANELS,
     ),
     "dims": Suite(
-        f"All head dims that models use, T 8,192, {TOKENS:,} tokens, 4096 wide", "dhv", (64, 128, 256, 512),
+        f"Runtime and memory by head dims, T 8,192, {TOKENS:,} tokens, 4096 wide", "dhv", (64, 128, 256, 512),
         lambda d: Problem(8, 8192, EMBEDDING // d, d, d),
         tuple(
             replace(entry, dqk_factor=factor, group=group)
