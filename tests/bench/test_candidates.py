@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tfla.bench.candidates import compiled_together
+from tfla.bench import candidates
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -37,20 +37,23 @@ class Kernel:
         self.log.append(("ran", BLOCK))
 
 
-def test_all_candidates_are_compiled_before_the_first_runs():
+@pytest.mark.parametrize("own", [True, False], ids=["library says how to time", "Triton's default"])
+def test_all_candidates_are_compiled_before_the_first_runs(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton", minversion="3.5")
     from triton.runtime.autotuner import Autotuner
 
     kernel = Kernel()
     configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (16, 32)]
 
-    def seconds(call, quantiles):
+    def seconds(call, quantiles, **short):
+        assert short == ({} if own else {"warmup": candidates.WARMUP, "rep": candidates.SAMPLES})
         call()
         return [1.0 / kernel.log[-1][1]] * 3
 
-    tuned = Autotuner(kernel, kernel.arg_names, configs, ["n"], None, None, do_bench=seconds)
+    monkeypatch.setattr("triton.testing.do_bench", seconds)
+    tuned = Autotuner(kernel, kernel.arg_names, configs, ["n"], None, None, do_bench=seconds if own else None)
     before = Autotuner.prune_configs
-    with compiled_together():
+    with candidates.compiled_together():
         tuned.run(object(), n=3, grid=(1,), warmup=False)
         tuned.run(object(), n=3, grid=(1,), warmup=False)  # is not tuned again
     assert Autotuner.prune_configs is before
