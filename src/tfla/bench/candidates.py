@@ -1,4 +1,4 @@
-"""Autotuned Triton kernels: their candidates are compiled side by side, then compared one after another, but briefly."""
+"""Autotuned Triton kernels: their candidates are compiled side by side, then compared in turn, but briefly."""
 
 from __future__ import annotations
 
