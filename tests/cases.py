@@ -28,6 +28,7 @@ from tfla.ops.gates import LOG_GATE_MAX, LOG_GATE_MIN
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1.25e-3, torch.bfloat16: 1e-2}
 DTYPES = tuple(TOLERANCE)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's kernels run on the CPU, in Triton's interpreter
+PER_STEP = ("h", "dq", "dk", "dv", "di", "df")  # quantities with a row for every step; of others sequences have one
 FORMS = ("exp", "sigmoid", "plain", "normalized")  # mlstm with either input gate; linear_attention without, with n
 
 
@@ -318,3 +319,28 @@ def check(out: Mapping[str, Tensor], ref: Mapping[str, Tensor], dtype: torch.dty
     allowed = {name: max(TOLERANCE[dtype], TOLERANCE[x.dtype]) for name, x in out.items()}
     wrong = [name for name, e in found.items() if not e <= allowed[name]]
     assert not wrong, {name: f"{e:.1e}" for name, e in found.items()}
+
+
+def check_nothing_leaks(p: Problem, way: Way, changed: int, value: float, **options: Any) -> None:
+    """With all that sequence `changed` is given times `value`, not one bit of another's results is another."""
+    assert p.cu_seqlens is not None
+    a, b = p.cu_seqlens[changed : changed + 2].tolist()
+    steps = {name: getattr(p, name).clone() for name in ("q", "k", "v", "i", "f", "dh")}
+    states = {
+        name: tfla.State(*(None if x is None else x.clone() for x in getattr(p, name))) for name in ("state", "dstate")
+    }
+    for x in steps.values():
+        x[:, a:b] *= value
+    for state in states.values():
+        for x in state:
+            if x is not None:
+                x[changed] *= value
+    before, after = solve(p, way, **options), solve(p.but(**steps, **states), way, **options)
+    own = torch.zeros(p.v.shape[1], dtype=torch.bool)
+    own[a:b] = True
+    others = torch.arange(p.cu_seqlens.numel() - 1) != changed
+    for name, x in before.items():
+        kept = (x[:, ~own], after[name][:, ~own]) if name in PER_STEP else (x[others], after[name][others])
+        assert torch.equal(*kept), name
+        mine = (x[:, own], after[name][:, own]) if name in PER_STEP else (x[changed], after[name][changed])
+        assert not torch.equal(*mine), name

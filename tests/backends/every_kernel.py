@@ -29,6 +29,8 @@ CASES = [
     "hopper,fused,exp,256,512,bfloat16,segmented",
     "hopper,fused,exp,64,64,bfloat16,segmented",
     "hopper,fused,sigmoid,128,64,bfloat16,whole",
+    "hopper,fused,exp,128,256,bfloat16,packed",
+    "hopper,fused,sigmoid,256,128,bfloat16,packed segmented",
 ]
 T, H, LENGTHS, SEGMENT = 150, 2, (70, 0, 1, 79), 64
 

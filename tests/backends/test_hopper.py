@@ -6,12 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORMS, TOLERANCE, Problem, Way, call, check_beside_terms, error, leaves_on, problem, solve
-from hypothesis import given
+from cases import (
+    FORMS,
+    TOLERANCE,
+    Problem,
+    Way,
+    call,
+    check_beside_terms,
+    check_nothing_leaks,
+    error,
+    leaves_on,
+    problem,
+    solve,
+)
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tfla
-from tfla.backends import BACKENDS
+from tfla.backends import BACKENDS, known
 from tfla.backends.hopper import NARROW
 
 pytestmark = [
@@ -32,6 +44,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "narrow values": {"V": 128, "T": 130},
     "more heads than multiprocessors": {"B": 3, "H": 50, "Hq": 50, "T": 70},
     "grouped heads": {"H": 6, "Hq": 2},
+}
+PACKED: dict[str, tuple[int, ...]] = {
+    "around a tile": (1, 63, 64, 65, 130),
+    "empty": (0, 70, 0, 0, 5, 0),
+    "single steps": (1, 1, 1, 1),
+    "one": (150,),
 }
 
 
@@ -64,6 +82,53 @@ def test_shapes(form: str, carried: bool, shape: dict[str, Any], dtype: torch.dt
 def test_segments(form: str, chunk_size: int, K: int, V: int) -> None:
     p = wide(form, dtype=torch.bfloat16, T=333, B=1, K=K, V=V)
     check(p, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("carried", [True, False], ids=["carried", "from zero"])
+@pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED.keys())
+def test_packed(form: str, carried: bool, lengths: tuple[int, ...]) -> None:
+    check(wide(form, dtype=torch.bfloat16, carried=carried, lengths=lengths, Hq=1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("chunk_size", [None, 64, 100])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 256), (256, 512)])
+def test_packed_segments(form: str, chunk_size: int | None, K: int, V: int) -> None:
+    p = wide(form, dtype=torch.float16, lengths=(0, 200, 1, 0, 130, 65), H=1, Hq=1, K=K, V=V)
+    check(p, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("carried", [True, False], ids=["carried", "from zero"])
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_programs_with_many_packed_sequences(form: str, carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tfla.backends.hopper import launch
+
+    monkeypatch.setattr(launch, "processors", lambda device: 2)
+    monkeypatch.setattr(launch, "TURNS", 1)
+    known.forget()
+    try:
+        check(wide(form, dtype=torch.bfloat16, carried=carried, lengths=(5, 0, 70, 0, 128, 1, 0, 33, 64), Hq=1))
+    finally:
+        known.forget()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 64])
+@pytest.mark.parametrize("value", [3.0, torch.nan, torch.inf], ids=["other numbers", "nan", "infinite"])
+@pytest.mark.parametrize("changed", [0, 1, 2])
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_nothing_leaks_into_neighbours(form: str, changed: int, value: float, chunk_size: int | None) -> None:
+    check_nothing_leaks(
+        wide(form, dtype=torch.bfloat16, lengths=(20, 90, 70)), WAY, changed, value, chunk_size=chunk_size
+    )
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_marks_of_packed_sequences(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tfla.backends.triton import marks
+
+    monkeypatch.setattr(marks, "APART", {2: 128})
+    check(wide(form, dtype=torch.bfloat16, lengths=(300, 70, 129, 0, 128), H=1, Hq=1))
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
@@ -133,6 +198,8 @@ def test_narrow_heads(form: str, K: int, V: int, group: int) -> None:
     check(wide(form, dtype=torch.bfloat16, T=200, **sizes))
     check(wide(form, dtype=torch.bfloat16, T=333, carried=False, **sizes), chunk_size=100)
     check(wide(form, dtype=torch.float16, T=63, **sizes))
+    check(wide(form, dtype=torch.bfloat16, lengths=(0, 130, 1, 64), **sizes))
+    check(wide(form, dtype=torch.bfloat16, lengths=(65, 0, 200), carried=False, **sizes), chunk_size=64)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -141,19 +208,24 @@ def test_shapes_of_narrow_heads(form: str, shape: dict[str, Any]) -> None:
     check(wide(form, dtype=torch.bfloat16, **{**shape, "K": 64, "V": 64}))
 
 
+@settings(max_examples=100)
 @given(
     form=st.sampled_from(FORMS), B=st.integers(1, 3), Hq=st.integers(1, 3), group=st.integers(1, 2),
-    T=st.integers(1, 260), dims=st.sampled_from([(64, 64), (128, 64), (128, 128), (128, 256), (256, 512)]),
+    T=st.integers(1, 260), lengths=st.none() | st.lists(st.integers(0, 130), min_size=1, max_size=5).map(tuple),
+    chunk_size=st.none() | st.integers(1, 200),
+    dims=st.sampled_from([(64, 64), (128, 64), (128, 128), (128, 256), (256, 512)]),
     carried=st.booleans(), i_mean=st.floats(-6, 3), f_mean=st.floats(-2, 9), dtype=st.sampled_from(LOW),
     seed=st.integers(0, 1000),
 )  # fmt: skip
-def test_anything(form: str, B: int, Hq: int, group: int, T: int, dims: tuple[int, int], carried: bool, i_mean: float,
-                  f_mean: float, dtype: torch.dtype, seed: int) -> None:  # fmt: skip
+def test_anything(form: str, B: int, Hq: int, group: int, T: int, lengths: tuple[int, ...] | None,
+                  chunk_size: int | None, dims: tuple[int, int], carried: bool, i_mean: float, f_mean: float,
+                  dtype: torch.dtype, seed: int) -> None:  # fmt: skip
+    assume(lengths is None or sum(lengths))
     p = wide(
-        form, B=B, H=Hq * group, Hq=Hq, T=T, K=dims[0], V=dims[1], carried=carried, i_mean=i_mean, f_mean=f_mean,
-        dtype=dtype, seed=seed, positive_qk=True,
+        form, B=B, H=Hq * group, Hq=Hq, T=T, lengths=lengths, K=dims[0], V=dims[1], carried=carried, i_mean=i_mean,
+        f_mean=f_mean, dtype=dtype, seed=seed, positive_qk=True,
     )  # fmt: skip
-    check(p, 4)
+    check(p, 4, chunk_size=chunk_size)
 
 
 def test_it_is_the_default_and_leaves_the_rest_to_others() -> None:

@@ -1,5 +1,6 @@
 """`tfla bench gpu`: runs on the CPU, contenders that fail, the page and the figures."""
 
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tfla.bench import gpu, gpu_report, peers, stored
+import tfla
+from tfla.bench import contenders, gpu, gpu_report, peers, stored
 from tfla.bench.commands import bench
 from tfla.bench.crew import Died
 from tfla.bench.floor import backward_bytes, forward_bytes, step_bytes
@@ -244,6 +246,21 @@ def test_own_contenders_run(make):
     assert all(r["seconds"] > 0 for r in rows)
     if make == "mlstm":  # two chunks of 32: C and n, four bytes each
         assert {r["state_bytes"] for r in rows} == {2 * 2 * (16 * 16 + 16) * 4}
+
+
+def test_packed_contenders_have_the_same_tokens():
+    """The lengths sum up to all tokens, are mixed, and are the same each time; h is that of each sequence alone."""
+    torch.manual_seed(0)
+    problem = Problem(5, 12, 2, 4, 6, dtype="float64", device="cpu")
+    (_, ends), (_, again) = (problem.packed([]) for _ in range(2))
+    assert torch.equal(ends, again)
+    assert (ends[0], ends[-1], len(ends)) == (0, 60, 6)
+    assert len(set(ends.diff().tolist())) > 2
+    work = contenders.mlstm(problem, "exp", packed=True)
+    h = work.run(*work.inputs)
+    for a, b in itertools.pairwise(ends.tolist()):
+        alone = tfla.mlstm(*(x[:, a:b] for x in work.inputs))
+        torch.testing.assert_close(h[:, a:b], alone)
 
 
 def test_a_model_says_what_a_token_moves():

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FORMS, TOLERANCE, Problem, Way, check, error, params, problem, solve, truth
+from cases import (
+    FORMS,
+    PER_STEP,
+    TOLERANCE,
+    Problem,
+    Way,
+    check,
+    check_nothing_leaks,
+    error,
+    params,
+    problem,
+    solve,
+    truth,
+)
 
 import tfla
 
@@ -20,7 +33,6 @@ LENGTHS = {
     "around a tile": (63, 64, 65, 1, 130),
 }
 INTERPRETED = ("middle empty", "single steps", "around half a tile")
-PER_STEP = ("h", "dq", "dk", "dv", "di", "df")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -73,25 +85,4 @@ def test_equals_each_alone(way: Way) -> None:
 @pytest.mark.parametrize("changed", [0, 1, 2])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_nothing_leaks_into_neighbours(way: Way, form: str, changed: int, value: float) -> None:
-    """Not one bit of another sequence's outputs and gradients changes."""
-    p = problem(form, dtype=way.widest, lengths=(20, 30, 70))
-    a, b = p.cu_seqlens[changed : changed + 2].tolist()
-    steps = {name: getattr(p, name).clone() for name in ("q", "k", "v", "i", "f", "dh")}
-    states = {
-        name: tfla.State(*(None if x is None else x.clone() for x in getattr(p, name))) for name in ("state", "dstate")
-    }
-    for x in steps.values():
-        x[:, a:b] *= value
-    for state in states.values():
-        for x in state:
-            if x is not None:
-                x[changed] *= value
-    before, after = solve(p, way), solve(p.but(**steps, **states), way)
-    own = torch.zeros(120, dtype=torch.bool)
-    own[a:b] = True
-    others = torch.arange(3) != changed
-    for name, x in before.items():
-        kept = (x[:, ~own], after[name][:, ~own]) if name in PER_STEP else (x[others], after[name][others])
-        assert torch.equal(*kept), name
-        mine = (x[:, own], after[name][:, own]) if name in PER_STEP else (x[changed], after[name][changed])
-        assert not torch.equal(*mine), name
+    check_nothing_leaks(problem(form, dtype=way.widest, lengths=(20, 30, 70)), way, changed, value)

@@ -15,18 +15,22 @@ from tfla.ops.choice import choose
 
 
 def mlstm(
-    problem: Problem, gate: Literal["exp", "sigmoid"], backend: str | None = None, kernel: str | None = None
-) -> Work:
+    problem: Problem, gate: Literal["exp", "sigmoid"], backend: str | None = None, kernel: str | None = None,
+    packed: bool = False,
+) -> Work:  # fmt: skip
     """`tfla.mlstm`; says which backend and kernel ran and what its stored states take."""
-    q, k, v = problem.qkv()
-    i, f = problem.gates()
-    x = Inputs(q, k, v, i, f, None, None, None, None)
+    inputs, cu_seqlens = [*problem.qkv(), *problem.gates()], None
+    if packed:
+        inputs, cu_seqlens = problem.packed(inputs)
+    q, k, v, i, f = inputs
+    x = Inputs(q, k, v, i, f, None, None, None, cu_seqlens)
     chosen, kernel_run, chunk_size = choose(x, gate == "exp", backend, kernel, problem.chunk_size)
     state = problem.H * problem.dqk * (problem.dhv + (gate == "exp")) * 4
 
     def run(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> Tensor:
         return tfla.mlstm(
-            q, k, v, i, f, input_gate=gate, chunk_size=problem.chunk_size, backend=backend, kernel=kernel
+            q, k, v, i, f, input_gate=gate, chunk_size=problem.chunk_size, backend=backend, kernel=kernel,
+            cu_seqlens=cu_seqlens,
         )  # fmt: skip
 
     facts = {

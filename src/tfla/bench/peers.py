@@ -43,10 +43,13 @@ def mlstm_kernels_step(problem: Problem, kernel: str) -> Work:
     )  # fmt: skip
 
 
-def simple_gla(problem: Problem, kernel: str) -> Work:
+def simple_gla(problem: Problem, kernel: str, packed: bool = False) -> Work:
     """flash-linear-attention's scalar-gated forms: log-gates, no input gate."""
     run = getattr(importlib.import_module("fla.ops.simple_gla"), f"{kernel}_simple_gla")
-    return Work(lambda q, k, v, g: run(q=q, k=k, v=v, g=g)[0], [*problem.qkv(), problem.log_forget()])
+    inputs, ends = [*problem.qkv(), problem.log_forget()], {}
+    if packed:
+        inputs, ends["cu_seqlens"] = problem.packed(inputs)
+    return Work(lambda q, k, v, g: run(q=q, k=k, v=v, g=g, **ends)[0], inputs)
 
 
 def simple_gla_step(problem: Problem) -> Work:

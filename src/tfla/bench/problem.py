@@ -43,6 +43,15 @@ class Problem:
         i, f = (self.randn(self.B, self.T, self.H, dtype="float32") for _ in range(2))
         return i - 2, f + 4.5
 
+    def packed(self, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """The same tokens as B packed sequences with a mean of T, (1, B T, ...), and where they end, (B + 1,) int64.
+
+        Lengths are exponentially distributed, the same ones in every process.
+        """
+        lengths = torch.empty(self.B, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(0))
+        ends = (lengths.cumsum(0) / lengths.sum() * (self.B * self.T)).round().long()
+        return [x.flatten(0, 1)[None] for x in inputs], torch.cat([ends.new_zeros(1), ends]).to(self.device)
+
     def log_forget(self) -> Tensor:
         """The log-gates (B, T, H) that the same f stands for."""
         return torch.nn.functional.logsigmoid(self.gates()[1])

@@ -143,6 +143,15 @@ def _with(entries: Iterable[Entry], heads: Heads, group: str = "") -> list[Entry
     return [replace(entry, heads=heads, group=group) for entry in entries]
 
 
+def _packed(entries: Iterable[Entry]) -> list[Entry]:
+    """The same tokens as packed sequences of mixed lengths."""
+    made = []
+    for entry in entries:
+        name, comma, way = entry.name.partition(", ")
+        made.append(replace(entry, name=f"{name}, packed{comma}{way}", options=entry.options | {"packed": True}))
+    return made
+
+
 LLAMA_HEADS = (16, 128, 128)
 TRAINING = (
     "A step is that of `tfla train`: forward, loss, backward, clipping and AdamW, weights in float32, random tokens "
@@ -223,6 +232,16 @@ SUITES = {
             for entry in _own()[:2]
         ),
         panels=PANELS,
+    ),
+    "packed": Suite(
+        f"Packed sequences of mixed lengths beside batches of equal ones, {TOKENS:,} tokens, 16 heads, 128 × 256",
+        "mean length", (512, 2048, 8192), _lengths(16, 128, 256),
+        (
+            *_own()[:2], *_packed(_own(papers=False)), *_fla("simple_gla chunk"),
+            *_packed(_fla("simple_gla chunk")),
+        ),
+        sustained_at=(2048,), panels=PANELS,
+        note="Lengths of packed sequences are exponentially distributed, the same for all contenders.",
     ),
     "decode": Suite(
         "Decoding: one step by batch size, 8 heads, dqk 256, dhv 512", "batch", tuple(2**n for n in range(11)),

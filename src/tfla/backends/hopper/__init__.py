@@ -78,8 +78,6 @@ class Hopper(Backend):
             return reason
         if x.q.dtype not in DTYPES:
             return f"it takes bfloat16 and float16, the inputs are {x.q.dtype}"
-        if x.cu_seqlens is not None:
-            return "it takes no packed sequences"
         if not takes(x.q.shape[3], x.v.shape[3]):
             return f"it takes dqk and dhv of {DIMS}, or (dqk, dhv) of {NARROW}"
         if not all(map(_aligned, (x.q, x.k, x.v))):

@@ -29,12 +29,15 @@ from tfla.backends.hopper.parts import (
     async_load,
     async_store,
     barrier,
+    coordinates,
     gate_matrix,
     load_gates,
     piece,
     place,
+    ring_of,
     scaled,
     seen,
+    state_of,
     warp_sums,
 )
 from tfla.backends.triton.gates import FLOOR
@@ -49,25 +52,28 @@ def load_tiles(
     """The loader: one warp."""
     ring_x, ring_y, ring_z, ring_y2 = rings
     each_y: gl.constexpr = 4 if DELTA else 2
-    T, H, length, pieces = work
+    pieces = work[3]
     n = 0
     column = gl.program_id(1) * (2 * WIDTH)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if BACK else i) * L
+            end = start + steps
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
             bar = full.index(s)
             mbarrier.expect(bar, X.block_type.nbytes + Z.block_type.nbytes + each_y * Y.block_type.nbytes)
-            async_load(Z, [b, h // GROUP, t, 0], bar, ring_z.index(s))
-            async_load(X, [b, h // GROUP, t, 0], bar, ring_x.index(s))
-            async_load(Y, [b, h, t, column], bar, ring_y.index(2 * s))
-            async_load(Y, [b, h, t, column + WIDTH], bar, ring_y.index(2 * s + 1))
+            async_load(Z, coordinates(b, h // GROUP, t, 0, end, work), bar, ring_z.index(s))
+            async_load(X, coordinates(b, h // GROUP, t, 0, end, work), bar, ring_x.index(s))
+            y = coordinates(b, h, t, column, end, work)
+            y_right = coordinates(b, h, t, column + WIDTH, end, work)
+            async_load(Y, y, bar, ring_y.index(2 * s))
+            async_load(Y, y_right, bar, ring_y.index(2 * s + 1))
             if DELTA:
-                async_load(Y2, [b, h, t, column], bar, ring_y2.index(2 * s))
-                async_load(Y2, [b, h, t, column + WIDTH], bar, ring_y2.index(2 * s + 1))
+                async_load(Y2, y, bar, ring_y2.index(2 * s))
+                async_load(Y2, y_right, bar, ring_y2.index(2 * s + 1))
             n += 1
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
@@ -75,18 +81,18 @@ def load_tiles(
 
 
 @gluon.jit
-def state_pointers(state, index, column, DK: gl.constexpr, DV: gl.constexpr, layout: gl.constexpr):
+def state_pointers(state, at, column, DK: gl.constexpr, DV: gl.constexpr, layout: gl.constexpr):
     """Of 64 columns of a state (dqk, dhv), transposed."""
     v = column + gl.arange(0, 64, gl.SliceLayout(1, layout))
     k = gl.arange(0, DK, gl.SliceLayout(0, layout))
-    return state + index.to(gl.int64) * (DK * DV) + gl.expand_dims(v, 1) + gl.expand_dims(k, 0) * DV
+    return state + at.to(gl.int64) * (DK * DV) + gl.expand_dims(v, 1) + gl.expand_dims(k, 0) * DV
 
 
 @gluon.jit
 def next_weights(ring_x, ring_z, s, half: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
     """Starts z x^T of the tile in stage s for one half of the updates."""
-    z = ring_z.index(s).reshape([L, ring_z.shape[4]])
-    x = ring_x.index(s).reshape([L, ring_x.shape[4]]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    z = ring_z.index(s).reshape([L, ring_z.shape[-1]])
+    x = ring_x.index(s).reshape([L, ring_x.shape[-1]]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
     zero = gl.zeros([L, L // 2], gl.float32, layout)
     return warpgroup_mma(z, x, zero, use_acc=False, is_async=True)
 
@@ -140,7 +146,7 @@ def consume(
     Out, state_in, state_out, n_in, n_out = tensors
     ring_x, ring_y, ring_z, ring_y2, ring_p, ring_g, ring_w, full, free, ready, normaliser = shared
     ring_floor, ring_matrix, ring_n, ring_sums, ring_inverse, ring_d = normaliser
-    T, H, length, pieces = work
+    pieces = work[3]
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
     of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
@@ -167,24 +173,25 @@ def consume(
         ring_sums.index(half).store(gl.sum(P, 1))
         first_n = gl.zeros([64], gl.float32, of_rows)
         if STATE:
-            first_n = gl.load(n_in + gl.program_id(0).to(gl.int64) * DK + rk)
+            first_n = gl.load(n_in + state_of(gl.program_id(0), work).to(gl.int64) * DK + rk)
         put_n(first_n, ring_n.index(0), half, of_n)
     ring_p.index(0).slice(half * (L // 2), L // 2, 1).store(P.to(dtype))
     fence_async_shared()
     barrier()
     mbarrier.arrive(ready.index(0), count=1)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
         tiles = (steps + L - 1) // L
         C0 = gl.zeros([64, DK], gl.float32, of_state)
         C1 = gl.zeros([64, DK], gl.float32, of_state)
         N = gl.zeros([64, 8], gl.float32, of_n)
         if STATE:
-            C1 = gl.load(state_pointers(state_in, index, column + 64 * (BLOCKS - 1), DK, DV, of_state)).to(gl.float32)
+            at = state_of(index, work)
+            C1 = gl.load(state_pointers(state_in, at, column + 64 * (BLOCKS - 1), DK, DV, of_state)).to(gl.float32)
             if BLOCKS == 2:
-                C0 = gl.load(state_pointers(state_in, index, column, DK, DV, of_state)).to(gl.float32)
+                C0 = gl.load(state_pointers(state_in, at, column, DK, DV, of_state)).to(gl.float32)
             if NORMALIZE:
-                begin = gl.expand_dims(gl.load(n_in + index.to(gl.int64) * DK + rk), 1)
+                begin = gl.expand_dims(gl.load(n_in + at.to(gl.int64) * DK + rk), 1)
                 N = gl.where(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_n)), 0) == 0, begin, 0.0)
         for step in range(0, tiles):
             z = ring_z.index(s).reshape([L, DK])
@@ -272,7 +279,7 @@ def consume(
                 out, A = warpgroup_mma_wait(2, deps=[out, A])
             y1.store(out.to(dtype))
             fence_async_shared()
-            async_store(Out, [b, h, start + t, column], y)
+            async_store(Out, coordinates(b, h, start + t, column, start + steps, work), y)
             D = gate_matrix(ring_g.index(s), L, half, of_p)
             if NORMALIZE:
                 S, C1, B, N = warpgroup_mma_wait(0, deps=[S, C1, B, N])
@@ -285,8 +292,9 @@ def consume(
                 last = step == tiles - 1
                 if STATE:
                     later = index + gl.num_programs(0)
+                    later_n = n_in + state_of(later, work, (later < pieces) & last).to(gl.int64) * DK
                     mask = (rk * 0 + later < pieces) & last
-                    next_n = gl.where(last, gl.load(n_in + later.to(gl.int64) * DK + rk, mask, 0.0), next_n)
+                    next_n = gl.where(last, gl.load(later_n + rk, mask, 0.0), next_n)
                 else:
                     next_n = gl.where(last, 0.0, next_n)
                 put_n(next_n, ring_n.index(n % 2), half, of_n)
@@ -295,11 +303,12 @@ def consume(
             barrier()
             mbarrier.arrive(ready.index(n % 2), count=1)
         if FINAL:
-            gl.store(state_pointers(state_out, index, column + 64 * (BLOCKS - 1), DK, DV, of_state), C1)
+            at = state_of(index, work)
+            gl.store(state_pointers(state_out, at, column + 64 * (BLOCKS - 1), DK, DV, of_state), C1)
             if BLOCKS == 2:
-                gl.store(state_pointers(state_out, index, column, DK, DV, of_state), C0)
+                gl.store(state_pointers(state_out, at, column, DK, DV, of_state), C0)
             if NORMALIZE:
-                gl.store(n_out + index.to(gl.int64) * DK + rk, gl.sum(N, 1))
+                gl.store(n_out + at.to(gl.int64) * DK + rk, gl.sum(N, 1))
     tma.store_wait(0)
     if SAVE_D or DELTA:
         mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1)
@@ -307,21 +316,22 @@ def consume(
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
 def columns(
-    X, Y, Z, Y2, Out, gates, state_in, state_out, n_in, n_out, d_out, T, tiles_of_head, H, GROUP, length, pieces,
+    X, Y, Z, Y2, Out, gates, state_in, state_out, n_in, n_out, d_out, order,
+    T, tiles_of_head, H, GROUP, length, pieces,
     DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
-    NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, DELTA: gl.constexpr,
+    NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """DELTA: the gate vector DELTA_P has -u and gets -u (y . y2), which are do and h."""
     dtype: gl.constexpr = X.dtype
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring_x = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DK], X.layout)
-    ring_z = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DK], Z.layout)
-    ring_y = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, L, 64 * BLOCKS], Y.layout)
+    ring_x = ring_of(X, STAGES)
+    ring_z = ring_of(Z, STAGES)
+    ring_y = ring_of(Y, 2 * STAGES)
     ring_y2 = ring_y
     if DELTA:
-        ring_y2 = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, L, 64 * BLOCKS], Y.layout)
+        ring_y2 = ring_of(Y, 2 * STAGES)
     ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
     ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
     ring_w = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
@@ -351,6 +361,8 @@ def columns(
     shared = (ring_x, ring_y, ring_z, ring_y2, ring_p, ring_g, ring_w, full, free, ready, normaliser)
     tensors = (Out, state_in, state_out, n_in, n_out)
     work = (T, H, length, pieces)
+    if PACKED:
+        work = (T, H, length, pieces, order)
     gl.warp_specialize(
         [
             (consume, (

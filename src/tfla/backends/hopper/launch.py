@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.hopper.columns import columns
+from tfla.backends.hopper.order import CUT, FIELDS, order
 from tfla.backends.hopper.rows import rows
 from tfla.backends.hopper.states import states
 from tfla.backends.triton.compiled import Tape
-from tfla.backends.triton.launch import Call, Pair, Plan, plan_of, processors, products
+from tfla.backends.triton.launch import Call, Pair, Plan, ceil_div, plan_of, processors, products
 
-TILES = gl.NVMMASharedLayout(128, 16, 4)
 ROWS = 128  # of a state that a program of `rows` has, by up to MOST columns
 MOST = 256
+FREE = 0x7FFF0000  # of a tensor descriptor: a dim that no coordinate reaches the end of
+TURNS = 8  # packed pieces that a program takes, if there are more, so that those who had short ones take more
 
 
 def pieces(columns: int) -> int:
@@ -25,11 +28,23 @@ def pieces(columns: int) -> int:
     return columns // (MOST if columns % MOST == 0 else ROWS)
 
 
-def described(x: Tensor, L: int, width: int) -> Callable[[Tensor], TensorDescriptor]:
-    """Makes descriptors of tensors like x (B, T, H, d), in tiles (L, width), past Triton's long checks."""
+def described(x: Tensor, L: int, width: int, packed: bool) -> Callable[[Tensor], TensorDescriptor]:
+    """Makes descriptors of tensors like x (B, T, H, d), in tiles (L, width), past Triton's long checks.
+
+    Those of packed sequences end where the sequence of a tile does. The copy engine cuts off at coordinates that a
+    descriptor has as constants, so rows count from CUT less what is left of the sequence, the one that it ends with is
+    another coordinate, and as addresses wrap around at 2^64 bytes, CUT of a third takes CUT rows off again.
+    """
     B, T, H, d = x.shape
     b, t, h, _ = x.stride()
-    known = vars(TensorDescriptor(x, [B, H, T, d], [b, h, t, 1], [1, 1, L, width], TILES)) | {"base": None}
+    cut: int = CUT.value
+    if packed:
+        shape, strides = [FREE, FREE, H, cut, d], [2**64 // cut - t, t, h, t, 1]
+    else:
+        shape, strides = [B, H, T, d], [b, h, t, 1]
+    block = [*[1] * (len(shape) - 2), L, width]
+    layout = gl.NVMMASharedLayout(128, 16, len(shape))
+    known = vars(TensorDescriptor(x, shape, strides, block, layout)) | {"base": None}
 
     def of(base: Tensor) -> TensorDescriptor:
         made = object.__new__(TensorDescriptor)
@@ -48,10 +63,20 @@ class HopperCall(Call):
         self.blocks = 2 if self.V % 256 == 0 else 1
         self.finds_delta = self.narrow and 128 * self.blocks == self.V  # one program has all of dh . h
         self.pieces = pieces(self.V)
+        self.order = self._order() if self.packed else self.cu
+
+    def _order(self) -> Tensor:
+        """Of packed pieces, as :mod:`.order` has it."""
+        out, block = self.new(self.segments, FIELDS.value, dtype=torch.int32), 16
+        self.launch(order, (ceil_div(self.segments, block),),
+            self.cu, out, self.x.sequences, self.steps if self.segmented else self.T + 1, self.segments, L=self.L,
+            BLOCK=block, WIDE=64, num_warps=4,
+        )  # fmt: skip
+        return out
 
     def descriptor(self, x: Tensor, width: int) -> TensorDescriptor:
         """Tiles (L, width) of x (B, T, H, d)."""
-        return self.do(described(x, self.L, width), x)
+        return self.do(described(x, self.L, width, self.packed), x)
 
     @classmethod
     def plan_for(cls, x: Inputs) -> Plan:
@@ -65,8 +90,12 @@ class HopperCall(Call):
         return of_rows if K <= ROWS else max(of_rows, V // ROWS * pieces(K))
 
     def grid(self, parts: int) -> tuple[int, int]:
-        count = self.segments * self.H
-        return max(1, min(count, processors(self.x.q.device) // parts)), parts
+        return self.programs_for(self.segments * self.H, parts), parts
+
+    def programs_for(self, count: int, parts: int) -> int:
+        """How many take so many pieces of work, each in so many parts."""
+        programs = processors(self.x.q.device) // parts
+        return max(1, min(count, TURNS * programs if self.packed else programs))
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
         x = self.x
@@ -96,10 +125,11 @@ class HopperCall(Call):
         of_qk, of_v = (lambda t: self.descriptor(t, self.K)), (lambda t: self.descriptor(t, 64 * blocks))
         self.launch(columns, self.grid(self.V // (128 * blocks)),
             of_qk(x), of_v(y), of_qk(z), gates if h is None else of_v(h), of_v(out), gates, C, C_out, n, n_out,
-            gates if d is None else d, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H,
-            DK=self.K, DV=self.V, BLOCKS=blocks,
+            gates if d is None else d, self.order, self.T, self.tiles, self.H, self.group, self.steps,
+            self.segments * self.H, DK=self.K, DV=self.V, BLOCKS=blocks,
             L=L, STAGES=3 if h is None else 2, BACK=back, SEGMENTED=self.segmented, STATE=state[0] is not None,
-            FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None, DELTA=h is not None, num_warps=4,
+            FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None, DELTA=h is not None,
+            PACKED=self.packed, num_warps=4,
         )  # fmt: skip
 
     def _transposed(
@@ -132,9 +162,9 @@ class HopperCall(Call):
         L = self.L
         self.launch(states, self.grid(self.K // ROWS * self.pieces),
             self.descriptor(x, ROWS), self.descriptor(y, self.V // self.pieces), gates, states_out,
-            decays if n is None else n, decays, self.T, self.tiles, self.H, self.group, self.steps,
+            decays if n is None else n, decays, self.order, self.T, self.tiles, self.H, self.group, self.steps,
             self.segments * self.H, DX=self.K, DY=self.V, PIECES=self.pieces, L=L, STAGES=4, BACK=back,
-            SEGMENTED=self.segmented, NORMALIZE=n is not None, SKIP=skip, num_warps=4,
+            SEGMENTED=self.segmented, NORMALIZE=n is not None, SKIP=skip, PACKED=self.packed, num_warps=4,
         )  # fmt: skip
 
     def rows(
@@ -155,9 +185,10 @@ class HopperCall(Call):
         shared = pieces(DY)
         self.launch(rows, self.grid(DX // ROWS * shared),
             self.descriptor(x, ROWS), self.descriptor(y, DY // shared), self.descriptor(z, DY // shared),
-            self.descriptor(w, 64), self.descriptor(out, 64), gates, sums, C, C_out, n, n_out, marks, n_marks, self.T,
-            self.tiles, self.H, self.group, self.steps, self.segments * self.H, DX=DX, DY=DY, PIECES=shared, L=L,
-            STAGES=2, MARKS=self.marks, BACK=back, SEGMENTED=self.segmented, STATE=state[0] is not None,
-            FINAL=final[0] is not None, NORMALIZE=self.spec.normalize and not transposed, DELTA=delta,
-            TRANSPOSED=transposed, num_warps=4,
+            self.descriptor(w, 64), self.descriptor(out, 64), gates, sums, C, C_out, n, n_out, marks, n_marks,
+            self.order, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H, DX=DX, DY=DY,
+            PIECES=shared, L=L, STAGES=2, MARKS=self.marks, BACK=back, SEGMENTED=self.segmented,
+            STATE=state[0] is not None, FINAL=final[0] is not None,
+            NORMALIZE=self.spec.normalize and not transposed, DELTA=delta, TRANSPOSED=transposed, PACKED=self.packed,
+            num_warps=4,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.hopper.launch import HopperCall
 from tfla.backends.hopper.whole import whole
 from tfla.backends.triton.compiled import Tape
-from tfla.backends.triton.launch import Pair, Plan, plan_of, processors, products
+from tfla.backends.triton.launch import Pair, Plan, plan_of, products
 
 SHARED_MEMORY = 232_448  # bytes that a program can have
 GATES = 1_536  # bytes of the gate vectors of a head in a stage
@@ -93,14 +93,14 @@ class NarrowCall(HopperCall):
         ends = (gates if t is None else t for t in (*state, *final, marks, n_marks, decays))
         C, n, C_out, n_out, marks, n_marks, decays = ends
         count = self.segments * H // heads
-        self.launch(whole, (max(1, min(count, processors(self.x.q.device))),),
+        self.launch(whole, (self.programs_for(count, 1),),
             X, Y, X if zk is None else of_k(zk), Y if zv is None else of_v(zv), Y if values is None else of_v(values),
             X if keys is None else of_k(keys), gates, gates if sums is None else sums, gates if d is None else d,
-            C, C_out, n, n_out, marks, n_marks, decays, self.T, self.tiles, H // heads, self.group, self.steps, count,
-            HEADS=heads, SHARED=shared and heads == 2, DK=K, DV=V, L=L,
+            C, C_out, n, n_out, marks, n_marks, decays, self.order, self.T, self.tiles, H // heads, self.group,
+            self.steps, count, HEADS=heads, SHARED=shared and heads == 2, DK=K, DV=V, L=L,
             STAGES=stages_of(K, V, reads, writes, heads, shared and heads == 2), MARKS=self.marks, BACK=back,
             SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None, SKIP=skip,
             VALUES=values is not None, KEYS=keys is not None,
             NORMALIZE=self.spec.normalize if normalize is None else normalize, SAVE_D=d is not None, DELTA=delta,
-            num_warps=4,
+            PACKED=self.packed, num_warps=4,
         )  # fmt: skip

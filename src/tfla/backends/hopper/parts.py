@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from tfla.backends.hopper.order import BEGINS, CUT, ENDS, FIELDS, FIRST, SLOT, STEPS, TILE
 from tfla.backends.triton.gates import COLUMN, DECAY, DELTA_P, INTER, ROW, UPDATE, VECTORS
 
 # Named differently before Triton 3.7 and 3.9.
@@ -23,27 +24,60 @@ OUT = gl.constexpr(2)  # weight of the state in an output
 CARRY = gl.constexpr(3)  # decay of the state over the tile
 GATES = gl.constexpr(4)
 
+# What work there is: tokens of a batch row, heads, steps of a segment, pieces. That of packed sequences has one more,
+# what :mod:`.order` wrote.
+WITH_ORDER = gl.constexpr(5)
+
 
 @gluon.jit
-def piece(index, T, length, H, SEGMENTED: gl.constexpr):
-    """A program's index-th piece of work: batch row, head, first step, how many steps."""
+def piece(index, work, L: gl.constexpr, SEGMENTED: gl.constexpr):
+    """The index-th piece of work: batch row, head, first step, how many steps, its first tile of those of a head."""
+    T, H, length = work[0], work[1], work[2]
     slot = index // H
-    if SEGMENTED:
+    if len(work) == WITH_ORDER:
+        row = work[4] + slot * FIELDS
+        start = gl.load(row + FIRST)
+        return slot * 0, index % H, start, gl.load(row + STEPS), gl.load(row + TILE)
+    elif SEGMENTED:
         count = (T + length - 1) // length
         start = slot % count * length
-        return slot // count, index % H, start, gl.minimum(T - start, length)
+        tile0 = slot // count * ((T + L - 1) // L) + start // L
+        return slot // count, index % H, start, gl.minimum(T - start, length), tile0
     else:
-        return slot, index % H, 0, T
+        return slot, index % H, 0, T, slot * ((T + L - 1) // L)
 
 
 @gluon.jit
-def tiles_of(start, steps, T, L: gl.constexpr, BACK: gl.constexpr, SKIP: gl.constexpr):
+def state_of(index, work, inside=True):
+    """Where the states of the index-th piece of work are among those of all."""
+    if len(work) == WITH_ORDER:
+        H = work[1]
+        return gl.load(work[4] + index // H * FIELDS + SLOT, mask=inside) * H + index % H
+    else:
+        return index
+
+
+@gluon.jit
+def tiles_of(index, start, steps, work, L: gl.constexpr, BACK: gl.constexpr, SKIP: gl.constexpr):
     """How many a walk takes of a piece; with SKIP none of the last of a sequence, what is behind which nobody wants."""
     tiles = (steps + L - 1) // L
-    if SKIP:
-        return gl.where(start == 0 if BACK else start + steps == T, 0, tiles)
-    else:
+    if not SKIP:
         return tiles
+    elif len(work) == WITH_ORDER:
+        row = work[4] + index // work[1] * FIELDS
+        return gl.where(gl.load(row + (BEGINS if BACK else ENDS)) != 0, 0, tiles)
+    else:
+        return gl.where(start == 0 if BACK else start + steps == work[0], 0, tiles)
+
+
+@gluon.jit
+def coordinates(b, h, t, column, end, work):
+    """Of a tile in tensors as :func:`~tfla.backends.hopper.launch.described` has them. Of packed sequences no row from
+    `end` on is read, which gives zeros, or written."""
+    if len(work) == WITH_ORDER:
+        return CUT, end, h, CUT - end + t, column
+    else:
+        return b, h, t, column
 
 
 @gluon.jit
@@ -59,6 +93,12 @@ def state_pointers(
         return first + c * DX + r
     else:
         return first + r * DY + c
+
+
+@gluon.jit
+def ring_of(tensor, stages: gl.constexpr):
+    """Shared memory for so many tiles of a tensor."""
+    return gl.allocate_shared_memory(tensor.dtype, [stages] + tensor.block_type.shape, tensor.layout)  # noqa: RUF005
 
 
 @gluon.jit
@@ -79,7 +119,7 @@ def load_gates(
 
     It also carries d of a tile, or delta, to memory once the stage is free: consumers have no time for that.
     """
-    T, H, length, pieces = work
+    pieces = work[3]
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
     of_matrix: gl.constexpr = gl.BlockedLayout([8, L // 32], [1, 32], [1, 1], [1, 0])
     r = gl.arange(0, L, layout)
@@ -88,9 +128,9 @@ def load_gates(
     saved = gl.program_id(0)  # the piece of the tile whose d is carried next, and which it is there
     saved_tile = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
-        tiles = tiles_of(start, steps, T, L, BACK, SKIP)
-        at = gates + (h.to(gl.int64) * tiles_of_head + b * ((T + L - 1) // L) + start // L) * (VECTORS * L) + r
+        _b, h, start, steps, tile0 = piece(index, work, L, SEGMENTED)
+        tiles = tiles_of(index, start, steps, work, L, BACK, SKIP)
+        at = gates + (h.to(gl.int64) * tiles_of_head + tile0) * (VECTORS * L) + r
         for i in range(0, tiles):
             t = tiles - 1 - i if BACK else i
             tile = at + t * (VECTORS * L)
@@ -145,12 +185,12 @@ def carry_out(
 ):  # fmt: skip
     """d of the i-th tile walked of a piece to memory, or delta, the sum of parts of dh . h times what is in its place,
     -u; returns piece and tile that come next."""
-    T, H, length, _ = work
+    T, H = work[0], work[1]
     L: gl.constexpr = r.shape[0]
-    b, h, start, steps = piece(index, T, length, H, SEGMENTED)
+    b, h, start, steps, tile0 = piece(index, work, L, SEGMENTED)
     tiles = (steps + L - 1) // L
     if DELTA:
-        tile = h.to(gl.int64) * tiles_of_head + b * ((T + L - 1) // L) + start // L + tiles - 1 - i
+        tile = h.to(gl.int64) * tiles_of_head + tile0 + tiles - 1 - i
         at = gates + (tile * VECTORS + DELTA_P) * L + r
         dot = carried.slice(0, L, 0).load(r.type.layout)
         for part in gl.static_range(1, carried.shape[0] // L):

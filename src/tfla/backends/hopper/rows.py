@@ -33,12 +33,15 @@ from tfla.backends.hopper.parts import (
     async_load,
     async_store,
     barrier,
+    coordinates,
     gate_matrix,
     load_gates,
     piece,
     place,
+    ring_of,
     scaled,
     seen,
+    state_of,
     state_pointers,
     warp_sums,
 )
@@ -53,15 +56,16 @@ def load_tiles(
 ):  # fmt: skip
     """The loader: one warp."""
     ring_x, ring_y, ring_z, ring_w = rings
-    T, H, length, pieces = work
+    pieces = work[3]
     n = 0
     row = gl.program_id(1) // PIECES * 128
-    column = gl.program_id(1) % PIECES * Y.block_type.shape[3]
+    column = gl.program_id(1) % PIECES * Y.block_type.shape[-1]
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if BACK else i) * L
+            end = start + steps
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
             bar = full.index(s)
@@ -69,12 +73,14 @@ def load_tiles(
             mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes + Z.block_type.nbytes + of_w)
             of_x = h if TRANSPOSED else h // GROUP
             of_y = h // GROUP if TRANSPOSED else h
-            async_load(Z, [b, of_y, t, column], bar, ring_z.index(s))
-            async_load(Y, [b, of_y, t, column], bar, ring_y.index(s))
-            async_load(X, [b, of_x, t, row], bar, ring_x.index(s))
+            y = coordinates(b, of_y, t, column, end, work)
+            x = coordinates(b, of_x, t, row, end, work)
+            async_load(Z, y, bar, ring_z.index(s))
+            async_load(Y, y, bar, ring_y.index(s))
+            async_load(X, x, bar, ring_x.index(s))
             if not TRANSPOSED:
-                async_load(W, [b, of_x, t, row], bar, ring_w.index(2 * s))
-                async_load(W, [b, of_x, t, row + 64], bar, ring_w.index(2 * s + 1))
+                async_load(W, x, bar, ring_w.index(2 * s))
+                async_load(W, coordinates(b, of_x, t, row + 64, end, work), bar, ring_w.index(2 * s + 1))
             n += 1
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
@@ -91,8 +97,8 @@ def load_state(
 @gluon.jit
 def start_weights(ring_y, ring_z, s, half: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
     """Starts z y^T of the tile in stage s for one half of the updates."""
-    z = ring_z.index(s).reshape([L, ring_z.shape[4]])
-    y = ring_y.index(s).reshape([L, ring_y.shape[4]]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    z = ring_z.index(s).reshape([L, ring_z.shape[-1]])
+    y = ring_y.index(s).reshape([L, ring_y.shape[-1]]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
     zero = gl.zeros([L, L // 2], gl.float32, layout)
     return warpgroup_mma(z, y, zero, use_acc=False, is_async=True)
 
@@ -135,7 +141,7 @@ def consume(
     ring_x, ring_y, ring_z, ring_w = rings
     ring_p, ring_g, ring_u, ring_d = gate_rings
     state_in, state_out, n_in, n_out, marks, n_marks = states
-    T, H, length, pieces = work
+    T, H, pieces = work[0], work[1], work[3]
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
     of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
     of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
@@ -160,22 +166,22 @@ def consume(
     put_weights(S, ring_g.index(0), ring_d.index(0), ring_p.index(0), i, j, half, L, BACK, DELTA, of_p)
     mbarrier.arrive(ready.index(0), count=1)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
+        b, h, start, steps, tile = piece(index, work, L, SEGMENTED)
         tiles = (steps + L - 1) // L
         first = b.to(gl.int64) * T + start
         mark = (first // MARKS - 1) * H + h
-        tile0 = (gl.program_id(1).to(gl.int64) * H + h) * tiles_of_head + b * ((T + L - 1) // L) + start // L
+        tile0 = (gl.program_id(1).to(gl.int64) * H + h) * tiles_of_head + tile
         sums = w_out + tile0 * (8 * L) + half * (4 * L)
-        n_at = index.to(gl.int64) * DX + rk
         C0 = gl.zeros([64, 128], gl.float32, of_state)
         C1 = gl.zeros([64, 128], gl.float32, of_state)
         N = gl.zeros([64], gl.float32, of_n)
         if STATE:
-            C0 = load_state(state_in, index, row, column, DX, DY, TRANSPOSED, of_state)
+            of_piece = state_of(index, work)
+            C0 = load_state(state_in, of_piece, row, column, DX, DY, TRANSPOSED, of_state)
             if BLOCKS == 2:
-                C1 = load_state(state_in, index, row, column + 128, DX, DY, TRANSPOSED, of_state)
+                C1 = load_state(state_in, of_piece, row, column + 128, DX, DY, TRANSPOSED, of_state)
             if NORMALIZE:
-                N = gl.load(n_in + n_at, mask=has_n, other=0.0)
+                N = gl.load(n_in + of_piece.to(gl.int64) * DX + rk, mask=has_n, other=0.0)
         for step in range(0, tiles):
             x = ring_x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
             y = ring_y.index(s).reshape([L, WIDTH])
@@ -224,7 +230,7 @@ def consume(
                 put_sums(warp_sums(out * w_t.load(of_out).to(gl.float32), L), sums + t * 8, L)
             w_t.store(out.to(dtype))
             fence_async_shared()
-            async_store(Out, [b, h * PIECES + part, start + t, row], w)
+            async_store(Out, coordinates(b, h * PIECES + part, start + t, row, start + steps, work), w)
             s += 1
             if s == STAGES:
                 s = 0
@@ -249,34 +255,34 @@ def consume(
             put_weights(S, ring_g.index(s), ring_d.index(s), ring_p.index(n % 2), i, j, half, L, BACK, DELTA, of_p)
             mbarrier.arrive(ready.index(n % 2), count=1)
         if FINAL:
-            gl.store(state_pointers(state_out, index, row, column, DX, DY, TRANSPOSED, of_state), C0)
+            of_piece = state_of(index, work)
+            gl.store(state_pointers(state_out, of_piece, row, column, DX, DY, TRANSPOSED, of_state), C0)
             if BLOCKS == 2:
-                gl.store(state_pointers(state_out, index, row, column + 128, DX, DY, TRANSPOSED, of_state), C1)
+                gl.store(state_pointers(state_out, of_piece, row, column + 128, DX, DY, TRANSPOSED, of_state), C1)
             if NORMALIZE:
-                gl.store(n_out + n_at, N, mask=has_n)
+                gl.store(n_out + of_piece.to(gl.int64) * DX + rk, N, mask=has_n)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
 def rows(
-    X, Y, Z, W, Out, gates, w_out, state_in, state_out, n_in, n_out, marks, n_marks,
+    X, Y, Z, W, Out, gates, w_out, state_in, state_out, n_in, n_out, marks, n_marks, order,
     T, tiles_of_head, H, GROUP, length, pieces,
     DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
-    NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr,
+    NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """States are (DX, DY), TRANSPOSED in memory (DY, DX); then W, w_out and the marks are not used.
 
     Outputs of PIECES programs, each with as many of the columns, lie side by side as if each head were so many.
     """
     dtype: gl.constexpr = X.dtype
-    WIDTH: gl.constexpr = DY // PIECES
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring_x = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, 128], X.layout)
-    ring_y = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, WIDTH], Y.layout)
-    ring_z = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, WIDTH], Z.layout)
-    ring_w = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, L, 64], W.layout)
+    ring_x = ring_of(X, STAGES)
+    ring_y = ring_of(Y, STAGES)
+    ring_z = ring_of(Z, STAGES)
+    ring_w = ring_of(W, 2 * STAGES)
     ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
     ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
     ring_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
@@ -294,6 +300,8 @@ def rows(
     gate_rings = (ring_p, ring_g, ring_u, ring_d)
     states = (state_in, state_out, n_in, n_out, marks, n_marks)
     work = (T, H, length, pieces)
+    if PACKED:
+        work = (T, H, length, pieces, order)
     gl.warp_specialize(
         [
             (consume, (

@@ -21,10 +21,13 @@ from tfla.backends.hopper.parts import (
     CARRY,
     GATES,
     async_load,
+    coordinates,
     load_gates,
     piece,
     place,
+    ring_of,
     scaled,
+    state_of,
     state_pointers,
     tiles_of,
     weights,
@@ -39,21 +42,22 @@ def load_tiles(
 ):  # fmt: skip
     """The loader: one warp."""
     ring_x, ring_y = rings
-    T, H, length, pieces = work
+    pieces = work[3]
     n = 0
     row = gl.program_id(1) // PIECES * 128
-    column = gl.program_id(1) % PIECES * Y.block_type.shape[3]
+    column = gl.program_id(1) % PIECES * Y.block_type.shape[-1]
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
-        tiles = tiles_of(start, steps, T, L, BACK, SKIP)
+        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
+        tiles = tiles_of(index, start, steps, work, L, BACK, SKIP)
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if BACK else i) * L
+            end = start + steps
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
             bar = full.index(s)
             mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes)
-            async_load(X, [b, h // GROUP, t, row], bar, ring_x.index(s))
-            async_load(Y, [b, h, t, column], bar, ring_y.index(s))
+            async_load(X, coordinates(b, h // GROUP, t, row, end, work), bar, ring_x.index(s))
+            async_load(Y, coordinates(b, h, t, column, end, work), bar, ring_y.index(s))
             n += 1
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
@@ -68,7 +72,7 @@ def add_up(
 ):  # fmt: skip
     """One warpgroup, with 64 rows."""
     ring_x, ring_y = rings
-    T, H, length, pieces = work
+    pieces = work[3]
     WIDTH: gl.constexpr = DY // PIECES
     of_x: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
     of_n: gl.constexpr = gl.SliceLayout(1, of_x)
@@ -80,12 +84,12 @@ def add_up(
     s = 0
     phase = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _b, _h, start, steps = piece(index, T, length, H, SEGMENTED)
+        _b, _h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
         C0 = gl.zeros([64, 128], gl.float32, of_state)
         C1 = gl.zeros([64, 128], gl.float32, of_state)
         N = gl.zeros([64], gl.float32, of_n)
         total = one.to(gl.float32) + 1.0
-        for _ in range(0, tiles_of(start, steps, T, L, BACK, SKIP)):
+        for _ in range(0, tiles_of(index, start, steps, work, L, BACK, SKIP)):
             mbarrier.wait(full.index(s), phase)
             x = ring_x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
             y = ring_y.index(s).reshape([L, WIDTH])
@@ -111,26 +115,27 @@ def add_up(
             if s == STAGES:
                 s = 0
                 phase ^= 1
+        at = state_of(index, work)
         dtype: gl.constexpr = state_out.dtype.element_ty
-        gl.store(state_pointers(state_out, index, row, column, DX, DY, False, of_state), C0.to(dtype))
+        gl.store(state_pointers(state_out, at, row, column, DX, DY, False, of_state), C0.to(dtype))
         if WIDTH == 256:
-            gl.store(state_pointers(state_out, index, row, column + 128, DX, DY, False, of_state), C1.to(dtype))
+            gl.store(state_pointers(state_out, at, row, column + 128, DX, DY, False, of_state), C1.to(dtype))
         if NORMALIZE:
             rk = row + gl.arange(0, 64, of_n)
-            gl.store(n_out + index.to(gl.int64) * DX + rk, N, mask=rk * 0 + column == 0)
-        gl.store(decays + index + one, total, mask=one + row + column == 0)
+            gl.store(n_out + at.to(gl.int64) * DX + rk, N, mask=rk * 0 + column == 0)
+        gl.store(decays + at + one, total, mask=one + row + column == 0)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
 def states(
-    X, Y, gates, state_out, n_out, decays, T, tiles_of_head, H, GROUP, length, pieces,
+    X, Y, gates, state_out, n_out, decays, order, T, tiles_of_head, H, GROUP, length, pieces,
     DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
-    BACK: gl.constexpr, SEGMENTED: gl.constexpr, NORMALIZE: gl.constexpr, SKIP: gl.constexpr,
+    BACK: gl.constexpr, SEGMENTED: gl.constexpr, NORMALIZE: gl.constexpr, SKIP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = X.dtype
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring_x = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, 128], X.layout)
-    ring_y = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, L, DY // PIECES], Y.layout)
+    ring_x = ring_of(X, STAGES)
+    ring_y = ring_of(Y, STAGES)
     ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
     ring_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -141,6 +146,8 @@ def states(
     fence_async_shared()
     rings = (ring_x, ring_y)
     work = (T, H, length, pieces)
+    if PACKED:
+        work = (T, H, length, pieces, order)
     gl.warp_specialize(
         [
             (add_up, (

@@ -36,12 +36,15 @@ from tfla.backends.hopper.parts import (
     async_load,
     async_store,
     barrier,
+    coordinates,
     gate_matrix,
     load_gates,
     piece,
     place,
+    ring_of,
     scaled,
     seen,
+    state_of,
     state_pointers,
     tiles_of,
     weights,
@@ -58,28 +61,31 @@ def load_tiles(
     """The loader: one warp."""
     X, Y, ZK, ZV = tensors
     ring_x, ring_y, ring_zk, ring_zv = rings
-    T, H, length, pieces = work
+    pieces = work[3]
     COPIES: gl.constexpr = 1 if SHARED else HEADS
     of_k: gl.constexpr = X.block_type.nbytes * (2 if READS else 1) * COPIES
     of_v: gl.constexpr = Y.block_type.nbytes * (2 if KEYS else 1) * HEADS
     n = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps = piece(index, T, length, H, SEGMENTED)
-        tiles = tiles_of(start, steps, T, L, BACK, SKIP)
+        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
+        tiles = tiles_of(index, start, steps, work, L, BACK, SKIP)
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if BACK else i) * L
+            end = start + steps
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
             bar = full.index(s)
             mbarrier.expect(bar, of_k + of_v)
             for e in gl.static_range(COPIES):
-                async_load(X, [b, (h * HEADS + e) // GROUP, t, 0], bar, ring_x.index(COPIES * s + e))
+                x = coordinates(b, (h * HEADS + e) // GROUP, t, 0, end, work)
+                async_load(X, x, bar, ring_x.index(COPIES * s + e))
                 if READS:
-                    async_load(ZK, [b, (h * HEADS + e) // GROUP, t, 0], bar, ring_zk.index(COPIES * s + e))
+                    async_load(ZK, x, bar, ring_zk.index(COPIES * s + e))
             for e in gl.static_range(HEADS):
-                async_load(Y, [b, h * HEADS + e, t, 0], bar, ring_y.index(HEADS * s + e))
+                y = coordinates(b, h * HEADS + e, t, 0, end, work)
+                async_load(Y, y, bar, ring_y.index(HEADS * s + e))
                 if KEYS:
-                    async_load(ZV, [b, h * HEADS + e, t, 0], bar, ring_zv.index(HEADS * s + e))
+                    async_load(ZV, y, bar, ring_zv.index(HEADS * s + e))
             n += 1
 
 
@@ -119,7 +125,7 @@ def consume(
     ring_g, ring_u, ring_e = gate_rings
     full, free = barriers
     part, given, taken = exchange
-    T, H, length, pieces = work
+    T, H, pieces = work[0], work[1], work[3]
     READS: gl.constexpr = VALUES or KEYS
     COPIES: gl.constexpr = 1 if SHARED else HEADS
     copy: gl.constexpr = 0 if SHARED else head
@@ -142,17 +148,17 @@ def consume(
     phase = 0
     n = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, hp, start, steps = piece(index, T, length, H, SEGMENTED)
+        b, hp, start, steps, tile = piece(index, work, L, SEGMENTED)
         h = hp * HEADS + head
-        at_state = index * HEADS + head
-        tiles = tiles_of(start, steps, T, L, BACK, SKIP)
+        tiles = tiles_of(index, start, steps, work, L, BACK, SKIP)
         first = b.to(gl.int64) * T + start
         mark = (first // MARKS - 1) * (H * HEADS) + h
-        tile0 = h.to(gl.int64) * tiles_of_head + b * ((T + L - 1) // L) + start // L
+        tile0 = h.to(gl.int64) * tiles_of_head + tile
         C = gl.zeros([DK, DV], gl.float32, of_v)
         N = gl.zeros([DK], gl.float32, of_n)
         total = one.to(gl.float32) + 1.0
         if STATE:
+            at_state = state_of(index, work) * HEADS + head
             C = gl.load(state_pointers(state_in, at_state, 0, 0, DK, DV, False, of_v, DK, DV)).to(gl.float32)
             if NORMALIZE:
                 N = gl.load(n_in + at_state.to(gl.int64) * DK + rk)
@@ -260,9 +266,10 @@ def consume(
             else:
                 mbarrier.arrive(free.index(s), count=1)
             if VALUES:
-                async_store(OutV, [b, h, start + t, 0], ring_y.index(HEADS * s + head))
+                async_store(OutV, coordinates(b, h, start + t, 0, start + steps, work), ring_y.index(HEADS * s + head))
             if KEYS and copy == head:
-                async_store(OutK, [b, hp * COPIES + copy, start + t, 0], ring_zk.index(COPIES * s + copy))
+                at_k = coordinates(b, hp * COPIES + copy, start + t, 0, start + steps, work)
+                async_store(OutK, at_k, ring_zk.index(COPIES * s + copy))
             if KEYS:
                 at = t if BACK else t + L
                 if at % MARKS == 0 and at < steps and at > 0:
@@ -276,6 +283,7 @@ def consume(
                 phase ^= 1
             n += 1
         if FINAL:
+            at_state = state_of(index, work) * HEADS + head
             to_dtype: gl.constexpr = state_out.dtype.element_ty
             gl.store(state_pointers(state_out, at_state, 0, 0, DK, DV, False, of_v, DK, DV), C.to(to_dtype))
             if NORMALIZE:
@@ -288,12 +296,12 @@ def consume(
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
 def whole(
-    X, Y, ZK, ZV, OutV, OutK, gates, w_out, d_out, state_in, state_out, n_in, n_out, marks, n_marks, decays,
+    X, Y, ZK, ZV, OutV, OutK, gates, w_out, d_out, state_in, state_out, n_in, n_out, marks, n_marks, decays, order,
     T, tiles_of_head, H, GROUP, length, pieces,
     HEADS: gl.constexpr, SHARED: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
     FINAL: gl.constexpr, SKIP: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr, NORMALIZE: gl.constexpr,
-    SAVE_D: gl.constexpr, DELTA: gl.constexpr,
+    SAVE_D: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """H is how often HEADS heads there are; with SHARED OutK has so many."""
     dtype: gl.constexpr = X.dtype
@@ -302,17 +310,17 @@ def whole(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     EXTRA: gl.constexpr = (DELTA_P if DELTA else -1) if KEYS else (FLOOR if NORMALIZE and READS else -1)
     COPIES: gl.constexpr = 1 if SHARED else HEADS
-    ring_x = gl.allocate_shared_memory(dtype, [COPIES * STAGES, 1, 1, L, DK], X.layout)
-    ring_y = gl.allocate_shared_memory(dtype, [HEADS * STAGES, 1, 1, L, DV], Y.layout)
+    ring_x = ring_of(X, COPIES * STAGES)
+    ring_y = ring_of(Y, HEADS * STAGES)
     ring_zk = ring_x
     ring_zv = ring_y
     ring_c = ring_y
     ring_n = ring_y
     if READS:
-        ring_zk = gl.allocate_shared_memory(dtype, [COPIES * STAGES, 1, 1, L, DK], ZK.layout)
+        ring_zk = ring_of(ZK, COPIES * STAGES)
         ring_c = gl.allocate_shared_memory(dtype, [HEADS, DK, DV], square)
     if KEYS:
-        ring_zv = gl.allocate_shared_memory(dtype, [HEADS * STAGES, 1, 1, L, DV], ZV.layout)
+        ring_zv = ring_of(ZV, HEADS * STAGES)
     if NORMALIZE:
         ring_n = gl.allocate_shared_memory(gl.float32, [HEADS, DK], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -337,6 +345,8 @@ def whole(
     sums = (w_out, d_out)
     barriers = (full, free)
     work = (T, H, length, pieces)
+    if PACKED:
+        work = (T, H, length, pieces, order)
     ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
     ring_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
     ring_e = ring_g

@@ -357,11 +357,14 @@ def gate_gradients(
     q_dq, k_dk (PARTS, H, tiles, NP, L); dots of `mark_dots`; C to dn_first as in `start_dot`; outputs (B, T, H).
     """
     slot = tl.program_id(0)
-    t = tl.program_id(1) * MARKS + tl.arange(0, MARKS)
+    part = tl.program_id(1)
+    if PACKED and not SEGMENTED:  # of a longest sequence that nobody knows most programs would have nothing
+        slot, _, _, begin, _ = locate(cu, sequences, T, slot, MARKS, PACKED)
+        part = (begin // MARKS).to(tl.int32)
+    t = part * MARKS + tl.arange(0, MARKS)
     h = tl.program_id(2).to(tl.int64)
     first, length, b, t_first, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
-    if tl.program_id(1) * MARKS < length:
-        part = tl.program_id(1)
+    if part * MARKS < length:
         mark = (first // MARKS + part - 1) * H + h
         start = 0.0
         start = start.to(tl.float64)

@@ -350,7 +350,10 @@ class Call:
         k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, (dC, dn), last)
         bounds = (gates if t is None else t for t in (*start, dC, dn, *first))
         dots = self.mark_dots(*states, *cotangents)
-        self.launch(gate_kernels.gate_gradients, (self.segments, ceil_div(self.longest, self.marks), self.H),
+        places = self.segments, ceil_div(self.longest, self.marks)
+        if self.packed and not self.segmented:
+            places = self.slots(self.marks), 1
+        self.launch(gate_kernels.gate_gradients, (*places, self.H),
             q_dq, k_dk, dots, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
             PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
