@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import FORMS, Way, check, problem, solve, truth
+from torch._subclasses import FakeTensorMode
+
+from tfla.backends import Inputs
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 64, pytest.param(100, marks=pytest.mark.interpreter), 1000])
@@ -40,3 +43,29 @@ def test_chunk_size_picked_at_the_call(
     p = problem(form, dtype=way.widest, T=131, lengths=lengths, Hq=1, H=2, carried=carried)
     check(solve(p, way, chunk_size=triton.LATER), truth(p), p.dtype)
     assert len(picked) == 2  # forward and backward
+
+
+@pytest.mark.parametrize(
+    ("sequences", "H", "packed", "segment"),
+    [
+        (32, 16, True, None), (32, 16, False, None), (8, 16, False, None), (8, 16, True, 4096), (1, 2, True, 1024),
+        (1, 2, False, 1024), (32, 4, True, 1024), (32, 4, False, None),
+    ],
+)  # fmt: skip
+def test_segments_where_multiprocessors_would_be_idle(
+    sequences: int, H: int, packed: bool, segment: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 65,536 tokens on 132 multiprocessors; among packed sequences one is expected to be long."""
+    pytest.importorskip("triton")
+    from tfla.backends.triton import launch
+
+    class Kind(launch.Call):
+        plan_for = classmethod(lambda cls, x: launch.plan_of(128, 256, 2, "tf32", 90))
+        programs = classmethod(lambda cls, x: 1)
+
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    B, T = (1, 65_536) if packed else (sequences, 65_536 // sequences)
+    with FakeTensorMode():
+        q, v, g = (torch.empty(B, T, H, *d, device="cuda") for d in ((128,), (256,), ()))
+        ends = torch.empty(sequences + 1, dtype=torch.int32, device="cuda") if packed else None
+        assert launch.best_chunk_size(Inputs(q, q, v, g, g, None, None, None, ends), Kind) == (segment or T)

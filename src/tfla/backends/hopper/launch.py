@@ -20,7 +20,7 @@ from tfla.backends.triton.launch import Call, Pair, Plan, ceil_div, plan_of, pro
 ROWS = 128  # of a state that a program of `rows` has, by up to MOST columns
 MOST = 256
 FREE = 0x7FFF0000  # of a tensor descriptor: a dim that no coordinate reaches the end of
-TURNS = 8  # packed pieces that a program takes, if there are more, so that those who had short ones take more
+TURNS = 4  # programs for each multiprocessor, at most, with packed pieces: one that is done early takes more of them
 
 
 def pieces(columns: int) -> int:
