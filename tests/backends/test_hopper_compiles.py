@@ -19,7 +19,7 @@ CASES = [
     "exp,256,512,bfloat16,segmented,state",
     "sigmoid,512,512,float16",
     "exp,64,64,float16,segmented,state",
-    "exp,64,128,bfloat16",
+    "exp,128,64,bfloat16,segmented",
     "sigmoid,128,64,bfloat16,grouped",
     "exp,128,256,bfloat16,packed",
     "exp,128,256,bfloat16,packed,segmented,state",
