@@ -74,7 +74,7 @@ def assemble(
         cubin = make_cubin(self, ptx, metadata, *rest)
     metadata["registers"] = sum(map(int, re.findall(r"Used (\d+) registers", said)))
     metadata["spilled"] = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
-    metadata["serialized"] = said.count("C7512")  # ptxas waits after every wgmma
+    metadata["serialized"] = said.count("instructions are serialized")  # ptxas waits after every wgmma
     return cubin
 
 
