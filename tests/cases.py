@@ -307,9 +307,11 @@ def size_of_terms(p: Problem) -> dict[str, float]:
 
 
 def check_beside_terms(found: Mapping[str, Tensor], p: Problem, tolerance: float) -> None:
-    """Every quantity is within the tolerance of the terms it is made of."""
+    """Every quantity is within the tolerance of the terms it is made of, absolute where those are zero."""
     exact, sizes = truth(p), size_of_terms(p)
-    found_errors = {name: ((x.double() - exact[name]).norm() / sizes[name]).item() for name, x in found.items()}
+    found_errors = {
+        name: ((x.double() - exact[name]).norm() / (sizes[name] or 1.0)).item() for name, x in found.items()
+    }
     assert all(e <= tolerance for e in found_errors.values()), {name: f"{e:.1e}" for name, e in found_errors.items()}
 
 

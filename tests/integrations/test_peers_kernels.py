@@ -7,7 +7,7 @@ cannot do on this GPU or with this Triton is skipped, and says so.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -16,11 +16,19 @@ import torch.nn.functional as F
 from cases import INTERPRETED, TOLERANCE, error
 from torch import Tensor
 
+from tfla.bench.candidates import compiled_together
 from tfla.bench.peers import mamba_module
 from tfla.integrations import fla, mamba, mlstm_kernels
 
 PEERS = 3e-2  # theirs round inside; another function is off by about 1
 Results = list[Tensor]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def tuned_briefly() -> Iterator[None]:
+    """Theirs have hundreds of candidates."""
+    with compiled_together():
+        yield
 
 
 @pytest.fixture
