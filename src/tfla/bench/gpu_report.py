@@ -85,7 +85,7 @@ def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
 def _other_tables(rows: list[Row], axis: str) -> list[str]:
     """What the last direction has besides times: memory, stored states where the chunk size is the axis, tokens per
     second and the operator's part of training steps."""
-    direction = rows[-1]["direction"]
+    *_, direction = dict.fromkeys(r["direction"] for r in rows)
     parts = []
     for key, title, digits, unit in (
         ("peak_bytes", f"peak memory, {direction}, GiB", 2, 2**30),
