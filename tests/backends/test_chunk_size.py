@@ -49,7 +49,7 @@ def test_chunk_size_picked_at_the_call(
     ("sequences", "H", "packed", "segment"),
     [
         (32, 16, True, None), (32, 16, False, None), (8, 16, False, None), (8, 16, True, 4096), (1, 2, True, 1024),
-        (1, 2, False, 1024), (32, 4, True, 1024), (32, 4, False, None),
+        (1, 2, False, 1024), (32, 4, True, 1024), (32, 4, False, None), (8, 5, False, 2752), (1, 16, False, 8192),
     ],
 )  # fmt: skip
 def test_segments_where_multiprocessors_would_be_idle(
