@@ -44,7 +44,8 @@ def test_compiles_and_fits(tmp_path: Path) -> None:
     for answer in answers:
         assert answer["failure"] is None
         walks = [row for row in answer["kernels"] if row["kernel"] in WALKS]
-        assert len(walks) >= 3
+        in_one = any(row["kernel"].startswith("whole") for row in walks)  # dk and dv
+        assert len(walks) >= (3 if in_one else 4)
         for row in walks:
             assert row["shared"] <= SHARED, row
             assert row["spilled"] <= SPILLED, row
