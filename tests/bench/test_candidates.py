@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
+import os
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +14,12 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 class Kernel:
-    """As much of a Triton kernel as an autotuner needs; compiling ends when both candidates have begun."""
+    """As much of a Triton kernel as an autotuner needs; what is compiled leaves a file that says by which process."""
 
     arg_names = ("x", "n", "BLOCK")
 
-    def __init__(self) -> None:
-        self.log, self.both = [], threading.Barrier(2)
+    def __init__(self, cache: Path) -> None:
+        self.log, self.cache = [], cache
 
     @staticmethod
     def fn(x, n, BLOCK):
@@ -28,27 +29,32 @@ class Kernel:
         from triton.runtime._async_compile import active_mode
 
         def compile_it():
-            self.both.wait(timeout=20)
-            self.log.append(("compiled", BLOCK))
+            made = self.cache / str(BLOCK)
+            if BLOCK == 64:
+                raise ValueError("cannot be compiled")
+            if not made.exists():
+                made.write_text(str(os.getpid()))
 
         active_mode.get().submit(BLOCK, compile_it, lambda kernel: None)
 
     def run(self, *args, BLOCK, **rest):
-        self.log.append(("ran", BLOCK))
+        self.log.append((BLOCK, sorted(int(made.name) for made in self.cache.iterdir())))
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["library says how to time", "Triton's default"])
-def test_all_candidates_are_compiled_before_the_first_runs(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_candidates_are_compiled_before_the_first_runs(
+    own: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     triton = pytest.importorskip("triton", minversion="3.5")
     from triton.runtime.autotuner import Autotuner
 
-    kernel = Kernel()
-    configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (16, 32)]
+    kernel = Kernel(tmp_path)
+    configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (16, 32, 64)]
 
     def seconds(call, quantiles, **short):
         assert short == ({} if own else {"warmup": candidates.WARMUP, "rep": candidates.SAMPLES})
         call()
-        return [1.0 / kernel.log[-1][1]] * 3
+        return [1.0 / kernel.log[-1][0] + (kernel.log[-1][0] == 64)] * 3
 
     monkeypatch.setattr("triton.testing.do_bench", seconds)
     tuned = Autotuner(kernel, kernel.arg_names, configs, ["n"], None, None, do_bench=seconds if own else None)
@@ -57,5 +63,7 @@ def test_all_candidates_are_compiled_before_the_first_runs(own: bool, monkeypatc
         tuned.run(object(), n=3, grid=(1,), warmup=False)
         tuned.run(object(), n=3, grid=(1,), warmup=False)  # is not tuned again
     assert Autotuner.prune_configs is before
-    assert sorted(kernel.log[:2]) == [("compiled", 16), ("compiled", 32)]
-    assert kernel.log[2:] == [("ran", 16), ("ran", 32), ("ran", 32), ("ran", 32)]
+    made = [int((tmp_path / size).read_text()) for size in ("16", "32")]
+    assert os.getpid() not in made
+    assert [size for size, _ in kernel.log] == [16, 32, 64, 32, 32]  # those compared, then the best
+    assert all(compiled == [16, 32] for _, compiled in kernel.log)

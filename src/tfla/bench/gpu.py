@@ -203,7 +203,7 @@ class Run:
         there = [e for e in entries if e.needs is None or installed(e.needs)]
         self.waiting = len(there) * len(self.xs)
         ahead = self.config.device != "cpu"
-        if ahead and not self.suite.alone:
+        if ahead and not self.suite.alone and len(there) > 1:
             self.compile(there)
         for entry in entries:
             if entry not in there:
