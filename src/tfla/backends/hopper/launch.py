@@ -57,6 +57,11 @@ def described(x: Tensor, L: int, width: int, packed: bool) -> Callable[[Tensor],
 class HopperCall(Call):
     """As `Call`, with walks of its own."""
 
+    states: Tensor  # at marks, which the walk for dq leaves
+    n_states: Tensor
+    dots: Tensor  # with their cotangents, in parts, which the walk for dk leaves
+    warps = 8  # of a program, which leave a part each
+
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         super().__init__(tape, x, spec)
         self.narrow = self.K <= ROWS  # a program of `columns` has a whole row of the state
@@ -139,7 +144,7 @@ class HopperCall(Call):
         """`rows` of C^T: o, or walking back dv."""
         shared = pieces(self.K)
         parts = out if shared == 1 else self.new(self.B, self.T, self.H * shared, self.V, dtype=out.dtype)
-        self._rows(x, y, z, out, parts, gates, gates, gates, gates, False, back, (state, None), (final, None), True)
+        self._rows(x, y, z, out, parts, gates, gates, False, back, (state, None), (final, None), True)
         if shared > 1:
             self.sum_of_groups(parts, shared, out)
 
@@ -171,21 +176,30 @@ class HopperCall(Call):
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
         state: Pair, final: Pair,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        sums = self.new(self.K // ROWS * self.pieces, self.H, self.tiles, ROWS // 16, self.L)
-        marks, n_marks = self.new_marks(sums)
-        self._rows(x, y, z, w, out, gates, sums, marks, n_marks, delta, back, state, final, False)
-        return sums, marks, n_marks
+        parts = self.K // ROWS * self.pieces
+        sums = self.new(parts, self.H, self.tiles, ROWS // 16, self.L)
+        if back:
+            self.dots = self.new(self.states.shape[0] * self.H, self.warps * parts)
+        else:
+            self.states, self.n_states = self.new_marks(sums)
+        self._rows(x, y, z, w, out, gates, sums, delta, back, state, final, False)
+        return sums, self.states, self.n_states
+
+    def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
+        """The walk for dk has made them."""
+        return self.dots
 
     def _rows(
-        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, sums: Tensor, marks: Tensor,
-        n_marks: Tensor, delta: bool, back: bool, state: Pair, final: Pair, transposed: bool,
+        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, sums: Tensor, delta: bool,
+        back: bool, state: Pair, final: Pair, transposed: bool,
     ) -> None:  # fmt: skip
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
+        marks = (gates,) * 3 if transposed else (self.states, self.n_states, self.dots if back else gates)
         L, DX, DY = self.L, x.shape[3], y.shape[3]
         shared = pieces(DY)
         self.launch(rows, self.grid(DX // ROWS * shared),
             self.descriptor(x, ROWS), self.descriptor(y, DY // shared), self.descriptor(z, DY // shared),
-            self.descriptor(w, 64), self.descriptor(out, 64), gates, sums, C, C_out, n, n_out, marks, n_marks,
+            self.descriptor(w, 64), self.descriptor(out, 64), gates, sums, C, C_out, n, n_out, *marks,
             self.order, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H, DX=DX, DY=DY,
             PIECES=shared, L=L, STAGES=2, MARKS=self.marks, BACK=back, SEGMENTED=self.segmented,
             STATE=state[0] is not None, FINAL=final[0] is not None,

@@ -11,7 +11,7 @@ from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.hopper.launch import HopperCall
 from tfla.backends.hopper.whole import whole
 from tfla.backends.triton.compiled import Tape
-from tfla.backends.triton.launch import Pair, Plan, plan_of, products
+from tfla.backends.triton.launch import Call, Pair, Plan, plan_of, products
 
 SHARED_MEMORY = 232_448  # bytes that a program can have
 GATES = 1_536  # bytes of the gate vectors of a head in a stage
@@ -76,6 +76,9 @@ class NarrowCall(HopperCall):
             n_marks=n_marks, delta=delta,
         )  # fmt: skip
         return sums, marks, n_marks
+
+    def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
+        return Call.mark_dots(self, C, n, dC, dn)
 
     def _walk(
         self, x: Tensor, y: Tensor, zk: Tensor | None, zv: Tensor | None, gates: Tensor, back: bool, state: Pair,

@@ -129,6 +129,13 @@ def put_sums(x, to, L: gl.constexpr):
 
 
 @gluon.jit
+def row_dots(C, marks, mark, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr):
+    """Of each row of a part of a cotangent, with that of the state at a mark."""
+    state = gl.load(state_pointers(marks, mark, row, column, DX, DY, False, layout))
+    return gl.sum(C * state.to(gl.float32), 1)
+
+
+@gluon.jit
 def consume(
     Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head,
     half: gl.constexpr, DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr,
@@ -140,7 +147,7 @@ def consume(
     BLOCKS: gl.constexpr = WIDTH // 128
     ring_x, ring_y, ring_z, ring_w = rings
     ring_p, ring_g, ring_u, ring_d = gate_rings
-    state_in, state_out, n_in, n_out, marks, n_marks = states
+    state_in, state_out, n_in, n_out, marks, n_marks, dots = states
     T, H, pieces = work[0], work[1], work[3]
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
     of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
@@ -246,11 +253,24 @@ def consume(
                 at = t if BACK else t + L
                 if at % MARKS == 0 and at < steps and at > 0:
                     to = mark + at // MARKS * H
-                    gl.store(state_pointers(marks, to, row, column, DX, DY, False, of_state), C0.to(dtype))
-                    if BLOCKS == 2:
-                        gl.store(state_pointers(marks, to, row, column + 128, DX, DY, False, of_state), C1.to(dtype))
-                    if NORMALIZE:
-                        gl.store(n_marks + to * DX + rk, N, mask=has_n)
+                    if BACK:
+                        dot = row_dots(C0, marks, to, row, column, DX, DY, of_state)
+                        if BLOCKS == 2:
+                            dot += row_dots(C1, marks, to, row, column + 128, DX, DY, of_state)
+                        if NORMALIZE:
+                            of_rows: gl.constexpr = gl.SliceLayout(1, of_state)
+                            n_mark = gl.load(n_marks + to * DX + rk, mask=has_n, other=0.0)
+                            dot += gl.convert_layout(N * n_mark, of_rows, assert_trivial=True)
+                        warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
+                        at_dot = dots + (to * gl.num_programs(1) + gl.program_id(1)) * 8 + half * 4
+                        gl.store(at_dot + gl.arange(0, 4, warps.type.layout), warps)
+                    else:
+                        gl.store(state_pointers(marks, to, row, column, DX, DY, False, of_state), C0.to(dtype))
+                        if BLOCKS == 2:
+                            right = state_pointers(marks, to, row, column + 128, DX, DY, False, of_state)
+                            gl.store(right, C1.to(dtype))
+                        if NORMALIZE:
+                            gl.store(n_marks + to * DX + rk, N, mask=has_n)
             S = warpgroup_mma_wait(0, deps=[S])
             put_weights(S, ring_g.index(s), ring_d.index(s), ring_p.index(n % 2), i, j, half, L, BACK, DELTA, of_p)
             mbarrier.arrive(ready.index(n % 2), count=1)
@@ -266,7 +286,7 @@ def consume(
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
 def rows(
-    X, Y, Z, W, Out, gates, w_out, state_in, state_out, n_in, n_out, marks, n_marks, order,
+    X, Y, Z, W, Out, gates, w_out, state_in, state_out, n_in, n_out, marks, n_marks, dots, order,
     T, tiles_of_head, H, GROUP, length, pieces,
     DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
@@ -298,7 +318,7 @@ def rows(
     fence_async_shared()
     rings = (ring_x, ring_y, ring_z, ring_w)
     gate_rings = (ring_p, ring_g, ring_u, ring_d)
-    states = (state_in, state_out, n_in, n_out, marks, n_marks)
+    states = (state_in, state_out, n_in, n_out, marks, n_marks, dots)
     work = (T, H, length, pieces)
     if PACKED:
         work = (T, H, length, pieces, order)

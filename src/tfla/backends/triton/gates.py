@@ -340,12 +340,17 @@ def start_dot(
     return dot
 
 
+@triton.jit
+def sum_of_parts(x, row, PARTS: tl.constexpr):
+    return tl.sum(tl.load(x + row * PARTS + tl.arange(0, PARTS)).to(tl.float64), 0)
+
+
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps", "ib", "it", "ih", "fb", "ft", "fh"])
 def gate_gradients(
     q_dq, k_dk, dots, C, n_start, dC, dn_end, dC_first, dn_first, cu, i_gate, f_gate, di, df,
     sequences, T, tiles, H, steps, SIZE, SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    L: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
+    L: tl.constexpr, DOTS: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
     START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark and where segments start
@@ -354,7 +359,7 @@ def gate_gradients(
     What rounding has added up to at the next mark or segment is taken off in even steps; behind a last step whose state
     nobody reads (no END) the sum is zero.
 
-    q_dq, k_dk (PARTS, H, tiles, NP, L); dots of `mark_dots`; C to dn_first as in `start_dot`; outputs (B, T, H).
+    q_dq, k_dk (PARTS, H, tiles, NP, L); dots (marks, H, DOTS); C to dn_first as in `start_dot`; outputs (B, T, H).
     """
     slot = tl.program_id(0)
     part = tl.program_id(1)
@@ -369,7 +374,7 @@ def gate_gradients(
         start = 0.0
         start = start.to(tl.float64)
         if part > 0:
-            start = tl.load(dots + mark)
+            start = sum_of_parts(dots, mark, DOTS)
         elif SEGMENTED:
             s, _, _, _, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
             start = start_dot(
@@ -393,7 +398,7 @@ def gate_gradients(
         end = start * 0
         known = (part + 1) * MARKS < length
         if known:
-            end = tl.load(dots + mark + H)
+            end = sum_of_parts(dots, mark + H, DOTS)
         elif SEGMENTED:
             s, _, whole, begin, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
             known = begin + length < whole

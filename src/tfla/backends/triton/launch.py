@@ -362,14 +362,14 @@ class Call:
             q_dq, k_dk, dots, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
             PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
-            SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
-            END=end[0] is not None, **self.gate_forms, num_warps=8 if self.marks > 128 else 4,
+            DOTS=dots.shape[1], SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize,
+            START=x.C is not None, END=end[0] is not None, **self.gate_forms, num_warps=8 if self.marks > 128 else 4,
         )  # fmt: skip
 
     def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
-        """<C, dC> at each mark of each head, that of n and dn with it."""
+        """<C, dC> at each mark of each head, that of n and dn with it, in parts."""
         marks = C.shape[0] * C.shape[1]
-        dots = self.new(marks, dtype=torch.float64)
+        dots = self.new(marks, 1, dtype=torch.float64)
         if marks:
             self.launch(gate_kernels.mark_dots, (marks,),
                 C, n, dC, dn, dots, self.K * self.V, self.K, BLOCK=4096, BLOCK_N=power_of_two(self.K),
