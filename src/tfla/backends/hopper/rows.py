@@ -129,9 +129,18 @@ def put_sums(x, to, L: gl.constexpr):
 
 
 @gluon.jit
+def mark_pointers(marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr):
+    """Of 64 rows and 128 columns of the at-th mark. Blocks of 8 x 8 lie together, of which a warp has one at a time."""
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, layout)), 0)
+    first = marks + at.to(gl.int64) * (DX * DY) + (row * DY + column * 8)
+    return first + (r // 8 * (8 * DY) + c // 8 * 64 + r % 8 * 8 + c % 8)
+
+
+@gluon.jit
 def row_dots(C, marks, mark, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr):
     """Of each row of a part of a cotangent, with that of the state at a mark."""
-    state = gl.load(state_pointers(marks, mark, row, column, DX, DY, False, layout))
+    state = gl.load(mark_pointers(marks, mark, row, column, DX, DY, layout))
     return gl.sum(C * state.to(gl.float32), 1)
 
 
@@ -265,9 +274,9 @@ def consume(
                         at_dot = dots + (to * gl.num_programs(1) + gl.program_id(1)) * 8 + half * 4
                         gl.store(at_dot + gl.arange(0, 4, warps.type.layout), warps)
                     else:
-                        gl.store(state_pointers(marks, to, row, column, DX, DY, False, of_state), C0.to(dtype))
+                        gl.store(mark_pointers(marks, to, row, column, DX, DY, of_state), C0.to(dtype))
                         if BLOCKS == 2:
-                            right = state_pointers(marks, to, row, column + 128, DX, DY, False, of_state)
+                            right = mark_pointers(marks, to, row, column + 128, DX, DY, of_state)
                             gl.store(right, C1.to(dtype))
                         if NORMALIZE:
                             gl.store(n_marks + to * DX + rk, N, mask=has_n)

@@ -17,7 +17,7 @@ from tfla.backends.triton import gates as gate_kernels
 from tfla.backends.triton.compiled import Tape, program, repeated
 from tfla.backends.triton.marks import steps_between
 
-CHUNK, HEADS = 256, 8  # steps and heads of one program of the gate kernels
+CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of one program of the gate kernels
 SHORTEST_SEGMENT = 512
 # What segments cost on an H200, in steps of a walk: to begin one; the walk for their states beside the others; bytes of
 # an element of a state that joining them reads and writes. They are worth it where they take less than BETTER.
@@ -223,7 +223,7 @@ class Call:
         slots, heads = self.slots(CHUNK), min(HEADS, triton.next_power_of_2(self.H))
         summary = self.new(self.H, slots, 2, dtype=torch.float64) if spec.normalize else out
         grid = (slots, ceil_div(self.H, heads))
-        shared = {"CHUNK": CHUNK, "HEADS": heads, "PACKED": self.packed, **self.gate_forms, "num_warps": 8}
+        shared = {"CHUNK": CHUNK, "HEADS": heads, "PACKED": self.packed, **self.gate_forms, "num_warps": WARPS}
         if spec.normalize and (self.packed or CHUNK < self.T):
             self.launch(
                 gate_kernels.chunk_summary, grid, *self.given_gates, self.cu, summary, x.sequences, self.T, self.H,
