@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
+import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.hopper.launch import HopperCall
@@ -22,21 +26,33 @@ def narrow_plan(K: int, V: int, itemsize: int, multiplied: str, heads: int) -> P
     return dataclasses.replace(plan_of(K, V, itemsize, multiplied, 90), together=heads)
 
 
-def stages_of(K: int, V: int, reads: int, writes: int, heads: int, shared: bool) -> int:
-    """How many fit of stages with so many tiles of q or k and of v or do."""
+def stages_of(K: int, V: int, reads: int, writes: int, heads: int, shared: bool, states: int) -> int:
+    """How many fit of stages with so many tiles of q or k and of v or do, beside so many states a head."""
     L = 64
     stage = 2 * L * (reads * K * (1 if shared else heads) + writes * V * heads) + heads * GATES
-    kept = 2 * heads * K * V + 2 * L * K * shared + 4 * heads * K + 256
+    kept = 2 * heads * K * V * states + 2 * L * K * shared + 4 * heads * K + 256
     return min(4, (SHARED_MEMORY - kept) // stage)
+
+
+def described_states(K: int, V: int) -> Callable[[Tensor], TensorDescriptor]:
+    """Makes descriptors of tensors (…, dqk, dhv), a state at a time."""
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    return lambda base: TensorDescriptor(base, [base.numel() // V, V], [V, 1], [K, V], layout)
 
 
 class NarrowCall(HopperCall):
     """As `HopperCall`, with one kernel for all walks, that for dk doing dv as well."""
 
+    states: Tensor  # before marks, which the walk for dq leaves
+    n_states: Tensor
+    dots: Tensor  # with their cotangents
+    dv: Tensor
+
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         super().__init__(tape, x, spec)
         self.finds_delta, self.pieces = False, 1
-        self.together = 2 if self.group % 2 == 0 else 1
+        fits = stages_of(self.K, self.V, 2, 2, 2, True, 2) >= 2  # that of the walk for dk, which has most
+        self.together = 2 if self.group % 2 == 0 and fits else 1
 
     @classmethod
     def plan_for(cls, x: Inputs) -> Plan:
@@ -70,12 +86,18 @@ class NarrowCall(HopperCall):
         state: Pair, final: Pair,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         sums = self.new(1, self.H, self.tiles, 1, self.L)
-        marks, n_marks = self.new_marks(sums)
+        if back:
+            self.dots = self.new(self.states.shape[0] * self.H, dtype=torch.float64)
+        else:
+            self.states, self.n_states = self.new_marks(sums)
         self._walk(
-            x, y, w, z, gates, back, state, final, values=self.dv if back else None, keys=out, sums=sums, marks=marks,
-            n_marks=n_marks, delta=delta,
+            x, y, w, z, gates, back, state, final, values=self.dv if back else None, keys=out, sums=sums, delta=delta,
         )  # fmt: skip
-        return sums, marks, n_marks
+        return sums, self.states, self.n_states
+
+    def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
+        """The walk for dk has made them."""
+        return self.dots
 
     def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
         return Call.mark_dots(self, C, n, dC, dn)
@@ -83,27 +105,30 @@ class NarrowCall(HopperCall):
     def _walk(
         self, x: Tensor, y: Tensor, zk: Tensor | None, zv: Tensor | None, gates: Tensor, back: bool, state: Pair,
         final: Pair, *, values: Tensor | None = None, keys: Tensor | None = None, sums: Tensor | None = None,
-        marks: Tensor | None = None, n_marks: Tensor | None = None, d: Tensor | None = None,
-        decays: Tensor | None = None, delta: bool = False, skip: bool = False, normalize: bool | None = None,
+        d: Tensor | None = None, decays: Tensor | None = None, delta: bool = False, skip: bool = False,
+        normalize: bool | None = None,
     ) -> None:  # fmt: skip
         """Fills values and keys, or without them what is added to states."""
         L, K, V, H = self.L, self.K, self.V, self.H
         reads, writes = (1 if zk is None else 2), (1 if zv is None else 2)
+        marked = keys is not None and self.states.shape[0] > 0
+        kept = 2 if marked and back else 1
         shared = self.together == 2
-        heads = 2 if H % 2 == 0 and stages_of(K, V, reads, writes, 2, shared) >= 2 else 1
+        heads = 2 if H % 2 == 0 and stages_of(K, V, reads, writes, 2, shared, kept) >= 2 else 1
+        shared = shared and heads == 2
         of_k, of_v = (lambda t: self.descriptor(t, K)), (lambda t: self.descriptor(t, V))
         X, Y = of_k(x), of_v(y)
-        ends = (gates if t is None else t for t in (*state, *final, marks, n_marks, decays))
-        C, n, C_out, n_out, marks, n_marks, decays = ends
+        dots, n_marks = self.dots if marked and back else None, self.n_states if marked else None
+        rest = (sums, d, dots, state[0], final[0], state[1], final[1], n_marks, decays)
         count = self.segments * H // heads
         self.launch(whole, (self.programs_for(count, 1),),
             X, Y, X if zk is None else of_k(zk), Y if zv is None else of_v(zv), Y if values is None else of_v(values),
-            X if keys is None else of_k(keys), gates, gates if sums is None else sums, gates if d is None else d,
-            C, C_out, n, n_out, marks, n_marks, decays, self.order, self.T, self.tiles, H // heads, self.group,
-            self.steps, count, HEADS=heads, SHARED=shared and heads == 2, DK=K, DV=V, L=L,
-            STAGES=stages_of(K, V, reads, writes, heads, shared and heads == 2), MARKS=self.marks, BACK=back,
+            X if keys is None else of_k(keys), self.do(described_states(K, V), self.states) if marked else X, gates,
+            *(gates if t is None else t for t in rest), self.order, self.T, self.tiles, H // heads, self.group,
+            self.steps, count, HEADS=heads, SHARED=shared, DK=K, DV=V, L=L,
+            STAGES=stages_of(K, V, reads, writes, heads, shared, kept), MARKS=self.marks, BACK=back,
             SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None, SKIP=skip,
             VALUES=values is not None, KEYS=keys is not None,
             NORMALIZE=self.spec.normalize if normalize is None else normalize, SAVE_D=d is not None, DELTA=delta,
-            PACKED=self.packed, num_warps=4,
+            MARKED=marked, PACKED=self.packed, num_warps=4,
         )  # fmt: skip

@@ -15,8 +15,11 @@
     a state  | k, v  |          or q, do, its cotangent: what a segment adds to it
 
 A program has HEADS heads at a time, two where shared memory holds their tiles. Where both have the same q and k,
-SHARED, a stage has those once, and what both add to dq or dk leaves as one. With KEYS the sum over dqk of zk . out_k,
-which is that of q . dq or k . dk, goes to memory for the gradients of the gates. n is summed in float32.
+SHARED, a stage has those once, and what both add to dq or dk leaves as one. n is summed in float32.
+
+For the gradients of the gates, with KEYS, the sums over dqk of zk . out_k go to memory, which are those of q . dq or
+k . dk. With MARKED the walk for dq leaves the state before every MARKS-th step of a piece but the first; the loader of
+the walk back brings it, and what it leaves are the products <C, dC>.
 """
 
 from triton.experimental import gluon
@@ -54,23 +57,27 @@ from tfla.backends.triton.gates import DELTA_P, FLOOR, VECTORS
 
 @gluon.jit
 def load_tiles(
-    tensors, rings, full, free, work, GROUP,
-    HEADS: gl.constexpr, SHARED: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr,
-    SEGMENTED: gl.constexpr, SKIP: gl.constexpr, READS: gl.constexpr, KEYS: gl.constexpr,
+    tensors, rings, full, free, of_marks, work, GROUP,
+    HEADS: gl.constexpr, SHARED: gl.constexpr, DK: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
+    MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, SKIP: gl.constexpr, READS: gl.constexpr,
+    KEYS: gl.constexpr, DOTS: gl.constexpr,
 ):  # fmt: skip
     """The loader: one warp."""
-    X, Y, ZK, ZV = tensors
+    X, Y, ZK, ZV, Marks = tensors
     ring_x, ring_y, ring_zk, ring_zv = rings
-    pieces = work[3]
+    ring_m, full_m, free_m = of_marks
+    T, H, pieces = work[0], work[1], work[3]
     COPIES: gl.constexpr = 1 if SHARED else HEADS
     of_k: gl.constexpr = X.block_type.nbytes * (2 if READS else 1) * COPIES
     of_v: gl.constexpr = Y.block_type.nbytes * (2 if KEYS else 1) * HEADS
     n = 0
+    marked = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
         b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
         tiles = tiles_of(index, start, steps, work, L, BACK, SKIP)
         for i in range(0, tiles):
-            t = start + (tiles - 1 - i if BACK else i) * L
+            step = (tiles - 1 - i if BACK else i) * L
+            t = start + step
             end = start + steps
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
@@ -87,6 +94,19 @@ def load_tiles(
                 if KEYS:
                     async_load(ZV, y, bar, ring_zv.index(HEADS * s + e))
             n += 1
+            if DOTS and step > 0 and step % MARKS == 0:
+                for e in gl.static_range(HEADS):
+                    mbarrier.wait(free_m.index(e), (marked & 1) ^ 1)
+                    mbarrier.expect(full_m.index(e), Marks.block_type.nbytes)
+                    row = mark_of(b, start, step, T, h * HEADS + e, H * HEADS, MARKS) * DK
+                    async_load(Marks, [row.to(gl.int32), 0], full_m.index(e), ring_m.index(e))
+                marked += 1
+
+
+@gluon.jit
+def mark_of(b, start, step, T, h, heads, MARKS: gl.constexpr):
+    """Which mark of which head, the piece of b having begun with step `start`."""
+    return ((b.to(gl.int64) * T + start) // MARKS - 1 + step // MARKS) * heads + h
 
 
 @gluon.jit
@@ -114,17 +134,18 @@ def consume(
     head: gl.constexpr, HEADS: gl.constexpr, SHARED: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
     FINAL: gl.constexpr, SKIP: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr, NORMALIZE: gl.constexpr,
-    SAVE_D: gl.constexpr, DELTA: gl.constexpr,
+    SAVE_D: gl.constexpr, DELTA: gl.constexpr, MARKED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup, with one head."""
-    outputs, states, sums, shared, barriers, exchange, work, tiles_of_head = common
-    OutV, OutK = outputs
-    state_in, state_out, n_in, n_out, marks, n_marks, decays = states
-    w_out, d_out = sums
+    outputs, states, sums, shared, barriers, exchange, of_marks, work, tiles_of_head = common
+    OutV, OutK, Marks = outputs
+    state_in, state_out, n_in, n_out, n_marks, decays = states
+    w_out, d_out, dots = sums
     ring_x, ring_y, ring_zk, ring_zv, ring_c, ring_n = shared
     ring_g, ring_u, ring_e = gate_rings
     full, free = barriers
     part, given, taken = exchange
+    ring_m, full_m, free_m = of_marks
     T, H, pieces = work[0], work[1], work[3]
     READS: gl.constexpr = VALUES or KEYS
     COPIES: gl.constexpr = 1 if SHARED else HEADS
@@ -147,12 +168,12 @@ def consume(
     s = 0
     phase = 0
     n = 0
+    marked = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
         b, hp, start, steps, tile = piece(index, work, L, SEGMENTED)
         h = hp * HEADS + head
         tiles = tiles_of(index, start, steps, work, L, BACK, SKIP)
         first = b.to(gl.int64) * T + start
-        mark = (first // MARKS - 1) * (H * HEADS) + h
         tile0 = h.to(gl.int64) * tiles_of_head + tile
         C = gl.zeros([DK, DV], gl.float32, of_v)
         N = gl.zeros([DK], gl.float32, of_n)
@@ -170,6 +191,8 @@ def consume(
             zk = ring_zk.index(COPIES * s + copy).reshape([L, DK])
             zv = ring_zv.index(HEADS * s + head).reshape([L, DV])
             g = ring_g.index(s)
+            w = ring_u.index(s)
+            e = ring_e.index(s)
             t = (tiles - 1 - step if BACK else step) * L
             mbarrier.wait(full.index(s), phase)
             if VALUES:
@@ -179,45 +202,48 @@ def consume(
                 S = product(zv, y.permute((1, 0)), of_p)
                 K = product(zv, c.permute((1, 0)), of_k)
             if READS:
-                tma.store_wait(0)
-                mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
                 D = gate_matrix(g, L, 0, of_p, 1)
             if VALUES:
                 weight = g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_v))
-                if NORMALIZE and not BACK:
-                    z = zk.load(of_k).to(gl.float32)
-                    dot = gl.sum(z * gl.expand_dims(kept_n.load(gl.SliceLayout(0, of_k)), 0), 1)
-                    dot = gl.convert_layout(dot, gl.SliceLayout(1, of_v), assert_trivial=True)
-                S, V = warpgroup_mma_wait(0, deps=[S, V])
+                S = warpgroup_mma_wait(1, deps=[S])
                 P = seen(S, D, i, j, 0, BACK)
                 if NORMALIZE and not BACK:
-                    d = gl.convert_layout(gl.sum(P, 1), gl.SliceLayout(1, of_v), assert_trivial=True) + dot * weight
+                    row = gl.expand_dims(kept_n.load(gl.SliceLayout(0, of_k)), 0)
+                    dot = gl.sum(zk.load(of_k).to(gl.float32) * row, 1)
+                    d = gl.convert_layout(gl.sum(P, 1), gl.SliceLayout(1, of_v), assert_trivial=True)
+                    d += gl.convert_layout(dot, gl.SliceLayout(1, of_v), assert_trivial=True) * weight
                 A = gl.convert_layout(P.to(dtype), left_of_v, assert_trivial=True)
+                V = warpgroup_mma_wait(0, deps=[V])
                 V = warpgroup_mma(A, y, V * gl.expand_dims(weight, 1), is_async=True)
                 if KEYS:
                     S = product(zv, y.permute((1, 0)), of_p)
+            if READS:
+                # The stage of the previous tile is free once its outputs have left.
+                tma.store_wait(0)
+                mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+            if KEYS:
+                if VALUES:
                     V, A = warpgroup_mma_wait(1, deps=[V, A])
                     out_v = V.to(dtype)
                     K = product(zv, c.permute((1, 0)), of_k)
-            if KEYS:
-                S, K = warpgroup_mma_wait(0, deps=[S, K])
+                S = warpgroup_mma_wait(1, deps=[S])
                 if DELTA:
                     if BACK:
-                        S += gl.expand_dims(ring_e.index(s).load(gl.SliceLayout(0, of_p)), 0)
+                        S += gl.expand_dims(e.load(gl.SliceLayout(0, of_p)), 0)
                     else:
-                        S += gl.expand_dims(ring_e.index(s).load(gl.SliceLayout(1, of_p)), 1)
-                P = seen(S, D, i, j, 0, BACK)
+                        S += gl.expand_dims(e.load(gl.SliceLayout(1, of_p)), 1)
+                A_k = gl.convert_layout(seen(S, D, i, j, 0, BACK).to(dtype), left_of_k, assert_trivial=True)
+                weight_k = g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_k))
+                K = warpgroup_mma_wait(0, deps=[K])
                 if NORMALIZE:
                     row = gl.expand_dims(kept_n.load(gl.SliceLayout(0, of_k)), 0)
                     if BACK:
                         K += row
                     elif DELTA:
-                        K += row * gl.expand_dims(ring_e.index(s).load(gl.SliceLayout(1, of_k)), 1)
-                weight_k = g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_k))
-                A_k = gl.convert_layout(P.to(dtype), left_of_k, assert_trivial=True)
+                        K += row * gl.expand_dims(e.load(gl.SliceLayout(1, of_k)), 1)
                 K = warpgroup_mma(A_k, x, K * gl.expand_dims(weight_k, 1), is_async=True)
             x_t = x.permute((1, 0)).load(of_p)
-            B = scaled(x_t, ring_u.index(s), L, left_of_v)
+            B = scaled(x_t, w, L, left_of_v)
             decay = g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_v))
             C = warpgroup_mma(B, y, C * gl.expand_dims(decay, 0), is_async=True)
             if not READS:
@@ -226,23 +252,20 @@ def consume(
                 N = N * gl.max(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_p)), 0)
                 if DELTA or not BACK:
                     # Not of B, which is rounded: outputs are divided by q . n, which can be small beside q and n.
-                    w = weights(ring_u.index(s), L, gl.SliceLayout(0, of_p))
+                    update = weights(w, L, gl.SliceLayout(0, of_p))
                     if BACK:
-                        w = w * ring_e.index(s).load(gl.SliceLayout(0, of_p))
-                    N += gl.sum(x_t.to(gl.float32) * gl.expand_dims(w, 0), 1)
+                        update = update * e.load(gl.SliceLayout(0, of_p))
+                    N += gl.sum(x_t.to(gl.float32) * gl.expand_dims(update, 0), 1)
             if VALUES and not KEYS:
                 V, A = warpgroup_mma_wait(1, deps=[V, A])
                 if NORMALIZE and not BACK:
                     if SAVE_D:
-                        at_d = d_out + (first + t + rd) * (H * HEADS) + h
-                        gl.store(at_d, d, mask=rd < steps - t)
-                    floor = ring_e.index(s).load(gl.SliceLayout(1, of_v))
-                    V = V * gl.expand_dims(1.0 / gl.maximum(gl.abs(d), floor), 1)
+                        gl.store(d_out + (first + t + rd) * (H * HEADS) + h, d, mask=rd < steps - t)
+                    V = V * gl.expand_dims(1.0 / gl.maximum(gl.abs(d), e.load(gl.SliceLayout(1, of_v))), 1)
                 out_v = V.to(dtype)
             if KEYS:
                 K, A_k = warpgroup_mma_wait(1, deps=[K, A_k])
-                dots = gl.sum(K * zk.load(of_k).to(gl.float32), 1)
-                gl.store(w_out + tile0 * L + t + rl, dots)
+                gl.store(w_out + tile0 * L + t + rl, gl.sum(K * zk.load(of_k).to(gl.float32), 1))
                 if SHARED:
                     if head == 1:
                         mbarrier.wait(taken, (n & 1) ^ 1)
@@ -270,13 +293,24 @@ def consume(
             if KEYS and copy == head:
                 at_k = coordinates(b, hp * COPIES + copy, start + t, 0, start + steps, work)
                 async_store(OutK, at_k, ring_zk.index(COPIES * s + copy))
-            if KEYS:
+            if MARKED:
                 at = t if BACK else t + L
                 if at % MARKS == 0 and at < steps and at > 0:
-                    to = mark + at // MARKS * (H * HEADS)
-                    gl.store(state_pointers(marks, to, 0, 0, DK, DV, False, of_v, DK, DV), C.to(dtype))
-                    if NORMALIZE:
-                        gl.store(n_marks + to * DK + rk, N)
+                    to = mark_of(b, start, at, T, h, H * HEADS, MARKS)
+                    if BACK:
+                        mbarrier.wait(full_m.index(head), marked & 1)
+                        both = gl.sum(C * ring_m.index(head).load(of_v).to(gl.float32), 1)
+                        both = gl.convert_layout(both, of_n, assert_trivial=True)
+                        barrier()
+                        mbarrier.arrive(free_m.index(head), count=1)
+                        if NORMALIZE:
+                            both += N * gl.load(n_marks + to * DK + rk)
+                        gl.store(dots + to + one, gl.sum(both, 0).to(gl.float64) + one.to(gl.float64))
+                        marked += 1
+                    else:
+                        async_store(Marks, [(to * DK).to(gl.int32), 0], c)
+                        if NORMALIZE:
+                            gl.store(n_marks + to * DK + rk, N)
             s += 1
             if s == STAGES:
                 s = 0
@@ -296,12 +330,13 @@ def consume(
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
 def whole(
-    X, Y, ZK, ZV, OutV, OutK, gates, w_out, d_out, state_in, state_out, n_in, n_out, marks, n_marks, decays, order,
+    X, Y, ZK, ZV, OutV, OutK, Marks, gates, w_out, d_out, dots, state_in, state_out, n_in, n_out, n_marks, decays,
+    order,
     T, tiles_of_head, H, GROUP, length, pieces,
     HEADS: gl.constexpr, SHARED: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
     FINAL: gl.constexpr, SKIP: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr, NORMALIZE: gl.constexpr,
-    SAVE_D: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
+    SAVE_D: gl.constexpr, DELTA: gl.constexpr, MARKED: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """H is how often HEADS heads there are; with SHARED OutK has so many."""
     dtype: gl.constexpr = X.dtype
@@ -336,13 +371,23 @@ def whole(
         mbarrier.init(given, count=1)
         mbarrier.init(taken, count=1)
         exchange = (part, given, taken)
+    DOTS: gl.constexpr = MARKED and BACK
+    of_marks = (ring_c, full, full)
+    if DOTS:
+        ring_m = gl.allocate_shared_memory(dtype, [HEADS, DK, DV], square)
+        full_m = gl.allocate_shared_memory(gl.int64, [HEADS, 1], mbarrier.MBarrierLayout())
+        free_m = gl.allocate_shared_memory(gl.int64, [HEADS, 1], mbarrier.MBarrierLayout())
+        for e in gl.static_range(HEADS):
+            mbarrier.init(full_m.index(e), count=1)
+            mbarrier.init(free_m.index(e), count=1)
+        of_marks = (ring_m, full_m, free_m)
     fence_async_shared()
-    tensors = (X, Y, ZK, ZV)
-    outputs = (OutV, OutK)
+    tensors = (X, Y, ZK, ZV, Marks)
+    outputs = (OutV, OutK, Marks)
     rings = (ring_x, ring_y, ring_zk, ring_zv)
     shared = (ring_x, ring_y, ring_zk, ring_zv, ring_c, ring_n)
-    states = (state_in, state_out, n_in, n_out, marks, n_marks, decays)
-    sums = (w_out, d_out)
+    states = (state_in, state_out, n_in, n_out, n_marks, decays)
+    sums = (w_out, d_out, dots)
     barriers = (full, free)
     work = (T, H, length, pieces)
     if PACKED:
@@ -353,18 +398,18 @@ def whole(
     if EXTRA >= 0:
         ring_e = gl.allocate_shared_memory(gl.float32, [STAGES, L], flat)
     gate_rings = (ring_g, ring_u, ring_e)
-    common = (outputs, states, sums, shared, barriers, exchange, work, tiles_of_head)
+    common = (outputs, states, sums, shared, barriers, exchange, of_marks, work, tiles_of_head)
     stride = tiles_of_head * HEADS
     if HEADS == 1:
         gl.warp_specialize(
             [
                 (consume, (
                     common, gate_rings, 0, HEADS, SHARED, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL,
-                    SKIP, VALUES, KEYS, NORMALIZE, SAVE_D, DELTA,
+                    SKIP, VALUES, KEYS, NORMALIZE, SAVE_D, DELTA, MARKED,
                 )),
                 (load_tiles, (
-                    tensors, rings, full, free, work, GROUP, HEADS, SHARED, L, STAGES, BACK, SEGMENTED, SKIP, READS,
-                    KEYS,
+                    tensors, rings, full, free, of_marks, work, GROUP, HEADS, SHARED, DK, L, STAGES, MARKS, BACK,
+                    SEGMENTED, SKIP, READS, KEYS, DOTS,
                 )),
                 (load_gates, (
                     gates, ring_g, ring_u, ring_e, ring_u, ring_g, gates, full, free, work, stride, L, STAGES, BACK,
@@ -386,15 +431,15 @@ def whole(
             [
                 (consume, (
                     common, gate_rings, 0, HEADS, SHARED, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL,
-                    SKIP, VALUES, KEYS, NORMALIZE, SAVE_D, DELTA,
+                    SKIP, VALUES, KEYS, NORMALIZE, SAVE_D, DELTA, MARKED,
                 )),
                 (consume, (
                     common, other_rings, 1, HEADS, SHARED, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL,
-                    SKIP, VALUES, KEYS, NORMALIZE, SAVE_D, DELTA,
+                    SKIP, VALUES, KEYS, NORMALIZE, SAVE_D, DELTA, MARKED,
                 )),
                 (load_tiles, (
-                    tensors, rings, full, free, work, GROUP, HEADS, SHARED, L, STAGES, BACK, SEGMENTED, SKIP, READS,
-                    KEYS,
+                    tensors, rings, full, free, of_marks, work, GROUP, HEADS, SHARED, DK, L, STAGES, MARKS, BACK,
+                    SEGMENTED, SKIP, READS, KEYS, DOTS,
                 )),
                 (load_gates, (
                     gates, ring_g, ring_u, ring_e, ring_u, ring_g, gates, full, free, work, stride, L, STAGES, BACK,
