@@ -6,7 +6,8 @@
         out_v = zk C, weighted, + P y        P = zk x^T, weighted              with VALUES
         out_k = zv C^T, weighted, + P x      P = (zv y^T + delta), weighted    with KEYS
         C     = decay C + (x w)^T y
-        out_v overwrites y, and out_k zk, and they leave by TMA; when they have left, a tile later, the stage is free
+        out_v overwrites y, with KEYS zv, and out_k zk, and they leave by TMA; when they have left, a tile later, the
+        stage is free
 
     result   | x, y  | zk, zv
     o        | k, v  | q
@@ -18,8 +19,9 @@ A program has HEADS heads at a time, two where shared memory holds their tiles. 
 SHARED, a stage has those once, and what both add to dq or dk leaves as one. n is summed in float32.
 
 For the gradients of the gates, with KEYS, the sums over dqk of zk . out_k go to memory, which are those of q . dq or
-k . dk. With MARKED the walk for dq leaves the state before every MARKS-th step of a piece but the first; the loader of
-the walk back brings it, and what it leaves are the products <C, dC>.
+k . dk. With MARKED the walk for dq leaves the state before every MARKS-th step of a piece but the first, by TMA as it
+lies in shared memory. The loader of the walk back brings those of a tile after the tile, one for each consumer, into a
+place that is free once the consumer has added up <C, dC> of the one before, which is what that walk leaves.
 """
 
 from triton.experimental import gluon
@@ -119,6 +121,13 @@ def product(a, b, layout: gl.constexpr):
 
 
 @gluon.jit
+def own(ring, index: gl.constexpr, n):
+    """The index-th of a ring. That no tile n changes it the compiler is not to know: what addresses of it have in common
+    would take registers over all of them."""
+    return ring.index(index + (n >> 30))
+
+
+@gluon.jit
 def put_state(C, N, c, n, NORMALIZE: gl.constexpr):
     """Where the next tile reads it."""
     c.store(C.to(c.dtype))
@@ -126,6 +135,28 @@ def put_state(C, N, c, n, NORMALIZE: gl.constexpr):
         n.store(N)
     fence_async_shared()
     barrier()
+
+
+@gluon.jit
+def leave_state(c, N, Marks, n_marks, mark, rk, DK: gl.constexpr, NORMALIZE: gl.constexpr):
+    """What `put_state` has put, at a mark."""
+    async_store(Marks, [(mark * DK).to(gl.int32), 0], c)
+    if NORMALIZE:
+        gl.store(n_marks + mark * DK + rk, N)
+
+
+@gluon.jit
+def leave_dot(dC, dN, C, n_marks, dots, mark, rk, full, free, phase, DK: gl.constexpr, NORMALIZE: gl.constexpr):
+    """<C, dC> at a mark, of C that the loader brings; n in float32 with it."""
+    of_row: gl.constexpr = rk.type.layout
+    one = gl.arange(0, 1, gl.SliceLayout(0, dC.type.layout))
+    mbarrier.wait(full, phase)
+    both = gl.convert_layout(gl.sum(dC * C.load(dC.type.layout).to(gl.float32), 1), of_row, assert_trivial=True)
+    barrier()
+    mbarrier.arrive(free, count=1)
+    if NORMALIZE:
+        both += dN * gl.load(n_marks + mark * DK + rk)
+    gl.store(dots + mark + one, gl.sum(both, 0).to(gl.float64) + one.to(gl.float64))
 
 
 @gluon.jit
@@ -144,7 +175,7 @@ def consume(
     ring_x, ring_y, ring_zk, ring_zv, ring_c, ring_n = shared
     ring_g, ring_u, ring_e = gate_rings
     full, free = barriers
-    part, given, taken = exchange
+    ring_p, given, taken = exchange
     ring_m, full_m, free_m = of_marks
     T, H, pieces = work[0], work[1], work[3]
     READS: gl.constexpr = VALUES or KEYS
@@ -163,8 +194,6 @@ def consume(
     rl = gl.arange(0, L, gl.SliceLayout(1, of_k))
     rd = gl.arange(0, L, gl.SliceLayout(1, of_v))
     one = gl.arange(0, 1, gl.SliceLayout(0, of_v))
-    c = ring_c.index(head)
-    kept_n = ring_n.index(head)
     s = 0
     phase = 0
     n = 0
@@ -184,8 +213,11 @@ def consume(
             if NORMALIZE:
                 N = gl.load(n_in + at_state.to(gl.int64) * DK + rk)
         if READS:
-            put_state(C, N, c, kept_n, NORMALIZE)
+            put_state(C, N, own(ring_c, head, n), own(ring_n, head, n), NORMALIZE)
         for step in range(0, tiles):
+            c = own(ring_c, head, n)
+            kept_n = own(ring_n, head, n)
+            part = own(ring_p, 0, n)
             x = ring_x.index(COPIES * s + copy).reshape([L, DK])
             y = ring_y.index(HEADS * s + head).reshape([L, DV])
             zk = ring_zk.index(COPIES * s + copy).reshape([L, DK])
@@ -242,6 +274,9 @@ def consume(
                     elif DELTA:
                         K += row * gl.expand_dims(e.load(gl.SliceLayout(1, of_k)), 1)
                 K = warpgroup_mma(A_k, x, K * gl.expand_dims(weight_k, 1), is_async=True)
+                if VALUES:
+                    barrier()  # no warp's MMA reads zv any more
+                    zv.store(out_v)
             x_t = x.permute((1, 0)).load(of_p)
             B = scaled(x_t, w, L, left_of_v)
             decay = g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_v))
@@ -280,7 +315,7 @@ def consume(
                 out_k = K.to(dtype)
             C, B = warpgroup_mma_wait(0, deps=[C, B])
             barrier()  # no warp's MMA reads the tiles any more
-            if VALUES:
+            if VALUES and not KEYS:
                 y.store(out_v)
             if KEYS and copy == head:
                 zk.store(out_k)
@@ -289,7 +324,8 @@ def consume(
             else:
                 mbarrier.arrive(free.index(s), count=1)
             if VALUES:
-                async_store(OutV, coordinates(b, h, start + t, 0, start + steps, work), ring_y.index(HEADS * s + head))
+                of_out = (ring_zv if KEYS else ring_y).index(HEADS * s + head)
+                async_store(OutV, coordinates(b, h, start + t, 0, start + steps, work), of_out)
             if KEYS and copy == head:
                 at_k = coordinates(b, hp * COPIES + copy, start + t, 0, start + steps, work)
                 async_store(OutK, at_k, ring_zk.index(COPIES * s + copy))
@@ -298,19 +334,13 @@ def consume(
                 if at % MARKS == 0 and at < steps and at > 0:
                     to = mark_of(b, start, at, T, h, H * HEADS, MARKS)
                     if BACK:
-                        mbarrier.wait(full_m.index(head), marked & 1)
-                        both = gl.sum(C * ring_m.index(head).load(of_v).to(gl.float32), 1)
-                        both = gl.convert_layout(both, of_n, assert_trivial=True)
-                        barrier()
-                        mbarrier.arrive(free_m.index(head), count=1)
-                        if NORMALIZE:
-                            both += N * gl.load(n_marks + to * DK + rk)
-                        gl.store(dots + to + one, gl.sum(both, 0).to(gl.float64) + one.to(gl.float64))
+                        leave_dot(
+                            C, N, own(ring_m, head, n), n_marks, dots, to, rk, full_m.index(head),
+                            free_m.index(head), marked & 1, DK, NORMALIZE,
+                        )  # fmt: skip
                         marked += 1
                     else:
-                        async_store(Marks, [(to * DK).to(gl.int32), 0], c)
-                        if NORMALIZE:
-                            gl.store(n_marks + to * DK + rk, N)
+                        leave_state(c, N, Marks, n_marks, to, rk, DK, NORMALIZE)
             s += 1
             if s == STAGES:
                 s = 0
@@ -331,8 +361,7 @@ def consume(
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
 def whole(
     X, Y, ZK, ZV, OutV, OutK, Marks, gates, w_out, d_out, dots, state_in, state_out, n_in, n_out, n_marks, decays,
-    order,
-    T, tiles_of_head, H, GROUP, length, pieces,
+    order, T, tiles_of_head, H, GROUP, length, pieces,
     HEADS: gl.constexpr, SHARED: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
     FINAL: gl.constexpr, SKIP: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr, NORMALIZE: gl.constexpr,
@@ -365,7 +394,7 @@ def whole(
         mbarrier.init(free.index(s), count=HEADS)
     exchange = (ring_c, full, full)
     if SHARED and KEYS:
-        part = gl.allocate_shared_memory(dtype, [L, DK], square)
+        part = gl.allocate_shared_memory(dtype, [1, L, DK], square)
         given = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(given, count=1)
