@@ -86,13 +86,14 @@ def state_pointers(
     ROWS: gl.constexpr = 64, COLUMNS: gl.constexpr = 128,
 ):  # fmt: skip
     """Of some rows and columns of the at-th state (DX, DY), or in memory (DY, DX)."""
-    r = gl.expand_dims(row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
-    c = gl.expand_dims(column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    r = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
+    c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
     first = state + at.to(gl.int64) * (DX * DY)
     if TRANSPOSED:
-        return first + c * DX + r
+        return first + (column + c) * DX + (row + r)
     else:
-        return first + r * DY + c
+        # Elements of a thread are constants apart only before row and column come to them: addresses in no registers.
+        return first + (row * DY + column) + (r * DY + c)
 
 
 @gluon.jit
