@@ -44,6 +44,7 @@ from tfla.backends.hopper.parts import (
     state_of,
     state_pointers,
     warp_sums,
+    weights,
 )
 from tfla.backends.triton.gates import DELTA_P
 
@@ -233,13 +234,6 @@ def consume(
             C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * carry, is_async=True)
             if BLOCKS == 2:
                 C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * carry, is_async=True)
-            if NORMALIZE:
-                N = N * gl.max(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_out)), 0)
-                if DELTA or not BACK:
-                    added = gl.convert_layout(B, of_out, assert_trivial=True).to(gl.float32)
-                    if BACK:
-                        added = added * gl.expand_dims(ring_d.index(s).load(gl.SliceLayout(0, of_out)), 0)
-                    N += gl.sum(added, 1)
             out, A = warpgroup_mma_wait(BLOCKS, deps=[out, A])
             w_t = w.reshape([L, 64]).permute((1, 0))
             if not TRANSPOSED:
@@ -247,6 +241,14 @@ def consume(
             w_t.store(out.to(dtype))
             fence_async_shared()
             async_store(Out, coordinates(b, h * PIECES + part, start + t, row, start + steps, work), w)
+            if NORMALIZE:
+                N = N * gl.max(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_out)), 0)
+                if DELTA or not BACK:
+                    # Not of A and B, whose registers MMAs read, and not before `out` has left: there are too few.
+                    update = weights(ring_u.index(s), L, gl.SliceLayout(0, of_out))
+                    if BACK:
+                        update = update * ring_d.index(s).load(gl.SliceLayout(0, of_out))
+                    N += gl.sum(x.load(of_out).to(gl.float32) * gl.expand_dims(update, 0), 1)
             s += 1
             if s == STAGES:
                 s = 0
