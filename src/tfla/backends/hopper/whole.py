@@ -122,8 +122,8 @@ def product(a, b, layout: gl.constexpr):
 
 @gluon.jit
 def own(ring, index: gl.constexpr, n):
-    """The index-th of a ring. That no tile n changes it the compiler is not to know: what addresses of it have in common
-    would take registers over all of them."""
+    """The index-th of a ring. The compiler is not to know that no tile n changes it: what it would find out early about
+    its addresses takes registers all the way."""
     return ring.index(index + (n >> 30))
 
 
