@@ -21,7 +21,7 @@ kernels: $(VENV)/dev  ## every kernel compiles for every supported GPU and fits 
 triton-versions: $(TRITON_VERSIONS:%=triton-%)  ## what tests Triton kernels without a GPU, with other versions of Triton
 
 triton-%: $(VENV)/dev $(VENV)/triton-%
-	PYTHONPATH=$(abspath $(VENV)/triton-$*) $(BIN)/python -m pytest tests/backends/test_triton_compiles.py
+	PYTHONPATH=$(abspath $(VENV)/triton-$*) $(BIN)/python -m pytest tests/backends/test_triton_compiles.py tests/backends/test_hopper_compiles.py
 	PYTHONPATH=$(abspath $(VENV)/triton-$*) TRITON_INTERPRET=1 $(PYTEST) -m interpreter
 
 lint: $(VENV)/dev  ## formatting, lint, types

@@ -101,14 +101,18 @@ def test_packed_segments(form: str, chunk_size: int | None, K: int, V: int) -> N
 
 @pytest.mark.parametrize("carried", [True, False], ids=["carried", "from zero"])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_programs_with_many_packed_sequences(form: str, carried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("K", "V"), [*NARROW, (128, 256)])
+def test_programs_with_many_packed_sequences(
+    form: str, carried: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tfla.backends.hopper import launch
 
     monkeypatch.setattr(launch, "processors", lambda device: 2)
     monkeypatch.setattr(launch, "TURNS", 1)
     known.forget()
     try:
-        check(wide(form, dtype=torch.bfloat16, carried=carried, lengths=(5, 0, 70, 0, 128, 1, 0, 33, 64), Hq=1))
+        lengths = (5, 0, 70, 0, 128, 1, 0, 33, 64, 200)
+        check(wide(form, dtype=torch.bfloat16, carried=carried, lengths=lengths, Hq=1, K=K, V=V))
     finally:
         known.forget()
 

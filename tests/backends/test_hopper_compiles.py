@@ -1,15 +1,22 @@
-"""The Hopper kernels compile, fit a multiprocessor, and keep their MMAs asynchronous. Needs no GPU."""
+"""The Hopper kernels compile, fit a multiprocessor, and keep their MMAs asynchronous. Needs no GPU.
+
+Where Triton is too old for them, that is said once.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+
+from tfla.backends import hopper
 
 CASES = [
     "exp,128,256,bfloat16",
@@ -31,9 +38,15 @@ SHARED = 232_448  # bytes that a program can have
 SPILLED = 320  # bytes: most are addresses in the 24 registers of the loader and the gater, and what ends a segment
 
 
+def too_old() -> bool:
+    return tuple(map(int, importlib.metadata.version("triton").split(".")[:2])) < (3, 6)
+
+
 @pytest.mark.compiles
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_compiles_and_fits(tmp_path: Path) -> None:
+    if too_old():
+        pytest.skip("Gluon has no warpgroup MMAs before Triton 3.6")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, str(Path(__file__).with_name("compile_for.py"))]
     command += [f"sm_90:hopper,fused,{case}" for case in CASES]
@@ -50,3 +63,17 @@ def test_compiles_and_fits(tmp_path: Path) -> None:
             assert row["shared"] <= SHARED, row
             assert row["spilled"] <= SPILLED, row
             assert row["serialized"] == 0, row
+
+
+def test_says_once_that_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tfla.backends.hopper.launch", None)  # importing it fails
+    monkeypatch.delattr(hopper, "launch", raising=False)
+    hopper._cannot_build.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="using the Triton backend"):
+            assert "Triton 3.6 or newer" in (hopper._cannot_build() or "")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert hopper._cannot_build() is not None
+    finally:
+        hopper._cannot_build.cache_clear()
