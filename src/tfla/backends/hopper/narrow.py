@@ -15,7 +15,7 @@ from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.hopper.launch import HopperCall
 from tfla.backends.hopper.whole import whole
 from tfla.backends.triton.compiled import Tape
-from tfla.backends.triton.launch import Call, Pair, Plan, plan_of, products
+from tfla.backends.triton.launch import Pair, Plan, plan_of, products
 
 SHARED_MEMORY = 232_448  # bytes that a program can have
 GATES = 1_536  # bytes of the gate vectors of a head in a stage
@@ -43,9 +43,6 @@ def described_states(K: int, V: int) -> Callable[[Tensor], TensorDescriptor]:
 class NarrowCall(HopperCall):
     """As `HopperCall`, with one kernel for all walks, that for dk doing dv as well."""
 
-    states: Tensor  # before marks, which the walk for dq leaves
-    n_states: Tensor
-    dots: Tensor  # with their cotangents
     dv: Tensor
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
@@ -87,20 +84,13 @@ class NarrowCall(HopperCall):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         sums = self.new(1, self.H, self.tiles, 1, self.L)
         if back:
-            self.dots = self.new(self.states.shape[0] * self.H, dtype=torch.float64)
+            self.dots = self.new(self.states.shape[0] * self.H, 1, dtype=torch.float64)
         else:
             self.states, self.n_states = self.new_marks(sums)
         self._walk(
             x, y, w, z, gates, back, state, final, values=self.dv if back else None, keys=out, sums=sums, delta=delta,
         )  # fmt: skip
         return sums, self.states, self.n_states
-
-    def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
-        """The walk for dk has made them."""
-        return self.dots
-
-    def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
-        return Call.mark_dots(self, C, n, dC, dn)
 
     def _walk(
         self, x: Tensor, y: Tensor, zk: Tensor | None, zv: Tensor | None, gates: Tensor, back: bool, state: Pair,
