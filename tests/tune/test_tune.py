@@ -287,11 +287,12 @@ def benchmark(*rows: tuple[str, str, int, float], axis: str = "chunk size") -> d
 
 
 def test_winners_of_stored_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The fastest of a backend, of equally fast ones the smallest; none of what ran alone, nor the largest of several
-    chunk sizes, beyond which something may be faster."""
+    """The fastest of a backend, of equally fast ones the smallest; none of packed sequences, of what ran alone, nor the
+    largest of several chunk sizes, beyond which something may be faster."""
     rows = [("tfla mLSTMexp", "triton fused", 64, 3.0), ("tfla mLSTMexp, triton tfla", "triton tfla", 256, 1.0),
             ("tfla mLSTMexp, triton tfla", "triton tfla", 512, 1.01), ("tfla mLSTMexp, x y", "x y", 64, 0.1),
             ("tfla mLSTMexp, triton tfla", "triton tfla", 1024, 2.0), ("fla simple_gla chunk", "fla", 64, 0.1),
+            ("tfla mLSTMexp, packed", "triton fused", 128, 0.1),
             ("tfla mLSTMsig", "triton fused", 64, 1.0), ("tfla mLSTMsig", "triton fused", 128, 0.5)]  # fmt: skip
     (tmp_path / "fig5.json").write_text(json.dumps(benchmark(*rows)))
     target = tmp_path / "table" / "chunk_sizes.json"

@@ -118,7 +118,8 @@ def figure_of(result: dict[str, Any]) -> Figure | None:
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(True, color="#e6e6e6", lw=0.8)
             axes.set_axisbelow(True)
-    figure.suptitle(f"{result['title']}\n{result['environment']['device']}, {result['environment']['date']}", size=10)
+    dates = sorted({run["environment"]["date"] for run in result.get("runs", {"": result}).values()})
+    figure.suptitle(f"{result['title']}\n{result['environment']['device']}, {' and '.join(dates)}", size=10)
     figure.legend(
         handles=list(handles.values()), loc="outside right center", frameon=False, fontsize=8, handlelength=3.2
     )
