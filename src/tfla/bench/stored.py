@@ -11,8 +11,12 @@ from tfla.bench.suites import SUITES
 Row = dict[str, Any]
 
 
-def _key(row: Row) -> tuple[str, str]:
+def _contender(row: Row) -> tuple[str, str]:
     return row["name"], row.get("group", "")
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return *_contender(row), row.get("x"), row.get("direction")
 
 
 def merge(runs: dict[str, Row]) -> Row:
@@ -22,19 +26,20 @@ def merge(runs: dict[str, Row]) -> Row:
     number of samples that their run was asked for.
     """
     ordered = sorted(runs.items(), key=lambda item: (item[1]["environment"]["date"], item[0]))
-    place: dict[tuple[str, str], int] = {}  # contender -> where its rows are from
+    place: dict[tuple[Any, ...], int] = {}  # what was measured -> the run that its row is from
     for n, (_, run) in enumerate(ordered):
         for row in run["rows"]:
             if "seconds" in row or _key(row) not in place:
                 place[_key(row)] = n
-    order = list(dict.fromkeys(_key(row) for run in runs.values() for row in run["rows"]))
+    order = list(dict.fromkeys(_contender(row) for run in runs.values() for row in run["rows"]))
+    there = {_contender(row) for run in runs.values() for row in run["rows"] if "x" in row}
     rows = [
         row | {"asked": run["config"]["repeats"]}
         for n, (_, run) in enumerate(ordered)
         for row in run["rows"]
-        if place[_key(row)] == n
+        if place[_key(row)] == n and ("x" in row or _contender(row) not in there)  # not installed is without x
     ]
-    rows.sort(key=lambda row: order.index(_key(row)))
+    rows.sort(key=lambda row: (order.index(_contender(row)), row.get("x", 0)))
     return next(iter(runs.values())) | {"rows": rows, "runs": runs}
 
 

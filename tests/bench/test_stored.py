@@ -1,0 +1,33 @@
+"""What several runs measured of one setup is one result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfla.bench.stored import merge
+
+Row = dict[str, Any]
+
+
+def run(date: str, *rows: Row) -> Row:
+    return {"environment": {"date": date}, "config": {"repeats": 3}, "rows": list(rows)}
+
+
+def cell(name: str, x: int, direction: str, **more: Any) -> Row:
+    return {"name": name, "x": x, "direction": direction} | more
+
+
+def test_the_latest_run_that_measured_a_cell_has_it() -> None:
+    """Of contenders that a later run did not finish the rest is from the earlier one; a failure replaces no time."""
+    old = run(
+        "2026-01-01", cell("a", 1, "forward", seconds=1.0), cell("a", 1, "backward", seconds=2.0),
+        cell("a", 4, "forward", seconds=3.0), {"name": "b", "error": "not installed (b)"},
+        {"name": "c", "error": "not installed (c)"},
+    )  # fmt: skip
+    new = run(
+        "2026-01-02", cell("a", 2, "forward", seconds=4.0), cell("a", 1, "forward", seconds=5.0),
+        cell("a", 4, "forward", error="stopped"), cell("b", 1, "forward", seconds=6.0),
+    )  # fmt: skip
+    found = [(r["name"], r.get("x"), r.get("seconds")) for r in merge({"new": new, "old": old})["rows"]]
+    assert [cell for cell in found if cell[0] == "a"] == [("a", 1, 2.0), ("a", 1, 5.0), ("a", 2, 4.0), ("a", 4, 3.0)]
+    assert [cell for cell in found if cell[0] != "a"] == [("b", 1, 6.0), ("c", None, None)]
