@@ -25,6 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tfla.backends.hopper.parts import (
     CARRY,
     GATES,
+    NOTHING,
+    OF_D,
+    OF_DELTA,
     OUT,
     async_load,
     async_store,
@@ -324,6 +327,7 @@ def columns(
 ):  # fmt: skip
     """DELTA: the gate vector DELTA_P has -u and gets -u (y . y2), which are do and h."""
     dtype: gl.constexpr = X.dtype
+    CARRIED: gl.constexpr = OF_DELTA if DELTA else (OF_D if SAVE_D else NOTHING)
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring_x = ring_of(X, STAGES)
@@ -378,8 +382,8 @@ def columns(
             )),
             (load_gates, (
                 gates, ring_g, ring_w, normaliser[0], normaliser[1], normaliser[5], d_out, full, free, work,
-                tiles_of_head, L, STAGES, BACK, SEGMENTED, FLOOR if NORMALIZE else -1, NORMALIZE, SAVE_D,
-                DELTA, 1, False,
+                tiles_of_head, L, STAGES, BACK, SEGMENTED, FLOOR if NORMALIZE else -1, NORMALIZE, CARRIED,
+                1, False,
             )),
         ],
         [4, 1, 1],

@@ -177,7 +177,7 @@ class HopperCall(Call):
         state: Pair, final: Pair,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         parts = self.K // ROWS * self.pieces
-        sums = self.new(parts, self.H, self.tiles, ROWS // 16, self.L)
+        sums = self.new(parts, self.H, self.tiles, 1, self.L)
         if back:
             self.dots = self.new(self.states.shape[0] * self.H, self.warps * parts)
         else:

@@ -108,17 +108,22 @@ def place(n, STAGES: gl.constexpr):
     return n % STAGES, n // STAGES & 1
 
 
+# What the gater carries to memory of a tile once its stage is free: consumers have no time for that.
+NOTHING = gl.constexpr(0)
+OF_D = gl.constexpr(1)
+OF_DELTA = gl.constexpr(2)  # of parts of dh . h, times what is in its place, -u
+OF_SUMS = gl.constexpr(3)  # of parts of q . dq or k . dk
+
+
 @gluon.jit
 def load_gates(
-    gates, ring, weights, extras, matrices, carried, d_out, full, free, work, tiles_of_head,
+    gates, ring, weights, extras, matrices, carried, to, full, free, work, tiles_of_head,
     L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, EXTRA: gl.constexpr,
-    MATRIX: gl.constexpr, CARRY_D: gl.constexpr, CARRY_DELTA: gl.constexpr, PIECES: gl.constexpr, SKIP: gl.constexpr,
+    MATRIX: gl.constexpr, CARRIED: gl.constexpr, PIECES: gl.constexpr, SKIP: gl.constexpr,
 ):  # fmt: skip
     """The gater: one warp copies the gate vectors of each tile; weights of updates as the sum of two of low precision,
     with MATRIX also as rows of a right operand. EXTRA is one more gate vector, or -1; of PIECES programs that share
     columns of a state the first has it, the others zeros.
-
-    It also carries d of a tile, or delta, to memory once the stage is free: consumers have no time for that.
     """
     pieces = work[3]
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
@@ -126,7 +131,7 @@ def load_gates(
     r = gl.arange(0, L, layout)
     row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, of_matrix)), 1)
     n = 0
-    saved = gl.program_id(0)  # the piece of the tile whose d is carried next, and which it is there
+    saved = gl.program_id(0)  # the piece of the tile of which is carried next, and which it is there
     saved_tile = 0
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
         _b, h, start, steps, tile0 = piece(index, work, L, SEGMENTED)
@@ -142,9 +147,9 @@ def load_gates(
             carry = gl.load(tile + DECAY * L)
             s, phase = place(n, STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
-            if (CARRY_D or CARRY_DELTA) and n >= STAGES:
+            if CARRIED != NOTHING and n >= STAGES:
                 saved, saved_tile = carry_out(
-                    saved, saved_tile, carried.index(s), d_out, gates, work, tiles_of_head, r, SEGMENTED, CARRY_DELTA
+                    saved, saved_tile, carried.index(s), to, gates, work, tiles_of_head, r, SEGMENTED, BACK, CARRIED
                 )
             g = ring.index(s)
             g.slice(READ * L, L, 0).store(read)
@@ -170,36 +175,40 @@ def load_gates(
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
     mbarrier.arrive(full.index(s), count=1)
-    if CARRY_D or CARRY_DELTA:
+    if CARRIED != NOTHING:
         for i in range(0, STAGES):
             if n + i >= STAGES:
                 s, phase = place(n + i, STAGES)
                 mbarrier.wait(free.index(s), phase ^ 1)
                 saved, saved_tile = carry_out(
-                    saved, saved_tile, carried.index(s), d_out, gates, work, tiles_of_head, r, SEGMENTED, CARRY_DELTA
+                    saved, saved_tile, carried.index(s), to, gates, work, tiles_of_head, r, SEGMENTED, BACK, CARRIED
                 )
 
 
 @gluon.jit
 def carry_out(
-    index, i, carried, d_out, gates, work, tiles_of_head, r, SEGMENTED: gl.constexpr, DELTA: gl.constexpr
+    index, i, carried, to, gates, work, tiles_of_head, r,
+    SEGMENTED: gl.constexpr, BACK: gl.constexpr, CARRIED: gl.constexpr,
 ):  # fmt: skip
-    """d of the i-th tile walked of a piece to memory, or delta, the sum of parts of dh . h times what is in its place,
-    -u; returns piece and tile that come next."""
+    """Of the i-th tile walked of a piece; returns piece and tile that come next."""
     T, H = work[0], work[1]
     L: gl.constexpr = r.shape[0]
     b, h, start, steps, tile0 = piece(index, work, L, SEGMENTED)
     tiles = (steps + L - 1) // L
-    if DELTA:
-        tile = h.to(gl.int64) * tiles_of_head + tile0 + tiles - 1 - i
-        at = gates + (tile * VECTORS + DELTA_P) * L + r
-        dot = carried.slice(0, L, 0).load(r.type.layout)
-        for part in gl.static_range(1, carried.shape[0] // L):
-            dot += carried.slice(part * L, L, 0).load(r.type.layout)
-        gl.store(at, gl.load(at) * dot)
+    x = carried.slice(0, L, 0).load(r.type.layout)
+    for part in gl.static_range(1, carried.shape[0] // L):
+        x += carried.slice(part * L, L, 0).load(r.type.layout)
+    tile = tiles - 1 - i if BACK else i
+    if CARRIED == OF_D:
+        t = tile * L + r
+        gl.store(to + (b.to(gl.int64) * T + start + t) * H + h, x, mask=t < steps)
     else:
-        t = i * L + r
-        gl.store(d_out + (b.to(gl.int64) * T + start + t) * H + h, carried.load(r.type.layout), mask=t < steps)
+        row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_of_head + tile0 + tile
+        if CARRIED == OF_DELTA:
+            at = gates + (row * VECTORS + DELTA_P) * L + r
+            gl.store(at, gl.load(at) * x)
+        else:
+            gl.store(to + row * L + r, x)
     last = i + 1 == tiles
     return gl.where(last, index + gl.num_programs(0), index), gl.where(last, 0, i + 1)
 

@@ -8,8 +8,8 @@ state C, (dqk, dhv), as BLOCKS pieces of 128 columns, computes
     P     = (z y^T + delta) weighted, of the next tile: half of the updates each
 
 x, y, z are k, v, do for dq and q, do, v for dk. What `out` is a gradient of, q or k, comes with the stage too: its
-product with `out`, summed over 16 rows of a warp, goes to memory for the gradients of the gates, before `out`
-overwrites it and leaves by TMA. With a normaliser there is one more column of the state, n.
+product with `out` is summed over the rows, by the warps for the gater, which brings the sum to memory for the gradients
+of the gates; then `out` overwrites it and leaves by TMA. With a normaliser there is one more column of the state, n.
 
 All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES, and leave
 outputs to be summed; the first of them has delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns`
@@ -29,6 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tfla.backends.hopper.parts import (
     CARRY,
     GATES,
+    NOTHING,
+    OF_SUMS,
     OUT,
     async_load,
     async_store,
@@ -123,13 +125,6 @@ def put_weights(
 
 
 @gluon.jit
-def put_sums(x, to, L: gl.constexpr):
-    part = gl.arange(0, 4, gl.SliceLayout(1, x.type.layout))
-    step = gl.arange(0, L, gl.SliceLayout(0, x.type.layout))
-    gl.store(to + gl.expand_dims(part, 1) * L + gl.expand_dims(step, 0), x)
-
-
-@gluon.jit
 def mark_pointers(marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr):
     """Of 64 rows and 128 columns of the at-th mark. Blocks of 8 x 8 lie together, of which a warp has one at a time."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
@@ -147,7 +142,7 @@ def row_dots(C, marks, mark, row, column, DX: gl.constexpr, DY: gl.constexpr, la
 
 @gluon.jit
 def consume(
-    Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head,
+    Out, states, rings, gate_rings, full, free, ready, work,
     half: gl.constexpr, DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
     FINAL: gl.constexpr, NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr,
@@ -156,7 +151,7 @@ def consume(
     WIDTH: gl.constexpr = DY // PIECES
     BLOCKS: gl.constexpr = WIDTH // 128
     ring_x, ring_y, ring_z, ring_w = rings
-    ring_p, ring_g, ring_u, ring_d = gate_rings
+    ring_p, ring_g, ring_u, ring_d, ring_s = gate_rings
     state_in, state_out, n_in, n_out, marks, n_marks, dots = states
     T, H, pieces = work[0], work[1], work[3]
     of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
@@ -183,12 +178,10 @@ def consume(
     put_weights(S, ring_g.index(0), ring_d.index(0), ring_p.index(0), i, j, half, L, BACK, DELTA, of_p)
     mbarrier.arrive(ready.index(0), count=1)
     for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, tile = piece(index, work, L, SEGMENTED)
+        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
         tiles = (steps + L - 1) // L
         first = b.to(gl.int64) * T + start
         mark = (first // MARKS - 1) * H + h
-        tile0 = (gl.program_id(1).to(gl.int64) * H + h) * tiles_of_head + tile
-        sums = w_out + tile0 * (8 * L) + half * (4 * L)
         C0 = gl.zeros([64, 128], gl.float32, of_state)
         C1 = gl.zeros([64, 128], gl.float32, of_state)
         N = gl.zeros([64], gl.float32, of_n)
@@ -237,7 +230,8 @@ def consume(
             out, A = warpgroup_mma_wait(BLOCKS, deps=[out, A])
             w_t = w.reshape([L, 64]).permute((1, 0))
             if not TRANSPOSED:
-                put_sums(warp_sums(out * w_t.load(of_out).to(gl.float32), L), sums + t * 8, L)
+                sums = gl.reshape(warp_sums(out * w_t.load(of_out).to(gl.float32), L), [4 * L])
+                ring_s.index(s).slice(half * (4 * L), 4 * L, 0).store(sums)
             w_t.store(out.to(dtype))
             fence_async_shared()
             async_store(Out, coordinates(b, h * PIECES + part, start + t, row, start + steps, work), w)
@@ -293,6 +287,8 @@ def consume(
             if NORMALIZE:
                 gl.store(n_out + of_piece.to(gl.int64) * DX + rk, N, mask=has_n)
     tma.store_wait(0)
+    if not TRANSPOSED:
+        mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
@@ -318,6 +314,9 @@ def rows(
     ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
     ring_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
     ring_d = gl.allocate_shared_memory(gl.float32, [STAGES, L], flat)
+    ring_s = ring_d
+    if not TRANSPOSED:
+        ring_s = gl.allocate_shared_memory(gl.float32, [STAGES, 8 * L], flat)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -328,7 +327,7 @@ def rows(
         mbarrier.init(ready.index(s), count=2)
     fence_async_shared()
     rings = (ring_x, ring_y, ring_z, ring_w)
-    gate_rings = (ring_p, ring_g, ring_u, ring_d)
+    gate_rings = (ring_p, ring_g, ring_u, ring_d, ring_s)
     states = (state_in, state_out, n_in, n_out, marks, n_marks, dots)
     work = (T, H, length, pieces)
     if PACKED:
@@ -336,17 +335,17 @@ def rows(
     gl.warp_specialize(
         [
             (consume, (
-                Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 0, DX, DY, PIECES, L,
-                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA, TRANSPOSED,
+                Out, states, rings, gate_rings, full, free, ready, work, 0, DX, DY, PIECES, L, STAGES, MARKS, BACK,
+                SEGMENTED, STATE, FINAL, NORMALIZE, DELTA, TRANSPOSED,
             )),
             (consume, (
-                Out, w_out, states, rings, gate_rings, full, free, ready, work, tiles_of_head, 1, DX, DY, PIECES, L,
-                STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA, TRANSPOSED,
+                Out, states, rings, gate_rings, full, free, ready, work, 1, DX, DY, PIECES, L, STAGES, MARKS, BACK,
+                SEGMENTED, STATE, FINAL, NORMALIZE, DELTA, TRANSPOSED,
             )),
             (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, PIECES, L, STAGES, BACK, SEGMENTED, TRANSPOSED)),
             (load_gates, (
-                gates, ring_g, ring_u, ring_d, ring_u, ring_d, gates, full, free, work, tiles_of_head, L, STAGES,
-                BACK, SEGMENTED, DELTA_P if DELTA else -1, False, False, False, PIECES, False,
+                gates, ring_g, ring_u, ring_d, ring_u, ring_s, w_out, full, free, work, tiles_of_head, L, STAGES,
+                BACK, SEGMENTED, DELTA_P if DELTA else -1, False, NOTHING if TRANSPOSED else OF_SUMS, PIECES, False,
             )),
         ],
         [4, 1, 1],

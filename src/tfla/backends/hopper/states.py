@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tfla.backends.hopper.parts import (
     CARRY,
     GATES,
+    NOTHING,
     async_load,
     coordinates,
     load_gates,
@@ -161,7 +162,7 @@ def states(
             (load_tiles, (X, Y, rings, full, free, work, GROUP, PIECES, L, STAGES, BACK, SEGMENTED, SKIP)),
             (load_gates, (
                 gates, ring_g, ring_u, ring_g, ring_u, ring_g, gates, full, free, work, tiles_of_head, L, STAGES,
-                BACK, SEGMENTED, -1, False, False, False, PIECES, SKIP,
+                BACK, SEGMENTED, -1, False, NOTHING, PIECES, SKIP,
             )),
         ],
         [4, 1, 1],

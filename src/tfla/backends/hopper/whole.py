@@ -37,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tfla.backends.hopper.parts import (
     CARRY,
     GATES,
+    NOTHING,
     OUT,
     async_load,
     async_store,
@@ -442,7 +443,7 @@ def whole(
                 )),
                 (load_gates, (
                     gates, ring_g, ring_u, ring_e, ring_u, ring_g, gates, full, free, work, stride, L, STAGES, BACK,
-                    SEGMENTED, EXTRA, False, False, False, 1, SKIP,
+                    SEGMENTED, EXTRA, False, NOTHING, 1, SKIP,
                 )),
             ],
             [1, 1],
@@ -472,11 +473,11 @@ def whole(
                 )),
                 (load_gates, (
                     gates, ring_g, ring_u, ring_e, ring_u, ring_g, gates, full, free, work, stride, L, STAGES, BACK,
-                    SEGMENTED, EXTRA, False, False, False, 1, SKIP,
+                    SEGMENTED, EXTRA, False, NOTHING, 1, SKIP,
                 )),
                 (load_gates, (
                     other_gates, other_g, other_u, other_e, other_u, other_g, other_gates, full, free, work, stride, L,
-                    STAGES, BACK, SEGMENTED, EXTRA, False, False, False, 1, SKIP,
+                    STAGES, BACK, SEGMENTED, EXTRA, False, NOTHING, 1, SKIP,
                 )),
             ],
             [4, 1, 1, 1],

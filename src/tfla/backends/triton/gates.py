@@ -143,7 +143,7 @@ def _load_log_gate(gate, s, first, t, stride_b, stride_t, inside, other, PACKED:
     return tl.where(inside, finite_log_gate(x, SIGMOID).to(tl.float64), other)
 
 
-# Programs of both gate kernels have several heads of a chunk: (B, T, H) has them side by side.
+# Programs of the gate kernels have several heads of a chunk: (B, T, H) has them side by side.
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "H", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
@@ -293,18 +293,22 @@ def find_delta(
 
 @triton.jit
 def _mark_dot(
-    states, n, cotangents, dn, mark, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr
-):
-    total = tl.zeros([BLOCK], tl.float32)
+    states, n, cotangents, dn, mark, there, SIZE, SIZE_N,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """<C, dC> of some marks, (HEADS, 1), of those that are there."""
+    total = tl.zeros([mark.shape[0], BLOCK], tl.float32)
     for c in range(0, SIZE, BLOCK):
-        e = c + tl.arange(0, BLOCK)
-        state = tl.load(states + mark * SIZE + e, mask=e < SIZE, other=0.0).to(tl.float32)
-        total += state * tl.load(cotangents + mark * SIZE + e, mask=e < SIZE, other=0.0).to(tl.float32)
-    dot = tl.sum(total, 0).to(tl.float64)
+        e = c + tl.arange(0, BLOCK)[None, :]
+        mask = there & (e < SIZE)
+        state = tl.load(states + mark * SIZE + e, mask, 0.0).to(tl.float32)
+        total += state * tl.load(cotangents + mark * SIZE + e, mask, 0.0).to(tl.float32)
+    dot = tl.sum(total, 1).to(tl.float64)[:, None]
     if NORMALIZE:
-        e = tl.arange(0, BLOCK_N)
-        of_n = tl.load(n + mark * SIZE_N + e, mask=e < SIZE_N, other=0.0)
-        dot += tl.sum(of_n * tl.load(dn + mark * SIZE_N + e, mask=e < SIZE_N, other=0.0), 0)
+        e = tl.arange(0, BLOCK_N)[None, :]
+        mask = there & (e < SIZE_N)
+        of_n = tl.load(n + mark * SIZE_N + e, mask, 0.0)
+        dot += tl.sum(of_n * tl.load(dn + mark * SIZE_N + e, mask, 0.0), 1)[:, None]
     return dot
 
 
@@ -313,8 +317,8 @@ def mark_dots(
     states, n, cotangents, dn, dots, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr
 ):  # fmt: skip
     """<C, dC> at each mark of each head."""
-    mark = tl.program_id(0).to(tl.int64)
-    dot = _mark_dot(states, n, cotangents, dn, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    mark = tl.zeros([1, 1], tl.int64) + tl.program_id(0)
+    dot = _mark_dot(states, n, cotangents, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
     tl.store(dots + mark, dot)
 
 
@@ -329,20 +333,21 @@ def start_dot(
     """
     row = H.to(tl.int64)  # of states
     mark = slot * row + h
-    dot = 0.0
-    dot = dot.to(tl.float64)
+    dot = tl.zeros([h.shape[0], 1], tl.float64)
     if slot > slot0:
-        dot = _mark_dot(C, n, dC - row * SIZE, dn - row * SIZE_N, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        dC_at, dn_at = dC - row * SIZE, dn - row * SIZE_N
+        dot = _mark_dot(C, n, dC_at, dn_at, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
     elif START:
         shift = (s - slot) * row
         dC_at, dn_at = dC_first + shift * SIZE, dn_first + shift * SIZE_N
-        dot = _mark_dot(C, n, dC_at, dn_at, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        dot = _mark_dot(C, n, dC_at, dn_at, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
     return dot
 
 
 @triton.jit
-def sum_of_parts(x, row, PARTS: tl.constexpr):
-    return tl.sum(tl.load(x + row * PARTS + tl.arange(0, PARTS)).to(tl.float64), 0)
+def sum_of_parts(x, row, there, PARTS: tl.constexpr):
+    parts = tl.load(x + row * PARTS + tl.arange(0, PARTS)[None, :], there, 0.0)
+    return tl.sum(parts.to(tl.float64), 1)[:, None]
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps", "ib", "it", "ih", "fb", "ft", "fh"])
@@ -350,8 +355,9 @@ def gate_gradients(
     q_dq, k_dk, dots, C, n_start, dC, dn_end, dC_first, dn_first, cu, i_gate, f_gate, di, df,
     sequences, T, tiles, H, steps, SIZE, SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    L: tl.constexpr, DOTS: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr, NORMALIZE: tl.constexpr,
-    START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
+    L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
+    NORMALIZE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr,
+    SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark and where segments start
     starting again from <C, dC>.
@@ -366,15 +372,14 @@ def gate_gradients(
     if PACKED and not SEGMENTED:  # of a longest sequence that nobody knows most programs would have nothing
         slot, _, _, begin, _ = locate(cu, sequences, T, slot, MARKS, PACKED)
         part = (begin // MARKS).to(tl.int32)
-    t = part * MARKS + tl.arange(0, MARKS)
-    h = tl.program_id(2).to(tl.int64)
+    t = (part * MARKS + tl.arange(0, MARKS))[None, :]
+    h = (tl.program_id(2) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     first, length, b, t_first, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
     if part * MARKS < length:
         mark = (first // MARKS + part - 1) * H + h
-        start = 0.0
-        start = start.to(tl.float64)
+        start = tl.zeros([HEADS, 1], tl.float64)
         if part > 0:
-            start = sum_of_parts(dots, mark, DOTS)
+            start = sum_of_parts(dots, mark, h < H, DOTS)
         elif SEGMENTED:
             s, _, _, _, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
             start = start_dot(
@@ -382,23 +387,24 @@ def gate_gradients(
                 NORMALIZE, START,
             )  # fmt: skip
         elif START:
-            start = _mark_dot(C, n_start, dC_first, dn_first, slot * H + h, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+            row = slot * H + h
+            start = _mark_dot(C, n_start, dC_first, dn_first, row, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
         size = H * NP * L * tiles
-        inside = t < length
+        inside = (t < length) & (h < H)
         at = (h * tiles + tile0 + t // L) * NP * L + t % L
-        k = tl.zeros([MARKS], tl.float32)
-        q = tl.zeros([MARKS], tl.float32)
+        k = tl.zeros([HEADS, MARKS], tl.float32)
+        q = tl.zeros([HEADS, MARKS], tl.float32)
         for each in tl.static_range(PARTS):
             for p in tl.static_range(NP):
                 k += tl.load(k_dk + each * size + at + p * L, mask=inside, other=0.0)
                 q += tl.load(q_dq + each * size + at + p * L, mask=inside, other=0.0)
         falls = (q - k).to(tl.float64)
         to = (first + t) * H + h
-        before = start - (tl.cumsum(falls, 0) - falls)
-        end = start * 0
+        before = start - (tl.cumsum(falls, 1) - falls)
+        end = tl.zeros([HEADS, 1], tl.float64)
         known = (part + 1) * MARKS < length
         if known:
-            end = sum_of_parts(dots, mark + H, DOTS)
+            end = sum_of_parts(dots, mark + H, h < H, DOTS)
         elif SEGMENTED:
             s, _, whole, begin, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
             known = begin + length < whole
@@ -408,13 +414,21 @@ def gate_gradients(
                     NORMALIZE, START,
                 )  # fmt: skip
         if known or not END:
-            rounding = start - tl.sum(falls, 0) - end
-            before -= rounding * tl.arange(0, MARKS).to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)
+            rounding = start - tl.sum(falls, 1)[:, None] - end
+            share = tl.arange(0, MARKS).to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)
+            before -= rounding * share[None, :]
         f = tl.load(f_gate + b * fb + (t_first + t) * ft + h * fh, mask=inside, other=0.0)
         tl.store(df + to, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
         if INPUT_GATE:
             i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
             tl.store(di + to, of_gate(k, i, SIGMOID_I), mask=inside)
+
+
+@triton.jit
+def _added(states, decays, row, e, SIZE, there):
+    """What a segment adds to a state, and its decay."""
+    adds = tl.load(states + row * SIZE + e, mask=(e < SIZE) & there, other=0.0)
+    return adds.to(tl.float32), tl.load(decays + row, mask=there, other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
@@ -437,12 +451,16 @@ def join(
     S = tl.zeros([BLOCK], tl.float32)
     if GIVEN:
         S = tl.load(given + (s * H + h).to(tl.int64) * SIZE + e, mask=inside, other=0.0)
+    row = (slot0 + (count - 1 if BACK else 0)) * H + h
+    step = -H if BACK else H
+    adds, decay = _added(states, decays, row, e, SIZE, count > 0)
     for c in range(0, count):
-        slot = slot0 + (count - 1 - c if BACK else c)
-        at = (slot * H + h) * SIZE + e
-        adds = tl.load(states + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(states + at, S.to(states.dtype.element_ty), mask=inside)
-        S = S * tl.load(decays + slot * H + h) + adds
+        # Read before what is written here, which for all the compiler knows might be the same.
+        later, later_decay = _added(states, decays, row + step, e, SIZE, c + 1 < count)
+        tl.store(states + row * SIZE + e, S.to(states.dtype.element_ty), mask=inside)
+        S = S * decay + adds
+        adds, decay = later, later_decay
+        row += step
     if FINAL:
         tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
 

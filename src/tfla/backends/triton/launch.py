@@ -6,13 +6,14 @@ import functools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stored_dtype
-from tfla.backends.triton import INTERPRETED, LATER, walk
+from tfla.backends.triton import INTERPRETED, LATER, WIDEST_WALK, walk
 from tfla.backends.triton import gates as gate_kernels
 from tfla.backends.triton.compiled import Tape, program, repeated
 from tfla.backends.triton.marks import steps_between
@@ -216,14 +217,19 @@ class Call:
         """Places for the states of segments."""
         return self.new(self.segments, self.H, self.K, self.V, dtype=stored_dtype(self.x, self.spec))
 
+    def heads_of(self, most: int) -> int:
+        """How many a program of the gate kernels has."""
+        return min(most, triton.next_power_of_2(self.H))
+
     def gates(self, m_final: Tensor | None, d: Tensor | None = None) -> Tensor:
         """The gate vectors; with the forward's d those of the backward."""
         x, spec, m = self.x, self.spec, self.dense(self.x.m)
         out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
-        slots, heads = self.slots(CHUNK), min(HEADS, triton.next_power_of_2(self.H))
+        slots, heads = self.slots(CHUNK), self.heads_of(HEADS)
         summary = self.new(self.H, slots, 2, dtype=torch.float64) if spec.normalize else out
         grid = (slots, ceil_div(self.H, heads))
-        shared = {"CHUNK": CHUNK, "HEADS": heads, "PACKED": self.packed, **self.gate_forms, "num_warps": WARPS}
+        shared: dict[str, Any] = {"CHUNK": CHUNK, "HEADS": heads, "PACKED": self.packed, **self.gate_forms}
+        shared["num_warps"] = WARPS
         if spec.normalize and (self.packed or CHUNK < self.T):
             self.launch(
                 gate_kernels.chunk_summary, grid, *self.given_gates, self.cu, summary, x.sequences, self.T, self.H,
@@ -278,15 +284,23 @@ class Call:
     ) -> None:  # fmt: skip
         """Divides the gate matrix by the denominators; walking back or without output only the final n."""
         stages = (3 if self.K <= 256 else 1) if self.plan.descriptors else 2  # what shared memory holds
-        self.launch(walk.normaliser, (self.segments * self.H,),
-            x, z, gates, self.cu, gates if d is None else d, gates if n is None else n,
+        pieces = ceil_div(self.K, WIDEST_WALK)
+        parts = self.new(pieces, self.H, self.tiles, self.L) if output and pieces > 1 else gates
+        self.launch(walk.normaliser, (self.segments * self.H, pieces),
+            x, z, gates, self.cu, parts, gates if d is None else d, gates if n is None else n,
             gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
-            *_strides(x), *_strides(z), DK=self.K, BK=power_of_two(self.K), L=self.L, BACK=back, OUTPUT=output,
-            DELTA=back, PACKED=self.packed, SEGMENTED=self.segmented, STATE=n is not None, FINAL=final is not None,
+            *_strides(x), *_strides(z), DK=self.K, BK=power_of_two(self.K) // pieces, L=self.L, BACK=back,
+            OUTPUT=output, DELTA=back, PACKED=self.packed, SEGMENTED=self.segmented, STATE=n is not None,
+            FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
             TMA=self.plan.descriptors and _describable(x, z), STAGES=stages, SKIP=skip,
             num_warps=8 if self.exact or self.K > 256 else 4,
         )  # fmt: skip
+        if output and pieces > 1:
+            self.launch(walk.denominators, (self.slots(self.L), self.H),
+                parts, gates, gates if d is None else d, self.cu, self.x.sequences, self.T, self.tiles, self.H,
+                PARTS=pieces, L=self.L, PACKED=self.packed, SAVE_D=d is not None, EXACT=self.exact, num_warps=2,
+            )  # fmt: skip
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
         """Fills h, and with a normaliser d."""
@@ -358,12 +372,15 @@ class Call:
         places = self.segments, ceil_div(self.longest, self.marks)
         if self.packed and not self.segmented:
             places = self.slots(self.marks), 1
-        self.launch(gate_kernels.gate_gradients, (*places, self.H),
+        heads = self.heads_of(min(8, 8192 // self.marks))
+        warps = max(4, heads * self.marks // 512)
+        self.launch(gate_kernels.gate_gradients, (*places, ceil_div(self.H, heads)),
             q_dq, k_dk, dots, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
-            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=4096, BLOCK_N=power_of_two(self.K), L=self.L,
-            DOTS=dots.shape[1], SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize,
-            START=x.C is not None, END=end[0] is not None, **self.gate_forms, num_warps=8 if self.marks > 128 else 4,
+            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=1024 * warps // heads,
+            BLOCK_N=power_of_two(self.K), L=self.L, HEADS=heads, DOTS=dots.shape[1],
+            SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
+            END=end[0] is not None, **self.gate_forms, num_warps=warps,
         )  # fmt: skip
 
     def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
@@ -425,7 +442,7 @@ class Call:
     ) -> None:  # fmt: skip
         """What each segment adds to a state becomes, in place, the state that it starts from."""
         size = states[0, 0].numel()
-        block = min(2048, power_of_two(size))
+        block = min(1024, power_of_two(size))
         self.launch(gate_kernels.join, (ceil_div(size, block), self.x.sequences, self.H),
             states, decays, states if given is None else given, states if final is None else final, self.cu, self.T,
             self.H, self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=given is not None,

@@ -32,40 +32,40 @@ def chunk_gate_gradients(
     q_dq, k_dk (PARTS, H, tiles, L); outputs (B, T, H).
     """
     slot = tl.program_id(0) // H
-    h = (tl.program_id(0) % H).to(tl.int64)
+    h = tl.zeros([1, 1], tl.int64) + tl.program_id(0) % H
     s, first, length, start, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
     count = tl.minimum(length - start, steps).to(tl.int32)
     if count <= 0:
         return
     mark = slot.to(tl.int64) * H + h
-    row = h * 0 + H  # of states, 64 bits
+    row = H.to(tl.int64)  # of states
     top = start_dot(
         C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, START
     )  # fmt: skip
     end = top * 0
     known = start + steps < length
     if known:
-        end = _mark_dot(C + row * SIZE, n + row * SIZE_N, dC, dn, mark, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        C_at, n_at = C + row * SIZE, n + row * SIZE_N
+        end = _mark_dot(C_at, n_at, dC, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
     at = (h * tiles + first_tile(first, s, T, L, PACKED)) * L + start
     to = (first + start) * H + h
-    r = tl.arange(0, STEPS)
+    r = tl.arange(0, STEPS)[None, :]
     size = H.to(tl.int64) * tiles * L
-    total = tl.zeros([STEPS], tl.float64)
+    total = tl.zeros([1, STEPS], tl.float64)
     for t in range(0, count, STEPS):
         q, k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
         total += (q - k).to(tl.float64)
-    rounding = 0.0
-    rounding = rounding.to(tl.float64)
+    rounding = top * 0
     if known or not END:
-        rounding = (top - tl.sum(total, 0) - end) / count
+        rounding = (top - tl.sum(total, 1)[:, None] - end) / count
     for t in range(0, count, STEPS):
         inside = t + r < count
         q, k = _falls(q_dq, k_dk, at + t + r, size, inside, PARTS)
         falls = (q - k).to(tl.float64)
-        before = top - (tl.cumsum(falls, 0) - falls) - rounding * (t + r).to(tl.float64)
+        before = top - (tl.cumsum(falls, 1) - falls) - rounding * (t + r).to(tl.float64)
         f = load_gate(f_gate + h * fh, s, first, start + t + r, fb, ft, inside, PACKED)
         tl.store(df + to + (t + r) * H, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
         if INPUT_GATE:
             i = load_gate(i_gate + h * ih, s, first, start + t + r, ib, it, inside, PACKED)
             tl.store(di + to + (t + r) * H, of_gate(k, i, SIGMOID_I), mask=inside)
-        top -= tl.sum(falls, 0)
+        top -= tl.sum(falls, 1)[:, None]

@@ -33,6 +33,7 @@ from tfla.backends.triton.gates import (
     ROW_LOW,
     UPDATE,
     VECTORS,
+    first_tile,
     locate,
     segment,
 )
@@ -348,9 +349,37 @@ def rows(
             tl.store(n_out + n_at, tl.sum(N, 1), mask=rk < DK)
 
 
+@triton.jit
+def divide(gate, d, L: tl.constexpr, EXACT: tl.constexpr):
+    """The gate matrix of a tile, and the weight of the state in its outputs, by the denominators."""
+    D = tl.maximum(tl.abs(d), tl.load(gate + FLOOR * L))
+    row_at = gate + (ROW_LOW if EXACT else ROW) * L  # rows can be large: what is added to them is cut off
+    tl.store(row_at, tl.load(row_at) - tl.log2(D))
+    tl.store(gate + INTER * L, tl.load(gate + INTER * L) / D)
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles"])
+def denominators(
+    parts, gates, d_out, cu, sequences, T, tiles, H,
+    PARTS: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts that :func:`normaliser` left."""
+    h = tl.program_id(1).to(tl.int64)
+    s, first, length, start, _ = locate(cu, sequences, T, tl.program_id(0), L, PACKED)
+    if start < length:
+        r = tl.arange(0, L)
+        row = h * tiles + first_tile(first, s, T, L, PACKED) + start // L
+        d = tl.zeros([L], tl.float32)
+        for part in tl.static_range(PARTS):
+            d += tl.load(parts + (part * H * tiles + row) * L + r)
+        if SAVE_D:
+            tl.store(d_out + (first + start + r) * H + h, d, mask=start + r < length)
+        divide(gates + row * VECTORS * L + r, d, L, EXACT)
+
+
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def normaliser(
-    X, Z, gates, cu, d_out, n_in, n_out, sequences, T, tiles_of_head, H, GROUP, length, xb, xt, xh, zb, zt, zh,
+    X, Z, gates, cu, parts, d_out, n_in, n_out, sequences, T, tiles_of_head, H, GROUP, length, xb, xt, xh, zb, zt, zh,
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, BACK: tl.constexpr, OUTPUT: tl.constexpr, DELTA: tl.constexpr,
     PACKED: tl.constexpr, SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, SAVE_D: tl.constexpr,
     EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
@@ -360,7 +389,8 @@ def normaliser(
 
     Without outputs it leaves what a segment adds to n, or walking back to its cotangent. n is the sum of rows of N,
     16 being the least an MMA takes: 0 and 1 of updates with weights rounded and with what that cuts off, 8 and 9 the
-    same again, to be read with what rounding n cuts off.
+    same again, to be read with what rounding n cuts off. Where several programs share the keys, BK < DK, they leave
+    parts of the denominators, (DK / BK, H, tiles, L), for :func:`denominators`.
     """
     slot = tl.program_id(0) // H
     h = tl.program_id(0) % H
@@ -369,7 +399,8 @@ def normaliser(
     x_at = rows_of(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
     z_at = rows_of(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
     gates += (h.to(tl.int64) * tiles_of_head + tile0) * VECTORS * L
-    rk = tl.arange(0, BK)
+    k0 = tl.program_id(1) * BK
+    rk = k0 + tl.arange(0, BK)
     row = tl.arange(0, 16)[:, None]
     n_at = tl.program_id(0).to(tl.int64) * DK + rk
     N = tl.zeros([16, BK], tl.float32)
@@ -380,12 +411,12 @@ def normaliser(
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
         gate = gates + t * VECTORS
-        x = load_tile(x_at, t, 0, steps, DK, xt, L, BK, TMA)
+        x = load_tile(x_at, t, k0, steps, DK, xt, L, BK, TMA)
         wx = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
         if DELTA:
             wx *= tl.load(gate + DELTA_P * L + r)
         if OUTPUT:
-            z = load_tile(z_at, t, 0, steps, DK, zt, L, BK, TMA)
+            z = load_tile(z_at, t, k0, steps, DK, zt, L, BK, TMA)
             inter = tl.load(gate + INTER * L + r)
             P = tl.dot(z, tl.trans(x), input_precision=PRECISION) * weights(gate, r, L, True, EXACT)
             if NEGATIVE:
@@ -394,12 +425,12 @@ def normaliser(
             low = (N - high).to(x.dtype)
             read_n = tl.dot(z, tl.trans(tl.where(row < 8, high, low)), input_precision=PRECISION)
             d = tl.sum(P, 1) + tl.sum(read_n, 1) * inter
-            if SAVE_D:
-                tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
-            D = tl.maximum(tl.abs(d), tl.load(gate + FLOOR * L + r))
-            row_at = gate + (ROW_LOW if EXACT else ROW) * L + r  # rows can be large: what is added to them is cut off
-            tl.store(row_at, tl.load(row_at) - tl.log2(D))
-            tl.store(gate + INTER * L + r, inter / D)
+            if BK < DK:
+                tl.store(parts + ((tl.program_id(1) * H + h).to(tl.int64) * tiles_of_head + tile0) * L + t + r, d)
+            else:
+                if SAVE_D:
+                    tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
+                divide(gate + r, d, L, EXACT)
         N = N * tl.load(gate + DECAY * L)
         if DELTA and x.dtype == tl.float16:
             N += tl.where(row == 0, tl.sum(x.to(tl.float32) * wx[:, None], 0)[None, :], 0.0)
