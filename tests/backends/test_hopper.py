@@ -188,7 +188,7 @@ def test_same_bits_every_time(form: str, K: int, V: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-@pytest.mark.parametrize(("K", "V"), [(128, 512), (256, 256), (256, 512), (512, 128), (512, 512)])
+@pytest.mark.parametrize(("K", "V"), [(128, 512), (256, 256), (256, 512), (512, 128), (512, 512), (1024, 1024)])
 def test_wide_states(form: str, K: int, V: int) -> None:
     check(wide(form, dtype=torch.bfloat16, K=K, V=V, Hq=1, T=200))
     check(wide(form, dtype=torch.float16, K=K, V=V, T=100, carried=False))

@@ -25,6 +25,7 @@ CASES = [
     "exp,128,256,bfloat16,segmented,state",
     "exp,256,512,bfloat16,segmented,state",
     "sigmoid,512,512,float16",
+    "exp,1024,1024,bfloat16",
     "exp,64,64,float16,segmented,state",
     "exp,128,64,bfloat16,segmented",
     "sigmoid,128,64,bfloat16,grouped",

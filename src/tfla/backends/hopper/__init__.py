@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tfla.backends.triton.launch import Call
 
 DTYPES = (torch.bfloat16, torch.float16)
-DIMS = (128, 256, 512)
+DIMS = (128, 256, 512, 1024)
 NARROW = ((64, 64), (128, 64))  # dqk, dhv
 
 
