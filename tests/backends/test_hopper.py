@@ -78,7 +78,7 @@ def test_shapes(form: str, carried: bool, shape: dict[str, Any], dtype: torch.dt
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chunk_size", [1, 64, 100, 192])
-@pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512)])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 256), (256, 512)])
 def test_segments(form: str, chunk_size: int, K: int, V: int) -> None:
     p = wide(form, dtype=torch.bfloat16, T=333, B=1, K=K, V=V)
     check(p, chunk_size=chunk_size)
@@ -101,7 +101,7 @@ def test_packed_segments(form: str, chunk_size: int | None, K: int, V: int) -> N
 
 @pytest.mark.parametrize("carried", [True, False], ids=["carried", "from zero"])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-@pytest.mark.parametrize(("K", "V"), [*NARROW, (128, 256)])
+@pytest.mark.parametrize(("K", "V"), [*NARROW, (128, 128), (128, 256)])
 def test_programs_with_many_packed_sequences(
     form: str, carried: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,11 +128,12 @@ def test_nothing_leaks_into_neighbours(form: str, changed: int, value: float, ch
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_marks_of_packed_sequences(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("V", [128, 256])
+def test_marks_of_packed_sequences(form: str, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tfla.backends.triton import marks
 
     monkeypatch.setattr(marks, "APART", {2: 128})
-    check(wide(form, dtype=torch.bfloat16, lengths=(300, 70, 129, 0, 128), H=1, Hq=1))
+    check(wide(form, dtype=torch.bfloat16, lengths=(300, 70, 129, 0, 128), H=1, Hq=1, V=V))
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
@@ -174,7 +175,7 @@ def test_resets_and_nan_stay_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-@pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512)])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 256), (256, 512)])
 def test_same_bits_every_time(form: str, K: int, V: int) -> None:
     p = wide(form, dtype=torch.bfloat16, B=2, H=9, Hq=9, T=500, K=K, V=V)
     leaves = leaves_on(WAY, p)
@@ -208,8 +209,9 @@ def test_narrow_heads(form: str, K: int, V: int, group: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("form", ["exp", "plain"])
-def test_shapes_of_narrow_heads(form: str, shape: dict[str, Any]) -> None:
-    check(wide(form, dtype=torch.bfloat16, **{**shape, "K": 64, "V": 64}))
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
+def test_shapes_of_narrow_heads(form: str, shape: dict[str, Any], K: int, V: int) -> None:
+    check(wide(form, dtype=torch.bfloat16, **{**shape, "K": K, "V": V}))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128), (128, 256), (256, 512)], ids=str)

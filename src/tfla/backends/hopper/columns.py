@@ -10,6 +10,7 @@
 
 x, y, z are k, v, q for o and q, do, k for dv, as in :mod:`tfla.backends.triton.walk`. With a normaliser o's consumers
 also have half of n each, and dv's read h as well: delta is made of do . h, and only this walk has time for its bytes.
+Without one, dv of heads of 128 x 128 is made with dk, by :mod:`.both`.
 """
 
 from triton.experimental import gluon
@@ -37,11 +38,11 @@ from tfla.backends.hopper.parts import (
     load_gates,
     piece,
     place,
+    put_dot,
     ring_of,
     scaled,
     seen,
     state_of,
-    warp_sums,
 )
 from tfla.backends.triton.gates import FLOOR
 
@@ -129,13 +130,6 @@ def put_n(n, to, half: gl.constexpr, layout: gl.constexpr):
     low = (n - high.to(gl.float32)).to(to.dtype)
     columns = gl.where(column == 0, gl.expand_dims(high, 1), gl.where(column == 1, gl.expand_dims(low, 1), 0.0))
     to.slice(half * 64, 64, 1).permute((1, 0)).store(columns.to(to.dtype))
-
-
-@gluon.jit
-def put_dot(y_t, y2, to, part: gl.constexpr, L: gl.constexpr):
-    """Sums of y y2 over 64 columns, as four parts."""
-    sums = warp_sums(y_t.to(gl.float32) * y2.load(y_t.type.layout).to(gl.float32), L)
-    to.slice(part * 4 * L, 4 * L, 0).store(gl.reshape(sums, [4 * L]))
 
 
 @gluon.jit

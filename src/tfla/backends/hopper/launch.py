@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tfla.backends.base import Inputs, Outputs, Spec
+from tfla.backends.hopper.both import both
 from tfla.backends.hopper.columns import columns
 from tfla.backends.hopper.order import CUT, FIELDS, order
 from tfla.backends.hopper.rows import rows
@@ -60,6 +61,7 @@ class HopperCall(Call):
     states: Tensor  # at marks, which the walk for dq leaves
     n_states: Tensor
     dots: Tensor  # with their cotangents, in parts, which the walk for dk leaves
+    dv: Tensor  # which the walk for dk fills, where it is a joint one
     warps = 8  # of a program, which leave a part each
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
@@ -67,6 +69,7 @@ class HopperCall(Call):
         self.narrow = self.K <= ROWS  # a program of `columns` has a whole row of the state
         self.blocks = 2 if self.V % 256 == 0 else 1
         self.finds_delta = self.narrow and 128 * self.blocks == self.V  # one program has all of dh . h
+        self.joint = self.narrow and self.V == ROWS and not spec.normalize  # one walk back makes dk and dv
         self.pieces = pieces(self.V)
         self.order = self._order() if self.packed else self.cu
 
@@ -115,7 +118,9 @@ class HopperCall(Call):
         self, gates: Tensor, out: Outputs, dh: Tensor, dv: Tensor, end: Tensor | None, delta: bool
     ) -> None:
         x, h = self.x, out.h if delta and self.finds_delta else None
-        if self.narrow:
+        if self.joint:
+            self.dv = dv
+        elif self.narrow:
             self._columns(x.q, dh, x.k, dv, gates, True, (end, None), (None, None), False, None, h)
         else:
             self._transposed(dh, x.q, x.k, dv, gates, True, end, None)
@@ -182,12 +187,28 @@ class HopperCall(Call):
             self.dots = self.new(self.states.shape[0] * self.H, self.warps * parts)
         else:
             self.states, self.n_states = self.new_marks(sums)
-        self._rows(x, y, z, w, out, gates, sums, delta, back, state, final, False)
+        if back and self.joint:
+            self._both(y, out, gates, sums, state[0], final[0])
+        else:
+            self._rows(x, y, z, w, out, gates, sums, delta, back, state, final, False)
         return sums, self.states, self.n_states
 
     def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
         """The walk for dk has made them."""
         return self.dots
+
+    def _both(
+        self, dh: Tensor, dk: Tensor, gates: Tensor, sums: Tensor, state: Tensor | None, final: Tensor | None
+    ) -> None:
+        """Fills dv as well."""
+        x, whole, half = self.x, (lambda t: self.descriptor(t, ROWS)), (lambda t: self.descriptor(t, ROWS // 2))
+        self.launch(both, self.grid(1),
+            whole(x.q), half(x.k), whole(x.v), half(dh), half(dk), half(self.dv), gates, sums,
+            gates if state is None else state, gates if final is None else final, self.states, self.dots, self.order,
+            self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H, L=self.L, MARKS=self.marks,
+            BACK=True, SEGMENTED=self.segmented, STATE=state is not None, FINAL=final is not None, PACKED=self.packed,
+            num_warps=4,
+        )  # fmt: skip
 
     def _rows(
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, sums: Tensor, delta: bool,

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tfla.backends.base import Inputs, Outputs, Spec
+from tfla.backends.base import Inputs, Spec
 from tfla.backends.hopper.launch import HopperCall
 from tfla.backends.hopper.whole import whole
 from tfla.backends.triton.compiled import Tape
@@ -43,11 +43,9 @@ def described_states(K: int, V: int) -> Callable[[Tensor], TensorDescriptor]:
 class NarrowCall(HopperCall):
     """As `HopperCall`, with one kernel for all walks, that for dk doing dv as well."""
 
-    dv: Tensor
-
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         super().__init__(tape, x, spec)
-        self.finds_delta, self.pieces = False, 1
+        self.finds_delta, self.joint, self.pieces = False, True, 1
         fits = stages_of(self.K, self.V, 2, 2, 2, True, 2) >= 2  # that of the walk for dk, which has most
         self.together = 2 if self.group % 2 == 0 and fits else 1
 
@@ -63,11 +61,6 @@ class NarrowCall(HopperCall):
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
         x = self.x
         self._walk(x.k, x.v, x.q, None, gates, False, state, final, values=h, d=d)
-
-    def values_gradient(
-        self, gates: Tensor, out: Outputs, dh: Tensor, dv: Tensor, end: Tensor | None, delta: bool
-    ) -> None:
-        self.dv = dv  # which the walk for dk fills
 
     def add_up(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, states_out: Tensor, decays: Tensor, skip: bool,

@@ -214,9 +214,12 @@ def carry_out(
 
 
 @gluon.jit
-def warp_sums(x, L: gl.constexpr):
-    """Sums over 16 rows each, which are those of a warp: no exchange between warps. (4, L)"""
-    return gl.sum(gl.reshape(x, [4, 16, L]), 1)
+def put_dot(x, y, to, part: gl.constexpr, L: gl.constexpr):
+    """Sums over 64 rows of x (64, L), in registers, times y, in shared memory, as four parts: sums over 16 rows each,
+    which are those of a warp, without an exchange between warps."""
+    products = x.to(gl.float32) * y.load(x.type.layout).to(gl.float32)
+    sums = gl.sum(gl.reshape(products, [4, 16, L]), 1)
+    to.slice(part * 4 * L, 4 * L, 0).store(gl.reshape(sums, [4 * L]))
 
 
 @gluon.jit

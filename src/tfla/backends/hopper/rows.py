@@ -10,6 +10,7 @@ state C, (dqk, dhv), as BLOCKS pieces of 128 columns, computes
 x, y, z are k, v, do for dq and q, do, v for dk. What `out` is a gradient of, q or k, comes with the stage too: its
 product with `out` is summed over the rows, by the warps for the gater, which brings the sum to memory for the gradients
 of the gates; then `out` overwrites it and leaves by TMA. With a normaliser there is one more column of the state, n.
+Without one, dk of heads of 128 x 128 is made with dv, by :mod:`.both`.
 
 All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES, and leave
 outputs to be summed; the first of them has delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns`
@@ -40,12 +41,12 @@ from tfla.backends.hopper.parts import (
     load_gates,
     piece,
     place,
+    put_dot,
     ring_of,
     scaled,
     seen,
     state_of,
     state_pointers,
-    warp_sums,
     weights,
 )
 from tfla.backends.triton.gates import DELTA_P
@@ -125,10 +126,12 @@ def put_weights(
 
 
 @gluon.jit
-def mark_pointers(marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr):
-    """Of 64 rows and 128 columns of the at-th mark. Blocks of 8 x 8 lie together, of which a warp has one at a time."""
+def mark_pointers(
+    marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr, COLUMNS: gl.constexpr = 128
+):
+    """Of 64 rows and COLUMNS columns of a mark. Blocks of 8 x 8 lie together, of which a warp has one at a time."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-    c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, layout)), 0)
+    c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
     first = marks + at.to(gl.int64) * (DX * DY) + (row * DY + column * 8)
     return first + (r // 8 * (8 * DY) + c // 8 * 64 + r % 8 * 8 + c % 8)
 
@@ -136,7 +139,7 @@ def mark_pointers(marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, la
 @gluon.jit
 def row_dots(C, marks, mark, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr):
     """Of each row of a part of a cotangent, with that of the state at a mark."""
-    state = gl.load(mark_pointers(marks, mark, row, column, DX, DY, layout))
+    state = gl.load(mark_pointers(marks, mark, row, column, DX, DY, layout, C.shape[1]))
     return gl.sum(C * state.to(gl.float32), 1)
 
 
@@ -230,8 +233,7 @@ def consume(
             out, A = warpgroup_mma_wait(BLOCKS, deps=[out, A])
             w_t = w.reshape([L, 64]).permute((1, 0))
             if not TRANSPOSED:
-                sums = gl.reshape(warp_sums(out * w_t.load(of_out).to(gl.float32), L), [4 * L])
-                ring_s.index(s).slice(half * (4 * L), 4 * L, 0).store(sums)
+                put_dot(out, w_t, ring_s.index(s), half, L)
             w_t.store(out.to(dtype))
             fence_async_shared()
             async_store(Out, coordinates(b, h * PIECES + part, start + t, row, start + steps, work), w)
