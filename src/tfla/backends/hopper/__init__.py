@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (128, 256, 512, 1024)
-NARROW = ((64, 64), (128, 64))  # dqk, dhv
+NARROW = ((64, 64), (64, 128), (128, 64))  # dqk, dhv
 
 
 @constant
