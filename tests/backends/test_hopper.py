@@ -214,7 +214,7 @@ def test_shapes_of_narrow_heads(form: str, shape: dict[str, Any], K: int, V: int
     check(wide(form, dtype=torch.bfloat16, **{**shape, "K": K, "V": V}))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 64), (128, 128), (128, 256), (256, 512)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 512)], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=5)  # in all 100; one process would compile for minutes
 @given(

@@ -31,10 +31,13 @@ CASES = [
     "exp,64,64,float16,segmented,state",
     "exp,128,64,bfloat16,segmented",
     "sigmoid,128,64,bfloat16,grouped",
+    "exp,64,128,bfloat16,segmented,state",
+    "sigmoid,64,128,bfloat16,grouped",
     "exp,128,256,bfloat16,packed",
     "exp,128,256,bfloat16,packed,segmented,state",
     "exp,256,512,bfloat16,packed,state",
     "exp,64,64,bfloat16,packed,state",
+    "exp,64,128,bfloat16,packed,state",
 ]
 WALKS = [name + way for name in ("columns", "rows", "states", "whole") for way in ("", " back")] + ["both back"]
 SHARED = 232_448  # bytes that a program can have
