@@ -265,6 +265,8 @@ def consume(
                         S += gl.expand_dims(e.load(gl.SliceLayout(0, of_p)), 0)
                     else:
                         S += gl.expand_dims(e.load(gl.SliceLayout(1, of_p)), 1)
+                if VALUES:
+                    D = gate_matrix(g, L, 0, of_p, 1)  # again: kept, it takes registers that V needs
                 A_k = gl.convert_layout(seen(S, D, i, j, 0, BACK).to(dtype), left_of_k, assert_trivial=True)
                 weight_k = g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_k))
                 K = warpgroup_mma_wait(0, deps=[K])
