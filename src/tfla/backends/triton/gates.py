@@ -335,8 +335,8 @@ def start_dot(
     mark = slot * row + h
     dot = tl.zeros([h.shape[0], 1], tl.float64)
     if slot > slot0:
-        dC_at, dn_at = dC - row * SIZE, dn - row * SIZE_N
-        dot = _mark_dot(C, n, dC_at, dn_at, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        behind, n_behind = dC - row * SIZE, dn - row * SIZE_N  # in another dtype, maybe, than the cotangents below
+        dot = _mark_dot(C, n, behind, n_behind, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
     elif START:
         shift = (s - slot) * row
         dC_at, dn_at = dC_first + shift * SIZE, dn_first + shift * SIZE_N
