@@ -132,7 +132,7 @@ def test_nothing_leaks_into_neighbours(form: str, changed: int, value: float, ch
 def test_marks_of_packed_sequences(form: str, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tfla.backends.triton import marks
 
-    monkeypatch.setattr(marks, "DOTTED", 128)
+    monkeypatch.setattr(marks, "APART", {2: 128})
     check(wide(form, dtype=torch.bfloat16, lengths=(300, 70, 129, 0, 128), H=1, Hq=1, V=V))
 
 

@@ -26,6 +26,6 @@ def test_any_place(
         pytest.skip("has no marks")
     from tfla.backends.triton import marks
 
-    monkeypatch.setattr(marks, "APART", {4: 48 if lengths else 32})
+    monkeypatch.setattr(marks, "APART", {4: 32})
     p = problem(form, dtype=torch.float32, T=90, lengths=lengths, Hq=1, H=2, carried=carried)
     check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)

@@ -76,7 +76,7 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
     seconds /= REACHED_WIDE if (backend, kernel) == ("triton", "fused") and p.dqk > WIDE_KEYS else share
     results = heads * p.T * ((2 * p.dhv + 2 * p.dqk) * p.itemsize + 3 * STATE_BYTES)
     kept = states if backend == "chunkwise" else 2 * states
-    marks = steps_between(p.dqk, p.dhv, p.itemsize, dotted=backend == "hopper")
+    marks = steps_between(p.dqk, p.dhv, p.itemsize)
     if gpu_walk and min(chunk_size, p.T) > marks:
         kept += 2 * heads * (p.T // marks) * p.dqk * p.dhv * p.itemsize
     if backend == "hopper" and (parts := p.dhv // WIDEST) > 1:

@@ -62,7 +62,6 @@ class HopperCall(Call):
     n_states: Tensor
     dots: Tensor  # with their cotangents, in parts, which the walk for dk leaves
     dv: Tensor  # which the walk for dk fills, where it is a joint one
-    dotted = True
     warps = 8  # of a program, which leave a part each
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:

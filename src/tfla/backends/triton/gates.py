@@ -354,10 +354,10 @@ def sum_of_parts(x, row, there, PARTS: tl.constexpr):
 def gate_gradients(
     q_dq, k_dk, dots, C, n_start, dC, dn_end, dC_first, dn_first, cu, i_gate, f_gate, di, df,
     sequences, T, tiles, H, steps, SIZE, SIZE_N, ib, it, ih, fb, ft, fh,
-    PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr, L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, SEGMENTED: tl.constexpr,
-    PACKED: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr,
-    SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
+    PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
+    NORMALIZE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr,
+    SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark and where segments start
     starting again from <C, dC>.
@@ -372,8 +372,7 @@ def gate_gradients(
     if PACKED and not SEGMENTED:  # of a longest sequence that nobody knows most programs would have nothing
         slot, _, _, begin, _ = locate(cu, sequences, T, slot, MARKS, PACKED)
         part = (begin // MARKS).to(tl.int32)
-    r = tl.arange(0, BLOCK_T)[None, :]
-    t = part * MARKS + r
+    t = (part * MARKS + tl.arange(0, MARKS))[None, :]
     h = (tl.program_id(2) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     first, length, b, t_first, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
     if part * MARKS < length:
@@ -391,10 +390,10 @@ def gate_gradients(
             row = slot * H + h
             start = _mark_dot(C, n_start, dC_first, dn_first, row, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
         size = H * NP * L * tiles
-        inside = (t < length) & (r < MARKS) & (h < H)
+        inside = (t < length) & (h < H)
         at = (h * tiles + tile0 + t // L) * NP * L + t % L
-        k = tl.zeros([HEADS, BLOCK_T], tl.float32)
-        q = tl.zeros([HEADS, BLOCK_T], tl.float32)
+        k = tl.zeros([HEADS, MARKS], tl.float32)
+        q = tl.zeros([HEADS, MARKS], tl.float32)
         for each in tl.static_range(PARTS):
             for p in tl.static_range(NP):
                 k += tl.load(k_dk + each * size + at + p * L, mask=inside, other=0.0)
@@ -416,7 +415,8 @@ def gate_gradients(
                 )  # fmt: skip
         if known or not END:
             rounding = start - tl.sum(falls, 1)[:, None] - end
-            before -= rounding * r.to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)
+            share = tl.arange(0, MARKS).to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)
+            before -= rounding * share[None, :]
         f = tl.load(f_gate + b * fb + (t_first + t) * ft + h * fh, mask=inside, other=0.0)
         tl.store(df + to, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
         if INPUT_GATE:

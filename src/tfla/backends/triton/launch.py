@@ -73,6 +73,11 @@ def architecture(device: torch.device) -> int:
     return target.arch if target.backend == "cuda" else 80
 
 
+def marks_of(x: Inputs) -> int:
+    """Steps between marks."""
+    return steps_between(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size())
+
+
 def plan(x: Inputs) -> Plan:
     return plan_of(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), products(x), architecture(x.q.device))
 
@@ -142,7 +147,6 @@ class Call:
     finds_delta = False  # whether the walk for dv does
     pieces = 1  # how many parts of each dq and dk of a head there are, to be summed
     together = 1  # heads whose parts of dq and dk are one
-    dotted = False  # whether the walk for dk makes <C, dC> at marks
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
@@ -153,7 +157,7 @@ class Call:
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
         self.plan = self.plan_for(x)
         self.L = self.plan.L
-        self.marks = self.marks_of(x)
+        self.marks = marks_of(x)
         self.exact = x.q.dtype == torch.float32
         self.precision = products(x)
         self.group = self.H // x.q.shape[2]
@@ -191,14 +195,9 @@ class Call:
         return {"tile": cls.plan_for(x).L, "segment": min(cls.segment_steps(x, chunk_size), x.v.shape[1])}
 
     @classmethod
-    def marks_of(cls, x: Inputs) -> int:
-        """Steps between marks."""
-        return steps_between(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), cls.dotted)
-
-    @classmethod
     def tuning(cls, x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
         """What is chosen, not given."""
-        return plan(x), cls.marks_of(x), products(x)
+        return plan(x), marks_of(x), products(x)
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
@@ -373,14 +372,13 @@ class Call:
         places = self.segments, ceil_div(self.longest, self.marks)
         if self.packed and not self.segmented:
             places = self.slots(self.marks), 1
-        steps = power_of_two(self.marks)
-        heads = self.heads_of(min(8, 8192 // steps))
-        warps = max(4, heads * steps // 512)
+        heads = self.heads_of(min(8, 4096 // self.marks))
+        warps = max(4, heads * self.marks // 256)
         self.launch(gate_kernels.gate_gradients, (*places, ceil_div(self.H, heads)),
             q_dq, k_dk, dots, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
-            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK_T=steps,
-            BLOCK=1024 * warps // heads, BLOCK_N=power_of_two(self.K), L=self.L, HEADS=heads, DOTS=dots.shape[1],
+            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=1024 * warps // heads,
+            BLOCK_N=power_of_two(self.K), L=self.L, HEADS=heads, DOTS=dots.shape[1],
             SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
             END=end[0] is not None, **self.gate_forms, num_warps=warps,
         )  # fmt: skip

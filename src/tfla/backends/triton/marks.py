@@ -4,14 +4,10 @@ There dlog_f, a running sum, starts again from <C, dC>, without the rounding tha
 """
 
 APART = {2: 1024, 4: 4096}  # steps between them, by bytes of an input
-DOTTED = 384  # where the walk for dk makes <C, dC> itself: so dlog_f has at most twice the error of dlog_i
 SMALL = 8192  # elements of a state that costs little to keep
 CLOSE = 64  # steps between those of rounded inputs then: sums of dlog_f, like the gradient of Mamba-2's A, need them
 
 
-def steps_between(dqk: int, dhv: int, itemsize: int, dotted: bool = False) -> int:
-    """Steps between marks of heads with dqk and dhv, inputs having `itemsize` bytes; `dotted`: with walks that make
-    <C, dC>."""
-    if itemsize == 2 and dqk * dhv <= SMALL:
-        return CLOSE
-    return DOTTED if dotted else APART[itemsize]
+def steps_between(dqk: int, dhv: int, itemsize: int) -> int:
+    """Steps between marks of heads with dqk and dhv, inputs having `itemsize` bytes."""
+    return min(CLOSE, APART[itemsize]) if itemsize == 2 and dqk * dhv <= SMALL else APART[itemsize]
