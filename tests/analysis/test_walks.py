@@ -39,16 +39,19 @@ class Counter:
             return dot(builder, a, b, *rest)
 
         def count_load(builder: Any, at: Any, mask: Any, *rest: Any) -> Any:
-            self.addresses.append(at.data[mask.data].ravel())
+            self.note(at, mask)
             return load(builder, at, mask, *rest)
 
         def count_store(builder: Any, at: Any, value: Any, mask: Any, *rest: Any) -> Any:
-            self.addresses.append(at.data[mask.data].ravel())
+            self.note(at, mask)
             return store(builder, at, value, mask, *rest)
 
         monkeypatch.setattr(Builder, "create_dot", count_dot)
         monkeypatch.setattr(Builder, "create_masked_load", count_load)
         monkeypatch.setattr(Builder, "create_masked_store", count_store)
+
+    def note(self, at: Any, mask: Any) -> None:
+        self.addresses.append(at.data[mask.data.astype(bool)])  # `a & b` of the interpreter is an int
 
     def take(self, *tensors: Tensor) -> tuple[int, int]:
         """FLOPs, and bytes of these tensors, since the last time."""
