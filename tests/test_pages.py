@@ -1,0 +1,28 @@
+"""Pages that are generated are what their commands make of the stored results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tyro")
+pytest.importorskip("matplotlib")
+
+from tfla.cli import main
+
+DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = DOCS.parent / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("claims.md", ["analyze", "claims", "--results", str(RESULTS), "--out", "."]),
+        ("performance.md", ["bench", "report", "--results", str(RESULTS), "--out", "performance.md"]),
+    ],
+)
+def test_page_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, command: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not main(command)
+    assert (tmp_path / page).read_text() == (DOCS / page).read_text()
