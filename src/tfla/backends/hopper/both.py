@@ -1,10 +1,13 @@
 """dk and dv together, of heads with dqk 128 and dhv 128 without a normaliser: one program walks all heads it is given,
 with whole states, and reads q, k, v and do once.
 
-    loader       q, v of a tile by TMA   -> a ring of READ stages   -> consumers
-                 k, do of a tile by TMA  -> a ring of STAGES stages -> consumers
-    gater        their gate vectors      -> the stages of k and do  -> consumers
-    consumer 0,1 each half of the rows of the state's cotangent C, (dqk, dhv), in registers. Per tile
+    loader        --full_q[r]--> consumer 0, consumer 1 --free_q[r]--> loader
+    loader, gater --full[s]----> consumer 0, consumer 1 --free[s]----> loader, gater
+                                 consumer 0 <--ready, read--> consumer 1
+
+    loader       by TMA q and v of a tile to stage r of READ stages, k and do to stage s of STAGES stages
+    gater        its gate vectors to stage s; to memory the sums that consumers have left there of the tile before
+    consumer 0,1 each half of the rows of the state's cotangent C, (dqk, dhv), in registers. Per tile (`walk_tile`)
         P    = v do^T by consumer 0, for dk, and k q^T by consumer 1, for dv, weighted
         dk^T = C v^T                     C, rounded, is a left operand as it lies in registers, and goes to shared
                                          memory, where dv finds the rows of both
@@ -19,6 +22,8 @@ with whole states, and reads q, k, v and do once.
 The sums of k . dk and the products of C with states at marks are as in :mod:`.rows`.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,41 +36,129 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tfla.backends.hopper.parts import (
     CARRY,
+    CONSUMER,
+    FILLER,
     GATES,
     OF_SUMS,
     OUT,
+    Gater,
+    GateRings,
+    Work,
+    as_left,
     async_load,
     async_store,
     barrier,
+    barrier_of,
     coordinates,
     gate_matrix,
     load_gates,
+    matrices,
+    of_product,
     piece,
     place,
+    product,
     put_dot,
     ring_of,
     scaled,
     seen,
+    stage_barriers,
     state_of,
     state_pointers,
+    vectors,
 )
 from tfla.backends.hopper.rows import row_dots
 
 D = gl.constexpr(128)  # dqk and dhv
 HALF = gl.constexpr(64)
+# Stages of 32 KiB that fit beside C and P. Those of k and do are free later, once what overwrote them has left.
 READ = gl.constexpr(2)
 STAGES = gl.constexpr(3)
 
 
+class Walk(NamedTuple):
+    """Constants of a kernel."""
+
+    L: Any  # steps of a tile
+    MARKS: Any  # steps between marks
+    BACK: Any
+    SEGMENTED: Any
+    STATE: Any  # pieces start from states that are given, not from zeros
+    FINAL: Any  # states behind pieces are wanted
+
+
+class Outer(NamedTuple):
+    """What consumers read and write in memory."""
+
+    out_k: Any
+    out_v: Any
+    state_in: Any
+    state_out: Any
+    marks: Any
+    dots: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory."""
+
+    q: Any
+    k: Any  # tiles as two halves each
+    v: Any
+    do: Any  # as two halves
+    c: Any  # C, rounded
+    p: Any  # P for dk, and two for dv, of this tile and of the one before
+    g: Any
+    u: Any
+    s: Any  # for the gater: parts of k . dk
+    full_q: Any  # q and v of a tile are there
+    free_q: Any
+    full: Any  # k, do and the gate vectors are
+    free: Any
+    ready: Any
+    read: Any
+
+
+class Piece(NamedTuple):
+    """Of work."""
+
+    b: Any  # batch row
+    h: Any  # head
+    start: Any  # its first step
+    steps: Any
+    tiles: Any
+    mark: Any  # before its first
+
+
+class Mine(NamedTuple):
+    """What a consumer has."""
+
+    i: Any  # steps of a tile, which read
+    j: Any  # those that update
+    rows: Any  # of C in shared memory
+    columns: Any
+
+
+class Tile(NamedTuple):
+    """In shared memory."""
+
+    q: Any
+    v: Any
+    k0: Any  # halves
+    k1: Any
+    do0: Any
+    do1: Any
+    g: Any
+    p_k: Any  # P for dk
+    p_v: Any  # P for dv
+
+
 @gluon.jit
-def load_tiles(tensors, rings, full_q, free_q, full, free, work, GROUP, L: gl.constexpr, SEGMENTED: gl.constexpr):
+def load_tiles(tensors, shared, work, GROUP, walk):
     """The loader: one warp."""
     Q, K, V, DO = tensors
-    ring_q, ring_k, ring_v, ring_do = rings
-    pieces = work[3]
+    L: gl.constexpr = walk.L
     n = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
+    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
         tiles = (steps + L - 1) // L
         end = start + steps
         for i in range(0, tiles):
@@ -73,143 +166,179 @@ def load_tiles(tensors, rings, full_q, free_q, full, free, work, GROUP, L: gl.co
             left_k = coordinates(b, h // GROUP, t, 0, end, work)
             left_v = coordinates(b, h, t, 0, end, work)
             s, phase = place(n, STAGES)
-            mbarrier.wait(free.index(s), phase ^ 1)
-            bar = full.index(s)
+            mbarrier.wait(shared.free.index(s), phase ^ 1)
+            bar = shared.full.index(s)
             mbarrier.expect(bar, 2 * (K.block_type.nbytes + DO.block_type.nbytes))
-            async_load(DO, left_v, bar, ring_do.index(2 * s))
-            async_load(DO, coordinates(b, h, t, HALF, end, work), bar, ring_do.index(2 * s + 1))
-            async_load(K, left_k, bar, ring_k.index(2 * s))
-            async_load(K, coordinates(b, h // GROUP, t, HALF, end, work), bar, ring_k.index(2 * s + 1))
+            async_load(DO, left_v, bar, shared.do.index(2 * s))
+            async_load(DO, coordinates(b, h, t, HALF, end, work), bar, shared.do.index(2 * s + 1))
+            async_load(K, left_k, bar, shared.k.index(2 * s))
+            async_load(K, coordinates(b, h // GROUP, t, HALF, end, work), bar, shared.k.index(2 * s + 1))
             s, phase = place(n, READ)
-            mbarrier.wait(free_q.index(s), phase ^ 1)
-            bar = full_q.index(s)
+            mbarrier.wait(shared.free_q.index(s), phase ^ 1)
+            bar = shared.full_q.index(s)
             mbarrier.expect(bar, Q.block_type.nbytes + V.block_type.nbytes)
-            async_load(V, left_v, bar, ring_v.index(s))
-            async_load(Q, left_k, bar, ring_q.index(s))
+            async_load(V, left_v, bar, shared.v.index(s))
+            async_load(Q, left_k, bar, shared.q.index(s))
             n += 1
 
 
 @gluon.jit
-def consume(
-    OutK, OutV, states, rings, shared, barriers, work,
-    half: gl.constexpr, L: gl.constexpr, MARKS: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
-    FINAL: gl.constexpr,
-):  # fmt: skip
+def product_of_halves(a0, b0, a1, b1):
+    """Starts a0 b0 + a1 b1."""
+    return warpgroup_mma(a1, b1, product(a0, b0), is_async=True)
+
+
+@gluon.jit
+def tile_of(shared, r, s, n, L: gl.constexpr):
+    """The n-th, its q and v in stage r, the rest in stage s."""
+    return Tile(
+        shared.q.index(r).reshape([L, D]),
+        shared.v.index(r).reshape([L, D]),
+        shared.k.index(2 * s).reshape([L, HALF]),
+        shared.k.index(2 * s + 1).reshape([L, HALF]),
+        shared.do.index(2 * s).reshape([L, HALF]),
+        shared.do.index(2 * s + 1).reshape([L, HALF]),
+        shared.g.index(s),
+        shared.p.index(0),
+        shared.p.index(1 + n % 2),  # the other consumer may still read that of the tile before
+    )
+
+
+@gluon.jit
+def start_weights(tile, half: gl.constexpr):
+    """Starts v do^T, for dk, or k q^T, for dv."""
+    if half == 0:
+        a0 = tile.v.slice(0, HALF, 1)
+        a1 = tile.v.slice(HALF, HALF, 1)
+        return product_of_halves(a0, tile.do0.permute((1, 0)), a1, tile.do1.permute((1, 0)))
+    else:
+        b0 = tile.q.slice(0, HALF, 1).permute((1, 0))
+        b1 = tile.q.slice(HALF, HALF, 1).permute((1, 0))
+        return product_of_halves(tile.k0, b0, tile.k1, b1)
+
+
+@gluon.jit
+def state_part(state, at, half: gl.constexpr, column):
+    """Pointers to 64 x 64 of a consumer's rows of the at-th state."""
+    return state_pointers(state, at, half * HALF, column, D, D, False, of_product(HALF), HALF, HALF)
+
+
+@gluon.jit
+def put_state(C0, C1, to, v):
+    """C v^T; C, rounded, goes to shared memory."""
+    A = as_left(C0.to(v.dtype), HALF)
+    dk = product(A, v.slice(0, HALF, 1).permute((1, 0)))
+    to.slice(0, HALF, 1).store(C0.to(v.dtype))
+    dk, A = warpgroup_mma_wait(0, deps=[dk, A])
+    A = as_left(C1.to(v.dtype), HALF)
+    dk = warpgroup_mma(A, v.slice(HALF, HALF, 1).permute((1, 0)), dk, is_async=True)
+    to.slice(HALF, HALF, 1).store(C1.to(v.dtype))
+    fence_async_shared()
+    dk, A = warpgroup_mma_wait(0, deps=[dk, A])
+    return dk
+
+
+@gluon.jit
+def leave_dots(C0, C1, mark, outer, half: gl.constexpr):
+    """Of what C is a cotangent of at a mark with C, a part for each warp."""
+    layout: gl.constexpr = of_product(HALF)
+    dot = row_dots(C0, outer.marks, mark, half * HALF, 0, D, D, layout)
+    dot += row_dots(C1, outer.marks, mark, half * HALF, HALF, D, D, layout)
+    warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
+    gl.store(outer.dots + mark * 8 + half * 4 + gl.arange(0, 4, warps.type.layout), warps)
+
+
+@gluon.jit
+def walk_tile(C0, C1, n, step, at, mine, outer, shared, work, half: gl.constexpr, walk):
+    """A tile, from its arrival to the departure of its dk and dv."""
+    L: gl.constexpr = walk.L
+    row: gl.constexpr = half * HALF
+    layout: gl.constexpr = of_product(HALF)
+    dtype: gl.constexpr = shared.c.dtype
+    t = (at.tiles - 1 - step) * L
+    r, phase_r = place(n, READ)
+    s, phase = place(n, STAGES)
+    tile = tile_of(shared, r, s, n, L)
+    g = tile.g
+    mbarrier.wait(shared.full.index(s), phase)
+    mbarrier.wait(shared.full_q.index(r), phase_r)
+    S = start_weights(tile, half)
+    # The stage of the previous tile is free once its outputs have left.
+    tma.store_wait(0)
+    mbarrier.arrive(shared.free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+    gate = gate_matrix(g, L, 0, layout, 1)
+    S = warpgroup_mma_wait(0, deps=[S])
+    P = seen(S, gate, mine.i, mine.j, 0, True).to(dtype)
+    (tile.p_k if half == 0 else tile.p_v).store(P)
+    dk = put_state(C0, C1, mine.rows, tile.v)
+    barrier()
+    mbarrier.arrive(shared.ready, count=1)
+    q_t = tile.q.slice(row, HALF, 1).permute((1, 0)).load(layout)
+    barrier()
+    mbarrier.arrive(shared.free_q.index(r), count=1)
+    weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, layout)), 0)
+    mbarrier.wait(shared.ready, n & 1)
+    A = as_left(q_t, HALF)
+    dk = warpgroup_mma(A, tile.p_k.permute((1, 0)), dk * weight, is_async=True)
+    B = scaled(q_t, shared.u.index(s), L, gl.DotOperandLayout(0, layout, 2))
+    carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, layout)), 0)
+    C0 = warpgroup_mma(B, tile.do0, C0 * carry, is_async=True)
+    C1 = warpgroup_mma(B, tile.do1, C1 * carry, is_async=True)
+    dk, A = warpgroup_mma_wait(2, deps=[dk, A])
+    my_k = shared.k.index(2 * s + half)
+    k_t = my_k.reshape([L, HALF]).permute((1, 0))
+    put_dot(dk, k_t, shared.s.index(s), half, L)
+    C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
+    dv = product_of_halves(tile.k0, mine.columns.slice(0, HALF, 0), tile.k1, mine.columns.slice(HALF, HALF, 0))
+    weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, layout)), 1)
+    dv = warpgroup_mma_wait(0, deps=[dv])
+    barrier()
+    mbarrier.arrive(shared.read, count=1)
+    my_do = shared.do.index(2 * s + half)
+    dv = warpgroup_mma(tile.p_v, my_do.reshape([L, HALF]), dv * weight, is_async=True)
+    mbarrier.wait(shared.read, n & 1)
+    k_t.store(dk.to(dtype))
+    dv = warpgroup_mma_wait(0, deps=[dv])
+    barrier()  # no warp's MMA reads do any more
+    my_do.reshape([L, HALF]).store(dv.to(dtype))
+    fence_async_shared()  # would wait for a copy that is on its way: both go after it
+    barrier()
+    async_store(outer.out_k, coordinates(at.b, at.h, at.start + t, row, at.start + at.steps, work), my_k)
+    async_store(outer.out_v, coordinates(at.b, at.h, at.start + t, row, at.start + at.steps, work), my_do)
+    n += 1
+    if t % walk.MARKS == 0 and t > 0:
+        leave_dots(C0, C1, at.mark + t // walk.MARKS * work.H, outer, half)
+    return C0, C1, n
+
+
+@gluon.jit
+def consume(half: gl.constexpr, outer, shared, work, walk):
     """One warpgroup, with 64 rows as two pieces of 64 columns."""
-    ring_q, ring_k, ring_v, ring_do = rings
-    c, ring_p, ring_g, ring_u, ring_s = shared
-    full_q, free_q, full, free, ready, read = barriers
-    state_in, state_out, marks, dots = states
-    T, H, pieces = work[0], work[1], work[3]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
-    dtype: gl.constexpr = ring_v.dtype
-    zero = gl.zeros([HALF, HALF], gl.float32, layout)
+    L: gl.constexpr = walk.L
+    layout: gl.constexpr = of_product(HALF)
     i = gl.arange(0, L, gl.SliceLayout(1, layout))
     j = gl.arange(0, L, gl.SliceLayout(0, layout))
-    row: gl.constexpr = half * HALF
-    my_rows = c.slice(row, HALF, 0)
-    my_columns = c.slice(row, HALF, 1)
+    mine = Mine(i, j, shared.c.slice(half * HALF, HALF, 0), shared.c.slice(half * HALF, HALF, 1))
     n = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
+    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
         tiles = (steps + L - 1) // L
-        mark = ((b.to(gl.int64) * T + start) // MARKS - 1) * H + h
+        mark = ((b.to(gl.int64) * work.T + start) // walk.MARKS - 1) * work.H + h
+        at = Piece(b, h, start, steps, tiles, mark)
         C0 = gl.zeros([HALF, HALF], gl.float32, layout)
         C1 = gl.zeros([HALF, HALF], gl.float32, layout)
-        if STATE:
-            at = state_of(index, work)
-            C0 = gl.load(state_pointers(state_in, at, row, 0, D, D, False, layout, HALF, HALF)).to(gl.float32)
-            C1 = gl.load(state_pointers(state_in, at, row, HALF, D, D, False, layout, HALF, HALF)).to(gl.float32)
+        if walk.STATE:
+            first = state_of(index, work)
+            C0 = gl.load(state_part(outer.state_in, first, half, 0)).to(gl.float32)
+            C1 = gl.load(state_part(outer.state_in, first, half, HALF)).to(gl.float32)
         for step in range(0, tiles):
-            t = (tiles - 1 - step) * L
-            r, phase_r = place(n, READ)
-            s, phase = place(n, STAGES)
-            q = ring_q.index(r).reshape([L, D])
-            v = ring_v.index(r).reshape([L, D])
-            k0 = ring_k.index(2 * s).reshape([L, HALF])
-            k1 = ring_k.index(2 * s + 1).reshape([L, HALF])
-            do0 = ring_do.index(2 * s).reshape([L, HALF])
-            do1 = ring_do.index(2 * s + 1).reshape([L, HALF])
-            g = ring_g.index(s)
-            # The other consumer may read its P of dv of the tile before, which is not in the way.
-            p_k = ring_p.index(0)
-            p_v = ring_p.index(1 + n % 2)
-            mbarrier.wait(full.index(s), phase)
-            mbarrier.wait(full_q.index(r), phase_r)
-            if half == 0:
-                S = warpgroup_mma(v.slice(0, HALF, 1), do0.permute((1, 0)), zero, use_acc=False, is_async=True)
-                S = warpgroup_mma(v.slice(HALF, HALF, 1), do1.permute((1, 0)), S, is_async=True)
-            else:
-                S = warpgroup_mma(k0, q.slice(0, HALF, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-                S = warpgroup_mma(k1, q.slice(HALF, HALF, 1).permute((1, 0)), S, is_async=True)
-            # The stage of the previous tile is free once its outputs have left.
-            tma.store_wait(0)
-            mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
-            gate = gate_matrix(g, L, 0, layout, 1)
-            S = warpgroup_mma_wait(0, deps=[S])
-            P = seen(S, gate, i, j, 0, True).to(dtype)
-            if half == 0:
-                p_k.store(P)
-            else:
-                p_v.store(P)
-            A = gl.convert_layout(C0.to(dtype), left, assert_trivial=True)
-            dk = warpgroup_mma(A, v.slice(0, HALF, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-            my_rows.slice(0, HALF, 1).store(C0.to(dtype))
-            dk, A = warpgroup_mma_wait(0, deps=[dk, A])
-            A = gl.convert_layout(C1.to(dtype), left, assert_trivial=True)
-            dk = warpgroup_mma(A, v.slice(HALF, HALF, 1).permute((1, 0)), dk, is_async=True)
-            my_rows.slice(HALF, HALF, 1).store(C1.to(dtype))
-            fence_async_shared()
-            dk, A = warpgroup_mma_wait(0, deps=[dk, A])
-            barrier()
-            mbarrier.arrive(ready, count=1)
-            q_t = q.slice(row, HALF, 1).permute((1, 0)).load(layout)
-            barrier()
-            mbarrier.arrive(free_q.index(r), count=1)
-            weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, layout)), 0)
-            mbarrier.wait(ready, n & 1)
-            A = gl.convert_layout(q_t, left, assert_trivial=True)
-            dk = warpgroup_mma(A, p_k.permute((1, 0)), dk * weight, is_async=True)
-            B = scaled(q_t, ring_u.index(s), L, left)
-            carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, layout)), 0)
-            C0 = warpgroup_mma(B, do0, C0 * carry, is_async=True)
-            C1 = warpgroup_mma(B, do1, C1 * carry, is_async=True)
-            dk, A = warpgroup_mma_wait(2, deps=[dk, A])
-            my_k = ring_k.index(2 * s + half)
-            k_t = my_k.reshape([L, HALF]).permute((1, 0))
-            put_dot(dk, k_t, ring_s.index(s), half, L)
-            C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
-            dv = warpgroup_mma(k0, my_columns.slice(0, HALF, 0), zero, use_acc=False, is_async=True)
-            dv = warpgroup_mma(k1, my_columns.slice(HALF, HALF, 0), dv, is_async=True)
-            weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, layout)), 1)
-            dv = warpgroup_mma_wait(0, deps=[dv])
-            barrier()
-            mbarrier.arrive(read, count=1)
-            my_do = ring_do.index(2 * s + half)
-            dv = warpgroup_mma(p_v, my_do.reshape([L, HALF]), dv * weight, is_async=True)
-            mbarrier.wait(read, n & 1)
-            k_t.store(dk.to(dtype))
-            dv = warpgroup_mma_wait(0, deps=[dv])
-            barrier()  # no warp's MMA reads do any more
-            my_do.reshape([L, HALF]).store(dv.to(dtype))
-            fence_async_shared()  # would wait for a copy that is on its way: both go after it
-            barrier()
-            async_store(OutK, coordinates(b, h, start + t, row, start + steps, work), my_k)
-            async_store(OutV, coordinates(b, h, start + t, row, start + steps, work), my_do)
-            n += 1
-            if t % MARKS == 0 and t > 0:
-                to = mark + t // MARKS * H
-                dot = row_dots(C0, marks, to, row, 0, D, D, layout)
-                dot += row_dots(C1, marks, to, row, HALF, D, D, layout)
-                warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
-                gl.store(dots + to * 8 + half * 4 + gl.arange(0, 4, warps.type.layout), warps)
-        if FINAL:
-            at = state_of(index, work)
-            gl.store(state_pointers(state_out, at, row, 0, D, D, False, layout, HALF, HALF), C0)
-            gl.store(state_pointers(state_out, at, row, HALF, D, D, False, layout, HALF, HALF), C1)
+            C0, C1, n = walk_tile(C0, C1, n, step, at, mine, outer, shared, work, half, walk)
+        if walk.FINAL:
+            last = state_of(index, work)
+            gl.store(state_part(outer.state_out, last, half, 0), C0)
+            gl.store(state_part(outer.state_out, last, half, HALF), C1)
     tma.store_wait(0)
-    mbarrier.arrive(free.index((n + STAGES - 1) % STAGES), count=1)
+    mbarrier.arrive(shared.free.index((n + STAGES - 1) % STAGES), count=1)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
@@ -220,55 +349,43 @@ def both(
     FINAL: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """The walk is back. Tiles of Q and V are whole, of the others half as wide."""
+    partitions(
+        (Q, K, V, DO), gates, w_out, tiles_of_head, GROUP, Outer(OutK, OutV, state_in, state_out, marks, dots),
+        Work(T, H, length, pieces, order if PACKED else None), Walk(L, MARKS, BACK, SEGMENTED, STATE, FINAL),
+    )  # fmt: skip
+
+
+@gluon.jit
+def partitions(tensors, gates, w_out, tiles_of_head, GROUP, outer, work, walk):
+    """Gives them shared memory, and starts them."""
+    Q, K, V, DO = tensors
+    L: gl.constexpr = walk.L
     dtype: gl.constexpr = Q.dtype
-    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring_q = ring_of(Q, READ)
-    ring_v = ring_of(V, READ)
-    ring_k = ring_of(K, 2 * STAGES)
-    ring_do = ring_of(DO, 2 * STAGES)
-    c = gl.allocate_shared_memory(dtype, [D, D], square)
-    ring_p = gl.allocate_shared_memory(dtype, [3, L, L], square)
-    ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
-    ring_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
-    ring_s = gl.allocate_shared_memory(gl.float32, [STAGES, 8 * L], flat)
-    full_q = gl.allocate_shared_memory(gl.int64, [READ, 1], mbarrier.MBarrierLayout())
-    free_q = gl.allocate_shared_memory(gl.int64, [READ, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(READ):
-        mbarrier.init(full_q.index(s), count=1)
-        mbarrier.init(free_q.index(s), count=2)
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=2)
-        mbarrier.init(free.index(s), count=2)
-    mbarrier.init(ready, count=2)
-    mbarrier.init(read, count=2)
+    q = ring_of(Q, READ)
+    v = ring_of(V, READ)
+    k = ring_of(K, 2 * STAGES)
+    do = ring_of(DO, 2 * STAGES)
+    c = gl.allocate_shared_memory(dtype, [D, D], gl.NVMMASharedLayout(128, 16, 2))
+    p = matrices(dtype, 3, L, L)
+    g = vectors(gl.float32, STAGES, GATES * L)
+    u = vectors(dtype, STAGES, 2 * L)
+    sums = vectors(gl.float32, STAGES, 8 * L)
+    full_q, free_q = stage_barriers(READ, 1, 2)
+    full, free = stage_barriers(STAGES, 2, 2)
+    ready = barrier_of(2)
+    read = barrier_of(2)
     fence_async_shared()
-    tensors = (Q, K, V, DO)
-    rings = (ring_q, ring_k, ring_v, ring_do)
-    shared = (c, ring_p, ring_g, ring_u, ring_s)
-    barriers = (full_q, free_q, full, free, ready, read)
-    states = (state_in, state_out, marks, dots)
-    work = (T, H, length, pieces)
-    if PACKED:
-        work = (T, H, length, pieces, order)
+    shared = Shared(q, k, v, do, c, p, g, u, sums, full_q, free_q, full, free, ready, read)
     gl.warp_specialize(
         [
-            (consume, (
-                OutK, OutV, states, rings, shared, barriers, work, 0, L, MARKS, SEGMENTED, STATE, FINAL,
-            )),
-            (consume, (
-                OutK, OutV, states, rings, shared, barriers, work, 1, L, MARKS, SEGMENTED, STATE, FINAL,
-            )),
-            (load_tiles, (tensors, rings, full_q, free_q, full, free, work, GROUP, L, SEGMENTED)),
+            (consume, (0, outer, shared, work, walk)),
+            (consume, (1, outer, shared, work, walk)),
+            (load_tiles, (tensors, shared, work, GROUP, walk)),
             (load_gates, (
-                gates, ring_g, ring_u, ring_g, ring_u, ring_s, w_out, full, free, work, tiles_of_head, L, STAGES,
-                BACK, SEGMENTED, -1, False, OF_SUMS, 1, False,
+                gates, GateRings(g, u, carried=sums), w_out, full, free, work, tiles_of_head,
+                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, CARRIED=OF_SUMS),
             )),
         ],
         [4, 1, 1],
-        [240, 24, 24],
+        [CONSUMER, FILLER, FILLER],
     )  # fmt: skip

@@ -1,8 +1,11 @@
 """o, and walking back dv: one program walks all heads it is given, with BLOCKS x 128 columns of their states.
 
-    loader       tiles of x, z, y by TMA       -> a ring of STAGES stages -> consumers
-    gater        their gate vectors            -> the same stages         -> consumers
-    consumer 0,1 each half of the columns of the state C^T, (dhv, dqk), in registers. Per tile
+    loader, gater --full[s]--> consumer 0, consumer 1 --free[s]--> loader, gater
+                               consumer 0 <--ready[n % 2]--> consumer 1
+
+    loader       tiles of x, z, y by TMA to stage s of a ring of STAGES stages
+    gater        their gate vectors to the same stage; to memory what consumers have left there of the tile before
+    consumer 0,1 each half of the columns of the state C^T, (dhv, dqk), in registers. Per tile n (`walk_tile`)
         out^T = C^T z^T, weighted, + y^T P^T   the state, rounded, is a left operand as it lies in registers
         C^T   = decay C^T + (y w)^T x
         P     = z x^T, weighted, of the next tile: half of the updates each, exchanged through shared memory
@@ -12,6 +15,8 @@ x, y, z are k, v, q for o and q, do, k for dv, as in :mod:`tfla.backends.triton.
 also have half of n each, and dv's read h as well: delta is made of do . h, and only this walk has time for its bytes.
 Without one, dv of heads of 128 x 128 is made with dk, by :mod:`.both`.
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,107 +30,273 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tfla.backends.hopper.parts import (
     CARRY,
+    CONSUMER,
+    FILLER,
     GATES,
     NOTHING,
     OF_D,
     OF_DELTA,
     OUT,
+    Gater,
+    GateRings,
+    Work,
+    as_left,
     async_load,
     async_store,
     barrier,
+    barriers,
     coordinates,
     gate_matrix,
+    last_stage,
     load_gates,
+    matrices,
+    next_stage,
+    of_product,
     piece,
     place,
+    product,
     put_dot,
     ring_of,
     scaled,
     seen,
+    stage_barriers,
     state_of,
+    vectors,
 )
 from tfla.backends.triton.gates import FLOOR
 
 
+class Walk(NamedTuple):
+    """Constants of a kernel."""
+
+    DK: Any
+    DV: Any
+    BLOCKS: Any  # of 64 columns that a consumer has
+    L: Any  # steps of a tile
+    STAGES: Any
+    BACK: Any  # from the last tile to the first
+    SEGMENTED: Any
+    STATE: Any  # pieces start from states that are given, not from zeros
+    FINAL: Any  # states behind pieces are wanted
+    NORMALIZE: Any
+    SAVE_D: Any  # d is wanted
+    DELTA: Any  # the gate vector DELTA_P has -u and gets -u (y . y2), which are do and h
+
+
+class Outer(NamedTuple):
+    """What consumers read and write in memory."""
+
+    out: Any
+    state_in: Any
+    state_out: Any
+    n_in: Any
+    n_out: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory: what has STAGES stages, what the consumers exchange, and what only a normaliser takes."""
+
+    x: Any
+    y: Any  # 2 tiles a stage, one for each consumer
+    z: Any
+    y2: Any
+    p: Any  # P of this tile and of the next
+    g: Any
+    w: Any
+    full: Any
+    free: Any
+    ready: Any  # P of a tile, and with a normaliser n and the sums of P
+    floor: Any  # exp(-m)
+    matrix: Any  # weights of updates as a right operand
+    n: Any  # of this tile and of the next, as `put_n` has it
+    sums: Any  # of rows of P, two for each tile
+    inverse: Any  # 1 / max(|d|, exp(-m)), one for each consumer
+    d: Any  # for the gater: d, or parts of do . h
+
+
+class State(NamedTuple):
+    """Of a consumer, in registers."""
+
+    C0: Any
+    C1: Any  # where it has two blocks
+    n: Any  # columns, of which the first two add up to n
+
+
+class Place(NamedTuple):
+    """Of a tile."""
+
+    s: Any  # its stage
+    phase: Any  # of the barriers of the stage
+    n: Any  # tiles before it
+
+
+class Piece(NamedTuple):
+    """Of work."""
+
+    index: Any
+    b: Any  # batch row
+    h: Any  # head
+    start: Any  # its first step
+    steps: Any
+    tiles: Any
+
+
+class Mine(NamedTuple):
+    """What a consumer has."""
+
+    i: Any  # steps of a tile, which read
+    j: Any  # half of them, which update
+    rk: Any  # half of n
+    column: Any  # the first of a state, and of y
+
+
 @gluon.jit
-def load_tiles(
-    X, Y, Z, Y2, rings, full, free, work, GROUP,
-    WIDTH: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr,
-    DELTA: gl.constexpr,
-):  # fmt: skip
+def load_tiles(X, Y, Z, Y2, shared, work, GROUP, walk):
     """The loader: one warp."""
-    ring_x, ring_y, ring_z, ring_y2 = rings
-    each_y: gl.constexpr = 4 if DELTA else 2
-    pieces = work[3]
+    L: gl.constexpr = walk.L
+    WIDTH: gl.constexpr = 64 * walk.BLOCKS
+    each_y: gl.constexpr = 4 if walk.DELTA else 2
     n = 0
     column = gl.program_id(1) * (2 * WIDTH)
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
+    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
-            t = start + (tiles - 1 - i if BACK else i) * L
+            t = start + (tiles - 1 - i if walk.BACK else i) * L
             end = start + steps
-            s, phase = place(n, STAGES)
-            mbarrier.wait(free.index(s), phase ^ 1)
-            bar = full.index(s)
+            s, phase = place(n, walk.STAGES)
+            mbarrier.wait(shared.free.index(s), phase ^ 1)
+            bar = shared.full.index(s)
             mbarrier.expect(bar, X.block_type.nbytes + Z.block_type.nbytes + each_y * Y.block_type.nbytes)
-            async_load(Z, coordinates(b, h // GROUP, t, 0, end, work), bar, ring_z.index(s))
-            async_load(X, coordinates(b, h // GROUP, t, 0, end, work), bar, ring_x.index(s))
+            async_load(Z, coordinates(b, h // GROUP, t, 0, end, work), bar, shared.z.index(s))
+            async_load(X, coordinates(b, h // GROUP, t, 0, end, work), bar, shared.x.index(s))
             y = coordinates(b, h, t, column, end, work)
             y_right = coordinates(b, h, t, column + WIDTH, end, work)
-            async_load(Y, y, bar, ring_y.index(2 * s))
-            async_load(Y, y_right, bar, ring_y.index(2 * s + 1))
-            if DELTA:
-                async_load(Y2, y, bar, ring_y2.index(2 * s))
-                async_load(Y2, y_right, bar, ring_y2.index(2 * s + 1))
+            async_load(Y, y, bar, shared.y.index(2 * s))
+            async_load(Y, y_right, bar, shared.y.index(2 * s + 1))
+            if walk.DELTA:
+                async_load(Y2, y, bar, shared.y2.index(2 * s))
+                async_load(Y2, y_right, bar, shared.y2.index(2 * s + 1))
             n += 1
-    s, phase = place(n, STAGES)
-    mbarrier.wait(free.index(s), phase ^ 1)
-    mbarrier.arrive(full.index(s), count=1)
+    last_stage(n, shared.full, shared.free, walk.STAGES)
 
 
 @gluon.jit
-def state_pointers(state, at, column, DK: gl.constexpr, DV: gl.constexpr, layout: gl.constexpr):
+def state_pointers(state, at, column, walk):
     """Of 64 columns of a state (dqk, dhv), transposed."""
+    layout: gl.constexpr = of_product(walk.DK)
     v = column + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    k = gl.arange(0, DK, gl.SliceLayout(0, layout))
-    return state + at.to(gl.int64) * (DK * DV) + gl.expand_dims(v, 1) + gl.expand_dims(k, 0) * DV
+    k = gl.arange(0, walk.DK, gl.SliceLayout(0, layout))
+    return state + at.to(gl.int64) * (walk.DK * walk.DV) + gl.expand_dims(v, 1) + gl.expand_dims(k, 0) * walk.DV
 
 
 @gluon.jit
-def next_weights(ring_x, ring_z, s, half: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
+def first_state(index, mine, outer, work, walk):
+    """That a piece of work starts from."""
+    C0 = gl.zeros([64, walk.DK], gl.float32, of_product(walk.DK))
+    C1 = gl.zeros([64, walk.DK], gl.float32, of_product(walk.DK))
+    N = gl.zeros([64, 8], gl.float32, of_product(8))
+    if walk.STATE:
+        at = state_of(index, work)
+        if walk.BLOCKS == 2:
+            C1 = gl.load(state_pointers(outer.state_in, at, mine.column + 64, walk)).to(gl.float32)
+        C0 = gl.load(state_pointers(outer.state_in, at, mine.column, walk)).to(gl.float32)
+        if walk.NORMALIZE:
+            begin = gl.expand_dims(gl.load(outer.n_in + at.to(gl.int64) * walk.DK + mine.rk), 1)
+            N = gl.where(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_product(8))), 0) == 0, begin, 0.0)
+    return State(C0, C1, N)
+
+
+@gluon.jit
+def leave_state(state, index, mine, outer, work, walk):
+    """That behind a piece of work."""
+    at = state_of(index, work)
+    if walk.BLOCKS == 2:
+        gl.store(state_pointers(outer.state_out, at, mine.column + 64, walk), state.C1)
+    gl.store(state_pointers(outer.state_out, at, mine.column, walk), state.C0)
+    if walk.NORMALIZE:
+        gl.store(outer.n_out + at.to(gl.int64) * walk.DK + mine.rk, gl.sum(state.n, 1))
+
+
+@gluon.jit
+def next_weights(shared, s, half: gl.constexpr, walk):
     """Starts z x^T of the tile in stage s for one half of the updates."""
-    z = ring_z.index(s).reshape([L, ring_z.shape[-1]])
-    x = ring_x.index(s).reshape([L, ring_x.shape[-1]]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
-    zero = gl.zeros([L, L // 2], gl.float32, layout)
-    return warpgroup_mma(z, x, zero, use_acc=False, is_async=True)
+    L: gl.constexpr = walk.L
+    z = shared.z.index(s).reshape([L, walk.DK])
+    x = shared.x.index(s).reshape([L, walk.DK]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    return product(z, x)
 
 
 @gluon.jit
-def start_d(z, n, L: gl.constexpr, layout: gl.constexpr):
-    """Starts z . n for all steps of a tile."""
-    zero = gl.zeros([L, 8], gl.float32, layout)
-    return warpgroup_mma(z, n.permute((1, 0)), zero, use_acc=False, is_async=True)
+def tile_of(shared, s, n, half: gl.constexpr, walk):
+    """x, the consumer's y, z, gate vectors and P^T of the n-th tile, in stage s."""
+    z = shared.z.index(s).reshape([walk.L, walk.DK])
+    x = shared.x.index(s).reshape([walk.L, walk.DK])
+    y = shared.y.index(2 * s + half)
+    return x, y, z, shared.g.index(s), shared.p.index(n % 2).permute((1, 0))
 
 
 @gluon.jit
-def put_inverse(
-    d, g, floor, sums, to, parity, ring_d, half: gl.constexpr, L: gl.constexpr, SAVE_D: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
+def block_of(y, block: gl.constexpr, walk):
+    """64 columns of a tile, transposed."""
+    return y.reshape([walk.L, 64 * walk.BLOCKS]).slice(64 * block, 64, 1).permute((1, 0))
+
+
+@gluon.jit
+def start_output(C, z):
+    """Starts C^T z^T. The state, rounded, is the left operand: to be waited for with the product."""
+    A = as_left(C.to(z.dtype), z.shape[0])
+    return product(A, z.permute((1, 0))), A
+
+
+@gluon.jit
+def add_updates(out, weight, y_t, p):
+    """Starts out, weighted, + y^T P^T."""
+    A = as_left(y_t, p.shape[1])
+    return warpgroup_mma(A, p, out * weight, is_async=True), A
+
+
+@gluon.jit
+def update(C, carry, y_t, w, x):
+    """Starts decay C + (y w)^T x."""
+    B = scaled(y_t, w, x.shape[0], gl.DotOperandLayout(0, of_product(x.shape[1]), 2))
+    return warpgroup_mma(B, x, C * carry, is_async=True), B
+
+
+@gluon.jit
+def put_inverse(d, shared, s, n, half: gl.constexpr, walk):
     """1 / max(|d|, exp(-m)), where d is z . n, weighted, and both consumers' sums of P."""
-    d = gl.sum(d, 1) * g.slice(OUT * L, L, 0).load(layout)
-    d += sums.index(2 * parity).load(layout) + sums.index(2 * parity + 1).load(layout)
-    to.store(1.0 / gl.maximum(gl.abs(d), floor.load(layout)))
-    if SAVE_D and half == 0:
-        ring_d.store(d)
+    layout: gl.constexpr = gl.SliceLayout(1, of_product(8))
+    floor = shared.floor.index(s)
+    inverse = shared.inverse.index(half)
+    parity = n % 2
+    saved = shared.d.index(s)
+    d = gl.sum(d, 1) * shared.g.index(s).slice(OUT * walk.L, walk.L, 0).load(layout)
+    d += shared.sums.index(2 * parity).load(layout) + shared.sums.index(2 * parity + 1).load(layout)
+    inverse.store(1.0 / gl.maximum(gl.abs(d), floor.load(layout)))
+    if walk.SAVE_D and half == 0:
+        saved.store(d)
     barrier()
 
 
 @gluon.jit
-def put_n(n, to, half: gl.constexpr, layout: gl.constexpr):
+def divided(out, shared, half: gl.constexpr):
+    """By what `put_inverse` has put."""
+    return out * gl.expand_dims(shared.inverse.index(half).load(gl.SliceLayout(0, out.type.layout)), 0)
+
+
+@gluon.jit
+def update_n(N, x, shared, s, half: gl.constexpr, L: gl.constexpr):
+    """Starts decay n + x w for half of n."""
+    carry = gl.expand_dims(shared.g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_product(8))), 0)
+    x_t = x.slice(half * 64, 64, 1).permute((1, 0))
+    return warpgroup_mma(x_t, shared.matrix.index(s).permute((1, 0)), N * carry, is_async=True)
+
+
+@gluon.jit
+def put_n(n, to, half: gl.constexpr):
     """n as the sum of two of low precision, which are columns of a right operand."""
-    column = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, layout)), 0)
+    column = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_product(8))), 0)
     high = n.to(to.dtype)
     low = (n - high.to(gl.float32)).to(to.dtype)
     columns = gl.where(column == 0, gl.expand_dims(high, 1), gl.where(column == 1, gl.expand_dims(low, 1), 0.0))
@@ -133,182 +304,146 @@ def put_n(n, to, half: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def consume(
-    tensors, shared, work,
-    half: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr,
-    STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
-    NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, DELTA: gl.constexpr,
-):  # fmt: skip
-    """One warpgroup, with BLOCKS x 64 columns; with a normaliser also half of n."""
-    Out, state_in, state_out, n_in, n_out = tensors
-    ring_x, ring_y, ring_z, ring_y2, ring_p, ring_g, ring_w, full, free, ready, normaliser = shared
-    ring_floor, ring_matrix, ring_n, ring_sums, ring_inverse, ring_d = normaliser
-    pieces = work[3]
-    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
-    of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
-    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DK, 16])
-    of_n: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
-    of_rows: gl.constexpr = gl.SliceLayout(1, of_n)
-    left_of_out: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
-    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
-    dtype: gl.constexpr = ring_x.dtype
-    zero = gl.zeros([64, L], gl.float32, of_out)
-    i = gl.arange(0, L, gl.SliceLayout(1, of_p))
-    j = gl.arange(0, L // 2, gl.SliceLayout(0, of_p))
-    r = gl.arange(0, 64, of_rows)
-    rk = half * 64 + r
-    column = gl.program_id(1) * (128 * BLOCKS) + half * (64 * BLOCKS)
-    s = 0
-    phase = 0
-    n = 0
-    mbarrier.wait(full.index(0), 0)
-    S = next_weights(ring_x, ring_z, 0, half, L, of_p)
-    D = gate_matrix(ring_g.index(0), L, half, of_p)
-    S = warpgroup_mma_wait(0, deps=[S])
-    P = seen(S, D, i, j, half, BACK)
-    if NORMALIZE:
-        ring_sums.index(half).store(gl.sum(P, 1))
-        first_n = gl.zeros([64], gl.float32, of_rows)
-        if STATE:
-            first_n = gl.load(n_in + state_of(gl.program_id(0), work).to(gl.int64) * DK + rk)
-        put_n(first_n, ring_n.index(0), half, of_n)
-    ring_p.index(0).slice(half * (L // 2), L // 2, 1).store(P.to(dtype))
+def next_n(N, step, at, mine, outer, work, walk):
+    """That of the next tile, which behind the last of a piece is the first of another."""
+    n = gl.sum(N, 1)
+    last = step == at.tiles - 1
+    if walk.STATE:
+        later = at.index + gl.num_programs(0)
+        later_n = outer.n_in + state_of(later, work, (later < work.pieces) & last).to(gl.int64) * walk.DK
+        mask = (mine.rk * 0 + later < work.pieces) & last
+        return gl.where(last, gl.load(later_n + mine.rk, mask, 0.0), n)
+    else:
+        return gl.where(last, 0.0, n)
+
+
+@gluon.jit
+def first_block(C, out, weight, y_t, to, p, x, carry, shared, s, n, half: gl.constexpr, walk):
+    """Ends that of two: its output goes over its columns of y, and its state is behind the tile."""
+    if walk.NORMALIZE:
+        d = product(shared.z.index(s).reshape([walk.L, walk.DK]), shared.n.index(n % 2).permute((1, 0)))
+    out, A = add_updates(out, weight, y_t, p)
+    C, B = update(C, carry, y_t, shared.w.index(s), x)
+    if walk.NORMALIZE:
+        out, A, d = warpgroup_mma_wait(1, deps=[out, A, d])
+        put_inverse(d, shared, s, n, half, walk)
+        out = divided(out, shared, half)
+    else:
+        out, A = warpgroup_mma_wait(1, deps=[out, A])
+    to.store(out.to(to.dtype))
+    C, B = warpgroup_mma_wait(0, deps=[C, B])
+    return C
+
+
+@gluon.jit
+def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.constexpr, walk):
+    """A tile, of which P is there already, to the departure of its output; P of the next tile, which arrives."""
+    L: gl.constexpr = walk.L
+    STAGES: gl.constexpr = walk.STAGES
+    of_out: gl.constexpr = of_product(L)
+    C, C1, N = state
+    s, phase, n = place_n
+    x, y, z, g, p = tile_of(shared, s, n, half, walk)
+    t = (at.tiles - 1 - step if walk.BACK else step) * L
+    carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_product(walk.DK))), 0)
+    y_b = block_of(y, 0, walk)
+    out, A = start_output(C, z)
+    # The stage of the previous tile is free once its output has left.
+    tma.store_wait(0)
+    mbarrier.arrive(shared.free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+    weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
+    out, A = warpgroup_mma_wait(0, deps=[out, A])
+    y_t = y_b.load(of_out)
+    if walk.DELTA:
+        put_dot(y_t, block_of(shared.y2.index(2 * s + half), 0, walk), shared.d.index(s), half * walk.BLOCKS, L)
+    mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
+    if walk.BLOCKS == 2:
+        C0 = first_block(C, out, weight, y_t, y_b, p, x, carry, shared, s, n, half, walk)
+        C = C1
+        y_b = block_of(y, 1, walk)
+        out, A = start_output(C, z)
+        weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
+        out, A = warpgroup_mma_wait(0, deps=[out, A])
+        y_t = y_b.load(of_out)
+        if walk.DELTA:
+            put_dot(y_t, block_of(shared.y2.index(2 * s + half), 1, walk), shared.d.index(s), 2 * half + 1, L)
+    elif walk.NORMALIZE:
+        d = product(z, shared.n.index(n % 2).permute((1, 0)))
+        d = warpgroup_mma_wait(0, deps=[d])
+        put_inverse(d, shared, s, n, half, walk)
+    out, A = add_updates(out, weight, y_t, p)
+    C, B = update(C, carry, y_t, shared.w.index(s), x)
+    if walk.NORMALIZE:
+        N = update_n(N, x, shared, s, half, L)
+    # The next tile arrives, and its P is made, while the products of this one are on their way.
+    s, phase = next_stage(s, phase, STAGES)
+    n += 1
+    mbarrier.wait(shared.full.index(s), phase)
+    S = next_weights(shared, s, half, walk)
+    if walk.NORMALIZE:
+        out, A = warpgroup_mma_wait(3, deps=[out, A])  # all but C, N and S
+        out = divided(out, shared, half)
+    else:
+        out, A = warpgroup_mma_wait(2, deps=[out, A])
+    y_b.store(out.to(y.dtype))
+    fence_async_shared()
+    async_store(outer.out, coordinates(at.b, at.h, at.start + t, mine.column, at.start + at.steps, work), y)
+    D = gate_matrix(shared.g.index(s), L, half, of_product(L // 2))
+    if walk.NORMALIZE:
+        S, C, B, N = warpgroup_mma_wait(0, deps=[S, C, B, N])
+    else:
+        S, C, B = warpgroup_mma_wait(0, deps=[S, C, B])
+    P = seen(S, D, mine.i, mine.j, half, walk.BACK)
+    if walk.NORMALIZE:
+        shared.sums.index(n % 2 * 2 + half).store(gl.sum(P, 1))
+        put_n(next_n(N, step, at, mine, outer, work, walk), shared.n.index(n % 2), half)
+    shared.p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(y.dtype))
     fence_async_shared()
     barrier()
-    mbarrier.arrive(ready.index(0), count=1)
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
+    mbarrier.arrive(shared.ready.index(n % 2), count=1)
+    if walk.BLOCKS == 2:
+        return State(C0, C, N), Place(s, phase, n)
+    else:
+        return State(C, C1, N), Place(s, phase, n)
+
+
+@gluon.jit
+def consume(half: gl.constexpr, outer, shared, work, walk):
+    """One warpgroup, with BLOCKS x 64 columns; with a normaliser also half of n."""
+    L: gl.constexpr = walk.L
+    i = gl.arange(0, L, gl.SliceLayout(1, of_product(L // 2)))
+    j = gl.arange(0, L // 2, gl.SliceLayout(0, of_product(L // 2)))
+    rk = half * 64 + gl.arange(0, 64, gl.SliceLayout(1, of_product(8)))
+    column = gl.program_id(1) * (128 * walk.BLOCKS) + half * (64 * walk.BLOCKS)
+    mine = Mine(i, j, rk, column)
+    place_n = Place(0, 0, 0)
+    mbarrier.wait(shared.full.index(0), 0)
+    S = next_weights(shared, 0, half, walk)
+    D = gate_matrix(shared.g.index(0), L, half, of_product(L // 2))
+    S = warpgroup_mma_wait(0, deps=[S])
+    P = seen(S, D, mine.i, mine.j, half, walk.BACK)
+    if walk.NORMALIZE:
+        shared.sums.index(half).store(gl.sum(P, 1))
+        first_n = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(8)))
+        if walk.STATE:
+            first_n = gl.load(outer.n_in + state_of(gl.program_id(0), work).to(gl.int64) * walk.DK + rk)
+        put_n(first_n, shared.n.index(0), half)
+    shared.p.index(0).slice(half * (L // 2), L // 2, 1).store(P.to(shared.p.dtype))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(shared.ready.index(0), count=1)
+    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
         tiles = (steps + L - 1) // L
-        C0 = gl.zeros([64, DK], gl.float32, of_state)
-        C1 = gl.zeros([64, DK], gl.float32, of_state)
-        N = gl.zeros([64, 8], gl.float32, of_n)
-        if STATE:
-            at = state_of(index, work)
-            C1 = gl.load(state_pointers(state_in, at, column + 64 * (BLOCKS - 1), DK, DV, of_state)).to(gl.float32)
-            if BLOCKS == 2:
-                C0 = gl.load(state_pointers(state_in, at, column, DK, DV, of_state)).to(gl.float32)
-            if NORMALIZE:
-                begin = gl.expand_dims(gl.load(n_in + at.to(gl.int64) * DK + rk), 1)
-                N = gl.where(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_n)), 0) == 0, begin, 0.0)
+        at = Piece(index, b, h, start, steps, tiles)
+        state = first_state(index, mine, outer, work, walk)
         for step in range(0, tiles):
-            z = ring_z.index(s).reshape([L, DK])
-            x = ring_x.index(s).reshape([L, DK])
-            y = ring_y.index(2 * s + half)
-            g = ring_g.index(s)
-            p = ring_p.index(n % 2).permute((1, 0))
-            t = (tiles - 1 - step if BACK else step) * L
-            carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_state)), 0)
-            if BLOCKS == 2:
-                y0 = y.reshape([L, 128]).slice(0, 64, 1).permute((1, 0))
-                A = gl.convert_layout(C0.to(dtype), left_of_out, assert_trivial=True)
-                out = warpgroup_mma(A, z.permute((1, 0)), zero, use_acc=False, is_async=True)
-                tma.store_wait(0)
-                mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
-                weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
-                out, A = warpgroup_mma_wait(0, deps=[out, A])
-                y_t = y0.load(of_out)
-                if DELTA:
-                    y2 = ring_y2.index(2 * s + half).reshape([L, 128]).slice(0, 64, 1).permute((1, 0))
-                    put_dot(y_t, y2, ring_d.index(s), 2 * half, L)
-                mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
-                A = gl.convert_layout(y_t, left_of_out, assert_trivial=True)
-                if NORMALIZE:
-                    d = start_d(z, ring_n.index(n % 2), L, of_n)
-                out = warpgroup_mma(A, p, out * weight, is_async=True)
-                B = scaled(y_t, ring_w.index(s), L, left_of_state)
-                C0 = warpgroup_mma(B, x, C0 * carry, is_async=True)
-                if NORMALIZE:
-                    out, A, d = warpgroup_mma_wait(1, deps=[out, A, d])
-                    put_inverse(
-                        d, g, ring_floor.index(s), ring_sums, ring_inverse.index(half), n % 2, ring_d.index(s),
-                        half, L, SAVE_D, of_rows,
-                    )  # fmt: skip
-                    out = out * gl.expand_dims(ring_inverse.index(half).load(gl.SliceLayout(0, of_out)), 0)
-                else:
-                    out, A = warpgroup_mma_wait(1, deps=[out, A])
-                y0.store(out.to(dtype))
-                C0, B = warpgroup_mma_wait(0, deps=[C0, B])
-            y1 = y.reshape([L, 64 * BLOCKS]).slice(64 * (BLOCKS - 1), 64, 1).permute((1, 0))
-            A = gl.convert_layout(C1.to(dtype), left_of_out, assert_trivial=True)
-            out = warpgroup_mma(A, z.permute((1, 0)), zero, use_acc=False, is_async=True)
-            if BLOCKS == 1:
-                tma.store_wait(0)
-                mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
-            weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
-            out, A = warpgroup_mma_wait(0, deps=[out, A])
-            y_t = y1.load(of_out)
-            if DELTA:
-                y2 = (
-                    ring_y2.index(2 * s + half)
-                    .reshape([L, 64 * BLOCKS])
-                    .slice(64 * (BLOCKS - 1), 64, 1)
-                    .permute((1, 0))
-                )
-                put_dot(y_t, y2, ring_d.index(s), (half + 1) * BLOCKS - 1, L)
-            if BLOCKS == 1:
-                mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
-                if NORMALIZE:
-                    d = start_d(z, ring_n.index(n % 2), L, of_n)
-                    d = warpgroup_mma_wait(0, deps=[d])
-                    put_inverse(
-                        d, g, ring_floor.index(s), ring_sums, ring_inverse.index(half), n % 2, ring_d.index(s),
-                        half, L, SAVE_D, of_rows,
-                    )  # fmt: skip
-            A = gl.convert_layout(y_t, left_of_out, assert_trivial=True)
-            out = warpgroup_mma(A, p, out * weight, is_async=True)
-            B = scaled(y_t, ring_w.index(s), L, left_of_state)
-            C1 = warpgroup_mma(B, x, C1 * carry, is_async=True)
-            if NORMALIZE:
-                carry_n = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_n)), 0)
-                x_t = x.slice(half * 64, 64, 1).permute((1, 0))
-                N = warpgroup_mma(x_t, ring_matrix.index(s).permute((1, 0)), N * carry_n, is_async=True)
-            s += 1
-            if s == STAGES:
-                s = 0
-                phase ^= 1
-            n += 1
-            mbarrier.wait(full.index(s), phase)
-            S = next_weights(ring_x, ring_z, s, half, L, of_p)
-            if NORMALIZE:
-                out, A = warpgroup_mma_wait(3, deps=[out, A])
-                out = out * gl.expand_dims(ring_inverse.index(half).load(gl.SliceLayout(0, of_out)), 0)
-            else:
-                out, A = warpgroup_mma_wait(2, deps=[out, A])
-            y1.store(out.to(dtype))
-            fence_async_shared()
-            async_store(Out, coordinates(b, h, start + t, column, start + steps, work), y)
-            D = gate_matrix(ring_g.index(s), L, half, of_p)
-            if NORMALIZE:
-                S, C1, B, N = warpgroup_mma_wait(0, deps=[S, C1, B, N])
-            else:
-                S, C1, B = warpgroup_mma_wait(0, deps=[S, C1, B])
-            P = seen(S, D, i, j, half, BACK)
-            if NORMALIZE:
-                ring_sums.index(n % 2 * 2 + half).store(gl.sum(P, 1))
-                next_n = gl.sum(N, 1)
-                last = step == tiles - 1
-                if STATE:
-                    later = index + gl.num_programs(0)
-                    later_n = n_in + state_of(later, work, (later < pieces) & last).to(gl.int64) * DK
-                    mask = (rk * 0 + later < pieces) & last
-                    next_n = gl.where(last, gl.load(later_n + rk, mask, 0.0), next_n)
-                else:
-                    next_n = gl.where(last, 0.0, next_n)
-                put_n(next_n, ring_n.index(n % 2), half, of_n)
-            ring_p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(dtype))
-            fence_async_shared()
-            barrier()
-            mbarrier.arrive(ready.index(n % 2), count=1)
-        if FINAL:
-            at = state_of(index, work)
-            gl.store(state_pointers(state_out, at, column + 64 * (BLOCKS - 1), DK, DV, of_state), C1)
-            if BLOCKS == 2:
-                gl.store(state_pointers(state_out, at, column, DK, DV, of_state), C0)
-            if NORMALIZE:
-                gl.store(n_out + at.to(gl.int64) * DK + rk, gl.sum(N, 1))
+            state, place_n = walk_tile(state, place_n, step, at, mine, outer, shared, work, half, walk)
+        if walk.FINAL:
+            leave_state(state, index, mine, outer, work, walk)
     tma.store_wait(0)
-    if SAVE_D or DELTA:
-        mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1)
+    if walk.SAVE_D or walk.DELTA:
+        mbarrier.arrive(shared.free.index((place_n.s + walk.STAGES - 1) % walk.STAGES), count=1)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
@@ -319,67 +454,50 @@ def columns(
     BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
     NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """DELTA: the gate vector DELTA_P has -u and gets -u (y . y2), which are do and h."""
+    """Fills Out, and of the rest what the constants say."""
+    partitions(
+        X, Y, Z, Y2, gates, d_out, tiles_of_head, GROUP, Outer(Out, state_in, state_out, n_in, n_out),
+        Work(T, H, length, pieces, order if PACKED else None),
+        Walk(DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D, DELTA),
+    )  # fmt: skip
+
+
+@gluon.jit
+def partitions(X, Y, Z, Y2, gates, d_out, tiles_of_head, GROUP, outer, work, walk):
+    """Gives them shared memory, and starts them."""
+    L: gl.constexpr = walk.L
+    STAGES: gl.constexpr = walk.STAGES
     dtype: gl.constexpr = X.dtype
-    CARRIED: gl.constexpr = OF_DELTA if DELTA else (OF_D if SAVE_D else NOTHING)
-    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring_x = ring_of(X, STAGES)
-    ring_z = ring_of(Z, STAGES)
-    ring_y = ring_of(Y, 2 * STAGES)
-    ring_y2 = ring_y
-    if DELTA:
-        ring_y2 = ring_of(Y, 2 * STAGES)
-    ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
-    ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
-    ring_w = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
-    normaliser = (ring_g, ring_g, ring_g, ring_g, ring_g, ring_g)
-    if NORMALIZE:
-        normaliser = (
-            gl.allocate_shared_memory(gl.float32, [STAGES, L], flat),  # exp(-m)
-            gl.allocate_shared_memory(dtype, [STAGES, 8, L], square),  # weights of updates
-            gl.allocate_shared_memory(dtype, [2, 8, DK], square),  # n
-            gl.allocate_shared_memory(gl.float32, [4, L], flat),  # sums of P
-            gl.allocate_shared_memory(gl.float32, [2, L], flat),  # 1 / max(|d|, exp(-m))
-            gl.allocate_shared_memory(gl.float32, [STAGES, L], flat),  # d
-        )
-    elif DELTA:
-        parts = gl.allocate_shared_memory(gl.float32, [STAGES, 8 * BLOCKS * L], flat)  # of do . h
-        normaliser = (ring_g, ring_g, ring_g, ring_g, ring_g, parts)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=2)
-        mbarrier.init(free.index(s), count=2)
-    for s in gl.static_range(2):
-        mbarrier.init(ready.index(s), count=2)
+    x = ring_of(X, STAGES)
+    z = ring_of(Z, STAGES)
+    y = ring_of(Y, 2 * STAGES)
+    y2 = ring_of(Y, 2 * STAGES) if walk.DELTA else None
+    p = matrices(dtype, 2, L, L)
+    g = vectors(gl.float32, STAGES, GATES * L)
+    w = vectors(dtype, STAGES, 2 * L)
+    floor = vectors(gl.float32, STAGES, L) if walk.NORMALIZE else None
+    matrix = matrices(dtype, STAGES, 8, L) if walk.NORMALIZE else None
+    n = matrices(dtype, 2, 8, walk.DK) if walk.NORMALIZE else None
+    sums = vectors(gl.float32, 4, L) if walk.NORMALIZE else None
+    inverse = vectors(gl.float32, 2, L) if walk.NORMALIZE else None
+    d = None
+    if walk.NORMALIZE or walk.DELTA:
+        d = vectors(gl.float32, STAGES, (8 * walk.BLOCKS if walk.DELTA else 1) * L)
+    full, free = stage_barriers(STAGES, 2, 2)
+    ready = barriers(2, 2)
     fence_async_shared()
-    rings = (ring_x, ring_y, ring_z, ring_y2)
-    shared = (ring_x, ring_y, ring_z, ring_y2, ring_p, ring_g, ring_w, full, free, ready, normaliser)
-    tensors = (Out, state_in, state_out, n_in, n_out)
-    work = (T, H, length, pieces)
-    if PACKED:
-        work = (T, H, length, pieces, order)
+    shared = Shared(x, y, z, y2, p, g, w, full, free, ready, floor, matrix, n, sums, inverse, d)
+    carried: gl.constexpr = OF_DELTA if walk.DELTA else (OF_D if walk.SAVE_D else NOTHING)
     gl.warp_specialize(
         [
-            (consume, (
-                tensors, shared, work,
-                0, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D, DELTA,
-            )),
-            (consume, (
-                tensors, shared, work,
-                1, DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D, DELTA,
-            )),
-            (load_tiles, (
-                X, Y, Z, Y2, rings, full, free, work, GROUP, 64 * BLOCKS, L, STAGES, BACK, SEGMENTED, DELTA,
-            )),
+            (consume, (0, outer, shared, work, walk)),
+            (consume, (1, outer, shared, work, walk)),
+            (load_tiles, (X, Y, Z, Y2, shared, work, GROUP, walk)),
             (load_gates, (
-                gates, ring_g, ring_w, normaliser[0], normaliser[1], normaliser[5], d_out, full, free, work,
-                tiles_of_head, L, STAGES, BACK, SEGMENTED, FLOOR if NORMALIZE else -1, NORMALIZE, CARRIED,
-                1, False,
+                gates, GateRings(g, w, floor, matrix, d), d_out, full, free, work, tiles_of_head,
+                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, FLOOR if walk.NORMALIZE else None, carried),
             )),
         ],
         [4, 1, 1],
-        [240, 24, 24],
+        [CONSUMER, FILLER, FILLER],
     )  # fmt: skip

@@ -20,7 +20,9 @@ from tfla.backends.triton.launch import Call, Pair, Plan, ceil_div, plan_of, pro
 
 ROWS = 128  # of a state that a program of `rows` has, by up to MOST columns
 MOST = 256
+OF_COLUMNS, WITH_H, OF_ROWS, OF_STATES = 3, 2, 2, 4  # stages: 192 KiB of the widest tiles each, beside the rest
 FREE = 0x7FFF0000  # of a tensor descriptor: a dim that no coordinate reaches the end of
+WARPS = 8  # of a program that leave a part each of a product of states
 TURNS = 4  # programs for each multiprocessor, at most, with packed pieces: one that is done early takes more of them
 
 
@@ -57,12 +59,6 @@ def described(x: Tensor, L: int, width: int, packed: bool) -> Callable[[Tensor],
 
 class HopperCall(Call):
     """As `Call`, with walks of its own."""
-
-    states: Tensor  # at marks, which the walk for dq leaves
-    n_states: Tensor
-    dots: Tensor  # with their cotangents, in parts, which the walk for dk leaves
-    dv: Tensor  # which the walk for dk fills, where it is a joint one
-    warps = 8  # of a program, which leave a part each
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         super().__init__(tape, x, spec)
@@ -119,8 +115,8 @@ class HopperCall(Call):
     ) -> None:
         x, h = self.x, out.h if delta and self.finds_delta else None
         if self.joint:
-            self.dv = dv
-        elif self.narrow:
+            return
+        if self.narrow:
             self._columns(x.q, dh, x.k, dv, gates, True, (end, None), (None, None), False, None, h)
         else:
             self._transposed(dh, x.q, x.k, dv, gates, True, end, None)
@@ -137,9 +133,9 @@ class HopperCall(Call):
             of_qk(x), of_v(y), of_qk(z), gates if h is None else of_v(h), of_v(out), gates, C, C_out, n, n_out,
             gates if d is None else d, self.order, self.T, self.tiles, self.H, self.group, self.steps,
             self.segments * self.H, DK=self.K, DV=self.V, BLOCKS=blocks,
-            L=L, STAGES=3 if h is None else 2, BACK=back, SEGMENTED=self.segmented, STATE=state[0] is not None,
-            FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None, DELTA=h is not None,
-            PACKED=self.packed, num_warps=4,
+            L=L, STAGES=OF_COLUMNS if h is None else WITH_H, BACK=back, SEGMENTED=self.segmented,
+            STATE=state[0] is not None, FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None,
+            DELTA=h is not None, PACKED=self.packed, num_warps=4,
         )  # fmt: skip
 
     def _transposed(
@@ -149,7 +145,7 @@ class HopperCall(Call):
         """`rows` of C^T: o, or walking back dv."""
         shared = pieces(self.K)
         parts = out if shared == 1 else self.new(self.B, self.T, self.H * shared, self.V, dtype=out.dtype)
-        self._rows(x, y, z, out, parts, gates, gates, False, back, (state, None), (final, None), True)
+        self._rows(x, y, z, out, parts, gates, gates, (gates,) * 3, False, back, (state, None), (final, None), True)
         if shared > 1:
             self.sum_of_groups(parts, shared, out)
 
@@ -173,56 +169,54 @@ class HopperCall(Call):
         self.launch(states, self.grid(self.K // ROWS * self.pieces),
             self.descriptor(x, ROWS), self.descriptor(y, self.V // self.pieces), gates, states_out,
             decays if n is None else n, decays, self.order, self.T, self.tiles, self.H, self.group, self.steps,
-            self.segments * self.H, DX=self.K, DY=self.V, PIECES=self.pieces, L=L, STAGES=4, BACK=back,
+            self.segments * self.H, DX=self.K, DY=self.V, PIECES=self.pieces, L=L, STAGES=OF_STATES, BACK=back,
             SEGMENTED=self.segmented, NORMALIZE=n is not None, SKIP=skip, PACKED=self.packed, num_warps=4,
         )  # fmt: skip
 
-    def rows(
-        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
-        state: Pair, final: Pair,
+    def keys_gradients(
+        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], start: Pair, end: Pair, first: Pair,
+        delta: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        parts = self.K // ROWS * self.pieces
-        sums = self.new(parts, self.H, self.tiles, 1, self.L)
-        if back:
-            self.dots = self.new(self.states.shape[0] * self.H, self.warps * parts)
+        """The walk for dq leaves states at marks, that for dk their products with cotangents."""
+        x, (dq, dk, dv), parts = self.x, results, self.K // ROWS * self.pieces
+        q_dq, k_dk = (self.new(parts, self.H, self.tiles, 1, self.L) for _ in range(2))
+        states, n_states = self.new_marks(q_dq)
+        dots = self.new(states.shape[0] * self.H, WARPS * parts)
+        marks = states, n_states, gates
+        self._rows(x.k, x.v, dh, x.q, dq, gates, q_dq, marks, delta, False, start, (None, None))
+        if self.joint:
+            self._both(dh, dk, dv, gates, k_dk, states, dots, end[0], first[0])
         else:
-            self.states, self.n_states = self.new_marks(sums)
-        if back and self.joint:
-            self._both(y, out, gates, sums, state[0], final[0])
-        else:
-            self._rows(x, y, z, w, out, gates, sums, delta, back, state, final, False)
-        return sums, self.states, self.n_states
-
-    def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
-        """The walk for dk has made them."""
-        return self.dots
+            self._rows(x.q, dh, x.v, x.k, dk, gates, k_dk, (states, n_states, dots), delta, True, end, first)
+        return q_dq, k_dk, dots
 
     def _both(
-        self, dh: Tensor, dk: Tensor, gates: Tensor, sums: Tensor, state: Tensor | None, final: Tensor | None
-    ) -> None:
-        """Fills dv as well."""
+        self, dh: Tensor, dk: Tensor, dv: Tensor, gates: Tensor, sums: Tensor, states: Tensor, dots: Tensor,
+        state: Tensor | None, final: Tensor | None,
+    ) -> None:  # fmt: skip
         x, whole, half = self.x, (lambda t: self.descriptor(t, ROWS)), (lambda t: self.descriptor(t, ROWS // 2))
         self.launch(both, self.grid(1),
-            whole(x.q), half(x.k), whole(x.v), half(dh), half(dk), half(self.dv), gates, sums,
-            gates if state is None else state, gates if final is None else final, self.states, self.dots, self.order,
+            whole(x.q), half(x.k), whole(x.v), half(dh), half(dk), half(dv), gates, sums,
+            gates if state is None else state, gates if final is None else final, states, dots, self.order,
             self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H, L=self.L, MARKS=self.marks,
             BACK=True, SEGMENTED=self.segmented, STATE=state is not None, FINAL=final is not None, PACKED=self.packed,
             num_warps=4,
         )  # fmt: skip
 
     def _rows(
-        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, sums: Tensor, delta: bool,
-        back: bool, state: Pair, final: Pair, transposed: bool,
+        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, sums: Tensor,
+        marks: tuple[Tensor, Tensor, Tensor], delta: bool, back: bool, state: Pair, final: Pair,
+        transposed: bool = False,
     ) -> None:  # fmt: skip
+        """marks: states, those of n, and walking back their products with cotangents."""
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
-        marks = (gates,) * 3 if transposed else (self.states, self.n_states, self.dots if back else gates)
         L, DX, DY = self.L, x.shape[3], y.shape[3]
         shared = pieces(DY)
         self.launch(rows, self.grid(DX // ROWS * shared),
             self.descriptor(x, ROWS), self.descriptor(y, DY // shared), self.descriptor(z, DY // shared),
             self.descriptor(w, 64), self.descriptor(out, 64), gates, sums, C, C_out, n, n_out, *marks,
             self.order, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H, DX=DX, DY=DY,
-            PIECES=shared, L=L, STAGES=2, MARKS=self.marks, BACK=back, SEGMENTED=self.segmented,
+            PIECES=shared, L=L, STAGES=OF_ROWS, MARKS=self.marks, BACK=back, SEGMENTED=self.segmented,
             STATE=state[0] is not None, FINAL=final[0] is not None,
             NORMALIZE=self.spec.normalize and not transposed, DELTA=delta, TRANSPOSED=transposed, PACKED=self.packed,
             num_warps=4,

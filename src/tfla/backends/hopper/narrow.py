@@ -71,47 +71,49 @@ class NarrowCall(HopperCall):
             normalize=n is not None,
         )  # fmt: skip
 
-    def rows(
-        self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
-        state: Pair, final: Pair,
+    def keys_gradients(
+        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], start: Pair, end: Pair, first: Pair,
+        delta: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        sums = self.new(1, self.H, self.tiles, 1, self.L)
-        if back:
-            self.dots = self.new(self.states.shape[0] * self.H, 1, dtype=torch.float64)
-        else:
-            self.states, self.n_states = self.new_marks(sums)
+        x, (dq, dk, dv) = self.x, results
+        q_dq, k_dk = (self.new(1, self.H, self.tiles, 1, self.L) for _ in range(2))
+        marks = self.new_marks(q_dq)
+        dots = self.new(marks[0].shape[0] * self.H, 1, dtype=torch.float64)
+        self._walk(x.k, x.v, x.q, dh, gates, False, start, (None, None), keys=dq, sums=q_dq, marks=marks, delta=delta)
         self._walk(
-            x, y, w, z, gates, back, state, final, values=self.dv if back else None, keys=out, sums=sums, delta=delta,
+            x.q, dh, x.k, x.v, gates, True, end, first, values=dv, keys=dk, sums=k_dk, marks=marks, dots=dots,
+            delta=delta,
         )  # fmt: skip
-        return sums, self.states, self.n_states
+        return q_dq, k_dk, dots
 
     def _walk(
         self, x: Tensor, y: Tensor, zk: Tensor | None, zv: Tensor | None, gates: Tensor, back: bool, state: Pair,
         final: Pair, *, values: Tensor | None = None, keys: Tensor | None = None, sums: Tensor | None = None,
-        d: Tensor | None = None, decays: Tensor | None = None, delta: bool = False, skip: bool = False,
-        normalize: bool | None = None,
+        marks: Pair = (None, None), dots: Tensor | None = None, d: Tensor | None = None, decays: Tensor | None = None,
+        delta: bool = False, skip: bool = False, normalize: bool | None = None,
     ) -> None:  # fmt: skip
         """Fills values and keys, or without them what is added to states."""
         L, K, V, H = self.L, self.K, self.V, self.H
         reads, writes = (1 if zk is None else 2), (1 if zv is None else 2)
-        marked = keys is not None and self.states.shape[0] > 0
-        kept = 2 if marked and back else 1
+        if marks[0] is None or marks[0].shape[0] == 0:  # no piece is that long
+            marks, dots = (None, None), None
+        states, n_marks = marks
+        kept = 2 if states is not None and back else 1
         shared = self.together == 2
         heads = 2 if H % 2 == 0 and stages_of(K, V, reads, writes, 2, shared, kept) >= 2 else 1
         shared = shared and heads == 2
         of_k, of_v = (lambda t: self.descriptor(t, K)), (lambda t: self.descriptor(t, V))
         X, Y = of_k(x), of_v(y)
-        dots, n_marks = self.dots if marked and back else None, self.n_states if marked else None
         rest = (sums, d, dots, state[0], final[0], state[1], final[1], n_marks, decays)
         count = self.segments * H // heads
         self.launch(whole, (self.programs_for(count, 1),),
             X, Y, X if zk is None else of_k(zk), Y if zv is None else of_v(zv), Y if values is None else of_v(values),
-            X if keys is None else of_k(keys), self.do(described_states(K, V), self.states) if marked else X, gates,
+            X if keys is None else of_k(keys), X if states is None else self.do(described_states(K, V), states), gates,
             *(gates if t is None else t for t in rest), self.order, self.T, self.tiles, H // heads, self.group,
             self.steps, count, HEADS=heads, SHARED=shared, DK=K, DV=V, L=L,
             STAGES=stages_of(K, V, reads, writes, heads, shared, kept), MARKS=self.marks, BACK=back,
             SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None, SKIP=skip,
             VALUES=values is not None, KEYS=keys is not None,
             NORMALIZE=self.spec.normalize if normalize is None else normalize, SAVE_D=d is not None, DELTA=delta,
-            MARKED=marked, PACKED=self.packed, num_warps=4,
+            MARKED=states is not None, PACKED=self.packed, num_warps=4,
         )  # fmt: skip

@@ -1,13 +1,15 @@
-"""What both walks share: the partitions that fill shared memory, and the weighting of tiles.
+"""What the walks share: the partitions that fill shared memory, and the weighting of tiles.
 
 Shared memory is a ring of stages. A stage has the tiles of one step of the walk, brought by the loader, and their gate
 vectors, brought by the gater; its `full` barrier counts both, its `free` barrier both consumers. After its last tile
 every program gets one more stage without data, because consumers make the weights P of a tile one tile ahead.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tfla.backends.hopper.order import BEGINS, CUT, ENDS, FIELDS, FIRST, SLOT, STEPS, TILE
 from tfla.backends.triton.gates import COLUMN, DECAY, DELTA_P, INTER, ROW, UPDATE, VECTORS
@@ -17,6 +19,12 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+# Registers of a thread of a consumer, and of the warps that fill shared memory. A program of three warpgroups starts
+# with 168 for each thread, all that 65,536 give; what the last one, with few warps at work, leaves goes to consumers:
+# 3 * 168 = 2 * 240 + 24.
+CONSUMER = gl.constexpr(240)
+FILLER = gl.constexpr(24)
+
 # Rows of a stage's gate vectors.
 READ = gl.constexpr(0)  # exponents of the gate matrix: P[read, update] is weighted by exp2(READ + WRITE)
 WRITE = gl.constexpr(1)
@@ -24,18 +32,24 @@ OUT = gl.constexpr(2)  # weight of the state in an output
 CARRY = gl.constexpr(3)  # decay of the state over the tile
 GATES = gl.constexpr(4)
 
-# What work there is: tokens of a batch row, heads, steps of a segment, pieces. That of packed sequences has one more,
-# what :mod:`.order` wrote.
-WITH_ORDER = gl.constexpr(5)
+
+class Work(NamedTuple):
+    """What there is to walk."""
+
+    T: Any  # tokens of a batch row
+    H: Any  # heads
+    length: Any  # steps of a segment
+    pieces: Any  # sequences, or segments of them, of a head each
+    order: Any  # what :mod:`.order` wrote of packed sequences, or None
 
 
 @gluon.jit
 def piece(index, work, L: gl.constexpr, SEGMENTED: gl.constexpr):
     """The index-th piece of work: batch row, head, first step, how many steps, its first tile of those of a head."""
-    T, H, length = work[0], work[1], work[2]
+    T, H, length = work.T, work.H, work.length
     slot = index // H
-    if len(work) == WITH_ORDER:
-        row = work[4] + slot * FIELDS
+    if work.order is not None:
+        row = work.order + slot * FIELDS
         start = gl.load(row + FIRST)
         return slot * 0, index % H, start, gl.load(row + STEPS), gl.load(row + TILE)
     elif SEGMENTED:
@@ -50,9 +64,9 @@ def piece(index, work, L: gl.constexpr, SEGMENTED: gl.constexpr):
 @gluon.jit
 def state_of(index, work, inside=True):
     """Where the states of the index-th piece of work are among those of all."""
-    if len(work) == WITH_ORDER:
-        H = work[1]
-        return gl.load(work[4] + index // H * FIELDS + SLOT, mask=inside) * H + index % H
+    if work.order is not None:
+        H = work.H
+        return gl.load(work.order + index // H * FIELDS + SLOT, mask=inside) * H + index % H
     else:
         return index
 
@@ -63,18 +77,18 @@ def tiles_of(index, start, steps, work, L: gl.constexpr, BACK: gl.constexpr, SKI
     tiles = (steps + L - 1) // L
     if not SKIP:
         return tiles
-    elif len(work) == WITH_ORDER:
-        row = work[4] + index // work[1] * FIELDS
+    elif work.order is not None:
+        row = work.order + index // work.H * FIELDS
         return gl.where(gl.load(row + (BEGINS if BACK else ENDS)) != 0, 0, tiles)
     else:
-        return gl.where(start == 0 if BACK else start + steps == work[0], 0, tiles)
+        return gl.where(start == 0 if BACK else start + steps == work.T, 0, tiles)
 
 
 @gluon.jit
 def coordinates(b, h, t, column, end, work):
     """Of a tile in tensors as :func:`~tfla.backends.hopper.launch.described` has them. Of packed sequences no row from
     `end` on is read, which gives zeros, or written."""
-    if len(work) == WITH_ORDER:
+    if work.order is not None:
         return CUT, end, h, CUT - end + t, column
     else:
         return b, h, t, column
@@ -96,6 +110,27 @@ def state_pointers(
         return first + (row * DY + column) + (r * DY + c)
 
 
+@gluon.constexpr_function
+def of_product(columns):
+    """Layout of a product of so many columns that one warpgroup computes."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def as_left(x, columns: gl.constexpr):
+    """x, in registers, as the left operand of such a product."""
+    return gl.convert_layout(x, gl.DotOperandLayout(0, of_product(columns), 2), assert_trivial=True)
+
+
+@gluon.jit
+def product(a, b):
+    """Starts a b."""
+    rows: gl.constexpr = a.shape[0]
+    columns: gl.constexpr = b.shape[1]
+    zero = gl.zeros([rows, columns], gl.float32, of_product(columns))
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
 @gluon.jit
 def ring_of(tensor, stages: gl.constexpr):
     """Shared memory for so many tiles of a tensor."""
@@ -103,9 +138,66 @@ def ring_of(tensor, stages: gl.constexpr):
 
 
 @gluon.jit
+def vectors(dtype: gl.constexpr, count: gl.constexpr, size: gl.constexpr):
+    """In shared memory, of the CUDA cores."""
+    return gl.allocate_shared_memory(dtype, [count, size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def matrices(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """In shared memory, as MMAs take them."""
+    return gl.allocate_shared_memory(dtype, [count, rows, columns], gl.NVMMASharedLayout(128, 16, 2))
+
+
+@gluon.jit
+def barrier_of(arrivals: gl.constexpr):
+    """One that waits for so many."""
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=arrivals)
+    return bar
+
+
+@gluon.jit
+def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(count):
+        mbarrier.init(bars.index(i), count=arrivals)
+    return bars
+
+
+@gluon.jit
+def stage_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, FREE: gl.constexpr):
+    """`full` and `free` of a ring, and how many arrivals each waits for."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=FULL)
+        mbarrier.init(free.index(s), count=FREE)
+    return full, free
+
+
+@gluon.jit
 def place(n, STAGES: gl.constexpr):
     """Stage and phase of the n-th tile."""
     return n % STAGES, n // STAGES & 1
+
+
+@gluon.jit
+def next_stage(s, phase, STAGES: gl.constexpr):
+    """As `place`, of the tile after that in stage s, without a division."""
+    s += 1
+    if s == STAGES:
+        s = 0
+        phase ^= 1
+    return s, phase
+
+
+@gluon.jit
+def last_stage(n, full, free, STAGES: gl.constexpr):
+    """Hands over the stage without data after n tiles."""
+    s, phase = place(n, STAGES)
+    mbarrier.wait(free.index(s), phase ^ 1)
+    mbarrier.arrive(full.index(s), count=1)
 
 
 # What the gater carries to memory of a tile once its stage is free: consumers have no time for that.
@@ -115,27 +207,42 @@ OF_DELTA = gl.constexpr(2)  # of parts of dh . h, times what is in its place, -u
 OF_SUMS = gl.constexpr(3)  # of parts of q . dq or k . dk
 
 
+class GateRings(NamedTuple):
+    """Of a head, or of the heads of a program one after another, in STAGES stages."""
+
+    vectors: Any  # READ, WRITE, OUT and CARRY
+    weights: Any  # of updates, as the sum of two of low precision
+    extra: Any = None  # one more gate vector
+    matrix: Any = None  # the weights also as rows of a right operand
+    carried: Any = None  # what goes to memory
+
+
+class Gater(NamedTuple):
+    """What the gater of a walk is to do."""
+
+    L: Any
+    STAGES: Any
+    BACK: Any
+    SEGMENTED: Any
+    EXTRA: Any = None  # which one is `extra`
+    CARRIED: Any = NOTHING
+    PIECES: Any = 1  # of programs that share columns of a state the first has the extra vector, the others zeros
+    SKIP: Any = False  # as in `tiles_of`
+
+
 @gluon.jit
-def load_gates(
-    gates, ring, weights, extras, matrices, carried, to, full, free, work, tiles_of_head,
-    L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, EXTRA: gl.constexpr,
-    MATRIX: gl.constexpr, CARRIED: gl.constexpr, PIECES: gl.constexpr, SKIP: gl.constexpr,
-):  # fmt: skip
-    """The gater: one warp copies the gate vectors of each tile; weights of updates as the sum of two of low precision,
-    with MATRIX also as rows of a right operand. EXTRA is one more gate vector, or -1; of PIECES programs that share
-    columns of a state the first has it, the others zeros.
-    """
-    pieces = work[3]
+def load_gates(gates, rings, to, full, free, work, tiles_of_head, gater):
+    """The gater: one warp copies the gate vectors of each tile, and carries to memory what consumers have left."""
+    L: gl.constexpr = gater.L
+    BACK: gl.constexpr = gater.BACK
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
-    of_matrix: gl.constexpr = gl.BlockedLayout([8, L // 32], [1, 32], [1, 1], [1, 0])
     r = gl.arange(0, L, layout)
-    row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, of_matrix)), 1)
     n = 0
     saved = gl.program_id(0)  # the piece of the tile of which is carried next, and which it is there
     saved_tile = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _b, h, start, steps, tile0 = piece(index, work, L, SEGMENTED)
-        tiles = tiles_of(index, start, steps, work, L, BACK, SKIP)
+    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+        _b, h, start, steps, tile0 = piece(index, work, L, gater.SEGMENTED)
+        tiles = tiles_of(index, start, steps, work, L, BACK, gater.SKIP)
         at = gates + (h.to(gl.int64) * tiles_of_head + tile0) * (VECTORS * L) + r
         for i in range(0, tiles):
             t = tiles - 1 - i if BACK else i
@@ -145,66 +252,69 @@ def load_gates(
             out = gl.load(tile + (UPDATE if BACK else INTER) * L)
             update = gl.load(tile + (INTER if BACK else UPDATE) * L)
             carry = gl.load(tile + DECAY * L)
-            s, phase = place(n, STAGES)
+            s, phase = place(n, gater.STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
-            if CARRIED != NOTHING and n >= STAGES:
+            if gater.CARRIED != NOTHING and n >= gater.STAGES:
                 saved, saved_tile = carry_out(
-                    saved, saved_tile, carried.index(s), to, gates, work, tiles_of_head, r, SEGMENTED, BACK, CARRIED
+                    saved, saved_tile, rings.carried.index(s), to, gates, work, tiles_of_head, r, gater
                 )
-            g = ring.index(s)
+            g = rings.vectors.index(s)
             g.slice(READ * L, L, 0).store(read)
             g.slice(WRITE * L, L, 0).store(write)
             g.slice(OUT * L, L, 0).store(out)
             g.slice(CARRY * L, L, 0).store(carry)
-            if EXTRA >= 0:
-                first = r * 0 + gl.program_id(1) % PIECES == 0
-                extras.index(s).store(gl.load(tile + EXTRA * L, mask=first, other=0.0))
-            w = weights.index(s)
-            high = update.to(w.dtype)
-            low = (update - high.to(gl.float32)).to(w.dtype)
-            w.slice(0, L, 0).store(high)
-            w.slice(L, L, 0).store(low)
-            if MATRIX:
-                high = gl.expand_dims(gl.convert_layout(high, gl.SliceLayout(0, of_matrix)), 0)
-                low = gl.expand_dims(gl.convert_layout(low, gl.SliceLayout(0, of_matrix)), 0)
-                matrices.index(s).store(gl.where(row == 0, high, gl.where(row == 1, low, 0.0)).to(w.dtype))
-                fence_async_shared()
+            if gater.EXTRA is not None:
+                first = r * 0 + gl.program_id(1) % gater.PIECES == 0
+                rings.extra.index(s).store(gl.load(tile + gater.EXTRA * L, mask=first, other=0.0))
+            put_update_weights(update, rings, s, L)
             barrier()
             mbarrier.arrive(full.index(s), count=1)
             n += 1
-    s, phase = place(n, STAGES)
-    mbarrier.wait(free.index(s), phase ^ 1)
-    mbarrier.arrive(full.index(s), count=1)
-    if CARRIED != NOTHING:
-        for i in range(0, STAGES):
-            if n + i >= STAGES:
-                s, phase = place(n + i, STAGES)
+    last_stage(n, full, free, gater.STAGES)
+    if gater.CARRIED != NOTHING:
+        for i in range(0, gater.STAGES):
+            if n + i >= gater.STAGES:
+                s, phase = place(n + i, gater.STAGES)
                 mbarrier.wait(free.index(s), phase ^ 1)
                 saved, saved_tile = carry_out(
-                    saved, saved_tile, carried.index(s), to, gates, work, tiles_of_head, r, SEGMENTED, BACK, CARRIED
+                    saved, saved_tile, rings.carried.index(s), to, gates, work, tiles_of_head, r, gater
                 )
 
 
 @gluon.jit
-def carry_out(
-    index, i, carried, to, gates, work, tiles_of_head, r,
-    SEGMENTED: gl.constexpr, BACK: gl.constexpr, CARRIED: gl.constexpr,
-):  # fmt: skip
+def put_update_weights(update, rings, s, L: gl.constexpr):
+    """As the sum of two of low precision."""
+    w = rings.weights.index(s)
+    high = update.to(w.dtype)
+    low = (update - high.to(gl.float32)).to(w.dtype)
+    w.slice(0, L, 0).store(high)
+    w.slice(L, L, 0).store(low)
+    if rings.matrix is not None:
+        layout: gl.constexpr = gl.BlockedLayout([8, L // 32], [1, 32], [1, 1], [1, 0])
+        row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, layout)), 1)
+        high = gl.expand_dims(gl.convert_layout(high, gl.SliceLayout(0, layout)), 0)
+        low = gl.expand_dims(gl.convert_layout(low, gl.SliceLayout(0, layout)), 0)
+        rings.matrix.index(s).store(gl.where(row == 0, high, gl.where(row == 1, low, 0.0)).to(w.dtype))
+        fence_async_shared()
+
+
+@gluon.jit
+def carry_out(index, i, carried, to, gates, work, tiles_of_head, r, gater):
     """Of the i-th tile walked of a piece; returns piece and tile that come next."""
-    T, H = work[0], work[1]
+    T, H = work.T, work.H
     L: gl.constexpr = r.shape[0]
-    b, h, start, steps, tile0 = piece(index, work, L, SEGMENTED)
+    b, h, start, steps, tile0 = piece(index, work, L, gater.SEGMENTED)
     tiles = (steps + L - 1) // L
     x = carried.slice(0, L, 0).load(r.type.layout)
     for part in gl.static_range(1, carried.shape[0] // L):
         x += carried.slice(part * L, L, 0).load(r.type.layout)
-    tile = tiles - 1 - i if BACK else i
-    if CARRIED == OF_D:
+    tile = tiles - 1 - i if gater.BACK else i
+    if gater.CARRIED == OF_D:
         t = tile * L + r
         gl.store(to + (b.to(gl.int64) * T + start + t) * H + h, x, mask=t < steps)
     else:
         row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_of_head + tile0 + tile
-        if CARRIED == OF_DELTA:
+        if gater.CARRIED == OF_DELTA:
             at = gates + (row * VECTORS + DELTA_P) * L + r
             gl.store(at, gl.load(at) * x)
         else:

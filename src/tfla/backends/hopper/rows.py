@@ -29,10 +29,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tfla.backends.hopper.parts import (
     CARRY,
+    CONSUMER,
+    FILLER,
     GATES,
     NOTHING,
     OF_SUMS,
     OUT,
+    Gater,
+    GateRings,
+    Work,
     async_load,
     async_store,
     barrier,
@@ -331,9 +336,7 @@ def rows(
     rings = (ring_x, ring_y, ring_z, ring_w)
     gate_rings = (ring_p, ring_g, ring_u, ring_d, ring_s)
     states = (state_in, state_out, n_in, n_out, marks, n_marks, dots)
-    work = (T, H, length, pieces)
-    if PACKED:
-        work = (T, H, length, pieces, order)
+    work = Work(T, H, length, pieces, order if PACKED else None)
     gl.warp_specialize(
         [
             (consume, (
@@ -346,10 +349,12 @@ def rows(
             )),
             (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, PIECES, L, STAGES, BACK, SEGMENTED, TRANSPOSED)),
             (load_gates, (
-                gates, ring_g, ring_u, ring_d, ring_u, ring_s, w_out, full, free, work, tiles_of_head, L, STAGES,
-                BACK, SEGMENTED, DELTA_P if DELTA else -1, False, NOTHING if TRANSPOSED else OF_SUMS, PIECES, False,
+                gates, GateRings(ring_g, ring_u, ring_d, carried=ring_s), w_out, full, free, work, tiles_of_head,
+                Gater(
+                    L, STAGES, BACK, SEGMENTED, DELTA_P if DELTA else None, NOTHING if TRANSPOSED else OF_SUMS, PIECES
+                ),
             )),
         ],
         [4, 1, 1],
-        [240, 24, 24],
+        [CONSUMER, FILLER, FILLER],
     )  # fmt: skip

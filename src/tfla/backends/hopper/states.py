@@ -8,6 +8,8 @@ is, 64 rows of it by 128 or 256 columns; x, y are k, v, and walking back, for th
 there is one more column, n, of which y is 1.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,112 +21,144 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tfla.backends.hopper.parts import (
     CARRY,
+    CONSUMER,
+    FILLER,
     GATES,
-    NOTHING,
+    Gater,
+    GateRings,
+    Work,
     async_load,
     coordinates,
+    last_stage,
     load_gates,
+    next_stage,
+    of_product,
     piece,
     place,
     ring_of,
     scaled,
+    stage_barriers,
     state_of,
     state_pointers,
     tiles_of,
+    vectors,
     weights,
 )
 
 
+class Walk(NamedTuple):
+    """Constants of a kernel."""
+
+    DX: Any
+    DY: Any
+    PIECES: Any  # programs that share the columns
+    L: Any  # steps of a tile
+    STAGES: Any
+    BACK: Any  # from the last tile to the first
+    SEGMENTED: Any
+    NORMALIZE: Any
+    SKIP: Any  # nothing of the last segment of a sequence
+
+
+class Outer(NamedTuple):
+    """What consumers write in memory."""
+
+    state_out: Any
+    n_out: Any
+    decays: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory, in STAGES stages."""
+
+    x: Any
+    y: Any
+    g: Any
+    u: Any
+    full: Any
+    free: Any
+
+
 @gluon.jit
-def load_tiles(
-    X, Y, rings, full, free, work, GROUP,
-    PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr,
-    SKIP: gl.constexpr,
-):  # fmt: skip
+def load_tiles(X, Y, shared, work, GROUP, walk):
     """The loader: one warp."""
-    ring_x, ring_y = rings
-    pieces = work[3]
+    L: gl.constexpr = walk.L
     n = 0
-    row = gl.program_id(1) // PIECES * 128
-    column = gl.program_id(1) % PIECES * Y.block_type.shape[-1]
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
-        tiles = tiles_of(index, start, steps, work, L, BACK, SKIP)
+    row = gl.program_id(1) // walk.PIECES * 128
+    column = gl.program_id(1) % walk.PIECES * Y.block_type.shape[-1]
+    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
+        tiles = tiles_of(index, start, steps, work, L, walk.BACK, walk.SKIP)
         for i in range(0, tiles):
-            t = start + (tiles - 1 - i if BACK else i) * L
+            t = start + (tiles - 1 - i if walk.BACK else i) * L
             end = start + steps
-            s, phase = place(n, STAGES)
-            mbarrier.wait(free.index(s), phase ^ 1)
-            bar = full.index(s)
+            s, phase = place(n, walk.STAGES)
+            mbarrier.wait(shared.free.index(s), phase ^ 1)
+            bar = shared.full.index(s)
             mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes)
-            async_load(X, coordinates(b, h // GROUP, t, row, end, work), bar, ring_x.index(s))
-            async_load(Y, coordinates(b, h, t, column, end, work), bar, ring_y.index(s))
+            async_load(X, coordinates(b, h // GROUP, t, row, end, work), bar, shared.x.index(s))
+            async_load(Y, coordinates(b, h, t, column, end, work), bar, shared.y.index(s))
             n += 1
-    s, phase = place(n, STAGES)
-    mbarrier.wait(free.index(s), phase ^ 1)
-    mbarrier.arrive(full.index(s), count=1)
+    last_stage(n, shared.full, shared.free, walk.STAGES)
 
 
 @gluon.jit
-def add_up(
-    state_out, n_out, decays, rings, ring_g, ring_u, full, free, work,
-    half: gl.constexpr, DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr,
-    STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, NORMALIZE: gl.constexpr, SKIP: gl.constexpr,
-):  # fmt: skip
+def add_up(half: gl.constexpr, outer, shared, work, walk):
     """One warpgroup, with 64 rows."""
-    ring_x, ring_y = rings
-    pieces = work[3]
-    WIDTH: gl.constexpr = DY // PIECES
-    of_x: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
-    of_n: gl.constexpr = gl.SliceLayout(1, of_x)
-    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
-    row = gl.program_id(1) // PIECES * 128 + half * 64
-    column = gl.program_id(1) % PIECES * WIDTH
+    L: gl.constexpr = walk.L
+    WIDTH: gl.constexpr = walk.DY // walk.PIECES
+    of_x: gl.constexpr = of_product(L)
+    of_state: gl.constexpr = of_product(128)
+    row = gl.program_id(1) // walk.PIECES * 128 + half * 64
+    column = gl.program_id(1) % walk.PIECES * WIDTH
     one = gl.arange(0, 1, gl.SliceLayout(0, of_state))
     s = 0
     phase = 0
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        _b, _h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
+    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+        _b, _h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
         C0 = gl.zeros([64, 128], gl.float32, of_state)
         C1 = gl.zeros([64, 128], gl.float32, of_state)
-        N = gl.zeros([64], gl.float32, of_n)
+        N = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_x))
         total = one.to(gl.float32) + 1.0
-        for _ in range(0, tiles_of(index, start, steps, work, L, BACK, SKIP)):
-            mbarrier.wait(full.index(s), phase)
-            x = ring_x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
-            y = ring_y.index(s).reshape([L, WIDTH])
-            decay = ring_g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_state))
+        for _ in range(0, tiles_of(index, start, steps, work, L, walk.BACK, walk.SKIP)):
+            mbarrier.wait(shared.full.index(s), phase)
+            x = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
+            y = shared.y.index(s).reshape([L, WIDTH])
+            decay = shared.g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_state))
             carry = gl.expand_dims(decay, 0)
             total = total * decay
             x_t = x.load(of_x)
-            B = scaled(x_t, ring_u.index(s), L, left)
+            B = scaled(x_t, shared.u.index(s), L, gl.DotOperandLayout(0, of_state, 2))
             C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * carry, is_async=True)
             if WIDTH == 256:
                 C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * carry, is_async=True)
-            if NORMALIZE:
+            if walk.NORMALIZE:
                 # Not of B, which is rounded: outputs are divided by q . n, which can be small beside q and n.
-                w = gl.expand_dims(weights(ring_u.index(s), L, gl.SliceLayout(0, of_x)), 0)
-                N = N * gl.max(ring_g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_x)), 0)
+                w = gl.expand_dims(weights(shared.u.index(s), L, gl.SliceLayout(0, of_x)), 0)
+                N = N * gl.max(shared.g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_x)), 0)
                 N += gl.sum(x_t.to(gl.float32) * w, 1)
             if WIDTH == 256:
                 C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
             else:
                 C0, B = warpgroup_mma_wait(0, deps=[C0, B])
-            mbarrier.arrive(free.index(s), count=1)
-            s += 1
-            if s == STAGES:
-                s = 0
-                phase ^= 1
-        at = state_of(index, work)
-        dtype: gl.constexpr = state_out.dtype.element_ty
-        gl.store(state_pointers(state_out, at, row, column, DX, DY, False, of_state), C0.to(dtype))
-        if WIDTH == 256:
-            gl.store(state_pointers(state_out, at, row, column + 128, DX, DY, False, of_state), C1.to(dtype))
-        if NORMALIZE:
-            rk = row + gl.arange(0, 64, of_n)
-            gl.store(n_out + at.to(gl.int64) * DX + rk, N, mask=rk * 0 + column == 0)
-        gl.store(decays + at + one, total, mask=one + row + column == 0)
+            mbarrier.arrive(shared.free.index(s), count=1)
+            s, phase = next_stage(s, phase, walk.STAGES)
+        leave(C0, C1, N, total, one, state_of(index, work), row, column, outer, walk)
+
+
+@gluon.jit
+def leave(C0, C1, N, total, one, at, row, column, outer, walk):
+    """What a segment adds to C, to n, and its decay, each by one program."""
+    state_out = outer.state_out
+    dtype: gl.constexpr = state_out.dtype.element_ty
+    of_state: gl.constexpr = C0.type.layout
+    gl.store(state_pointers(state_out, at, row, column, walk.DX, walk.DY, False, of_state), C0.to(dtype))
+    if walk.DY == 256 * walk.PIECES:
+        gl.store(state_pointers(state_out, at, row, column + 128, walk.DX, walk.DY, False, of_state), C1.to(dtype))
+    if walk.NORMALIZE:
+        rk = row + gl.arange(0, 64, N.type.layout)
+        gl.store(outer.n_out + at.to(gl.int64) * walk.DX + rk, N, mask=rk * 0 + column == 0)
+    gl.store(outer.decays + at + one, total, mask=one + row + column == 0)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
@@ -133,38 +167,36 @@ def states(
     DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     BACK: gl.constexpr, SEGMENTED: gl.constexpr, NORMALIZE: gl.constexpr, SKIP: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = X.dtype
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring_x = ring_of(X, STAGES)
-    ring_y = ring_of(Y, STAGES)
-    ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
-    ring_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=2)
-        mbarrier.init(free.index(s), count=2)
+    """Fills states, and with a normaliser n, and the decays."""
+    partitions(
+        X, Y, gates, tiles_of_head, GROUP, Outer(state_out, n_out, decays),
+        Work(T, H, length, pieces, order if PACKED else None),
+        Walk(DX, DY, PIECES, L, STAGES, BACK, SEGMENTED, NORMALIZE, SKIP),
+    )  # fmt: skip
+
+
+@gluon.jit
+def partitions(X, Y, gates, tiles_of_head, GROUP, outer, work, walk):
+    """Gives them shared memory, and starts them."""
+    L: gl.constexpr = walk.L
+    STAGES: gl.constexpr = walk.STAGES
+    x = ring_of(X, STAGES)
+    y = ring_of(Y, STAGES)
+    g = vectors(gl.float32, STAGES, GATES * L)
+    u = vectors(X.dtype, STAGES, 2 * L)
+    full, free = stage_barriers(STAGES, 2, 2)
     fence_async_shared()
-    rings = (ring_x, ring_y)
-    work = (T, H, length, pieces)
-    if PACKED:
-        work = (T, H, length, pieces, order)
+    shared = Shared(x, y, g, u, full, free)
     gl.warp_specialize(
         [
-            (add_up, (
-                state_out, n_out, decays, rings, ring_g, ring_u, full, free, work, 0, DX, DY, PIECES, L, STAGES,
-                BACK, SEGMENTED, NORMALIZE, SKIP,
-            )),
-            (add_up, (
-                state_out, n_out, decays, rings, ring_g, ring_u, full, free, work, 1, DX, DY, PIECES, L, STAGES,
-                BACK, SEGMENTED, NORMALIZE, SKIP,
-            )),
-            (load_tiles, (X, Y, rings, full, free, work, GROUP, PIECES, L, STAGES, BACK, SEGMENTED, SKIP)),
+            (add_up, (0, outer, shared, work, walk)),
+            (add_up, (1, outer, shared, work, walk)),
+            (load_tiles, (X, Y, shared, work, GROUP, walk)),
             (load_gates, (
-                gates, ring_g, ring_u, ring_g, ring_u, ring_g, gates, full, free, work, tiles_of_head, L, STAGES,
-                BACK, SEGMENTED, -1, False, NOTHING, PIECES, SKIP,
+                gates, GateRings(g, u), gates, full, free, work, tiles_of_head,
+                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, PIECES=walk.PIECES, SKIP=walk.SKIP),
             )),
         ],
         [4, 1, 1],
-        [240, 24, 24],
+        [CONSUMER, FILLER, FILLER],
     )  # fmt: skip

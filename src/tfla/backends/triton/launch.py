@@ -357,18 +357,16 @@ class Call:
     ) -> None:  # fmt: skip
         """Fills those of q, k, v, of the gates (of i or None), and `first`, that of the first states; `start` are the
         states that walks start from, `end` the cotangents of those that sequences end with."""
-        x, (dq, dk, dv), (di, df) = self.x, results, of_gates
+        x, (di, df) = self.x, of_gates
         (dC, dn), decays, last = end, gates, first
         if self.segmented:
             dC, decays = self.boundary_C(x.q, dh, gates, True, end[0], first[0])
             last = None, None
-        self.values_gradient(gates, out, dh, dv, dC, delta)
+        self.values_gradient(gates, out, dh, results[2], dC, delta)
         if self.segmented and self.spec.normalize:
             dn = self.boundary_n(x.q, gates, True, end[1], first[1], decays, delta)
-        q_dq, *states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
-        k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, (dC, dn), last)
+        q_dq, k_dk, dots = self.keys_gradients(gates, dh, results, start, (dC, dn), last, delta)
         bounds = (gates if t is None else t for t in (*start, dC, dn, *first))
-        dots = self.mark_dots(*states, *cotangents)
         places = self.segments, ceil_div(self.longest, self.marks)
         if self.packed and not self.segmented:
             places = self.slots(self.marks), 1
@@ -382,6 +380,17 @@ class Call:
             SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
             END=end[0] is not None, **self.gate_forms, num_warps=warps,
         )  # fmt: skip
+
+    def keys_gradients(
+        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], start: Pair, end: Pair, first: Pair,
+        delta: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Fills dq and dk, and with one walk for both also dv, whose `values_gradient` is then none; returns sums of
+        q . dq and k . dk, (parts, H, tiles, pieces, L), and <C, dC> at marks, as `mark_dots` has them."""
+        x, (dq, dk, _) = self.x, results
+        q_dq, *states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
+        k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
+        return q_dq, k_dk, self.mark_dots(*states, *cotangents)
 
     def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
         """<C, dC> at each mark of each head, that of n and dn with it, in parts."""
