@@ -350,12 +350,12 @@ def rows(
 
 
 @triton.jit
-def divide(gate, inter, d, L: tl.constexpr, EXACT: tl.constexpr):
+def divide(gate, r, inter, d, L: tl.constexpr, EXACT: tl.constexpr):
     """The gate matrix of a tile, and the weight of the state in its outputs, by the denominators."""
-    D = tl.maximum(tl.abs(d), tl.load(gate + FLOOR * L))
-    row_at = gate + (ROW_LOW if EXACT else ROW) * L  # rows can be large: what is added to them is cut off
+    D = tl.maximum(tl.abs(d), tl.load(gate + FLOOR * L + r))
+    row_at = gate + (ROW_LOW if EXACT else ROW) * L + r  # rows can be large: what is added to them is cut off
     tl.store(row_at, tl.load(row_at) - tl.log2(D))
-    tl.store(gate + INTER * L, inter / D)
+    tl.store(gate + INTER * L + r, inter / D)
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles"])
@@ -374,8 +374,8 @@ def denominators(
             d += tl.load(parts + (part * H * tiles + row) * L + r)
         if SAVE_D:
             tl.store(d_out + (first + start + r) * H + h, d, mask=start + r < length)
-        gate = gates + row * VECTORS * L + r
-        divide(gate, tl.load(gate + INTER * L), d, L, EXACT)
+        gate = gates + row * VECTORS * L
+        divide(gate, r, tl.load(gate + INTER * L + r), d, L, EXACT)
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
@@ -433,7 +433,7 @@ def normaliser(
             else:
                 if SAVE_D:
                     tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
-                divide(gate + r, inter, d, L, EXACT)
+                divide(gate, r, inter, d, L, EXACT)
         N = N * tl.load(gate + DECAY * L)
         if DELTA and x.dtype == tl.float16:
             N += tl.where(row == 0, tl.sum(x.to(tl.float32) * wx[:, None], 0)[None, :], 0.0)
