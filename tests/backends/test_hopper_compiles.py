@@ -25,6 +25,7 @@ CASES = [
     "sigmoid,128,128,bfloat16,segmented,state",
     "sigmoid,128,128,float16,packed,grouped",
     "exp,128,256,bfloat16,segmented,state",
+    "sigmoid,128,256,bfloat16",
     "exp,256,512,bfloat16,segmented,state",
     "sigmoid,512,512,float16",
     "exp,1024,1024,bfloat16",
