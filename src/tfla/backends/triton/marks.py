@@ -10,4 +10,4 @@ CLOSE = 64  # steps between those of rounded inputs then: sums of dlog_f, like t
 
 def steps_between(dqk: int, dhv: int, itemsize: int) -> int:
     """Steps between marks of heads with dqk and dhv, inputs having `itemsize` bytes."""
-    return min(CLOSE, APART[itemsize]) if itemsize == 2 and dqk * dhv <= SMALL else APART[itemsize]
+    return CLOSE if itemsize == 2 and dqk * dhv <= SMALL else APART[itemsize]
