@@ -173,22 +173,30 @@ class HopperCall(Call):
             SEGMENTED=self.segmented, NORMALIZE=n is not None, SKIP=skip, PACKED=self.packed, num_warps=4,
         )  # fmt: skip
 
-    def keys_gradients(
-        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], start: Pair, end: Pair, first: Pair,
+    def _parts(self) -> int:
+        """Programs of a walk for dq or dk, each of which leaves a sum of its own for the gates."""
+        return self.K // ROWS * self.pieces
+
+    def queries_gradient(
+        self, gates: Tensor, dh: Tensor, dq: Tensor, start: Pair, delta: bool
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        x, q_dq = self.x, self.new(self._parts(), self.H, self.tiles, 1, self.L)
+        marks = self.new_marks(q_dq)
+        self._rows(x.k, x.v, dh, x.q, dq, gates, q_dq, (*marks, gates), delta, False, start, (None, None))
+        return q_dq, marks
+
+    def keys_gradient(
+        self, gates: Tensor, dh: Tensor, dk: Tensor, dv: Tensor, marks: tuple[Tensor, Tensor], end: Pair, first: Pair,
         delta: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """The walk for dq leaves states at marks, that for dk their products with cotangents."""
-        x, (dq, dk, dv), parts = self.x, results, self.K // ROWS * self.pieces
-        q_dq, k_dk = (self.new(parts, self.H, self.tiles, 1, self.L) for _ in range(2))
-        states, n_states = self.new_marks(q_dq)
-        dots = self.new(states.shape[0] * self.H, WARPS * parts)
-        marks = states, n_states, gates
-        self._rows(x.k, x.v, dh, x.q, dq, gates, q_dq, marks, delta, False, start, (None, None))
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The walk leaves products of its states with those at marks."""
+        x, k_dk = self.x, self.new(self._parts(), self.H, self.tiles, 1, self.L)
+        dots = self.new(marks[0].shape[0] * self.H, WARPS * self._parts())
         if self.joint:
-            self._both(dh, dk, dv, gates, k_dk, states, dots, end[0], first[0])
+            self._both(dh, dk, dv, gates, k_dk, marks[0], dots, end[0], first[0])
         else:
-            self._rows(x.q, dh, x.v, x.k, dk, gates, k_dk, (states, n_states, dots), delta, True, end, first)
-        return q_dq, k_dk, dots
+            self._rows(x.q, dh, x.v, x.k, dk, gates, k_dk, (*marks, dots), delta, True, end, first)
+        return k_dk, dots
 
     def _both(
         self, dh: Tensor, dk: Tensor, dv: Tensor, gates: Tensor, sums: Tensor, states: Tensor, dots: Tensor,

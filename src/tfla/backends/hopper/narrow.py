@@ -45,7 +45,7 @@ class NarrowCall(HopperCall):
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         super().__init__(tape, x, spec)
-        self.finds_delta, self.joint, self.pieces = False, True, 1
+        self.finds_delta, self.joint, self.pieces = True, True, 1
         fits = stages_of(self.K, self.V, 2, 2, 2, True, 2) >= 2  # that of the walk for dk, which has most
         self.together = 2 if self.group % 2 == 0 and fits else 1
 
@@ -71,20 +71,25 @@ class NarrowCall(HopperCall):
             normalize=n is not None,
         )  # fmt: skip
 
-    def keys_gradients(
-        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], start: Pair, end: Pair, first: Pair,
-        delta: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        x, (dq, dk, dv) = self.x, results
-        q_dq, k_dk = (self.new(1, self.H, self.tiles, 1, self.L) for _ in range(2))
+    def queries_gradient(
+        self, gates: Tensor, dh: Tensor, dq: Tensor, start: Pair, delta: bool
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        x, q_dq = self.x, self.new(1, self.H, self.tiles, 1, self.L)
         marks = self.new_marks(q_dq)
-        dots = self.new(marks[0].shape[0] * self.H, 1, dtype=torch.float64)
         self._walk(x.k, x.v, x.q, dh, gates, False, start, (None, None), keys=dq, sums=q_dq, marks=marks, delta=delta)
+        return q_dq, marks
+
+    def keys_gradient(
+        self, gates: Tensor, dh: Tensor, dk: Tensor, dv: Tensor, marks: tuple[Tensor, Tensor], end: Pair, first: Pair,
+        delta: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x, k_dk = self.x, self.new(1, self.H, self.tiles, 1, self.L)
+        dots = self.new(marks[0].shape[0] * self.H, 1, dtype=torch.float64)
         self._walk(
             x.q, dh, x.k, x.v, gates, True, end, first, values=dv, keys=dk, sums=k_dk, marks=marks, dots=dots,
             delta=delta,
         )  # fmt: skip
-        return q_dq, k_dk, dots
+        return k_dk, dots
 
     def _walk(
         self, x: Tensor, y: Tensor, zk: Tensor | None, zv: Tensor | None, gates: Tensor, back: bool, state: Pair,

@@ -17,6 +17,8 @@ outputs to be summed; the first of them has delta and n. TRANSPOSED it is o and 
 cannot hold a state: rows are those of C^T, and x, y, z are v, k, q for o and do, q, k for dv.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,8 +31,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tfla.backends.hopper.parts import (
     CARRY,
-    CONSUMER,
-    FILLER,
     GATES,
     NOTHING,
     OF_SUMS,
@@ -38,264 +38,413 @@ from tfla.backends.hopper.parts import (
     Gater,
     GateRings,
     Work,
+    as_left,
     async_load,
     async_store,
     barrier,
+    barriers,
     coordinates,
     gate_matrix,
+    last_stage,
     load_gates,
+    matrices,
+    next_stage,
+    of_product,
     piece,
     place,
+    product,
     put_dot,
     ring_of,
     scaled,
     seen,
+    stage_barriers,
     state_of,
     state_pointers,
+    vectors,
     weights,
 )
 from tfla.backends.triton.gates import DELTA_P
 
+# As in :mod:`.parts`, but warps that fill shared memory have more: they bring much to memory. 3 * 168 = 2 * 232 + 40.
+CONSUMER = gl.constexpr(232)
+FILLER = gl.constexpr(40)
+
+
+class Walk(NamedTuple):
+    """Constants of a kernel."""
+
+    DX: Any
+    DY: Any
+    PIECES: Any  # programs that share the columns
+    WIDTH: Any  # columns of one
+    BLOCKS: Any  # of 128 columns of them
+    L: Any  # steps of a tile
+    STAGES: Any
+    MARKS: Any  # steps between marks
+    BACK: Any  # from the last tile to the first
+    SEGMENTED: Any
+    STATE: Any  # pieces start from states that are given, not from zeros
+    FINAL: Any  # states behind pieces are wanted
+    NORMALIZE: Any
+    DELTA: Any  # delta is not zero
+    TRANSPOSED: Any
+
+
+class Outer(NamedTuple):
+    """What consumers read and write in memory."""
+
+    out: Any
+    state_in: Any
+    state_out: Any
+    n_in: Any
+    n_out: Any
+    marks: Any
+    n_marks: Any
+    dots: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory: what has STAGES stages, and what the consumers exchange."""
+
+    x: Any
+    y: Any
+    z: Any
+    w: Any  # q or k, 2 tiles a stage, one for each consumer
+    p: Any  # P of this tile and of the next
+    g: Any
+    u: Any
+    delta: Any
+    s: Any  # for the gater: parts of w . out
+    full: Any
+    free: Any
+    ready: Any  # P of a tile
+
+
+class State(NamedTuple):
+    """Of a consumer, in registers."""
+
+    C0: Any
+    C1: Any  # where it has two blocks
+    n: Any
+
+
+class Place(NamedTuple):
+    """Of a tile."""
+
+    s: Any  # its stage
+    phase: Any  # of the barriers of the stage
+    n: Any  # tiles before it
+
+
+class Piece(NamedTuple):
+    """Of work."""
+
+    b: Any  # batch row
+    h: Any  # head
+    start: Any  # its first step
+    steps: Any
+    tiles: Any
+    mark: Any  # before its first
+
+
+class Mine(NamedTuple):
+    """What a consumer has."""
+
+    i: Any  # steps of a tile, which read
+    j: Any  # half of them, which update
+    rk: Any  # rows of n
+    has_n: Any  # whether n is its program's
+    row: Any  # the first of a state
+    column: Any
+    part: Any  # of the programs that share the columns
+
 
 @gluon.jit
-def load_tiles(
-    X, Y, Z, W, rings, full, free, work, GROUP,
-    PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr,
-    TRANSPOSED: gl.constexpr,
-):  # fmt: skip
+def load_tiles(X, Y, Z, W, shared, work, GROUP, walk):
     """The loader: one warp."""
-    ring_x, ring_y, ring_z, ring_w = rings
-    pieces = work[3]
+    L: gl.constexpr = walk.L
     n = 0
-    row = gl.program_id(1) // PIECES * 128
-    column = gl.program_id(1) % PIECES * Y.block_type.shape[-1]
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
+    row = gl.program_id(1) // walk.PIECES * 128
+    column = gl.program_id(1) % walk.PIECES * Y.block_type.shape[-1]
+    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
-            t = start + (tiles - 1 - i if BACK else i) * L
+            t = start + (tiles - 1 - i if walk.BACK else i) * L
             end = start + steps
-            s, phase = place(n, STAGES)
-            mbarrier.wait(free.index(s), phase ^ 1)
-            bar = full.index(s)
-            of_w: gl.constexpr = 0 if TRANSPOSED else 2 * W.block_type.nbytes
+            s, phase = place(n, walk.STAGES)
+            mbarrier.wait(shared.free.index(s), phase ^ 1)
+            bar = shared.full.index(s)
+            of_w: gl.constexpr = 0 if walk.TRANSPOSED else 2 * W.block_type.nbytes
             mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes + Z.block_type.nbytes + of_w)
-            of_x = h if TRANSPOSED else h // GROUP
-            of_y = h // GROUP if TRANSPOSED else h
+            of_x = h if walk.TRANSPOSED else h // GROUP
+            of_y = h // GROUP if walk.TRANSPOSED else h
             y = coordinates(b, of_y, t, column, end, work)
             x = coordinates(b, of_x, t, row, end, work)
-            async_load(Z, y, bar, ring_z.index(s))
-            async_load(Y, y, bar, ring_y.index(s))
-            async_load(X, x, bar, ring_x.index(s))
-            if not TRANSPOSED:
-                async_load(W, x, bar, ring_w.index(2 * s))
-                async_load(W, coordinates(b, of_x, t, row + 64, end, work), bar, ring_w.index(2 * s + 1))
+            async_load(Z, y, bar, shared.z.index(s))
+            async_load(Y, y, bar, shared.y.index(s))
+            async_load(X, x, bar, shared.x.index(s))
+            if not walk.TRANSPOSED:
+                async_load(W, x, bar, shared.w.index(2 * s))
+                async_load(W, coordinates(b, of_x, t, row + 64, end, work), bar, shared.w.index(2 * s + 1))
             n += 1
-    s, phase = place(n, STAGES)
-    mbarrier.wait(free.index(s), phase ^ 1)
-    mbarrier.arrive(full.index(s), count=1)
+    last_stage(n, shared.full, shared.free, walk.STAGES)
 
 
 @gluon.jit
-def load_state(
-    state, at, row, column, DX: gl.constexpr, DY: gl.constexpr, TRANSPOSED: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
-    return gl.load(state_pointers(state, at, row, column, DX, DY, TRANSPOSED, layout)).to(gl.float32)
+def state_block(state, at, mine, block: gl.constexpr, walk):
+    """Pointers of a consumer's 128 columns of a state."""
+    column = mine.column + 128 * block
+    return state_pointers(state, at, mine.row, column, walk.DX, walk.DY, walk.TRANSPOSED, of_product(128))
 
 
 @gluon.jit
-def start_weights(ring_y, ring_z, s, half: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
+def first_state(index, mine, outer, work, walk):
+    """That a piece of work starts from."""
+    C0 = gl.zeros([64, 128], gl.float32, of_product(128))
+    C1 = gl.zeros([64, 128], gl.float32, of_product(128))
+    N = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(walk.L)))
+    if walk.STATE:
+        at = state_of(index, work)
+        C0 = gl.load(state_block(outer.state_in, at, mine, 0, walk)).to(gl.float32)
+        if walk.BLOCKS == 2:
+            C1 = gl.load(state_block(outer.state_in, at, mine, 1, walk)).to(gl.float32)
+        if walk.NORMALIZE:
+            N = gl.load(outer.n_in + at.to(gl.int64) * walk.DX + mine.rk, mask=mine.has_n, other=0.0)
+    return State(C0, C1, N)
+
+
+@gluon.jit
+def leave_state(state, index, mine, outer, work, walk):
+    """That behind a piece of work."""
+    at = state_of(index, work)
+    gl.store(state_block(outer.state_out, at, mine, 0, walk), state.C0)
+    if walk.BLOCKS == 2:
+        gl.store(state_block(outer.state_out, at, mine, 1, walk), state.C1)
+    if walk.NORMALIZE:
+        gl.store(outer.n_out + at.to(gl.int64) * walk.DX + mine.rk, state.n, mask=mine.has_n)
+
+
+@gluon.jit
+def start_weights(shared, s, half: gl.constexpr, walk):
     """Starts z y^T of the tile in stage s for one half of the updates."""
-    z = ring_z.index(s).reshape([L, ring_z.shape[-1]])
-    y = ring_y.index(s).reshape([L, ring_y.shape[-1]]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
-    zero = gl.zeros([L, L // 2], gl.float32, layout)
-    return warpgroup_mma(z, y, zero, use_acc=False, is_async=True)
+    L: gl.constexpr = walk.L
+    z = shared.z.index(s).reshape([L, walk.WIDTH])
+    y = shared.y.index(s).reshape([L, walk.WIDTH]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    return product(z, y)
 
 
 @gluon.jit
-def put_weights(
-    S, g, delta, p, i, j, half: gl.constexpr, L: gl.constexpr, BACK: gl.constexpr, DELTA: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """Ends what start_weights has started, and stores P."""
-    D = gate_matrix(g, L, half, layout)
-    if DELTA:
-        if BACK:
-            add = gl.expand_dims(delta.slice(half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout)), 0)
+def put_weights(S, shared, s, n, mine, half: gl.constexpr, walk):
+    """Weights what `start_weights` has made of the n-th tile, in stage s, and says that P is there."""
+    L: gl.constexpr = walk.L
+    D = gate_matrix(shared.g.index(s), L, half, of_product(L // 2))
+    delta = shared.delta.index(s)
+    to = shared.p.index(n % 2)
+    if walk.DELTA:
+        if walk.BACK:
+            add = gl.expand_dims(delta.slice(half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, S.type.layout)), 0)
         else:
-            add = gl.expand_dims(delta.load(gl.SliceLayout(1, layout)), 1)
+            add = gl.expand_dims(delta.load(gl.SliceLayout(1, S.type.layout)), 1)
         S += add
-    p.slice(half * (L // 2), L // 2, 1).store(seen(S, D, i, j, half, BACK).to(p.dtype))
+    to.slice(half * (L // 2), L // 2, 1).store(seen(S, D, mine.i, mine.j, half, walk.BACK).to(to.dtype))
     fence_async_shared()
     barrier()
+    mbarrier.arrive(shared.ready.index(n % 2), count=1)
+
+
+@gluon.constexpr_function
+def of_mark(columns):
+    """Layout of 64 rows of a mark, (4, 16 columns), in which each thread has what it has of a product."""
+    blocks = [[0, 256 << i] for i in range((columns // 16).bit_length() - 1)]
+    lanes = [[0, 8 << i] for i in range(5)]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *blocks], lanes, [[1, 0], [2, 0]], [], [4, 16 * columns])
 
 
 @gluon.jit
-def mark_pointers(
-    marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr, COLUMNS: gl.constexpr = 128
-):
-    """Of 64 rows and COLUMNS columns of a mark. Blocks of 8 x 8 lie together, of which a warp has one at a time."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-    c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
-    first = marks + at.to(gl.int64) * (DX * DY) + (row * DY + column * 8)
-    return first + (r // 8 * (8 * DY) + c // 8 * 64 + r % 8 * 8 + c % 8)
+def mark_pointers(marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, COLUMNS: gl.constexpr):
+    """Of 64 rows and COLUMNS columns of a mark: blocks of 16 x 16 in the order of a warp's registers, of which a thread
+    has 16 bytes."""
+    layout: gl.constexpr = of_mark(COLUMNS)
+    slab = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, layout)), 1)
+    i = gl.expand_dims(gl.arange(0, 16 * COLUMNS, gl.SliceLayout(0, layout)), 0)
+    return marks + at.to(gl.int64) * (DX * DY) + (row * DY + column * 16) + (slab * (16 * DY) + i)
+
+
+@gluon.jit
+def put_mark(C, marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr):
+    """Stores a part of a state."""
+    COLUMNS: gl.constexpr = C.shape[1]
+    x = gl.reshape(C.to(marks.dtype.element_ty), [4, 2, 8, COLUMNS // 16, 2, 4, 2])
+    x = gl.reshape(gl.permute(x, (0, 3, 2, 5, 4, 1, 6)), [4, 16 * COLUMNS])
+    x = gl.convert_layout(x, of_mark(COLUMNS), assert_trivial=True)
+    gl.store(mark_pointers(marks, at, row, column, DX, DY, COLUMNS), x)
+
+
+@gluon.jit
+def get_mark(marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
+    """What `put_mark` has stored."""
+    x = gl.load(mark_pointers(marks, at, row, column, DX, DY, COLUMNS))
+    x = gl.permute(gl.reshape(x, [4, COLUMNS // 16, 8, 4, 2, 2, 2]), (0, 5, 2, 1, 4, 3, 6))
+    return gl.convert_layout(gl.reshape(x, [64, COLUMNS]), layout, assert_trivial=True)
 
 
 @gluon.jit
 def row_dots(C, marks, mark, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr):
     """Of each row of a part of a cotangent, with that of the state at a mark."""
-    state = gl.load(mark_pointers(marks, mark, row, column, DX, DY, layout, C.shape[1]))
+    state = get_mark(marks, mark, row, column, DX, DY, C.shape[1], layout)
     return gl.sum(C * state.to(gl.float32), 1)
 
 
 @gluon.jit
-def consume(
-    Out, states, rings, gate_rings, full, free, ready, work,
-    half: gl.constexpr, DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr,
-    STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
-    FINAL: gl.constexpr, NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr,
-):  # fmt: skip
+def leave_dots(state, mark, mine, half: gl.constexpr, outer, walk):
+    """Of what the state is a cotangent of at a mark with it, a part for each warp."""
+    layout: gl.constexpr = of_product(128)
+    dot = row_dots(state.C0, outer.marks, mark, mine.row, mine.column, walk.DX, walk.DY, layout)
+    if walk.BLOCKS == 2:
+        dot += row_dots(state.C1, outer.marks, mark, mine.row, mine.column + 128, walk.DX, walk.DY, layout)
+    if walk.NORMALIZE:
+        n_mark = gl.load(outer.n_marks + mark * walk.DX + mine.rk, mask=mine.has_n, other=0.0)
+        dot += gl.convert_layout(state.n * n_mark, gl.SliceLayout(1, layout), assert_trivial=True)
+    warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
+    at = outer.dots + (mark * gl.num_programs(1) + gl.program_id(1)) * 8 + half * 4
+    gl.store(at + gl.arange(0, 4, warps.type.layout), warps)
+
+
+@gluon.jit
+def leave_mark(state, mark, mine, outer, walk):
+    """The state before a mark."""
+    put_mark(state.C0, outer.marks, mark, mine.row, mine.column, walk.DX, walk.DY)
+    if walk.BLOCKS == 2:
+        put_mark(state.C1, outer.marks, mark, mine.row, mine.column + 128, walk.DX, walk.DY)
+    if walk.NORMALIZE:
+        gl.store(outer.n_marks + mark * walk.DX + mine.rk, state.n, mask=mine.has_n)
+
+
+@gluon.jit
+def update_state(C0, C1, carry, x_t, y, u, walk):
+    """Starts decay C + (x w)^T y."""
+    B = scaled(x_t, u, walk.L, gl.DotOperandLayout(0, of_product(128), 2))
+    C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * carry, is_async=True)
+    if walk.BLOCKS == 2:
+        C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * carry, is_async=True)
+    return C0, C1, B
+
+
+@gluon.jit
+def update_n(N, x, shared, s, walk):
+    """decay n + x w."""
+    L: gl.constexpr = walk.L
+    layout: gl.constexpr = of_product(L)
+    N = N * gl.max(shared.g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, layout)), 0)
+    if walk.DELTA or not walk.BACK:
+        # Not of A and B, whose registers MMAs read, and not before `out` has left: there are too few.
+        update = weights(shared.u.index(s), L, gl.SliceLayout(0, layout))
+        if walk.BACK:
+            update = update * shared.delta.index(s).load(gl.SliceLayout(0, layout))
+        N += gl.sum(x.load(layout).to(gl.float32) * gl.expand_dims(update, 0), 1)
+    return N
+
+
+@gluon.jit
+def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.constexpr, walk):
+    """A tile, of which P is there already, to the departure of its output; P of the next tile, which arrives."""
+    L: gl.constexpr = walk.L
+    STAGES: gl.constexpr = walk.STAGES
+    of_out: gl.constexpr = of_product(L)
+    by_step: gl.constexpr = gl.SliceLayout(0, of_out)
+    dtype: gl.constexpr = shared.x.dtype
+    C0, C1, N = state
+    s, phase, n = place_n
+    x = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
+    y = shared.y.index(s).reshape([L, walk.WIDTH])
+    z = shared.z.index(s).reshape([L, walk.WIDTH])
+    w = shared.w.index(2 * s + half)
+    w_t = w.reshape([L, 64]).permute((1, 0))
+    g = shared.g.index(s)
+    p = shared.p.index(n % 2).permute((1, 0))
+    t = (at.tiles - 1 - step if walk.BACK else step) * L
+    carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_product(128))), 0)
+    A = as_left(C0.to(dtype), L)
+    out = product(A, z.slice(0, 128, 1).permute((1, 0)))
+    # The stage of the previous tile is free once its output has left.
+    tma.store_wait(0)
+    mbarrier.arrive(shared.free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+    out, A = warpgroup_mma_wait(0, deps=[out, A])
+    if walk.BLOCKS == 2:
+        A = as_left(C1.to(dtype), L)
+        out = warpgroup_mma(A, z.slice(128, 128, 1).permute((1, 0)), out, is_async=True)
+    weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(by_step), 0)
+    if walk.BLOCKS == 2:
+        out, A = warpgroup_mma_wait(0, deps=[out, A])
+    if walk.NORMALIZE:
+        if walk.BACK:
+            out += gl.expand_dims(N, 1)
+        elif walk.DELTA:
+            out += gl.expand_dims(N, 1) * gl.expand_dims(shared.delta.index(s).load(by_step), 0)
+    x_t = x.load(of_out)
+    mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
+    A = as_left(x_t, L)
+    out = warpgroup_mma(A, p, out * weight, is_async=True)
+    C0, C1, B = update_state(C0, C1, carry, x_t, y, shared.u.index(s), walk)
+    out, A = warpgroup_mma_wait(walk.BLOCKS, deps=[out, A])
+    if not walk.TRANSPOSED:
+        put_dot(out, w_t, shared.s.index(s), half, L)
+    w_t.store(out.to(dtype))
+    fence_async_shared()
+    column = at.h * walk.PIECES + mine.part
+    async_store(outer.out, coordinates(at.b, column, at.start + t, mine.row, at.start + at.steps, work), w)
+    if walk.NORMALIZE:
+        N = update_n(N, x, shared, s, walk)
+    s, phase = next_stage(s, phase, STAGES)
+    n += 1
+    if walk.BLOCKS == 2:
+        C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
+    else:
+        C0, B = warpgroup_mma_wait(0, deps=[C0, B])
+    mbarrier.wait(shared.full.index(s), phase)
+    S = start_weights(shared, s, half, walk)
+    if not walk.TRANSPOSED:
+        step_of_mark = t if walk.BACK else t + L
+        if step_of_mark % walk.MARKS == 0 and step_of_mark < at.steps and step_of_mark > 0:
+            mark = at.mark + step_of_mark // walk.MARKS * work.H
+            if walk.BACK:
+                leave_dots(State(C0, C1, N), mark, mine, half, outer, walk)
+            else:
+                leave_mark(State(C0, C1, N), mark, mine, outer, walk)
+    S = warpgroup_mma_wait(0, deps=[S])
+    put_weights(S, shared, s, n, mine, half, walk)
+    return State(C0, C1, N), Place(s, phase, n)
+
+
+@gluon.jit
+def consume(half: gl.constexpr, outer, shared, work, walk):
     """One warpgroup, with 64 rows."""
-    WIDTH: gl.constexpr = DY // PIECES
-    BLOCKS: gl.constexpr = WIDTH // 128
-    ring_x, ring_y, ring_z, ring_w = rings
-    ring_p, ring_g, ring_u, ring_d, ring_s = gate_rings
-    state_in, state_out, n_in, n_out, marks, n_marks, dots = states
-    T, H, pieces = work[0], work[1], work[3]
-    of_out: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
-    of_p: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L // 2, 16])
-    of_state: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    of_n: gl.constexpr = gl.SliceLayout(1, of_out)
-    left_of_out: gl.constexpr = gl.DotOperandLayout(0, of_out, 2)
-    left_of_state: gl.constexpr = gl.DotOperandLayout(0, of_state, 2)
-    dtype: gl.constexpr = ring_x.dtype
-    zero = gl.zeros([64, L], gl.float32, of_out)
+    L: gl.constexpr = walk.L
+    of_p: gl.constexpr = of_product(L // 2)
     i = gl.arange(0, L, gl.SliceLayout(1, of_p))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, of_p))
-    row = gl.program_id(1) // PIECES * 128 + half * 64
-    part = gl.program_id(1) % PIECES
-    column = part * WIDTH
-    rk = row + gl.arange(0, 64, of_n)
-    has_n = rk * 0 + part == 0
-    s = 0
-    phase = 0
-    n = 0
-    mbarrier.wait(full.index(0), 0)
-    S = start_weights(ring_y, ring_z, 0, half, L, of_p)
-    S = warpgroup_mma_wait(0, deps=[S])
-    put_weights(S, ring_g.index(0), ring_d.index(0), ring_p.index(0), i, j, half, L, BACK, DELTA, of_p)
-    mbarrier.arrive(ready.index(0), count=1)
-    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, SEGMENTED)
+    row = gl.program_id(1) // walk.PIECES * 128 + half * 64
+    part = gl.program_id(1) % walk.PIECES
+    rk = row + gl.arange(0, 64, gl.SliceLayout(1, of_product(L)))
+    mine = Mine(i, j, rk, rk * 0 + part == 0, row, part * walk.WIDTH, part)
+    place_n = Place(0, 0, 0)
+    mbarrier.wait(shared.full.index(0), 0)
+    S = warpgroup_mma_wait(0, deps=[start_weights(shared, 0, half, walk)])
+    put_weights(S, shared, 0, 0, mine, half, walk)
+    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
         tiles = (steps + L - 1) // L
-        first = b.to(gl.int64) * T + start
-        mark = (first // MARKS - 1) * H + h
-        C0 = gl.zeros([64, 128], gl.float32, of_state)
-        C1 = gl.zeros([64, 128], gl.float32, of_state)
-        N = gl.zeros([64], gl.float32, of_n)
-        if STATE:
-            of_piece = state_of(index, work)
-            C0 = load_state(state_in, of_piece, row, column, DX, DY, TRANSPOSED, of_state)
-            if BLOCKS == 2:
-                C1 = load_state(state_in, of_piece, row, column + 128, DX, DY, TRANSPOSED, of_state)
-            if NORMALIZE:
-                N = gl.load(n_in + of_piece.to(gl.int64) * DX + rk, mask=has_n, other=0.0)
+        mark = ((b.to(gl.int64) * work.T + start) // walk.MARKS - 1) * work.H + h
+        at = Piece(b, h, start, steps, tiles, mark)
+        state = first_state(index, mine, outer, work, walk)
         for step in range(0, tiles):
-            x = ring_x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
-            y = ring_y.index(s).reshape([L, WIDTH])
-            z = ring_z.index(s).reshape([L, WIDTH])
-            w = ring_w.index(2 * s + half)
-            g = ring_g.index(s)
-            p = ring_p.index(n % 2).permute((1, 0))
-            t = (tiles - 1 - step if BACK else step) * L
-            carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_state)), 0)
-            A = gl.convert_layout(C0.to(dtype), left_of_out, assert_trivial=True)
-            out = warpgroup_mma(A, z.slice(0, 128, 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-            # The stage of the previous tile is free once its output has left.
-            tma.store_wait(0)
-            mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
-            out, A = warpgroup_mma_wait(0, deps=[out, A])
-            if BLOCKS == 2:
-                A = gl.convert_layout(C1.to(dtype), left_of_out, assert_trivial=True)
-                out = warpgroup_mma(A, z.slice(128, 128, 1).permute((1, 0)), out, is_async=True)
-            weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
-            if BLOCKS == 2:
-                out, A = warpgroup_mma_wait(0, deps=[out, A])
-            if NORMALIZE:
-                if BACK:
-                    out += gl.expand_dims(N, 1)
-                elif DELTA:
-                    delta = gl.expand_dims(ring_d.index(s).load(gl.SliceLayout(0, of_out)), 0)
-                    out += gl.expand_dims(N, 1) * delta
-            x_t = x.load(of_out)
-            mbarrier.wait(ready.index(n % 2), (n // 2) & 1)
-            A = gl.convert_layout(x_t, left_of_out, assert_trivial=True)
-            out = warpgroup_mma(A, p, out * weight, is_async=True)
-            B = scaled(x_t, ring_u.index(s), L, left_of_state)
-            C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * carry, is_async=True)
-            if BLOCKS == 2:
-                C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * carry, is_async=True)
-            out, A = warpgroup_mma_wait(BLOCKS, deps=[out, A])
-            w_t = w.reshape([L, 64]).permute((1, 0))
-            if not TRANSPOSED:
-                put_dot(out, w_t, ring_s.index(s), half, L)
-            w_t.store(out.to(dtype))
-            fence_async_shared()
-            async_store(Out, coordinates(b, h * PIECES + part, start + t, row, start + steps, work), w)
-            if NORMALIZE:
-                N = N * gl.max(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_out)), 0)
-                if DELTA or not BACK:
-                    # Not of A and B, whose registers MMAs read, and not before `out` has left: there are too few.
-                    update = weights(ring_u.index(s), L, gl.SliceLayout(0, of_out))
-                    if BACK:
-                        update = update * ring_d.index(s).load(gl.SliceLayout(0, of_out))
-                    N += gl.sum(x.load(of_out).to(gl.float32) * gl.expand_dims(update, 0), 1)
-            s += 1
-            if s == STAGES:
-                s = 0
-                phase ^= 1
-            n += 1
-            if BLOCKS == 2:
-                C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
-            else:
-                C0, B = warpgroup_mma_wait(0, deps=[C0, B])
-            mbarrier.wait(full.index(s), phase)
-            S = start_weights(ring_y, ring_z, s, half, L, of_p)
-            if not TRANSPOSED:
-                at = t if BACK else t + L
-                if at % MARKS == 0 and at < steps and at > 0:
-                    to = mark + at // MARKS * H
-                    if BACK:
-                        dot = row_dots(C0, marks, to, row, column, DX, DY, of_state)
-                        if BLOCKS == 2:
-                            dot += row_dots(C1, marks, to, row, column + 128, DX, DY, of_state)
-                        if NORMALIZE:
-                            of_rows: gl.constexpr = gl.SliceLayout(1, of_state)
-                            n_mark = gl.load(n_marks + to * DX + rk, mask=has_n, other=0.0)
-                            dot += gl.convert_layout(N * n_mark, of_rows, assert_trivial=True)
-                        warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
-                        at_dot = dots + (to * gl.num_programs(1) + gl.program_id(1)) * 8 + half * 4
-                        gl.store(at_dot + gl.arange(0, 4, warps.type.layout), warps)
-                    else:
-                        gl.store(mark_pointers(marks, to, row, column, DX, DY, of_state), C0.to(dtype))
-                        if BLOCKS == 2:
-                            right = mark_pointers(marks, to, row, column + 128, DX, DY, of_state)
-                            gl.store(right, C1.to(dtype))
-                        if NORMALIZE:
-                            gl.store(n_marks + to * DX + rk, N, mask=has_n)
-            S = warpgroup_mma_wait(0, deps=[S])
-            put_weights(S, ring_g.index(s), ring_d.index(s), ring_p.index(n % 2), i, j, half, L, BACK, DELTA, of_p)
-            mbarrier.arrive(ready.index(n % 2), count=1)
-        if FINAL:
-            of_piece = state_of(index, work)
-            gl.store(state_pointers(state_out, of_piece, row, column, DX, DY, TRANSPOSED, of_state), C0)
-            if BLOCKS == 2:
-                gl.store(state_pointers(state_out, of_piece, row, column + 128, DX, DY, TRANSPOSED, of_state), C1)
-            if NORMALIZE:
-                gl.store(n_out + of_piece.to(gl.int64) * DX + rk, N, mask=has_n)
+            state, place_n = walk_tile(state, place_n, step, at, mine, outer, shared, work, half, walk)
+        if walk.FINAL:
+            leave_state(state, index, mine, outer, work, walk)
     tma.store_wait(0)
-    if not TRANSPOSED:
-        mbarrier.arrive(free.index((s + STAGES - 1) % STAGES), count=1)
+    if not walk.TRANSPOSED:
+        mbarrier.arrive(shared.free.index((place_n.s + walk.STAGES - 1) % walk.STAGES), count=1)
 
 
 @gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
@@ -310,48 +459,48 @@ def rows(
 
     Outputs of PIECES programs, each with as many of the columns, lie side by side as if each head were so many.
     """
+    WIDTH: gl.constexpr = DY // PIECES
+    partitions(
+        (X, Y, Z, W), gates, w_out, tiles_of_head, GROUP,
+        Outer(Out, state_in, state_out, n_in, n_out, marks, n_marks, dots),
+        Work(T, H, length, pieces, order if PACKED else None),
+        Walk(
+            DX, DY, PIECES, WIDTH, WIDTH // 128, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA,
+            TRANSPOSED,
+        ),
+    )  # fmt: skip
+
+
+@gluon.jit
+def partitions(tensors, gates, w_out, tiles_of_head, GROUP, outer, work, walk):
+    """Gives them shared memory, and starts them."""
+    X, Y, Z, W = tensors
+    L: gl.constexpr = walk.L
+    STAGES: gl.constexpr = walk.STAGES
     dtype: gl.constexpr = X.dtype
-    square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    ring_x = ring_of(X, STAGES)
-    ring_y = ring_of(Y, STAGES)
-    ring_z = ring_of(Z, STAGES)
-    ring_w = ring_of(W, 2 * STAGES)
-    ring_p = gl.allocate_shared_memory(dtype, [2, L, L], square)
-    ring_g = gl.allocate_shared_memory(gl.float32, [STAGES, GATES * L], flat)
-    ring_u = gl.allocate_shared_memory(dtype, [STAGES, 2 * L], flat)
-    ring_d = gl.allocate_shared_memory(gl.float32, [STAGES, L], flat)
-    ring_s = ring_d
-    if not TRANSPOSED:
-        ring_s = gl.allocate_shared_memory(gl.float32, [STAGES, 8 * L], flat)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for s in gl.static_range(STAGES):
-        mbarrier.init(full.index(s), count=2)
-        mbarrier.init(free.index(s), count=2)
-    for s in gl.static_range(2):
-        mbarrier.init(ready.index(s), count=2)
+    x = ring_of(X, STAGES)
+    y = ring_of(Y, STAGES)
+    z = ring_of(Z, STAGES)
+    w = ring_of(W, 2 * STAGES)
+    p = matrices(dtype, 2, L, L)
+    g = vectors(gl.float32, STAGES, GATES * L)
+    u = vectors(dtype, STAGES, 2 * L)
+    delta = vectors(gl.float32, STAGES, L)
+    s = delta if walk.TRANSPOSED else vectors(gl.float32, STAGES, 8 * L)
+    full, free = stage_barriers(STAGES, 2, 2)
+    ready = barriers(2, 2)
     fence_async_shared()
-    rings = (ring_x, ring_y, ring_z, ring_w)
-    gate_rings = (ring_p, ring_g, ring_u, ring_d, ring_s)
-    states = (state_in, state_out, n_in, n_out, marks, n_marks, dots)
-    work = Work(T, H, length, pieces, order if PACKED else None)
+    shared = Shared(x, y, z, w, p, g, u, delta, s, full, free, ready)
     gl.warp_specialize(
         [
-            (consume, (
-                Out, states, rings, gate_rings, full, free, ready, work, 0, DX, DY, PIECES, L, STAGES, MARKS, BACK,
-                SEGMENTED, STATE, FINAL, NORMALIZE, DELTA, TRANSPOSED,
-            )),
-            (consume, (
-                Out, states, rings, gate_rings, full, free, ready, work, 1, DX, DY, PIECES, L, STAGES, MARKS, BACK,
-                SEGMENTED, STATE, FINAL, NORMALIZE, DELTA, TRANSPOSED,
-            )),
-            (load_tiles, (X, Y, Z, W, rings, full, free, work, GROUP, PIECES, L, STAGES, BACK, SEGMENTED, TRANSPOSED)),
+            (consume, (0, outer, shared, work, walk)),
+            (consume, (1, outer, shared, work, walk)),
+            (load_tiles, (X, Y, Z, W, shared, work, GROUP, walk)),
             (load_gates, (
-                gates, GateRings(ring_g, ring_u, ring_d, carried=ring_s), w_out, full, free, work, tiles_of_head,
+                gates, GateRings(g, u, delta, carried=s), w_out, full, free, work, tiles_of_head,
                 Gater(
-                    L, STAGES, BACK, SEGMENTED, DELTA_P if DELTA else None, NOTHING if TRANSPOSED else OF_SUMS, PIECES
+                    L, STAGES, walk.BACK, walk.SEGMENTED, DELTA_P if walk.DELTA else None,
+                    NOTHING if walk.TRANSPOSED else OF_SUMS, walk.PIECES,
                 ),
             )),
         ],

@@ -8,7 +8,7 @@
     gaters     the gate vectors of a head each to the same stage
     consumers  a head each. C, rounded, is in shared memory, a right operand. Per tile (`walk_tile`)
         out_v = zk C, weighted, + P y        P = zk x^T, weighted              with VALUES
-        out_k = zv C^T, weighted, + P x      P = (zv y^T + delta), weighted    with KEYS
+        out_k = zv C^T, weighted, + P x      P = (zv y^T + delta), weighted    with KEYS; dq's finds delta
         C     = decay C + (x w)^T y
         out_v overwrites y, with KEYS zv, and out_k zk, and they leave by TMA; when they have left, a tile later, the
         stage is free
@@ -98,6 +98,7 @@ class Walk(NamedTuple):
     NORMALIZE: Any
     SAVE_D: Any  # d is wanted
     DELTA: Any  # delta is not zero
+    FINDS: Any  # it is not known yet: the gate vector DELTA_P has -u
     MARKED: Any  # there are marks
 
 
@@ -116,6 +117,7 @@ class Outer(NamedTuple):
     w_out: Any
     d_out: Any
     dots: Any
+    gates: Any
 
 
 class Shared(NamedTuple):
@@ -331,11 +333,32 @@ def divided(V, d, t, tile, at, mine, outer, work, walk):
 
 
 @gluon.jit
-def add_keys(S, K, D, tile, mine, walk):
+def find_delta(S, K, D, t, tile, at, mine, outer, walk):
+    """-u (do . h): do . h is zk . (zv C^T), weighted, and the sums of the rows of (S, weighted) * (zk x^T)."""
+    L: gl.constexpr = walk.L
+    of_k: gl.constexpr = K.type.layout
+    R = warpgroup_mma_wait(0, deps=[product(tile.zk, tile.x.permute((1, 0)))])
+    dot = gl.sum(K * tile.zk.load(of_k).to(gl.float32), 1)
+    dot *= tile.g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_k))
+    scores = gl.sum(seen(S, D, mine.i, mine.j, 0, walk.BACK) * R, 1)
+    dot += gl.convert_layout(scores, dot.type.layout, assert_trivial=True)
+    u = tile.e.load(dot.type.layout)
+    delta = gl.where(u == 0.0, 0.0, u * dot)
+    gl.store(outer.gates + ((at.tile0 + t // L) * VECTORS + DELTA_P) * L + mine.rl, delta)
+    return delta
+
+
+@gluon.jit
+def add_keys(S, K, D, t, tile, at, mine, outer, walk):
     """zv C^T to out_k: starts to add P x, P = (zv y^T + delta) weighted."""
     L: gl.constexpr = walk.L
-    S = warpgroup_mma_wait(1, deps=[S])
-    if walk.DELTA:
+    if walk.FINDS:
+        S, K = warpgroup_mma_wait(0, deps=[S, K])
+        delta = find_delta(S, K, D, t, tile, at, mine, outer, walk)
+        S += gl.expand_dims(gl.convert_layout(delta, gl.SliceLayout(1, S.type.layout), assert_trivial=True), 1)
+    else:
+        S = warpgroup_mma_wait(1, deps=[S])
+    if walk.DELTA and not walk.FINDS:
         if walk.BACK:
             S += gl.expand_dims(tile.e.load(gl.SliceLayout(0, S.type.layout)), 0)
         else:
@@ -345,11 +368,14 @@ def add_keys(S, K, D, tile, mine, walk):
     P = seen(S, D, mine.i, mine.j, 0, walk.BACK)
     A = as_left(P.to(tile.x.dtype), walk.DK)
     weight = tile.g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_product(walk.DK)))
-    K = warpgroup_mma_wait(0, deps=[K])
+    if not walk.FINDS:
+        K = warpgroup_mma_wait(0, deps=[K])
     if walk.NORMALIZE:
         row = gl.expand_dims(tile.n.load(gl.SliceLayout(0, K.type.layout)), 0)
         if walk.BACK:
             K += row
+        elif walk.FINDS:
+            K += row * gl.expand_dims(delta, 1)
         elif walk.DELTA:
             K += row * gl.expand_dims(tile.e.load(gl.SliceLayout(1, K.type.layout)), 1)
     return warpgroup_mma(A, tile.x, K * gl.expand_dims(weight, 1), is_async=True), A
@@ -473,7 +499,7 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, rings, head: 
             V, A = warpgroup_mma_wait(1, deps=[V, A])
             out_v = V.to(dtype)
             K = product(tile.zv, tile.c.permute((1, 0)))
-        K, A_k = add_keys(S, K, D, tile, mine, walk)
+        K, A_k = add_keys(S, K, D, t, tile, at, mine, outer, walk)
         if walk.VALUES:
             barrier()  # no warp's MMA reads zv any more
             tile.zv.store(out_v)
@@ -559,11 +585,11 @@ def whole(
     EXTRA: gl.constexpr = (DELTA_P if DELTA else None) if KEYS else (FLOOR if NORMALIZE and READS else None)
     partitions(
         (X, Y, ZK, ZV, Marks), gates, tiles_of_head, GROUP,
-        Outer(OutV, OutK, Marks, state_in, state_out, n_in, n_out, n_marks, decays, w_out, d_out, dots),
+        Outer(OutV, OutK, Marks, state_in, state_out, n_in, n_out, n_marks, decays, w_out, d_out, dots, gates),
         Work(T, H, length, pieces, order if PACKED else None),
         Walk(
             HEADS, SHARED, 1 if SHARED else HEADS, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, SKIP,
-            VALUES, KEYS, READS, NORMALIZE, SAVE_D, DELTA, MARKED,
+            VALUES, KEYS, READS, NORMALIZE, SAVE_D, DELTA, DELTA and not BACK, MARKED,
         ),
         Gater(L, STAGES, BACK, SEGMENTED, EXTRA, SKIP=SKIP),
     )  # fmt: skip

@@ -144,7 +144,7 @@ Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
 class Call:
     """What all launches of one forward or backward share."""
 
-    finds_delta = False  # whether the walk for dv does
+    finds_delta = False  # whether a walk does, before others want it
     pieces = 1  # how many parts of each dq and dk of a head there are, to be summed
     together = 1  # heads whose parts of dq and dk are one
 
@@ -357,15 +357,16 @@ class Call:
     ) -> None:  # fmt: skip
         """Fills those of q, k, v, of the gates (of i or None), and `first`, that of the first states; `start` are the
         states that walks start from, `end` the cotangents of those that sequences end with."""
-        x, (di, df) = self.x, of_gates
+        x, (dq, dk, dv), (di, df) = self.x, results, of_gates
         (dC, dn), decays, last = end, gates, first
         if self.segmented:
             dC, decays = self.boundary_C(x.q, dh, gates, True, end[0], first[0])
             last = None, None
-        self.values_gradient(gates, out, dh, results[2], dC, delta)
+        self.values_gradient(gates, out, dh, dv, dC, delta)
+        q_dq, marks = self.queries_gradient(gates, dh, dq, start, delta)
         if self.segmented and self.spec.normalize:
             dn = self.boundary_n(x.q, gates, True, end[1], first[1], decays, delta)
-        q_dq, k_dk, dots = self.keys_gradients(gates, dh, results, start, (dC, dn), last, delta)
+        k_dk, dots = self.keys_gradient(gates, dh, dk, dv, marks, (dC, dn), last, delta)
         bounds = (gates if t is None else t for t in (*start, dC, dn, *first))
         places = self.segments, ceil_div(self.longest, self.marks)
         if self.packed and not self.segmented:
@@ -381,16 +382,23 @@ class Call:
             END=end[0] is not None, **self.gate_forms, num_warps=warps,
         )  # fmt: skip
 
-    def keys_gradients(
-        self, gates: Tensor, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], start: Pair, end: Pair, first: Pair,
+    def queries_gradient(
+        self, gates: Tensor, dh: Tensor, dq: Tensor, start: Pair, delta: bool
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Fills dq; returns sums of q . dq, (parts, H, tiles, pieces, L), and the marks of the state and of n."""
+        x = self.x
+        q_dq, states, n_states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
+        return q_dq, (states, n_states)
+
+    def keys_gradient(
+        self, gates: Tensor, dh: Tensor, dk: Tensor, dv: Tensor, marks: tuple[Tensor, Tensor], end: Pair, first: Pair,
         delta: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Fills dq and dk, and with one walk for both also dv, whose `values_gradient` is then none; returns sums of
-        q . dq and k . dk, (parts, H, tiles, pieces, L), and <C, dC> at marks, as `mark_dots` has them."""
-        x, (dq, dk, _) = self.x, results
-        q_dq, *states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Fills dk, and with one walk for both also dv, whose `values_gradient` is then none; returns sums of k . dk
+        as those of q . dq, and <C, dC> at marks, as `mark_dots` has them."""
+        x = self.x
         k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
-        return q_dq, k_dk, self.mark_dots(*states, *cotangents)
+        return k_dk, self.mark_dots(*marks, *cotangents)
 
     def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
         """<C, dC> at each mark of each head, that of n and dn with it, in parts."""
