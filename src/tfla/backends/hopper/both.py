@@ -1,12 +1,13 @@
 """dk and dv together, of heads with dqk 128 and dhv 128 without a normaliser: one program walks all heads it is given,
 with whole states, and reads q, k, v and do once.
 
-    loader        --full_q[r]--> consumer 0, consumer 1 --free_q[r]--> loader
-    loader, gater --full[s]----> consumer 0, consumer 1 --free[s]----> loader, gater
-                                 consumer 0 <--ready, read--> consumer 1
+    loader                 --full_q[r]--> consumer 0, consumer 1 --free_q[r]--> loader
+    loader, gater, carrier --full[s]----> consumer 0, consumer 1 --free[s]----> loader, gater, carrier
+                                          consumer 0 <--ready, read--> consumer 1
 
     loader       by TMA q and v of a tile to stage r of READ stages, k and do to stage s of STAGES stages
-    gater        its gate vectors to stage s; to memory the sums that consumers have left there of the tile before
+    gater        its gate vectors to stage s
+    carrier      to memory the sums that consumers have left in a stage, before it is filled again
     consumer 0,1 each half of the rows of the state's cotangent C, (dqk, dhv), in registers. Per tile (`walk_tile`)
         P    = v do^T by consumer 0, for dk, and k q^T by consumer 1, for dv, weighted
         dk^T = C v^T                     C, rounded, is a left operand as it lies in registers, and goes to shared
@@ -34,12 +35,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tfla.backends.hopper.carrier import OF_SUMS, Carrier, arrivals, carry
 from tfla.backends.hopper.parts import (
     CARRY,
     CONSUMER,
     FILLER,
     GATES,
-    OF_SUMS,
+    NUMBERS,
     OUT,
     Gater,
     GateRings,
@@ -67,6 +69,7 @@ from tfla.backends.hopper.parts import (
     vectors,
 )
 from tfla.backends.hopper.rows import row_dots
+from tfla.backends.hopper.vectors import Source
 
 D = gl.constexpr(128)  # dqk and dhv
 HALF = gl.constexpr(64)
@@ -108,7 +111,7 @@ class Shared(NamedTuple):
     p: Any  # P for dk, and two for dv, of this tile and of the one before
     g: Any
     u: Any
-    s: Any  # for the gater: parts of k . dk
+    s: Any  # for the carrier: parts of k . dk
     full_q: Any  # q and v of a tile are there
     free_q: Any
     full: Any  # k, do and the gate vectors are
@@ -341,22 +344,27 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
     mbarrier.arrive(shared.free.index((n + STAGES - 1) % STAGES), count=1)
 
 
-@gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def both(
-    Q, K, V, DO, OutK, OutV, gates, w_out, state_in, state_out, marks, dots, order,
-    T, tiles_of_head, H, GROUP, length, pieces,
+    Q, K, V, DO, OutK, OutV, gates, i_gate, f_gate, w_out, state_in, state_out, marks, dots, order,
+    T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
     L: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
     FINAL: gl.constexpr, PACKED: gl.constexpr,
+    MADE: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
     """The walk is back. Tiles of Q and V are whole, of the others half as wide."""
     partitions(
-        (Q, K, V, DO), gates, w_out, tiles_of_head, GROUP, Outer(OutK, OutV, state_in, state_out, marks, dots),
+        (Q, K, V, DO),
+        Source(
+            gates, i_gate, f_gate, ib, it, ih, fb, ft, fh, scale, log_scale, MADE, INPUT_GATE, SIGMOID_I, SIGMOID_F
+        ),
+        w_out, tiles_of_head, GROUP, Outer(OutK, OutV, state_in, state_out, marks, dots),
         Work(T, H, length, pieces, order if PACKED else None), Walk(L, MARKS, BACK, SEGMENTED, STATE, FINAL),
     )  # fmt: skip
 
 
 @gluon.jit
-def partitions(tensors, gates, w_out, tiles_of_head, GROUP, outer, work, walk):
+def partitions(tensors, source, w_out, tiles_of_head, GROUP, outer, work, walk):
     """Gives them shared memory, and starts them."""
     Q, K, V, DO = tensors
     L: gl.constexpr = walk.L
@@ -371,7 +379,7 @@ def partitions(tensors, gates, w_out, tiles_of_head, GROUP, outer, work, walk):
     u = vectors(dtype, STAGES, 2 * L)
     sums = vectors(gl.float32, STAGES, 8 * L)
     full_q, free_q = stage_barriers(READ, 1, 2)
-    full, free = stage_barriers(STAGES, 2, 2)
+    full, free = stage_barriers(STAGES, arrivals(OF_SUMS), 2)
     ready = barrier_of(2)
     read = barrier_of(2)
     fence_async_shared()
@@ -382,10 +390,14 @@ def partitions(tensors, gates, w_out, tiles_of_head, GROUP, outer, work, walk):
             (consume, (1, outer, shared, work, walk)),
             (load_tiles, (tensors, shared, work, GROUP, walk)),
             (load_gates, (
-                gates, GateRings(g, u, carried=sums), w_out, full, free, work, tiles_of_head,
-                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, CARRIED=OF_SUMS),
+                source, GateRings(g, u), full, free, work, tiles_of_head,
+                Gater(L, STAGES, walk.BACK, walk.SEGMENTED),
+            )),
+            (carry, (
+                sums, w_out, source.vectors, full, free, work, tiles_of_head,
+                Carrier(L, STAGES, walk.BACK, walk.SEGMENTED, OF_SUMS),
             )),
         ],
-        [4, 1, 1],
-        [CONSUMER, FILLER, FILLER],
+        [4, 1, 1, 1],
+        [CONSUMER, FILLER, FILLER, FILLER],
     )  # fmt: skip

@@ -1,10 +1,11 @@
 """o, and walking back dv: one program walks all heads it is given, with BLOCKS x 128 columns of their states.
 
-    loader, gater --full[s]--> consumer 0, consumer 1 --free[s]--> loader, gater
-                               consumer 0 <--ready[n % 2]--> consumer 1
+    loader, gater, carrier --full[s]--> consumer 0, consumer 1 --free[s]--> loader, gater, carrier
+                                        consumer 0 <--ready[n % 2]--> consumer 1
 
     loader       tiles of x, z, y by TMA to stage s of a ring of STAGES stages
-    gater        their gate vectors to the same stage; to memory what consumers have left there of the tile before
+    gater        their gate vectors to the same stage
+    carrier      to memory what consumers have left in a stage of d or for delta, before it is filled again
     consumer 0,1 each half of the columns of the state C^T, (dhv, dqk), in registers. Per tile n (`walk_tile`)
         out^T = C^T z^T, weighted, + y^T P^T   the state, rounded, is a left operand as it lies in registers
         C^T   = decay C^T + (y w)^T x
@@ -28,14 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tfla.backends.hopper.carrier import NOTHING, OF_D, OF_DELTA, Carrier, arrivals, carry
 from tfla.backends.hopper.parts import (
     CARRY,
     CONSUMER,
     FILLER,
     GATES,
-    NOTHING,
-    OF_D,
-    OF_DELTA,
+    NUMBERS,
     OUT,
     Gater,
     GateRings,
@@ -63,7 +63,12 @@ from tfla.backends.hopper.parts import (
     state_of,
     vectors,
 )
+from tfla.backends.hopper.vectors import Source
 from tfla.backends.triton.gates import FLOOR
+
+# As in :mod:`.parts`, of consumers with two blocks: with fewer ptxas serializes their MMAs. 3 * 168 = 2 * 240 + 24.
+OF_TWO = gl.constexpr(240)
+BESIDE_TWO = gl.constexpr(24)
 
 
 class Walk(NamedTuple):
@@ -111,7 +116,7 @@ class Shared(NamedTuple):
     n: Any  # of this tile and of the next, as `put_n` has it
     sums: Any  # of rows of P, two for each tile
     inverse: Any  # 1 / max(|d|, exp(-m)), one for each consumer
-    d: Any  # for the gater: d, or parts of do . h
+    d: Any  # for the carrier: d, or parts of do . h
 
 
 class State(NamedTuple):
@@ -446,24 +451,29 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
         mbarrier.arrive(shared.free.index((place_n.s + walk.STAGES - 1) % walk.STAGES), count=1)
 
 
-@gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def columns(
-    X, Y, Z, Y2, Out, gates, state_in, state_out, n_in, n_out, d_out, order,
-    T, tiles_of_head, H, GROUP, length, pieces,
+    X, Y, Z, Y2, Out, gates, i_gate, f_gate, state_in, state_out, n_in, n_out, d_out, order,
+    T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
     DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
     NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
+    MADE: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
     """Fills Out, and of the rest what the constants say."""
     partitions(
-        X, Y, Z, Y2, gates, d_out, tiles_of_head, GROUP, Outer(Out, state_in, state_out, n_in, n_out),
+        X, Y, Z, Y2,
+        Source(
+            gates, i_gate, f_gate, ib, it, ih, fb, ft, fh, scale, log_scale, MADE, INPUT_GATE, SIGMOID_I, SIGMOID_F
+        ),
+        d_out, tiles_of_head, GROUP, Outer(Out, state_in, state_out, n_in, n_out),
         Work(T, H, length, pieces, order if PACKED else None),
         Walk(DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D, DELTA),
     )  # fmt: skip
 
 
 @gluon.jit
-def partitions(X, Y, Z, Y2, gates, d_out, tiles_of_head, GROUP, outer, work, walk):
+def partitions(X, Y, Z, Y2, source, d_out, tiles_of_head, GROUP, outer, work, walk):
     """Gives them shared memory, and starts them."""
     L: gl.constexpr = walk.L
     STAGES: gl.constexpr = walk.STAGES
@@ -480,24 +490,30 @@ def partitions(X, Y, Z, Y2, gates, d_out, tiles_of_head, GROUP, outer, work, wal
     n = matrices(dtype, 2, 8, walk.DK) if walk.NORMALIZE else None
     sums = vectors(gl.float32, 4, L) if walk.NORMALIZE else None
     inverse = vectors(gl.float32, 2, L) if walk.NORMALIZE else None
-    d = None
+    d = g
     if walk.NORMALIZE or walk.DELTA:
         d = vectors(gl.float32, STAGES, (8 * walk.BLOCKS if walk.DELTA else 1) * L)
-    full, free = stage_barriers(STAGES, 2, 2)
+    consumer: gl.constexpr = OF_TWO if walk.BLOCKS == 2 else CONSUMER
+    filler: gl.constexpr = BESIDE_TWO if walk.BLOCKS == 2 else FILLER
+    CARRIED: gl.constexpr = OF_DELTA if walk.DELTA else (OF_D if walk.SAVE_D else NOTHING)
+    full, free = stage_barriers(STAGES, arrivals(CARRIED), 2)
     ready = barriers(2, 2)
     fence_async_shared()
     shared = Shared(x, y, z, y2, p, g, w, full, free, ready, floor, matrix, n, sums, inverse, d)
-    carried: gl.constexpr = OF_DELTA if walk.DELTA else (OF_D if walk.SAVE_D else NOTHING)
     gl.warp_specialize(
         [
             (consume, (0, outer, shared, work, walk)),
             (consume, (1, outer, shared, work, walk)),
             (load_tiles, (X, Y, Z, Y2, shared, work, GROUP, walk)),
             (load_gates, (
-                gates, GateRings(g, w, floor, matrix, d), d_out, full, free, work, tiles_of_head,
-                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, FLOOR if walk.NORMALIZE else None, carried),
+                source, GateRings(g, w, floor, matrix), full, free, work, tiles_of_head,
+                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, FLOOR if walk.NORMALIZE else None),
+            )),
+            (carry, (
+                d, d_out, source.vectors, full, free, work, tiles_of_head,
+                Carrier(L, STAGES, walk.BACK, walk.SEGMENTED, CARRIED),
             )),
         ],
-        [4, 1, 1],
-        [CONSUMER, FILLER, FILLER],
+        [4, 1, 1, 1],
+        [consumer, filler, filler, filler],
     )  # fmt: skip

@@ -68,6 +68,9 @@ class HopperCall(Call):
         self.joint = self.narrow and self.V == ROWS and not spec.normalize  # one walk back makes dk and dv
         self.pieces = pieces(self.V)
         self.order = self._order() if self.packed else self.cu
+        self.numbers = *self.gate_strides, *self.scales
+        made = not spec.normalize  # gate vectors, by the walks: a kernel that does not serves all forms of gates
+        self.made = {"MADE": made, **{name: made and form for name, form in self.gate_forms.items()}}
 
     def _order(self) -> Tensor:
         """Of packed pieces, as :mod:`.order` has it."""
@@ -77,6 +80,10 @@ class HopperCall(Call):
             BLOCK=block, WIDE=64, num_warps=4,
         )  # fmt: skip
         return out
+
+    def gates(self, m_final: Tensor | None, d: Tensor | None = None) -> Tensor:
+        """Without a normaliser the walks make the gate vectors, and anything stands for those in memory."""
+        return super().gates(m_final, d) if self.spec.normalize else self.given_gates[1]
 
     def descriptor(self, x: Tensor, width: int) -> TensorDescriptor:
         """Tiles (L, width) of x (B, T, H, d)."""
@@ -130,12 +137,12 @@ class HopperCall(Call):
         L, blocks = self.L, self.blocks
         of_qk, of_v = (lambda t: self.descriptor(t, self.K)), (lambda t: self.descriptor(t, 64 * blocks))
         self.launch(columns, self.grid(self.V // (128 * blocks)),
-            of_qk(x), of_v(y), of_qk(z), gates if h is None else of_v(h), of_v(out), gates, C, C_out, n, n_out,
-            gates if d is None else d, self.order, self.T, self.tiles, self.H, self.group, self.steps,
-            self.segments * self.H, DK=self.K, DV=self.V, BLOCKS=blocks,
-            L=L, STAGES=OF_COLUMNS if h is None else WITH_H, BACK=back, SEGMENTED=self.segmented,
+            of_qk(x), of_v(y), of_qk(z), gates if h is None else of_v(h), of_v(out), gates, *self.given_gates,
+            C, C_out, n, n_out, gates if d is None else d, self.order, self.T, self.tiles, self.H,
+            self.group, self.steps, self.segments * self.H, *self.numbers, DK=self.K, DV=self.V, BLOCKS=blocks, L=L,
+            STAGES=OF_COLUMNS if h is None else WITH_H, BACK=back, SEGMENTED=self.segmented,
             STATE=state[0] is not None, FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None,
-            DELTA=h is not None, PACKED=self.packed, num_warps=4,
+            DELTA=h is not None, PACKED=self.packed, **self.made, num_warps=4,
         )  # fmt: skip
 
     def _transposed(
@@ -167,10 +174,11 @@ class HopperCall(Call):
         """With n also what they add to n."""
         L = self.L
         self.launch(states, self.grid(self.K // ROWS * self.pieces),
-            self.descriptor(x, ROWS), self.descriptor(y, self.V // self.pieces), gates, states_out,
-            decays if n is None else n, decays, self.order, self.T, self.tiles, self.H, self.group, self.steps,
-            self.segments * self.H, DX=self.K, DY=self.V, PIECES=self.pieces, L=L, STAGES=OF_STATES, BACK=back,
-            SEGMENTED=self.segmented, NORMALIZE=n is not None, SKIP=skip, PACKED=self.packed, num_warps=4,
+            self.descriptor(x, ROWS), self.descriptor(y, self.V // self.pieces), gates, *self.given_gates,
+            states_out, decays if n is None else n, decays, self.order, self.T, self.tiles, self.H, self.group,
+            self.steps, self.segments * self.H, *self.numbers, DX=self.K, DY=self.V, PIECES=self.pieces, L=L,
+            STAGES=OF_STATES, BACK=back, SEGMENTED=self.segmented, NORMALIZE=n is not None, SKIP=skip,
+            PACKED=self.packed, **self.made, num_warps=4,
         )  # fmt: skip
 
     def _parts(self) -> int:
@@ -204,11 +212,11 @@ class HopperCall(Call):
     ) -> None:  # fmt: skip
         x, whole, half = self.x, (lambda t: self.descriptor(t, ROWS)), (lambda t: self.descriptor(t, ROWS // 2))
         self.launch(both, self.grid(1),
-            whole(x.q), half(x.k), whole(x.v), half(dh), half(dk), half(dv), gates, sums,
+            whole(x.q), half(x.k), whole(x.v), half(dh), half(dk), half(dv), gates, *self.given_gates, sums,
             gates if state is None else state, gates if final is None else final, states, dots, self.order,
-            self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H, L=self.L, MARKS=self.marks,
-            BACK=True, SEGMENTED=self.segmented, STATE=state is not None, FINAL=final is not None, PACKED=self.packed,
-            num_warps=4,
+            self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H, *self.numbers, L=self.L,
+            MARKS=self.marks, BACK=True, SEGMENTED=self.segmented, STATE=state is not None, FINAL=final is not None,
+            PACKED=self.packed, **self.made, num_warps=4,
         )  # fmt: skip
 
     def _rows(
@@ -222,10 +230,10 @@ class HopperCall(Call):
         shared = pieces(DY)
         self.launch(rows, self.grid(DX // ROWS * shared),
             self.descriptor(x, ROWS), self.descriptor(y, DY // shared), self.descriptor(z, DY // shared),
-            self.descriptor(w, 64), self.descriptor(out, 64), gates, sums, C, C_out, n, n_out, *marks,
-            self.order, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H, DX=DX, DY=DY,
-            PIECES=shared, L=L, STAGES=OF_ROWS, MARKS=self.marks, BACK=back, SEGMENTED=self.segmented,
-            STATE=state[0] is not None, FINAL=final[0] is not None,
+            self.descriptor(w, 64), self.descriptor(out, 64), gates, *self.given_gates, sums, C, C_out, n,
+            n_out, *marks, self.order, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H,
+            *self.numbers, DX=DX, DY=DY, PIECES=shared, L=L, STAGES=OF_ROWS, MARKS=self.marks, BACK=back,
+            SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None,
             NORMALIZE=self.spec.normalize and not transposed, DELTA=delta, TRANSPOSED=transposed, PACKED=self.packed,
-            num_warps=4,
+            **self.made, num_warps=4,
         )  # fmt: skip

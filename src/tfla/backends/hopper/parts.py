@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tfla.backends.hopper.order import BEGINS, CUT, ENDS, FIELDS, FIRST, SLOT, STEPS, TILE
-from tfla.backends.triton.gates import COLUMN, DECAY, DELTA_P, INTER, ROW, UPDATE, VECTORS
+from tfla.backends.hopper.vectors import gates_of, load_gates_of, stored_vectors, tile_vectors
+from tfla.backends.triton.gates import VECTORS
 
 # Named differently before Triton 3.7 and 3.9.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -21,9 +22,14 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 
 # Registers of a thread of a consumer, and of the warps that fill shared memory. A program of three warpgroups starts
 # with 168 for each thread, all that 65,536 give; what the last one, with few warps at work, leaves goes to consumers:
-# 3 * 168 = 2 * 240 + 24.
-CONSUMER = gl.constexpr(240)
-FILLER = gl.constexpr(24)
+# 3 * 168 = 2 * 232 + 40.
+CONSUMER = gl.constexpr(232)
+FILLER = gl.constexpr(40)
+
+# Arguments of the walks, beside tensors: numbers that one kernel serves whatever they are.
+NUMBERS = [
+    "T", "tiles_of_head", "H", "GROUP", "length", "pieces", "ib", "it", "ih", "fb", "ft", "fh", "scale", "log_scale"
+]  # fmt: skip
 
 # Rows of a stage's gate vectors.
 READ = gl.constexpr(0)  # exponents of the gate matrix: P[read, update] is weighted by exp2(READ + WRITE)
@@ -200,13 +206,6 @@ def last_stage(n, full, free, STAGES: gl.constexpr):
     mbarrier.arrive(full.index(s), count=1)
 
 
-# What the gater carries to memory of a tile once its stage is free: consumers have no time for that.
-NOTHING = gl.constexpr(0)
-OF_D = gl.constexpr(1)
-OF_DELTA = gl.constexpr(2)  # of parts of dh . h, times what is in its place, -u
-OF_SUMS = gl.constexpr(3)  # of parts of q . dq or k . dk
-
-
 class GateRings(NamedTuple):
     """Of a head, or of the heads of a program one after another, in STAGES stages."""
 
@@ -214,7 +213,6 @@ class GateRings(NamedTuple):
     weights: Any  # of updates, as the sum of two of low precision
     extra: Any = None  # one more gate vector
     matrix: Any = None  # the weights also as rows of a right operand
-    carried: Any = None  # what goes to memory
 
 
 class Gater(NamedTuple):
@@ -225,60 +223,57 @@ class Gater(NamedTuple):
     BACK: Any
     SEGMENTED: Any
     EXTRA: Any = None  # which one is `extra`
-    CARRIED: Any = NOTHING
     PIECES: Any = 1  # of programs that share columns of a state the first has the extra vector, the others zeros
     SKIP: Any = False  # as in `tiles_of`
+    HEADS: Any = 1  # of a program, where a piece of work is one of that many heads
 
 
 @gluon.jit
-def load_gates(gates, rings, to, full, free, work, tiles_of_head, gater):
-    """The gater: one warp copies the gate vectors of each tile, and carries to memory what consumers have left."""
+def load_gates(source, rings, full, free, work, tiles_of_head, gater, head: gl.constexpr = 0):
+    """The gater: one warp brings the gate vectors of each tile."""
     L: gl.constexpr = gater.L
     BACK: gl.constexpr = gater.BACK
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
     r = gl.arange(0, L, layout)
     n = 0
-    saved = gl.program_id(0)  # the piece of the tile of which is carried next, and which it is there
-    saved_tile = 0
     for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
-        _b, h, start, steps, tile0 = piece(index, work, L, gater.SEGMENTED)
+        b, h, start, steps, tile0 = piece(index, work, L, gater.SEGMENTED)
         tiles = tiles_of(index, start, steps, work, L, BACK, gater.SKIP)
-        at = gates + (h.to(gl.int64) * tiles_of_head + tile0) * (VECTORS * L) + r
+        of_head = h * gater.HEADS + head
+        first_tile = of_head.to(gl.int64) * tiles_of_head + tile0
+        if source.MADE:
+            at_i, at_f = gates_of(source, b, of_head, start)
+            i_gate, f_gate = load_gates_of(at_i, at_f, (tiles - 1 if BACK else 0) * L, steps, r, source)
         for i in range(0, tiles):
             t = tiles - 1 - i if BACK else i
-            tile = at + t * (VECTORS * L)
-            read = gl.load(tile + (COLUMN if BACK else ROW) * L)
-            write = gl.load(tile + (ROW if BACK else COLUMN) * L)
-            out = gl.load(tile + (UPDATE if BACK else INTER) * L)
-            update = gl.load(tile + (INTER if BACK else UPDATE) * L)
-            carry = gl.load(tile + DECAY * L)
+            if source.MADE:
+                row, column, inter, update, decay = tile_vectors(
+                    i_gate, f_gate, t * L + r < steps, source.scale, source.log_scale, source.INPUT_GATE,
+                    source.SIGMOID_I, source.SIGMOID_F,
+                )  # fmt: skip
+                carry = gl.full([L], decay, gl.float32, layout)
+                # Those of the next tile, on their way while this one waits for its stage. The compiler is not to know
+                # that they follow those of this one: pointers that it moves along take registers.
+                later = (t - 1 if BACK else t + 1) + (n >> 30)
+                i_gate, f_gate = load_gates_of(at_i, at_f, later * L, steps, r, source)
+            else:
+                row, column, inter, update, carry = stored_vectors(source, first_tile + t, r)
             s, phase = place(n, gater.STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
-            if gater.CARRIED != NOTHING and n >= gater.STAGES:
-                saved, saved_tile = carry_out(
-                    saved, saved_tile, rings.carried.index(s), to, gates, work, tiles_of_head, r, gater
-                )
             g = rings.vectors.index(s)
-            g.slice(READ * L, L, 0).store(read)
-            g.slice(WRITE * L, L, 0).store(write)
-            g.slice(OUT * L, L, 0).store(out)
+            g.slice(READ * L, L, 0).store(column if BACK else row)
+            g.slice(WRITE * L, L, 0).store(row if BACK else column)
+            g.slice(OUT * L, L, 0).store(update if BACK else inter)
             g.slice(CARRY * L, L, 0).store(carry)
             if gater.EXTRA is not None:
                 first = r * 0 + gl.program_id(1) % gater.PIECES == 0
-                rings.extra.index(s).store(gl.load(tile + gater.EXTRA * L, mask=first, other=0.0))
-            put_update_weights(update, rings, s, L)
+                extra = source.vectors + (first_tile + t) * (VECTORS * L) + gater.EXTRA * L + r
+                rings.extra.index(s).store(gl.load(extra, mask=first, other=0.0))
+            put_update_weights(inter if BACK else update, rings, s, L)
             barrier()
             mbarrier.arrive(full.index(s), count=1)
             n += 1
     last_stage(n, full, free, gater.STAGES)
-    if gater.CARRIED != NOTHING:
-        for i in range(0, gater.STAGES):
-            if n + i >= gater.STAGES:
-                s, phase = place(n + i, gater.STAGES)
-                mbarrier.wait(free.index(s), phase ^ 1)
-                saved, saved_tile = carry_out(
-                    saved, saved_tile, rings.carried.index(s), to, gates, work, tiles_of_head, r, gater
-                )
 
 
 @gluon.jit
@@ -296,31 +291,6 @@ def put_update_weights(update, rings, s, L: gl.constexpr):
         low = gl.expand_dims(gl.convert_layout(low, gl.SliceLayout(0, layout)), 0)
         rings.matrix.index(s).store(gl.where(row == 0, high, gl.where(row == 1, low, 0.0)).to(w.dtype))
         fence_async_shared()
-
-
-@gluon.jit
-def carry_out(index, i, carried, to, gates, work, tiles_of_head, r, gater):
-    """Of the i-th tile walked of a piece; returns piece and tile that come next."""
-    T, H = work.T, work.H
-    L: gl.constexpr = r.shape[0]
-    b, h, start, steps, tile0 = piece(index, work, L, gater.SEGMENTED)
-    tiles = (steps + L - 1) // L
-    x = carried.slice(0, L, 0).load(r.type.layout)
-    for part in gl.static_range(1, carried.shape[0] // L):
-        x += carried.slice(part * L, L, 0).load(r.type.layout)
-    tile = tiles - 1 - i if gater.BACK else i
-    if gater.CARRIED == OF_D:
-        t = tile * L + r
-        gl.store(to + (b.to(gl.int64) * T + start + t) * H + h, x, mask=t < steps)
-    else:
-        row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_of_head + tile0 + tile
-        if gater.CARRIED == OF_DELTA:
-            at = gates + (row * VECTORS + DELTA_P) * L + r
-            gl.store(at, gl.load(at) * x)
-        else:
-            gl.store(to + row * L + r, x)
-    last = i + 1 == tiles
-    return gl.where(last, index + gl.num_programs(0), index), gl.where(last, 0, i + 1)
 
 
 @gluon.jit

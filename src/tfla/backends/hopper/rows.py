@@ -8,9 +8,9 @@ state C, (dqk, dhv), as BLOCKS pieces of 128 columns, computes
     P     = (z y^T + delta) weighted, of the next tile: half of the updates each
 
 x, y, z are k, v, do for dq and q, do, v for dk. What `out` is a gradient of, q or k, comes with the stage too: its
-product with `out` is summed over the rows, by the warps for the gater, which brings the sum to memory for the gradients
-of the gates; then `out` overwrites it and leaves by TMA. With a normaliser there is one more column of the state, n.
-Without one, dk of heads of 128 x 128 is made with dv, by :mod:`.both`.
+product with `out` is summed over the rows, by the warps for the carrier, which brings the sum to memory for the
+gradients of the gates; then `out` overwrites it and leaves by TMA. With a normaliser there is one more column of the
+state, n. Without one, dk of heads of 128 x 128 is made with dv, by :mod:`.both`.
 
 All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES, and leave
 outputs to be summed; the first of them has delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns`
@@ -29,11 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tfla.backends.hopper.carrier import NOTHING, OF_SUMS, Carrier, arrivals, carry
 from tfla.backends.hopper.parts import (
     CARRY,
+    CONSUMER,
+    FILLER,
     GATES,
-    NOTHING,
-    OF_SUMS,
+    NUMBERS,
     OUT,
     Gater,
     GateRings,
@@ -63,11 +65,8 @@ from tfla.backends.hopper.parts import (
     vectors,
     weights,
 )
+from tfla.backends.hopper.vectors import Source
 from tfla.backends.triton.gates import DELTA_P
-
-# As in :mod:`.parts`, but warps that fill shared memory have more: they bring much to memory. 3 * 168 = 2 * 232 + 40.
-CONSUMER = gl.constexpr(232)
-FILLER = gl.constexpr(40)
 
 
 class Walk(NamedTuple):
@@ -114,7 +113,7 @@ class Shared(NamedTuple):
     g: Any
     u: Any
     delta: Any
-    s: Any  # for the gater: parts of w . out
+    s: Any  # for the carrier: parts of w . out
     full: Any
     free: Any
     ready: Any  # P of a tile
@@ -447,13 +446,14 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
         mbarrier.arrive(shared.free.index((place_n.s + walk.STAGES - 1) % walk.STAGES), count=1)
 
 
-@gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def rows(
-    X, Y, Z, W, Out, gates, w_out, state_in, state_out, n_in, n_out, marks, n_marks, dots, order,
-    T, tiles_of_head, H, GROUP, length, pieces,
+    X, Y, Z, W, Out, gates, i_gate, f_gate, w_out, state_in, state_out, n_in, n_out, marks, n_marks, dots, order,
+    T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
     DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
     NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr, PACKED: gl.constexpr,
+    MADE: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
     """States are (DX, DY), TRANSPOSED in memory (DY, DX); then W, w_out and the marks are not used.
 
@@ -461,7 +461,11 @@ def rows(
     """
     WIDTH: gl.constexpr = DY // PIECES
     partitions(
-        (X, Y, Z, W), gates, w_out, tiles_of_head, GROUP,
+        (X, Y, Z, W),
+        Source(
+            gates, i_gate, f_gate, ib, it, ih, fb, ft, fh, scale, log_scale, MADE, INPUT_GATE, SIGMOID_I, SIGMOID_F
+        ),
+        w_out, tiles_of_head, GROUP,
         Outer(Out, state_in, state_out, n_in, n_out, marks, n_marks, dots),
         Work(T, H, length, pieces, order if PACKED else None),
         Walk(
@@ -472,7 +476,7 @@ def rows(
 
 
 @gluon.jit
-def partitions(tensors, gates, w_out, tiles_of_head, GROUP, outer, work, walk):
+def partitions(tensors, source, w_out, tiles_of_head, GROUP, outer, work, walk):
     """Gives them shared memory, and starts them."""
     X, Y, Z, W = tensors
     L: gl.constexpr = walk.L
@@ -487,7 +491,8 @@ def partitions(tensors, gates, w_out, tiles_of_head, GROUP, outer, work, walk):
     u = vectors(dtype, STAGES, 2 * L)
     delta = vectors(gl.float32, STAGES, L)
     s = delta if walk.TRANSPOSED else vectors(gl.float32, STAGES, 8 * L)
-    full, free = stage_barriers(STAGES, 2, 2)
+    CARRIED: gl.constexpr = NOTHING if walk.TRANSPOSED else OF_SUMS
+    full, free = stage_barriers(STAGES, arrivals(CARRIED), 2)
     ready = barriers(2, 2)
     fence_async_shared()
     shared = Shared(x, y, z, w, p, g, u, delta, s, full, free, ready)
@@ -497,13 +502,14 @@ def partitions(tensors, gates, w_out, tiles_of_head, GROUP, outer, work, walk):
             (consume, (1, outer, shared, work, walk)),
             (load_tiles, (X, Y, Z, W, shared, work, GROUP, walk)),
             (load_gates, (
-                gates, GateRings(g, u, delta, carried=s), w_out, full, free, work, tiles_of_head,
-                Gater(
-                    L, STAGES, walk.BACK, walk.SEGMENTED, DELTA_P if walk.DELTA else None,
-                    NOTHING if walk.TRANSPOSED else OF_SUMS, walk.PIECES,
-                ),
+                source, GateRings(g, u, delta), full, free, work, tiles_of_head,
+                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, DELTA_P if walk.DELTA else None, walk.PIECES),
+            )),
+            (carry, (
+                s, w_out, source.vectors, full, free, work, tiles_of_head,
+                Carrier(L, STAGES, walk.BACK, walk.SEGMENTED, CARRIED),
             )),
         ],
-        [4, 1, 1],
-        [CONSUMER, FILLER, FILLER],
+        [4, 1, 1, 1],
+        [CONSUMER, FILLER, FILLER, FILLER],
     )  # fmt: skip

@@ -24,6 +24,7 @@ from tfla.backends.hopper.parts import (
     CONSUMER,
     FILLER,
     GATES,
+    NUMBERS,
     Gater,
     GateRings,
     Work,
@@ -44,6 +45,7 @@ from tfla.backends.hopper.parts import (
     vectors,
     weights,
 )
+from tfla.backends.hopper.vectors import Source
 
 
 class Walk(NamedTuple):
@@ -161,22 +163,28 @@ def leave(C0, C1, N, total, one, at, row, column, outer, walk):
     gl.store(outer.decays + at + one, total, mask=one + row + column == 0)
 
 
-@gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def states(
-    X, Y, gates, state_out, n_out, decays, order, T, tiles_of_head, H, GROUP, length, pieces,
+    X, Y, gates, i_gate, f_gate, state_out, n_out, decays, order,
+    T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
     DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     BACK: gl.constexpr, SEGMENTED: gl.constexpr, NORMALIZE: gl.constexpr, SKIP: gl.constexpr, PACKED: gl.constexpr,
+    MADE: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
     """Fills states, and with a normaliser n, and the decays."""
     partitions(
-        X, Y, gates, tiles_of_head, GROUP, Outer(state_out, n_out, decays),
+        X, Y,
+        Source(
+            gates, i_gate, f_gate, ib, it, ih, fb, ft, fh, scale, log_scale, MADE, INPUT_GATE, SIGMOID_I, SIGMOID_F
+        ),
+        tiles_of_head, GROUP, Outer(state_out, n_out, decays),
         Work(T, H, length, pieces, order if PACKED else None),
         Walk(DX, DY, PIECES, L, STAGES, BACK, SEGMENTED, NORMALIZE, SKIP),
     )  # fmt: skip
 
 
 @gluon.jit
-def partitions(X, Y, gates, tiles_of_head, GROUP, outer, work, walk):
+def partitions(X, Y, source, tiles_of_head, GROUP, outer, work, walk):
     """Gives them shared memory, and starts them."""
     L: gl.constexpr = walk.L
     STAGES: gl.constexpr = walk.STAGES
@@ -193,7 +201,7 @@ def partitions(X, Y, gates, tiles_of_head, GROUP, outer, work, walk):
             (add_up, (1, outer, shared, work, walk)),
             (load_tiles, (X, Y, shared, work, GROUP, walk)),
             (load_gates, (
-                gates, GateRings(g, u), gates, full, free, work, tiles_of_head,
+                source, GateRings(g, u), full, free, work, tiles_of_head,
                 Gater(L, STAGES, walk.BACK, walk.SEGMENTED, PIECES=walk.PIECES, SKIP=walk.SKIP),
             )),
         ],

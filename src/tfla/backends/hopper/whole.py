@@ -45,6 +45,7 @@ from tfla.backends.hopper.parts import (
     CONSUMER,
     FILLER,
     GATES,
+    NUMBERS,
     OUT,
     Gater,
     GateRings,
@@ -73,6 +74,7 @@ from tfla.backends.hopper.parts import (
     vectors,
     weights,
 )
+from tfla.backends.hopper.vectors import Source
 from tfla.backends.triton.gates import DELTA_P, FLOOR, VECTORS
 
 
@@ -571,58 +573,62 @@ def consume(head: gl.constexpr, outer, shared, work, tiles_of_head, rings, walk)
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["T", "tiles_of_head", "H", "GROUP", "length", "pieces"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def whole(
-    X, Y, ZK, ZV, OutV, OutK, Marks, gates, w_out, d_out, dots, state_in, state_out, n_in, n_out, n_marks, decays,
-    order, T, tiles_of_head, H, GROUP, length, pieces,
+    X, Y, ZK, ZV, OutV, OutK, Marks, gates, i_gate, f_gate, w_out, d_out, dots, state_in, state_out, n_in, n_out,
+    n_marks, decays, order,
+    T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
     HEADS: gl.constexpr, SHARED: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr,
     STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
     FINAL: gl.constexpr, SKIP: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr, NORMALIZE: gl.constexpr,
     SAVE_D: gl.constexpr, DELTA: gl.constexpr, MARKED: gl.constexpr, PACKED: gl.constexpr,
+    MADE: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
     """H is how often HEADS heads there are; with SHARED OutK has so many."""
     READS: gl.constexpr = VALUES or KEYS
     EXTRA: gl.constexpr = (DELTA_P if DELTA else None) if KEYS else (FLOOR if NORMALIZE and READS else None)
     partitions(
-        (X, Y, ZK, ZV, Marks), gates, tiles_of_head, GROUP,
+        (X, Y, ZK, ZV, Marks),
+        Source(
+            gates, i_gate, f_gate, ib, it, ih, fb, ft, fh, scale, log_scale, MADE, INPUT_GATE, SIGMOID_I, SIGMOID_F
+        ),
+        tiles_of_head, GROUP,
         Outer(OutV, OutK, Marks, state_in, state_out, n_in, n_out, n_marks, decays, w_out, d_out, dots, gates),
         Work(T, H, length, pieces, order if PACKED else None),
         Walk(
             HEADS, SHARED, 1 if SHARED else HEADS, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, SKIP,
             VALUES, KEYS, READS, NORMALIZE, SAVE_D, DELTA, DELTA and not BACK, MARKED,
         ),
-        Gater(L, STAGES, BACK, SEGMENTED, EXTRA, SKIP=SKIP),
+        Gater(L, STAGES, BACK, SEGMENTED, EXTRA, SKIP=SKIP, HEADS=HEADS),
     )  # fmt: skip
 
 
 @gluon.jit
-def partitions(tensors, gates, tiles_of_head, GROUP, outer, work, walk, gater):
+def partitions(tensors, source, tiles_of_head, GROUP, outer, work, walk, gater):
     """Gives them shared memory, and starts them."""
     shared = allocate(tensors, walk)
     full = shared.full
     free = shared.free
     rings = GateRings(*gate_rings(shared.x.dtype, gater))
-    stride = tiles_of_head * walk.HEADS
     if walk.HEADS == 1:
         gl.warp_specialize(
             [
                 (consume, (0, outer, shared, work, tiles_of_head, rings, walk)),
                 (load_tiles, (tensors, shared, work, GROUP, walk)),
-                (load_gates, (gates, rings, gates, full, free, work, stride, gater)),
+                (load_gates, (source, rings, full, free, work, tiles_of_head, gater, 0)),
             ],
             [1, 1],
             [FILLER, FILLER],
         )
     else:
         other_rings = GateRings(*gate_rings(shared.x.dtype, gater))
-        other_gates = gates + tiles_of_head.to(gl.int64) * (VECTORS * walk.L)
         gl.warp_specialize(
             [
                 (consume, (0, outer, shared, work, tiles_of_head, rings, walk)),
                 (consume, (1, outer, shared, work, tiles_of_head, other_rings, walk)),
                 (load_tiles, (tensors, shared, work, GROUP, walk)),
-                (load_gates, (gates, rings, gates, full, free, work, stride, gater)),
-                (load_gates, (other_gates, other_rings, other_gates, full, free, work, stride, gater)),
+                (load_gates, (source, rings, full, free, work, tiles_of_head, gater, 0)),
+                (load_gates, (source, other_rings, full, free, work, tiles_of_head, gater, 1)),
             ],
             [4, 1, 1, 1],
             [CONSUMER, FILLER, FILLER, FILLER],

@@ -39,14 +39,30 @@ def clamped(x):
 
 
 @triton.jit
-def finite_log_gate(x, SIGMOID: tl.constexpr):
-    """The clamped log-gate, from itself or from its pre-activation; NaN stays."""
+def finite_log_gate(x, SIGMOID: tl.constexpr, SERIES: tl.constexpr = False):
+    """The clamped log-gate, from itself or from its pre-activation; NaN stays.
+
+    SERIES: without a logarithm, which takes more instructions and mostly fewer registers.
+    """
     if SIGMOID:
         x = x.to(tl.float32)
         e = tl.exp(-tl.abs(x))
-        u = 1.0 + e  # log(1 + e), to the last digit of a small e
-        x = tl.where(x > 0.0, 0.0, x) - tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
+        if SERIES:  # log(1 + e) = 2 artanh(z) = 2 (z + z^3 / 3 + ...), z^2 being at most 1/9
+            z = e / (2.0 + e)
+            zz = z * z
+            series = 1 / 9 + zz * (1 / 11 + zz * (1 / 13))
+            series = 1.0 + zz * (1 / 3 + zz * (1 / 5 + zz * (1 / 7 + zz * series)))
+            x = tl.where(x > 0.0, 0.0, x) - 2.0 * z * series
+        else:
+            u = 1.0 + e  # log(1 + e), to the last digit of a small e
+            x = tl.where(x > 0.0, 0.0, x) - tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
     return clamped(x)
+
+
+@triton.jit
+def exponent(x):
+    """That of exp(x), base 2, or CLOSED; unlike a maximum this keeps NaN."""
+    return tl.where(x * LOG2E < CLOSED, CLOSED, x * LOG2E)
 
 
 @triton.jit
@@ -233,11 +249,8 @@ def chunk_gates(
             floor = tl.reshape(tl.where(inside, floor, 1.0), (HEADS, CHUNK // L, L))
         else:
             tl.store(at, floor, mask=held)
-    # Unlike a maximum this keeps NaN.
-    f = tl.where(f * LOG2E < CLOSED, CLOSED, f * LOG2E)
-    i = tl.where(i * LOG2E < CLOSED, CLOSED, i * LOG2E)
-    f = tl.reshape(f, (HEADS, CHUNK // L, L))
-    i = tl.reshape(i, (HEADS, CHUNK // L, L))
+    f = tl.reshape(exponent(f), (HEADS, CHUNK // L, L))
+    i = tl.reshape(exponent(i), (HEADS, CHUNK // L, L))
     h = h[:, :, None]
     tile = tl.arange(0, CHUNK // L)[None, :, None]
     t = tl.arange(0, L)[None, None, :]

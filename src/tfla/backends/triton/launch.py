@@ -172,6 +172,7 @@ class Call:
         self.gate_forms = {
             "INPUT_GATE": x.log_i is not None, "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log"
         }  # fmt: skip
+        self.scales = spec.scale, math.log2(abs(spec.scale)) if spec.scale else -1e9
         self.longest = min(self.steps, self.T)  # steps of a segment
 
     @classmethod
@@ -238,9 +239,9 @@ class Call:
         self.launch(gate_kernels.chunk_gates, grid,
             *self.given_gates, out if m is None else m, self.cu, summary, out if d is None else d, out,
             out if m_final is None else m_final, x.sequences, self.T, self.tiles, self.H, *self.gate_strides,
-            *_strides(x.log_f if d is None else d), spec.scale, math.log2(abs(spec.scale)) if spec.scale else -1e9,
-            slots, L=self.L, NORMALIZE=spec.normalize, STATE=x.m is not None, FINAL=m_final is not None,
-            FOLD=d is not None, EXACT=self.exact, **shared,
+            *_strides(x.log_f if d is None else d), *self.scales, slots, L=self.L,
+            NORMALIZE=spec.normalize, STATE=x.m is not None, FINAL=m_final is not None, FOLD=d is not None,
+            EXACT=self.exact, **shared,
         )  # fmt: skip
         return out
 
