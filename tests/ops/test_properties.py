@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import pytest
 import torch
 from cases import DTYPES, FORMS, INTERPRETED, TOLERANCE, Way, problem, size_of_terms, solve, truth
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 MOST = 1 if INTERPRETED else 3  # heads to a key, batch rows: a simulated GPU has them one after another
@@ -31,9 +32,10 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=ceil(settings.default.max_examples / len(FORMS)))  # one process would compile for minutes
 @given(
     shape=shapes(),
-    form=st.sampled_from(FORMS),
     dtype=st.sampled_from(DTYPES),
     gates=st.sampled_from([(0.0, 2.0), (-10.0, 5.0), (1.0, 0.0), (0.0, -5.0), (-3.0, 9.0)]),
     chunk_size=st.none() | st.integers(1, 100),
@@ -41,8 +43,8 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
 )
 def test_any_problem(
     way: Way,
-    shape: dict[str, Any],
     form: str,
+    shape: dict[str, Any],
     dtype: torch.dtype,
     gates: tuple[float, float],
     chunk_size: int | None,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -27,6 +28,21 @@ def autotuned(kernel: Any, constants: tuple[str, ...], stages: int) -> Any:
     """By Triton's autotuner, once for all of these constants: four configurations."""
     configs = [triton.Config({"STAGES": n}, num_warps=warps) for warps in (4, 8) for n in (stages, stages + 1)]
     return triton.autotune(configs, key=[name for name in constants if name != "STAGES"])(kernel)
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_THREAD = _Thread()
+
+
+def _make_context_current(device: torch.device) -> None:
+    """CUDA's, in a thread that has none yet: allocating from PyTorch's cache does not, and Triton does it when a kernel
+    is launched, by when tensor descriptors have been encoded, which needs one."""
+    if device.type == "cuda" and not _THREAD.has_context:
+        torch.zeros(1, device=device)
+        _THREAD.has_context = True
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -139,6 +155,7 @@ class Program:
     def __init__(self, tape: Tape, results: Sequence[Tensor]) -> None:
         self.steps = tape.steps
         self.results = [tape.places[id(t)] for t in results]
+        self.device = tape.device
         self.index = tape.device.index if tape.device.type == "cuda" else None
         # As compiled kernels take tensors, and Triton's interpreter.
         self.address: Callable[[Tensor], Any] = _itself if self.index is None else Tensor.data_ptr
@@ -150,6 +167,7 @@ class Program:
             return self._run(given)
 
     def _run(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        _make_context_current(self.device)
         triton.set_allocator(_allocate)
         heard, stream = _heard(), 0 if self.index is None else torch._C._cuda_getCurrentRawStream(self.index)
         address: Callable[[Any], Any] = self.address
@@ -189,6 +207,7 @@ def repeated(
     tape = Tape(apart)
     triton.set_allocator(_allocate)
     with torch.cuda.device(tape.device) if tape.device.type == "cuda" else contextlib.nullcontext():
+        _make_context_current(tape.device)
         results = first(tape, apart)
     assert tape.untouched(), "what a tape made was written without it"
     _PROGRAMS.add(call, Program(tape, results))
