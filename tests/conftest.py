@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import gpus  # noqa: F401
 import pytest
 import torch
 from cases import DEVICES, INTERPRETED, Way, ways
