@@ -68,7 +68,7 @@ from tfla.backends.hopper.parts import (
     state_pointers,
     vectors,
 )
-from tfla.backends.hopper.rows import row_dots
+from tfla.backends.hopper.rows import Piece, row_dots
 from tfla.backends.hopper.vectors import Source
 
 D = gl.constexpr(128)  # dqk and dhv
@@ -118,17 +118,6 @@ class Shared(NamedTuple):
     free: Any
     ready: Any
     read: Any
-
-
-class Piece(NamedTuple):
-    """Of work."""
-
-    b: Any  # batch row
-    h: Any  # head
-    start: Any  # its first step
-    steps: Any
-    tiles: Any
-    mark: Any  # before its first
 
 
 class Mine(NamedTuple):

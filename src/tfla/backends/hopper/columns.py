@@ -39,6 +39,7 @@ from tfla.backends.hopper.parts import (
     OUT,
     Gater,
     GateRings,
+    Place,
     Work,
     as_left,
     async_load,
@@ -125,14 +126,6 @@ class State(NamedTuple):
     C0: Any
     C1: Any  # where it has two blocks
     n: Any  # columns, of which the first two add up to n
-
-
-class Place(NamedTuple):
-    """Of a tile."""
-
-    s: Any  # its stage
-    phase: Any  # of the barriers of the stage
-    n: Any  # tiles before it
 
 
 class Piece(NamedTuple):

@@ -39,6 +39,14 @@ CARRY = gl.constexpr(3)  # decay of the state over the tile
 GATES = gl.constexpr(4)
 
 
+class Place(NamedTuple):
+    """Of a tile."""
+
+    s: Any  # its stage
+    phase: Any  # of the barriers of the stage
+    n: Any  # tiles before it
+
+
 class Work(NamedTuple):
     """What there is to walk."""
 
