@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.hopper.carrier import OF_SUMS, Carrier, arrivals, carry
+from tfla.backends.hopper.marks import row_dots
 from tfla.backends.hopper.parts import (
     CARRY,
     CONSUMER,
@@ -68,7 +69,7 @@ from tfla.backends.hopper.parts import (
     state_pointers,
     vectors,
 )
-from tfla.backends.hopper.rows import Piece, row_dots
+from tfla.backends.hopper.rows import Piece
 from tfla.backends.hopper.vectors import Source
 
 D = gl.constexpr(128)  # dqk and dhv

@@ -30,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.hopper.carrier import NOTHING, OF_SUMS, Carrier, arrivals, carry
+from tfla.backends.hopper.marks import put_mark, row_dots
 from tfla.backends.hopper.parts import (
     CARRY,
     CONSUMER,
@@ -243,49 +244,6 @@ def put_weights(S, shared, s, n, mine, half: gl.constexpr, walk):
     fence_async_shared()
     barrier()
     mbarrier.arrive(shared.ready.index(n % 2), count=1)
-
-
-@gluon.constexpr_function
-def of_mark(columns):
-    """Layout of 64 rows of a mark, (4, 16 columns), in which each thread has what it has of a product."""
-    blocks = [[0, 256 << i] for i in range((columns // 16).bit_length() - 1)]
-    lanes = [[0, 8 << i] for i in range(5)]
-    return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], *blocks], lanes, [[1, 0], [2, 0]], [], [4, 16 * columns])
-
-
-@gluon.jit
-def mark_pointers(marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, COLUMNS: gl.constexpr):
-    """Of 64 rows and COLUMNS columns of a mark: blocks of 16 x 16 in the order of a warp's registers, of which a thread
-    has 16 bytes."""
-    layout: gl.constexpr = of_mark(COLUMNS)
-    slab = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(1, layout)), 1)
-    i = gl.expand_dims(gl.arange(0, 16 * COLUMNS, gl.SliceLayout(0, layout)), 0)
-    return marks + at.to(gl.int64) * (DX * DY) + (row * DY + column * 16) + (slab * (16 * DY) + i)
-
-
-@gluon.jit
-def put_mark(C, marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr):
-    """Stores a part of a state."""
-    COLUMNS: gl.constexpr = C.shape[1]
-    x = gl.reshape(C.to(marks.dtype.element_ty), [4, 2, 8, COLUMNS // 16, 2, 4, 2])
-    x = gl.reshape(gl.permute(x, (0, 3, 2, 5, 4, 1, 6)), [4, 16 * COLUMNS])
-    x = gl.convert_layout(x, of_mark(COLUMNS), assert_trivial=True)
-    gl.store(mark_pointers(marks, at, row, column, DX, DY, COLUMNS), x)
-
-
-@gluon.jit
-def get_mark(marks, at, row, column, DX: gl.constexpr, DY: gl.constexpr, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """What `put_mark` has stored."""
-    x = gl.load(mark_pointers(marks, at, row, column, DX, DY, COLUMNS))
-    x = gl.permute(gl.reshape(x, [4, COLUMNS // 16, 8, 4, 2, 2, 2]), (0, 5, 2, 1, 4, 3, 6))
-    return gl.convert_layout(gl.reshape(x, [64, COLUMNS]), layout, assert_trivial=True)
-
-
-@gluon.jit
-def row_dots(C, marks, mark, row, column, DX: gl.constexpr, DY: gl.constexpr, layout: gl.constexpr):
-    """Of each row of a part of a cotangent, with that of the state at a mark."""
-    state = get_mark(marks, mark, row, column, DX, DY, C.shape[1], layout)
-    return gl.sum(C * state.to(gl.float32), 1)
 
 
 @gluon.jit

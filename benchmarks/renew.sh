@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Times this library again on one GPU in the suites that have stored results; rows of peers stay as they are.
+#
+#     benchmarks/renew.sh [SUITE ...]    # all of those below without any
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+time_suite() { # SUITE FILE OPTION...
+  tfla bench gpu "$1" --repeats 20 --warmup 5 --pause 0.005 --patience 0.3 --limit 60 --budget 75 \
+    --out "benchmarks/results/$2.json" "${@:3}"
+}
+
+[ $# -gt 0 ] || set -- fig4 fig12 fig13 fig14 dims packed mamba
+for suite in "$@"; do
+  case $suite in
+    fig4) time_suite fig4 fig4_own --only "tfla mLSTM" --sustained 0.4 ;;
+    fig12) time_suite fig12 fig12_own --only "tfla mLSTM" --sustained 0 --lengths 512 2048 8192 16384 65536 ;;
+    fig13) time_suite fig13 fig13_own --only "tfla mLSTM" --sustained 0 --lengths 512 2048 8192 65536 ;;
+    fig14 | packed) time_suite "$suite" "${suite}_own" --only "tfla mLSTM" --sustained 0 ;;
+    dims) time_suite dims dims --sustained 0 ;;
+    mamba) time_suite mamba mamba_own --sustained 0.2 ;;
+    *) echo "renew: no suite '$suite'; there are fig4, fig12, fig13, fig14, dims, packed, mamba" >&2; exit 2 ;;
+  esac
+done
