@@ -7,7 +7,9 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from math import exp, log
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -76,6 +78,10 @@ def gradients(model: Any, ids: Tensor, **inputs: Any) -> dict[str, Tensor]:
     return found | {"logits": out.logits.detach(), "loss": out.loss.detach()}
 
 
+def log_error(found: Tensor, exact: Tensor) -> float:
+    return log(max(float(error(found, exact)), torch.finfo(torch.float32).tiny))
+
+
 def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert found.keys() == expected.keys()
     wrong = {name: e for name, x in expected.items() if not (e := error(found[name], x)) <= tolerance}
@@ -86,15 +92,23 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
 def test_logits_and_gradients_are_the_librarys(
     make_xlstm: Make, tokens: Tokens, device: str, fields: dict[str, Any]
 ) -> None:
-    """No further from its result in float64 than its own in float32, or within the operator's bound."""
-    model, ids = make_xlstm(device=device, **fields), tokens(2, 64).to(device)
-    truth = gradients(make_xlstm(torch.float64, device, **fields | EXACT), ids)
-    library = gradients(model, ids)
-    found = gradients(accelerate(model), ids)
-    assert truth["logits"].std() > 0.1
-    for name, exact in truth.items():
-        assert error(found[name], exact) <= max(TOLERANCE[torch.float32], 2 * error(library[name], exact)), name
-    check(gradients(restore(model), ids), library, TOLERANCE[torch.float32])
+    """No further from its result in float64 than its own in float32, or within the operator's bound.
+
+    In the mean over inputs: of one, where a few small denominators amplify rounding, either may be several times off.
+    """
+    exact, model = make_xlstm(torch.float64, device, **fields | EXACT), make_xlstm(device=device, **fields)
+    accelerated = accelerate(make_xlstm(device=device, **fields))
+    logs: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(12):
+        ids = tokens(2, 64, seed=seed).to(device)
+        truth, library, found = (gradients(m, ids) for m in (exact, model, accelerated))
+        assert truth["logits"].std() > 0.1
+        for name, x in truth.items():
+            logs.setdefault(name, []).append((log_error(found[name], x), log_error(library[name], x)))
+    for name, each in logs.items():
+        ours, theirs = (exp(fmean(e)) for e in zip(*each, strict=True))
+        assert ours <= max(TOLERANCE[torch.float32], 2 * theirs), name
+    check(gradients(restore(accelerated), ids), library, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("fields", CONFIGS.values(), ids=CONFIGS)
