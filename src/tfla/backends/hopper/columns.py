@@ -5,7 +5,7 @@
 
     loader       tiles of x, z, y by TMA to stage s of a ring of STAGES stages
     gater        their gate vectors to the same stage
-    carrier      to memory what consumers have left in a stage of d or for delta, before it is filled again
+    carrier      to memory d, or delta, of what consumers have left in a stage, before it is filled again
     consumer 0,1 each half of the columns of the state C^T, (dhv, dqk), in registers. Per tile n (`walk_tile`)
         out^T = C^T z^T, weighted, + y^T P^T   the state, rounded, is a left operand as it lies in registers
         C^T   = decay C^T + (y w)^T x
@@ -483,7 +483,7 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_of_head, GROUP, outer, work, wa
     n = matrices(dtype, 2, 8, walk.DK) if walk.NORMALIZE else None
     sums = vectors(gl.float32, 4, L) if walk.NORMALIZE else None
     inverse = vectors(gl.float32, 2, L) if walk.NORMALIZE else None
-    d = g
+    d = g  # with nothing to carry anything
     if walk.NORMALIZE or walk.DELTA:
         d = vectors(gl.float32, STAGES, (8 * walk.BLOCKS if walk.DELTA else 1) * L)
     consumer: gl.constexpr = OF_TWO if walk.BLOCKS == 2 else CONSUMER

@@ -1,8 +1,9 @@
 """What the walks share: the partitions that fill shared memory, and the weighting of tiles.
 
 Shared memory is a ring of stages. A stage has the tiles of one step of the walk, brought by the loader, and their gate
-vectors, brought by the gater; its `full` barrier counts both, its `free` barrier both consumers. After its last tile
-every program gets one more stage without data, because consumers make the weights P of a tile one tile ahead.
+vectors, brought by the gater; its `full` barrier counts both, and the carrier (:mod:`.carrier`) where there is one, its
+`free` barrier both consumers. After its last tile every program gets one more stage without data, because consumers
+make the weights P of a tile one tile ahead.
 """
 
 from typing import Any, NamedTuple

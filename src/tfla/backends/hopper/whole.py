@@ -100,7 +100,7 @@ class Walk(NamedTuple):
     NORMALIZE: Any
     SAVE_D: Any  # d is wanted
     DELTA: Any  # delta is not zero
-    FINDS: Any  # it is not known yet: the gate vector DELTA_P has -u
+    FINDS: Any  # walking forth: it is not known yet, the gate vector DELTA_P has -u
     MARKED: Any  # there are marks
 
 
@@ -360,11 +360,8 @@ def add_keys(S, K, D, t, tile, at, mine, outer, walk):
         S += gl.expand_dims(gl.convert_layout(delta, gl.SliceLayout(1, S.type.layout), assert_trivial=True), 1)
     else:
         S = warpgroup_mma_wait(1, deps=[S])
-    if walk.DELTA and not walk.FINDS:
-        if walk.BACK:
+        if walk.DELTA:
             S += gl.expand_dims(tile.e.load(gl.SliceLayout(0, S.type.layout)), 0)
-        else:
-            S += gl.expand_dims(tile.e.load(gl.SliceLayout(1, S.type.layout)), 1)
     if walk.VALUES:
         D = gate_matrix(tile.g, L, 0, of_product(L), 1)  # again: kept, it takes registers that out_v needs
     P = seen(S, D, mine.i, mine.j, 0, walk.BACK)
@@ -378,8 +375,6 @@ def add_keys(S, K, D, t, tile, at, mine, outer, walk):
             K += row
         elif walk.FINDS:
             K += row * gl.expand_dims(delta, 1)
-        elif walk.DELTA:
-            K += row * gl.expand_dims(tile.e.load(gl.SliceLayout(1, K.type.layout)), 1)
     return warpgroup_mma(A, tile.x, K * gl.expand_dims(weight, 1), is_async=True), A
 
 
