@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -25,8 +26,9 @@ SETUPS = {  # T, tokens, heads, dqk, dhv
     "wide": (8192, 32768, 8, 256, 512),
 }
 GATES = ("sigmoid", "exp")
-SAMPLES, REST, LIMIT = 20, 0.004, 300  # calls, seconds before each, seconds that compiling may take
-RIGHT = 1e-2  # relative error in bfloat16, of the gates' gradients too
+SAMPLES, REST, LIMIT = 20, 0.004, 300  # calls, seconds before each, seconds that a process may take
+AT_ONCE = 12  # processes, of up to 4 GiB of GPU memory
+RIGHT = 1e-2  # relative error in bfloat16, or a third more than the Triton backend's, where denominators are small
 
 
 def setup(name: str, gate: str, tokens: int | None = None) -> tuple[Callable[..., list], ...]:
@@ -60,13 +62,14 @@ def check(name: str, gate: str) -> None:
     import torch
 
     _, both = setup(name, gate, tokens=4000)
-    found, again, truth = both(), both(), both(dtype=torch.float64, backend="chunkwise")
-    errors = {
-        n: float((a.double() - b).norm() / b.norm())
-        for n, a, b in zip(("h", "dq", "dk", "dv", "di", "df"), found, truth, strict=True)
-    }
+    found, again, other = both(), both(), both(backend="triton")
+    truth = both(dtype=torch.float64, backend="chunkwise")
     assert all(map(torch.equal, found, again)), f"{name} {gate}: other bits the second time"
-    assert all(e <= RIGHT for e in errors.values()), f"{name} {gate}: relative errors {errors}"
+    for what, a, b, c in zip(("h", "dq", "dk", "dv", "di", "df"), found, other, truth, strict=True):
+        error, others = (float((x.double() - c).norm() / c.norm()) for x in (a, b))
+        assert error <= max(RIGHT, 1.3 * others), (
+            f"{name} {gate}: {what} is off by {error:.1e}, Triton's by {others:.1e}"
+        )
     setup(name, gate)[1]()  # compiles what these sizes take
 
 
@@ -119,21 +122,29 @@ def measure(version: str) -> None:
             torch.cuda.empty_cache()
 
 
-def start(folder: str, *what: str) -> subprocess.Popen[bytes]:
+def run(folder: str, *what: str) -> bool:
+    """In a process of its own; whether it did what it should."""
     environment = {**os.environ, "PYTHONPATH": f"{Path(folder, 'src').resolve()}:{os.environ.get('PYTHONPATH', '')}"}
-    return subprocess.Popen([sys.executable, __file__, "--one", *what], env=environment)
+    try:
+        return (
+            subprocess.run([sys.executable, __file__, "--one", *what], env=environment, timeout=LIMIT).returncode == 0
+        )
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def main(folders: list[str]) -> int:
     for folder in folders:
         if not Path(folder, "src", "tfla").is_dir():
             raise SystemExit(f"compare: got {folder}, which has no src/tfla; it takes checkouts of this library")
-    checks = [start(folder, name, gate) for folder in folders for name in SETUPS for gate in GATES]
-    wrong = sum(process.wait(timeout=LIMIT) != 0 for process in checks)
+    jobs = [(folder, name, gate) for folder in folders for name in SETUPS for gate in GATES]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        right = list(pool.map(lambda job: run(*job), jobs))
     print(
-        f"{len(checks) - wrong} of {len(checks)} checks passed\n\n{'':30}forward, forward + backward, ms; kernels, us"
+        f"{sum(right)} of {len(jobs)} checks passed\n\n{'':30}forward, forward + backward, ms; kernels, us", flush=True
     )
-    return max([wrong, *(start(folder, Path(folder).name).wait() for folder in folders)])
+    timed = [run(folder, Path(folder).name) for folder in folders]
+    return 0 if all(right + timed) else 1
 
 
 if __name__ == "__main__":

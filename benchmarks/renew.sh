@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Times this library again on one GPU in the suites that have stored results; rows of peers stay as they are.
+# Times this library again on one GPU in the suites below, or in those that are named; rows of peers stay as they are.
 #
-#     benchmarks/renew.sh [SUITE ...]    # all of those below without any
+#     benchmarks/renew.sh [SUITE ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
