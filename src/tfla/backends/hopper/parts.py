@@ -235,25 +235,29 @@ class Gater(NamedTuple):
     PIECES: Any = 1  # of programs that share columns of a state the first has the extra vector, the others zeros
     SKIP: Any = False  # as in `tiles_of`
     HEADS: Any = 1  # of a program, where a piece of work is one of that many heads
+    GATERS: Any = 1  # that take turns with the tiles, where one takes longer than the consumers
 
 
 @gluon.jit
-def load_gates(source, rings, full, free, work, tiles_of_head, gater, head: gl.constexpr = 0):
-    """The gater: one warp brings the gate vectors of each tile."""
+def load_gates(source, rings, full, free, work, tiles_of_head, gater, head: gl.constexpr = 0, turn: gl.constexpr = 0):
+    """The gater: one warp brings the gate vectors of each tile, or of each whose turn it is."""
     L: gl.constexpr = gater.L
     BACK: gl.constexpr = gater.BACK
+    GATERS: gl.constexpr = gater.GATERS
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
     r = gl.arange(0, L, layout)
-    n = 0
+    n = turn
+    before = 0  # tiles of pieces before
     for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
         b, h, start, steps, tile0 = piece(index, work, L, gater.SEGMENTED)
         tiles = tiles_of(index, start, steps, work, L, BACK, gater.SKIP)
+        first = 0 if GATERS == 1 else n - before
         of_head = h * gater.HEADS + head
         first_tile = of_head.to(gl.int64) * tiles_of_head + tile0
         if source.MADE:
             at_i, at_f = gates_of(source, b, of_head, start)
-            i_gate, f_gate = load_gates_of(at_i, at_f, (tiles - 1 if BACK else 0) * L, steps, r, source)
-        for i in range(0, tiles):
+            i_gate, f_gate = load_gates_of(at_i, at_f, (tiles - 1 - first if BACK else first) * L, steps, r, source)
+        for i in range(first, tiles, GATERS):
             t = tiles - 1 - i if BACK else i
             if source.MADE:
                 row, column, inter, update, decay = tile_vectors(
@@ -263,7 +267,7 @@ def load_gates(source, rings, full, free, work, tiles_of_head, gater, head: gl.c
                 carry = gl.full([L], decay, gl.float32, layout)
                 # Those of the next tile, on their way while this one waits for its stage. The compiler is not to know
                 # that they follow those of this one: pointers that it moves along take registers.
-                later = (t - 1 if BACK else t + 1) + (n >> 30)
+                later = (t - GATERS if BACK else t + GATERS) + (n >> 30)
                 i_gate, f_gate = load_gates_of(at_i, at_f, later * L, steps, r, source)
             else:
                 row, column, inter, update, carry = stored_vectors(source, first_tile + t, r)
@@ -275,14 +279,18 @@ def load_gates(source, rings, full, free, work, tiles_of_head, gater, head: gl.c
             g.slice(OUT * L, L, 0).store(update if BACK else inter)
             g.slice(CARRY * L, L, 0).store(carry)
             if gater.EXTRA is not None:
-                first = r * 0 + gl.program_id(1) % gater.PIECES == 0
+                has_extra = r * 0 + gl.program_id(1) % gater.PIECES == 0
                 extra = source.vectors + (first_tile + t) * (VECTORS * L) + gater.EXTRA * L + r
-                rings.extra.index(s).store(gl.load(extra, mask=first, other=0.0))
+                rings.extra.index(s).store(gl.load(extra, mask=has_extra, other=0.0))
             put_update_weights(inter if BACK else update, rings, s, L)
             barrier()
             mbarrier.arrive(full.index(s), count=1)
-            n += 1
-    last_stage(n, full, free, gater.STAGES)
+            n += GATERS
+        before += tiles
+    if GATERS == 1:
+        last_stage(n, full, free, gater.STAGES)
+    elif n == before:
+        last_stage(n, full, free, gater.STAGES)
 
 
 @gluon.jit

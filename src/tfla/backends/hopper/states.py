@@ -200,11 +200,13 @@ def partitions(X, Y, source, tiles_of_head, GROUP, outer, work, walk):
             (add_up, (0, outer, shared, work, walk)),
             (add_up, (1, outer, shared, work, walk)),
             (load_tiles, (X, Y, shared, work, GROUP, walk)),
-            (load_gates, (
-                source, GateRings(g, u), full, free, work, tiles_of_head,
-                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, PIECES=walk.PIECES, SKIP=walk.SKIP),
-            )),
+            (load_gates, (source, GateRings(g, u), full, free, work, tiles_of_head, Gater(
+                L, STAGES, walk.BACK, walk.SEGMENTED, PIECES=walk.PIECES, SKIP=walk.SKIP, GATERS=2
+            ), 0, 0)),
+            (load_gates, (source, GateRings(g, u), full, free, work, tiles_of_head, Gater(
+                L, STAGES, walk.BACK, walk.SEGMENTED, PIECES=walk.PIECES, SKIP=walk.SKIP, GATERS=2
+            ), 0, 1)),
         ],
-        [4, 1, 1],
-        [CONSUMER, FILLER, FILLER],
+        [4, 1, 1, 1],
+        [CONSUMER, FILLER, FILLER, FILLER],
     )  # fmt: skip
