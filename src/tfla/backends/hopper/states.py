@@ -105,46 +105,59 @@ def load_tiles(X, Y, shared, work, GROUP, walk):
 
 
 @gluon.jit
+def left_operand(shared, s, half: gl.constexpr, walk):
+    """(x w)^T of the tile in stage s, and with a normaliser its sums."""
+    L: gl.constexpr = walk.L
+    x_t = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0)).load(of_product(L))
+    sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(L)))
+    if walk.NORMALIZE:
+        # Not of what is rounded: outputs are divided by q . n, which can be small beside q and n.
+        w = gl.expand_dims(weights(shared.u.index(s), L, gl.SliceLayout(0, of_product(L))), 0)
+        sums = gl.sum(x_t.to(gl.float32) * w, 1)
+    return scaled(x_t, shared.u.index(s), L, gl.DotOperandLayout(0, of_product(128), 2)), sums
+
+
+@gluon.jit
 def add_up(half: gl.constexpr, outer, shared, work, walk):
-    """One warpgroup, with 64 rows."""
+    """One warpgroup, with 64 rows. The left operand of a tile is made while the products of that before are on their
+    way."""
     L: gl.constexpr = walk.L
     WIDTH: gl.constexpr = walk.DY // walk.PIECES
-    of_x: gl.constexpr = of_product(L)
     of_state: gl.constexpr = of_product(128)
     row = gl.program_id(1) // walk.PIECES * 128 + half * 64
     column = gl.program_id(1) % walk.PIECES * WIDTH
     one = gl.arange(0, 1, gl.SliceLayout(0, of_state))
     s = 0
     phase = 0
+    mbarrier.wait(shared.full.index(0), 0)
+    B, sums = left_operand(shared, 0, half, walk)
     for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
         _b, _h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
         C0 = gl.zeros([64, 128], gl.float32, of_state)
         C1 = gl.zeros([64, 128], gl.float32, of_state)
-        N = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_x))
+        N = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(L)))
         total = one.to(gl.float32) + 1.0
         for _ in range(0, tiles_of(index, start, steps, work, L, walk.BACK, walk.SKIP)):
-            mbarrier.wait(shared.full.index(s), phase)
-            x = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
             y = shared.y.index(s).reshape([L, WIDTH])
-            decay = shared.g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_state))
-            carry = gl.expand_dims(decay, 0)
-            total = total * decay
-            x_t = x.load(of_x)
-            B = scaled(x_t, shared.u.index(s), L, gl.DotOperandLayout(0, of_state, 2))
+            decay = shared.g.index(s).slice(CARRY * L, 1, 0)
+            of_tile = decay.load(gl.SliceLayout(0, of_state))
+            carry = gl.expand_dims(of_tile, 0)
+            total = total * of_tile
+            if walk.NORMALIZE:
+                N = N * gl.max(decay.load(gl.SliceLayout(0, of_product(L))), 0) + sums
             C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * carry, is_async=True)
             if WIDTH == 256:
                 C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * carry, is_async=True)
-            if walk.NORMALIZE:
-                # Not of B, which is rounded: outputs are divided by q . n, which can be small beside q and n.
-                w = gl.expand_dims(weights(shared.u.index(s), L, gl.SliceLayout(0, of_x)), 0)
-                N = N * gl.max(shared.g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_x)), 0)
-                N += gl.sum(x_t.to(gl.float32) * w, 1)
+            done = s
+            s, phase = next_stage(s, phase, walk.STAGES)
+            mbarrier.wait(shared.full.index(s), phase)
+            later, sums = left_operand(shared, s, half, walk)
             if WIDTH == 256:
                 C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
             else:
                 C0, B = warpgroup_mma_wait(0, deps=[C0, B])
-            mbarrier.arrive(shared.free.index(s), count=1)
-            s, phase = next_stage(s, phase, walk.STAGES)
+            B = later
+            mbarrier.arrive(shared.free.index(done), count=1)
         leave(C0, C1, N, total, one, state_of(index, work), row, column, outer, walk)
 
 
