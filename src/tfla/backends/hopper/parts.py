@@ -287,9 +287,7 @@ def load_gates(source, rings, full, free, work, tiles_of_head, gater, head: gl.c
             mbarrier.arrive(full.index(s), count=1)
             n += GATERS
         before += tiles
-    if GATERS == 1:
-        last_stage(n, full, free, gater.STAGES)
-    elif n == before:
+    if GATERS == 1 or n == before:
         last_stage(n, full, free, gater.STAGES)
 
 
