@@ -45,6 +45,32 @@ def test_chunk_size_picked_at_the_call(
     assert len(picked) == 2  # forward and backward
 
 
+@pytest.mark.parametrize("lengths", [None, (0, 300, 1, 130)], ids=["batch", "packed"])
+@pytest.mark.parametrize("K", [pytest.param(24, marks=pytest.mark.interpreter), 256])
+@pytest.mark.parametrize("carried", [pytest.param(True, marks=pytest.mark.interpreter), False])
+def test_denominators_of_sequences_cut(
+    way: Way, carried: bool, K: int, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The walk for n is cut where multiprocessors would be idle, others not."""
+    if way.backend not in ("triton", "hopper") or way.kernel != "fused":
+        pytest.skip("walks n and the state together")
+    from tfla.backends import known
+    from tfla.backends.triton import launch
+
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(launch, "SHORTEST_SEGMENT", 128)
+    walked = []
+    normaliser = launch.Call.normaliser
+    monkeypatch.setattr(launch.Call, "normaliser", lambda *args, **options: walked.append(normaliser(*args, **options)))
+    known.forget()
+    try:
+        p = problem(dtype=way.widest, T=290, lengths=lengths, Hq=1, H=2, K=K, V=256, carried=carried)
+        check(solve(p, way, chunk_size=1000), truth(p), p.dtype)
+    finally:
+        known.forget()
+    assert len(walked) == 2
+
+
 @pytest.mark.parametrize(
     ("sequences", "H", "packed", "segment"),
     [

@@ -114,7 +114,7 @@ class HopperCall(Call):
             self._columns(x.k, x.v, x.q, h, gates, False, state, final, self.spec.normalize, d)
             return
         if self.spec.normalize:
-            self.normaliser(x.k, x.q, gates, False, state[1], final[1], d)
+            self.denominators(x.k, x.q, gates, state[1], final[1], d)
         self._transposed(x.v, x.k, x.q, h, gates, False, state[0], final[0])
 
     def values_gradient(

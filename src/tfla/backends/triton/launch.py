@@ -279,22 +279,40 @@ class Call:
             num_warps=tiles.warps, tunable=True,
         )  # fmt: skip
 
+    def denominators(
+        self, x: Tensor, z: Tensor, gates: Tensor, n: Tensor | None, final: Tensor | None, d: Tensor | None
+    ) -> None:
+        """Divides the gate matrix by them. Whole sequences are cut where they leave most multiprocessors idle."""
+        steps = ceil_div(self.T * self.B * self.H * ceil_div(self.K, WIDEST_WALK), processors(z.device))
+        steps = ceil_div(max(steps, SHORTEST_SEGMENT), self.L) * self.L
+        if self.segmented or 2 * steps > self.T:
+            self.normaliser(x, z, gates, False, n, final, d)
+            return
+        segments = self.slots(steps)
+        starts, decays = self.new(segments, self.H, self.K), self.new(segments, self.H)
+        self.normaliser(x, x, gates, False, None, starts, None, False, final is None, steps, decays)
+        self.join(starts, decays, False, n, final, steps)
+        self.normaliser(x, z, gates, False, starts, None, d, steps=steps)
+
     def normaliser(
         self, x: Tensor, z: Tensor, gates: Tensor, back: bool, n: Tensor | None, final: Tensor | None,
-        d: Tensor | None = None, output: bool = True, skip: bool = False,
+        d: Tensor | None = None, output: bool = True, skip: bool = False, steps: int = 0, decays: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Divides the gate matrix by the denominators; walking back or without output only the final n."""
+        """Divides the gate matrix by the denominators; walking back or without output only the final n, and the decays
+        over segments. Those are of `steps`, or as others."""
+        segmented, segments = (True, self.slots(steps)) if steps else (self.segmented, self.segments)
         stages = (3 if self.K <= 256 else 1) if self.plan.descriptors else 2  # what shared memory holds
         pieces = ceil_div(self.K, WIDEST_WALK)
         parts = self.new(pieces, self.H, self.tiles, self.L) if output and pieces > 1 else gates
-        self.launch(walk.normaliser, (self.segments * self.H, pieces),
-            x, z, gates, self.cu, parts, gates if d is None else d, gates if n is None else n,
-            gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
+        self.launch(walk.normaliser, (segments * self.H, pieces),
+            x, z, gates, self.cu, parts if decays is None else decays, gates if d is None else d,
+            gates if n is None else n, gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H,
+            self.group, steps or self.steps,
             *_strides(x), *_strides(z), DK=self.K, BK=power_of_two(self.K) // pieces, L=self.L, BACK=back,
-            OUTPUT=output, DELTA=back, PACKED=self.packed, SEGMENTED=self.segmented, STATE=n is not None,
+            OUTPUT=output, DELTA=back, PACKED=self.packed, SEGMENTED=segmented, STATE=n is not None,
             FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=self.plan.descriptors and _describable(x, z), STAGES=stages, SKIP=skip,
+            TMA=self.plan.descriptors and _describable(x, z), STAGES=stages, SKIP=skip, DECAYS=decays is not None,
             num_warps=8 if self.exact or self.K > 256 else 4,
         )  # fmt: skip
         if output and pieces > 1:
@@ -307,7 +325,7 @@ class Call:
         """Fills h, and with a normaliser d."""
         x = self.x
         if self.spec.normalize:
-            self.normaliser(x.k, x.q, gates, False, state[1], final[1], d)
+            self.denominators(x.k, x.q, gates, state[1], final[1], d)
         self.columns(x.k, x.v, x.q, h, gates, False, state[0], final[0])
 
     def rows(
@@ -456,14 +474,15 @@ class Call:
         self.columns(x, y, x, None, gates, back, None, states, decays, skip)
 
     def join(
-        self, states: Tensor, decays: Tensor, back: bool, given: Tensor | None, final: Tensor | None
+        self, states: Tensor, decays: Tensor, back: bool, given: Tensor | None, final: Tensor | None, steps: int = 0
     ) -> None:  # fmt: skip
-        """What each segment adds to a state becomes, in place, the state that it starts from."""
+        """What each segment, of `steps` or as others, adds to a state becomes, in place, the state that it starts
+        from."""
         size = states[0, 0].numel()
         block = min(1024, power_of_two(size))
         self.launch(gate_kernels.join, (ceil_div(size, block), self.x.sequences, self.H),
             states, decays, states if given is None else given, states if final is None else final, self.cu, self.T,
-            self.H, self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=given is not None,
+            self.H, steps or self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=given is not None,
             FINAL=final is not None, num_warps=4,
         )  # fmt: skip
 

@@ -384,11 +384,12 @@ def normaliser(
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, BACK: tl.constexpr, OUTPUT: tl.constexpr, DELTA: tl.constexpr,
     PACKED: tl.constexpr, SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, SAVE_D: tl.constexpr,
     EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    SKIP: tl.constexpr,
+    SKIP: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """The column of ones alone: the denominators, by which the gate matrix is divided, and the states n.
 
-    Without outputs it leaves what a segment adds to n, or walking back to its cotangent. n is the sum of rows of N,
+    Without outputs it leaves what a segment adds to n, or walking back to its cotangent, and with DECAYS in `parts` the
+    decay over it. n is the sum of rows of N,
     16 being the least an MMA takes: 0 and 1 of updates with weights rounded and with what that cuts off, 8 and 9 the
     same again, to be read with what rounding n cuts off. Where several programs share the keys, BK < DK, they leave
     parts of the denominators, (DK / BK, H, tiles, L), for :func:`denominators`.
@@ -410,6 +411,7 @@ def normaliser(
     if STATE:
         N = tl.where(row % 8 == 0, tl.load(n_in + n_at, mask=rk < DK, other=0.0)[None, :], 0.0)
     r = tl.arange(0, L)
+    total = 1.0
     tiles = tiles_to_walk(cu, sequences, T, slot, length, steps, L, BACK, PACKED, SKIP)
     for step in tl.range(0, tiles, num_stages=STAGES):
         t = (tiles - 1 - step if BACK else step) * L
@@ -434,7 +436,10 @@ def normaliser(
                 if SAVE_D:
                     tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
                 divide(gate, r, inter, d, L, EXACT)
-        N = N * tl.load(gate + DECAY * L)
+        decay = tl.load(gate + DECAY * L)
+        N = N * decay
+        if DECAYS:
+            total *= decay
         if DELTA and x.dtype == tl.float16:
             N += tl.where(row == 0, tl.sum(x.to(tl.float32) * wx[:, None], 0)[None, :], 0.0)
         else:
@@ -444,3 +449,5 @@ def normaliser(
             N = tl.dot(W, x, N, input_precision=PRECISION)
     if FINAL:
         tl.store(n_out + n_at, tl.sum(tl.where(row < 8, N, 0.0), 0), mask=rk < DK)
+    if DECAYS:
+        tl.store(parts + tl.program_id(0), total, mask=k0 == 0)
