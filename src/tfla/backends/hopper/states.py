@@ -5,7 +5,7 @@ The partitions, and who waits for whom, are those of :mod:`.columns`, but a cons
     C = decay C + (x w)^T y
 
 is, 64 rows of it by 128 or 256 columns; x, y are k, v, and walking back, for the cotangent, q, do. With a normaliser
-there is one more column, n, of which y is 1.
+there is one more column, n, of which y is 1. Consumers are sooner done with a tile than one gater, so two take turns.
 """
 
 from typing import Any, NamedTuple
