@@ -10,7 +10,7 @@ time_suite() { # SUITE FILE OPTION...
     --out "benchmarks/results/$2.json" "${@:3}"
 }
 
-[ $# -gt 0 ] || set -- fig4 fig12 fig13 fig14 dims packed mamba
+[ $# -gt 0 ] || set -- fig4 fig12 fig13 fig14 dims packed mamba host
 for suite in "$@"; do
   case $suite in
     fig4) time_suite fig4 fig4_own --only "tfla mLSTM" --sustained 0.4 ;;
@@ -19,6 +19,7 @@ for suite in "$@"; do
     fig14 | packed) time_suite "$suite" "${suite}_own" --only "tfla mLSTM" --sustained 0 ;;
     dims) time_suite dims dims --sustained 0 ;;
     mamba) time_suite mamba mamba_own --sustained 0.2 ;;
-    *) echo "renew: no suite '$suite'; there are fig4, fig12, fig13, fig14, dims, packed, mamba" >&2; exit 2 ;;
+    host) time_suite host host --sustained 0 ;;
+    *) echo "renew: no suite '$suite'; there are fig4, fig12, fig13, fig14, dims, packed, mamba, host" >&2; exit 2 ;;
   esac
 done
