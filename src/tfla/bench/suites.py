@@ -62,7 +62,7 @@ class Suite:
     host: bool = False
     """Times are those of the host, which enqueues."""
     alone: bool = False
-    """Contenders fill the device: none compiles beside another."""
+    """None compiles beside another: contenders fill the device, or it is the host that is timed."""
     note: str = ""
     """What else its reader has to know of how it is measured."""
 
@@ -327,7 +327,7 @@ SUITES = {
             *(replace(entry, form=None) for entry in _own()), *_nxai("limit 64", "exp 128", "sig 128"),
             *_fla("simple_gla chunk", "simple_gla fused_chunk"), *_with(ATTENTION, (2, 128, 128)),
         ),
-        panels=PANELS, host=True,
+        panels=PANELS, host=True, alone=True,
     ),
     "smoke": Suite(
         "Smoke: seconds on any device, to see that everything runs", "T", (64, 128),
