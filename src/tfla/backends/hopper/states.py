@@ -105,6 +105,13 @@ def load_tiles(X, Y, shared, work, GROUP, walk):
 
 
 @gluon.jit
+def load_turn(turn: gl.constexpr, source, shared, work, tiles_of_head, walk):
+    """One of two gaters."""
+    gater: gl.constexpr = Gater(walk.L, walk.STAGES, walk.BACK, walk.SEGMENTED, SKIP=walk.SKIP, GATERS=2)
+    load_gates(source, GateRings(shared.g, shared.u), shared.full, shared.free, work, tiles_of_head, gater, 0, turn)
+
+
+@gluon.jit
 def left_operand(shared, s, half: gl.constexpr, walk):
     """(x w)^T of the tile in stage s, and with a normaliser its sums."""
     L: gl.constexpr = walk.L
@@ -213,12 +220,8 @@ def partitions(X, Y, source, tiles_of_head, GROUP, outer, work, walk):
             (add_up, (0, outer, shared, work, walk)),
             (add_up, (1, outer, shared, work, walk)),
             (load_tiles, (X, Y, shared, work, GROUP, walk)),
-            (load_gates, (source, GateRings(g, u), full, free, work, tiles_of_head, Gater(
-                L, STAGES, walk.BACK, walk.SEGMENTED, PIECES=walk.PIECES, SKIP=walk.SKIP, GATERS=2
-            ), 0, 0)),
-            (load_gates, (source, GateRings(g, u), full, free, work, tiles_of_head, Gater(
-                L, STAGES, walk.BACK, walk.SEGMENTED, PIECES=walk.PIECES, SKIP=walk.SKIP, GATERS=2
-            ), 0, 1)),
+            (load_turn, (0, source, shared, work, tiles_of_head, walk)),
+            (load_turn, (1, source, shared, work, tiles_of_head, walk)),
         ],
         [4, 1, 1, 1],
         [CONSUMER, FILLER, FILLER, FILLER],
