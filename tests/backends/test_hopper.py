@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "more heads than multiprocessors": {"B": 3, "H": 50, "Hq": 50, "T": 70},
     "grouped heads": {"H": 6, "Hq": 2},
 }
+FILLED = [(32, 32), (40, 56), (64, 96), (72, 40), (96, 96), (96, 192), (64, 256), (192, 160), (160, 320), (384, 640)]
 PACKED: dict[str, tuple[int, ...]] = {
     "around a tile": (1, 63, 64, 65, 130),
     "empty": (0, 70, 0, 0, 5, 0),
@@ -191,8 +192,8 @@ def test_same_bits_every_time(form: str, K: int, V: int) -> None:
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("K", "V"), [(128, 512), (256, 256), (256, 512), (512, 128), (512, 512), (1024, 1024)])
 def test_wide_states(form: str, K: int, V: int) -> None:
-    check(wide(form, dtype=torch.bfloat16, K=K, V=V, Hq=1, T=200))
-    check(wide(form, dtype=torch.float16, K=K, V=V, T=100, carried=False))
+    check(wide(form, dtype=torch.bfloat16, K=K, V=V, B=1, Hq=1, T=200))
+    check(wide(form, dtype=torch.float16, K=K, V=V, B=1, T=100, carried=False))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -203,6 +204,18 @@ def test_narrow_heads(form: str, K: int, V: int, group: int) -> None:
     check(wide(form, dtype=torch.bfloat16, T=200, **sizes))
     check(wide(form, dtype=torch.bfloat16, T=333, carried=False, **sizes), chunk_size=100)
     check(wide(form, dtype=torch.float16, T=63, **sizes))
+    check(wide(form, dtype=torch.bfloat16, lengths=(0, 130, 1, 64), **sizes))
+    check(wide(form, dtype=torch.bfloat16, lengths=(65, 0, 200), carried=False, **sizes), chunk_size=64)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("K", "V"), FILLED)
+def test_filled_heads(form: str, K: int, V: int) -> None:
+    """Head dims between those of the kernels."""
+    sizes = {"K": K, "V": V, "H": 4, "Hq": 2}
+    check(wide(form, dtype=torch.bfloat16, T=200, **sizes))
+    check(wide(form, dtype=torch.bfloat16, T=333, B=1, carried=False, **sizes), chunk_size=100)
+    check(wide(form, dtype=torch.float16, T=130, B=1, **sizes), chunk_size=64)
     check(wide(form, dtype=torch.bfloat16, lengths=(0, 130, 1, 64), **sizes))
     check(wide(form, dtype=torch.bfloat16, lengths=(65, 0, 200), carried=False, **sizes), chunk_size=64)
 

@@ -177,7 +177,7 @@ def test_prediction_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().out.count("by prediction alone") == 2
     assert main(["tune", "--accelerator", "H100", "--memory-limit", "0.001"]) == 0
     assert "nothing is within 0.00 GiB" in capsys.readouterr().out
-    wide = ["tune", "--accelerator", "H100", "--dqk", "960"]
+    wide = ["tune", "--accelerator", "A100", "--dqk", "960"]
     assert main([*wide, "--kernel", "fused"]) == 1
     assert (
         "kernel: 'fused' of backend 'triton' cannot run these inputs: it takes dqk up to 512" in capsys.readouterr().err

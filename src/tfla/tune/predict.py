@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from tfla.backends.hopper import frame_of
 from tfla.backends.triton.marks import steps_between
 from tfla.bench.floor import TILE, backward_bytes, backward_flops, forward_bytes, forward_flops
 from tfla.bench.problem import Problem
@@ -76,9 +77,10 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
     seconds /= REACHED_WIDE if (backend, kernel) == ("triton", "fused") and p.dqk > WIDE_KEYS else share
     results = heads * p.T * ((2 * p.dhv + 2 * p.dqk) * p.itemsize + 3 * STATE_BYTES)
     kept = states if backend == "chunkwise" else 2 * states
-    marks = steps_between(p.dqk, p.dhv, p.itemsize)
+    dqk, dhv = (frame_of(p.dqk, p.dhv) if backend == "hopper" else None) or (p.dqk, p.dhv)  # of states
+    marks = steps_between(p.dqk, p.dhv, p.itemsize, dqk * dhv)
     if gpu_walk and min(chunk_size, p.T) > marks:
-        kept += 2 * heads * (p.T // marks) * p.dqk * p.dhv * p.itemsize
+        kept += 2 * heads * (p.T // marks) * dqk * dhv * p.itemsize
     if backend == "hopper" and (parts := p.dhv // WIDEST) > 1:
         results += 2 * heads * p.T * parts * p.dqk * p.itemsize
     return Candidate(backend, kernel, chunk_size, seconds, results + kept)

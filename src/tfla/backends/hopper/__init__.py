@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (128, 256, 512, 1024)
 NARROW = ((64, 64), (64, 128), (128, 64))  # dqk, dhv
+FRAMES = (*NARROW, *itertools.product(DIMS, DIMS))
 
 
 @constant
@@ -43,13 +45,29 @@ def _aligned(x: Tensor) -> bool:
     return all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
 
 
+@functools.cache
+def frame_of(dqk: int, dhv: int) -> tuple[int, int] | None:
+    """Head dims of the kernels that take such heads. The copy engine fills them up with zeros, which it does not write;
+    of more zeros than half of a side, other kernels are faster."""
+    if dqk % 8 or dhv % 8:  # rows of what is written have to be multiples of 16 bytes
+        return None
+    return next(((K, V) for K, V in FRAMES if K <= 2 * dqk <= 2 * K and V <= 2 * dhv <= 2 * V), None)
+
+
 def takes(dqk: int, dhv: int) -> bool:
     """Whether heads of these sizes."""
-    return (dqk, dhv) in NARROW or (dqk in DIMS and dhv in DIMS)
+    return frame_of(dqk, dhv) is not None
+
+
+def frame(x: Inputs) -> tuple[int, int]:
+    """Of inputs that the backend takes."""
+    found = frame_of(int(x.q.shape[3]), int(x.v.shape[3]))
+    assert found is not None, "heads of other sizes are unsupported"
+    return found
 
 
 def _walks(x: Inputs) -> type[Call]:
-    if (x.q.shape[3], x.v.shape[3]) in NARROW:
+    if frame(x) in NARROW:
         from tfla.backends.hopper.narrow import NarrowCall
 
         return NarrowCall
@@ -79,7 +97,9 @@ class Hopper(Backend):
         if x.q.dtype not in DTYPES:
             return f"it takes bfloat16 and float16, the inputs are {x.q.dtype}"
         if not takes(x.q.shape[3], x.v.shape[3]):
-            return f"it takes dqk and dhv of {DIMS}, or (dqk, dhv) of {NARROW}"
+            return (
+                f"it takes dqk and dhv of {DIMS}, or (dqk, dhv) of {NARROW}, and multiples of 8 down to half of these"
+            )
         if not all(map(_aligned, (x.q, x.k, x.v))):
             return "it needs strides that are multiples of 16 bytes"
         return None
@@ -95,7 +115,7 @@ class Hopper(Backend):
         return _walks(x).details(x, chunk_size)
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
-        if chunk_size >= LATER:
+        if chunk_size >= LATER or frame(x) != (x.q.shape[3], x.v.shape[3]):  # states have the size of the frame
             return 0
         steps = _walks(x).segment_steps(x, chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0

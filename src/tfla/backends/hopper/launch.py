@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tfla.backends.base import Inputs, Outputs, Spec
+from tfla.backends.hopper import frame
 from tfla.backends.hopper.both import both
 from tfla.backends.hopper.columns import columns
 from tfla.backends.hopper.order import CUT, FIELDS, order
@@ -90,13 +91,23 @@ class HopperCall(Call):
         return self.do(described(x, self.L, width, self.packed), x)
 
     @classmethod
+    def frame(cls, x: Inputs) -> tuple[int, int]:
+        return frame(x)
+
+    @classmethod
+    def details(cls, x: Inputs, chunk_size: int) -> dict[str, object]:
+        K, V = cls.frame(x)
+        filled = (x.q.shape[3], x.v.shape[3]) != (K, V)
+        return super().details(x, chunk_size) | ({"filled up to": f"{K} x {V}"} if filled else {})
+
+    @classmethod
     def plan_for(cls, x: Inputs) -> Plan:
         """Of the Triton kernels beside the walks: tiles of 64 steps whatever the head dims."""
         return plan_of(ROWS, ROWS, x.q.element_size(), products(x), 90)
 
     @classmethod
     def programs(cls, x: Inputs) -> int:
-        K, V = int(x.q.shape[3]), int(x.v.shape[3])
+        K, V = cls.frame(x)
         of_rows = K // ROWS * pieces(V)
         return of_rows if K <= ROWS else max(of_rows, V // ROWS * pieces(K))
 
@@ -151,7 +162,7 @@ class HopperCall(Call):
     ) -> None:  # fmt: skip
         """`rows` of C^T: o, or walking back dv."""
         shared = pieces(self.K)
-        parts = out if shared == 1 else self.new(self.B, self.T, self.H * shared, self.V, dtype=out.dtype)
+        parts = out if shared == 1 else self.new(self.B, self.T, self.H * shared, out.shape[3], dtype=out.dtype)
         self._rows(x, y, z, out, parts, gates, gates, (gates,) * 3, False, back, (state, None), (final, None), True)
         if shared > 1:
             self.sum_of_groups(parts, shared, out)
@@ -226,7 +237,7 @@ class HopperCall(Call):
     ) -> None:  # fmt: skip
         """marks: states, those of n, and walking back their products with cotangents."""
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
-        L, DX, DY = self.L, x.shape[3], y.shape[3]
+        L, (DX, DY) = self.L, (self.V, self.K) if transposed else (self.K, self.V)
         shared = pieces(DY)
         self.launch(rows, self.grid(DX // ROWS * shared),
             self.descriptor(x, ROWS), self.descriptor(y, DY // shared), self.descriptor(z, DY // shared),

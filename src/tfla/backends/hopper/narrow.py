@@ -52,7 +52,7 @@ class NarrowCall(HopperCall):
     @classmethod
     def plan_for(cls, x: Inputs) -> Plan:
         heads = 2 - int(x.v.shape[2]) % 2
-        return narrow_plan(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), products(x), heads)
+        return narrow_plan(*cls.frame(x), x.q.element_size(), products(x), heads)
 
     @classmethod
     def programs(cls, x: Inputs) -> int:

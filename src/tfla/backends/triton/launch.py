@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stored_dtype
 from tfla.backends.triton import INTERPRETED, LATER, WIDEST_WALK, walk
@@ -73,9 +74,9 @@ def architecture(device: torch.device) -> int:
     return target.arch if target.backend == "cuda" else 80
 
 
-def marks_of(x: Inputs) -> int:
-    """Steps between marks."""
-    return steps_between(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size())
+def marks_of(x: Inputs, kept: int | None = None) -> int:
+    """Steps between marks, whose states have so many elements."""
+    return steps_between(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), kept)
 
 
 def plan(x: Inputs) -> Plan:
@@ -151,19 +152,21 @@ class Call:
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
         self.new, self.do, self.launch = tape.new, tape.do, tape.launch
-        self.B, self.T, self.H, self.V = x.v.shape
-        self.K = x.q.shape[3]
+        self.B, self.T, self.H = x.v.shape[:3]
+        self.K, self.V = self.frame(x)
+        self.filled = (x.q.shape[3], x.v.shape[3]) != (self.K, self.V)
         self.packed = x.cu_seqlens is not None
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
         self.plan = self.plan_for(x)
         self.L = self.plan.L
-        self.marks = marks_of(x)
+        self.marks = marks_of(x, self.K * self.V)
         self.exact = x.q.dtype == torch.float32
         self.precision = products(x)
         self.group = self.H // x.q.shape[2]
         self.tiles = self.slots(self.L)
-        self.keeps_states = spec.chunk_size < LATER
-        chunk_size = spec.chunk_size if self.keeps_states else best_chunk_size(x, type(self))
+        chosen = spec.chunk_size < LATER
+        self.keeps_states = chosen and not self.filled
+        chunk_size = spec.chunk_size if chosen else best_chunk_size(x, type(self))
         self.steps = self.segment_steps(x, chunk_size)
         self.segmented = self.steps < self.T
         self.segments = self.slots(self.steps) if self.segmented else x.sequences
@@ -174,6 +177,11 @@ class Call:
         }  # fmt: skip
         self.scales = spec.scale, math.log2(abs(spec.scale)) if spec.scale else -1e9
         self.longest = min(self.steps, self.T)  # steps of a segment
+
+    @classmethod
+    def frame(cls, x: Inputs) -> tuple[int, int]:
+        """dqk and dhv of states: those of the inputs, or what the walks fill them up to."""
+        return x.q.shape[3], x.v.shape[3]
 
     @classmethod
     def plan_for(cls, x: Inputs) -> Plan:
@@ -198,7 +206,7 @@ class Call:
     @classmethod
     def tuning(cls, x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
         """What is chosen, not given."""
-        return plan(x), marks_of(x), products(x)
+        return plan(x), marks_of(x, math.prod(cls.frame(x))), products(x)
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
@@ -210,6 +218,27 @@ class Call:
             return t
         found: Tensor = self.do(lambda t: t.float().contiguous(), t)
         return found
+
+    def filled_up(self, C: Tensor | None, n: Tensor | None) -> Pair:
+        """As the walks have states, in float32."""
+        C, n = self.dense(C), self.dense(n)
+        if not self.filled:
+            return C, n
+        k, v = self.K - self.x.q.shape[3], self.V - self.x.v.shape[3]
+        return (
+            None if C is None else self.do(lambda t: pad(t, (0, v, 0, k)), C),
+            None if n is None else self.do(lambda t: pad(t, (0, k)), n),
+        )
+
+    def cut_off(self, C: Tensor | None, n: Tensor | None) -> Pair:
+        """As callers have states."""
+        if not self.filled:
+            return C, n
+        k, v = self.x.q.shape[3], self.x.v.shape[3]
+        return (
+            None if C is None else self.do(lambda t: t[..., :k, :v].contiguous(), C),
+            None if n is None else self.do(lambda t: t[..., :k].contiguous(), n),
+        )
 
     def zeros(self, *shape: int) -> Tensor:
         return self.do(Tensor.zero_, self.new(*shape))
@@ -247,15 +276,16 @@ class Call:
 
     def find_delta(self, gates: Tensor, h: Tensor, dh: Tensor) -> None:
         """What the gradient of the denominators adds to dP, into the gate vectors."""
-        block = 128 if self.V % 16 == 0 else 32  # rows that are not aligned take more registers
+        V = h.shape[3]
+        block = 128 if V % 16 == 0 else 32  # rows that are not aligned take more registers
         self.launch(gate_kernels.find_delta, (self.slots(self.L), self.H),
-            gates, h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, self.V, *_strides(h), *_strides(dh),
-            L=self.L, BLOCK_V=min(block, power_of_two(self.V)), PACKED=self.packed, num_warps=8,
+            gates, h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, V, *_strides(h), *_strides(dh),
+            L=self.L, BLOCK_V=min(block, power_of_two(V)), PACKED=self.packed, num_warps=8,
         )  # fmt: skip
 
     def end_cotangents(self, dC: Tensor | None, dn: Tensor | None) -> Pair:
         """Without a cotangent for n there may still be one for C, and the other way round."""
-        C, n = self.dense(dC), self.dense(dn)
+        C, n = self.filled_up(dC, dn)
         if not self.spec.normalize or (C is None) == (n is None):
             return C, n
         shape = self.x.sequences, self.H, self.K
@@ -307,10 +337,9 @@ class Call:
         self.launch(walk.normaliser, (segments * self.H, pieces),
             x, z, gates, self.cu, parts if decays is None else decays, gates if d is None else d,
             gates if n is None else n, gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H,
-            self.group, steps or self.steps,
-            *_strides(x), *_strides(z), DK=self.K, BK=power_of_two(self.K) // pieces, L=self.L, BACK=back,
-            OUTPUT=output, DELTA=back, PACKED=self.packed, SEGMENTED=segmented, STATE=n is not None,
-            FINAL=final is not None,
+            self.group, steps or self.steps, *_strides(x), *_strides(z),
+            DK=x.shape[3], DN=self.K, BK=power_of_two(self.K) // pieces, L=self.L, BACK=back, OUTPUT=output, DELTA=back,
+            PACKED=self.packed, SEGMENTED=segmented, STATE=n is not None, FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
             TMA=self.plan.descriptors and _describable(x, z), STAGES=stages, SKIP=skip, DECAYS=decays is not None,
             num_warps=8 if self.exact or self.K > 256 else 4,
@@ -542,7 +571,7 @@ def again(x: Inputs, spec: Spec, kind: type[Call]) -> Again | None:
 
 def _forward(call: Call) -> Outputs:
     x, spec = call.x, call.spec
-    N, H, K, V = x.sequences, call.H, call.K, call.V
+    N, H, K, V = x.sequences, call.H, call.K, call.V  # of states
     h = call.new(*x.v.shape, dtype=x.v.dtype)
     C = n = m = None
     if spec.final_state:
@@ -554,7 +583,7 @@ def _forward(call: Call) -> Outputs:
     d = call.new(*x.log_f.shape) if spec.normalize and spec.save else None
     chunk_C = chunk_n = None
     gates = call.gates(m)
-    initial, final = (call.dense(x.C), call.dense(x.n)), (C, n)
+    initial, final = call.filled_up(x.C, x.n), (C, n)
     if call.segmented:
         chunk_C, chunk_n = initial = call.boundary_states(x.k, x.v, gates, False, initial, final)
         final = None, None
@@ -562,8 +591,9 @@ def _forward(call: Call) -> Outputs:
     if not (spec.save and call.keeps_states):
         chunk_C = chunk_n = None
     if spec.save and chunk_C is None:
-        chunk_C = call.new(0, H, K, V, dtype=stored_dtype(x, spec))
-        chunk_n = call.new(0, H, K) if spec.normalize else None
+        chunk_C = call.new(0, H, x.q.shape[3], x.v.shape[3], dtype=stored_dtype(x, spec))
+        chunk_n = call.new(0, H, x.q.shape[3]) if spec.normalize else None
+    C, n = call.cut_off(C, n)
     parts = C, n, m, d, chunk_C, chunk_n
     none = call.new(0) if None in parts else h
     return Outputs(h, *(none if t is None else t for t in parts))
@@ -582,11 +612,11 @@ def backward(
 
 def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None) -> Grads:
     x, spec = call.x, call.spec
-    N, H, K, V = x.sequences, call.H, call.K, call.V
+    N, H, K, V = x.sequences, call.H, call.K, call.V  # of states
     dh = dh if dh.stride(-1) == 1 else call.do(Tensor.contiguous, dh)
     # Parts are rounded before they are summed: in float32 they would move twice the bytes of all other gradients.
     shares = call.group * call.pieces // call.together
-    dq, dk = (call.new(call.B, call.T, x.q.shape[2] * shares, K, dtype=x.q.dtype) for _ in range(2))
+    dq, dk = (call.new(call.B, call.T, x.q.shape[2] * shares, x.q.shape[3], dtype=x.q.dtype) for _ in range(2))
     dv = call.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = call.new(N, H, K, V) if x.C is not None else None
     dn0 = call.new(N, H, K) if x.n is not None else None
@@ -595,7 +625,7 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
     delta = spec.normalize and spec.normalizer_grad
     if delta and not call.finds_delta:
         call.find_delta(gates, out.h, dh)
-    start: Pair = (call.dense(x.C), call.dense(x.n))
+    start = call.filled_up(x.C, x.n)
     end = call.end_cotangents(dC, dn)
     first: Pair = (dC0, dn0)
     if call.segmented and call.keeps_states:
@@ -605,6 +635,7 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
     call.gradients(gates, out, dh, (dq, dk, dv), (di, df), start, end, first, delta)
     if shares > 1:
         dq, dk = (call.sum_of_groups(t, shares) for t in (dq, dk))
+    dC0, dn0 = call.cut_off(dC0, dn0)
     parts = di, df, dC0, dn0
     none = call.new(0) if None in parts else dq
     return Grads(dq, dk, dv, *(none if t is None else t for t in parts))

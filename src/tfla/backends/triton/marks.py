@@ -8,6 +8,9 @@ SMALL = 8192  # elements of a state that costs little to keep
 CLOSE = 64  # steps between those of rounded inputs then: sums of dlog_f, like the gradient of Mamba-2's A, need them
 
 
-def steps_between(dqk: int, dhv: int, itemsize: int) -> int:
-    """Steps between marks of heads with dqk and dhv, inputs having `itemsize` bytes."""
-    return CLOSE if itemsize == 2 and dqk * dhv <= SMALL else APART[itemsize]
+def steps_between(dqk: int, dhv: int, itemsize: int, kept: int | None = None) -> int:
+    """Steps between marks of heads with dqk and dhv, inputs having `itemsize` bytes; kept: elements of a state where
+    zeros fill it up, and those between marks of a small one then have no fewer."""
+    if itemsize != 2 or (kept or dqk * dhv) > SMALL:
+        return APART[itemsize]
+    return CLOSE * max(1, (kept or 0) // (CLOSE * max(dqk, dhv)))

@@ -1,0 +1,30 @@
+"""Which head dims the Hopper kernels take, and as which."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfla.backends.hopper import DIMS, NARROW, frame_of
+
+
+@pytest.mark.parametrize("dims", [*NARROW, *((K, V) for K in DIMS for V in DIMS)], ids=str)
+def test_own_dims_are_not_filled_up(dims: tuple[int, int]) -> None:
+    assert frame_of(*dims) == dims
+
+
+@pytest.mark.parametrize(
+    ("dims", "frame"),
+    [
+        ((32, 32), (64, 64)), ((40, 56), (64, 64)), ((56, 72), (64, 128)), ((72, 56), (128, 64)),
+        ((72, 72), (128, 128)), ((96, 192), (128, 256)), ((64, 256), (128, 256)), ((160, 320), (256, 512)),
+    ],
+)  # fmt: skip
+def test_others_are_where_half_is_theirs(dims: tuple[int, int], frame: tuple[int, int]) -> None:
+    assert frame_of(*dims) == frame
+
+
+@pytest.mark.parametrize(
+    "dims", [(16, 16), (24, 64), (32, 256), (56, 256), (100, 128), (128, 132), (2048, 128)], ids=str
+)
+def test_more_zeros_or_rows_that_are_not_aligned_are_refused(dims: tuple[int, int]) -> None:
+    assert frame_of(*dims) is None
