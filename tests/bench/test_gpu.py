@@ -326,6 +326,7 @@ def test_what_failed_few_samples_and_absent_peers_on_the_page():
             sizes | timed | {"name": "tfla mLSTMsig", "way": "triton fused", "peak_bytes": 2**30},
             sizes | {"name": "tfla mLSTMsig, hopper fused", "error": "ValueError: cannot run these inputs"},
             sizes | {"name": "fla gla chunk", "error": "RuntimeError: a | b"},
+            sizes | {"name": "fla simple_gla chunk", "error": gpu.NOT_RUN},
             {"name": "Mamba", "error": "not installed (selective_scan_cuda)"},
         ],
     }  # fmt: skip
@@ -333,6 +334,8 @@ def test_what_failed_few_samples_and_absent_peers_on_the_page():
     assert "| tfla mLSTMsig | 12.30\\* (1.23 ×) |" in text
     assert "| fla gla chunk | failed [1] |" in text
     assert "1. RuntimeError: a / b" in text
+    assert "Not run, no time being left: fla simple_gla chunk." in text
+    assert "| fla simple_gla chunk |" not in text
     assert "Not installed there: Mamba." in text
     assert "Not for these sizes: tfla mLSTMsig, hopper fused." in text
     assert "| tfla mLSTMsig | 1.00 |" in text

@@ -32,6 +32,7 @@ from tfla.bench.timing import Sampling
 SHARE = 0.6  # of a configuration's time for samples; the rest is for compiling, warming up and the sustained run
 COMPILING = 0.4  # of the budget, at most
 AT_ONCE = max(8, (os.cpu_count() or 8) // 2)  # processes that compile: their tensors share the GPU
+NOT_RUN = "not run: the budget was spent"
 ENOUGH = 2  # crashes in a row after which a contender is left alone
 Row = dict[str, Any]
 
@@ -157,7 +158,7 @@ class Run:
                 self.waiting -= 1
                 continue
             if self.left() <= 0:
-                yield from (row | {"error": "not run: the budget was spent"} for row in missing)
+                yield from (row | {"error": NOT_RUN} for row in missing)
                 self.waiting -= 1
                 continue
             try:

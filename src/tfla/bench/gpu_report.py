@@ -6,6 +6,7 @@ import shlex
 from dataclasses import fields
 from typing import Any
 
+from tfla.bench.gpu import NOT_RUN
 from tfla.bench.markdown import table
 from tfla.bench.options import GpuBench
 
@@ -47,7 +48,7 @@ def time_cell(row: Row | None, key: str, floor: str, notes: Notes) -> str:
     if row is None:
         return "-"
     if "error" in row:
-        return notes.mark(row["error"])
+        return "not run" if row["error"] == NOT_RUN else notes.mark(row["error"])
     if key not in row:
         return "-"
     few = "\\*" if key == "seconds" and row["samples"] < row["asked"] else ""
@@ -153,6 +154,11 @@ def _unsupported(rows: list[Row]) -> list[str]:
     return [n for n in mine if all(REFUSES in r.get("error", "") for r in rows if r["name"] == n)]
 
 
+def _left_out(rows: list[Row]) -> list[str]:
+    """Contenders that no time was left for."""
+    return [n for n in _names(rows) if all(r.get("error") == NOT_RUN for r in rows if r["name"] == n)]
+
+
 def section(result: dict[str, Any], image: str | None) -> str:
     """One result of :mod:`.stored`: conditions, figure, tables, what failed and how, and the commands."""
     runs = result["runs"]
@@ -167,13 +173,16 @@ def section(result: dict[str, Any], image: str | None) -> str:
     for group in dict.fromkeys(r.get("group", "") for r in rows):
         mine = [r for r in rows if r.get("group", "") == group]
         refused = _unsupported(mine)
-        mine = [r for r in mine if r["name"] not in refused]
+        left_out = _left_out(mine)
+        mine = [r for r in mine if r["name"] not in (*refused, *left_out)]
         title = f" ({group})" if group else ""
         remarks += [f"Not for these sizes{title}: {'; '.join(refused)}."] if refused else []
+        remarks += [f"Not run, no time being left{title}: {'; '.join(left_out)}."] if left_out else []
         remarks += [f"By default{title} {ways}."] if (ways := _ways(mine)) else []
-        parts += [f"#### {group}"] if group else []
-        parts += _time_tables(mine, result["axis"], notes)
-        parts += _other_tables(mine, result["axis"])
+        if mine:
+            parts += [f"#### {group}"] if group else []
+            parts += _time_tables(mine, result["axis"], notes)
+            parts += _other_tables(mine, result["axis"])
     if any("samples" in r and r["samples"] < r["asked"] for r in rows):
         remarks.append("\\* fewer samples, at least 5: one takes long.")
     absent = [r["name"] for r in result["rows"] if "x" not in r]

@@ -49,7 +49,8 @@ def load(folder: Path) -> dict[str, Row]:
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("suite") in SUITES:
-            result["title"] = SUITES[result["suite"]].title  # as it is called now
+            suite = SUITES[result["suite"]]  # as it is called and shown now
+            result |= {"title": suite.title, "panels": suite.panels} | ({"note": suite.note} if suite.note else {})
             device = result["environment"]["device"]
             groups.setdefault((list(SUITES).index(result["suite"]), device), {})[path.stem] = result
     return {next(iter(runs)): merge(runs) for _, runs in sorted(groups.items())}

@@ -15,6 +15,7 @@ from tfla.tune.predict import Candidate
 
 Row = dict[str, Any]
 SHAPE = ("B", "T", "H", "dqk", "dhv")
+NOT_OF_SEQUENCES = ("decode", "steps", "generate", "host")  # suites of steps, and of the host's time
 
 
 def candidate(row: Row, axis: str) -> Measured:
@@ -67,7 +68,7 @@ def entries(folder: Path) -> list[Row]:
     """Those of all results in a folder; of a shape that several have, the one chosen among most candidates."""
     found: dict[tuple[Any, ...], Row] = {}
     for result in load(folder).values():
-        if result["suite"] not in ("decode", "steps", "generate"):
+        if result["suite"] not in NOT_OF_SEQUENCES:
             for row in winners(result):
                 key = tuple(row[name] for name in Entry._fields[:9])
                 if key not in found or row["among"] > found[key]["among"]:

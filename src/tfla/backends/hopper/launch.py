@@ -70,7 +70,7 @@ class HopperCall(Call):
         self.pieces = pieces(self.V)
         self.order = self._order() if self.packed else self.cu
         self.numbers = *self.gate_strides, *self.scales
-        made = not spec.normalize  # gate vectors, by the walks: a kernel that does not serves all forms of gates
+        made = self.made_by_walks()  # a kernel that makes none serves all forms of gates
         self.made = {"MADE": made, **{name: made and form for name, form in self.gate_forms.items()}}
 
     def _order(self) -> Tensor:
@@ -82,9 +82,13 @@ class HopperCall(Call):
         )  # fmt: skip
         return out
 
+    def made_by_walks(self) -> bool:
+        """Whether the walks make the gate vectors, which of wider heads several programs would."""
+        return not self.spec.normalize and self.narrow
+
     def gates(self, m_final: Tensor | None, d: Tensor | None = None) -> Tensor:
-        """Without a normaliser the walks make the gate vectors, and anything stands for those in memory."""
-        return super().gates(m_final, d) if self.spec.normalize else self.given_gates[1]
+        """Where the walks make them, anything stands for those in memory."""
+        return self.given_gates[1] if self.made["MADE"] else super().gates(m_final, d)
 
     def descriptor(self, x: Tensor, width: int) -> TensorDescriptor:
         """Tiles (L, width) of x (B, T, H, d)."""
