@@ -45,13 +45,15 @@ def _aligned(x: Tensor) -> bool:
     return all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
 
 
-@functools.cache
 def frame_of(dqk: int, dhv: int) -> tuple[int, int] | None:
     """Head dims of the kernels that take such heads. The copy engine fills them up with zeros, which it does not write;
     of more zeros than half of a side, other kernels are faster."""
     if dqk % 8 or dhv % 8:  # rows of what is written have to be multiples of 16 bytes
         return None
-    return next(((K, V) for K, V in FRAMES if K <= 2 * dqk <= 2 * K and V <= 2 * dhv <= 2 * V), None)
+    for K, V in FRAMES:
+        if K <= 2 * dqk <= 2 * K and V <= 2 * dhv <= 2 * V:
+            return K, V
+    return None
 
 
 def takes(dqk: int, dhv: int) -> bool:
