@@ -208,7 +208,7 @@ def test_narrow_heads(form: str, K: int, V: int, group: int) -> None:
     check(wide(form, dtype=torch.bfloat16, lengths=(65, 0, 200), carried=False, **sizes), chunk_size=64)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("K", "V"), FILLED)
 def test_filled_heads(form: str, K: int, V: int) -> None:
     """Head dims between those of the kernels."""
