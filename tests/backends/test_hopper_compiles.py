@@ -39,6 +39,8 @@ CASES = [
     "exp,256,512,bfloat16,packed,state",
     "exp,64,64,bfloat16,packed,state",
     "exp,64,128,bfloat16,packed,state",
+    "exp,160,320,bfloat16,segmented,state",
+    "sigmoid,40,56,bfloat16,packed,state",
 ]
 WALKS = [name + way for name in ("columns", "rows", "states", "whole") for way in ("", " back")] + ["both back"]
 SHARED = 232_448  # bytes that a program can have
