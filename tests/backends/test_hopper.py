@@ -190,10 +190,12 @@ def test_same_bits_every_time(form: str, K: int, V: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-@pytest.mark.parametrize(("K", "V"), [(128, 512), (256, 256), (256, 512), (512, 128), (512, 512), (1024, 1024)])
+@pytest.mark.parametrize(
+    ("K", "V"), [(128, 512), (256, 256), (256, 512), (384, 640), (512, 128), (512, 512), (1024, 1024)]
+)
 def test_wide_states(form: str, K: int, V: int) -> None:
-    check(wide(form, dtype=torch.bfloat16, K=K, V=V, B=1, Hq=1, T=200))
-    check(wide(form, dtype=torch.float16, K=K, V=V, B=1, T=100, carried=False))
+    check(wide(form, dtype=torch.bfloat16, K=K, V=V, Hq=1, T=200))
+    check(wide(form, dtype=torch.float16, K=K, V=V, T=100, carried=False))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -208,7 +210,7 @@ def test_narrow_heads(form: str, K: int, V: int, group: int) -> None:
     check(wide(form, dtype=torch.bfloat16, lengths=(65, 0, 200), carried=False, **sizes), chunk_size=64)
 
 
-@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("K", "V"), FILLED)
 def test_filled_heads(form: str, K: int, V: int) -> None:
     """Head dims between those of the kernels."""

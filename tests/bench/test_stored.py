@@ -31,3 +31,14 @@ def test_the_latest_run_that_measured_a_cell_has_it() -> None:
     found = [(r["name"], r.get("x"), r.get("seconds")) for r in merge({"new": new, "old": old})["rows"]]
     assert [cell for cell in found if cell[0] == "a"] == [("a", 1, 2.0), ("a", 1, 5.0), ("a", 2, 4.0), ("a", 4, 3.0)]
     assert [cell for cell in found if cell[0] != "a"] == [("b", 1, 6.0), ("c", None, None)]
+
+
+def test_a_refusal_ends_where_what_refused_is_picked() -> None:
+    refusal = {"error": "ValueError: backend: 'x' cannot run these inputs: why"}
+    old = run(
+        "2026-01-01", cell("a", 1, "forward", seconds=1.0, way="y fused"), cell("a, x fused", 1, "forward", **refusal),
+        cell("a, x fused", 2, "forward", **refusal),
+    )  # fmt: skip
+    new = run("2026-01-02", cell("a", 1, "forward", seconds=2.0, way="x fused"))
+    found = [(r["name"], r["x"], r.get("seconds")) for r in merge({"new": new, "old": old})["rows"]]
+    assert found == [("a", 1, 2.0), ("a, x fused", 2, None)]

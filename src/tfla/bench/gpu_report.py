@@ -9,8 +9,8 @@ from typing import Any
 from tfla.bench.gpu import NOT_RUN
 from tfla.bench.markdown import table
 from tfla.bench.options import GpuBench
+from tfla.bench.stored import REFUSES
 
-REFUSES = "cannot run these inputs"
 Row = dict[str, Any]
 METHOD = """## On GPUs
 

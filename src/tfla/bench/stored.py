@@ -9,6 +9,7 @@ from typing import Any
 from tfla.bench.suites import SUITES
 
 Row = dict[str, Any]
+REFUSES = "cannot run these inputs"
 
 
 def _contender(row: Row) -> tuple[str, str]:
@@ -39,6 +40,9 @@ def merge(runs: dict[str, Row]) -> Row:
         for row in run["rows"]
         if place[_key(row)] == n and ("x" in row or _contender(row) not in there)  # not installed is without x
     ]
+    # What refused sizes in one run does not any more where it is what a later one picked for them.
+    went = {(f"{row['name']}, {row['way']}", row.get("group", ""), row["x"]) for row in rows if "way" in row}
+    rows = [row for row in rows if REFUSES not in row.get("error", "") or (*_contender(row), row.get("x")) not in went]
     rows.sort(key=lambda row: (order.index(_contender(row)), row.get("x", 0)))
     return next(iter(runs.values())) | {"rows": rows, "runs": runs}
 

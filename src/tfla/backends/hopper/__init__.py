@@ -46,8 +46,8 @@ def _aligned(x: Tensor) -> bool:
 
 
 def frame_of(dqk: int, dhv: int) -> tuple[int, int] | None:
-    """Head dims of the kernels that take such heads. The copy engine fills them up with zeros, which it does not write;
-    of more zeros than half of a side, other kernels are faster."""
+    """Head dims of the kernels that take such heads: the copy engine fills them up with zeros, which it does not write.
+    None where those would be more than half of a side."""
     if dqk % 8 or dhv % 8:  # rows of what is written have to be multiples of 16 bytes
         return None
     for K, V in FRAMES:

@@ -70,7 +70,9 @@ class HopperCall(Call):
         self.pieces = pieces(self.V)
         self.order = self._order() if self.packed else self.cu
         self.numbers = *self.gate_strides, *self.scales
-        made = self.made_by_walks()  # a kernel that makes none serves all forms of gates
+        # Gate vectors, by the walks; of wider heads several programs would make the same. A kernel that makes none
+        # serves all forms of gates.
+        made = not spec.normalize and self.narrow
         self.made = {"MADE": made, **{name: made and form for name, form in self.gate_forms.items()}}
 
     def _order(self) -> Tensor:
@@ -81,10 +83,6 @@ class HopperCall(Call):
             BLOCK=block, WIDE=64, num_warps=4,
         )  # fmt: skip
         return out
-
-    def made_by_walks(self) -> bool:
-        """Whether the walks make the gate vectors, which of wider heads several programs would."""
-        return not self.spec.normalize and self.narrow
 
     def gates(self, m_final: Tensor | None, d: Tensor | None = None) -> Tensor:
         """Where the walks make them, anything stands for those in memory."""

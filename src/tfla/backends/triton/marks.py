@@ -9,8 +9,8 @@ CLOSE = 64  # steps between those of rounded inputs then: sums of dlog_f, like t
 
 
 def steps_between(dqk: int, dhv: int, itemsize: int, kept: int | None = None) -> int:
-    """Steps between marks of heads with dqk and dhv, inputs having `itemsize` bytes; kept: elements of a state where
-    zeros fill it up, and those between marks of a small one then have no fewer."""
+    """Steps between marks of heads with dqk and dhv, inputs having `itemsize` bytes; kept: elements of a state as it
+    is kept, where zeros fill it up; between marks of a small one the longer of its inputs then has about as many."""
     if itemsize != 2 or (kept or dqk * dhv) > SMALL:
         return APART[itemsize]
     return CLOSE * max(1, (kept or 0) // (CLOSE * max(dqk, dhv)))
