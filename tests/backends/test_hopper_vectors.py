@@ -36,7 +36,7 @@ def kernel(  # type: ignore[no-untyped-def]
     tl.store(out + L + r, column)
     tl.store(out + 2 * L + r, inter)
     tl.store(out + 3 * L + r, update)
-    tl.store(out + 4 * L + r, decay + tl.zeros([L], tl.float32))
+    tl.store(out + 4 * L + r, decay)
 
 
 def made(i: Tensor, f: Tensor, steps: int, **forms: bool) -> Tensor:

@@ -18,7 +18,7 @@ with whole states, and reads q, k, v and do once.
         dv   = k C, weighted, + P do     half of the columns each
         -- read: both are done with k and C, and with the half of do that the other writes into
         dk   overwrites k, and dv do, and they leave by TMA; when they have left, a tile later, their stage is free,
-             and that of q and v has been since `ready`
+             and that of q and v has been since both had q^T
 
 The sums of k . dk and the products of C with states at marks are as in :mod:`.rows`.
 """
@@ -267,8 +267,6 @@ def walk_tile(C0, C1, n, step, at, mine, outer, shared, work, half: gl.constexpr
     barrier()
     mbarrier.arrive(shared.ready, count=1)
     q_t = tile.q.slice(row, HALF, 1).permute((1, 0)).load(layout)
-    barrier()
-    mbarrier.arrive(shared.free_q.index(r), count=1)
     weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, layout)), 0)
     mbarrier.wait(shared.ready, n & 1)
     A = as_left(q_t, HALF)
@@ -278,6 +276,8 @@ def walk_tile(C0, C1, n, step, at, mine, outer, shared, work, half: gl.constexpr
     C0 = warpgroup_mma(B, tile.do0, C0 * carry, is_async=True)
     C1 = warpgroup_mma(B, tile.do1, C1 * carry, is_async=True)
     dk, A = warpgroup_mma_wait(2, deps=[dk, A])
+    barrier()  # not before MMAs have taken q_t: the copy engine does not wait for loads that are on their way
+    mbarrier.arrive(shared.free_q.index(r), count=1)
     my_k = shared.k.index(2 * s + half)
     k_t = my_k.reshape([L, HALF]).permute((1, 0))
     put_dot(dk, k_t, shared.s.index(s), half, L)
@@ -374,15 +374,14 @@ def partitions(tensors, source, w_out, tiles_of_head, GROUP, outer, work, walk):
     read = barrier_of(2)
     fence_async_shared()
     shared = Shared(q, k, v, do, c, p, g, u, sums, full_q, free_q, full, free, ready, read)
+    rings = GateRings(g, u)
+    gater: gl.constexpr = Gater(L, STAGES, walk.BACK, walk.SEGMENTED)
     gl.warp_specialize(
         [
             (consume, (0, outer, shared, work, walk)),
             (consume, (1, outer, shared, work, walk)),
             (load_tiles, (tensors, shared, work, GROUP, walk)),
-            (load_gates, (
-                source, GateRings(g, u), full, free, work, tiles_of_head,
-                Gater(L, STAGES, walk.BACK, walk.SEGMENTED),
-            )),
+            (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
             (carry, (
                 sums, w_out, source.vectors, full, free, work, tiles_of_head,
                 Carrier(L, STAGES, walk.BACK, walk.SEGMENTED, OF_SUMS),

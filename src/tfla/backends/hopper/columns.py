@@ -1,10 +1,10 @@
 """o, and walking back dv: one program walks all heads it is given, with BLOCKS x 128 columns of their states.
 
-    loader, gater, carrier --full[s]--> consumer 0, consumer 1 --free[s]--> loader, gater, carrier
-                                        consumer 0 <--ready[n % 2]--> consumer 1
+    loader, gaters, carrier --full[s]--> consumer 0, consumer 1 --free[s]--> loader, gaters, carrier
+                                         consumer 0 <--ready[n % 2]--> consumer 1
 
     loader       tiles of x, z, y by TMA to stage s of a ring of STAGES stages
-    gater        their gate vectors to the same stage
+    gaters       their gate vectors to the same stage; with one block, whose tiles are done sooner, in turn
     carrier      to memory d, or delta, of what consumers have left in a stage, before it is filled again
     consumer 0,1 each half of the columns of the state C^T, (dhv, dqk), in registers. Per tile n (`walk_tile`)
         out^T = C^T z^T, weighted, + y^T P^T   the state, rounded, is a left operand as it lies in registers
@@ -493,20 +493,22 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_of_head, GROUP, outer, work, wa
     ready = barriers(2, 2)
     fence_async_shared()
     shared = Shared(x, y, z, y2, p, g, w, full, free, ready, floor, matrix, n, sums, inverse, d)
+    rings = GateRings(g, w, floor, matrix)
+    gater: gl.constexpr = Gater(
+        L, STAGES, walk.BACK, walk.SEGMENTED, FLOOR if walk.NORMALIZE else None, GATERS=3 - walk.BLOCKS
+    )
     gl.warp_specialize(
         [
             (consume, (0, outer, shared, work, walk)),
             (consume, (1, outer, shared, work, walk)),
             (load_tiles, (X, Y, Z, Y2, shared, work, GROUP, walk)),
-            (load_gates, (
-                source, GateRings(g, w, floor, matrix), full, free, work, tiles_of_head,
-                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, FLOOR if walk.NORMALIZE else None),
-            )),
+            (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
+            (load_gates, (1, source, rings, full, free, work, tiles_of_head, gater)),
             (carry, (
                 d, d_out, source.vectors, full, free, work, tiles_of_head,
                 Carrier(L, STAGES, walk.BACK, walk.SEGMENTED, CARRIED),
             )),
         ],
-        [4, 1, 1, 1],
-        [consumer, filler, filler, filler],
+        [4, 1, 1, 1, 1],
+        [consumer, filler, filler, filler, filler],
     )  # fmt: skip

@@ -1,9 +1,12 @@
 """What the walks share: the partitions that fill shared memory, and the weighting of tiles.
 
 Shared memory is a ring of stages. A stage has the tiles of one step of the walk, brought by the loader, and their gate
-vectors, brought by the gater; its `full` barrier counts both, and the carrier (:mod:`.carrier`) where there is one, its
+vectors, brought by a gater; its `full` barrier counts both, and the carrier (:mod:`.carrier`) where there is one, its
 `free` barrier both consumers. After its last tile every program gets one more stage without data, because consumers
 make the weights P of a tile one tile ahead.
+
+One gater takes about as long to make the gate vectors of a tile as consumers take for the tile, and takes turns of the
+CUDA cores from them: how many there are is what was fastest.
 """
 
 from typing import Any, NamedTuple
@@ -208,15 +211,15 @@ def next_stage(s, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def last_stage(n, full, free, STAGES: gl.constexpr):
+def last_stage(n, full, free, STAGES: gl.constexpr, arrivals: gl.constexpr = 1):
     """Hands over the stage without data after n tiles."""
     s, phase = place(n, STAGES)
     mbarrier.wait(free.index(s), phase ^ 1)
-    mbarrier.arrive(full.index(s), count=1)
+    mbarrier.arrive(full.index(s), count=arrivals)
 
 
 class GateRings(NamedTuple):
-    """Of a head, or of the heads of a program one after another, in STAGES stages."""
+    """Of the heads of a program one after another, each in STAGES stages."""
 
     vectors: Any  # READ, WRITE, OUT and CARRY
     weights: Any  # of updates, as the sum of two of low precision
@@ -225,7 +228,7 @@ class GateRings(NamedTuple):
 
 
 class Gater(NamedTuple):
-    """What the gater of a walk is to do."""
+    """What the gaters of a walk are to do."""
 
     L: Any
     STAGES: Any
@@ -235,66 +238,79 @@ class Gater(NamedTuple):
     PIECES: Any = 1  # of programs that share columns of a state the first has the extra vector, the others zeros
     SKIP: Any = False  # as in `tiles_of`
     HEADS: Any = 1  # of a program, where a piece of work is one of that many heads
-    GATERS: Any = 1  # that take turns with the tiles, where one takes longer than the consumers
+    GATERS: Any = 1  # that take turns; those that a kernel starts beyond them do nothing
 
 
 @gluon.jit
-def load_gates(source, rings, full, free, work, tiles_of_head, gater, head: gl.constexpr = 0, turn: gl.constexpr = 0):
-    """The gater: one warp brings the gate vectors of each tile, or of each whose turn it is."""
+def load_gates(turn: gl.constexpr, source, rings, full, free, work, tiles_of_head, gater):
+    """A gater: one warp brings the gate vectors of a tile, of one head, when it is its turn."""
     L: gl.constexpr = gater.L
-    BACK: gl.constexpr = gater.BACK
+    HEADS: gl.constexpr = gater.HEADS
     GATERS: gl.constexpr = gater.GATERS
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
     r = gl.arange(0, L, layout)
     n = turn
-    before = 0  # tiles of pieces before
-    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
+    before = 0  # turns of pieces before
+    pieces = work.pieces if turn < GATERS else 0
+    for index in range(gl.program_id(0), pieces, gl.num_programs(0)):
         b, h, start, steps, tile0 = piece(index, work, L, gater.SEGMENTED)
-        tiles = tiles_of(index, start, steps, work, L, BACK, gater.SKIP)
-        first = 0 if GATERS == 1 else n - before
-        of_head = h * gater.HEADS + head
-        first_tile = of_head.to(gl.int64) * tiles_of_head + tile0
+        tiles = tiles_of(index, start, steps, work, L, gater.BACK, gater.SKIP)
+        first = n - before
         if source.MADE:
-            at_i, at_f = gates_of(source, b, of_head, start)
-            i_gate, f_gate = load_gates_of(at_i, at_f, (tiles - 1 - first if BACK else first) * L, steps, r, source)
-        for i in range(first, tiles, GATERS):
-            t = tiles - 1 - i if BACK else i
+            i_gate, f_gate = gates_of_turn(first, b, h, start, steps, tiles, source, r, gater)
+        for i in range(first, tiles * HEADS, GATERS):
+            t = tile_of_turn(i, tiles, gater)
+            head = i % HEADS
+            tile = (h * HEADS + head).to(gl.int64) * tiles_of_head + tile0 + t
             if source.MADE:
-                row, column, inter, update, decay = tile_vectors(
+                row, column, inter, update, carry = tile_vectors(
                     i_gate, f_gate, t * L + r < steps, source.scale, source.log_scale, source.INPUT_GATE,
                     source.SIGMOID_I, source.SIGMOID_F,
                 )  # fmt: skip
-                carry = gl.full([L], decay, gl.float32, layout)
-                # Those of the next tile, on their way while this one waits for its stage. The compiler is not to know
+                # Those of the next turn, on their way while this one waits for its stage. The compiler is not to know
                 # that they follow those of this one: pointers that it moves along take registers.
-                later = (t - GATERS if BACK else t + GATERS) + (n >> 30)
-                i_gate, f_gate = load_gates_of(at_i, at_f, later * L, steps, r, source)
+                later = i + GATERS + (n >> 30)
+                i_gate, f_gate = gates_of_turn(later, b, h, start, steps, tiles, source, r, gater)
             else:
-                row, column, inter, update, carry = stored_vectors(source, first_tile + t, r)
-            s, phase = place(n, gater.STAGES)
+                row, column, inter, update, carry = stored_vectors(source, tile, r)
+            s, phase = place(n // HEADS, gater.STAGES)
             mbarrier.wait(free.index(s), phase ^ 1)
-            g = rings.vectors.index(s)
-            g.slice(READ * L, L, 0).store(column if BACK else row)
-            g.slice(WRITE * L, L, 0).store(row if BACK else column)
-            g.slice(OUT * L, L, 0).store(update if BACK else inter)
+            at = head * gater.STAGES + s
+            g = rings.vectors.index(at)
+            g.slice(READ * L, L, 0).store(column if gater.BACK else row)
+            g.slice(WRITE * L, L, 0).store(row if gater.BACK else column)
+            g.slice(OUT * L, L, 0).store(update if gater.BACK else inter)
             g.slice(CARRY * L, L, 0).store(carry)
             if gater.EXTRA is not None:
                 has_extra = r * 0 + gl.program_id(1) % gater.PIECES == 0
-                extra = source.vectors + (first_tile + t) * (VECTORS * L) + gater.EXTRA * L + r
-                rings.extra.index(s).store(gl.load(extra, mask=has_extra, other=0.0))
-            put_update_weights(inter if BACK else update, rings, s, L)
+                extra = source.vectors + tile * (VECTORS * L) + gater.EXTRA * L + r
+                rings.extra.index(at).store(gl.load(extra, mask=has_extra, other=0.0))
+            put_update_weights(inter if gater.BACK else update, rings, at, L)
             barrier()
             mbarrier.arrive(full.index(s), count=1)
             n += GATERS
-        before += tiles
-    if GATERS == 1 or n == before:
-        last_stage(n, full, free, gater.STAGES)
+        before += tiles * HEADS
+    if n == before and turn < GATERS:
+        last_stage(n // HEADS, full, free, gater.STAGES, HEADS)
 
 
 @gluon.jit
-def put_update_weights(update, rings, s, L: gl.constexpr):
+def tile_of_turn(i, tiles, gater):
+    """Where in its piece the tile of the i-th turn is."""
+    return tiles - 1 - i // gater.HEADS if gater.BACK else i // gater.HEADS
+
+
+@gluon.jit
+def gates_of_turn(i, b, h, start, steps, tiles, source, r, gater):
+    """Of the i-th turn of a piece, or where it has none zeros."""
+    at_i, at_f = gates_of(source, b, h * gater.HEADS + i % gater.HEADS, start)
+    return load_gates_of(at_i, at_f, tile_of_turn(i, tiles, gater) * gater.L, steps, r, source)
+
+
+@gluon.jit
+def put_update_weights(update, rings, at, L: gl.constexpr):
     """As the sum of two of low precision."""
-    w = rings.weights.index(s)
+    w = rings.weights.index(at)
     high = update.to(w.dtype)
     low = (update - high.to(gl.float32)).to(w.dtype)
     w.slice(0, L, 0).store(high)
@@ -304,7 +320,7 @@ def put_update_weights(update, rings, s, L: gl.constexpr):
         row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, layout)), 1)
         high = gl.expand_dims(gl.convert_layout(high, gl.SliceLayout(0, layout)), 0)
         low = gl.expand_dims(gl.convert_layout(low, gl.SliceLayout(0, layout)), 0)
-        rings.matrix.index(s).store(gl.where(row == 0, high, gl.where(row == 1, low, 0.0)).to(w.dtype))
+        rings.matrix.index(at).store(gl.where(row == 0, high, gl.where(row == 1, low, 0.0)).to(w.dtype))
         fence_async_shared()
 
 

@@ -447,20 +447,28 @@ def partitions(tensors, source, w_out, tiles_of_head, GROUP, outer, work, walk):
     ready = barriers(2, 2)
     fence_async_shared()
     shared = Shared(x, y, z, w, p, g, u, delta, s, full, free, ready)
+    rings = GateRings(g, u, delta)
+    gater: gl.constexpr = Gater(
+        L,
+        STAGES,
+        walk.BACK,
+        walk.SEGMENTED,
+        DELTA_P if walk.DELTA else None,
+        walk.PIECES,
+        GATERS=walk.BLOCKS if source.MADE else 1,
+    )
     gl.warp_specialize(
         [
             (consume, (0, outer, shared, work, walk)),
             (consume, (1, outer, shared, work, walk)),
             (load_tiles, (X, Y, Z, W, shared, work, GROUP, walk)),
-            (load_gates, (
-                source, GateRings(g, u, delta), full, free, work, tiles_of_head,
-                Gater(L, STAGES, walk.BACK, walk.SEGMENTED, DELTA_P if walk.DELTA else None, walk.PIECES),
-            )),
+            (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
+            (load_gates, (1, source, rings, full, free, work, tiles_of_head, gater)),
             (carry, (
                 s, w_out, source.vectors, full, free, work, tiles_of_head,
                 Carrier(L, STAGES, walk.BACK, walk.SEGMENTED, CARRIED),
             )),
         ],
-        [4, 1, 1, 1],
-        [CONSUMER, FILLER, FILLER, FILLER],
+        [4, 1, 1, 1, 1],
+        [CONSUMER, FILLER, FILLER, FILLER, FILLER],
     )  # fmt: skip

@@ -5,7 +5,7 @@ The partitions, and who waits for whom, are those of :mod:`.columns`, but a cons
     C = decay C + (x w)^T y
 
 is, 64 rows of it by 128 or 256 columns; x, y are k, v, and walking back, for the cotangent, q, do. With a normaliser
-there is one more column, n, of which y is 1. Consumers are sooner done with a tile than one gater, so two take turns.
+there is one more column, n, of which y is 1.
 """
 
 from typing import Any, NamedTuple
@@ -102,13 +102,6 @@ def load_tiles(X, Y, shared, work, GROUP, walk):
             async_load(Y, coordinates(b, h, t, column, end, work), bar, shared.y.index(s))
             n += 1
     last_stage(n, shared.full, shared.free, walk.STAGES)
-
-
-@gluon.jit
-def load_turn(turn: gl.constexpr, source, shared, work, tiles_of_head, walk):
-    """One of two gaters."""
-    gater: gl.constexpr = Gater(walk.L, walk.STAGES, walk.BACK, walk.SEGMENTED, SKIP=walk.SKIP, GATERS=2)
-    load_gates(source, GateRings(shared.g, shared.u), shared.full, shared.free, work, tiles_of_head, gater, 0, turn)
 
 
 @gluon.jit
@@ -215,13 +208,15 @@ def partitions(X, Y, source, tiles_of_head, GROUP, outer, work, walk):
     full, free = stage_barriers(STAGES, 2, 2)
     fence_async_shared()
     shared = Shared(x, y, g, u, full, free)
+    rings = GateRings(g, u)
+    gater: gl.constexpr = Gater(L, STAGES, walk.BACK, walk.SEGMENTED, SKIP=walk.SKIP, GATERS=2)
     gl.warp_specialize(
         [
             (add_up, (0, outer, shared, work, walk)),
             (add_up, (1, outer, shared, work, walk)),
             (load_tiles, (X, Y, shared, work, GROUP, walk)),
-            (load_turn, (0, source, shared, work, tiles_of_head, walk)),
-            (load_turn, (1, source, shared, work, tiles_of_head, walk)),
+            (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
+            (load_gates, (1, source, rings, full, free, work, tiles_of_head, gater)),
         ],
         [4, 1, 1, 1],
         [CONSUMER, FILLER, FILLER, FILLER],

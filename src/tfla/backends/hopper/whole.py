@@ -5,7 +5,7 @@
     consumer 1 --given--> consumer 0 --taken--> consumer 1            with SHARED and KEYS
 
     loader     tiles of x, y, zk, zv by TMA to stage s of a ring of STAGES stages, and the states of marks
-    gaters     the gate vectors of a head each to the same stage
+    gaters     the gate vectors of the heads in turn to the same stage
     consumers  a head each. C, rounded, is in shared memory, a right operand. Per tile (`walk_tile`)
         out_v = zk C, weighted, + P y        P = zk x^T, weighted              with VALUES
         out_k = zv C^T, weighted, + P x      P = (zv y^T + delta), weighted    with KEYS; dq's finds delta
@@ -258,6 +258,7 @@ def tile_of(shared, rings, s, n, head: gl.constexpr, walk):
     """The n-th, in stage s."""
     L: gl.constexpr = walk.L
     copy: gl.constexpr = 0 if walk.SHARED else head
+    of_gates = head * walk.STAGES + s
     return Tile(
         own(shared.c, head, n),
         own(shared.n, head, n),
@@ -266,9 +267,9 @@ def tile_of(shared, rings, s, n, head: gl.constexpr, walk):
         shared.y.index(walk.HEADS * s + head).reshape([L, walk.DV]),
         shared.zk.index(walk.COPIES * s + copy).reshape([L, walk.DK]),
         shared.zv.index(walk.HEADS * s + head).reshape([L, walk.DV]),
-        rings.vectors.index(s),
-        rings.weights.index(s),
-        rings.extra.index(s),
+        rings.vectors.index(of_gates),
+        rings.weights.index(of_gates),
+        rings.extra.index(of_gates),
     )
 
 
@@ -594,7 +595,7 @@ def whole(
             HEADS, SHARED, 1 if SHARED else HEADS, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, SKIP,
             VALUES, KEYS, READS, NORMALIZE, SAVE_D, DELTA, DELTA and not BACK, MARKED,
         ),
-        Gater(L, STAGES, BACK, SEGMENTED, EXTRA, SKIP=SKIP, HEADS=HEADS),
+        Gater(L, STAGES, BACK, SEGMENTED, EXTRA, SKIP=SKIP, HEADS=HEADS, GATERS=HEADS if KEYS else HEADS + 1),
     )  # fmt: skip
 
 
@@ -610,23 +611,24 @@ def partitions(tensors, source, tiles_of_head, GROUP, outer, work, walk, gater):
             [
                 (consume, (0, outer, shared, work, tiles_of_head, rings, walk)),
                 (load_tiles, (tensors, shared, work, GROUP, walk)),
-                (load_gates, (source, rings, full, free, work, tiles_of_head, gater, 0)),
+                (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
+                (load_gates, (1, source, rings, full, free, work, tiles_of_head, gater)),
             ],
-            [1, 1],
-            [FILLER, FILLER],
+            [1, 1, 1],
+            [FILLER, FILLER, FILLER],
         )
     else:
-        other_rings = GateRings(*gate_rings(shared.x.dtype, gater))
         gl.warp_specialize(
             [
                 (consume, (0, outer, shared, work, tiles_of_head, rings, walk)),
-                (consume, (1, outer, shared, work, tiles_of_head, other_rings, walk)),
+                (consume, (1, outer, shared, work, tiles_of_head, rings, walk)),
                 (load_tiles, (tensors, shared, work, GROUP, walk)),
-                (load_gates, (source, rings, full, free, work, tiles_of_head, gater, 0)),
-                (load_gates, (source, other_rings, full, free, work, tiles_of_head, gater, 1)),
+                (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
+                (load_gates, (1, source, rings, full, free, work, tiles_of_head, gater)),
+                (load_gates, (2, source, rings, full, free, work, tiles_of_head, gater)),
             ],
-            [4, 1, 1, 1],
-            [CONSUMER, FILLER, FILLER, FILLER],
+            [4, 1, 1, 1, 1],
+            [CONSUMER, FILLER, FILLER, FILLER, FILLER],
         )
 
 
@@ -662,8 +664,9 @@ def allocate(tensors, walk):
 
 @gluon.jit
 def gate_rings(dtype: gl.constexpr, gater):
-    """Of one head."""
-    g = vectors(gl.float32, gater.STAGES, GATES * gater.L)
-    u = vectors(dtype, gater.STAGES, 2 * gater.L)
-    e = vectors(gl.float32, gater.STAGES, gater.L) if gater.EXTRA is not None else g
+    """Those of `GateRings`."""
+    STAGES: gl.constexpr = gater.STAGES * gater.HEADS
+    g = vectors(gl.float32, STAGES, GATES * gater.L)
+    u = vectors(dtype, STAGES, 2 * gater.L)
+    e = vectors(gl.float32, STAGES, gater.L) if gater.EXTRA is not None else g
     return g, u, e
