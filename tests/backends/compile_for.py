@@ -4,7 +4,7 @@ python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any
 
 TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped], with commas
 between; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state in
-bfloat16.
+bfloat16. With [lengths] the kernels are those that other lengths compile, on a GPU of PROCESSORS multiprocessors.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from tfla.backends import BACKENDS
 
 T, H = 256, 2
 SEGMENT = 128  # steps between stored states of what is segmented
+LENGTHS = ((2, 1100), (1, 1100), (2, 1024), (1, 1025), (3, 2048), (40, 1024), (2, 700), (1, 70))  # sequences, steps
+PROCESSORS = 132
 
 
 class AbsentGPU:
@@ -104,20 +106,23 @@ def compile_only(found: dict[str, dict[str, Any]]) -> None:
     CUDABackend.make_cubin = assemble
 
 
-def forward_and_backward(backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
+def forward_and_backward(
+    sizes: tuple[int, int], chunk_size: int, backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str,
+    *variant: str,
+) -> None:  # fmt: skip
     type(BACKENDS[backend]).unsupported = lambda self, x: None  # type: ignore[method-assign]
-    K, V = int(dqk), int(dhv)
+    K, V, (B, T) = int(dqk), int(dhv), sizes
     shapes = ((H // (2 if "grouped" in variant else 1), K),) * 2 + ((H, V),)
-    q, k, v = (torch.randn(1, T, *shape, dtype=getattr(torch, dtype), requires_grad=True) for shape in shapes)
-    i, f = (torch.randn(1, T, H, requires_grad=True) for _ in range(2))
+    q, k, v = (torch.randn(B, T, *shape, dtype=getattr(torch, dtype), requires_grad=True) for shape in shapes)
+    i, f = (torch.randn(B, T, H, requires_grad=True) for _ in range(2))
     leaves = [q, k, v, i, f]
-    options: dict[str, Any] = {"backend": backend, "kernel": kernel, "chunk_size": T}
+    options: dict[str, Any] = {"backend": backend, "kernel": kernel, "chunk_size": chunk_size}
     if "packed" in variant:
-        options["cu_seqlens"] = torch.tensor([0, 100, T])
+        options["cu_seqlens"] = torch.tensor([0, T // 3, T])
     if "segmented" in variant:
         options["chunk_size"] = SEGMENT
     if "state" in variant:
-        shape = (2 if "packed" in variant else 1, H)
+        shape = (2 if "packed" in variant else B, H)
         state = [torch.randn(*shape, *d, requires_grad=True) for d in ((K, V), (K,), ())]
         leaves += state[: 3 if gate == "exp" else 1]
         options["initial_state"] = tfla.State(*leaves[5:])
@@ -143,6 +148,18 @@ def decoding(backend: str, gate: str, dqk: str, dhv: str, dtype: str, *variant: 
         tfla.mlstm_steps(q, k, v, i, f, state, input_gate=gate, backend=backend, return_state=False)
 
 
+def other_lengths(found: dict[str, dict[str, Any]], *case: str) -> None:
+    """Leaves in `found` what is not compiled for the first of them."""
+    chunk_size = T if "tfla" in case else 1 << 20
+    first: set[str] = set()
+    with mock.patch("tfla.backends.triton.launch.processors", return_value=PROCESSORS):
+        for B, steps in LENGTHS:
+            forward_and_backward((1, B * steps) if "packed" in case else (B, steps), chunk_size, *case)
+            first = first or set(found)
+    for kernel in first:
+        del found[kernel]
+
+
 def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found.clear()
     failure = None
@@ -150,8 +167,10 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         backend, kernel, *rest = case.split(",")
         if kernel == "steps":
             decoding(backend, *rest)
+        elif "lengths" in rest:
+            other_lengths(found, backend, kernel, *rest)
         else:
-            forward_and_backward(backend, kernel, *rest)
+            forward_and_backward((1, T), T, backend, kernel, *rest)
     except Exception:
         failure = traceback.format_exc()[-4000:]
     return {"case": case, "failure": failure, "kernels": list(found.values())}
