@@ -314,18 +314,20 @@ class Call:
     ) -> None:
         """Divides the gate matrix by them. Whole sequences are cut where they leave most multiprocessors idle."""
         programs, available = self.B * self.H * ceil_div(self.K, WIDEST_WALK), processors(z.device)
-        steps = ceil_div(max(ceil_div(self.T * programs, available), SHORTEST_SEGMENT), self.L) * self.L
         if self.segmented or (self.packed and 2 * programs > available):
             self.normaliser(x, z, gates, False, n, final, d)
             return
+        steps = ceil_div(max(ceil_div(self.T * programs, available), SHORTEST_SEGMENT), self.L) * self.L
         if 2 * steps > self.T and not self.packed:  # in one piece, by the kernel of those that are cut
-            self.normaliser(x, z, gates, False, n, final, d, steps=ceil_div(self.T, self.L) * self.L)
+            starts = self.zeros(self.B, self.H, self.K) if n is None else n
+            self.normaliser(x, z, gates, False, starts, final, d, steps=ceil_div(self.T, self.L) * self.L)
             return
         segments = self.slots(steps)
         starts, decays = self.new(segments, self.H, self.K), self.new(segments, self.H)
         self.normaliser(x, x, gates, False, None, starts, None, False, final is None, steps, decays)
         self.join(starts, decays, False, n, final, steps)
-        self.normaliser(x, z, gates, False, starts, None, d, steps=steps)
+        ends = None if final is None else self.new(segments, self.H, self.K)
+        self.normaliser(x, z, gates, False, starts, ends, d, steps=steps)
 
     def normaliser(
         self, x: Tensor, z: Tensor, gates: Tensor, back: bool, n: Tensor | None, final: Tensor | None,
@@ -339,11 +341,11 @@ class Call:
         parts = self.new(pieces, self.H, self.tiles, self.L) if output and pieces > 1 else gates
         self.launch(walk.normaliser, (segments * self.H, pieces),
             x, z, gates, self.cu, parts if decays is None else decays, gates if d is None else d,
-            gates if n is None else n, gates if final is None else final, int(n is not None), int(final is not None),
-            self.x.sequences, self.T, self.tiles, self.H, self.group, steps or self.steps, *_strides(x), *_strides(z),
+            gates if n is None else n, gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H,
+            self.group, steps or self.steps, *_strides(x), *_strides(z),
             DK=x.shape[3], DN=self.K, BK=power_of_two(self.K) // pieces, L=self.L, BACK=back, OUTPUT=output, DELTA=back,
-            PACKED=self.packed, SEGMENTED=segmented, SAVE_D=d is not None, EXACT=self.exact,
-            NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
+            PACKED=self.packed, SEGMENTED=segmented, STATE=n is not None, FINAL=final is not None,
+            SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
             TMA=self.plan.descriptors and _describable(x, z), STAGES=stages, SKIP=skip, DECAYS=decays is not None,
             num_warps=8 if self.exact or self.K > 256 else 4,
         )  # fmt: skip

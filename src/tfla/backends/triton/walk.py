@@ -378,14 +378,13 @@ def denominators(
         divide(gate, r, tl.load(gate + INTER * L + r), d, L, EXACT)
 
 
-@triton.jit(do_not_specialize=["given", "wanted", "sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def normaliser(
-    X, Z, gates, cu, parts, d_out, n_in, n_out, given, wanted, sequences, T, tiles_of_head, H, GROUP, length,
-    xb, xt, xh, zb, zt, zh,
+    X, Z, gates, cu, parts, d_out, n_in, n_out, sequences, T, tiles_of_head, H, GROUP, length, xb, xt, xh, zb, zt, zh,
     DK: tl.constexpr, DN: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, BACK: tl.constexpr, OUTPUT: tl.constexpr,
-    DELTA: tl.constexpr, PACKED: tl.constexpr, SEGMENTED: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr,
-    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, SKIP: tl.constexpr,
-    DECAYS: tl.constexpr,
+    DELTA: tl.constexpr, PACKED: tl.constexpr, SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr,
+    SAVE_D: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, SKIP: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """The column of ones alone: the denominators, by which the gate matrix is divided, and the states n.
 
@@ -393,8 +392,7 @@ def normaliser(
     decay over it. n, of DN keys, from DK on zeros, is the sum of rows of N, 16 being the least an MMA takes: 0 and 1 of
     updates with weights rounded and with what that cuts off, 8 and 9 the same again, to be read with what rounding n
     cuts off. Where several programs share the keys, BK < DN, they leave parts of the denominators, (DN / BK, H, tiles,
-    L), for :func:`denominators`. Whether n_in is `given` and n_out `wanted` are no constants: where sequences are cut,
-    their lengths decide.
+    L), for :func:`denominators`.
     """
     slot = tl.program_id(0) // H
     h = tl.program_id(0) % H
@@ -409,7 +407,9 @@ def normaliser(
     rk = k0 + tl.arange(0, BK)
     row = tl.arange(0, 16)[:, None]
     n_at = tl.program_id(0).to(tl.int64) * DN + rk
-    N = tl.where(row % 8 == 0, tl.load(n_in + n_at, mask=(rk < DN) & (given != 0), other=0.0)[None, :], 0.0)
+    N = tl.zeros([16, BK], tl.float32)
+    if STATE:
+        N = tl.where(row % 8 == 0, tl.load(n_in + n_at, mask=rk < DN, other=0.0)[None, :], 0.0)
     r = tl.arange(0, L)
     total = 1.0
     tiles = tiles_to_walk(cu, sequences, T, slot, length, steps, L, BACK, PACKED, SKIP)
@@ -447,7 +447,7 @@ def normaliser(
             low = (wx - high).to(x.dtype)
             W = tl.where(row % 8 == 0, high[None, :], tl.where(row % 8 == 1, low[None, :], 0.0)).to(x.dtype)
             N = tl.dot(W, x, N, input_precision=PRECISION)
-    if wanted != 0:
+    if FINAL:
         tl.store(n_out + n_at, tl.sum(tl.where(row < 8, N, 0.0), 0), mask=rk < DN)
     if DECAYS:
         tl.store(parts + tl.program_id(0), total, mask=k0 == 0)
