@@ -326,7 +326,7 @@ class Call:
         starts, decays = self.new(segments, self.H, self.K), self.new(segments, self.H)
         self.normaliser(x, x, gates, False, None, starts, None, False, final is None, steps, decays)
         self.join(starts, decays, False, n, final, steps)
-        ends = None if final is None else self.new(segments, self.H, self.K)
+        ends = None if final is None else self.new(segments, self.H, self.K)  # which nobody reads
         self.normaliser(x, z, gates, False, starts, ends, d, steps=steps)
 
     def normaliser(
