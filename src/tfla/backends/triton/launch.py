@@ -347,7 +347,7 @@ class Call:
             PACKED=self.packed, SEGMENTED=segmented, STATE=n is not None, FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
             TMA=self.plan.descriptors and _describable(x, z), STAGES=stages, SKIP=skip, DECAYS=decays is not None,
-            num_warps=8 if self.exact or self.K > 256 else 4,
+            num_warps=8 if self.exact or self.K > (256 if self.plan.descriptors else 128) else 4,
         )  # fmt: skip
         if output and pieces > 1:
             self.launch(walk.denominators, (self.slots(self.L), self.H),
