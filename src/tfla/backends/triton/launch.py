@@ -337,6 +337,7 @@ class Call:
         over segments. Those are of `steps`, or as others."""
         segmented, segments = (True, self.slots(steps)) if steps else (self.segmented, self.segments)
         stages = (3 if self.K <= 256 else 1) if self.plan.descriptors else 2  # what shared memory holds
+        most = 128 if output and not self.plan.descriptors else 256  # keys for which four warps have registers
         pieces = ceil_div(self.K, WIDEST_WALK)
         parts = self.new(pieces, self.H, self.tiles, self.L) if output and pieces > 1 else gates
         self.launch(walk.normaliser, (segments * self.H, pieces),
@@ -347,7 +348,7 @@ class Call:
             PACKED=self.packed, SEGMENTED=segmented, STATE=n is not None, FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
             TMA=self.plan.descriptors and _describable(x, z), STAGES=stages, SKIP=skip, DECAYS=decays is not None,
-            num_warps=8 if self.exact or self.K > (256 if self.plan.descriptors else 128) else 4,
+            num_warps=8 if self.exact or most < self.K else 4,
         )  # fmt: skip
         if output and pieces > 1:
             self.launch(walk.denominators, (self.slots(self.L), self.H),
