@@ -4,7 +4,7 @@
                                          consumer 0 <--ready[n % 2]--> consumer 1
 
     loader       tiles of x, z, y by TMA to stage s of a ring of STAGES stages
-    gaters       their gate vectors to the same stage; with one block, whose tiles are done sooner, in turn
+    gaters       their gate vectors to the same stage; in turn with one block, whose tiles are done sooner, or with n
     carrier      to memory d, or delta, of what consumers have left in a stage, before it is filled again
     consumer 0,1 each half of the columns of the state C^T, (dhv, dqk), in registers. Per tile n (`walk_tile`)
         out^T = C^T z^T, weighted, + y^T P^T   the state, rounded, is a left operand as it lies in registers
@@ -495,8 +495,9 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_of_head, GROUP, outer, work, wa
     shared = Shared(x, y, z, y2, p, g, w, full, free, ready, floor, matrix, n, sums, inverse, d)
     rings = GateRings(g, w, floor, matrix)
     gater: gl.constexpr = Gater(
-        L, STAGES, walk.BACK, walk.SEGMENTED, FLOOR if walk.NORMALIZE else None, GATERS=3 - walk.BLOCKS
-    )
+        L, STAGES, walk.BACK, walk.SEGMENTED, FLOOR if walk.NORMALIZE else None,
+        GATERS=2 if walk.BLOCKS == 1 or walk.NORMALIZE else 1,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (consume, (0, outer, shared, work, walk)),

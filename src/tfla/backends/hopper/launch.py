@@ -32,6 +32,14 @@ def pieces(columns: int) -> int:
     return columns // (MOST if columns % MOST == 0 else ROWS)
 
 
+def even(count: int, most: int) -> int:
+    """The fewest programs that take so many pieces of work in as few turns as `most` do.
+
+    Where memory is the bound it would have less to do while some of them have one piece more than the others.
+    """
+    return ceil_div(count, max(1, ceil_div(count, most)))
+
+
 def described(x: Tensor, L: int, width: int, packed: bool) -> Callable[[Tensor], TensorDescriptor]:
     """Makes descriptors of tensors like x (B, T, H, d), in tiles (L, width), past Triton's long checks.
 
@@ -118,8 +126,8 @@ class HopperCall(Call):
 
     def programs_for(self, count: int, parts: int) -> int:
         """How many take so many pieces of work, each in so many parts."""
-        programs = processors(self.x.q.device) // parts
-        return max(1, min(count, TURNS * programs if self.packed else programs))
+        most = max(1, processors(self.x.q.device) // parts)
+        return max(1, min(count, TURNS * most) if self.packed else even(count, most))
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
         x = self.x

@@ -218,6 +218,8 @@ def chunk_gates(
     inside = (t < length) & (h < H)
     tile0 = first_tile(first, s, T, L, PACKED) + start // L
     f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED, SIGMOID_F)
+    if FOLD:
+        den = load_gate(d + h * dh, s, first, t, db, dt, inside, PACKED)
     i = tl.where(inside, 0.0, -1e9).to(tl.float64)
     if INPUT_GATE:
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, -1e9, PACKED, SIGMOID_I)
@@ -242,7 +244,6 @@ def chunk_gates(
         held = (t < tl.cdiv(length, L) * L) & (h < H)
         floor = tl.minimum(tl.maximum(tl.exp(-m).to(tl.float32), TINY), HUGE)
         if FOLD:
-            den = load_gate(d + h * dh, s, first, t, db, dt, inside, PACKED)
             active = inside & (tl.abs(den) > floor)
             tl.store(at, tl.where(active, tl.where(den > 0, -1.0, 1.0), 0.0), mask=held)
             floor = tl.where(active, tl.abs(den), floor)
@@ -405,6 +406,9 @@ def gate_gradients(
         size = H * NP * L * tiles
         inside = (t < length) & (h < H)
         at = (h * tiles + tile0 + t // L) * NP * L + t % L
+        f = tl.load(f_gate + b * fb + (t_first + t) * ft + h * fh, mask=inside, other=0.0)
+        if INPUT_GATE:
+            i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
         k = tl.zeros([HEADS, MARKS], tl.float32)
         q = tl.zeros([HEADS, MARKS], tl.float32)
         for each in tl.static_range(PARTS):
@@ -430,10 +434,8 @@ def gate_gradients(
             rounding = start - tl.sum(falls, 1)[:, None] - end
             share = tl.arange(0, MARKS).to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)
             before -= rounding * share[None, :]
-        f = tl.load(f_gate + b * fb + (t_first + t) * ft + h * fh, mask=inside, other=0.0)
         tl.store(df + to, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
         if INPUT_GATE:
-            i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
             tl.store(di + to, of_gate(k, i, SIGMOID_I), mask=inside)
 
 
