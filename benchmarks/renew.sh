@@ -19,9 +19,10 @@ for suite in "$@"; do
     fig4) time_suite fig4 fig4_own --only "tfla mLSTM" --sustained 0.4 ;;
     fig12) time_suite fig12 fig12_own --only "tfla mLSTM" --sustained 0 --lengths 512 2048 8192 16384 65536 ;;
     fig13) time_suite fig13 fig13_own --only "tfla mLSTM" --sustained 0 --lengths 512 2048 8192 65536 ;;
-    fig5 | fig14 | packed) time_suite "$suite" "${suite}_own" --only "tfla mLSTM" --sustained 0 ;;
+    fig14) time_suite fig14 fig14_own --only "tfla mLSTM" --sustained 0 ;;
+    fig5 | packed) time_suite "$suite" "$suite" --only "tfla mLSTM" --sustained 0 ;;
     dims) time_suite dims dims --sustained 0 ;;
-    mamba) time_suite mamba mamba_own --sustained 0.2 ;;
+    mamba) time_suite mamba mamba --sustained 0.2 ;;
     host) time_suite host host --sustained 0.2 ;;
     steps | generate) time_suite "$suite" "$suite" --sustained 0 ;;
     train) time_suite train train_compiled --only torch.compile --lengths 5 --sustained 0 ;;

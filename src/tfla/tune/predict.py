@@ -13,9 +13,11 @@ from tfla.bench.problem import Problem
 STATE_BYTES = 4  # of a number of a stored state
 SMALLEST = 64
 # What share of the bounds below kernels reach, forward and backward together, on an H200: fig4.json and fig5.json of
-# benchmarks/results. The state of a head with wide keys leaves Triton's walks few registers.
+# benchmarks/results. The state of a head with wide keys leaves Triton's walks few registers; what states at the starts
+# of segments take is the same for all.
 REACHED = {("hopper", "fused"): 0.47, ("triton", "fused"): 0.34, ("triton", "tfla"): 0.39}
 WIDE_KEYS, REACHED_WIDE = 128, 0.08
+REACHED_STATES = 0.48
 WIDEST = 256  # values of a state that a program of the Hopper backend holds; of more it leaves parts of dq and dk
 
 
@@ -63,11 +65,13 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
         + backward_bytes(p.T, p.H, p.dqk, p.dhv, p.itemsize, normalize)
     )
     pair = heads * p.T * (p.dqk + p.dhv) * p.itemsize  # one of q, k with one of v, dh
+    of_states = 0.0  # seconds beside the walks
     if kernel == "tfla":
         seconds = flops / machine.flops + (10 * pair + 6 * states) / machine.bandwidth
     elif gpu_walk and not whole:
         flops += 4 * heads * p.T * p.dqk * p.dhv
-        seconds = max(flops / machine.flops, (moved + 2 * pair + 8 * states) / machine.bandwidth)
+        seconds = max(flops / machine.flops, (moved + 2 * pair) / machine.bandwidth)
+        of_states = 8 * states / (REACHED_STATES * machine.bandwidth)
     else:
         seconds = max(flops / machine.flops, (moved + 3 * states) / machine.bandwidth)
     if gpu_walk:
@@ -83,7 +87,7 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
         kept += 2 * heads * (p.T // marks) * dqk * dhv * p.itemsize
     if backend == "hopper" and (parts := p.dhv // WIDEST) > 1:
         results += 2 * heads * p.T * parts * p.dqk * p.itemsize
-    return Candidate(backend, kernel, chunk_size, seconds, results + kept)
+    return Candidate(backend, kernel, chunk_size, seconds + of_states, results + kept)
 
 
 def chunk_sizes(T: int) -> list[int]:
