@@ -29,7 +29,7 @@ from triton.runtime.jit import JITFunction
 import tfla
 from tfla.backends import BACKENDS
 
-T, H = 256, 2
+T, H = 256, 8  # with fewer heads than a program of the gate kernels has it would have more registers
 SEGMENT = 128  # steps between stored states of what is segmented
 LENGTHS = ((2, 1100), (1, 1100), (2, 1024), (1, 1025), (3, 2048), (40, 1024), (2, 700), (1, 70))  # sequences, steps
 PROCESSORS = 132

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
+from compiling import compile_kernels
 
 from tfla.backends import hopper
 
@@ -56,12 +54,7 @@ def too_old() -> bool:
 def test_compiles_and_fits(tmp_path: Path) -> None:
     if too_old():
         pytest.skip("Gluon has no warpgroup MMAs before Triton 3.6")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(Path(__file__).with_name("compile_for.py"))]
-    command += [f"sm_90:hopper,fused,{case}" for case in CASES]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
-    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    answers = compile_kernels([f"sm_90:hopper,fused,{case}" for case in CASES], tmp_path)
     assert len(answers) == len(CASES)
     for answer in answers:
         assert answer["failure"] is None

@@ -14,7 +14,6 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from compiling import SCRIPT, compile_kernels
 
 from tfla.backends import BACKENDS
 
@@ -112,14 +112,11 @@ def record(found: Found) -> None:
 def compiled(request: pytest.FixtureRequest) -> tuple[Found, dict[str, list[str]]]:
     """The most that any form of a kernel takes, and by case what did not compile."""
     jobs = [f"{target}:{case}" for case, targets in COMPILED.items() for target in targets]
-    script = Path(__file__).with_name("compile_for.py")
-    cache = request.config.cache.mkdir(f"triton-{hashlib.sha256(script.read_bytes()).hexdigest()[:8]}")
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
-    result = subprocess.run([sys.executable, str(script), *jobs], capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr[-4000:]
+    cache = request.config.cache.mkdir(f"triton-{hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:8]}")
+    answers = compile_kernels(jobs, cache)
     found: Found = {case: {target: {} for target in targets} for case, targets in COMPILED.items()}
     failures: dict[str, list[str]] = defaultdict(list)
-    for answer in map(json.loads, result.stdout.splitlines()):
+    for answer in answers:
         kernels = found[answer["case"]][answer["target"]]
         for row in answer["kernels"]:
             now = row["registers"], row["spilled"], row["shared"]

@@ -33,12 +33,19 @@ def test_the_latest_run_that_measured_a_cell_has_it() -> None:
     assert [cell for cell in found if cell[0] != "a"] == [("b", 1, 6.0), ("c", None, None)]
 
 
-def test_a_refusal_ends_where_what_refused_is_picked() -> None:
+def test_what_is_picked_by_default_has_no_older_row_of_its_own() -> None:
+    """Neither a time nor a refusal; one of the same run or a later one stays."""
     refusal = {"error": "ValueError: backend: 'x' cannot run these inputs: why"}
     old = run(
         "2026-01-01", cell("a", 1, "forward", seconds=1.0, way="y fused"), cell("a, x fused", 1, "forward", **refusal),
-        cell("a, x fused", 2, "forward", **refusal),
+        cell("a, x fused", 2, "forward", **refusal), cell("a, x fused", 3, "forward", seconds=3.0),
+        cell("a", 4, "forward", seconds=4.0, way="x fused"),
     )  # fmt: skip
-    new = run("2026-01-02", cell("a", 1, "forward", seconds=2.0, way="x fused"))
+    new = run(
+        "2026-01-02", cell("a", 1, "forward", seconds=2.0, way="x fused"),
+        cell("a", 3, "forward", seconds=5.0, way="x fused"), cell("a, x fused", 4, "forward", seconds=6.0),
+    )  # fmt: skip
     found = [(r["name"], r["x"], r.get("seconds")) for r in merge({"new": new, "old": old})["rows"]]
-    assert found == [("a", 1, 2.0), ("a, x fused", 2, None)]
+    assert sorted(found, key=str) == [
+        ("a", 1, 2.0), ("a", 3, 5.0), ("a", 4, 4.0), ("a, x fused", 2, None), ("a, x fused", 4, 6.0)
+    ]  # fmt: skip

@@ -34,15 +34,15 @@ def merge(runs: dict[str, Row]) -> Row:
                 place[_key(row)] = n
     order = list(dict.fromkeys(_contender(row) for run in runs.values() for row in run["rows"]))
     there = {_contender(row) for run in runs.values() for row in run["rows"] if "x" in row}
-    rows = [
-        row | {"asked": run["config"]["repeats"]}
+    kept = [
+        (n, row | {"asked": run["config"]["repeats"]})
         for n, (_, run) in enumerate(ordered)
         for row in run["rows"]
         if place[_key(row)] == n and ("x" in row or _contender(row) not in there)  # not installed is without x
     ]
-    # What refused sizes in one run does not any more where it is what a later one picked for them.
-    went = {(f"{row['name']}, {row['way']}", row.get("group", ""), row["x"]) for row in rows if "way" in row}
-    rows = [row for row in rows if REFUSES not in row.get("error", "") or (*_contender(row), row.get("x")) not in went]
+    # What is picked by default is not timed once more by its own name: what has that is of an earlier run.
+    picked = {(f"{row['name']}, {row['way']}", row.get("group", ""), row["x"]): n for n, row in kept if "way" in row}
+    rows = [row for n, row in kept if n >= picked.get((*_contender(row), row.get("x")), 0)]
     rows.sort(key=lambda row: (order.index(_contender(row)), row.get("x", 0)))
     return next(iter(runs.values())) | {"rows": rows, "runs": runs}
 

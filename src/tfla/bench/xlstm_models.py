@@ -12,8 +12,14 @@ from tfla.bench.problem import Problem, Work
 Cell = Literal["tfla", "transformers", "mlstm_kernels"]
 
 
+NAMES = {"q": "query", "k": "key", "v": "value", "i": "igate", "f": "fgate"}  # of inputs, in transformers
+
+
 class KernelsCell(nn.Module):
-    """mlstm_kernels' own module behind the names that transformers has for its arguments, from a zero state."""
+    """mlstm_kernels' own module behind the names that transformers has for its arguments, from a zero state.
+
+    With the xlstm package transformers takes that one's layers, which have the names of mlstm_kernels.
+    """
 
     def __init__(self, kernel: str, chunk_size: int, dtype: str) -> None:
         super().__init__()
@@ -26,9 +32,10 @@ class KernelsCell(nn.Module):
             )
         )  # fmt: skip
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, igate: Tensor, fgate: Tensor, **_: Any) -> Any:
+    def forward(self, **given: Any) -> Any:
         # Gates in bfloat16 crash the compiler of its kernels. The state is that of a new cache, zeros: none to read.
-        return self.run(q=query, k=key, v=value, i=igate.float(), f=fgate.float())
+        x = {name: given[longer if longer in given else name] for name, longer in NAMES.items()}
+        return self.run(**x | {gate: x[gate].float() for gate in "if"})
 
 
 def model(problem: Problem, cell: Cell, blocks: int = 18, vocab_size: int = 50304, **options: Any) -> Work:

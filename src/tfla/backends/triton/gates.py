@@ -403,7 +403,7 @@ def gate_gradients(
         elif START:
             row = slot * H + h
             start = _mark_dot(C, n_start, dC_first, dn_first, row, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
-        size = H * NP * L * tiles
+        size = H.to(tl.int64) * (NP * L) * tiles
         inside = (t < length) & (h < H)
         at = (h * tiles + tile0 + t // L) * NP * L + t % L
         f = tl.load(f_gate + b * fb + (t_first + t) * ft + h * fh, mask=inside, other=0.0)
@@ -411,12 +411,14 @@ def gate_gradients(
             i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
         k = tl.zeros([HEADS, MARKS], tl.float32)
         q = tl.zeros([HEADS, MARKS], tl.float32)
-        for each in tl.static_range(PARTS):
-            for p in tl.static_range(NP):
-                k += tl.load(k_dk + each * size + at + p * L, mask=inside, other=0.0)
-                q += tl.load(q_dq + each * size + at + p * L, mask=inside, other=0.0)
+        for n in tl.range(0, PARTS * NP, loop_unroll_factor=4):  # with more of them on their way registers run out
+            each = n // NP * size + n % NP * L
+            k += tl.load(k_dk + each + at, mask=inside, other=0.0)
+            q += tl.load(q_dq + each + at, mask=inside, other=0.0)
         falls = (q - k).to(tl.float64)
         to = (first + t) * H + h
+        if INPUT_GATE:
+            tl.store(di + to, of_gate(k, i, SIGMOID_I), mask=inside)
         before = start - (tl.cumsum(falls, 1) - falls)
         end = tl.zeros([HEADS, 1], tl.float64)
         known = (part + 1) * MARKS < length
@@ -435,8 +437,6 @@ def gate_gradients(
             share = tl.arange(0, MARKS).to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)
             before -= rounding * share[None, :]
         tl.store(df + to, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
-        if INPUT_GATE:
-            tl.store(di + to, of_gate(k, i, SIGMOID_I), mask=inside)
 
 
 @triton.jit

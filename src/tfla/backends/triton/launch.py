@@ -430,7 +430,7 @@ class Call:
         self.launch(gate_kernels.gate_gradients, (*places, ceil_div(self.H, heads)),
             q_dq, k_dk, dots, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
-            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=1024 * warps // heads,
+            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=512 * warps // heads,
             BLOCK_N=power_of_two(self.K), L=self.L, HEADS=heads, DOTS=dots.shape[1],
             SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
             END=end[0] is not None, **self.gate_forms, num_warps=warps,
