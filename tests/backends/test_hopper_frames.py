@@ -1,4 +1,4 @@
-"""Which head dims the Hopper kernels take, and as which."""
+"""Which head dims the Hopper kernels take, and as which; how many programs take them."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ def test_others_are_where_half_is_theirs(dims: tuple[int, int], frame: tuple[int
 )
 def test_more_zeros_or_rows_that_are_not_aligned_are_refused(dims: tuple[int, int]) -> None:
     assert frame_of(*dims) is None
+
+
+@pytest.mark.parametrize("most", [1, 2, 33, 132])
+def test_no_fewer_programs_would_do_in_as_few_turns(most: int) -> None:
+    launch = pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
+    for count in range(1, 5 * most + 2):
+        programs, turns = launch.even(count, most), -(-count // most)
+        assert programs <= most
+        assert -(-count // programs) == turns
+        assert programs == 1 or -(-count // (programs - 1)) > turns
