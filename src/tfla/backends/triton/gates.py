@@ -411,7 +411,7 @@ def gate_gradients(
             i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
         k = tl.zeros([HEADS, MARKS], tl.float32)
         q = tl.zeros([HEADS, MARKS], tl.float32)
-        for n in tl.range(0, PARTS * NP, loop_unroll_factor=4):  # with more of them on their way registers run out
+        for n in tl.range(0, PARTS * NP, loop_unroll_factor=2):  # with more of them on their way registers run out
             each = n // NP * size + n % NP * L
             k += tl.load(k_dk + each + at, mask=inside, other=0.0)
             q += tl.load(q_dq + each + at, mask=inside, other=0.0)
