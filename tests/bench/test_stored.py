@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from tfla.bench.stored import merge
+import pytest
+
+from tfla.bench.stored import load, merge
 
 Row = dict[str, Any]
 
@@ -49,3 +53,13 @@ def test_what_is_picked_by_default_has_no_older_row_of_its_own() -> None:
     assert sorted(found, key=str) == [
         ("a", 1, 2.0), ("a", 3, 5.0), ("a", 4, 4.0), ("a, x fused", 2, None), ("a, x fused", 4, 6.0)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("suite", "floors"), [("fig4", True), ("host", False)])
+def test_floors_of_the_device_do_not_bound_the_host(suite: str, floors: bool, tmp_path: Path) -> None:
+    result = run("2026-01-01", cell("a", 1, "forward", seconds=1.0, floor_seconds=0.5, sustained_floor_seconds=0.5))
+    result["environment"]["device"] = "a GPU"
+    (tmp_path / "found.json").write_text(json.dumps(result | {"suite": suite}))
+    (row,) = load(tmp_path)["found"]["rows"]
+    assert ("floor_seconds" in row, "sustained_floor_seconds" in row) == (floors, floors)
+    assert row["seconds"] == 1.0

@@ -179,7 +179,7 @@ class Run:
         """The row with its sizes, its floor and the ratio to that."""
         problem = self.suite.problem(entry, x, self.config.device)
         row |= {key: getattr(problem, key) for key in ("B", "T", "H", "dqk", "dhv")}
-        if "error" not in row and entry.form is not None:
+        if "error" not in row and entry.form is not None and not self.suite.host:
             row |= floors(problem, entry.form, row["direction"], self.rates)
             row["ratio"] = row["seconds"] / row["floor_seconds"]
         if "moved_bytes" in row:  # what only the contender knows

@@ -9,9 +9,9 @@ from typing import Any
 from tfla.bench.gpu import NOT_RUN
 from tfla.bench.markdown import table
 from tfla.bench.options import GpuBench
-from tfla.bench.stored import REFUSES
 
 Row = dict[str, Any]
+REFUSES = "cannot run these inputs"  # in what a kernel says that has no form for them
 METHOD = """## On GPUs
 
 The setups of the paper's benchmark figures. Times are GPU times: medians of samples with a rest before each, and where

@@ -9,7 +9,6 @@ from typing import Any
 from tfla.bench.suites import SUITES
 
 Row = dict[str, Any]
-REFUSES = "cannot run these inputs"
 
 
 def _contender(row: Row) -> tuple[str, str]:
@@ -55,6 +54,8 @@ def load(folder: Path) -> dict[str, Row]:
         if result.get("suite") in SUITES:
             suite = SUITES[result["suite"]]  # as it is called and shown now
             result |= {"title": suite.title, "panels": suite.panels} | ({"note": suite.note} if suite.note else {})
+            if suite.host:
+                result["rows"] = [{key: x for key, x in row.items() if "floor" not in key} for row in result["rows"]]
             device = result["environment"]["device"]
             groups.setdefault((list(SUITES).index(result["suite"]), device), {})[path.stem] = result
     return {next(iter(runs)): merge(runs) for _, runs in sorted(groups.items())}
