@@ -56,6 +56,7 @@ from tfla.backends.hopper.parts import (
     gate_matrix,
     load_gates,
     matrices,
+    next_piece,
     of_product,
     piece,
     place,
@@ -313,8 +314,9 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
     j = gl.arange(0, L, gl.SliceLayout(0, layout))
     mine = Mine(i, j, shared.c.slice(half * HALF, HALF, 0), shared.c.slice(half * HALF, HALF, 1))
     n = 0
-    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
+    index = gl.program_id(0)
+    while index < work.pieces:
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED, True)
         tiles = (steps + L - 1) // L
         mark = ((b.to(gl.int64) * work.T + start) // walk.MARKS - 1) * work.H + h
         at = Piece(b, h, start, steps, tiles, mark)
@@ -330,6 +332,7 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
             last = state_of(index, work)
             gl.store(state_part(outer.state_out, last, half, 0), C0)
             gl.store(state_part(outer.state_out, last, half, HALF), C1)
+        index = next_piece(index)
     tma.store_wait(0)
     mbarrier.arrive(shared.free.index((n + STAGES - 1) % STAGES), count=1)
 

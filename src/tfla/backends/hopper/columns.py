@@ -51,6 +51,7 @@ from tfla.backends.hopper.parts import (
     last_stage,
     load_gates,
     matrices,
+    next_piece,
     next_stage,
     of_product,
     piece,
@@ -430,8 +431,10 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
     fence_async_shared()
     barrier()
     mbarrier.arrive(shared.ready.index(0), count=1)
-    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
+    index = gl.program_id(0)
+    while index < work.pieces:
+        # With a normaliser tiles would wait for other words instead.
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED, not walk.NORMALIZE)
         tiles = (steps + L - 1) // L
         at = Piece(index, b, h, start, steps, tiles)
         state = first_state(index, mine, outer, work, walk)
@@ -439,6 +442,7 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
             state, place_n = walk_tile(state, place_n, step, at, mine, outer, shared, work, half, walk)
         if walk.FINAL:
             leave_state(state, index, mine, outer, work, walk)
+        index = next_piece(index)
     tma.store_wait(0)
     if walk.SAVE_D or walk.DELTA:
         mbarrier.arrive(shared.free.index((place_n.s + walk.STAGES - 1) % walk.STAGES), count=1)

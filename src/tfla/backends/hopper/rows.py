@@ -52,6 +52,7 @@ from tfla.backends.hopper.parts import (
     last_stage,
     load_gates,
     matrices,
+    next_piece,
     next_stage,
     of_product,
     piece,
@@ -382,8 +383,9 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
     mbarrier.wait(shared.full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[start_weights(shared, 0, half, walk)])
     put_weights(S, shared, 0, 0, mine, half, walk)
-    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
+    index = gl.program_id(0)
+    while index < work.pieces:
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED, True)
         tiles = (steps + L - 1) // L
         mark = ((b.to(gl.int64) * work.T + start) // walk.MARKS - 1) * work.H + h
         at = Piece(b, h, start, steps, tiles, mark)
@@ -392,6 +394,7 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
             state, place_n = walk_tile(state, place_n, step, at, mine, outer, shared, work, half, walk)
         if walk.FINAL:
             leave_state(state, index, mine, outer, work, walk)
+        index = next_piece(index)
     tma.store_wait(0)
     if not walk.TRANSPOSED:
         mbarrier.arrive(shared.free.index((place_n.s + walk.STAGES - 1) % walk.STAGES), count=1)

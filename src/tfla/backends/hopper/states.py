@@ -32,6 +32,7 @@ from tfla.backends.hopper.parts import (
     coordinates,
     last_stage,
     load_gates,
+    next_piece,
     next_stage,
     of_product,
     piece,
@@ -131,8 +132,9 @@ def add_up(half: gl.constexpr, outer, shared, work, walk):
     phase = 0
     mbarrier.wait(shared.full.index(0), 0)
     B, sums = left_operand(shared, 0, half, walk)
-    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
-        _b, _h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
+    index = gl.program_id(0)
+    while index < work.pieces:
+        _b, _h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED, True)
         C0 = gl.zeros([64, 128], gl.float32, of_state)
         C1 = gl.zeros([64, 128], gl.float32, of_state)
         N = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(L)))
@@ -159,6 +161,7 @@ def add_up(half: gl.constexpr, outer, shared, work, walk):
             B = later
             mbarrier.arrive(shared.free.index(done), count=1)
         leave(C0, C1, N, total, one, state_of(index, work), row, column, outer, walk)
+        index = next_piece(index)
 
 
 @gluon.jit

@@ -59,6 +59,7 @@ from tfla.backends.hopper.parts import (
     gate_matrix,
     load_gates,
     matrices,
+    next_piece,
     next_stage,
     of_product,
     piece,
@@ -551,8 +552,9 @@ def consume(head: gl.constexpr, outer, shared, work, tiles_of_head, rings, walk)
     one = gl.arange(0, 1, gl.SliceLayout(0, of_product(walk.DV)))
     mine = Mine(i, j, rk, rl, rd, one)
     place_n = Place(0, 0, 0, 0)
-    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
-        b, hp, start, steps, tile = piece(index, work, L, walk.SEGMENTED)
+    index = gl.program_id(0)
+    while index < work.pieces:
+        b, hp, start, steps, tile = piece(index, work, L, walk.SEGMENTED, True)
         h = hp * walk.HEADS + head
         tiles = tiles_of(index, start, steps, work, L, walk.BACK, walk.SKIP)
         first = b.to(gl.int64) * work.T + start
@@ -565,6 +567,7 @@ def consume(head: gl.constexpr, outer, shared, work, tiles_of_head, rings, walk)
             state, place_n = walk_tile(state, place_n, step, at, mine, outer, shared, work, rings, head, walk)
         if walk.FINAL:
             last_state(state, index, mine, outer, work, head, walk)
+        index = next_piece(index)
     if walk.READS:
         tma.store_wait(0)
 
