@@ -242,6 +242,20 @@ def block_of(y, block: gl.constexpr, walk):
 
 
 @gluon.jit
+def put_dots(y, y2, to, half: gl.constexpr, walk):
+    """y . y2 of each step over the consumer's columns, as the diagonal of y2 y^T: with two blocks the CUDA cores take
+    longer for it alone than the tensor cores for all of it."""
+    WIDTH: gl.constexpr = 64 * walk.BLOCKS
+    y = y.reshape([walk.L, WIDTH])
+    y2 = y2.reshape([walk.L, WIDTH])
+    products = warpgroup_mma_wait(0, deps=[product(y2, y.permute((1, 0)))])
+    layout: gl.constexpr = products.type.layout
+    i = gl.expand_dims(gl.arange(0, walk.L, gl.SliceLayout(1, layout)), 1)
+    j = gl.expand_dims(gl.arange(0, walk.L, gl.SliceLayout(0, layout)), 0)
+    to.slice(half * walk.L, walk.L, 0).store(gl.sum(gl.where(i == j, products, 0.0), 1))
+
+
+@gluon.jit
 def start_output(C, z):
     """Starts C^T z^T. The state, rounded, is the left operand: to be waited for with the product."""
     A = as_left(C.to(z.dtype), z.shape[0])
@@ -346,6 +360,8 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
     t = (at.tiles - 1 - step if walk.BACK else step) * L
     carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_product(walk.DK))), 0)
     y_b = block_of(y, 0, walk)
+    if walk.DELTA and walk.BLOCKS == 2:
+        put_dots(y, shared.y2.index(2 * s + half), shared.d.index(s), half, walk)
     out, A = start_output(C, z)
     # The stage of the previous tile is free once its output has left.
     tma.store_wait(0)
@@ -353,8 +369,8 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
     weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
     out, A = warpgroup_mma_wait(0, deps=[out, A])
     y_t = y_b.load(of_out)
-    if walk.DELTA:
-        put_dot(y_t, block_of(shared.y2.index(2 * s + half), 0, walk), shared.d.index(s), half * walk.BLOCKS, L)
+    if walk.DELTA and walk.BLOCKS == 1:
+        put_dot(y_t, block_of(shared.y2.index(2 * s + half), 0, walk), shared.d.index(s), half, L)
     mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     if walk.BLOCKS == 2:
         C0 = first_block(C, out, weight, y_t, y_b, p, x, carry, shared, s, n, half, walk)
@@ -364,8 +380,6 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
         weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
         out, A = warpgroup_mma_wait(0, deps=[out, A])
         y_t = y_b.load(of_out)
-        if walk.DELTA:
-            put_dot(y_t, block_of(shared.y2.index(2 * s + half), 1, walk), shared.d.index(s), 2 * half + 1, L)
     elif walk.NORMALIZE:
         d = product(z, shared.n.index(n % 2).permute((1, 0)))
         d = warpgroup_mma_wait(0, deps=[d])
@@ -489,7 +503,8 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_of_head, GROUP, outer, work, wa
     inverse = vectors(gl.float32, 2, L) if walk.NORMALIZE else None
     d = g  # with nothing to carry anything
     if walk.NORMALIZE or walk.DELTA:
-        d = vectors(gl.float32, STAGES, (8 * walk.BLOCKS if walk.DELTA else 1) * L)
+        parts: gl.constexpr = 2 if walk.BLOCKS == 2 else 8  # of `put_dots` or `put_dot`, both consumers'
+        d = vectors(gl.float32, STAGES, (parts if walk.DELTA else 1) * L)
     consumer: gl.constexpr = OF_TWO if walk.BLOCKS == 2 else CONSUMER
     filler: gl.constexpr = BESIDE_TWO if walk.BLOCKS == 2 else FILLER
     CARRIED: gl.constexpr = OF_DELTA if walk.DELTA else (OF_D if walk.SAVE_D else NOTHING)
