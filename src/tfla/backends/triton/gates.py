@@ -66,6 +66,13 @@ def exponent(x):
 
 
 @triton.jit
+def _exp2(x):
+    """2^x in float32, of a float64 x."""
+    high = x.to(tl.float32)
+    return tl.exp2(high) * tl.exp2((x - high.to(tl.float64)).to(tl.float32))
+
+
+@triton.jit
 def of_gate(grad, x, SIGMOID: tl.constexpr):
     """The gradient of a gate x from that of its finite log-gate."""
     x = x.to(tl.float32)
@@ -176,10 +183,10 @@ def chunk_summary(
     inside = (t < length) & (h < H)
     f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED, SIGMOID_F)
     total = tl.sum(f, 1)[:, None]
-    behind = total - tl.cumsum(f, 1)
+    i = tl.zeros_like(f)
     if INPUT_GATE:
-        behind += _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, 0.0, PACKED, SIGMOID_I)
-    top = tl.max(tl.where(inside, behind, float("-inf")), 1)[:, None]
+        i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, 0.0, PACKED, SIGMOID_I)
+    top = total + tl.max(tl.where(inside, (i - tl.cumsum(f, 1)).to(tl.float32), float("-inf")), 1)[:, None]
     at = summary + (h * slots + slot).to(tl.int64) * 2
     tl.store(at, total, mask=h < H)
     tl.store(at + 1, top, mask=h < H)
@@ -230,8 +237,9 @@ def chunk_gates(
         m_start = _max_before(summary, m_start, h, H, slot0, slot, slots, 128)
         # m less the sum of log_f since the chunk's start, and that of the step before.
         b = tl.cumsum(f, 1)
-        before = tl.full([HEADS, CHUNK], float("-inf"), tl.float64)
-        before, upto = tl.associative_scan((before, i - b), 1, _max_with_before)
+        # Any max state is as good as that in float64, if it is the same in all that follows and in the next chunk.
+        before = tl.full([HEADS, CHUNK], float("-inf"), tl.float32)
+        before, upto = tl.associative_scan((before, (i - b).to(tl.float32)), 1, _max_with_before)
         m = b + tl.maximum(m_start, upto)
         # The state leaves with m in float32, so that is the m to scale it by.
         last = (t == length - 1) & (h < H)
@@ -242,7 +250,7 @@ def chunk_gates(
         i = tl.where(inside, i - m, -1e9)
         at = out + ((h.to(tl.int64) * tiles + tile0 + (t - start) // L) * VECTORS + FLOOR) * L + t % L
         held = (t < tl.cdiv(length, L) * L) & (h < H)
-        floor = tl.minimum(tl.maximum(tl.exp(-m).to(tl.float32), TINY), HUGE)
+        floor = tl.minimum(tl.maximum(_exp2(m * -LOG2E), TINY), HUGE)
         if FOLD:
             active = inside & (tl.abs(den) > floor)
             tl.store(at, tl.where(active, tl.where(den > 0, -1.0, 1.0), 0.0), mask=held)
