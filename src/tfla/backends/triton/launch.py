@@ -105,11 +105,10 @@ def plan_of(dqk: int, dhv: int, itemsize: int, products: str, architecture: int)
     split = max(16, min(V, most, elements // K))
     blocks = 2 if itemsize == 2 and split > 64 and aligned else 1
     columns = Tiles(split, split // blocks, blocks, 4 if most == 32 else 8, 2)
-    blocks = 2 if (256 if architecture == 100 else 64) < V and aligned else 1
-    split = max(16, min(K, most, elements // (2 if architecture == 120 else 1) // V))
-    # Without MMAs eight warps of two blocks hold the same operands twice, and spill 500 bytes.
-    warps = 4 if itemsize == 4 and products == "ieee" and blocks == 2 else 8
-    return Plan(L, columns, Tiles(split, V // blocks, blocks, warps, 1), False, False)
+    blocks = 2 if (256 if architecture == 100 and itemsize == 2 else 64) < V and aligned else 1
+    few = products == "ieee" and itemsize == 4 and V == 256 and aligned  # more warps would hold operands twice, spilled
+    split = max(16, min(K, most, elements // (2 if architecture == 120 and not few else 1) // V))
+    return Plan(L, columns, Tiles(split, V // blocks, blocks, 4 if few else 8, 1), False, False)
 
 
 def float32_products() -> str:
