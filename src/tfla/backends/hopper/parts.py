@@ -76,7 +76,10 @@ def next_piece(index):
 
 @gluon.jit
 def piece(index, work, L: gl.constexpr, SEGMENTED: gl.constexpr, ANEW: gl.constexpr = False):
-    """The index-th piece of work: batch row, head, first step, how many steps, its first tile of those of a head."""
+    """The index-th piece of work: batch row, head, first step, how many steps, its first tile of those of a head.
+
+    ANEW: of numbers that :func:`anew` has read.
+    """
     T, H, length = work.T, work.H, work.length
     if ANEW:
         T, H, length = anew(T), anew(H), anew(length)
