@@ -1,10 +1,10 @@
 """Gate kernels: the max state, the decays inside tiles, the denominator folded into them, the gradients of the gates.
 
 With F_t = log_f_t + m_{t-1} - m_t and I_t = log_i_t - m_t, (6) and (7), the stabilised operator is one without max
-state, so the walks of :mod:`.walk` know none. Both are at most 0: what is below CLOSED is zero in float32 however the
-rest adds up. Sums are float64, exponents base 2. Gate vectors are (H, tiles, VECTORS, L) float32: the tiles of all
-sequences in a row, the last of each filled up with steps that weigh nothing, so that walks need no masks and one
-address.
+state, so the walks of :mod:`.walk` know none. Both are at most 0, but for the rounding of m, which is float32's: what
+is below CLOSED is zero in float32 however the rest adds up. Sums are float64, exponents base 2. Gate vectors are (H,
+tiles, VECTORS, L) float32: the tiles of all sequences in a row, the last of each filled up with steps that weigh
+nothing, so that walks need no masks and one address.
 """
 
 import triton
