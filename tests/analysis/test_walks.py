@@ -35,7 +35,7 @@ class Counter:
         dot, load, store = Builder.create_dot, Builder.create_masked_load, Builder.create_masked_store
 
         def count_dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
-            self.flops += 2 * a.data.shape[0] * a.data.shape[1] * b.data.shape[1]
+            self.flops += 2 * a.data.size * b.data.shape[-1]
             return dot(builder, a, b, *rest)
 
         def count_load(builder: Any, at: Any, mask: Any, *rest: Any) -> Any:

@@ -46,8 +46,8 @@ class Plan:
     L: int  # steps of a tile
     columns: Tiles
     rows: Tiles
-    descriptors: bool  # tiles go by tensor descriptors, where strides allow it
-    lean: bool
+    descriptors: bool  # tiles of other walks than rows go by tensor descriptors, where strides allow it
+    lean: bool  # rows as Hopper's MMAs like them, their tiles by descriptors, too
     together: int = 1  # programs of a walk that a multiprocessor takes at once
     plain_rows: Tiles | None = None  # instead of rows where no normaliser takes registers
 
@@ -105,10 +105,10 @@ def plan_of(dqk: int, dhv: int, itemsize: int, products: str, architecture: int)
     split = max(16, min(V, most, elements // K))
     blocks = 2 if itemsize == 2 and split > 64 and aligned else 1
     columns = Tiles(split, split // blocks, blocks, 4 if most == 32 else 8, 2)
-    blocks = 2 if (256 if architecture == 100 and itemsize == 2 else 64) < V and aligned else 1
-    few = products == "ieee" and itemsize == 4 and V == 256 and aligned  # more warps would hold operands twice, spilled
-    split = max(16, min(K, most, elements // (2 if architecture == 120 and not few else 1) // V))
-    return Plan(L, columns, Tiles(split, V // blocks, blocks, 4 if few else 8, 1), False, False)
+    blocks = 2 if (512 if architecture == 100 and itemsize == 2 else 64) < V and aligned else 1
+    split = max(16, min(K, most, elements // (2 if architecture == 120 and itemsize == 2 else 1) // V))
+    rows = Tiles(split, V // blocks, blocks, 8, 1)
+    return Plan(L, columns, rows, architecture == 90 and itemsize == 2 and K <= 256, False)
 
 
 def float32_products() -> str:
@@ -384,7 +384,7 @@ class Call:
             DK=self.K, DV=self.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, NP=each, BACK=back,
             NORMALIZE=self.spec.normalize, DELTA=delta, PACKED=self.packed, SEGMENTED=self.segmented,
             STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
-            PRECISION=self.precision, TMA=self.plan.descriptors and _describable(x, y, z, w, out), STAGES=tiles.stages,
+            PRECISION=self.precision, TMA=self.plan.lean and _describable(x, y, z, w, out), STAGES=tiles.stages,
             LEAN=self.plan.lean, MARKS=self.marks, num_warps=tiles.warps, tunable=True,
         )  # fmt: skip
         return sums, marks, n_marks
@@ -431,7 +431,7 @@ class Call:
         self.launch(gate_kernels.gate_gradients, (*places, ceil_div(self.H, heads)),
             q_dq, k_dk, dots, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
-            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=512 * warps // heads,
+            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=256 * warps // heads,
             BLOCK_N=power_of_two(self.K), L=self.L, HEADS=heads, DOTS=dots.shape[1],
             SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
             END=end[0] is not None, **self.gate_forms, num_warps=warps,

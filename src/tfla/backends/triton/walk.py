@@ -19,6 +19,8 @@ The state is two blocks of columns, S0 and S1, where it is wide (BLOCKS = 2): ea
 registers, and the output is made transposed. Gates are loaded just before their use: registers are what is scarce.
 """
 
+import inspect
+
 import triton
 import triton.language as tl
 
@@ -31,12 +33,23 @@ from tfla.backends.triton.gates import (
     INTER,
     ROW,
     ROW_LOW,
+    TINY,
     UPDATE,
     VECTORS,
     first_tile,
     locate,
     segment,
 )
+
+PIECE = tl.constexpr(64)
+
+
+def as_far_as_known(kernel):
+    """Loops of walks leave invariants in the loop: what addresses are made of takes fewer registers than they do. Not
+    in float32, without MMAs. Triton before 3.5 knows no disable_licm."""
+    if isinstance(kernel, triton.JITFunction) and "disable_licm" not in inspect.signature(tl.range).parameters:
+        kernel._unsafe_update_src(kernel.src.replace(", disable_licm=not EXACT", ""))
+    return kernel
 
 
 @triton.jit
@@ -87,6 +100,37 @@ def tiles_to_walk(
 
 
 @triton.jit
+def product(a, b, PRECISION: tl.constexpr):
+    """a b. IEEE float32 has no MMAs: a thread takes whole rows and columns to registers, so PIECE of each at a time."""
+    M: tl.constexpr = a.shape[0]
+    K: tl.constexpr = a.shape[1]
+    N: tl.constexpr = b.shape[1]
+    if PRECISION == "ieee" and K > PIECE:
+        a = tl.permute(tl.reshape(a, (M, K // PIECE, PIECE)), (1, 0, 2))
+        return tl.sum(tl.dot(a, tl.reshape(b, (K // PIECE, PIECE, N)), input_precision=PRECISION), 0)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def in_two(w, place, dtype: tl.constexpr):
+    """w, (L,), as a (16, L) operand that keeps its digits: at place 0 rounded to `dtype`, at 1 what that cut off."""
+    high = w.to(dtype)
+    low = (w - high).to(dtype)
+    return tl.where(place == 0, high[None, :], tl.where(place == 1, low[None, :], 0.0)).to(dtype)
+
+
+@triton.jit
+def in_range(w, dtype: tl.constexpr, DELTA: tl.constexpr):
+    """w, and 1; what delta makes of weights float16 may not hold, so that of those w over the largest, and that."""
+    if DELTA and dtype == tl.float16:
+        top = tl.maximum(tl.max(tl.abs(w), 0), TINY)
+        return w / top, top
+    else:
+        return w, 1.0
+
+
+@triton.jit
 def weights(gate, r, L: tl.constexpr, BACK: tl.constexpr, EXACT: tl.constexpr):
     """The gate matrix as [update, read]: zero where the reading step does not see the update."""
     update: tl.constexpr = ROW if BACK else COLUMN
@@ -126,6 +170,7 @@ def read(p):
     return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [p], dtype=tl.float32, is_pure=True, pack=1)
 
 
+@as_far_as_known
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def columns(
     X, Y, Z, Out, gates, cu, state_in, state_out, decays,
@@ -164,7 +209,7 @@ def columns(
     r = tl.arange(0, L)
     tiles = tiles_to_walk(cu, sequences, T, slot, length, steps, L, BACK, PACKED, SKIP)
     total = 1.0
-    for step in tl.range(0, tiles, num_stages=STAGES):
+    for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
         t = (tiles - 1 - step if BACK else step) * L
         gate = gates + t * VECTORS
         x = load_tile(x_at, t, 0, steps, DK, xt, L, BK, TMA)
@@ -177,17 +222,17 @@ def columns(
         wx = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
         x_up = (x * wx[:, None]).to(x.dtype)
         if OUTPUT:
-            P = tl.dot(x, tl.trans(z), input_precision=PRECISION)
+            P = product(x, tl.trans(z), PRECISION)
             P = P * weights(gate, r, L, BACK, EXACT)
             if NEGATIVE:
                 P = -P
             P = P.to(x.dtype)
-            out = tl.dot(S0.to(x.dtype), tl.trans(z), input_precision=PRECISION)
+            out = product(S0.to(x.dtype), tl.trans(z), PRECISION)
             wz = tl.load(gate + (UPDATE if BACK else INTER) * L + r)
             out = tl.dot(tl.trans(y0), P, out * wz[None, :], input_precision=PRECISION)
             store_tile(o_at, tl.trans(out).to(x.dtype), t, col, steps, DV, ot, L, BV, TMA)
             if BLOCKS == 2:
-                out = tl.dot(S1.to(x.dtype), tl.trans(z), input_precision=PRECISION)
+                out = product(S1.to(x.dtype), tl.trans(z), PRECISION)
                 out = tl.dot(tl.trans(y1), P, out * wz[None, :], input_precision=PRECISION)
                 store_tile(o_at, tl.trans(out).to(x.dtype), t, col + BV, steps, DV, ot, L, BV, TMA)
         else:
@@ -209,6 +254,7 @@ def put_mark(marks, at, S, rk, rv, DK: tl.constexpr, DV: tl.constexpr):
     tl.store(marks + (at + rk[:, None]) * DV + rv[None, :], S.to(marks.dtype.element_ty), mask=inside)
 
 
+@as_far_as_known
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def rows(
     X, Y, Z, W, Out, gates, cu, w_out, state_in, state_out, n_in, n_out, marks, n_marks,
@@ -260,8 +306,9 @@ def rows(
     r = tl.arange(0, L)
     rp = tl.arange(0, NP)
     tiles = tl.cdiv(steps, L).to(tl.int32)
-    for step in tl.range(0, tiles, num_stages=STAGES):
-        t = (tiles - 1 - step if BACK else step) * L
+    for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
+        # T is never less, but a step that no loop optimiser sees through needs no registers of its own in each address.
+        t = tl.minimum((tiles - 1 - step if BACK else step) * L, T)
         gate = gates + t * VECTORS
         x = load_tile(x_at, t, col, steps, DK, xt, L, BK, TMA)
         y0 = load_tile(y_at, t, 0, steps, DV, yt, L, BV, TMA)
@@ -281,9 +328,9 @@ def rows(
         else:
             wx = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
         x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)
-        P = tl.dot(y0, tl.trans(z0), input_precision=PRECISION)
+        P = product(y0, tl.trans(z0), PRECISION)
         if BLOCKS == 2:
-            P = tl.dot(y1, tl.trans(z1), P, input_precision=PRECISION)
+            P += product(y1, tl.trans(z1), PRECISION)
         if DELTA:
             if BACK:
                 P += tl.load(gate + DELTA_P * L + r)[:, None]
@@ -293,9 +340,9 @@ def rows(
         if NEGATIVE:
             P = -P
         P = P.to(x.dtype)
-        out = tl.dot(S0.to(x.dtype), tl.trans(z0), input_precision=PRECISION)
+        out = product(S0.to(x.dtype), tl.trans(z0), PRECISION)
         if BLOCKS == 2:
-            out = tl.dot(S1.to(x.dtype), tl.trans(z1), out, input_precision=PRECISION)
+            out += product(S1.to(x.dtype), tl.trans(z1), PRECISION)
         if NORMALIZE:
             n = tl.sum(N, 1)
             before = t + L if BACK else t
@@ -315,19 +362,13 @@ def rows(
         tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
         if NORMALIZE:
             N = N * decay
-            if BACK and DELTA and x.dtype == tl.float16:  # which loses what delta makes of small weights
-                dd = tl.load(gate + DELTA_P * L + r) * tl.load(gate + INTER * L + r)
-                added = tl.sum(tl.trans(x).to(tl.float32) * dd[None, :], 1)
-                N += tl.where(rc[None, :] == 0, added[:, None], 0.0)
-            elif DELTA or not BACK:
+            if DELTA or not BACK:
+                wn = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
                 if BACK:
-                    dd = tl.load(gate + DELTA_P * L + r)
-                    high = dd.to(x.dtype)
-                    low = (dd - high).to(x.dtype)
-                    ones = tl.where(rc[:, None] == 0, high[None, :], tl.where(rc[:, None] == 1, low[None, :], 0.0))
-                else:
-                    ones = tl.where(rc[:, None] + r[None, :] * 0 == 0, 1.0, 0.0)
-                N = tl.dot(x_up, tl.trans(ones.to(x.dtype)), N, input_precision=PRECISION)
+                    wn *= tl.load(gate + DELTA_P * L + r)
+                wn, top = in_range(wn, x.dtype, BACK)
+                W_n = tl.trans(in_two(wn, rc[:, None], x.dtype))
+                N += top * tl.dot(tl.trans(x), W_n, input_precision=PRECISION)
         S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
@@ -378,6 +419,7 @@ def denominators(
         divide(gate, r, tl.load(gate + INTER * L + r), d, L, EXACT)
 
 
+@as_far_as_known
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def normaliser(
     X, Z, gates, cu, parts, d_out, n_in, n_out, sequences, T, tiles_of_head, H, GROUP, length, xb, xt, xh, zb, zt, zh,
@@ -413,7 +455,7 @@ def normaliser(
     r = tl.arange(0, L)
     total = 1.0
     tiles = tiles_to_walk(cu, sequences, T, slot, length, steps, L, BACK, PACKED, SKIP)
-    for step in tl.range(0, tiles, num_stages=STAGES):
+    for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
         t = (tiles - 1 - step if BACK else step) * L
         gate = gates + t * VECTORS
         x = load_tile(x_at, t, k0, steps, DK, xt, L, BK, TMA)
@@ -440,13 +482,8 @@ def normaliser(
         N = N * decay
         if DECAYS:
             total *= decay
-        if DELTA and x.dtype == tl.float16:
-            N += tl.where(row == 0, tl.sum(x.to(tl.float32) * wx[:, None], 0)[None, :], 0.0)
-        else:
-            high = wx.to(x.dtype)
-            low = (wx - high).to(x.dtype)
-            W = tl.where(row % 8 == 0, high[None, :], tl.where(row % 8 == 1, low[None, :], 0.0)).to(x.dtype)
-            N = tl.dot(W, x, N, input_precision=PRECISION)
+        wx, top = in_range(wx, x.dtype, DELTA)
+        N += top * tl.dot(in_two(wx, row % 8, x.dtype), x, input_precision=PRECISION)
     if FINAL:
         tl.store(n_out + n_at, tl.sum(tl.where(row < 8, N, 0.0), 0), mask=rk < DN)
     if DECAYS:
