@@ -104,9 +104,14 @@ def plan_of(dqk: int, dhv: int, itemsize: int, products: str, architecture: int)
     most = 32 if products in ("tf32", "tf32x3") and itemsize == 4 else 512  # MMAs of four warps misread 16 columns
     split = max(16, min(V, most, elements // K))
     blocks = 2 if itemsize == 2 and split > 64 and aligned else 1
-    columns = Tiles(split, split // blocks, blocks, 4 if most == 32 else 8, 2)
+    # Keys of which shared memory holds two tiles.
+    widest = 512 if itemsize == 2 else 256 if architecture in (80, 90) else 128
+    stages = 2 if widest >= K else 1
+    columns = Tiles(split, split // blocks, blocks, 4 if most == 32 else 8, stages)
     blocks = 2 if (512 if architecture == 100 and itemsize == 2 else 64) < V and aligned else 1
-    split = max(16, min(K, most, elements // (2 if architecture == 120 and itemsize == 2 else 1) // V))
+    least = 32 if products == "ieee" and itemsize == 4 else 16  # keys, for threads of eight warps to share
+    elements //= 2 if architecture == 120 and itemsize == 2 else 1
+    split = max(16, min(K, most, max(least, elements // V)))
     rows = Tiles(split, V // blocks, blocks, 8, 1)
     return Plan(L, columns, rows, architecture == 90 and itemsize == 2 and K <= 256, False)
 
@@ -314,7 +319,7 @@ class Call:
         self, x: Tensor, z: Tensor, gates: Tensor, n: Tensor | None, final: Tensor | None, d: Tensor | None
     ) -> None:
         """Divides the gate matrix by them. Whole sequences are cut where they leave most multiprocessors idle."""
-        programs, available = self.B * self.H * ceil_div(self.K, WIDEST_WALK), processors(z.device)
+        programs, available = self.B * self.H * self.parts_of_n(), processors(z.device)
         if self.segmented or (self.packed and 2 * programs > available):
             self.normaliser(x, z, gates, False, n, final, d)
             return
@@ -330,6 +335,10 @@ class Call:
         ends = None if final is None else self.new(segments, self.H, self.K)  # which nobody reads
         self.normaliser(x, z, gates, False, starts, ends, d, steps=steps)
 
+    def parts_of_n(self) -> int:
+        """Programs that share one; float32 takes twice the shared memory."""
+        return ceil_div(self.K, WIDEST_WALK // 2 if self.exact else WIDEST_WALK)
+
     def normaliser(
         self, x: Tensor, z: Tensor, gates: Tensor, back: bool, n: Tensor | None, final: Tensor | None,
         d: Tensor | None = None, output: bool = True, skip: bool = False, steps: int = 0, decays: Tensor | None = None,
@@ -337,9 +346,11 @@ class Call:
         """Divides the gate matrix by the denominators; walking back or without output only the final n, and the decays
         over segments. Those are of `steps`, or as others."""
         segmented, segments = (True, self.slots(steps)) if steps else (self.segmented, self.segments)
-        stages = (3 if self.K <= 256 else 1) if self.plan.descriptors else 2  # what shared memory holds
+        stages = 1 if self.exact else 2  # what registers and shared memory hold
+        if self.plan.descriptors:
+            stages = 3 if self.K <= 256 else 1
         most = 128 if output and not self.plan.descriptors else 256  # keys for which four warps have registers
-        pieces = ceil_div(self.K, WIDEST_WALK)
+        pieces = self.parts_of_n()
         parts = self.new(pieces, self.H, self.tiles, self.L) if output and pieces > 1 else gates
         self.launch(walk.normaliser, (segments * self.H, pieces),
             x, z, gates, self.cu, parts if decays is None else decays, gates if d is None else d,

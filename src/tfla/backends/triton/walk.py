@@ -41,8 +41,6 @@ from tfla.backends.triton.gates import (
     segment,
 )
 
-PIECE = tl.constexpr(64)
-
 
 def as_far_as_known(kernel):
     """Loops of walks leave invariants in the loop: what addresses are made of takes fewer registers than they do. Not
@@ -101,10 +99,11 @@ def tiles_to_walk(
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
-    """a b. IEEE float32 has no MMAs: a thread takes whole rows and columns to registers, so PIECE of each at a time."""
+    """a b. IEEE float32 has no MMAs: threads take whole rows and columns to registers, so a piece of each at a time."""
     M: tl.constexpr = a.shape[0]
     K: tl.constexpr = a.shape[1]
     N: tl.constexpr = b.shape[1]
+    PIECE: tl.constexpr = 64 if K <= 256 else 32
     if PRECISION == "ieee" and K > PIECE:
         a = tl.permute(tl.reshape(a, (M, K // PIECE, PIECE)), (1, 0, 2))
         return tl.sum(tl.dot(a, tl.reshape(b, (K // PIECE, PIECE, N)), input_precision=PRECISION), 0)
@@ -470,7 +469,7 @@ def normaliser(
                 P = -P
             high = N.to(x.dtype)
             low = (N - high).to(x.dtype)
-            read_n = tl.dot(z, tl.trans(tl.where(row < 8, high, low)), input_precision=PRECISION)
+            read_n = product(z, tl.trans(tl.where(row < 8, high, low)), PRECISION)
             d = tl.sum(P, 1) + tl.sum(read_n, 1) * inter
             if BK < DN:
                 tl.store(parts + ((tl.program_id(1) * H + h).to(tl.int64) * tiles_of_head + tile0) * L + t + r, d)
