@@ -1,13 +1,16 @@
-"""The Hopper backend at the sizes it takes, which are too large for the operator's general suite."""
+"""The Hopper backend at the sizes it takes, which are too large for the operator's general suite; on a Hopper GPU, or
+with what Triton's interpreter runs on the CPU, where the simulator has its kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from cases import (
     FORMS,
+    INTERPRETED,
     TOLERANCE,
     Problem,
     Way,
@@ -26,15 +29,33 @@ import tfla
 from tfla.backends import BACKENDS, known
 from tfla.backends.hopper import NARROW
 
-pytestmark = [
+on_hopper = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
     ),
 ]
+pytestmark = [] if INTERPRETED else on_hopper
+if INTERPRETED:
+    pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
 
-WAY = Way("hopper", "fused", "cuda")
-LOW = [torch.bfloat16, torch.float16]
+WAY = Way("hopper", "fused", "cpu" if INTERPRETED else "cuda")
+LOW = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
+MOSTLY = LOW[0]
+MANY = 3 if INTERPRETED else 50  # heads
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulation() -> Iterator[None]:
+    if not INTERPRETED:
+        yield
+        return
+    from gluon_simulator.hopper import on_cpu
+
+    with on_cpu():
+        yield
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "one step": {"T": 1},
     "a tile": {"T": 64},
@@ -42,10 +63,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a step less than a tile": {"T": 63},
     "several tiles": {"T": 300, "B": 1, "H": 1, "Hq": 1},
     "narrow values": {"V": 128, "T": 130},
-    "more heads than multiprocessors": {"B": 3, "H": 50, "Hq": 50, "T": 70},
+    "more heads than multiprocessors": {"B": 3, "H": MANY, "Hq": MANY, "T": 70},
     "grouped heads": {"H": 6, "Hq": 2},
 }
 FILLED = [(32, 32), (40, 56), (64, 96), (72, 40), (96, 96), (96, 192), (64, 256), (192, 160), (160, 320)]
+SMALL: dict[str, tuple[dict[str, Any], int | None]] = {  # with chunk sizes: each kernel, and what it has parts for
+    "128 x 256": ({"T": 130, "Hq": 1}, None),
+    "128 x 128": ({"T": 330, "V": 128, "Hq": 1, "carried": False}, None),
+    "64 x 64": ({"T": 330, "K": 64, "V": 64, "H": 4}, None),
+    "64 x 128": ({"K": 64, "V": 128}, None),
+    "128 x 64": ({"V": 64, "carried": False}, None),
+    "256 x 256": ({"T": 70, "K": 256, "H": 1, "Hq": 1}, None),
+    "128 x 512": ({"T": 70, "V": 512, "H": 1, "Hq": 1}, None),
+    "filled up": ({"T": 70, "K": 96, "V": 192}, None),
+    "segments": ({"T": 200}, 64),
+    "segments of 128 x 128": ({"T": 200, "V": 128, "carried": False}, 64),
+    "segments of 64 x 64": ({"T": 200, "K": 64, "V": 64}, 64),
+    "packed": ({"lengths": (1, 63, 0, 64, 130), "Hq": 1}, None),
+    "packed segments": ({"lengths": (0, 130, 1, 65), "H": 1, "Hq": 1}, 64),
+    "packed segments of 64 x 64": ({"lengths": (65, 0, 130), "K": 64, "V": 64, "carried": False}, 64),
+}
 PACKED: dict[str, tuple[int, ...]] = {
     "around a tile": (1, 63, 64, 65, 130),
     "empty": (0, 70, 0, 0, 5, 0),
@@ -68,6 +105,29 @@ def wide(form: str, **sizes: Any) -> Problem:
     return problem(form, **{"K": 128, "V": 256, "T": 150, **sizes})
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("sizes", "chunk_size"), SMALL.values(), ids=SMALL.keys())
+def test_small(form: str, sizes: dict[str, Any], chunk_size: int | None) -> None:
+    check(wide(form, **{"B": 1, "dtype": MOSTLY, **sizes}), chunk_size=chunk_size)
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="the simulator's order is meant")
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 256)])
+def test_same_bits_in_whatever_order(form: str, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gluon_simulator import language
+
+    p = wide(form, dtype=MOSTLY, T=130, B=1, K=K, V=V)
+    runs = []
+    for seed in range(3):
+        monkeypatch.setattr(language, "SEED", seed)
+        runs.append(solve(p, WAY))
+    for found in runs[1:]:
+        assert all(torch.equal(x, runs[0][name]) for name, x in found.items())
+
+
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("carried", [True, False], ids=["carried", "from zero"])
@@ -81,7 +141,7 @@ def test_shapes(form: str, carried: bool, shape: dict[str, Any], dtype: torch.dt
 @pytest.mark.parametrize("chunk_size", [1, 64, 100, 192])
 @pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 256), (256, 512)])
 def test_segments(form: str, chunk_size: int, K: int, V: int) -> None:
-    p = wide(form, dtype=torch.bfloat16, T=333, B=1, K=K, V=V)
+    p = wide(form, dtype=MOSTLY, T=333, B=1, K=K, V=V)
     check(p, chunk_size=chunk_size)
 
 
@@ -89,7 +149,7 @@ def test_segments(form: str, chunk_size: int, K: int, V: int) -> None:
 @pytest.mark.parametrize("carried", [True, False], ids=["carried", "from zero"])
 @pytest.mark.parametrize("lengths", PACKED.values(), ids=PACKED.keys())
 def test_packed(form: str, carried: bool, lengths: tuple[int, ...]) -> None:
-    check(wide(form, dtype=torch.bfloat16, carried=carried, lengths=lengths, Hq=1))
+    check(wide(form, dtype=MOSTLY, carried=carried, lengths=lengths, Hq=1))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -113,7 +173,7 @@ def test_programs_with_many_packed_sequences(
     known.forget()
     try:
         lengths = (5, 0, 70, 0, 128, 1, 0, 33, 64, 200)
-        check(wide(form, dtype=torch.bfloat16, carried=carried, lengths=lengths, Hq=1, K=K, V=V))
+        check(wide(form, dtype=MOSTLY, carried=carried, lengths=lengths, Hq=1, K=K, V=V))
     finally:
         known.forget()
 
@@ -123,9 +183,7 @@ def test_programs_with_many_packed_sequences(
 @pytest.mark.parametrize("changed", [0, 1, 2])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_nothing_leaks_into_neighbours(form: str, changed: int, value: float, chunk_size: int | None) -> None:
-    check_nothing_leaks(
-        wide(form, dtype=torch.bfloat16, lengths=(20, 90, 70)), WAY, changed, value, chunk_size=chunk_size
-    )
+    check_nothing_leaks(wide(form, dtype=MOSTLY, lengths=(20, 90, 70)), WAY, changed, value, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
@@ -134,18 +192,18 @@ def test_marks_of_packed_sequences(form: str, V: int, monkeypatch: pytest.Monkey
     from tfla.backends.triton import marks
 
     monkeypatch.setattr(marks, "APART", {2: 128})
-    check(wide(form, dtype=torch.bfloat16, lengths=(300, 70, 129, 0, 128), H=1, Hq=1, V=V))
+    check(wide(form, dtype=MOSTLY, lengths=(300, 70, 129, 0, 128), H=1, Hq=1, V=V))
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_stored_states_of_lower_precision(form: str) -> None:
-    p = wide(form, dtype=torch.bfloat16, T=333, B=1, f_mean=5.0)
-    check(p, chunk_size=64, store_dtype=torch.bfloat16)
+    p = wide(form, dtype=MOSTLY, T=333, B=1, f_mean=5.0)
+    check(p, chunk_size=64, store_dtype=MOSTLY)
 
 
 @pytest.mark.parametrize("form", ["exp", "normalized"])
 def test_paper_convention(form: str) -> None:
-    p = wide(form, dtype=torch.bfloat16).but(normalizer_grad=False)
+    p = wide(form, dtype=MOSTLY).but(normalizer_grad=False)
     check(p)
 
 
@@ -153,18 +211,18 @@ def test_paper_convention(form: str) -> None:
 @pytest.mark.parametrize("scale", [-0.1, 0.0])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 256)])
 def test_scale(form: str, scale: float, K: int, V: int) -> None:
-    check(wide(form, dtype=torch.bfloat16, K=K, V=V).but(scale=scale))
+    check(wide(form, dtype=MOSTLY, K=K, V=V).but(scale=scale))
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("i_mean", "f_mean"), [(-8.0, 8.0), (6.0, -3.0), (0.0, 12.0)])
 def test_gate_regimes(form: str, i_mean: float, f_mean: float) -> None:
-    p = wide(form, dtype=torch.bfloat16, i_mean=i_mean, f_mean=f_mean, positive_qk=form == "exp", T=200)
+    p = wide(form, dtype=MOSTLY, i_mean=i_mean, f_mean=f_mean, positive_qk=form == "exp", T=200)
     check(p)
 
 
 def test_resets_and_nan_stay_where_they_are() -> None:
-    p = wide("sigmoid", dtype=torch.bfloat16, B=3, T=130, carried=False)
+    p = wide("sigmoid", dtype=MOSTLY, B=3, T=130, carried=False)
     f = p.f.clone()
     f[:, 70] = -1e4
     p.v[1, 40] = torch.nan
@@ -175,6 +233,7 @@ def test_resets_and_nan_stay_where_they_are() -> None:
     assert error(h[[0, 2], 70:], tail[[0, 2]]) <= TOLERANCE[p.dtype]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="would take hours")
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(
     ("K", "V", "B", "H"), [
@@ -184,7 +243,7 @@ def test_resets_and_nan_stay_where_they_are() -> None:
 )  # fmt: skip
 def test_same_bits_every_time(form: str, K: int, V: int, B: int, H: int) -> None:
     """Also where every multiprocessor has one head after another, and what programs wait for takes longest."""
-    p = wide(form, dtype=torch.bfloat16, B=B, H=H, Hq=H, T=500, K=K, V=V)
+    p = wide(form, dtype=MOSTLY, B=B, H=H, Hq=H, T=500, K=K, V=V)
     leaves = leaves_on(WAY, p)
     runs = []
     for _ in range(20):
@@ -200,7 +259,7 @@ def test_same_bits_every_time(form: str, K: int, V: int, B: int, H: int) -> None
     ("K", "V"), [(128, 512), (256, 256), (256, 512), (384, 640), (512, 128), (512, 512), (1024, 1024)]
 )
 def test_wide_states(form: str, K: int, V: int) -> None:
-    check(wide(form, dtype=torch.bfloat16, K=K, V=V, Hq=1, T=200))
+    check(wide(form, dtype=MOSTLY, K=K, V=V, Hq=1, T=200))
     check(wide(form, dtype=torch.float16, K=K, V=V, T=100, carried=False))
 
 
@@ -209,11 +268,11 @@ def test_wide_states(form: str, K: int, V: int) -> None:
 @pytest.mark.parametrize("group", [1, 2, 3])
 def test_narrow_heads(form: str, K: int, V: int, group: int) -> None:
     sizes = {"K": K, "V": V, "H": 2 * group, "Hq": 2}
-    check(wide(form, dtype=torch.bfloat16, T=200, **sizes))
-    check(wide(form, dtype=torch.bfloat16, T=333, carried=False, **sizes), chunk_size=100)
+    check(wide(form, dtype=MOSTLY, T=200, **sizes))
+    check(wide(form, dtype=MOSTLY, T=333, carried=False, **sizes), chunk_size=100)
     check(wide(form, dtype=torch.float16, T=63, **sizes))
-    check(wide(form, dtype=torch.bfloat16, lengths=(0, 130, 1, 64), **sizes))
-    check(wide(form, dtype=torch.bfloat16, lengths=(65, 0, 200), carried=False, **sizes), chunk_size=64)
+    check(wide(form, dtype=MOSTLY, lengths=(0, 130, 1, 64), **sizes))
+    check(wide(form, dtype=MOSTLY, lengths=(65, 0, 200), carried=False, **sizes), chunk_size=64)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -221,18 +280,18 @@ def test_narrow_heads(form: str, K: int, V: int, group: int) -> None:
 def test_filled_heads(form: str, K: int, V: int) -> None:
     """Head dims between those of the kernels."""
     sizes = {"K": K, "V": V, "H": 4, "Hq": 2}
-    check(wide(form, dtype=torch.bfloat16, T=200, **sizes))
-    check(wide(form, dtype=torch.bfloat16, T=333, B=1, carried=False, **sizes), chunk_size=100)
+    check(wide(form, dtype=MOSTLY, T=200, **sizes))
+    check(wide(form, dtype=MOSTLY, T=333, B=1, carried=False, **sizes), chunk_size=100)
     check(wide(form, dtype=torch.float16, T=130, B=1, **sizes), chunk_size=64)
-    check(wide(form, dtype=torch.bfloat16, lengths=(0, 130, 1, 64), **sizes))
-    check(wide(form, dtype=torch.bfloat16, lengths=(65, 0, 200), carried=False, **sizes), chunk_size=64)
+    check(wide(form, dtype=MOSTLY, lengths=(0, 130, 1, 64), **sizes))
+    check(wide(form, dtype=MOSTLY, lengths=(65, 0, 200), carried=False, **sizes), chunk_size=64)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("form", ["exp", "plain"])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
 def test_shapes_of_narrow_heads(form: str, shape: dict[str, Any], K: int, V: int) -> None:
-    check(wide(form, dtype=torch.bfloat16, **{**shape, "K": K, "V": V}))
+    check(wide(form, dtype=MOSTLY, **{**shape, "K": K, "V": V}))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 512)], ids=str)
@@ -256,6 +315,7 @@ def test_anything(form: str, B: int, Hq: int, group: int, T: int, lengths: tuple
     check(p, 4, chunk_size=chunk_size)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="of a GPU")
 def test_it_is_the_default_and_leaves_the_rest_to_others() -> None:
     from tfla.backends import Inputs, select
 

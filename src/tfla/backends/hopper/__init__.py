@@ -25,7 +25,7 @@ FRAMES = (*NARROW, *itertools.product(DIMS, DIMS))
 
 @constant
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
@@ -90,7 +90,7 @@ class Hopper(Backend):
     takes_gates = True
 
     def unsupported(self, x: Inputs) -> str | None:
-        if x.q.device.type != "cuda" or not _is_hopper(x.q.device):
+        if not _is_hopper(x.q.device):
             return "it needs a Hopper GPU (compute capability 9.0)"
         if (reason := TRITON.unsupported(x)) is not None:
             return reason

@@ -29,6 +29,7 @@ from tfla.backends.hopper.parts import (
     GateRings,
     Work,
     async_load,
+    barrier,
     coordinates,
     last_stage,
     load_gates,
@@ -159,6 +160,7 @@ def add_up(half: gl.constexpr, outer, shared, work, walk):
             else:
                 C0, B = warpgroup_mma_wait(0, deps=[C0, B])
             B = later
+            barrier()  # no warp reads the tile any more
             mbarrier.arrive(shared.free.index(done), count=1)
         leave(C0, C1, N, total, one, state_of(index, work), row, column, outer, walk)
         index = next_piece(index)

@@ -1,0 +1,45 @@
+"""Runs Hopper kernels on a CPU: what they compute, and whether their partitions keep out of each other's way.
+
+Triton's interpreter takes no Gluon. Here a kernel's functions run as the Python that they are, their modules imported
+once more with a language of our own for Triton's (:mod:`.language`). Partitions are threads that take turns at random
+(:mod:`.program`); what is asynchronous on the GPU is done at once, but nobody may use it before waiting for it: each
+access of shared memory is checked by vector clocks against all before it (:mod:`.clocks`), which finds a missing wait,
+arrival, fence or barrier in whatever order things happened. What is outside a tensor is an error.
+
+Not simulated: layouts, registers, and what the compiler adds between the warps of a partition.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+from gluon_simulator.language import MODULES
+
+__all__ = ["simulated"]
+
+
+@contextlib.contextmanager
+def _instead(names: Sequence[str]) -> Iterator[None]:
+    """While modules of these names, and what Triton they import, are others."""
+    kept = {name: sys.modules.pop(name) for name in (*names, *MODULES) if name in sys.modules}
+    sys.modules.update(MODULES)
+    try:
+        yield
+    finally:
+        for name in (*names, *MODULES):
+            sys.modules.pop(name, None)
+        sys.modules.update(kept)
+        for name, module in kept.items():
+            package, _, last = name.rpartition(".")
+            if package in sys.modules:
+                setattr(sys.modules[package], last, module)
+
+
+def simulated(names: Sequence[str]) -> dict[str, ModuleType]:
+    """Modules of kernels, for the CPU; all that they import from one another has to be among them, and imported."""
+    with _instead(names):
+        return {name: importlib.import_module(name) for name in names}

@@ -1,0 +1,80 @@
+"""What happens before what: vector clocks, and of each place in shared memory who has last written and read it.
+
+An agent is whatever reads or writes shared memory in an order of its own: the warps of a partition, its MMAs, its
+copies to memory, and, per barrier, the copies from memory that arrive there. Who waits for another knows its clock from
+then on; an access is in order if it knows of all before it that it must not meet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PARTITIONS = 8
+KINDS = 3
+WARPS, MMAS, COPIES = range(KINDS)  # of a partition
+READERS = PARTITIONS * KINDS
+AGENTS = READERS + 64  # copies to 64 barriers are the rest
+WRITER, WRITTEN, READ = 0, 1, 2  # what is kept of a place: the last writer, when it wrote, when each reader has read
+Ints = NDArray[np.int64]
+
+
+class RaceError(RuntimeError):
+    """Two accesses of shared memory of which at least one writes, and neither is known to come first."""
+
+
+@dataclass
+class Known:
+    """What has happened, as far as somebody knows."""
+
+    clock: Ints = field(default_factory=lambda: np.zeros(AGENTS, np.int64))
+    fenced: Ints = field(default_factory=lambda: np.zeros(PARTITIONS, np.int64))  # stores that MMAs and copies can see
+
+    def learn(self, other: Known) -> None:
+        np.maximum(self.clock, other.clock, out=self.clock)
+        np.maximum(self.fenced, other.fenced, out=self.fenced)
+
+    def copy(self) -> Known:
+        return Known(self.clock.copy(), self.fenced.copy())
+
+
+def new_places(shape: list[int]) -> Ints:
+    return np.zeros([*shape, READ + READERS], np.int64)
+
+
+def agent_of(partition: int, kind: int) -> int:
+    return partition * KINDS + kind
+
+
+def check_read(places: Ints, agent: int, time: int, known: Known, where: Any) -> None:
+    writer, written = places[..., WRITER], places[..., WRITTEN]
+    if (written > known.clock[writer]).any():
+        raise RaceError(f"{where} reads what {_who(writer[written > known.clock[writer]])} may not have written yet")
+    if agent % KINDS != WARPS:
+        by_warps = (writer < READERS) & (writer % KINDS == WARPS)
+        if (by_warps & (written > known.fenced[np.minimum(writer // KINDS, PARTITIONS - 1)])).any():
+            raise RaceError(f"{where} reads what warps have stored without a fence")
+    places[..., READ + agent] = time
+
+
+def check_write(places: Ints, agent: int, time: int, known: Known, where: Any) -> None:
+    """By warps that all know."""
+    writer, written = places[..., WRITER], places[..., WRITTEN]
+    if (written > known.clock[writer]).any():
+        raise RaceError(f"{where} writes over what {_who(writer[written > known.clock[writer]])} may not have written")
+    late = places[..., READ:] > known.clock[:READERS]
+    if late.any():
+        raise RaceError(f"{where} writes over what {_who(np.nonzero(late)[-1])} may not have read yet")
+    places[..., WRITER] = agent
+    places[..., WRITTEN] = time
+
+
+def _who(agents: Ints) -> str:
+    agent = int(agents.flat[0])
+    if agent >= READERS:
+        return "a copy from memory"
+    kind = ("the warps", "an MMA", "a copy to memory")[agent % KINDS]
+    return f"{kind} of partition {agent // KINDS}"

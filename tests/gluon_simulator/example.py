@@ -1,0 +1,80 @@
+"""A kernel that squares tiles, and what it does wrong if it is told to leave something out."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tfla.backends.hopper.parts import (
+    async_load,
+    async_store,
+    barrier,
+    matrices,
+    of_product,
+    place,
+    ring_of,
+    stage_barriers,
+)
+
+
+@gluon.jit
+def load(X, x, full, free, count, SIZE: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):
+    for n in range(0, count):
+        s, phase = place(n, STAGES)
+        if WITHOUT != "wait for a free stage":
+            mbarrier.wait(free.index(s), phase ^ 1)
+        if WITHOUT != "announcement":
+            mbarrier.expect(full.index(s), X.block_type.nbytes)
+        async_load(X, [n * SIZE, 0], full.index(s), x.index(s))
+
+
+@gluon.jit
+def square(Out, x, out, full, free, count, SIZE: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):
+    for n in range(0, count):
+        s, phase = place(n, STAGES)
+        if WITHOUT != "wait for a full stage":
+            mbarrier.wait(full.index(s), phase)
+        zero = gl.zeros([SIZE, SIZE], gl.float32, of_product(SIZE))
+        y = warpgroup_mma(x.index(s), x.index(s), zero, use_acc=False, is_async=True)
+        if WITHOUT != "wait for the product":
+            y = warpgroup_mma_wait(0, deps=[y])
+        if WITHOUT != "barrier":
+            barrier()
+        if WITHOUT != "arrival":
+            mbarrier.arrive(free.index(s), count=1)
+        if WITHOUT != "wait for the copy before":
+            tma.store_wait(0)
+        out.index(0).store(y.to(x.dtype))
+        if WITHOUT != "fence":
+            fence_async_shared()
+        async_store(Out, [n * SIZE, 0], out.index(0))
+    if WITHOUT != "wait for the last copy":
+        tma.store_wait(0)
+
+
+@gluon.jit
+def squares(X, Out, last, count, SIZE: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):
+    """Of the tiles (SIZE, SIZE) of X; the 32 elements of `last` become their number."""
+    x = ring_of(X, STAGES)
+    out = matrices(X.dtype, 1, SIZE, SIZE)
+    full, free = stage_barriers(STAGES, 1, 1)
+    if WITHOUT != "fence of barriers":
+        fence_async_shared()
+    gl.warp_specialize(
+        [
+            (square, (Out, x, out, full, free, count, SIZE, STAGES, WITHOUT)),
+            (load, (X, x, full, free, count, SIZE, STAGES, WITHOUT)),
+        ],
+        [1],
+        [24],
+    )
+    i = gl.arange(0, 64, gl.BlockedLayout([2], [32], [4], [0]))
+    if WITHOUT != "mask":
+        gl.store(last + i, i * 0 + count, mask=i < 32)
+    else:
+        gl.store(last + i, i * 0 + count)

@@ -1,0 +1,230 @@
+"""Shared memory, barriers in it, and the copy engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gluon_simulator.clocks import (
+    COPIES,
+    MMAS,
+    READERS,
+    Ints,
+    Known,
+    RaceError,
+    agent_of,
+    check_read,
+    check_write,
+    new_places,
+)
+from gluon_simulator.program import current
+from gluon_simulator.values import Block, flat, plain
+
+BLOCK = 8  # rows and columns of a matrix in shared memory whose accesses are told apart
+
+
+class Where:
+    """A line of a kernel and its partition, for messages."""
+
+    def __init__(self) -> None:
+        frame = sys._getframe(2)
+        while frame.f_globals["__name__"] in (__name__, f"{__package__}.language") and frame.f_back is not None:
+            frame = frame.f_back
+        self.code, self.line = frame.f_code, frame.f_lineno
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename.rsplit('/', 1)[-1]}:{self.line}, {self.code.co_name},"
+
+
+class Shared:
+    """A view of shared memory, which holds NaN at first."""
+
+    type = Block.type
+
+    def __init__(self, data: Tensor, places: Ints, block: int) -> None:
+        self.data, self.places, self.block = data, places, block
+
+    @classmethod
+    def allocate(cls, dtype: torch.dtype, shape: Sequence[int], block: int) -> Shared:
+        data = torch.full(list(shape), float("nan"), dtype=dtype)
+        tail = 2 if block > 1 else 0
+        return cls(data, new_places([n // block if i >= len(shape) - tail else n for i, n in enumerate(shape)]), block)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    def index(self, i: Any) -> Shared:
+        return Shared(self.data[int(i)], self.places[int(i)], self.block)
+
+    def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
+        start, block = int(start), self.block if self.data.ndim - dim <= 2 else 1
+        places = self.places.swapaxes(0, dim)[start // block : -(-(start + length) // block)].swapaxes(0, dim)
+        return Shared(self.data.narrow(dim, start, length), places, self.block)
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.data.permute(*order), self.places.transpose(*order, len(order)), self.block)
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        kept = [n for n in self.data.shape if n > 1]
+        assert kept == [n for n in shape if n > 1], "sides of one element come and go"
+        sides = iter(self.places.shape[i] for i, n in enumerate(self.data.shape) if n > 1)
+        places = self.places.reshape([*(next(sides) if n > 1 else 1 for n in shape), self.places.shape[-1]])
+        return Shared(self.data.view(*shape), places, self.block)
+
+    def load(self, layout: Any = None) -> Block:
+        self.read(*current().partition.access())
+        return Block(self.data.clone())
+
+    def store(self, value: Block) -> None:
+        partition = current().partition
+        assert value.shape == self.shape, f"{value.shape} is stored to {self.shape}"
+        assert value.dtype == self.dtype, f"{value.dtype} is stored to {self.dtype}"
+        # A warp has waited for its own part of an MMA, others of its partition may read operands yet.
+        known, mmas = partition.known.copy(), agent_of(partition.index, MMAS)
+        known.clock[mmas] = partition.shared.clock[mmas]
+        check_write(self.places, *partition.access(), known, Where())
+        self.data.copy_(value.data)
+
+    def read(self, agent: int, time: int) -> None:
+        check_read(self.places, agent, time, current().partition.known, Where())
+
+
+class Barrier:
+    """As mbarriers have it: a phase ends when so many have arrived and the bytes that they announced are there."""
+
+    def __init__(self) -> None:
+        program = current()
+        self.agent = READERS + len(program.barriers)
+        program.barriers.append(self)
+        self.copies = 0
+
+    def init(self, count: int) -> None:
+        self.count = self.missing = count
+        self.phase = self.bytes = 0
+        self.next, self.known = Known(), Known()
+        self.fenced = False  # the copy engine sees it
+        self.seen: dict[int, int] = {}  # when warps of partitions began to go on after this phase
+
+    @property
+    def empty(self) -> bool:
+        return self.bytes == 0
+
+    def _done(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            for agent, time in self.seen.items():
+                if self.next.clock[agent] < time:  # they would wait for the phase after the next
+                    raise RaceError(
+                        f"a barrier's phase ends before all warps of agent {agent} have seen the last one end"
+                    )
+            self.seen = {}
+            self.known, self.next = self.next, self.next.copy()
+            self.missing, self.phase = self.count, self.phase ^ 1
+        assert self.missing >= 0, f"{self.count} were to arrive, there are more"
+
+    def arrive(self, count: int = 1) -> None:
+        self.next.learn(current().partition.shared)
+        self.missing -= count
+        self._done()
+
+    def expect(self, count: int) -> None:
+        self.bytes += count
+        self.arrive()
+
+    def brought(self, count: int, known: Known) -> None:
+        self.next.learn(known)
+        self.bytes -= count
+        self._done()
+
+    def wait(self, phase: int) -> None:
+        program = current()
+        program.wait(f"a barrier, {Where()}", lambda: self.phase != phase)
+        program.partition.known.learn(self.known)
+        program.partition.shared.learn(self.known)  # all threads wait
+        if program.partition.warps > 1:
+            agent, time = program.partition.access()
+            self.seen[agent] = time
+
+
+class Descriptor:
+    """Of tiles of a tensor, which the copy engine moves."""
+
+    def __init__(self, given: Any) -> None:
+        self.memory, self.base = flat(given.base), given.base.storage_offset()
+        self.sides, self.strides, self.tile = list(given.shape), list(given.strides), list(given.block_shape)
+        self.dtype, self.layout, self.block_type = given.base.dtype, given.layout, self
+        self.shape, self.nbytes = self.tile, torch.Size(self.tile).numel() * given.base.element_size()
+
+    def inside(self, coordinates: Sequence[Any]) -> tuple[Tensor, tuple[slice, ...]] | None:
+        """What there is of a tile in memory, and where in the tile that is. Addresses have 64 bits."""
+        first = [int(plain(x)) for x in coordinates]
+        assert all(-(2**31) <= x < 2**31 for x in first), f"coordinates {first} have 32 bits"
+        begin = [max(x, 0) for x in first]
+        end = [min(x + n, side) for x, n, side in zip(first, self.tile, self.sides, strict=True)]
+        sizes = [b - a for a, b in zip(begin, end, strict=True)]
+        if min(sizes) <= 0:
+            return None
+        wrap = 2**64 // self.memory.element_size()
+        at = (self.base + sum(x * s for x, s in zip(begin, self.strides, strict=True))) % wrap
+        last = at + sum((n - 1) * s for n, s in zip(sizes, self.strides, strict=True))
+        if last >= self.memory.numel():
+            raise IndexError(f"element {last} of a tensor that has {self.memory.numel()}")
+        strides = [s if n > 1 else 1 for n, s in zip(sizes, self.strides, strict=True)]
+        where = tuple(slice(a - x, b - x) for x, a, b in zip(first, begin, end, strict=True))
+        return self.memory.as_strided(sizes, strides, at), where
+
+
+def async_load(tensor: Descriptor, coordinates: Sequence[Any], bar: Barrier, to: Shared) -> None:
+    partition = current().partition
+    if not bar.fenced:
+        raise RaceError(f"{Where()} names a barrier that was made without a fence")
+    bar.copies += 1
+    check_write(to.places, bar.agent, bar.copies, partition.known, Where())
+    known = partition.known.copy()
+    known.clock[bar.agent] = bar.copies
+    to.data.zero_()
+    found = tensor.inside(coordinates)
+    if found is not None:
+        to.data.view(*tensor.tile)[found[1]] = found[0]
+    bar.brought(tensor.nbytes, known)
+
+
+def async_store(tensor: Descriptor, coordinates: Sequence[Any], x: Shared) -> None:
+    x.read(*current().partition.start_copy())
+    found = tensor.inside(coordinates)
+    if found is not None:
+        found[0].copy_(x.data.reshape(tensor.tile)[found[1]])
+
+
+def store_wait(pendings: int) -> None:
+    """Until so many copies to memory are left."""
+    partition = current().partition
+    partition.wait_for(COPIES, partition.copies - pendings)
+
+
+def warpgroup_mma(a: Any, b: Shared, acc: Block, *, use_acc: bool = True, is_async: bool = False) -> Block:
+    """a b + acc, in float32."""
+    agent, time = current().partition.start_mma()
+    for x in (a, b):
+        if isinstance(x, Shared):
+            x.read(agent, time)
+    product = a.data.float() @ b.data.float()
+    made = Block(product + acc.accumulator if use_acc else product, time)
+    return made if is_async else warpgroup_mma_wait(0, [made])
+
+
+def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Block] = ()) -> Any:
+    """What it is given, without what is done of it being pending."""
+    partition = current().partition
+    done = partition.mmas - num_outstanding
+    partition.wait_for(MMAS, done)
+    passed = [x if x.pending is None or x.pending > done else Block(x.accumulator) for x in deps]
+    return passed[0] if len(passed) == 1 else tuple(passed)

@@ -1,0 +1,164 @@
+"""A program: its partitions, each a thread of which one runs at a time, and who of them runs next is random."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gluon_simulator.clocks import COPIES, MMAS, WARPS, Known, agent_of
+
+
+class Partition:
+    """Some warps, what they know, and what they have started. What one of them knows all know behind a barrier."""
+
+    def __init__(self, name: str, index: int, warps: int) -> None:
+        self.name, self.index, self.warps = name, index, warps
+        self.known = Known()
+        self.shared = Known()  # by all of its threads
+        self.mmas = 0  # started
+        self.copies = 0
+
+    def access(self) -> tuple[int, int]:
+        """Of its warps: agent and time."""
+        agent = agent_of(self.index, WARPS)
+        self.known.clock[agent] += 1
+        return agent, int(self.known.clock[agent])
+
+    def start_mma(self) -> tuple[int, int]:
+        self.mmas += 1
+        return agent_of(self.index, MMAS), self.mmas
+
+    def start_copy(self) -> tuple[int, int]:
+        self.copies += 1
+        return agent_of(self.index, COPIES), self.copies
+
+    def wait_for(self, kind: int, time: int) -> None:
+        """MMAs or copies up to this one are done."""
+        agent = agent_of(self.index, kind)
+        self.known.clock[agent] = max(int(self.known.clock[agent]), time)
+        if kind == COPIES:  # of which one thread knows, that which arrives at barriers
+            self.shared.clock[agent] = self.known.clock[agent]
+
+    def fence(self) -> None:
+        self.known.fenced[self.index] = self.known.clock[agent_of(self.index, WARPS)]
+
+    def barrier(self) -> None:
+        self.shared = self.known.copy()
+
+    def waits_for_nothing(self) -> bool:
+        clock = self.known.clock
+        return bool(
+            clock[agent_of(self.index, MMAS)] == self.mmas and clock[agent_of(self.index, COPIES)] == self.copies
+        )
+
+
+class _StoppedError(BaseException):
+    """Another partition has failed."""
+
+
+class Program:
+    """One of a grid."""
+
+    def __init__(self, ids: tuple[int, ...], grid: tuple[int, ...], warps: int, seed: int) -> None:
+        self.ids, self.grid = ids, grid
+        self.random = random.Random(f"{seed} {ids}")
+        self.here = threading.local()
+        self.here.partition = Partition("before the partitions", 0, warps)
+        self.ready: dict[int, tuple[str, Callable[[], bool]]] = {}
+        self.turns: list[threading.Semaphore] = []
+        self.error: BaseException | None = None
+        self.barriers: list[Any] = []
+
+    @property
+    def partition(self) -> Partition:
+        partition: Partition = self.here.partition
+        return partition
+
+    def specialize(self, work: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Sequence[int]) -> None:
+        """Runs these at once, the first by the warps that the program has, the others by so many."""
+        done = threading.Semaphore(0)
+        begin, sizes = self.partition.known, [self.partition.warps, *warps]
+        self.turns = [threading.Semaphore(0) for _ in work]
+        self.ready = {i: ("its turn", lambda: True) for i in range(len(work))}
+
+        def run(i: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+            partition = Partition(f"partition {i}, {fn.__name__}", i, sizes[i])
+            partition.known.learn(begin)
+            partition.barrier()
+            self.here.partition = partition
+            self.turns[i].acquire()
+            try:
+                if self.error is None:
+                    with torch.no_grad():
+                        fn(*args)
+                    if not partition.waits_for_nothing():
+                        raise RuntimeError("it ends before its MMAs and copies")
+            except _StoppedError:
+                pass
+            except BaseException as error:
+                self.error = self.error or _of(partition.name, error)
+            del self.ready[i]
+            self._hand_over()
+            done.release()
+
+        threads = [threading.Thread(target=run, args=(i, *w), daemon=True) for i, w in enumerate(work)]
+        for thread in threads:
+            thread.start()
+        self._hand_over()
+        for _ in threads:
+            done.acquire()
+        if self.error is not None:
+            raise self.error
+        if any(not bar.empty for bar in self.barriers):
+            raise RuntimeError("copies from memory are on their way when the program ends")
+
+    def _hand_over(self) -> None:
+        if self.error is None and self.ready:
+            able = [i for i, (_, ready) in self.ready.items() if ready()]
+            if able:
+                self.turns[self.random.choice(able)].release()
+                return
+            waiting = ", ".join(f"{i} for {what}" for i, (what, _) in self.ready.items())
+            self.error = RuntimeError(f"no partition can go on: {waiting}")
+        for i in list(self.ready):
+            self.turns[i].release()
+
+    def wait(self, what: str, ready: Callable[[], bool]) -> None:
+        """Until it is."""
+        me = self.partition.index
+        if not self.turns:
+            assert ready(), what
+            return
+        self.ready[me] = (what, ready)
+        self._hand_over()
+        self.turns[me].acquire()
+        if self.error is not None:
+            raise _StoppedError
+
+
+def _of(name: str, error: BaseException) -> BaseException:
+    error.args = (f"{name}: {error}",)
+    return error
+
+
+_RUNNING: list[Program] = []
+
+
+def current() -> Program:
+    return _RUNNING[-1]
+
+
+def run(kernel: Callable[[], Any], grid: Sequence[int], warps: int, seed: int) -> None:
+    """A kernel, one program after another."""
+    sizes = (*grid, 1, 1)[:3]
+    for x in range(sizes[0]):
+        for y in range(sizes[1]):
+            _RUNNING.append(Program((x, y, 0), sizes, warps, seed))
+            try:
+                kernel()
+            finally:
+                _RUNNING.pop()
