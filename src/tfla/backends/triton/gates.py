@@ -450,7 +450,7 @@ def gate_gradients(
 @triton.jit
 def _added(states, decays, row, e, SIZE, there):
     """What a segment adds to a state, and its decay."""
-    adds = tl.load(states + row * SIZE + e, mask=(e < SIZE) & there, other=0.0)
+    adds = tl.load(states + row * SIZE + e, mask=e < tl.where(there, SIZE, 0), other=0.0)
     return adds.to(tl.float32), tl.load(decays + row, mask=there, other=0.0)
 
 
