@@ -26,7 +26,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tfla
-from tfla.backends import BACKENDS, known
+from tfla.backends import BACKENDS, hopper, known
 from tfla.backends.hopper import NARROW
 
 on_hopper = [
@@ -94,7 +94,9 @@ PACKED: dict[str, tuple[int, ...]] = {
 @pytest.fixture(autouse=True)
 def wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """`leaves_on` asks with head dims of 16 whether a way takes a dtype."""
-    monkeypatch.setattr(Way, "refusal", lambda way, dtype: None if dtype in LOW else "takes bfloat16 and float16")
+    monkeypatch.setattr(
+        Way, "refusal", lambda way, dtype: None if dtype in hopper.DTYPES else "takes bfloat16 and float16"
+    )
 
 
 def check(p: Problem, tolerance: float = 1.0, **options: Any) -> None:
@@ -110,6 +112,13 @@ def wide(form: str, **sizes: Any) -> Problem:
 @pytest.mark.parametrize(("sizes", "chunk_size"), SMALL.values(), ids=SMALL.keys())
 def test_small(form: str, sizes: dict[str, Any], chunk_size: int | None) -> None:
     check(wide(form, **{"B": 1, "dtype": MOSTLY, **sizes}), chunk_size=chunk_size)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 256)])
+def test_bfloat16(form: str, K: int, V: int) -> None:
+    check(wide(form, dtype=torch.bfloat16, T=130, B=1, K=K, V=V))
 
 
 @pytest.mark.interpreter
