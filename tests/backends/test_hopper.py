@@ -204,10 +204,11 @@ def test_marks_of_packed_sequences(form: str, V: int, monkeypatch: pytest.Monkey
     check(wide(form, dtype=MOSTLY, lengths=(300, 70, 129, 0, 128), H=1, Hq=1, V=V))
 
 
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter joins the states, and takes bfloat16 for integers")
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_stored_states_of_lower_precision(form: str) -> None:
     p = wide(form, dtype=MOSTLY, T=333, B=1, f_mean=5.0)
-    check(p, chunk_size=64, store_dtype=MOSTLY)
+    check(p, chunk_size=64, store_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("form", ["exp", "normalized"])

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 
 from gluon_simulator.language import MODULES
@@ -39,7 +41,19 @@ def _instead(names: Sequence[str]) -> Iterator[None]:
                 setattr(sys.modules[package], last, module)
 
 
-def simulated(names: Sequence[str]) -> dict[str, ModuleType]:
-    """Modules of kernels, for the CPU; all that they import from one another has to be among them, and imported."""
+def _imported(name: str, file: Path | None) -> ModuleType:
+    if file is None:
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def simulated(names: Sequence[str], files: Mapping[str, Path] | None = None) -> dict[str, ModuleType]:
+    """Modules of kernels, for the CPU; all that they import from one another has to be among them, before them, and
+    imported. files: of those that are to be read from elsewhere."""
     with _instead(names):
-        return {name: importlib.import_module(name) for name in names}
+        return {name: _imported(name, (files or {}).get(name)) for name in names}

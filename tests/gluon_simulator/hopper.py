@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
 import tfla.backends.hopper
 from gluon_simulator import simulated
+from tfla.backends import known
 
 HOPPER = "tfla.backends.hopper"
 KERNELS = ("columns", "rows", "states", "both", "whole")
@@ -16,12 +18,16 @@ SHARED = ("order", "parts", "vectors", "carrier", "marks")
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
+def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
     """It takes tensors of the CPU. Triton's kernels beside its own need Triton's interpreter, which has no bfloat16:
-    heads that share q and k, wide ones with a normaliser, and stored states may not be in it."""
+    heads that share q and k, wide ones with a normaliser, and stored states may not be in it.
+
+    files: modules of it that are to be read from elsewhere."""
     from tfla.backends.hopper import launch, narrow
 
-    modules = simulated(["tfla.backends.triton.gates", *(f"{HOPPER}.{name}" for name in (*SHARED, *KERNELS))])
+    names = ["tfla.backends.triton.gates", *(f"{HOPPER}.{name}" for name in (*SHARED, *KERNELS))]
+    modules = simulated(names, {f"{HOPPER}.{name}": file for name, file in (files or {}).items()})
+    known.forget()  # tapes of other kernels
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tfla.backends.hopper, "_is_hopper", lambda device: True)
         patch.setattr(type(tfla.backends.hopper.TRITON), "_unsupported", lambda backend, q: None)
@@ -29,3 +35,4 @@ def on_cpu() -> Iterator[None]:
             kernel = getattr(modules[f"{HOPPER}.{name}"], name)
             patch.setattr(narrow if name == "whole" else launch, name, kernel)
         yield
+    known.forget()

@@ -14,7 +14,7 @@ from torch import Tensor
 from gluon_simulator import memory
 from gluon_simulator.memory import BLOCK, Barrier, Descriptor, Shared
 from gluon_simulator.program import current, run
-from gluon_simulator.values import Block, Number, Pointer, plain, tensor
+from gluon_simulator.values import Block, Number, Pointer, common, plain, tensor
 
 SEED = 0  # of the order in which partitions run
 
@@ -73,10 +73,9 @@ def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    if not any(isinstance(z, Block) for z in (condition, x, y)):
-        both = x * 0 + y * 0  # of the type of both
-        return (x if condition else y) + both
-    kind = (x * 0 + y * 0).dtype
+    if isinstance(condition, Number) and not isinstance(x, Block) and not isinstance(y, Block):
+        return Number(plain(x if condition else y), common(x, y))
+    kind = common(x, y)
     return Block(torch.where(tensor(condition), tensor(x, kind), tensor(y, kind)))
 
 
@@ -93,9 +92,8 @@ def _with(fn: Callable[..., Tensor]) -> Callable[..., Any]:
 
 def load(pointer: Pointer, mask: Any = None, other: Any = 0, eviction_policy: str = "") -> Any:
     at, wanted = pointer.elements(mask)
-    found = (
-        pointer.storage[torch.where(wanted, at, 0)] if wanted.any() else torch.zeros(at.shape).to(pointer.storage.dtype)
-    )
+    storage = pointer.storage if pointer.storage.numel() else pointer.storage.new_zeros(1)
+    found = storage[torch.where(wanted, at, 0)]
     found = torch.where(wanted, found, tensor(other, found.dtype))
     return Block(found) if at.ndim else Number(found.item(), found.dtype)
 

@@ -26,9 +26,10 @@ def _kind(x: Any) -> torch.dtype | None:
     return x.dtype if isinstance(x, Operand) else None
 
 
-def _common(a: Any, b: Any) -> torch.dtype:
-    kinds = [kind for kind in (_kind(a), _kind(b)) if kind is not None]
-    kind = kinds[0] if len(kinds) == 1 else torch.promote_types(*kinds)
+def common(a: Any, b: Any) -> torch.dtype:
+    """The type of what is made of both."""
+    kinds = [kind for kind in (_kind(a), _kind(b)) if kind is not None] or [torch.int32]
+    kind = torch.promote_types(kinds[0], kinds[-1])
     if any(isinstance(x, float) for x in (a, b)) and not kind.is_floating_point:
         return torch.float32
     return kind
@@ -49,7 +50,7 @@ def tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
 def _apply(op: Callable[[Any, Any], Any], a: Any, b: Any, compares: bool = False) -> Any:
     if isinstance(a, Pointer) or isinstance(b, Pointer):
         return NotImplemented
-    kind = _common(a, b)
+    kind = common(a, b)
     if isinstance(a, Block) or isinstance(b, Block):
         return Block(op(tensor(a, kind), tensor(b, kind)))
     return Number(op(plain(a), plain(b)), torch.bool if compares else kind)

@@ -1,0 +1,97 @@
+"""Nothing that the Hopper kernels wait for, or say, can be left out: without it the simulator fails."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED, TOLERANCE, Way, check_beside_terms, problem, solve
+
+from tfla.backends import hopper
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter for what is beside the kernels"),
+]
+FOLDER = Path(hopper.__file__).parent
+SYNCHRONIZES = (
+    "mbarrier.wait",
+    "mbarrier.arrive",
+    "mbarrier.expect",
+    "barrier",
+    "fence_async_shared",
+    "tma.store_wait",
+)
+Case = tuple[str, dict[str, Any], int | None]  # form, sizes, chunk size
+CASES: dict[str, list[Case]] = {
+    "columns": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 128, "V": 256, "carried": False}, None)],
+    "rows": [("exp", {"K": 128, "V": 256}, None), ("sigmoid", {"K": 256, "V": 128}, None)],
+    "both": [("sigmoid", {"K": 128, "V": 128, "T": 330}, None)],
+    "states": [("exp", {"K": 128, "V": 128, "T": 330}, 128)],
+    "whole": [
+        ("exp", {"K": 64, "V": 64, "T": 330}, None), ("sigmoid", {"K": 64, "V": 64, "T": 450}, 64),
+        ("exp", {"K": 64, "V": 128, "H": 1}, None),
+    ],
+    "parts": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
+    "carrier": [("exp", {"K": 128, "V": 128}, None)],
+}  # fmt: skip
+# Between warps of a partition the compiler puts barriers where what one has stored another loads.
+SPARE = {("columns", "put_inverse", "barrier()")}
+
+
+def lines(module: str) -> Iterator[tuple[str, str, str, int]]:
+    """Module, function, statement and line of all that synchronizes."""
+    for function in ast.parse((FOLDER / f"{module}.py").read_text()).body:
+        statements = (node for node in ast.walk(function) if isinstance(node, ast.Expr))
+        for node in statements:
+            if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) in SYNCHRONIZES:
+                assert isinstance(function, ast.FunctionDef)
+                yield module, function.name, ast.unparse(node), node.lineno
+
+
+def without(module: str, line: int, folder: Path) -> Path:
+    """The module's source with a statement that does nothing in that line."""
+    source = (FOLDER / f"{module}.py").read_text().splitlines()
+    end = next(node.end_lineno for node in ast.walk(ast.parse("\n".join(source))) if getattr(node, "lineno", 0) == line)
+    assert end == line, "statements of one line"
+    indent = len(source[line - 1]) - len(source[line - 1].lstrip())
+    source[line - 1] = " " * indent + "pass"
+    file = folder / f"{module}.py"
+    file.write_text("\n".join(source))
+    return file
+
+
+def run(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Way, "refusal", lambda way, dtype: None)
+    for form, sizes, chunk_size in cases:
+        p = problem(form, **{"B": 1, "T": 130, "H": 2, "Hq": 1, "dtype": torch.float16, **sizes})
+        check_beside_terms(solve(p, Way("hopper", "fused", "cpu"), chunk_size=chunk_size), p, 4 * TOLERANCE[p.dtype])
+
+
+@pytest.mark.parametrize("module", CASES)
+def test_with_all(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
+    from gluon_simulator.hopper import on_cpu
+
+    with on_cpu():
+        run(CASES[module], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "statement", "line"), [found for module in CASES for found in lines(module)],
+    ids=lambda x: str(x).partition("(")[0],
+)  # fmt: skip
+def test_without(
+    module: str, function: str, statement: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
+    from gluon_simulator.hopper import on_cpu
+
+    if (module, function, statement) in SPARE:
+        pytest.skip("the compiler has it too")
+    with on_cpu({module: without(module, line, tmp_path)}), pytest.raises((RuntimeError, AssertionError)):
+        run(CASES[module], monkeypatch)
