@@ -61,7 +61,6 @@ def check_read(places: Ints, agent: int, time: int, known: Known, where: Any) ->
 
 
 def check_write(places: Ints, agent: int, time: int, known: Known, where: Any) -> None:
-    """By warps that all know."""
     writer, written = places[..., WRITER], places[..., WRITTEN]
     if (written > known.clock[writer]).any():
         raise RaceError(f"{where} writes over what {_who(writer[written > known.clock[writer]])} may not have written")
