@@ -227,7 +227,7 @@ def test_scale(form: str, scale: float, K: int, V: int) -> None:
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("i_mean", "f_mean"), [(-8.0, 8.0), (6.0, -3.0), (0.0, 12.0)])
 def test_gate_regimes(form: str, i_mean: float, f_mean: float) -> None:
-    p = wide(form, dtype=MOSTLY, i_mean=i_mean, f_mean=f_mean, positive_qk=form == "exp", T=200)
+    p = wide(form, dtype=torch.bfloat16, i_mean=i_mean, f_mean=f_mean, positive_qk=form == "exp", T=200)
     check(p)
 
 
@@ -301,7 +301,8 @@ def test_filled_heads(form: str, K: int, V: int) -> None:
 @pytest.mark.parametrize("form", ["exp", "plain"])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128)])
 def test_shapes_of_narrow_heads(form: str, shape: dict[str, Any], K: int, V: int) -> None:
-    check(wide(form, dtype=MOSTLY, **{**shape, "K": K, "V": V}))
+    shared = shape.get("H") != shape.get("Hq")  # Triton adds up what heads that share q and k leave
+    check(wide(form, **{"dtype": MOSTLY if shared else torch.bfloat16, **shape, "K": K, "V": V}))
 
 
 @pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 512)], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ CASES: dict[str, list[Case]] = {
     "parts": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
     "carrier": [("exp", {"K": 128, "V": 128}, None)],
 }  # fmt: skip
-# Between warps of a partition the compiler puts barriers where what one has stored another loads.
+# The simulator does not tell warps of a partition apart: where one loads what another stored the compiler puts barriers.
 SPARE = {("columns", "put_inverse", "barrier()")}
 
 
@@ -69,7 +70,7 @@ def run(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Way, "refusal", lambda way, dtype: None)
     for form, sizes, chunk_size in cases:
         p = problem(form, **{"B": 1, "T": 130, "H": 2, "Hq": 1, "dtype": torch.float16, **sizes})
-        check_beside_terms(solve(p, Way("hopper", "fused", "cpu"), chunk_size=chunk_size), p, 4 * TOLERANCE[p.dtype])
+        check_beside_terms(solve(p, Way("hopper", "fused", "cpu"), chunk_size=chunk_size), p, TOLERANCE[p.dtype])
 
 
 @pytest.mark.parametrize("module", CASES)
@@ -91,7 +92,7 @@ def test_without(
     pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
     from gluon_simulator.hopper import on_cpu
 
-    if (module, function, statement) in SPARE:
-        pytest.skip("the compiler has it too")
-    with on_cpu({module: without(module, line, tmp_path)}), pytest.raises((RuntimeError, AssertionError)):
+    spare = (module, function, statement) in SPARE
+    found = contextlib.nullcontext() if spare else pytest.raises((RuntimeError, AssertionError))
+    with on_cpu({module: without(module, line, tmp_path)}), found:
         run(CASES[module], monkeypatch)
