@@ -40,7 +40,7 @@ CASES: dict[str, list[Case]] = {
     "parts": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
     "carrier": [("exp", {"K": 128, "V": 128}, None)],
 }  # fmt: skip
-# The simulator does not tell warps of a partition apart: where one loads what another stored the compiler puts barriers.
+# Between warps of a partition, which the simulator does not tell apart: the compiler puts a barrier there, too.
 SPARE = {("columns", "put_inverse", "barrier()")}
 
 
