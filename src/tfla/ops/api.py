@@ -116,8 +116,10 @@ def _run(
         _KNOWN.add(call, (chosen, spec, chosen.again(x, spec)))
     if not return_state:
         return h
+    if not normalize:
+        return h, State(state[0])
     C, n, m, *_ = state
-    return h, State(C, n, m.detach()) if normalize else State(C)
+    return h, State(C, n, m.detach())
 
 
 @overload

@@ -206,7 +206,7 @@ class _Direct(torch.autograd.Function):
     def forward(ctx: Any, backend: str, spec: Spec, again: Again | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         out = _forward(Inputs(*tensors), backend, spec, again)  # type: ignore[arg-type]
         _keep(ctx, tensors, out, backend, spec)
-        return out[:4] if spec.final_state else out[:1]
+        return out[: (4 if spec.normalize else 2) if spec.final_state else 1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:

@@ -18,6 +18,7 @@ from tfla.backends.hopper.rows import rows
 from tfla.backends.hopper.states import states
 from tfla.backends.triton.compiled import Tape
 from tfla.backends.triton.launch import Call, Pair, Plan, ceil_div, plan_of, processors, products
+from tfla.backends.triton.tensor_maps import Encoded, Remembered
 
 ROWS = 128  # of a state that a program of `rows` has, by up to MOST columns
 MOST = 256
@@ -40,7 +41,7 @@ def even(count: int, most: int) -> int:
     return ceil_div(count, max(1, ceil_div(count, most)))
 
 
-def described(x: Tensor, L: int, width: int, packed: bool) -> Callable[[Tensor], TensorDescriptor]:
+def described(x: Tensor, L: int, width: int, packed: bool) -> Callable[[Tensor], TensorDescriptor | Encoded]:
     """Makes descriptors of tensors like x (B, T, H, d), in tiles (L, width), past Triton's long checks.
 
     Those of packed sequences end where the sequence of a tile does. The copy engine cuts off at coordinates that a
@@ -56,9 +57,13 @@ def described(x: Tensor, L: int, width: int, packed: bool) -> Callable[[Tensor],
         shape, strides = [B, H, T, d], [b, h, t, 1]
     block = [*[1] * (len(shape) - 2), L, width]
     layout = gl.NVMMASharedLayout(128, 16, len(shape))
-    known = vars(TensorDescriptor(x, shape, strides, block, layout)) | {"base": None}
+    remembered: Remembered = {}
+    known = vars(TensorDescriptor(x, shape, strides, block, layout)) | {"base": None, "remembered": remembered}
 
-    def of(base: Tensor) -> TensorDescriptor:
+    def of(base: Tensor) -> TensorDescriptor | Encoded:
+        encoded = remembered.get(base.data_ptr())
+        if encoded is not None:
+            return encoded
         made = object.__new__(TensorDescriptor)
         vars(made).update(known, base=base)
         return made

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from tfla.backends.known import Known
+from tfla.backends.triton.tensor_maps import remember
 
 AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable: "1" before the first call has Triton time warps and stages
 
@@ -70,11 +71,18 @@ class Bound:
         """On this stream; `heard`: there are hooks."""
         if heard or self.way is None:
             self.kernel[self.grid](*args, stream=stream)
+            remember(self.kernel)
             with contextlib.suppress(AttributeError):  # in a Triton that keeps them elsewhere
                 self.way = self.kernel.run, self.kernel.function, self.kernel.packed_metadata
             return
         run, function, metadata = self.way
         run(*self.grid, stream, function, metadata, None, None, None, *args)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a graph may keep it
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 # What is called; places of what it reads; of a launch the other arguments, else whether it makes a tensor.
@@ -121,6 +129,11 @@ class Tape:
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         made: Tensor = self.do(functools.partial(torch.empty, shape, dtype=dtype, device=self.device))
         return made
+
+    def nothing(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """For parts that were not asked for: one tensor for all calls."""
+        found: Tensor = self.do(functools.partial(_nothing, dtype, self.device))
+        return found
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False, **constants: Any

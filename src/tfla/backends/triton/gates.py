@@ -166,13 +166,19 @@ def _load_log_gate(gate, s, first, t, stride_b, stride_t, inside, other, PACKED:
     return tl.where(inside, finite_log_gate(x, SIGMOID).to(tl.float64), other)
 
 
+@triton.jit
+def summaries(gates, H, tiles, L: tl.constexpr):
+    """Where those of chunks are, (H, chunks, 2) float64: behind the gate vectors."""
+    return (gates + H.to(tl.int64) * tiles * (VECTORS * L)).to(tl.pointer_type(tl.float64))
+
+
 # Programs of the gate kernels have several heads of a chunk: (B, T, H) has them side by side.
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "H", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
 def chunk_summary(
-    i_gate, f_gate, cu, summary, sequences, T, H, ib, it, ih, fb, ft, fh, slots,
-    CHUNK: tl.constexpr, HEADS: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
+    i_gate, f_gate, cu, out, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, slots,
+    CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, INPUT_GATE: tl.constexpr,
     SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """Of each chunk: the sum of log_f, and the max state behind it if it started from minus infinity."""
@@ -187,7 +193,7 @@ def chunk_summary(
     if INPUT_GATE:
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, 0.0, PACKED, SIGMOID_I)
     top = total + tl.max(tl.where(inside, (i - tl.cumsum(f, 1)).to(tl.float32), float("-inf")), 1)[:, None]
-    at = summary + (h * slots + slot).to(tl.int64) * 2
+    at = summaries(out, H, tiles, L) + (h * slots + slot).to(tl.int64) * 2
     tl.store(at, total, mask=h < H)
     tl.store(at + 1, top, mask=h < H)
 
@@ -208,7 +214,7 @@ def _max_before(summary, m, h, H, slot0, slot, slots, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "db", "dt", "slots"])
 def chunk_gates(
-    i_gate, f_gate, m0, cu, summary, d, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, db, dt, dh,
+    i_gate, f_gate, m0, cu, d, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, db, dt, dh,
     scale, log_scale, slots, CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, NORMALIZE: tl.constexpr,
     STATE: tl.constexpr, FINAL: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr,
@@ -234,7 +240,7 @@ def chunk_gates(
         m_start = tl.zeros([HEADS, 1], tl.float64)
         if STATE:
             m_start = tl.load(m0 + s * H + h, mask=h < H, other=0.0).to(tl.float64)
-        m_start = _max_before(summary, m_start, h, H, slot0, slot, slots, 128)
+        m_start = _max_before(summaries(out, H, tiles, L), m_start, h, H, slot0, slot, slots, 128)
         # m less the sum of log_f since the chunk's start, and that of the step before.
         b = tl.cumsum(f, 1)
         # Any max state is as good as that in float64, if it is the same in all that follows and in the next chunk.

@@ -157,7 +157,7 @@ class Call:
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
-        self.new, self.do, self.launch = tape.new, tape.do, tape.launch
+        self.new, self.nothing, self.do, self.launch = tape.new, tape.nothing, tape.do, tape.launch
         self.B, self.T, self.H = x.v.shape[:3]
         self.K, self.V = self.frame(x)
         self.filled = (x.q.shape[3], x.v.shape[3]) != (self.K, self.V)
@@ -260,21 +260,21 @@ class Call:
     def gates(self, m_final: Tensor | None, d: Tensor | None = None) -> Tensor:
         """The gate vectors; with the forward's d those of the backward."""
         x, spec, m = self.x, self.spec, self.dense(self.x.m)
-        out = self.new(self.H, self.tiles, gate_kernels.VECTORS.value, self.L)
-        slots, heads = self.slots(CHUNK), self.heads_of(HEADS)
-        summary = self.new(self.H, slots, 2, dtype=torch.float64) if spec.normalize else out
+        slots, heads, size = self.slots(CHUNK), self.heads_of(HEADS), gate_kernels.VECTORS.value * self.L
+        summaries = 4 * self.H * slots if spec.normalize else 0  # one allocation: each takes the host a while
+        out = self.new(self.H * self.tiles * size + summaries)
         grid = (slots, ceil_div(self.H, heads))
-        shared: dict[str, Any] = {"CHUNK": CHUNK, "HEADS": heads, "PACKED": self.packed, **self.gate_forms}
+        shared: dict[str, Any] = {"CHUNK": CHUNK, "HEADS": heads, "L": self.L, "PACKED": self.packed, **self.gate_forms}
         shared["num_warps"] = WARPS
         if spec.normalize and (self.packed or CHUNK < self.T):
             self.launch(
-                gate_kernels.chunk_summary, grid, *self.given_gates, self.cu, summary, x.sequences, self.T, self.H,
+                gate_kernels.chunk_summary, grid, *self.given_gates, self.cu, out, x.sequences, self.T, self.tiles, self.H,
                 *self.gate_strides, slots, **shared,
             )  # fmt: skip
         self.launch(gate_kernels.chunk_gates, grid,
-            *self.given_gates, out if m is None else m, self.cu, summary, out if d is None else d, out,
+            *self.given_gates, out if m is None else m, self.cu, out if d is None else d, out,
             out if m_final is None else m_final, x.sequences, self.T, self.tiles, self.H, *self.gate_strides,
-            *_strides(x.log_f if d is None else d), *self.scales, slots, L=self.L,
+            *_strides(x.log_f if d is None else d), *self.scales, slots,
             NORMALIZE=spec.normalize, STATE=x.m is not None, FINAL=m_final is not None, FOLD=d is not None,
             EXACT=self.exact, **shared,
         )  # fmt: skip
@@ -613,7 +613,7 @@ def _forward(call: Call) -> Outputs:
         chunk_n = call.new(0, H, x.q.shape[3]) if spec.normalize else None
     C, n = call.cut_off(C, n)
     parts = C, n, m, d, chunk_C, chunk_n
-    none = call.new(0) if None in parts else h
+    none = call.nothing()
     return Outputs(h, *(none if t is None else t for t in parts))
 
 
