@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tfla.backends.base import Inputs, Spec
-from tfla.backends.hopper.launch import HopperCall
+from tfla.backends.hopper.launch import HopperCall, like
 from tfla.backends.hopper.whole import whole
 from tfla.backends.triton.compiled import Tape
 from tfla.backends.triton.launch import Pair, Plan, plan_of, products
@@ -34,10 +33,10 @@ def stages_of(K: int, V: int, reads: int, writes: int, heads: int, shared: bool,
     return min(4, (SHARED_MEMORY - kept) // stage)
 
 
-def described_states(K: int, V: int) -> Callable[[Tensor], TensorDescriptor]:
-    """Makes descriptors of tensors (…, dqk, dhv), a state at a time."""
-    layout = gl.NVMMASharedLayout(128, 16, 2)
-    return lambda base: TensorDescriptor(base, [base.numel() // V, V], [V, 1], [K, V], layout)
+def described_states(states: Tensor) -> TensorDescriptor:
+    """Of states (…, dqk, dhv), one at a time."""
+    K, V = states.shape[-2:]
+    return TensorDescriptor(states, [states.numel() // V, V], [V, 1], [K, V], gl.NVMMASharedLayout(128, 16, 2))
 
 
 class NarrowCall(HopperCall):
@@ -57,6 +56,9 @@ class NarrowCall(HopperCall):
     @classmethod
     def programs(cls, x: Inputs) -> int:
         return 1
+
+    def first_outputs(self, h: Tensor, gates: Tensor, state: Pair, d: Tensor | None) -> None:
+        pass  # a multiprocessor walks two heads at once: states take it little time
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
         x = self.x
@@ -103,6 +105,7 @@ class NarrowCall(HopperCall):
         if marks[0] is None or marks[0].shape[0] == 0:  # no piece is that long
             marks, dots = (None, None), None
         states, n_marks = marks
+        of_states = None if states is None else self.do(like(described_states(states)), states)
         kept = 2 if states is not None and back else 1
         shared = self.together == 2
         heads = 2 if H % 2 == 0 and stages_of(K, V, reads, writes, 2, shared, kept) >= 2 else 1
@@ -113,9 +116,9 @@ class NarrowCall(HopperCall):
         count = self.segments * H // heads
         self.launch(whole, (self.programs_for(count, 1),),
             X, Y, X if zk is None else of_k(zk), Y if zv is None else of_v(zv), Y if values is None else of_v(values),
-            X if keys is None else of_k(keys), X if states is None else self.do(described_states(K, V), states), gates,
-            *self.given_gates, *(gates if t is None else t for t in rest), self.order, self.T, self.tiles, H // heads,
-            self.group, self.steps, count, *self.numbers, HEADS=heads, SHARED=shared, DK=K, DV=V, L=L,
+            X if keys is None else of_k(keys), X if of_states is None else of_states, gates, *self.given_gates,
+            *(gates if t is None else t for t in rest), self.order, self.T, self.tiles, H // heads, self.group,
+            self.steps, count, *self.numbers, HEADS=heads, SHARED=shared, DK=K, DV=V, L=L,
             STAGES=stages_of(K, V, reads, writes, heads, shared, kept), MARKS=self.marks, BACK=back,
             SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None, SKIP=skip,
             VALUES=values is not None, KEYS=keys is not None,

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,9 +80,38 @@ class Bound:
 
 
 @functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a graph may keep it
-        return torch.empty(0, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+_SIDES: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def _side(stream: int) -> torch.cuda.Stream:
+    """That runs beside a stream of the current device."""
+    key = torch.cuda.current_device(), stream
+    if key not in _SIDES:
+        _SIDES[key] = torch.cuda.Stream(priority=-1)  # which callers seldom have
+    return _SIDES[key]
+
+
+def _fork(stream: int, heard: bool, args: list[Any]) -> None:
+    _side(stream).wait_stream(torch.cuda.current_stream())
+
+
+def _meet(stream: int, heard: bool, args: list[Any]) -> None:
+    torch.cuda.current_stream().wait_stream(_side(stream))
+
+
+class Beside:
+    """A launch on the stream beside."""
+
+    def __init__(self, bound: Bound) -> None:
+        self.bound = bound
+
+    def __call__(self, stream: int, heard: bool, args: list[Any]) -> None:
+        self.bound(_side(stream).cuda_stream, heard, args)
 
 
 # What is called; places of what it reads; of a launch the other arguments, else whether it makes a tensor.
@@ -99,6 +128,7 @@ class Tape:
         self.places: dict[int, int] = {}
         self.steps: list[Step] = []
         self.versions: dict[int, int] = {}
+        self.forked = self.aside = False  # whether there is something beside, and whether launches are
         for t in given:
             self._place(t)
 
@@ -130,9 +160,10 @@ class Tape:
         made: Tensor = self.do(functools.partial(torch.empty, shape, dtype=dtype, device=self.device))
         return made
 
-    def nothing(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """For parts that were not asked for: one tensor for all calls."""
-        found: Tensor = self.do(functools.partial(_nothing, dtype, self.device))
+    def nothing(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """For what was not asked for, of no elements: one tensor for all calls."""
+        nothing = _nothing(shape, dtype, self.device)
+        found: Tensor = self.do(lambda: nothing)
         return found
 
     def launch(
@@ -149,13 +180,37 @@ class Tape:
             run = functools.partial(autotuned(kernel, tuple(constants), constants["STAGES"])[grid], **options, **chosen)
         else:
             run = functools.partial(kernel[grid], num_warps=num_warps, **options, **constants)
-        compiled = run(*args)
+        stream = torch.cuda.current_stream().cuda_stream if self.aside else 0
+        with torch.cuda.stream(_side(stream)) if self.aside else contextlib.nullcontext():
+            compiled = run(*args)
         count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
         assert all(isinstance(x, int | float) for x in args[count:]), "tensors come first"
         if compiled is None:  # interpreted
             self._note(lambda stream, heard, args: run(*args), args[:count], [*args[count:]])
         else:  # constants are compiled in, and passed in whatever order
-            self._note(Bound(compiled, grid), args[:count], [*args[count:], *constants.values()])
+            bound = Bound(compiled, grid)
+            self._note(Beside(bound) if self.aside else bound, args[:count], [*args[count:], *constants.values()])
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launches inside, on a GPU, are beside those behind it, on a stream of their own, until they `meet`. What else
+        is done inside, by `do`, is not."""
+        assert not self.forked, "one thing is beside others"
+        if self.device.type == "cuda":
+            self._both_streams(_fork)
+            self.forked = self.aside = True
+        yield
+        self.aside = False
+
+    def meet(self) -> None:
+        """What comes is behind both."""
+        if self.forked:
+            self._both_streams(_meet)
+            self.forked = False
+
+    def _both_streams(self, fn: Callable[[int, bool, list[Any]], None]) -> None:
+        fn(torch.cuda.current_stream().cuda_stream, False, [])
+        self._note(fn, (), [])
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def _launch(tape: Tape, x: StepInputs, spec: StepSpec, into: Tensor | None) -> S
         new_C = into if into is not None else tape.new(B, H, K, V, dtype=x.kept_dtype(C))
     if spec.final_state and n is not None and m is not None:
         new_n, new_m = tape.new(B, H, K, dtype=x.kept_dtype(n)), tape.new(B, H)
-    none = h if spec.final_state and n is not None else tape.nothing(v.dtype)
+    none = h if spec.final_state and n is not None else tape.nothing(0, dtype=v.dtype)
     out = StepOutputs(h, *(none if t is h else t for t in (new_C, new_n, new_m)))
     if B == 0:
         return out

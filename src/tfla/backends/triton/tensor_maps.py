@@ -42,8 +42,9 @@ def remembering(launch: Callable[..., None]) -> Callable[..., None]:
     """
     inner = inspect.getclosurevars(launch)
     launcher, kinds = inner.nonlocals["launcher"], inner.nonlocals["tensordesc_meta"]
+    rest: tuple[Any, ...] = ()
     if "tensordesc_indices" in inner.nonlocals:  # Triton 3.6 to 3.8
-        places, encode, rest = inner.nonlocals["tensordesc_indices"], inner.globals["make_tensordesc_arg"], ()
+        places, encode = inner.nonlocals["tensordesc_indices"], inner.globals["make_tensordesc_arg"]
     else:
         places, encode, rest = inner.nonlocals["relevant_paths"], inner.nonlocals["make_tensordesc_arg"], ((),)
     kind_of = dict(zip(sorted(places), kinds, strict=True))
