@@ -122,22 +122,6 @@ def test_bfloat16(form: str, K: int, V: int) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("sizes", "chunk_size"), [({"B": 2}, 64), ({"H": 1, "Hq": 1, "carried": False}, 100)])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 256)] if INTERPRETED else [(64, 64), (128, 256), (256, 256)])
-def test_walks_beside_each_other(
-    form: str, sizes: dict[str, Any], chunk_size: int, K: int, V: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First segments beside the walk for the states of others; in the backward that for states beside the next."""
-    from tfla.backends.triton import launch
-
-    monkeypatch.setattr(launch, "WORTH_OVERLAPPING", 1)
-    known.forget()
-    check(wide(form, **{"T": 200, "B": 1, "K": K, "V": V, "dtype": MOSTLY, **sizes}), chunk_size=chunk_size)
-    known.forget()
-
-
-@pytest.mark.interpreter
 @pytest.mark.skipif(not INTERPRETED, reason="the simulator's order is meant")
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 256)])

@@ -130,10 +130,6 @@ def test_compiled_once_for_all_lengths(
 
 def test_streams_and_threads(run: Run) -> None:
     """Two threads, each on a stream of its own, at the same time from the first call of these sizes on."""
-    in_two_threads(run)
-
-
-def in_two_threads(run: Run, **options: Any) -> None:
     inputs = [random_inputs(2, 700 + 64), random_inputs(2, 700 + 64)]
     found: list[list[Tensor]] = [[], []]
     torch.cuda.synchronize()
@@ -142,7 +138,7 @@ def in_two_threads(run: Run, **options: Any) -> None:
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(5):
-                found[n] = run(*inputs[n], **options)
+                found[n] = run(*inputs[n])
         stream.synchronize()
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
@@ -150,22 +146,7 @@ def in_two_threads(run: Run, **options: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(same(found[n], run(*inputs[n], **options)) for n in range(2))
-
-
-def test_walks_beside_each_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two streams of one call: in a graph, in threads, and the bits of one stream."""
-    from tfla.backends.triton import launch
-
-    x = random_inputs(3, 500)
-    expected = run(*x, chunk_size=128)
-    monkeypatch.setattr(launch, "WORTH_OVERLAPPING", 1)
-    known.forget()
-    for _ in range(20):
-        assert same(run(*x, chunk_size=128), expected)
-    in_two_threads(run, chunk_size=128)
-    test_graph(run, False, 128)
-    known.forget()
+    assert all(same(found[n], run(*inputs[n])) for n in range(2))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -462,10 +462,10 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
         mbarrier.arrive(shared.free.index((place_n.s + walk.STAGES - 1) % walk.STAGES), count=1)
 
 
-@gluon.jit(do_not_specialize=[*NUMBERS, "taken", "before", "given"])
+@gluon.jit(do_not_specialize=NUMBERS)
 def columns(
     X, Y, Z, Y2, Out, gates, i_gate, f_gate, state_in, state_out, n_in, n_out, d_out, order,
-    T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale, taken, before, given,
+    T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
     DK: gl.constexpr, DV: gl.constexpr, BLOCKS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
     NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, DELTA: gl.constexpr, PACKED: gl.constexpr,
@@ -478,9 +478,7 @@ def columns(
             gates, i_gate, f_gate, ib, it, ih, fb, ft, fh, scale, log_scale, MADE, INPUT_GATE, SIGMOID_I, SIGMOID_F
         ),
         d_out, tiles_of_head, GROUP, Outer(Out, state_in, state_out, n_in, n_out),
-        Work(
-            T, H, length, pieces, order if PACKED else None, *((taken, before, given) if SEGMENTED else (None,) * 3)
-        ),
+        Work(T, H, length, pieces, order if PACKED else None),
         Walk(DK, DV, BLOCKS, L, STAGES, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, SAVE_D, DELTA),
     )  # fmt: skip
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,18 +76,8 @@ def described(x: Tensor, L: int, width: int, packed: bool) -> TensorDescriptor:
     return TensorDescriptor(x, shape, strides, block, layout)
 
 
-class Some(NamedTuple):
-    """Of the pieces of each sequence, a segment of a head each, those that a launch takes."""
-
-    taken: int  # how many
-    before: int  # them
-    given: int  # of how many there are states to start from
-
-
 class HopperCall(Call):
     """As `Call`, with walks of its own."""
-
-    begun = False  # whether there are the outputs of first segments
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         super().__init__(tape, x, spec)
@@ -142,31 +131,18 @@ class HopperCall(Call):
         of_rows = K // ROWS * pieces(V)
         return of_rows if K <= ROWS else max(of_rows, V // ROWS * pieces(K))
 
-    def grid(self, parts: int, pieces: int | None = None) -> tuple[int, int]:
-        return self.programs_for(pieces or self.segments * self.H, parts), parts
+    def grid(self, parts: int) -> tuple[int, int]:
+        return self.programs_for(self.segments * self.H, parts), parts
 
     def programs_for(self, count: int, parts: int) -> int:
         """How many take so many pieces of work, each in so many parts."""
         most = max(1, processors(self.x.q.device) // parts)
         return max(1, min(count, TURNS * most) if self.packed else even(count, most))
 
-    def first_outputs(self, h: Tensor, gates: Tensor, state: Pair, d: Tensor | None) -> None:
-        if not (self.narrow and self.worth_overlapping and not self.packed):
-            return
-        x, (C, n) = self.x, state
-        C = self.zeros(self.B, self.H, self.K, self.V) if C is None else C
-        n = self.zeros(self.B, self.H, self.K) if n is None and self.spec.normalize else n
-        with self.beside():
-            first = Some(self.H, 0, self.H)
-            self._columns(x.k, x.v, x.q, h, gates, False, (C, n), (None, None), self.spec.normalize, d, some=first)
-        self.begun = True
-
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
         x = self.x
         if self.narrow:
-            of_one = self.segments // max(1, self.B) * self.H
-            others = Some(of_one - self.H, self.H, of_one) if self.begun else None
-            self._columns(x.k, x.v, x.q, h, gates, False, state, final, self.spec.normalize, d, some=others)
+            self._columns(x.k, x.v, x.q, h, gates, False, state, final, self.spec.normalize, d)
             return
         if self.spec.normalize:
             self.denominators(x.k, x.q, gates, state[1], final[1], d)
@@ -185,22 +161,16 @@ class HopperCall(Call):
 
     def _columns(
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, state: Pair, final: Pair,
-        normalize: bool, d: Tensor | None, h: Tensor | None = None, some: Some | None = None,
+        normalize: bool, d: Tensor | None, h: Tensor | None = None,
     ) -> None:  # fmt: skip
         """With h also delta, of y and h."""
-        count = self.segments * self.H
-        if some is None:
-            of_one = count // max(1, self.x.sequences)  # if all sequences have as many
-            some = Some(of_one, 0, of_one)
-        else:
-            count = self.B * some.taken
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
         L, blocks = self.L, self.blocks
         of_qk, of_v = (lambda t: self.descriptor(t, self.K)), (lambda t: self.descriptor(t, 64 * blocks))
-        self.launch(columns, self.grid(self.V // (128 * blocks), count),
+        self.launch(columns, self.grid(self.V // (128 * blocks)),
             of_qk(x), of_v(y), of_qk(z), gates if h is None else of_v(h), of_v(out), gates, *self.given_gates,
             C, C_out, n, n_out, gates if d is None else d, self.order, self.T, self.tiles, self.H, self.group,
-            self.steps, count, *self.numbers, *some, DK=self.K, DV=self.V, BLOCKS=blocks, L=L,
+            self.steps, self.segments * self.H, *self.numbers, DK=self.K, DV=self.V, BLOCKS=blocks, L=L,
             STAGES=OF_COLUMNS if h is None else WITH_H, BACK=back, SEGMENTED=self.segmented,
             STATE=state[0] is not None, FINAL=final[0] is not None, NORMALIZE=normalize, SAVE_D=d is not None,
             DELTA=h is not None, PACKED=self.packed, **self.made, num_warps=4,

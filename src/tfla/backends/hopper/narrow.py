@@ -57,9 +57,6 @@ class NarrowCall(HopperCall):
     def programs(cls, x: Inputs) -> int:
         return 1
 
-    def first_outputs(self, h: Tensor, gates: Tensor, state: Pair, d: Tensor | None) -> None:
-        pass  # a multiprocessor walks two heads at once: states take it little time
-
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
         x = self.x
         self._walk(x.k, x.v, x.q, None, gates, False, state, final, values=h, d=d)

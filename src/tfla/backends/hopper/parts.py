@@ -59,10 +59,6 @@ class Work(NamedTuple):
     length: Any  # steps of a segment
     pieces: Any  # sequences, or segments of them, of a head each
     order: Any  # what :mod:`.order` wrote of packed sequences, or None
-    # Where launches can take some segments of each sequence: how many pieces, before them, and of given states.
-    taken: Any = None
-    before: Any = None
-    given: Any = None
 
 
 @gluon.jit
@@ -76,12 +72,6 @@ def anew(x):
 def next_piece(index):
     """That a program takes after the index-th."""
     return index + anew(gl.num_programs(0))
-
-
-@gluon.jit
-def place_of(index, taken, before, row):
-    """Of the index-th piece of work that a launch takes, among those of all, `row` a sequence."""
-    return index // taken * row + before + index % taken
 
 
 @gluon.jit
@@ -100,9 +90,6 @@ def piece(index, work, L: gl.constexpr, SEGMENTED: gl.constexpr, ANEW: gl.conste
         return slot * 0, index % H, start, gl.load(row + STEPS), gl.load(row + TILE)
     elif SEGMENTED:
         count = (T + length - 1) // length
-        if work.taken is not None:
-            index = place_of(index, work.taken, work.before, count * H)
-            slot = index // H
         start = slot % count * length
         tile0 = slot // count * ((T + L - 1) // L) + start // L
         return slot // count, index % H, start, gl.minimum(T - start, length), tile0
@@ -116,8 +103,6 @@ def state_of(index, work, inside=True):
     if work.order is not None:
         H = work.H
         return gl.load(work.order + index // H * FIELDS + SLOT, mask=inside) * H + index % H
-    elif work.taken is not None:
-        return place_of(index, work.taken, work.before, work.given)
     else:
         return index
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -85,35 +85,6 @@ def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-_SIDES: dict[tuple[int, int], torch.cuda.Stream] = {}
-
-
-def _side(stream: int) -> torch.cuda.Stream:
-    """That runs beside a stream of the current device."""
-    key = torch.cuda.current_device(), stream
-    if key not in _SIDES:
-        _SIDES[key] = torch.cuda.Stream(priority=-1)  # which callers seldom have
-    return _SIDES[key]
-
-
-def _fork(stream: int, heard: bool, args: list[Any]) -> None:
-    _side(stream).wait_stream(torch.cuda.current_stream())
-
-
-def _meet(stream: int, heard: bool, args: list[Any]) -> None:
-    torch.cuda.current_stream().wait_stream(_side(stream))
-
-
-class Beside:
-    """A launch on the stream beside."""
-
-    def __init__(self, bound: Bound) -> None:
-        self.bound = bound
-
-    def __call__(self, stream: int, heard: bool, args: list[Any]) -> None:
-        self.bound(_side(stream).cuda_stream, heard, args)
-
-
 # What is called; places of what it reads; of a launch the other arguments, else whether it makes a tensor.
 Step = tuple[Callable[..., Any], tuple[int, ...], list[Any] | bool]
 
@@ -128,7 +99,6 @@ class Tape:
         self.places: dict[int, int] = {}
         self.steps: list[Step] = []
         self.versions: dict[int, int] = {}
-        self.forked = self.aside = False  # whether there is something beside, and whether launches are
         for t in given:
             self._place(t)
 
@@ -180,37 +150,13 @@ class Tape:
             run = functools.partial(autotuned(kernel, tuple(constants), constants["STAGES"])[grid], **options, **chosen)
         else:
             run = functools.partial(kernel[grid], num_warps=num_warps, **options, **constants)
-        stream = torch.cuda.current_stream().cuda_stream if self.aside else 0
-        with torch.cuda.stream(_side(stream)) if self.aside else contextlib.nullcontext():
-            compiled = run(*args)
+        compiled = run(*args)
         count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
         assert all(isinstance(x, int | float) for x in args[count:]), "tensors come first"
         if compiled is None:  # interpreted
             self._note(lambda stream, heard, args: run(*args), args[:count], [*args[count:]])
         else:  # constants are compiled in, and passed in whatever order
-            bound = Bound(compiled, grid)
-            self._note(Beside(bound) if self.aside else bound, args[:count], [*args[count:], *constants.values()])
-
-    @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """Launches inside, on a GPU, are beside those behind it, on a stream of their own, until they `meet`. What else
-        is done inside, by `do`, is not."""
-        assert not self.forked, "one thing is beside others"
-        if self.device.type == "cuda":
-            self._both_streams(_fork)
-            self.forked = self.aside = True
-        yield
-        self.aside = False
-
-    def meet(self) -> None:
-        """What comes is behind both."""
-        if self.forked:
-            self._both_streams(_meet)
-            self.forked = False
-
-    def _both_streams(self, fn: Callable[[int, bool, list[Any]], None]) -> None:
-        fn(torch.cuda.current_stream().cuda_stream, False, [])
-        self._note(fn, (), [])
+            self._note(Bound(compiled, grid), args[:count], [*args[count:], *constants.values()])
 
 
 def _itself(x: Tensor) -> Tensor:

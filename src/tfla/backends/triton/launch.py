@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from tfla.backends.triton.marks import steps_between
 
 CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of one program of the gate kernels
 SHORTEST_SEGMENT = 512
-WORTH_OVERLAPPING = 4096  # steps of a segment, of which two walks take longer than a second stream takes the host
 # What segments cost on an H200, in steps of a walk: to begin one; the walk for their states beside the others; bytes of
 # an element of a state that joining them reads and writes. They are worth it where they take less than BETTER.
 BEGIN, BOTH_WALKS, JOINED, BETTER = 384, 1.4, 16, 0.9
@@ -161,7 +159,6 @@ class Call:
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
         self.new, self.nothing, self.do, self.launch = tape.new, tape.nothing, tape.do, tape.launch
-        self.beside, self.meet = tape.beside, tape.meet
         self.B, self.T, self.H = x.v.shape[:3]
         self.K, self.V = self.frame(x)
         self.filled = (x.q.shape[3], x.v.shape[3]) != (self.K, self.V)
@@ -187,8 +184,6 @@ class Call:
         }  # fmt: skip
         self.scales = spec.scale, math.log2(abs(spec.scale)) if spec.scale else -1e9
         self.longest = min(self.steps, self.T)  # steps of a segment
-        # The walks for states leave multiprocessors idle: there are fewer segments to walk.
-        self.worth_overlapping = self.segmented and self.longest >= WORTH_OVERLAPPING
 
     @classmethod
     def frame(cls, x: Inputs) -> tuple[int, int]:
@@ -374,9 +369,6 @@ class Call:
                 PARTS=pieces, L=self.L, PACKED=self.packed, SAVE_D=d is not None, EXACT=self.exact, num_warps=2,
             )  # fmt: skip
 
-    def first_outputs(self, h: Tensor, gates: Tensor, state: Pair, d: Tensor | None) -> None:
-        """Where it is worth it those of first segments, beside the walk for the states of the others."""
-
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
         """Fills h, and with a normaliser d."""
         x = self.x
@@ -438,7 +430,6 @@ class Call:
             dC, decays = self.boundary_C(x.q, dh, gates, True, end[0], first[0])
             last = None, None
         self.values_gradient(gates, out, dh, dv, dC, delta)
-        self.meet()
         q_dq, marks = self.queries_gradient(gates, dh, dq, start, delta)
         if self.segmented and self.spec.normalize:
             dn = self.boundary_n(x.q, gates, True, end[1], first[1], decays, delta)
@@ -613,11 +604,9 @@ def _forward(call: Call) -> Outputs:
     gates = call.gates(m)
     initial, final = call.filled_up(x.C, x.n), (C, n)
     if call.segmented:
-        call.first_outputs(h, gates, initial, d)
         chunk_C, chunk_n = initial = call.boundary_states(x.k, x.v, gates, False, initial, final)
         final = None, None
     call.outputs(h, gates, initial, final, d)
-    call.meet()
     if not (spec.save and call.keeps_states):
         chunk_C = chunk_n = None
     if spec.save and chunk_C is None:
@@ -661,8 +650,7 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
     if call.segmented and call.keeps_states:
         start = out.chunk_C, out.chunk_n if spec.normalize else None
     elif call.segmented:
-        with call.beside() if call.worth_overlapping else nullcontext():
-            start = call.boundary_states(x.k, x.v, gates, False, start, (None, None))
+        start = call.boundary_states(x.k, x.v, gates, False, start, (None, None))
     call.gradients(gates, out, dh, (dq, dk, dv), (di, df), start, end, first, delta)
     if shares > 1:
         dq, dk = (call.sum_of_groups(t, shares) for t in (dq, dk))
