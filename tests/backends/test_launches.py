@@ -137,6 +137,20 @@ def test_writing_without_the_tape_is_refused() -> None:
         repeated("inference", [torch.zeros(3)], lambda tape, given: [tape.do(Tensor.zero_, tape.new(3))])
 
 
+def test_nothing_is_one_tensor_and_a_graph_may_keep_it() -> None:
+    def first(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        return [tape.nothing(0, 3), tape.nothing(0, 3, dtype=torch.float16)]
+
+    with torch.inference_mode():
+        found = repeated("like this", [torch.zeros(3)], first)
+    again = repeated("like this", [torch.zeros(3)], lambda *_: pytest.fail("not repeated"))
+    for a, b, dtype in zip(found, again, (torch.float32, torch.float16), strict=True):
+        assert a is b
+        assert a.shape == (0, 3)
+        assert a.dtype == dtype
+        assert not a.is_inference()
+
+
 def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profilers set them; without one a launch goes past what prepares for them."""
     log: Log = []
