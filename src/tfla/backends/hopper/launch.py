@@ -42,7 +42,7 @@ def even(count: int, most: int) -> int:
 
 
 def like(descriptor: TensorDescriptor) -> Callable[[Tensor], TensorDescriptor | Encoded]:
-    """Makes such descriptors of other tensors, past Triton's long checks."""
+    """Makes such descriptors of other tensors, past Triton's long checks, or has what one has been encoded to."""
     remembered: Remembered = {}
     known = vars(descriptor) | {"base": None, "remembered": remembered}
 
@@ -106,7 +106,7 @@ class HopperCall(Call):
         """Where the walks make them, anything stands for those in memory."""
         return self.given_gates[1] if self.made["MADE"] else super().gates(m_final, d)
 
-    def descriptor(self, x: Tensor, width: int) -> TensorDescriptor:
+    def descriptor(self, x: Tensor, width: int) -> TensorDescriptor | Encoded:
         """Tiles (L, width) of x (B, T, H, d)."""
         return self.do(like(described(x, self.L, width, self.packed)), x)
 
