@@ -15,15 +15,18 @@ from torch.nn.functional import pad
 
 from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stored_dtype
 from tfla.backends.triton import INTERPRETED, LATER, WIDEST_WALK, walk
+from tfla.backends.triton import gate_gradients as gradient_kernels
 from tfla.backends.triton import gates as gate_kernels
+from tfla.backends.triton import sums as sum_kernels
 from tfla.backends.triton.compiled import Tape, program, repeated
 from tfla.backends.triton.marks import steps_between
 
 CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of one program of the gate kernels
 SHORTEST_SEGMENT = 512
 # What segments cost on an H200, in steps of a walk: to begin one; the walk for their states beside the others; bytes of
-# an element of a state that joining them reads and writes. They are worth it where they take less than BETTER.
-BEGIN, BOTH_WALKS, JOINED, BETTER = 384, 1.4, 16, 0.9
+# an element of a state that joining them reads and writes; two or three launches more. They are worth it where they
+# take less than BETTER.
+BEGIN, BOTH_WALKS, JOINED, LAUNCHES, BETTER = 384, 1.4, 16, 128, 0.9
 ALONE = 0.75  # of the time of a walk, when few others move bytes
 EULER = 0.577  # the longest of n exponentially distributed lengths is log n + EULER times their mean
 
@@ -285,7 +288,7 @@ class Call:
         """What the gradient of the denominators adds to dP, into the gate vectors."""
         V = h.shape[3]
         block = 128 if V % 16 == 0 else 32  # rows that are not aligned take more registers
-        self.launch(gate_kernels.find_delta, (self.slots(self.L), self.H),
+        self.launch(gradient_kernels.find_delta, (self.slots(self.L), self.H),
             gates, h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, V, *_strides(h), *_strides(dh),
             L=self.L, BLOCK_V=min(block, power_of_two(V)), PACKED=self.packed, num_warps=8,
         )  # fmt: skip
@@ -407,7 +410,7 @@ class Call:
         out = self.new(B, T, heads // group, D, dtype=x.dtype) if out is None else out
         rows, width = B * T * heads // group, power_of_two(D)
         block = max(1, 4096 // width)
-        self.launch(gate_kernels.sum_of_groups, (ceil_div(rows, block),),
+        self.launch(sum_kernels.sum_of_groups, (ceil_div(rows, block),),
             x, out, rows, GROUP=group, D=D, BLOCK=block, BLOCK_D=width, num_warps=4,
         )  # fmt: skip
         return out
@@ -440,7 +443,7 @@ class Call:
             places = self.slots(self.marks), 1
         heads = self.heads_of(min(8, 4096 // self.marks))
         warps = max(4, heads * self.marks // 256)
-        self.launch(gate_kernels.gate_gradients, (*places, ceil_div(self.H, heads)),
+        self.launch(gradient_kernels.gate_gradients, (*places, ceil_div(self.H, heads)),
             q_dq, k_dk, dots, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
             PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=256 * warps // heads,
@@ -472,7 +475,7 @@ class Call:
         marks = C.shape[0] * C.shape[1]
         dots = self.new(marks, 1, dtype=torch.float64)
         if marks:
-            self.launch(gate_kernels.mark_dots, (marks,),
+            self.launch(gradient_kernels.mark_dots, (marks,),
                 C, n, dC, dn, dots, self.K * self.V, self.K, BLOCK=4096, BLOCK_N=power_of_two(self.K),
                 NORMALIZE=self.spec.normalize, num_warps=8,
             )  # fmt: skip
@@ -528,7 +531,7 @@ class Call:
         from."""
         size = states[0, 0].numel()
         block = min(1024, power_of_two(size))
-        self.launch(gate_kernels.join, (ceil_div(size, block), self.x.sequences, self.H),
+        self.launch(sum_kernels.join, (ceil_div(size, block), self.x.sequences, self.H),
             states, decays, states if given is None else given, states if final is None else final, self.cu, self.T,
             self.H, steps or self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=given is not None,
             FINAL=final is not None, num_warps=4,
@@ -563,7 +566,7 @@ def best_chunk_size(x: Inputs, kind: type[Call] = Call) -> int:
     best, best_cost = T, BETTER * max(longest, float(ceil_div(programs, available))) * (length + BEGIN)
     for pieces in range(2, min(length // SHORTEST_SEGMENT, 2 * ceil_div(available, max(1, programs))) + 1):
         steps = ceil_div(ceil_div(length, pieces), plan.L) * plan.L
-        cost = BOTH_WALKS * ceil_div(programs * pieces, available) * (steps + BEGIN) + join * pieces
+        cost = BOTH_WALKS * ceil_div(programs * pieces, available) * (steps + BEGIN) + join * pieces + LAUNCHES
         if cost < best_cost:
             best, best_cost = steps, cost
     return max(1, best)

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import _mark_dot, first_tile, load_gate, locate, of_gate, start_dot
+from tfla.backends.triton.gate_gradients import mark_dot, of_gate, start_dot
+from tfla.backends.triton.gates import first_tile, load_gate, locate
 
 
 @triton.jit
@@ -46,7 +47,7 @@ def chunk_gate_gradients(
     known = start + steps < length
     if known:
         C_at, n_at = C + row * SIZE, n + row * SIZE_N
-        end = _mark_dot(C_at, n_at, dC, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        end = mark_dot(C_at, n_at, dC, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
     at = (h * tiles + first_tile(first, s, T, L, PACKED)) * L + start
     to = (first + start) * H + h
     r = tl.arange(0, STEPS)[None, :]

@@ -1,0 +1,176 @@
+"""The gradients of the gates: of sums of q . dq and k . dk, which the walks leave, and of <C, dC> where it is known."""
+
+import triton
+import triton.language as tl
+
+from tfla.backends.triton.gates import DELTA_P, HIGHEST, LOWEST, VECTORS, first_tile, locate, segment
+
+
+@triton.jit
+def of_gate(grad, x, SIGMOID: tl.constexpr):
+    """The gradient of a gate x from that of its finite log-gate."""
+    x = x.to(tl.float32)
+    if SIGMOID:
+        grad = grad / (1.0 + tl.exp(x))
+    return tl.where((x < LOWEST) | (x > HIGHEST), 0.0, grad)
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles"])
+def find_delta(
+    gates, h_out, dh, cu, sequences, T, tiles, H, D_HV, hb, ht, hh, gb, gt, gh,
+    L: tl.constexpr, BLOCK_V: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """DELTA_P, which is -u, times dh . h."""
+    h = tl.program_id(1).to(tl.int64)
+    s, first, length, start, _ = locate(cu, sequences, T, tl.program_id(0), L, PACKED)
+    t = start + tl.arange(0, L)
+    inside = t < length
+    at = gates + (h * tiles + first_tile(first, s, T, L, PACKED) + start // L) * VECTORS * L + tl.arange(0, L)
+    if PACKED:
+        row = first * 0
+        t += first
+    else:
+        row = s.to(tl.int64)
+    dot = tl.zeros([L], tl.float32)
+    for v in range(0, D_HV, BLOCK_V):
+        c = v + tl.arange(0, BLOCK_V)
+        mask = inside[:, None] & (c < D_HV)[None, :]
+        a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
+        b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
+        dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+    u = tl.load(at + DELTA_P * L)
+    tl.store(at + DELTA_P * L, tl.where(u == 0.0, 0.0, u * dot), mask=inside)
+
+
+@triton.jit
+def mark_dot(
+    states, n, cotangents, dn, mark, there, SIZE, SIZE_N,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """<C, dC> of some marks, (HEADS, 1), of those that are there."""
+    total = tl.zeros([mark.shape[0], BLOCK], tl.float32)
+    for c in range(0, SIZE, BLOCK):
+        e = c + tl.arange(0, BLOCK)[None, :]
+        mask = there & (e < SIZE)
+        state = tl.load(states + mark * SIZE + e, mask, 0.0).to(tl.float32)
+        total += state * tl.load(cotangents + mark * SIZE + e, mask, 0.0).to(tl.float32)
+    dot = tl.sum(total, 1).to(tl.float64)[:, None]
+    if NORMALIZE:
+        e = tl.arange(0, BLOCK_N)[None, :]
+        mask = there & (e < SIZE_N)
+        of_n = tl.load(n + mark * SIZE_N + e, mask, 0.0)
+        dot += tl.sum(of_n * tl.load(dn + mark * SIZE_N + e, mask, 0.0), 1)[:, None]
+    return dot
+
+
+@triton.jit
+def mark_dots(
+    states, n, cotangents, dn, dots, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr
+):  # fmt: skip
+    """<C, dC> at each mark of each head."""
+    mark = tl.zeros([1, 1], tl.int64) + tl.program_id(0)
+    dot = mark_dot(states, n, cotangents, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    tl.store(dots + mark, dot)
+
+
+@triton.jit
+def start_dot(
+    C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr,
+):  # fmt: skip
+    """<C, dC> where a segment starts: there the one before it ends, or the sequence starts, with zero unless START.
+
+    C, n are those before each segment, dC, dn those behind each, dC_first, dn_first those before each sequence.
+    """
+    row = H.to(tl.int64)  # of states
+    mark = slot * row + h
+    dot = tl.zeros([h.shape[0], 1], tl.float64)
+    if slot > slot0:
+        behind, n_behind = dC - row * SIZE, dn - row * SIZE_N  # in another dtype, maybe, than the cotangents below
+        dot = mark_dot(C, n, behind, n_behind, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    elif START:
+        shift = (s - slot) * row
+        dC_at, dn_at = dC_first + shift * SIZE, dn_first + shift * SIZE_N
+        dot = mark_dot(C, n, dC_at, dn_at, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    return dot
+
+
+@triton.jit
+def sum_of_parts(x, row, there, PARTS: tl.constexpr):
+    parts = tl.load(x + row * PARTS + tl.arange(0, PARTS)[None, :], there, 0.0)
+    return tl.sum(parts.to(tl.float64), 1)[:, None]
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps", "ib", "it", "ih", "fb", "ft", "fh"])
+def gate_gradients(
+    q_dq, k_dk, dots, C, n_start, dC, dn_end, dC_first, dn_first, cu, i_gate, f_gate, di, df,
+    sequences, T, tiles, H, steps, SIZE, SIZE_N, ib, it, ih, fb, ft, fh,
+    PARTS: tl.constexpr, NP: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
+    L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, SEGMENTED: tl.constexpr, PACKED: tl.constexpr,
+    NORMALIZE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr,
+    SIGMOID_F: tl.constexpr,
+):  # fmt: skip
+    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark and where segments start
+    starting again from <C, dC>.
+
+    What rounding has added up to at the next mark or segment is taken off in even steps; behind a last step whose state
+    nobody reads (no END) the sum is zero.
+
+    q_dq, k_dk (PARTS, H, tiles, NP, L); dots (marks, H, DOTS); C to dn_first as in `start_dot`; outputs (B, T, H).
+    """
+    slot = tl.program_id(0)
+    part = tl.program_id(1)
+    if PACKED and not SEGMENTED:  # of a longest sequence that nobody knows most programs would have nothing
+        slot, _, _, begin, _ = locate(cu, sequences, T, slot, MARKS, PACKED)
+        part = (begin // MARKS).to(tl.int32)
+    t = (part * MARKS + tl.arange(0, MARKS))[None, :]
+    h = (tl.program_id(2) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
+    first, length, b, t_first, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)
+    if part * MARKS < length:
+        mark = (first // MARKS + part - 1) * H + h
+        start = tl.zeros([HEADS, 1], tl.float64)
+        if part > 0:
+            start = sum_of_parts(dots, mark, h < H, DOTS)
+        elif SEGMENTED:
+            s, _, _, _, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
+            start = start_dot(
+                C, n_start, dC, dn_end, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
+                NORMALIZE, START,
+            )  # fmt: skip
+        elif START:
+            row = slot * H + h
+            start = mark_dot(C, n_start, dC_first, dn_first, row, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        size = H.to(tl.int64) * (NP * L) * tiles
+        inside = (t < length) & (h < H)
+        at = (h * tiles + tile0 + t // L) * NP * L + t % L
+        f = tl.load(f_gate + b * fb + (t_first + t) * ft + h * fh, mask=inside, other=0.0)
+        if INPUT_GATE:
+            i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
+        k = tl.zeros([HEADS, MARKS], tl.float32)
+        q = tl.zeros([HEADS, MARKS], tl.float32)
+        for n in tl.range(0, PARTS * NP, loop_unroll_factor=2):  # with more of them on their way registers run out
+            each = n // NP * size + n % NP * L
+            k += tl.load(k_dk + each + at, mask=inside, other=0.0)
+            q += tl.load(q_dq + each + at, mask=inside, other=0.0)
+        falls = (q - k).to(tl.float64)
+        to = (first + t) * H + h
+        if INPUT_GATE:
+            tl.store(di + to, of_gate(k, i, SIGMOID_I), mask=inside)
+        before = start - (tl.cumsum(falls, 1) - falls)
+        end = tl.zeros([HEADS, 1], tl.float64)
+        known = (part + 1) * MARKS < length
+        if known:
+            end = sum_of_parts(dots, mark + H, h < H, DOTS)
+        elif SEGMENTED:
+            s, _, whole, begin, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
+            known = begin + length < whole
+            if known:
+                end = start_dot(
+                    C, n_start, dC, dn_end, dC_first, dn_first, s, slot + 1, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
+                    NORMALIZE, START,
+                )  # fmt: skip
+        if known or not END:
+            rounding = start - tl.sum(falls, 1)[:, None] - end
+            share = tl.arange(0, MARKS).to(tl.float64) / tl.minimum(length - part * MARKS, MARKS)
+            before -= rounding * share[None, :]
+        tl.store(df + to, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
