@@ -297,7 +297,8 @@ def size_of_terms(p: Problem) -> dict[str, float]:
     Behind one dominant step h hardly depends on q, k and the gates: the normaliser's gradient cancels the numerator's.
     The gradient of the forget gate is a sum of differences of the size of the input gate's.
     """
-    exact, numerator = truth(p), truth(p.but(normalizer_grad=False))
+    exact = truth(p)
+    numerator = truth(p.but(normalizer_grad=False)) if p.normalize else exact
     sizes = {name: max(x.norm().item(), numerator[name].norm().item()) for name, x in exact.items()}
     if "di" in sizes:
         sizes["df"] = max(sizes["df"], sizes["di"])

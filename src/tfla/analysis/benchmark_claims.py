@@ -122,7 +122,8 @@ def _mamba(t: Stored, mamba: Stored) -> Claim:
     return Claim(
         "More than twice as fast as Mamba-2 in training",
         "that Mamba-2 takes more than twice as long forward and backward at all lengths (Figure 4).",
-        f"Mamba-2 (64 heads of 64, {', '.join(f'T {x:,}' for x in sorted(times))}) takes {', '.join(texts)}."
+        f"Mamba-2 (64 heads of 64, T {' to '.join(f'{x:,}' for x in sorted({min(times), max(times)}))}) takes "
+        f"{', '.join(texts)}."
         if texts
         else "not measured: `mamba_ssm` was not installed.",
         measure(mamba.suite if mamba.there else t.suite),
