@@ -23,7 +23,7 @@ for suite in "$@"; do
     fig5 | packed) time_suite "$suite" "$suite" --only "tfla mLSTM" --sustained 0 ;;
     dims) time_suite dims dims --sustained 0 ;;
     mamba) time_suite mamba mamba --sustained 0.2 ;;
-    host) time_suite host host --sustained 0.2 ;;
+    host) time_suite host host_own --sustained 0.2 ;;
     steps | generate) time_suite "$suite" "$suite" --sustained 0 ;;
     train) time_suite train train_compiled --only torch.compile --lengths 5 --sustained 0 ;;
     *) echo "renew: no suite '$suite'; there are $SUITES steps generate train" >&2; exit 2 ;;
