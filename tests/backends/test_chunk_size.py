@@ -71,6 +71,22 @@ def test_denominators_of_sequences_cut(
     assert len(walked) == 2
 
 
+def chosen(B: int, T: int, H: int, sequences: int | None, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The chunk size for heads of 128 x 256 on 132 multiprocessors; sequences: packed ones."""
+    pytest.importorskip("triton")
+    from tfla.backends.triton import launch
+
+    class Kind(launch.Call):
+        plan_for = classmethod(lambda cls, x: launch.plan_of(128, 256, 2, "tf32", 90))
+        programs = classmethod(lambda cls, x: 1)
+
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    with FakeTensorMode():
+        q, v, g = (torch.empty(B, T, H, *d, device="cuda") for d in ((128,), (256,), ()))
+        ends = None if sequences is None else torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
+        return launch.best_chunk_size(Inputs(q, q, v, g, g, None, None, None, ends), Kind)
+
+
 @pytest.mark.parametrize(
     ("sequences", "H", "packed", "segment"),
     [
@@ -81,17 +97,12 @@ def test_denominators_of_sequences_cut(
 def test_segments_where_multiprocessors_would_be_idle(
     sequences: int, H: int, packed: bool, segment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For 65,536 tokens on 132 multiprocessors; among packed sequences one is expected to be long."""
-    pytest.importorskip("triton")
-    from tfla.backends.triton import launch
-
-    class Kind(launch.Call):
-        plan_for = classmethod(lambda cls, x: launch.plan_of(128, 256, 2, "tf32", 90))
-        programs = classmethod(lambda cls, x: 1)
-
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    """For 65,536 tokens; among packed sequences one is expected to be long."""
     B, T = (1, 65_536) if packed else (sequences, 65_536 // sequences)
-    with FakeTensorMode():
-        q, v, g = (torch.empty(B, T, H, *d, device="cuda") for d in ((128,), (256,), ()))
-        ends = torch.empty(sequences + 1, dtype=torch.int32, device="cuda") if packed else None
-        assert launch.best_chunk_size(Inputs(q, q, v, g, g, None, None, None, ends), Kind) == (segment or T)
+    assert chosen(B, T, H, sequences if packed else None, monkeypatch) == (segment or T)
+
+
+@pytest.mark.parametrize(("T", "segment"), [(512, 512), (1024, 1024), (2048, 512), (4096, 512)])
+def test_short_sequences_are_whole(T: int, segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What segments save is then less than what launching more kernels takes."""
+    assert chosen(1, T, 1, None, monkeypatch) == segment
