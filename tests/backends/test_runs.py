@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from tfla.backends.triton.runs import put, running_max, running_sum, steps_of, total_of  # noqa: E402
+from tfla.backends.triton.runs import RUN, put, running_max, running_sum, steps_of, total_of  # noqa: E402
 
 WAYS = [
     pytest.param(
@@ -28,7 +28,6 @@ WAYS = [
 @triton.jit
 def scans(x, first, sums, totals, before, upto, HEADS: tl.constexpr, TILES: tl.constexpr, L: tl.constexpr):
     """Of x (HEADS, TILES * L): maxima over all steps, and sums over those of each tile."""
-    RUN: tl.constexpr = 4
     CHUNK: tl.constexpr = TILES * L
     h = tl.arange(0, HEADS)
     values = tl.load(x + h[:, None, None] * CHUNK + steps_of(CHUNK))
@@ -54,10 +53,10 @@ def test_as_numpy_has_them(device: str, heads: int, tiles: int, L: int, seed: in
     x = rng.normal(size=(heads, tiles * L)) * 10.0 ** rng.integers(-3, 5)
     x[rng.random(x.shape) < 0.05] = -1e9  # steps that weigh nothing
     first = rng.choice([-np.inf, 0.0, 1e3], size=heads)
-    given = [torch.from_numpy(t).to(device) for t in (x, first)]
-    sums, before, upto = (torch.full_like(given[0], torch.nan) for _ in range(3))
+    on_device = [torch.from_numpy(t).to(device) for t in (x, first)]
+    sums, before, upto = (torch.full_like(on_device[0], torch.nan) for _ in range(3))
     totals = torch.full((heads, tiles), torch.nan, dtype=torch.float64, device=device)
-    scans[(1,)](*given, sums, totals, before, upto, HEADS=heads, TILES=tiles, L=L, num_warps=4)
+    scans[(1,)](*on_device, sums, totals, before, upto, HEADS=heads, TILES=tiles, L=L, num_warps=4)
 
     parts = x.reshape(heads, tiles, L)
     scale = np.abs(parts).sum(2, keepdims=True)

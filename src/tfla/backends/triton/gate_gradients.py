@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import DELTA_P, HIGHEST, LOWEST, VECTORS, first_tile, locate, segment
+from tfla.backends.triton.gates import HIGHEST, LOWEST, locate, segment
 
 
 @triton.jit
@@ -13,33 +13,6 @@ def of_gate(grad, x, SIGMOID: tl.constexpr):
     if SIGMOID:
         grad = grad / (1.0 + tl.exp(x))
     return tl.where((x < LOWEST) | (x > HIGHEST), 0.0, grad)
-
-
-@triton.jit(do_not_specialize=["sequences", "T", "tiles"])
-def find_delta(
-    gates, h_out, dh, cu, sequences, T, tiles, H, D_HV, hb, ht, hh, gb, gt, gh,
-    L: tl.constexpr, BLOCK_V: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """DELTA_P, which is -u, times dh . h."""
-    h = tl.program_id(1).to(tl.int64)
-    s, first, length, start, _ = locate(cu, sequences, T, tl.program_id(0), L, PACKED)
-    t = start + tl.arange(0, L)
-    inside = t < length
-    at = gates + (h * tiles + first_tile(first, s, T, L, PACKED) + start // L) * VECTORS * L + tl.arange(0, L)
-    if PACKED:
-        row = first * 0
-        t += first
-    else:
-        row = s.to(tl.int64)
-    dot = tl.zeros([L], tl.float32)
-    for v in range(0, D_HV, BLOCK_V):
-        c = v + tl.arange(0, BLOCK_V)
-        mask = inside[:, None] & (c < D_HV)[None, :]
-        a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
-        b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
-        dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
-    u = tl.load(at + DELTA_P * L)
-    tl.store(at + DELTA_P * L, tl.where(u == 0.0, 0.0, u * dot), mask=inside)
 
 
 @triton.jit

@@ -159,12 +159,9 @@ def summaries(gates, H, tiles, L: tl.constexpr):
     return (gates + H.to(tl.int64) * tiles * (VECTORS * L)).to(tl.pointer_type(tl.float64))
 
 
-# Programs of the gate kernels have several heads of a chunk: (B, T, H) has them side by side.
-
-
 @triton.jit
 def _heads(H, HEADS: tl.constexpr):
-    """Those of this program; of more than there are the last one, again."""
+    """Of this program, several since (B, T, H) has them side by side; of more than there are the last one, again."""
     return tl.minimum(tl.program_id(1) * HEADS + tl.arange(0, HEADS), H - 1)
 
 
@@ -285,3 +282,30 @@ def chunk_gates(
         column_low = (column - column_high.to(tl.float64)).to(tl.float32)
         put(at + ROW_LOW * L, row_low, held)
         put(at + COLUMN_LOW * L, column_low, held)
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles"])
+def find_delta(
+    gates, h_out, dh, cu, sequences, T, tiles, H, D_HV, hb, ht, hh, gb, gt, gh,
+    L: tl.constexpr, BLOCK_V: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """DELTA_P, which is -u, times dh . h."""
+    h = tl.program_id(1).to(tl.int64)
+    s, first, length, start, _ = locate(cu, sequences, T, tl.program_id(0), L, PACKED)
+    t = start + tl.arange(0, L)
+    inside = t < length
+    at = gates + (h * tiles + first_tile(first, s, T, L, PACKED) + start // L) * VECTORS * L + tl.arange(0, L)
+    if PACKED:
+        row = first * 0
+        t += first
+    else:
+        row = s.to(tl.int64)
+    dot = tl.zeros([L], tl.float32)
+    for v in range(0, D_HV, BLOCK_V):
+        c = v + tl.arange(0, BLOCK_V)
+        mask = inside[:, None] & (c < D_HV)[None, :]
+        a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
+        b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
+        dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+    u = tl.load(at + DELTA_P * L)
+    tl.store(at + DELTA_P * L, tl.where(u == 0.0, 0.0, u * dot), mask=inside)

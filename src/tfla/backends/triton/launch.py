@@ -288,7 +288,7 @@ class Call:
         """What the gradient of the denominators adds to dP, into the gate vectors."""
         V = h.shape[3]
         block = 128 if V % 16 == 0 else 32  # rows that are not aligned take more registers
-        self.launch(gradient_kernels.find_delta, (self.slots(self.L), self.H),
+        self.launch(gate_kernels.find_delta, (self.slots(self.L), self.H),
             gates, h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, V, *_strides(h), *_strides(dh),
             L=self.L, BLOCK_V=min(block, power_of_two(V)), PACKED=self.packed, num_warps=8,
         )  # fmt: skip
