@@ -3,12 +3,14 @@
 python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any order, its "kernels" one row each
 
 TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped], with commas
-between; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state in
-bfloat16. With [lengths] the kernels are those that other lengths compile, on a GPU of PROCESSORS multiprocessors.
+between, gate plain being linear attention without an input gate or a normaliser; of decoding, whose kernel is "steps",
+backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16. With [lengths] the kernels are those
+that other lengths compile, on a GPU of PROCESSORS multiprocessors.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -58,6 +60,20 @@ class AbsentGPU:
         return "int"
 
 
+def unequal_sums(ptx: str) -> int:
+    """Additions of what threads exchange that take in a thread's own product, unrounded, so that each thread gets
+    another sum: see `times` in tfla.backends.triton.sums."""
+    count, exchanged = 0, set()
+    for line in ptx.splitlines():
+        if found := re.match(r"\s*shfl\.sync\.bfly\.b32\s+(%\w+)", line):
+            exchanged.add(found[1])
+        elif found := re.match(r"\s*mov\.b(?:32|64)\s+(%\w+), \{?(%\w+)", line):
+            exchanged |= {found[1]} if found[2] in exchanged else set()
+        elif found := re.match(r"\s*fma\.rn\S*\s+%\w+, %\w+, \S+, (%\w+);", line):
+            count += found[1] in exchanged
+    return count
+
+
 def assemble(
     self: CUDABackend, ptx: str, metadata: dict[str, Any], *rest: Any, make_cubin: Any = CUDABackend.make_cubin
 ) -> bytes:
@@ -76,6 +92,7 @@ def assemble(
         cubin = make_cubin(self, ptx, metadata, *rest)
     metadata["registers"] = sum(map(int, re.findall(r"Used (\d+) registers", said)))
     metadata["spilled"] = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    metadata["unequal"] = unequal_sums(ptx)
     metadata["serialized"] = said.count("instructions are serialized")  # ptxas waits after every wgmma
     return cubin
 
@@ -84,7 +101,7 @@ def resources(kernel: Any) -> dict[str, int]:
     """Registers of a thread, bytes that it spills, bytes of shared memory of a program."""
     shared = kernel.metadata.shared
     if "amdgcn" not in kernel.asm:
-        names = ("registers", "spilled", "serialized")
+        names = ("registers", "spilled", "serialized", "unequal")
         return {"shared": shared} | {name: getattr(kernel.metadata, name) for name in names}
     said = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|[sv]gpr_spill_count): +(\d+)", kernel.asm["amdgcn"])}
     spilled = 4 * (said["vgpr_spill_count"] + said["sgpr_spill_count"])
@@ -115,21 +132,23 @@ def forward_and_backward(
     shapes = ((H // (2 if "grouped" in variant else 1), K),) * 2 + ((H, V),)
     q, k, v = (torch.randn(B, T, *shape, dtype=getattr(torch, dtype), requires_grad=True) for shape in shapes)
     i, f = (torch.randn(B, T, H, requires_grad=True) for _ in range(2))
-    leaves = [q, k, v, i, f]
-    options: dict[str, Any] = {"backend": backend, "kernel": kernel, "chunk_size": chunk_size}
+    if gate == "plain":
+        leaves, operator = [q, k, v, f], tfla.linear_attention
+    else:
+        leaves, operator = [q, k, v, i, f], functools.partial(tfla.mlstm, input_gate=gate)
+    operator = functools.partial(operator, *leaves, backend=backend, kernel=kernel)
+    options: dict[str, Any] = {"chunk_size": SEGMENT if "segmented" in variant else chunk_size}
     if "packed" in variant:
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])
-    if "segmented" in variant:
-        options["chunk_size"] = SEGMENT
     if "state" in variant:
         shape = (2 if "packed" in variant else B, H)
-        state = [torch.randn(*shape, *d, requires_grad=True) for d in ((K, V), (K,), ())]
-        leaves += state[: 3 if gate == "exp" else 1]
-        options["initial_state"] = tfla.State(*leaves[5:])
-        h, last = tfla.mlstm(q, k, v, i, f, input_gate=gate, return_state=True, **options)
+        state = tfla.State(*(torch.randn(*shape, *d, requires_grad=True) for d in ((K, V), (K,), ())))
+        state = state if gate == "exp" else tfla.State(state.C)
+        h, last = operator(initial_state=state, return_state=True, **options)
+        leaves += [x for x in state if x is not None]
         outputs = [h, *(x for x in (last.C, last.n) if x is not None)]
     else:
-        outputs = [tfla.mlstm(q, k, v, i, f, input_gate=gate, **options)]
+        outputs = [operator(**options)]
     torch.autograd.grad(outputs, leaves, [torch.ones_like(x) for x in outputs])
 
 

@@ -61,6 +61,7 @@ def test_compiles_and_fits(tmp_path: Path) -> None:
         walks = [row for row in answer["kernels"] if row["kernel"] in WALKS]
         in_one = any(row["kernel"].startswith(("whole", "both")) for row in walks)  # dk and dv
         assert len(walks) >= (3 if in_one else 4)
+        assert not any(row["unequal"] for row in answer["kernels"]), answer  # sums that differ from thread to thread
         for row in walks:
             assert row["shared"] <= SHARED, row
             assert row["spilled"] <= SPILLED, row

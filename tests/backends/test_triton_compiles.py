@@ -54,8 +54,14 @@ CASES = {
         "exp,512,512,bfloat16",
         "exp,512,512,float32",
         "exp,100,72,bfloat16",
+        "plain,64,128,bfloat16,packed,segmented,state",
     ],
-    "tfla": ["exp,64,128,float32", "exp,128,256,bfloat16", "sigmoid,1024,1024,float16,packed,state"],
+    "tfla": [
+        "exp,64,128,float32",
+        "exp,128,256,bfloat16",
+        "sigmoid,1024,1024,float16,packed,state",
+        "plain,64,64,float32",
+    ],
     "steps": [
         "exp,64,64,float32",
         "exp,256,512,bfloat16",
@@ -69,11 +75,12 @@ MODE = os.environ.get("TFLA_COMPILE", "")
 if MODE == "all":
     DIMS = ("64,64", "64,128", "128,128", "128,256", "256,256", "256,512", "512,512", "512,1024", "100,72")
     DTYPES = ("bfloat16", "float16", "float32")
-    VARIANTS = ("", ",packed", ",segmented", ",packed,segmented,state")
-    STEP_VARIANTS = ("", ",low", ",several", ",several,low")
+    GATES = {"fused": ("exp", "sigmoid", "plain"), "tfla": ("exp", "sigmoid", "plain"), "steps": ("exp", "sigmoid")}
+    VARIANTS = dict.fromkeys(("fused", "tfla"), ("", ",packed", ",segmented", ",packed,segmented,state"))
+    VARIANTS["steps"] = ("", ",low", ",several", ",several,low")
     CASES = {
-        kernel: [f"{gate},{dims},{x}{y}" for gate, dims, x, y in product(("exp", "sigmoid"), DIMS, DTYPES, variants)]
-        for kernel, variants in ((kernel, STEP_VARIANTS if kernel == "steps" else VARIANTS) for kernel in CASES)
+        kernel: [f"{gate},{dims},{x}{y}" for gate, dims, x, y in product(GATES[kernel], DIMS, DTYPES, VARIANTS[kernel])]
+        for kernel in CASES
     }
 COMPILED = {
     f"triton,{kernel},{form}": [target for target in TARGETS if target.startswith("sm_") or form in AMD]
@@ -123,6 +130,8 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Found, dict[str, list[str]
         for row in answer["kernels"]:
             now = row["registers"], row["spilled"], row["shared"]
             before = kernels.get(row["kernel"], now)
+            if row.get("unequal"):
+                failures[answer["case"]].append(f"{answer['target']} {row['kernel']}: threads get different sums")
             kernels[row["kernel"]] = max(now[0], before[0]), max(now[1], before[1]), max(now[2], before[2])
         if answer["failure"] and "ROCm linker" not in answer["failure"]:  # Triton before 3.5 brings none
             failures[answer["case"]].append(f"{answer['target']}: {answer['failure']}")

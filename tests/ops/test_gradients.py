@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORMS, Problem, Way, call, check, error, leaves_on, params, problem, solve, truth
+from cases import FORMS, Problem, Way, call, check, error, leaves_on, problem, solve, truth
 from torch import Tensor
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -68,7 +68,8 @@ def test_only_some_inputs_want_gradients(way: Way, wanted: set[str]) -> None:
         assert x.grad is None or torch.equal(x.grad, every[name].grad)
 
 
-@pytest.mark.parametrize("form", params({form: form for form in ("plain", "normalized")}, {"normalized"}))
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["plain", "normalized"])
 def test_input_gate_left_out(way: Way, form: str) -> None:
     """log_i=None is log_i = 0, and has no gradient."""
     p = problem(form, dtype=way.widest).but(i=None)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import tfla
 
+pytestmark = pytest.mark.interpreter
+
 B, T, H, K, V = 2, 23, 3, 5, 7
 Draw = Callable[..., Tensor]
 

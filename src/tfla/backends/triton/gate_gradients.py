@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from tfla.backends.triton.gates import HIGHEST, LOWEST, locate, segment
+from tfla.backends.triton.sums import times
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def mark_dot(
         e = tl.arange(0, BLOCK_N)[None, :]
         mask = there & (e < SIZE_N)
         of_n = tl.load(n + mark * SIZE_N + e, mask, 0.0)
-        dot += tl.sum(of_n * tl.load(dn + mark * SIZE_N + e, mask, 0.0), 1)[:, None]
+        dot += tl.sum(times(of_n, tl.load(dn + mark * SIZE_N + e, mask, 0.0)), 1)[:, None]
     return dot
 
 

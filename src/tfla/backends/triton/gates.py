@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tfla.backends.triton.runs import RUN, put, running_max, running_sum, steps_of, total_of
+from tfla.backends.triton.sums import times
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-150.0)
@@ -226,7 +227,7 @@ def chunk_gates(
     f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, PACKED, SIGMOID_F)
     if FOLD:
         den = load_gate(d + h * dh, s, first, t, db, dt, inside, PACKED)
-    i = tl.where(inside, 0.0, -1e9).to(tl.float64)
+    i = tl.where(inside, tl.zeros_like(f), -1e9)
     if INPUT_GATE:
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, -1e9, PACKED, SIGMOID_I)
     step = tl.arange(0, CHUNK)[None, :]
@@ -306,6 +307,6 @@ def find_delta(
         mask = inside[:, None] & (c < D_HV)[None, :]
         a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
         b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
-        dot += tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+        dot += tl.sum(times(a.to(tl.float32), b.to(tl.float32)), 1)
     u = tl.load(at + DELTA_P * L)
     tl.store(at + DELTA_P * L, tl.where(u == 0.0, 0.0, u * dot), mask=inside)

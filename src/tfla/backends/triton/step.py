@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from tfla.backends.triton.gates import TINY, clamped, finite_log_gate
+from tfla.backends.triton.sums import times
 
 
 @triton.jit
@@ -76,10 +77,10 @@ def one_step(
         k = i * tl.load(K + b * kb + hq * kh + rk, in_k, 0.0).to(tl.float32)
         c = f * c + k[:, None] * v[None, :]  # (2)
         tl.store(C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv, c.to(C_out.dtype.element_ty), inside)
-        num += tl.sum(c * q[:, None], 0)
+        num += tl.sum(times(c, q[:, None]), 0)
         if NORMALIZE:
             n = f * tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32) + k  # (3)
-            d += tl.sum(n * q, 0)
+            d += tl.sum(times(n, q), 0)
             if part == 0:
                 tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
     num *= scale
@@ -166,7 +167,7 @@ def several_steps(
             )
         if NORMALIZE:
             n = tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32)
-            den += tl.sum(q * n[None, :], 1)
+            den += tl.sum(times(q, n[None, :]), 1)
             if FINAL and part == 0:
                 n = weight_last * n + tl.sum(k, 1)
                 tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)

@@ -1,7 +1,15 @@
-"""Sums of what programs leave: of segments, to the states between them, and of heads that share q and k."""
+"""Sums: over threads, of segments to the states between them, and of heads that share q and k."""
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def times(a, b):
+    """a b, rounded, for sums over threads. An addition that takes in its product has more digits of a thread's own than
+    of what it is sent, so threads that share a sum would each have another, and any of them may be the one to store it.
+    """
+    return tl.fma(a, b, 0.0)
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from tfla.backends.triton.gates import (
     VECTORS,
     segment,
 )
+from tfla.backends.triton.sums import times
 from tfla.backends.triton.walk import load_tile, store_tile
 
 
@@ -110,7 +111,7 @@ def parallel(
         S = product(a, a_at, b_at, own, own + u, length, at, bt, L, LI, DA, BA, PRECISION, STAGES)
         if DELTA:
             S += tl.load(gate + DELTA_P * L + u + ri)[None, :] if BACK else delta[:, None]
-        S *= gate_matrix(gate, r, u + ri, L, BACK, EXACT, NEGATIVE)
+        S = times(S, gate_matrix(gate, r, u + ri, L, BACK, EXACT, NEGATIVE))
         if DENOMINATOR:
             d += tl.sum(S, 1)
         y = load_tile(y_at, own + u, o, length, DO, yt, LI, BO, False)
@@ -125,7 +126,7 @@ def parallel(
         if DELTA:
             S += tl.load(far + DELTA_P * L + u % L + ri)[None, :] if BACK else delta[:, None]
         inner = tl.load(far + (INTER if BACK else UPDATE) * L + u % L + ri) * decay
-        S *= outer[:, None] * inner[None, :]
+        S = times(S, outer[:, None] * inner[None, :])
         if DENOMINATOR:
             d += tl.sum(S, 1)
         y = load_tile(y_at, u, o, length, DO, yt, LI, BO, False)
@@ -146,7 +147,7 @@ def parallel(
         rows = tl.dot(a, S.to(a.dtype), rows, input_precision=PRECISION)
         if DENOMINATOR:
             column = tl.load(n + state * DA + ra, mask=ra < DA, other=0.0)
-            of_n += tl.sum(a * column[None, :], 1)
+            of_n += tl.sum(times(a, column[None, :]), 1)
     if OF_QK and NORMALIZE:
         column = tl.load(n + state * DO + ro, mask=ro < DO, other=0.0)
         if BACK:
@@ -162,5 +163,5 @@ def parallel(
         out /= tl.where(tl.abs(d) < floor, floor, tl.abs(d))[:, None]  # unlike a maximum this keeps NaN
     if OF_QK:
         w = load_tile(W + b * wb + t_first * wt + h // GROUP_Y * wh, own, o, length, DO, wt, L, BO, False)
-        tl.store(w_out + (part * H * tiles_of_head + tile0) * L + own + r, tl.sum(out * w, 1))
+        tl.store(w_out + (part * H * tiles_of_head + tile0) * L + own + r, tl.sum(times(out, w), 1))
     store_tile(o_at, out.to(Out.dtype.element_ty), own, o, length, DO, ot, L, BO, False)

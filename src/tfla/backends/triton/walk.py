@@ -40,6 +40,7 @@ from tfla.backends.triton.gates import (
     locate,
     segment,
 )
+from tfla.backends.triton.sums import times
 
 
 def as_far_as_known(kernel):
@@ -357,7 +358,7 @@ def rows(
         out = tl.trans(out)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
         w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)
-        sums = tl.sum(tl.reshape(out * w, (L, NP, BK // NP)), 2)
+        sums = tl.sum(tl.reshape(times(out, w), (L, NP, BK // NP)), 2)
         tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
         if NORMALIZE:
             N = N * decay
@@ -464,7 +465,7 @@ def normaliser(
         if OUTPUT:
             z = load_tile(z_at, t, k0, steps, DK, zt, L, BK, TMA)
             inter = tl.load(gate + INTER * L + r)
-            P = tl.dot(z, tl.trans(x), input_precision=PRECISION) * weights(gate, r, L, True, EXACT)
+            P = times(tl.dot(z, tl.trans(x), input_precision=PRECISION), weights(gate, r, L, True, EXACT))
             if NEGATIVE:
                 P = -P
             high = N.to(x.dtype)
