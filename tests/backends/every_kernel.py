@@ -3,7 +3,7 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/backends/every_kernel.py [CASE...]
 
 CASE = backend kernel gate dqk dhv dtype shape, with commas between; all of them if none is named. Lengths are ragged,
-so that tiles reach over every end.
+so that tiles reach over every end. The kernel "steps" is decoding, and "model" the fused step of a language model.
 """
 
 from __future__ import annotations
@@ -12,17 +12,24 @@ import itertools
 import sys
 
 import torch
+from torch import Tensor
 
 import tfla
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.fused_step import FusedStep
 
 CASES = [
     "triton,fused,exp,64,128,bfloat16,whole",
     "triton,fused,exp,64,128,bfloat16,segmented",
     "triton,fused,sigmoid,100,72,bfloat16,packed",
     "triton,fused,exp,24,40,float32,packed segmented",
+    "triton,fused,exp,512,40,float32,whole grouped",
     "triton,tfla,exp,64,128,bfloat16,segmented",
     "triton,tfla,sigmoid,100,72,bfloat16,packed",
     "triton,tfla,exp,24,40,float32,packed segmented",
+    "triton,steps,exp,64,128,bfloat16,one",
+    "triton,steps,sigmoid,24,40,float32,several",
+    "triton,model,exp,16,32,bfloat16,one",
     "hopper,fused,exp,128,256,bfloat16,whole",
     "hopper,fused,exp,128,256,bfloat16,segmented",
     "hopper,fused,sigmoid,128,128,bfloat16,whole",
@@ -36,13 +43,17 @@ CASES = [
 T, H, LENGTHS, SEGMENT = 150, 2, (70, 0, 1, 79), 64
 
 
-def run(backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str, shape: str) -> None:
-    """With an initial and a final state."""
-    K, V = int(dqk), int(dhv)
+def rows(T: int, *shape: int) -> Tensor:
+    return torch.randn(1, T, *shape, device="cuda")
+
+
+def operator(backend: str, kernel: str, gate: str, K: int, V: int, dtype: torch.dtype, shape: str) -> list[Tensor]:
+    """With an initial and a final state, forward and backward."""
     lengths = LENGTHS if "packed" in shape else (T,)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device="cuda") if "packed" in shape else None
-    q, k, v = (torch.randn(1, T, H, d, device="cuda", dtype=getattr(torch, dtype)) for d in (K, K, V))
-    i, f = (torch.randn(1, T, H, device="cuda") for _ in range(2))
+    groups = H // 2 if "grouped" in shape else H
+    q, k, v = (rows(T, heads, d).to(dtype) for heads, d in ((groups, K), (groups, K), (H, V)))
+    i, f = rows(T, H), rows(T, H)
     C, n, m = (torch.randn(len(lengths), H, *size, device="cuda") for size in ((K, V), (K,), ()))
     leaves = [x.requires_grad_() for x in (q, k, v, i, f, C)]
     h, last = tfla.mlstm(
@@ -51,7 +62,38 @@ def run(backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str, sh
         chunk_size=SEGMENT if "segmented" in shape else T,
     )  # fmt: skip
     grads = torch.autograd.grad([h, last.C], leaves, [torch.ones_like(h), torch.ones_like(last.C)])
-    assert all(x.isfinite().all() for x in (h, last.C, *grads))
+    return [h, last.C, *grads]
+
+
+def steps(backend: str, gate: str, K: int, V: int, dtype: torch.dtype, count: int) -> list[Tensor]:
+    q, k, v = (rows(count, H, d).to(dtype) for d in (K, K, V))
+    state = tfla.State.zeros(1, H, K, V, normalize=gate == "exp", device="cuda")
+    h, last = tfla.mlstm_steps(q, k, v, rows(count, H), rows(count, H), state, input_gate=gate, backend=backend)
+    return [h, last.C]
+
+
+def fused_step(gate: str, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Two steps, the second from the state of the first."""
+    config = ModelConfig(
+        d_model=width, num_blocks=1, num_heads=H, vocab_size=70, mixer="mlstm_exp" if gate == "exp" else "mlstm_sig"
+    )
+    model = LanguageModel(config).to("cuda", dtype)
+    step, state, ids = FusedStep(model), model.initial_state(1), torch.zeros(1, dtype=torch.int64, device="cuda")
+    with torch.no_grad():
+        for _ in range(2):
+            out, state = step(ids, state)
+    return [out]
+
+
+def run(backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str, shape: str) -> None:
+    K, V, dt = int(dqk), int(dhv), getattr(torch, dtype)
+    if kernel == "steps":
+        found = steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
+    elif kernel == "model":
+        found = fused_step(gate, H * V, dt)
+    else:
+        found = operator(backend, kernel, gate, K, V, dt, shape)
+    assert all(x.isfinite().all() for x in found)
 
 
 if __name__ == "__main__":
