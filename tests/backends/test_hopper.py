@@ -115,6 +115,14 @@ def test_small(form: str, sizes: dict[str, Any], chunk_size: int | None) -> None
 
 
 @pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["plain", "normalized"])
+@pytest.mark.parametrize("size", ["128 x 128", "64 x 64", "256 x 256", "segments", "packed segments"])
+def test_without_an_input_gate(form: str, size: str) -> None:
+    sizes, chunk_size = SMALL[size]
+    check(wide(form, **{"B": 1, "dtype": MOSTLY, **sizes}).but(i=None), chunk_size=chunk_size)
+
+
+@pytest.mark.interpreter
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 128), (128, 256)])
 def test_bfloat16(form: str, K: int, V: int) -> None:

@@ -39,6 +39,9 @@ CASES = [
     "exp,64,128,bfloat16,packed,state",
     "exp,160,320,bfloat16,segmented,state",
     "sigmoid,40,56,bfloat16,packed,state",
+    "plain,128,256,bfloat16,segmented,state",
+    "plain,128,128,float16,packed",
+    "plain,64,64,bfloat16",
 ]
 WALKS = [name + way for name in ("columns", "rows", "states", "whole") for way in ("", " back")] + ["both back"]
 SHARED = 232_448  # bytes that a program can have
