@@ -65,12 +65,12 @@ def unequal_sums(ptx: str) -> int:
     another sum: see `times` in tfla.backends.triton.sums."""
     count, exchanged = 0, set()
     for line in ptx.splitlines():
-        if found := re.match(r"\s*shfl\.sync\.bfly\.b32\s+(%\w+)", line):
-            exchanged.add(found[1])
-        elif found := re.match(r"\s*mov\.b(?:32|64)\s+(%\w+), \{?(%\w+)", line):
-            exchanged |= {found[1]} if found[2] in exchanged else set()
-        elif found := re.match(r"\s*fma\.rn\S*\s+%\w+, %\w+, \S+, (%\w+);", line):
-            count += found[1] in exchanged
+        exchange = re.match(r"\s*shfl\.sync\.bfly\.b32\s+(%\w+)", line)
+        copy = re.match(r"\s*mov\.b(?:32|64)\s+(%\w+), \{?(%\w+)", line)
+        if exchange or (copy and copy[2] in exchanged):
+            exchanged.add((exchange or copy)[1])
+        elif addition := re.match(r"\s*fma\.rn\S*\s+%\w+, %\w+, \S+, (%\w+);", line):
+            count += addition[1] in exchanged
     return count
 
 
