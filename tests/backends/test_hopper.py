@@ -195,6 +195,23 @@ def test_programs_with_many_packed_sequences(
         known.forget()
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize(("form", "K", "V"), [("exp", 128, 256), ("sigmoid", 128, 256), ("exp", 256, 512)])
+def test_states_of_segments_whole_and_in_halves(
+    form: str, K: int, V: int, processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In halves where they would leave multiprocessors idle."""
+    from tfla.backends.hopper import launch
+
+    monkeypatch.setattr(launch, "processors", lambda device: processors)
+    known.forget()
+    try:
+        check(wide(form, dtype=MOSTLY, B=1, T=200, H=1, Hq=1, K=K, V=V), chunk_size=64)
+    finally:
+        known.forget()
+
+
 @pytest.mark.parametrize("chunk_size", [None, 64])
 @pytest.mark.parametrize("value", [3.0, torch.nan, torch.inf], ids=["other numbers", "nan", "infinite"])
 @pytest.mark.parametrize("changed", [0, 1, 2])

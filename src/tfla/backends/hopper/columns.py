@@ -1,7 +1,7 @@
 """o, and walking back dv: one program walks all heads it is given, with BLOCKS x 128 columns of their states.
 
     loader, gaters, carrier --full[s]--> consumer 0, consumer 1 --free[s]--> loader, gaters, carrier
-                                         consumer 0 <--ready[n % 2]--> consumer 1
+                                         consumer 0 <--ready[n % 2], begun--> consumer 1
 
     loader       tiles of x, z, y by TMA to stage s of a ring of STAGES stages
     gaters       their gate vectors to the same stage; in turn with one block, whose tiles are done sooner, or with n
@@ -45,6 +45,7 @@ from tfla.backends.hopper.parts import (
     async_load,
     async_store,
     barrier,
+    barrier_of,
     barriers,
     coordinates,
     gate_matrix,
@@ -118,6 +119,7 @@ class Shared(NamedTuple):
     n: Any  # of this tile and of the next, as `put_n` has it
     sums: Any  # of rows of P, two for each tile
     inverse: Any  # 1 / max(|d|, exp(-m)), one for each consumer
+    begun: Any  # n that a piece starts from
     d: Any  # for the carrier: d, or parts of do . h
 
 
@@ -132,7 +134,6 @@ class State(NamedTuple):
 class Piece(NamedTuple):
     """Of work."""
 
-    index: Any
     b: Any  # batch row
     h: Any  # head
     start: Any  # its first step
@@ -317,20 +318,6 @@ def put_n(n, to, half: gl.constexpr):
 
 
 @gluon.jit
-def next_n(N, step, at, mine, outer, work, walk):
-    """That of the next tile, which behind the last of a piece is the first of another."""
-    n = gl.sum(N, 1)
-    last = step == at.tiles - 1
-    if walk.STATE:
-        later = at.index + gl.num_programs(0)
-        later_n = outer.n_in + state_of(later, work, (later < work.pieces) & last).to(gl.int64) * walk.DK
-        mask = (mine.rk * 0 + later < work.pieces) & last
-        return gl.where(last, gl.load(later_n + mine.rk, mask, 0.0), n)
-    else:
-        return gl.where(last, 0.0, n)
-
-
-@gluon.jit
 def first_block(C, out, weight, y_t, to, p, x, carry, shared, s, n, half: gl.constexpr, walk):
     """Ends that of two: its output goes over its columns of y, and its state is behind the tile."""
     if walk.NORMALIZE:
@@ -409,7 +396,7 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
     P = seen(S, D, mine.i, mine.j, half, walk.BACK)
     if walk.NORMALIZE:
         shared.sums.index(n % 2 * 2 + half).store(gl.sum(P, 1))
-        put_n(next_n(N, step, at, mine, outer, work, walk), shared.n.index(n % 2), half)
+        put_n(gl.sum(N, 1), shared.n.index(n % 2), half)
     shared.p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(y.dtype))
     fence_async_shared()
     barrier()
@@ -437,21 +424,24 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
     P = seen(S, D, mine.i, mine.j, half, walk.BACK)
     if walk.NORMALIZE:
         shared.sums.index(half).store(gl.sum(P, 1))
-        first_n = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(8)))
-        if walk.STATE:
-            first_n = gl.load(outer.n_in + state_of(gl.program_id(0), work).to(gl.int64) * walk.DK + rk)
-        put_n(first_n, shared.n.index(0), half)
     shared.p.index(0).slice(half * (L // 2), L // 2, 1).store(P.to(shared.p.dtype))
     fence_async_shared()
     barrier()
     mbarrier.arrive(shared.ready.index(0), count=1)
+    turn = 0
     index = gl.program_id(0)
     while index < work.pieces:
-        # With a normaliser tiles would wait for other words instead.
-        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED, not walk.NORMALIZE)
+        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED, True)
         tiles = (steps + L - 1) // L
-        at = Piece(index, b, h, start, steps, tiles)
+        at = Piece(b, h, start, steps, tiles)
         state = first_state(index, mine, outer, work, walk)
+        if walk.NORMALIZE:
+            put_n(gl.sum(state.n, 1), shared.n.index(place_n.n % 2), half)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(shared.begun, count=1)
+            mbarrier.wait(shared.begun, turn)
+            turn ^= 1
         for step in range(0, tiles):
             state, place_n = walk_tile(state, place_n, step, at, mine, outer, shared, work, half, walk)
         if walk.FINAL:
@@ -510,8 +500,9 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_of_head, GROUP, outer, work, wa
     CARRIED: gl.constexpr = OF_DELTA if walk.DELTA else (OF_D if walk.SAVE_D else NOTHING)
     full, free = stage_barriers(STAGES, arrivals(CARRIED), 2)
     ready = barriers(2, 2)
+    begun = barrier_of(2) if walk.NORMALIZE else None
     fence_async_shared()
-    shared = Shared(x, y, z, y2, p, g, w, full, free, ready, floor, matrix, n, sums, inverse, d)
+    shared = Shared(x, y, z, y2, p, g, w, full, free, ready, floor, matrix, n, sums, inverse, begun, d)
     rings = GateRings(g, w, floor, matrix)
     gater: gl.constexpr = Gater(
         L, STAGES, walk.BACK, walk.SEGMENTED, FLOOR if walk.NORMALIZE else None,

@@ -16,6 +16,7 @@ from tfla.backends.hopper.columns import columns
 from tfla.backends.hopper.order import CUT, FIELDS, order
 from tfla.backends.hopper.rows import rows
 from tfla.backends.hopper.states import states
+from tfla.backends.hopper.vectors import ALL, NONE, SOME
 from tfla.backends.triton.compiled import Tape
 from tfla.backends.triton.launch import Call, Pair, Plan, ceil_div, plan_of, processors, products
 from tfla.backends.triton.tensor_maps import Encoded, Remembered
@@ -87,11 +88,12 @@ class HopperCall(Call):
         self.joint = self.narrow and self.V == ROWS and not spec.normalize  # one walk back makes dk and dv
         self.pieces = pieces(self.V)
         self.order = self._order() if self.packed else self.cu
+        self.added: Tensor | None = None  # what segments add to the cotangent of n, where the walk for dq finds it
         self.numbers = *self.gate_strides, *self.scales
-        # Gate vectors, by the walks; of wider heads several programs would make the same. A kernel that makes none
+        # Gate vectors, by the walks; of wider heads several programs would make the same. A kernel that makes not all
         # serves all forms of gates.
-        made = not spec.normalize and self.narrow
-        self.made = {"MADE": made, **{name: made and form for name, form in self.gate_forms.items()}}
+        made = ALL if self.narrow and not spec.normalize else NONE
+        self.made = {"MADE": made.value, **{name: made is ALL and form for name, form in self.gate_forms.items()}}
 
     def _order(self) -> Tensor:
         """Of packed pieces, as :mod:`.order` has it."""
@@ -104,7 +106,13 @@ class HopperCall(Call):
 
     def gates(self, m_final: Tensor | None, d: Tensor | None = None) -> Tensor:
         """Where the walks make them, anything stands for those in memory."""
-        return self.given_gates[1] if self.made["MADE"] else super().gates(m_final, d)
+        if self.made["MADE"] == ALL.value:
+            return self.given_gates[1]
+        # Walks back are no faster for it: those for dq and dk have no time for more exponentials. COLUMN has the scale.
+        self.few_vectors = self.narrow and d is None and self.spec.scale != 0
+        if self.few_vectors:
+            self.made["MADE"] = SOME.value
+        return super().gates(m_final, d)
 
     def descriptor(self, x: Tensor, width: int) -> TensorDescriptor | Encoded:
         """Tiles (L, width) of x (B, T, H, d)."""
@@ -203,14 +211,23 @@ class HopperCall(Call):
         n: Tensor | None = None,
     ) -> None:  # fmt: skip
         """With n also what they add to n."""
-        L = self.L
-        self.launch(states, self.grid(self.K // ROWS * self.pieces),
-            self.descriptor(x, ROWS), self.descriptor(y, self.V // self.pieces), gates, *self.given_gates,
-            states_out, decays if n is None else n, decays, self.order, self.T, self.tiles, self.H, self.group,
-            self.steps, self.segments * self.H, *self.numbers, DX=self.K, DY=self.V, PIECES=self.pieces, L=L,
-            STAGES=OF_STATES, BACK=back, SEGMENTED=self.segmented, NORMALIZE=n is not None, SKIP=skip,
-            PACKED=self.packed, **self.made, num_warps=4,
+        shared, grid = self._shares(skip)
+        self.launch(states, grid,
+            self.descriptor(x, ROWS), self.descriptor(y, self.V // shared), gates, *self.given_gates, states_out,
+            decays if n is None else n, decays, self.order, self.T, self.tiles, self.H, self.group, self.steps,
+            self.segments * self.H, *self.numbers, DX=self.K, DY=self.V, PIECES=shared, L=self.L, STAGES=OF_STATES,
+            BACK=back, SEGMENTED=self.segmented, NORMALIZE=n is not None, SKIP=skip, PACKED=self.packed, **self.made,
+            num_warps=4,
         )  # fmt: skip
+
+    def _shares(self, skip: bool) -> tuple[int, tuple[int, int]]:
+        """Programs of the walk for states that share the columns of one, and its grid: twice as many where they would
+        leave half of the multiprocessors idle, at least. With `skip` those of last segments have no work."""
+        segments, of_rows = self.segments - (self.x.sequences if skip else 0), self.K // ROWS
+        halves = self.V // self.pieces == MOST and not self.packed
+        if halves and 2 * segments * self.H * of_rows * self.pieces <= processors(self.x.q.device):
+            return 2 * self.pieces, (self.segments * self.H, of_rows * 2 * self.pieces)
+        return self.pieces, self.grid(of_rows * self.pieces)
 
     def _parts(self) -> int:
         """Programs of a walk for dq or dk, each of which leaves a sum of its own for the gates."""
@@ -221,8 +238,19 @@ class HopperCall(Call):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         x, q_dq = self.x, self.new(self._parts(), self.H, self.tiles, 1, self.L)
         marks = self.new_marks(q_dq)
-        self._rows(x.k, x.v, dh, x.q, dq, gates, q_dq, (*marks, gates), delta, False, start, (None, None))
+        if self.segmented and delta:
+            self.added = self.new(self.segments, self.H, self.K)
+        self._rows(x.k, x.v, dh, x.q, dq, gates, q_dq, (*marks, gates), delta, False, start, (None, self.added))
         return q_dq, marks
+
+    def boundary_n(
+        self, x: Tensor, gates: Tensor, back: bool, given: Tensor | None, final: Tensor | None, decays: Tensor,
+        delta: bool,
+    ) -> Tensor:  # fmt: skip
+        if self.added is None:
+            return super().boundary_n(x, gates, back, given, final, decays, delta)
+        self.join(self.added, decays, back, given, final)
+        return self.added
 
     def keys_gradient(
         self, gates: Tensor, dh: Tensor, dk: Tensor, dv: Tensor, marks: tuple[Tensor, Tensor], end: Pair, first: Pair,

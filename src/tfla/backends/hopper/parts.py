@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from tfla.backends.hopper.order import BEGINS, CUT, ENDS, FIELDS, FIRST, SLOT, STEPS, TILE
-from tfla.backends.hopper.vectors import gates_of, load_gates_of, stored_vectors, tile_vectors
+from tfla.backends.hopper.vectors import ALL, gates_of, load_gates_of, stored_vectors, tile_vectors
 from tfla.backends.triton.gates import VECTORS
 
 # Named differently before Triton 3.7 and 3.9.
@@ -274,13 +274,13 @@ def load_gates(turn: gl.constexpr, source, rings, full, free, work, tiles_of_hea
         b, h, start, steps, tile0 = piece(index, work, L, gater.SEGMENTED)
         tiles = tiles_of(index, start, steps, work, L, gater.BACK, gater.SKIP)
         first = n - before
-        if source.MADE:
+        if source.MADE == ALL:
             i_gate, f_gate = gates_of_turn(first, b, h, start, steps, tiles, source, r, gater)
         for i in range(first, tiles * HEADS, GATERS):
             t = tile_of_turn(i, tiles, gater)
             head = i % HEADS
             tile = (h * HEADS + head).to(gl.int64) * tiles_of_head + tile0 + t
-            if source.MADE:
+            if source.MADE == ALL:
                 row, column, inter, update, carry = tile_vectors(
                     i_gate, f_gate, t * L + r < steps, source.scale, source.log_scale, source.INPUT_GATE,
                     source.SIGMOID_I, source.SIGMOID_F,

@@ -10,7 +10,8 @@ state C, (dqk, dhv), as BLOCKS pieces of 128 columns, computes
 x, y, z are k, v, do for dq and q, do, v for dk. What `out` is a gradient of, q or k, comes with the stage too: its
 product with `out` is summed over the rows, by the warps for the carrier, which brings the sum to memory for the
 gradients of the gates; then `out` overwrites it and leaves by TMA. With a normaliser there is one more column of the
-state, n. Without one, dk of heads of 128 x 128 is made with dv, by :mod:`.both`.
+state, n, and dq's walk, which has q, leaves what segments add to its cotangent. Without one, dk of heads of 128 x 128
+is made with dv, by :mod:`.both`.
 
 All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES, and leave
 outputs to be summed; the first of them has delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns`
@@ -68,7 +69,7 @@ from tfla.backends.hopper.parts import (
     vectors,
     weights,
 )
-from tfla.backends.hopper.vectors import Source
+from tfla.backends.hopper.vectors import ALL, Source
 from tfla.backends.triton.gates import DELTA_P
 
 
@@ -90,6 +91,7 @@ class Walk(NamedTuple):
     NORMALIZE: Any
     DELTA: Any  # delta is not zero
     TRANSPOSED: Any
+    ADDS: Any  # what pieces add to the cotangent of n is wanted
 
 
 class Outer(NamedTuple):
@@ -99,7 +101,7 @@ class Outer(NamedTuple):
     state_in: Any
     state_out: Any
     n_in: Any
-    n_out: Any
+    n_out: Any  # n behind pieces, or with ADDS what they add to its cotangent
     marks: Any
     n_marks: Any
     dots: Any
@@ -128,6 +130,8 @@ class State(NamedTuple):
     C0: Any
     C1: Any  # where it has two blocks
     n: Any
+    dn: Any  # what tiles add to the cotangent of n before their piece
+    decay: Any  # since there
 
 
 class Piece(NamedTuple):
@@ -198,6 +202,7 @@ def first_state(index, mine, outer, work, walk):
     C0 = gl.zeros([64, 128], gl.float32, of_product(128))
     C1 = gl.zeros([64, 128], gl.float32, of_product(128))
     N = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(walk.L)))
+    dn = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(walk.L)))
     if walk.STATE:
         at = state_of(index, work)
         C0 = gl.load(state_block(outer.state_in, at, mine, 0, walk)).to(gl.float32)
@@ -205,7 +210,7 @@ def first_state(index, mine, outer, work, walk):
             C1 = gl.load(state_block(outer.state_in, at, mine, 1, walk)).to(gl.float32)
         if walk.NORMALIZE:
             N = gl.load(outer.n_in + at.to(gl.int64) * walk.DX + mine.rk, mask=mine.has_n, other=0.0)
-    return State(C0, C1, N)
+    return State(C0, C1, N, dn, 1.0)
 
 
 @gluon.jit
@@ -298,6 +303,16 @@ def update_n(N, x, shared, s, walk):
 
 
 @gluon.jit
+def add_up(dn, decay, q_t, g, delta, L: gl.constexpr):
+    """dn with what a tile adds, and the decay up to the next."""
+    layout: gl.constexpr = of_product(L)
+    by_step: gl.constexpr = gl.SliceLayout(0, layout)
+    weight = g.slice(OUT * L, L, 0).load(by_step) * delta.load(by_step) * decay
+    dn += gl.sum(q_t.load(layout).to(gl.float32) * gl.expand_dims(weight, 0), 1)
+    return dn, decay * gl.max(g.slice(CARRY * L, 1, 0).load(by_step), 0)
+
+
+@gluon.jit
 def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.constexpr, walk):
     """A tile, of which P is there already, to the departure of its output; P of the next tile, which arrives."""
     L: gl.constexpr = walk.L
@@ -305,7 +320,7 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
     of_out: gl.constexpr = of_product(L)
     by_step: gl.constexpr = gl.SliceLayout(0, of_out)
     dtype: gl.constexpr = shared.x.dtype
-    C0, C1, N = state
+    C0, C1, N, dn, decay = state
     s, phase, n = place_n
     x = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
     y = shared.y.index(s).reshape([L, walk.WIDTH])
@@ -341,6 +356,8 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
     out, A = warpgroup_mma_wait(walk.BLOCKS, deps=[out, A])
     if not walk.TRANSPOSED:
         put_dot(out, w_t, shared.s.index(s), half, L)
+    if walk.ADDS:
+        dn, decay = add_up(dn, decay, w_t, g, shared.delta.index(s), L)
     w_t.store(out.to(dtype))
     fence_async_shared()
     column = at.h * walk.PIECES + mine.part
@@ -360,12 +377,12 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
         if step_of_mark % walk.MARKS == 0 and step_of_mark < at.steps and step_of_mark > 0:
             mark = at.mark + step_of_mark // walk.MARKS * work.H
             if walk.BACK:
-                leave_dots(State(C0, C1, N), mark, mine, half, outer, walk)
+                leave_dots(State(C0, C1, N, dn, decay), mark, mine, half, outer, walk)
             else:
-                leave_mark(State(C0, C1, N), mark, mine, outer, walk)
+                leave_mark(State(C0, C1, N, dn, decay), mark, mine, outer, walk)
     S = warpgroup_mma_wait(0, deps=[S])
     put_weights(S, shared, s, n, mine, half, walk)
-    return State(C0, C1, N), Place(s, phase, n)
+    return State(C0, C1, N, dn, decay), Place(s, phase, n)
 
 
 @gluon.jit
@@ -394,6 +411,9 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
             state, place_n = walk_tile(state, place_n, step, at, mine, outer, shared, work, half, walk)
         if walk.FINAL:
             leave_state(state, index, mine, outer, work, walk)
+        if walk.ADDS:
+            at_n = outer.n_out + state_of(index, work).to(gl.int64) * walk.DX + mine.rk
+            gl.store(at_n, state.dn, mask=mine.has_n)
         index = next_piece(index)
     tma.store_wait(0)
     if not walk.TRANSPOSED:
@@ -414,6 +434,7 @@ def rows(
     Outputs of PIECES programs, each with as many of the columns, lie side by side as if each head were so many.
     """
     WIDTH: gl.constexpr = DY // PIECES
+    ADDS: gl.constexpr = SEGMENTED and NORMALIZE and DELTA and not BACK
     partitions(
         (X, Y, Z, W),
         Source(
@@ -424,7 +445,7 @@ def rows(
         Work(T, H, length, pieces, order if PACKED else None),
         Walk(
             DX, DY, PIECES, WIDTH, WIDTH // 128, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA,
-            TRANSPOSED,
+            TRANSPOSED, ADDS,
         ),
     )  # fmt: skip
 
@@ -458,7 +479,7 @@ def partitions(tensors, source, w_out, tiles_of_head, GROUP, outer, work, walk):
         walk.SEGMENTED,
         DELTA_P if walk.DELTA else None,
         walk.PIECES,
-        GATERS=walk.BLOCKS if source.MADE else 1,
+        GATERS=walk.BLOCKS if source.MADE == ALL else 1,
     )
     gl.warp_specialize(
         [

@@ -13,11 +13,17 @@ from tfla.backends.triton.gates import (
     DECAY,
     INTER,
     ROW,
+    TOTAL,
     UPDATE,
     VECTORS,
     exponent,
     finite_log_gate,
 )
+
+# Which of them a walk makes.
+NONE = gl.constexpr(0)
+SOME = gl.constexpr(1)  # INTER, UPDATE and DECAY, of the others
+ALL = gl.constexpr(2)  # of the gates
 
 
 class Source(NamedTuple):
@@ -34,7 +40,7 @@ class Source(NamedTuple):
     fh: Any
     scale: Any
     log_scale: Any  # base 2
-    MADE: Any  # of the gates, and `vectors` are none
+    MADE: Any  # NONE, SOME or ALL, where `vectors` are none
     INPUT_GATE: Any
     SIGMOID_I: Any
     SIGMOID_F: Any
@@ -99,6 +105,9 @@ def stored_vectors(source, tile, r):
     at = source.vectors + tile * (VECTORS * L) + r
     row = gl.load(at + ROW * L)
     column = gl.load(at + COLUMN * L)
+    if source.MADE == SOME:
+        total = gl.load(source.vectors + tile * (VECTORS * L) + TOTAL * L + r * 0)
+        return row, column, gl.exp2(row) * source.scale, gl.exp2(total + (column - source.log_scale)), gl.exp2(total)
     inter = gl.load(at + INTER * L)
     update = gl.load(at + UPDATE * L)
     return row, column, inter, update, gl.load(at + DECAY * L)

@@ -22,6 +22,7 @@ COLUMN = tl.constexpr(1)
 INTER = tl.constexpr(2)  # weight of the state before the tile in an output, times scale
 UPDATE = tl.constexpr(3)  # weight of a step in the state behind the tile
 DECAY = tl.constexpr(4)  # of the state over the whole tile, the same at each of its steps
+TOTAL = tl.constexpr(4)  # its exponent, one word, in the place of DECAY where readers make that
 ROW_LOW = tl.constexpr(5)
 COLUMN_LOW = tl.constexpr(6)
 FLOOR = tl.constexpr(7)  # exp(-m), the least denominator, neither 0 nor infinite
@@ -210,9 +211,11 @@ def chunk_gates(
     i_gate, f_gate, m0, cu, d, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, db, dt, dh,
     scale, log_scale, slots, CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, NORMALIZE: tl.constexpr,
-    STATE: tl.constexpr, FINAL: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr,
+    STATE: tl.constexpr, FINAL: tl.constexpr, FOLD: tl.constexpr, EXACT: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """The gate vectors of one chunk of some heads; with a normaliser also the max state behind the sequence.
+
+    FEW: without INTER and UPDATE, and TOTAL for DECAY, of which with ROW and COLUMN readers make them.
 
     FOLD, for the backward: rows of the gate matrix are divided by the denominator max(|d|, exp(-m)), and DELTA_P is -u,
     which times dh . h becomes delta, what is added to dP: -1 or 1 by the sign of d, and 0 where exp(-m) is larger.
@@ -262,7 +265,8 @@ def chunk_gates(
     f = tl.reshape(exponent(f), (HEADS, CHUNK // L, L // RUN, RUN))
     i = tl.reshape(exponent(i), (HEADS, CHUNK // L, L // RUN, RUN))
     b = running_sum(f)
-    g = total_of(f)[:, :, None, None]
+    total = total_of(f)
+    g = total[:, :, None, None]
     column = i - b
     update = tl.exp2((g + column).to(tl.float32))
     column += log_scale
@@ -274,10 +278,15 @@ def chunk_gates(
     column_high = column.to(tl.float32)
     put(at + ROW * L, row_high, held)
     put(at + COLUMN * L, column_high, held)
-    put(at + INTER * L, inter, held)
-    put(at + UPDATE * L, update, held)
-    decay = tl.exp2(g.to(tl.float32)) + tl.zeros_like(row_high)
-    put(at + DECAY * L, decay, held)
+    if FEW:
+        tile = tl.arange(0, CHUNK // L)[None, :]
+        at_total = out + (heads.to(tl.int64) * tiles + tile0 + tile) * (VECTORS * L) + TOTAL * L
+        tl.store(at_total, total.to(tl.float32), mask=start + tile * L < length)
+    else:
+        put(at + INTER * L, inter, held)
+        put(at + UPDATE * L, update, held)
+        decay = tl.exp2(g.to(tl.float32)) + tl.zeros_like(row_high)
+        put(at + DECAY * L, decay, held)
     if EXACT:
         row_low = (b - row_high.to(tl.float64)).to(tl.float32)
         column_low = (column - column_high.to(tl.float64)).to(tl.float32)

@@ -158,6 +158,7 @@ class Call:
     finds_delta = False  # whether a walk does, before others want it
     pieces = 1  # how many parts of each dq and dk of a head there are, to be summed
     together = 1  # heads whose parts of dq and dk are one
+    few_vectors = False  # whether those who read gate vectors make what they can of them
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
@@ -280,7 +281,7 @@ class Call:
             out if m_final is None else m_final, x.sequences, self.T, self.tiles, self.H, *self.gate_strides,
             *_strides(x.log_f if d is None else d), *self.scales, slots,
             NORMALIZE=spec.normalize, STATE=x.m is not None, FINAL=m_final is not None, FOLD=d is not None,
-            EXACT=self.exact, **shared,
+            EXACT=self.exact, FEW=self.few_vectors, **shared,
         )  # fmt: skip
         return out
 
