@@ -49,6 +49,7 @@ from tfla.backends.hopper.parts import (
     barriers,
     coordinates,
     gate_matrix,
+    in_three,
     last_stage,
     load_gates,
     matrices,
@@ -128,7 +129,7 @@ class State(NamedTuple):
 
     C0: Any
     C1: Any  # where it has two blocks
-    n: Any  # columns, of which the first two add up to n
+    n: Any  # columns, of which the first three add up to n
 
 
 class Piece(NamedTuple):
@@ -309,11 +310,12 @@ def update_n(N, x, shared, s, half: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def put_n(n, to, half: gl.constexpr):
-    """n as the sum of two of low precision, which are columns of a right operand."""
+    """n as the sum of three of low precision, which are columns of a right operand."""
     column = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_product(8))), 0)
-    high = n.to(to.dtype)
-    low = (n - high.to(gl.float32)).to(to.dtype)
-    columns = gl.where(column == 0, gl.expand_dims(high, 1), gl.where(column == 1, gl.expand_dims(low, 1), 0.0))
+    high, middle, low = in_three(n, to.dtype)
+    columns = gl.where(column == 2, gl.expand_dims(low, 1), 0.0)
+    columns = gl.where(column == 1, gl.expand_dims(middle, 1), columns)
+    columns = gl.where(column == 0, gl.expand_dims(high, 1), columns)
     to.slice(half * 64, 64, 1).permute((1, 0)).store(columns.to(to.dtype))
 
 

@@ -242,7 +242,7 @@ class GateRings(NamedTuple):
     vectors: Any  # READ, WRITE, OUT and CARRY
     weights: Any  # of updates, as the sum of two of low precision
     extra: Any = None  # one more gate vector
-    matrix: Any = None  # the weights also as rows of a right operand
+    matrix: Any = None  # the weights also as the sum of three, rows of a right operand
 
 
 class Gater(NamedTuple):
@@ -257,6 +257,7 @@ class Gater(NamedTuple):
     SKIP: Any = False  # as in `tiles_of`
     HEADS: Any = 1  # of a program, where a piece of work is one of that many heads
     GATERS: Any = 1  # that take turns; those that a kernel starts beyond them do nothing
+    OUTPUTS: Any = True  # else the place of OUT has the weights of updates, in float32
 
 
 @gluon.jit
@@ -297,7 +298,7 @@ def load_gates(turn: gl.constexpr, source, rings, full, free, work, tiles_of_hea
             g = rings.vectors.index(at)
             g.slice(READ * L, L, 0).store(column if gater.BACK else row)
             g.slice(WRITE * L, L, 0).store(row if gater.BACK else column)
-            g.slice(OUT * L, L, 0).store(update if gater.BACK else inter)
+            g.slice(OUT * L, L, 0).store(update if gater.BACK == gater.OUTPUTS else inter)
             g.slice(CARRY * L, L, 0).store(carry)
             if gater.EXTRA is not None:
                 has_extra = r * 0 + gl.program_id(1) % gater.PIECES == 0
@@ -326,19 +327,30 @@ def gates_of_turn(i, b, h, start, steps, tiles, source, r, gater):
 
 
 @gluon.jit
+def in_three(x, dtype: gl.constexpr):
+    """x as a sum of three of low precision, whose first two are off by 2^-17 of it in bfloat16."""
+    high = x.to(dtype)
+    rest = x - high.to(gl.float32)
+    middle = rest.to(dtype)
+    return high, middle, (rest - middle.to(gl.float32)).to(dtype)
+
+
+@gluon.jit
 def put_update_weights(update, rings, at, L: gl.constexpr):
-    """As the sum of two of low precision."""
+    """As the sum of two of low precision. For n of three: where |d| is next to exp(-m), its last digits decide on the
+    whole gradient of the denominator."""
     w = rings.weights.index(at)
-    high = update.to(w.dtype)
-    low = (update - high.to(gl.float32)).to(w.dtype)
+    high, middle, low = in_three(update, w.dtype)
     w.slice(0, L, 0).store(high)
-    w.slice(L, L, 0).store(low)
+    w.slice(L, L, 0).store(middle)
     if rings.matrix is not None:
         layout: gl.constexpr = gl.BlockedLayout([8, L // 32], [1, 32], [1, 1], [1, 0])
         row = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, layout)), 1)
         high = gl.expand_dims(gl.convert_layout(high, gl.SliceLayout(0, layout)), 0)
+        middle = gl.expand_dims(gl.convert_layout(middle, gl.SliceLayout(0, layout)), 0)
         low = gl.expand_dims(gl.convert_layout(low, gl.SliceLayout(0, layout)), 0)
-        rings.matrix.index(at).store(gl.where(row == 0, high, gl.where(row == 1, low, 0.0)).to(w.dtype))
+        rows = gl.where(row == 0, high, gl.where(row == 1, middle, gl.where(row == 2, low, 0.0)))
+        rings.matrix.index(at).store(rows.to(w.dtype))
         fence_async_shared()
 
 

@@ -25,6 +25,7 @@ from tfla.backends.hopper.parts import (
     FILLER,
     GATES,
     NUMBERS,
+    OUT,
     Gater,
     GateRings,
     Work,
@@ -45,7 +46,6 @@ from tfla.backends.hopper.parts import (
     state_pointers,
     tiles_of,
     vectors,
-    weights,
 )
 from tfla.backends.hopper.vectors import Source
 
@@ -114,8 +114,8 @@ def left_operand(shared, s, half: gl.constexpr, walk):
     sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(L)))
     if walk.NORMALIZE:
         # Not of what is rounded: outputs are divided by q . n, which can be small beside q and n.
-        w = gl.expand_dims(weights(shared.u.index(s), L, gl.SliceLayout(0, of_product(L))), 0)
-        sums = gl.sum(x_t.to(gl.float32) * w, 1)
+        w = shared.g.index(s).slice(OUT * L, L, 0).load(gl.SliceLayout(0, of_product(L)))
+        sums = gl.sum(x_t.to(gl.float32) * gl.expand_dims(w, 0), 1)
     return scaled(x_t, shared.u.index(s), L, gl.DotOperandLayout(0, of_product(128), 2)), sums
 
 
@@ -214,7 +214,7 @@ def partitions(X, Y, source, tiles_of_head, GROUP, outer, work, walk):
     fence_async_shared()
     shared = Shared(x, y, g, u, full, free)
     rings = GateRings(g, u)
-    gater: gl.constexpr = Gater(L, STAGES, walk.BACK, walk.SEGMENTED, SKIP=walk.SKIP, GATERS=2)
+    gater: gl.constexpr = Gater(L, STAGES, walk.BACK, walk.SEGMENTED, SKIP=walk.SKIP, GATERS=2, OUTPUTS=False)
     gl.warp_specialize(
         [
             (add_up, (0, outer, shared, work, walk)),
