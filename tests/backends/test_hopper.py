@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 import tfla
 from tfla.backends import BACKENDS, hopper, known
+from tfla.backends.base import Inputs, Spec
 from tfla.backends.hopper import NARROW
 
 on_hopper = [
@@ -210,6 +211,19 @@ def test_states_of_segments_whole_and_in_halves(
         check(wide(form, dtype=MOSTLY, B=1, T=200, H=1, Hq=1, K=K, V=V), chunk_size=64)
     finally:
         known.forget()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("chunk_size", [128, 512])
+def test_denominators(chunk_size: int) -> None:
+    """All digits of float32: where |d| is next to exp(-m), they decide on the whole gradient of the denominator."""
+    p = wide("exp", dtype=torch.bfloat16, T=400, B=1, H=1, Hq=1, f_mean=7.0, carried=False)
+    inputs = Inputs(*(getattr(p, name).to(WAY.device) for name in "qkvif"), None, None, None, None)
+    spec = Spec(0.1, True, True, chunk_size, "fused", True, False, gates="exp")
+    d = BACKENDS["hopper"].forward(inputs, spec).d
+    q, k, v, i, f = (x.double() for x in inputs[:5])
+    exact = inputs._replace(q=q, k=k, v=v, log_i=i, log_f=torch.nn.functional.logsigmoid(f))
+    assert error(d, BACKENDS["chunkwise"].forward(exact, spec._replace(gates="log")).d) <= 1e-6
 
 
 @pytest.mark.parametrize("chunk_size", [None, 64])
