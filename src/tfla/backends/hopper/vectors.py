@@ -1,4 +1,5 @@
-"""Gate vectors: from memory, or without a normaliser, where nothing beyond a tile has a part in them, of the gates."""
+"""Gate vectors: from memory, some of them made of others, or without a normaliser, where nothing beyond a tile has a
+part in them, all made of the gates."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from tfla.backends.triton.gates import (
     finite_log_gate,
 )
 
-# Which of them a walk makes.
+# Which of the gate vectors a walk makes.
 NONE = gl.constexpr(0)
 SOME = gl.constexpr(1)  # INTER, UPDATE and DECAY, of the others
 ALL = gl.constexpr(2)  # of the gates
