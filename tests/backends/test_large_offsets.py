@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from cases import TOLERANCE, Way, error
+from gpus import taking_turns
 
 import tfla
 
@@ -12,10 +15,17 @@ H, K, V = 16, 128, 256
 T, TAIL = 2**31 // (H * V) + 1000, 700  # v's last steps lie behind element 2^31
 
 
-def test_last_steps_of_a_huge_tensor(way: Way) -> None:
-    """A reset before them makes them a sequence of their own."""
+@pytest.fixture
+def large(way: Way) -> Iterator[Way]:
+    """Ways that can have such tensors; 30 GB are taken in turns."""
     if way.device == "cpu" or way.small_only or torch.cuda.get_device_properties(0).total_memory < 60e9:
         pytest.skip("needs a GPU with 60 GB")
+    with taking_turns():
+        yield way
+
+
+def test_last_steps_of_a_huge_tensor(large: Way) -> None:
+    """A reset before them makes them a sequence of their own."""
     torch.manual_seed(0)
     leaves = [torch.randn(1, T, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((H, K), (H, K), (H, V))]
     gates = [torch.randn(1, T, H, device="cuda") for _ in range(2)]
@@ -25,7 +35,7 @@ def test_last_steps_of_a_huge_tensor(way: Way) -> None:
     dh = torch.randn(1, TAIL, H, V, device="cuda", dtype=torch.bfloat16)
     results = []
     for given in (whole, [x.detach().float().requires_grad_() for x in tail]):  # the tail in float32 is the truth
-        h = tfla.mlstm(*given, **way.options)[:, -TAIL:]
+        h = tfla.mlstm(*given, **large.options)[:, -TAIL:]
         h.backward(dh.to(h.dtype))
         results.append([h.detach(), *(x.grad[:, -TAIL:] for x in given)])
     for a, b in zip(*results, strict=True):

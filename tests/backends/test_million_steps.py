@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import TOLERANCE
+from gpus import taking_turns
 
 import tfla
 from tfla.backends import BACKENDS, Inputs
@@ -38,8 +39,10 @@ def results(leaves: list[torch.Tensor], dh: torch.Tensor, gate: str, **options: 
 @pytest.fixture(scope="module", params=["exp", "sigmoid"])
 def exact(request: pytest.FixtureRequest, leaves: tuple[list[torch.Tensor], torch.Tensor]) -> tuple[str, list]:
     """In float64."""
-    inputs = [x.detach().double().requires_grad_() for x in leaves[0]]
-    return request.param, results(inputs, leaves[1].double(), request.param, backend="chunkwise")
+    gate, dh = request.param, leaves[1].double()
+    with taking_turns():
+        truth = results([x.detach().double().requires_grad_() for x in leaves[0]], dh, gate, backend="chunkwise")
+    return gate, truth
 
 
 @pytest.mark.parametrize("chunk_size", [None, 4096])
