@@ -26,7 +26,7 @@ from cases import (
 
 import tfla
 
-SEEDS = 4
+SEEDS = 8
 LOW = [torch.bfloat16, torch.float16]
 GATE_DTYPES = [
     (torch.float32, torch.float32),
@@ -59,7 +59,7 @@ def test_errors_are_those_of_rounding_inputs_and_outputs(way: Way, form: str, dt
         unavoidable.append(errors(rounded, exact))
     for name in found[0]:
         ours, least = (sum(e[name] ** 2 for e in every) ** 0.5 for every in (found, unavoidable))
-        assert ours <= 2 * least, name
+        assert ours <= 1.5 * least, name
 
 
 @pytest.mark.parametrize("form", ["exp", "plain"])
