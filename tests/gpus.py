@@ -1,6 +1,5 @@
 """How the workers of pytest-xdist share GPUs: importing this spreads them over all, before any of them touches one."""
 
-import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), torch.cuda.device_count()
 if worker and count > 1:
@@ -19,8 +19,7 @@ if worker and count > 1:
 @contextmanager
 def taking_turns() -> Iterator[None]:
     """Around what takes tens of GB of a GPU: one process at a time does, and gives back what it no longer holds."""
-    with (Path(tempfile.gettempdir()) / f"tfla_tests_{os.getuid()}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+    with FileLock(Path(tempfile.gettempdir()) / "tfla_tests.lock", mode=0o666):
         try:
             yield
         finally:

@@ -3,7 +3,7 @@ with what Triton's interpreter runs on the CPU, where the simulator has its kern
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -90,6 +90,19 @@ PACKED: dict[str, tuple[int, ...]] = {
     "single steps": (1, 1, 1, 1),
     "one": (150,),
 }
+
+
+@pytest.fixture
+def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Has the backend see a GPU with so many of them."""
+    from tfla.backends.hopper import launch
+
+    def see(count: int) -> None:
+        monkeypatch.setattr(launch, "processors", lambda device: count)
+        known.forget()
+
+    yield see
+    known.forget()
 
 
 @pytest.fixture(autouse=True)
@@ -182,35 +195,25 @@ def test_packed_segments(form: str, chunk_size: int | None, K: int, V: int) -> N
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(("K", "V"), [*NARROW, (128, 128), (128, 256)])
 def test_programs_with_many_packed_sequences(
-    form: str, carried: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch
+    form: str, carried: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch, multiprocessors: Callable[[int], None]
 ) -> None:
     from tfla.backends.hopper import launch
 
-    monkeypatch.setattr(launch, "processors", lambda device: 2)
     monkeypatch.setattr(launch, "TURNS", 1)
-    known.forget()
-    try:
-        lengths = (5, 0, 70, 0, 128, 1, 0, 33, 64, 200)
-        check(wide(form, dtype=MOSTLY, carried=carried, lengths=lengths, Hq=1, K=K, V=V))
-    finally:
-        known.forget()
+    multiprocessors(2)
+    lengths = (5, 0, 70, 0, 128, 1, 0, 33, 64, 200)
+    check(wide(form, dtype=MOSTLY, carried=carried, lengths=lengths, Hq=1, K=K, V=V))
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("processors", [1, 132])
+@pytest.mark.parametrize("count", [1, 132])
 @pytest.mark.parametrize(("form", "K", "V"), [("exp", 128, 256), ("sigmoid", 128, 256), ("exp", 256, 512)])
 def test_states_of_segments_whole_and_in_halves(
-    form: str, K: int, V: int, processors: int, monkeypatch: pytest.MonkeyPatch
+    form: str, K: int, V: int, count: int, multiprocessors: Callable[[int], None]
 ) -> None:
     """In halves where they would leave multiprocessors idle."""
-    from tfla.backends.hopper import launch
-
-    monkeypatch.setattr(launch, "processors", lambda device: processors)
-    known.forget()
-    try:
-        check(wide(form, dtype=MOSTLY, B=1, T=200, H=1, Hq=1, K=K, V=V), chunk_size=64)
-    finally:
-        known.forget()
+    multiprocessors(count)
+    check(wide(form, dtype=MOSTLY, B=1, T=200, H=1, Hq=1, K=K, V=V), chunk_size=64)
 
 
 @pytest.mark.interpreter
@@ -219,7 +222,10 @@ def test_denominators(chunk_size: int) -> None:
     """All digits of float32: where |d| is next to exp(-m), they decide on the whole gradient of the denominator."""
     p = wide("exp", dtype=torch.bfloat16, T=400, B=1, H=1, Hq=1, f_mean=7.0, carried=False)
     inputs = Inputs(*(getattr(p, name).to(WAY.device) for name in "qkvif"), None, None, None, None)
-    spec = Spec(0.1, True, True, chunk_size, "fused", True, False, gates="exp")
+    spec = Spec(
+        scale=0.1, normalize=True, normalizer_grad=True, chunk_size=chunk_size, kernel="fused", save=True,
+        final_state=False, gates="exp",
+    )  # fmt: skip
     d = BACKENDS["hopper"].forward(inputs, spec).d
     q, k, v, i, f = (x.double() for x in inputs[:5])
     exact = inputs._replace(q=q, k=k, v=v, log_i=i, log_f=torch.nn.functional.logsigmoid(f))
