@@ -39,9 +39,10 @@ CASES: dict[str, list[Case]] = {
     ],
     "parts": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
     "carrier": [("exp", {"K": 128, "V": 128}, None)],
+    "pairs": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
 }  # fmt: skip
 # Between warps of a partition, which the simulator does not tell apart: the compiler puts a barrier there, too.
-SPARE = {("columns", "put_inverse", "barrier()")}
+SPARE = {("columns", "put_inverse", "barrier()"), ("pairs", "clear", "barrier()")}
 
 
 def lines(module: str) -> Iterator[tuple[str, str, str, int]]:

@@ -104,6 +104,19 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.storage[at[wanted]] = value[wanted]
 
 
+def atomic_add(pointer: Pointer, value: Any, sem: str, scope: str) -> Any:
+    """Of one element."""
+    before = load(pointer)
+    store(pointer, before + value)
+    return before
+
+
+def atomic_xchg(pointer: Pointer, value: Any, sem: str, scope: str) -> Any:
+    before = load(pointer)
+    store(pointer, value)
+    return before
+
+
 def associative_scan(x: Block, axis: int, combine: Callable[[Any, Any], Any]) -> Block:
     """By runs of twice the length each time."""
     data, step = x.data.movedim(axis, 0), 1
@@ -116,14 +129,17 @@ def associative_scan(x: Block, axis: int, combine: Callable[[Any, Any], Any]) ->
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Any:
-    """Of moves, products and fused multiply-adds, which round once."""
+    """Of moves, products and fused multiply-adds, which round once, and waits for stores."""
     registers: dict[str, Any] = {f"${i + 1}": plain(x) for i, x in enumerate(args)}
     for line in filter(None, (line.strip() for line in asm.strip("{} ").split(";"))):
         name, rest = re.split(r"\s+", line, maxsplit=1)
         target, *read = re.split(r"\s*,\s*", rest)
-        wide = [registers[x].double() if isinstance(registers[x], Tensor) else registers[x] for x in read]
+        given = [registers[x] for x in read]
+        wide = [x.double() if isinstance(x, Tensor) else x for x in given]
         if name.startswith(".reg"):
             continue
+        elif name == "cp.async.bulk.wait_group":
+            memory.store_wait(int(target))
         elif name.startswith("mov."):
             (registers[target],) = wide
         elif name.startswith("mul.rn."):
@@ -216,6 +232,8 @@ GL = _module(
     static_range=range,
     inline_asm_elementwise=inline_asm_elementwise,
     allocate_shared_memory=allocate_shared_memory,
+    atomic_add=atomic_add,
+    atomic_xchg=atomic_xchg,
     barrier=lambda: current().partition.barrier(),
     warp_specialize=lambda work, warps, registers: current().specialize(work, warps),
 )
@@ -233,7 +251,13 @@ MBARRIER = _module(
     wait=lambda bar, phase: bar.wait(int(phase)),
     arrive=arrive,
 )
-TMA = _module("tma", async_load=memory.async_load, async_store=memory.async_store, store_wait=memory.store_wait)
+TMA = _module(
+    "tma",
+    async_load=memory.async_load,
+    async_store=memory.async_store,
+    async_atomic_add=memory.async_add,
+    store_wait=memory.store_wait,
+)
 HOPPER = _module(
     "triton.experimental.gluon.language.nvidia.hopper",
     mbarrier=MBARRIER,
@@ -242,7 +266,8 @@ HOPPER = _module(
     warpgroup_mma=memory.warpgroup_mma,
     warpgroup_mma_wait=memory.warpgroup_mma_wait,
 )
+CORE = _module("triton.experimental.gluon.language._core", builtin=lambda fn: fn, ir=None)
 GLUON = _module("triton.experimental.gluon", jit=jit, constexpr_function=lambda fn: fn, language=GL)
 TRITON = _module("triton", jit=jit, language=TL)
 EXPERIMENTAL = _module("triton.experimental", gluon=GLUON)
-MODULES = {module.__name__: module for module in (TRITON, TL, EXPERIMENTAL, GLUON, GL, HOPPER)}
+MODULES = {module.__name__: module for module in (TRITON, TL, EXPERIMENTAL, GLUON, GL, CORE, HOPPER)}

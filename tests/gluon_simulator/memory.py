@@ -204,6 +204,14 @@ def async_store(tensor: Descriptor, coordinates: Sequence[Any], x: Shared) -> No
         found[0].copy_(x.data.reshape(tensor.tile)[found[1]])
 
 
+def async_add(tensor: Descriptor, coordinates: Sequence[Any], x: Shared) -> None:
+    """To what is there, rounded."""
+    x.read(*current().partition.start_copy())
+    found = tensor.inside(coordinates)
+    if found is not None:
+        found[0].add_(x.data.reshape(tensor.tile)[found[1]])
+
+
 def store_wait(pendings: int) -> None:
     """Until so many copies to memory are left."""
     partition = current().partition

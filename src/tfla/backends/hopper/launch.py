@@ -14,6 +14,7 @@ from tfla.backends.hopper import frame
 from tfla.backends.hopper.both import both
 from tfla.backends.hopper.columns import columns
 from tfla.backends.hopper.order import CUT, FIELDS, order
+from tfla.backends.hopper.pairs import PAIR
 from tfla.backends.hopper.rows import rows
 from tfla.backends.hopper.states import states
 from tfla.backends.hopper.vectors import ALL, NONE, SOME
@@ -32,6 +33,11 @@ TURNS = 4  # programs for each multiprocessor, at most, with packed pieces: one 
 def pieces(columns: int) -> int:
     """How many programs of `rows` share those of a state."""
     return columns // (MOST if columns % MOST == 0 else ROWS)
+
+
+def parts(columns: int) -> int:
+    """How many they leave of an output, to be summed."""
+    return ceil_div(pieces(columns), PAIR.value)
 
 
 def even(count: int, most: int) -> int:
@@ -86,7 +92,7 @@ class HopperCall(Call):
         self.blocks = 2 if self.V % 256 == 0 else 1
         self.finds_delta = self.narrow and 128 * self.blocks == self.V  # one program has all of dh . h
         self.joint = self.narrow and self.V == ROWS and not spec.normalize  # one walk back makes dk and dv
-        self.pieces = pieces(self.V)
+        self.pieces = parts(self.V)
         self.order = self._order() if self.packed else self.cu
         self.added: Tensor | None = None  # what segments add to the cotangent of n, where the walk for dq finds it
         self.numbers = *self.gate_strides, *self.scales
@@ -189,11 +195,11 @@ class HopperCall(Call):
         final: Tensor | None,
     ) -> None:  # fmt: skip
         """`rows` of C^T: o, or walking back dv."""
-        shared = pieces(self.K)
-        parts = out if shared == 1 else self.new(self.B, self.T, self.H * shared, out.shape[3], dtype=out.dtype)
-        self._rows(x, y, z, out, parts, gates, gates, (gates,) * 3, False, back, (state, None), (final, None), True)
-        if shared > 1:
-            self.sum_of_groups(parts, shared, out)
+        shares = parts(self.K)
+        to = out if shares == 1 else self.new(self.B, self.T, self.H * shares, out.shape[3], dtype=out.dtype)
+        self._rows(x, y, z, out, to, gates, gates, (gates,) * 3, False, back, (state, None), (final, None), True)
+        if shares > 1:
+            self.sum_of_groups(to, shares, out)
 
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False
@@ -224,14 +230,15 @@ class HopperCall(Call):
         """Programs of the walk for states that share the columns of one, and its grid: twice as many where they would
         leave half of the multiprocessors idle, at least. With `skip` those of last segments have no work."""
         segments, of_rows = self.segments - (self.x.sequences if skip else 0), self.K // ROWS
-        halves = self.V // self.pieces == MOST and not self.packed
-        if halves and 2 * segments * self.H * of_rows * self.pieces <= processors(self.x.q.device):
-            return 2 * self.pieces, (self.segments * self.H, of_rows * 2 * self.pieces)
-        return self.pieces, self.grid(of_rows * self.pieces)
+        shared = pieces(self.V)
+        halves = self.V // shared == MOST and not self.packed
+        if halves and 2 * segments * self.H * of_rows * shared <= processors(self.x.q.device):
+            return 2 * shared, (self.segments * self.H, of_rows * 2 * shared)
+        return shared, self.grid(of_rows * shared)
 
     def _parts(self) -> int:
         """Programs of a walk for dq or dk, each of which leaves a sum of its own for the gates."""
-        return self.K // ROWS * self.pieces
+        return self.K // ROWS * pieces(self.V)
 
     def queries_gradient(
         self, gates: Tensor, dh: Tensor, dq: Tensor, start: Pair, delta: bool
@@ -287,10 +294,14 @@ class HopperCall(Call):
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
         L, (DX, DY) = self.L, (self.V, self.K) if transposed else (self.K, self.V)
         shared = pieces(DY)
-        self.launch(rows, self.grid(DX // ROWS * shared),
+        grid = self.grid(DX // ROWS * shared)
+        cleared = gates
+        if shared > 1:
+            cleared = self.do(Tensor.zero_, self.new(grid[0] * grid[1] // PAIR.value, dtype=torch.int32))
+        self.launch(rows, grid,
             self.descriptor(x, ROWS), self.descriptor(y, DY // shared), self.descriptor(z, DY // shared),
             self.descriptor(w, 64), self.descriptor(out, 64), gates, *self.given_gates, sums, C, C_out, n,
-            n_out, *marks, self.order, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H,
+            n_out, *marks, cleared, self.order, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H,
             *self.numbers, DX=DX, DY=DY, PIECES=shared, L=L, STAGES=OF_ROWS, MARKS=self.marks, BACK=back,
             SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None,
             NORMALIZE=self.spec.normalize and not transposed, DELTA=delta, TRANSPOSED=transposed, PACKED=self.packed,

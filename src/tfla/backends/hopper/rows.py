@@ -13,8 +13,8 @@ gradients of the gates; then `out` overwrites it and leaves by TMA. With a norma
 state, n, and dq's walk, which has q, leaves what segments add to its cotangent. Without one, dk of heads of 128 x 128
 is made with dv, by :mod:`.both`.
 
-All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES, and leave
-outputs to be summed; the first of them has delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns`
+All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES. Two and two
+add up their outputs in memory (:mod:`.pairs`), of more what pairs leave is to be summed; the first has delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns`
 cannot hold a state: rows are those of C^T, and x, y, z are v, k, q for o and do, q, k for dv.
 """
 
@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tfla.backends.hopper.carrier import NOTHING, OF_SUMS, Carrier, arrivals, carry
 from tfla.backends.hopper.marks import put_mark, row_dots
+from tfla.backends.hopper.pairs import PAIR, async_add, clear
 from tfla.backends.hopper.parts import (
     CARRY,
     CONSUMER,
@@ -234,10 +235,9 @@ def start_weights(shared, s, half: gl.constexpr, walk):
 
 
 @gluon.jit
-def put_weights(S, shared, s, n, mine, half: gl.constexpr, walk):
-    """Weights what `start_weights` has made of the n-th tile, in stage s, and says that P is there."""
+def put_weights(S, D, shared, s, n, mine, half: gl.constexpr, walk):
+    """Weights what `start_weights` has made of the n-th tile, in stage s, by D, and says that P is there."""
     L: gl.constexpr = walk.L
-    D = gate_matrix(shared.g.index(s), L, half, of_product(L // 2))
     delta = shared.delta.index(s)
     to = shared.p.index(n % 2)
     if walk.DELTA:
@@ -360,18 +360,25 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
         dn, decay = add_up(dn, decay, w_t, g, shared.delta.index(s), L)
     w_t.store(out.to(dtype))
     fence_async_shared()
-    column = at.h * walk.PIECES + mine.part
-    async_store(outer.out, coordinates(at.b, column, at.start + t, mine.row, at.start + at.steps, work), w)
+    end = at.start + at.steps
+    if walk.PIECES == 1:
+        async_store(outer.out, coordinates(at.b, at.h, at.start + t, mine.row, end, work), w)
+    else:
+        column = at.h * (walk.PIECES // PAIR) + mine.part // PAIR
+        async_add(outer.out, coordinates(at.b, column, at.start + t, mine.row, end, work), w)
     if walk.NORMALIZE:
         N = update_n(N, x, shared, s, walk)
+    # The next tile arrives, and its P is made, while the updates of this one are on their way.
     s, phase = next_stage(s, phase, STAGES)
     n += 1
-    if walk.BLOCKS == 2:
-        C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
-    else:
-        C0, B = warpgroup_mma_wait(0, deps=[C0, B])
     mbarrier.wait(shared.full.index(s), phase)
     S = start_weights(shared, s, half, walk)
+    D = gate_matrix(shared.g.index(s), L, half, of_product(L // 2))
+    if walk.BLOCKS == 2:
+        S, C0, C1, B = warpgroup_mma_wait(0, deps=[S, C0, C1, B])
+    else:
+        S, C0, B = warpgroup_mma_wait(0, deps=[S, C0, B])
+    put_weights(S, D, shared, s, n, mine, half, walk)
     if not walk.TRANSPOSED:
         step_of_mark = t if walk.BACK else t + L
         if step_of_mark % walk.MARKS == 0 and step_of_mark < at.steps and step_of_mark > 0:
@@ -380,8 +387,6 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
                 leave_dots(State(C0, C1, N, dn, decay), mark, mine, half, outer, walk)
             else:
                 leave_mark(State(C0, C1, N, dn, decay), mark, mine, outer, walk)
-    S = warpgroup_mma_wait(0, deps=[S])
-    put_weights(S, shared, s, n, mine, half, walk)
     return State(C0, C1, N, dn, decay), Place(s, phase, n)
 
 
@@ -399,7 +404,7 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
     place_n = Place(0, 0, 0)
     mbarrier.wait(shared.full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[start_weights(shared, 0, half, walk)])
-    put_weights(S, shared, 0, 0, mine, half, walk)
+    put_weights(S, gate_matrix(shared.g.index(0), L, half, of_p), shared, 0, 0, mine, half, walk)
     index = gl.program_id(0)
     while index < work.pieces:
         b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED, True)
@@ -422,8 +427,8 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
 
 @gluon.jit(do_not_specialize=NUMBERS)
 def rows(
-    X, Y, Z, W, Out, gates, i_gate, f_gate, w_out, state_in, state_out, n_in, n_out, marks, n_marks, dots, order,
-    T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
+    X, Y, Z, W, Out, gates, i_gate, f_gate, w_out, state_in, state_out, n_in, n_out, marks, n_marks, dots, cleared,
+    order, T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
     DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
     NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr, PACKED: gl.constexpr,
@@ -431,7 +436,8 @@ def rows(
 ):  # fmt: skip
     """States are (DX, DY), TRANSPOSED in memory (DY, DX); then W, w_out and the marks are not used.
 
-    Outputs of PIECES programs, each with as many of the columns, lie side by side as if each head were so many.
+    Outputs of pairs of PIECES programs, each with as many of the columns, lie side by side as if each head were so
+    many. cleared: zeros, one for each pair.
     """
     WIDTH: gl.constexpr = DY // PIECES
     ADDS: gl.constexpr = SEGMENTED and NORMALIZE and DELTA and not BACK
@@ -440,7 +446,7 @@ def rows(
         Source(
             gates, i_gate, f_gate, ib, it, ih, fb, ft, fh, scale, log_scale, MADE, INPUT_GATE, SIGMOID_I, SIGMOID_F
         ),
-        w_out, tiles_of_head, GROUP,
+        w_out, cleared, tiles_of_head, GROUP,
         Outer(Out, state_in, state_out, n_in, n_out, marks, n_marks, dots),
         Work(T, H, length, pieces, order if PACKED else None),
         Walk(
@@ -451,7 +457,16 @@ def rows(
 
 
 @gluon.jit
-def partitions(tensors, source, w_out, tiles_of_head, GROUP, outer, work, walk):
+def second(source, rings, out, zeros, cleared, full, free, work, tiles_of_head, gater, walk):
+    """The second gater, or of a pair the clearer."""
+    if walk.PIECES == 1:
+        load_gates(1, source, rings, full, free, work, tiles_of_head, gater)
+    else:
+        clear(out, zeros, cleared, full, free, work, walk)
+
+
+@gluon.jit
+def partitions(tensors, source, w_out, cleared, tiles_of_head, GROUP, outer, work, walk):
     """Gives them shared memory, and starts them."""
     X, Y, Z, W = tensors
     L: gl.constexpr = walk.L
@@ -467,7 +482,9 @@ def partitions(tensors, source, w_out, tiles_of_head, GROUP, outer, work, walk):
     delta = vectors(gl.float32, STAGES, L)
     s = delta if walk.TRANSPOSED else vectors(gl.float32, STAGES, 8 * L)
     CARRIED: gl.constexpr = NOTHING if walk.TRANSPOSED else OF_SUMS
-    full, free = stage_barriers(STAGES, arrivals(CARRIED), 2)
+    PAIRS: gl.constexpr = walk.PIECES > 1
+    zeros = ring_of(outer.out, 1) if PAIRS else x
+    full, free = stage_barriers(STAGES, arrivals(CARRIED) + (1 if PAIRS else 0), 2)
     ready = barriers(2, 2)
     fence_async_shared()
     shared = Shared(x, y, z, w, p, g, u, delta, s, full, free, ready)
@@ -479,7 +496,7 @@ def partitions(tensors, source, w_out, tiles_of_head, GROUP, outer, work, walk):
         walk.SEGMENTED,
         DELTA_P if walk.DELTA else None,
         walk.PIECES,
-        GATERS=walk.BLOCKS if source.MADE == ALL else 1,
+        GATERS=walk.BLOCKS if source.MADE == ALL and not PAIRS else 1,
     )
     gl.warp_specialize(
         [
@@ -487,7 +504,7 @@ def partitions(tensors, source, w_out, tiles_of_head, GROUP, outer, work, walk):
             (consume, (1, outer, shared, work, walk)),
             (load_tiles, (X, Y, Z, W, shared, work, GROUP, walk)),
             (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
-            (load_gates, (1, source, rings, full, free, work, tiles_of_head, gater)),
+            (second, (source, rings, outer.out, zeros, cleared, full, free, work, tiles_of_head, gater, walk)),
             (carry, (
                 s, w_out, source.vectors, full, free, work, tiles_of_head,
                 Carrier(L, STAGES, walk.BACK, walk.SEGMENTED, CARRIED),
