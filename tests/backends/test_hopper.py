@@ -218,9 +218,10 @@ def test_states_of_segments_whole_and_in_halves(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("chunk_size", [128, 512])
-def test_denominators(chunk_size: int) -> None:
+@pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 128)])
+def test_denominators(K: int, V: int, chunk_size: int) -> None:
     """All digits of float32: where |d| is next to exp(-m), they decide on the whole gradient of the denominator."""
-    p = wide("exp", dtype=torch.bfloat16, T=400, B=1, H=1, Hq=1, f_mean=7.0, carried=False)
+    p = wide("exp", dtype=torch.bfloat16, T=400, B=1, H=1, Hq=1, K=K, V=V, f_mean=7.0, carried=False)
     inputs = Inputs(*(getattr(p, name).to(WAY.device) for name in "qkvif"), None, None, None, None)
     spec = Spec(
         scale=0.1, normalize=True, normalizer_grad=True, chunk_size=chunk_size, kernel="fused", save=True,

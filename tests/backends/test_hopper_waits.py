@@ -30,7 +30,7 @@ SYNCHRONIZES = (
 Case = tuple[str, dict[str, Any], int | None]  # form, sizes, chunk size
 CASES: dict[str, list[Case]] = {
     "columns": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 128, "V": 256, "carried": False}, None)],
-    "rows": [("exp", {"K": 128, "V": 256}, None), ("sigmoid", {"K": 256, "V": 128}, None)],
+    "rows": [("exp", {"K": 128, "V": 256}, None), ("exp", {"K": 256, "V": 128}, None)],
     "both": [("sigmoid", {"K": 128, "V": 128, "T": 330}, None)],
     "states": [("exp", {"K": 128, "V": 128, "T": 330}, 128)],
     "whole": [
@@ -38,11 +38,12 @@ CASES: dict[str, list[Case]] = {
         ("exp", {"K": 64, "V": 128, "H": 1}, None),
     ],
     "parts": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
+    "denominators": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 256, "V": 128}, None)],
     "carrier": [("exp", {"K": 128, "V": 128}, None)],
     "pairs": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
 }  # fmt: skip
 # Between warps of a partition, which the simulator does not tell apart: the compiler puts a barrier there, too.
-SPARE = {("columns", "put_inverse", "barrier()"), ("pairs", "clear", "barrier()")}
+SPARE = {("denominators", "put_inverse", "barrier()"), ("pairs", "clear", "barrier()")}
 
 
 def lines(module: str) -> Iterator[tuple[str, str, str, int]]:

@@ -14,7 +14,7 @@ from tfla.backends import known
 
 HOPPER = "tfla.backends.hopper"
 KERNELS = ("columns", "rows", "states", "both", "whole")
-SHARED = ("order", "parts", "vectors", "carrier", "marks", "pairs")
+SHARED = ("order", "parts", "vectors", "carrier", "marks", "pairs", "denominators")
 
 
 @contextlib.contextmanager

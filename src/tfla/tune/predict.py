@@ -18,7 +18,7 @@ SMALLEST = 64
 REACHED = {("hopper", "fused"): 0.47, ("triton", "fused"): 0.34, ("triton", "tfla"): 0.39}
 WIDE_KEYS, REACHED_WIDE = 128, 0.08
 REACHED_STATES = 0.48
-WIDEST = 256  # values of a state that a program of the Hopper backend holds; of more it leaves parts of dq and dk
+WIDEST = 512  # values of a state that two programs of the Hopper backend hold; of more they leave parts of dq and dk
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
     results = heads * p.T * ((2 * p.dhv + 2 * p.dqk) * p.itemsize + 3 * STATE_BYTES)
     kept = states if backend == "chunkwise" else 2 * states
     dqk, dhv = (frame_of(p.dqk, p.dhv) if backend == "hopper" else None) or (p.dqk, p.dhv)  # of states
-    marks = steps_between(p.dqk, p.dhv, p.itemsize, dqk * dhv)
+    marks = steps_between(p.dqk, p.dhv, p.itemsize, dqk * dhv, backend == "triton" and not normalize)
     if gpu_walk and min(chunk_size, p.T) > marks:
         kept += 2 * heads * (p.T // marks) * dqk * dhv * p.itemsize
     if backend == "hopper" and (parts := p.dhv // WIDEST) > 1:

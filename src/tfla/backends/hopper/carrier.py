@@ -78,7 +78,8 @@ def carry_out(index, i, carried, to, vectors, work, tiles_of_head, r, carrier):
     tile = tiles - 1 - i if carrier.BACK else i
     if carrier.CARRIED == OF_D:
         t = tile * L + r
-        gl.store(to + (b.to(gl.int64) * T + start + t) * H + h, x, mask=t < steps)
+        first = r * 0 + gl.program_id(1) == 0  # of those that share a head, each of which has all of it
+        gl.store(to + (b.to(gl.int64) * T + start + t) * H + h, x, mask=(t < steps) & first)
     else:
         row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_of_head + tile0 + tile
         if carrier.CARRIED == OF_DELTA:

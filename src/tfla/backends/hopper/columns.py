@@ -30,12 +30,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.hopper.carrier import NOTHING, OF_D, OF_DELTA, Carrier, arrivals, carry
+from tfla.backends.hopper.denominators import (
+    divided,
+    first_n,
+    no_n,
+    put_inverse,
+    put_n,
+    put_sums,
+    read_n,
+    rows_of_n,
+    update_n,
+)
 from tfla.backends.hopper.parts import (
+    FILLER_LEAST,
     CARRY,
     CONSUMER,
     FILLER,
     GATES,
     NUMBERS,
+    CONSUMER_MOST,
     OUT,
     Gater,
     GateRings,
@@ -49,7 +62,6 @@ from tfla.backends.hopper.parts import (
     barriers,
     coordinates,
     gate_matrix,
-    in_three,
     last_stage,
     load_gates,
     matrices,
@@ -69,11 +81,6 @@ from tfla.backends.hopper.parts import (
 )
 from tfla.backends.hopper.vectors import Source
 from tfla.backends.triton.gates import FLOOR
-
-# As in :mod:`.parts`, of consumers with two blocks: with fewer ptxas serializes their MMAs. 3 * 168 = 2 * 240 + 24.
-OF_TWO = gl.constexpr(240)
-BESIDE_TWO = gl.constexpr(24)
-
 
 class Walk(NamedTuple):
     """Constants of a kernel."""
@@ -196,15 +203,14 @@ def first_state(index, mine, outer, work, walk):
     """That a piece of work starts from."""
     C0 = gl.zeros([64, walk.DK], gl.float32, of_product(walk.DK))
     C1 = gl.zeros([64, walk.DK], gl.float32, of_product(walk.DK))
-    N = gl.zeros([64, 8], gl.float32, of_product(8))
+    N = no_n()
     if walk.STATE:
         at = state_of(index, work)
         if walk.BLOCKS == 2:
             C1 = gl.load(state_pointers(outer.state_in, at, mine.column + 64, walk)).to(gl.float32)
         C0 = gl.load(state_pointers(outer.state_in, at, mine.column, walk)).to(gl.float32)
         if walk.NORMALIZE:
-            begin = gl.expand_dims(gl.load(outer.n_in + at.to(gl.int64) * walk.DK + mine.rk), 1)
-            N = gl.where(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_product(8))), 0) == 0, begin, 0.0)
+            N = first_n(gl.load(outer.n_in + at.to(gl.int64) * walk.DK + mine.rk))
     return State(C0, C1, N)
 
 
@@ -279,56 +285,15 @@ def update(C, carry, y_t, w, x):
 
 
 @gluon.jit
-def put_inverse(d, shared, s, n, half: gl.constexpr, walk):
-    """1 / max(|d|, exp(-m)), where d is z . n, weighted, and both consumers' sums of P."""
-    layout: gl.constexpr = gl.SliceLayout(1, of_product(8))
-    floor = shared.floor.index(s)
-    inverse = shared.inverse.index(half)
-    parity = n % 2
-    saved = shared.d.index(s)
-    d = gl.sum(d, 1) * shared.g.index(s).slice(OUT * walk.L, walk.L, 0).load(layout)
-    d += shared.sums.index(2 * parity).load(layout) + shared.sums.index(2 * parity + 1).load(layout)
-    inverse.store(1.0 / gl.maximum(gl.abs(d), floor.load(layout)))
-    if walk.SAVE_D and half == 0:
-        saved.store(d)
-    barrier()
-
-
-@gluon.jit
-def divided(out, shared, half: gl.constexpr):
-    """By what `put_inverse` has put."""
-    return out * gl.expand_dims(shared.inverse.index(half).load(gl.SliceLayout(0, out.type.layout)), 0)
-
-
-@gluon.jit
-def update_n(N, x, shared, s, half: gl.constexpr, L: gl.constexpr):
-    """Starts decay n + x w for half of n."""
-    carry = gl.expand_dims(shared.g.index(s).slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_product(8))), 0)
-    x_t = x.slice(half * 64, 64, 1).permute((1, 0))
-    return warpgroup_mma(x_t, shared.matrix.index(s).permute((1, 0)), N * carry, is_async=True)
-
-
-@gluon.jit
-def put_n(n, to, half: gl.constexpr):
-    """n as the sum of three of low precision, which are columns of a right operand."""
-    column = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, of_product(8))), 0)
-    high, middle, low = in_three(n, to.dtype)
-    columns = gl.where(column == 2, gl.expand_dims(low, 1), 0.0)
-    columns = gl.where(column == 1, gl.expand_dims(middle, 1), columns)
-    columns = gl.where(column == 0, gl.expand_dims(high, 1), columns)
-    to.slice(half * 64, 64, 1).permute((1, 0)).store(columns.to(to.dtype))
-
-
-@gluon.jit
 def first_block(C, out, weight, y_t, to, p, x, carry, shared, s, n, half: gl.constexpr, walk):
     """Ends that of two: its output goes over its columns of y, and its state is behind the tile."""
     if walk.NORMALIZE:
-        d = product(shared.z.index(s).reshape([walk.L, walk.DK]), shared.n.index(n % 2).permute((1, 0)))
+        d = read_n(shared.z.index(s).reshape([walk.L, walk.DK]), shared, n)
     out, A = add_updates(out, weight, y_t, p)
     C, B = update(C, carry, y_t, shared.w.index(s), x)
     if walk.NORMALIZE:
         out, A, d = warpgroup_mma_wait(1, deps=[out, A, d])
-        put_inverse(d, shared, s, n, half, walk)
+        put_inverse(d, shared, s, n, half, walk.L, walk.SAVE_D)
         out = divided(out, shared, half)
     else:
         out, A = warpgroup_mma_wait(1, deps=[out, A])
@@ -370,13 +335,12 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
         out, A = warpgroup_mma_wait(0, deps=[out, A])
         y_t = y_b.load(of_out)
     elif walk.NORMALIZE:
-        d = product(z, shared.n.index(n % 2).permute((1, 0)))
-        d = warpgroup_mma_wait(0, deps=[d])
-        put_inverse(d, shared, s, n, half, walk)
+        d = warpgroup_mma_wait(0, deps=[read_n(z, shared, n)])
+        put_inverse(d, shared, s, n, half, L, walk.SAVE_D)
     out, A = add_updates(out, weight, y_t, p)
     C, B = update(C, carry, y_t, shared.w.index(s), x)
     if walk.NORMALIZE:
-        N = update_n(N, x, shared, s, half, L)
+        N = update_n(N, x, half * 64, shared, s, L)
     # The next tile arrives, and its P is made, while the products of this one are on their way.
     s, phase = next_stage(s, phase, STAGES)
     n += 1
@@ -397,8 +361,8 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
         S, C, B = warpgroup_mma_wait(0, deps=[S, C, B])
     P = seen(S, D, mine.i, mine.j, half, walk.BACK)
     if walk.NORMALIZE:
-        shared.sums.index(n % 2 * 2 + half).store(gl.sum(P, 1))
-        put_n(gl.sum(N, 1), shared.n.index(n % 2), half)
+        put_sums(P, shared, n, half)
+        put_n(gl.sum(N, 1), shared.n.index(n % 2), half * 64)
     shared.p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(y.dtype))
     fence_async_shared()
     barrier()
@@ -415,7 +379,7 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
     L: gl.constexpr = walk.L
     i = gl.arange(0, L, gl.SliceLayout(1, of_product(L // 2)))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, of_product(L // 2)))
-    rk = half * 64 + gl.arange(0, 64, gl.SliceLayout(1, of_product(8)))
+    rk = rows_of_n(half * 64)
     column = gl.program_id(1) * (128 * walk.BLOCKS) + half * (64 * walk.BLOCKS)
     mine = Mine(i, j, rk, column)
     place_n = Place(0, 0, 0)
@@ -425,7 +389,7 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
     S = warpgroup_mma_wait(0, deps=[S])
     P = seen(S, D, mine.i, mine.j, half, walk.BACK)
     if walk.NORMALIZE:
-        shared.sums.index(half).store(gl.sum(P, 1))
+        put_sums(P, shared, 0, half)
     shared.p.index(0).slice(half * (L // 2), L // 2, 1).store(P.to(shared.p.dtype))
     fence_async_shared()
     barrier()
@@ -438,7 +402,7 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
         at = Piece(b, h, start, steps, tiles)
         state = first_state(index, mine, outer, work, walk)
         if walk.NORMALIZE:
-            put_n(gl.sum(state.n, 1), shared.n.index(place_n.n % 2), half)
+            put_n(gl.sum(state.n, 1), shared.n.index(place_n.n % 2), half * 64)
             fence_async_shared()
             barrier()
             mbarrier.arrive(shared.begun, count=1)
@@ -497,8 +461,8 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_of_head, GROUP, outer, work, wa
     if walk.NORMALIZE or walk.DELTA:
         parts: gl.constexpr = 2 if walk.BLOCKS == 2 else 8  # of `put_dots` or `put_dot`, both consumers'
         d = vectors(gl.float32, STAGES, (parts if walk.DELTA else 1) * L)
-    consumer: gl.constexpr = OF_TWO if walk.BLOCKS == 2 else CONSUMER
-    filler: gl.constexpr = BESIDE_TWO if walk.BLOCKS == 2 else FILLER
+    consumer: gl.constexpr = CONSUMER_MOST if walk.BLOCKS == 2 else CONSUMER
+    filler: gl.constexpr = FILLER_LEAST if walk.BLOCKS == 2 else FILLER
     CARRIED: gl.constexpr = OF_DELTA if walk.DELTA else (OF_D if walk.SAVE_D else NOTHING)
     full, free = stage_barriers(STAGES, arrivals(CARRIED), 2)
     ready = barriers(2, 2)

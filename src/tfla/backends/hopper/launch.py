@@ -86,6 +86,8 @@ def described(x: Tensor, L: int, width: int, packed: bool) -> TensorDescriptor:
 class HopperCall(Call):
     """As `Call`, with walks of its own."""
 
+    close_marks = False
+
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         super().__init__(tape, x, spec)
         self.narrow = self.K <= ROWS  # a program of `columns` has a whole row of the state
@@ -158,9 +160,10 @@ class HopperCall(Call):
         if self.narrow:
             self._columns(x.k, x.v, x.q, h, gates, False, state, final, self.spec.normalize, d)
             return
-        if self.spec.normalize:
+        divides = self.spec.normalize and pieces(self.K) == 1  # programs have all of n
+        if self.spec.normalize and not divides:
             self.denominators(x.k, x.q, gates, state[1], final[1], d)
-        self._transposed(x.v, x.k, x.q, h, gates, False, state[0], final[0])
+        self._transposed(x.v, x.k, x.q, h, gates, False, state, final, divides, d)
 
     def values_gradient(
         self, gates: Tensor, out: Outputs, dh: Tensor, dv: Tensor, end: Tensor | None, delta: bool
@@ -171,7 +174,7 @@ class HopperCall(Call):
         if self.narrow:
             self._columns(x.q, dh, x.k, dv, gates, True, (end, None), (None, None), False, None, h)
         else:
-            self._transposed(dh, x.q, x.k, dv, gates, True, end, None)
+            self._transposed(dh, x.q, x.k, dv, gates, True, (end, None), (None, None))
 
     def _columns(
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, state: Pair, final: Pair,
@@ -191,13 +194,15 @@ class HopperCall(Call):
         )  # fmt: skip
 
     def _transposed(
-        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, state: Tensor | None,
-        final: Tensor | None,
+        self, x: Tensor, y: Tensor, z: Tensor, out: Tensor, gates: Tensor, back: bool, state: Pair, final: Pair,
+        divides: bool = False, d: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`rows` of C^T: o, or walking back dv."""
         shares = parts(self.K)
         to = out if shares == 1 else self.new(self.B, self.T, self.H * shares, out.shape[3], dtype=out.dtype)
-        self._rows(x, y, z, out, to, gates, gates, (gates,) * 3, False, back, (state, None), (final, None), True)
+        sums = d if divides and d is not None else gates
+        marks = (gates,) * 3
+        self._rows(x, y, z, out, to, gates, sums, marks, False, back, state, final, True, divides)
         if shares > 1:
             self.sum_of_groups(to, shares, out)
 
@@ -288,9 +293,9 @@ class HopperCall(Call):
     def _rows(
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, sums: Tensor,
         marks: tuple[Tensor, Tensor, Tensor], delta: bool, back: bool, state: Pair, final: Pair,
-        transposed: bool = False,
+        transposed: bool = False, divides: bool = False,
     ) -> None:  # fmt: skip
-        """marks: states, those of n, and walking back their products with cotangents."""
+        """marks: states, those of n, and walking back their products with cotangents. Where it divides sums get d."""
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
         L, (DX, DY) = self.L, (self.V, self.K) if transposed else (self.K, self.V)
         shared = pieces(DY)
@@ -304,6 +309,6 @@ class HopperCall(Call):
             n_out, *marks, cleared, self.order, self.T, self.tiles, self.H, self.group, self.steps, self.segments * self.H,
             *self.numbers, DX=DX, DY=DY, PIECES=shared, L=L, STAGES=OF_ROWS, MARKS=self.marks, BACK=back,
             SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None,
-            NORMALIZE=self.spec.normalize and not transposed, DELTA=delta, TRANSPOSED=transposed, PACKED=self.packed,
-            **self.made, num_warps=4,
+            NORMALIZE=self.spec.normalize and not transposed, DELTA=delta, TRANSPOSED=transposed,
+            DIVIDES=divides, SAVE_D=divides and sums is not gates, PACKED=self.packed, **self.made, num_warps=4,
         )  # fmt: skip

@@ -29,6 +29,9 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 # 3 * 168 = 2 * 232 + 40.
 CONSUMER = gl.constexpr(232)
 FILLER = gl.constexpr(40)
+# Of consumers that are short of them: with fewer ptxas serializes their MMAs. 3 * 168 = 2 * 240 + 24.
+CONSUMER_MOST = gl.constexpr(240)
+FILLER_LEAST = gl.constexpr(24)
 
 # Arguments of the walks, beside tensors: numbers that one kernel serves whatever they are.
 NUMBERS = [

@@ -15,7 +15,8 @@ is made with dv, by :mod:`.both`.
 
 All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES. Two and two
 add up their outputs in memory (:mod:`.pairs`), of more what pairs leave is to be summed; the first has delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns`
-cannot hold a state: rows are those of C^T, and x, y, z are v, k, q for o and do, q, k for dv.
+cannot hold a state: rows are those of C^T, and x, y, z are v, k, q for o and do, q, k for dv. Where a program has all
+of dqk, 256, o's has all of n as well, and divides (:mod:`.denominators`).
 """
 
 from typing import Any, NamedTuple
@@ -30,15 +31,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tfla.backends.hopper.carrier import NOTHING, OF_SUMS, Carrier, arrivals, carry
+from tfla.backends.hopper.carrier import NOTHING, OF_D, OF_SUMS, Carrier, arrivals, carry
+from tfla.backends.hopper.denominators import (
+    divided,
+    first_n,
+    no_n,
+    put_inverse,
+    put_n,
+    put_sums,
+    read_n,
+    rows_of_n,
+    update_n,
+)
 from tfla.backends.hopper.marks import put_mark, row_dots
 from tfla.backends.hopper.pairs import PAIR, async_add, clear
 from tfla.backends.hopper.parts import (
+    FILLER_LEAST,
     CARRY,
     CONSUMER,
     FILLER,
     GATES,
     NUMBERS,
+    CONSUMER_MOST,
     OUT,
     Gater,
     GateRings,
@@ -48,6 +62,7 @@ from tfla.backends.hopper.parts import (
     async_load,
     async_store,
     barrier,
+    barrier_of,
     barriers,
     coordinates,
     gate_matrix,
@@ -71,7 +86,7 @@ from tfla.backends.hopper.parts import (
     weights,
 )
 from tfla.backends.hopper.vectors import ALL, Source
-from tfla.backends.triton.gates import DELTA_P
+from tfla.backends.triton.gates import DELTA_P, FLOOR
 
 
 class Walk(NamedTuple):
@@ -93,6 +108,8 @@ class Walk(NamedTuple):
     DELTA: Any  # delta is not zero
     TRANSPOSED: Any
     ADDS: Any  # what pieces add to the cotangent of n is wanted
+    DIVIDES: Any  # outputs are divided by the denominators
+    SAVE_D: Any  # which are wanted
 
 
 class Outer(NamedTuple):
@@ -122,7 +139,15 @@ class Shared(NamedTuple):
     s: Any  # for the carrier: parts of w . out
     full: Any
     free: Any
-    ready: Any  # P of a tile
+    ready: Any  # P of a tile, and where it divides n and the sums of P
+    # Where it divides, as :mod:`.columns` has them.
+    floor: Any
+    matrix: Any
+    n: Any
+    sums: Any
+    inverse: Any
+    begun: Any
+    d: Any
 
 
 class State(NamedTuple):
@@ -133,6 +158,8 @@ class State(NamedTuple):
     n: Any
     dn: Any  # what tiles add to the cotangent of n before their piece
     decay: Any  # since there
+    N0: Any  # n, where it divides: 64 of the consumer's 128
+    N1: Any
 
 
 class Piece(NamedTuple):
@@ -153,6 +180,7 @@ class Mine(NamedTuple):
     j: Any  # half of them, which update
     rk: Any  # rows of n
     has_n: Any  # whether n is its program's
+    rn: Any  # rows of n where it divides, of the first half of the consumer's
     row: Any  # the first of a state
     column: Any
     part: Any  # of the programs that share the columns
@@ -204,6 +232,7 @@ def first_state(index, mine, outer, work, walk):
     C1 = gl.zeros([64, 128], gl.float32, of_product(128))
     N = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(walk.L)))
     dn = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_product(walk.L)))
+    N0, N1 = no_n(), no_n()
     if walk.STATE:
         at = state_of(index, work)
         C0 = gl.load(state_block(outer.state_in, at, mine, 0, walk)).to(gl.float32)
@@ -211,7 +240,10 @@ def first_state(index, mine, outer, work, walk):
             C1 = gl.load(state_block(outer.state_in, at, mine, 1, walk)).to(gl.float32)
         if walk.NORMALIZE:
             N = gl.load(outer.n_in + at.to(gl.int64) * walk.DX + mine.rk, mask=mine.has_n, other=0.0)
-    return State(C0, C1, N, dn, 1.0)
+        if walk.DIVIDES:
+            n_in = outer.n_in + at.to(gl.int64) * walk.DY + mine.rn
+            N0, N1 = first_n(gl.load(n_in)), first_n(gl.load(n_in + 64))
+    return State(C0, C1, N, dn, 1.0, N0, N1)
 
 
 @gluon.jit
@@ -223,6 +255,11 @@ def leave_state(state, index, mine, outer, work, walk):
         gl.store(state_block(outer.state_out, at, mine, 1, walk), state.C1)
     if walk.NORMALIZE:
         gl.store(outer.n_out + at.to(gl.int64) * walk.DX + mine.rk, state.n, mask=mine.has_n)
+    if walk.DIVIDES:
+        n_out = outer.n_out + at.to(gl.int64) * walk.DY + mine.rn
+        first = mine.rn * 0 + gl.program_id(1) == 0
+        gl.store(n_out, gl.sum(state.N0, 1), mask=first)
+        gl.store(n_out + 64, gl.sum(state.N1, 1), mask=first)
 
 
 @gluon.jit
@@ -246,7 +283,10 @@ def put_weights(S, D, shared, s, n, mine, half: gl.constexpr, walk):
         else:
             add = gl.expand_dims(delta.load(gl.SliceLayout(1, S.type.layout)), 1)
         S += add
-    to.slice(half * (L // 2), L // 2, 1).store(seen(S, D, mine.i, mine.j, half, walk.BACK).to(to.dtype))
+    P = seen(S, D, mine.i, mine.j, half, walk.BACK)
+    if walk.DIVIDES:
+        put_sums(P, shared, n, half)
+    to.slice(half * (L // 2), L // 2, 1).store(P.to(to.dtype))
     fence_async_shared()
     barrier()
     mbarrier.arrive(shared.ready.index(n % 2), count=1)
@@ -288,7 +328,7 @@ def update_state(C0, C1, carry, x_t, y, u, walk):
 
 
 @gluon.jit
-def update_n(N, x, shared, s, walk):
+def update_vector(N, x, shared, s, walk):
     """decay n + x w."""
     L: gl.constexpr = walk.L
     layout: gl.constexpr = of_product(L)
@@ -320,7 +360,7 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
     of_out: gl.constexpr = of_product(L)
     by_step: gl.constexpr = gl.SliceLayout(0, of_out)
     dtype: gl.constexpr = shared.x.dtype
-    C0, C1, N, dn, decay = state
+    C0, C1, N, dn, decay, N0, N1 = state
     s, phase, n = place_n
     x = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
     y = shared.y.index(s).reshape([L, walk.WIDTH])
@@ -340,7 +380,8 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
     if walk.BLOCKS == 2:
         A = as_left(C1.to(dtype), L)
         out = warpgroup_mma(A, z.slice(128, 128, 1).permute((1, 0)), out, is_async=True)
-    weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(by_step), 0)
+    if not walk.DIVIDES:
+        weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(by_step), 0)
     if walk.BLOCKS == 2:
         out, A = warpgroup_mma_wait(0, deps=[out, A])
     if walk.NORMALIZE:
@@ -348,12 +389,21 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
             out += gl.expand_dims(N, 1)
         elif walk.DELTA:
             out += gl.expand_dims(N, 1) * gl.expand_dims(shared.delta.index(s).load(by_step), 0)
-    x_t = x.load(of_out)
-    mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
+    if walk.DIVIDES:  # before more is in registers
+        mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
+        d = warpgroup_mma_wait(0, deps=[read_n(z, shared, n)])
+        put_inverse(d, shared, s, n, half, L, walk.SAVE_D)
+        weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(by_step), 0)
+        x_t = x.load(of_out)
+    else:
+        x_t = x.load(of_out)
+        mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     A = as_left(x_t, L)
     out = warpgroup_mma(A, p, out * weight, is_async=True)
     C0, C1, B = update_state(C0, C1, carry, x_t, y, shared.u.index(s), walk)
     out, A = warpgroup_mma_wait(walk.BLOCKS, deps=[out, A])
+    if walk.DIVIDES:
+        out = divided(out, shared, half)
     if not walk.TRANSPOSED:
         put_dot(out, w_t, shared.s.index(s), half, L)
     if walk.ADDS:
@@ -367,14 +417,22 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
         column = at.h * (walk.PIECES // PAIR) + mine.part // PAIR
         async_add(outer.out, coordinates(at.b, column, at.start + t, mine.row, end, work), w)
     if walk.NORMALIZE:
-        N = update_n(N, x, shared, s, walk)
+        N = update_vector(N, x, shared, s, walk)
+    if walk.DIVIDES:
+        N0 = update_n(N0, y, half * 128, shared, s, L)
+        N1 = update_n(N1, y, half * 128 + 64, shared, s, L)
+        C0, C1, B, N0, N1 = warpgroup_mma_wait(0, deps=[C0, C1, B, N0, N1])  # P in flight, too, takes more registers
     # The next tile arrives, and its P is made, while the updates of this one are on their way.
     s, phase = next_stage(s, phase, STAGES)
     n += 1
     mbarrier.wait(shared.full.index(s), phase)
     S = start_weights(shared, s, half, walk)
     D = gate_matrix(shared.g.index(s), L, half, of_product(L // 2))
-    if walk.BLOCKS == 2:
+    if walk.DIVIDES:
+        put_n(gl.sum(N0, 1), shared.n.index(n % 2), half * 128)
+        put_n(gl.sum(N1, 1), shared.n.index(n % 2), half * 128 + 64)
+        S = warpgroup_mma_wait(0, deps=[S])
+    elif walk.BLOCKS == 2:
         S, C0, C1, B = warpgroup_mma_wait(0, deps=[S, C0, C1, B])
     else:
         S, C0, B = warpgroup_mma_wait(0, deps=[S, C0, B])
@@ -384,10 +442,10 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
         if step_of_mark % walk.MARKS == 0 and step_of_mark < at.steps and step_of_mark > 0:
             mark = at.mark + step_of_mark // walk.MARKS * work.H
             if walk.BACK:
-                leave_dots(State(C0, C1, N, dn, decay), mark, mine, half, outer, walk)
+                leave_dots(State(C0, C1, N, dn, decay, N0, N1), mark, mine, half, outer, walk)
             else:
-                leave_mark(State(C0, C1, N, dn, decay), mark, mine, outer, walk)
-    return State(C0, C1, N, dn, decay), Place(s, phase, n)
+                leave_mark(State(C0, C1, N, dn, decay, N0, N1), mark, mine, outer, walk)
+    return State(C0, C1, N, dn, decay, N0, N1), Place(s, phase, n)
 
 
 @gluon.jit
@@ -400,11 +458,12 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
     row = gl.program_id(1) // walk.PIECES * 128 + half * 64
     part = gl.program_id(1) % walk.PIECES
     rk = row + gl.arange(0, 64, gl.SliceLayout(1, of_product(L)))
-    mine = Mine(i, j, rk, rk * 0 + part == 0, row, part * walk.WIDTH, part)
+    mine = Mine(i, j, rk, rk * 0 + part == 0, rows_of_n(half * 128), row, part * walk.WIDTH, part)
     place_n = Place(0, 0, 0)
     mbarrier.wait(shared.full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[start_weights(shared, 0, half, walk)])
     put_weights(S, gate_matrix(shared.g.index(0), L, half, of_p), shared, 0, 0, mine, half, walk)
+    turn = 0
     index = gl.program_id(0)
     while index < work.pieces:
         b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED, True)
@@ -412,6 +471,14 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
         mark = ((b.to(gl.int64) * work.T + start) // walk.MARKS - 1) * work.H + h
         at = Piece(b, h, start, steps, tiles, mark)
         state = first_state(index, mine, outer, work, walk)
+        if walk.DIVIDES:
+            put_n(gl.sum(state.N0, 1), shared.n.index(place_n.n % 2), half * 128)
+            put_n(gl.sum(state.N1, 1), shared.n.index(place_n.n % 2), half * 128 + 64)
+            fence_async_shared()
+            barrier()
+            mbarrier.arrive(shared.begun, count=1)
+            mbarrier.wait(shared.begun, turn)
+            turn ^= 1
         for step in range(0, tiles):
             state, place_n = walk_tile(state, place_n, step, at, mine, outer, shared, work, half, walk)
         if walk.FINAL:
@@ -421,7 +488,7 @@ def consume(half: gl.constexpr, outer, shared, work, walk):
             gl.store(at_n, state.dn, mask=mine.has_n)
         index = next_piece(index)
     tma.store_wait(0)
-    if not walk.TRANSPOSED:
+    if not walk.TRANSPOSED or walk.SAVE_D:
         mbarrier.arrive(shared.free.index((place_n.s + walk.STAGES - 1) % walk.STAGES), count=1)
 
 
@@ -431,10 +498,10 @@ def rows(
     order, T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
     DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
-    NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr, PACKED: gl.constexpr,
-    MADE: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
+    NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr, DIVIDES: gl.constexpr,
+    SAVE_D: gl.constexpr, PACKED: gl.constexpr, MADE: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
-    """States are (DX, DY), TRANSPOSED in memory (DY, DX); then W, w_out and the marks are not used.
+    """States are (DX, DY), TRANSPOSED in memory (DY, DX); then W and the marks are not used, and w_out gets d.
 
     Outputs of pairs of PIECES programs, each with as many of the columns, lie side by side as if each head were so
     many. cleared: zeros, one for each pair.
@@ -451,7 +518,7 @@ def rows(
         Work(T, H, length, pieces, order if PACKED else None),
         Walk(
             DX, DY, PIECES, WIDTH, WIDTH // 128, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, NORMALIZE, DELTA,
-            TRANSPOSED, ADDS,
+            TRANSPOSED, ADDS, DIVIDES, SAVE_D,
         ),
     )  # fmt: skip
 
@@ -481,23 +548,32 @@ def partitions(tensors, source, w_out, cleared, tiles_of_head, GROUP, outer, wor
     u = vectors(dtype, STAGES, 2 * L)
     delta = vectors(gl.float32, STAGES, L)
     s = delta if walk.TRANSPOSED else vectors(gl.float32, STAGES, 8 * L)
-    CARRIED: gl.constexpr = NOTHING if walk.TRANSPOSED else OF_SUMS
+    d = vectors(gl.float32, STAGES, L) if walk.DIVIDES else s
+    floor = vectors(gl.float32, STAGES, L) if walk.DIVIDES else None
+    matrix = matrices(dtype, STAGES, 8, L) if walk.DIVIDES else None
+    n = matrices(dtype, 2, 8, walk.DY) if walk.DIVIDES else None
+    sums = vectors(gl.float32, 4, L) if walk.DIVIDES else None
+    inverse = vectors(gl.float32, 2, L) if walk.DIVIDES else None
+    begun = barrier_of(2) if walk.DIVIDES else None
+    CARRIED: gl.constexpr = OF_SUMS if not walk.TRANSPOSED else (OF_D if walk.SAVE_D else NOTHING)
     PAIRS: gl.constexpr = walk.PIECES > 1
     zeros = ring_of(outer.out, 1) if PAIRS else x
     full, free = stage_barriers(STAGES, arrivals(CARRIED) + (1 if PAIRS else 0), 2)
     ready = barriers(2, 2)
     fence_async_shared()
-    shared = Shared(x, y, z, w, p, g, u, delta, s, full, free, ready)
-    rings = GateRings(g, u, delta)
+    shared = Shared(x, y, z, w, p, g, u, delta, s, full, free, ready, floor, matrix, n, sums, inverse, begun, d)
+    rings = GateRings(g, u, floor if walk.DIVIDES else delta, matrix)
     gater: gl.constexpr = Gater(
         L,
         STAGES,
         walk.BACK,
         walk.SEGMENTED,
-        DELTA_P if walk.DELTA else None,
+        FLOOR if walk.DIVIDES else (DELTA_P if walk.DELTA else None),
         walk.PIECES,
-        GATERS=walk.BLOCKS if source.MADE == ALL and not PAIRS else 1,
+        GATERS=2 if walk.DIVIDES or (source.MADE == ALL and walk.BLOCKS == 2 and not PAIRS) else 1,
     )
+    consumer: gl.constexpr = CONSUMER_MOST if walk.DIVIDES else CONSUMER
+    filler: gl.constexpr = FILLER_LEAST if walk.DIVIDES else FILLER
     gl.warp_specialize(
         [
             (consume, (0, outer, shared, work, walk)),
@@ -506,10 +582,10 @@ def partitions(tensors, source, w_out, cleared, tiles_of_head, GROUP, outer, wor
             (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
             (second, (source, rings, outer.out, zeros, cleared, full, free, work, tiles_of_head, gater, walk)),
             (carry, (
-                s, w_out, source.vectors, full, free, work, tiles_of_head,
+                d, w_out, source.vectors, full, free, work, tiles_of_head,
                 Carrier(L, STAGES, walk.BACK, walk.SEGMENTED, CARRIED),
             )),
         ],
         [4, 1, 1, 1, 1],
-        [CONSUMER, FILLER, FILLER, FILLER, FILLER],
+        [consumer, filler, filler, filler, filler],
     )  # fmt: skip

@@ -19,15 +19,16 @@ def of_gate(grad, x, SIGMOID: tl.constexpr):
 @triton.jit
 def mark_dot(
     states, n, cotangents, dn, mark, there, SIZE, SIZE_N,
-    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, C_AS: tl.constexpr = tl.float32,
+    DC_AS: tl.constexpr = tl.float32,
 ):  # fmt: skip
-    """<C, dC> of some marks, (HEADS, 1), of those that are there."""
+    """<C, dC> of some marks, (HEADS, 1), of those that are there; C and dC rounded to C_AS and DC_AS."""
     total = tl.zeros([mark.shape[0], BLOCK], tl.float32)
     for c in range(0, SIZE, BLOCK):
         e = c + tl.arange(0, BLOCK)[None, :]
         mask = there & (e < SIZE)
-        state = tl.load(states + mark * SIZE + e, mask, 0.0).to(tl.float32)
-        total += state * tl.load(cotangents + mark * SIZE + e, mask, 0.0).to(tl.float32)
+        state = tl.load(states + mark * SIZE + e, mask, 0.0).to(C_AS).to(tl.float32)
+        total += state * tl.load(cotangents + mark * SIZE + e, mask, 0.0).to(DC_AS).to(tl.float32)
     dot = tl.sum(total, 1).to(tl.float64)[:, None]
     if NORMALIZE:
         e = tl.arange(0, BLOCK_N)[None, :]
@@ -51,6 +52,7 @@ def mark_dots(
 def start_dot(
     C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr,
+    C_AS: tl.constexpr = tl.float32,
 ):  # fmt: skip
     """<C, dC> where a segment starts: there the one before it ends, or the sequence starts, with zero unless START.
 
@@ -61,11 +63,11 @@ def start_dot(
     dot = tl.zeros([h.shape[0], 1], tl.float64)
     if slot > slot0:
         behind, n_behind = dC - row * SIZE, dn - row * SIZE_N  # in another dtype, maybe, than the cotangents below
-        dot = mark_dot(C, n, behind, n_behind, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        dot = mark_dot(C, n, behind, n_behind, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
     elif START:
         shift = (s - slot) * row
         dC_at, dn_at = dC_first + shift * SIZE, dn_first + shift * SIZE_N
-        dot = mark_dot(C, n, dC_at, dn_at, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        dot = mark_dot(C, n, dC_at, dn_at, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
     return dot
 
 

@@ -77,11 +77,6 @@ def architecture(device: torch.device) -> int:
     return target.arch if target.backend == "cuda" else 80
 
 
-def marks_of(x: Inputs, kept: int | None = None) -> int:
-    """Steps between marks, whose states have so many elements."""
-    return steps_between(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), kept)
-
-
 def plan(x: Inputs) -> Plan:
     return plan_of(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), products(x), architecture(x.q.device))
 
@@ -155,6 +150,7 @@ Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
 class Call:
     """What all launches of one forward or backward share."""
 
+    close_marks = True  # without a normaliser
     finds_delta = False  # whether a walk does, before others want it
     pieces = 1  # how many parts of each dq and dk of a head there are, to be summed
     together = 1  # heads whose parts of dq and dk are one
@@ -170,7 +166,7 @@ class Call:
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
         self.plan = self.plan_for(x)
         self.L = self.plan.L
-        self.marks = marks_of(x, self.K * self.V)
+        self.marks = self.marks_of(x, spec)
         self.exact = x.q.dtype == torch.float32
         self.precision = products(x)
         self.group = self.H // x.q.shape[2]
@@ -217,7 +213,14 @@ class Call:
     @classmethod
     def tuning(cls, x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
         """What is chosen, not given."""
-        return plan(x), marks_of(x, math.prod(cls.frame(x))), products(x)
+        return plan(x), cls.marks_of(x, spec), products(x)
+
+    @classmethod
+    def marks_of(cls, x: Inputs, spec: Spec) -> int:
+        """Steps between marks."""
+        closer = cls.close_marks and not spec.normalize
+        dims = int(x.q.shape[3]), int(x.v.shape[3])
+        return steps_between(*dims, x.q.element_size(), math.prod(cls.frame(x)), closer)
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""

@@ -20,14 +20,15 @@ def _falls(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps", "ib", "it", "ih", "fb", "ft", "fh"])
 def chunk_gate_gradients(
-    q_dq, k_dk, C, n, dC, dn, dC_first, dn_first, cu, i_gate, f_gate, di, df, sequences, T, tiles, H, steps, SIZE,
+    q, q_dq, k_dk, C, n, dC, dn, dC_first, dn_first, cu, i_gate, f_gate, di, df, sequences, T, tiles, H, steps, SIZE,
     SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     PACKED: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr,
     SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at one end of a chunk to that at
-    the other, which takes off in even steps what rounding has added up to.
+    the other, which takes off in even steps what rounding has added up to. dq is of C, and dk of dC, rounded as q is: C of
+    the one end and dC of the other are, too, and what that cuts off is in all of a sum or in none of it.
 
     C to dn_first are as in `start_dot`. A sequence ends with zero unless somebody reads its final state (END).
     q_dq, k_dk (PARTS, H, tiles, L); outputs (B, T, H).
@@ -41,32 +42,35 @@ def chunk_gate_gradients(
     mark = slot.to(tl.int64) * H + h
     row = H.to(tl.int64)  # of states
     top = start_dot(
-        C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, START
+        C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, START,
+        q.dtype.element_ty,
     )  # fmt: skip
     end = top * 0
     known = start + steps < length
     if known:
         C_at, n_at = C + row * SIZE, n + row * SIZE_N
-        end = mark_dot(C_at, n_at, dC, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+        end = mark_dot(
+            C_at, n_at, dC, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, DC_AS=q.dtype.element_ty
+        )  # fmt: skip
     at = (h * tiles + first_tile(first, s, T, L, PACKED)) * L + start
     to = (first + start) * H + h
     r = tl.arange(0, STEPS)[None, :]
     size = H.to(tl.int64) * tiles * L
     total = tl.zeros([1, STEPS], tl.float64)
     for t in range(0, count, STEPS):
-        q, k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
-        total += (q - k).to(tl.float64)
+        of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
+        total += (of_q - of_k).to(tl.float64)
     rounding = top * 0
     if known or not END:
         rounding = (top - tl.sum(total, 1)[:, None] - end) / count
     for t in range(0, count, STEPS):
         inside = t + r < count
-        q, k = _falls(q_dq, k_dk, at + t + r, size, inside, PARTS)
-        falls = (q - k).to(tl.float64)
+        of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, inside, PARTS)
+        falls = (of_q - of_k).to(tl.float64)
         before = top - (tl.cumsum(falls, 1) - falls) - rounding * (t + r).to(tl.float64)
         f = load_gate(f_gate + h * fh, s, first, start + t + r, fb, ft, inside, PACKED)
         tl.store(df + to + (t + r) * H, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
         if INPUT_GATE:
             i = load_gate(i_gate + h * ih, s, first, start + t + r, ib, it, inside, PACKED)
-            tl.store(di + to + (t + r) * H, of_gate(k, i, SIGMOID_I), mask=inside)
+            tl.store(di + to + (t + r) * H, of_gate(of_k, i, SIGMOID_I), mask=inside)
         top -= tl.sum(falls, 1)[:, None]

@@ -138,7 +138,7 @@ class Chunks(Call):
         k_dk = self.parallel(x.v, dh, x.q, dk, gates, True, end, x.k, delta)
         pointers = (gates if t is None else t for t in (*start, *end, *first, self.cu, *self.given_gates, di, df))
         self.launch(tfla_gates.chunk_gate_gradients, (self.segments * self.H,),
-            q_dq, k_dk, *pointers, x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K,
+            x.q, q_dq, k_dk, *pointers, x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K,
             *self.gate_strides,
             PARTS=q_dq.shape[0], L=self.L, STEPS=min(STEPS, power_of_two(self.steps)), BLOCK=2048,
             BLOCK_N=power_of_two(self.K), PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
