@@ -34,6 +34,7 @@ CASES = [
     "hopper,fused,exp,128,256,bfloat16,segmented",
     "hopper,fused,sigmoid,128,128,bfloat16,whole",
     "hopper,fused,exp,256,512,bfloat16,segmented",
+    "hopper,fused,sigmoid,512,512,bfloat16,packed",
     "hopper,fused,exp,1024,128,bfloat16,whole",
     "hopper,fused,exp,64,64,bfloat16,segmented",
     "hopper,fused,sigmoid,128,64,bfloat16,whole",

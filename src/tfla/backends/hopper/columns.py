@@ -42,13 +42,13 @@ from tfla.backends.hopper.denominators import (
     update_n,
 )
 from tfla.backends.hopper.parts import (
-    FILLER_LEAST,
     CARRY,
     CONSUMER,
+    CONSUMER_MOST,
     FILLER,
+    FILLER_LEAST,
     GATES,
     NUMBERS,
-    CONSUMER_MOST,
     OUT,
     Gater,
     GateRings,
@@ -81,6 +81,7 @@ from tfla.backends.hopper.parts import (
 )
 from tfla.backends.hopper.vectors import Source
 from tfla.backends.triton.gates import FLOOR
+
 
 class Walk(NamedTuple):
     """Constants of a kernel."""

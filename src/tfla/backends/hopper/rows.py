@@ -14,9 +14,10 @@ state, n, and dq's walk, which has q, leaves what segments add to its cotangent.
 is made with dv, by :mod:`.both`.
 
 All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES. Two and two
-add up their outputs in memory (:mod:`.pairs`), of more what pairs leave is to be summed; the first has delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns`
-cannot hold a state: rows are those of C^T, and x, y, z are v, k, q for o and do, q, k for dv. Where a program has all
-of dqk, 256, o's has all of n as well, and divides (:mod:`.denominators`).
+add up their outputs in memory (:mod:`.pairs`), of more what pairs leave is to be summed; the first has delta and n.
+TRANSPOSED it is o and dv for dqk > 128, where :mod:`.columns` cannot hold a state: rows are those of C^T, and x, y, z
+are v, k, q for o and do, q, k for dv. Where a program has all of dqk, 256, that for o has all of n, too, and divides
+(:mod:`.denominators`).
 """
 
 from typing import Any, NamedTuple
@@ -46,13 +47,13 @@ from tfla.backends.hopper.denominators import (
 from tfla.backends.hopper.marks import put_mark, row_dots
 from tfla.backends.hopper.pairs import PAIR, async_add, clear
 from tfla.backends.hopper.parts import (
-    FILLER_LEAST,
     CARRY,
     CONSUMER,
+    CONSUMER_MOST,
     FILLER,
+    FILLER_LEAST,
     GATES,
     NUMBERS,
-    CONSUMER_MOST,
     OUT,
     Gater,
     GateRings,
@@ -499,7 +500,8 @@ def rows(
     DX: gl.constexpr, DY: gl.constexpr, PIECES: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr, FINAL: gl.constexpr,
     NORMALIZE: gl.constexpr, DELTA: gl.constexpr, TRANSPOSED: gl.constexpr, DIVIDES: gl.constexpr,
-    SAVE_D: gl.constexpr, PACKED: gl.constexpr, MADE: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
+    SAVE_D: gl.constexpr, PACKED: gl.constexpr, MADE: gl.constexpr, INPUT_GATE: gl.constexpr,
+    SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
     """States are (DX, DY), TRANSPOSED in memory (DY, DX); then W and the marks are not used, and w_out gets d.
 

@@ -4,8 +4,8 @@ There dlog_f, a running sum, starts again from <C, dC>, without the rounding tha
 """
 
 APART = {2: 1024, 4: 4096}  # steps between them, by bytes of an input
-# Without a normaliser rounding adds up faster: at 1,024 steps dlog_f has up to 2.5 times the error of rounded inputs, at
-# 256 1.2 times. Those of the Hopper walks are further apart: they are bound by bytes, and marks are bytes.
+# Without a normaliser rounding adds up faster: at 1,024 steps dlog_f has up to 2.5 times the error of rounded inputs,
+# at 256 1.2 times. Those of the Hopper walks are further apart: they are bound by bytes, and marks are bytes.
 CLOSER = 256
 SMALL = 8192  # elements of a state that costs little to keep
 CLOSE = 64  # steps between those of rounded inputs then: sums of dlog_f, like the gradient of Mamba-2's A, need them

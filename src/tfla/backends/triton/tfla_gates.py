@@ -27,8 +27,8 @@ def chunk_gate_gradients(
     SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at one end of a chunk to that at
-    the other, which takes off in even steps what rounding has added up to. dq is of C, and dk of dC, rounded as q is: C of
-    the one end and dC of the other are, too, and what that cuts off is in all of a sum or in none of it.
+    the other, which takes off in even steps what rounding has added up to. dq is of C, dk of dC, rounded as q is: so
+    are C of the one end and dC of the other, else what that cuts off would add up from step to step.
 
     C to dn_first are as in `start_dot`. A sequence ends with zero unless somebody reads its final state (END).
     q_dq, k_dk (PARTS, H, tiles, L); outputs (B, T, H).
