@@ -307,8 +307,8 @@ class HopperCall(Call):
             self.descriptor(x, ROWS), self.descriptor(y, DY // shared), self.descriptor(z, DY // shared),
             self.descriptor(w, 64), self.descriptor(out, 64), gates, *self.given_gates, sums, C, C_out, n,
             n_out, *marks, cleared, self.order, self.T, self.tiles, self.H, self.group, self.steps,
-            self.segments * self.H, *self.numbers, DX=DX, DY=DY, PIECES=shared, L=L, STAGES=OF_ROWS, MARKS=self.marks, BACK=back,
-            SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None,
-            NORMALIZE=self.spec.normalize and not transposed, DELTA=delta, TRANSPOSED=transposed,
-            DIVIDES=divides, SAVE_D=divides and sums is not gates, PACKED=self.packed, **self.made, num_warps=4,
+            self.segments * self.H, *self.numbers, DX=DX, DY=DY, PIECES=shared, L=L, STAGES=OF_ROWS, MARKS=self.marks,
+            BACK=back, SEGMENTED=self.segmented, STATE=state[0] is not None, FINAL=final[0] is not None,
+            NORMALIZE=self.spec.normalize and not transposed, DELTA=delta, TRANSPOSED=transposed, DIVIDES=divides,
+            SAVE_D=divides and sums is not gates, PACKED=self.packed, **self.made, num_warps=4,
         )  # fmt: skip
