@@ -23,7 +23,8 @@ SETUPS = {  # T, tokens, heads, dqk, dhv
     "long": (65536, 65536, 16, 128, 256),
     "square": (8192, 65536, 32, 128, 128),
     "narrow": (8192, 32768, 64, 64, 64),
-    "wide": (8192, 32768, 8, 256, 512),
+    "wide": (8192, 65536, 8, 256, 512),
+    "w512": (8192, 65536, 8, 512, 512),
 }
 GATES = ("sigmoid", "exp")
 SAMPLES, REST, LIMIT = 20, 0.004, 300  # calls, seconds before each, seconds that a process may take

@@ -13,6 +13,7 @@ import torch
 
 import tfla
 from tfla.bench.problem import Problem
+from tfla.bench.stored import load
 from tfla.cli import main
 from tfla.ops import tuned
 from tfla.ops.tuned import SHIPPED, Entry, cpu_name, user_file
@@ -94,7 +95,7 @@ def test_chunk_sizes() -> None:
 
 def stored(suite: str) -> list[tuple[dict[str, Any], Candidate]]:
     """What was measured of this library's kernels, forward and backward, with what is predicted of it."""
-    result = json.loads((RESULTS / f"{suite}.json").read_text(encoding="utf-8"))
+    result = next(result for result in load(RESULTS).values() if result["suite"] == suite)
     gpu = Machine("", result["rates"]["gemm"]["rested"], result["rates"]["copy"]["rested"], 132)
     found = []
     for row in result["rows"]:

@@ -84,7 +84,8 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
     dqk, dhv = (frame_of(p.dqk, p.dhv) if backend == "hopper" else None) or (p.dqk, p.dhv)  # of states
     marks = steps_between(p.dqk, p.dhv, p.itemsize, dqk * dhv, backend == "triton" and not normalize)
     if gpu_walk and min(chunk_size, p.T) > marks:
-        kept += 2 * heads * (p.T // marks) * dqk * dhv * p.itemsize
+        each = heads * (p.T // marks) * dqk * dhv * p.itemsize
+        kept += each if backend == "hopper" or each <= heads * p.T * dhv * p.itemsize else 2 * each  # or one is in dv
     if backend == "hopper" and (parts := p.dhv // WIDEST) > 1:
         results += 2 * heads * p.T * parts * p.dqk * p.itemsize
     return Candidate(backend, kernel, chunk_size, seconds + of_states, results + kept)

@@ -87,6 +87,7 @@ class HopperCall(Call):
     """As `Call`, with walks of its own."""
 
     close_marks = False
+    values_last = False
 
     def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
         super().__init__(tape, x, spec)

@@ -1,9 +1,9 @@
 """What the walks share: the partitions that fill shared memory, and the weighting of tiles.
 
 Shared memory is a ring of stages. A stage has the tiles of one step of the walk, brought by the loader, and their gate
-vectors, brought by a gater; its `full` barrier counts both, and the carrier (:mod:`.carrier`) where there is one, its
-`free` barrier both consumers. After its last tile every program gets one more stage without data, because consumers
-make the weights P of a tile one tile ahead.
+vectors, brought by a gater; its `full` barrier counts both, and the carrier (:mod:`.carrier`) and the clearer
+(:mod:`.pairs`) where there is one, its `free` barrier both consumers. After its last tile every program gets one more
+stage without data, because consumers make the weights P of a tile one tile ahead.
 
 One gater takes about as long to make the gate vectors of a tile as consumers take for the tile, and takes turns of the
 CUDA cores from them: how many there are is what was fastest.

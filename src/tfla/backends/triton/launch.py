@@ -151,6 +151,7 @@ class Call:
     """What all launches of one forward or backward share."""
 
     close_marks = True  # without a normaliser
+    values_last = True  # dv is made behind dq and dk, and its memory has marks till then
     finds_delta = False  # whether a walk does, before others want it
     pieces = 1  # how many parts of each dq and dk of a head there are, to be summed
     together = 1  # heads whose parts of dq and dk are one
@@ -184,6 +185,7 @@ class Call:
         }  # fmt: skip
         self.scales = spec.scale, math.log2(abs(spec.scale)) if spec.scale else -1e9
         self.longest = min(self.steps, self.T)  # steps of a segment
+        self.spare: Tensor | None = None  # memory that nobody needs yet, of the inputs' dtype
 
     @classmethod
     def frame(cls, x: Inputs) -> tuple[int, int]:
@@ -422,7 +424,12 @@ class Call:
     def new_marks(self, unused: Tensor) -> tuple[Tensor, Tensor]:
         """Places for the marks of a state, and of n."""
         places = self.B * self.T // self.marks if self.longest > self.marks else 0
-        marks = self.new(places, self.H, self.K, self.V, dtype=self.x.q.dtype)
+        shape = places, self.H, self.K, self.V
+        spare, self.spare = self.spare, None
+        if spare is not None and math.prod(shape) <= spare.numel():
+            marks = self.do(lambda t: t.view(-1)[: math.prod(shape)].view(shape), spare)
+        else:
+            marks = self.new(*shape, dtype=self.x.q.dtype)
         return marks, self.new(places, self.H, self.K) if self.spec.normalize else unused
 
     def gradients(
@@ -436,11 +443,16 @@ class Call:
         if self.segmented:
             dC, decays = self.boundary_C(x.q, dh, gates, True, end[0], first[0])
             last = None, None
-        self.values_gradient(gates, out, dh, dv, dC, delta)
+        if self.values_last:
+            self.spare = dv
+        else:
+            self.values_gradient(gates, out, dh, dv, dC, delta)
         q_dq, marks = self.queries_gradient(gates, dh, dq, start, delta)
         if self.segmented and self.spec.normalize:
             dn = self.boundary_n(x.q, gates, True, end[1], first[1], decays, delta)
         k_dk, dots = self.keys_gradient(gates, dh, dk, dv, marks, (dC, dn), last, delta)
+        if self.values_last:
+            self.values_gradient(gates, out, dh, dv, dC, delta)
         bounds = (gates if t is None else t for t in (*start, dC, dn, *first))
         places = self.segments, ceil_div(self.longest, self.marks)
         if self.packed and not self.segmented:
