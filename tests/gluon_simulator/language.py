@@ -134,8 +134,7 @@ def inline_asm_elementwise(
     for line in filter(None, (line.strip() for line in asm.strip("{} ").split(";"))):
         name, rest = re.split(r"\s+", line, maxsplit=1)
         target, *read = re.split(r"\s*,\s*", rest)
-        given = [registers[x] for x in read]
-        wide = [x.double() if isinstance(x, Tensor) else x for x in given]
+        wide = [registers[x].double() if isinstance(registers[x], Tensor) else registers[x] for x in read]
         if name.startswith(".reg"):
             continue
         elif name == "cp.async.bulk.wait_group":

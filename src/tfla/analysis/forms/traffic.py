@@ -6,9 +6,10 @@ from __future__ import annotations
 import sympy as sp
 
 from tfla.analysis.forms.symbols import B_C, B_IF, B_QKV, B_VEC, DD, DHV, DQK, Gate, L, Parts, S, T
-from tfla.backends.triton.marks import APART, CLOSER
+from tfla.backends.triton.marks import APART
 
-MARKS = {"exp": APART[2], "sig": CLOSER}  # steps between states that walks leave for the gradients of the gates
+# Steps between those states that walks leave for the gradients of the gates; Triton's of mLSTMsig are closer.
+MARKS = APART[2]
 SUMMED = 16  # dims of q dq and k dk that a walk sums before it stores them
 
 
@@ -91,7 +92,7 @@ def fused_forward(gate: Gate) -> Parts:
 
 def fused_backward(gate: Gate) -> Parts:
     """One tile. dq and dk leave sums for the gates, and now and then their states."""
-    sums = L * (DQK / SUMMED) * B_C + L * DD * B_QKV / MARKS[gate]
+    sums = L * (DQK / SUMMED) * B_C + L * DD * B_QKV / MARKS
     parts = {
         "gates": 2 * L * B_IF + _vectors(gate) + 2 * sums + 2 * L * B_C,
         "dv": L * (2 * DQK + 2 * DHV) * B_QKV + _vectors(gate),
