@@ -354,78 +354,47 @@ def add_up(dn, decay, q_t, g, delta, L: gl.constexpr):
 
 
 @gluon.jit
-def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.constexpr, walk):
-    """A tile, of which P is there already, to the departure of its output; P of the next tile, which arrives."""
+def from_state(state, place_n, z, shared, walk):
+    """C z^T + n delta^T, back C z^T + n, weighted. Meanwhile the previous output leaves, and its stage is free."""
     L: gl.constexpr = walk.L
-    STAGES: gl.constexpr = walk.STAGES
-    of_out: gl.constexpr = of_product(L)
-    by_step: gl.constexpr = gl.SliceLayout(0, of_out)
+    by_step: gl.constexpr = gl.SliceLayout(0, of_product(L))
     dtype: gl.constexpr = shared.x.dtype
-    C0, C1, N, dn, decay, N0, N1 = state
-    s, phase, n = place_n
-    x = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
-    y = shared.y.index(s).reshape([L, walk.WIDTH])
-    z = shared.z.index(s).reshape([L, walk.WIDTH])
-    w = shared.w.index(2 * s + half)
-    w_t = w.reshape([L, 64]).permute((1, 0))
-    g = shared.g.index(s)
-    p = shared.p.index(n % 2).permute((1, 0))
-    t = (at.tiles - 1 - step if walk.BACK else step) * L
-    carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_product(128))), 0)
-    A = as_left(C0.to(dtype), L)
+    s, _phase, n = place_n
+    A = as_left(state.C0.to(dtype), L)
     out = product(A, z.slice(0, 128, 1).permute((1, 0)))
-    # The stage of the previous tile is free once its output has left.
     tma.store_wait(0)
-    mbarrier.arrive(shared.free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+    mbarrier.arrive(shared.free.index((s + walk.STAGES - 1) % walk.STAGES), count=1, pred=n > 0)
     out, A = warpgroup_mma_wait(0, deps=[out, A])
     if walk.BLOCKS == 2:
-        A = as_left(C1.to(dtype), L)
+        A = as_left(state.C1.to(dtype), L)
         out = warpgroup_mma(A, z.slice(128, 128, 1).permute((1, 0)), out, is_async=True)
-    if not walk.DIVIDES:
-        weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(by_step), 0)
-    if walk.BLOCKS == 2:
         out, A = warpgroup_mma_wait(0, deps=[out, A])
     if walk.NORMALIZE:
         if walk.BACK:
-            out += gl.expand_dims(N, 1)
+            out += gl.expand_dims(state.n, 1)
         elif walk.DELTA:
-            out += gl.expand_dims(N, 1) * gl.expand_dims(shared.delta.index(s).load(by_step), 0)
-    if walk.DIVIDES:  # before more is in registers
-        mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
-        d = warpgroup_mma_wait(0, deps=[read_n(z, shared, n)])
-        put_inverse(d, shared, s, n, half, L, walk.SAVE_D)
-        weight = gl.expand_dims(g.slice(OUT * L, L, 0).load(by_step), 0)
-        x_t = x.load(of_out)
-    else:
-        x_t = x.load(of_out)
-        mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
-    A = as_left(x_t, L)
-    out = warpgroup_mma(A, p, out * weight, is_async=True)
-    C0, C1, B = update_state(C0, C1, carry, x_t, y, shared.u.index(s), walk)
-    out, A = warpgroup_mma_wait(walk.BLOCKS, deps=[out, A])
-    if walk.DIVIDES:
-        out = divided(out, shared, half)
-    if not walk.TRANSPOSED:
-        put_dot(out, w_t, shared.s.index(s), half, L)
-    if walk.ADDS:
-        dn, decay = add_up(dn, decay, w_t, g, shared.delta.index(s), L)
-    w_t.store(out.to(dtype))
-    fence_async_shared()
+            out += gl.expand_dims(state.n, 1) * gl.expand_dims(shared.delta.index(s).load(by_step), 0)
+    return out * gl.expand_dims(shared.g.index(s).slice(OUT * L, L, 0).load(by_step), 0)
+
+
+@gluon.jit
+def leave_output(w, t, at, mine, outer, work, walk):
+    """The output, which lies in w, of the tile at step t of a piece."""
     end = at.start + at.steps
     if walk.PIECES == 1:
         async_store(outer.out, coordinates(at.b, at.h, at.start + t, mine.row, end, work), w)
     else:
         column = at.h * (walk.PIECES // PAIR) + mine.part // PAIR
         async_add(outer.out, coordinates(at.b, column, at.start + t, mine.row, end, work), w)
-    if walk.NORMALIZE:
-        N = update_vector(N, x, shared, s, walk)
-    if walk.DIVIDES:
-        N0 = update_n(N0, y, half * 128, shared, s, L)
-        N1 = update_n(N1, y, half * 128 + 64, shared, s, L)
-        C0, C1, B, N0, N1 = warpgroup_mma_wait(0, deps=[C0, C1, B, N0, N1])  # P in flight, too, takes more registers
-    # The next tile arrives, and its P is made, while the updates of this one are on their way.
-    s, phase = next_stage(s, phase, STAGES)
-    n += 1
+
+
+@gluon.jit
+def next_tile(state, B, place_n, shared, mine, half: gl.constexpr, walk):
+    """The next tile arrives, and its P is made, while the updates of the state, which read B, are on their way."""
+    L: gl.constexpr = walk.L
+    C0, C1, N, dn, decay, N0, N1 = state
+    s, phase = next_stage(place_n.s, place_n.phase, walk.STAGES)
+    n = place_n.n + 1
     mbarrier.wait(shared.full.index(s), phase)
     S = start_weights(shared, s, half, walk)
     D = gate_matrix(shared.g.index(s), L, half, of_product(L // 2))
@@ -438,15 +407,66 @@ def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.cons
     else:
         S, C0, B = warpgroup_mma_wait(0, deps=[S, C0, B])
     put_weights(S, D, shared, s, n, mine, half, walk)
-    if not walk.TRANSPOSED:
-        step_of_mark = t if walk.BACK else t + L
-        if step_of_mark % walk.MARKS == 0 and step_of_mark < at.steps and step_of_mark > 0:
-            mark = at.mark + step_of_mark // walk.MARKS * work.H
-            if walk.BACK:
-                leave_dots(State(C0, C1, N, dn, decay, N0, N1), mark, mine, half, outer, walk)
-            else:
-                leave_mark(State(C0, C1, N, dn, decay, N0, N1), mark, mine, outer, walk)
     return State(C0, C1, N, dn, decay, N0, N1), Place(s, phase, n)
+
+
+@gluon.jit
+def at_mark(state, t, at, mine, outer, work, half: gl.constexpr, walk):
+    """What is due behind the tile at step t of a piece, if there a mark is."""
+    step = t if walk.BACK else t + walk.L
+    if step % walk.MARKS == 0 and step < at.steps and step > 0:
+        mark = at.mark + step // walk.MARKS * work.H
+        if walk.BACK:
+            leave_dots(state, mark, mine, half, outer, walk)
+        else:
+            leave_mark(state, mark, mine, outer, walk)
+
+
+@gluon.jit
+def walk_tile(state, place_n, step, at, mine, outer, shared, work, half: gl.constexpr, walk):
+    """A tile, of which P is there already, to the departure of its output; P of the next tile, which arrives."""
+    L: gl.constexpr = walk.L
+    s, _phase, n = place_n
+    x = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
+    y = shared.y.index(s).reshape([L, walk.WIDTH])
+    z = shared.z.index(s).reshape([L, walk.WIDTH])
+    w = shared.w.index(2 * s + half)
+    w_t = w.reshape([L, 64]).permute((1, 0))
+    g = shared.g.index(s)
+    t = (at.tiles - 1 - step if walk.BACK else step) * L
+    carry = gl.expand_dims(g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, of_product(128))), 0)
+    out = from_state(state, place_n, z, shared, walk)
+    C0, C1, N, dn, decay, N0, N1 = state
+    if walk.DIVIDES:  # before more is in registers
+        mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
+        d = warpgroup_mma_wait(0, deps=[read_n(z, shared, n)])
+        put_inverse(d, shared, s, n, half, L, walk.SAVE_D)
+    x_t = x.load(of_product(L))
+    if not walk.DIVIDES:
+        mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
+    A = as_left(x_t, L)
+    out = warpgroup_mma(A, shared.p.index(n % 2).permute((1, 0)), out, is_async=True)
+    C0, C1, B = update_state(C0, C1, carry, x_t, y, shared.u.index(s), walk)
+    out, A = warpgroup_mma_wait(walk.BLOCKS, deps=[out, A])
+    if walk.DIVIDES:
+        out = divided(out, shared, half)
+    if not walk.TRANSPOSED:
+        put_dot(out, w_t, shared.s.index(s), half, L)
+    if walk.ADDS:
+        dn, decay = add_up(dn, decay, w_t, g, shared.delta.index(s), L)
+    w_t.store(out.to(w.dtype))
+    fence_async_shared()
+    leave_output(w, t, at, mine, outer, work, walk)
+    if walk.NORMALIZE:
+        N = update_vector(N, x, shared, s, walk)
+    if walk.DIVIDES:
+        N0 = update_n(N0, y, half * 128, shared, s, L)
+        N1 = update_n(N1, y, half * 128 + 64, shared, s, L)
+        C0, C1, B, N0, N1 = warpgroup_mma_wait(0, deps=[C0, C1, B, N0, N1])  # P in flight, too, takes more registers
+    state, place_n = next_tile(State(C0, C1, N, dn, decay, N0, N1), B, place_n, shared, mine, half, walk)
+    if not walk.TRANSPOSED:
+        at_mark(state, t, at, mine, outer, work, half, walk)
+    return state, place_n
 
 
 @gluon.jit
