@@ -23,7 +23,7 @@ def merge(runs: dict[str, Row]) -> Row:
     """One result from those of several runs by file name: as the first, with all contenders and the runs themselves.
 
     What was measured more than once is taken from the latest run, the last in order of names on one day. Rows have the
-    number of samples that their run was asked for.
+    number of samples that their run was asked for, and its environment.
     """
     ordered = sorted(runs.items(), key=lambda item: (item[1]["environment"]["date"], item[0]))
     place: dict[tuple[Any, ...], int] = {}  # what was measured -> the run that its row is from
@@ -34,7 +34,7 @@ def merge(runs: dict[str, Row]) -> Row:
     order = list(dict.fromkeys(_contender(row) for run in runs.values() for row in run["rows"]))
     there = {_contender(row) for run in runs.values() for row in run["rows"] if "x" in row}
     kept = [
-        (n, row | {"asked": run["config"]["repeats"]})
+        (n, row | {"asked": run["config"]["repeats"], "environment": run["environment"]})
         for n, (_, run) in enumerate(ordered)
         for row in run["rows"]
         if place[_key(row)] == n and ("x" in row or _contender(row) not in there)  # not installed is without x

@@ -32,8 +32,7 @@ def winners(result: Row) -> list[Row]:
 
     None where the largest of several chunk sizes wins, and the sequence is longer: what it would be whole is not known.
     """
-    env = result["environment"]
-    shapes: dict[tuple[Any, ...], dict[tuple[str, int], Measured]] = {}
+    shapes: dict[tuple[Any, ...], dict[tuple[str, int], tuple[Measured, Row]]] = {}
     for row in result["rows"]:
         if row["name"].startswith("tfla mLSTM") and row.get("direction") == BOTH and {"seconds", "way"} <= set(row):
             if not {"segment", "chunk"} & set(row["details"]):  # not a kernel for GPUs
@@ -42,16 +41,17 @@ def winners(result: Row) -> list[Row]:
                 continue
             one = candidate(row, result["axis"])
             key = one.candidate.backend, row["name"].removeprefix("tfla mLSTM")[:3], *(row[name] for name in SHAPE)
-            shapes.setdefault(key, {}).setdefault((one.candidate.kernel, one.candidate.chunk_size), one)
+            shapes.setdefault(key, {}).setdefault((one.candidate.kernel, one.candidate.chunk_size), (one, row))
     entries = []
     for (_, gate, B, T, H, dqk, dhv), found in shapes.items():
-        winner = best(list(found.values()), None)
+        winner = best([one for one, _ in found.values()], None)
         if len(found) < 2 or not isinstance(winner, Measured):
             continue
         c = winner.candidate
         sizes = [size for kernel, size in found if kernel == c.kernel]
         if len(sizes) > 1 and c.chunk_size == max(sizes) < T:
             continue
+        env = found[c.kernel, c.chunk_size][1]["environment"]
         dtype = SUITES[result["suite"]].at(T).dtype
         entry = Entry(
             env["device"], c.backend, dtype, gate == "exp", B, T, H, dqk, dhv, c.kernel, c.chunk_size, False
