@@ -12,6 +12,7 @@ from tfla.nn.config import ModelConfig
 from tfla.nn.init import Projection, input_std, output_std
 from tfla.nn.mixer import SequenceMixer
 from tfla.nn.mlstm import MLSTM
+from tfla.nn.numerics import autocast_once, recomputed
 
 MIXERS: dict[str, type[MLSTM] | type[Attention]] = {"mlstm_exp": MLSTM, "mlstm_sig": MLSTM, "attention": Attention}
 
@@ -27,7 +28,12 @@ class SwiGLU(nn.Module):
         self.down_proj = Projection(hidden, d, output_std(d, config.num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(recomputed(_gate_units, self.gate_proj(x), self.up_proj(x)))
+
+
+def _gate_units(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, elementwise."""
+    return F.silu(gate) * up
 
 
 class Block(nn.Module):
@@ -42,7 +48,7 @@ class Block(nn.Module):
 
     def _add(self, x: Tensor, mixed: Tensor) -> Tensor:
         x = x + mixed
-        return x + self.ffn(self.ffn_norm(x))
+        return x + self.ffn(autocast_once(self.ffn_norm(x)))
 
     def forward(
         self,
@@ -55,12 +61,12 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Arguments and results of :meth:`SequenceMixer.forward`."""
         mixed, new = self.mixer(
-            self.mixer_norm(x), state,
+            autocast_once(self.mixer_norm(x)), state,
             document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state,
         )  # fmt: skip
         return self._add(x, mixed), new
 
     def step(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Any]:
         """Arguments and results of :meth:`SequenceMixer.step`."""
-        mixed, new = self.mixer.step(self.mixer_norm(x), state, in_place)
+        mixed, new = self.mixer.step(autocast_once(self.mixer_norm(x)), state, in_place)
         return self._add(x, mixed), new

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tfla.nn.numerics import at_least_float32, soft_cap
+from tfla.nn.numerics import at_least_float32, recomputed, soft_cap
 
 # Added nowhere, set in place of f~ at a document's first token: the forget gate is then 0 in every dtype.
 RESET = -1e4
@@ -35,8 +35,11 @@ class GatePreactivation(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         # A gate is exp'd or summed over the whole sequence: bfloat16 is too coarse for it.
         with torch.autocast(x.device.type, enabled=False):
-            x, weight, bias = map(at_least_float32, (x, self.weight, self.bias))
-            return soft_cap(F.linear(x, weight, bias), self.cap)
+            return recomputed(self._float32_gate, x) if x.element_size() == 2 else self._float32_gate(x)
+
+    def _float32_gate(self, x: Tensor) -> Tensor:
+        x, weight, bias = map(at_least_float32, (x, self.weight, self.bias))
+        return soft_cap(F.linear(x, weight, bias), self.cap)
 
 
 def reset_forget_gate(f: Tensor, document_start: Tensor) -> Tensor:

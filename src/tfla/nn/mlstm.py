@@ -12,7 +12,7 @@ from tfla.nn.gates import GatePreactivation, reset_forget_gate
 from tfla.nn.init import Projection, input_std, output_std
 from tfla.nn.mixer import SequenceMixer
 from tfla.nn.norm import HeadNorm
-from tfla.nn.numerics import at_least_float32
+from tfla.nn.numerics import at_least_float32, recomputed
 from tfla.ops.api import mlstm
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
@@ -55,8 +55,11 @@ class MLSTM(SequenceMixer):
 
     def _output(self, x: Tensor, h: Tensor) -> Tensor:
         """Equation (8) and the out projection: x (..., d_model), h (..., heads, dhv) -> (..., d_model)."""
-        gate = torch.sigmoid(at_least_float32(self.output_gate(x)))
-        return self.out_proj((gate * self.head_norm(h).flatten(-2)).to(h.dtype))
+        return self.out_proj(recomputed(self._gated_norm, self.output_gate(x), h))
+
+    def _gated_norm(self, gate: Tensor, h: Tensor) -> Tensor:
+        """Return sigmoid(gate) * NORM(h), equation (8), in h's dtype: gate (..., d_model), h (..., heads, dhv)."""
+        return (torch.sigmoid(at_least_float32(gate)) * self.head_norm(h).flatten(-2)).to(h.dtype)
 
     def forward(
         self,

@@ -1,0 +1,62 @@
+"""What a block keeps for its backward, and that recomputing it changes no digit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tfla.nn import ModelConfig
+from tfla.nn.block import Block
+
+D_MODEL, BATCH, TIME = 128, 2, 512
+
+
+def block(mixer: str) -> Block:
+    torch.manual_seed(0)
+    return Block(ModelConfig(d_model=D_MODEL, num_blocks=1, num_heads=2, mixer=mixer, vocab_size=64))  # type: ignore[arg-type]
+
+
+def held_bytes(function: Callable[[], Tensor]) -> float:
+    """Return the bytes that a CPU call leaves allocated, per token and channel: its result and what autograd keeps."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        result = function()
+    held = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    del result
+    return held / (BATCH * TIME * D_MODEL)
+
+
+def bytes_of_block(mixer: str) -> float:
+    x, module = torch.randn(BATCH, TIME, D_MODEL, requires_grad=True), block(mixer)
+
+    def forward() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x)[0]
+
+    forward()
+    return held_bytes(forward)
+
+
+@pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig"])
+def test_an_mlstm_block_keeps_what_an_attention_block_keeps(mixer: str) -> None:
+    # Both keep q, k, v and h. The mLSTM has half the channels in q and k, an output gate more, states and denominators.
+    assert bytes_of_block(mixer) <= 1.1 * bytes_of_block("attention")
+
+
+@pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig", "attention"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recomputing_changes_no_digit(mixer: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 64, D_MODEL)
+
+    def gradients() -> list[Tensor]:
+        module = block(mixer)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            module(x)[0].float().square().mean().backward()
+        return [p.grad for p in module.parameters() if p.grad is not None]
+
+    recomputed = gradients()
+    for name in ("block", "gates", "mlstm"):
+        monkeypatch.setattr(f"tfla.nn.{name}.recomputed", lambda function, *inputs: function(*inputs))
+    assert all(torch.equal(a, b) for a, b in zip(recomputed, gradients(), strict=True))
