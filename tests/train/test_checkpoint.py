@@ -83,6 +83,48 @@ def test_broken_checkpoints_are_passed_over(tmp_path, capsys, file, damage):
     assert latest_checkpoint(tmp_path).name == "step-00000002"
 
 
+def damage(path) -> None:
+    """Cut the weights of a checkpoint in two."""
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+
+
+def test_broken_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, capsys):
+    run, checkpoints = Run(), Checkpoints(tmp_path, keep_last=2)
+    for step in (1, 8, 9):
+        run.save(checkpoints, step)
+    run.save(checkpoints, 7)  # older than the two newest ones: removed
+    assert steps(checkpoints) == [8, 9]
+    damage(tmp_path / "step-00000008")
+    damage(tmp_path / "step-00000009")
+    for again in (checkpoints, Checkpoints(tmp_path, keep_last=2)):  # the same process, and the next one
+        for step in (2, 3, 4):
+            run.save(again, step)
+        assert steps(again) == [3, 4, 8, 9]
+        assert again.latest().name == "step-00000004"
+        err = capsys.readouterr().err
+        for step in (8, 9):
+            assert err.count(f"step-0000000{step}: passed over: model.safetensors has ") == 1
+    run.save(again, 10)
+    run.save(again, 11)
+    assert steps(again) == [10, 11]
+
+
+def test_a_run_whose_checkpoints_are_all_broken_does_not_start_from_the_beginning(tmp_path):
+    run, checkpoints = Run(), Checkpoints(tmp_path)
+    assert checkpoints.latest() is None
+    run.save(checkpoints, 1)
+    run.save(checkpoints, 2)
+    damage(tmp_path / "step-00000001")
+    (tmp_path / "step-00000002" / "training.pt").unlink()
+    why = (
+        r"no checkpoint is whole.*step-00000001: model\.safetensors has \d+ bytes, not \d+; step-00000002: training\.pt"
+    )
+    with pytest.raises(UserError, match=why):
+        Checkpoints(tmp_path).latest()
+    assert steps(checkpoints) == [1, 2]
+
+
 def test_a_process_that_dies_while_saving_leaves_a_whole_checkpoint(tmp_path):
     """Killed at its first, second, third, … call to the file system, until one try comes through."""
     run = Run()

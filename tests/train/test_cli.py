@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,7 @@ import pytest
 import tfla
 from tfla.cli import COMMANDS, main
 from tfla.train.config import to_json
-from tfla.train.metrics import FILE, read
+from tfla.train.metrics import FILE, Metrics, read
 from tfla.train.run_directory import read_config
 
 OPTIONS = {
@@ -83,6 +85,39 @@ def test_a_run_goes_on_with_its_own_options(texts, tmp_path, capsys):
     (tmp_path / "run" / "config.json").write_text(to_json(config)[:-9])
     assert main(run) == 1
     assert "config.json: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_says_so_and_fails(texts, tmp_path, monkeypatch, capsys, number, code):
+    write = Metrics.write
+
+    def ask(self, kind, at, **values):
+        write(self, kind, at, **values)
+        if (kind, at) == ("train", 3):
+            os.kill(os.getpid(), number)
+
+    run = [
+        "train",
+        "--run",
+        str(tmp_path / "run"),
+        "--data.paths",
+        str(texts),
+        *TINY,
+        "--steps",
+        "4",
+        "--no-tensorboard",
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "write", ask)
+        assert main(run) == code
+    out, err = capsys.readouterr()
+    assert out == ""  # nothing that was measured before the last step
+    assert "stopped at step 3 of 4, which is saved; the same command continues from there" in err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name[-1] == "3"] == [
+        "step-00000003"
+    ]
+    assert main(run) == 0
+    assert capsys.readouterr().out.startswith("step 4, held out: loss ")
 
 
 def test_a_killed_run_goes_on_bit_for_bit(texts, tmp_path):

@@ -128,6 +128,39 @@ def test_asked_to_stop_it_saves_first(tiny, tmp_path, monkeypatch, number):
     assert losses(stopped.run) == losses(whole.run)
 
 
+def test_a_run_whose_checkpoints_were_damaged_keeps_what_it_saves(tiny, tmp_path, capsys):
+    """Those that are whole count, wherever the damaged ones stand."""
+    whole, run = (
+        tiny(run=tmp_path / "whole", steps=12),
+        tiny(run=tmp_path / "run", steps=12, checkpoint_every=1, keep_every=4),
+    )
+    train(whole)
+    train(run)
+    folder = run.run / "checkpoints"
+    assert sorted(p.name[-2:] for p in folder.iterdir()) == ["04", "08", "11", "12"]
+    for name in ("08", "11", "12"):
+        (folder / f"step-000000{name}" / "model.safetensors").write_bytes(b"")
+    for step in ("11", "12"):  # which stay where they are while steps 5 to 10 are saved and pruned
+        (folder / f"step-000000{step}").rename(folder / f"step-000001{step}")
+    train(run)
+    assert losses(run.run) == losses(whole.run)
+    assert sorted(p.name[-3:] for p in folder.iterdir()) == ["004", "008", "011", "012", "111", "112"]
+    assert "step-00000111: passed over: model.safetensors has 0 bytes" in capsys.readouterr().err
+
+
+def test_a_run_with_nothing_but_broken_checkpoints_ends_with_one_line(tiny):
+    config = tiny()
+    train(config)
+    for path in (config.run / "checkpoints").iterdir():
+        (path / "training.pt").unlink()
+    before = losses(config.run)
+    with pytest.raises(
+        UserError, match=r"no checkpoint is whole, .*step-00000006: training\.pt cannot be read: No such"
+    ):
+        train(config)
+    assert losses(config.run) == before
+
+
 def test_a_run_without_a_number_ends_before_it_is_saved(tiny, monkeypatch):
     config = tiny()
     real = loop.token_losses

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from pathlib import Path
@@ -12,10 +11,17 @@ import torch
 
 from tfla.nn import LanguageModel
 from tfla.train.messages import UserError, notice, reason
-from tfla.train.storage import clear_temporary, remove_directory, whole_directory
+from tfla.train.storage import (
+    MANIFEST,
+    clear_temporary,
+    remove_directory,
+    what_is_broken,
+    whole_directory,
+    write_manifest,
+)
 from tfla.train.tokenizer import Tokenizer
 
-MANIFEST, STATE = "manifest.json", "training.pt"
+STATE = "training.pt"
 
 
 class Checkpoints:
@@ -23,7 +29,7 @@ class Checkpoints:
 
     Args:
         directory: where they are; made if needed.
-        keep_last: how many of the newest stay.
+        keep_last: how many of the newest whole ones stay; broken ones do not count.
         keep_every: those of multiples of this step stay for good.
     """
 
@@ -31,6 +37,7 @@ class Checkpoints:
         self.directory, self.keep_last, self.keep_every = directory, keep_last, keep_every
         directory.mkdir(parents=True, exist_ok=True)
         clear_temporary(directory)
+        self._broken: dict[Path, str | None] = {}  # what is wrong with each checkpoint, once it has been examined
 
     def save(
         self,
@@ -57,13 +64,32 @@ class Checkpoints:
                 tokenizer.save(folder)
                 with open(folder / STATE, "wb") as file:  # given a path, torch does not say what the disk said
                     torch.save(state, file)
-                _write_manifest(folder, step)
+                write_manifest(folder, step=step)
         except Exception as error:  # each of the libraries has its own kind for a full disk
             raise UserError(
                 f"{target}: the checkpoint cannot be written: {reason(error)}; {self.last_good()}"
             ) from error
+        self._broken[target] = None
         self._prune()
         return target
+
+    def latest(self) -> Path | None:
+        """Return the newest whole checkpoint; None if nothing has been saved. A notice names each newer broken one.
+
+        Raises:
+            UserError: there are checkpoints, and each of them is broken; the message names them and says why.
+        """
+        steps = _steps(self.directory)
+        for _, path in reversed(steps):
+            if self._whole(path):
+                return path
+        if not steps:
+            return None
+        found = "; ".join(f"{path.name}: {self._broken[path]}" for _, path in steps)
+        raise UserError(
+            f"{self.directory}: no checkpoint is whole, so the run cannot continue ({found}); "
+            "take another run, or move this folder away to start from the beginning"
+        )
 
     def last_good(self) -> str:
         """Half a sentence on where the run would go on."""
@@ -72,10 +98,20 @@ class Checkpoints:
             return "there is no checkpoint yet"
         return f"the last good checkpoint is {latest}; start again to continue from it"
 
+    def _whole(self, path: Path) -> bool:
+        """Compare a checkpoint with its manifest, in full the first time, by sizes from then on; say what is broken."""
+        if self._broken.get(path) is None:
+            self._broken[path] = what_is_broken(path, contents=path not in self._broken)
+            if self._broken[path] is not None:
+                notice(f"{path}: passed over: {self._broken[path]}")
+        return self._broken[path] is None
+
     def _prune(self) -> None:
-        found = _steps(self.directory)
-        for step, path in found[: -self.keep_last]:
-            if self.keep_every is None or step % self.keep_every:
+        kept = 0
+        for step, path in reversed(_steps(self.directory)):
+            if kept < self.keep_last:
+                kept += self._whole(path)
+            elif self.keep_every is None or step % self.keep_every:
                 remove_directory(path)
 
 
@@ -86,21 +122,6 @@ def latest_checkpoint(directory: Path) -> Path | None:
         if broken is None:
             return path
         notice(f"{path}: passed over: {broken}")
-    return None
-
-
-def what_is_broken(path: Path) -> str | None:
-    """None for a checkpoint that is just as it was written, else what is wrong with it."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        for name, entry in manifest["files"].items():
-            size = (path / name).stat().st_size
-            if size != entry["bytes"]:
-                return f"{name} has {size} bytes, not {entry['bytes']}"
-            if _sha256(path / name) != entry["sha256"]:
-                return f"{name} has changed since it was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{MANIFEST} or a file that it lists cannot be read: {reason(error)}"
     return None
 
 
@@ -145,19 +166,6 @@ def find_model(path: Path) -> Path:
 def _steps(directory: Path) -> list[tuple[int, Path]]:
     found = [(path.name.removeprefix("step-"), path) for path in directory.glob("step-*")]
     return sorted((int(number), path) for number, path in found if number.isdecimal())
-
-
-def _write_manifest(folder: Path, step: int) -> None:
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(folder.iterdir()) if p.is_file()}
-    (folder / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2) + "\n")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _random_state() -> dict[str, Any]:

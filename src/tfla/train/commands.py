@@ -27,6 +27,8 @@ def train(args: Sequence[str]) -> int:
     known = dataclasses.replace(read_config(run) or TrainConfig(), run=run)
     config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=known)
     trained = train_run(config)
+    if trained.signal is not None:  # its last evaluation is of an earlier step
+        return trained.exit_code
     last = next((r for r in reversed(read(trained.run)) if r["kind"] == "eval"), None)
     if last is not None:
         print(
@@ -63,5 +65,4 @@ def demo(args: Sequence[str]) -> int:
     """``tfla demo``."""
     from tfla.train.demo import demo as run_demo
 
-    run_demo(tyro.cli(DemoConfig, args=args, prog="tfla demo"))
-    return 0
+    return run_demo(tyro.cli(DemoConfig, args=args, prog="tfla demo")).exit_code

@@ -71,7 +71,7 @@ def demo(config: DemoConfig) -> Trained:
         return {"uniform": 8.0, **counted}
 
     trained = train(settings, baselines)
-    if trained.step < settings.steps:
+    if trained.signal is not None:
         return trained
     evaluations = [r["bits_per_byte"] for r in read(trained.run) if r["kind"] == "eval"]
     rows = [

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from tfla.nn import LanguageModel
 from tfla.train.batches import Batches
-from tfla.train.checkpoint import Checkpoints, latest_checkpoint, restore
+from tfla.train.checkpoint import Checkpoints, restore
 from tfla.train.compiled import compiled
 from tfla.train.config import TrainConfig
 from tfla.train.device import pick_device
@@ -40,6 +40,13 @@ class Trained(NamedTuple):
     model: LanguageModel
     tokens: Tokens
     run: Path
+    signal: int | None = None
+    """The number of the signal that stopped the run before its last step; None if it is finished."""
+
+    @property
+    def exit_code(self) -> int:
+        """What a command that was stopped so returns by convention: 130 after Ctrl-C, 143 when terminated, else 0."""
+        return 0 if self.signal is None else 128 + self.signal
 
 
 def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] | None = None) -> Trained:
@@ -65,7 +72,7 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
         model = LanguageModel(config.model.build(tokens.tokenizer.vocab_size)).to(device)
         adamw = optimizer(model, config.optim)
         checkpoints = Checkpoints(run / CHECKPOINTS, config.keep_last, config.keep_every)
-        latest = latest_checkpoint(checkpoints.directory)
+        latest = checkpoints.latest()
         step, progress = (0, {"elapsed": 0.0}) if latest is None else restore(latest, model, adamw)
         watch = InputGateWatch(model)
         forward: Callable[..., Tensor] = compiled(model) if config.compile else model
@@ -131,15 +138,15 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
                     bar.set_postfix(shown, refresh=False)
                     bar.update()
             if saved != step:
-                save(step)
+                saved = save(step)
         except OSError as error:
             raise UserError(f"{error.filename or run}: {error.strerror or error}; {checkpoints.last_good()}") from error
         finally:
             metrics.close()
         if step < config.steps:
-            notice(f"stopped at step {step}; start again to continue")
+            notice(f"stopped at step {step} of {config.steps}, which is saved; the same command continues from there")
         plot_curves(run, run / CURVES, clip=config.optim.clip, baselines=lines)
-    return Trained(step, model, tokens, run)
+    return Trained(step, model, tokens, run, stop[0] if step < config.steps else None)
 
 
 def _precision(config: TrainConfig, device: torch.device) -> torch.autocast:

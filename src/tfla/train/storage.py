@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from tfla.train.messages import reason
 
 TEMPORARY = ".tmp-"
+MANIFEST = "manifest.json"
 
 
 def _sync(path: Path) -> None:
@@ -58,3 +64,50 @@ def clear_temporary(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(".*.tmp"):  # of write_atomically
         path.unlink(missing_ok=True)
+
+
+def write_manifest(folder: Path, **values: Any) -> None:
+    """Write the size and the digest of every file of a folder, and values of the caller's, into a file beside them."""
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(folder.iterdir()) if p.is_file()}
+    (folder / MANIFEST).write_text(json.dumps({**values, "files": files}, indent=2) + "\n")
+
+
+def what_is_broken(path: Path, contents: bool = True) -> str | None:
+    """Compare a folder with its manifest.
+
+    Args:
+        path: the folder.
+        contents: compare digests, which reads every file; False compares sizes only.
+
+    Returns:
+        None for a folder that is just as it was written, else the file that is not and why.
+    """
+    try:
+        files = {
+            name: (entry["bytes"], entry["sha256"])
+            for name, entry in json.loads((path / MANIFEST).read_text())["files"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read: {reason(error)}"
+    compared = (_difference(path / name, size, digest if contents else None) for name, (size, digest) in files.items())
+    return next((found for found in compared if found is not None), None)
+
+
+def _difference(path: Path, size: int, digest: str | None) -> str | None:
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"{path.name} has {found} bytes, not {size}"
+        if digest is not None and _sha256(path) != digest:
+            return f"{path.name} has changed since it was written"
+    except OSError as error:
+        return f"{path.name} cannot be read: {reason(error)}"
+    return None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
