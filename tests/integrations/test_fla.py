@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,17 +18,15 @@ from torch import Tensor
 from tfla.integrations import fla as ours
 
 B, T, H, K, V = 2, 70, 3, 8, 6
-WHERE = {
-    "chunk_simple_gla": "simple_gla", "fused_recurrent_simple_gla": "simple_gla", "chunk_retention": "retention",
-    "chunk_lightning_attn": "lightning_attn", "chunk_linear_attn": "linear_attn",
-}  # fmt: skip
+MODULES = ("simple_gla", "retention", "lightning_attn", "linear_attn")
+WHERE = {name: next(module for module in MODULES if name.endswith(module)) for name in ours.__all__}
 
 
 def theirs(path: str) -> Any:
     """Something of the package, module.name within fla.ops."""
     pytest.importorskip("fla", reason='pip install "tfla[peers]"')
-    module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(f"fla.ops.{module}"), name)
+    module, _, name = f"fla.ops.{path}".rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def inputs(*names: str, B: int = B, N: int = B) -> list[Tensor]:
@@ -45,12 +44,72 @@ def inputs(*names: str, B: int = B, N: int = B) -> list[Tensor]:
     return [made[name].requires_grad_() for name in names]
 
 
-def agree(found: list[Tensor], expected: list[Tensor], leaves: list[Tensor]) -> None:
-    """Results, and gradients from random cotangents."""
+def agree(found: list[Tensor], expected: list[Tensor], leaves: list[Tensor], exact: list[Tensor] | None = None) -> None:
+    """Results, and gradients of `leaves` from random cotangents; `exact` are the leaves of `expected`, if others."""
     cotangents = [torch.randn_like(t) for t in expected]
-    grads = [torch.autograd.grad(outs, leaves, cotangents, retain_graph=True) for outs in (found, expected)]
+    pairs = [(found, leaves), (expected, leaves if exact is None else exact)]
+    grads = [
+        torch.autograd.grad(outs, at, [c.to(o.dtype) for c, o in zip(cotangents, outs, strict=True)], retain_graph=True)
+        for outs, at in pairs
+    ]
     for a, b in zip([*found, *grads[0]], [*expected, *grads[1]], strict=True):
+        assert a.shape == b.shape
         assert error(a, b) <= TOLERANCE[torch.float32]
+
+
+def takes(name: str, argument: str) -> bool:
+    return argument in inspect.signature(getattr(ours, name)).parameters
+
+
+TAKES_STATES = [name for name in WHERE if takes(name, "initial_state")]
+REVERSIBLE = [name for name in WHERE if takes(name, "reverse")]
+DIRECTIONS = [(name, reverse) for name in WHERE for reverse in ([False, True] if name in REVERSIBLE else [False])]
+WITH_SCORES = [name for name in WHERE if takes(name, "output_attentions")]
+WITH_OPTIONS = [name for name in WHERE if takes(name, "kwargs")]
+RENAMED = [name for name in REVERSIBLE if takes(name, "state_v_first")]
+LAYERS = {"layer_idx": 3, "num_layers": 12}
+
+
+def required(name: str) -> dict[str, Any]:
+    """What the function needs beside tensors."""
+    return LAYERS if takes(name, "layer_idx") else {}
+
+
+def log_decays(name: str, g: Tensor) -> Tensor:
+    """The log-decays (B, T, H) of a function by its paper, `g` where they are an input."""
+    heads = torch.arange(g.shape[2], dtype=torch.float64)
+    if "simple_gla" in name:
+        return g
+    if "retention" in name:
+        return torch.log(1 - 2 ** (-5 - heads)).expand(g.shape)
+    if "lightning_attn" in name:
+        return (-8 * heads / len(heads) * (1 - LAYERS["layer_idx"] / LAYERS["num_layers"])).expand(g.shape)
+    return torch.zeros_like(g)
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The equation of the page step by step, in the dtype of its inputs."""
+    out, steps = [torch.zeros_like(v[:, 0])] * v.shape[1], range(v.shape[1])
+    for t in reversed(steps) if reverse else steps:
+        state = torch.exp(g[:, t, :, None, None]) * state + k[:, t, :, :, None] * v[:, t, :, None, :]
+        out[t] = scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state)
+    return torch.stack(out, 1), state
+
+
+def normalized(q: Tensor, k: Tensor, keys: Tensor, scale: float, reverse: bool) -> tuple[Tensor, Tensor]:
+    """The denominator (B, T, H, 1) of linear attention and its last sum of keys (B, 1, H, K)."""
+    sums = keys + (k.flip(1).cumsum(1).flip(1) if reverse else k.cumsum(1))
+    return (scale * q * sums).sum(-1, keepdim=True) + 1e-10, sums[:, :1] if reverse else sums[:, -1:]
+
+
+def test_covers_the_package() -> None:
+    """Every function of these four modules of the package is here, in a module of the same name."""
+    for module in MODULES:
+        peer = theirs(module)
+        assert sorted(importlib.import_module(f"tfla.integrations.fla.{module}").__all__) == sorted(peer.__all__)
+    assert sorted(ours.__all__) == sorted(name for module in MODULES for name in theirs(module).__all__)
 
 
 @pytest.mark.parametrize("name", WHERE)
@@ -61,6 +120,75 @@ def test_signatures(name: str) -> None:
         for fn in (getattr(ours, name), peer)
     ]
     assert parameters[0] == parameters[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "reverse", "normalize"),
+    [
+        (name, reverse, normalize)
+        for name, reverse in DIRECTIONS if name in TAKES_STATES
+        for normalize in ([False, True] if takes(name, "normalize") else [False])
+    ],
+)  # fmt: skip
+def test_every_function_is_the_recurrence(name: str, reverse: bool, normalize: bool) -> None:
+    """From a state to a state, with all gradients."""
+    q, k, v, g, state, keys = leaves = inputs("q", "k", "v", "g", "state", "keys")
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    options: dict[str, Any] = {"output_final_state": True, "scale": 0.7, **required(name)}
+    options |= {"reverse": True} if reverse else {}
+    options |= {"normalize": normalize} if takes(name, "normalize") else {}
+    options |= {"g": g} if takes(name, "g") else {}
+    positive = (lambda t: F.elu(t) + 1) if normalize else (lambda t: t)
+    o, last = getattr(ours, name)(
+        positive(q), positive(k), v, initial_state=(state, keys) if normalize else state, **options
+    )
+    q_, k_, v_, g_, state_, keys_ = exact
+    q_, k_ = positive(q_), positive(k_)
+    expected = list(recurrence(q_, k_, v_, log_decays(name, g_), state_, 0.7, reverse))
+    if normalize:
+        denominator, last_keys = normalized(q_, k_, keys_, 0.7, reverse)
+        expected = [expected[0] / denominator, expected[1], last_keys]
+    used = [0, 1, 2, *([3] if takes(name, "g") else []), 4, *([5] if normalize else [])]
+    agree([o, *last] if normalize else [o, last], expected, [leaves[at] for at in used], [exact[at] for at in used])
+    o, last = getattr(ours, name)(positive(q), positive(k), v, **{**options, "output_final_state": False})
+    assert last is None
+
+
+@pytest.mark.parametrize("name", WITH_SCORES)
+def test_parallel_functions_and_their_scores(name: str) -> None:
+    leaves = inputs("q", "k", "v", "g")
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    gates = {"g": leaves[3]} if takes(name, "g") else {}
+    o, none = getattr(ours, name)(*leaves[:3], scale=0.7, **gates)
+    assert none is None
+    again, scores = getattr(ours, name)(*leaves[:3], scale=0.7, output_attentions=True, **gates)
+    assert torch.equal(o, again)
+    b = log_decays(name, exact[3]).cumsum(1).transpose(1, 2)
+    weights = torch.exp(b[..., :, None] - b[..., None, :])
+    expected = (0.7 * torch.einsum("bthk,bshk->bhts", *exact[:2]) * weights).tril()
+    used = [0, 1, 2, 3] if gates else [0, 1, 2]
+    agree(
+        [o, scores],
+        [torch.einsum("bhts,bshv->bthv", expected, exact[2]), expected],
+        [leaves[at] for at in used], [exact[at] for at in used],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^output_attentions: got True with cu_seqlens"):
+        getattr(ours, name)(*(t[:1] for t in leaves[:3]), output_attentions=True, cu_seqlens=torch.tensor([0, T]))
+
+
+def test_scores_are_the_packages() -> None:
+    leaves = inputs("q", "k", "v", "g")
+    naive = theirs("simple_gla.naive.naive_parallel_simple_gla")
+    agree([*ours.parallel_simple_gla(*leaves, output_attentions=True)], [*naive(*leaves)], leaves)
+
+
+def test_scores_of_closed_gates_and_of_shared_heads() -> None:
+    q, k, v, g = (t.detach() for t in inputs("q", "k", "v", "g"))
+    g[:, 20] = -torch.inf
+    o, scores = ours.parallel_simple_gla(q[:, :, :1], k[:, :, :1], v, g, output_attentions=True)
+    assert scores is not None
+    assert not scores[:, :, 20:, :20].any()
+    assert error(torch.einsum("bhts,bshv->bthv", scores, v), o) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("run", [ours.chunk_simple_gla, ours.fused_recurrent_simple_gla])
@@ -76,11 +204,13 @@ def test_simple_gla(run: Callable[..., Any]) -> None:
     agree([o, last.transpose(-1, -2)], [*run(*leaves, initial_state=state, **options)], [*leaves, state])
 
 
-def test_constant_decays_and_none() -> None:
+@pytest.mark.parametrize("name", [name for name in WHERE if takes(name, "g_gamma")])
+def test_constant_decays_and_none(name: str) -> None:
+    run = getattr(ours, name)
     q, k, v, gamma = leaves = inputs("q", "k", "v", "g_gamma")
     naive = theirs("simple_gla.naive.naive_chunk_simple_gla")
-    agree([ours.chunk_simple_gla(q, k, v, g_gamma=gamma)[0]], [naive(q, k, v, gamma.expand(B, T, H))[0]], leaves)
-    agree([ours.chunk_simple_gla(q, k, v)[0]], [naive(q, k, v, q.new_zeros(B, T, H))[0]], [q, k, v])
+    agree([run(q, k, v, g_gamma=gamma)[0]], [naive(q, k, v, gamma.expand(B, T, H))[0]], leaves)
+    agree([run(q, k, v)[0]], [naive(q, k, v, q.new_zeros(B, T, H))[0]], [q, k, v])
 
 
 def test_retention() -> None:
@@ -120,32 +250,38 @@ def test_linear_attention(normalize: bool) -> None:
 
 
 def flat(out: Any) -> list[Tensor]:
-    """Outputs and final states."""
-    return [out[0], *(out[1] if isinstance(out[1], tuple) else out[1:])]
+    """Outputs, and final states where there are any."""
+    found = [out[0], *(out[1] if isinstance(out[1], tuple) else out[1:])]
+    return [t for t in found if t is not None]
 
 
-@pytest.mark.parametrize("name", WHERE)
-def test_packed_sequences_are_sequences(name: str) -> None:
-    lengths, run, normalized = [11, 0, 30, 29], getattr(ours, name), name == "chunk_linear_attn"
+@pytest.mark.parametrize(("name", "reverse"), DIRECTIONS)
+def test_packed_sequences_are_sequences(name: str, reverse: bool) -> None:
+    lengths, run, normalize = [11, 0, 30, 29], getattr(ours, name), takes(name, "normalize")
     q, k, v, g, state, keys = leaves = inputs("q", "k", "v", "g", "state", "keys", B=1, N=len(lengths))
-    options: dict[str, Any] = {"output_final_state": True}
-    options |= {"layer_idx": 1, "num_layers": 4} if name == "chunk_lightning_attn" else {}
-    gated = "simple_gla" in name
+    with_states = name in TAKES_STATES
+    options = required(name) | ({"output_final_state": True} if with_states else {})
+    options |= {"normalize": True} if normalize else {}
+    options |= {"reverse": True} if reverse else {}
     q, k = q.exp(), k.exp()
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)])
-    initial = (state, keys) if normalized else state
-    gates = {"g": g} if gated else {}
-    packed = flat(run(q, k, v, initial_state=initial, cu_seqlens=cu_seqlens, **gates, **options))
+
+    def call(first: slice | list[int], steps: slice, **more: Any) -> list[Tensor]:
+        given = [t[:, steps] for t in (q, k, v)]
+        given += [g[:, steps]] if takes(name, "g") else []
+        initial = (state[first], keys[first]) if normalize else state[first]
+        return flat(run(*given, **options, **more, **({"initial_state": initial} if with_states else {})))
+
+    packed = call(slice(None), slice(None), cu_seqlens=cu_seqlens)
     parts = []
     for row, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        first = (state[[row]], keys[[row]]) if normalized else state[[row]]
-        if a == b:
-            parts.append(flat((v[:, :0], first)))
-            continue
-        gates = {"g": g[:, a:b]} if gated else {}
-        parts.append(flat(run(q[:, a:b], k[:, a:b], v[:, a:b], initial_state=first, **gates, **options)))
+        if a < b:
+            parts.append(call([row], slice(a, b)))
+        elif with_states:
+            parts.append([v[:, :0], state[[row]], *([keys[[row]]] if normalize else [])])
     apart = [torch.cat(pieces, int(at == 0)) for at, pieces in enumerate(zip(*parts, strict=True))]
-    agree(packed, apart, [*leaves[: 4 if gated else 3], state, *([keys] if normalized else [])])
+    states = ([state, keys] if normalize else [state]) if with_states else []
+    agree(packed, apart, [*leaves[: 4 if takes(name, "g") else 3], *states])
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -204,3 +340,86 @@ def test_refuses_what_does_not_fit() -> None:
         ours.chunk_linear_attn(q, k, v, initial_state=(state, keys[:, 0]))
     with pytest.raises(TypeError, match=r"^initial_state: got a tuple"):
         ours.chunk_linear_attn(q, k, v, initial_state=(state, keys), normalize=False)
+    with pytest.raises(TypeError, match=r"^initial_state: got a tuple of 3"):
+        ours.chunk_linear_attn(q, k, v, initial_state=(state, keys, keys))
+    with pytest.raises(TypeError, match=r"^initial_state: got list"):
+        ours.chunk_linear_attn(q, k, v, initial_state=[state, keys])
+
+
+@pytest.mark.parametrize("name", ["chunk_lightning_attn", "fused_recurrent_lightning_attn"])
+def test_layers_that_do_not_exist(name: str) -> None:
+    q, k, v = (t.detach() for t in inputs("q", "k", "v"))
+    for layer, layers, argument in ((0, 0, "num_layers"), (0, -3, "num_layers"), (-1, 4, "layer_idx"),
+                                    (4, 4, "layer_idx")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"^{argument}: got -?\d, expected"):
+            getattr(ours, name)(q, k, v, layer, layers)
+    for layer, layers, argument in ((0.0, 4, "layer_idx"), (0, 4.0, "num_layers"), (True, 4, "layer_idx")):
+        with pytest.raises(TypeError, match=rf"^{argument}: got (float|bool), expected an int"):
+            getattr(ours, name)(q, k, v, layer, layers)
+
+
+@pytest.mark.parametrize("name", WITH_OPTIONS)
+def test_no_argument_is_swallowed(name: str) -> None:
+    q, k, v = (t.detach() for t in inputs("q", "k", "v"))
+    run, options = getattr(ours, name), required(name)
+    expected = run(q, k, v, **options)[0]
+    assert torch.equal(run(q, k, v, **options, chunk_size=32, head_first=False)[0], expected)
+    for unknown in ("head_frist", "offsets", *(["transpose_state_layout"] if name not in RENAMED else [])):
+        with pytest.raises(TypeError, match=rf"^{unknown}: got an argument that {name} does not take, .* q, k, v,"):
+            run(q, k, v, **options, **{unknown: True})
+    with pytest.raises(ValueError, match=r"^head_first: got True"):
+        run(q, k, v, **options, head_first=True)
+    for size in (48, 0, -64, 64.0):
+        with pytest.raises(ValueError, match=r"^chunk_size: got .*, expected a power of 2"):
+            run(q, k, v, **options, chunk_size=size)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_the_deprecated_name_of_the_state_layout(name: str) -> None:
+    q, k, v, state = (t.detach() for t in inputs("q", "k", "v", "state"))
+    run = getattr(ours, name)
+    options = {"initial_state": state.transpose(-1, -2), "output_final_state": True}
+    o, last = run(q, k, v, state_v_first=True, **options)
+    with pytest.warns(DeprecationWarning, match=r"^transpose_state_layout .* state_v_first") as caught:
+        again, state = run(q, k, v, transpose_state_layout=True, **options)
+    assert caught[0].filename == __file__
+    assert torch.equal(o, again)
+    assert torch.equal(last, state)
+    with pytest.warns(DeprecationWarning, match=r"^transpose_state_layout"):
+        assert run(q, k, v, transpose_state_layout=False, output_final_state=True)[1].shape == (B, H, K, V)
+    with pytest.raises(ValueError, match=r"^transpose_state_layout: got it beside state_v_first"):
+        run(q, k, v, state_v_first=True, transpose_state_layout=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    {
+        "fused_recurrent_simple_gla": {"transpose_state_layout": True, "reverse": True, "output_final_state": True},
+        "chunk_lightning_attn": {**LAYERS, "chunk_size": 32},
+        "fused_recurrent_linear_attn": {"normalize": True},
+        "parallel_retention": {"output_attentions": True},
+    }.items(),
+)
+def test_compiles_whole(name: str, options: dict[str, Any]) -> None:
+    q, k, v = leaves = inputs("q", "k", "v")
+    given, run = (q.exp(), k.exp(), v), getattr(ours, name)  # denominators are sums of positive numbers
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        agree(flat(compiled(*given, **options)), flat(run(*given, **options)), leaves)
+
+
+def test_malformed_inputs_of_a_reversed_scan() -> None:
+    q, k, v, g, state = (t.detach() for t in inputs("q", "k", "v", "g", "state"))
+    run = ours.fused_recurrent_simple_gla
+    for argument, given in {
+        "q": (q[0], k, v, g, None, None), "k": (q, k[0], v, g, None, None), "v": (q, k, v[0], g, None, None),
+        "cu_seqlens": (q[:1], k[:1], v[:1], g[:1], torch.tensor([0, 5]), None),
+        "initial_state": (q, k, v, g, None, state[1:]),
+    }.items():  # fmt: skip
+        *tensors, cu_seqlens, initial = given
+        with pytest.raises(ValueError, match=rf"^{argument}: g"):
+            run(*tensors, initial_state=initial, reverse=True, cu_seqlens=cu_seqlens)
+    for reverse in (False, True):
+        with pytest.raises(TypeError, match=r"^cu_seqlens: got list"):
+            run(*(t[:1] for t in (q, k, v, g)), initial_state=state[:1], reverse=reverse, cu_seqlens=[0, T])

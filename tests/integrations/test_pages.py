@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
 from tfla.cli import main
+from tfla.integrations import fla
 from tfla.integrations.support import page
 
+MODULES = ("simple_gla", "retention", "lightning_attn", "linear_attn")
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -27,6 +31,15 @@ def test_imports_of_the_diff_exist(name: str) -> None:
         r"^```diff\n(.*?)^```$", (DOCS / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
     exec("\n".join(line[1:] for line in diff.splitlines() if line.startswith("+")), {})
+
+
+def test_fla_page_lists_every_function() -> None:
+    text = (DOCS / "fla.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \|(.*)$", text, re.MULTILINE)
+    listed = {module: re.findall(r"`(\w+)`", row) for module, row in rows if module in MODULES}
+    for module in MODULES:
+        assert sorted(listed[module]) == sorted(importlib.import_module(f"tfla.integrations.fla.{module}").__all__)
+    assert sorted(itertools.chain(*listed.values())) == sorted(fla.__all__)
 
 
 def test_support_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:

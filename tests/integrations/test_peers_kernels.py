@@ -7,6 +7,7 @@ cannot do on this GPU or with this Triton is skipped, and says so.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -129,11 +130,8 @@ def their_fla(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
 
-FLA = {
-    "chunk_simple_gla": ("simple_gla", {}), "fused_recurrent_simple_gla": ("simple_gla", {}),
-    "chunk_retention": ("retention", {}), "chunk_lightning_attn": ("lightning_attn", {"layer_idx": 1, "num_layers": 8}),
-    "chunk_linear_attn": ("linear_attn", {"normalize": True}),
-}  # fmt: skip
+MODULES = ("simple_gla", "retention", "lightning_attn", "linear_attn")
+FLA = {name: next(module for module in MODULES if name.endswith(module)) for name in fla.__all__}
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -141,14 +139,19 @@ FLA = {
 def test_flash_linear_attention(name: str, backward: bool, on: str) -> None:
     if on == "cpu":
         pytest.skip("theirs need a GPU")
-    module, options = FLA[name]
+    run = getattr(fla, name)
+    arguments = inspect.signature(run).parameters
     torch.manual_seed(0)
     x = {d: torch.randn(2, 320, 4, 64, device=on).to(torch.bfloat16) for d in "qkv"}
-    if "simple_gla" in name:
+    if "g" in arguments:
         x["g"] = F.logsigmoid(torch.randn(2, 320, 4, device=on) + 3)
-    if name == "chunk_linear_attn":
+    if "normalize" in arguments:
         x["q"], x["k"] = (F.elu(x[d]) + 1 for d in "qk")
-    compare(getattr(fla, name), their_fla(module, name), x, backward, output_final_state=True, **options)
+    wanted = {
+        "layer_idx": 1, "num_layers": 8, "normalize": True, "output_final_state": True, "output_attentions": True,
+    }  # fmt: skip
+    options = {argument: value for argument, value in wanted.items() if argument in arguments}
+    compare(run, their_fla(FLA[name], name), x, backward, **options)
 
 
 def their_mamba(module: str, name: str) -> Any:

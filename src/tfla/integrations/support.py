@@ -94,9 +94,9 @@ def backends_table() -> str:
 
 
 def _says(function: Callable[..., Any]) -> str:
-    """The first sentence of its docstring."""
+    """Return what the first sentence of the docstring says that `function` computes."""
     text = " ".join(re.sub(r":func:`(\w+)`", r"`\1`", inspect.getdoc(function) or "").split("\n\n")[0].split())
-    return text.partition("; as ``")[0].partition(". ")[0].rstrip(".").replace("|", "/")
+    return text.partition("; as ``")[0].partition(". ")[0].rstrip(".").removeprefix("Compute ").replace("|", "/")
 
 
 def functions_table(module: str) -> str:

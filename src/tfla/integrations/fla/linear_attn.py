@@ -1,0 +1,119 @@
+"""Linear attention without decay, normalized by the sum of keys or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tfla.integrations.fla.scan import count_heads, log_decays, scan
+from tfla.ops.checks import check_float, check_shape
+
+__all__ = ["chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"]
+EPSILON = 1e-10  # of the denominator
+State = Tensor | tuple[Tensor, Tensor]
+
+
+def _read_state(state: object, normalize: bool, q: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the state (N, H, K, V) and the sum of keys (N, 1, H, K) that `state` holds, each or None."""
+    if state is None or isinstance(state, Tensor):
+        return state, None
+    if not normalize:
+        raise TypeError(f"initial_state: got a {type(state).__name__}, expected a tensor with normalize=False")
+    if not isinstance(state, tuple) or len(state) != 2:
+        got = f"a tuple of {len(state)}" if isinstance(state, tuple) else type(state).__name__
+        raise TypeError(f"initial_state: got {got}, expected a tensor or a tuple (state, sum of keys)")
+    C, keys = state
+    if keys is not None:
+        check_float("initial_state", keys)
+        check_shape("initial_state", keys, ("N", 1, v.shape[2], q.shape[3]))
+    return C, keys
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    initial_state: State | None,
+    output_final_state: bool,
+    normalize: bool,
+    cu_seqlens: Tensor | None,
+    reverse: bool = False,
+) -> tuple[Tensor, State | None]:
+    """Compute what :func:`fused_recurrent_linear_attn` describes."""
+    g = log_decays(None, None, v)
+    count_heads(q)
+    C, keys = _read_state(initial_state, normalize, q, v)
+    o, last = scan(q, k, v, g, scale, C, output_final_state, cu_seqlens, reverse)
+    if not normalize:
+        return o, last
+    # The denominator is the same recurrence with a single value that is 1 at every step.
+    ones = torch.ones((), dtype=v.dtype, device=v.device).expand(*v.shape[:3], 1)
+    keys = None if keys is None else keys.transpose(1, 2).transpose(-1, -2)
+    d, sums = scan(q, k, ones, g, scale, keys, output_final_state, cu_seqlens, reverse)
+    dtype = torch.promote_types(o.dtype, torch.float32)
+    o = (o.to(dtype) / (d.to(dtype) + EPSILON)).to(o.dtype)
+    if last is None or sums is None:
+        return o, None
+    return o, (last, sums.transpose(-1, -2).transpose(1, 2))
+
+
+def chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State | None]:
+    """Compute linear attention without decay; normalized, o_t is divided by 1e-10 + scale q_t^T z_t with z_t the sum
+    of keys up to step t.
+
+    Args:
+        initial_state: (N, H, K, V), or with `normalize` a pair of it and the sum of keys so far, (N, 1, H, K).
+        output_final_state: also return the same after the last step, with `normalize` as a pair.
+        normalize: divide by the denominator.
+
+    The other arguments and the errors are those of :func:`~tfla.integrations.fla.chunk_simple_gla`.
+
+    Returns:
+        o (B, T, H, V), and the final state, the pair or None.
+    """
+    return _attend(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def fused_chunk_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State | None]:
+    """Compute the same as :func:`chunk_linear_attn`."""
+    return _attend(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
+
+
+def fused_recurrent_linear_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    output_final_state: bool = False,
+    reverse: bool = False,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, State | None]:
+    """Compute linear attention, with `reverse` from the last step of each sequence to its first.
+
+    Args:
+        reverse: `initial_state` is the state after the last step, and z_t the sum of keys from step t on.
+
+    The other arguments, the results and the errors are those of :func:`chunk_linear_attn`.
+    """
+    return _attend(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens, reverse)

@@ -1,0 +1,51 @@
+"""Keyword arguments beyond the signature, as older callers of flash-linear-attention pass them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from tfla.integrations.arguments import refuse_unknown
+
+IGNORED = ("chunk_size", "head_first")
+
+
+def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments of `function` that would change its result or that it does not know.
+
+    `chunk_size` (a power of 2, or None) and `head_first=False` are accepted without effect.
+
+    Raises:
+        TypeError: an argument is unknown; the message names it and those that are allowed.
+        ValueError: `chunk_size` is not a power of 2, or `head_first` is True.
+    """
+    if not options:
+        return
+    refuse_unknown(function, options, IGNORED)
+    if options.get("head_first"):
+        raise ValueError("head_first: got True, expected time before heads: (B, T, H, K)")
+    size = options.get("chunk_size")
+    if size is not None and (not isinstance(size, int) or size < 1 or size & (size - 1)):
+        raise ValueError(f"chunk_size: got {size!r}, expected a power of 2 or None")
+
+
+def read_state_layout(options: dict[str, Any], state_v_first: bool) -> bool:
+    """Return whether states are (N, H, V, K), and take the deprecated name of that argument out of `options`.
+
+    Raises:
+        ValueError: both names are given.
+    """
+    if "transpose_state_layout" not in options:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("transpose_state_layout: got it beside state_v_first, expected state_v_first alone")
+    if not torch.compiler.is_compiling():  # a warning would break the graph
+        warnings.warn(
+            "transpose_state_layout is deprecated; the argument is called state_v_first.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    return bool(options.pop("transpose_state_layout"))

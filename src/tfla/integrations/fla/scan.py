@@ -1,0 +1,109 @@
+"""The recurrence behind every function of this package, by tfla's operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import tfla
+from tfla.ops.checks import check_cu_seqlens, check_float, check_shape
+
+
+def log_decays(g: Tensor | None, g_gamma: Tensor | None, v: Tensor) -> Tensor:
+    """Return the log-decays (B, T, H) that `g` (B, T, H) or `g_gamma` (H,) mean for `v`; zeros without either."""
+    check_float("v", v)
+    check_shape("v", v, ("B", "T", "H", "V"))
+    if g is not None and g_gamma is not None:
+        raise ValueError("g_gamma: got a tensor beside g, expected one of them at most")
+    if g is not None:
+        check_float("g", g)
+        check_shape("g", g, tuple(v.shape[:3]))
+        return g
+    if g_gamma is None:
+        return torch.zeros((), device=v.device).expand(v.shape[:3])
+    check_float("g_gamma", g_gamma)
+    check_shape("g_gamma", g_gamma, (v.shape[2],))
+    return g_gamma.expand(v.shape[:3])
+
+
+def count_heads(q: Tensor) -> int:
+    """Return the heads H of q (B, T, H, K), from which retention and Lightning Attention derive their decays."""
+    check_float("q", q)
+    check_shape("q", q, ("B", "T", "H", "K"))
+    return q.shape[2]
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    scale: float | None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reverse: bool = False,
+    state_v_first: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the recurrence over whole sequences, or one decoding step where nothing records gradients.
+
+    Args:
+        g: (B, T, H), what :func:`log_decays` returns.
+        reverse: go from the last step of each sequence to its first.
+
+    The other arguments and the results are those of :func:`~tfla.integrations.fla.fused_recurrent_simple_gla`.
+    """
+    if initial_state is not None:
+        initial_state = _key_first(initial_state, q, v, cu_seqlens, state_v_first)
+    if reverse:
+        o, last = _scan_reversed(q, k, v, g, scale, initial_state, cu_seqlens)
+    else:
+        o, last = _scan_forward(q, k, v, g, scale, initial_state, cu_seqlens)
+    if not output_final_state:
+        return o, None
+    return o, last.transpose(-1, -2) if state_v_first else last
+
+
+def _key_first(state: Tensor, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool) -> Tensor:
+    """Check an initial state and return it as (N, H, K, V)."""
+    check_float("initial_state", state)
+    count_heads(q)
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        check_cu_seqlens(cu_seqlens, q)
+    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    dims = (v.shape[3], q.shape[3]) if state_v_first else (q.shape[3], v.shape[3])
+    check_shape("initial_state", state, (sequences, v.shape[2], *dims))
+    return state.transpose(-1, -2) if state_v_first else state
+
+
+def _scan_forward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None, initial: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return o (B, T, H, V) and the state (N, H, K, V) after the last step of each sequence."""
+    state = None if initial is None else tfla.State(initial)
+    if v.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # decoding
+        if state is None:
+            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+            state = tfla.State(v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[3], dtype=dtype))
+        o, last = tfla.linear_attention_steps(q, k, v, g, state, scale=scale)
+    else:
+        o, last = tfla.linear_attention(
+            q, k, v, g, scale=scale, initial_state=state, return_state=True, cu_seqlens=cu_seqlens
+        )
+    return o, last.C
+
+
+def _scan_reversed(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None, initial: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what :func:`_scan_forward` does for time reversed, with o in the order of the inputs."""
+    for name, x in {"q": q, "k": k}.items():
+        check_float(name, x)
+        check_shape(name, x, ("B", "T", "H", "K"))
+    if cu_seqlens is not None:  # turned round, the last of the packed sequences comes first
+        check_cu_seqlens(cu_seqlens, q)
+        cu_seqlens = v.shape[1] - cu_seqlens.flip(0)
+        initial = None if initial is None else initial.flip(0)
+    q, k, v, g = (t.flip(1) for t in (q, k, v, g))
+    o, last = _scan_forward(q, k, v, g, scale, initial, cu_seqlens)
+    return o.flip(1), last if cu_seqlens is None else last.flip(0)
