@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ def load(checkpoint: str | None, device: str) -> LanguageModel:
     if checkpoint is not None:
         from tfla.train.checkpoint import find_model
 
-        return LanguageModel.from_pretrained(find_model(checkpoint), device, backend=None)
+        return LanguageModel.from_pretrained(find_model(Path(checkpoint)), device, backend=None)
     torch.manual_seed(0)
     model = LanguageModel(ModelConfig(d_model=64, num_blocks=2, num_heads=2, vocab_size=256))
     with torch.no_grad():

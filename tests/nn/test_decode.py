@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +84,70 @@ def test_a_graph_steps_as_the_model_does(mixer: str, make_model: Make, close: Ca
     with torch.autocast("cuda", torch.bfloat16):
         low = torch.stack(list(generate(model, ids, 9, temperature=0)), 1)
         assert torch.equal(low, torch.stack(list(generate(model, ids, 9, temperature=0, cuda_graph=False)), 1))
+
+
+OTHERS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("mlstm_exp", {"num_blocks": 3}, ValueError, r"^state: got 3 entries, expected one for each of the 2 blocks"),
+    ("mlstm_exp", {"num_heads": 4}, ValueError, r"^state\[0\]\.C: got shape \(2, 4, 4, 8\), expected \(2, 2, 8, 16\)"),
+    ("mlstm_exp", {"qk_factor": 1.0}, ValueError, r"^state\[0\]\.C: got shape .*, expected \(2, 2, 8, 16\)"),
+    ("mlstm_sig", {}, TypeError, r"^state\[0\]\.n: got NoneType, expected a float tensor"),
+    ("attention", {}, TypeError, r"^state\[0\]: got KeyValues, expected State"),
+]
+
+
+@pytest.mark.parametrize(("mixer", "fields", "kind", "message"), OTHERS)
+def test_a_state_of_another_model_is_refused(
+    make_model: Make, mixer: str, fields: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    model, other = make_model(), make_model(mixer, **fields)
+    with pytest.raises(kind, match=message):
+        Decoder(model, other.initial_state(2))
+    decoder = Decoder(model, model.initial_state(2))
+    with pytest.raises(kind, match=message):
+        decoder.scatter([0, 1], other.initial_state(2))
+
+
+@pytest.mark.parametrize(
+    ("mixer", "other", "fields", "message"),
+    [
+        ("mlstm_sig", "mlstm_exp", {}, r"^state\[0\]\.n: got a tensor of torch.float32, expected None"),
+        ("attention", "mlstm_exp", {}, r"^state\[0\]: got State, expected KeyValues"),
+        ("attention", "attention", {"num_heads": 4}, r"^state\[0\]\.k: got shape \(2, 0, 4, 8\)"),
+    ],
+)
+def test_other_mixers_refuse_too(make_model: Make, mixer: str, other: str, fields: dict, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Decoder(make_model(mixer), make_model(other, torch.float32, **fields).initial_state(2))
+
+
+def test_states_that_are_none_are_refused(make_model: Make) -> None:
+    model = make_model()
+    state = model.initial_state(2)
+    one, two = state[0], model.initial_state(3)[1]
+    for wrong, kind, message in (
+        (one, TypeError, r"^state: got State, expected a tuple"),
+        (None, TypeError, r"^state: got NoneType"),
+        ((one, two), ValueError, r"^state\[1\]\.C: got shape \(3, .*, expected \(2, "),
+        ((one, one._replace(m=one.m[:1])), ValueError, r"^state\[1\]\.m: got shape \(1, 2\), expected \(2, 2\)"),
+        ((one, one._replace(C=one.C.long())), TypeError, r"^state\[1\]\.C: got a tensor of torch.int64"),
+        ((one, one.to("meta")), ValueError, r"^state\[1\]\.C: got device meta, expected that of the model, cpu"),
+    ):
+        with pytest.raises(kind, match=message):
+            Decoder(model, wrong)
+    with pytest.raises(TypeError, match=r"^model: got str, expected a LanguageModel"):
+        Decoder("model", state)
+    with pytest.raises(TypeError, match=r"^cuda_graph: got 'no', expected None, True or False"):
+        Decoder(model, state, cuda_graph="no")
+
+
+def test_ids_that_are_none_are_refused(mixer: str, make_model: Make) -> None:
+    model = make_model(mixer)
+    decoder = Decoder(model, model.initial_state(2))
+    for wrong, kind, message in (
+        (torch.zeros(2), TypeError, r"^ids: got a tensor of torch.float32"),
+        (torch.zeros(3, dtype=torch.int64), ValueError, r"^ids: got shape \(3,\), expected \(2,\)"),
+        (torch.zeros(2, 1, dtype=torch.int64), ValueError, r"^ids: got shape \(2, 1\), expected \(B,\)"),
+        (torch.tensor([0, 23]), ValueError, r"^ids: got tokens from 0 to 23, expected from 0 to 22"),
+    ):
+        with pytest.raises(kind, match=message):
+            decoder.step(wrong)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla.nn import LanguageModel, generate
-from tfla.nn.generate import pick
+from tfla.nn.generate import FiniteWatch, pick
 
 Make = Callable[..., LanguageModel]
 
@@ -113,3 +113,104 @@ def test_wrong_arguments_are_named_at_the_call(
 ) -> None:
     with pytest.raises(kind, match=rf"^{name}: got .*expected "):
         generate(make_model(), **{"ids": ids, "max_new_tokens": 3} | options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        (TypeError, "model", {"model": {"d_model": 8}}),
+        (ValueError, "ids", {"ids": torch.full((1, 3), 23)}),
+        (ValueError, "ids", {"ids": torch.tensor([[0, -1]])}),
+        (ValueError, "ids", {"ids": torch.zeros(1, 3, dtype=torch.int64, device="meta")}),
+        (TypeError, "temperature", {"temperature": "1"}),
+        (TypeError, "temperature", {"temperature": None}),
+        (TypeError, "temperature", {"temperature": [1.0]}),
+        (TypeError, "temperature", {"temperature": torch.ones(2)}),
+        (TypeError, "top_k", {"top_k": "3"}),
+        (TypeError, "top_p", {"top_p": "0.5"}),
+        (TypeError, "top_p", {"top_p": True}),
+        (ValueError, "top_p", {"top_p": float("nan")}),
+        (TypeError, "seed", {"seed": 1.5}),
+        (TypeError, "seed", {"seed": "1"}),
+        (ValueError, "seed", {"seed": 2**64}),
+        (TypeError, "generator", {"generator": 3}),
+        (TypeError, "stop_token", {"stop_token": 1.0}),
+        (TypeError, "cuda_graph", {"cuda_graph": "yes"}),
+        (ValueError, "cuda_graph", {"cuda_graph": True}),
+    ],
+)
+def test_wrong_kinds_of_arguments_are_named_at_the_call(
+    make_model: Make, ids: Tensor, kind: type[Exception], name: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(kind, match=rf"^{name}: got .*expected "):
+        generate(**{"model": make_model(), "ids": ids, "max_new_tokens": 3} | options)
+
+
+def test_numbers_of_other_kinds_are_numbers(make_model: Make, ids: Tensor) -> None:
+    model = make_model()
+    plain = text(model, ids, seed=0, temperature=0.5, top_p=0.5)
+    assert torch.equal(text(model, ids, seed=0, temperature=torch.tensor(0.5), top_p=torch.tensor(0.5)), plain)
+    assert torch.equal(text(model, ids, seed=0, temperature=1, top_p=1), text(model, ids, seed=0))
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-37, 1e-300, 5e-324])
+def test_every_temperature_above_zero_samples(make_model: Make, ids: Tensor, temperature: float) -> None:
+    model = make_model(dtype=torch.float32)
+    assert torch.equal(text(model, ids, seed=0, temperature=temperature), text(model, ids, temperature=0))
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 0}, {"seed": 0, "top_k": 3, "top_p": 0.5}])
+def test_weights_that_are_not_finite_give_no_token(make_model: Make, ids: Tensor, options: dict[str, Any]) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.embedding.weight[int(ids[1, 4])] = torch.nan
+    seen = []
+    with pytest.raises(ValueError, match=r"^logits: got NaN or infinity, expected finite numbers"):
+        seen.extend(generate(model, ids, 5, **options))
+    assert seen == []
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_later_token_that_is_not_finite_is_not_given(make_model: Make, ids: Tensor, stops: bool) -> None:
+    """The logits for the third token of one of two sequences are not; that it has stopped before is another matter."""
+    model, steps = make_model(), 0
+    greedy = text(model, ids, 2, temperature=0)
+    stop = min(set(range(23)) - set(greedy.flatten().tolist())) if stops else None
+    step = model.step
+
+    def breaks(*args: Any, **options: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        logits, state = step(*args, **options)
+        return (torch.where(torch.arange(2)[:, None] == 1, torch.nan, logits) if steps == 2 else logits), state
+
+    model.step = breaks  # type: ignore[method-assign]
+    seen = []
+    with pytest.raises(ValueError, match=r"^logits: got NaN"):
+        seen.extend(generate(model, ids, 9, temperature=0, stop_token=stop))
+    assert len(seen) == 2
+    steps = 0
+    assert len(list(generate(model, ids, 3, temperature=0, stop_token=int(greedy[1, 0])))) == 3
+
+
+def test_a_gpu_is_not_waited_for_and_its_verdict_comes_late() -> None:
+    """The watch as on a GPU: the host's copy is read where nothing may wait, the device's flag where it may."""
+    watch = FiniteWatch(torch.device("cpu"))
+    watch.seen = torch.zeros((), dtype=torch.bool)  # as pinned memory that nothing was copied to yet
+    watch.note(torch.tensor([True, False]))
+    watch.check(wait=False)
+    with pytest.raises(ValueError, match=r"^logits: got NaN"):
+        watch.check(wait=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 0}, {"seed": 0, "stop_token": 22}])
+def test_weights_that_are_not_finite_give_no_token_on_a_gpu(make_model: Make, ids: Tensor, options: dict) -> None:
+    model = make_model(dtype=torch.float32).cuda()
+    with torch.no_grad():
+        model.unembedding.weight[3] = torch.nan
+    seen = []
+    with pytest.raises(ValueError, match=r"^logits: got NaN"):
+        seen.extend(generate(model, ids.cuda(), 5, **options))
+    assert seen == []

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tfla.integrations.transformers import load_xlstm
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.ops.state import State
 
 Make = Callable[..., LanguageModel]
 Close = Callable[[Tensor, Tensor], None]
@@ -279,3 +282,62 @@ def test_a_state_of_another_batch_or_mixer_is_refused(mixer: str, make_model: Ma
 def test_importing_tfla_imports_no_layers() -> None:
     code = "import sys, tfla; sys.exit(any(m.startswith('tfla.nn') for m in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_tokens_outside_the_vocabulary_are_named(mixer: str, make_model: Make) -> None:
+    model = make_model(mixer)
+    for ids in (torch.tensor([[0, 23]]), torch.tensor([[5, -1]], dtype=torch.int32)):
+        with pytest.raises(
+            ValueError, match=r"^ids: got tokens from -?\d+ to \d+, expected from 0 to 22, the vocabulary"
+        ):
+            model(ids)
+        with pytest.raises(ValueError, match=r"^ids: got tokens from"):
+            model.step(ids[0], model.initial_state(2))
+
+
+@pytest.mark.parametrize("device", ["foo", "", "cpu:x", *([] if torch.cuda.is_available() else ["cuda", "cuda:0"])])
+def test_devices_that_there_are_not_are_named(make_model: Make, tmp_path: Path, device: str) -> None:
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    for call in (
+        lambda: model.initial_state(1, device),
+        lambda: State.zeros(1, 1, 4, 4, device=device),
+        lambda: LanguageModel.from_pretrained(tmp_path, device),
+        lambda: load_xlstm(tmp_path, device),
+    ):
+        with pytest.raises(ValueError, match=rf"^device: got '{device}', expected 'cpu'") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    with pytest.raises(TypeError, match=r"^device: got int, expected a torch.device or its name"):
+        model.initial_state(1, 0)
+
+
+def test_what_is_missing_for_cuda_is_said(make_model: Make) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=r"'cpu': PyTorch (finds no GPU|\S+ was built without CUDA)$"):
+        make_model().initial_state(1, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind", "message"),
+    [
+        ((-1, 1, 4, 4), ValueError, "batch: got -1, expected at least 0"),
+        ((1, 0, 4, 4), ValueError, "heads: got 0, expected at least 1"),
+        ((1, 1, 4.0, 4), TypeError, "dqk: got 4.0, expected an int"),
+        ((1, 1, 4, "4"), TypeError, "dhv: got '4', expected an int"),
+        ((True, 1, 4, 4), TypeError, "batch: got True, expected an int"),
+    ],
+)
+def test_sizes_of_a_state(sizes: tuple, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^{message}$"):
+        State.zeros(*sizes)
+    with pytest.raises(TypeError, match=r"^dtype: got torch.int64, expected a float dtype$"):
+        State.zeros(1, 1, 4, 4, dtype=torch.int64)
+    assert torch.compile(State.zeros, fullgraph=True, backend="eager")(1, 1, 4, 4, device="cpu").C.shape == (1, 1, 4, 4)
+
+
+@pytest.mark.parametrize("batch", [0, -1, 1.0, "2", None])
+def test_batches_of_an_initial_state(make_model: Make, batch: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^batch_size: got .*expected "):
+        make_model().initial_state(batch)

@@ -102,6 +102,18 @@ def test_unknown_names_and_heads_list_what_exists(call: Callable[[], object], wo
         ("chunk_size", 0),
         ("chunk_size", 1.5),
         ("backend", 1),
+        ("backend", "nope"),
+        ("backend", ["chunkwise"]),
+        ("d_model", 10**400),
+        ("vocab_size", 2**40),
+        ("vocab_size", -5),
+        ("qk_factor", 1e308),
+        ("qk_factor", "0.5"),
+        ("ffn_factor", 1e-12),
+        ("ffn_factor", 10**400),
+        ("norm_eps", True),
+        ("mixer", ["mlstm_exp"]),
+        ("head_norm", None),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value(field: str, value: object) -> None:
@@ -133,3 +145,12 @@ def test_from_dict_refuses(change: dict, words: list[str]) -> None:
     assert all(word in str(error.value) for word in words)
     with pytest.raises(ValueError, match=r"also num_heads"):
         ModelConfig.from_dict({"d_model": 8, "num_blocks": 1})
+
+
+def test_other_kinds_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"^fields: got list, expected a mapping"):
+        ModelConfig.from_dict(["d_model"])
+    with pytest.raises(ValueError, match=r"^name: got \['7B'\], expected one of '160M'"):
+        ModelConfig.named(["7B"])
+    with pytest.raises(TypeError, match=r"^config: got dict, expected a ModelConfig"):
+        LanguageModel({"d_model": 32})

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tfla.integrations.transformers import load_xlstm
 from tfla.nn import LanguageModel
 from tfla.nn.files import write_atomically
 
@@ -136,3 +137,31 @@ def test_without_safetensors_the_extra_is_named(
     for call in (lambda: model.save_pretrained(tmp_path), lambda: LanguageModel.from_pretrained(tmp_path)):
         with pytest.raises(ImportError, match=r'pip install "tfla\[train\]"'):
             call()
+
+
+@pytest.mark.parametrize("weights", [["model.safetensors"], ["model.safetensors.index.json"]])
+def test_another_layout_is_named_with_what_loads_it(tmp_path: Path, weights: list[str]) -> None:
+    """A download of xLSTM-7B, whose weights are in shards, and a smaller one."""
+    config = {"architectures": ["xLSTMForCausalLM"], "model_type": "xlstm", "embedding_dim": 4096, "num_blocks": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in weights:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"model_type 'xlstm'.*tfla\.integrations\.transformers\.load_xlstm loads it"):
+        LanguageModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(ValueError, match=r"model_type 'llama', expected what save_pretrained of tfla.nn writes$"):
+        LanguageModel.from_pretrained(tmp_path)
+
+
+def test_the_other_loader_names_this_one(tmp_path: Path, make_model: Make) -> None:
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"got a config of tfla\.nn.*LanguageModel\.from_pretrained loads it"):
+        load_xlstm(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.int8, torch.complex64, torch.float8_e4m3fn, 16])
+def test_weights_have_a_float_dtype(tmp_path: Path, make_model: Make, dtype: object) -> None:
+    make_model().save_pretrained(tmp_path)
+    for load in (LanguageModel.from_pretrained, load_xlstm):
+        with pytest.raises((TypeError, ValueError), match=r"^dtype: got .*, expected "):
+            load(tmp_path, dtype=dtype)

@@ -45,3 +45,9 @@ def test_a_stop_token_frees_the_slot(serve: ModuleType) -> None:
     done = [request for _ in range(10) if server.busy for request in server.step()]
     assert [request.name for request in done] == ["first", "second"]
     assert all(request.tokens[-1] == stop and len(request.tokens) <= 3 for request in done)
+
+
+def test_a_saved_model_is_served(serve: ModuleType, tmp_path: Path) -> None:
+    model = serve.load(None, "cpu")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(serve.load(str(tmp_path), "cpu").embedding.weight, model.embedding.weight)

@@ -69,7 +69,7 @@ def test_a_model_that_is_not_there_is_named(tmp_path, capsys):
     assert main(["generate", "--checkpoint", str(tmp_path / "nowhere")]) == 1
     assert f"{tmp_path / 'nowhere'}: neither a run" in capsys.readouterr().err
     LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=257)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"tokenizer_info\.json: cannot be read"):
+    with pytest.raises(UserError, match=r"no tokenizer_info\.json and no tokenizer\.json .* --tokenizer bytes$"):
         sample(GenerateConfig(tmp_path))
 
 
@@ -95,3 +95,100 @@ def test_memory_does_not_grow_with_the_text():
         gc.collect()
         alive.append(sorted(x.numel() for x in gc.get_objects() if type(x) is torch.Tensor))
     assert alive[0] == alive[1] == alive[2]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """What save_pretrained wrote, without a tokenizer beside it."""
+    torch.manual_seed(0)
+    folder = tmp_path / "saved"
+    model = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=300))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A tokenizer.json of another library."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    inner = Tokenizer(models.WordLevel({"<s>": 0, "state": 1, "gate": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "words").mkdir()
+    inner.save(str(tmp_path / "words" / "tokenizer.json"))
+    return tmp_path / "words" / "tokenizer.json"
+
+
+def test_a_saved_model_needs_its_tokenizer_named_or_beside_it(saved, words, capsys):
+    options = {"device": "cpu", "seed": 0, "max_new_tokens": 9}
+    assert isinstance("".join(sample(GenerateConfig(saved, tokenizer="bytes", **options))), str)
+    named = list(sample(GenerateConfig(saved, tokenizer=str(words), **options)))
+    assert named == list(sample(GenerateConfig(saved, tokenizer=str(words.parent), **options)))
+    (saved / "tokenizer.json").write_bytes(words.read_bytes())
+    assert list(sample(GenerateConfig(saved, **options))) == named
+    ByteTokenizer().save(saved)  # what tfla has saved goes first
+    assert list(sample(GenerateConfig(saved, **options))) == list(
+        sample(GenerateConfig(saved, tokenizer="bytes", **options))
+    )
+    args = ["generate", "--checkpoint", str(saved), "--tokenizer", "bytes", "--device", "cpu", "--max-new-tokens", "2"]
+    assert main(args) == 0
+
+
+def refused(capsys, *args) -> str:
+    """What `tfla generate` says in its one line."""
+    assert main(["generate", *map(str, args)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("tfla: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_tokenizers_that_do_not_fit_are_named(saved, words, tmp_path, capsys):
+    at = ["--checkpoint", saved, "--device", "cpu"]
+    assert "tokenizer: got 'nope', expected \"bytes\", a tokenizer.json or a folder" in refused(
+        capsys, *at, "--tokenizer", "nope"
+    )
+    (tmp_path / "broken.json").write_text("{")
+    assert "broken.json: cannot be read as a tokenizer" in refused(capsys, *at, "--tokenizer", tmp_path / "broken.json")
+    small = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=100))
+    small.save_pretrained(tmp_path / "small")
+    message = "tokenizer: got one of 257 tokens, expected at most 100, the model's"
+    assert message in refused(capsys, "--checkpoint", tmp_path / "small", "--tokenizer", "bytes", "--device", "cpu")
+    for text in ("[]", "{}", '{"kind": "huggingface"}'):
+        (saved / "tokenizer_info.json").write_text(text)
+        assert "tokenizer_info.json: cannot be read" in refused(capsys, *at)
+
+
+def test_devices_that_there_are_not_are_named(saved, capsys):
+    for device in ("foo", "meta", *([] if torch.cuda.is_available() else ["cuda"])):
+        message = f"device: got '{device}'"
+        assert message in refused(capsys, "--checkpoint", saved, "--tokenizer", "bytes", "--device", device)
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_download_of_xlstm_7b_names_what_loads_it(tmp_path, capsys, weights):
+    (tmp_path / "config.json").write_text('{"model_type": "xlstm", "embedding_dim": 4096}')
+    (tmp_path / weights).write_text("{}")
+    assert "tfla.integrations.transformers.load_xlstm" in refused(capsys, "--checkpoint", tmp_path)
+
+
+def test_a_model_whose_weights_are_not_finite_writes_nothing(saved, capsys):
+    model = LanguageModel.from_pretrained(saved)
+    with torch.no_grad():
+        model.unembedding.weight[7] = torch.nan
+    model.save_pretrained(saved)
+    args = ["--checkpoint", saved, "--tokenizer", "bytes", "--device", "cpu"]
+    for options in ([], ["--temperature", "0"]):
+        assert "logits: got NaN or infinity, expected finite numbers" in refused(capsys, *args, *options)
+
+
+def test_broken_files_are_named(saved, capsys):
+    args = ["--checkpoint", saved, "--tokenizer", "bytes", "--device", "cpu"]
+    (saved / "model.safetensors").write_bytes(b"no")
+    assert "model.safetensors: not a whole safetensors file" in refused(capsys, *args)
+    LanguageModel(ModelConfig(d_model=32, num_blocks=1, num_heads=2, vocab_size=300)).save_pretrained(saved / "other")
+    (saved / "other" / "model.safetensors").replace(saved / "model.safetensors")
+    assert "its tensors do not fit" in refused(capsys, *args)
+    (saved / "config.json").write_text("{")
+    assert "config.json: " in refused(capsys, *args)

@@ -212,7 +212,7 @@ def test_too_little_text_is_named(tiny, texts):
 
 
 def test_devices_that_are_not_here_are_named(tiny):
-    with pytest.raises(UserError, match="device: 'nonsense' cannot be used here"):
+    with pytest.raises(UserError, match="device: got 'nonsense', expected 'cpu'"):
         train(tiny(device="nonsense"))
 
 

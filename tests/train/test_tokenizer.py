@@ -93,3 +93,8 @@ def test_a_hugging_face_tokenizer_takes_another_start(bpe_file):
     tokenizer = tokenizers.create(str(bpe_file), "the")
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     assert tokenizer.bos == tokenizer.inner.token_to_id("the")
+
+
+def test_tokens_that_are_no_bytes_are_shown_as_such():
+    decode = tokenizers.create("bytes", None).decoder()
+    assert "".join(decode(t) for t in (97, 300, 98)) == "a\ufffdb"

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
+from tfla.backends import BACKENDS
+
 Mixer = Literal["mlstm_exp", "mlstm_sig", "attention"]
 HeadNormKind = Literal["layer", "rms"]
 
@@ -34,12 +36,15 @@ def _require(ok: bool, field: str, given: object, allowed: str) -> None:
         raise ValueError(f"{field}: got {given!r}, expected {allowed}")
 
 
+LARGEST = 2**31 - 1  # of a size, far above what fits any memory; products of two are whole numbers of 64 bits
+
+
 def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= LARGEST  # False for NaN
 
 
 def _is_count(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and x >= 1
+    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x <= LARGEST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +99,16 @@ class ModelConfig:
             object.__setattr__(self, "forget_gate_bias", tuple(self.forget_gate_bias))
         for field in ("d_model", "num_blocks", "num_heads", "vocab_size", "ffn_multiple"):
             value = getattr(self, field)
-            _require(_is_count(value), field, value, "an int of at least 1")
+            _require(_is_count(value), field, value, f"an int from 1 to {LARGEST}")
         for field, allowed in (("mixer", get_args(Mixer)), ("head_norm", get_args(HeadNormKind))):
             value = getattr(self, field)
             _require(value in allowed, field, value, f"one of {', '.join(map(repr, allowed))}")
         for field in ("qk_factor", "ffn_factor", "gate_soft_cap", "logit_soft_cap", "norm_eps", "head_norm_eps"):
             value = getattr(self, field)
-            _require(_is_number(value) and value > 0, field, value, "a finite number above 0")
-        _require(_is_number(self.input_gate_bias), "input_gate_bias", self.input_gate_bias, "a finite number")
+            _require(_is_number(value) and value > 0, field, value, f"a number above 0 and at most {LARGEST}")
+        _require(
+            _is_number(self.input_gate_bias), "input_gate_bias", self.input_gate_bias, f"a number of at most {LARGEST}"
+        )
         pair = self.forget_gate_bias
         _require(
             isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)),
@@ -113,11 +120,17 @@ class ModelConfig:
             self.chunk_size is None or _is_count(self.chunk_size),
             "chunk_size", self.chunk_size, "None or an int of at least 1",
         )  # fmt: skip
-        _require(self.backend is None or isinstance(self.backend, str), "backend", self.backend, "None or a name")
+        _require(
+            self.backend is None or (isinstance(self.backend, str) and self.backend in BACKENDS),
+            "backend", self.backend, f"None or one of {', '.join(map(repr, BACKENDS))}",
+        )  # fmt: skip
         _require(
             self.d_model % self.num_heads == 0,
             "num_heads", self.num_heads, f"a divisor of d_model, {self.d_model}",
         )  # fmt: skip
+        _require(
+            self.ffn_dim >= 1, "ffn_factor", self.ffn_factor, f"one that makes ffn_factor * {self.d_model} at least 1"
+        )
         if self.mixer == "attention":
             _require(self.head_dim % 2 == 0, "num_heads", self.num_heads, "an even d_model / num_heads for attention")
         else:
@@ -158,7 +171,7 @@ class ModelConfig:
         Raises:
             ValueError: no such name, or no such number of heads; the message lists those there are.
         """
-        _require(name in SIZES, "name", name, f"one of {', '.join(map(repr, SIZES))}")
+        _require(isinstance(name, str) and name in SIZES, "name", name, f"one of {', '.join(map(repr, SIZES))}")
         size = SIZES[name]
         num_heads = size.num_heads[0] if num_heads is None else num_heads
         _require(
@@ -173,11 +186,14 @@ class ModelConfig:
         """The config that :meth:`to_dict` gave.
 
         Raises:
+            TypeError: fields are no mapping.
             ValueError: a field is unknown, missing or out of range.
         """
+        if not isinstance(fields, Mapping):
+            raise TypeError(f"fields: got {type(fields).__name__}, expected a mapping such as to_dict returns")
         known = {f.name for f in dataclasses.fields(cls)}
         needed = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-        unknown, missing = sorted(set(fields) - known), sorted(needed - set(fields))
+        unknown, missing = sorted(map(str, set(fields) - known)), sorted(needed - set(fields))
         _require(not unknown, "fields", unknown, f"only {', '.join(sorted(known))}")
         _require(not missing, "fields", sorted(fields), f"also {', '.join(missing)}")
         return cls(**fields)

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tfla.nn import fused_step
+from tfla.nn.arguments import check_ids
 from tfla.nn.model import LanguageModel, ModelState
+from tfla.nn.states import check_model_state
 from tfla.ops.state import State
+
+
+def check_graph(cuda_graph: object, constant: bool, device: torch.device) -> None:
+    """Raise where a graph is asked for that cannot be captured: of a growing state, or on another device than a GPU."""
+    if cuda_graph is not None and not isinstance(cuda_graph, bool):
+        raise TypeError(f"cuda_graph: got {cuda_graph!r}, expected None, True or False")
+    if cuda_graph and not (constant and device.type == "cuda"):
+        why = f"a model on {device.type}" if constant else "attention, whose cache grows"
+        raise ValueError(f"cuda_graph: got True with {why}, expected an mLSTM on a GPU")
 
 
 class Decoder:
@@ -24,16 +35,18 @@ class Decoder:
         cuda_graph: None captures one where that can be done: on a GPU, with an mLSTM.
 
     Raises:
+        TypeError, ValueError: the state is not one of this model; the message names the block and what is expected.
         ValueError: a graph was asked for where none can be captured.
     """
 
     def __init__(self, model: LanguageModel, state: ModelState, *, cuda_graph: bool | None = None) -> None:
+        if not isinstance(model, nn.Module) or not hasattr(model, "initial_state"):
+            raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel")
         self.model = model
         device = model.embedding.weight.device
+        self.batch = check_model_state(model, state)
         constant = all(isinstance(part, State) for part in state)
-        if cuda_graph and not (constant and device.type == "cuda"):
-            why = f"a model on {device.type}" if constant else "attention, whose cache grows"
-            raise ValueError(f"cuda_graph: got True with {why}, expected an mLSTM on a GPU")
+        check_graph(cuda_graph, constant, device)
         self.state: ModelState = tuple(part.clone() if isinstance(part, State) else part for part in state)
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda" and constant and cuda_graph is not False:
@@ -50,11 +63,12 @@ class Decoder:
         Raises:
             ValueError, TypeError: ids do not fit; the message names them, what they are and what is allowed.
         """
+        check_ids(ids, "(B,)", 1)
+        if len(ids) != self.batch:
+            raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected ({self.batch},): one for each sequence")
         if self._graph is None:
             logits, self.state = self.model.step(ids, self.state)
             return logits
-        if ids.shape != self._ids.shape:
-            raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {tuple(self._ids.shape)}")
         self._ids.copy_(ids)
         self._graph.replay()
         return self._logits
@@ -65,7 +79,9 @@ class Decoder:
 
     def scatter(self, rows: Tensor | Sequence[int], state: ModelState) -> None:
         """Puts other sequences in the places of some; see :meth:`tfla.State.scatter`."""
-        for mine, theirs in zip(self._parts(), state, strict=True):
+        parts = self._parts()
+        check_model_state(self.model, state)
+        for mine, theirs in zip(parts, state, strict=True):
             mine.scatter(rows, theirs)  # type: ignore[arg-type]
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:

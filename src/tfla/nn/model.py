@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tfla.nn import pretrained
+from tfla.nn.arguments import check_ids, check_int, check_vocabulary, kind_of
 from tfla.nn.attention import KeyValues
 from tfla.nn.block import Block
 from tfla.nn.config import ModelConfig
 from tfla.nn.init import Projection, input_std
 from tfla.nn.numerics import at_least_float32, soft_cap
+from tfla.nn.states import check_entries
+from tfla.ops.device import check_device
 from tfla.ops.state import State
 
 # One entry a block: tfla.State for the mLSTM, KeyValues for attention.
@@ -29,10 +32,15 @@ class LanguageModel(nn.Module):
 
     Args:
         config: what it is made of. Weights start as :mod:`tfla.nn.init` says, from torch's global generator.
+
+    Raises:
+        TypeError: config is no ModelConfig.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise TypeError(f"config: got {type(config).__name__}, expected a ModelConfig")
         self.config = config
         std = input_std(config.d_model)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
@@ -59,7 +67,7 @@ class LanguageModel(nn.Module):
             return_state.
         """
         self._check(ids, state, document_start, cu_seqlens)
-        x = self.embedding(ids)
+        x = self._embed(ids)
         states = []
         for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
             x, after = block(x, before, document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state)
@@ -103,7 +111,8 @@ class LanguageModel(nn.Module):
         """Logits of the token that follows each token.
 
         Args:
-            ids: (B, T) int64 tokens, T >= 1.
+            ids: (B, T) int64 tokens, T >= 1. On a CPU they are checked against the vocabulary; on a GPU they are not
+                read, so that nothing waits for it, and must be right.
             state: what an earlier call returned, or :meth:`initial_state`; None is the start of a document.
             document_start: (B, T) bool, True at documents' first tokens, which see nothing before them: the mLSTM's
                 forget gate is closed there. A carried state belongs to the document that goes on.
@@ -131,9 +140,9 @@ class LanguageModel(nn.Module):
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
         """
-        _check_ids(ids, "(B,)", 1)
-        self._check_state(state)
-        x = self.embedding(ids)
+        check_ids(ids, "(B,)", 1)
+        check_entries(state, len(self.blocks))
+        x = self._embed(ids)
         states = []
         for block, before in zip(self.blocks, state, strict=True):
             x, after = block.step(x, before, in_place)
@@ -144,8 +153,12 @@ class LanguageModel(nn.Module):
         """The state before the first token of batch_size sequences: one tuple entry a block, on the model's device.
 
         It is a pytree of tensors: constant in size for the mLSTM, growing with every token for attention.
+
+        Raises:
+            TypeError, ValueError: batch_size is no int of at least 1, or there is no such device here.
         """
-        at = self.embedding.weight.device if device is None else torch.device(device)
+        check_int("batch_size", batch_size, 1)
+        at = self.embedding.weight.device if device is None else check_device(device)
         return tuple(block.mixer.initial_state(batch_size, at) for block in self.blocks)
 
     def num_parameters(self) -> int:
@@ -181,43 +194,36 @@ class LanguageModel(nn.Module):
 
         Raises:
             FileNotFoundError: a file is missing; the message names it.
-            ValueError: a file is broken, or the weights do not fit the config; the message names it.
+            ValueError: a file is broken, or the weights do not fit the config; the message names it. Or there is no
+                such device here, weights cannot be in that dtype, or the directory has a model of another layout, such
+                as xLSTM-7B's, which :func:`tfla.integrations.transformers.load_xlstm` loads.
             ImportError: safetensors is not installed.
         """
         return pretrained.load(cls, directory, device, dtype, overrides)
 
+    def _embed(self, ids: Tensor) -> Tensor:
+        """Look the tokens up: (...) -> (..., d_model); ValueError names tokens that there are not, on a CPU."""
+        try:
+            return self.embedding(ids)
+        except IndexError:
+            check_vocabulary(ids, self.config.vocab_size)
+            raise
+
     def _check(
         self, ids: Tensor, state: ModelState | None, document_start: Tensor | None, cu_seqlens: Tensor | None
     ) -> None:
-        _check_ids(ids, "(B, T)", 2)
+        check_ids(ids, "(B, T)", 2)
         if ids.shape[1] < 1:
             raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected T of at least 1")
         if state is not None:
-            self._check_state(state)
+            check_entries(state, len(self.blocks))
         if document_start is None:
             return
         if cu_seqlens is not None:
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
         if not isinstance(document_start, Tensor) or document_start.dtype != torch.bool:
-            raise TypeError(f"document_start: got {_kind(document_start)}, expected a bool tensor")
+            raise TypeError(f"document_start: got {kind_of(document_start)}, expected a bool tensor")
         if document_start.shape != ids.shape:
             raise ValueError(
                 f"document_start: got shape {tuple(document_start.shape)}, expected that of ids, {tuple(ids.shape)}"
             )
-
-    def _check_state(self, state: object) -> None:
-        if not isinstance(state, tuple | list):
-            raise TypeError(f"state: got {type(state).__name__}, expected a tuple with one entry a block")
-        if len(state) != len(self.blocks):
-            raise ValueError(f"state: got {len(state)} entries, expected one for each of the {len(self.blocks)} blocks")
-
-
-def _kind(x: object) -> str:
-    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
-
-
-def _check_ids(ids: object, shape: str, dims: int) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids: got {_kind(ids)}, expected an int64 tensor")
-    if ids.dim() != dims:
-        raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {shape}")

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tfla.nn.arguments import check_weights_dtype
 from tfla.nn.config import ModelConfig
 from tfla.nn.files import write_atomically
+from tfla.ops.device import check_device
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -41,14 +43,39 @@ def save(model: LanguageModel, directory: str | Path) -> None:
     write_atomically(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
 
 
-def _read_config(path: Path, overrides: dict[str, Any]) -> ModelConfig:
+def read_config(directory: Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
+    """Return the config of a model that was saved in a directory, with some fields replaced.
+
+    Raises:
+        FileNotFoundError: there is no config.json.
+        ValueError: it is broken, or that of another kind of model.
+    """
+    path = directory / CONFIG
+    _need_file(path)
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(fields, dict):
             raise ValueError(f"got a JSON {type(fields).__name__}, expected an object")
-        return ModelConfig.from_dict(fields | overrides)
+        if "model_type" in fields:
+            raise ValueError(_other_layout(fields["model_type"]))
+        return ModelConfig.from_dict(fields | (overrides or {}))
     except ValueError as error:  # JSON's and Unicode's errors are ValueErrors
         raise ValueError(f"{path}: {error}") from error
+
+
+def _other_layout(model_type: object) -> str:
+    """Say what to do with a config of transformers, whose own fields start with the kind of model."""
+    got = (
+        f"got a config of transformers with model_type {model_type!r}, expected what save_pretrained of tfla.nn writes"
+    )
+    if model_type == "xlstm":
+        got += "; tfla.integrations.transformers.load_xlstm loads it (xLSTM-7B's layout)"
+    return got
+
+
+def _need_file(path: Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected what save_pretrained writes, {CONFIG} and {WEIGHTS}")
 
 
 def load(
@@ -59,13 +86,11 @@ def load(
     overrides: dict[str, Any],
 ) -> LanguageModel:
     """See :meth:`LanguageModel.from_pretrained`."""
+    check_weights_dtype(dtype)
+    device = check_device("cpu" if device is None else device)
     config_path, weights_path = Path(directory) / CONFIG, Path(directory) / WEIGHTS
-    for path in (config_path, weights_path):
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path}: no such file; expected what save_pretrained writes, {CONFIG} and {WEIGHTS}"
-            )
-    config = _read_config(config_path, overrides)
+    config = read_config(Path(directory), overrides)
+    _need_file(weights_path)
     tensors = read_tensors(weights_path, device)
     return build(cls, config, tensors, dtype, f"{weights_path}: its tensors do not fit {config_path}")
 

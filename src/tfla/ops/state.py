@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tfla.ops.device import check_device
+
 
 class State(NamedTuple):
     """The state of gated linear attention, stabilised: the true state is ``exp(m) C`` and ``exp(m) n``.
@@ -34,7 +36,22 @@ class State(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> State:
-        """The state before the first step."""
+        """Return the state before the first step.
+
+        Raises:
+            TypeError, ValueError: a size is no int or below 1 (batch: below 0), dtype is no float dtype, or there is no
+                such device here.
+        """
+        sizes = {"batch": batch, "heads": heads, "dqk": dqk, "dhv": dhv}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+                raise TypeError(f"{name}: got {size!r}, expected an int")
+            if size < 0 or (name != "batch" and size == 0):
+                raise ValueError(f"{name}: got {size}, expected at least {int(name != 'batch')}")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise TypeError(f"dtype: got {dtype!r}, expected a float dtype")
+        if device is not None and not torch.compiler.is_compiling():
+            device = check_device(device)
         C = torch.zeros(batch, heads, dqk, dhv, dtype=dtype, device=device)
         return State(C, C.new_zeros(batch, heads, dqk), C.new_zeros(batch, heads)) if normalize else State(C)
 

@@ -156,6 +156,8 @@ def find_model(path: Path) -> Path:
             raise UserError(f"{path}: a run without a whole checkpoint")
         return latest
     if not (path / "model.safetensors").is_file():
+        if (path / "model.safetensors.index.json").is_file():
+            return path  # of another library, which loading it names
         raise UserError(f"{path}: neither a run nor a checkpoint nor a saved model")
     of_a_run = (path / MANIFEST).exists() or (path / STATE).exists()
     if of_a_run and (broken := what_is_broken(path)) is not None:

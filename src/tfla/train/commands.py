@@ -47,9 +47,10 @@ def generate(args: Sequence[str]) -> int:
     pieces = sample(config)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what a terminal cannot show
-    sys.stdout.write(config.prompt)
-    times = []
+    times: list[float] = []
     for piece in pieces:
+        if not times:  # not before there is a token: a model whose weights are not finite has none
+            sys.stdout.write(config.prompt)
         times.append(time.perf_counter())
         sys.stdout.write(piece)
         sys.stdout.flush()

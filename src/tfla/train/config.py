@@ -190,7 +190,9 @@ class GenerateConfig:
     """Continue a prompt with a trained model, as a stream; an mLSTM needs the same memory however long it gets."""
 
     checkpoint: Path
-    """A run's folder (its newest checkpoint), a checkpoint, or a saved model."""
+    """A run's folder (its newest checkpoint), a checkpoint, or a model that save_pretrained wrote."""
+    tokenizer: str | None = None
+    """bytes, a tokenizer.json or a folder with one; None: the one beside the model."""
     prompt: str = ""
     """What the text begins with; by default the model starts a document."""
     max_new_tokens: int = 500

@@ -24,3 +24,8 @@ def reason(error: BaseException) -> str:
             return seen.strerror
         seen = seen.__cause__ or seen.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def one_line(error: BaseException) -> str:
+    """Return all that an error says, in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

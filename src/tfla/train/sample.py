@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 from tfla.nn import LanguageModel, generate
+from tfla.nn.pretrained import read_config
 from tfla.train import tokenizer as tokenizers
 from tfla.train.checkpoint import find_model
 from tfla.train.config import GenerateConfig
 from tfla.train.device import pick_device
 from tfla.train.documents import Document
-from tfla.train.messages import UserError
+from tfla.train.messages import UserError, one_line
 from tfla.train.tokenizer import Tokenizer
 
 
 def sample(config: GenerateConfig) -> Iterator[str]:
-    """The continuation of the prompt, piece by piece as it becomes certain.
+    """Continue the prompt, piece by piece as the text becomes certain.
 
     Raises:
-        UserError: there is no model, or an option is out of range. Raised by the call itself.
+        UserError: there is no model, or an option is out of range; the call itself raises it. The iteration does where
+            the model's weights or state are not finite.
     """
     device = pick_device(config.device)
-    directory = find_model(config.checkpoint)
-    tokenizer = tokenizers.load(directory)
     try:
+        directory = find_model(config.checkpoint)
+        vocab_size = read_config(
+            directory, {"backend": None}
+        ).vocab_size  # before the tokenizer: it names other layouts
+        tokenizer = tokenizers.find(directory, config.tokenizer)
+        if tokenizer.vocab_size > vocab_size:
+            raise UserError(
+                f"tokenizer: got one of {tokenizer.vocab_size} tokens, expected at most {vocab_size}, the model's"
+            )
         # The backend that trained it may be missing here.
         model = LanguageModel.from_pretrained(directory, device, backend=None)
-    except (OSError, ValueError) as error:
-        raise UserError(str(error)) from error
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: out of memory
+        raise UserError(one_line(error)) from error
     return continue_text(model, tokenizer, config)
 
 
@@ -45,6 +54,13 @@ def continue_text(model: LanguageModel, tokenizer: Tokenizer, config: GenerateCo
             seed=config.seed, stop_token=tokenizer.bos,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
-        raise UserError(str(error)) from error
-    decode = tokenizer.decoder()
-    return (decode(int(token)) for token in tokens)
+        raise UserError(one_line(error)) from error
+    return _decoded(tokens, tokenizer.decoder())
+
+
+def _decoded(tokens: Iterator[torch.Tensor], decode: Callable[[int], str]) -> Iterator[str]:
+    try:
+        for token in tokens:
+            yield decode(int(token))
+    except (ValueError, torch.OutOfMemoryError) as error:
+        raise UserError(one_line(error)) from error

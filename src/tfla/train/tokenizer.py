@@ -58,9 +58,10 @@ class ByteTokenizer:
         return [(ids, (ids != self.bos).astype(np.int64)) for ids in self.encode(documents)]
 
     def decoder(self) -> Callable[[int], str]:
-        """See :class:`Tokenizer`. Bytes that are no UTF-8 become U+FFFD."""
+        """See :class:`Tokenizer`. Bytes that are no UTF-8, and tokens that are no bytes, become U+FFFD."""
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        return lambda token: "" if token == self.bos else decode(bytes([token]))
+        # 0xFF is in no UTF-8.
+        return lambda token: "" if token == self.bos else decode(bytes([min(token, 0xFF)]))
 
     def save(self, directory: Path) -> None:
         """See :class:`Tokenizer`."""
@@ -161,13 +162,59 @@ def create(name: str, bos_token: str | None) -> Tokenizer:
 
 
 def load(directory: Path) -> Tokenizer:
-    """The tokenizer that was saved in a directory.
+    """Load the tokenizer that was saved in a directory, by tfla or as the tokenizer.json of other libraries.
 
     Raises:
         UserError: there is none, or it cannot be read.
     """
+    if not (directory / INFO).is_file() and (directory / HUGGING_FACE).is_file():
+        return read_file(directory / HUGGING_FACE)
     try:
         info = json.loads((directory / INFO).read_text())
-    except (OSError, ValueError) as error:
+        if info["kind"] == "bytes":
+            return ByteTokenizer()
+        return read_file(directory / HUGGING_FACE, info["bos_token"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory / INFO}: cannot be read: {reason(error)}") from error
-    return ByteTokenizer() if info["kind"] == "bytes" else create(str(directory / HUGGING_FACE), info["bos_token"])
+
+
+def read_file(path: Path, bos_token: str | None = None) -> Tokenizer:
+    """Load a tokenizer.json; bos_token None looks for a usual one.
+
+    Raises:
+        UserError: it cannot be read, or has no such token.
+    """
+    from tokenizers import Tokenizer as Inner
+
+    try:
+        inner = Inner.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise UserError(f"{path}: cannot be read as a tokenizer: {reason(error)}") from error
+    return HuggingFaceTokenizer(inner, bos_token, str(path))
+
+
+def find(directory: Path, name: str | None) -> Tokenizer:
+    """Load the tokenizer of a saved model: the one that is named, or the one that lies beside the weights.
+
+    Args:
+        directory: with the model.
+        name: "bytes", a tokenizer.json or a folder with a tokenizer; None is the model's folder.
+
+    Raises:
+        UserError: there is none; the message says how to name one.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if name is not None:
+        path = Path(name)
+        if path.is_file():
+            return read_file(path)
+        if not any((path / file).is_file() for file in (INFO, HUGGING_FACE)):
+            raise UserError(f'tokenizer: got {name!r}, expected "bytes", a {HUGGING_FACE} or a folder with one')
+        return load(path)
+    if not any((directory / file).is_file() for file in (INFO, HUGGING_FACE)):
+        raise UserError(
+            f"{directory}: no {INFO} and no {HUGGING_FACE} beside the model; name its tokenizer by --tokenizer PATH, "
+            "or --tokenizer bytes"
+        )
+    return load(directory)

@@ -303,6 +303,23 @@ def test_without_an_xlstm(wrong: Any) -> None:
             call(wrong)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "nope"}, r"^backend: got 'nope', expected None or one of .*'chunkwise'"),
+        ({"backend": ["chunkwise"]}, r"^backend: got \['chunkwise'\], expected None or one of "),
+        ({"chunk_size": 0}, r"^chunk_size: got 0, expected at least 1"),
+        ({"chunk_size": "64"}, r"^chunk_size: got str, expected an int or None"),
+    ],
+)
+def test_options_that_there_are_not(make_xlstm: Make, options: dict[str, Any], message: str) -> None:
+    """They are refused before anything is replaced."""
+    model = make_xlstm()
+    with pytest.raises((TypeError, ValueError), match=message):
+        accelerate(model, **options)
+    assert not any(isinstance(module, Cell) for module in model.modules())
+
+
 def test_kernels_of_another_form_are_refused(make_xlstm: Make) -> None:
     model = make_xlstm()
     # A config knows this name where the xlstm package is installed.

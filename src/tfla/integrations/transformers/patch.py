@@ -6,8 +6,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from tfla.backends import BACKENDS
 from tfla.integrations.transformers.cell import Cell
 from tfla.integrations.transformers.padding import Padding
+from tfla.ops.checks import check_chunk_size
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -29,9 +31,13 @@ def accelerate(model: Model, *, chunk_size: int | None = None, backend: str | No
 
     Raises:
         TypeError: there is no xLSTM in the model.
-        ValueError: it is configured for kernels of another form than mLSTMexp.
+        ValueError: it is configured for kernels of another form than mLSTMexp, chunk_size is below 1, or there is no
+            such backend.
         ImportError: transformers is not installed.
     """
+    check_chunk_size(chunk_size)
+    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+        raise ValueError(f"backend: got {backend!r}, expected None or one of {', '.join(map(repr, BACKENDS))}")
     backbones = _backbones(model)
     for backbone in backbones:
         kernel = str(backbone.config.chunkwise_kernel)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.arguments import check_weights_dtype
 from tfla.nn.files import write_atomically
 from tfla.nn.pretrained import build, need_safetensors, read_tensors
+from tfla.ops.device import check_device
 
 WeightMode = Literal["single", "fused"]
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -78,9 +80,12 @@ def load_xlstm(
     Raises:
         FileNotFoundError: a file is missing; the message names it.
         ValueError: a file is broken, the weights do not fit the config, or the config has what tfla's model has not:
-            biases, values of another width than the model. The message names it.
+            biases, values of another width than the model. The message names it. Or there is no such device here, or
+            weights cannot be in that dtype.
         ImportError: safetensors is not installed.
     """
+    check_weights_dtype(dtype)
+    device = check_device("cpu" if device is None else device)
     directory = Path(directory)
     given = _read_json(directory / CONFIG)
     try:
@@ -164,6 +169,10 @@ def _weight_files(directory: Path) -> list[Path]:
 
 def _fields(given: dict[str, Any]) -> dict[str, Any]:
     """The library's fields, none missing, that say how the model is built."""
+    if "mixer" in given and "model_type" not in given:
+        raise ValueError(
+            "got a config of tfla.nn, expected one of transformers; LanguageModel.from_pretrained loads it"
+        )
     if given.get("model_type") != "xlstm":
         raise ValueError(f"model_type: got {given.get('model_type')!r}, expected 'xlstm'")
     given = {name: value for name, value in given.items() if value is not None}
