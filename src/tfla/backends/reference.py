@@ -107,6 +107,12 @@ def gate_matrix(log_i: Tensor, log_f: Tensor, m: Tensor, normalize: bool) -> tup
     return decay + (log_i.T[:, None, :] - m_rows.T[:, :, None]), decay_start + (m - m_rows), m_rows
 
 
+def weigh(x: Tensor, log_weight: Tensor) -> Tensor:
+    """Return exp(log_weight) x. The weight of a state that grew may be larger than float32 holds where x is small."""
+    root = torch.exp(log_weight / 2).to(x.dtype)
+    return x * root * root
+
+
 def parallel(
     q: Tensor,
     k: Tensor,
@@ -121,15 +127,14 @@ def parallel(
     """All steps at once, (27)-(35), the initial state being one more (oldest) key and value. Quadratic in T."""
     C, n, m_start = state
     D, inter, m = gate_matrix(log_i, log_f, m_start, normalize)
-    D, inter = D.exp().to(q.dtype), inter.exp().to(q.dtype)
-    S = torch.einsum("ihk,jhk->hij", q, k) * scale * D  # (31)-(33)
-    h = torch.einsum("hij,jhv->ihv", S, v) + inter[..., None] * torch.einsum("ihk,hkv->ihv", q, C) * scale
-    last = D[:, -1].T
-    C = inter[-1][:, None, None] * C + torch.einsum("jh,jhk,jhv->hkv", last, k, v)
+    S = weigh(torch.einsum("ihk,jhk->hij", q, k) * scale, D)  # (31)-(33)
+    h = torch.einsum("hij,jhv->ihv", S, v) + weigh(torch.einsum("ihk,hkv->ihv", q, C) * scale, inter[..., None])
+    k_up = weigh(k, D[:, -1].T[..., None])
+    C = weigh(C, inter[-1][:, None, None]) + torch.einsum("jhk,jhv->hkv", k_up, v)
     if not normalize:
         return h, torch.zeros_like(m), (C, n, m_start)
-    d = S.sum(-1).T + inter * torch.einsum("ihk,hk->ih", q, n) * scale
-    n = inter[-1][:, None] * n + torch.einsum("jh,jhk->hk", last, k)
+    d = S.sum(-1).T + weigh(torch.einsum("ihk,hk->ih", q, n) * scale, inter)
+    n = weigh(n, inter[-1][:, None]) + k_up.sum(0)
     return h / bounded_denominator(d, m)[..., None], d, (C, n, m[-1])  # (34), (35)
 
 

@@ -237,7 +237,9 @@ def linear_attention(
     log_i = log dt, scale = 1.
 
     Args:
-        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0.
+        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0. They are clamped to [-1e5, 5e4]. Gates
+            above 0 are right as long as the states and the results fit into float32 (at most 3.4e38); then one gate
+            is at most 88. With ``normalize`` the states are stabilized, and only the running maximum m must fit.
         normalize: divide by max(abs(scale n_t^T q_t), 1), n_t being the same sum over k alone, as mLSTMexp does.
 
     The other arguments, the result and the errors are those of :func:`mlstm`.

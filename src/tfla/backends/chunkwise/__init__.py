@@ -26,7 +26,7 @@ from tfla.backends.base import (
     stored_dtype,
 )
 from tfla.backends.chunkwise import block
-from tfla.backends.chunkwise.gates import TileGates, max_state, tile_gates
+from tfla.backends.chunkwise.gates import GROWTH, TileGates, max_state, steps_of_a_tile, tile_gates
 from tfla.backends.chunkwise.workspace import Workspace, empty
 
 TILE = 64
@@ -65,11 +65,11 @@ def spans(x: Inputs, chunk_size: int) -> list[Span]:
     return [Span(slice(0, 1), a, b, slice(s, s + 1), slots[s : s + 1]) for s, (_, a, b) in enumerate(bounds) if b > a]
 
 
-def parts(start: int, stop: int, tiles: int) -> Iterator[Part]:
-    """The blocks of a chunk: as many whole tiles as fit, then what is left as a tile of its own."""
-    tile = min(TILE, stop - start)
+def parts(start: int, stop: int, tile: int) -> Iterator[Part]:
+    """Return the blocks of a chunk: as many whole tiles as fit, then what is left as a tile of its own."""
+    tile = min(tile, stop - start)
     while stop - start >= tile:
-        n = min(tiles, (stop - start) // tile)
+        n = min(MAX_TILES, (stop - start) // tile)
         yield Part(start, n, tile)
         start += n * tile
     if start < stop:
@@ -159,6 +159,8 @@ class Walk:
             # The stabiliser is free to choose, so it may be rounded: states are kept with it.
             self.m_start = self.of_group(m).flatten().double()
             self.m = max_state(self.log_i, self.log_f, self.m_start).to(self.dtype).double()
+        # With a normalizer no weight exceeds 1.
+        self.grows = not spec.normalize and bool((self.log_f > 0.0).any() | (self.log_i > GROWTH).any())
 
     def of_group(self, states: Tensor) -> Tensor:
         """The group's rows and heads of (sequences, H, ...): a view."""
@@ -168,6 +170,14 @@ class Walk:
         """(first step, one past the last, slots of its states)."""
         a, b, c = self.span.start, self.span.stop, self.spec.chunk_size
         return [(t, min(t + c, b), [s + n for s in self.span.slots]) for n, t in enumerate(range(a, b, c))]
+
+    def parts(self, start: int, stop: int) -> Iterator[Part]:
+        """Return the blocks of a chunk, whose tiles are shorter where its state grows fast."""
+        tile = TILE
+        if self.grows:
+            at = slice(start - self.span.start, stop - self.span.start)
+            tile = steps_of_a_tile(self.log_i[:, at], self.log_f[:, at], TILE)
+        return parts(start, stop, tile)
 
     def gates(self, part: Part) -> TileGates:
         at = slice(part.t - self.span.start, part.stop - self.span.start)
@@ -188,7 +198,7 @@ class Walk:
                 group.put_state(out.chunk_C, slots, C)
                 if spec.normalize:
                     group.put_state(out.chunk_n, slots, n)
-            for part in parts(start, stop, MAX_TILES):
+            for part in self.parts(start, stop):
                 gates = self.gates(part)
                 q, k = (group.qk(t, part, self.dtype) for t in (self.q, self.k))
                 v = group.v(self.v, part, self.dtype)
@@ -217,7 +227,7 @@ class Walk:
             C = group.state(out.chunk_C, slots).to(self.dtype)
             n = group.state(out.chunk_n, slots) if spec.normalize else dn
             blocks = []  # with the states before each
-            for part in parts(start, stop, MAX_TILES):
+            for part in self.parts(start, stop):
                 gates = self.gates(part)
                 blocks.append((part, gates, C, n))
                 if part.stop < stop:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tfla.backends.chunkwise.workspace import Workspace
 
 FACTORS = -40.0  # the least logarithm of a factor of a gate: the product of three stays far inside float32
+GROWING_FACTORS = 20.0  # the largest: so do products of two with the reciprocal of the least
+GROWTH = 60.0  # the largest logarithm of a weight in a tile: float32 ends at 88, and q, k and v need some of that
 
 
 def max_state(log_i: Tensor, log_f: Tensor, m: Tensor) -> Tensor:
@@ -23,12 +25,26 @@ def max_state(log_i: Tensor, log_f: Tensor, m: Tensor) -> Tensor:
     return b + torch.maximum((log_i - b).cummax(-1).values, m[..., None])
 
 
+def steps_of_a_tile(log_i: Tensor, log_f: Tensor, most: int) -> int:
+    """Return how many steps tiles may have so that no weight in one exceeds exp(GROWTH), from log-gates (N, T).
+
+    A tile of one step has no weights but exp(log_i) and exp(log_f): it is as good as the recurrence.
+    """
+    rises, first = log_f.clamp(min=0.0), log_i.amax().clamp(min=0.0)
+    while most > 1:
+        tiles = torch.nn.functional.pad(rises, (0, -rises.shape[-1] % most)).unflatten(-1, (-1, most))
+        if not bool(tiles.sum(-1).amax() + first > GROWTH):
+            break
+        most = max(1, most // 4)
+    return most
+
+
 class TileGates(NamedTuple):
     """Weights of n successive tiles of L steps for N heads; leading dims (n, N).
 
     A weight inside a tile, scale D_ij = exp(row_i + column_j), i >= j, is also inter_i update_j / decay: the way from
     step j to the tile's end and that from its start to step i, less the whole tile. In `factored` tiles none of the
-    three is too small: there q and k carry the weights, and where all tiles are such D is not made.
+    three is too small or too large: there q and k carry the weights, and where all tiles are such D is not made.
     """
 
     row: Tensor  # (n, N, L) float64, without scale
@@ -78,7 +94,10 @@ def tile_gates(
         update = update - ends[:, 1:, None]
         boundary = boundary - ends
         floor = m.neg().exp()
-    factored = torch.minimum(inter, update).amin(-1).t()[..., None, None] > FACTORS  # the last of inter is the decay
+    # The last of inter is the decay.
+    factored = torch.minimum(inter, update).amin(-1) > FACTORS
+    factored &= torch.maximum(inter, update).amax(-1) < GROWING_FACTORS
+    factored = factored.t()[..., None, None]
     carry = (boundary[:, :, None] - boundary[:, None, :]).tril()
     carry = carry.exp().tril().to(dtype)
     inter, update = (x.to(dtype).transpose(0, 1).unsqueeze(-1) for x in (inter.exp() * scale, update.exp()))
