@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tfla.bench import cpu_report, gpu_report, stored
+from tfla.bench import cpu_report, gpu_report, readme, stored
 
 INTRO = """# Performance
 
@@ -23,6 +23,8 @@ class Report:
     out: Path = Path("docs/performance.md")
     images: Path | None = None
     """Folder of the figures; None: img beside the page."""
+    readme: Path | None = None
+    """README whose tables of speed are renewed, too; None: no README."""
 
 
 def run(config: Report) -> None:
@@ -48,3 +50,7 @@ def run(config: Report) -> None:
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text("\n\n".join([INTRO.rstrip(), *sections]) + "\n")
     print(f"wrote {config.out}")
+    if config.readme is not None:
+        text = config.readme.read_text(encoding="utf-8")
+        config.readme.write_text(readme.renew(text, on_gpus), encoding="utf-8")
+        print(f"wrote {config.readme}")

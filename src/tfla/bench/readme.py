@@ -1,0 +1,72 @@
+"""The tables of README.md, made from stored results, so that its numbers are those of docs/performance.md."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tfla.bench.gpu_report import milliseconds
+from tfla.bench.markdown import table
+from tfla.bench.problem import BOTH, FORWARD, STEP
+
+Row = dict[str, Any]
+SPEED_ROWS = {
+    "tfla mLSTMsig": "**tfla, mLSTMsig**",
+    "tfla mLSTMexp": "**tfla, mLSTMexp**",
+    "fla simple_gla chunk": "flash-linear-attention, `chunk_simple_gla`",
+    "mlstm_kernels mLSTMsig xl_chunk 128": "mlstm_kernels, mLSTMsig, xl_chunk 128",
+    "mlstm_kernels mLSTMexp xl_chunk 128": "mlstm_kernels, mLSTMexp, xl_chunk 128",
+    "Mamba-2": "mamba_ssm, Mamba-2, 64 heads of 64, state 128, 8 groups",
+    "attention, cuDNN": "causal attention, cuDNN, 32 heads of 128",
+}
+TRAINING_ROWS = {
+    "tfla mLSTMsig": "mLSTMsig",
+    "tfla mLSTMexp": "mLSTMexp",
+    "Llama, 16 heads of 128, cuDNN": "Llama, cuDNN attention",
+}
+STEPS, BATCH = 8192, 5
+
+
+def _find(result: Row, name: str, x: int, direction: str) -> Row:
+    rows = [r for r in result["rows"] if (r["name"], r.get("x"), r.get("direction")) == (name, x, direction)]
+    return rows[0] if rows else {}
+
+
+def _time(row: Row) -> str:
+    if "seconds" not in row:
+        return "fails" if "error" in row else "-"
+    floor = f" ({row['seconds'] / row['floor_seconds']:.2f} ×)" if "floor_seconds" in row else ""
+    return milliseconds(row["seconds"]) + floor
+
+
+def speed(results: dict[str, Row]) -> str:
+    """Return the table of Figure 4's setup at 8,192 steps: milliseconds, ratios to the floor and memory in GiB."""
+    body = []
+    for name, label in SPEED_ROWS.items():
+        forward, both = (_find(results["fig4"], name, STEPS, direction) for direction in (FORWARD, BOTH))
+        memory = f"{both['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in both else "-"
+        body.append([label, _time(forward), _time(both), memory])
+    return table(["", "forward, ms", "forward + backward, ms", "memory, GiB"], body)
+
+
+def training(results: dict[str, Row]) -> str:
+    """Return the table of training steps of the 1.4B at the largest batch: tokens per second and memory in GiB."""
+    body = []
+    for name, label in TRAINING_ROWS.items():
+        steps = [_find(results["train"], name + how, BATCH, STEP) for how in ("", ", torch.compile")]
+        body.append(
+            [label, *(f"{r['tokens_per_second']:,.0f} ({r['peak_bytes'] / 2**30:.0f})" if r else "-" for r in steps)]
+        )
+    return table(["tokens per second (GiB)", "eager", "`--compile`"], body)
+
+
+TABLES = {"speed": speed, "training": training}
+
+
+def renew(text: str, results: dict[str, Row]) -> str:
+    """Return the text with the table after each `<!-- table: NAME -->` replaced by the one made from the results."""
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]](results)}\n"
+
+    return re.sub(r"(<!-- table: (\w+) -->)\n(?:\|.*\n)*", replaced, text)

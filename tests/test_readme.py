@@ -1,0 +1,34 @@
+"""README.md: its examples run as they stand, its tables are those of the stored results, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+TEXT = README.read_text(encoding="utf-8")
+
+
+def test_examples_run() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    assert len(blocks) >= 3
+    exec(compile("\n".join(blocks), str(README), "exec"), {})
+
+
+def test_tables_are_those_of_the_results() -> None:
+    pytest.importorskip("tyro")
+    from tfla.bench import readme, stored
+
+    results = stored.load(README.parent / "benchmarks" / "results")
+    assert readme.renew(TEXT, results) == TEXT
+    stale = re.sub(r"(?<=mLSTMsig\*\* \| )[0-9.]+", "0.001", TEXT)
+    assert stale != TEXT
+    assert readme.renew(stale, results) == TEXT
+
+
+def test_links_lead_to_files() -> None:
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", TEXT)
+    assert len(links) > 8
+    assert [link for link in links if not (README.parent / link).exists()] == []
