@@ -2,60 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from cases import TOLERANCE, error
-from torch import Tensor
+from heads_first import Tensors, agree, flat, inputs, states
 
 import tfla.integrations.mlstm_kernels as ours
 
 theirs = pytest.importorskip("mlstm_kernels.torch", reason='pip install "tfla[peers]"')
-B, H, S, K, V = 2, 3, 64, 8, 6
 CPU_KERNELS = [name for name in ours.get_available_mlstm_kernels() if "triton" not in name]
 TABLES = ["mlstm_kernel", "mlstm_step_kernel", "mlstm_sequence_kernel"]
-Tensors = dict[str, Tensor]
-
-
-def inputs(S: int = S, i_mean: float = 0.0, dtype: torch.dtype = torch.float32) -> Tensors:
-    torch.manual_seed(0)
-    shapes = {"q": (K,), "k": (K,), "v": (V,), "i": (), "f": ()}
-    x = {name: torch.randn(B, H, S, *shape, dtype=torch.float64) for name, shape in shapes.items()}
-    x["i"], x["f"] = x["i"] + i_mean, x["f"] + 2
-    return {name: t.to(dtype).requires_grad_() for name, t in x.items()}
-
-
-def states(dtype: torch.dtype = torch.float32) -> Tensors:
-    torch.manual_seed(1)
-    shapes = {"c_initial": (K, V), "n_initial": (K,), "m_initial": (1,)}
-    return {name: torch.randn(B, H, *shape).to(dtype).requires_grad_() for name, shape in shapes.items()}
-
-
-def flat(result: Any) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else [result[0], *result[1]]
-
-
-def agree(run: Any, peer: Any, given: Mapping[str, Any], of_last: bool = True, **options: Any) -> None:
-    """Everything that is returned, and the gradients of all that is given, from random cotangents.
-
-    ``of_last``: of the last states too, on the scale of the true states: stabilised by m they are one.
-    """
-    leaves = {name: t for name, t in given.items() if t.requires_grad}
-    found, expected = (flat(fn(**given, **options)) for fn in (run, peer))
-    assert [t.shape for t in found] == [t.shape for t in expected]
-    assert found[0].dtype == expected[0].dtype
-    allowed = TOLERANCE[found[0].dtype]
-    for ours_, theirs_ in zip(found, expected, strict=True):
-        assert error(ours_, theirs_) <= allowed
-    chosen = range(len(found) if of_last else 1)
-    cotangents = [torch.randn_like(expected[at]) for at in chosen]
-    at = {"inputs": list(leaves.values()), "allow_unused": True, "materialize_grads": True}
-    grads = [torch.autograd.grad([out[n] for n in chosen], grad_outputs=cotangents, **at) for out in (found, expected)]
-    for name, ours_, theirs_ in zip(leaves, *grads, strict=True):
-        assert error(ours_, theirs_) <= allowed, name
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -76,6 +36,32 @@ def test_names_and_signatures(table: str) -> None:
         getattr(ours, f"get_{table}")("chunkwise--none")
 
 
+def test_types_of_options_are_theirs() -> None:
+    peer = importlib.import_module("mlstm_kernels.torch.backend_module")
+    for name in ("ChunkwiseKernelType", "SequenceKernelType", "StepKernelType", "DtypeType", "BackendModeType"):
+        assert getattr(ours, name) == getattr(peer, name), name
+    assert get_type_hints(ours.mLSTMBackendConfig) == get_type_hints(peer.mLSTMBackendConfig)
+    assert sorted(get_args(ours.ChunkwiseKernelType)) == sorted(ours.get_available_mlstm_kernels())
+    assert list(get_args(ours.SequenceKernelType)) == ours.get_available_mlstm_sequence_kernels()
+    assert list(get_args(ours.StepKernelType)) == ours.get_available_mlstm_step_kernels()
+
+
+def test_kernels_are_attributes_of_the_backend() -> None:
+    options = {"chunkwise_kernel": "chunkwise--native_custbw", "return_last_states": False}
+    backend, peer = backends(**options)
+    for attribute in ("chunkwise_kernel_fn", "sequence_kernel_fn", "step_kernel_fn"):
+        assert callable(getattr(peer, attribute))
+    assert backend.chunkwise_kernel_fn is ours.get_mlstm_kernel(options["chunkwise_kernel"])
+    assert backend.sequence_kernel_fn is ours.get_mlstm_sequence_kernel("native_sequence__native")
+    assert backend.step_kernel_fn is ours.get_mlstm_step_kernel("native")
+    # Theirs and ours may stand in for each other.
+    x = inputs(37)
+    expected, *state = flat(backend(**x, mode="inference"))
+    backend.chunkwise_kernel_fn = peer.chunkwise_kernel_fn
+    for found, truth in zip(flat(backend(**x, mode="inference")), [expected, *state], strict=True):
+        assert error(found, truth) <= TOLERANCE[torch.float32]
+
+
 def test_configuration_is_theirs() -> None:
     from mlstm_kernels.torch.backend_module import mLSTMBackend, mLSTMBackendConfig
 
@@ -84,6 +70,46 @@ def test_configuration_is_theirs() -> None:
         inspect.signature(mLSTMBackend.forward).parameters
     )
     assert repr(ours.mLSTMBackend(ours.mLSTMBackendConfig())) == repr(mLSTMBackend(mLSTMBackendConfig()))
+
+
+@pytest.mark.parametrize("name", ours.get_available_mlstm_kernels())
+def test_outputs_have_heads_first_in_memory(name: str) -> None:
+    x = inputs()
+    last = {} if name.startswith("parallel") else {"return_last_states": True}
+    found = flat(ours.get_mlstm_kernel(name)(**x, **last))
+    assert all(t.is_contiguous() for t in found)
+    if name in CPU_KERNELS:
+        assert found[0].stride() == theirs.get_mlstm_kernel(name)(**x).stride()
+    found[0].view(*found[0].shape[:2], -1).sum().backward()
+
+
+@pytest.mark.parametrize("S", [1, 37])
+@pytest.mark.parametrize("mode", ["train", "train_with_padding", "inference"])
+def test_outputs_of_the_backend_have_heads_first_in_memory(mode: str, S: int) -> None:
+    config = ours.mLSTMBackendConfig(mode=mode, return_last_states=mode == "train")
+    assert all(t.is_contiguous() for t in flat(ours.mLSTMBackend(config)(**inputs(S))))
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_no_argument_is_swallowed(table: str) -> None:
+    """Every argument that some kernel takes for tuning is accepted by all with ``**kwargs``, and no other."""
+    chunkwise = ours.get_mlstm_kernel("chunkwise--triton_xl_chunk")
+    tuning = list(inspect.signature(chunkwise).parameters)[10:]
+    assert tuning[0] == "chunk_size"
+    given = inputs() if table != "mlstm_step_kernel" else a_step(torch.float32, torch.float32)
+    for name in getattr(ours, f"get_available_{table}s")():
+        kernel = getattr(ours, f"get_{table}")(name)
+        if "kwargs" not in inspect.signature(kernel).parameters:
+            continue
+        expected = flat(kernel(**given))
+        values = dict.fromkeys(tuning, 1) | {"autocast_kernel_dtype": torch.bfloat16}
+        for found, truth in zip(flat(kernel(**given, **values)), expected, strict=True):
+            assert torch.equal(found, truth)
+        for unknown in ("chunk_sise", "return_last_state", *([] if "siging" in name else ["normalize"])):
+            with pytest.raises(
+                TypeError, match=rf"^{unknown}: got an argument that \w+ does not take, .* q, k, v, i, f,"
+            ):
+                kernel(**given, **{unknown: True})
 
 
 @pytest.mark.parametrize("name", CPU_KERNELS)
@@ -237,6 +263,11 @@ def test_compiles_whole() -> None:
     cotangent = torch.randn_like(h)
     pairs = [torch.autograd.grad(out, list(x.values()), cotangent) for out in (h, expected)]
     assert all(error(a, b) <= TOLERANCE[torch.float32] for a, b in zip(*pairs, strict=True))
+    for kernel, S in (("chunkwise--native_autograd", 16), ("chunkwise--triton_xl_chunk_siging", 1)):
+        infers = ours.mLSTMBackend(ours.mLSTMBackendConfig(chunkwise_kernel=kernel, mode="inference"))
+        x = {name: t.detach() for name, t in inputs(S).items()}
+        found, expected = torch.compile(infers, fullgraph=True, backend="aot_eager")(**x), infers(**x)
+        assert all(torch.equal(a, b) for a, b in zip(flat(found), flat(expected), strict=True))
 
 
 def test_refuses_what_does_not_fit() -> None:

@@ -21,7 +21,7 @@ def refuse_unknown(function: Callable[..., Any], given: Collection[str], ignored
     for name in given:
         if name not in ignored:
             named = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-            allowed = ", ".join([*named, *ignored])
+            allowed = ", ".join(dict.fromkeys([*named, *ignored]))
             raise TypeError(
                 f"{name}: got an argument that {function.__name__} does not take, expected one of {allowed}"
             )

@@ -2,55 +2,81 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from tfla.integrations.mlstm_kernels.forms import Form, Result, step
-from tfla.integrations.mlstm_kernels.names import KERNELS, SEQUENCE_KERNELS, STEP_KERNELS, look_up
+from tfla.integrations.mlstm_kernels.forms import Result
+from tfla.integrations.mlstm_kernels.names import (
+    get_mlstm_kernel,
+    get_mlstm_sequence_kernel,
+    get_mlstm_step_kernel,
+    recurrent_step_siging,
+)
+from tfla.integrations.mlstm_kernels.torch.kernel_wrappers import (
+    wrap_chunkwise__arbitrary_sequence_length_with_padding,
+)
 
-Mode = Literal["train", "train_with_padding", "inference"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-MODES: tuple[Mode, ...] = ("train", "train_with_padding", "inference")
-DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16", "float16")
-SIGMOID = Form("sigmoid", False)
+ChunkwiseKernelType = Literal[
+    "chunkwise--native_autograd",
+    "chunkwise--native_custbw",
+    "chunkwise--triton_limit_chunk",
+    "chunkwise--triton_xl_chunk",
+    "chunkwise--triton_xl_chunk_siging",
+    "parallel--native_autograd",
+    "parallel--native_custbw",
+    "parallel--native_stablef_autograd",
+    "parallel--native_stablef_custbw",
+    "parallel--native_siging_autograd",
+    "parallel--native_siging_custbw",
+    "parallel--triton_limit_headdim",
+]
+SequenceKernelType = Literal["native_sequence__native", "native_sequence__triton"]
+StepKernelType = Literal["native", "triton"]
+DtypeType = Literal["float32", "bfloat16", "float16"]
+BackendModeType = Literal["train", "train_with_padding", "inference"]
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "chunkwise_kernel": get_args(ChunkwiseKernelType),
+    "sequence_kernel": get_args(SequenceKernelType),
+    "step_kernel": get_args(StepKernelType),
+    "mode": get_args(BackendModeType),
+    "autocast_kernel_dtype": get_args(DtypeType),
+    "inference_state_dtype": get_args(DtypeType),
+}
 
 
-def _allowed(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(map(repr, allowed))}")
+def _check_option(name: str, value: object) -> None:
+    if value not in OPTIONS[name]:
+        raise ValueError(f"{name}: got {value!r}, allowed are {', '.join(map(repr, OPTIONS[name]))}")
 
 
 @dataclass
 class mLSTMBackendConfig:
-    """Options of :class:`mLSTMBackend`, with mlstm_kernels' names and defaults.
+    """The options of :class:`mLSTMBackend`, with mlstm_kernels' names and defaults.
 
-    `chunk_size` changes nothing, `autocast_kernel_dtype` is what q, k and v become under autocast.
+    `chunk_size` has no effect; `autocast_kernel_dtype` is the dtype that q, k and v take under autocast.
 
     Raises:
         ValueError: a value is not one of those allowed, or asks for last states where there are none.
     """
 
-    chunkwise_kernel: str = "chunkwise--native_autograd"
-    sequence_kernel: str = "native_sequence__native"
-    step_kernel: str = "native"
-    mode: Mode = "train"
+    chunkwise_kernel: ChunkwiseKernelType = "chunkwise--native_autograd"
+    sequence_kernel: SequenceKernelType = "native_sequence__native"
+    step_kernel: StepKernelType = "native"
+    mode: BackendModeType = "train"
     chunk_size: int = 64
     return_last_states: bool = True
-    autocast_kernel_dtype: Dtype = "bfloat16"
+    autocast_kernel_dtype: DtypeType = "bfloat16"
     eps: float = 1e-6
-    inference_state_dtype: Dtype = "float32"
+    inference_state_dtype: DtypeType = "float32"
     normalize_siging: bool = True
 
     def __post_init__(self) -> None:
-        look_up("chunkwise_kernel", self.chunkwise_kernel, KERNELS)
-        look_up("sequence_kernel", self.sequence_kernel, SEQUENCE_KERNELS)
-        look_up("step_kernel", self.step_kernel, STEP_KERNELS)
-        _allowed("mode", self.mode, MODES)
-        _allowed("autocast_kernel_dtype", self.autocast_kernel_dtype, DTYPES)
-        _allowed("inference_state_dtype", self.inference_state_dtype, DTYPES)
+        for name in OPTIONS:
+            _check_option(name, getattr(self, name))
         if self.return_last_states and (self.parallel or self.mode == "train_with_padding"):
             where = "parallel kernels" if self.parallel else "mode 'train_with_padding'"
             raise ValueError(f"return_last_states: got True, expected False with {where}")
@@ -65,11 +91,14 @@ class mLSTMBackendConfig:
 
 
 class mLSTMBackend(nn.Module):
-    """The kernels of a configuration behind one call, by mode:
+    """A module that calls the kernels of its configuration, by mode:
 
     - train: the chunkwise kernel; with last states where the configuration or the call asks for them.
     - train_with_padding: the same, of any length, without last states.
     - inference: of any length, one step by the step kernel; always with last states, in `inference_state_dtype`.
+
+    The kernels are its attributes `chunkwise_kernel_fn`, `sequence_kernel_fn` (which no mode needs, because the
+    chunkwise kernels take any length) and `step_kernel_fn`.
     """
 
     config_class = mLSTMBackendConfig
@@ -77,6 +106,9 @@ class mLSTMBackend(nn.Module):
     def __init__(self, config: mLSTMBackendConfig) -> None:
         super().__init__()
         self.config = config
+        self.chunkwise_kernel_fn = get_mlstm_kernel(config.chunkwise_kernel)
+        self.sequence_kernel_fn = get_mlstm_sequence_kernel(config.sequence_kernel)
+        self.step_kernel_fn = get_mlstm_step_kernel(config.step_kernel)
 
     def forward(
         self,
@@ -89,13 +121,16 @@ class mLSTMBackend(nn.Module):
         n_initial: Tensor | None = None,
         m_initial: Tensor | None = None,
         return_last_states: bool | None = None,
-        mode: Mode | None = None,
+        mode: BackendModeType | None = None,
     ) -> Result:
-        """q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), i, f (B, NH, S).
+        """Compute the outputs of sequences, and their last states where these are asked for.
 
-        States, initial and last, are c (B, NH, DHQK, DHHV), n (B, NH, DHQK) and m (B, NH, 1).
-
-        `return_last_states` and `mode` stand in for those of the configuration.
+        Args:
+            q, k: (B, NH, S, DHQK).
+            v: (B, NH, S, DHHV).
+            i, f: (B, NH, S), pre-activations of the gates.
+            c_initial, n_initial, m_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK) and (B, NH, 1); zeros if None.
+            return_last_states, mode: replace those of the configuration; None leaves them.
 
         Returns:
             h (B, NH, S, DHHV), or (h, last states). In training mLSTMsig has (c, n) alone.
@@ -104,49 +139,25 @@ class mLSTMBackend(nn.Module):
             ValueError, TypeError: an argument does not fit.
         """
         mode = self.config.mode if mode is None else mode
-        _allowed("mode", mode, MODES)
+        _check_option("mode", mode)
         wanted = self.config.return_last_states if return_last_states is None else return_last_states
         if mode == "train_with_padding" and wanted:
             raise ValueError("return_last_states: got True, expected False with mode 'train_with_padding'")
-        initial = c_initial, n_initial, m_initial
-        if mode == "inference":
-            return self._infer(q, k, v, i, f, *initial)
-        return self._kernel(q, k, v, i, f, *initial, wanted)
-
-    def _kernel(
-        self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor | None, n: Tensor | None,
-        m: Tensor | None, last_states: bool,
-    ) -> Result:  # fmt: skip
         config = self.config
-        options = {}
-        if config.chunkwise_kernel != "chunkwise--native_autograd":
-            options["autocast_kernel_dtype"] = getattr(torch, config.autocast_kernel_dtype)
-        if config.sigmoid:
-            options["normalize"] = config.normalize_siging
-        return KERNELS[config.chunkwise_kernel](q, k, v, i, f, c, n, m, last_states, config.eps, **options)
-
-    def _infer(
-        self, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor | None, n: Tensor | None,
-        m: Tensor | None,
-    ) -> Result:  # fmt: skip
-        config = self.config
-        dtype = getattr(torch, config.inference_state_dtype)
-        B, H, S, K = q.shape
-        if S == 1:
-            zeros = q.new_zeros(B, H, 1, dtype=dtype)
-            c = zeros[..., None].expand(B, H, K, v.shape[3]) if c is None else c
-            n = zeros.expand(B, H, K) if n is None else n
-            m = zeros if m is None else m
-            now = q[:, :, 0], k[:, :, 0], v[:, :, 0], i, f, c, n, m, config.eps, dtype
-            if config.sigmoid:
-                h, states = step(SIGMOID, *now, normalize=config.normalize_siging)
-            else:
-                h, states = STEP_KERNELS[config.step_kernel](*now)
-            return h[:, :, None], states
-        h, states = self._kernel(q, k, v, i, f, c, n, m, True)
-        if config.sigmoid:
-            states = *states, states[1].new_zeros(B, H, 1)
-        return h, tuple(t.to(dtype) for t in states)
+        dtype = getattr(torch, config.autocast_kernel_dtype)
+        options: dict[str, Any] = {"normalize": config.normalize_siging} if config.sigmoid else {}
+        if mode != "inference":
+            return self.chunkwise_kernel_fn(
+                q, k, v, i, f, c_initial, n_initial, m_initial, wanted, config.eps,
+                chunk_size=config.chunk_size, autocast_kernel_dtype=dtype, **options,
+            )  # fmt: skip
+        state_dtype = getattr(torch, config.inference_state_dtype)
+        step_kernel = recurrent_step_siging if config.sigmoid else self.step_kernel_fn
+        return wrap_chunkwise__arbitrary_sequence_length_with_padding(
+            functools.partial(self.chunkwise_kernel_fn, **options), self.sequence_kernel_fn,
+            functools.partial(step_kernel, dtype_state=state_dtype, **options), q, k, v, f, i,
+            c_initial, n_initial, m_initial, True, config.eps, dtype, config.chunk_size, state_dtype,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return str(self.config)

@@ -29,7 +29,8 @@ class Form:
     """The max state is the row maximum of (29), and there are no states, neither in nor out."""
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> None:
+    """Check the dtypes and the shapes of a sequence with heads before time."""
     for name, t in {"q": q, "k": k, "v": v, "i": i, "f": f}.items():
         check_float(name, t)
     check_shape("q", q, ("B", "NH", "S", "DHQK"))
@@ -108,18 +109,18 @@ def sequence(
     autocast_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
 ) -> Result:
-    """A whole sequence of any length.
+    """Compute the outputs of a whole sequence of any length.
 
     Under autocast q, k and v become `autocast_dtype`, if given. `eps` is added to max(|d|, exp(-m)), stabilised.
 
     Returns:
-        h (B, NH, S, DHHV) in the dtype of v, a view with time before heads in memory; with `return_last_states` also
-        (c, n, m), or (c, n) with a sigmoid input gate, in float32 or `state_dtype`.
+        h (B, NH, S, DHHV) in the dtype of v, contiguous; with `return_last_states` also (c, n, m), or (c, n) with a
+        sigmoid input gate, in float32 or `state_dtype`.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
-    _check(q, k, v, i, f)
+    check_inputs(q, k, v, i, f)
     if form.rows and (return_last_states or not (c_initial is None and n_initial is None and m_initial is None)):
         raise ValueError("return_last_states, c_initial, n_initial, m_initial: parallel kernels have no states")
     state = _initial(form, normalize, q, v, c_initial, n_initial, m_initial)
@@ -135,7 +136,7 @@ def sequence(
         else:
             h, last = tfla.linear_attention(q, k, v, log_f, log_i, initial_state=state, return_state=True)
             states = last.C, last.C.new_zeros(last.C.shape[:3])
-    h = h.transpose(1, 2)
+    h = h.transpose(1, 2).contiguous()  # mlstm_kernels' users call .view on it
     if not return_last_states:
         return h
     return h, tuple(s if state_dtype is None else s.to(state_dtype) for s in states)

@@ -1,6 +1,7 @@
-"""The kernels by name, with the arguments and defaults that each has there.
+"""The kernels by name, with the arguments and defaults that each has in mlstm_kernels.
 
-Arguments that tune a kernel (chunk and tile sizes, warps, stages, recomputation) are taken and change nothing.
+Arguments that tune a kernel (chunk and tile sizes, warps, stages, recomputation) are accepted without effect, by
+kernels with ``**kwargs`` too; any other argument that a kernel does not name is a TypeError.
 """
 
 from __future__ import annotations
@@ -11,9 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla.integrations.arguments import refuse_unknown
 from tfla.integrations.mlstm_kernels.forms import Form, Result, States, sequence, step
 
 Kernel = Callable[..., Result]
+TUNING = (
+    "chunk_size", "chunk_size_inter", "chunk_size_intra", "siz_b_L_parallel", "siz_b_L_loop", "siz_b_DH_parallel",
+    "siz_b_DH_loop", "num_warps_intra", "num_warps_inter", "num_stages_intra", "num_stages_inter",
+    "recompute_states_in_bw", "autocast_kernel_dtype",
+)  # fmt: skip
 EXACT, PAPER = Form("exp", True), Form("exp", False)
 ROWS_EXACT, ROWS_PAPER = Form("exp", True, True), Form("exp", False, True)
 SIGMOID, SIGMOID_ROWS_EXACT, SIGMOID_ROWS = (
@@ -26,7 +33,8 @@ def chunkwise_native_autograd(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, chunk_size: int = 64, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """mLSTMexp with exact gradients."""
+    """Compute mLSTMexp with exact gradients."""
+    refuse_unknown(chunkwise_native_autograd, kwargs, TUNING)
     return sequence(EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps)
 
 
@@ -35,7 +43,7 @@ def chunkwise(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, chunk_size: int = 64, autocast_kernel_dtype: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
-    """mLSTMexp with the gradients of the paper, none through the normaliser."""
+    """Compute mLSTMexp with the gradients of the paper, none through the normaliser."""
     return sequence(
         PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         autocast_dtype=autocast_kernel_dtype,
@@ -51,7 +59,7 @@ def chunkwise_xl(
     num_stages_intra: int | None = None, num_stages_inter: int | None = None, recompute_states_in_bw: bool = True,
     autocast_kernel_dtype: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
-    """mLSTMexp with the gradients of the paper, none through the normaliser."""
+    """Compute mLSTMexp with the gradients of the paper, none through the normaliser."""
     return sequence(
         PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         autocast_dtype=autocast_kernel_dtype,
@@ -67,7 +75,7 @@ def chunkwise_xl_siging(
     num_warps_inter: int | None = None, num_stages_intra: int | None = None, num_stages_inter: int | None = None,
     recompute_states_in_bw: bool = True, autocast_kernel_dtype: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
-    """mLSTMsig, normalised or not, with the gradients of the paper; the last states are (c, n).
+    """Compute mLSTMsig, normalised or not, with the gradients of the paper; the last states are (c, n).
 
     Without the normaliser n is not kept and 0.
     """
@@ -82,7 +90,8 @@ def parallel_autograd(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """mLSTMexp with exact gradients, without states."""
+    """Compute mLSTMexp with exact gradients, without states."""
+    refuse_unknown(parallel_autograd, kwargs, TUNING)
     return sequence(ROWS_EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps)
 
 
@@ -91,7 +100,8 @@ def parallel(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, autocast_kernel_dtype: torch.dtype = torch.float32, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """mLSTMexp with the gradients of the paper, without states."""
+    """Compute mLSTMexp with the gradients of the paper, without states."""
+    refuse_unknown(parallel, kwargs, TUNING)
     return sequence(
         ROWS_PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         autocast_dtype=autocast_kernel_dtype,
@@ -103,7 +113,11 @@ def parallel_siging_autograd(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, stable_fgate: bool = True, normalize: bool = True, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """mLSTMsig, normalised or not, with exact gradients, without states. `stable_fgate` changes nothing."""
+    """Compute mLSTMsig, normalised or not, with exact gradients, without states.
+
+    `stable_fgate` has no effect.
+    """
+    refuse_unknown(parallel_siging_autograd, kwargs, TUNING)
     return sequence(
         SIGMOID_ROWS_EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         normalize=normalize,
@@ -116,7 +130,11 @@ def parallel_siging(
     eps: float = 1e-6, stable_fgate: bool = True, normalize: bool = True,
     autocast_kernel_dtype: torch.dtype = torch.float32, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """mLSTMsig, normalised or not, with the gradients of the paper, without states. `stable_fgate` changes nothing."""
+    """Compute mLSTMsig, normalised or not, with the gradients of the paper, without states.
+
+    `stable_fgate` has no effect.
+    """
+    refuse_unknown(parallel_siging, kwargs, TUNING)
     return sequence(
         SIGMOID_ROWS, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, normalize=normalize,
         autocast_dtype=autocast_kernel_dtype,
@@ -127,8 +145,17 @@ def recurrent_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor, eps: float = 1e-6,
     dtype_state: torch.dtype = torch.float32, **kwargs: Any,
 ) -> tuple[Tensor, States]:  # fmt: skip
-    """One step of mLSTMexp; returns h and (c, n, m) in `dtype_state`."""
+    """Compute one step of mLSTMexp; returns h and (c, n, m) in `dtype_state`."""
+    refuse_unknown(recurrent_step, kwargs, TUNING)
     return step(EXACT, q, k, v, i, f, c, n, m, eps, dtype_state)
+
+
+def recurrent_step_siging(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor, eps: float = 1e-6,
+    dtype_state: torch.dtype = torch.float32, normalize: bool = True,
+) -> tuple[Tensor, States]:  # fmt: skip
+    """Compute one step of mLSTMsig, which mlstm_kernels lacks; returns h and (c, n, m) in `dtype_state`, m being 0."""
+    return step(SIGMOID, q, k, v, i, f, c, n, m, eps, dtype_state, normalize)
 
 
 def recurrent_sequence(
@@ -136,7 +163,8 @@ def recurrent_sequence(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, dtype_state: torch.dtype = torch.float32, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """mLSTMexp with exact gradients; states in `dtype_state`, given all or none."""
+    """Compute mLSTMexp with exact gradients; states in `dtype_state`, given all or none."""
+    refuse_unknown(recurrent_sequence, kwargs, TUNING)
     if len({t is None for t in (c_initial, n_initial, m_initial)}) > 1:
         raise ValueError("c_initial, n_initial, m_initial: got some of them, expected all or none")
     return sequence(
