@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,14 @@ def test_page_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: 
     monkeypatch.chdir(tmp_path)
     assert not main(command)
     assert (tmp_path / page).read_text() == (DOCS / page).read_text()
+
+
+def test_tables_in_other_pages_are_current(tmp_path: Path) -> None:
+    page = (DOCS / "mamba.md").read_text()
+    emptied = re.sub(r"(<!-- table: mamba -->\n)(\|.*\n)+", r"\1", page)
+    assert emptied != page
+    (tmp_path / "mamba.md").write_text(emptied)
+    (tmp_path / "other.md").write_text("no table\n")
+    assert not main(["bench", "report", "--results", str(RESULTS), "--out", str(tmp_path / "performance.md")])
+    assert (tmp_path / "mamba.md").read_text() == page
+    assert (tmp_path / "other.md").read_text() == "no table\n"

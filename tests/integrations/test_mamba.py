@@ -1,28 +1,31 @@
-"""mamba_ssm's interface: the published recurrence in float64, states, packed sequences, what is refused."""
+"""mamba_ssm's functions of whole sequences against the published recurrence in float64; what is refused."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import TOLERANCE, error
+from hypothesis import given
+from hypothesis import strategies as st
+from mamba_truth import INFINITE, Starts, by_formula, compare, convert, draw, leaves_of_the_truth
 from torch import Tensor
 
-from tfla.integrations.mamba import mamba_chunk_scan_combined, selective_state_update
+from tfla.integrations import mamba
+from tfla.integrations.mamba import (
+    chunk_state_varlen,
+    mamba_chunk_scan,
+    mamba_chunk_scan_combined,
+)
 
-SHARED = ("A", "D", "dt_bias")
-LOG_GATES = ("log_f", "log_i")  # zeros, for the gradients of those that the operator is given
 BATCH, T, HEADS, HEADDIM, GROUPS, DSTATE = 2, 41, 4, 6, 2, 8
 
 
-def draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
 def problem(device: str, dtype: torch.dtype, batch: int = BATCH, states: int = BATCH) -> dict[str, Tensor]:
-    """Everything that has a gradient."""
+    """Return everything that has a gradient."""
     torch.manual_seed(0)
     x = {
         "x": draw(batch, T, HEADS, HEADDIM), "B": draw(batch, T, GROUPS, DSTATE), "C": draw(batch, T, GROUPS, DSTATE),
@@ -30,75 +33,7 @@ def problem(device: str, dtype: torch.dtype, batch: int = BATCH, states: int = B
         "A": -torch.rand(HEADS, dtype=torch.float64) - 0.5, "D": draw(HEADS), "dt_bias": draw(HEADS),
         "initial_states": draw(states, HEADS, HEADDIM, DSTATE),
     }  # fmt: skip
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return {name: t.to(device, dtype if name in "xBCz" else wide).requires_grad_() for name, t in x.items()}
-
-
-def leaves_of_the_truth(p: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In float64 on the CPU; what all steps share as a copy for each."""
-    exact = {name: t.detach().cpu().double() for name, t in p.items()}
-    exact |= {name: exact[name].expand(exact["dt"].shape).clone() for name in SHARED}
-    exact |= {name: torch.zeros_like(exact["dt"]) for name in LOG_GATES}
-    return {name: t.requires_grad_() for name, t in exact.items()}
-
-
-def by_formula(
-    p: dict[str, Tensor], starts: list[list[tuple[int, int | None]]], limit: tuple[float, float], softplus: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Step by step: state <- exp(dt A) state + dt x B^T, y = state C + D x, times silu(z).
-
-    `starts`, of each row: steps at which a sequence begins, with the row of its initial state, None being zero.
-    A, D and dt_bias are expanded to every step. Returns y, the states behind all sequences and dt.
-    """
-    x, z, D = p["x"], p["z"], p["D"]
-    group = HEADS // GROUPS
-    B, C = (p[name].repeat_interleave(group, 2) for name in "BC")
-    dt = p["dt"] + p["dt_bias"]
-    dt = (F.softplus(dt) if softplus else dt).clamp(*limit)
-    ys, states = [], []
-    for row, begins in enumerate(starts):
-        ends = [*(at for at, _ in begins[1:]), x.shape[1]]
-        y = []
-        for (begin, first), end in zip(begins, ends, strict=True):
-            state = x.new_zeros(HEADS, HEADDIM, DSTATE) if first is None else p["initial_states"][first]
-            for t in range(begin, end):
-                update = (
-                    torch.einsum("hp,hn->hpn", x[row, t], B[row, t]) * (dt * p["log_i"].exp())[row, t, :, None, None]
-                )
-                state = torch.exp((dt * p["A"] + p["log_f"])[row, t])[:, None, None] * state + update
-                y.append(torch.einsum("hpn,hn->hp", state, C[row, t]) + D[row, t, :, None] * x[row, t])
-            states.append(state)
-        ys.append(torch.stack(y) * F.silu(z[row]))
-    return torch.stack(ys), torch.stack(states), dt
-
-
-def compare(p: dict[str, Tensor], found: list[Tensor], starts: Any, limit: Any, softplus: bool, rows: Any) -> None:
-    """Outputs and all gradients, the truth being that of the inputs as rounded.
-
-    Rounding stays where large terms cancel: in gradients of D and dt_bias, sums over all steps, and in that of A, the
-    sum of dt dlog_f, which itself is a sum of differences of the size of dlog_i.
-    """
-    exact = leaves_of_the_truth(p)
-    y, states, dt = by_formula(exact, starts, limit, softplus)
-    truth = [y, states[rows]][: len(found)]
-    cotangents = [torch.randn_like(t) for t in truth]
-    grads = torch.autograd.grad(
-        found, list(p.values()), [c.to(f) for c, f in zip(cotangents, found, strict=True)], allow_unused=True
-    )  # fmt: skip
-    *true, dlog_f, dlog_i = torch.autograd.grad(truth, list(exact.values()), cotangents, allow_unused=True)
-    allowed = TOLERANCE[p["x"].dtype]
-    for ours, theirs in zip(found, truth, strict=True):
-        assert error(ours.detach().cpu(), theirs.detach()) <= allowed
-    for name, ours, theirs in zip(p, grads, true, strict=True):
-        if theirs is not None:
-            assert ours is not None, name
-            size = theirs.norm()
-            if name in SHARED:
-                theirs = theirs.sum((0, 1))
-                size = max(size, theirs.norm())
-            if name == "A":
-                size = dt.norm() * max(dlog_f.norm(), dlog_i.norm())
-            assert (ours.cpu() - theirs).norm() <= allowed * size, name
+    return convert(x, device, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -123,10 +58,9 @@ def test_steps_of_no_length_have_the_right_gradient(device: str) -> None:
     p["dt"][:, ::3] = 0.0
     p["dt_bias"] = torch.zeros_like(p["dt_bias"]).requires_grad_()
     p["dt"].requires_grad_()
-    infinite = (-float("inf"), float("inf"))  # a step of exactly 0 is not cut off
     y = mamba_chunk_scan_combined(**{**p, "dt": p["dt"].abs()}, chunk_size=16)
     exact = leaves_of_the_truth(p)
-    true, _, _ = by_formula({**exact, "dt": exact["dt"].abs()}, [[(0, row)] for row in range(BATCH)], infinite, False)
+    true, _, _ = by_formula({**exact, "dt": exact["dt"].abs()}, [[(0, row)] for row in range(BATCH)], INFINITE, False)
     cotangent = torch.randn_like(true)
     (ours,) = torch.autograd.grad(y, p["x"], cotangent.to(y), retain_graph=True)
     (theirs,) = torch.autograd.grad(true, exact["x"], cotangent, retain_graph=True)
@@ -159,59 +93,181 @@ def test_packed_sequences(device: str, states: int) -> None:
     compare(p, [y, each], starts, (0.0, float("inf")), True, slice(None))
 
 
-def test_steps_follow_a_prompt(device: str) -> None:
-    p = {name: t.detach() for name, t in problem(device, torch.float64).items()}
-    whole, last = mamba_chunk_scan_combined(**p, chunk_size=16, dt_softplus=True, return_final_states=True)
-    prompt = {name: t[:, :30] if name in ("x", "B", "C", "z", "dt") else t for name, t in p.items()}
-    _, state = mamba_chunk_scan_combined(**prompt, chunk_size=16, dt_softplus=True, return_final_states=True)
-    state = state.contiguous()
-    steps = []
-    for t in range(30, T):
-        x, B, C, z, dt = (p[name][:, t] for name in ("x", "B", "C", "z", "dt"))
-        steps.append(
-            selective_state_update(
-                state, x, dt[..., None].expand(-1, -1, HEADDIM), p["A"][:, None, None].expand(-1, HEADDIM, DSTATE),
-                B, C, p["D"][:, None].expand(-1, HEADDIM), z, p["dt_bias"][:, None].expand(-1, HEADDIM), True,
-            )
-        )  # fmt: skip
-    assert error(torch.stack(steps, 1), whole[:, 30:]) <= 1e-12
-    assert error(state, last) <= 1e-12
-
-
-def test_a_step_of_some_rows_of_the_state(device: str) -> None:
-    p = {name: t.detach() for name, t in problem(device, torch.float32).items()}
-    pool = torch.randn(5, HEADS, HEADDIM, DSTATE, device=device)
-    rows = torch.tensor([3, 1], device=device)
-    before, alone = pool.clone(), pool[rows].clone()
-    step = [p[name][:, 0] for name in ("x", "dt")], [p[name][:, 0] for name in "BC"]
-    options = {"dt_softplus": True}
-    out = selective_state_update(pool, *step[0], p["A"], *step[1], **options, state_batch_indices=rows)
-    assert torch.equal(out, selective_state_update(alone, *step[0], p["A"], *step[1], **options))
-    assert torch.equal(pool[rows], alone)
-    untouched = torch.tensor([0, 2, 4], device=device)
-    assert torch.equal(pool[untouched], before[untouched])
-
-
 def test_refuses_what_does_not_fit() -> None:
     p = {name: t.detach() for name, t in problem("cpu", torch.float32).items()}
     bad: dict[str, dict[str, Any]] = {
         "x": {"x": p["x"][0]}, "dt": {"dt": p["dt"][:, 1:]}, "A": {"A": p["A"][1:]}, "B": {"B": p["B"][:, :, :, 0]},
         "C": {"C": p["C"][..., 1:]}, "D": {"D": p["D"][1:]}, "z": {"z": p["z"][1:]},
         "dt_bias": {"dt_bias": p["dt_bias"][1:]}, "initial_states": {"initial_states": p["initial_states"][:, 1:]},
-        "seq_idx": {"seq_idx": torch.zeros(BATCH, 3, dtype=torch.int32)}, "dt_limit": {"dt_limit": (-1.0, 1.0)},
+        "seq_idx": {"seq_idx": torch.zeros(BATCH, 3, dtype=torch.int32)}, "dt_limit": {"dt_limit": (1.0, -1.0)},
         "cu_seqlens": {"return_varlen_states": True},
     }  # fmt: skip
     for name, change in bad.items():
         with pytest.raises(ValueError, match=f"^{name}: got"):
             mamba_chunk_scan_combined(**{**p, **change}, chunk_size=16)
-    with pytest.raises(TypeError, match=r"^B: got dtype"):
-        mamba_chunk_scan_combined(**{**p, "B": p["B"].double()}, chunk_size=16)
     three = torch.zeros(BATCH, T, 3, DSTATE)
     with pytest.raises(ValueError, match=r"^B: got 3 groups"):
         mamba_chunk_scan_combined(**{**p, "B": three, "C": three}, chunk_size=16)
-    state = torch.zeros(BATCH, HEADS, HEADDIM, DSTATE)
-    x, dt, B, C = (p[name][:, 0] for name in ("x", "dt", "B", "C"))
-    with pytest.raises(ValueError, match=r"^A: got strides"):
-        selective_state_update(state, x, dt, torch.zeros(HEADS, HEADDIM, DSTATE), B, C)
-    with pytest.raises(ValueError, match=r"^state: got shape"):
-        selective_state_update(state[1:], x, dt, p["A"], B, C)
+    for name, change in {"x": {"x": [1.0]}, "dt": {"dt": p["dt"].int()}, "A": {"A": -1.0}}.items():
+        with pytest.raises(TypeError, match=f"^{name}: got"):
+            mamba_chunk_scan_combined(**{**p, **change}, chunk_size=16)  # type: ignore[arg-type]
+    for limit in [(0.0,), 3.0, (0.0, float("nan")), ("0", "1")]:
+        with pytest.raises(ValueError, match=r"^dt_limit: got"):
+            mamba_chunk_scan_combined(**p, chunk_size=16, dt_limit=limit)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^seq_idx: got dtype"):
+        mamba_chunk_scan_combined(**p, chunk_size=16, seq_idx=torch.zeros(BATCH, T))
+    with pytest.raises(ValueError, match=r"^chunk_size: got 0"):
+        mamba_chunk_scan_combined(**p, chunk_size=0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_dt_may_be_negative(device: str, dtype: torch.dtype) -> None:
+    p = problem(device, dtype)
+    with torch.no_grad():
+        p["dt"][:, ::5] = -p["dt_bias"]  # steps of length 0 among them
+    limit = (-0.1, 0.4)
+    y, states = mamba_chunk_scan_combined(**p, chunk_size=16, dt_limit=limit, return_final_states=True)
+    compare(p, [y, states], [[(0, row)] for row in range(BATCH)], limit, False, slice(None))
+
+
+def test_a_negative_limit_binds_after_softplus(device: str) -> None:
+    p = problem(device, torch.float32)
+    limit = (-0.5, -0.05)
+    y = mamba_chunk_scan_combined(**p, chunk_size=16, dt_softplus=True, dt_limit=limit)
+    compare(p, [y], [[(0, row)] for row in range(BATCH)], limit, True, slice(None))
+
+
+@pytest.mark.parametrize("softplus", [False, True])
+def test_chunk_scan_has_no_limits(device: str, softplus: bool) -> None:
+    p = problem(device, torch.float32)
+    del p["initial_states"]
+    with torch.no_grad():
+        p["dt"] *= 0.2
+        p["dt_bias"] *= 0.1
+    y = mamba_chunk_scan(**p, chunk_size=16, dt_softplus=softplus)
+    compare(p, [y], [[(0, None)] for _ in range(BATCH)], INFINITE, softplus, slice(None))
+
+
+@pytest.mark.parametrize("wide", ["x", "B", "C"])
+@pytest.mark.parametrize(("dtype", "other"), [(torch.bfloat16, torch.float16), (torch.float16, torch.float32)], ids=str)
+def test_dtypes_may_differ(device: str, dtype: torch.dtype, other: torch.dtype, wide: str) -> None:
+    p = problem(device, dtype)
+    p[wide] = p[wide].detach().to(other).requires_grad_()
+    y = mamba_chunk_scan_combined(**p, chunk_size=16, dt_softplus=True)
+    assert y.dtype == p["x"].dtype
+    compare(p, [y], [[(0, row)] for row in range(BATCH)], (0.0, float("inf")), True, slice(None))
+
+
+def random_problem(data: st.DataObject) -> tuple[dict[str, Tensor], dict[str, Any], Starts]:
+    """Return inputs, options and where sequences start."""
+    batch, steps, groups, group, headdim, dstate = (data.draw(st.integers(1, n)) for n in (2, 20, 3, 3, 5, 6))
+    heads = groups * group
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
+    p = {
+        "x": draw(batch, steps, heads, headdim), "B": draw(batch, steps, groups, dstate),
+        "C": draw(batch, steps, groups, dstate), "dt": draw(batch, steps, heads) / 4, "A": -torch.rand(heads).double(),
+    }  # fmt: skip
+    optional = {
+        "z": draw(batch, steps, heads, headdim), "dt_bias": draw(heads) / 4,
+        "D": draw(heads, headdim) if data.draw(st.booleans()) else draw(heads),
+        "initial_states": draw(batch, heads, headdim, dstate),
+    }  # fmt: skip
+    p |= {name: t for name, t in optional.items() if data.draw(st.booleans())}
+    options: dict[str, Any] = {
+        "chunk_size": data.draw(st.sampled_from([1, 16, 256])), "dt_softplus": data.draw(st.booleans()),
+        "dt_limit": data.draw(st.sampled_from([(0.0, float("inf")), (0.1, 0.3), (-0.3, 0.2), INFINITE])),
+    }  # fmt: skip
+    starts: Starts = [[(0, row)] for row in range(batch)]
+    if data.draw(st.booleans()):
+        changes = torch.rand(batch, steps) < 0.2
+        options["seq_idx"] = changes.cumsum(1).int()
+        for row, at in changes.nonzero().tolist():
+            starts[row] = [(0, None)] if at == 0 else [*starts[row], (at, None)]
+    return convert(p, "cpu", data.draw(st.sampled_from([torch.float64, torch.float32]))), options, starts
+
+
+@given(st.data())
+def test_any_call_is_the_recurrence(data: st.DataObject) -> None:
+    p, options, starts = random_problem(data)
+    y, states = mamba_chunk_scan_combined(**p, **options, return_final_states=True)
+    lasts = torch.tensor([len(begins) for begins in starts]).cumsum(0) - 1
+    compare(p, [y, states], starts, options["dt_limit"], options["dt_softplus"], lasts)
+
+
+def varlen_problem(chunk_size: int, lengths: list[int]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the inputs of chunk_state_varlen, and where the sequences start."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    total = int(offsets[-1])
+    nchunks = -(-total // chunk_size)
+    torch.manual_seed(0)
+    dt = F.pad(draw(total, HEADS) / 4, (0, 0, 0, nchunks * chunk_size - total)).view(nchunks, chunk_size, HEADS)
+    dA = dt * (-torch.rand(HEADS, dtype=torch.float64))
+    given = {
+        "B": draw(total, GROUPS, DSTATE), "x": draw(total, HEADS, HEADDIM), "dt": dt.permute(2, 0, 1),
+        "dA_cumsum": dA.cumsum(1).permute(2, 0, 1), "chunk_states": draw(nchunks, HEADS, HEADDIM, DSTATE),
+    }  # fmt: skip
+    return {name: t.contiguous().requires_grad_() for name, t in given.items()}, offsets
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any))
+def test_states_after_packed_sequences_from_those_of_chunks(chunk_size: int, lengths: list[int]) -> None:
+    """The truth goes through the steps of the chunk in which a sequence ends."""
+    p, offsets = varlen_problem(chunk_size, lengths)
+    found = chunk_state_varlen(**p, cu_seqlens=offsets)
+    B = p["B"].repeat_interleave(HEADS // GROUPS, 1)
+    truth = []
+    for begin, end in zip(offsets.tolist(), offsets.tolist()[1:], strict=False):
+        chunk = max(end - 1, 0) // chunk_size
+        start = chunk * chunk_size
+        state = p["chunk_states"][chunk] if begin < start else torch.zeros_like(p["chunk_states"][0])
+        for t in range(max(begin, start), end):
+            sums, at = p["dA_cumsum"][:, chunk], t - start
+            decay = torch.exp(sums[:, at] - (sums[:, at - 1] if at else 0.0))
+            update = torch.einsum("h,hp,hn->hpn", p["dt"][:, chunk, at], p["x"][t], B[t])
+            state = decay[:, None, None] * state + update
+        truth.append(state)
+    exact = torch.stack(truth)
+    assert (found - exact).norm() <= 1e-9 * max(1.0, exact.norm())
+    cotangent = torch.randn_like(exact)
+    ours, theirs = (torch.autograd.grad(t, list(p.values()), cotangent, allow_unused=True) for t in (found, exact))
+    for name, a, b in zip(p, ours, theirs, strict=True):
+        b = torch.zeros_like(p[name]) if b is None else b
+        assert (a - b).norm() <= 1e-9 * max(1.0, b.norm()), name
+
+
+def test_states_of_chunks_keep_their_dtype() -> None:
+    p, offsets = varlen_problem(8, [5, 20])
+    given = {name: t.detach().to(torch.bfloat16 if name in "xB" else torch.float32) for name, t in p.items()}
+    found = chunk_state_varlen(**given, cu_seqlens=offsets.int())
+    assert found.dtype == torch.float32
+    exact = chunk_state_varlen(**{name: t.double() for name, t in given.items()}, cu_seqlens=offsets)
+    assert error(found, exact) <= TOLERANCE[torch.bfloat16]
+    for name, change in {
+        "B": p["B"][1:], "dt": p["dt"][1:], "dA_cumsum": p["dA_cumsum"][..., 1:], "cu_seqlens": offsets[:-1],
+        "chunk_states": p["chunk_states"][1:], "x": p["x"][0],
+    }.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: g"):
+            chunk_state_varlen(**{**p, "cu_seqlens": offsets, name: change})
+
+
+SCAN = "x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None"
+LAYER = "zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states=None, seq_idx=None"
+SIGNATURES = {  # mamba_ssm's
+    "mamba_chunk_scan_combined": f"{SCAN}, initial_states=None, seq_idx=None, cu_seqlens=None, dt_softplus=False,"
+    " dt_limit=(0.0, inf), return_final_states=False, return_varlen_states=False",
+    "mamba_chunk_scan": f"{SCAN}, dt_softplus=False",
+    "chunk_state_varlen": "B, x, dt, dA_cumsum, cu_seqlens, chunk_states",
+    "mamba_split_conv1d_scan_combined": f"{LAYER}, dt_limit=(0.0, inf), return_final_states=False, activation='silu',"
+    " rmsnorm_weight=None, rmsnorm_eps=1e-06, outproj_weight=None, outproj_bias=None, headdim=None, ngroups=1,"
+    " norm_before_gate=True",
+    "selective_state_update": "state, x, dt, A, B, C, D=None, z=None, dt_bias=None, dt_softplus=False,"
+    " state_batch_indices=None",
+}
+
+
+def test_signatures_are_those_of_the_package() -> None:
+    """No argument is swallowed: none of them takes arguments that it does not name."""
+    assert set(mamba.__all__) == set(SIGNATURES)
+    for name, signature in SIGNATURES.items():
+        arguments = inspect.signature(getattr(mamba, name)).parameters.values()
+        assert ", ".join(str(a.replace(annotation=inspect.Parameter.empty)) for a in arguments) == signature, name

@@ -1,4 +1,5 @@
-"""The tables of README.md, made from stored results, so that its numbers are those of docs/performance.md."""
+"""The tables of README.md and of docs/mamba.md, made from stored results, so that their numbers are those of
+docs/performance.md."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ TRAINING_ROWS = {
     "tfla mLSTMexp": "mLSTMexp",
     "Llama, 16 heads of 128, cuDNN": "Llama, cuDNN attention",
 }
+MAMBA_ROWS = {"tfla mamba_chunk_scan_combined": "tfla", "Mamba-2": "mamba_ssm"}
 STEPS, BATCH = 8192, 5
+MARK = re.compile(r"(<!-- table: (\w+) -->)\n(?:\|.*\n)*")
 
 
 def _find(result: Row, name: str, x: int, direction: str) -> Row:
@@ -60,7 +63,25 @@ def training(results: dict[str, Row]) -> str:
     return table(["tokens per second (GiB)", "eager", "`--compile`"], body)
 
 
-TABLES = {"speed": speed, "training": training}
+def mamba(results: dict[str, Row]) -> str:
+    """Return the table of Mamba-2's shape by length: milliseconds, and how many times as long the other takes."""
+    result = results["mamba"]
+    xs = sorted({row["x"] for row in result["rows"] if "x" in row})
+    at = [(x, direction) for direction in (FORWARD, BOTH) for x in xs]
+    found = {name: [_find(result, name, *where) for where in at] for name in MAMBA_ROWS}
+    body = [[label, *map(_time, found[name])] for name, label in MAMBA_ROWS.items()]
+    ratios = [
+        f"{theirs['seconds'] / ours['seconds']:.1f}" if "seconds" in ours and "seconds" in theirs else "-"
+        for ours, theirs in zip(*found.values(), strict=True)
+    ]
+    environment = result["environment"]
+    header = [f"{direction}, {x:,}" if x == xs[0] else f"{x:,}" for x, direction in at]
+    return table(
+        [f"{environment['device']}, {environment['date']}, ms, by length", *header], [*body, ["ratio", *ratios]]
+    )
+
+
+TABLES = {"speed": speed, "training": training, "mamba": mamba}
 
 
 def renew(text: str, results: dict[str, Row]) -> str:
@@ -69,4 +90,4 @@ def renew(text: str, results: dict[str, Row]) -> str:
     def replaced(found: re.Match[str]) -> str:
         return f"{found[1]}\n{TABLES[found[2]](results)}\n"
 
-    return re.sub(r"(<!-- table: (\w+) -->)\n(?:\|.*\n)*", replaced, text)
+    return MARK.sub(replaced, text)

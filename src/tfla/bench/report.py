@@ -28,7 +28,9 @@ class Report:
 
 
 def run(config: Report) -> None:
-    """Writes the page from every result: the CPU's first, then those of GPUs in the order of the suites.
+    """Write the page from every result: the CPU's first, then those of GPUs in the order of the suites.
+
+    The tables that pages beside it have marks for are renewed, too.
 
     Raises:
         FileNotFoundError: there is no result to report.
@@ -50,7 +52,9 @@ def run(config: Report) -> None:
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text("\n\n".join([INTRO.rstrip(), *sections]) + "\n")
     print(f"wrote {config.out}")
-    if config.readme is not None:
-        text = config.readme.read_text(encoding="utf-8")
-        config.readme.write_text(readme.renew(text, on_gpus), encoding="utf-8")
-        print(f"wrote {config.readme}")
+    beside = [page for page in sorted(config.out.parent.glob("*.md")) if page != config.out]
+    for page in (*beside, *([config.readme] if config.readme is not None else [])):
+        text = page.read_text(encoding="utf-8")
+        if readme.MARK.search(text):
+            page.write_text(readme.renew(text, on_gpus), encoding="utf-8")
+            print(f"wrote {page}")

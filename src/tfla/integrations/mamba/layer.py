@@ -1,0 +1,190 @@
+"""A Mamba-2 layer from the output of its input projection on, in one function."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tfla.integrations.mamba.scan import check_dt_limit, check_sequence_ids, mamba_chunk_scan_combined
+from tfla.integrations.mamba.terms import check_groups
+from tfla.ops.checks import check_float, check_shape
+from tfla.ops.gates import cast
+from tfla.ops.signature import without_autocast
+
+ACTIVATIONS = (None, "silu", "swish")
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t if t.dtype == torch.float64 else cast(t, torch.float32)
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
+    """Return the causal depthwise convolution of x (batch, seqlen, channels) with weight (channels, width).
+
+    With seq_idx a step sees no step of another sequence: products with such steps are left out of its sum, which is
+    taken in at least float32.
+    """
+    width = weight.shape[1]
+    if seq_idx is None:
+        bias = None if bias is None else cast(bias, x.dtype)
+        padded = F.pad(x.transpose(1, 2), (width - 1, 0))
+        return F.conv1d(padded, cast(weight, x.dtype)[:, None], bias, groups=x.shape[-1]).transpose(1, 2)
+    # An id that comes back after another one is another sequence, as it is for the scan.
+    runs = F.pad(torch.diff(seq_idx, dim=1) != 0, (1, 0)).cumsum(1)
+    wide, weight = _wide(x), _wide(weight)
+    y = wide * weight[:, -1]
+    for back in range(1, min(width, x.shape[1])):
+        apart = (runs[:, back:] != runs[:, :-back])[..., None]
+        y = y + F.pad(wide[:, :-back].masked_fill(apart, 0.0) * weight[:, -1 - back], (0, 0, back, 0))
+    return cast(y if bias is None else y + bias, x.dtype)
+
+
+def _gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, ngroups: int, norm_before_gate: bool) -> Tensor:
+    """Return RMSNorm(y) silu(z), or RMSNorm(y silu(z)), computed in at least float32. Groups of channels have norms of
+    their own."""
+    gate = F.silu(_wide(z))
+    out = _wide(y) if norm_before_gate else _wide(y) * gate
+    out = out.unflatten(-1, (ngroups, -1))
+    out = F.rms_norm(out, out.shape[-1:], eps=eps).flatten(-2) * weight
+    return cast(out * gate if norm_before_gate else out, y.dtype)
+
+
+def _sizes(
+    zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int | None, ngroups: int
+) -> tuple[int, int, int, int]:
+    """Return nheads, headdim, dstate and the number of channels that bypass the scan."""
+    for name, t in {"zxbcdt": zxbcdt, "conv1d_weight": conv1d_weight, "D": D}.items():
+        check_float(name, t)
+    check_shape("zxbcdt", zxbcdt, ("batch", "seqlen", "channels"))
+    check_shape("conv1d_weight", conv1d_weight, ("channels", "width"))
+    if D.dim() == 1 and headdim is None:
+        raise ValueError(f"headdim: got None, expected the head dim with D of shape {tuple(D.shape)}")
+    check_shape("D", D, ("nheads",) if D.dim() == 1 else ("nheads", "headdim" if headdim is None else headdim))
+    nheads, headdim = D.shape[0], D.shape[1] if headdim is None else headdim
+    check_groups("ngroups", ngroups, nheads)
+    dim, (channels, width) = nheads * headdim, conv1d_weight.shape
+    if channels <= dim or (channels - dim) % (2 * ngroups) or width < 1:
+        raise ValueError(
+            f"conv1d_weight: got {tuple(conv1d_weight.shape)}, expected (nheads headdim + 2 ngroups dstate, width)"
+            f", here ({dim} + {2 * ngroups} dstate, width)"
+        )
+    rest = zxbcdt.shape[-1] - dim - channels - nheads
+    if rest < 0 or rest % 2:
+        raise ValueError(
+            f"zxbcdt: got {zxbcdt.shape[-1]} channels, expected 2 nheads headdim + 2 ngroups dstate + nheads ="
+            f" {dim + channels + nheads}, or an even number more for a gated MLP beside the scan"
+        )
+    return nheads, headdim, (channels - dim) // (2 * ngroups), rest // 2
+
+
+def _check_output(
+    zxbcdt: Tensor,
+    inner: int,
+    dim: int,
+    rmsnorm_weight: Tensor | None,
+    outproj_weight: Tensor | None,
+    outproj_bias: Tensor | None,
+) -> None:
+    """Check the parameters after the scan, of dim channels; the projection reads inner channels."""
+    if rmsnorm_weight is not None:
+        check_float("rmsnorm_weight", rmsnorm_weight)
+        check_shape("rmsnorm_weight", rmsnorm_weight, (dim,))
+    if outproj_weight is None:
+        if outproj_bias is not None:
+            raise ValueError("outproj_bias: got a tensor, expected None without outproj_weight")
+        return
+    check_float("outproj_weight", outproj_weight)
+    check_shape("outproj_weight", outproj_weight, ("out_dim", inner))
+    if outproj_bias is not None:
+        check_float("outproj_bias", outproj_bias)
+        check_shape("outproj_bias", outproj_bias, (outproj_weight.shape[0],))
+    if torch.is_autocast_enabled(zxbcdt.device.type):
+        return
+    for name, t in {"outproj_weight": outproj_weight, "outproj_bias": outproj_bias}.items():
+        if t is not None and t.dtype != zxbcdt.dtype:
+            raise TypeError(f"{name}: got dtype {t.dtype}, expected that of zxbcdt, {zxbcdt.dtype}")
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    dt_bias: Tensor,
+    A: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    activation: str | None = "silu",
+    rmsnorm_weight: Tensor | None = None,
+    rmsnorm_eps: float = 1e-6,
+    outproj_weight: Tensor | None = None,
+    outproj_bias: Tensor | None = None,
+    headdim: int | None = None,
+    ngroups: int = 1,
+    norm_before_gate: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute a Mamba-2 layer after its input projection; as
+    ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
+
+    The channels of zxbcdt are split, in this order, into a gated MLP of 2 d_mlp channels (none as a rule), z, x, B, C
+    and dt. x, B and C pass a causal depthwise convolution and its activation, then the scan with softplus of dt and the
+    skip connection. z gates the result, under an RMSNorm if it has a weight. silu(first half) * second half of the MLP
+    is put in front, and the output projection is applied.
+
+    Args:
+        zxbcdt: (batch, seqlen, 2 d_mlp + 2 dim + 2 ngroups dstate + nheads) with dim = nheads headdim.
+        conv1d_weight: (dim + 2 ngroups dstate, width); conv1d_bias: (dim + 2 ngroups dstate,) or None.
+        dt_bias, A: (nheads,); D: (nheads,), with headdim given, or (nheads, headdim).
+        chunk_size, initial_states, dt_limit, return_final_states: as for :func:`mamba_chunk_scan_combined`.
+        seq_idx: as there; the convolution does not reach into another sequence either.
+        activation: "silu" or its other name "swish", or None, of the convolution.
+        rmsnorm_weight: (dim,), or None for no norm; each of the ngroups groups of channels has a norm of its own.
+        outproj_weight: (out_dim, d_mlp + dim), or None for no projection; outproj_bias: (out_dim,) or None.
+        norm_before_gate: whether the norm is RMSNorm(y) silu(z) rather than RMSNorm(y silu(z)).
+
+    Returns:
+        out (batch, seqlen, out_dim or d_mlp + dim) in zxbcdt's dtype (that of autocast after a projection), with
+        return_final_states also the state after the last step, (batch, nheads, headdim, dstate).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+    """
+    nheads, headdim, dstate, d_mlp = _sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
+    (batch, seqlen, _), dim, channels = zxbcdt.shape, nheads * headdim, conv1d_weight.shape[0]
+    for name, t, shape in (
+        ("conv1d_bias", conv1d_bias, (channels,)), ("dt_bias", dt_bias, (nheads,)), ("A", A, (nheads,)),
+    ):  # fmt: skip
+        if t is not None or name != "conv1d_bias":
+            check_float(name, t)
+            check_shape(name, t, shape)  # type: ignore[arg-type]
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: got {activation!r}, allowed are {', '.join(map(repr, ACTIVATIONS))}")
+    check_dt_limit(dt_limit)
+    if seq_idx is not None:
+        check_sequence_ids(seq_idx, batch, seqlen)
+    _check_output(zxbcdt, d_mlp + dim, dim, rmsnorm_weight, outproj_weight, outproj_bias)
+    mlp, z, xBC, dt = zxbcdt.split((2 * d_mlp, dim, channels, nheads), -1)
+    with without_autocast(zxbcdt.device.type):
+        xBC = _convolve(xBC, conv1d_weight, conv1d_bias, seq_idx)
+        x, B, C = (xBC if activation is None else F.silu(xBC)).split((dim, ngroups * dstate, ngroups * dstate), -1)
+        heads, groups = (nheads, headdim), (ngroups, dstate)
+        found = mamba_chunk_scan_combined(
+            x.unflatten(-1, heads), dt, A, B.unflatten(-1, groups), C.unflatten(-1, groups), chunk_size, D,
+            z.unflatten(-1, heads) if rmsnorm_weight is None else None, dt_bias, initial_states, seq_idx,
+            dt_softplus=True, dt_limit=dt_limit, return_final_states=return_final_states,
+        )  # fmt: skip
+        y = (found[0] if isinstance(found, tuple) else found).flatten(-2)
+        if rmsnorm_weight is not None:
+            y = _gated_norm(y, z, rmsnorm_weight, rmsnorm_eps, ngroups, norm_before_gate)
+        if d_mlp:
+            gate, value = mlp.chunk(2, -1)
+            y = torch.cat((F.silu(gate) * value, y), -1)
+    if outproj_weight is not None:
+        y = F.linear(y, outproj_weight, outproj_bias)
+    return (y, found[1]) if isinstance(found, tuple) else y

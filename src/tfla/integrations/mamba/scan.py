@@ -1,0 +1,217 @@
+"""Mamba-2 over whole sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tfla
+from tfla.integrations.mamba.terms import check_operands, common_dtype, finish, operands, step_sizes
+from tfla.ops.checks import check_chunk_size, check_cu_seqlens, check_float, check_shape
+from tfla.ops.gates import cast
+from tfla.ops.signature import without_autocast
+
+
+def check_dt_limit(dt_limit: Sequence[float]) -> tuple[float, float]:
+    """Return dt_limit as a pair whose first number is not above its second."""
+    pair = dt_limit if isinstance(dt_limit, tuple | list) else ()
+    if len(pair) != 2 or not all(isinstance(n, float | int) for n in pair) or not pair[0] <= pair[1]:
+        raise ValueError(f"dt_limit: got {dt_limit}, expected a pair (min, max) with min <= max")
+    return float(pair[0]), float(pair[1])
+
+
+def check_sequence_ids(seq_idx: Tensor, batch: int, seqlen: int) -> None:
+    if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in (torch.int32, torch.int64):
+        got = f"dtype {seq_idx.dtype}" if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
+        raise TypeError(f"seq_idx: got {got}, expected an int32 or int64 tensor")
+    check_shape("seq_idx", seq_idx, (batch, seqlen))
+
+
+def _clamped(dt: Tensor, dt_limit: tuple[float, float], positive: bool) -> tuple[Tensor, bool]:
+    """Return dt clamped to its limits, and whether it may be negative. A limit without effect costs no launch."""
+    low, high = dt_limit
+    least, most = None if low == -math.inf or (positive and low <= 0) else low, None if high == math.inf else high
+    signed = high < 0 if positive else low < 0
+    return (dt if least is most is None else dt.clamp(least, most)), signed
+
+
+def _first_states(initial_states: Tensor, sequences: int, shape: tuple[int, ...]) -> Tensor:
+    """Return the initial states in tfla's layout.
+
+    One state that is given for several packed sequences belongs to the first of them, as in mamba_ssm.
+    """
+    check_float("initial_states", initial_states)
+    rows = 1 if sequences > 1 and initial_states.shape[0] == 1 else sequences
+    check_shape("initial_states", initial_states, (rows, *shape))
+    states = initial_states.transpose(-1, -2)
+    return states if rows == sequences else F.pad(states, (0, 0, 0, 0, 0, 0, 0, sequences - 1))
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Compute Mamba-2 over whole sequences; as ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``.
+
+    Args:
+        x: (batch, seqlen, nheads, headdim); z the same.
+        dt: (batch, seqlen, nheads), any float dtype; it gets dt_bias (nheads,), softplus if asked for, and is clamped
+            to dt_limit. With a negative lower limit it may be negative.
+        A: (nheads,), usually negative; D: (nheads,) or (nheads, headdim).
+        B, C: (batch, seqlen, ngroups, dstate); ngroups divides nheads. Where the dtypes of x, B and C differ, the scan
+            is computed in the one that all of them convert to without rounding.
+        chunk_size: has no effect; tfla picks the distance between stored states itself.
+        initial_states: (batch, nheads, headdim, dstate).
+        seq_idx: (batch, seqlen) int, which sequence a step belongs to: the state starts at zero where it changes. The
+            initial state is that of sequence 0.
+        cu_seqlens: (sequences + 1,) int, for batch 1: where packed sequences start and, last, seqlen. They are kept
+            apart without seq_idx too. initial_states may then have a row for each sequence; one row is the first's.
+        dt_limit: the least and the greatest dt.
+        return_final_states: also return the state after the last step, (batch, nheads, headdim, dstate).
+        return_varlen_states: also return the state after each packed sequence, last of all. It has a gradient here.
+
+    Returns:
+        out (batch, seqlen, nheads, headdim) in x's dtype, or a tuple of it and the states asked for, in float32
+        (float64 where x, B or C is).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+    """
+    check_float("x", x)
+    check_shape("x", x, ("batch", "seqlen", "nheads", "headdim"))
+    check_operands(x, B, C, D, z)
+    batch, seqlen, nheads, headdim = x.shape
+    check_float("dt", dt)
+    check_shape("dt", dt, (batch, seqlen, nheads))
+    for name, t in {"A": A, "dt_bias": dt_bias}.items():
+        if t is not None:
+            check_float(name, t)
+            check_shape(name, t, (nheads,))
+    check_chunk_size(chunk_size)
+    limit = check_dt_limit(dt_limit)
+    if return_varlen_states and cu_seqlens is None:
+        raise ValueError("cu_seqlens: got None, expected a tensor with return_varlen_states")
+    dt, signed = _clamped(step_sizes(dt, dt_bias, dt_softplus), limit, dt_softplus)
+    log_f = dt * cast(A, dt.dtype)
+    if seq_idx is not None:
+        check_sequence_ids(seq_idx, batch, seqlen)
+        starts = torch.diff(seq_idx, dim=1, prepend=torch.zeros_like(seq_idx[:, :1])) != 0
+        log_f = log_f.masked_fill(starts[..., None], -math.inf)
+    state = None
+    if initial_states is not None:
+        sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = tfla.State(_first_states(initial_states, sequences, (nheads, headdim, B.shape[-1])))
+    dtype = common_dtype(x, B, C)
+    v, log_i = operands(cast(x, dtype), dt, signed)
+    inputs = cast(C, dtype), cast(B, dtype), v, log_f, log_i
+    with without_autocast(x.device.type):
+        if not (return_final_states or return_varlen_states):  # the last segments then need no state after them
+            y = tfla.linear_attention(*inputs, scale=1.0, initial_state=state, cu_seqlens=cu_seqlens)
+            assert isinstance(y, Tensor)
+            return finish(y, x, D, z)
+        y, last = tfla.linear_attention(
+            *inputs, scale=1.0, initial_state=state, return_state=True, cu_seqlens=cu_seqlens
+        )
+        results: tuple[Tensor, ...] = (finish(y, x, D, z),)
+    states = last.C.transpose(-1, -2)
+    if return_final_states:
+        results += (states if cu_seqlens is None else states[-1:],)
+    if return_varlen_states:
+        results += (states,)
+    return results
+
+
+def mamba_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+) -> Tensor:
+    """Compute Mamba-2 without states or limits of dt; as ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan``.
+
+    The arguments, the result and the errors are those of :func:`mamba_chunk_scan_combined`. dt may be negative.
+    """
+    limits = -math.inf, math.inf
+    y = mamba_chunk_scan_combined(
+        x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus=dt_softplus, dt_limit=limits
+    )  # fmt: skip
+    assert isinstance(y, Tensor)
+    return y
+
+
+def chunk_state_varlen(
+    B: Tensor, x: Tensor, dt: Tensor, dA_cumsum: Tensor, cu_seqlens: Tensor, chunk_states: Tensor
+) -> Tensor:
+    """Compute the state after each packed sequence; as ``mamba_ssm.ops.triton.ssd_chunk_state.chunk_state_varlen``.
+
+    Each state is computed from the state at the start of the chunk in which its sequence ends, and from the steps of
+    that sequence in that chunk. An empty sequence has a state of zeros.
+
+    Args:
+        B: (seqlen, ngroups, dstate); x: (seqlen, nheads, headdim); ngroups divides nheads.
+        dt: (nheads, nchunks, chunk_size), with nchunks chunk_size >= seqlen: bias, softplus and limits are applied.
+        dA_cumsum: (nheads, nchunks, chunk_size), sums of dt A from the start of each chunk.
+        cu_seqlens: (sequences + 1,) int, where packed sequences start and, last, seqlen.
+        chunk_states: (nchunks, nheads, headdim, dstate), the states at the start of the chunks.
+
+    Returns:
+        states (sequences, nheads, headdim, dstate) in the dtype of chunk_states. They have a gradient here.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+    """
+    for name, t in {"dt": dt, "dA_cumsum": dA_cumsum, "chunk_states": chunk_states, "x": x}.items():
+        check_float(name, t)
+    check_shape("x", x, ("seqlen", "nheads", "headdim"))
+    check_operands(x, B, B, None, None)
+    seqlen, nheads, headdim = x.shape
+    check_shape("dt", dt, (nheads, "nchunks", "chunk_size"))
+    _, nchunks, chunk_size = dt.shape
+    if nchunks * chunk_size < seqlen:
+        raise ValueError(f"dt: got {nchunks} chunks of {chunk_size} steps, expected at least the {seqlen} steps of x")
+    check_shape("dA_cumsum", dA_cumsum, (nheads, nchunks, chunk_size))
+    check_shape("chunk_states", chunk_states, (nchunks, nheads, headdim, B.shape[-1]))
+    check_cu_seqlens(cu_seqlens, x[None])
+    # Each sequence is split where its last chunk starts. The scan over the first part is not used; the second starts
+    # from the state of the chunk. Splitting all sequences this way reads no offset on the host.
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    chunk = (end - 1).div(chunk_size, rounding_mode="floor").clamp(min=0)
+    split = torch.maximum(begin, chunk * chunk_size)
+    carried = torch.where((begin < split)[:, None, None, None], chunk_states[chunk], 0.0).transpose(-1, -2)
+    states = torch.stack((torch.zeros_like(carried), carried), 1).flatten(0, 1)
+    offsets = torch.cat((cu_seqlens[:1], torch.stack((split, end), 1).flatten()))
+    log_f = torch.diff(dA_cumsum, dim=-1, prepend=torch.zeros_like(dA_cumsum[..., :1]))
+    log_f, dt = (t.flatten(1).t()[:seqlen] for t in (log_f, step_sizes(dt, None, False)))
+    dtype = common_dtype(x, B)
+    k = cast(B, dtype)[None]
+    v, log_i = operands(cast(x, dtype), dt, signed=True)
+    with without_autocast(x.device.type):
+        _, last = tfla.linear_attention(
+            k, k, v[None], log_f[None], log_i[None], scale=1.0, initial_state=tfla.State(states), return_state=True,
+            cu_seqlens=offsets,
+        )  # fmt: skip
+    return cast(last.C[1::2].transpose(-1, -2), chunk_states.dtype)
