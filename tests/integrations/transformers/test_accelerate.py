@@ -289,6 +289,19 @@ def test_options_and_undoing(make_xlstm: Make, tokens: Tokens, monkeypatch: pyte
     assert [block.mlstm_layer.mlstm_backend for block in model.backbone.blocks] == originals
 
 
+def test_a_cell_swallows_no_argument(make_xlstm: Make) -> None:
+    cell = accelerate(make_xlstm()).backbone.blocks[0].mlstm_layer.mlstm_backend
+    q, k, v, i, f = (torch.randn(1, 2, 5, *dims) for dims in ((4,), (4,), (4,), (), ()))
+    given = dict(zip(cell.names, (q, k, v, i, f), strict=True))
+    assert cell(**given)[0].shape == v.shape
+    with pytest.raises(TypeError, match=r"^chunk_size: got an unknown argument, expected one of "):
+        cell(**given, chunk_size=8)
+    with pytest.raises(ValueError, match=r"^c_initial, n_initial, m_initial: got some of them"):
+        cell(**given, c_initial=torch.zeros(1, 2, 4, 4))
+    with pytest.raises(ValueError, match=r"^mode: got 'trian'"):
+        cell(**given, mode="trian")
+
+
 def test_a_model_inside_another_module(make_xlstm: Make, tokens: Tokens) -> None:
     inner, ids = make_xlstm().backbone, tokens(1, 7)
     accelerate(nn.Sequential(inner))

@@ -55,13 +55,22 @@ class Cell(nn.Module):
             mode: None takes the config's.
             inputs: queries, keys (B, H, T, dqk), values (B, H, T, dhv) and both gates' pre-activations (B, H, T), by
                 the names that the original has for them.
+
+        Raises:
+            TypeError: an argument is unknown.
+            ValueError: only a part of the state is given, or the mode is unknown.
         """
+        for name in inputs:
+            if name not in self.names:
+                raise TypeError(f"{name}: got an unknown argument, expected one of {', '.join(self.names)}")
         # The layer made heads first by a transpose: this one is free.
         q, k, v, i, f = (inputs[name].transpose(1, 2) for name in self.names)
         i, f = self.padding.close_gates(self, i, f)
         state = None
         if c_initial is not None and n_initial is not None and m_initial is not None:
             state = State(c_initial, n_initial, m_initial[..., 0])
+        elif not (c_initial is None and n_initial is None and m_initial is None):
+            raise ValueError("c_initial, n_initial, m_initial: got some of them, expected all or none")
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, i, f, *(state or ())))
         if state is not None and q.shape[1] == 1 and not differentiable:
             # Inside the model, which copies the new state over the old one anyway.
@@ -79,8 +88,11 @@ class Cell(nn.Module):
         return h.transpose(1, 2), _for_library(new, state)
 
     def _wanted(self, return_last_states: bool | None, mode: str | None) -> bool:
-        if "train" not in (self.config.mode if mode is None else mode):
+        mode = self.config.mode if mode is None else mode
+        if "inference" in mode:
             return True
+        if "train" not in mode:
+            raise ValueError(f"mode: got {mode!r}, expected one with 'train' or 'inference' in its name")
         return bool(self.config.return_last_states if return_last_states is None else return_last_states)
 
 
