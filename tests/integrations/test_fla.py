@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -13,6 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import TOLERANCE, error
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tfla.integrations import fla as ours
@@ -152,6 +155,62 @@ def test_every_function_is_the_recurrence(name: str, reverse: bool, normalize: b
     agree([o, *last] if normalize else [o, last], expected, [leaves[at] for at in used], [exact[at] for at in used])
     o, last = getattr(ours, name)(positive(q), positive(k), v, **{**options, "output_final_state": False})
     assert last is None
+
+
+@pytest.mark.parametrize(
+    ("name", "reverse"), [(name, reverse) for name, reverse in DIRECTIONS if takes(name, "state_v_first")]
+)
+def test_state_layouts(name: str, reverse: bool) -> None:
+    q, k, v, state = leaves = inputs("q", "k", "v", "state")
+    run = functools.partial(getattr(ours, name), q, k, v, output_final_state=True)
+    run = functools.partial(run, reverse=True) if reverse else run
+    o, last = run(initial_state=state.transpose(-1, -2), state_v_first=True)
+    assert last.shape == (B, H, V, K)
+    agree([o, last.transpose(-1, -2)], [*run(initial_state=state)], leaves)
+
+
+@given(
+    name=st.sampled_from(TAKES_STATES),
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=3).filter(any),
+    dims=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
+    scale=st.none() | st.floats(0.1, 2) | st.floats(-2, -0.1),
+    flags=st.fixed_dictionaries({"reverse": st.booleans(), "state_v_first": st.booleans(), "normalize": st.booleans()}),
+    seed=st.integers(0, 1000),
+)
+def test_any_call_is_the_recurrence(
+    name: str, lengths: list[int], dims: tuple[int, int, int], scale: float | None, flags: dict[str, bool], seed: int
+) -> None:
+    """Packed sequences of any lengths, heads and head dims, from a state to a state, with any options."""
+    torch.manual_seed(seed)
+    T, N, (H, K, V) = sum(lengths), len(lengths), dims
+    q, k, v = torch.rand(1, T, H, K) + 0.1, torch.rand(1, T, H, K) + 0.1, torch.randn(1, T, H, V)
+    g, state, keys = -torch.rand(1, T, H), torch.randn(N, H, K, V), torch.rand(N, 1, H, K)
+    flags = {flag: value and takes(name, flag) for flag, value in flags.items()}
+    options = {flag: value for flag, value in flags.items() if takes(name, flag)} | required(name)
+    options |= {"g": g} if takes(name, "g") else {}
+    first = state.transpose(-1, -2) if flags["state_v_first"] else state
+    o, last = getattr(ours, name)(
+        q, k, v, scale=scale, initial_state=(first, keys) if flags["normalize"] else first, output_final_state=True,
+        cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]), **options,
+    )  # fmt: skip
+    found = [o, *last] if flags["normalize"] else [o, last]
+
+    scale = K**-0.5 if scale is None else scale
+    parts = []
+    for row, steps in enumerate(zip(*(t.double().split(lengths, 1) for t in (q, k, v, g)), strict=True)):
+        q_, k_, v_, g_ = steps
+        start, keys_ = state[[row]].double(), keys[[row]].double()
+        if lengths[row] == 0:
+            parts.append([v_, start, keys_])
+            continue
+        out, end = recurrence(q_, k_, v_, log_decays(name, g_), start, scale, flags["reverse"])
+        denominator, keys_ = normalized(q_, k_, keys_, scale, flags["reverse"])
+        parts.append([out / denominator if flags["normalize"] else out, end, keys_])
+    out, end, sums = (torch.cat(pieces, int(at == 0)) for at, pieces in enumerate(zip(*parts, strict=True)))
+    expected = [out, end.transpose(-1, -2) if flags["state_v_first"] else end, sums]
+    for a, b in zip(found, expected[: len(found)], strict=True):
+        assert a.shape == b.shape
+        assert error(a, b) <= TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("name", WITH_SCORES)
@@ -316,9 +375,9 @@ def test_a_step() -> None:
 def test_dtypes(device: str, dtype: torch.dtype) -> None:
     q, k, v, g = (t.detach().to(device, dtype) for t in inputs("q", "k", "v", "g"))
     q, k = q.abs(), k.abs()
-    for run, given in ((ours.chunk_simple_gla, (q, k, v, g)), (ours.chunk_linear_attn, (q, k, v))):
-        o, _ = run(*given)
-        exact, _ = run(*(t.double() for t in given))
+    for run, tensors in ((ours.chunk_simple_gla, (q, k, v, g)), (ours.chunk_linear_attn, (q, k, v))):
+        o, _ = run(*tensors)
+        exact, _ = run(*(t.double() for t in tensors))
         assert o.dtype == dtype
         assert error(o, exact) <= TOLERANCE[dtype]
 
@@ -402,22 +461,22 @@ def test_the_deprecated_name_of_the_state_layout(name: str) -> None:
 )
 def test_compiles_whole(name: str, options: dict[str, Any]) -> None:
     q, k, v = leaves = inputs("q", "k", "v")
-    given, run = (q.exp(), k.exp(), v), getattr(ours, name)  # denominators are sums of positive numbers
+    positive, run = (q.exp(), k.exp(), v), getattr(ours, name)  # denominators are sums of positive numbers
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        agree(flat(compiled(*given, **options)), flat(run(*given, **options)), leaves)
+        agree(flat(compiled(*positive, **options)), flat(run(*positive, **options)), leaves)
 
 
 def test_malformed_inputs_of_a_reversed_scan() -> None:
     q, k, v, g, state = (t.detach() for t in inputs("q", "k", "v", "g", "state"))
     run = ours.fused_recurrent_simple_gla
-    for argument, given in {
+    for argument, case in {
         "q": (q[0], k, v, g, None, None), "k": (q, k[0], v, g, None, None), "v": (q, k, v[0], g, None, None),
         "cu_seqlens": (q[:1], k[:1], v[:1], g[:1], torch.tensor([0, 5]), None),
         "initial_state": (q, k, v, g, None, state[1:]),
     }.items():  # fmt: skip
-        *tensors, cu_seqlens, initial = given
+        *tensors, cu_seqlens, initial = case
         with pytest.raises(ValueError, match=rf"^{argument}: g"):
             run(*tensors, initial_state=initial, reverse=True, cu_seqlens=cu_seqlens)
     for reverse in (False, True):
