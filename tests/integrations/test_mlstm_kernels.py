@@ -294,3 +294,51 @@ def test_refuses_what_does_not_fit() -> None:
     for refused in ({"chunkwise_kernel": "parallel--native_custbw"}, {"mode": "train_with_padding"}):
         with pytest.raises(ValueError, match=r"^return_last_states: got True"):
             ours.mLSTMBackendConfig(**refused)
+
+
+WRONG_TENSORS = (None, "x", 3, [1.0], torch.ones(2, dtype=torch.long))
+WRONG_EPSILONS = ("1e-6", None, [1e-6], True, torch.ones(2), float("nan"), float("inf"), -1e-6)
+WRONG_DTYPES = ("float32", torch.int32, 4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chunkwise--native_autograd",
+        "chunkwise--triton_xl_chunk_siging",
+        "parallel--native_custbw",
+        "native_sequence__native",
+        "native",
+    ],
+)
+def test_every_wrong_argument_is_named(name: str) -> None:
+    kernels = {n: k for table in TABLES for n in getattr(ours, f"get_available_{table}s")()
+               for k in [getattr(ours, f"get_{table}")(n)]}  # fmt: skip
+    kernel, given = kernels[name], inputs(9) if name != "native" else a_step(torch.float32, torch.float32)
+    given = {name: t.detach() for name, t in given.items()}
+    if name.startswith("chunkwise") or "sequence" in name:
+        given |= {name: t.detach() for name, t in states().items()}
+    wrong: list[tuple[str, Any]] = []
+    for argument in inspect.signature(kernel).parameters:
+        if argument in given:
+            wrong += [(argument, value) for value in WRONG_TENSORS if value is not None or "_initial" not in argument]
+        elif argument == "eps":
+            wrong += [(argument, value) for value in WRONG_EPSILONS]
+        elif argument in ("dtype_state", "autocast_kernel_dtype"):
+            wrong += [(argument, value) for value in WRONG_DTYPES]
+    assert len(wrong) > 30
+    for argument, value in wrong:
+        with pytest.raises((TypeError, ValueError), match=rf"^{argument.removesuffix('_initial')}: got "):
+            kernel(**{**given, argument: value})
+
+
+@pytest.mark.parametrize("eps", [0, 1e-6])
+def test_dtypes_that_differ_and_empty_sequences(eps: float) -> None:
+    x = {name: t.detach() for name, t in inputs(9).items()}
+    kernel = ours.get_mlstm_kernel("chunkwise--native_autograd")
+    for name in ("k", "v"):
+        with pytest.raises(TypeError, match=rf"^{name}: got dtype torch.bfloat16, expected that of q"):
+            kernel(**{**x, name: x[name].bfloat16()}, eps=eps)
+    for empty in ({name: t[:, :, :0] for name, t in x.items()}, {**x, "v": x["v"][..., :0]}):
+        with pytest.raises(ValueError, match=r"^v: got shape .*, expected no empty dimension"):
+            kernel(**empty, eps=eps)

@@ -1,10 +1,13 @@
-"""Checks of keyword arguments: a function that takes ``**kwargs`` for compatibility refuses what it does not know."""
+"""Checks of arguments that other libraries' functions have and tfla's operator has not."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection
 from typing import Any
+
+import torch
 
 
 def refuse_unknown(function: Callable[..., Any], given: Collection[str], ignored: Collection[str]) -> None:
@@ -25,3 +28,17 @@ def refuse_unknown(function: Callable[..., Any], given: Collection[str], ignored
             raise TypeError(
                 f"{name}: got an argument that {function.__name__} does not take, expected one of {allowed}"
             )
+
+
+def check_epsilon(name: str, value: object) -> None:
+    """Raise where `value` is no finite number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
+    if not (isinstance(value, torch.SymFloat | torch.SymInt) or (math.isfinite(value) and value >= 0)):
+        raise ValueError(f"{name}: got {value}, expected a finite number of at least 0")
+
+
+def check_float_dtype(name: str, value: object) -> None:
+    """Raise where `value` is no float dtype."""
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise TypeError(f"{name}: got {value!r}, expected a float torch.dtype")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tfla.ops.api import prepare
+from tfla.ops.checks import check_inputs
 from tfla.ops.choice import choose
 from tfla.ops.state import State
 
@@ -76,10 +77,17 @@ def attend_with_offset(
     state: State | None,
     normalizer_grad: bool,
 ) -> tuple[Tensor, State]:
-    """Normalised linear attention, q, k, v (B, T, H, d), with exp(-m) e = `offset` (B, T, H), which gets a gradient.
+    """Compute normalized linear attention, q, k, v (B, T, H, d), with exp(-m) e = `offset` (B, T, H).
 
-    `m` are the max states from `state`, or from 0. Returns h and the state behind the last step.
+    `offset` gets a gradient; `m` are the max states from `state`, or from 0.
+
+    Returns:
+        h (B, T, H, dhv) and the state after the last step.
+
+    Raises:
+        ValueError, TypeError: an input does not fit.
     """
+    check_inputs(q, k, v, {"i": log_i, "f": log_f}, None, time=True)
     x = prepare(q, k, v, log_i, log_f, True, state, None, None)
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, offset))
     chosen, kernel, steps = choose(x, True, None, None, None if grads else q.shape[1])

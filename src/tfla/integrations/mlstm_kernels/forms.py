@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tfla
+from tfla.integrations.arguments import check_epsilon, check_float_dtype
 from tfla.integrations.denominator import LARGEST, attend_with_offset, max_states
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import InputGate, cast, log_gates
@@ -41,7 +42,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> None:
 
 
 def _max_state(m: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """(B, NH, 1), or (B, NH), as (B, NH)."""
+    """Return m, (B, NH, 1) or (B, NH), as (B, NH)."""
+    check_float("m", m)
     if m.shape != shape:
         check_shape("m", m, (*shape, 1))
         m = m[..., 0]
@@ -51,7 +53,7 @@ def _max_state(m: Tensor, shape: tuple[int, ...]) -> Tensor:
 def _initial(
     form: Form, normalize: bool, q: Tensor, v: Tensor, c: Tensor | None, n: Tensor | None, m: Tensor | None
 ) -> tfla.State | None:
-    """As tfla has it; parts that are missing are zero. Without exponential gate there is no max state."""
+    """Return the initial state as tfla has it, zeros for parts that are None; `m` has no effect without exp gate."""
     if c is None and n is None and m is None:
         return None
     B, H, K, V = *q.shape[:2], q.shape[3], v.shape[3]
@@ -60,12 +62,12 @@ def _initial(
         if t is not None:
             check_float(name, t)
             check_shape(name, t, shape)
+    m = zeros if m is None else _max_state(m, (B, H))
     c = zeros[..., None, None].expand(B, H, K, V) if c is None else c
     if not normalize:
         return tfla.State(c)
     n = zeros[..., None].expand(B, H, K) if n is None else n
-    m = zeros if m is None or form.gate == "sigmoid" else _max_state(m, (B, H))
-    return tfla.State(c, n, m)
+    return tfla.State(c, n, zeros if form.gate == "sigmoid" else m)
 
 
 def _normalized(
@@ -121,6 +123,10 @@ def sequence(
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
     check_inputs(q, k, v, i, f)
+    check_epsilon("eps", eps)
+    for name, dtype in {"autocast_kernel_dtype": autocast_dtype, "dtype_state": state_dtype}.items():
+        if dtype is not None:
+            check_float_dtype(name, dtype)
     if form.rows and (return_last_states or not (c_initial is None and n_initial is None and m_initial is None)):
         raise ValueError("return_last_states, c_initial, n_initial, m_initial: parallel kernels have no states")
     state = _initial(form, normalize, q, v, c_initial, n_initial, m_initial)
@@ -146,10 +152,14 @@ def step(
     form: Form, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor, eps: float,
     state_dtype: torch.dtype, normalize: bool = True,
 ) -> tuple[Tensor, States]:  # fmt: skip
-    """One step: q, k (B, NH, DHQK), v (B, NH, DHHV), i, f (B, NH, 1).
+    """Compute one step: q, k (B, NH, DHQK), v (B, NH, DHHV), i, f (B, NH, 1).
 
     Returns h (B, NH, DHHV) in v's dtype and (c, n, m) in `state_dtype`; with a sigmoid input gate m is 0.
     """
+    check_epsilon("eps", eps)
+    check_float_dtype("dtype_state", state_dtype)
+    for name, x in {"q": q, "i": i, "f": f, "c": c, "n": n, "m": m}.items():
+        check_float(name, x)
     check_shape("q", q, ("B", "NH", "DHQK"))
     for name, gate in {"i": i, "f": f}.items():
         check_shape(name, gate, (*q.shape[:2], 1))

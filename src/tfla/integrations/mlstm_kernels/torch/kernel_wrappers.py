@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tfla.integrations.arguments import check_float_dtype
 from tfla.integrations.mlstm_kernels.forms import Result, States, check_inputs
 from tfla.integrations.mlstm_kernels.names import KERNELS
-from tfla.ops.checks import check_shape
+from tfla.ops.checks import check_float, check_shape
 
 __all__ = [
     "wrap_chunkwise__arbitrary_sequence_length",
@@ -48,6 +49,7 @@ def _check(x: Inputs, chunk_size: int) -> None:
 
 
 def _count_steps(q: Tensor) -> int:
+    check_float("q", q)
     check_shape("q", q, ("B", "NH", "S", "DHQK"))
     if not q.shape[2]:
         raise ValueError("q: got an empty sequence, expected at least one step")
@@ -124,6 +126,7 @@ def wrap_chunkwise__arbitrary_sequence_length(
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
     x, given = (q, k, v, i, f), (c_initial, n_initial, m_initial)
+    check_float_dtype("dtype_state", dtype_state)
     if _count_steps(q) == 1 or _takes_any_length(mlstm_chunkwise_kernel):
         return wrap_chunkwise__arbitrary_sequence_length_with_padding(
             mlstm_chunkwise_kernel, mlstm_sequence_kernel, mlstm_step_kernel, q, k, v, f, i, *given,
@@ -161,6 +164,7 @@ def wrap_chunkwise__arbitrary_sequence_length_with_padding(
     """
     x: Inputs = (q, k, v, i, f)
     states: Given = (c_initial, n_initial, m_initial)
+    check_float_dtype("dtype_state", dtype_state)
     S = _count_steps(q)
     if S == 1:
         h, last = _step(mlstm_step_kernel, x, _fill(states, x, dtype_state), eps)
