@@ -55,3 +55,20 @@ def tiny(texts: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
         return TrainConfig(**{**fields, **changes})
 
     return make
+
+
+@pytest.fixture(scope="session")
+def bpe_file(tmp_path_factory):
+    """A byte-level BPE trained on a few words, with a token that ends texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    inner.train_from_iterator(["the then theme gate gates"] * 9, trainer)
+    path = tmp_path_factory.mktemp("bpe") / "bpe.json"
+    inner.save(str(path))
+    return path

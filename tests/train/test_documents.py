@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 import pytest
@@ -45,6 +46,62 @@ def test_an_unreadable_file_is_named(tmp_path):
         list(documents(Data(paths=(tmp_path,))))
 
 
+def test_lines_of_json_are_documents(tmp_path):
+    rows = [{"text": "one", "body": "eins"}, {"text": "", "body": "zwei\n"}, {"text": "drei ü", "body": None}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in rows) + "\n\n")
+    found = documents(Data(paths=(path,)))
+    for _ in range(2):  # they can be read again
+        assert [(d.name, d.content.decode()) for d in found] == [
+            (f"{path}: line 1", "one"),
+            (f"{path}: line 3", "drei ü"),
+        ]
+    assert [d.content for d in documents(Data(paths=(path,), dataset_field="body"))] == [b"eins", b"zwei\n"]
+    in_folder = Data(paths=(tmp_path,), suffixes=(".jsonl",))
+    assert [d.content.decode() for d in documents(in_folder)] == ["one", "drei ü"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"rows\.ndjson: line 2: expected a JSON object"),
+        ("[1]", r"rows\.ndjson: line 2: got a JSON list, expected an object"),
+        ('{"body": "x", "id": 3}', r"data\.dataset_field: .*line 2 has no field 'text', but body, id"),
+        ('{"text": 5}', r"data\.dataset_field: 'text' of .*line 2 is of type int, expected text"),
+        ('{"text": "\\ud800"}', r"line 2: 'text' has half a surrogate pair at character 0"),
+        ("[" * 100_000, r"line 2: expected a JSON object"),
+    ],
+)
+def test_lines_that_are_no_documents_are_named(tmp_path, line, message):
+    (tmp_path / "rows.ndjson").write_text(f'{{"text": "fine"}}\n{line}\n')
+    with pytest.raises(UserError, match=message) as caught:
+        list(documents(Data(paths=(tmp_path / "rows.ndjson",))))
+    assert "\n" not in str(caught.value)
+
+
+def test_parts_of_files_are_read_where_they_lie(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 2000)
+    whole = next(iter(documents(Data(paths=(tmp_path,)))))
+    assert whole.content == bytes(range(256)) * 2000
+    assert max(map(len, whole.blocks())) < whole.size
+    part = whole.part(1000, 500_001).part(5, 400_000)
+    assert (part.start, part.size, part.content) == (1005, 399_995, whole.content[1005:401_000])
+    (tmp_path / "a.txt").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"a\.txt: has become shorter while it was read"):
+        _ = whole.content
+
+
+def test_pipes_are_read_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    child = os.fork()
+    if child == 0:
+        (tmp_path / "pipe").write_bytes(b"through the pipe")
+        os._exit(0)
+    found = documents(Data(paths=(tmp_path / "pipe",)))
+    os.waitpid(child, 0)
+    assert [d.content for d in found] == [d.content for d in found] == [b"through the pipe"]
+
+
 def test_a_missing_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r'pip install "tfla\[datasets\]"'):
@@ -65,5 +122,8 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
 
     with pytest.raises(UserError, match="no column 'body', but text"):
         list(documents(Data(dataset=str(tmp_path / "saved"), dataset_field="body")))
+    datasets.Dataset.from_list([{"n": 1}]).save_to_disk(tmp_path / "numbers")
+    with pytest.raises(UserError, match=r"data\.dataset_field: 'n' of .*numbers\[0\] is of type int, expected text"):
+        list(documents(Data(dataset=str(tmp_path / "numbers"), dataset_field="n")))
     with pytest.raises(UserError, match=r"data\.dataset: .*rows\.jsonl.* cannot be loaded"):
         list(documents(Data(dataset=str(tmp_path / "rows.jsonl" / "x"))))

@@ -13,23 +13,6 @@ from tfla.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 TEXT = "naïve Grüße, 你好 🙂🙂 <|endoftext|> the the then\n"
 
 
-@pytest.fixture(scope="module")
-def bpe_file(tmp_path_factory):
-    """A byte-level BPE trained on a few words, with a token that ends texts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    inner = Tokenizer(models.BPE())
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    inner.train_from_iterator(["the then theme gate gates"] * 9, trainer)
-    path = tmp_path_factory.mktemp("bpe") / "bpe.json"
-    inner.save(str(path))
-    return path
-
-
 def test_bytes_are_tokens_and_documents_start_with_256():
     ids = ByteTokenizer().encode([Document("x", b"\x00a\xff")])[0]
     assert ids.tolist() == [256, 0, 97, 255]
@@ -57,6 +40,17 @@ def test_bytes_behind_tokens_add_up_to_the_document(kind, bpe_file):
         assert np.array_equal(ids, tokenizer.encode([Document("x", text.encode())])[0])
 
 
+def test_documents_are_cut_behind_words_or_at_least_characters(bpe_file):
+    cut = tokenizers.create(str(bpe_file), None).cut
+    one = TEXT.encode()
+    assert list(cut([one])) == [one]
+    assert list(cut([b"the then\n\n the", b" then"])) == [b"the then", b"\n\n the then"]
+    for n in (1, 2, 4, 5):
+        text = "你好🙂".encode()
+        assert b"".join(cut([text[:n], text[n:]])) == text
+        assert all(piece.decode() for piece in cut([text[:n], text[n:]]))
+
+
 def test_a_hugging_face_tokenizer_gives_the_text_back(bpe_file):
     tokenizer = tokenizers.create(str(bpe_file), None)
     ids = tokenizer.encode([Document("x", TEXT.encode())])[0]
@@ -80,6 +74,11 @@ def test_saved_tokenizers_come_back(bpe_file, tmp_path):
 def test_errors_name_what_is_wrong(bpe_file, tmp_path):
     with pytest.raises(UserError, match=r"bad\.txt: not UTF-8 at byte 2"):
         tokenizers.create(str(bpe_file), None).encode([Document("bad.txt", b"ab\xff")])
+    blocks = [b"ab cd " * 3, b"ef gh \xff"]
+    pieces = list(tokenizers.create(str(bpe_file), None).cut(blocks))
+    assert b"".join(pieces) == b"".join(blocks)
+    with pytest.raises(UserError, match=r"bad\.txt: not UTF-8 at byte 24"):
+        tokenizers.create(str(bpe_file), None).encode([Document("bad.txt", pieces[1], len(pieces[0]))])
     with pytest.raises(UserError, match=r"data\.bos_token: tokenizer .*bpe\.json has none of <start>"):
         tokenizers.create(str(bpe_file), "<start>")
     (tmp_path / "broken.json").write_text("{")

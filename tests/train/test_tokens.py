@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from tfla.train.batches import Batches, heldout_windows
 from tfla.train.config import Data
-from tfla.train.documents import Document
+from tfla.train.documents import BLOCK, Document
 from tfla.train.messages import UserError
 from tfla.train.tokenizer import ByteTokenizer
 from tfla.train.tokens import Tokens, prepare, split
@@ -65,6 +68,93 @@ def test_broken_tokens_are_named(texts, tmp_path):
     (tmp_path / "tokens" / "train.bin").unlink()
     with pytest.raises(UserError, match="tokens: its tokens cannot be read"):
         prepare(config, tmp_path / "tokens")
+
+
+@pytest.mark.parametrize("file", ["train.bin", "heldout.bin", "heldout_bytes.bin", "meta.json", "tokenizer_info.json"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "longer"])
+def test_damaged_tokens_are_not_trained_on(texts, tmp_path, file, damage):
+    config = Data(paths=(texts,))
+    prepare(config, tmp_path / "tokens")
+    path = tmp_path / "tokens" / file
+    content = path.read_bytes()
+    if damage == "gone":
+        path.unlink()
+    else:
+        # An even number of bytes, so that what is left is whole tokens.
+        cut = content[: len(content) // 4 * 2]
+        path.write_bytes({"cut": cut, "changed": content[:-1] + b"\x01", "longer": content * 2}[damage])
+    with pytest.raises(UserError, match=rf"tokens: its tokens cannot be read: {file}.*; remove it to make them anew"):
+        prepare(config, tmp_path / "tokens")
+
+
+def test_tokens_of_an_earlier_version_are_used_with_a_notice(texts, tmp_path, capsys):
+    config = Data(paths=(texts,))
+    before = np.array(prepare(config, tmp_path / "tokens").train)
+    (tmp_path / "tokens" / "manifest.json").unlink()
+    assert np.array_equal(prepare(config, tmp_path / "tokens").train, before)
+    assert "tokens: made by an earlier version" in capsys.readouterr().err
+    (tmp_path / "tokens" / "heldout.bin").write_bytes(b"ab" * 10)
+    with pytest.raises(UserError, match=r"heldout\.bin has 10 entries, heldout_bytes\.bin has"):
+        prepare(config, tmp_path / "tokens")
+
+
+def test_tokens_that_are_refused_are_dropped(texts, tmp_path):
+    def refuse(tokens: Tokens) -> None:
+        assert len(tokens.train) > 1000
+        raise UserError("too few")
+
+    with pytest.raises(UserError, match="too few"):
+        prepare(Data(paths=(texts,)), tmp_path / "tokens", refuse)
+    assert not list(tmp_path.glob("*tokens*"))
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04\x14\x00\x08", b"x" * 300_000 + b"\0", "utf-16".encode("utf-16")])
+@pytest.mark.parametrize("more", [0, 300])  # documents: few are cut in two, of many some are held out
+def test_binary_files_are_named(texts, tmp_path, content, more):
+    for number in range(more):
+        (texts / f"{number}.md").write_text(f"text {number}")
+    (texts / "model.txt").write_bytes(content)
+    config = Data(paths=(texts,), heldout=0.3)
+    zero = content.index(0)
+    with pytest.raises(
+        UserError, match=rf"model\.txt: byte {zero} is 0, so this is not text .* --data\.binary"
+    ) as caught:
+        prepare(config, tmp_path / "tokens")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "tokens").exists()
+    tokens = prepare(replace(config, binary=True), tmp_path / "tokens")
+    assert (tokens.train == 0).sum() + (tokens.heldout == 0).sum() == content.count(0)
+
+
+def test_text_that_is_not_utf8_is_mentioned(texts, tmp_path, capsys):
+    (texts / "latin.txt").write_bytes("für".encode("latin-1") * 200_000)
+    (texts / "other.txt").write_bytes(b"\xff" * 100)
+    tokens = prepare(Data(paths=(texts,), heldout=0.3), tmp_path / "tokens")
+    assert (tokens.train == 0xFC).sum() + (tokens.heldout == 0xFC).sum() == 200_000
+    err = capsys.readouterr().err
+    assert f"{texts / 'latin.txt'} and 1 more: not UTF-8; the bytes are taken as they are" in err
+    prepare(Data(paths=(texts / "00.txt",), heldout=0.3), tmp_path / "others")
+    assert "UTF-8" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("heldout", [0.2, 0.001])
+def test_large_documents_give_the_tokens_of_the_whole(texts, tmp_path, bpe_file, heldout):
+    """The text of a document that is tokenized in pieces, with a tokenizer that splits at white space."""
+    draw = random.Random(0)
+    words = ["the", "then", "theme", "gate", "gates", "Grüße", "你好 🙂", "12.5", "\n", "\n\n ", "  x"]
+    text = "".join(draw.choice(words) + " " * draw.randint(0, 1) for _ in range(200_000))
+    (tmp_path / "big.txt").write_text(text, newline="")
+    paths = (tmp_path / "big.txt", texts)
+    tokens = prepare(Data(paths=paths, heldout=heldout, tokenizer=str(bpe_file)), tmp_path / "tokens")
+    whole = tokens.tokenizer
+    documents = [Document(path.name, path.read_bytes()) for path in [paths[0], *sorted(texts.iterdir())]]
+    assert documents[0].size > 3 * BLOCK
+    pairs = list(split(documents, heldout, 0))
+    learned = np.concatenate(whole.encode([d for d, held in pairs if not held]))
+    assert np.array_equal(tokens.train, learned)
+    ids, lengths = (np.concatenate(x) for x in zip(*whole.measure([d for d, held in pairs if held]), strict=True))
+    assert np.array_equal(tokens.heldout, ids)
+    assert np.array_equal(tokens.heldout_bytes, lengths)
 
 
 def test_what_fails_leaves_no_tokens(texts, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -11,6 +13,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from tfla.backends import BACKENDS
 from tfla.nn import ModelConfig
 from tfla.train.messages import UserError
+from tfla.train.ranges import LARGEST, check_count, check_range, is_number, require
 
 # Changing one of these leaves what is learned alone, so a run may go on with another value.
 FREE = frozenset(
@@ -26,7 +29,7 @@ class Data:
     """Where the text comes from and how it becomes tokens."""
 
     paths: tuple[Path, ...] = ()
-    """Text files, each one document, and folders, read with all that is in them."""
+    """Text files in UTF-8, each one document; .jsonl files, each line a document; folders with such files."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")
     """Which files of a folder are read; a file named in paths always is."""
     exclude: tuple[str, ...] = ()
@@ -40,7 +43,9 @@ class Data:
     dataset_split: str = "train"
     """Which split of the dataset to read; the held-out part is cut from it."""
     dataset_field: str = "text"
-    """The column that holds the text."""
+    """The column of a dataset, or the field in each line of a .jsonl file, that holds the text."""
+    binary: bool = False
+    """Accept files that are not text, byte for byte; for the tokenizer bytes."""
     tokenizer: str = "bytes"
     """"bytes", a tokenizer.json, or the name of a Hugging Face tokenizer."""
     bos_token: str | None = None
@@ -49,6 +54,24 @@ class Data:
     """Part of the documents that is held out; of each document, where that would be fewer than ten documents."""
     split_seed: int = 0
     """Draws which documents are held out."""
+
+    def check(self) -> None:
+        """Raise UserError where a value is out of range or options contradict each other; the message names them."""
+        check_range("data.heldout", self.heldout, 0, 1, with_low=False, with_high=False)
+        check_count("data.split_seed", self.split_seed, -LARGEST)
+        if self.paths and self.dataset is not None:
+            raise UserError("data.paths, data.dataset: got both, expected one of them")
+        if not self.paths and self.dataset is None:
+            raise UserError("data.paths: expected text files or folders, or else data.dataset")
+        for name in ("dataset_config", "dataset_files"):
+            if getattr(self, name) and self.dataset is None:
+                raise UserError(f"data.{name}: got {getattr(self, name)!r} without data.dataset, which it is for")
+        if self.binary and self.tokenizer != "bytes":
+            raise UserError(f"data.binary: got True with the tokenizer {self.tokenizer!r}, expected bytes")
+        if self.tokenizer == "bytes" and self.bos_token is not None:
+            raise UserError(
+                f"data.bos_token: got {self.bos_token!r}, expected None for bytes, which have a token for it"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,6 +110,8 @@ class Model:
         fields = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k != "size"}
         if self.backend is not None and self.backend not in BACKENDS:
             raise UserError(f"model.backend: got {self.backend!r}, allowed are {', '.join(map(repr, BACKENDS))}")
+        if self.input_gate_bias is not None:
+            check_range("model.input_gate_bias", self.input_gate_bias, -1e30, 1e30)  # float32 holds it
         try:
             if self.size is not None:
                 return ModelConfig.named(self.size, vocab_size=vocab_size, **fields)
@@ -108,13 +133,31 @@ class Optim:
     weight_decay: float = 0.1
     """On the weights of linear layers, the last one too; none on biases, norms and embeddings."""
     clip: float = 0.5
-    """Largest norm of the gradient."""
+    """Largest norm of the gradient; inf leaves gradients as they are."""
     warmup_steps: int | None = None
     """Linear warm-up; None is 750 steps, but a tenth of a short run."""
     cooldown_steps: int | None = None
     """Linear cooldown to 0 at the end; None is 1000 steps, but a tenth of a short run."""
     final_fraction: float = 0.1
     """Of the peak, where the cosine ends and the cooldown begins."""
+
+    def check(self) -> None:
+        """Raise UserError where a value is out of range; the message names it."""
+        for name in ("lr", "eps"):
+            check_range(f"optim.{name}", getattr(self, name), 0, with_low=False)
+        ok = (
+            isinstance(self.betas, tuple)
+            and len(self.betas) == 2
+            and all(is_number(b) and 0 <= b < 1 for b in self.betas)
+        )
+        require(ok, "optim.betas", self.betas, "two numbers from 0 and below 1")
+        check_range("optim.weight_decay", self.weight_decay, 0)
+        if self.clip != math.inf:
+            check_range("optim.clip", self.clip, 0, with_low=False)
+        for name in ("warmup_steps", "cooldown_steps"):
+            if getattr(self, name) is not None:
+                check_count(f"optim.{name}", getattr(self, name), 0)
+        check_range("optim.final_fraction", self.final_fraction, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -166,23 +209,17 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise UserError where a value is out of range; the message names it."""
-        counts = (
-            "steps batch_size accumulate context eval_every checkpoint_every keep_last threads keep_every eval_windows"
-        )
-        for name in counts.split():
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}: got {value}, expected at least 1")
+        for name in ("steps", "batch_size", "accumulate", "context", "eval_every", "checkpoint_every", "keep_last"):
+            check_count(name, getattr(self, name))
+        for name in ("keep_every", "eval_windows"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         if self.batch_size % self.accumulate:
             raise UserError(f"accumulate: got {self.accumulate}, expected a divisor of batch_size, {self.batch_size}")
-        if not 0 < self.data.heldout < 1:
-            raise UserError(f"data.heldout: got {self.data.heldout}, expected a number between 0 and 1")
-        if bool(self.data.paths) == (self.data.dataset is not None):
-            raise UserError("data.paths: expected text files or folders, or else data.dataset")
-        for name in ("lr", "eps", "clip"):
-            value = getattr(self.optim, name)
-            if not value > 0:
-                raise UserError(f"optim.{name}: got {value}, expected a number above 0")
+        check_threads(self.threads)
+        check_count("seed", self.seed, 0)
+        self.data.check()
+        self.optim.check()
 
 
 @dataclass(frozen=True)
@@ -221,6 +258,19 @@ class DemoConfig:
     """Updates of the weights; None leaves it to `seconds`."""
     threads: int = 1
     """CPU threads. Two are up to 1.6 times as fast on idle cores, but many times slower where one of them is busy."""
+
+    def check(self) -> None:
+        """Raise UserError where a value is out of range; the message names it."""
+        check_range("seconds", self.seconds, 0)
+        if self.steps is not None:
+            check_count("steps", self.steps)
+        check_threads(self.threads)
+
+
+def check_threads(threads: int | None) -> None:
+    """Raise UserError for a number of CPU threads that this machine cannot be expected to start."""
+    if threads is not None:
+        check_count("threads", threads, 1, max(64, 4 * (os.cpu_count() or 1)))
 
 
 def to_json(config: Any) -> str:

@@ -59,6 +59,7 @@ def demo(config: DemoConfig) -> Trained:
         UserError: as :func:`tfla.train.loop.train`.
     """
     started = time.perf_counter()
+    config.check()
     config = _settle_run(config)
     if config.steps is None:
         config = replace(config, steps=affordable_steps(demo_config(config), config.seconds))
@@ -122,12 +123,12 @@ def affordable_steps(config: TrainConfig, seconds: float) -> int:
         adamw.step()
         took.append(time.perf_counter() - started)
     step = statistics.median(took[3:])  # the first ones warm up
-    return max(FEWEST, min(MOST, int(TRAINING * seconds / step)))
+    return max(FEWEST, int(min(MOST, TRAINING * seconds / step)))
 
 
 def _settle_run(config: DemoConfig) -> DemoConfig:
     """With the first of demo, demo-2, … that is new; or that holds this very run, broken off, and then its steps."""
-    first = config.run
+    first = config.run.resolve() if config.run.name in ("", "..") else config.run  # a name to put a number behind
     names = chain([first], (first.with_name(f"{first.name}-{number}") for number in count(2)))
     run = next(run for run in names if not run.exists() or _broken_off(run, config))
     old = read_config(run)

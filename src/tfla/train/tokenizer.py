@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +35,9 @@ class Tokenizer(Protocol):
     def measure(self, documents: Sequence[Document]) -> list[tuple[Ids, Ids]]:
         """The same, and how many bytes of the document each token stands for (bos: 0)."""
 
+    def cut(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
+        """Return a document's bytes in pieces that can be tokenized one by one."""
+
     def decoder(self) -> Callable[[int], str]:
         """A function that takes tokens one by one and returns the text that has become certain."""
 
@@ -56,6 +60,10 @@ class ByteTokenizer:
     def measure(self, documents: Sequence[Document]) -> list[tuple[Ids, Ids]]:
         """See :class:`Tokenizer`."""
         return [(ids, (ids != self.bos).astype(np.int64)) for ids in self.encode(documents)]
+
+    def cut(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
+        """See :class:`Tokenizer`."""
+        return iter(blocks)
 
     def decoder(self) -> Callable[[int], str]:
         """See :class:`Tokenizer`. Bytes that are no UTF-8, and tokens that are no bytes, become U+FFFD."""
@@ -114,9 +122,24 @@ class HuggingFaceTokenizer:
             return document.content.decode()
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{document.name}: not UTF-8 at byte {error.start}; "
+                f"{document.name}: not UTF-8 at byte {document.start + error.start}; "
                 "convert it, leave it out, or use --data.tokenizer bytes"
             ) from error
+
+    def cut(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
+        """See :class:`Tokenizer`.
+
+        What comes as one block is one piece. Of more, each ends before the last white space that follows a letter: a
+        tokenizer that splits text at white space first gives what it gives for the whole, and one that marks the start
+        of a text marks each piece.
+        """
+        text = b""
+        for block in blocks:
+            at = _last_border(text)
+            if at:
+                yield text[:at]
+            text = text[at:] + block
+        yield text
 
     def decoder(self) -> Callable[[int], str]:
         """See :class:`Tokenizer`."""
@@ -129,6 +152,20 @@ class HuggingFaceTokenizer:
         """See :class:`Tokenizer`."""
         self.inner.save(str(directory / HUGGING_FACE))
         (directory / INFO).write_text(json.dumps({"kind": "huggingface", "bos_token": self.bos_token}) + "\n")
+
+
+_WORD_END = re.compile(rb"[A-Za-z\x80-\xff](?=[ \t\r\n])")
+_WINDOW = 1 << 14  # bytes in which words end
+
+
+def _last_border(text: bytes) -> int:
+    """Return where the last word in sight ends; else where the last character begins, as in text without spaces."""
+    window = max(0, len(text) - _WINDOW)
+    ends = [match.end() for match in _WORD_END.finditer(text, window)]
+    if ends:
+        return ends[-1]
+    back = next((n for n in range(1, min(4, len(text)) + 1) if text[-n] & 0xC0 != 0x80), 0)
+    return len(text) - back
 
 
 def _byte_lengths(text: str, offsets: list[tuple[int, int]]) -> Ids:

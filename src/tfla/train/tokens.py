@@ -5,15 +5,15 @@ Tokens are made once and kept in the run's folder, so a run that continues reads
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
-import math
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +21,14 @@ from tqdm import tqdm
 
 from tfla.train import tokenizer as tokenizers
 from tfla.train.config import Data
-from tfla.train.documents import Document, documents
-from tfla.train.messages import UserError, reason
-from tfla.train.storage import whole_directory
-from tfla.train.tokenizer import Tokenizer
+from tfla.train.documents import AnyDocument, Document, FileDocument, documents
+from tfla.train.messages import UserError, notice, reason
+from tfla.train.storage import MANIFEST, what_is_broken, whole_directory, write_manifest
+from tfla.train.tokenizer import ByteTokenizer, Tokenizer
 
 # Where fewer documents than this would be held out, whole ones are too coarse a measure: each gives its end.
 FEW = 10
-BATCH = 64
+BATCH, BATCH_BYTES = 64, 1 << 21  # pieces of text that a tokenizer gets at once, and their bytes
 FILES = "train.bin", "heldout.bin", "heldout_bytes.bin"
 
 
@@ -47,56 +47,160 @@ class Tokens:
     """Where the text is from, for messages."""
 
 
-def prepare(config: Data, directory: Path) -> Tokens:
+def prepare(config: Data, directory: Path, accept: Callable[[Tokens], object] = lambda tokens: None) -> Tokens:
     """The tokens in directory; made first if they are not there.
 
+    Args:
+        config: the text and the tokenizer.
+        directory: of the tokens.
+        accept: gets the tokens before they have their place, and raises if they are of no use: new ones are dropped.
+
     Raises:
-        UserError: text is missing or cannot be read, or the disk is full; the message names what.
+        UserError: text is missing, is no text or cannot be read, tokens that are there are broken, or the disk is full;
+            the message names what.
     """
-    if not directory.exists():
-        _make(config, directory)
-    return _load(config, directory)
+    if directory.exists():
+        tokens = _load(config, directory)
+        accept(tokens)
+        return tokens
+    tokenizer = tokenizers.create(config.tokenizer, config.bos_token)
+    try:
+        with whole_directory(directory) as folder:
+            _make(config, tokenizer, folder)
+            accept(_read(config, folder))
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be written: {reason(error)}") from error
+    return _read(config, directory)
 
 
-def split(source: Iterable[Document], heldout: float, seed: int) -> Iterator[tuple[Document, bool]]:
+def split(source: Iterable[AnyDocument], heldout: float, seed: int) -> Iterator[tuple[AnyDocument, bool]]:
     """Each document with whether it is held out, which its content and the seed decide: equal ones go together.
 
     Where that would be fewer than ten, each document is cut in two instead, its end being held out.
+
+    Args:
+        source: the documents, which are read twice.
+        heldout: the part that is held out.
+        seed: draws it.
     """
-    source = iter(source)
-    first = list(islice(source, math.ceil(FEW / heldout)))
-    if len(first) * heldout < FEW:
-        for name, content in first:
-            cut = round(len(content) * (1 - heldout))
-            while cut < len(content) and content[cut] & 0xC0 == 0x80:  # not inside a character of UTF-8
-                cut += 1
-            parts = (Document(name, content[:cut]), False), (Document(name, content[cut:]), True)
-            yield from (part for part in parts if part[0].content)
-        return
-    for document in chain(first, source):
-        digest = hashlib.blake2b(document.content, digest_size=8, key=seed.to_bytes(8, "little", signed=True)).digest()
-        yield document, int.from_bytes(digest, "little") < heldout * 2**64
+    many = any(number * heldout >= FEW for number, _ in enumerate(source, 1))
+    for document in source:
+        if many:
+            digest = hashlib.blake2b(digest_size=8, key=seed.to_bytes(8, "little", signed=True))
+            for block in document.blocks():
+                digest.update(block)
+            yield document, int.from_bytes(digest.digest(), "little") < heldout * 2**64
+        else:
+            cut = round(document.size * (1 - heldout))
+            after = document.part(cut, min(cut + 3, document.size)).content
+            cut += next((n for n, byte in enumerate(after) if byte & 0xC0 != 0x80), len(after))  # whole characters
+            parts = (document.part(0, cut), False), (document.part(cut, document.size), True)
+            yield from (part for part in parts if part[0].size)
 
 
-def _make(config: Data, directory: Path) -> None:
-    tokenizer = tokenizers.create(config.tokenizer, config.bos_token)
+class _Piece(NamedTuple):
+    """A part of a document that is tokenized at once."""
+
+    text: Document
+    first: bool
+    """Whether it begins the document."""
+    heldout: bool
+
+
+class _TextCheck:
+    """A check that files hold text, block by block.
+
+    Args:
+        binary: accept any bytes.
+        bytewise: whether bytes that are no UTF-8 are usable, as they are for the byte tokenizer.
+    """
+
+    def __init__(self, binary: bool, bytewise: bool) -> None:
+        self.binary, self.bytewise = binary, bytewise
+        self.not_utf8: dict[str, None] = {}
+
+    def __call__(self, document: AnyDocument) -> Iterator[bytes]:
+        """Return the blocks of a document.
+
+        Raises:
+            UserError: the document is a binary file.
+        """
+        if self.binary or not isinstance(document, FileDocument):
+            yield from document.blocks()
+            return
+        decode = codecs.getincrementaldecoder("utf-8")().decode
+        at = document.start
+        for block in document.blocks():
+            zero = block.find(0)
+            if zero >= 0:
+                raise UserError(
+                    f"{document.name}: byte {at + zero} is 0, so this is not text in UTF-8; leave the file out, or "
+                    "convert it, or give --data.binary with the tokenizer bytes to train on files of any kind"
+                )
+            at += len(block)
+            if self.bytewise and document.name not in self.not_utf8:
+                try:
+                    decode(block, at == document.start + document.size)
+                except UnicodeDecodeError:
+                    self.not_utf8[document.name] = None
+            yield block
+
+    def report(self) -> None:
+        """Print one line on files that are not UTF-8, if there were any."""
+        names = list(self.not_utf8)
+        if names:
+            rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            notice(f"{names[0]}{rest}: not UTF-8; the bytes are taken as they are")
+
+
+def _pieces(
+    tokenizer: Tokenizer, pairs: Iterable[tuple[AnyDocument, bool]], check: Callable[[AnyDocument], Iterator[bytes]]
+) -> Iterator[_Piece]:
+    for document, held in pairs:
+        at = document.start
+        for content in tokenizer.cut(check(document)):
+            yield _Piece(Document(document.name, content, at), at == document.start, held)
+            at += len(content)
+
+
+def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.text.size
+        if len(batch) == BATCH or size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _make(config: Data, tokenizer: Tokenizer, folder: Path) -> None:
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
-    try:
-        with whole_directory(directory) as folder, ExitStack() as files:
-            train, heldout, sizes = (files.enter_context(open(folder / name, "wb")) for name in FILES)
-            bar = files.enter_context(tqdm(unit="B", unit_scale=True, desc="tokens", delay=2, leave=False))
-            pairs = split(documents(config), config.heldout, config.split_seed)
-            while batch := list(islice(pairs, BATCH)):
-                for ids in tokenizer.encode([d for d, held in batch if not held]):
-                    _append(train, ids, dtype)
-                for ids, lengths in tokenizer.measure([d for d, held in batch if held]):
-                    _append(heldout, ids, dtype)
-                    _append(sizes, lengths, np.dtype(np.uint32))
-                bar.update(sum(len(d.content) for d, _ in batch))
-            tokenizer.save(folder)
-            (folder / "meta.json").write_text(json.dumps({"dtype": dtype.name}) + "\n")
-    except OSError as error:
-        raise UserError(f"{directory}: cannot be written: {reason(error)}") from error
+    source = documents(config)
+    check = _TextCheck(config.binary, isinstance(tokenizer, ByteTokenizer))
+    with ExitStack() as files:
+        train, heldout, sizes = (files.enter_context(open(folder / name, "wb")) for name in FILES)
+        bar = files.enter_context(
+            tqdm(
+                total=source.size, unit="B", unit_scale=True, desc="tokens", delay=2, leave=False, dynamic_ncols=True,
+                mininterval=0.2 if sys.stderr.isatty() else 10,
+            )
+        )  # fmt: skip
+        pairs = split(source, config.heldout, config.split_seed)
+        for batch in _batches(_pieces(tokenizer, pairs, check)):
+            learned, held = ([p for p in batch if p.heldout is wanted] for wanted in (False, True))
+            for piece, ids in zip(learned, tokenizer.encode([p.text for p in learned]), strict=True):
+                _append(train, ids[0 if piece.first else 1 :], dtype)
+            for piece, (ids, lengths) in zip(held, tokenizer.measure([p.text for p in held]), strict=True):
+                _append(heldout, ids[0 if piece.first else 1 :], dtype)
+                _append(sizes, lengths[0 if piece.first else 1 :], np.dtype(np.uint32))
+            bar.update(sum(piece.text.size for piece in batch))
+    check.report()
+    tokenizer.save(folder)
+    (folder / "meta.json").write_text(json.dumps({"dtype": dtype.name}) + "\n")
+    write_manifest(folder)
 
 
 def _append(file: BinaryIO, values: NDArray[np.integer], dtype: np.dtype) -> None:
@@ -104,13 +208,26 @@ def _append(file: BinaryIO, values: NDArray[np.integer], dtype: np.dtype) -> Non
 
 
 def _load(config: Data, directory: Path) -> Tokens:
+    """Read tokens that are there already; they are what they were when they were made."""
+    if (directory / MANIFEST).exists():
+        broken = what_is_broken(directory)
+        if broken is not None:
+            raise UserError(f"{directory}: its tokens cannot be read: {broken}; remove it to make them anew")
+    else:
+        notice(f"{directory}: made by an earlier version, so nothing shows whether its tokens are whole")
+    return _read(config, directory)
+
+
+def _read(config: Data, directory: Path) -> Tokens:
     source = str(config.dataset) if config.dataset is not None else ", ".join(map(str, config.paths))
     try:
         dtype = np.dtype(json.loads((directory / "meta.json").read_text())["dtype"])
         streams = [
             _map(directory / name, kind) for name, kind in zip(FILES, (dtype, dtype, np.dtype(np.uint32)), strict=True)
         ]
-    except (OSError, ValueError, KeyError) as error:
+        if len(streams[1]) != len(streams[2]):
+            raise ValueError(f"{FILES[1]} has {len(streams[1])} entries, {FILES[2]} has {len(streams[2])}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{directory}: its tokens cannot be read: {reason(error)}; remove it to make them anew"
         ) from error
