@@ -179,6 +179,38 @@ def test_sequences_apart_are_those_one_by_one(device: str) -> None:
     assert error(together.detach().cpu(), torch.cat(apart, 1).detach().cpu().double()) <= TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("name", ["layer", "scan"])
+def test_keeps_what_the_scan_and_the_projection_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither activations nor gates nor norms leave float32 copies, and recomputing them changes no digit."""
+    torch.manual_seed(0)
+    batch, steps, heads, headdim, dstate = 1, 512, 2, 32, 16
+    optional = ("conv1d_bias", "rmsnorm_weight", "outproj_weight") if name == "layer" else ("conv1d_bias",)
+    p = layer((batch, steps, 1, heads, headdim, dstate, 4, 0), optional)
+    p = convert(p, "cpu", torch.bfloat16)
+    options = OPTIONS | {"ngroups": 1, "headdim": headdim}
+
+    def forward() -> Tensor:
+        y = mamba_split_conv1d_scan_combined(chunk_size=16, **p, **options)
+        assert isinstance(y, Tensor)
+        return y
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward().float().square().sum(), list(p.values()))
+
+    forward()
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        out = forward()
+    held = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    dim = heads * headdim
+    # x, B, C; y before and after the skip connection, and after the norm; the result. Gates and states are float32.
+    wanted = 2 * (dim + 2 * dstate + (3 if name == "layer" else 1) * dim + out.shape[-1])
+    assert held / (batch * steps) <= 1.3 * wanted
+    recomputed = gradients()
+    for module in ("layer", "terms"):
+        monkeypatch.setattr(f"tfla.integrations.mamba.{module}.recomputed", lambda function, *inputs: function(*inputs))
+    assert all(torch.equal(a, b) for a, b in zip(recomputed, gradients(), strict=True))
+
+
 def test_autocast_casts_the_projection(device: str) -> None:
     torch.manual_seed(0)
     p = convert(layer(SIZES), device, torch.float32)

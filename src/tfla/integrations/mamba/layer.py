@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tfla.integrations.mamba.scan import check_dt_limit, check_sequence_ids, mamba_chunk_scan_combined
 from tfla.integrations.mamba.terms import check_groups
+from tfla.nn.numerics import at_least_float32, recomputed
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
 from tfla.ops.signature import without_autocast
@@ -17,12 +19,17 @@ from tfla.ops.signature import without_autocast
 ACTIVATIONS = (None, "silu", "swish")
 
 
-def _wide(t: Tensor) -> Tensor:
-    return t if t.dtype == torch.float64 else cast(t, torch.float32)
+def _activated_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None
+) -> Tensor:
+    """Return the activation of the causal convolution of x (batch, seqlen, channels) with weight (channels, width)."""
+    x = _convolve(x, weight, bias, seq_idx)
+    x = x if activation is None else F.silu(x)
+    return x.contiguous()  # once for x, B and C, of which the operator would copy each
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
-    """Return the causal depthwise convolution of x (batch, seqlen, channels) with weight (channels, width).
+    """Return the causal depthwise convolution.
 
     With seq_idx a step sees no step of another sequence: products with such steps are left out of its sum, which is
     taken in at least float32.
@@ -34,7 +41,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | 
         return F.conv1d(padded, cast(weight, x.dtype)[:, None], bias, groups=x.shape[-1]).transpose(1, 2)
     # An id that comes back after another one is another sequence, as it is for the scan.
     runs = F.pad(torch.diff(seq_idx, dim=1) != 0, (1, 0)).cumsum(1)
-    wide, weight = _wide(x), _wide(weight)
+    wide, weight = at_least_float32(x), at_least_float32(weight)
     y = wide * weight[:, -1]
     for back in range(1, min(width, x.shape[1])):
         apart = (runs[:, back:] != runs[:, :-back])[..., None]
@@ -45,11 +52,15 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | 
 def _gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, ngroups: int, norm_before_gate: bool) -> Tensor:
     """Return RMSNorm(y) silu(z), or RMSNorm(y silu(z)), computed in at least float32. Groups of channels have norms of
     their own."""
-    gate = F.silu(_wide(z))
-    out = _wide(y) if norm_before_gate else _wide(y) * gate
+    gate = F.silu(at_least_float32(z))
+    out = at_least_float32(y) if norm_before_gate else at_least_float32(y) * gate
     out = out.unflatten(-1, (ngroups, -1))
     out = F.rms_norm(out, out.shape[-1:], eps=eps).flatten(-2) * weight
     return cast(out * gate if norm_before_gate else out, y.dtype)
+
+
+def _gated_units(gate: Tensor, value: Tensor) -> Tensor:
+    return F.silu(gate) * value
 
 
 def _sizes(
@@ -135,7 +146,8 @@ def mamba_split_conv1d_scan_combined(
     The channels of zxbcdt are split, in this order, into a gated MLP of 2 d_mlp channels (none as a rule), z, x, B, C
     and dt. x, B and C pass a causal depthwise convolution and its activation, then the scan with softplus of dt and the
     skip connection. z gates the result, under an RMSNorm if it has a weight. silu(first half) * second half of the MLP
-    is put in front, and the output projection is applied.
+    is put in front, and the output projection is applied. The backward recomputes the convolution, the gates and the
+    norm.
 
     Args:
         zxbcdt: (batch, seqlen, 2 d_mlp + 2 dim + 2 ngroups dstate + nheads) with dim = nheads headdim.
@@ -171,8 +183,8 @@ def mamba_split_conv1d_scan_combined(
     _check_output(zxbcdt, d_mlp + dim, dim, rmsnorm_weight, outproj_weight, outproj_bias)
     mlp, z, xBC, dt = zxbcdt.split((2 * d_mlp, dim, channels, nheads), -1)
     with without_autocast(zxbcdt.device.type):
-        xBC = _convolve(xBC, conv1d_weight, conv1d_bias, seq_idx)
-        x, B, C = (xBC if activation is None else F.silu(xBC)).split((dim, ngroups * dstate, ngroups * dstate), -1)
+        xBC = recomputed(lambda t: _activated_convolution(t, conv1d_weight, conv1d_bias, seq_idx, activation), xBC)
+        x, B, C = xBC.split((dim, ngroups * dstate, ngroups * dstate), -1)
         heads, groups = (nheads, headdim), (ngroups, dstate)
         found = mamba_chunk_scan_combined(
             x.unflatten(-1, heads), dt, A, B.unflatten(-1, groups), C.unflatten(-1, groups), chunk_size, D,
@@ -181,10 +193,12 @@ def mamba_split_conv1d_scan_combined(
         )  # fmt: skip
         y = (found[0] if isinstance(found, tuple) else found).flatten(-2)
         if rmsnorm_weight is not None:
-            y = _gated_norm(y, z, rmsnorm_weight, rmsnorm_eps, ngroups, norm_before_gate)
+            norm = functools.partial(
+                _gated_norm, weight=rmsnorm_weight, eps=rmsnorm_eps, ngroups=ngroups, norm_before_gate=norm_before_gate
+            )
+            y = recomputed(norm, y, z)
         if d_mlp:
-            gate, value = mlp.chunk(2, -1)
-            y = torch.cat((F.silu(gate) * value, y), -1)
+            y = torch.cat((recomputed(_gated_units, *mlp.chunk(2, -1)), y), -1)
     if outproj_weight is not None:
         y = F.linear(y, outproj_weight, outproj_bias)
     return (y, found[1]) if isinstance(found, tuple) else y

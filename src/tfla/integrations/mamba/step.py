@@ -12,7 +12,7 @@ from tfla.backends.known import Known
 from tfla.integrations.mamba.terms import check_operands, common_dtype, finish, operands, step_sizes
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
-from tfla.ops.signature import signature, without_autocast
+from tfla.ops.signature import observed, signature, without_autocast
 
 
 class _Step(NamedTuple):
@@ -72,7 +72,7 @@ def _check_slots(slots: Tensor, batch: int, state: Tensor) -> None:
         got = f"dtype {slots.dtype}" if isinstance(slots, Tensor) else type(slots).__name__
         raise TypeError(f"{name}: got {got}, expected an int32 or int64 tensor")
     check_shape(name, slots, (batch,))
-    if slots.device.type == "cpu" and not torch.compiler.is_compiling() and batch and slots.max() >= state.shape[0]:
+    if batch and slots.device.type == "cpu" and not observed((slots,)) and slots.max() >= state.shape[0]:
         raise ValueError(
             f"{name}: got {int(slots.max())}, expected at most {state.shape[0] - 1}, or less than 0 to skip"
         )

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tfla.nn.numerics import recomputed
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
 
@@ -64,8 +65,14 @@ def operands(x: Tensor, dt: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 def finish(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     """Return (y + D x) silu(z) in x's dtype. A D in float32 makes the sum, and so its own gradient, float32."""
-    if D is not None:
-        y = y + x * (D if D.dim() == 2 else D[:, None])
-    if z is not None:
-        y = y * F.silu(cast(z, common_dtype(y, z)))
-    return cast(y, x.dtype)
+    if z is None:
+        return cast(_skipped(y, x, D), x.dtype)
+    return recomputed(lambda y, x, z: cast(_gated(_skipped(y, x, D), z), x.dtype), y, x, z)
+
+
+def _skipped(y: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
+    return y if D is None else y + x * (D if D.dim() == 2 else D[:, None])
+
+
+def _gated(y: Tensor, z: Tensor) -> Tensor:
+    return y * F.silu(cast(z, common_dtype(y, z)))
