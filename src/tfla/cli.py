@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -39,6 +40,29 @@ def usage() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code. What the user can mend is printed as one line."""
     args = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            return _dispatch(args)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a reader that is gone is caught, and not while the interpreter ends
+    except BrokenPipeError:  # the reader of the output has seen enough
+        _discard_output()
+        return 0
+    except OSError as error:  # a full disk behind the output, a file that a command could not read
+        where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        print(f"tfla: error: {where}{error.strerror or error}", file=sys.stderr)
+        _discard_output()
+        return 1
+
+
+def wrong_word(command: str, word: str, kind: str, allowed: Iterable[str]) -> int:
+    """Print which word of a command line is wrong and what is allowed; returns the exit code of a wrong command line."""
+    print(f"{command}: error: there is no {kind} {word!r}, only {', '.join(allowed)}", file=sys.stderr)
+    return 2
+
+
+def _dispatch(args: Sequence[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(usage())
         return 0 if args else 2
@@ -48,30 +72,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tfla {__version__}")
         return 0
     if args[0] not in COMMANDS:
-        print(f"tfla: error: there is no command {args[0]!r}\n\n{usage()}", file=sys.stderr)
+        wrong_word("tfla", args[0], "command", COMMANDS)
+        print(f"\n{usage()}", file=sys.stderr)
         return 2
     return _run(COMMANDS[args[0]], args[1:])
 
 
 def _run(command: Command, args: Sequence[str]) -> int:
-    from tfla.train.messages import UserError
+    from tfla.train.messages import UserError, one_line
 
     try:
         return getattr(importlib.import_module(command.module), command.function)(args)
     except UserError as error:
-        print(f"tfla: error: {error}", file=sys.stderr)
-        return 1
+        message = one_line(error)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "tfla":
             raise
-        print(f'tfla: error: {error.name} is not installed: pip install "tfla[{command.extra}]"', file=sys.stderr)
-        return 1
+        message = f'{error.name} is not installed: pip install "tfla[{command.extra}]"'
     except KeyboardInterrupt:
         print("tfla: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough
+    print(f"tfla: error: {message}", file=sys.stderr)
+    return 1
+
+
+def _discard_output() -> None:
+    """Point stdout at nothing, so that the interpreter does not fail as it flushes what is left."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # a stdout without a file, as in tests
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from tfla.analysis.frame import Figure, Options
 from tfla.analysis.subjects import SUBJECTS
+from tfla.cli import wrong_word
 
 CLAIMS = "what the paper claims beside what was found, as a page: claims.md"
 ALL = "all subjects, and one self-contained HTML report of their figures"
@@ -29,9 +30,11 @@ def sentence(text: str) -> str:
 def analyze(args: Sequence[str]) -> int:
     """Draw the figures of a subject, or of all; returns the exit code."""
     name, rest = (args[0], list(args[1:])) if args else ("", [])
+    if name in ("-h", "--help", ""):
+        print(usage(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
     if name not in ("all", "claims", *SUBJECTS):
-        print(usage(), file=sys.stdout if name in ("-h", "--help") else sys.stderr)
-        return 0 if name in ("-h", "--help") else 2
+        return wrong_word("tfla analyze", name, "subject", [*SUBJECTS, "claims", "all"])
     import tyro
 
     if name == "all":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from tfla.cli import wrong_word
+
 USAGE = """usage: tfla bench {cpu,gpu,report} [options]
 
   cpu     time the operator on this CPU beside its floor, attention and mlstm_kernels
@@ -31,7 +33,9 @@ def bench(args: Sequence[str]) -> int:
         from tfla.bench import report
 
         report.run(tyro.cli(report.Report, args=rest, prog="tfla bench report", description="Tables for the docs."))
+    elif name in ("-h", "--help", ""):
+        print(USAGE, file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
     else:
-        print(USAGE, file=sys.stdout if name in ("-h", "--help") else sys.stderr)
-        return 0 if name in ("-h", "--help") else 2
+        return wrong_word("tfla bench", name, "benchmark", ("cpu", "gpu", "report"))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from tfla.cli import wrong_word
 from tfla.experiments.plans import EXPERIMENTS
 
 
@@ -20,9 +21,11 @@ def usage() -> str:
 def experiment(args: Sequence[str]) -> int:
     """``tfla experiment NAME``; returns the exit code."""
     name, rest = (args[0], list(args[1:])) if args else ("", [])
+    if name in ("-h", "--help", ""):
+        print(usage(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
     if name != "all" and name not in EXPERIMENTS:
-        print(usage(), file=sys.stdout if name in ("-h", "--help") else sys.stderr)
-        return 0 if name in ("-h", "--help") else 2
+        return wrong_word("tfla experiment", name, "experiment", [*EXPERIMENTS, "all"])
     import tyro
 
     from tfla.experiments.run import ExperimentConfig, run

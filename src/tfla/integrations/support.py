@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -150,8 +151,11 @@ def page() -> str:
 
 def support(args: Sequence[str]) -> int:
     """Print the page; returns the exit code."""
-    if args:
+    if args and args[0] in ("-h", "--help"):
         print(USAGE)
-        return 0 if args[0] in ("-h", "--help") else 2
+        return 0
+    if args:
+        print(f"tfla support: error: got {args[0]!r}, expected no argument", file=sys.stderr)
+        return 2
     print(page())
     return 0
