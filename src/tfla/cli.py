@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -56,9 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def wrong_word(command: str, word: str, kind: str, allowed: Iterable[str]) -> int:
-    """Print which word of a command line is wrong and what is allowed; returns the exit code of a wrong command line."""
-    print(f"{command}: error: there is no {kind} {word!r}, only {', '.join(allowed)}", file=sys.stderr)
+def wrong_word(command: str, word: str, kind: str, usage: str) -> int:
+    """Print which word of a command line is wrong, and what is allowed; return the exit code."""
+    print(f"{command}: error: there is no {kind} {word!r}\n\n{usage}", file=sys.stderr)
     return 2
 
 
@@ -72,9 +72,7 @@ def _dispatch(args: Sequence[str]) -> int:
         print(f"tfla {__version__}")
         return 0
     if args[0] not in COMMANDS:
-        wrong_word("tfla", args[0], "command", COMMANDS)
-        print(f"\n{usage()}", file=sys.stderr)
-        return 2
+        return wrong_word("tfla", args[0], "command", usage())
     return _run(COMMANDS[args[0]], args[1:])
 
 

@@ -51,19 +51,23 @@ def lines(monkeypatch):
 @pytest.mark.usefixtures("lines")
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_a_subject_writes_pictures_and_numbers(tmp_path, capsys, kind):
-    assert main(["analyze", "lines", "--out", str(tmp_path), "--format", kind, "--slope", "3"]) == 0
+    assert main(["analyze", "lines", "--out", str(tmp_path), "--format", kind, "--slope", "3"]) == 1  # one is missing
     with (tmp_path / "line.csv").open() as file:
         assert list(csv.DictReader(file)) == [{"x": "512", "y <ms>": "1536.0"}, {"x": "1024", "y <ms>": "3072.0"}]
     start = {"png": b"\x89PNG", "svg": b"<?xml"}[kind]
     assert (tmp_path / f"line.{kind}").read_bytes().startswith(start)
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "line.csv: A line\n  The line rises, 1 < 2.\n  See `tfla.mlstm`.\n" in out
-    assert "not drawn: A gap: no benchmarks/results/gone.json" in out
+    assert "not drawn: A gap: no benchmarks/results/gone.json" in err
 
 
 @pytest.mark.usefixtures("lines")
-def test_the_report_holds_everything_and_needs_nothing(tmp_path):
-    assert analyze(["all", "--out", str(tmp_path)]) == 0
+def test_the_report_holds_everything_and_needs_nothing(tmp_path, capsys):
+    assert analyze(["all", "--out", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert out == f"wrote {tmp_path / 'report.html'}: 1 figures\n"
+    assert "lines: 1 of 2 figures" in err
+    assert err.endswith("not drawn: A gap: no benchmarks/results/gone.json: `tfla bench gpu gone`\n")
     page = (tmp_path / "report.html").read_text()
     assert "<p>The line rises, 1 &lt; 2.</p><p>See <code>tfla.mlstm</code>.</p>" in page
     assert "<code>tfla analyze lines</code>" in page

@@ -10,6 +10,7 @@ pytest.importorskip("tqdm")
 from tfla.bench import cpu, report
 from tfla.bench.commands import bench
 from tfla.bench.floor import backward_flops, forward_flops
+from tfla.train.messages import UserError
 
 
 def test_floor_is_what_the_products_of_a_tile_cost():
@@ -67,5 +68,5 @@ def test_unknown_benchmark_prints_usage(capsys):
 
 
 def test_report_without_results_says_which_file_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"tfla bench cpu.*cpu\.json"):
+    with pytest.raises(UserError, match=r"tfla bench cpu.*cpu\.json"):
         report.run(report.Report(tmp_path, tmp_path / "out.md"))

@@ -71,7 +71,7 @@ def standing(result: dict[str, Any]) -> str:
 def figures(config: Config) -> list[Figure | Missing]:
     """One for each suite and device that was measured."""
     found: list[Figure | Missing] = []
-    results = load(config.results)
+    results = load(config.results, complete=True)
     for suite, seen in SEEN.items():
         mine = {name: r for name, r in results.items() if r["suite"] == suite}
         if not mine:

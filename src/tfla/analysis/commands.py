@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from tfla.analysis.frame import Figure, Options
+from tfla.analysis.frame import Figure, Missing, Options
 from tfla.analysis.subjects import SUBJECTS
 from tfla.cli import wrong_word
 
@@ -34,28 +34,38 @@ def analyze(args: Sequence[str]) -> int:
         print(usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     if name not in ("all", "claims", *SUBJECTS):
-        return wrong_word("tfla analyze", name, "subject", [*SUBJECTS, "claims", "all"])
+        return wrong_word("tfla analyze", name, "subject", usage())
     import tyro
 
     if name == "all":
         from tfla.analysis import report
 
         config = tyro.cli(Options, args=rest, prog="tfla analyze all", description=sentence(ALL))
-        print(f"wrote {report.write(config)}")
-        return 0
+        config.check()
+        written = report.write(config)
+        print(f"wrote {written.path}: {written.drawn} figures")
+        return not_drawn(written.missing)
     if name == "claims":
         from tfla.analysis import claims
 
         config = tyro.cli(Options, args=rest, prog="tfla analyze claims", description=sentence(CLAIMS))
+        config.check()
         print(f"wrote {claims.write(config)}")
         return 0
     subject = SUBJECTS[name]
     config = tyro.cli(subject.config, args=rest, prog=f"tfla analyze {name}", description=sentence(subject.help))
-    for figure in subject.draw(config):
+    config.check()
+    found = subject.draw(config)
+    for figure in found:
         if isinstance(figure, Figure):
             print(f"wrote {figure.path} and {figure.data_path.name}: {figure.title}")
             for paragraph in figure.caption.split("\n\n"):
                 print(textwrap.fill(" ".join(paragraph.split()), 100, initial_indent="  ", subsequent_indent="  "))
-        else:
-            print(f"not drawn: {figure.title}: {figure.why}")
-    return 0
+    return not_drawn([figure for figure in found if isinstance(figure, Missing)])
+
+
+def not_drawn(missing: Sequence[Missing]) -> int:
+    """Print which figures were asked for and not drawn, and why; return the exit code, a failure if there are any."""
+    for figure in missing:
+        print(f"not drawn: {figure.title}: {figure.why}", file=sys.stderr)
+    return 1 if missing else 0

@@ -14,11 +14,13 @@ from tfla.analysis.forms.optimum import flop_optimal_chunk
 from tfla.analysis.forms.symbols import Direction, Gate
 from tfla.analysis.frame import Figure, Missing, Options, write
 from tfla.analysis.profiled import profiled
+from tfla.train.messages import UserError
 
 __all__ = ["Config", "claims", "figures"]
 
 COMMAND = "tfla analyze counting"
 TILE = 64  # of this library's walks
+LARGEST = 2**30
 WAYS = {  # form -> what it is called, and its sizes beside T, dqk, dhv
     "recurrent": ("recurrent", {}),
     "parallel": ("parallel", {}),
@@ -39,6 +41,13 @@ class Config(Options):
     """Head dim of q and k in the comparison of all forms."""
     dhv: int = 256
     """Head dim of v in the comparison of all forms."""
+
+    def check(self) -> None:
+        """Raise UserError where a value is out of range."""
+        super().check()
+        for name in ("T", "dqk", "dhv"):
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise UserError(f"{name}: got {getattr(self, name)}, expected from 1 to {LARGEST:,}")
 
 
 def over_chunk_size(config: Config) -> Figure:

@@ -11,6 +11,7 @@ from tfla.analysis.forms.symbols import Direction, Gate
 from tfla.analysis.frame import Figure, Missing, Options, write
 from tfla.analysis.runtime import least_seconds, seconds
 from tfla.bench.problem import BOTH, FORWARD
+from tfla.bench.results import SIZES
 from tfla.bench.stored import load
 
 SUITE, AT = "fig4", 8192
@@ -35,7 +36,7 @@ def form_of(row: Row) -> tuple[str, dict[str, int]] | None:
 
 def bounds(row: Row, accelerator: Accelerator) -> tuple[float, float] | None:
     """Seconds where computing and moving overlap entirely (114) and where they do not at all (113)."""
-    known = form_of(row)
+    known = form_of(row) if set(row) >= set(SIZES) else None
     if known is None:
         return None
     name, sizes = known
@@ -68,7 +69,7 @@ def compared(result: Row) -> list[Row]:
 def explained(config: Options, command: str) -> Figure | Missing:
     """The bounds as bars, the measurement as a point."""
     title = "What FLOPs and bytes explain of measured times"
-    result = next((r for r in load(config.results).values() if r["suite"] == SUITE), None)
+    result = next((r for r in load(config.results, complete=True).values() if r["suite"] == SUITE), None)
     rows = compared(result) if result is not None else []
     if result is None or not any(r["x"] == AT for r in rows):
         path = config.results / f"{SUITE}.json"

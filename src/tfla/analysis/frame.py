@@ -14,14 +14,15 @@ too: what the paper claims about the subject beside what is counted or measured 
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from tfla.bench import results as stored_results
 from tfla.nn.files import write_atomically
+from tfla.train import outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing
@@ -35,10 +36,15 @@ class Options:
 
     out: Path = Path("analysis")
     """Folder for the figures (PNG or SVG) and their numbers (CSV)."""
-    results: Path = Path("benchmarks/results")
+    results: Path = field(default_factory=stored_results.default_folder)
     """Folder of stored measurements."""
     format: Literal["png", "svg"] = "png"
     """Of the figures."""
+
+    def check(self) -> None:
+        """Raise UserError where an option does not fit, the folder cannot be written to, or there are no results."""
+        outputs.check_folder("out", self.out)
+        stored_results.check_folder(self.results)
 
 
 class Table(NamedTuple):
@@ -115,6 +121,10 @@ def write(
 
 
 def stored(config: Options, name: str) -> Any | None:
-    """The stored result ``name.json``; None where there is none."""
+    """Read the stored result ``name.json``, whose kind is ``name``; None where there is none.
+
+    Raises:
+        UserError: the file is there but no such result.
+    """
     path = config.results / f"{name}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return stored_results.read_kind(path, name) if path.exists() else None

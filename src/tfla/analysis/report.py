@@ -8,6 +8,7 @@ import sys
 import time
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from tfla.analysis.frame import Claim, Figure, Missing, Options, Table
 from tfla.analysis.subjects import SUBJECTS
@@ -93,14 +94,24 @@ def numbers(title: str, given: Table) -> str:
     return f"\n<h3>{escape(title)}</h3>\n<table>\n{rows}\n</table>"
 
 
-def write(config: Options) -> Path:
-    """Draws every subject with these options and writes the report; returns its path."""
-    contents, sections = [], []
+class Written(NamedTuple):
+    """The report: where it is, how many figures it has, and which it has not."""
+
+    path: Path
+    drawn: int
+    missing: list[Missing]
+
+
+def write(config: Options) -> Written:
+    """Draw every subject with these options and write the report."""
+    contents, sections, everything = [], [], list[Figure | Missing]()
     for name, subject in SUBJECTS.items():
         began = time.monotonic()
         own = subject.defaults(config)
         found = subject.draw(own)
-        print(f"{name}: {len(found)} figures, {time.monotonic() - began:.0f} s", file=sys.stderr)
+        everything += found
+        drawn = sum(isinstance(f, Figure) for f in found)
+        print(f"{name}: {drawn} of {len(found)} figures, {time.monotonic() - began:.0f} s", file=sys.stderr)
         links = ", ".join(f'<a href="#{escape(f.name)}">{escape(f.title)}</a>' for f in found)
         contents.append(f"<li>{escape(subject.title)}: {links}</li>")
         claims = subject.claims(own)
@@ -110,4 +121,5 @@ def write(config: Options) -> Path:
     config.out.mkdir(parents=True, exist_ok=True)
     page = PAGE.format(intro=escape(INTRO), contents="\n".join(contents), sections="\n".join(sections))
     write_atomically(target, lambda path: path.write_text(page, encoding="utf-8"))
-    return target
+    missing = [f for f in everything if isinstance(f, Missing)]
+    return Written(target, len(everything) - len(missing), missing)

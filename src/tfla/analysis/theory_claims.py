@@ -108,7 +108,7 @@ def _roof(points: Measured) -> Claim:
 
 
 def _explained(config: Options) -> Claim:
-    result = next((r for r in load(config.results).values() if r["suite"] == EXPLAINED), None)
+    result = next((r for r in load(config.results, complete=True).values() if r["suite"] == EXPLAINED), None)
     rows = [r for r in compared(result) if r["x"] == AT] if result is not None else []
     by_name: dict[str, list[str]] = {}
     for r in rows:

@@ -91,9 +91,14 @@ def load(config: Config) -> Found | None:
         result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("kind") != "training":
             raise ValueError("not what tfla experiment writes")
-        return Found(result)
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        found = Found(result)
+        found.where  # noqa: B018 - which needs all that figures say of the runs
+        float(result["config"]["optim"]["clip"])
+        return found
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"training: {path} cannot be read: {reason(error)}") from error
+    except KeyError as error:
+        raise UserError(f"training: {path} cannot be read: there is no {error.args[0]!r}") from error
 
 
 def text(values: Sequence[float], digits: int = 3) -> str:

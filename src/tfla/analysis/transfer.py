@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ COMMAND = "tfla analyze transfer"
 EPS = 1e-6
 NAMES: dict[InputGate, str] = {"exp": "mLSTMexp", "sigmoid": "mLSTMsig"}
 I_RANGE, F_RANGE = (-12.0, 8.0), (-5.0, 12.0)
+SMALLEST_STEP = 0.01  # maps of 3.4 million gains, each the result of a sequence
 LOWEST, HIGHEST = 1e-4, 1e2  # of the colours before the norm, where gains span many decades
 
 
@@ -50,12 +52,21 @@ class Config(Options):
 
     def check(self) -> None:
         """Raise UserError where a value is out of range."""
-        if not self.step > 0:
-            raise UserError(f"step: got {self.step}, expected a number above 0")
-        if not self.eps > 0:
-            raise UserError(f"eps: got {self.eps}, expected a number above 0")
-        if not self.gate_soft_cap > 0:
-            raise UserError(f"gate-soft-cap: got {self.gate_soft_cap}, expected a number above 0")
+        super().check()
+        if not SMALLEST_STEP <= self.step <= I_RANGE[1] - I_RANGE[0]:
+            raise UserError(
+                f"step: got {self.step}, expected a number from {SMALLEST_STEP} to {I_RANGE[1] - I_RANGE[0]:g}"
+            )
+        for name in ("eps", "gate_soft_cap"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise UserError(f"{name.replace('_', '-')}: got {value}, expected a finite number above 0")
+        for name, values in {
+            "input-gate-bias": (self.input_gate_bias,),
+            "forget-gate-bias": self.forget_gate_bias,
+        }.items():
+            if not all(map(math.isfinite, values)):
+                raise UserError(f"{name}: got {', '.join(map(str, values))}, expected finite numbers")
 
 
 def axis(ends: tuple[float, float], step: float) -> tuple[float, ...]:

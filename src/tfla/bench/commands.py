@@ -37,5 +37,5 @@ def bench(args: Sequence[str]) -> int:
         print(USAGE, file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     else:
-        return wrong_word("tfla bench", name, "benchmark", ("cpu", "gpu", "report"))
+        return wrong_word("tfla bench", name, "benchmark", USAGE)
     return 0

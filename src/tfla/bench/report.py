@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tfla.bench import cpu_report, gpu_report, readme, stored
+from tfla.bench.results import check_cpu_result, check_folder, default_folder, read
+from tfla.nn.files import write_atomically
+from tfla.train import outputs
+from tfla.train.messages import UserError
 
 INTRO = """# Performance
 
@@ -19,8 +22,10 @@ Generated from `benchmarks/results/` by `tfla bench report`; each table says wha
 class Report:
     """Options of `tfla bench report`."""
 
-    results: Path = Path("benchmarks/results")
+    results: Path = field(default_factory=default_folder)
+    """Folder of stored measurements."""
     out: Path = Path("docs/performance.md")
+    """The page."""
     images: Path | None = None
     """Folder of the figures; None: img beside the page."""
     readme: Path | None = None
@@ -33,14 +38,24 @@ def run(config: Report) -> None:
     The tables that pages beside it have marks for are renewed, too.
 
     Raises:
-        FileNotFoundError: there is no result to report.
+        UserError: there is no result to report, a file is broken, or the page or its figures cannot be written.
     """
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(config.results.glob("*.json"))}
-    if not found:
-        raise FileNotFoundError(f"no results in {config.results}: tfla bench cpu --out {config.results}/cpu.json")
     images = config.images or config.out.parent / "img"
-    sections = [cpu_report.section(result) for result in found.values() if "cpu" in result.get("environment", {})]
-    on_gpus = stored.load(config.results)
+    outputs.check_file("out", config.out)
+    outputs.check_folder("images", images)
+    if config.readme is not None and not config.readme.is_file():
+        raise UserError(f"readme: got {str(config.readme)!r}, expected a file that is there")
+    check_folder(config.results)
+    found = {path: read(path) for path in sorted(config.results.glob("*.json"))}
+    if not found:
+        raise UserError(
+            f"results: there are none in {config.results}; `tfla bench cpu --out {config.results}/cpu.json` makes one"
+        )
+    on_cpus = {p: r for p, r in found.items() if isinstance(r.get("environment"), dict) and "cpu" in r["environment"]}
+    for path, result in on_cpus.items():
+        check_cpu_result(path, result)
+    sections = [cpu_report.section(result) for result in on_cpus.values()]
+    on_gpus = stored.load(config.results, complete=True)
     sections += [gpu_report.METHOD] if on_gpus else []
     for stem, result in on_gpus.items():
         from tfla.bench.figures import draw
@@ -50,11 +65,18 @@ def run(config: Report) -> None:
         link = Path(os.path.relpath(image, config.out.parent)).as_posix() if drawn else None
         sections.append(gpu_report.section(result, link))
     config.out.parent.mkdir(parents=True, exist_ok=True)
-    config.out.write_text("\n\n".join([INTRO.rstrip(), *sections]) + "\n")
+    whole = "\n\n".join([INTRO.rstrip(), *sections]) + "\n"
+    write_atomically(config.out, lambda path: path.write_text(whole, encoding="utf-8"))
     print(f"wrote {config.out}")
     beside = [page for page in sorted(config.out.parent.glob("*.md")) if page != config.out]
     for page in (*beside, *([config.readme] if config.readme is not None else [])):
         text = page.read_text(encoding="utf-8")
         if readme.MARK.search(text):
-            page.write_text(readme.renew(text, on_gpus), encoding="utf-8")
+            try:
+                renewed = readme.renew(text, on_gpus)
+            except KeyError as error:  # a suite, a contender or what was measured of it
+                raise UserError(
+                    f"{page}: the results have nothing of {error.args[0]!r}, which its tables show"
+                ) from error
+            page.write_text(renewed, encoding="utf-8")
             print(f"wrote {page}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from tfla.bench.results import check_gpu_result, read
 from tfla.bench.suites import SUITES
 
 Row = dict[str, Any]
@@ -46,12 +46,21 @@ def merge(runs: dict[str, Row]) -> Row:
     return next(iter(runs.values())) | {"rows": rows, "runs": runs}
 
 
-def load(folder: Path) -> dict[str, Row]:
-    """Results of GPUs by name, in the order of the suites: that of the first file with a setup and a device."""
+def load(folder: Path, complete: bool = False) -> dict[str, Row]:
+    """Return results of GPUs by name, in the order of the suites: that of the first file with a setup and a device.
+
+    Args:
+        folder: of the files.
+        complete: whether all that a page or a figure shows has to be there, and not the times alone.
+
+    Raises:
+        UserError: a file is broken; the message names it.
+    """
     groups: dict[tuple[int, str], dict[str, Row]] = {}
     for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        if result.get("suite") in SUITES:
+        result = read(path)
+        if isinstance(result.get("suite"), str) and result["suite"] in SUITES:
+            check_gpu_result(path, result, complete)
             suite = SUITES[result["suite"]]  # as it is called and shown now
             result |= {"title": suite.title, "panels": suite.panels} | ({"note": suite.note} if suite.note else {})
             if suite.host:

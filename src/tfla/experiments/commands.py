@@ -25,7 +25,7 @@ def experiment(args: Sequence[str]) -> int:
         print(usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     if name != "all" and name not in EXPERIMENTS:
-        return wrong_word("tfla experiment", name, "experiment", [*EXPERIMENTS, "all"])
+        return wrong_word("tfla experiment", name, "experiment", usage())
     import tyro
 
     from tfla.experiments.run import ExperimentConfig, run

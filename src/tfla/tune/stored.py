@@ -15,6 +15,7 @@ from tfla.tune.predict import Candidate
 
 Row = dict[str, Any]
 SHAPE = ("B", "T", "H", "dqk", "dhv")
+NEEDED = {"seconds", "way", "details", "peak_bytes", *SHAPE}
 NOT_OF_SEQUENCES = ("decode", "steps", "generate", "host")  # suites of steps, and of the host's time
 
 
@@ -34,12 +35,12 @@ def winners(result: Row) -> list[Row]:
     """
     shapes: dict[tuple[Any, ...], dict[tuple[str, int], tuple[Measured, Row]]] = {}
     for row in result["rows"]:
-        if row["name"].startswith("tfla mLSTM") and row.get("direction") == BOTH and {"seconds", "way"} <= set(row):
-            if not {"segment", "chunk"} & set(row["details"]):  # not a kernel for GPUs
+        if row["name"].startswith("tfla mLSTM") and row.get("direction") == BOTH and set(row) >= NEEDED:
+            if not isinstance(row["details"], dict) or not {"segment", "chunk"} & set(row["details"]):  # of no GPU
                 continue
             if ", packed" in row["name"]:  # another problem than what has its shape
                 continue
-            one = candidate(row, result["axis"])
+            one = candidate(row, result.get("axis", ""))
             key = one.candidate.backend, row["name"].removeprefix("tfla mLSTM")[:3], *(row[name] for name in SHAPE)
             shapes.setdefault(key, {}).setdefault((one.candidate.kernel, one.candidate.chunk_size), (one, row))
     entries = []
@@ -59,7 +60,7 @@ def winners(result: Row) -> list[Row]:
         entries.append(
             entry._asdict()
             | {"seconds": winner.seconds, "peak_bytes": winner.peak_bytes, "memory_limit": None, "among": len(found),
-               "date": env["date"], "versions": env["versions"]}
+               "date": env["date"], "versions": env.get("versions", {})}
         )  # fmt: skip
     return entries
 
