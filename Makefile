@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses auto
 TRITON_VERSIONS ?= 3.4.0 3.6.0 3.9.0
 
-.PHONY: demo test kernels lint triton-versions clean
+.PHONY: demo test kernels lint docs triton-versions clean
 .PRECIOUS: $(VENV)/triton-%
 
 demo: $(VENV)/train  ## train a small language model on this Python's own standard library, about two minutes
@@ -28,6 +28,9 @@ lint: $(VENV)/dev  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(VENV)/docs  ## the pages of docs/ as a site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -17,7 +17,7 @@ MODULES = ("simple_gla", "retention", "lightning_attn", "linear_attn")
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["mlstm_kernels", "fla", "mamba"])
+@pytest.mark.parametrize("name", ["quickstart", "mlstm_kernels", "fla", "mamba"])
 def test_examples_run(name: str) -> None:
     path = DOCS / f"{name}.md"
     blocks = re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

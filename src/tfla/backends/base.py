@@ -1,6 +1,6 @@
 """The contract between the operator and the ways to compute it.
 
-A backend is a module of this package with an object ``BACKEND``. It computes, for every head (design notes, section 1),
+A backend is a module of this package with an object ``BACKEND``. It computes, for every head (docs/mathematics.md),
 
     C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T        n_t = exp(log_f_t) n_{t-1} + exp(log_i_t) k_t
     h_t = scale C_t^T q_t / max(|scale n_t^T q_t|, 1)          without normaliser: h_t = scale C_t^T q_t

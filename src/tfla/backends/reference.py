@@ -172,7 +172,7 @@ def recurrent_backward(
     dn: Tensor,
     spec: Spec,
 ) -> tuple[Tensor, ...]:
-    """The exact gradients, step by step backwards (design notes, section 1), one head group of one sequence.
+    """The exact gradients, step by step backwards (docs/mathematics.md), one head group of one sequence.
 
     dC, dn: cotangents of the stabilised final state. They are carried as exp(m_t) dL/dC_t, so no exponent is positive.
     Returns dq, dk, dv, dlog_i, dlog_f and the cotangents of the initial C, n.

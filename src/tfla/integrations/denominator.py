@@ -3,7 +3,7 @@
     h_t = scale C_t^T q_t / (max(|d_t|, 1) + e_t),    d_t = scale n_t^T q_t
 
 Exactly, with exact gradients: dividing h by 1 + e / max(|d|, 1) and the cotangent by the same makes every product that
-a backend's backward forms (design notes, section 2) that of the larger denominator.
+a backend's backward forms ((T8) to (T13) of docs/mathematics.md) that of the larger denominator.
 """
 
 from __future__ import annotations

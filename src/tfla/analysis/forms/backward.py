@@ -1,8 +1,8 @@
 """FLOPs of the paper's forms, backward, which the paper does not count. By its rules: what one kernel computes twice
 counts once, what two kernels compute counts twice.
 
-The gradients are the exact ones of docs/design.md, through the denominator too. `do` is the cotangent of the numerator,
-`dd` of the denominator, `dP = do v^T + dd`; gradients of the gates come from sums of q dq and k dk.
+The gradients are the exact ones of docs/mathematics.md, through the denominator too. `do` is the cotangent of the
+numerator, `dd` of the denominator, `dP = do v^T + dd`; gradients of the gates come from sums of q dq and k dk.
 """
 
 from __future__ import annotations

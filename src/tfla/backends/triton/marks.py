@@ -1,6 +1,6 @@
 """Marks: steps before which the fused backward keeps the state and its cotangent.
 
-There dlog_f, a running sum, starts again from <C, dC>, without the rounding that has added up (docs/design.md).
+There dlog_f, a running sum, starts again from <C, dC>, without the rounding that has added up (docs/mathematics.md).
 """
 
 APART = {2: 1024, 4: 4096}  # steps between them, by bytes of an input

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tfla
 from tfla.backends.known import Known
-from tfla.integrations.mamba.terms import check_devices, check_operands, common_dtype, finish, operands, step_sizes
+from tfla.integrations.mamba.terms import check_operands, common_dtype, finish, operands, step_sizes
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
 from tfla.ops.signature import observed, signature, without_autocast
@@ -59,7 +59,6 @@ def _check(
     gates = [("dt", dt, (batch, nheads), (headdim,)), ("A", A, (nheads,), (headdim, dstate))]
     if dt_bias is not None:
         gates.append(("dt_bias", dt_bias, (nheads,), (headdim,)))
-    check_devices(x, {"state": state, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias})
     tied = [_is_per_head(*gate) for gate in gates]
     dtype = common_dtype(x, B, C)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -73,7 +72,6 @@ def _check_slots(slots: Tensor, batch: int, state: Tensor) -> None:
         got = f"dtype {slots.dtype}" if isinstance(slots, Tensor) else type(slots).__name__
         raise TypeError(f"{name}: got {got}, expected an int32 or int64 tensor")
     check_shape(name, slots, (batch,))
-    check_devices(state, {name: slots}, "state")
     if batch and slots.device.type == "cpu" and not observed((slots,)) and slots.max() >= state.shape[0]:
         raise ValueError(
             f"{name}: got {int(slots.max())}, expected at most {state.shape[0] - 1}, or less than 0 to skip"
