@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,12 +22,15 @@ from tfla.train.messages import UserError
 from tfla.tune import run as runner
 from tfla.tune import store
 from tfla.tune.choose import best, shortlist
-from tfla.tune.measure import Measured
+from tfla.tune.config import TuneConfig
+from tfla.tune.default import untuned
+from tfla.tune.measure import Measured, measured
 from tfla.tune.predict import Candidate, Machine, chunk_sizes, predict
-from tfla.tune.run import TuneConfig, known_machine, tune
+from tfla.tune.run import Budget, known_machine, plan, tune
 from tfla.tune.stored import entries
 
 H100 = known_machine("H100")
+SLOW = Machine("x", 1e11, 1e10, 2)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FIG5 = Problem(8, 8192, 8, 256, 512)
 SHAPE = ["--batch", "1", "--length", "160", "--heads", "1", "--dqk", "4", "--dhv", "4", "--dtype", "float32"]
@@ -176,7 +180,7 @@ def test_prediction_alone(cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert main(["tune", *SHAPE, "--predict"]) == 0
     assert main(["tune", "--accelerator", "H100", "--memory-limit", "2", "--heads", "8", "--dqk", "256"]) == 0
     assert capsys.readouterr().out.count("by prediction alone") == 2
-    assert main(["tune", "--accelerator", "H100", "--memory-limit", "0.001"]) == 0
+    assert main(["tune", "--accelerator", "H100", "--memory-limit", "0.001"]) == 1
     assert "nothing is within 0.00 GiB" in capsys.readouterr().out
     wide = ["tune", "--accelerator", "A100", "--dqk", "960"]
     assert main([*wide, "--kernel", "fused"]) == 1
@@ -336,6 +340,12 @@ def test_where_the_user_file_is(
     ("options", "message"),
     [
         (["--heads", "0"], "heads: got 0"),
+        (["--length", "100000000000000000000"], "length: got 1"),
+        (["--memory-limit", "nan"], "memory-limit: got nan"),
+        (["--budget", "0"], "budget: got 0.0"),
+        (["--budget", "nan"], "budget: got nan"),
+        (["--stored", "nowhere"], "stored: got 'nowhere'"),
+        (["--device", "foo"], "device: got 'foo'"),
         (["--memory-limit", "-1"], "memory-limit: got -1"),
         (["--suite", "fig9"], "suite: got 'fig9'"),
         (["--accelerator", "Z80"], "accelerator: got 'Z80'"),
@@ -365,7 +375,148 @@ def test_an_error_is_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr("tfla.tune.measure.mlstm", broken)
-    found = tune(p, "exp", config, Machine("x", 1e11, 1e10, 2))
+    found = tune(plan(p, "exp", config, SLOW), config, Budget(60.0), lambda candidate: None)
     assert found.winner is None
     assert all("out of memory" in (m.error or "") for m in found.measured)
-    assert "out of memory" in found.text(Machine("x", 1e11, 1e10, 2), None)
+    assert "no candidate could be measured: RuntimeError: out of memory" in found.text(SLOW, config)
+
+
+class Clock:
+    """Time that passes where a candidate is measured, so many times as long as was predicted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, factor: float = 1.0) -> None:
+        self.now, self.factor, self.asked = 0.0, factor, list[Candidate]()
+        monkeypatch.setattr(runner.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(runner, "measured", self.measured)
+
+    def measured(self, p: Problem, gate: str, c: Candidate, repeats: int, left: float) -> Measured:
+        assert left > 0
+        self.asked.append(c)
+        self.now += min(self.factor * 10 * c.seconds, max(left, 2 * self.factor * c.seconds))
+        return Measured(c, self.factor * c.seconds, None)
+
+
+@pytest.mark.parametrize("factor", [1.0, 30.0])
+def test_the_budget_bounds_the_time(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """The default first, then by merit; what is left out is said. However far predictions are off, it is two calls of
+    one candidate over at most."""
+    p = Problem(1, 8192, 2, 64, 64, dtype="float32", device="cpu")
+    config = TuneConfig(budget=1.0)
+    found = plan(p, "exp", config, SLOW)
+    one = found.few[0].seconds
+    assert (found.few[0].kernel, found.few[0].chunk_size) == found.default
+    merits = [(c.seconds, c.peak_bytes) for c in found.few[1:]]
+    assert merits == sorted(merits)
+    for calls, expected in ((1, 0), (5, 1), (25 * factor, 3), (1000 * factor, len(found.few))):
+        clock = Clock(monkeypatch, factor)
+        config = TuneConfig(budget=calls * one)
+        budget = Budget(config.budget)
+        done = tune(found, config, budget, lambda candidate: None)
+        assert clock.asked == found.few[:expected]
+        assert [m.candidate for m in done.measured] == clock.asked
+        assert done.left_out == found.few[expected:]
+        assert clock.now <= config.budget + 2 * factor * max(c.seconds for c in found.few)
+        text = done.text(SLOW, config)
+        assert ("not measured within the budget" in text) == bool(done.left_out)
+        if expected == 0:
+            assert text.endswith("nothing is kept: nothing was measured")
+        elif expected == 1:
+            assert text.endswith("nothing is kept: only one candidate was measured")
+
+
+def test_a_long_call_is_timed_as_often_as_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds a call: down to one sample, which on a CPU may be the first call."""
+    clock = Clock(monkeypatch)
+    counted = 0
+
+    class Slow:
+        def series(self, call: Callable[[], Any], count: int) -> float:
+            nonlocal counted
+            counted += count
+            clock.now += 10.0 * count
+            return 10.0 * count
+
+        def now(self) -> float:
+            return clock.now
+
+        def rest(self, seconds: float) -> None: ...
+
+    monkeypatch.setattr("tfla.tune.measure.clock_of", lambda device: Slow())
+    p = Problem(1, 96, 1, 4, 4, dtype="float32", device="cpu")
+    c = Candidate("chunkwise", "segmented", 32, 10.0, 1)
+    for left, calls in ((5.0, 1), (15.0, 2), (55.0, 5), (1000.0, 2 + 1 + 2 + 5)):
+        counted = 0
+        assert measured(p, "exp", c, 10, left).seconds == 10.0
+        assert counted == calls, left
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_estimate_comes_first_and_a_short_budget_keeps_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ""
+
+    def measured(p: Problem, gate: str, c: Candidate, repeats: int, left: float) -> Measured:
+        nonlocal said
+        said += capsys.readouterr().err
+        return Measured(c, 1.0, None)
+
+    monkeypatch.setattr(runner, "measured", measured)
+    assert main(["tune", *SHAPE, "--budget", "30"]) == 0
+    assert re.match(
+        r"measuring \d candidates of 1 shape takes about 0 s by prediction, at most 30 s \(--budget\)", said
+    )
+    assert main(["tune", *SHAPE, "--again", "--budget", "1e-9"]) == 1
+    out, err = capsys.readouterr()
+    assert "nothing is kept: nothing was measured" in out
+    assert err.startswith("measuring ")
+
+
+def test_the_default_is_what_a_call_takes(cache: Path) -> None:
+    """Whatever the user has tuned: what that is worth is measured against what comes without it."""
+    for T in (64, 160, 5000):
+        p = Problem(1, T, 1, 4, 4, dtype="float32", device="cpu")
+        taken = tfla.explain(*inputs(T))
+        assert untuned(p, True, None, None, None)[1:] == (taken.kernel, min(taken.chunk_size, T))
+    store.add(cache, [entry(chunk_size=32)])
+    assert picked(*inputs()) == (32, True)
+    assert untuned(Problem(1, 160, 1, 4, 4, dtype="float32", device="cpu"), True, None, None, None)[2] == 160
+
+
+def test_the_default_of_a_gpu_that_is_not_here() -> None:
+    """The entry that comes with the library where it has one, else the backend's choice by the GPU's processors."""
+    for e in tuned.parse(SHIPPED.read_text()):
+        p = Problem(e.B, e.T, e.H, e.dqk, e.dhv, dtype=e.dtype)
+        backend, *rest = untuned(p, e.normalize, e.backend, e.kernel if e.asked else None, "H200")
+        assert (backend.name, *rest) == (e.backend, e.kernel, e.chunk_size)
+    few = Problem(1, 65536, 4, 128, 256)
+    assert untuned(few, True, None, None, "A100")[0].name == "triton"
+    assert 64 <= untuned(few, True, None, None, "A100")[2] < 65536
+    assert untuned(few, True, None, None, "V100")[0].name == "chunkwise"  # which has no bfloat16
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("options", [SHAPE, ["--stored", str(RESULTS)]])
+def test_a_file_that_cannot_be_written_is_found_before_measuring(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "measured", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(runner, "this_machine", lambda device: pytest.fail("measured"))
+    (tmp_path / "file").write_text("no folder")
+    for target in (tmp_path, tmp_path / "file" / "x.json"):
+        assert main(["tune", *options, "--file", str(target)]) == 1
+        assert re.fullmatch(rf"tfla: error: file: {target} cannot be written: .*\n", capsys.readouterr().err)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_does_not_fit_the_memory_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "measured", lambda *args: pytest.fail("measured"))
+    assert main(["tune", "--length", "1000000000", "--device", "cpu"]) == 1
+    assert "the inputs alone take" in capsys.readouterr().err
+    monkeypatch.setattr(runner, "memory_of", lambda device: 2**20)
+    assert main(["tune", *SHAPE, "--length", "10000", "--device", "cpu"]) == 1
+    out, _ = capsys.readouterr()
+    assert re.search(r"nothing is kept: no candidate could be measured: needs about 0.00 GiB, there are 0.00", out)

@@ -135,7 +135,11 @@ def _entries(device: torch.device, backend: str, dtype: torch.dtype, normalize: 
 
 def find(x: Inputs, backend: str, kernel: str | None, normalize: bool) -> Entry | None:
     """The entry for exactly this shape; None where there is none, or where a compiled graph serves many lengths."""
-    mine: Sequence[Entry] = entries(x.q.device, backend, x.q.dtype, normalize)
+    return among(entries(x.q.device, backend, x.q.dtype, normalize), x, kernel)
+
+
+def among(mine: Sequence[Entry], x: Inputs, kernel: str | None) -> Entry | None:
+    """Return the entry for exactly this shape among those of its device, backend, dtype and form; see :func:`find`."""
     if not mine or x.cu_seqlens is not None or x.q.shape[2] != x.v.shape[2]:
         return None
     (B, T, H, dhv), dqk = x.v.shape, x.q.shape[3]

@@ -22,7 +22,7 @@ def shortlist(
     """
     fitting = [c for c in candidates if limit is None or c.peak_bytes <= 1.1 * limit]
     chosen = {(c.kernel, c.chunk_size): c for c in candidates if (c.kernel, c.chunk_size) == default}
-    for _, group in groupby(sorted(fitting, key=lambda c: (c.kernel, c.seconds)), key=lambda c: c.kernel):
+    for _, group in groupby(sorted(fitting, key=lambda c: (c.kernel, c.seconds, c.peak_bytes)), key=lambda c: c.kernel):
         chosen |= {(c.kernel, c.chunk_size): c for c in list(group)[:most]}
     return [c for c in candidates if (c.kernel, c.chunk_size) in chosen]
 

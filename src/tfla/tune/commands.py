@@ -9,7 +9,7 @@ def tune(args: Sequence[str]) -> int:
     """``tfla tune``; returns the exit code."""
     import tyro
 
-    from tfla.tune.run import TuneConfig, run
+    from tfla.tune.config import TuneConfig
+    from tfla.tune.run import run
 
-    run(tyro.cli(TuneConfig, args=args, prog="tfla tune"))
-    return 0
+    return run(tyro.cli(TuneConfig, args=args, prog="tfla tune"))

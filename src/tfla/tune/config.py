@@ -1,0 +1,97 @@
+"""The options of `tfla tune`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from tfla.bench.problem import Problem
+from tfla.bench.suites import SUITES
+from tfla.ops.gates import InputGate
+from tfla.train.messages import UserError
+
+LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """Find the kernel and the chunk size for a shape and keep them for calls with chunk_size=None.
+
+    All candidates are predicted; the few that may win are measured, forward and backward together. A shape that has an
+    entry is measured again only with --again.
+    """
+
+    batch: int = 8
+    """Sequences."""
+    length: int = 8192
+    """Steps of a sequence, T."""
+    heads: int = 16
+    """Heads of q, k and v."""
+    dqk: int = 128
+    """Head dimension of q and k."""
+    dhv: int = 256
+    """Head dimension of v."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of q, k and v."""
+    gate: Literal["exp", "sigmoid", "both"] = "exp"
+    """The input gate."""
+    suite: tuple[str, ...] = ()
+    """Shapes of these suites of `tfla bench gpu` in place of the one above."""
+    device: str = "auto"
+    """auto is the GPU if there is one."""
+    backend: str | None = None
+    """None takes what the operator would take."""
+    kernel: str | None = None
+    """None compares the backend's kernels; one that is named is tuned for calls that name it."""
+    memory_limit: float | None = None
+    """GiB that forward and backward may take beyond the inputs."""
+    predict: bool = False
+    """Predict only; nothing is measured or kept."""
+    accelerator: str | None = None
+    """Predict for one that is not here, such as H100."""
+    stored: Path | None = None
+    """Keep the winners among results of `tfla bench gpu` in this folder; nothing is measured."""
+    again: bool = False
+    """Measure although there is an entry."""
+    repeats: int = 10
+    """Samples of a candidate."""
+    budget: float = 600.0
+    """Seconds that measuring may take: the default is measured first, then the others in the order of what is predicted
+    for them; what there is no time for is said. A call that has begun is not interrupted."""
+    file: Path | None = None
+    """Keep the winners in this file; None: the user's."""
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Shapes to tune for."""
+        shapes = [Problem(self.batch, self.length, self.heads, self.dqk, self.dhv)]
+        if self.suite:
+            shapes = [
+                replace(suite.problem(e, x, "cuda"), chunk_size=None)
+                for suite in map(SUITES.__getitem__, self.suite) for x in suite.xs for e in suite.entries if e.ours
+            ]  # fmt: skip
+        return list(dict.fromkeys(replace(p, dtype=self.dtype) for p in shapes))
+
+    @property
+    def gates(self) -> tuple[InputGate, ...]:
+        return ("exp", "sigmoid") if self.gate == "both" else (self.gate,)
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that forward and backward may take beyond the inputs."""
+        return None if self.memory_limit is None else int(self.memory_limit * 2**30)
+
+    def check(self) -> None:
+        """Raise UserError where a value is out of range; the message names it."""
+        for name in ("batch", "length", "heads", "dqk", "dhv", "repeats"):
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise UserError(f"{name}: got {getattr(self, name)}, expected from 1 to {LARGEST}")
+        if self.memory_limit is not None and not 0 < self.memory_limit <= LARGEST:
+            raise UserError(f"memory-limit: got {self.memory_limit}, expected a number above 0 and at most {LARGEST}")
+        if not self.budget > 0:
+            raise UserError(f"budget: got {self.budget}, expected a number above 0, or inf")
+        for name in self.suite:
+            if name not in SUITES or name == "decode":
+                allowed = ", ".join(s for s in SUITES if s != "decode")
+                raise UserError(f"suite: got {name!r}, allowed are {allowed}")
