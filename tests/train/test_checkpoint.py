@@ -203,6 +203,7 @@ def test_what_a_path_means(tmp_path):
     with pytest.raises(UserError, match="neither a run nor a checkpoint nor a saved model"):
         find_model(tmp_path)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.directory.mkdir()
     with pytest.raises(UserError, match="a run without a whole checkpoint"):
         find_model(tmp_path)
     run.save(checkpoints, 3)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import resource
+import shutil
 import signal
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from tfla.train.config import Data, Model, Optim
 from tfla.train.loop import train
 from tfla.train.messages import UserError
 from tfla.train.metrics import Metrics, read
+from tfla.train.recipe import Schedule
+from tfla.train.run_directory import read_config
 
 
 def losses(run) -> list[tuple]:
@@ -62,7 +66,7 @@ def test_it_learns_and_writes_everything_down(tiny):
 
 
 def small(**changes) -> Model:
-    return Model(d_model=32, num_blocks=1, num_heads=2, **changes)
+    return Model(**{"d_model": 32, "num_blocks": 1, "num_heads": 2, **changes})
 
 
 @pytest.mark.parametrize(
@@ -204,6 +208,87 @@ def test_a_disk_that_fills_up_ends_with_one_line(tiny, tmp_path, fail_at, monkey
     fails(4_000, rf"full: File too large; {good}", checkpoint_every=100)
     train(full)
     assert losses(full.run) == losses(whole.run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": small(num_heads=3)}, "model: num_heads: got 3"),
+        ({"model": small(backend="triton")}, r"model\.backend: 'triton' cannot run"),
+        ({"model": small(num_blocks=10**9)}, "model: .* does not fit on cpu"),
+        ({"model": small(d_model=2**30)}, "which no computer can hold|does not fit on cpu"),
+        ({"optim": Optim(betas=(2.0, 3.0))}, r"optim\.betas: got \(2\.0, 3\.0\)"),
+        (
+            {"optim": Optim(warmup_steps=5, cooldown_steps=4)},
+            r"optim\.warmup_steps, optim\.cooldown_steps: got 5 and 4",
+        ),
+        ({"seed": -1}, "seed: got -1, expected at least 0"),
+        ({"device": "nonsense"}, "device: got 'nonsense'"),
+        ({"context": 20_000}, "one batch needs 80001"),
+        ({"data": Data(paths=(Path("nowhere"),))}, "nowhere: no such file"),
+        ({"data": Data(paths=(Path(__file__),), tokenizer="nowhere.json")}, r"data\.tokenizer: nowhere\.json"),
+        ({"init_from": Path("nowhere")}, "nowhere: neither a run nor a checkpoint"),
+    ],
+)
+def test_a_first_attempt_with_a_mistake_leaves_nothing(tiny, monkeypatch, tmp_path, changes, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match=message) as caught:
+        train(tiny(**changes))
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_run_that_never_got_to_a_checkpoint_may_change(tiny, texts, fail_at, monkeypatch, capsys):
+    """A second attempt, with other options and another text, is what it would have been as the first one."""
+    fail_at(1, SystemExit())
+    with pytest.raises(SystemExit):
+        train(tiny(optim=Optim(lr=1.0), model=small(mixer="attention")))
+    monkeypatch.undo()
+    (texts / "00.txt").unlink()
+    second = tiny(data=Data(paths=(texts,), heldout=0.3))
+    trained = train(second)
+    assert "model.mixer: mlstm_exp from here on, attention before" in capsys.readouterr().err
+    fresh = tiny(run=second.run.with_name("fresh"), data=second.data)
+    train(fresh)
+    assert losses(second.run) == losses(fresh.run)
+    assert len(trained.tokens.heldout) > 500
+
+
+def test_a_finished_run_can_be_extended(tiny, tmp_path, fail_at, monkeypatch):
+    """It goes on with the learning rates of the new length, killed or not."""
+    optim = Optim(warmup_steps=2, cooldown_steps=3)
+    config = tiny(optim=optim)
+    train(config)
+    before = losses(config.run)
+    shutil.copytree(config.run, tmp_path / "killed")
+    longer = dataclasses.replace(config, steps=20)
+    assert train(longer).step == 20
+    assert losses(config.run)[: len(before)] == before
+    rates = [r["lr"] for r in read(config.run) if r["kind"] == "train"]
+    assert rates[:8] == [Schedule(optim, 8)(step) for step in range(8)]
+    assert rates[8:] == [Schedule(optim, 20)(step) for step in range(8, 20)]
+    assert read_config(config.run).steps == 20
+
+    killed = dataclasses.replace(longer, run=tmp_path / "killed")
+    for step in (9, 13):  # before and behind a checkpoint
+        with monkeypatch.context():
+            fail_at(step, SystemExit())
+            with pytest.raises(SystemExit):
+                train(killed)
+        monkeypatch.undo()
+    train(killed)
+    assert losses(killed.run) == losses(config.run)
+    with pytest.raises(UserError, match="steps: got 19, expected at least 20, which this run has done already"):
+        train(dataclasses.replace(config, steps=19))
+
+
+def test_memory_that_runs_out_ends_with_one_line(tiny, fail_at):
+    fail_at(3, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore."))
+    with pytest.raises(
+        UserError, match=r"step 4: out of memory on cpu: .*20\.00 GiB.* smaller batch_size .*step-00000002"
+    ):
+        train(tiny())
 
 
 def test_too_little_text_is_named(tiny, texts):

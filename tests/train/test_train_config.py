@@ -12,7 +12,7 @@ import pytest
 
 from tfla.train.config import Data, Model, Optim, TrainConfig, differences, from_json, to_json
 from tfla.train.messages import UserError
-from tfla.train.run_directory import open_run, read_config
+from tfla.train.run_directory import check_changes, open_run, read_config, write_config
 
 FULL = TrainConfig(
     run=Path("x/y"),
@@ -65,17 +65,35 @@ def test_values_out_of_range_are_named(tiny, changes, message):
 def test_a_run_keeps_its_config(tiny, capsys):
     config = tiny()
     with open_run(config) as run:
+        assert read_config(run) is None  # nothing is written before all is known to be right
+        write_config(None, config)
         assert read_config(run) == config
     changed = dataclasses.replace(config, seed=3, optim=dataclasses.replace(config.optim, lr=0.5))
     with pytest.raises(UserError, match=r"this run's optim\.lr is 0\.003, not 0\.5; seed is 0, not 3\. Take another"):
-        open_run(changed).__enter__()
-    assert read_config(run) == config
-    with open_run(dataclasses.replace(config, keep_last=7)):
-        assert "keep_last: 7 from here on, 2 before" in capsys.readouterr().err
+        check_changes(config, changed, 2)
+    check_changes(config, changed, None)  # nothing has been learned yet
+    check_changes(config, dataclasses.replace(config, steps=100, keep_last=7), 8)
+    with pytest.raises(UserError, match="steps: got 7, expected at least 8, which this run has done already"):
+        check_changes(config, dataclasses.replace(config, steps=7), 8)
+    write_config(config, dataclasses.replace(config, keep_last=7))
+    assert "keep_last: 7 from here on, 2 before" in capsys.readouterr().err
     assert read_config(run).keep_last == 7
-    (run / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json: cannot be read"):
-        read_config(run)
+    for text in ("{", "[]", '{"data": 5}', '{"data": null}', '{"speed": 1}'):
+        (run / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"config\.json: cannot be read"):
+            read_config(run)
+
+
+@pytest.mark.parametrize("there", [(), ("runs",), ("runs", "run"), ("runs", "run", "notes.txt")])
+def test_a_run_that_fails_before_it_begins_leaves_nothing(tiny, tmp_path, there):
+    path = tmp_path
+    for name in there:
+        path = path / name
+        path.touch() if "." in name else path.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(KeyboardInterrupt), open_run(tiny(run=tmp_path / "runs" / "run")):
+        raise KeyboardInterrupt
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_run_belongs_to_one_process(tiny):
@@ -101,6 +119,7 @@ def test_a_run_belongs_to_one_process(tiny):
 
 def test_what_a_killed_process_left_is_cleared(tiny):
     with open_run(tiny()) as run:
+        write_config(None, tiny())
         (run / ".tmp-tokens-1").mkdir()
         (run / ".config.json.1.tmp").touch()
     with open_run(tiny()):

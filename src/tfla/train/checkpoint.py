@@ -28,14 +28,13 @@ class Checkpoints:
     """The checkpoints of one run, ``step-00000100`` and so on.
 
     Args:
-        directory: where they are; made if needed.
+        directory: where they are; made when the first one is saved.
         keep_last: how many of the newest whole ones stay; broken ones do not count.
         keep_every: those of multiples of this step stay for good.
     """
 
     def __init__(self, directory: Path, keep_last: int = 2, keep_every: int | None = None) -> None:
         self.directory, self.keep_last, self.keep_every = directory, keep_last, keep_every
-        directory.mkdir(parents=True, exist_ok=True)
         clear_temporary(directory)
         self._broken: dict[Path, str | None] = {}  # what is wrong with each checkpoint, once it has been examined
 
@@ -163,6 +162,11 @@ def find_model(path: Path) -> Path:
     if of_a_run and (broken := what_is_broken(path)) is not None:
         raise UserError(f"{path}: {broken}")
     return path
+
+
+def step_of(path: Path) -> int:
+    """Return the step in a checkpoint's name."""
+    return int(path.name.removeprefix("step-"))
 
 
 def _steps(directory: Path) -> list[tuple[int, Path]]:

@@ -12,19 +12,25 @@ from pathlib import Path
 
 import tyro
 
-from tfla.train.config import DemoConfig, GenerateConfig, TrainConfig
+from tfla.train.config import Data, DemoConfig, GenerateConfig, Model, TrainConfig
 
 
 def train(args: Sequence[str]) -> int:
-    """``tfla train``: in a folder that is a run already, options that are not given are the run's."""
+    """``tfla train``: options that are not given are those of the run, or of the model that a new run starts from."""
+    from tfla.train.initial import saved_options
     from tfla.train.loop import train as train_run
     from tfla.train.metrics import read
     from tfla.train.run_directory import CURVES, read_config
 
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--run", type=Path, default=TrainConfig.run)
-    run = early.parse_known_args(args)[0].run
-    known = dataclasses.replace(read_config(run) or TrainConfig(), run=run)
+    early.add_argument("--init-from", "--init_from", type=Path)
+    given = early.parse_known_args(args)[0]
+    known = read_config(given.run)
+    if known is None:
+        model, data = (Model(), Data()) if given.init_from is None else saved_options(given.init_from)
+        known = TrainConfig(model=model, data=data)
+    known = dataclasses.replace(known, run=given.run)
     config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=known)
     trained = train_run(config)
     if trained.signal is not None:  # its last evaluation is of an earlier step

@@ -107,17 +107,21 @@ class Model:
         Raises:
             UserError: the fields do not fit together.
         """
+        self.check()
         fields = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k != "size"}
-        if self.backend is not None and self.backend not in BACKENDS:
-            raise UserError(f"model.backend: got {self.backend!r}, allowed are {', '.join(map(repr, BACKENDS))}")
-        if self.input_gate_bias is not None:
-            check_range("model.input_gate_bias", self.input_gate_bias, -1e30, 1e30)  # float32 holds it
         try:
             if self.size is not None:
                 return ModelConfig.named(self.size, vocab_size=vocab_size, **fields)
             return ModelConfig(**{"d_model": 256, "num_blocks": 4, "num_heads": 4, "vocab_size": vocab_size, **fields})
         except ValueError as error:
             raise UserError(f"model: {error}") from error
+
+    def check(self) -> None:
+        """Raise UserError for what no model can have; the rest is checked with the model's other fields."""
+        if self.backend is not None and self.backend not in BACKENDS:
+            raise UserError(f"model.backend: got {self.backend!r}, allowed are {', '.join(map(repr, BACKENDS))}")
+        if self.input_gate_bias is not None:
+            check_range("model.input_gate_bias", self.input_gate_bias, -1e30, 1e30)  # float32 holds it
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,12 @@ class TrainConfig:
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
+    init_from: Path | None = None
+    """Start a new run from the weights of a run (its newest checkpoint), a checkpoint or a model that save_pretrained
+    wrote, with a new optimizer: fine-tuning. Model and tokenizer are its own; options that differ are errors."""
     steps: int = 2000
-    """Updates of the weights."""
+    """Updates of the weights. More than a run has done continue it: from there on the learning rate is that of a run of
+    the new length, so it rises again at once after a cooldown. Not the same as a run that had this length at first."""
     batch_size: int = 32
     """Sequences in one update."""
     accumulate: int = 1

@@ -15,20 +15,33 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from tfla.nn import LanguageModel
-from tfla.train.batches import Batches
-from tfla.train.checkpoint import Checkpoints, restore
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.batches import Batches, heldout_windows
+from tfla.train.checkpoint import Checkpoints, restore, step_of
 from tfla.train.compiled import compiled
 from tfla.train.config import TrainConfig
 from tfla.train.device import pick_device
 from tfla.train.evaluate import Evaluation, evaluate
 from tfla.train.gate_watch import InputGateWatch
-from tfla.train.messages import UserError, notice
+from tfla.train.initial import architecture, check_backend, load_weights
+from tfla.train.memory import check_memory
+from tfla.train.messages import UserError, notice, reason
 from tfla.train.metrics import Metrics
 from tfla.train.objective import token_losses
 from tfla.train.plot import plot_curves
 from tfla.train.recipe import Schedule, clipped_gradients, optimizer
-from tfla.train.run_directory import CHECKPOINTS, CURVES, TOKENS, open_run
+from tfla.train.run_directory import (
+    CHECKPOINTS,
+    CURVES,
+    TOKENS,
+    check_changes,
+    open_run,
+    read_config,
+    write_config,
+)
+from tfla.train.storage import remove_directory
+from tfla.train.tokenizer import create as create_tokenizer
+from tfla.train.tokenizer import load as load_tokenizer
 from tfla.train.tokens import Tokens, prepare
 
 
@@ -60,19 +73,21 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
         UserError: something the user can mend: text, options, a full disk; checkpoints that were whole still are.
     """
     config.check()
+    device = pick_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     with open_run(config) as run:
-        device = pick_device(config.device)
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        tokens = prepare(config.data, run / TOKENS)
+        checkpoints = Checkpoints(run / CHECKPOINTS, config.keep_last, config.keep_every)
+        latest = checkpoints.latest()
+        tokens, model_config = _validate(config, run, latest, device)
         batches = Batches(tokens, config.context, config.batch_size, config.seed)
         schedule = Schedule(config.optim, config.steps)
 
         torch.manual_seed(config.seed)
-        model = LanguageModel(config.model.build(tokens.tokenizer.vocab_size)).to(device)
+        model = LanguageModel(model_config).to(device)
+        if latest is None and config.init_from is not None:
+            load_weights(model, config.init_from)
         adamw = optimizer(model, config.optim)
-        checkpoints = Checkpoints(run / CHECKPOINTS, config.keep_last, config.keep_every)
-        latest = checkpoints.latest()
         step, progress = (0, {"elapsed": 0.0}) if latest is None else restore(latest, model, adamw)
         watch = InputGateWatch(model)
         forward: Callable[..., Tensor] = compiled(model) if config.compile else model
@@ -141,6 +156,13 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
                 saved = save(step)
         except OSError as error:
             raise UserError(f"{error.filename or run}: {error.strerror or error}; {checkpoints.last_good()}") from error
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            raise UserError(
+                f"step {step + 1}: out of memory on {device}: {reason(error)}; a larger accumulate, a smaller "
+                f"batch_size or a shorter context needs less. {checkpoints.last_good()}"
+            ) from error
         finally:
             metrics.close()
         if step < config.steps:
@@ -149,9 +171,49 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
     return Trained(step, model, tokens, run, stop[0] if step < config.steps else None)
 
 
+def _validate(config: TrainConfig, run: Path, latest: Path | None, device: torch.device) -> tuple[Tokens, ModelConfig]:
+    """Examine all that can be wrong with a run, then write its configuration and its tokens: nothing is written before.
+
+    Args:
+        config: of the run.
+        run: its folder.
+        latest: its newest checkpoint, None if there is none.
+        device: where it will be trained.
+
+    Returns:
+        the tokens and the architecture.
+
+    Raises:
+        UserError: something is wrong; the folder is as it was.
+    """
+    old = read_config(run)
+    check_changes(old, config, None if latest is None else step_of(latest))
+    other_text = old is not None and (old.data, old.init_from) != (config.data, config.init_from)
+    made = (run / TOKENS).exists() and not other_text
+    tokenizer = load_tokenizer(run / TOKENS) if made else create_tokenizer(config.data.tokenizer, config.data.bos_token)
+    model = architecture(config, tokenizer, latest)
+    Schedule(config.optim, config.steps)
+    pass_tokens, bfloat16 = config.micro_batch_size * config.context, _is_bfloat16(config, device)
+    check_memory(model, pass_tokens, bfloat16, device)
+    with _precision(config, device):
+        check_backend(model, device, packed=config.reset == "cu_seqlens")
+
+    def accept(tokens: Tokens) -> None:
+        Batches(tokens, config.context, config.batch_size, config.seed)
+        heldout_windows(tokens, config.context, config.eval_windows)
+        write_config(old, config)
+
+    if (run / TOKENS).exists() and not made:
+        remove_directory(run / TOKENS)  # of a run that never got to a checkpoint
+    return prepare(config.data, run / TOKENS, accept, tokenizer), model
+
+
+def _is_bfloat16(config: TrainConfig, device: torch.device) -> bool:
+    return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
+
+
 def _precision(config: TrainConfig, device: torch.device) -> torch.autocast:
-    bfloat16 = config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
-    return torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
+    return torch.autocast(device.type, torch.bfloat16, enabled=_is_bfloat16(config, device))
 
 
 def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, device: torch.device, step: int) -> None:

@@ -35,6 +35,9 @@ class Tokenizer(Protocol):
     def measure(self, documents: Sequence[Document]) -> list[tuple[Ids, Ids]]:
         """The same, and how many bytes of the document each token stands for (bos: 0)."""
 
+    def table(self) -> dict[str, int]:
+        """Return the number of each token of text by its name, to compare tokenizers."""
+
     def cut(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
         """Return a document's bytes in pieces that can be tokenized one by one."""
 
@@ -60,6 +63,10 @@ class ByteTokenizer:
     def measure(self, documents: Sequence[Document]) -> list[tuple[Ids, Ids]]:
         """See :class:`Tokenizer`."""
         return [(ids, (ids != self.bos).astype(np.int64)) for ids in self.encode(documents)]
+
+    def table(self) -> dict[str, int]:
+        """See :class:`Tokenizer`."""
+        return {f"byte {number}": number for number in range(256)}
 
     def cut(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
         """See :class:`Tokenizer`."""
@@ -125,6 +132,10 @@ class HuggingFaceTokenizer:
                 f"{document.name}: not UTF-8 at byte {document.start + error.start}; "
                 "convert it, leave it out, or use --data.tokenizer bytes"
             ) from error
+
+    def table(self) -> dict[str, int]:
+        """See :class:`Tokenizer`."""
+        return self.inner.get_vocab()
 
     def cut(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
         """See :class:`Tokenizer`.

@@ -47,13 +47,19 @@ class Tokens:
     """Where the text is from, for messages."""
 
 
-def prepare(config: Data, directory: Path, accept: Callable[[Tokens], object] = lambda tokens: None) -> Tokens:
+def prepare(
+    config: Data,
+    directory: Path,
+    accept: Callable[[Tokens], object] = lambda tokens: None,
+    tokenizer: Tokenizer | None = None,
+) -> Tokens:
     """The tokens in directory; made first if they are not there.
 
     Args:
         config: the text and the tokenizer.
         directory: of the tokens.
         accept: gets the tokens before they have their place, and raises if they are of no use: new ones are dropped.
+        tokenizer: the one that config names, if it is loaded already.
 
     Raises:
         UserError: text is missing, is no text or cannot be read, tokens that are there are broken, or the disk is full;
@@ -63,7 +69,7 @@ def prepare(config: Data, directory: Path, accept: Callable[[Tokens], object] = 
         tokens = _load(config, directory)
         accept(tokens)
         return tokens
-    tokenizer = tokenizers.create(config.tokenizer, config.bos_token)
+    tokenizer = tokenizer or tokenizers.create(config.tokenizer, config.bos_token)
     try:
         with whole_directory(directory) as folder:
             _make(config, tokenizer, folder)

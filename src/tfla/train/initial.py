@@ -1,0 +1,144 @@
+"""What a run's model is: its architecture, from options or a saved model, and the weights that it starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.config import SIZES
+from tfla.nn.pretrained import WEIGHTS, read_config
+from tfla.ops.explain import explain
+from tfla.train import tokenizer as tokenizers
+from tfla.train.checkpoint import find_model
+from tfla.train.config import Data, Model, TrainConfig
+from tfla.train.messages import UserError, notice, one_line
+from tfla.train.tokenizer import HUGGING_FACE, INFO, HuggingFaceTokenizer, Tokenizer
+
+# What a run may choose for itself without changing what the saved model computes.
+OWN = ("size", "backend", "chunk_size", "input_gate_trainable")
+
+
+def saved_options(path: Path) -> tuple[Model, Data]:
+    """Return options of a run with the architecture and the tokenizer of a saved model.
+
+    Args:
+        path: a run, a checkpoint or a saved model.
+
+    Raises:
+        UserError: there is no such model, or it is broken.
+    """
+    folder = find_model(path)
+    saved = _read(folder)
+    fields = {f.name: getattr(saved, f.name) for f in dataclasses.fields(Model) if f.name not in ("size", "backend")}
+    beside = _tokenizer(folder)
+    if not isinstance(beside, HuggingFaceTokenizer):
+        return Model(**fields), Data()
+    return Model(**fields), Data(tokenizer=str(folder / HUGGING_FACE), bos_token=beside.bos_token)
+
+
+def architecture(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Path | None) -> ModelConfig:
+    """Return the architecture of a run's model: that of its options, or with init_from that of the saved model.
+
+    Args:
+        config: of the run.
+        tokenizer: of the run.
+        checkpoint: the run's own newest one, if it has been started already.
+
+    Raises:
+        UserError: options do not fit together, or not to the saved model; the message names them.
+    """
+    if config.init_from is None:
+        return config.model.build(tokenizer.vocab_size)
+    config.model.check()
+    folder = checkpoint or find_model(config.init_from)
+    saved = _read(folder)
+    if checkpoint is None:
+        _check_model(config.model, saved, config.init_from)
+        _check_tokenizer(config, tokenizer, folder)
+    if tokenizer.vocab_size > saved.vocab_size:
+        raise UserError(
+            f"data.tokenizer: got {tokenizer.vocab_size} tokens, expected at most the {saved.vocab_size} of "
+            f"{config.init_from}"
+        )
+    own = {name: getattr(config.model, name) for name in OWN if name != "size"}
+    try:
+        return dataclasses.replace(saved, **own)
+    except ValueError as error:
+        raise UserError(f"model: {error}") from error
+
+
+def load_weights(model: LanguageModel, path: Path) -> None:
+    """Copy the weights of a saved model into one of the same architecture.
+
+    Raises:
+        UserError: they cannot be read, or they do not fit.
+    """
+    folder = find_model(path)
+    try:
+        model.load_state_dict(load_file(folder / WEIGHTS))
+    except Exception as error:  # each of the libraries has its own kind
+        raise UserError(f"{folder / WEIGHTS}: cannot be read: {one_line(error)}") from error
+    notice(f"starts from the weights in {folder}")
+
+
+def check_backend(model: ModelConfig, device: torch.device, packed: bool) -> None:
+    """Refuse a backend or a chunk size that the operator does not take for this model's heads, on this device.
+
+    Args:
+        model: the architecture.
+        device: where it runs; whether autocast is enabled there matters too.
+        packed: whether sequences are packed by cu_seqlens.
+
+    Raises:
+        UserError: the operator refuses them; the message says why.
+    """
+    if model.mixer == "attention":
+        return
+    heads, steps = (1, 16, model.num_heads), 16
+    q, v = (torch.empty(*heads, dim, device=device) for dim in (model.qk_head_dim, model.head_dim))
+    gate = torch.empty(heads, device=device)
+    borders = torch.tensor([0, steps], dtype=torch.int32, device=device) if packed else None
+    try:
+        explain(
+            q, q, v, gate, gate, input_gate="exp" if model.mixer == "mlstm_exp" else "sigmoid", cu_seqlens=borders,
+            chunk_size=model.chunk_size, backend=model.backend,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise UserError(f"model.{one_line(error)}") from error
+
+
+def _read(folder: Path) -> ModelConfig:
+    try:
+        return read_config(folder, {"backend": None})
+    except (OSError, ValueError) as error:
+        raise UserError(f"init_from: {one_line(error)}") from error
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    there = any((folder / name).is_file() for name in (INFO, HUGGING_FACE))
+    return tokenizers.load(folder) if there else None
+
+
+def _check_model(given: Model, saved: ModelConfig, path: Path) -> None:
+    size = {} if given.size is None else {name: getattr(SIZES[given.size], name) for name in ("d_model", "num_blocks")}
+    fields = {name: value for name, value in dataclasses.asdict(given).items() if name not in OWN and value is not None}
+    for name, value in (*size.items(), *fields.items()):
+        if getattr(saved, name) != value:
+            raise UserError(f"model.{name}: got {value!r}, expected {getattr(saved, name)!r}, which {path} has")
+
+
+def _check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, folder: Path) -> None:
+    beside = _tokenizer(folder)
+    if beside is None:
+        notice(
+            f"{folder}: no tokenizer beside the model; {config.data.tokenizer} is taken for the one it was made with"
+        )
+    elif tokenizer.table() != beside.table() or tokenizer.bos != beside.bos:
+        raise UserError(
+            f"data.tokenizer: got {config.data.tokenizer}, whose tokens are not those of {config.init_from}; "
+            "leave it out to take the tokenizer that is saved with the model"
+        )

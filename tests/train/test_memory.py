@@ -1,0 +1,126 @@
+"""What a run needs of memory, and what is said where it does not fit."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.train import memory
+from tfla.train.config import Optim
+from tfla.train.loop import train
+from tfla.train.memory import Memory, check_memory, count_parameters, memory_of, needed, size_text
+from tfla.train.messages import UserError
+from tfla.train.objective import token_losses
+from tfla.train.recipe import optimizer
+
+CPU = torch.device("cpu")
+
+
+def config(**changes) -> ModelConfig:
+    return ModelConfig(**{"d_model": 128, "num_blocks": 3, "num_heads": 2, "vocab_size": 257, **changes})
+
+
+@pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig", "attention"])
+@pytest.mark.parametrize("trainable", [True, False])
+def test_parameters_gradients_and_moments_are_exact(mixer, trainable):
+    found = config(mixer=mixer, input_gate_trainable=trainable)
+    model = LanguageModel(found)
+    assert count_parameters(found)[0] == model.num_parameters()
+    adamw = optimizer(model, Optim())
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    adamw.step()
+    need = needed(found, 100, bfloat16=False)
+    assert need.parameters == sum(p.nbytes for p in model.parameters())
+    assert need.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert need.optimizer == sum(t.nbytes for s in adamw.state.values() for t in s.values() if t.dim())
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mixer": "mlstm_sig"}, {"mixer": "attention"}, {"vocab_size": 5000}, {"d_model": 384, "num_heads": 4}],
+)
+def test_activations_are_about_what_the_forward_keeps(changes, bfloat16):
+    model = LanguageModel(config(**changes))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
+        torch.autocast("cpu", torch.bfloat16, enabled=bfloat16),
+    ):
+        loss = token_losses(model, torch.randint(0, 257, (4, 257)), 256).mean()
+    del loss
+    measured = sum(storage.nbytes() for storage in kept.values())
+    # The estimate has the gradients of the logits besides, 8 bytes a token and entry of the vocabulary.
+    estimate = needed(model.config, 4 * 256, bfloat16).activations - 4 * 256 * 8 * model.config.vocab_size
+    assert 0.7 < estimate / measured < 1.4
+
+
+def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch):
+    need = needed(tiny().model.build(257), 4 * 24, bfloat16=False)
+    monkeypatch.setattr(memory, "memory_of", lambda device: Memory(need.state - 1, need.state - 1))
+    monkeypatch.setattr("tfla.train.loop.LanguageModel", None)  # nothing is built
+    with pytest.raises(UserError) as caught:
+        train(tiny())
+    message = str(caught.value)
+    assert "model: d_model 32, num_blocks 1, vocabulary 257 does not fit on cpu: training needs parameters " in message
+    for part in (need.parameters, need.gradients, need.optimizer, need.activations, need.state - 1):
+        assert size_text(part) in message
+    assert "\n" not in message
+    assert not tiny().run.exists()
+
+
+@pytest.mark.parametrize(("free", "warned"), [(0, True), (-1, True), (10**6, False), (None, False)])
+def test_activations_are_warned_about_and_no_more(tiny, monkeypatch, capsys, free, warned):
+    need = needed(tiny().model.build(257), 4 * 24, bfloat16=False)
+    available = None if free is None else need.state + free
+    monkeypatch.setattr(memory, "memory_of", lambda device: Memory(need.state, available))
+    assert train(tiny(steps=4)).step == 4
+    assert ("this may not fit on cpu" in capsys.readouterr().err) == warned
+
+
+def test_a_process_has_the_memory_of_its_limits():
+    there = memory_of(CPU)
+    assert there.limit is None or 2**26 < there.free <= there.limit < 2**50
+    code = """
+import resource, torch
+from tfla.train.memory import memory_of
+before = memory_of(torch.device("cpu"))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
+after = memory_of(torch.device("cpu"))
+print(after.limit, after.free)
+"""
+    if sys.platform == "linux" and resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert all(0 < int(number) <= 2**28 for number in done.stdout.split())
+
+
+def test_devices_that_do_not_say_are_not_refused(monkeypatch):
+    monkeypatch.setattr(memory, "memory_of", lambda device: Memory(None, None))
+    check_memory(config(), 10**12, False, CPU)
+
+
+def test_sizes_read_well():
+    sizes = (0, 1, 1023, 1024, 1.5 * 2**30, 2**62)
+    assert [size_text(size) for size in sizes] == [
+        "0 bytes",
+        "1 bytes",
+        "1,023 bytes",
+        "1.0 KiB",
+        "1.5 GiB",
+        "4,096.0 PiB",
+    ]
