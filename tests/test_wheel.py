@@ -98,7 +98,7 @@ def test_sources_that_are_not_installed_have_a_version(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, whose name has the version."""
+    """Build the source distribution and return its path."""
     folder = tmp_path_factory.mktemp("sdist")
     (path,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     return Path(path)
