@@ -111,7 +111,7 @@ print(after.limit, after.free)
 
 def test_devices_that_do_not_say_are_not_refused(monkeypatch):
     monkeypatch.setattr(memory, "memory_of", lambda device: Memory(None, None))
-    check_memory(config(), 10**12, False, CPU)
+    assert check_memory(config(), 10**12, False, CPU) is None
 
 
 def test_sizes_read_well():

@@ -161,6 +161,8 @@ def _file(path: Path) -> AnyDocument:
         found = path.stat()
         if stat.S_ISREG(found.st_mode):
             return FileDocument(path, 0, found.st_size)
+        if not stat.S_ISFIFO(found.st_mode):
+            raise UserError(f"{path}: neither a file nor a folder nor a pipe")
         return Document(str(path), path.read_bytes())  # a pipe can be read only once
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {reason(error)}") from error

@@ -194,7 +194,7 @@ def _validate(config: TrainConfig, run: Path, latest: Path | None, device: torch
     model = architecture(config, tokenizer, latest)
     Schedule(config.optim, config.steps)
     pass_tokens, bfloat16 = config.micro_batch_size * config.context, _is_bfloat16(config, device)
-    check_memory(model, pass_tokens, bfloat16, device)
+    warning = check_memory(model, pass_tokens, bfloat16, device)
     with _precision(config, device):
         check_backend(model, device, packed=config.reset == "cu_seqlens")
 
@@ -205,7 +205,10 @@ def _validate(config: TrainConfig, run: Path, latest: Path | None, device: torch
 
     if (run / TOKENS).exists() and not made:
         remove_directory(run / TOKENS)  # of a run that never got to a checkpoint
-    return prepare(config.data, run / TOKENS, accept, tokenizer), model
+    tokens = prepare(config.data, run / TOKENS, accept, tokenizer)
+    if warning is not None:
+        notice(warning)
+    return tokens, model
 
 
 def _is_bfloat16(config: TrainConfig, device: torch.device) -> bool:

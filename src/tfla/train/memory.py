@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.messages import UserError, notice
+from tfla.train.messages import UserError
 
 FLOAT32 = 4  # bytes of a weight, a gradient and each of AdamW's two moments
 
@@ -90,14 +90,17 @@ def memory_of(device: torch.device) -> Memory:
     return _of_this_machine() if device.type == "cpu" else Memory(None, None)
 
 
-def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch.device) -> None:
-    """Refuse a model whose weights, gradients and optimizer states do not fit; warn where activations may not.
+def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch.device) -> str | None:
+    """Refuse a model whose weights, gradients and optimizer states do not fit.
 
     Args:
         config: of the model.
         tokens: in one pass.
         bfloat16: whether the model runs under autocast.
         device: where it is trained.
+
+    Returns:
+        a warning where activations, which can only be estimated, may not fit besides; else None.
 
     Raises:
         UserError: what is known exactly does not fit; the message says what is needed and what there is.
@@ -113,10 +116,11 @@ def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch
             f"and there are {size_text(there.limit)}"
         )
     if there.free is not None and need.state + need.activations > there.free:
-        notice(
+        return (
             f"this may not fit on {device}, where {size_text(there.free)} are free: training needs {parts}; "
             "a larger accumulate, a smaller batch_size or a shorter context needs less for activations"
         )
+    return None
 
 
 def size_text(size: float) -> str:
