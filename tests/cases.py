@@ -232,6 +232,13 @@ def solve(p: Problem, way: Way, *, layout: Layout = as_it_is, **options: Any) ->
 @lru_cache(maxsize=256)
 def _truth(p: Problem) -> tuple[dict[str, Tensor], Tensor | None]:
     leaves = {name: x.detach().double().requires_grad_() for name, x in p.leaves.items()}
+    h, final = recurrence(p, leaves)
+    m = None if final.m is None else final.m.detach()
+    return gradients(p, leaves, h, final._replace(m=m), m), m
+
+
+def recurrence(p: Problem, leaves: Mapping[str, Tensor]) -> tuple[Tensor, tfla.State]:
+    """h and the final state, step by step, as a differentiable function of leaves in float64."""
     group = p.v.shape[2] // p.q.shape[2]
     q, k = (leaves[name].repeat_interleave(group, 2) for name in "qk")
     v, f = leaves["v"], leaves["f"]
@@ -257,9 +264,7 @@ def _truth(p: Problem) -> tuple[dict[str, Tensor], Tensor | None]:
             hs.append(h)
         states.append(state)
     C, n, m = (torch.cat(parts) for parts in zip(*states, strict=True))
-    m = m.detach()
-    final = tfla.State(C, n, m) if p.normalize else tfla.State(C)
-    return gradients(p, leaves, torch.stack(hs, 1), final, m), m if p.normalize else None
+    return torch.stack(hs, 1), tfla.State(C, n, m.detach()) if p.normalize else tfla.State(C)
 
 
 def start_state(p: Problem, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -220,11 +220,3 @@ def test_fake_tensors_have_the_shapes(way: Way) -> None:
         fake = {name: mode.from_tensor(x) for name, x in leaves.items()}
         found = outputs_and_gradients(p, fake, *call(p, fake, **way.options))
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
-
-
-def test_second_derivatives_are_refused(way: Way) -> None:
-    leaves = leaves_on(way, problem(dtype=way.widest, carried=False))
-    h = tfla.mlstm(*leaves.values(), **way.options)
-    (dq,) = torch.autograd.grad(h.sum(), leaves["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match="attend_backward"):
-        dq.sum().backward()

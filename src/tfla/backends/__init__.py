@@ -30,7 +30,7 @@ def select(name: str | None, x: Inputs) -> Backend:
                 best = backend
         assert best is not None, "the reference takes everything"
         return best
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, allowed are None and {', '.join(map(repr, BACKENDS))}")
     why = BACKENDS[name].unsupported(x)
     if why is not None:
@@ -44,7 +44,7 @@ def select_steps(name: str | None, x: StepInputs) -> Backend | None:
     Raises:
         ValueError: no backend has that name.
     """
-    if name is not None and name not in BACKENDS:
+    if name is not None and (not isinstance(name, str) or name not in BACKENDS):
         raise ValueError(f"backend: got {name!r}, allowed are None and {', '.join(map(repr, BACKENDS))}")
     best: Backend | None = None
     for backend in BACKENDS.values():  # a loop, since torch.compile has no max with a key

@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+TILE = 64  # steps that every backend but the reference takes together, whatever chunk_size is
+
 
 def static(*tensors: Tensor | None) -> Hashable:
     """All that tensors are but for their values and where exactly they lie."""
@@ -183,6 +185,10 @@ class Backend(ABC):
         """After `steps`: what does the same at once for others like x and into, or None."""
         return None
 
+    def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
+        """Steps of a tile, whose inner products are quadratic in them, for sequences of T steps."""
+        return min(TILE, chunk_size, T)
+
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
         """What else it decides for these inputs, by name; shown by :func:`tfla.explain`."""
         return {}
@@ -207,12 +213,25 @@ def sequence_slot(x: Inputs, chunk_size: int, s: int, start: int) -> int:
     return start // chunk_size + s
 
 
+def packed_bounds(cu_seqlens: Tensor, T: int) -> list[int]:
+    """Read the offsets of packed sequences, which makes the host wait for their device.
+
+    Raises:
+        ValueError: they do not go from 0 to T, or they fall.
+    """
+    at: list[int] = cu_seqlens.tolist()
+    if at[0] != 0 or at[-1] != T:
+        raise ValueError(f"cu_seqlens: goes from {at[0]} to {at[-1]}, expected from 0 to T = {T}")
+    if any(a > b for a, b in itertools.pairwise(at)):
+        raise ValueError(f"cu_seqlens: got {at}, expected values that never fall")
+    return at
+
+
 def sequence_bounds(x: Inputs) -> list[tuple[int, int, int]]:
     """(batch row, first token, one past the last token) of every sequence. Reads cu_seqlens: host backends only."""
     if x.cu_seqlens is None:
         return [(b, 0, x.v.shape[1]) for b in range(x.v.shape[0])]
-    at = x.cu_seqlens.tolist()
-    return [(0, a, b) for a, b in itertools.pairwise(at)]
+    return [(0, a, b) for a, b in itertools.pairwise(packed_bounds(x.cu_seqlens, x.v.shape[1]))]
 
 
 def own(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -238,6 +238,9 @@ class Reference(Backend):
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         return 0
 
+    def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
+        return {"recurrent": 0, "parallel": T, "chunkwise": min(chunk_size, T)}[kernel]
+
     def _heads(self, x: Inputs) -> tuple[Tensor, ...]:
         group = x.v.shape[2] // x.q.shape[2]
         dtype = x.acc_dtype

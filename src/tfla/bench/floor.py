@@ -3,17 +3,9 @@ bytes, every tensor moved once."""
 
 from __future__ import annotations
 
-TILE = 64
+from tfla.ops.flops import TILE, backward_flops, forward_flops
 
-
-def forward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int:
-    """Output and state of every tile, 4 T dqk dhv, and half of both products inside tiles."""
-    return heads * (4 * T * dqk * dhv + T * L * (dqk + dhv))
-
-
-def backward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int:
-    """dq, dk, dv, their states' cotangents and the states once more; five products inside tiles."""
-    return heads * (10 * T * dqk * dhv + T * L * (3 * dqk + 2 * dhv))
+__all__ = ["TILE", "backward_bytes", "backward_flops", "floor_seconds", "forward_bytes", "forward_flops", "step_bytes"]
 
 
 def forward_bytes(T: int, heads: int, dqk: int, dhv: int, itemsize: int = 2) -> int:

@@ -14,17 +14,16 @@ from tfla.ops import checks
 from tfla.ops.choice import choose
 from tfla.ops.gates import InputGate, clamp, log_gates
 from tfla.ops.operator import attend
-from tfla.ops.signature import signature
+from tfla.ops.signature import autocast_dtype, signature
 from tfla.ops.state import State
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast q, k, v take its dtype, as in attention; gates and states keep theirs."""
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-    return tensors
+    dtype = autocast_dtype(tensors[0].device.type)
+    if dtype is None:
+        return tensors
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def _inputs(
@@ -87,7 +86,7 @@ def _run(
 ) -> Tensor | tuple[Tensor, State]:
     checks.check_store_dtype(store_dtype)
     checks.check_chunk_size(chunk_size)
-    scale = None if scale is None else float(scale)
+    scale = checks.check_scale(scale)
     call = signature(
         (q, k, v, i, f), initial_state, cu_seqlens, gates, normalize, return_state, chunk_size, scale, backend, kernel,
         normalizer_grad, store_dtype,
@@ -97,6 +96,7 @@ def _run(
         chosen, spec, again = known
         x = _inputs(q, k, v, i, f, initial_state, cu_seqlens)
     else:
+        checks.check_flags(normalize=normalize, return_state=return_state, normalizer_grad=normalizer_grad)
         names = ("log_i", "log_f") if gates == "log" else ("i", "f")
         # An input gate may be left out where it is a log-gate.
         given = {name: t for name, t in zip(names, (i, f), strict=True) if t is not None or name != "log_i"}
@@ -184,15 +184,18 @@ def mlstm(
         q, k: (B, T, Hq, dqk), float64, float32, bfloat16 or float16; Hq divides H, each head serves a group of v's.
         v: (B, T, H, dhv), dtype of q. Any strides; a dense last dimension is read without a copy. Float32 is multiplied
             as `torch.set_float32_matmul_precision` says: on GPUs "highest" (the default) is IEEE, "high" tf32x3,
-            "medium" tf32.
+            "medium" tf32. Under autocast q, k and v are cast to its dtype, whatever float dtypes they have.
         i, f: (B, T, H), pre-activations of the input and the forget gate, any float dtype. Infinite ones are allowed
             and act as closed or wide open.
         input_gate: "exp" (with normaliser and max state) or "sigmoid" (with neither).
         initial_state: where the sequences start; zeros if None.
         return_state: also return the state behind the last step.
         cu_seqlens: (sequences + 1,) int, for B = 1: where packed sequences start and, last, T. Sequences may be empty.
+            On a CPU offsets that do not go from 0 to T without falling are an error, in compiled functions too. On a
+            GPU kernels do not read them on the host, so that nothing waits for the device: offsets are clamped to
+            [0, T] and to what never falls, and steps outside of all sequences come out as zero.
         chunk_size: distance in steps between the states stored for the backward; None picks it.
-        scale: of the queries; None is 1/sqrt(dqk).
+        scale: of the queries, a finite number without a gradient; None is 1/sqrt(dqk).
         backend: how to compute it; None picks what is fastest here.
         kernel: which of the backend's forms; None picks.
         normalizer_grad: False leaves the denominator of (4) out of the gradient, as the paper does.
@@ -205,6 +208,9 @@ def mlstm(
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+
+    Transforms: autograd and its derivatives, forward-mode AD, `torch.func` and `torch.compile` work;
+    docs/transforms.md says which of them run on the kernels.
     """
     checks.check_input_gate(input_gate)
     return _run(

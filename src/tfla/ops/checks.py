@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
+import math
+import numbers
 
 import torch
 from torch import Tensor
 
+from tfla.backends.base import packed_bounds
 from tfla.ops.gates import INPUT_GATES
+from tfla.ops.signature import autocast_dtype
 from tfla.ops.state import State
+from tfla.ops.transforms import forward_mode, observed
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STORE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
 def check_float(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
-    if not x.is_floating_point():
-        raise TypeError(f"{name}: got dtype {x.dtype}, expected a float dtype")
+    if x.dtype not in FLOATS:
+        raise TypeError(f"{name}: got dtype {x.dtype}, expected a float dtype: {', '.join(map(_name, FLOATS))}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_shape(name: str, x: Tensor, allowed: tuple[int | str, ...]) -> None:
@@ -48,8 +57,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], stat
         raise ValueError(f"v: got {v.shape[-2]} heads, expected a multiple of the {heads} heads of q and k")
     for name, x in gates.items():
         check_shape(name, x, tuple(v.shape[:-1]))
+    low = autocast_dtype(q.device.type)
     for name, x in {"k": k, "v": v}.items():
-        if x.dtype != q.dtype:
+        # Autocast casts all but float64, and makes dtypes equal that are not yet.
+        if x.dtype != q.dtype and (low is None or torch.float64 in (x.dtype, q.dtype)):
             raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
     for name, x in {"k": k, "v": v, **gates}.items():
         if x.device != q.device:
@@ -74,7 +85,7 @@ def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: 
 
 
 def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
-    """On a GPU its values are not read, so that nothing waits for the device; they must be right."""
+    """On a GPU its values are not read, so nothing waits for the device; of traced calls the operator reads them."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: got {got}, expected an int32 or int64 tensor")
@@ -84,12 +95,8 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
         raise ValueError(f"q: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, expected that of q, {q.device}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        at = cu_seqlens.tolist()
-        if at[0] != 0 or at[-1] != q.shape[1]:
-            raise ValueError(f"cu_seqlens: goes from {at[0]} to {at[-1]}, expected from 0 to T = {q.shape[1]}")
-        if any(a > b for a, b in itertools.pairwise(at)):
-            raise ValueError(f"cu_seqlens: got {at}, expected values that never fall")
+    if cu_seqlens.device.type == "cpu" and not observed((cu_seqlens,)):
+        packed_bounds(cu_seqlens, q.shape[1])
 
 
 def check_store_dtype(store_dtype: object) -> None:
@@ -97,6 +104,36 @@ def check_store_dtype(store_dtype: object) -> None:
         raise TypeError(f"store_dtype: got {type(store_dtype).__name__}, expected a torch.dtype or None")
     if store_dtype not in STORE_DTYPES:
         raise ValueError(f"store_dtype: got {store_dtype}, allowed are {', '.join(map(str, STORE_DTYPES))}")
+
+
+def check_scale(scale: object) -> float | None:
+    """Return the scale as a float, or None."""
+    if scale is None or (type(scale) is float and math.isfinite(scale)):
+        return scale
+    if isinstance(scale, Tensor):
+        if scale.requires_grad or (not torch.compiler.is_compiling() and forward_mode((scale,))):
+            raise TypeError(
+                "scale: got a tensor that requires a gradient, expected a number, which has none: multiply q by the "
+                "tensor and pass scale=1.0"
+            )
+        if scale.dim() or scale.dtype not in (*FLOATS, torch.int32, torch.int64):
+            got = f"shape {tuple(scale.shape)}" if scale.dim() else f"dtype {scale.dtype}"
+            raise TypeError(f"scale: got a tensor of {got}, expected a number or None")
+        if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(scale):
+            raise TypeError("scale: got a tensor that vmap maps over, expected a number: multiply q by it instead")
+        scale = scale.item()
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"scale: got {type(scale).__name__}, expected a number or None")
+    scale = float(scale)
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: got {scale}, expected a finite number")
+    return scale
+
+
+def check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if type(flag) is not bool and not (isinstance(flag, numbers.Integral) and flag in (0, 1)):
+            raise TypeError(f"{name}: got {flag!r}, expected True or False")
 
 
 def check_chunk_size(chunk_size: object) -> None:
@@ -122,7 +159,7 @@ def check_few_steps(v: Tensor, return_state: bool, lengths: object, in_place: bo
 
 
 def check_lengths(lengths: object, v: Tensor) -> None:
-    """On a GPU their values are not read, so that nothing waits for the device; they must be right."""
+    """On a GPU their values are not read, so nothing waits for the device; of traced calls operators read them."""
     if lengths is None:
         return
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
@@ -131,13 +168,21 @@ def check_lengths(lengths: object, v: Tensor) -> None:
     check_shape("lengths", lengths, (v.shape[0],))
     if lengths.device != v.device:
         raise ValueError(f"lengths: got device {lengths.device}, expected that of v, {v.device}")
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and lengths.numel():
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > v.shape[1]:
-            raise ValueError(f"lengths: got values from {low} to {high}, expected from 0 to T = {v.shape[1]}")
+    if lengths.device.type == "cpu" and not observed((lengths,)):
+        check_values_of_lengths(lengths, v.shape[1])
 
 
-def check_in_place(state: State, dtype: torch.dtype, recorded: bool) -> None:
+def check_values_of_lengths(lengths: Tensor, T: int) -> None:
+    if not lengths.numel():
+        return
+    low, high = int(lengths.min()), int(lengths.max())
+    if low < 0 or high > T:
+        raise ValueError(f"lengths: got values from {low} to {high}, expected from 0 to T = {T}")
+
+
+def check_in_place(state: State, dtype: torch.dtype, recorded: bool, transformed: bool) -> None:
+    if transformed:
+        raise ValueError("in_place: got True while a transform or forward-mode AD is active, expected it outside")
     if recorded:
         raise ValueError("in_place: got True while gradients are recorded, expected it under torch.no_grad()")
     if state.C.dtype != dtype:

@@ -77,6 +77,8 @@ def explain(
     checks.check_input_gate(input_gate)
     checks.check_inputs(q, k, v, {"i": i, "f": f}, None, time=True)
     checks.check_store_dtype(store_dtype)
+    checks.check_scale(scale)
+    checks.check_flags(return_state=return_state, normalizer_grad=normalizer_grad)
     x = prepare(q, k, v, i, f, input_gate == "exp", initial_state, cu_seqlens, chunk_size)
     asked = kernel
     chosen, kernel, steps = choose(x, input_gate == "exp", backend, kernel, chunk_size)

@@ -2,18 +2,28 @@
 
 Where nobody but eager PyTorch sees a call it goes past the dispatcher, whose wrappers of operators written in Python
 take the host longer than all the rest of a call does.
+
+What transforms do with it (docs/transforms.md): reverse mode calls the backward of the backend; its derivatives, and
+forward mode, are those of the plain PyTorch form (:mod:`tfla.ops.differentiable`); vmap makes one batch of two
+(:mod:`tfla.ops.batching`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function, unwrap_dead_wrappers
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from tfla.backends import BACKENDS, Inputs
-from tfla.backends.base import Again, Outputs, Spec
-from tfla.ops.signature import observed, without_autocast
+from tfla.backends.base import Again, Outputs, Spec, packed_bounds
+from tfla.ops import batching, differentiable, flops
+from tfla.ops.signature import without_autocast
+from tfla.ops.transforms import forward_mode, observed
 
 
 def _forward(x: Inputs, backend: str, spec: Spec, again: Again | None = None) -> Outputs:
@@ -42,7 +52,12 @@ def _backward(
         return tuple([None if t is None or d is None else _like(d, t) for d, t in zip(found, x[:8], strict=True)])
 
 
-@torch.library.custom_op("tfla::attend", mutates_args=())
+def _check_packed(x: Inputs) -> None:
+    """Check what traced calls could not: on the CPU the values of cu_seqlens cost nothing to read."""
+    if x.cu_seqlens is not None and x.cu_seqlens.device.type == "cpu":
+        packed_bounds(x.cu_seqlens, x.v.shape[1])
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -66,13 +81,17 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Forward; see `backends.base.Outputs` for what it returns."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
+    _check_packed(x)
     spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype, gates)  # type: ignore[arg-type]
-    # Empty parts may be one tensor, which PyTorch does not allow.
-    return tuple(t if t.numel() else torch.empty_like(t) for t in _forward(x, backend, spec))  # type: ignore[return-value]
+    return _distinct(_forward(x, backend, spec))  # type: ignore[return-value]
 
 
-@_attend.register_fake
-def _(
+def _distinct(out: Outputs) -> tuple[Tensor, ...]:
+    """Outputs of which no two are one tensor, which PyTorch does not allow; empty parts may be."""
+    return tuple(t if t.numel() else torch.empty_like(t) for t in out)
+
+
+def _attend_shapes(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -111,7 +130,6 @@ def _(
     )
 
 
-@torch.library.custom_op("tfla::attend_backward", mutates_args=())
 def _attend_backward(
     q: Tensor,
     k: Tensor,
@@ -140,15 +158,22 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_i, log_f and of the initial C, n, m; shape (0,) for an input that is None."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
-    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False, store_dtype, gates)  # type: ignore[arg-type]
+    _check_packed(x)
+    spec = _backward_spec(scale, normalize, normalizer_grad, chunk_size, kernel, store_dtype, gates)
     none = d.new_empty(0)
     out = Outputs(h, none, none, none, d, chunk_C, chunk_n)
     grads = _backward(x, out, dh, dC, dn, backend, spec)
     return tuple(d.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
 
 
-@_attend_backward.register_fake
-def _(
+def _backward_spec(
+    scale: float, normalize: bool, normalizer_grad: bool, chunk_size: int, kernel: str, *rest: Any
+) -> Spec:
+    """The options of the forward that a backward belongs to."""
+    return Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False, *rest)
+
+
+def _attend_backward_shapes(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -174,12 +199,15 @@ def _keep(ctx: Any, tensors: tuple[Tensor | None, ...], out: tuple[Tensor, ...],
 
 def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor | None = None) -> list[Tensor | None]:
     """Of all tensors that the operator reads."""
-    saved = ctx.saved_tensors  # once: activation checkpointing recomputes them at each access
+    saved = unwrap_dead_wrappers(ctx.saved_tensors)  # once: activation checkpointing recomputes them at each access
     tensors, (h, d, chunk_C, chunk_n) = saved[:9], saved[9:]
     dh = torch.zeros_like(h) if dh is None else dh
-    # With a graph of its own the backward is the registered operator, which says that it has no derivative.
+    # With a graph of its own the backward is the registered operator, which knows its derivative.
     if torch.is_grad_enabled() or observed((*tensors, dh, dC, dn)):
+        if forward_mode((*tensors, dh, dC, dn)):
+            return [*differentiable.gradients(Inputs(*tensors), dh, dC, dn, ctx.spec), None]
         scale, normalize, normalizer_grad, chunk_size, kernel, _, _, store_dtype, gates = ctx.spec
+        flops.register()
         grads = torch.ops.tfla.attend_backward(
             *tensors, h, d, chunk_C, chunk_n, dh, dC, dn, scale, normalize, normalizer_grad, chunk_size, ctx.backend,
             kernel, store_dtype, gates,
@@ -187,16 +215,6 @@ def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor
         return [None if t is None else g for t, g in zip(tensors, (*grads, None), strict=True)]
     out = Outputs(h, d, d, d, d, chunk_C, chunk_n)
     return [*_backward(Inputs(*tensors), out, dh, dC, dn, ctx.backend, ctx.spec), None]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, (scale, normalize, normalizer_grad, chunk_size, backend, kernel, *rest) = inputs[:9], inputs[9:]
-    _keep(ctx, tensors, output, backend, Spec(scale, normalize, normalizer_grad, chunk_size, kernel, *rest))
-
-
-_attend.register_autograd(
-    lambda ctx, *grads: (*_gradients(ctx, *grads[:3]), *[None] * 10), setup_context=_setup_context
-)
 
 
 class _Direct(torch.autograd.Function):
@@ -213,12 +231,119 @@ class _Direct(torch.autograd.Function):
         return None, None, None, *_gradients(ctx, *grads[:3])
 
 
+class _Node(_SingleLevelFunction):
+    """A node of the graph of one level of transforms, which `torch.library.register_autograd` does not make under
+    torch.func (pytorch issue 170834)."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[int]:
+        return (ctx._autograd_function_id,)
+
+
+class _Attend(_Node):
+    """The operator; its arguments follow the dispatcher's keys."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, *args: Any) -> tuple[Tensor, ...]:
+        tensors, (scale, normalize, normalizer_grad, chunk_size, backend, kernel, _, *rest) = args[:9], args[9:]
+        # A graph that was traced without gradients stores nothing for the backward that is now wanted.
+        args = (*args[:15], True, *args[16:])
+        out = _below(torch.ops.tfla.attend.default, keys, args)
+        _keep(ctx, tensors, out, backend, Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, *rest))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *_gradients(ctx, *grads[:3]), *[None] * (len(ctx.needs_input_grad) - 10)
+
+
+class _AttendBackward(_Node):
+    """The backward of the operator; its own derivative is that of plain PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, *args: Any) -> tuple[Tensor, ...]:
+        scale, normalize, normalizer_grad, chunk_size, _, kernel, *rest = args[16:]
+        ctx.spec = _backward_spec(scale, normalize, normalizer_grad, chunk_size, kernel, *rest)
+        ctx.save_for_backward(*args[:9], *args[13:16])
+        ctx.set_materialize_grads(False)
+        return _below(torch.ops.tfla.attend_backward.default, keys, args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        *tensors, dh, dC, dn = unwrap_dead_wrappers(ctx.saved_tensors)
+        found = differentiable.second_gradients(Inputs(*tensors), dh, dC, dn, grads, ctx.spec)
+        # h and what the forward stored are functions of the inputs, whose derivatives `found` holds already.
+        return None, *found[:8], *[None] * 5, *found[8:], *[None] * (len(ctx.needs_input_grad) - 17)
+
+
+def _below(operator: Any, keys: Any, args: tuple[Any, ...]) -> Any:
+    """Call the operator below autograd of this level of transforms; outer levels record, though a node does not."""
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+def _differentiated(node: type[_Node], operator: Any, keys: Any, args: tuple[Any, ...]) -> Any:
+    """Call the operator with a node of the graph where gradients are recorded."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+        with enable_single_level_autograd_function():
+            return node.apply(keys, *args)  # type: ignore[attr-defined]
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+def _attend_autograd(keys: Any, *args: Any) -> Any:
+    if not forward_mode(args[:9]):
+        return _differentiated(_Attend, torch.ops.tfla.attend.default, keys, args)
+    scale, normalize, normalizer_grad, chunk_size, _, kernel, *rest = args[9:]
+    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, *rest)
+    return _distinct(differentiable.attend(Inputs(*args[:9]), spec))
+
+
+def _attend_backward_autograd(keys: Any, *args: Any) -> Any:
+    if forward_mode(args[:16]):
+        raise NotImplementedError(
+            "forward-mode AD: this backward is of a forward that was computed outside of it; compute both inside, "
+            "as torch.func.jvp(torch.func.grad(f), ...) does"
+        )
+    return _differentiated(_AttendBackward, torch.ops.tfla.attend_backward.default, keys, args)
+
+
+def _register(
+    name: str, forward: Callable[..., Any], shapes: Callable[..., Any], autograd: Callable[..., Any],
+    batched: Callable[..., Any],
+) -> None:  # fmt: skip
+    """Define an operator by the annotations of its forward, for every device.
+
+    A function that torch.compile runs uncompiled would have it look into what the dispatcher calls.
+    """
+    schema = torch.library.infer_schema(forward, mutates_args=())
+    torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "default", torch._disable_dynamo(forward))
+    torch.library.register_fake(name, shapes)
+    LIBRARY.impl(name.partition("::")[2], torch._disable_dynamo(autograd), "Autograd", with_keyset=True)
+    torch.library.register_vmap(name, torch._disable_dynamo(batched))
+
+
+LIBRARY = torch.library.Library("tfla", "FRAGMENT")
+_register("tfla::attend", _attend, _attend_shapes, _attend_autograd, batching.attend)
+_register(
+    "tfla::attend_backward",
+    _attend_backward,
+    _attend_backward_shapes,
+    _attend_backward_autograd,
+    batching.attend_backward,
+)
+
+
 def attend(x: Inputs, backend: str, spec: Spec, alone: bool = False, again: Again | None = None) -> tuple[Tensor, ...]:
     """h, and if asked for the final C, n and m.
 
     alone: it is known that nobody else sees the call; again: what does the forward for such x.
     """
     if not alone and observed(x):
+        if x.cu_seqlens is not None and forward_ad._current_level >= 0 and torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # forward mode reads the offsets
+        flops.register()
         scale, normalize, normalizer_grad, chunk_size, kernel, *rest = spec
         return torch.ops.tfla.attend(*x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, *rest)
     return _Direct.apply(backend, spec, again, *x) if spec.save else _forward(x, backend, spec, again)

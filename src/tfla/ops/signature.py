@@ -11,25 +11,19 @@ from torch import Tensor
 
 from tfla.backends.base import static
 from tfla.ops.state import State
+from tfla.ops.transforms import observed
 
-PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
-
-def observed(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or not PLAIN.issuperset(map(type, tensors))
-        or (tensors[0] is not None and tensors[0].is_meta)
-    )
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype that autocast casts to on this type of device, None where it is off or there is none."""
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """torch.autocast(device, enabled=False), which takes the host a while, where that changes anything."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+    return torch.autocast(device, enabled=False) if autocast_dtype(device) else contextlib.nullcontext()
 
 
 def signature(
@@ -42,7 +36,6 @@ def signature(
     tensors = *given, *(state or (None, None, None)), lengths
     if observed(tensors) or given[0] is None or (lengths is not None and lengths.device.type == "cpu"):
         return None
-    device = given[0].device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    autocast = autocast_dtype(given[0].device.type)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     return autocast, recorded, options, static(*tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor
 
 from tfla.ops.device import check_device
+from tfla.ops.transforms import observed
+
+MASK = ": the indices of a mask are mask.nonzero().flatten()"
 
 
 class State(NamedTuple):
@@ -71,7 +75,8 @@ class State(NamedTuple):
         """A copy of the states of some sequences of the batch, in the order of their indices, repeats allowed.
 
         Raises:
-            TypeError, ValueError: rows are no one-dimensional list or tensor of integers, or out of range.
+            TypeError, ValueError: rows are no one-dimensional list or tensor of integers, or out of range. A mask is
+                none: it says with its length what indices say with their values.
         """
         index = self._index(rows)
         return self._each(lambda t: t.index_select(0, index))
@@ -80,9 +85,12 @@ class State(NamedTuple):
         """Overwrites the states of some sequences, in place: sequence rows[j] gets the j-th of ``states``.
 
         Raises:
-            TypeError, ValueError: as :meth:`gather`; or ``states`` are not as many, or not of this kind.
+            TypeError, ValueError: as :meth:`gather`; or rows name a sequence twice; or ``states`` are not as many, or
+                not of this kind.
         """
-        index = self._index(rows)
+        if not isinstance(states, State):
+            raise TypeError(f"states: got {type(states).__name__}, expected tfla.State")
+        index = self._index(rows, once=True)
         for name, mine, theirs in zip(self._fields, self, states, strict=True):
             if (mine is None) != (theirs is None):
                 got, wanted = ("None", "a tensor") if theirs is None else ("a tensor", "None")
@@ -108,17 +116,24 @@ class State(NamedTuple):
     def _each(self, fn: Callable[[Tensor], Tensor]) -> State:
         return State(*(None if t is None else fn(t) for t in self))  # type: ignore[arg-type]
 
-    def _index(self, rows: object) -> Tensor:
+    def _index(self, rows: object, once: bool = False) -> Tensor:
         """On a GPU the values of a tensor are not read, so that nothing waits for the device."""
         if not isinstance(rows, Tensor):
-            if not isinstance(rows, Sequence) or not all(isinstance(row, int) for row in rows):
+            if not isinstance(rows, Sequence) or not all(isinstance(row, numbers.Integral) for row in rows):
                 raise TypeError(f"rows: got {rows!r}, expected a tensor or a list of integers")
-            wrong = [row for row in rows if not 0 <= row < self.C.shape[0]]
-            if wrong:
-                raise ValueError(f"rows: got {wrong[0]}, expected from 0 to {self.C.shape[0] - 1}")
-            rows = torch.tensor(rows, dtype=torch.int64)
+            if any(isinstance(row, bool) for row in rows):
+                raise TypeError(f"rows: got {rows!r}, expected a tensor or a list of integers{MASK}")
+            rows = torch.tensor([int(row) for row in rows], dtype=torch.int64)
         if rows.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"rows: got dtype {rows.dtype}, expected int64")
+            raise TypeError(f"rows: got dtype {rows.dtype}, expected int64{MASK * (rows.dtype == torch.bool)}")
         if rows.dim() != 1:
             raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected one dimension")
+        if rows.device.type == "cpu" and not observed((rows,)):
+            given = rows.tolist()
+            wrong = [row for row in given if not 0 <= row < self.C.shape[0]]
+            if wrong:
+                raise ValueError(f"rows: got {wrong[0]}, expected from 0 to {self.C.shape[0] - 1}")
+            if once and len(set(given)) < len(given):
+                twice = next(row for row in given if given.count(row) > 1)
+                raise ValueError(f"rows: got {twice} more than once, expected each sequence once")
         return rows.to(self.C.device)

@@ -5,11 +5,15 @@ Defined by schema: `torch.library.custom_op` adds a dispatch for autograd that t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tfla.backends import BACKENDS, StepInputs
 from tfla.backends.base import Gates, StepSpec
+from tfla.ops.checks import check_values_of_lengths
 
 INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? i, Tensor f, {}, Tensor? n, Tensor? m, Tensor? lengths"
 OPTIONS = "float scale, str gates, str backend"
@@ -20,8 +24,33 @@ torch.library.define(
 )
 steps, steps_ = torch.ops.tfla.steps.default, torch.ops.tfla.steps_.default
 
+torch.library.define(
+    "tfla::checked_lengths", "(Tensor lengths, SymInt T) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+checked_lengths = torch.ops.tfla.checked_lengths.default
+
+
+@torch.library.impl("tfla::checked_lengths", "default")
+@torch._disable_dynamo
+def _(lengths: Tensor, T: int) -> Tensor:
+    """Return the lengths of steps once their values have been checked, which a traced call leaves to its graph."""
+    check_values_of_lengths(lengths, T)
+    return lengths.clone()
+
+
+@torch.library.register_fake("tfla::checked_lengths")
+def _(lengths: Tensor, T: int) -> Tensor:
+    return torch.empty_like(lengths)
+
+
+@torch.library.register_vmap("tfla::checked_lengths")
+@torch._disable_dynamo
+def _(info: Any, in_dims: Sequence[int | None], lengths: Tensor, T: int) -> tuple[Tensor, int | None]:
+    return checked_lengths(lengths, T), in_dims[0]
+
 
 @torch.library.impl("tfla::steps", "default")
+@torch._disable_dynamo
 def _(
     q: Tensor,
     k: Tensor,
@@ -38,10 +67,17 @@ def _(
     final_state: bool,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_lengths(lengths, v)
     out = BACKENDS[backend].steps(
         StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, final_state, eps), None
     )
     return out.h, *(t if t.numel() else torch.empty_like(t) for t in out[1:])  # type: ignore[return-value]
+
+
+def _check_lengths(lengths: Tensor | None, v: Tensor) -> None:
+    """Check what traced calls could not: on the CPU the values cost nothing to read."""
+    if lengths is not None and lengths.device.type == "cpu":
+        check_values_of_lengths(lengths, v.shape[1])
 
 
 @torch.library.register_fake("tfla::steps")
@@ -72,6 +108,7 @@ def _(
 
 
 @torch.library.impl("tfla::steps_", "default")
+@torch._disable_dynamo
 def _(
     q: Tensor,
     k: Tensor,
@@ -87,6 +124,7 @@ def _(
     backend: str,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_lengths(lengths, v)
     out = BACKENDS[backend].steps(StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, True, eps), C)
     return out.h, *(t if t.numel() else torch.empty_like(t) for t in out[2:])  # type: ignore[return-value]
 

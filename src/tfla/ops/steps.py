@@ -15,9 +15,10 @@ from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
 from tfla.ops.api import autocast
 from tfla.ops.gates import InputGate, clamp, log_gates
-from tfla.ops.signature import signature
+from tfla.ops.signature import signature, without_autocast
 from tfla.ops.state import State
-from tfla.ops.step_operator import steps, steps_
+from tfla.ops.step_operator import checked_lengths, steps, steps_
+from tfla.ops.transforms import observed, transforms_active
 
 
 def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
@@ -35,7 +36,10 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
     n, m = (none, none) if x.n is None or x.m is None else (x.n.to(dtype), clamp(x.m).to(dtype))
     now = kept = x.C.to(dtype), n, m
     hs = []
-    with torch.autocast(x.q.device.type, enabled=False):
+    lengths = x.lengths
+    if lengths is not None and lengths.device.type == "cpu" and observed((lengths,)):
+        lengths = checked_lengths(lengths, x.v.shape[1])
+    with without_autocast(x.q.device.type):
         for t in range(x.v.shape[1]):
             q_t, k_t, v_t, i_t, f_t = (part[:, t].to(dtype) for part in (q, k, x.v, log_i, log_f))
             h, d, now = reference_step(q_t, k_t, v_t, i_t, f_t, *now, spec.scale, normalize)
@@ -43,10 +47,10 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
                 d = bounded_denominator(d, now[2])
                 h = h * (d / (d + spec.eps))[..., None]
             hs.append(h.to(x.v.dtype))
-            if x.lengths is None:
+            if lengths is None:
                 kept = now
             else:
-                at = t < x.lengths
+                at = t < lengths
                 kept = tuple(
                     torch.where(at.view(-1, *[1] * (a.dim() - 1)), a, b) if a.dim() > 1 else a
                     for a, b in zip(now, kept, strict=True)
@@ -74,10 +78,11 @@ def _steps(
     eps: float = 0.0,
 ) -> tuple[Tensor, State]:
     """Tensors q, k, v and the gates, (B, ...) or with time (B, T, ...), from the state on."""
-    scale = None if scale is None else float(scale)
+    scale = checks.check_scale(scale)
     call = signature(given, state, lengths, time, scale, gates, normalize, return_state, in_place, backend, eps)
     known = None if call is None else _KNOWN.get(call)
     if known is None:
+        checks.check_flags(normalize=normalize, return_state=return_state, in_place=in_place)
         _check(given, time, state, gates, normalize)
         if time:
             checks.check_few_steps(given[2], return_state, lengths, in_place)
@@ -86,14 +91,15 @@ def _steps(
         h, C, n, m = known[0]((*given, *state, lengths, state.C if in_place else None))
         return h if time else h.squeeze(1), State(C, n, m) if normalize else State(C)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*given, *state))
+    transformed = transforms_active()
     parts = autocast(*given[:3]) + given[3:]
     x = StepInputs(*(t if time or t is None else t.unsqueeze(1) for t in parts), *state, lengths)  # type: ignore[call-arg, arg-type]
     spec = StepSpec(x.q.shape[-1] ** -0.5 if scale is None else scale, gates, return_state, eps)
     if in_place:
-        checks.check_in_place(state, x.kept_dtype(state.C), recorded)
+        checks.check_in_place(state, x.kept_dtype(state.C), recorded, transformed)
     chosen = select_steps(backend, x)
     again = None
-    if chosen is None or recorded:
+    if chosen is None or recorded or transformed:  # kernels have no rule for transforms
         h, new = _by_reference(x, spec)
         if in_place:
             new = State(state.C.copy_(new.C), new.n, new.m)
@@ -244,14 +250,16 @@ def mlstm_steps(
         state: as in :func:`mlstm_step`.
         return_state: also return the new state; else the state stays as it is.
         lengths: (B,) int32 or int64, from 0 to T: how many steps of each sequence the new state has behind it; None is
-            all of them. Outputs are of all T steps whatever it says.
+            all of them. Outputs are of all T steps whatever it says. On a CPU other values are an error, in compiled
+            functions too; on a GPU they are not read on the host, so that nothing waits for the device, and are clamped
+            to [0, T].
         input_gate, scale, in_place, backend: as in :func:`mlstm_step`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new state.
 
     Raises:
-        ValueError, TypeError: as :func:`mlstm`. On a GPU lengths are not read, so that nothing waits for the device.
+        ValueError, TypeError: as :func:`mlstm`.
     """
     checks.check_input_gate(input_gate)
     given = q, k, v, i, f

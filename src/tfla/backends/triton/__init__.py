@@ -127,6 +127,9 @@ class Triton(Backend):
         steps = launch.Call.segment_steps(x, chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
+    def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
+        return min(chunk_size, T) if kernel == "tfla" else super().tile_steps(T, chunk_size, kernel)
+
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         from tfla.backends.triton import launch
 

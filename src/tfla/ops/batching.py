@@ -1,0 +1,43 @@
+"""The operator under torch.vmap: the mapped dimension becomes part of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _first(t: Tensor, dim: int | None, size: int) -> Tensor:
+    """Return t with the mapped dimension first, repeated where t is not mapped."""
+    return t.movedim(dim, 0) if dim is not None else t.expand(size, *t.shape)
+
+
+def _split(t: Tensor, size: int) -> Tensor:
+    """Return (size B, ...) as (size, B, ...)."""
+    return t.unflatten(0, (size, t.shape[0] // size))
+
+
+def _map(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any], packed: int) -> Any:
+    """Call an operator whose tensors all have the batch first, and args[packed] the offsets of packed sequences.
+
+    Packed sequences are a batch already, so their calls follow each other.
+    """
+    args = [_first(t, dim, size) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims, strict=True)]
+    if args[packed] is not None:
+        calls = [operator(*(t[j] if isinstance(t, Tensor) else t for t in args)) for j in range(size)]
+        found = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
+        return found, (0,) * len(found)
+    found = operator(*(t.flatten(0, 1) if isinstance(t, Tensor) else t for t in args))
+    missing = [t.dim() == 1 and t.shape[0] == 0 for t in found]
+    mapped = tuple(t if none else _split(t, size) for t, none in zip(found, missing, strict=True))
+    return mapped, tuple(None if none else 0 for none in missing)
+
+
+def attend(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    return _map(torch.ops.tfla.attend, info.batch_size, in_dims, args, packed=8)
+
+
+def attend_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    return _map(torch.ops.tfla.attend_backward, info.batch_size, in_dims, args, packed=8)

@@ -1,0 +1,40 @@
+"""What else than eager PyTorch sees a call: tracers, modes, transforms, forward-mode AD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tfla.backends.triton import constant
+
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
+
+def observed(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+        or not PLAIN.issuperset(map(type, tensors))
+        or (tensors[0] is not None and tensors[0].is_meta)
+    )
+
+
+def forward_mode(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether tangents are computed: some level of torch.func does so, or a tensor has a tangent of its own."""
+    if torch._C._are_functorch_transforms_active():
+        levels = torch._C._functorch.get_interpreter_stack() or ()
+        return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
+    return any(t is not None and torch._VF._unpack_dual(t, level=0).tangent is not None for t in tensors)
+
+
+@constant
+def transforms_active() -> bool:
+    """Whether a transform of torch.func or a level of forward-mode AD is active, at the call or while it is traced."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
