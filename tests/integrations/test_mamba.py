@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cases import TOLERANCE, error
 from hypothesis import given
 from hypothesis import strategies as st
-from mamba_truth import INFINITE, Starts, by_formula, compare, convert, draw, leaves_of_the_truth
+from mamba_truth import INFINITE, SHARED, Starts, by_formula, compare, convert, draw, leaves_of_the_truth
 from torch import Tensor
 
 from tfla.integrations import mamba
@@ -116,6 +116,19 @@ def test_refuses_what_does_not_fit() -> None:
             mamba_chunk_scan_combined(**p, chunk_size=16, dt_limit=limit)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^seq_idx: got dtype"):
         mamba_chunk_scan_combined(**p, chunk_size=16, seq_idx=torch.zeros(BATCH, T))
+    for name in p.keys() - {"x"}:
+        with pytest.raises(ValueError, match=f"^{name}: got device meta, expected that of x, cpu"):
+            mamba_chunk_scan_combined(**{**p, name: p[name].to("meta")}, chunk_size=16)
+    with pytest.raises(ValueError, match=r"^x: got batch 2, expected 1 with cu_seqlens"):
+        mamba_chunk_scan_combined(**p, chunk_size=16, cu_seqlens=torch.tensor([0, T]))
+    with pytest.raises(TypeError, match=r"^cu_seqlens: got list"):
+        mamba_chunk_scan_combined(
+            **{n: t[:1] if n not in SHARED else t for n, t in p.items()}, chunk_size=16, cu_seqlens=[0, T]
+        )
+    with pytest.raises(ValueError, match=r"^x: got shape .*, expected no empty dimension"):
+        mamba_chunk_scan_combined(**{**p, "x": p["x"][..., :0]}, chunk_size=16)
+    with pytest.raises(ValueError, match=r"^B: got shape .*, expected no empty dimension"):
+        mamba_chunk_scan_combined(**{**p, "B": p["B"][..., :0], "C": p["C"][..., :0]}, chunk_size=16)
     with pytest.raises(ValueError, match=r"^chunk_size: got 0"):
         mamba_chunk_scan_combined(**p, chunk_size=0)
 

@@ -223,11 +223,18 @@ def test_autocast_casts_the_projection(device: str) -> None:
         assert error(out.detach().cpu(), plain.detach().cpu().double()) <= 2 * TOLERANCE[torch.bfloat16]
 
 
+def test_an_empty_batch() -> None:
+    p = layer((0, *SIZES[1:]))
+    out, state = run(p, OPTIONS)
+    assert out.shape == (0, SIZES[1], 7)
+    assert state.shape == p["initial_states"].shape
+
+
 def test_refuses_what_does_not_fit() -> None:
     p = layer(SIZES)
     bad: list[tuple[str, dict[str, Any]]] = [
         ("zxbcdt", {"zxbcdt": p["zxbcdt"][0]}), ("zxbcdt", {"zxbcdt": p["zxbcdt"][..., 1:]}),
-        ("zxbcdt", {"zxbcdt": F.pad(p["zxbcdt"], (0, 1))}),
+        ("zxbcdt", {"zxbcdt": p["zxbcdt"][:, :0]}), ("zxbcdt", {"zxbcdt": F.pad(p["zxbcdt"], (0, 1))}),
         ("conv1d_weight", {"conv1d_weight": p["conv1d_weight"][1:]}),
         ("conv1d_weight", {"conv1d_weight": p["conv1d_weight"][:, None]}),
         ("conv1d_bias", {"conv1d_bias": p["conv1d_bias"][1:]}), ("dt_bias", {"dt_bias": p["dt_bias"][1:]}),
@@ -238,14 +245,20 @@ def test_refuses_what_does_not_fit() -> None:
         ("rmsnorm_weight", {"rmsnorm_weight": p["rmsnorm_weight"][1:]}),
         ("outproj_weight", {"outproj_weight": p["outproj_weight"].T}),
         ("outproj_bias", {"outproj_bias": p["outproj_bias"][1:]}), ("outproj_bias", {"outproj_weight": None}),
-        ("chunk_size", {"chunk_size": 0}),
+        ("chunk_size", {"chunk_size": 0}), ("headdim", {"headdim": None}), ("D", {"D": p["D"][:0]}),
+        ("D", {"D": p["D"][:, None].expand(-1, 4)}), ("ngroups", {"ngroups": 0}),
+        ("rmsnorm_eps", {"rmsnorm_eps": "1e-5"}), ("rmsnorm_eps", {"rmsnorm_eps": -1.0}),
+        ("rmsnorm_eps", {"rmsnorm_eps": float("nan")}),
+        *((name, {name: t.to("meta")}) for name, t in p.items() if name != "zxbcdt"),
+        ("seq_idx", {"seq_idx": torch.zeros(2, 19, dtype=torch.int32, device="meta")}),
     ]  # fmt: skip
     for name, change in bad:
         with pytest.raises(ValueError, match=f"^{name}: got"):
             mamba_split_conv1d_scan_combined(**{**p, "chunk_size": 16, **OPTIONS, **change})
     for name, change in [
         ("outproj_weight", {"outproj_weight": p["outproj_weight"].float()}), ("A", {"A": None}),
-        ("dt_bias", {"dt_bias": 0.0}), ("zxbcdt", {"zxbcdt": p["zxbcdt"].int()}),
+        ("dt_bias", {"dt_bias": 0.0}), ("zxbcdt", {"zxbcdt": p["zxbcdt"].int()}), ("headdim", {"headdim": "5"}),
+        ("ngroups", {"ngroups": 2.0}), ("seq_idx", {"seq_idx": [0]}),
     ]:  # fmt: skip
         with pytest.raises(TypeError, match=f"^{name}: got"):
             mamba_split_conv1d_scan_combined(**{**p, "chunk_size": 16, **OPTIONS, **change})

@@ -200,6 +200,15 @@ def test_steps_follow_a_prompt(device: str, softplus: bool) -> None:
     assert error(state.cpu(), last.cpu()) <= 1e-12
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_empty_batch(tied: bool) -> None:
+    p = {name: t if name in ("A", "D", "dt_bias") else t[:0] for name, t in problem(tied).items()}
+    assert selective_state_update(**p).shape == (0, HEADS, HEADDIM)
+    pool = draw(2, HEADS, HEADDIM, DSTATE)
+    rows = torch.zeros(0, dtype=torch.int64)
+    assert selective_state_update(**{**p, "state": pool}, state_batch_indices=rows).shape == (0, HEADS, HEADDIM)
+
+
 def test_runs_under_torch_compile() -> None:
     torch.manual_seed(0)
     for tied in (False, True):
@@ -233,6 +242,9 @@ def test_refuses_what_does_not_fit() -> None:
         selective_state_update(**p, state_batch_indices=torch.tensor([True, False, True]))
     with pytest.raises(TypeError, match=r"^dt: got float, expected a tensor"):
         selective_state_update(**{**p, "dt": 0.1})  # type: ignore[arg-type]
+    for name in p.keys() - {"x"}:
+        with pytest.raises(ValueError, match=f"^{name}: got device meta, expected that of x, cpu"):
+            selective_state_update(**{**p, name: p[name].to("meta")})
     three = torch.zeros(BATCH, 3, DSTATE, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"^B: got 3 groups"):
         selective_state_update(**{**p, "B": three, "C": three})

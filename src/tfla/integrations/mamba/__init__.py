@@ -3,7 +3,7 @@
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t^T        y_t = C_t^T h_t + D x_t
 
 B and C are shared by a group of heads. This is linear attention with q = C, k = B, v = x, log_f = dt A, log_i = log dt
-and scale 1. A negative dt keeps its magnitude in log_i and gives its sign to v.
+and scale 1. Where dt may be negative, v = dt x and log_i = 0.
 
 The names, the argument order, the layouts and the defaults are those of mamba_ssm 2.
 """

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.integrations.mamba.scan import check_dt_limit, check_sequence_ids, mamba_chunk_scan_combined
-from tfla.integrations.mamba.terms import check_groups
+from tfla.integrations.mamba.terms import check_devices, check_groups
 from tfla.nn.numerics import at_least_float32, recomputed
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
@@ -70,11 +70,17 @@ def _sizes(
     for name, t in {"zxbcdt": zxbcdt, "conv1d_weight": conv1d_weight, "D": D}.items():
         check_float(name, t)
     check_shape("zxbcdt", zxbcdt, ("batch", "seqlen", "channels"))
+    if 0 in zxbcdt.shape[1:]:
+        raise ValueError(f"zxbcdt: got shape {tuple(zxbcdt.shape)}, expected no empty dimension but the first")
     check_shape("conv1d_weight", conv1d_weight, ("channels", "width"))
+    if headdim is not None and (isinstance(headdim, bool) or not isinstance(headdim, int | torch.SymInt)):
+        raise TypeError(f"headdim: got {type(headdim).__name__}, expected an int or None")
     if D.dim() == 1 and headdim is None:
         raise ValueError(f"headdim: got None, expected the head dim with D of shape {tuple(D.shape)}")
     check_shape("D", D, ("nheads",) if D.dim() == 1 else ("nheads", "headdim" if headdim is None else headdim))
     nheads, headdim = D.shape[0], D.shape[1] if headdim is None else headdim
+    if nheads * headdim < 1:
+        raise ValueError(f"D: got shape {tuple(D.shape)} and head dim {headdim}, expected at least 1 of each")
     check_groups("ngroups", ngroups, nheads)
     dim, (channels, width) = nheads * headdim, conv1d_weight.shape
     if channels <= dim or (channels - dim) % (2 * ngroups) or width < 1:
@@ -96,10 +102,13 @@ def _check_output(
     inner: int,
     dim: int,
     rmsnorm_weight: Tensor | None,
+    rmsnorm_eps: float,
     outproj_weight: Tensor | None,
     outproj_bias: Tensor | None,
 ) -> None:
     """Check the parameters after the scan, of dim channels; the projection reads inner channels."""
+    if not isinstance(rmsnorm_eps, float | int) or not 0 <= rmsnorm_eps < math.inf:
+        raise ValueError(f"rmsnorm_eps: got {rmsnorm_eps!r}, expected a finite number that is not negative")
     if rmsnorm_weight is not None:
         check_float("rmsnorm_weight", rmsnorm_weight)
         check_shape("rmsnorm_weight", rmsnorm_weight, (dim,))
@@ -168,7 +177,7 @@ def mamba_split_conv1d_scan_combined(
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
     nheads, headdim, dstate, d_mlp = _sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
-    (batch, seqlen, _), dim, channels = zxbcdt.shape, nheads * headdim, conv1d_weight.shape[0]
+    dim, channels = nheads * headdim, conv1d_weight.shape[0]
     for name, t, shape in (
         ("conv1d_bias", conv1d_bias, (channels,)), ("dt_bias", dt_bias, (nheads,)), ("A", A, (nheads,)),
     ):  # fmt: skip
@@ -179,8 +188,14 @@ def mamba_split_conv1d_scan_combined(
         raise ValueError(f"activation: got {activation!r}, allowed are {', '.join(map(repr, ACTIVATIONS))}")
     check_dt_limit(dt_limit)
     if seq_idx is not None:
-        check_sequence_ids(seq_idx, batch, seqlen)
-    _check_output(zxbcdt, d_mlp + dim, dim, rmsnorm_weight, outproj_weight, outproj_bias)
+        check_sequence_ids(seq_idx, zxbcdt, "zxbcdt")
+    _check_output(zxbcdt, d_mlp + dim, dim, rmsnorm_weight, rmsnorm_eps, outproj_weight, outproj_bias)
+    parameters = {
+        "conv1d_weight": conv1d_weight, "conv1d_bias": conv1d_bias, "dt_bias": dt_bias, "A": A, "D": D,
+        "initial_states": initial_states, "rmsnorm_weight": rmsnorm_weight, "outproj_weight": outproj_weight,
+        "outproj_bias": outproj_bias,
+    }  # fmt: skip
+    check_devices(zxbcdt, parameters, "zxbcdt")
     mlp, z, xBC, dt = zxbcdt.split((2 * d_mlp, dim, channels, nheads), -1)
     with without_autocast(zxbcdt.device.type):
         xBC = recomputed(lambda t: _activated_convolution(t, conv1d_weight, conv1d_bias, seq_idx, activation), xBC)

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tfla
-from tfla.integrations.mamba.terms import check_operands, common_dtype, finish, operands, step_sizes
+from tfla.integrations.mamba.terms import (
+    check_devices,
+    check_operands,
+    common_dtype,
+    finish,
+    log_input_gate,
+    scaled,
+    step_sizes,
+)
 from tfla.ops.checks import check_chunk_size, check_cu_seqlens, check_float, check_shape
 from tfla.ops.gates import cast
 from tfla.ops.signature import without_autocast
@@ -24,11 +32,13 @@ def check_dt_limit(dt_limit: Sequence[float]) -> tuple[float, float]:
     return float(pair[0]), float(pair[1])
 
 
-def check_sequence_ids(seq_idx: Tensor, batch: int, seqlen: int) -> None:
+def check_sequence_ids(seq_idx: Tensor, x: Tensor, name: str = "x") -> None:
+    """Check seq_idx beside x (batch, seqlen, ...), which the caller may know by another name."""
     if not isinstance(seq_idx, Tensor) or seq_idx.dtype not in (torch.int32, torch.int64):
         got = f"dtype {seq_idx.dtype}" if isinstance(seq_idx, Tensor) else type(seq_idx).__name__
         raise TypeError(f"seq_idx: got {got}, expected an int32 or int64 tensor")
-    check_shape("seq_idx", seq_idx, (batch, seqlen))
+    check_shape("seq_idx", seq_idx, tuple(x.shape[:2]))
+    check_devices(x, {"seq_idx": seq_idx}, name)
 
 
 def _clamped(dt: Tensor, dt_limit: tuple[float, float], positive: bool) -> tuple[Tensor, bool]:
@@ -101,18 +111,24 @@ def mamba_chunk_scan_combined(
     batch, seqlen, nheads, headdim = x.shape
     check_float("dt", dt)
     check_shape("dt", dt, (batch, seqlen, nheads))
-    for name, t in {"A": A, "dt_bias": dt_bias}.items():
-        if t is not None:
-            check_float(name, t)
-            check_shape(name, t, (nheads,))
+    for name, t in {"A": A, **({} if dt_bias is None else {"dt_bias": dt_bias})}.items():
+        check_float(name, t)
+        check_shape(name, t, (nheads,))
+    check_devices(
+        x, {"B": B, "C": C, "D": D, "z": z, "dt": dt, "A": A, "dt_bias": dt_bias, "initial_states": initial_states}
+    )
     check_chunk_size(chunk_size)
     limit = check_dt_limit(dt_limit)
     if return_varlen_states and cu_seqlens is None:
         raise ValueError("cu_seqlens: got None, expected a tensor with return_varlen_states")
+    if cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(f"x: got batch {batch}, expected 1 with cu_seqlens: sequences are packed along time")
+        check_cu_seqlens(cu_seqlens, x)
     dt, signed = _clamped(step_sizes(dt, dt_bias, dt_softplus), limit, dt_softplus)
     log_f = dt * cast(A, dt.dtype)
     if seq_idx is not None:
-        check_sequence_ids(seq_idx, batch, seqlen)
+        check_sequence_ids(seq_idx, x)
         starts = torch.diff(seq_idx, dim=1, prepend=torch.zeros_like(seq_idx[:, :1])) != 0
         log_f = log_f.masked_fill(starts[..., None], -math.inf)
     state = None
@@ -120,8 +136,8 @@ def mamba_chunk_scan_combined(
         sequences = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = tfla.State(_first_states(initial_states, sequences, (nheads, headdim, B.shape[-1])))
     dtype = common_dtype(x, B, C)
-    v, log_i = operands(cast(x, dtype), dt, signed)
-    inputs = cast(C, dtype), cast(B, dtype), v, log_f, log_i
+    v, log_i = (scaled(x, dt), None) if signed else (x, log_input_gate(dt))
+    inputs = cast(C, dtype), cast(B, dtype), cast(v, dtype), log_f, log_i
     with without_autocast(x.device.type):
         if not (return_final_states or return_varlen_states):  # the last segments then need no state after them
             y = tfla.linear_attention(*inputs, scale=1.0, initial_state=state, cu_seqlens=cu_seqlens)
@@ -195,6 +211,7 @@ def chunk_state_varlen(
         raise ValueError(f"dt: got {nchunks} chunks of {chunk_size} steps, expected at least the {seqlen} steps of x")
     check_shape("dA_cumsum", dA_cumsum, (nheads, nchunks, chunk_size))
     check_shape("chunk_states", chunk_states, (nchunks, nheads, headdim, B.shape[-1]))
+    check_devices(x, {"B": B, "dt": dt, "dA_cumsum": dA_cumsum, "chunk_states": chunk_states})
     check_cu_seqlens(cu_seqlens, x[None])
     # Each sequence is split where its last chunk starts. The scan over the first part is not used; the second starts
     # from the state of the chunk. Splitting all sequences this way reads no offset on the host.
@@ -208,10 +225,10 @@ def chunk_state_varlen(
     log_f, dt = (t.flatten(1).t()[:seqlen] for t in (log_f, step_sizes(dt, None, False)))
     dtype = common_dtype(x, B)
     k = cast(B, dtype)[None]
-    v, log_i = operands(cast(x, dtype), dt, signed=True)
+    v = cast(scaled(x, dt), dtype)
     with without_autocast(x.device.type):
         _, last = tfla.linear_attention(
-            k, k, v[None], log_f[None], log_i[None], scale=1.0, initial_state=tfla.State(states), return_state=True,
+            k, k, v[None], log_f[None], scale=1.0, initial_state=tfla.State(states), return_state=True,
             cu_seqlens=offsets,
         )  # fmt: skip
     return cast(last.C[1::2].transpose(-1, -2), chunk_states.dtype)

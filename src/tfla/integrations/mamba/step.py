@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 import tfla
 from tfla.backends.known import Known
-from tfla.integrations.mamba.terms import check_operands, common_dtype, finish, operands, step_sizes
+from tfla.integrations.mamba.terms import (
+    check_devices,
+    check_operands,
+    common_dtype,
+    finish,
+    log_input_gate,
+    scaled,
+    step_sizes,
+)
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
 from tfla.ops.signature import observed, signature, without_autocast
 
-
-class _Step(NamedTuple):
-    """The facts about a call that depend on nothing but shapes, strides and dtypes."""
-
-    dtype: torch.dtype  # the one that x, B and C are converted to
-    per_head: bool  # whether dt, A and dt_bias have one number a head: the state then decays as a whole
-    keeps_dtype: bool  # whether the operator returns the state in its dtype
-
-
-_KNOWN: Known[_Step] = Known()  # calls that have passed the checks
+# By calls that have passed the checks, whether dt, A and dt_bias have one number a head.
+_PER_HEAD: Known[bool] = Known()
 
 
 def _is_per_head(name: str, t: Tensor, lead: tuple[int, ...], rest: tuple[int, ...]) -> bool:
@@ -47,7 +45,8 @@ def _check(
     z: Tensor | None,
     dt_bias: Tensor | None,
     state_batch_indices: Tensor | None,
-) -> _Step:
+) -> bool:
+    """Check the arguments; return whether dt, A and dt_bias have one number a head."""
     check_float("x", x)
     check_shape("x", x, ("batch", "nheads", "headdim"))
     check_operands(x, B, C, D, z)
@@ -59,10 +58,9 @@ def _check(
     gates = [("dt", dt, (batch, nheads), (headdim,)), ("A", A, (nheads,), (headdim, dstate))]
     if dt_bias is not None:
         gates.append(("dt_bias", dt_bias, (nheads,), (headdim,)))
+    check_devices(x, {"state": state, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias})
     tied = [_is_per_head(*gate) for gate in gates]
-    dtype = common_dtype(x, B, C)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return _Step(dtype, all(tied), state.dtype.itemsize == 2 or state.dtype == wide)
+    return all(tied)
 
 
 def _check_slots(slots: Tensor, batch: int, state: Tensor) -> None:
@@ -72,6 +70,7 @@ def _check_slots(slots: Tensor, batch: int, state: Tensor) -> None:
         got = f"dtype {slots.dtype}" if isinstance(slots, Tensor) else type(slots).__name__
         raise TypeError(f"{name}: got {got}, expected an int32 or int64 tensor")
     check_shape(name, slots, (batch,))
+    check_devices(state, {name: slots}, "state")
     if batch and slots.device.type == "cpu" and not observed((slots,)) and slots.max() >= state.shape[0]:
         raise ValueError(
             f"{name}: got {int(slots.max())}, expected at most {state.shape[0] - 1}, or less than 0 to skip"
@@ -93,13 +92,17 @@ def _spread(t: Tensor, dims: int) -> Tensor:
 
 
 def _one_decay_a_head(
-    old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, signed: bool, in_place: bool
-) -> tuple[Tensor, Tensor]:
-    """Return y and the new state by one step of the operator."""
-    v, log_i = operands(x, dt, signed)
+    old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, signed: bool, overwrite: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return y and the new state by one step of the operator; None in place of a state that it has overwritten."""
+    v, log_i = (scaled(x, dt), None) if signed else (x, log_input_gate(dt))
+    dtype = common_dtype(v, B, C)
+    q, k, v = (cast(t, dtype) for t in (C, B, v))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    in_place = overwrite and (old.dtype == wide or old.dtype.itemsize == 2)  # else the operator changes its dtype
     state = tfla.State(old.transpose(-1, -2))
-    y, new = tfla.linear_attention_step(C, B, v, dt * cast(A, dt.dtype), state, log_i, scale=1.0, in_place=in_place)
-    return y, new.C.transpose(-1, -2)
+    y, new = tfla.linear_attention_step(q, k, v, dt * cast(A, dt.dtype), state, log_i, scale=1.0, in_place=in_place)
+    return y, None if in_place else new.C.transpose(-1, -2)
 
 
 def _one_decay_an_element(old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,6 +125,8 @@ def _skip(slots: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> tuple[T
     A row whose slot is negative repeats the first row that has one, so that both write the same state. If there is
     none, all rows leave the state of slot 0 as it is.
     """
+    if not len(slots):
+        return slots, (x, dt, B, C)
     taken = slots >= 0
     rows = torch.where(taken, torch.arange(len(slots), device=slots.device), taken.to(torch.int8).argmax())
     idle = ~taken[rows]
@@ -169,11 +174,11 @@ def selective_state_update(
     if isinstance(state, Tensor) and state.dim() == 3:
         return _without_heads(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
     call = signature((x, state, dt, A, B, C, D, z, dt_bias), None, state_batch_indices)
-    step = None if call is None else _KNOWN.get(call)
-    if step is None:
-        step = _check(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices)
-        _KNOWN.add(call, step)
-    if step.per_head:
+    per_head = None if call is None else _PER_HEAD.get(call)
+    if per_head is None:
+        per_head = _check(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices)
+        _PER_HEAD.add(call, per_head)
+    if per_head:
         dt, A, dt_bias = _first(dt, 2), _first(A, 1), None if dt_bias is None else _first(dt_bias, 1)
     elif dt_bias is not None:
         dt, dt_bias = _spread(dt, 3), _spread(dt_bias, 2)
@@ -182,20 +187,20 @@ def selective_state_update(
     if state_batch_indices is not None:
         slots, given = _skip(state_batch_indices, *given)  # type: ignore[assignment]
         old = state[slots]
-    v, dt, B, C = given
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (state, v, dt, A, B, C))
-    in_place = step.per_head and slots is None and not recorded and step.keeps_dtype
+    given_x, dt, B, C = given
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (state, given_x, dt, A, B, C))
     if recorded and slots is None:
         old = state.clone()  # the backward reads it after the state has been overwritten
     with without_autocast(x.device.type):
-        if step.per_head:
-            v, B, C = (cast(t, step.dtype) for t in (v, B, C))
-            y, new = _one_decay_a_head(old, v, dt, A, B, C, not dt_softplus, in_place)
+        new: Tensor | None
+        if per_head:
+            overwrite = slots is None and not recorded
+            y, new = _one_decay_a_head(old, given_x, dt, A, B, C, not dt_softplus, overwrite)
         else:
-            y, new = _one_decay_an_element(old, v, dt, A, B, C)
-        if slots is not None:
+            y, new = _one_decay_an_element(old, given_x, dt, A, B, C)
+        if new is not None and slots is not None:
             state[slots] = cast(new, state.dtype)
-        elif not in_place:
+        elif new is not None:
             state.copy_(new)
         out = finish(y, x, D, z)
     if state_batch_indices is None:

@@ -10,16 +10,20 @@ from tfla.nn.numerics import recomputed
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
 
-TINY = 1e-30  # added to |dt|, so that its gradient at 0 is that of dt B x^T and not 0 / 0
+TINY = 1e-30  # added to dt, so that its gradient at 0 is that of dt B x^T and not 0 / 0
 
 
 def check_operands(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> None:
     """Check the operands of a scan or a step: x ends in (nheads, headdim), B and C end in (ngroups, dstate)."""
     for name, t in {"x": x, "B": B, "C": C}.items():
         check_float(name, t)
+    if 0 in x.shape[1:]:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected no empty dimension but the first")
     *batch, nheads, headdim = x.shape
     check_shape("B", B, (*batch, "ngroups", "dstate"))
     check_shape("C", C, tuple(B.shape))
+    if not B.shape[-1]:
+        raise ValueError(f"B: got shape {tuple(B.shape)}, expected no empty dimension but the first")
     check_groups("B", B.shape[-2], nheads)
     if z is not None:
         check_float("z", z)
@@ -30,7 +34,20 @@ def check_operands(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor 
             check_shape("D", D, (nheads,))
 
 
+def check_devices(x: Tensor, tensors: dict[str, Tensor | None], name: str = "x") -> None:
+    """Check that all are tensors on the device of x, which the caller may know by another name."""
+    for other, t in tensors.items():
+        if t is None:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{other}: got {type(t).__name__}, expected a tensor")
+        if t.device != x.device:
+            raise ValueError(f"{other}: got device {t.device}, expected that of {name}, {x.device}")
+
+
 def check_groups(name: str, ngroups: int, nheads: int) -> None:
+    if not isinstance(ngroups, int | torch.SymInt) or isinstance(ngroups, bool):
+        raise TypeError(f"{name}: got {type(ngroups).__name__}, expected an int")
     if ngroups < 1 or nheads % ngroups:
         raise ValueError(f"{name}: got {ngroups} groups, expected a divisor of the {nheads} heads of x")
 
@@ -51,28 +68,30 @@ def step_sizes(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
     return F.softplus(dt) if dt_softplus else dt
 
 
-def operands(x: Tensor, dt: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Return v and log_i of the update dt B x^T, with x (..., nheads, headdim) and dt (..., nheads).
+def log_input_gate(dt: Tensor) -> Tensor:
+    """Return log dt of a dt that is not negative."""
+    return torch.log(dt + TINY)
 
-    Args:
-        signed: whether dt may be negative. The sign then moves to v, where it is exact in every dtype.
+
+def scaled(x: Tensor, dt: Tensor) -> Tensor:
+    """Return dt x in at least float32, with x (..., nheads, headdim) and dt (..., nheads).
+
+    This takes the place of x and log dt where dt may be negative.
     """
-    if not signed:
-        return x, torch.log(dt + TINY)
-    sign = torch.where(dt < 0, -1.0, 1.0)
-    return x * cast(sign, x.dtype)[..., None], torch.log(dt * sign + TINY)
+    return x * dt[..., None]
 
 
 def finish(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
     """Return (y + D x) silu(z) in x's dtype. A D in float32 makes the sum, and so its own gradient, float32."""
     if z is None:
-        return cast(_skipped(y, x, D), x.dtype)
-    return recomputed(lambda y, x, z: cast(_gated(_skipped(y, x, D), z), x.dtype), y, x, z)
+        return cast(_add_skip(y, x, D), x.dtype)
+    return recomputed(lambda y, x, z: cast(_add_skip(y, x, D) * _gate(z, x), x.dtype), y, x, z)
 
 
-def _skipped(y: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
+def _add_skip(y: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
     return y if D is None else y + x * (D if D.dim() == 2 else D[:, None])
 
 
-def _gated(y: Tensor, z: Tensor) -> Tensor:
-    return y * F.silu(cast(z, common_dtype(y, z)))
+def _gate(z: Tensor, x: Tensor) -> Tensor:
+    """Return silu(z), with no more rounding than x has."""
+    return F.silu(cast(z, common_dtype(x, z)))
