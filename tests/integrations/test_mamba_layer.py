@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mamba_truth import by_formula, draw
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from tfla.integrations.mamba import (
     mamba_chunk_scan_combined,
@@ -221,6 +223,33 @@ def test_autocast_casts_the_projection(device: str) -> None:
     assert cast.dtype == mixed.dtype == torch.bfloat16
     for out in (cast, mixed):
         assert error(out.detach().cpu(), plain.detach().cpu().double()) <= 2 * TOLERANCE[torch.bfloat16]
+
+
+def test_forward_mode_is_the_transpose_of_the_backward() -> None:
+    torch.manual_seed(0)
+    p = layer(SIZES)
+    seq_idx = (torch.rand(SIZES[0], SIZES[1]) < 0.3).cumsum(1)
+
+    def forward(*inputs: Tensor) -> Tensor:
+        return run(dict(zip(p, inputs, strict=True)), OPTIONS | {"seq_idx": seq_idx, "dt_limit": (-1.0, 9.0)})[0]
+
+    tangents = tuple(torch.randn_like(t) for t in p.values())
+    out, tangent = torch.func.jvp(forward, tuple(p.values()), tangents)
+    _, vjp = torch.func.vjp(forward, *p.values())
+    cotangent = torch.randn_like(out)
+    backward = sum((a * b).sum() for a, b in zip(vjp(cotangent), tangents, strict=True))
+    assert torch.allclose((cotangent * tangent).sum(), backward, rtol=1e-9)
+
+
+def test_shapes_without_numbers() -> None:
+    p = layer(SIZES)
+    for name in ("meta", "fake"):
+        mode = FakeTensorMode() if name == "fake" else contextlib.nullcontext()
+        with mode:
+            given = {n: t.to("meta") if name == "meta" else mode.from_tensor(t) for n, t in p.items()}
+            out, state = run(given, OPTIONS)
+        assert out.shape == (*p["zxbcdt"].shape[:2], 7)
+        assert state.shape == p["initial_states"].shape
 
 
 def test_an_empty_batch() -> None:

@@ -14,7 +14,7 @@ from tfla.integrations.mamba.terms import check_devices, check_groups
 from tfla.nn.numerics import at_least_float32, recomputed
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
-from tfla.ops.signature import without_autocast
+from tfla.ops.signature import autocast_dtype, without_autocast
 
 ACTIVATIONS = (None, "silu", "swish")
 
@@ -121,7 +121,7 @@ def _check_output(
     if outproj_bias is not None:
         check_float("outproj_bias", outproj_bias)
         check_shape("outproj_bias", outproj_bias, (outproj_weight.shape[0],))
-    if torch.is_autocast_enabled(zxbcdt.device.type):
+    if autocast_dtype(zxbcdt.device.type):
         return
     for name, t in {"outproj_weight": outproj_weight, "outproj_bias": outproj_bias}.items():
         if t is not None and t.dtype != zxbcdt.dtype:
