@@ -14,7 +14,7 @@ from tfla.analysis.forms.optimum import flop_optimal_chunk
 from tfla.analysis.forms.symbols import Direction, Gate
 from tfla.analysis.frame import Figure, Missing, Options, write
 from tfla.analysis.profiled import profiled
-from tfla.train.messages import UserError
+from tfla.train.ranges import check_count
 
 __all__ = ["Config", "claims", "figures"]
 
@@ -46,8 +46,7 @@ class Config(Options):
         """Raise UserError where a value is out of range."""
         super().check()
         for name in ("T", "dqk", "dhv"):
-            if not 1 <= getattr(self, name) <= LARGEST:
-                raise UserError(f"{name}: got {getattr(self, name)}, expected from 1 to {LARGEST:,}")
+            check_count(name, getattr(self, name), 1, LARGEST)
 
 
 def over_chunk_size(config: Config) -> Figure:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from tfla.analysis.gain import EPSILONS, NORMALIZERS, VARIANTS, Gains, Normalize
 from tfla.analysis.style import panels
 from tfla.nn.numerics import soft_cap
 from tfla.ops.gates import INPUT_GATES, InputGate
-from tfla.train.messages import UserError
+from tfla.train.ranges import check_range, is_number, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,20 +52,12 @@ class Config(Options):
     def check(self) -> None:
         """Raise UserError where a value is out of range."""
         super().check()
-        if not SMALLEST_STEP <= self.step <= I_RANGE[1] - I_RANGE[0]:
-            raise UserError(
-                f"step: got {self.step}, expected a number from {SMALLEST_STEP} to {I_RANGE[1] - I_RANGE[0]:g}"
-            )
-        for name in ("eps", "gate_soft_cap"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise UserError(f"{name.replace('_', '-')}: got {value}, expected a finite number above 0")
-        for name, values in {
-            "input-gate-bias": (self.input_gate_bias,),
-            "forget-gate-bias": self.forget_gate_bias,
-        }.items():
-            if not all(map(math.isfinite, values)):
-                raise UserError(f"{name}: got {', '.join(map(str, values))}, expected finite numbers")
+        check_range("step", self.step, SMALLEST_STEP, I_RANGE[1] - I_RANGE[0])
+        check_range("eps", self.eps, 0, with_low=False)
+        check_range("gate-soft-cap", self.gate_soft_cap, 0, with_low=False)
+        require(is_number(self.input_gate_bias), "input-gate-bias", self.input_gate_bias, "a finite number")
+        ends = self.forget_gate_bias
+        require(all(map(is_number, ends)), "forget-gate-bias", ends, "finite numbers")
 
 
 def axis(ends: tuple[float, float], step: float) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ Everything is timed in one run, the contenders taking turns, so that a slow mome
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -23,9 +24,17 @@ from torch import Tensor
 
 import tfla
 from tfla.bench.floor import backward_flops, forward_flops
+from tfla.bench.problem import Problem
+from tfla.nn.files import write_atomically
 from tfla.ops.tuned import cpu_name
+from tfla.train import outputs
+from tfla.train.config import check_threads
+from tfla.train.messages import UserError
+from tfla.train.ranges import check_count
+from tfla.tune.plan import check_memory, memory_of
 
 H, DQK, DHV = 4, 128, 256
+LONGEST = 2**31 - 1  # of lengths and numbers of samples
 LONG = 8.0  # seconds: a call that takes longer is timed once
 Call = Callable[[], Any]
 
@@ -35,14 +44,29 @@ class CpuBench:
     """Options of `tfla bench cpu`."""
 
     lengths: tuple[int, ...] = (1024, 4096, 16384, 65536)
+    """Steps of the sequences, T."""
     repeats: int = 15
+    """Samples of a call."""
     attention_up_to: int = 65536
     """Longest T for attention: it is quadratic, minutes at 65536."""
     memory: bool = True
     """Also measure peak memory, in a process of its own."""
     threads: int = field(default_factory=torch.get_num_threads)
+    """CPU threads."""
     out: Path | None = None
     """Write the rows as JSON here."""
+
+    def check(self) -> None:
+        """Raise UserError where a value is out of range, or the file cannot be written."""
+        if not self.lengths:
+            raise UserError("lengths: got none, expected one or more")
+        for T in self.lengths:
+            check_count("lengths", T, 1, LONGEST)
+            check_memory(Problem(1, T, H, DQK, DHV, dtype="float32"), memory_of("cpu"), "lengths")
+        check_count("repeats", self.repeats, 1, LONGEST)
+        check_threads(self.threads)
+        if self.out is not None:
+            outputs.check_file("out", self.out)
 
 
 def inputs(T: int, grad: bool = True) -> list[Tensor]:
@@ -189,6 +213,7 @@ def run(config: CpuBench) -> dict[str, Any]:
     """Measures, prints a table as it grows and returns (and writes) everything."""
     from tqdm import tqdm
 
+    config.check()
     torch.set_num_threads(config.threads)
     result: dict[str, Any] = {"environment": environment(config), "config": asdict(config), "rows": [], "memory": []}
     result["config"]["out"] = str(config.out) if config.out else None
@@ -203,6 +228,7 @@ def run(config: CpuBench) -> dict[str, Any]:
             result["memory"].append({"T": T, "name": "tfla mLSTMexp", "extra_bytes": extra})
             print(f"{T:>6}  peak memory beyond inputs, output, gradients: {extra / 2**20:.0f} MiB", flush=True)
         if config.out is not None:
+            text = json.dumps(result, indent=1)
             config.out.parent.mkdir(parents=True, exist_ok=True)
-            config.out.write_text(json.dumps(result, indent=1))
+            write_atomically(config.out, functools.partial(Path.write_text, data=text, encoding="utf-8"))
     return result

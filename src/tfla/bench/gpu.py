@@ -5,6 +5,7 @@ Also `python -m tfla.bench.gpu SUITE`, which needs torch alone.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -13,7 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from tfla.bench.crew import Crew, Died
 from tfla.bench.floor import (
@@ -28,6 +32,10 @@ from tfla.bench.options import GpuBench, parse
 from tfla.bench.problem import FORWARD, STEP, Problem
 from tfla.bench.suites import SUITES, Entry, Suite
 from tfla.bench.timing import Sampling
+from tfla.nn.files import write_atomically
+from tfla.ops.device import check_device
+from tfla.train.messages import UserError
+from tfla.train.outputs import check_file
 
 SHARE = 0.6  # of a configuration's time for samples; the rest is for compiling, warming up and the sustained run
 COMPILING = 0.4  # of the budget, at most
@@ -269,8 +277,9 @@ def run(config: GpuBench, suite: Suite | None = None) -> Row:
             print(row_text(row), flush=True)
             result["rows"].append(row)
             if config.out is not None:
+                text = json.dumps(result, indent=1) + "\n"
                 config.out.parent.mkdir(parents=True, exist_ok=True)
-                config.out.write_text(json.dumps(result, indent=1) + "\n")
+                write_atomically(config.out, functools.partial(Path.write_text, data=text, encoding="utf-8"))
     return result
 
 
@@ -278,8 +287,12 @@ def main(args: Sequence[str] | None = None, prog: str = "python -m tfla.bench.gp
     """Exit code 0; 2 where the options or the device do not fit."""
     config = parse(sys.argv[1:] if args is None else args, prog)
     try:
+        if config.out is not None:
+            check_file("out", config.out)
+        if not (config.device.startswith("cuda:") or config.device == "cuda") or not torch.cuda.is_available():
+            check_device(config.device)  # a GPU's memory is left to the processes that are timed
         run(config)
-    except (ValueError, RuntimeError) as error:
+    except (UserError, ValueError, RuntimeError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tfla.bench.suites import SUITES
 from tfla.bench.timing import Sampling
+
+N = TypeVar("N", int, float)
 
 
 @dataclass
@@ -36,6 +38,30 @@ class GpuBench:
         return Sampling(self.repeats, self.warmup, self.pause, self.patience, self.sustained)
 
 
+LARGEST = 2**31 - 1
+
+
+def count(text: str) -> int:
+    """Read a number of things, at least one."""
+    return _within(int(text), 1)
+
+
+def count_or_none(text: str) -> int:
+    """Read a number of things, which may be 0."""
+    return _within(int(text), 0)
+
+
+def seconds(text: str) -> float:
+    """Read a time in seconds, which may be 0."""
+    return _within(float(text), 0.0)
+
+
+def _within(value: N, low: N) -> N:
+    if not low <= value <= LARGEST:
+        raise argparse.ArgumentTypeError(f"got {value}, expected from {low} to {LARGEST}")
+    return value
+
+
 def parse(args: Sequence[str], prog: str) -> GpuBench:
     """The options that the arguments give."""
     parser = argparse.ArgumentParser(prog, description="The paper's setups on this GPU.")
@@ -47,18 +73,18 @@ def parse(args: Sequence[str], prog: str) -> GpuBench:
 
     parser.add_argument("suite", choices=list(SUITES), help="; ".join(f"{k}: {s.title}" for k, s in SUITES.items()))
     add("only", "contenders whose name contains one of these", nargs="+", metavar="NAME")
-    add("lengths", "values of the suite's axis: T, chunk size, head dim or batch", int, nargs="+", metavar="N")
+    add("lengths", "values of the suite's axis: T, chunk size, head dim or batch", count, nargs="+", metavar="N")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="time this library alone")
-    add("repeats", "samples of a call", int)
-    add("warmup", "calls before the samples", int)
-    add("pause", "seconds of rest before a sample", float)
-    add("patience", "seconds of samples after which five are enough", float)
-    add("sustained", "seconds of the sustained run; 0 for none", float)
+    add("repeats", "samples of a call", count)
+    add("warmup", "calls before the samples", count_or_none)
+    add("pause", "seconds of rest before a sample", seconds)
+    add("patience", "seconds of samples after which five are enough", seconds)
+    add("sustained", "seconds of the sustained run; 0 for none", seconds)
     parser.add_argument(
         "--sustained-everywhere", action="store_true", help="also where the suite leaves the sustained run out"
     )
-    add("limit", "seconds after which one configuration is given up", float)
-    add("budget", "seconds after which the run ends with what it has", float)
+    add("limit", "seconds after which one configuration is given up", seconds)
+    add("budget", "seconds after which the run ends with what it has", seconds)
     add("device", "where to run")
     add("out", "write the rows as JSON here", Path)
     values: dict[str, Any] = vars(parser.parse_args(args))

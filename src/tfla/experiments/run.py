@@ -13,12 +13,15 @@ from tfla.experiments.crew import default_processes, say, train_all
 from tfla.experiments.outcome import outcome
 from tfla.experiments.plans import EXPERIMENTS, SIZES, Variant, unique
 from tfla.nn.files import write_atomically
+from tfla.train import outputs
 from tfla.train.config import TrainConfig, to_json
 from tfla.train.device import pick_device
 from tfla.train.messages import UserError
+from tfla.train.ranges import check_count, check_range
 from tfla.train.tokens import prepare
 
 ALL = "all"
+MOST = 1024  # processes
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,16 @@ class ExperimentConfig:
     out: Path | None = None
     """JSON file for what was found, from which `tfla analyze training` draws; None: training.json beside the runs."""
 
+    def check(self) -> None:
+        """Raise UserError where a value is out of range, or what is found cannot be written."""
+        if self.processes is not None:
+            check_count("processes", self.processes, 1, MOST)
+        if self.budget is not None:
+            check_range("budget", self.budget, 0, with_low=False)
+        outputs.check_folder("folder", self.folder)
+        if self.out is not None:
+            outputs.check_file("out", self.out)
+
 
 def run(name: str, config: ExperimentConfig) -> Path:
     """Runs one experiment, or all; returns the file with what the runs of this size have found so far.
@@ -50,8 +63,7 @@ def run(name: str, config: ExperimentConfig) -> Path:
     """
     if name != ALL and name not in EXPERIMENTS:
         raise UserError(f"experiment: got {name!r}, allowed are {', '.join([*EXPERIMENTS, ALL])}")
-    if config.processes is not None and config.processes < 1:
-        raise UserError(f"processes: got {config.processes}, expected at least 1")
+    config.check()
     device, size = str(pick_device(config.device)), SIZES[config.size]
     folder = config.folder / config.size
     folder.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from tfla.bench.problem import Problem
 from tfla.bench.suites import SUITES
 from tfla.ops.gates import InputGate
 from tfla.train.messages import UserError
+from tfla.train.ranges import check_count, check_range, require
 
 LARGEST = 2**31 - 1
 
@@ -85,12 +86,10 @@ class TuneConfig:
     def check(self) -> None:
         """Raise UserError where a value is out of range; the message names it."""
         for name in ("batch", "length", "heads", "dqk", "dhv", "repeats"):
-            if not 1 <= getattr(self, name) <= LARGEST:
-                raise UserError(f"{name}: got {getattr(self, name)}, expected from 1 to {LARGEST}")
-        if self.memory_limit is not None and not 0 < self.memory_limit <= LARGEST:
-            raise UserError(f"memory-limit: got {self.memory_limit}, expected a number above 0 and at most {LARGEST}")
-        if not self.budget > 0:
-            raise UserError(f"budget: got {self.budget}, expected a number above 0, or inf")
+            check_count(name, getattr(self, name), 1, LARGEST)
+        if self.memory_limit is not None:
+            check_range("memory-limit", self.memory_limit, 0, LARGEST, with_low=False)
+        require(self.budget > 0, "budget", self.budget, "a number above 0, or inf")
         for name in self.suite:
             if name not in SUITES or name == "decode":
                 allowed = ", ".join(s for s in SUITES if s != "decode")

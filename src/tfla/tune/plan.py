@@ -45,13 +45,19 @@ def inputs_bytes(p: Problem) -> int:
     return p.B * p.T * p.H * ((2 * p.dqk + p.dhv) * p.itemsize + 8)
 
 
-def check_memory(p: Problem, total: int | None) -> None:
-    """Raise UserError where the inputs alone do not fit the memory; None is one of any size."""
+def check_memory(p: Problem, total: int | None, name: str = "length") -> None:
+    """Raise UserError, which names the option of the length, where the inputs alone do not fit the memory.
+
+    Args:
+        p: the shape.
+        total: bytes of the memory; None is one of any size.
+        name: of the option.
+    """
     needed, most = inputs_bytes(p), ADDRESSABLE if total is None else total
     if needed > most:
         raise UserError(
-            f"B {p.B}, T {p.T:,}, {p.H} heads, dqk {p.dqk}, dhv {p.dhv}: the inputs alone take {gib(needed)} GiB, "
-            f"expected at most {gib(most)}: take a shorter --length or a smaller --batch"
+            f"{name}: got {p.T:,} with B {p.B}, {p.H} heads, dqk {p.dqk}, dhv {p.dhv}: the inputs alone take "
+            f"{gib(needed)} GiB, expected at most {gib(most)}"
         )
 
 

@@ -128,11 +128,11 @@ def run(config: TuneConfig) -> int:
         outputs.check_file("file", file)
     if config.stored is not None:
         return _keep_stored(config.stored, file)
-    device = "cuda" if config.accelerator else str(pick_device(config.device))
+    device = "cuda" if config.accelerator is not None else str(pick_device(config.device))
     problems = [replace(p, device=device) for p in config.problems]
     for p in problems:
         check_memory(p, None if only_predict else memory_of(device))
-    machine = known_machine(config.accelerator) if config.accelerator else this_machine(device)
+    machine = known_machine(config.accelerator) if config.accelerator is not None else this_machine(device)
     if only_predict:
         found = [
             Tuned(p.problem, p.gate, p.candidates, [], p.default, best(p.candidates, config.limit))
