@@ -11,7 +11,7 @@ from tfla.analysis.forms.symbols import Direction, Gate
 from tfla.analysis.frame import Figure, Missing, Options, write
 from tfla.analysis.runtime import least_seconds, seconds
 from tfla.bench.problem import BOTH, FORWARD
-from tfla.bench.results import SIZES
+from tfla.bench.schema import SHAPE
 from tfla.bench.stored import load
 
 SUITE, AT = "fig4", 8192
@@ -36,7 +36,7 @@ def form_of(row: Row) -> tuple[str, dict[str, int]] | None:
 
 def bounds(row: Row, accelerator: Accelerator) -> tuple[float, float] | None:
     """Seconds where computing and moving overlap entirely (114) and where they do not at all (113)."""
-    known = form_of(row) if set(row) >= set(SIZES) else None
+    known = form_of(row) if set(row) >= set(SHAPE) else None
     if known is None:
         return None
     name, sizes = known

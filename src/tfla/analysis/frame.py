@@ -127,4 +127,4 @@ def stored(config: Options, name: str) -> Any | None:
         UserError: the file is there but no such result.
     """
     path = config.results / f"{name}.json"
-    return stored_results.read_kind(path, name) if path.exists() else None
+    return stored_results.read_rows(path, name) if path.exists() else None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfla.analysis.frame import Options, Table
+from tfla.bench import schema
 from tfla.experiments.plans import EXPERIMENTS, LONGER, MIXERS, MLSTMS, SEEDS, Mixer, Variant
 from tfla.train.messages import UserError, reason
 
@@ -89,16 +90,28 @@ def load(config: Config) -> Found | None:
         return None
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        if result.get("kind") != "training":
+        if not isinstance(result, dict) or result.get("kind") != "training":
             raise ValueError("not what tfla experiment writes")
-        found = Found(result)
-        found.where  # noqa: B018 - which needs all that figures say of the runs
-        float(result["config"]["optim"]["clip"])
-        return found
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+        _check(result)
+        return Found(result)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"training: {path} cannot be read: {reason(error)}") from error
     except KeyError as error:
         raise UserError(f"training: {path} cannot be read: there is no {error.args[0]!r}") from error
+
+
+def _check(result: Row) -> None:
+    """Raise ValueError where a field is not what figures and claims need."""
+    objects = dict.fromkeys(("size", "environment", "config"), schema.OBJECT)
+    schema.check_fields(result, "", objects | {"runs": schema.list_of(schema.OBJECT)})
+    schema.check_fields(result["size"], "size.", schema.SIZE)
+    schema.check_fields(result["environment"], "environment.", schema.ENVIRONMENT)
+    schema.check_fields(result["config"], "config.", {"optim": schema.OBJECT})
+    schema.check_fields(result["config"]["optim"], "config.optim.", {"clip": schema.RATE})
+    for n, row in enumerate(result["runs"]):
+        schema.check_fields(row, f"runs[{n}].", {"parameters": schema.COUNT} if "evals" in row else {}, schema.RUN)
+        for m, evaluation in enumerate(row.get("evals", ())):
+            schema.check_fields(evaluation, f"runs[{n}].evals[{m}].", schema.EVALUATION)
 
 
 def text(values: Sequence[float], digits: int = 3) -> str:

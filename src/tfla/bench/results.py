@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import math
 from pathlib import Path
 from typing import Any
 
+from tfla.bench import schema
 from tfla.train.messages import UserError, reason
 
 Row = dict[str, Any]
 CHECKOUT = Path("benchmarks") / "results"
-Kind = type | tuple[type, ...]
-NUMBER: Kind = (int, float)
-SIZES = ("B", "T", "H", "dqk", "dhv")
 
 
 def default_folder() -> Path:
@@ -50,19 +47,29 @@ def read(path: Path) -> Row:
     return found
 
 
-def read_kind(path: Path, kind: str) -> Row:
-    """Read a result with rows that says of which kind it is.
+def read_rows(path: Path, kind: str) -> Row:
+    """Read a result of that kind, "traffic" or "numerics", whose rows have all that its figures show.
 
     Raises:
-        UserError: it is not; the message names the file and says what is wrong.
+        UserError: it is none; the message names the file and says what is wrong.
     """
     found = read(path)
     try:
         if found.get("kind", kind) != kind:
-            raise ValueError(f"kind: got {found['kind']!r}, expected {kind!r}")
-        _need(found, "", environment=dict)
-        _need(found["environment"], "environment.", device=str, date=str)
-        _rows(found)
+            raise ValueError(f"kind: got {schema.shown(found['kind'])}, expected {kind!r}")
+        schema.check_fields(found, "", {"environment": schema.OBJECT})
+        schema.check_fields(found["environment"], "environment.", schema.ENVIRONMENT)
+        if kind == "numerics":
+            schema.check_fields(found, "", {"grid": schema.OBJECT, "regimes": schema.OBJECT})
+            schema.check_fields(found["grid"], "grid.", schema.GRID)
+        for n, row in enumerate(_rows(found)):
+            if kind == "traffic":
+                schema.check_fields(row, f"rows[{n}].", schema.TRAFFIC)
+                for m, kernel in enumerate(row["kernels"]):
+                    schema.check_fields(kernel, f"rows[{n}].kernels[{m}].", schema.KERNEL)
+            else:
+                needed = schema.NUMERICS if "failed" in row else {**schema.NUMERICS, "error": schema.ERRORS}
+                schema.check_fields(row, f"rows[{n}].", needed, {"mean_absolute_error_h": schema.AMOUNT})
     except ValueError as error:
         raise UserError(f"{path}: cannot be read as a result: {error}") from error
     return found
@@ -77,73 +84,48 @@ def check_gpu_result(path: Path, found: Row, complete: bool) -> None:
         complete: whether all that a page or a figure shows is needed, and not the times alone.
     """
     try:
-        _need(found, "", environment=dict, config=dict)
-        _need(found["environment"], "environment.", device=str, date=str)
-        _need(found["config"], "config.", repeats=int)
-        rows = _rows(found)
-        for n, row in enumerate(rows):
-            at = f"rows[{n}]."
-            _need(row, at, name=str)
-            if "seconds" in row:
-                _need(row, at, x=int, direction=str, seconds=NUMBER)
-                if not row["seconds"] > 0:
-                    raise ValueError(f"{at}seconds: got {row['seconds']}, expected a number above 0")
+        schema.check_fields(found, "", {"environment": schema.OBJECT, "config": schema.OBJECT})
+        schema.check_fields(found["environment"], "environment.", schema.ENVIRONMENT)
+        only = {"repeats": schema.CONFIG["repeats"]}
+        schema.check_fields(found["config"], "config.", only, schema.CONFIG)
+        for n, row in enumerate(_rows(found)):
+            needed = ["name", *(schema.TIMED if "seconds" in row else ())]
             if complete and "x" in row:
-                _need(row, at, x=int, direction=str)
-                _need(row, at, **({"samples": int} if "seconds" in row else {"error": str}))
+                needed += ["x", "direction", "samples" if "seconds" in row else "error"]
+            schema.check_fields(row, f"rows[{n}].", {name: schema.ROW[name] for name in needed}, schema.ROW)
         if complete:
-            _complete(found)
+            schema.check_fields(found, "", {"rates": schema.OBJECT, "axis": schema.TEXT})
+            schema.check_fields(found["environment"], "environment.", {"versions": schema.OBJECT})
+            schema.check_fields(found["config"], "config.", schema.SHOWN_CONFIG)
+            for name in ("copy", "gemm"):
+                schema.check_fields(found["rates"].get(name), f"rates.{name}.", schema.RATES)
     except ValueError as error:
         raise UserError(f"{path}: cannot be read as a result of tfla bench gpu: {error}") from error
 
 
 def check_cpu_result(path: Path, found: Row) -> None:
-    """Raise UserError unless that is a result of `tfla bench cpu`; arguments as for :func:`check_gpu_result`."""
+    """Raise UserError, which names the path, unless that is a result of `tfla bench cpu`."""
     try:
-        _need(found, "", config=dict, memory=list)
-        _need(found["environment"], "environment.", cpu=str, threads=int, date=str, versions=dict, shape=dict)
-        shape = found["environment"]["shape"]
-        _need(shape, "environment.shape.", B=int, H=int, dqk=int, dhv=int, dtype=str)
-        _need(found["config"], "config.", repeats=int, attention_up_to=int)
+        schema.check_fields(
+            found, "", dict.fromkeys(("environment", "config"), schema.OBJECT) | {"memory": schema.LIST}
+        )
+        schema.check_fields(found["environment"], "environment.", schema.CPU_ENVIRONMENT)
+        schema.check_fields(found["environment"]["shape"], "environment.shape.", schema.CPU_SHAPE)
+        schema.check_fields(found["config"], "config.", schema.CPU_CONFIG)
         for n, row in enumerate(_rows(found)):
-            _need(row, f"rows[{n}].", name=str, T=int)
-            if "error" not in row:
-                _need(row, f"rows[{n}].", direction=str, seconds=NUMBER, ratio=NUMBER, floor_seconds=NUMBER)
+            needed = ("name", "T", *(() if "error" in row else schema.CPU_TIMED))
+            schema.check_fields(row, f"rows[{n}].", {name: schema.CPU_ROW[name] for name in needed}, schema.CPU_ROW)
         for n, row in enumerate(found["memory"]):
-            _need(row, f"memory[{n}].", T=int, extra_bytes=int)
+            schema.check_fields(row, f"memory[{n}].", {"T": schema.COUNT, "extra_bytes": schema.BYTES})
     except ValueError as error:
         raise UserError(f"{path}: cannot be read as a result of tfla bench cpu: {error}") from error
 
 
-def _complete(found: Row) -> None:
-    _need(found["environment"], "environment.", versions=dict)
-    _need(found["config"], "config.", warmup=int, pause=NUMBER, sustained=NUMBER, suite=str)
-    _need(found, "", rates=dict, axis=str)
-    _need(found["rates"], "rates.", copy=dict, gemm=dict)
-    for name in ("copy", "gemm"):
-        _need(found["rates"][name], f"rates.{name}.", rested=NUMBER, sustained=NUMBER)
-
-
 def _rows(found: Row) -> list[Row]:
-    _need(found, "", rows=list)
-    rows: list[Any] = found["rows"]
+    schema.check_fields(found, "", {"rows": schema.LIST})
+    rows: list[Row] = found["rows"]
     if not rows:
         raise ValueError("rows: got none, expected one or more")
     for n, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f"rows[{n}]: got a JSON {type(row).__name__}, expected an object")
+        schema.check_fields(row, f"rows[{n}].", {})
     return rows
-
-
-def _need(found: Any, at: str, **kinds: Kind) -> None:
-    """Raise ValueError unless an object has those fields, of those kinds; numbers have to be finite."""
-    if not isinstance(found, dict):
-        raise ValueError(f"{at.rstrip('.')}: got a JSON {type(found).__name__}, expected an object")
-    for name, kind in kinds.items():
-        value = found.get(name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            names = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
-            got = "nothing" if name not in found else repr(value)[:60]
-            raise ValueError(f"{at}{name}: got {got}, expected {names}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{at}{name}: got {value}, expected a finite number")

@@ -18,8 +18,8 @@ def check_file(name: str, path: Path) -> None:
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is a folder" if path.is_dir() else "it is no regular file")
-        _check_place(path.parent)
-    except (OSError, ValueError) as error:  # ValueError: a null character
+        _check_place(path if "\0" in path.name else path.parent)
+    except (OSError, ValueError) as error:
         raise UserError(f"{name}: {path} cannot be written: {reason(error)}") from error
 
 
@@ -33,6 +33,8 @@ def check_folder(name: str, path: Path) -> None:
 
 def _check_place(folder: Path) -> None:
     """Try a temporary file in the folder, or in the first folder above it that there is: rights alone do not tell."""
+    if "\0" in str(folder):
+        raise ValueError("it has a null character")
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     with tempfile.TemporaryFile(dir=folder):
