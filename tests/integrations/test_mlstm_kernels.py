@@ -270,6 +270,67 @@ def test_compiles_whole() -> None:
         assert all(torch.equal(a, b) for a, b in zip(flat(found), flat(expected), strict=True))
 
 
+FORMS_OF_TRANSFORMS = ["chunkwise--native_autograd", "chunkwise--native_custbw", "parallel--native_siging_autograd"]
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.3])
+@pytest.mark.parametrize("name", FORMS_OF_TRANSFORMS)
+def test_transforms_of_torch_func(name: str, eps: float) -> None:
+    """grad, vjp, vmap and jvp, beside autograd; the last by <jvp(t), c> = <t, vjp(c)>."""
+    x = inputs(13, dtype=torch.float64)
+    if name.startswith("chunkwise"):
+        x |= states(torch.float64)
+    leaves = list(x.values())
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        return ours.get_mlstm_kernel(name)(**dict(zip(x, tensors, strict=True)), eps=eps)
+
+    expected = run(*leaves)
+    cotangent = torch.randn_like(expected)
+    tangents = tuple(torch.randn_like(t) for t in leaves)
+    grads = torch.autograd.grad(expected, leaves, cotangent, allow_unused=True, materialize_grads=True)
+    plain = tuple(t.detach() for t in leaves)
+    every = tuple(range(len(leaves)))
+    allowed = TOLERANCE[torch.float64]
+    h, pull_back = torch.func.vjp(run, *plain)
+    by_grad = torch.func.grad(lambda *tensors: (run(*tensors) * cotangent).sum(), argnums=every)(*plain)
+    for found in (pull_back(cotangent), by_grad):
+        assert all(error(a, b) <= allowed for a, b in zip(found, grads, strict=True))
+    assert error(h, expected) <= allowed
+
+    h, tangent = torch.func.jvp(run, plain, tangents)
+    assert error(h, expected) <= allowed
+    inner = sum((t * g).sum() for t, g in zip(tangents, grads, strict=True))
+    assert abs((tangent * cotangent).sum() - inner) <= allowed * tangent.norm() * cotangent.norm()
+    assert tangent.norm() > 0
+
+    many = tuple(torch.stack([t, 0.5 * t]) for t in plain)
+    found = torch.vmap(run)(*many)
+    assert error(found, torch.stack([run(*(t[n] for t in many)) for n in range(2)])) <= allowed
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.3])
+@pytest.mark.parametrize("name", ["chunkwise--native_autograd", "parallel--native_siging_autograd"])
+def test_second_derivatives(name: str, eps: float) -> None:
+    """Beside the package's, whose kernels by autograd have any; also where one tensor is two arguments."""
+    x = inputs(64, dtype=torch.float64)
+    if name.startswith("chunkwise"):
+        x |= states(torch.float64)
+    weights = {t: torch.randn_like(t) for t in x.values()}
+    cotangent = torch.randn(2, 3, 64, 6, dtype=torch.float64)
+
+    def second(module: Any, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        leaves = list(dict.fromkeys(given.values()))
+        h = module.get_mlstm_kernel(name)(**given, eps=eps)
+        grads = torch.autograd.grad(h, leaves, cotangent, create_graph=True)
+        value = sum((g.sin() * weights[t]).sum() for t, g in zip(leaves, grads, strict=True))
+        return list(torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True))
+
+    for given in (x, {**x, "k": x["q"]}):
+        for a, b in zip(second(ours, given), second(theirs, given), strict=True):
+            assert error(a, b) <= TOLERANCE[torch.float64]
+
+
 def test_refuses_what_does_not_fit() -> None:
     x = {name: t.detach() for name, t in inputs().items()}
     state = {name: t.detach() for name, t in states().items()}

@@ -73,14 +73,19 @@ def _initial(
 def _normalized(
     form: Form, q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, state: tfla.State | None, eps: float
 ) -> tuple[Tensor, States]:
-    """Time before heads. The max states are computed here too: eps stands beside exp(-m), and returned states are
-    stabilised by m, so where gradients are exact they pass m."""
+    """Compute h (B, S, NH, DHHV) and the last states of a form with a normalizer, from inputs with time before heads.
+
+    The max states are computed here too: eps stands beside exp(-m), and returned states are stabilized by m, so where
+    gradients are exact they pass m.
+    """
     with torch.set_grad_enabled(torch.is_grad_enabled() and form.exact):
         m = max_states(log_i, log_f, 0.0 if state is None or state.m is None else state.m)
         if form.gate == "sigmoid":
             weight = torch.exp(-m.detach()).clamp(max=LARGEST)
         else:
             weight = torch.exp((max_states(log_i, log_f, -torch.inf) if form.rows else m) - m.detach())
+    if not form.exact:  # forward-mode AD passes what records no gradients
+        m, weight = m.detach(), weight.detach()
     if eps == 0:
         h, last = tfla.linear_attention(
             q, k, v, log_f, log_i, normalize=True, initial_state=state, return_state=True, normalizer_grad=form.exact
