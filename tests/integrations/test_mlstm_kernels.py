@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from typing import Any, get_args, get_type_hints
@@ -242,6 +243,19 @@ def test_extreme_gates_stay_finite() -> None:
     for name in ours.get_available_mlstm_kernels():
         h = ours.get_mlstm_kernel(name)(**x)
         assert all(torch.isfinite(t).all() for t in (h, *torch.autograd.grad(h.sum(), list(x.values())))), name
+
+
+@pytest.mark.parametrize("name", ["chunkwise--native_autograd", "chunkwise--triton_xl_chunk_siging"])
+def test_max_states_without_float64(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As on a device that lacks float64, over enough steps for sums of gates to be large."""
+    given = {name: t.detach() for name, t in (inputs(700) | states()).items()}
+    given["f"] -= 3
+    kernel = functools.partial(ours.get_mlstm_kernel(name), return_last_states=True, eps=0.1)
+    exact = flat(kernel(**{name: t.double() for name, t in given.items()}))
+    monkeypatch.setattr("tfla.integrations.denominator.WITHOUT_FLOAT64", ("cpu",))
+    for found, truth in zip(flat(kernel(**given)), exact, strict=True):
+        assert found.dtype == torch.float32
+        assert error(found, truth) <= TOLERANCE[torch.float32]
 
 
 def test_under_autocast() -> None:

@@ -22,17 +22,20 @@ from tfla.ops.choice import choose
 from tfla.ops.signature import without_autocast
 from tfla.ops.state import State
 
+WITHOUT_FLOAT64 = ("mps",)
 LARGEST = 1e30  # of exp(-m): closed gates overflow it, and then it is the whole denominator
 
 
 def max_states(log_i: Tensor, log_f: Tensor, first: Tensor | float) -> Tensor:
-    """m_t = max(log_f_t + m_{t-1}, log_i_t) (1) from m_0 = first (B, H), for log-gates (B, T, H), in float64.
+    """Compute m_t = max(log_f_t + m_{t-1}, log_i_t) (1) from m_0 = first (B, H), for log-gates (B, T, H).
 
-    With first = -inf it is the largest weight of any step so far, the row maximum of (29).
+    The sums are float64, or float32 on a device without it. With first = -inf the result is the largest weight of any
+    step so far, the row maximum of (29).
     """
-    b = log_f.double().cumsum(1)
-    seen = (log_i.double() - b).cummax(1).values
-    first = first.double()[:, None] if isinstance(first, Tensor) else torch.full_like(seen[:, :1], first)
+    dtype = torch.float32 if log_f.device.type in WITHOUT_FLOAT64 else torch.float64
+    b = log_f.to(dtype).cumsum(1)
+    seen = (log_i.to(dtype) - b).cummax(1).values
+    first = first.to(dtype)[:, None] if isinstance(first, Tensor) else torch.full_like(seen[:, :1], first)
     return b + torch.maximum(seen, first)
 
 

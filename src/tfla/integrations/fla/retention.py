@@ -16,8 +16,8 @@ __all__ = ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retentio
 
 def _log_decays(q: Tensor, v: Tensor) -> Tensor:
     """Return log(1 - 2^(-5-h)) as (B, T, H)."""
-    heads = torch.arange(count_heads(q), dtype=torch.float64, device=q.device)
-    return log_decays(None, torch.log1p(-torch.exp2(-5 - heads)).float(), v)
+    heads = torch.arange(count_heads(q), dtype=torch.float32, device=q.device)
+    return log_decays(None, torch.log1p(-torch.exp2(-5 - heads)), v)
 
 
 def chunk_retention(

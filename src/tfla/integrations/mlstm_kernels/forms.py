@@ -93,10 +93,13 @@ def _normalized(
     else:
         h, last = attend_with_offset(q, k, v, log_i, log_f, m, eps * weight, state, form.exact)
     assert last.n is not None
-    end = m[:, -1].to(last.C.dtype)
-    rescale = torch.exp(end if form.gate == "sigmoid" else end.detach() - end)
-    C, n = last.C * rescale[..., None, None], last.n * rescale[..., None]
-    return h, (C, n) if form.gate == "sigmoid" else (C, n, end[..., None])
+    assert last.m is not None
+    if form.gate == "sigmoid":
+        return h, tuple(t * torch.exp(last.m).view(*last.m.shape, *[1] * (t.dim() - 2)) for t in (last.C, last.n))
+    # The derivative of the max state, 0 in value, by which C and n shrink where m grows.
+    change = (m[:, -1] - m[:, -1].detach()).to(last.C.dtype)
+    rescale = torch.exp(-change)
+    return h, (last.C * rescale[..., None, None], last.n * rescale[..., None], (last.m + change)[..., None])
 
 
 def sequence(
