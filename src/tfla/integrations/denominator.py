@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tfla.ops.api import linear_attention, prepare
 from tfla.ops.checks import check_inputs
 from tfla.ops.choice import choose
 from tfla.ops.signature import without_autocast
 from tfla.ops.state import State
+from tfla.ops.transforms import transforms_active
 
 WITHOUT_FLOAT64 = ("mps",)
 LARGEST = 1e30  # of exp(-m): closed gates overflow it, and then it is the whole denominator
@@ -78,13 +78,6 @@ def _compose(
 def _floor(m: Tensor, dtype: torch.dtype) -> Tensor:
     """Return exp(-m), the smallest denominator, as a constant that is neither 0 nor infinite."""
     return torch.exp(-m.detach()).clamp(torch.finfo(dtype).tiny, LARGEST).to(dtype)
-
-
-def _transformed() -> bool:
-    """Return whether a transform of torch.func or forward-mode AD is active."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 class _Attend(torch.autograd.Function):
@@ -165,7 +158,7 @@ def attend_with_offset(
     check_inputs(q, k, v, {"i": log_i, "f": log_f}, None, time=True)
     x = prepare(q, k, v, log_i, log_f, True, state, None, None)
     dtype = x.acc_dtype
-    if _transformed():
+    if transforms_active():
         h, C, n = _compose(x[:8], m, offset.to(dtype), normalizer_grad)
         return h, State(C, n, m[:, -1].detach().to(dtype))
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, offset))
