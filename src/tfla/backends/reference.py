@@ -86,25 +86,23 @@ def recurrent(
 
 
 def gate_matrix(log_i: Tensor, log_f: Tensor, m: Tensor, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """log D (27)-(30) as (H, T, T), the log-weights of the initial state (T, H), and the max state (T, H) of each row.
+    """Return log D (27)-(30) as (H, T, T), the log-weights of the initial state (T, H), and the max state (T, H).
 
-    D~_ij = sum of log_f over j+1 .. i, plus log_i_j: summed directly, since differences of long sums cancel, and in
-    float64, since sums of closed gates are large. Its row maximum is taken by (1), so that m is the same in every form
-    to the last bit.
+    D~_ij = sum of log_f over j+1 .. i, plus log_i_j. It is summed directly, since differences of long sums cancel; with
+    a normalizer the growth of the max state is taken from each gate first, as in :func:`step`, so that no term of a sum
+    is above 0. The max state is that of (1), the same in every form to the last bit.
     """
     T = log_f.shape[0]
     causal = torch.ones(T, T, dtype=torch.bool, device=log_f.device).tril()
-    wide = log_f.double()
-    decay = wide.T[:, :, None].expand(-1, T, T).masked_fill(~causal.tril(-1), 0.0).cumsum(1)
-    decay = decay.masked_fill(~causal, -torch.inf)
-    decay_start = wide.cumsum(0)
-    if not normalize:
-        return decay + log_i.T[:, None, :], decay_start, torch.zeros_like(log_f)
     rows = [m]
-    for t in range(T):
-        rows.append(torch.maximum(log_f[t] + rows[-1], log_i[t]))
-    m_rows = torch.stack(rows[1:]).detach()
-    return decay + (log_i.T[:, None, :] - m_rows.T[:, :, None]), decay_start + (m - m_rows), m_rows
+    if normalize:
+        for t in range(T):
+            rows.append(torch.maximum(log_f[t] + rows[-1], log_i[t]))
+        before, after = torch.stack(rows[:-1]).detach(), torch.stack(rows[1:]).detach()
+        log_f, log_i = log_f + (before - after), log_i - after
+    decay = log_f.T[:, :, None].expand(-1, T, T).masked_fill(~causal.tril(-1), 0.0).cumsum(1)
+    D = (decay + log_i.T[:, None, :]).masked_fill(~causal, -torch.inf)
+    return D, log_f.cumsum(0), after if normalize else torch.zeros_like(log_f)
 
 
 def weigh(x: Tensor, log_weight: Tensor) -> Tensor:
@@ -185,9 +183,6 @@ def recurrent_backward(
         h_t, d_t, state = step(q[t], k[t], v[t], log_i[t], log_f[t], *state, spec.scale, spec.normalize)
         states.append(state)
         outputs.append((h_t, d_t))
-    running = (state[0] * dC).sum((-2, -1))
-    if spec.normalize:
-        running = running + (state[1] * dn).sum(-1)
     for t in reversed(range(T)):
         C, n, m = states[t + 1]
         (h_t, d_t), m_prev = outputs[t], states[t][2]
@@ -208,10 +203,11 @@ def recurrent_backward(
             dq[t] += spec.scale * n * dd[:, None]
             dk[t] += i[:, None] * dn
         dlog_i[t] = (k[t] * dk[t]).sum(-1)
-        running = running + (q[t] * dq[t]).sum(-1) - dlog_i[t]
-        dlog_f[t] = running
         dC = f[:, None, None] * dC
-        dn = f[:, None] * dn if spec.normalize else dn
+        dlog_f[t] = (states[t][0] * dC).sum((-2, -1))
+        if spec.normalize:
+            dn = f[:, None] * dn
+            dlog_f[t] += (states[t][1] * dn).sum(-1)
     return dq, dk, dv, dlog_i, dlog_f, dC, dn
 
 

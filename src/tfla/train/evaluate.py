@@ -64,7 +64,7 @@ def evaluate(
             same = [w for w in group if w.stop - w.start == length]
             rows = np.stack([tokens.heldout[w] for w in same]).astype(np.int64)
             losses = token_losses(model, torch.from_numpy(rows).to(device), tokens.tokenizer.bos, reset)
-            nats += losses.double().sum().item()
+            nats += math.fsum(losses.flatten().tolist())
             count += losses.numel()
             size += sum(int(tokens.heldout_bytes[w][1:].sum()) for w in same)
     return summarize(nats, count, size)

@@ -26,7 +26,7 @@ from tfla.backends.base import (
     stored_dtype,
 )
 from tfla.backends.chunkwise import block
-from tfla.backends.chunkwise.gates import GROWTH, TileGates, max_state, steps_of_a_tile, tile_gates
+from tfla.backends.chunkwise.gates import GROWTH, TileGates, max_state, stabilized, steps_of_a_tile, tile_gates
 from tfla.backends.chunkwise.workspace import Workspace, empty
 
 TILE = 64
@@ -149,16 +149,16 @@ class Walk:
         self.q, self.k, self.v = (t[span.rows] for t in (x.q, x.k, x.v))
         self.states = span.states.start + group.rows.start, span.states.start + group.rows.stop
 
-        def rows_first(g: Tensor) -> Tensor:  # (N, T) float64
+        def rows_first(g: Tensor) -> Tensor:  # (N, T)
             g = g[span.rows, span.start : span.stop][group.rows, :, group.heads]
-            return g.double().transpose(1, 2).flatten(0, 1)
+            return g.to(self.dtype).transpose(1, 2).flatten(0, 1)
 
         self.log_f, self.log_i = rows_first(x.log_f), rows_first(input_gate(x))
         self.m: Tensor | None = None
         if spec.normalize:
-            # The stabiliser is free to choose, so it may be rounded: states are kept with it.
-            self.m_start = self.of_group(m).flatten().double()
-            self.m = max_state(self.log_i, self.log_f, self.m_start).to(self.dtype).double()
+            m_start = self.of_group(m).flatten()
+            self.m = max_state(self.log_i, self.log_f, m_start)
+            self.log_i, self.log_f = stabilized(self.log_i, self.log_f, self.m, m_start)
         # With a normalizer no weight exceeds 1.
         self.grows = not spec.normalize and bool((self.log_f > 0.0).any() | (self.log_i > GROWTH).any())
 
@@ -180,13 +180,11 @@ class Walk:
         return parts(start, stop, tile)
 
     def gates(self, part: Part) -> TileGates:
-        at = slice(part.t - self.span.start, part.stop - self.span.start)
-        log_i, log_f = (g[:, at].unflatten(1, (part.n, part.L)) for g in (self.log_i, self.log_f))
-        if self.m is None:
-            return tile_gates(log_i, log_f, None, None, self.spec.scale, self.dtype)
-        before = self.m[:, at.start - 1] if at.start else self.m_start
-        m = self.m[:, at].unflatten(1, (part.n, part.L))
-        return tile_gates(log_i, log_f, m, before, self.spec.scale, self.dtype)
+        def tiles(x: Tensor) -> Tensor:
+            return x[:, part.t - self.span.start : part.stop - self.span.start].unflatten(1, (part.n, part.L))
+
+        m = None if self.m is None else tiles(self.m)
+        return tile_gates(tiles(self.log_i), tiles(self.log_f), m, self.spec.scale)
 
     def forward(self, out: Outputs, work: Workspace) -> None:
         """Fills the walk's part of `out`, whose C, n and m hold the initial state."""
@@ -242,9 +240,8 @@ class Walk:
                 group.put_qk(grads.q[span.rows], part, grad.q)
                 group.put_qk(grads.k[span.rows], part, grad.k)
                 group.put(grads.v[span.rows], part, grad.v)
-                for gate, flat in ((grads.log_i, grad.log_i), (grads.log_f, grad.log_f)):
-                    tiles = flat.unflatten(1, (part.n, part.L)).transpose(0, 1).unsqueeze(-1)
-                    group.put(gate[span.rows].unsqueeze(-1), part, tiles)
+                for gate, tiles in ((grads.log_i, grad.log_i), (grads.log_f, grad.log_f)):
+                    group.put(gate[span.rows].unsqueeze(-1), part, tiles.unsqueeze(-1))
         self.put_state(grads.C, dC)
         if spec.normalize:
             self.put_state(grads.n, dn)

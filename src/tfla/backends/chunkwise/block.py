@@ -13,14 +13,29 @@ import torch
 from torch import Tensor
 
 from tfla.backends.base import Spec
+from tfla.backends.chunkwise.gate_gradients import log_gate_gradients
 from tfla.backends.chunkwise.gates import TileGates
 from tfla.backends.chunkwise.workspace import Workspace
 
+DOT_TILES = 4  # tiles between dot products of states with their cotangents
+
 
 def normalizer_states(k_up: Tensor, gates: TileGates, n: Tensor) -> Tensor:
-    """n before each tile and behind the last, (n + 1, N, 1, dqk). k_up is k weighted by `update`."""
-    added = torch.cat([n[None], k_up.sum(2)]).transpose(0, 1)
-    return (gates.carry @ added).transpose(0, 1).unsqueeze(2)
+    """Return n before each tile and after the last, (n + 1, N, 1, dqk). k_up is k weighted by `update`."""
+    states = [n]
+    for decay, added in zip(gates.decay[..., 0], k_up.sum(2), strict=True):
+        states.append(torch.addcmul(added, decay, states[-1]))
+    return torch.stack(states).unsqueeze(2)
+
+
+def normalizer_cotangents(added: Tensor | None, gates: TileGates, dn: Tensor) -> Tensor:
+    """Return the cotangents of what `normalizer_states` returns, from that after the last tile. `added`: q dd, (n, N,
+    L, dqk)."""
+    states = [dn]
+    sums = torch.zeros_like(dn).expand(gates.decay.shape[0], *dn.shape) if added is None else added.sum(2)
+    for decay, tile in zip(gates.decay[..., 0].flip(0), sums.flip(0), strict=True):
+        states.append(torch.addcmul(tile, decay, states[-1]))
+    return torch.stack(states[::-1]).unsqueeze(2)
 
 
 def advance(C: Tensor, decay: Tensor, k_up: Tensor, v: Tensor) -> None:
@@ -63,7 +78,7 @@ def forward(
 
 
 class Gradients(NamedTuple):
-    """Cotangents of one block, in the workspace: q, k, v like the inputs, log-gates (N, n L), n before it."""
+    """Cotangents of one block, in the workspace: q, k, v like the inputs, log-gates (n, N, L), n before it."""
 
     q: Tensor
     k: Tensor
@@ -77,10 +92,10 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, h: Tensor, d: Tensor, dh: Tensor,
     dC: Tensor, dn: Tensor, spec: Spec, work: Workspace,
 ) -> Gradients:  # fmt: skip
-    """Exact gradients of a block from the state before it and the cotangents of its outputs and of the state behind it;
-    dC becomes that of the state before.
+    """Return the exact gradients of a block from the state before it and the cotangents of its outputs and of the state
+    after it; dC becomes that of the state before.
 
-    do, dd are the cotangents of the stabilised numerator and denominator; states' cotangents are exp(m) dL/dC.
+    do, dd are the cotangents of the stabilized numerator and denominator; states' cotangents are exp(m) dL/dC.
     """
     do, dd = dh, None
     if spec.normalize:
@@ -100,42 +115,40 @@ def backward(
 
     weights = gates.inside(work)
     P = work.bmm("P", q, k.mT).mul_(weights).tril_()
-    dS = work.each_bmm("dS", do, v.mT)
-    if dd is not None:
-        dS += dd
-    dS.mul_(weights).tril_()
-
+    # First what tiles have to do with states, then what is inside of them.
     dq, dk, dv = work("dq", *q.shape), work("dk", *k.shape), work("dv", *v.shape)
+    states = {0: C}
     C = C.clone()
-    for out, S, kt, g, k_in, vt, decay in zip(dq, dS, k, do_in, k_up, v, gates.decay, strict=True):
-        torch.bmm(S, kt, out=out)
-        out.baddbmm_(g, C.mT)
+    for tile, (out, g, k_in, vt, decay) in enumerate(zip(dq, do_in, k_up, v, gates.decay, strict=True)):
+        if tile % DOT_TILES == 0 and tile:
+            states[tile] = work(f"C {tile}", *C.shape).copy_(C)
+        torch.bmm(g, C.mT, out=out)
         advance(C, decay, k_in, vt)
-    # At the end of the block the sum that is dlog_f is known directly: <C, dC>, and <n, dn>.
-    block_end = torch.linalg.vecdot(C.flatten(1), dC.flatten(1))
-    each = zip(dv, dk, P.mT, dS.mT, q, do, do_in, k_up, v_up, gates.decay, strict=True)
-    for out_v, out_k, Pt, S, qt, g, g_in, k_in, v_in, decay in reversed(list(each)):
+    dots = {q.shape[0]: torch.linalg.vecdot(C.flatten(1), dC.flatten(1))}  # <C, dC> by boundary
+    each = zip(dv, dk, P.mT, q, do, do_in, k_up, v_up, gates.decay, strict=True)
+    for tile, (out_v, out_k, Pt, qt, g, g_in, k_in, v_in, decay) in reversed(list(enumerate(each))):
         torch.bmm(Pt, g, out=out_v)
         out_v.baddbmm_(k_in, dC)
-        torch.bmm(S, qt, out=out_k)
-        out_k.baddbmm_(v_in, dC.mT)
+        torch.bmm(v_in, dC.mT, out=out_k)
         advance(dC, decay, qt, g_in)
+        if tile in states:
+            dots[tile] = torch.linalg.vecdot(states[tile].flatten(1), dC.flatten(1))
     if spec.normalize:
-        added = torch.cat([torch.zeros_like(q[:, :, 0]), dn[None]])
-        if dd_in is not None:
-            added[:-1] = work.mul("scratch", q, dd_in).sum(2)
-        dns = (gates.carry.transpose(1, 2) @ added.transpose(0, 1)).transpose(0, 1).unsqueeze(2)
+        dns = normalizer_cotangents(None if dd_in is None else work.mul("scratch", q, dd_in), gates, dn)
         ns = normalizer_states(k_up, gates, n)
         if dd_in is not None:
             dq += work.mul("scratch", ns[:-1], dd_in)
         dk += dns[1:] if gates.all_factored else work.mul("scratch", dns[1:], by_v)
-        block_end = block_end + (ns[-1] * dns[-1]).sum((1, 2))
+        dots = {tile: dot + (ns[tile] * dns[tile]).sum((1, 2)) for tile, dot in dots.items()}
         dn = dns[0, :, 0]
-
-    def per_step(a: Tensor, b: Tensor) -> Tensor:
-        return work.mul("scratch", a, b).sum(-1).transpose(0, 1).flatten(1)
-
-    dlog_i = per_step(k, dk)
-    falls = (per_step(q, dq) - dlog_i).double()
-    dlog_f = falls.flip(-1).cumsum(-1).flip(-1) + block_end[:, None]
-    return Gradients(dq.mul_(by_q), dk.mul_(by_k), dv, dlog_i, dlog_f.to(dlog_i.dtype), dn)
+    reads, writes = (work.mul("scratch", a, b).sum(-1) for a, b in ((q, dq), (k, dk)))
+    dS = work.each_bmm("dS", do, v.mT)
+    if dd is not None:
+        dS += dd
+    terms = P.mul_(dS.tril_())
+    boundaries = torch.stack([dots[tile] for tile in sorted(dots)])
+    dlog_i, dlog_f = log_gate_gradients(terms, reads, writes, boundaries, gates.decay[..., 0])
+    dS.mul_(weights)
+    for out, S, x in ((dq, dS, k), (dk, dS.mT, q)):
+        out.flatten(0, 1).baddbmm_(S.flatten(0, 1), x.flatten(0, 1))
+    return Gradients(dq.mul_(by_q), dk.mul_(by_k), dv, dlog_i, dlog_f, dn)

@@ -1,7 +1,9 @@
-"""Gate arithmetic of tiles: equations (36)-(38), stabilised, with every exponent a sum of small numbers.
+"""Gate arithmetic of tiles: equations (36)-(38), stabilized, with every exponent a sum of small numbers.
 
-In float64: sums of closed gates are large, their differences must keep float32 accuracy, and there are only B T H of
-them. Sums start at the tile's first step, so no rounding is carried from tile to tile.
+Everything has the dtype of states: Apple's GPUs, among others, have no float64. A sum of closed gates is so large that
+float32 would lose what differences of such sums are made of. Therefore sums are pairs, a rounded number and what
+rounding took from it (double-float arithmetic). They start at the tile's first step, so no rounding is carried from
+tile to tile.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -17,12 +20,58 @@ if TYPE_CHECKING:
 FACTORS = -40.0  # the least logarithm of a factor of a gate: the product of three stays far inside float32
 GROWING_FACTORS = 20.0  # the largest: so do products of two with the reciprocal of the least
 GROWTH = 60.0  # the largest logarithm of a weight in a tile: float32 ends at 88, and q, k and v need some of that
+FINE = 2.0**17  # fractions of log-gates are summed in units of 1 / FINE
+
+Pair = tuple[Tensor, Tensor]  # a number as the sum of a rounded one and a small one
+
+
+def two_sum(a: Tensor, b: Tensor) -> Pair:
+    """Return a + b without any loss: the rounded sum, and what rounding took from it."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
+
+
+def cumulative_sum(x: Tensor) -> Pair:
+    """Return the cumulative sums over the last dim of up to 128 log-gates, exact to about 2^-36.
+
+    Sums of the whole numbers in them stay below 2^24, and of fractions in units of 1 / FINE below 2^24 units. Float32
+    holds both exactly, whatever the order of additions; what is left is tiny.
+    """
+    whole = x.round()
+    fine = ((x - whole) * FINE).round() / FINE
+    of_whole, of_fine, of_rest = torch.stack([whole, fine, x - whole - fine]).cumsum(-1).unbind()
+    high, low = two_sum(of_whole, of_fine)
+    return high, low + of_rest
 
 
 def max_state(log_i: Tensor, log_f: Tensor, m: Tensor) -> Tensor:
-    """m_t = max(log_f_t + m_{t-1}, log_i_t), (1), for all steps at once: (..., T) float64 from the initial m (...)."""
-    b = log_f.cumsum(-1)
-    return b + torch.maximum((log_i - b).cummax(-1).values, m[..., None])
+    """Return m_t = max(log_f_t + m_{t-1}, log_i_t), (1), for all steps at once: (N, T) from the initial m (N,).
+
+    Rounding is that of sums over stretches of 64 steps. The stabilizer is free to choose as long as all that follows
+    uses the same one.
+    """
+    T = log_i.shape[-1]
+    log_i, log_f = (F.pad(x, (0, -T % 64)).unflatten(-1, (-1, 64)) for x in (log_i, log_f))
+    total = log_f.cumsum(-1)
+    inside = total + (log_i - total).cummax(-1).values  # from m = -inf at the start of the stretch
+    # The same between stretches, by doubling: `starts` from the 1, 2, 4, ... stretches before, `grown` their sums.
+    starts, grown, step = torch.cat([m[:, None], inside[:, :-1, -1]], -1), F.pad(total[:, :-1, -1], (1, 0)), 1
+    while step < starts.shape[-1]:
+        later = torch.maximum(starts[:, step:], grown[:, step:] + starts[:, :-step])
+        starts = torch.cat([starts[:, :step], later], -1)
+        grown = torch.cat([grown[:, :step], grown[:, step:] + grown[:, :-step]], -1)
+        step *= 2
+    return torch.maximum(inside, total + starts[..., None]).flatten(1)[:, :T]
+
+
+def stabilized(log_i: Tensor, log_f: Tensor, m: Tensor, m_start: Tensor) -> Pair:
+    """Return log-gates of the states divided by exp(m), both at most about 0: what (6) and (7) are exponentials of.
+
+    All are (N, T), the initial max state (N,).
+    """
+    total, lost = two_sum(log_f, torch.cat([m_start[:, None], m[:, :-1]], -1))
+    return log_i - m, (total - m) + lost
 
 
 def steps_of_a_tile(log_i: Tensor, log_f: Tensor, most: int) -> int:
@@ -32,7 +81,7 @@ def steps_of_a_tile(log_i: Tensor, log_f: Tensor, most: int) -> int:
     """
     rises, first = log_f.clamp(min=0.0), log_i.amax().clamp(min=0.0)
     while most > 1:
-        tiles = torch.nn.functional.pad(rises, (0, -rises.shape[-1] % most)).unflatten(-1, (-1, most))
+        tiles = F.pad(rises, (0, -rises.shape[-1] % most)).unflatten(-1, (-1, most))
         if not bool(tiles.sum(-1).amax() + first > GROWTH):
             break
         most = max(1, most // 4)
@@ -47,60 +96,49 @@ class TileGates(NamedTuple):
     three is too small or too large: there q and k carry the weights, and where all tiles are such D is not made.
     """
 
-    row: Tensor  # (n, N, L) float64, without scale
-    column: Tensor  # (n, N, L) float64
+    row: Pair  # (n, N, L), without scale
+    column: Pair  # (n, N, L)
     inter: Tensor  # (n, N, L, 1): weight of the state before the tile in row i, times scale
-    update: Tensor  # (n, N, L, 1): weight of step j in the state behind the tile, exp(a_j)
-    carry: Tensor  # (N, n + 1, n + 1): weight of boundary s in boundary t, boundaries before tiles and behind the last
-    floor: Tensor  # (n, N, L, 1): exp(-m), never 0, or empty without normaliser
+    update: Tensor  # (n, N, L, 1): weight of step j in the state after the tile, exp(a_j)
+    decay: Tensor  # (n, N, 1, 1): of the state over each tile
+    floor: Tensor  # (n, N, L, 1): exp(-m), never 0, or empty without normalizer
     scale: float
     factored: Tensor  # (n, N, 1, 1)
     all_factored: bool
 
-    @property
-    def decay(self) -> Tensor:
-        """Of the state over each tile, (n, N, 1, 1)."""
-        return self.carry.diagonal(-1, 1, 2).t()[..., None, None]
-
     def inside(self, work: Workspace) -> Tensor:
-        """What products inside tiles are multiplied by, (n, N, L or 1, L or 1); above the diagonal it is anything."""
+        """Return what products inside tiles are multiplied by, (n, N, L or 1, L or 1); it is finite everywhere."""
         if self.all_factored:
             return self.decay.reciprocal()
-        L = self.row.shape[-1]
-        wide = work("wide D", *self.row.shape, L, dtype=torch.float64)
-        torch.add(self.row.unsqueeze(-1), self.column.unsqueeze(-2), out=wide)
-        D = work("D", *wide.shape).copy_(wide).exp_().mul_(self.scale)
+        shape = (*self.row[0].shape, self.row[0].shape[-1])
+        D, low = work("D", *shape), work("D low", *shape)
+        for row, column, out in zip(self.row, self.column, (D, low), strict=True):
+            torch.add(row.unsqueeze(-1), column.unsqueeze(-2), out=out)
+        D.add_(low).exp_().mul_(self.scale).tril_()
         return torch.where(self.factored, self.decay.reciprocal(), D)
 
     def shares(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """`inter` or `update` in factored tiles and elsewhere, each 1 where the other has it."""
+        """Return `inter` or `update` in factored tiles and elsewhere, each 1 where the other has it."""
         one = weight.new_ones(())
         return torch.where(self.factored, weight, one), torch.where(self.factored, one, weight)
 
 
-def tile_gates(
-    log_i: Tensor, log_f: Tensor, m: Tensor | None, m_start: Tensor | None, scale: float, dtype: torch.dtype
-) -> TileGates:
-    """From log-gates (N, n, L) float64, their max states m and the max state m_start (N,) before the first tile."""
-    b = log_f.cumsum(-1)
-    g = b[..., -1:]
-    boundary = torch.nn.functional.pad(g[..., 0].cumsum(-1), (1, 0))
-    row, column, inter, update = b, log_i - b, b, g - b + log_i
-    floor = b.new_empty(0, b.shape[0], 0)
-    if m is not None and m_start is not None:
-        ends = torch.cat([m_start[:, None], m[..., -1]], -1)
-        row = b - m
-        inter = row + ends[:, :-1, None]
-        update = update - ends[:, 1:, None]
-        boundary = boundary - ends
-        floor = m.neg().exp()
+def tile_gates(log_i: Tensor, log_f: Tensor, m: Tensor | None, scale: float) -> TileGates:
+    """Return the weights of tiles from log-gates (N, n, L): `stabilized` ones, and max states m, with a normalizer."""
+    log_i, log_f = log_i.transpose(0, 1), log_f.transpose(0, 1)
+    b, b_low = cumulative_sum(log_f)
+    a, a_low = two_sum(log_i, -b)
+    a_low = a_low - b_low
+    inter = b + b_low
+    update = (b[..., -1:] + a) + (b_low[..., -1:] + a_low)
     # The last of inter is the decay.
     factored = torch.minimum(inter, update).amin(-1) > FACTORS
     factored &= torch.maximum(inter, update).amax(-1) < GROWING_FACTORS
-    factored = factored.t()[..., None, None]
-    carry = (boundary[:, :, None] - boundary[:, None, :]).tril()
-    carry = carry.exp().tril().to(dtype)
-    inter, update = (x.to(dtype).transpose(0, 1).unsqueeze(-1) for x in (inter.exp() * scale, update.exp()))
-    floor = floor.to(dtype).clamp(min=torch.finfo(dtype).tiny).transpose(0, 1).unsqueeze(-1)
-    row, column = row.transpose(0, 1), column.transpose(0, 1)
-    return TileGates(row, column, inter, update, carry, floor, scale, factored, bool(factored.all()))
+    decay = inter[..., -1:].exp().unsqueeze(-1)
+    inter, update = (inter.exp() * scale).unsqueeze(-1), update.exp().unsqueeze(-1)
+    floor = b.new_empty(0, b.shape[1], 0)
+    if m is not None:
+        floor = m.neg().exp().clamp(min=torch.finfo(m.dtype).tiny).transpose(0, 1).unsqueeze(-1)
+    return TileGates(
+        (b, b_low), (a, a_low), inter, update, decay, floor, scale, factored[..., None, None], bool(factored.all())
+    )
