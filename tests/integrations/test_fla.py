@@ -17,6 +17,7 @@ from cases import TOLERANCE, error
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from tfla.integrations import fla as ours
 
@@ -433,6 +434,20 @@ def test_no_argument_is_swallowed(name: str) -> None:
             run(q, k, v, **options, chunk_size=size)
 
 
+FLAGS = ("output_final_state", "reverse", "state_v_first", "normalize", "output_attentions")
+
+
+@pytest.mark.parametrize(("name", "flag"), [(name, flag) for name in WHERE for flag in FLAGS if takes(name, flag)])
+def test_flags_are_flags(name: str, flag: str) -> None:
+    q, k, v = (t.detach().abs() for t in inputs("q", "k", "v"))
+    run = functools.partial(getattr(ours, name), q, k, v, **required(name))
+    for wrong in ("False", 2, [True], torch.ones(2)):
+        with pytest.raises(TypeError, match=rf"^{flag}: got .*, expected True or False"):
+            run(**{flag: wrong})
+    for same in (None, 0, torch.tensor(0).bool().item()):
+        assert torch.equal(run(**{flag: same})[0], run(**{flag: False})[0])
+
+
 @pytest.mark.parametrize("name", RENAMED)
 def test_the_deprecated_name_of_the_state_layout(name: str) -> None:
     q, k, v, state = (t.detach() for t in inputs("q", "k", "v", "state"))
@@ -466,6 +481,21 @@ def test_compiles_whole(name: str, options: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         agree(flat(compiled(*positive, **options)), flat(run(*positive, **options)), leaves)
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_without_numbers(name: str) -> None:
+    """On meta and on fake tensors, forward and backward."""
+    tensors, run = inputs("q", "k", "v"), functools.partial(getattr(ours, name), **required(name))
+    given = [t.detach().to("meta").requires_grad_() for t in tensors]
+    o = run(*given)[0]
+    torch.autograd.grad(o.sum(), given)
+    assert (o.device.type, o.shape) == ("meta", tensors[2].shape)
+    with FakeTensorMode() as mode:
+        given = [mode.from_tensor(t) for t in tensors]
+        o = run(*given)[0]
+        torch.autograd.grad(o.sum(), given)
+    assert o.shape == tensors[2].shape
 
 
 def test_malformed_inputs_of_a_reversed_scan() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import TOLERANCE, error
 from heads_first import Tensors, agree, flat, inputs, states
+from torch._subclasses import FakeTensorMode
 
 import tfla.integrations.mlstm_kernels as ours
 
@@ -268,6 +269,20 @@ def test_under_autocast() -> None:
     assert error(half, kernel(**x)) <= TOLERANCE[torch.float16]
 
 
+@pytest.mark.parametrize("name", ours.get_available_mlstm_kernels())
+def test_without_numbers(name: str) -> None:
+    """On meta and on fake tensors, forward and backward."""
+    x = inputs(13)
+    h = ours.get_mlstm_kernel(name)(**{name: t.to("meta") for name, t in x.items()})
+    assert (h.device.type, h.shape) == ("meta", x["v"].shape)
+    with FakeTensorMode() as mode:
+        fake = {name: mode.from_tensor(t) for name, t in x.items()}
+        h = ours.get_mlstm_kernel(name)(**fake)
+        grads = torch.autograd.grad(h.sum(), list(fake.values()))
+    assert h.shape == x["v"].shape
+    assert [g.shape for g in grads] == [t.shape for t in x.values()]
+
+
 def test_compiles_whole() -> None:
     x = inputs(16)
     backend = ours.mLSTMBackend(ours.mLSTMBackendConfig(return_last_states=False))
@@ -366,6 +381,9 @@ def test_refuses_what_does_not_fit() -> None:
     }.items():  # fmt: skip
         with pytest.raises(ValueError, match=f"^{option}: got '{value}', allowed are"):
             ours.mLSTMBackendConfig(**{option: value})
+    for option, value in {"return_last_states": "False", "normalize_siging": 2, "eps": "1e-6"}.items():
+        with pytest.raises(TypeError, match=f"^{option}: got "):
+            ours.mLSTMBackendConfig(**{option: value})
     for refused in ({"chunkwise_kernel": "parallel--native_custbw"}, {"mode": "train_with_padding"}):
         with pytest.raises(ValueError, match=r"^return_last_states: got True"):
             ours.mLSTMBackendConfig(**refused)
@@ -399,6 +417,8 @@ def test_every_wrong_argument_is_named(name: str) -> None:
             wrong += [(argument, value) for value in WRONG_TENSORS if value is not None or "_initial" not in argument]
         elif argument == "eps":
             wrong += [(argument, value) for value in WRONG_EPSILONS]
+        elif argument in ("return_last_states", "normalize"):
+            wrong += [(argument, value) for value in ("False", 2, [True], torch.ones(2))]
         elif argument in ("dtype_state", "autocast_kernel_dtype"):
             wrong += [(argument, value) for value in WRONG_DTYPES]
     assert len(wrong) > 30

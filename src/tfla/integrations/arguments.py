@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tfla.ops import checks
+
 
 def refuse_unknown(function: Callable[..., Any], given: Collection[str], ignored: Collection[str]) -> None:
     """Raise where `given` names an argument that `function` neither takes nor is documented to ignore.
@@ -42,3 +44,8 @@ def check_float_dtype(name: str, value: object) -> None:
     """Raise where `value` is no float dtype."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise TypeError(f"{name}: got {value!r}, expected a float torch.dtype")
+
+
+def check_flags(**flags: object) -> None:
+    """Raise where a flag is not True, False or None, which stands for False: "False" would count as True."""
+    checks.check_flags(**{name: flag for name, flag in flags.items() if flag is not None})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.scan import count_heads, log_decays, scan
 from tfla.ops.checks import check_float, check_shape
 
@@ -43,6 +44,7 @@ def _attend(
     """Compute what :func:`fused_recurrent_linear_attn` describes."""
     g = log_decays(None, None, v)
     count_heads(q)
+    check_flags(normalize=normalize)
     C, keys = _read_state(initial_state, normalize, q, v)
     o, last = scan(q, k, v, g, scale, C, output_final_state, cu_seqlens, reverse)
     if not normalize:

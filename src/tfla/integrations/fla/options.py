@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfla.integrations.arguments import refuse_unknown
+from tfla.integrations.arguments import check_flags, refuse_unknown
 
 IGNORED = ("chunk_size", "head_first")
 
@@ -25,6 +25,7 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> N
     if not options:
         return
     refuse_unknown(function, options, IGNORED)
+    check_flags(head_first=options.get("head_first"))
     if options.get("head_first"):
         raise ValueError("head_first: got True, expected time before heads: (B, T, H, K)")
     size = options.get("chunk_size")
@@ -40,6 +41,7 @@ def read_state_layout(options: dict[str, Any], state_v_first: bool) -> bool:
     """
     if "transpose_state_layout" not in options:
         return state_v_first
+    check_flags(state_v_first=state_v_first)
     if state_v_first:
         raise ValueError("transpose_state_layout: got it beside state_v_first, expected state_v_first alone")
     if not torch.compiler.is_compiling():  # a warning would break the graph
@@ -48,4 +50,6 @@ def read_state_layout(options: dict[str, Any], state_v_first: bool) -> bool:
             DeprecationWarning,
             stacklevel=3,
         )
-    return bool(options.pop("transpose_state_layout"))
+    state_v_first = options.pop("transpose_state_layout")
+    check_flags(transpose_state_layout=state_v_first)
+    return state_v_first

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import tfla
+from tfla.integrations.arguments import check_flags
 from tfla.ops.checks import check_cu_seqlens, check_float, check_shape
 
 
@@ -53,6 +54,7 @@ def scan(
 
     The other arguments and the results are those of :func:`~tfla.integrations.fla.fused_recurrent_simple_gla`.
     """
+    check_flags(output_final_state=output_final_state, reverse=reverse, state_v_first=state_v_first)
     if initial_state is not None:
         initial_state = _key_first(initial_state, q, v, cu_seqlens, state_v_first)
     if reverse:

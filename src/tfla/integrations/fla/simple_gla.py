@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla.integrations.arguments import check_flags
 from tfla.integrations.fla.options import check_options, read_state_layout
 from tfla.integrations.fla.scan import log_decays, scan
 
@@ -121,6 +122,7 @@ def parallel_simple_gla(
         o (B, T, H, V), and the scores (B, H, T, T) in the dtype of o, or None:
         scale q_t^T k_s exp(g_{s+1} + ... + g_t) for s <= t, else 0.
     """
+    check_flags(output_attentions=output_attentions)
     if output_attentions and cu_seqlens is not None:
         raise ValueError("output_attentions: got True with cu_seqlens, expected False for packed sequences")
     g = log_decays(g, None, v)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from tfla.integrations.arguments import check_epsilon, check_flags
 from tfla.integrations.mlstm_kernels.forms import Result
 from tfla.integrations.mlstm_kernels.names import (
     get_mlstm_kernel,
@@ -60,7 +61,7 @@ class mLSTMBackendConfig:
     `chunk_size` has no effect; `autocast_kernel_dtype` is the dtype that q, k and v take under autocast.
 
     Raises:
-        ValueError: a value is not one of those allowed, or asks for last states where there are none.
+        ValueError, TypeError: a value is not one of those allowed, or asks for last states where there are none.
     """
 
     chunkwise_kernel: ChunkwiseKernelType = "chunkwise--native_autograd"
@@ -77,6 +78,8 @@ class mLSTMBackendConfig:
     def __post_init__(self) -> None:
         for name in OPTIONS:
             _check_option(name, getattr(self, name))
+        check_flags(return_last_states=self.return_last_states, normalize_siging=self.normalize_siging)
+        check_epsilon("eps", self.eps)
         if self.return_last_states and (self.parallel or self.mode == "train_with_padding"):
             where = "parallel kernels" if self.parallel else "mode 'train_with_padding'"
             raise ValueError(f"return_last_states: got True, expected False with {where}")
@@ -141,6 +144,7 @@ class mLSTMBackend(nn.Module):
         mode = self.config.mode if mode is None else mode
         _check_option("mode", mode)
         wanted = self.config.return_last_states if return_last_states is None else return_last_states
+        check_flags(return_last_states=wanted)
         if mode == "train_with_padding" and wanted:
             raise ValueError("return_last_states: got True, expected False with mode 'train_with_padding'")
         config = self.config

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import tfla
-from tfla.integrations.arguments import check_epsilon, check_float_dtype
+from tfla.integrations.arguments import check_epsilon, check_flags, check_float_dtype
 from tfla.integrations.denominator import LARGEST, attend_with_offset, max_states
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import InputGate, cast, log_gates
+from tfla.ops.signature import autocast_dtype as enabled_autocast_dtype
+from tfla.ops.signature import without_autocast
 from tfla.ops.steps import step_with_offset
 
 States = tuple[Tensor, ...]
@@ -132,6 +134,7 @@ def sequence(
     """
     check_inputs(q, k, v, i, f)
     check_epsilon("eps", eps)
+    check_flags(return_last_states=return_last_states, normalize=normalize)
     for name, dtype in {"autocast_kernel_dtype": autocast_dtype, "dtype_state": state_dtype}.items():
         if dtype is not None:
             check_float_dtype(name, dtype)
@@ -141,9 +144,9 @@ def sequence(
     q, k, v, i, f = (t.transpose(1, 2) for t in (q, k, v, i, f))
     log_i, log_f = log_gates(i, f, form.gate)
     autocast: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if autocast_dtype is not None and torch.is_autocast_enabled(q.device.type):
+    if autocast_dtype is not None and enabled_autocast_dtype(q.device.type) is not None:
         q, k, v = (t.to(autocast_dtype) for t in (q, k, v))
-        autocast = torch.autocast(q.device.type, enabled=False)
+        autocast = without_autocast(q.device.type)
     with autocast:
         if normalize:
             h, states = _normalized(form, q, k, v, log_i, log_f, state, eps)
