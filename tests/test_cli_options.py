@@ -15,19 +15,19 @@ from bad_options import options, run_command
 from hypothesis import given
 from hypothesis import strategies as st
 
-import tfla.experiments.run as experiments
+import tfla.paper.experiments.run as experiments
 import tfla.tune.run as tune
-from tfla.analysis import claims, report
-from tfla.analysis.frame import Options
-from tfla.analysis.subjects import SUBJECTS, Subject
 from tfla.bench import cpu, gpu
 from tfla.bench.crew import Died
 from tfla.bench.report import Report
 from tfla.cli import main
-from tfla.experiments.run import ExperimentConfig
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.ops import tuned
 from tfla.ops.tuned import cpu_name
+from tfla.paper import claims, report
+from tfla.paper.experiments.run import ExperimentConfig
+from tfla.paper.frame import Options
+from tfla.paper.subjects import SUBJECTS, Subject
 from tfla.train.config import GenerateConfig
 from tfla.tune.config import TuneConfig
 from tfla.tune.measure import Measured

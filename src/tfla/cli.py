@@ -23,11 +23,13 @@ COMMANDS = {
     "train": Command("tfla.train.commands", "train", "train", "train a language model on text, or go on training it"),
     "generate": Command("tfla.train.commands", "generate", "train", "continue a prompt with a trained model"),
     "demo": Command("tfla.train.commands", "demo", "train", "train a small model on Python's own library, in minutes"),
-    "experiment": Command("tfla.experiments.commands", "experiment", "train", "train the paper's experiments in small"),
+    "experiment": Command(
+        "tfla.paper.experiments.commands", "experiment", "train", "train the paper's experiments in small"
+    ),
     "bench": Command("tfla.bench.commands", "bench", "bench", "measure the operator on this machine"),
     "support": Command("tfla.integrations.support", "support", "triton", "print what is supported where, as Markdown"),
     "tune": Command("tfla.tune.commands", "tune", "bench", "find the fastest kernel and chunk size for a shape"),
-    "analyze": Command("tfla.analysis.commands", "analyze", "analysis", "draw the paper's figures, with their numbers"),
+    "analyze": Command("tfla.paper.commands", "analyze", "analysis", "draw the paper's figures, with their numbers"),
 }
 
 

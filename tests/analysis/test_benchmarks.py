@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tfla.analysis import benchmarks
-from tfla.analysis.frame import Figure, Missing
 from tfla.bench.gpu_report import milliseconds
+from tfla.paper import benchmarks
+from tfla.paper.frame import Figure, Missing
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tfla.analysis import benchmark_claims, counting_claims, theory_claims
-from tfla.analysis.accelerators import Accelerator
-from tfla.analysis.explained import bounds, form_of
-from tfla.analysis.forms import get
-from tfla.analysis.frame import Options
+from tfla.bench.accelerators import Accelerator
+from tfla.paper import benchmark_claims, counting_claims, theory_claims
+from tfla.paper.explained import bounds, form_of
+from tfla.paper.forms import get
+from tfla.paper.frame import Options
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

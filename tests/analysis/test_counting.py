@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 
-from tfla.analysis import counting
-from tfla.analysis.frame import Figure, Missing
+from tfla.paper import counting
+from tfla.paper.frame import Figure, Missing
 
 
 def numbers(folder, name):

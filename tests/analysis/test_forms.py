@@ -7,8 +7,11 @@ import sympy as sp
 import torch
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 
-from tfla.analysis.forms import FORMS, get
-from tfla.analysis.forms.symbols import (
+from tfla.backends import BACKENDS, reference
+from tfla.backends.base import Inputs, Spec
+from tfla.bench import floor
+from tfla.paper.forms import FORMS, get
+from tfla.paper.forms.symbols import (
     B_C,
     B_IF,
     B_QKV,
@@ -25,9 +28,6 @@ from tfla.analysis.forms.symbols import (
     matrix_products,
     simplified,
 )
-from tfla.backends import BACKENDS, reference
-from tfla.backends.base import Inputs, Spec
-from tfla.bench import floor
 
 HALF = sp.Rational(1, 2)
 DD = DQK * DHV

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tfla.analysis.commands import analyze
-from tfla.analysis.frame import Claim, Missing, Options, Table, write
-from tfla.analysis.style import panels, power_of_two_axis
-from tfla.analysis.subjects import SUBJECTS, Subject
 from tfla.cli import COMMANDS, main
+from tfla.paper.commands import analyze
+from tfla.paper.frame import Claim, Missing, Options, Table, write
+from tfla.paper.style import panels, power_of_two_axis
+from tfla.paper.subjects import SUBJECTS, Subject
 
 
 @dataclasses.dataclass

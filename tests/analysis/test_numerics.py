@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tfla.analysis.frame import Missing, stored
-from tfla.analysis.numerics import run
-from tfla.analysis.numerics.figures import Config, beside_the_paper, by, claims, figures, flat
-from tfla.analysis.numerics.measure import ROUNDING, Grid, measure, ways
-from tfla.analysis.numerics.problem import REGIMES, Setting, draw, relative_errors, rounded, solve
+from tfla.paper.frame import Missing, stored
+from tfla.paper.numerics import run
+from tfla.paper.numerics.figures import Config, beside_the_paper, by, claims, figures, flat
+from tfla.paper.numerics.measure import ROUNDING, Grid, measure, ways
+from tfla.paper.numerics.problem import REGIMES, Setting, draw, relative_errors, rounded, solve
 
 SMALL = Grid(T=96, chunk_sizes=(32, 64), lengths=(48, 96), heads=1, dqk=8, dhv=8)
 
@@ -91,5 +91,5 @@ def test_claims_of_the_stored_result() -> None:
 def test_no_stored_result(tmp_path: Path) -> None:
     (found,) = figures(Config(out=tmp_path, results=tmp_path))
     assert isinstance(found, Missing)
-    assert "tfla.analysis.numerics.run" in found.why
+    assert "tfla.paper.numerics.run" in found.why
     assert claims(Config(results=tmp_path)) == []

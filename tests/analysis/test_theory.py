@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfla.analysis import theory
-from tfla.analysis.accelerators import ACCELERATORS, Accelerator, measured
-from tfla.analysis.forms import get
-from tfla.analysis.forms.optimum import flop_optimal_chunk, runtime_optimal_chunk
-from tfla.analysis.frame import Figure, Missing
-from tfla.analysis.runtime import intensity, least_seconds, seconds
+from tfla.bench.accelerators import ACCELERATORS, Accelerator, measured
 from tfla.cli import main
+from tfla.paper import theory
+from tfla.paper.forms import get
+from tfla.paper.forms.optimum import flop_optimal_chunk, runtime_optimal_chunk
+from tfla.paper.frame import Figure, Missing
+from tfla.paper.runtime import intensity, least_seconds, seconds
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SIG = get("chunkwise", "sig")

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import tfla
-from tfla.analysis.gain import EPSILONS, VARIANTS, T, draw, gain, gains, outputs, transition
-from tfla.analysis.transfer import Config, axis, claims, draw_start, figure, figures, where
 from tfla.nn.norm import HeadNorm
+from tfla.paper.gain import EPSILONS, VARIANTS, T, draw, gain, gains, outputs, transition
+from tfla.paper.transfer import Config, axis, claims, draw_start, figure, figures, where
 from tfla.train.messages import UserError
 
 GATES = list(VARIANTS)

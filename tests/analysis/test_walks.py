@@ -12,10 +12,10 @@ import torch
 from cases import INTERPRETED
 from torch import Tensor
 
-from tfla.analysis.forms import get
-from tfla.analysis.forms.symbols import B_QKV, DHV, DQK, L, S, T
 from tfla.backends import BACKENDS
 from tfla.backends.base import Inputs, Spec
+from tfla.paper.forms import get
+from tfla.paper.forms.symbols import B_QKV, DHV, DQK, L, S, T
 
 pytestmark = [
     pytest.mark.interpreter,

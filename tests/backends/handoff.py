@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tfla.backends.hopper.parts import FILLER, barrier, place, stage_barriers, vectors
+from tfla.backends.hopper.pipeline import FILLER, barrier, place, stage_barriers, vectors
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from gluon_simulator.values import Number
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tfla.backends.hopper import parts
+from tfla.backends.hopper import gate_warp
 
 SIZE = 64
 FAULTS: dict[str, tuple[type[Exception], str]] = {
@@ -34,8 +34,10 @@ FAULTS: dict[str, tuple[type[Exception], str]] = {
 
 
 def kernel() -> Any:
-    names = [f"tfla.backends.{name}" for name in ("triton.gates", "hopper.order", "hopper.vectors", "hopper.parts")]
-    return simulated([*names, "gluon_simulator.example"])["gluon_simulator.example"].squares
+    names = [f"tfla.backends.hopper.{name}" for name in ("scheduler", "pipeline", "mma", "gate_warp")]
+    return simulated(["tfla.backends.triton.gates", *names, "gluon_simulator.example"])[
+        "gluon_simulator.example"
+    ].squares
 
 
 def tiles(x: torch.Tensor) -> TensorDescriptor:
@@ -75,8 +77,8 @@ def test_what_is_left_out_is_found(without: str) -> None:
 
 def test_modules_are_as_before() -> None:
     kernel()
-    assert parts.gl is gl
-    assert __import__("tfla.backends.hopper.parts", fromlist=["gl"]) is parts
+    assert gate_warp.gl is gl
+    assert __import__("tfla.backends.hopper.gate_warp", fromlist=["gl"]) is gate_warp
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def expected(lengths: tuple[int, ...], steps: int) -> list[Piece]:
     ids=["one step", "empty", "several", "one long", "many"],
 )
 def test_longest_first(lengths: tuple[int, ...], steps: int | None) -> None:
-    from tfla.backends.hopper.order import order
+    from tfla.backends.hopper.scheduler import order
 
     T, N = sum(lengths), len(lengths)
     slots, longest = (N, T + 1) if steps is None else (T // steps + N, steps)

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-vectors = pytest.importorskip("tfla.backends.hopper.vectors", exc_type=ImportError)
+vectors = pytest.importorskip("tfla.backends.hopper.gate_warp", exc_type=ImportError)
 tile_vectors = vectors.tile_vectors
 
 pytestmark = [

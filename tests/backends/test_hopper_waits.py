@@ -29,21 +29,22 @@ SYNCHRONIZES = (
 )
 Case = tuple[str, dict[str, Any], int | None]  # form, sizes, chunk size
 CASES: dict[str, list[Case]] = {
-    "columns": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 128, "V": 256, "carried": False}, None)],
-    "rows": [("exp", {"K": 128, "V": 256}, None), ("exp", {"K": 256, "V": 128}, None)],
-    "both": [("sigmoid", {"K": 128, "V": 128, "T": 330}, None)],
-    "states": [("exp", {"K": 128, "V": 128, "T": 330}, 128)],
-    "whole": [
+    "o_dv": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 128, "V": 256, "carried": False}, None)],
+    "dq_dk": [("exp", {"K": 128, "V": 256}, None), ("exp", {"K": 256, "V": 128}, None)],
+    "dk_dv": [("sigmoid", {"K": 128, "V": 128, "T": 330}, None)],
+    "segment_states": [("exp", {"K": 128, "V": 128, "T": 330}, 128)],
+    "small_head": [
         ("exp", {"K": 64, "V": 64, "T": 330}, None), ("sigmoid", {"K": 64, "V": 64, "T": 450}, 64),
         ("exp", {"K": 64, "V": 128, "H": 1}, None),
     ],
-    "parts": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
-    "denominators": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 256, "V": 128}, None)],
-    "carrier": [("exp", {"K": 128, "V": 128}, None)],
-    "pairs": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
+    "pipeline": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
+    "gate_warp": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
+    "normalizer": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 256, "V": 128}, None)],
+    "store_warp": [("exp", {"K": 128, "V": 128}, None)],
+    "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
 }  # fmt: skip
 # Between warps of a partition, which the simulator does not tell apart: the compiler puts a barrier there, too.
-SPARE = {("denominators", "put_inverse", "barrier()"), ("pairs", "clear", "barrier()")}
+SPARE = {("normalizer", "put_inverse", "barrier()"), ("split_reduce", "clear", "barrier()")}
 
 
 def lines(module: str) -> Iterator[tuple[str, str, str, int]]:

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfla.analysis import benchmark_claims, benchmarks, explained, profiled, training
-from tfla.analysis.frame import Options
-from tfla.analysis.measured import sig_forward
-from tfla.analysis.numerics import figures as numerics
 from tfla.bench import report, results
 from tfla.bench.stored import load
 from tfla.cli import main
+from tfla.paper import benchmark_claims, benchmarks, explained, profiled, training
+from tfla.paper.frame import Options
+from tfla.paper.measured import sig_forward
+from tfla.paper.numerics import figures as numerics
 from tfla.train.messages import UserError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tfla.analysis.forms import get
-from tfla.analysis.frame import Missing, Options
-from tfla.analysis.profiled import compared, profiled, sentence
 from tfla.bench import traffic
+from tfla.paper.forms import get
+from tfla.paper.frame import Missing, Options
+from tfla.paper.profiled import compared, profiled, sentence
 
 REPORT = """==PROF== Connected to process 7
 "ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tfla.analysis.training import Config, claims, figures
-from tfla.analysis.training_runs import Found, load, running_median, spikes, table_of, text, title_of
 from tfla.cli import main
-from tfla.experiments import run as runner
-from tfla.experiments.crew import train_all
-from tfla.experiments.outcome import FAILED, finished, outcome
-from tfla.experiments.plans import BIASES, EXPERIMENTS, SIZES, Variant, unique
-from tfla.experiments.run import ExperimentConfig
+from tfla.paper.experiments import run as runner
+from tfla.paper.experiments.crew import train_all
+from tfla.paper.experiments.outcome import FAILED, finished, outcome
+from tfla.paper.experiments.plans import BIASES, EXPERIMENTS, SIZES, Variant, unique
+from tfla.paper.experiments.run import ExperimentConfig
+from tfla.paper.training import Config, claims, figures
+from tfla.paper.training_runs import Found, load, running_median, spikes, table_of, text, title_of
 from tfla.train.config import TrainConfig
 from tfla.train.messages import UserError
 from tfla.train.tokens import prepare

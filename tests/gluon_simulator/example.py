@@ -10,16 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tfla.backends.hopper.parts import (
-    async_load,
-    async_store,
-    barrier,
-    matrices,
-    of_product,
-    place,
-    ring_of,
-    stage_barriers,
-)
+from tfla.backends.hopper.mma import of_product
+from tfla.backends.hopper.pipeline import async_load, async_store, barrier, matrices, place, ring_of, stage_barriers
 
 
 @gluon.jit

@@ -13,8 +13,10 @@ from gluon_simulator import simulated
 from tfla.backends import known
 
 HOPPER = "tfla.backends.hopper"
-KERNELS = ("columns", "rows", "states", "both", "whole")
-SHARED = ("order", "parts", "vectors", "carrier", "marks", "pairs", "denominators")
+KERNELS = {"o_dv": "columns", "dq_dk": "rows", "segment_states": "states", "dk_dv": "both", "small_head": "whole"}
+SHARED = (
+    "scheduler", "pipeline", "mma", "gate_warp", "store_warp", "checkpoints", "split_reduce", "normalizer",
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -23,7 +25,7 @@ def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
     heads that share q and k, wide ones with a normaliser, and stored states may not be in it.
 
     files: modules of it that are to be read from elsewhere."""
-    from tfla.backends.hopper import launch, narrow
+    from tfla.backends.hopper import launch
 
     names = ["tfla.backends.triton.gates", *(f"{HOPPER}.{name}" for name in (*SHARED, *KERNELS))]
     modules = simulated(names, {f"{HOPPER}.{name}": file for name, file in (files or {}).items()})
@@ -31,8 +33,7 @@ def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tfla.backends.hopper, "_is_hopper", lambda device: True)
         patch.setattr(type(tfla.backends.hopper.TRITON), "_unsupported", lambda backend, q: None)
-        for name in KERNELS:
-            kernel = getattr(modules[f"{HOPPER}.{name}"], name)
-            patch.setattr(narrow if name == "whole" else launch, name, kernel)
+        for module, name in KERNELS.items():
+            patch.setattr(launch, name, getattr(modules[f"{HOPPER}.{module}"], name))
         yield
     known.forget()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tfla.analysis import accelerators
+from tfla.bench import accelerators
 from tfla.bench.machine import environment
 from tfla.bench.problem import Problem
 from tfla.ops.gates import InputGate

@@ -70,7 +70,7 @@ def frame(x: Inputs) -> tuple[int, int]:
 
 def _walks(x: Inputs) -> type[Call]:
     if frame(x) in NARROW:
-        from tfla.backends.hopper.narrow import NarrowCall
+        from tfla.backends.hopper.launch import NarrowCall
 
         return NarrowCall
     from tfla.backends.hopper.launch import HopperCall

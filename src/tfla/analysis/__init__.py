@@ -1,4 +1,0 @@
-"""The paper's analyses: figures with their numbers, each from formulas, this library's own operator or stored results.
-
-:mod:`tfla.analysis.subjects` lists the subjects, :mod:`tfla.analysis.frame` says what one is made of.
-"""

@@ -1,0 +1,71 @@
+"""`tfla analyze SUBJECT` and `tfla analyze all`."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from tfla.cli import wrong_word
+from tfla.paper.frame import Figure, Missing, Options
+from tfla.paper.subjects import SUBJECTS
+
+CLAIMS = "what the paper claims beside what was found, as a page: claims.md"
+ALL = "all subjects, and one self-contained HTML report of their figures"
+
+
+def usage() -> str:
+    """What `tfla analyze --help` prints."""
+    names = {name: subject.help for name, subject in SUBJECTS.items()} | {"claims": CLAIMS, "all": ALL}
+    lines = [f"  {name:<12}{text}" for name, text in names.items()]
+    return "\n".join(
+        ["usage: tfla analyze SUBJECT [options]", "", *lines, "", "tfla analyze SUBJECT --help lists the options."]
+    )
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def analyze(args: Sequence[str]) -> int:
+    """Draw the figures of a subject, or of all; returns the exit code."""
+    name, rest = (args[0], list(args[1:])) if args else ("", [])
+    if name in ("-h", "--help", ""):
+        print(usage(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
+    if name not in ("all", "claims", *SUBJECTS):
+        return wrong_word("tfla analyze", name, "subject", usage())
+    import tyro
+
+    if name == "all":
+        from tfla.paper import report
+
+        config = tyro.cli(Options, args=rest, prog="tfla analyze all", description=sentence(ALL))
+        config.check()
+        written = report.write(config)
+        print(f"wrote {written.path}: {written.drawn} figures")
+        return not_drawn(written.missing)
+    if name == "claims":
+        from tfla.paper import claims
+
+        config = tyro.cli(Options, args=rest, prog="tfla analyze claims", description=sentence(CLAIMS))
+        config.check()
+        print(f"wrote {claims.write(config)}")
+        return 0
+    subject = SUBJECTS[name]
+    config = tyro.cli(subject.config, args=rest, prog=f"tfla analyze {name}", description=sentence(subject.help))
+    config.check()
+    found = subject.draw(config)
+    for figure in found:
+        if isinstance(figure, Figure):
+            print(f"wrote {figure.path} and {figure.data_path.name}: {figure.title}")
+            for paragraph in figure.caption.split("\n\n"):
+                print(textwrap.fill(" ".join(paragraph.split()), 100, initial_indent="  ", subsequent_indent="  "))
+    return not_drawn([figure for figure in found if isinstance(figure, Missing)])
+
+
+def not_drawn(missing: Sequence[Missing]) -> int:
+    """Print which figures were asked for and not drawn, and why; return the exit code, a failure if there are any."""
+    for figure in missing:
+        print(f"not drawn: {figure.title}: {figure.why}", file=sys.stderr)
+    return 1 if missing else 0

@@ -1,0 +1,36 @@
+"""The command `tfla experiment`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tfla.cli import wrong_word
+from tfla.paper.experiments.plans import EXPERIMENTS
+
+
+def usage() -> str:
+    """What `tfla experiment --help` prints."""
+    names = {name: e.title for name, e in EXPERIMENTS.items()} | {"all": "all of them"}
+    lines = [f"  {name:<8}{text}" for name, text in names.items()]
+    return "\n".join(
+        ["usage: tfla experiment NAME [options]", "", *lines, "", "tfla experiment NAME --help lists the options."]
+    )
+
+
+def experiment(args: Sequence[str]) -> int:
+    """``tfla experiment NAME``; returns the exit code."""
+    name, rest = (args[0], list(args[1:])) if args else ("", [])
+    if name in ("-h", "--help", ""):
+        print(usage(), file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
+    if name != "all" and name not in EXPERIMENTS:
+        return wrong_word("tfla experiment", name, "experiment", usage())
+    import tyro
+
+    from tfla.paper.experiments.run import ExperimentConfig, run
+
+    config = tyro.cli(ExperimentConfig, args=rest, prog=f"tfla experiment {name}")
+    target = run(name, config)
+    print(f"wrote {target}; tfla analyze training --training {target} draws it")
+    return 0

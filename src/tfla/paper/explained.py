@@ -1,0 +1,103 @@
+"""What counting explains of measured times: FLOPs and bytes of each contender at the rates measured in the same run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfla.bench.accelerators import Accelerator, of_result
+from tfla.bench.problem import BOTH, FORWARD
+from tfla.bench.schema import SHAPE
+from tfla.bench.stored import load
+from tfla.paper import style
+from tfla.paper.forms import Form, get
+from tfla.paper.forms.symbols import Direction, Gate
+from tfla.paper.frame import Figure, Missing, Options, write
+from tfla.paper.runtime import least_seconds, seconds
+
+SUITE, AT = "fig4", 8192
+SECONDS = ("overlapped", "not overlapped", "seconds")
+Row = dict[str, Any]
+
+
+def form_of(row: Row) -> tuple[str, dict[str, int]] | None:
+    """Which counted form a contender is, and its sizes; None where it is none of them."""
+    details = row.get("details", {})
+    if "chunk" in details:
+        return "chunkwise", {"L": int(details["chunk"])}
+    if row.get("way", "").endswith("fused") and "segment" in details:
+        segment = int(details["segment"])
+        form = "fused" if segment >= row["T"] else "segments"
+        return form, {"L": int(details["tile"]), "segment": segment}
+    size = row["name"].rpartition(" ")[2]
+    if row["name"].startswith("mlstm_kernels") and size.isdigit():
+        return "chunkwise", {"L": int(size)}
+    return None
+
+
+def bounds(row: Row, accelerator: Accelerator) -> tuple[float, float] | None:
+    """Seconds where computing and moving overlap entirely (114) and where they do not at all (113)."""
+    known = form_of(row) if set(row) >= set(SHAPE) else None
+    if known is None:
+        return None
+    name, sizes = known
+    gate: Gate = "exp" if "mLSTMexp" in row["name"] else "sig"
+    directions: tuple[Direction, ...] = ("forward",) if row["direction"] == FORWARD else ("forward", "backward")
+    shape = {"T": row["T"], "dqk": row["dqk"], "dhv": row["dhv"], **sizes}
+    forms: list[Form] = [get(name, gate, direction) for direction in directions]
+    least, most = (
+        sum(float(rule(accelerator, row["B"] * row["H"], form, **shape)) for form in forms)
+        for rule in (least_seconds, seconds)
+    )
+    return least, most
+
+
+def compared(result: Row) -> list[Row]:
+    """Every timed row of a counted form with its bounds."""
+    rows = []
+    for row in result["rows"]:
+        found = bounds(row, of_result(result)) if "seconds" in row else None
+        if found is not None:
+            rows.append({key: row[key] for key in ("name", "direction", "x", "seconds")})
+            rows[-1] |= {
+                "overlapped": found[0],
+                "not overlapped": found[1],
+                "measured / overlapped": row["seconds"] / found[0],
+            }
+    return rows
+
+
+def explained(config: Options, command: str) -> Figure | Missing:
+    """The bounds as bars, the measurement as a point."""
+    title = "What FLOPs and bytes explain of measured times"
+    result = next((r for r in load(config.results, complete=True).values() if r["suite"] == SUITE), None)
+    rows = compared(result) if result is not None else []
+    if result is None or not any(r["x"] == AT for r in rows):
+        path = config.results / f"{SUITE}.json"
+        return Missing("explained", title, f"no measurement in {path}: `tfla bench gpu {SUITE} --out {path}`")
+    drawing, [axes_row] = style.panels(1, 2, width=5.4, height=3.6, sharey=True)
+    names = list(dict.fromkeys(r["name"] for r in rows if r["x"] == AT))
+    for axes, direction in zip(axes_row, (FORWARD, BOTH), strict=True):
+        mine = [r for r in rows if r["x"] == AT and r["direction"] == direction]
+        for n, r in enumerate(mine):
+            place, (low, high, at) = names.index(r["name"]), (r[key] * 1e3 for key in SECONDS)
+            axes.barh(place, high - low, 0.55, low, color=style.SKY, label=None if n else "counted, overlapped to not")
+            axes.plot(at, place, "D", color=style.RED, ms=5, ls="", label=None if n else "measured")
+            axes.text(at * 1.06, place - 0.3, f"{r['measured / overlapped']:.2f} ×", va="center", fontsize=7.5)
+        least, most = (pick(r[key] * 1e3 for key in SECONDS for r in mine) for pick in (min, max))
+        axes.set_xlim(least * 0.8, most * 1.4)
+        axes.set(title=direction, xlabel="ms", yticks=range(len(names)), yticklabels=names, xscale="log")
+        style.plain_ticks(axes.xaxis)
+        axes.grid(False, axis="y")
+    axes_row[0].invert_yaxis()
+    style.legend_beside(drawing, axes_row[0])
+    env = result["environment"]
+    return write(
+        config, "explained", drawing, rows, title=title, command=command,
+        caption=f"""65,536 tokens in sequences of {AT:,}, 16 heads, dqk 128, dhv 256 ({env["device"]}, {env["date"]}).
+Bars: the form's counted FLOPs and bytes at the rates of a matrix product and a device copy measured in the same run,
+from all overlapped (114) to nothing overlapped (113). Points: measured, and how many times the lower end.
+
+The bytes are those that a form's kernels move, not the least that any could (the floor of the benchmarks). Walks run
+close to what theirs allow, so a faster walk has to move fewer; kernels of the paper's kind take a multiple of what
+their bytes and FLOPs would.""",
+    )  # fmt: skip

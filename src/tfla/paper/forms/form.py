@@ -1,0 +1,152 @@
+"""A form of the operator: its parts for one unit, and how many units a sequence has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import sympy as sp
+
+from tfla.paper.forms import backward, forward, library, traffic
+from tfla.paper.forms.symbols import (
+    B_C,
+    CAUSAL,
+    DEFAULTS,
+    DHV,
+    DQK,
+    NK,
+    NV,
+    Direction,
+    Gate,
+    L,
+    Parts,
+    S,
+    T,
+    at_unit_cost,
+    matrix_products,
+)
+
+NAMES = {"T": T, "L": L, "segment": S, "dqk": DQK, "dhv": DHV, "causal": CAUSAL, "state_bytes": B_C, "nv": NV, "nk": NK}
+
+
+@dataclass(frozen=True)
+class Form:
+    """Counts of one head and one sequence."""
+
+    name: str
+    gate: Gate
+    direction: Direction
+    units: sp.Expr
+    """Chunks, tiles or steps of a sequence."""
+    flop_parts: Parts
+    """Of one unit."""
+    byte_parts: Parts | None
+
+    @property
+    def flops_expr(self) -> sp.Expr:
+        """Of a sequence, every operation's cost a symbol."""
+        return self.units * sum(self.flop_parts.values(), sp.Integer(0))
+
+    @property
+    def bytes_expr(self) -> sp.Expr:
+        """Of a sequence.
+
+        Raises:
+            ValueError: the form's bytes are not counted.
+        """
+        if self.byte_parts is None:
+            raise ValueError(f"bytes of {self.name}: not counted, caches of a CPU decide")
+        return self.units * sum(self.byte_parts.values(), sp.Integer(0))
+
+    def flops(self, **sizes: Any) -> Any:
+        """FLOPs of a sequence, every operation counting one.
+
+        Args:
+            sizes: T, L (steps of a chunk or tile), segment, dqk, dhv, causal (1/2), state_bytes (4), nv and nk
+                (programs that share a head's state, 1): numbers or arrays.
+        """
+        return self._numbers(at_unit_cost, "flops_expr", sizes)
+
+    def matrix_flops(self, **sizes: Any) -> Any:
+        """Those of matrix products."""
+        return self._numbers(matrix_products, "flops_expr", sizes)
+
+    def bytes(self, **sizes: Any) -> Any:
+        """Bytes of a sequence, q, k, v and the gates in 16 bits."""
+        return self._numbers(sp.expand, "bytes_expr", sizes)
+
+    def _numbers(self, reduce: Callable[[sp.Expr], sp.Expr], what: str, sizes: dict[str, Any]) -> Any:
+        unknown = set(sizes) - set(NAMES)
+        if unknown:
+            raise TypeError(f"sizes: got {', '.join(sorted(unknown))}, allowed are {', '.join(NAMES)}")
+        names, function = _compiled(self.name, self.gate, self.direction, reduce, what)
+        values = {str(symbol): value for symbol, value in DEFAULTS.items()}
+        values |= {str(NAMES[name]): value for name, value in sizes.items()}
+        missing = [name for name, symbol in NAMES.items() if str(symbol) in names and str(symbol) not in values]
+        if missing:
+            raise TypeError(f"sizes: {', '.join(missing)} missing for {self.name}")
+        return function(*(values[name] for name in names))
+
+
+class _Ways(NamedTuple):
+    units: sp.Expr
+    flops: dict[str, Callable[[Gate], Parts]]
+    bytes: dict[str, Callable[[Gate], Parts]]
+
+
+FORMS = {
+    "recurrent": _Ways(
+        T,
+        {"forward": forward.recurrent, "backward": backward.recurrent},
+        {"forward": traffic.recurrent_forward, "backward": traffic.recurrent_backward},
+    ),
+    "parallel": _Ways(
+        sp.Integer(1),
+        {"forward": forward.parallel, "backward": backward.parallel},
+        {"forward": traffic.parallel_forward, "backward": traffic.parallel_backward},
+    ),
+    "chunkwise": _Ways(
+        T / L,
+        {"forward": forward.chunkwise, "backward": backward.chunkwise},
+        {"forward": traffic.chunkwise_forward, "backward": traffic.chunkwise_backward},
+    ),
+    "fused": _Ways(
+        T / L,
+        {"forward": library.fused_forward, "backward": library.fused_backward},
+        {"forward": traffic.fused_forward, "backward": traffic.fused_backward},
+    ),
+    "segments": _Ways(
+        T / L,
+        {"forward": library.segments_forward, "backward": library.segments_backward},
+        {"forward": traffic.segments_forward, "backward": traffic.segments_backward},
+    ),
+    "segmented": _Ways(T / L, {"forward": library.segmented_forward, "backward": library.segmented_backward}, {}),
+}
+
+
+@cache
+def get(name: str, gate: Gate, direction: Direction = "forward") -> Form:
+    """A form by name.
+
+    Raises:
+        ValueError: there is no such form, gate or direction.
+    """
+    for what, got, allowed in (
+        ("name", name, tuple(FORMS)), ("gate", gate, ("exp", "sig")), ("direction", direction, ("forward", "backward"))
+    ):  # fmt: skip
+        if got not in allowed:
+            raise ValueError(f"{what}: got {got!r}, allowed are {', '.join(allowed)}")
+    ways = FORMS[name]
+    counted = ways.bytes.get(direction)
+    return Form(name, gate, direction, ways.units, ways.flops[direction](gate), counted and counted(gate))
+
+
+@cache
+def _compiled(
+    name: str, gate: Gate, direction: Direction, reduce: Callable[[sp.Expr], sp.Expr], what: str
+) -> tuple[list[str], Callable[..., Any]]:
+    expr = reduce(getattr(get(name, gate, direction), what))
+    symbols = sorted(expr.free_symbols, key=str)
+    return [str(s) for s in symbols], sp.lambdify(symbols, expr, "numpy")

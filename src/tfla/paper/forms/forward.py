@@ -1,0 +1,79 @@
+"""FLOPs of the paper's forms, forward, part by part: Tables 8, 10 and 12 with every operation's cost as a symbol.
+
+Additions and multiplications that are no matrix product's are times VEC, which the paper takes as 1.
+"""
+
+from __future__ import annotations
+
+import sympy as sp
+
+from tfla.paper.forms.symbols import (
+    ABS,
+    CAUSAL,
+    DD,
+    DHV,
+    DQK,
+    EXP,
+    LOG,
+    MASK,
+    MAX,
+    SIG,
+    VEC,
+    Gate,
+    L,
+    Parts,
+    T,
+    log_gates,
+)
+
+
+def running_sums(steps: sp.Expr) -> sp.Expr:
+    """Cumulative sums over a chunk, each summed for itself, as the paper counts them."""
+    return VEC * steps * (steps + 1) / 2
+
+
+def chunkwise(gate: Gate) -> Parts:
+    """Table 8, one chunk of L steps."""
+    both = {
+        "states: numerator": VEC * 2 * DD + 2 * L * DD + VEC * L * DQK,
+        "outputs: cumulative forget gates": running_sums(L) + L * log_gates(gate),
+        "outputs: intra": CAUSAL * (2 * L**2 * (DQK + DHV) + VEC * 3 * L**2),
+    }
+    if gate == "exp":
+        return both | {
+            "states: gates": VEC * (2 * L + L + 3) + running_sums(L) + L * (EXP + LOG + SIG) + MAX + EXP,
+            "states: denominator": VEC * 2 * DQK + 2 * L * DQK,
+            "outputs: gate matrix": CAUSAL * (L**2 * (3 * VEC + EXP + MAX) + L * (VEC + MAX)),
+            "outputs: inter": 2 * L * DD + VEC * L * DQK + 2 * L * DQK,  # n q is a product too
+            "outputs: combination": VEC * 2 * L * DHV + L * (VEC + MAX + ABS + EXP),
+        }
+    return both | {
+        "states: gates": VEC * 2 * L + running_sums(L) + L * EXP + EXP + 2 * L * (LOG + SIG),
+        "outputs: gate matrix": CAUSAL * L**2 * (2 * VEC + EXP),
+        "outputs: inter": 2 * L * DD + VEC * L * DQK,
+        "outputs: combination": VEC * L * DHV,
+    }
+
+
+def parallel(gate: Gate) -> Parts:
+    """Table 10, a sequence. The paper counts a maximum in mLSTMsig's gate matrix too, which has none."""
+    both = {
+        "cumulative forget gates": running_sums(T) + T * log_gates(gate),
+        "gate matrix": T**2 * (3 * VEC + EXP + MAX + MASK),
+        "attention logits": CAUSAL * (2 * T**2 * DQK + VEC * 2 * T**2),
+        "outputs": CAUSAL * 2 * T**2 * DHV,
+    }
+    if gate == "exp":
+        both["normalization"] = CAUSAL * (T**2 * (3 * VEC + ABS) + T * (EXP + MAX))
+    return both
+
+
+def recurrent(gate: Gate) -> Parts:
+    """Table 12, one step."""
+    both = {"memory cell update": VEC * 4 * DD, "output": 2 * DD + VEC * DQK}
+    if gate == "exp":
+        return both | {
+            "gates": 4 * VEC + 2 * EXP + LOG + SIG + MAX,
+            "denominator and scale": VEC * (4 * DQK + DHV + 1) + 2 * DQK + ABS + MAX,
+        }
+    return both | {"gates": 2 * SIG}

@@ -1,0 +1,50 @@
+"""Stored measurements of mLSTMsig's forward over the chunk size: the setup of Figures 5, 17, 19, 20 and 21."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tfla.bench.accelerators import Accelerator, of_result
+from tfla.bench.results import check_gpu_result, read
+from tfla.paper.frame import Missing, Options
+
+SUITE = "fig5"
+SHAPE = {"T": 8192, "dqk": 256, "dhv": 512}  # the paper's 7B model
+BATCH, H = 8, 8
+TILE = 64  # a chunk of one tile is the paper's limit_chunk
+
+
+@dataclass
+class Measured:
+    """Seconds by chunk size of everything that was measured."""
+
+    where: str = ""
+    accelerator: Accelerator | None = None
+    """The GPU, with its rates measured in the same run."""
+    curves: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def papers(self) -> dict[str, dict[int, float]]:
+        """Of kernels that are quadratic inside a chunk, as the paper's are."""
+        return {name: curve for name, curve in self.curves.items() if name.endswith(" tfla") or "xl_chunk" in name}
+
+
+def sig_forward(config: Options) -> Measured:
+    """Return what is stored; empty where nothing is."""
+    path = config.results / f"{SUITE}.json"
+    if not path.exists():
+        return Measured()
+    result = read(path)
+    check_gpu_result(path, result, complete=True)
+    env = result["environment"]
+    found = Measured(f"{env['device']}, {env['date']}", of_result(result))
+    for row in result["rows"]:
+        if row.get("direction") == "forward" and "mLSTMsig" in row["name"] and "seconds" in row:
+            name = row["name"] if "," in row["name"] or "way" not in row else f"{row['name']}, {row['way']}"
+            found.curves.setdefault(name, {})[row["x"]] = row["seconds"]
+    return found
+
+
+def missing(config: Options, name: str, title: str) -> Missing:
+    path = config.results / f"{SUITE}.json"
+    return Missing(name, title, f"no measurement in {path}: `tfla bench gpu {SUITE} --out {path}`")

@@ -1,0 +1,91 @@
+"""Counted bytes beside those that a profiler saw a GPU's memory move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfla.paper import style
+from tfla.paper.explained import form_of
+from tfla.paper.forms import get
+from tfla.paper.frame import Figure, Missing, Options, stored, write
+
+NAME, TITLE = "traffic", "Counted bytes and what a profiler saw"
+MEASURE = "python -m tfla.bench.traffic --out benchmarks/results/traffic.json"
+Row = dict[str, Any]
+
+
+def compared(result: Row) -> list[Row]:
+    """Of every call: bytes counted for its form, and read and written by all of its kernels."""
+    found = []
+    for row in result["rows"]:
+        known = form_of(row | {"name": row["way"]})
+        if known is None:
+            continue
+        name, sizes = known
+        form = get(name, "exp" if row["gate"] == "exp" else "sig", row["direction"])
+        counted = row["B"] * row["H"] * float(form.bytes(T=row["T"], dqk=row["dqk"], dhv=row["dhv"], **sizes))
+        read, written = (sum(kernel[what] for kernel in row["kernels"]) for what in ("read", "written"))
+        found.append(
+            {key: row[key] for key in ("way", "gate", "direction")}
+            | {"form": name, "counted": counted, "read": read, "written": written,
+               "measured / counted": (read + written) / counted}
+        )  # fmt: skip
+    return found
+
+
+def profiled(config: Options, command: str) -> Figure | Missing:
+    """Bytes read and written as bars, the count as a line across."""
+    result = stored(config, NAME)
+    if result is None:
+        return Missing(NAME, TITLE, f"no {config.results / f'{NAME}.json'}: `{MEASURE}`")
+    rows = compared(result)
+    labels = list(dict.fromkeys(f"{r['way']}, mLSTM{r['gate'][:3]}" for r in rows))
+    drawing, [axes_row] = style.panels(1, 2, width=4.8, height=0.9 + 0.36 * len(labels), sharey=True)
+    for axes, direction in zip(axes_row, ("forward", "backward"), strict=True):
+        mine = [r for r in rows if r["direction"] == direction]
+        for n, r in enumerate(mine):
+            place = labels.index(f"{r['way']}, mLSTM{r['gate'][:3]}")
+            read, written, counted = (r[key] / 2**30 for key in ("read", "written", "counted"))
+            axes.barh(place, read, 0.6, color=style.SKY, label=None if n else "read")
+            axes.barh(place, written, 0.6, read, color=style.ORANGE, label=None if n else "written")
+            axes.plot(
+                [counted] * 2, [place - 0.42, place + 0.42], color=style.INK, lw=2, label=None if n else "counted"
+            )
+            axes.text(
+                max(read + written, counted), place, f"  {r['measured / counted']:.2f} ×", va="center", fontsize=8
+            )
+        axes.set(title=direction, xlabel="GiB")
+        axes.margins(x=0.18)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.grid(False, axis="y")
+    axes_row[0].invert_yaxis()
+    style.legend_beside(drawing, axes_row[0])
+    env = result["environment"]
+    row = result["rows"][0]
+    return write(
+        config, NAME, drawing, rows, title=TITLE, command=command,
+        caption=f"""{row["B"]} sequences of {row["T"]:,} steps, {row["H"]} heads, dqk {row["dqk"]}, dhv {row["dhv"]},
+16-bit inputs ({env["device"]}, {env["date"]}): what the memory read and wrote for all kernels of a call, by Nsight
+Compute, and the form's counted bytes (Tables 8 to 13 and their like for walks). The count has what every kernel loads
+and stores once; a cache saves some of it, and what a kernel has to load again comes on top.""",
+    )  # fmt: skip
+
+
+def sentence(config: Options) -> str:
+    """What the comparison says, for the claims."""
+    result = stored(config, NAME)
+    if result is None:
+        return f"What a GPU's caches make of these bytes has not been compared with a profiler (`{MEASURE}` does)."
+    env, rows = result["environment"], compared(result)
+    parts = []
+    for way in dict.fromkeys(r["way"] for r in rows):
+        ratios = [
+            " to ".join(f"{x:.2f}" for x in (min(found), max(found)))
+            for d in ("forward", "backward")
+            if (found := [r["measured / counted"] for r in rows if (r["way"], r["direction"]) == (way, d)])
+        ]
+        parts.append(f"{way} {' forward and '.join(ratios)} backward")
+    return (
+        "The memory moves, in multiples of the count as Nsight Compute saw it over all kernels of a call "
+        f"({env['device']}, {env['date']}, both gates): {'; '.join(parts)} (`{MEASURE}`)."
+    )

@@ -1,0 +1,54 @@
+"""The subjects of `tfla analyze`, in the order of the report."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import fields
+from typing import NamedTuple
+
+from tfla.paper.frame import Claim, Figure, Missing, Options
+
+
+class Subject(NamedTuple):
+    """A module with ``Config`` and ``figures``, perhaps ``claims``; its heading in the report, one line of help."""
+
+    module: str
+    title: str
+    help: str
+
+    @property
+    def config(self) -> type[Options]:
+        found: type[Options] = importlib.import_module(self.module).Config
+        return found
+
+    def defaults(self, config: Options) -> Options:
+        """Its options with what all subjects share taken from the config."""
+        return self.config(**{f.name: getattr(config, f.name) for f in fields(Options)})
+
+    def draw(self, config: Options) -> list[Figure | Missing]:
+        """Draws and writes its figures, in the style of all."""
+        from matplotlib import rc_context
+
+        from tfla.paper.style import STYLE
+
+        figures: Callable[[Options], list[Figure | Missing]] = importlib.import_module(self.module).figures
+        with rc_context(STYLE):
+            return figures(config)
+
+    def claims(self, config: Options) -> list[Claim]:
+        """What the paper claims about it; empty where it claims nothing."""
+        found = getattr(importlib.import_module(self.module), "claims", None)
+        return found(config) if found is not None else []
+
+
+SUBJECTS: dict[str, Subject] = {
+    "counting": Subject("tfla.paper.counting", "Counting", "FLOPs and bytes of every form (Figures 15, 16)"),
+    "theory": Subject("tfla.paper.theory", "Theory of the runtime", "runtime by chunk size, GPU (Figures 17 to 22)"),
+    "benchmarks": Subject("tfla.paper.benchmarks", "Benchmarks", "stored measurements (Figures 4, 5, 12, 13, 14)"),
+    "transfer": Subject(
+        "tfla.paper.transfer", "Transfer behaviour", "gain before and after the norm (Figures 3, 6, 7)"
+    ),
+    "numerics": Subject("tfla.paper.numerics.figures", "Numerics", "stored errors against float64, beside rounding"),
+    "training": Subject("tfla.paper.training", "Training", "small training runs (Tables 2, 3, 5, 6; Figures 8 to 11)"),
+}

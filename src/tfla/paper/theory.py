@@ -1,0 +1,298 @@
+"""Theory of the runtime (appendix G): Figures 17 to 22, with measured points where the paper has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, Literal
+
+import numpy as np
+
+from tfla.bench.accelerators import ACCELERATORS, Accelerator, measured
+from tfla.paper import style
+from tfla.paper.explained import explained
+from tfla.paper.forms import get
+from tfla.paper.forms.optimum import flop_optimal_chunk, runtime_optimal_chunk
+from tfla.paper.frame import Figure, Missing, Options, write
+from tfla.paper.measured import BATCH, SHAPE, TILE, H, missing, sig_forward
+from tfla.paper.runtime import SIG, intensity, seconds
+from tfla.paper.theory_claims import claims
+from tfla.train.messages import UserError
+
+__all__ = ["Config", "claims", "figures"]
+
+COMMAND = "tfla analyze theory"
+HEADS = BATCH * H
+SIZES = np.geomspace(16, 8192, 91)
+TICKS = [2**n for n in range(4, 14, 2)]
+COLOURS = dict(zip(ACCELERATORS, (style.ORANGE, style.GREEN, style.BLUE, style.RED, style.PURPLE), strict=True))
+
+
+@dataclass
+class Config(Options):
+    """Runtime of mLSTMsig's forward as the paper's theory has it, beside measurements."""
+
+    own: tuple[tuple[str, float, float], ...] = ()
+    """Accelerators of your own: name, FLOP/s in 16 bits, byte/s."""
+    measure: Literal["cpu", "cuda"] | None = None
+    """Measure the rates of this machine and add it."""
+
+
+def accelerators(config: Config, names: Sequence[str]) -> dict[str, Accelerator]:
+    """Those of a figure: the named ones and the user's own.
+
+    Raises:
+        UserError: a rate of the user's is none, or there is no device to measure.
+    """
+    found = {name: ACCELERATORS[name] for name in names}
+    try:
+        found |= {name: Accelerator(name, flops, moved, "given") for name, flops, moved in config.own}
+        if config.measure is not None:
+            here = measured(config.measure)
+            found[here.name] = here
+    except (ValueError, RuntimeError) as error:
+        raise UserError(str(error)) from None
+    return found
+
+
+def looks(found: dict[str, Accelerator]) -> Iterator[tuple[Accelerator, dict[str, Any]]]:
+    """Each with its colour and dashes."""
+    dashes = cycle(("--", ":", "-."))
+    for name, accelerator in found.items():
+        look = {"color": COLOURS[name], "ls": "-"} if name in COLOURS else {"color": style.INK, "ls": next(dashes)}
+        yield accelerator, look
+
+
+def look_of(place: int) -> dict[str, Any]:
+    return {
+        "color": style.INK,
+        "ls": "",
+        "marker": style.MARKERS[place],
+        "ms": 6,
+        "mfc": "white" if place else style.INK,
+    }
+
+
+def runtime(config: Config) -> Figure:
+    """Figure 17."""
+    found, points = accelerators(config, ["A100", "H100", "H200", "B200"]), sig_forward(config)
+    drawing, [[axes]] = style.panels(1, 1, width=8.4, height=4.0)
+    rows: list[dict[str, Any]] = []
+    for accelerator, look in looks(found):
+        values = seconds(accelerator, HEADS, SIG, L=SIZES, **SHAPE)
+        axes.plot(SIZES, values * 1e3, label=f"theory, {accelerator.name}", **look)
+        best = float(runtime_optimal_chunk(SHAPE["dhv"], 0.5, accelerator.intensity))
+        axes.plot(best, seconds(accelerator, HEADS, SIG, L=best, **SHAPE) * 1e3, "|", color=look["color"], ms=14, mew=2)
+        rows += [
+            {"what": f"theory, {accelerator.name}", "L": float(s), "seconds": float(y)}
+            for s, y in zip(SIZES, values, strict=True)
+        ]
+    walks = seconds(ACCELERATORS["H200"], HEADS, get("segments", "sig"), L=TILE, segment=SIZES, **SHAPE)
+    axes.plot(SIZES, walks * 1e3, color=COLOURS["H200"], ls="--", label="theory of walks in segments, H200")
+    rows += [
+        {"what": "theory of walks, H200", "L": float(s), "seconds": float(y)} for s, y in zip(SIZES, walks, strict=True)
+    ]
+    for place, (name, curve) in enumerate(points.curves.items()):
+        axes.plot(list(curve), [y * 1e3 for y in curve.values()], label=f"measured, {name}", **look_of(place))
+        rows += [{"what": f"measured, {name}", "L": x, "seconds": y, "where": points.where} for x, y in curve.items()]
+    axes.set(yscale="log", ylabel="forward, ms", title="mLSTMsig, 8 heads, dqk 256, dhv 512, T 8,192, batch 8")
+    style.plain_ticks(axes.yaxis)
+    style.power_of_two_axis(axes, TICKS, "chunk size L")
+    style.legend_beside(drawing, axes)
+    where = f"Points were measured ({points.where})." if points.curves else "There are no measured points here."
+    return write(
+        config, "fig17", drawing, rows, title="Figure 17: runtime over the chunk size", command=COMMAND,
+        caption=f"""Lines: the time to compute plus the time to move (116), states in float32; a tick marks the optimum
+(121). The valley gets flatter from one generation to the next. {where}
+
+Kernels of the paper's kind (`triton tfla`, `xl_chunk`) are quadratic inside a chunk: they follow the theory's shape
+above it, small chunks paying for states and large ones for the quadratic part. Walks are another algorithm (dashed):
+nothing in them grows with the chunk, so their time only falls, and the chunk size is there for memory alone.""",
+    )  # fmt: skip
+
+
+def arithmetic_intensity(config: Config) -> Figure:
+    """Figure 18."""
+    found = accelerators(config, ["V100", "A100", "H100", "H200", "B200"])
+    drawing, [axes_row] = style.panels(1, 2, sharey=True, width=4.4)
+    rows: list[dict[str, Any]] = []
+    for axes, (bytes_, what) in zip(axes_row, ((4, "float32"), (2, "bfloat16")), strict=True):
+        for dhv, marker in ((128, "o"), (256, "s"), (512, "D"), (1024, "^")):
+            values = intensity(L=SIZES, T=8192, dqk=dhv / 2, dhv=dhv, state_bytes=bytes_)
+            axes.plot(SIZES, values, marker=marker, markevery=10, ms=4, color=style.INK, lw=1.2, label=f"dhv {dhv}")
+            rows += [
+                {"state bytes": bytes_, "dhv": dhv, "L": float(s), "FLOP/byte": float(y)}
+                for s, y in zip(SIZES, values, strict=True)
+            ]
+        for accelerator, look in looks(found):
+            shares = accelerator.name == "B200"  # its line is the H100's
+            axes.axhline(
+                accelerator.intensity, label=accelerator.name, **look | ({"ls": (0, (4, 4))} if shares else {})
+            )
+            rows.append({"accelerator": accelerator.name, "FLOP/byte": accelerator.intensity})
+        axes.set(yscale="log", title=f"states in {what}")
+        style.power_of_two_axis(axes, TICKS, "chunk size L")
+    axes_row[0].set_ylabel("FLOP per byte")
+    style.legend_beside(drawing, axes_row[0])
+    return write(
+        config, "fig18", drawing, rows, title="Figure 18: arithmetic intensity over the chunk size", command=COMMAND,
+        caption="""FLOPs for each byte moved by mLSTMsig's forward (118), dqk = dhv / 2. Where a curve is above an
+accelerator's line, matrix products are the bound there, below it memory is. Larger chunks cross the line; states in
+16 bits cross it at half the chunk size. The H200 has the H100's arithmetic and more bandwidth, so its line is
+lower: it is content with smaller chunks. The B200's ratio is the H100's.""",
+    )  # fmt: skip
+
+
+def roofline(config: Config) -> Figure | Missing:
+    """Figure 19."""
+    title = "Figure 19: roofline"
+    points = sig_forward(config)
+    if points.accelerator is None or not points.curves:
+        return missing(config, "fig19", title)
+    found = accelerators(config, ["V100", "A100", "H100", "H200", "B200"])
+    found[points.accelerator.name] = points.accelerator
+    drawing, [[axes]] = style.panels(1, 1, width=8.4, height=4.2)
+    x = np.geomspace(20, 4000, 200)
+    rows: list[dict[str, Any]] = []
+    for accelerator, look in looks(found):
+        axes.plot(x, accelerator.attainable(x) / 1e12, label=f"roof of {accelerator.name}", **look)
+        rows.append({"what": accelerator.name, "FLOP/s": accelerator.flops, "byte/s": accelerator.bandwidth})
+    for place, (name, curve) in enumerate(points.curves.items()):
+        papers = name in points.papers
+        form = SIG if papers else get("segments", "sig")
+        at: list[tuple[float, float]] = []
+        for L, time in curve.items():
+            sizes: dict[str, Any] = SHAPE | ({"L": L} if papers else {"L": TILE, "segment": L})
+            point = float(intensity(form, **sizes)), float(form.flops(**sizes)) * HEADS / time
+            at.append(point)
+            rows.append({"what": name, "L": L, "FLOP/byte": point[0], "FLOP/s": point[1], "where": points.where})
+        axes.plot([a for a, _ in at], [b / 1e12 for _, b in at], label=name, **look_of(place) | {"ls": ":", "lw": 0.8})
+        for (a, b), L in zip(at, curve, strict=True):
+            if L in (min(curve), max(curve)):
+                axes.annotate(f"L {L}", (a, b / 1e12), (4, -11), textcoords="offset points", fontsize=7.5)
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s", title=f"Points: {points.where}")
+    style.plain_ticks(axes.xaxis)
+    style.plain_ticks(axes.yaxis)
+    style.legend_beside(drawing, axes)
+    return write(
+        config, "fig19", drawing, rows, title=title, command=COMMAND,
+        caption="""What mLSTMsig's forward reaches (points: counted FLOPs over measured seconds) under what its
+counted FLOPs per byte would allow (119). 8 heads, dqk 256, dhv 512, T 8,192, batch 8; one point a chunk size. Small
+chunks of the paper's form lie under the sloping, memory-bound part, large ones under the flat part and further from
+it. The paper's kernels are far below the roof too. The dashed roof is the same GPU with the rates of a large matrix
+product and a device copy measured in the same run.""",
+    )  # fmt: skip
+
+
+def rate_and_time(config: Config) -> Figure | Missing:
+    """Figure 20."""
+    title = "Figure 20: FLOP/s, FLOPs and runtime over the chunk size"
+    points = sig_forward(config)
+    if not points.papers:
+        return missing(config, "fig20", title)
+    drawing, [axes_row] = style.panels(1, 3, width=3.5)
+    rows: list[dict[str, Any]] = []
+    xs = sorted({x for curve in points.papers.values() for x in curve})
+    flops = {x: float(SIG.flops(L=x, **SHAPE)) * HEADS for x in xs}
+    axes_row[1].plot(xs, [flops[x] / 1e12 for x in xs], color=style.INK, marker=".", label="counted")
+    for place, (name, curve) in enumerate(points.papers.items()):
+        look: dict[str, Any] = {"color": style.CYCLE[place], "marker": style.MARKERS[place]}
+        axes_row[0].plot(list(curve), [flops[x] / t / 1e12 for x, t in curve.items()], label=name, **look)
+        axes_row[2].plot(list(curve), [t * 1e3 for t in curve.values()], **look)
+        rows += [
+            {"what": name, "L": x, "FLOPs": flops[x], "FLOP/s": flops[x] / t, "seconds": t, "where": points.where}
+            for x, t in curve.items()
+        ]
+    for axes, label in zip(axes_row, ("TFLOP/s", "TFLOP in all", "forward, ms"), strict=True):
+        axes.set(ylabel=label, ylim=(0, None))
+        style.power_of_two_axis(axes, xs[::2], "chunk size L")
+    style.legend_beside(drawing, *axes_row)
+    return write(
+        config, "fig20", drawing, rows, title=title, command=COMMAND,
+        caption="""Kernels of the paper's kind, mLSTMsig forward, as in Figure 19. FLOP/s rise with the chunk size,
+but so do the FLOPs, and the time (right) has its minimum long before the rate has its maximum: time is what to
+choose a chunk size by.""",
+    )  # fmt: skip
+
+
+def over_head_dim(config: Config) -> Figure:
+    """Figure 21."""
+    found = accelerators(config, ["A100", "H100", "H200", "B200"])
+    widths = np.linspace(32, 2048, 127)
+    drawing, [axes_row] = style.panels(1, 2, sharey=True, width=4.4)
+    rows: list[dict[str, Any]] = []
+    for axes, (bytes_, what) in zip(axes_row, ((4, "float32"), (2, "bfloat16")), strict=True):
+        curves = [
+            (a.name, runtime_optimal_chunk(widths, 0.5, a.intensity, 0.5, bytes_), look) for a, look in looks(found)
+        ]
+        fewest = ("fewest FLOPs (Figure 16)", flop_optimal_chunk(widths, 0.5), {"color": style.GREY, "ls": "--"})
+        for name, best, look in [*curves, fewest]:
+            axes.plot(widths, best, label=name, **look)
+            rows += [
+                {"state bytes": bytes_, "what": name, "dhv": float(d), "L": float(y)}
+                for d, y in zip(widths, best, strict=True)
+            ]
+        axes.set(title=f"states in {what}", xlabel="head dim dhv", xlim=(0, 2100), xticks=range(0, 2049, 512))
+    axes_row[0].set(ylabel="runtime-optimal chunk size", ylim=(0, None))
+    points = sig_forward(config)
+    for place, (name, curve) in enumerate(points.papers.items()):
+        best_at = min((x for x in curve if x > TILE), key=lambda x: curve[x], default=None)
+        if best_at is not None:
+            axes_row[0].plot(SHAPE["dhv"], best_at, label=f"measured, {name}", **look_of(place))
+            rows.append({"what": f"measured, {name}", "dhv": SHAPE["dhv"], "L": best_at, "where": points.where})
+    style.legend_beside(drawing, axes_row[0])
+    return write(
+        config, "fig21", drawing, rows, title="Figure 21: runtime-optimal chunk size over the head dim",
+        command=COMMAND,
+        caption="""The chunk size at which mLSTMsig's forward takes least time in theory (121), dqk = dhv / 2. It
+grows with the square root of the head dim and lies far above the chunk size of fewest FLOPs. H100 and B200 lie on
+one line: their ratios of arithmetic to bandwidth are equal.
+
+The paper's kernels had their measured optimum at 256 on an H100, below the theory's: real kernels come nearer to the
+memory's rate than to the peak of matrix products. Points are optima measured here, among chunks of several tiles.""",
+    )  # fmt: skip
+
+
+def over_intensity(config: Config) -> Figure:
+    """Figure 22."""
+    found = accelerators(config, list(ACCELERATORS))
+    x = np.linspace(0, 600, 121)
+    drawing, [[axes]] = style.panels(1, 1, width=7.2, height=3.8)
+    rows: list[dict[str, Any]] = []
+    for dhv, colour in ((128, style.SKY), (256, style.BLUE), (512, style.GREEN), (1024, style.RED)):
+        best = runtime_optimal_chunk(dhv, 0.5, x)
+        axes.plot(x, best, color=colour, label=f"dhv {dhv}")
+        rows += [{"dhv": dhv, "FLOP/byte": float(i), "L": float(y)} for i, y in zip(x, best, strict=True)]
+    top = float(np.max(best)) * 1.08
+    shared: dict[int, list[str]] = {}
+    for accelerator in found.values():
+        shared.setdefault(round(accelerator.intensity / 8), []).append(accelerator.name)
+        rows.append({"accelerator": accelerator.name, "FLOP/byte": accelerator.intensity})
+    for names in shared.values():
+        at = sum(found[name].intensity for name in names) / len(names)
+        axes.axvline(at, color=style.GREY, lw=1, ls=":")
+        axes.text(at, top, ", ".join(names), rotation=90, ha="right", va="top", fontsize=8)
+    axes.set(
+        xlabel="FLOP per byte of the accelerator", ylabel="runtime-optimal chunk size", ylim=(0, top), xlim=(0, 600)
+    )
+    style.legend_beside(drawing, axes)
+    return write(
+        config, "fig22", drawing, rows, title="Figure 22: runtime-optimal chunk size over the accelerator",
+        command=COMMAND,
+        caption="""States in float32, dqk = dhv / 2. The optimal chunk (121) grows with the square root of what the
+accelerator can compute for each byte it moves. Newer GPUs have not all moved right: the H200 needs smaller chunks
+than the H100, since its memory got faster and its arithmetic did not.""",
+    )  # fmt: skip
+
+
+def figures(config: Config) -> list[Figure | Missing]:
+    return [
+        runtime(config),
+        arithmetic_intensity(config),
+        roofline(config),
+        rate_and_time(config),
+        over_head_dim(config),
+        over_intensity(config),
+        explained(config, COMMAND),
+    ]

@@ -1,0 +1,198 @@
+"""The file that `tfla experiment` writes: its runs, and the tables that they make."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tfla.bench import schema
+from tfla.paper.experiments.plans import EXPERIMENTS, LONGER, MIXERS, MLSTMS, SEEDS, Mixer, Variant
+from tfla.paper.frame import Options, Table
+from tfla.train.messages import UserError, reason
+
+Row = dict[str, Any]
+MEASURE = "tfla experiment all --size small --out benchmarks/results/training.json"
+SETTLED, SPIKE = 20, 5  # steps at the start that have large norms anyway; times the running median
+NAMES: dict[Mixer, str] = {"mlstm_exp": "mLSTMexp", "mlstm_sig": "mLSTMsig", "attention": "Llama (attention)"}
+
+
+@dataclass
+class Config(Options):
+    """Options of `tfla analyze training`."""
+
+    training: Path | None = None
+    """What `tfla experiment` wrote; None: training.json among the stored measurements."""
+
+
+class Found:
+    """The runs of one file by variant."""
+
+    def __init__(self, result: Row) -> None:
+        self.result = result
+        fields = Variant.__dataclass_fields__
+        self.runs = {Variant(**{name: row[name] for name in fields}): row for row in result["runs"]}
+
+    def trained(self, variant: Variant) -> Row | None:
+        """The run if it went to its end."""
+        row = self.runs.get(variant)
+        done = row is not None and "failed" not in row and bool(row.get("evals"))
+        return row if row is not None and done and row["evals"][-1]["step"] == self.steps else None
+
+    @property
+    def steps(self) -> int:
+        return int(self.result["size"]["steps"])
+
+    def at(self, variant: Variant, name: str, step: int) -> float | None:
+        """Of the evaluation on the held-out part at that step: bits_per_byte, perplexity or loss."""
+        row = self.runs.get(variant, {})
+        return next((e[name] for e in row.get("evals", ()) if e["step"] == step and "failed" not in row), None)
+
+    def last(self, variant: Variant, name: str) -> float | None:
+        """Of the last evaluation of a run that went to its end."""
+        return self.at(variant, name, self.steps)
+
+    def all_of(self, variants: Iterable[Variant], name: str = "bits_per_byte", step: int | None = None) -> list[float]:
+        """Of those that have it; None is the last step."""
+        return [x for v in variants if (x := self.at(v, name, self.steps if step is None else step)) is not None]
+
+    def reached(self, variants: Iterable[Variant]) -> int:
+        """The end where a run got there, else the last evaluation that all which got to one have; 0 for none."""
+        steps = [{e["step"] for e in self.runs.get(v, {}).get("evals", ()) if e["step"]} for v in variants]
+        there = [found for found in steps if found]
+        if any(self.steps in found for found in there):
+            return self.steps
+        return max(set.intersection(*there), default=0) if there else 0
+
+    @property
+    def where(self) -> str:
+        size, env = self.result["size"], self.result["environment"]
+        tokens = size["steps"] * size["batch_size"] * size["context"]
+        amount = f"{tokens / 1e6:.1f} million" if tokens >= 1e6 else f"{tokens:,}"
+        blocks = f"{size['num_blocks']} block{'s' * (size['num_blocks'] > 1)}"
+        return (
+            f"{blocks} of width {size['d_model']}, {amount} bytes of Python's standard library, {env['device']}, "
+            f"{env['date']}"
+        )
+
+
+def load(config: Config) -> Found | None:
+    """The file of the options; None if it is not there.
+
+    Raises:
+        UserError: it is there but no such file, or was named and is not there.
+    """
+    path = config.training or config.results / "training.json"
+    if not path.exists() and config.training is None:
+        return None
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(result, dict) or result.get("kind") != "training":
+            raise ValueError("not what tfla experiment writes")
+        _check(result)
+        return Found(result)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"training: {path} cannot be read: {reason(error)}") from error
+    except KeyError as error:
+        raise UserError(f"training: {path} cannot be read: there is no {error.args[0]!r}") from error
+
+
+def _check(result: Row) -> None:
+    """Raise ValueError where a field is not what figures and claims need."""
+    objects = dict.fromkeys(("size", "environment", "config"), schema.OBJECT)
+    schema.check_fields(result, "", objects | {"runs": schema.list_of(schema.OBJECT)})
+    schema.check_fields(result["size"], "size.", schema.SIZE)
+    schema.check_fields(result["environment"], "environment.", schema.ENVIRONMENT)
+    schema.check_fields(result["config"], "config.", {"optim": schema.OBJECT})
+    schema.check_fields(result["config"]["optim"], "config.optim.", {"clip": schema.RATE})
+    for n, row in enumerate(result["runs"]):
+        schema.check_fields(row, f"runs[{n}].", {"parameters": schema.COUNT} if "evals" in row else {}, schema.RUN)
+        for m, evaluation in enumerate(row.get("evals", ())):
+            schema.check_fields(evaluation, f"runs[{n}].evals[{m}].", schema.EVALUATION)
+
+
+def text(values: Sequence[float], digits: int = 3) -> str:
+    """The mean, with the standard deviation of several."""
+    if not values:
+        return "-"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
+
+
+def running_median(values: list[float], width: int = 21) -> list[float]:
+    """Of the steps around each."""
+    half = width // 2
+    return [statistics.median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
+
+
+def spikes(norms: list[float], above: float = SPIKE) -> list[float]:
+    """Gradient norms far above those around them, once training has settled."""
+    usual = running_median(norms)
+    return [x for n, x in enumerate(norms) if n >= SETTLED and x > above * usual[n]]
+
+
+def seeds(variant: Variant) -> tuple[Variant, ...]:
+    return tuple(replace(variant, seed=seed) for seed in SEEDS)
+
+
+def spread(found: Found) -> float:
+    """Standard deviation over the seeds of the default mLSTMexp; nan with fewer than two."""
+    values = found.all_of(seeds(Variant("mlstm_exp")))
+    return statistics.stdev(values) if len(values) > 1 else float("nan")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of a table: a label, whose colour, and its runs."""
+
+    label: str
+    mixer: Mixer
+    variants: tuple[Variant, ...]
+
+
+def reached(found: Found, lines: Iterable[Line]) -> int:
+    """The step at which the runs of a table are compared."""
+    return found.reached(v for line in lines for v in line.variants)
+
+
+def title_of(name: str, found: Found, step: int) -> str:
+    """With the step where that is not the last."""
+    return name if step == found.steps else f"{name}; after {step} of {found.steps} steps"
+
+
+TABLES: dict[str, list[Line]] = {
+    "Table 2: by heads": [
+        Line(f"{NAMES[mixer]}, {heads} heads", mixer, seeds(Variant(mixer, heads=heads)))
+        for heads in (2, 4) for mixer in MIXERS
+    ],
+    f"Table 5: {LONGER} times the context": [
+        Line(NAMES[mixer], mixer, seeds(Variant(mixer, longer=LONGER))) for mixer in MIXERS
+    ],
+    "Table 6: input gate": [
+        Line(f"{NAMES[mixer]}, {'learnable' if trainable else 'fixed'}", mixer, (Variant(mixer, trainable=trainable),))
+        for mixer in MLSTMS for trainable in (True, False)
+    ],
+    "Table 3: backends, 1 head": [
+        Line(f"{NAMES[v.mixer]}, {v.backend}", v.mixer, (v,)) for v in EXPERIMENTS["table3"].variants
+    ],
+}  # fmt: skip
+
+
+def table_of(found: Found) -> Table:
+    """Every table's rows: bits per byte and perplexity, with their standard deviation over seeds."""
+    rows = []
+    for name, lines in TABLES.items():
+        step = reached(found, lines)
+        for line in lines:
+            bits, perplexity = (found.all_of(line.variants, x, step) for x in ("bits_per_byte", "perplexity"))
+            if bits and step:
+                label = title_of(name, found, step).partition(": ")
+                parameters = found.runs[line.variants[0]]["parameters"]
+                rows.append([
+                    f"{label[0]}, {label[2]}", line.label, f"{parameters / 1e6:.2f} million", str(len(bits)),
+                    text(bits), text(perplexity),
+                ])  # fmt: skip
+    return Table(["", "model", "parameters", "seeds", "bits per byte", "perplexity"], rows)

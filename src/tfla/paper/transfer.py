@@ -1,0 +1,260 @@
+"""Transfer behaviour of the mLSTM (Section 4.2, Appendix D.2): Figures 3, 6 and 7, and where a model starts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tfla.nn.numerics import soft_cap
+from tfla.ops.gates import INPUT_GATES, InputGate
+from tfla.paper.frame import Claim, Figure, Missing, Options, write
+from tfla.paper.gain import EPSILONS, NORMALIZERS, VARIANTS, Gains, Normalizer, gains, transition
+from tfla.paper.style import panels
+from tfla.train.ranges import check_range, is_number, require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COMMAND = "tfla analyze transfer"
+EPS = 1e-6
+NAMES: dict[InputGate, str] = {"exp": "mLSTMexp", "sigmoid": "mLSTMsig"}
+I_RANGE, F_RANGE = (-12.0, 8.0), (-5.0, 12.0)
+SMALLEST_STEP = 0.01  # maps of 3.4 million gains, each the result of a sequence
+LOWEST, HIGHEST = 1e-4, 1e2  # of the colours before the norm, where gains span many decades
+
+
+@dataclass
+class Config(Options):
+    """Options of `tfla analyze transfer`; the defaults of the last three are the paper's model."""
+
+    step: float = 1.0
+    """Distance of the grid's pre-activations."""
+    eps: float = EPS
+    """Of the norm over the heads' outputs, for the map that shows where a model starts."""
+    input_gate_bias: float = -10.0
+    """Where its input gates start."""
+    forget_gate_bias: tuple[float, float] = (3.0, 6.0)
+    """Where its forget gates start: first and last head."""
+    gate_soft_cap: float = 15.0
+    """Soft-cap of its gates' pre-activations (110): a bias of -10 is a pre-activation of -8.7."""
+
+    @property
+    def start(self) -> tuple[float, tuple[float, float]]:
+        """Pre-activations at the start: weights are 0, biases are soft-capped."""
+        i, *f = (
+            soft_cap(torch.tensor(x), self.gate_soft_cap).item() for x in (self.input_gate_bias, *self.forget_gate_bias)
+        )
+        return i, (f[0], f[1])
+
+    def check(self) -> None:
+        """Raise UserError where a value is out of range."""
+        super().check()
+        check_range("step", self.step, SMALLEST_STEP, I_RANGE[1] - I_RANGE[0])
+        check_range("eps", self.eps, 0, with_low=False)
+        check_range("gate-soft-cap", self.gate_soft_cap, 0, with_low=False)
+        require(is_number(self.input_gate_bias), "input-gate-bias", self.input_gate_bias, "a finite number")
+        ends = self.forget_gate_bias
+        require(all(map(is_number, ends)), "forget-gate-bias", ends, "finite numbers")
+
+
+def axis(ends: tuple[float, float], step: float) -> tuple[float, ...]:
+    """From one end to the other."""
+    low, high = ends
+    return tuple(low + n * step for n in range(round((high - low) / step) + 1))
+
+
+def rows_of(found: Gains, gate: InputGate, normalizer: Normalizer) -> list[dict[str, Any]]:
+    return [
+        {
+            "input_gate": NAMES[gate], "normalizer": NORMALIZERS[normalizer], "i": i, "f": f,
+            "gain_before": found.before[a, b].item(),
+            **{f"gain_after_eps_{eps:g}": after[a, b].item() for eps, after in found.after.items()},
+        }
+        for a, i in enumerate(found.i) for b, f in enumerate(found.f)
+    ]  # fmt: skip
+
+
+def heat(axes: Axes, found: Gains, values: Any, *, logarithmic: bool) -> Any:
+    """One map: forget gate on x, input gate on y, gain as colour."""
+    from matplotlib.colors import LogNorm, Normalize
+
+    norm = LogNorm(LOWEST, HIGHEST) if logarithmic else Normalize(0, 1)
+    drawn = axes.pcolormesh(found.f, found.i, values.numpy(), norm=norm, shading="nearest", rasterized=True)
+    axes.grid(False)
+    return drawn
+
+
+def label(axes: Sequence[Sequence[Axes]]) -> None:
+    for one in axes[-1]:
+        one.set_xlabel("forget gate f̃")
+    for row in axes:
+        row[0].set_ylabel("input gate ĩ")
+
+
+def figure(
+    config: Config, name: str, title: str, caption: str, lines: Sequence[tuple[InputGate, Normalizer]],
+    found: dict[tuple[InputGate, Normalizer], Gains], epsilons: Sequence[float],
+) -> Figure:  # fmt: skip
+    """A row of maps for each gate and normaliser: before the norm, then after it for every epsilon."""
+    drawing, axes = panels(len(lines), 1 + len(epsilons), width=3.0, height=2.6, sharex=True, sharey=True)
+    before: Any = None
+    after: Any = None
+    for row, (gate, normalizer) in zip(axes, lines, strict=True):
+        maps = found[gate, normalizer]
+        before = heat(row[0], maps, maps.before, logarithmic=True)
+        row[0].set_title(f"{NAMES[gate]}, n = {NORMALIZERS[normalizer]}\nbefore the norm")
+        for one, eps in zip(row[1:], epsilons, strict=True):
+            after = heat(one, maps, maps.after[eps], logarithmic=False)
+            one.set_title(f"after it, ε = {eps:g}")
+    label(axes)
+    drawing.colorbar(before, ax=[row[0] for row in axes], label="gain", location="left", extend="both", shrink=0.8)
+    drawing.colorbar(after, ax=[row[-1] for row in axes], label="gain", extend="max", shrink=0.8)
+    numbers = [r for line in lines for r in rows_of(found[line], *line)]
+    return write(config, name, drawing, numbers, title=title, caption=caption, command=COMMAND)
+
+
+def where(found: Gains, config: Config) -> str:
+    """Where a model with these biases starts, in words."""
+    values = found.after[config.eps]
+    low, high = values.min().item(), values.max().item()
+    at = [x for x in transition(full_column(config, found.f), config.eps) if x is not None]
+    kind = "suppresses" if high < 0.25 else "passes" if low > 0.75 else "partly passes"
+    i, f = config.start
+    said = (
+        f"With ε = {config.eps:g}, biases of {config.input_gate_bias:g} and {config.forget_gate_bias[0]:g} to "
+        f"{config.forget_gate_bias[1]:g}, soft-capped to ĩ = {i:.1f} and f̃ = {f[0]:.1f} to {f[1]:.1f}, the gain after "
+        f"the norm is {low:.2g} to {high:.2g}: the cell {kind} its input when training starts."
+    )
+    if at:
+        said += (
+            f" Half of the largest gain is at ĩ = {max(at):.1f} to {min(at):.1f} there: "
+            f"{max(at) - i:+.1f} to {min(at) - i:+.1f} from their start."
+        )
+    return said
+
+
+def full_column(config: Config, f: tuple[float, ...]) -> Gains:
+    """Gains of mLSTMexp over all input gates, at these forget gates."""
+    return gains("exp", "bounded", axis((-20.0, 8.0), 0.5), f, (config.eps,))
+
+
+def start(config: Config) -> Gains:
+    """Gains at the start alone."""
+    i, f = config.start
+    return gains("exp", "bounded", (i,), f, (config.eps,))
+
+
+def draw_start(config: Config, found: dict[tuple[InputGate, Normalizer], Gains]) -> Figure:
+    """Both gates after the norm, with the line on which a model's heads start; the maps have the config's epsilon."""
+    drawing, axes = panels(1, 2, width=3.9, height=3.4, sharey=True)
+    numbers: list[dict[str, Any]] = []
+    at, ends = config.start
+    for one, gate in zip(axes[0], INPUT_GATES, strict=True):
+        kind: InputGate = "exp" if gate == "exp" else "sigmoid"
+        normalizer = VARIANTS[kind][0]
+        maps = found[kind, normalizer]
+        drawn = heat(one, maps, maps.after[config.eps], logarithmic=False)
+        one.plot(
+            ends, [at] * 2, color="white", lw=5, marker="o", ms=9, label="_"
+        )  # fmt: skip
+        one.plot(
+            ends, [at] * 2, color="#D55E00", lw=2.5, marker="o", ms=6,
+            label="heads at the start",
+        )  # fmt: skip
+        one.legend(loc="upper left", frameon=True)
+        one.set_title(f"{NAMES[kind]}, after the norm, ε = {config.eps:g}")
+        numbers += rows_of(maps, kind, normalizer)
+    label(axes)
+    drawing.colorbar(drawn, ax=axes[0][-1], label="gain", extend="max")
+    caption = where(start(config), config) + (
+        "\n\nAnother choice: `tfla analyze transfer --eps 1e-4 --input-gate-bias -5`."
+    )
+    command = COMMAND
+    if config != Config(out=config.out, results=config.results, format=config.format):
+        low, high = config.forget_gate_bias
+        command += f" --eps {config.eps:g} --input-gate-bias {config.input_gate_bias:g}"
+        command += (
+            f" --forget-gate-bias {low:g} {high:g} --gate-soft-cap {config.gate_soft_cap:g} --step {config.step:g}"
+        )
+    return write(
+        config, "transfer_start", drawing, numbers, title="Where a model starts on the map of gains", caption=caption,
+        command=command,
+    )  # fmt: skip
+
+
+def figures(config: Config) -> list[Figure | Missing]:
+    """Figures 3, 6, 7 and the start of a model."""
+    config.check()
+    i, f = axis(I_RANGE, config.step), axis(F_RANGE, config.step)
+    epsilons = tuple(dict.fromkeys((*EPSILONS, config.eps)))
+    found = {(gate, n): gains(gate, n, i, f, epsilons) for gate, normalizers in VARIANTS.items() for n in normalizers}
+    defaults = [(gate, normalizers[0]) for gate, normalizers in VARIANTS.items()]
+    return [
+        figure(
+            config, "fig3", "Figure 3: gain of mLSTMexp and mLSTMsig before and after the norm",
+            "Before the norm (left, logarithmic) the two cells differ: mLSTMsig is bounded where ĩ is large. After it "
+            "(right) the maps are the same: from suppressing (0) to passing (1) the input near ĩ = -8.",
+            defaults, found, (EPS,),
+        ),
+        figure(
+            config, "fig6", "Figure 6: gain of mLSTMexp by normaliser and epsilon",
+            "Only the normaliser that is bounded from below (first row) lets the input gate decide; without the bound "
+            "the gate cancels in the ratio and the cell passes everything. A larger epsilon moves the transition up.",
+            [("exp", n) for n in VARIANTS["exp"]], found, EPSILONS,
+        ),
+        figure(
+            config, "fig7", "Figure 7: gain of mLSTMsig by normaliser and epsilon",
+            "No normaliser (first row, the default) and the bounded one (second) give the same map after the norm; "
+            "the two without a bound lose the input gate, as for mLSTMexp.",
+            [("sigmoid", n) for n in VARIANTS["sigmoid"]], found, EPSILONS,
+        ),
+        draw_start(config, found),
+    ]  # fmt: skip
+
+
+def claims(config: Config) -> list[Claim]:
+    """What Section 4.2 and Appendix D.2 say, beside the gains on a coarser grid."""
+    i, f = axis(I_RANGE, 1.0), (0.0, 3.0, 6.0)
+    exp, sig = (gains(gate, VARIANTS[gate][0], i, f, EPSILONS) for gate in VARIANTS)
+    far = {eps: (exp.after[eps] - sig.after[eps]).abs().max().item() for eps in EPSILONS}
+    at = {eps: [x for x in transition(exp, eps) if x is not None] for eps in EPSILONS}
+    bounded = gains("sigmoid", "bounded", i, f, (EPS,)).after[EPS]
+    same = (bounded - sig.after[EPS]).abs().max().item()
+    loose = {
+        (gate, n): gains(gate, n, i, f, (EPS,)).after[EPS].min().item()
+        for gate, normalizers in VARIANTS.items() for n in normalizers if n in ("absolute", "plain")
+    }  # fmt: skip
+    spans = ", ".join(f"{max(x):.1f} to {min(x):.1f} for ε = {eps:g}" for eps, x in at.items())
+    return [
+        Claim(
+            "Both gates after the norm",
+            "that mLSTMexp and mLSTMsig have the same transfer behaviour after the norm (Section 4.2, Figure 3).",
+            f"it holds for small ε: gains differ by at most {far[1e-6]:.1g} for ε = 1e-6 and {far[1e-8]:.1g} for 1e-8. "
+            f"For ε = 1e-2 they differ by up to {far[1e-2]:.1g}, since the transition then lies where the sigmoid is "
+            "no longer the exponential.",
+            COMMAND,
+        ),
+        Claim(
+            "The transition",
+            "that both pass from suppressing to passing the input at ĩ near -8 (Section 5.1, Appendix E.2).",
+            f"half of the largest gain is at ĩ = {spans}, for f̃ from 0 to 6: a more open forget gate moves it down.",
+            COMMAND,
+        ),
+        Claim(
+            "Normalisers",
+            "that mLSTMexp needs its bounded normaliser, and that mLSTMsig may have one or none (Figures 6 and 7).",
+            "it holds: without the bound the gain after the norm is at least "
+            f"{min(loose.values()):.2g} for every ĩ, so the input gate decides nothing; with and without the bounded "
+            f"normaliser mLSTMsig's gains differ by at most {same:.1g}. The unbounded ones were not trained.",
+            COMMAND,
+        ),
+        Claim(
+            "Where models start",
+            "that biases of -10 start training where the input is suppressed, below the transition (Appendix E.2).",
+            where(start(config), config),
+            "tfla analyze transfer --eps 1e-6 --input-gate-bias -10",
+        ),
+    ]
