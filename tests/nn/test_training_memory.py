@@ -60,3 +60,16 @@ def test_recomputing_changes_no_digit(mixer: str, autocast: bool, monkeypatch: p
     for name in ("block", "gates", "mlstm"):
         monkeypatch.setattr(f"tfla.nn.{name}.recomputed", lambda function, *inputs: function(*inputs))
     assert all(torch.equal(a, b) for a, b in zip(recomputed, gradients(), strict=True))
+
+
+def test_torch_func_takes_gradients_of_a_block() -> None:
+    module, x = block("mlstm_exp"), torch.randn(1, 32, D_MODEL)
+    weights = dict(module.named_parameters())
+
+    def loss(weights: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(module, weights, (x,))[0].square().mean()
+
+    found = torch.func.grad(loss)(weights)
+    loss(weights).backward()
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
