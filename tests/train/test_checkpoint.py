@@ -6,9 +6,13 @@ import errno
 import os
 import resource
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.checkpoint import Checkpoints, find_model, latest_checkpoint, restore, what_is_broken
@@ -108,6 +112,35 @@ def test_broken_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, cap
     run.save(again, 10)
     run.save(again, 11)
     assert steps(again) == [10, 11]
+
+
+@given(
+    events=st.lists(st.one_of(st.just("save"), st.just("start"), st.integers(0, 5)), max_size=12),
+    keep_last=st.integers(1, 3),
+)
+def test_whatever_breaks_the_last_whole_checkpoint_stays(events, keep_last):
+    """Numbers damage one of the checkpoints; what was saved last and not damaged since is there."""
+    run = Run()
+    with tempfile.TemporaryDirectory() as name:
+        checkpoints, step, whole = Checkpoints(Path(name), keep_last), 0, set()
+        for event in ["save", *events]:
+            there = sorted(Path(name).iterdir())
+            if event == "save":
+                step += 1
+                run.save(checkpoints, step)
+                whole.add(step)
+            elif event == "start":
+                checkpoints = Checkpoints(Path(name), keep_last)
+            elif whole:
+                damage(there[event % len(there)])
+                whole.discard(int(there[event % len(there)].name[5:]))
+            if event == "save":
+                assert checkpoints.latest().name == f"step-{step:08d}"
+            kept = [n for n in sorted(whole) if (Path(name) / f"step-{n:08d}").exists()]
+            assert kept == sorted(whole)[len(whole) - len(kept) :]  # the newest ones
+            assert len(kept) >= min(keep_last, len(whole))
+            assert [n for n in kept if what_is_broken(Path(name) / f"step-{n:08d}")] == []
+            whole = set(kept)
 
 
 def test_a_run_whose_checkpoints_are_all_broken_does_not_start_from_the_beginning(tmp_path):

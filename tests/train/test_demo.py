@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tfla.cli import main
 from tfla.train import demo as demo_module
 from tfla.train.config import DemoConfig
 from tfla.train.demo import affordable_steps, demo, demo_config, order_2
 from tfla.train.documents import find_files
 from tfla.train.evaluate import evaluate
+from tfla.train.messages import UserError
+from tfla.train.metrics import Metrics
 from tfla.train.ngram import ByteTrigram
 from tfla.train.tokenizer import ByteTokenizer
 from tfla.train.tokens import Tokens
@@ -61,6 +67,46 @@ def test_a_demo_that_was_broken_off_goes_on(short, tmp_path, monkeypatch, capsys
         with pytest.raises(TypeError):
             demo(config)
     assert demo(config).run == tmp_path / "demo"
+
+
+def test_an_interrupted_demo_says_so_and_fails(short, tmp_path, monkeypatch, capsys):
+    write = Metrics.write
+
+    def ask(self, kind, at, **values):
+        write(self, kind, at, **values)
+        if (kind, at) == ("train", 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Metrics, "write", ask)
+        assert main(["demo", "--run", str(tmp_path / "demo"), "--steps", "20"]) == 143
+    out, err = capsys.readouterr()
+    assert "Held-out files" not in out
+    assert "stopped at step 3 of 20, which is saved" in err
+    assert main(["demo", "--run", str(tmp_path / "demo"), "--steps", "20"]) == 0
+    assert str(tmp_path / "demo" / "curves.png") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seconds": float("nan")}, "seconds: got nan"),
+        ({"seconds": float("inf")}, "seconds: got inf"),
+        ({"seconds": -1.0}, "seconds: got -1.0"),
+        ({"steps": 0}, "steps: got 0"),
+        ({"threads": 100_000}, "threads: got 100000"),
+    ],
+)
+def test_options_out_of_range_are_named(short, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        demo(DemoConfig(run=tmp_path / "demo", **changes))
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_demo_may_be_where_one_is(short, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert demo(DemoConfig(run=Path("."), steps=20)).run == tmp_path / "here-2"
 
 
 def test_the_demo_takes_as_many_steps_as_it_has_time_for(short, tmp_path, monkeypatch):

@@ -283,6 +283,26 @@ def test_a_finished_run_can_be_extended(tiny, tmp_path, fail_at, monkeypatch):
         train(dataclasses.replace(config, steps=19))
 
 
+def test_tokens_that_were_made_anew_from_another_text_are_mentioned(tiny, texts, capsys):
+    config = tiny()
+    train(config)
+    (config.run / "tokens" / "train.bin").write_bytes(b"ab")
+    with pytest.raises(
+        UserError, match=r"tokens: its tokens cannot be read: train\.bin has 2 bytes, not \d+; remove it"
+    ):
+        train(config)
+    shutil.rmtree(config.run / "tokens")
+    train(config)
+    assert "its text has changed" not in capsys.readouterr().err
+    (texts / "00.txt").write_text("another text")
+    shutil.rmtree(config.run / "tokens")
+    train(dataclasses.replace(config, steps=10))
+    found = "tokens: not the tokens that this run was trained on up to step 8: its text has changed"
+    assert found in capsys.readouterr().err
+    train(dataclasses.replace(config, steps=12))
+    assert "its text has changed" not in capsys.readouterr().err
+
+
 def test_memory_that_runs_out_ends_with_one_line(tiny, fail_at):
     fail_at(3, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore."))
     with pytest.raises(

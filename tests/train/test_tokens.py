@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tfla.train import tokens as tokens_module
 from tfla.train.batches import Batches, heldout_windows
 from tfla.train.config import Data
 from tfla.train.documents import BLOCK, Document
@@ -85,6 +86,24 @@ def test_damaged_tokens_are_not_trained_on(texts, tmp_path, file, damage):
         path.write_bytes({"cut": cut, "changed": content[:-1] + b"\x01", "longer": content * 2}[damage])
     with pytest.raises(UserError, match=rf"tokens: its tokens cannot be read: {file}.*; remove it to make them anew"):
         prepare(config, tmp_path / "tokens")
+
+
+@pytest.mark.parametrize("lines", [False, True])
+def test_a_progress_bar_shows_how_much_text_is_done(texts, tmp_path, monkeypatch, lines):
+    bars = []
+
+    class Bar(tokens_module.tqdm):
+        def __init__(self, **options):
+            super().__init__(**options)
+            bars.append(self)
+
+    monkeypatch.setattr(tokens_module, "tqdm", Bar)
+    if lines:
+        (texts / "rows.jsonl").write_text('{"text": "' + "x" * 1000 + '"}\n')
+    paths = (texts, *([texts / "rows.jsonl"] if lines else []))
+    prepare(Data(paths=paths), tmp_path / "tokens")
+    size = sum(path.stat().st_size for path in texts.glob("*.txt")) + 1000 * lines
+    assert [(bar.n, bar.total) for bar in bars] == [(size, None if lines else size)]
 
 
 def test_tokens_of_an_earlier_version_are_used_with_a_notice(texts, tmp_path, capsys):

@@ -174,11 +174,11 @@ class TrainConfig:
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
     init_from: Path | None = None
-    """Start a new run from the weights of a run (its newest checkpoint), a checkpoint or a model that save_pretrained
-    wrote, with a new optimizer: fine-tuning. Model and tokenizer are its own; options that differ are errors."""
+    """Start a new run from the weights of a run, a checkpoint or a saved model, with a new optimizer: fine-tuning.
+    Architecture and tokenizer are the saved model's; options that name others are errors."""
     steps: int = 2000
-    """Updates of the weights. More than a run has done continue it: from there on the learning rate is that of a run of
-    the new length, so it rises again at once after a cooldown. Not the same as a run that had this length at first."""
+    """Updates of the weights; more of them continue a finished run.
+    Its learning rate is from there on that of a run of the new length, so it rises at once after the cooldown."""
     batch_size: int = 32
     """Sequences in one update."""
     accumulate: int = 1

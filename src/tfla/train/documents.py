@@ -104,8 +104,9 @@ class Documents:
 
     @property
     def size(self) -> int | None:
-        """Bytes of all files, for a progress bar; None for a dataset."""
-        return sum(file.size for file in self._files) if self._rows is None else None
+        """Bytes of all text, for a progress bar; None where that is not known beforehand."""
+        known = self._rows is None and not any(file.name.endswith(JSON_LINES) for file in self._files)
+        return sum(file.size for file in self._files) if known else None
 
     def __iter__(self) -> Iterator[AnyDocument]:
         found = self._of_files() if self._rows is None else _of_rows(self.config, self._rows)

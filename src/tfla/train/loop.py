@@ -42,7 +42,7 @@ from tfla.train.run_directory import (
 from tfla.train.storage import remove_directory
 from tfla.train.tokenizer import create as create_tokenizer
 from tfla.train.tokenizer import load as load_tokenizer
-from tfla.train.tokens import Tokens, prepare
+from tfla.train.tokens import Tokens, fingerprint, prepare
 
 
 class Trained(NamedTuple):
@@ -89,6 +89,12 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
             load_weights(model, config.init_from)
         adamw = optimizer(model, config.optim)
         step, progress = (0, {"elapsed": 0.0}) if latest is None else restore(latest, model, adamw)
+        text = fingerprint(run / TOKENS)
+        if text != progress.setdefault("tokens", text):
+            notice(
+                f"{run / TOKENS}: not the tokens that this run was trained on up to step {step}: its text has changed"
+            )
+            progress["tokens"] = text
         watch = InputGateWatch(model)
         forward: Callable[..., Tensor] = compiled(model) if config.compile else model
         metrics = Metrics(run, step, config.tensorboard)

@@ -224,6 +224,14 @@ def _load(config: Data, directory: Path) -> Tokens:
     return _read(config, directory)
 
 
+def fingerprint(directory: Path) -> str | None:
+    """Return the digest of the tokens to train on, to compare them; None for those of an earlier version."""
+    try:
+        return json.loads((directory / MANIFEST).read_text())["files"][FILES[0]]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _read(config: Data, directory: Path) -> Tokens:
     source = str(config.dataset) if config.dataset is not None else ", ".join(map(str, config.paths))
     try:
