@@ -106,6 +106,16 @@ def test_a_progress_bar_shows_how_much_text_is_done(texts, tmp_path, monkeypatch
     assert [(bar.n, bar.total) for bar in bars] == [(size, None if lines else size)]
 
 
+def test_a_long_comparison_is_announced(texts, tmp_path, monkeypatch, capsys):
+    config = Data(paths=(texts,))
+    prepare(config, tmp_path / "tokens")
+    prepare(config, tmp_path / "tokens")
+    assert "compares" not in capsys.readouterr().err
+    monkeypatch.setattr(tokens_module, "LARGE", 1)
+    prepare(config, tmp_path / "tokens")
+    assert "tokens: compares " in capsys.readouterr().err
+
+
 def test_tokens_of_an_earlier_version_are_used_with_a_notice(texts, tmp_path, capsys):
     config = Data(paths=(texts,))
     before = np.array(prepare(config, tmp_path / "tokens").train)

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from tfla.train import tokenizer as tokenizers
 from tfla.train.config import Data
 from tfla.train.documents import AnyDocument, Document, FileDocument, documents
+from tfla.train.memory import size_text
 from tfla.train.messages import UserError, notice, reason
 from tfla.train.storage import MANIFEST, what_is_broken, whole_directory, write_manifest
 from tfla.train.tokenizer import ByteTokenizer, Tokenizer
@@ -29,6 +30,7 @@ from tfla.train.tokenizer import ByteTokenizer, Tokenizer
 # Where fewer documents than this would be held out, whole ones are too coarse a measure: each gives its end.
 FEW = 10
 BATCH, BATCH_BYTES = 64, 1 << 21  # pieces of text that a tokenizer gets at once, and their bytes
+LARGE = 1 << 31  # bytes that take seconds to read
 FILES = "train.bin", "heldout.bin", "heldout_bytes.bin"
 
 
@@ -216,6 +218,9 @@ def _append(file: BinaryIO, values: NDArray[np.integer], dtype: np.dtype) -> Non
 def _load(config: Data, directory: Path) -> Tokens:
     """Read tokens that are there already; they are what they were when they were made."""
     if (directory / MANIFEST).exists():
+        size = sum(path.stat().st_size for path in directory.iterdir())
+        if size >= LARGE:
+            notice(f"{directory}: compares {size_text(size)} of tokens with their digests")
         broken = what_is_broken(directory)
         if broken is not None:
             raise UserError(f"{directory}: its tokens cannot be read: {broken}; remove it to make them anew")
