@@ -88,7 +88,10 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
         if latest is None and config.init_from is not None:
             load_weights(model, config.init_from)
         adamw = optimizer(model, config.optim)
-        step, progress = (0, {"elapsed": 0.0}) if latest is None else restore(latest, model, adamw)
+        step = 0
+        progress: dict[str, Any] = {"elapsed": 0.0}
+        if latest is not None:
+            step, progress = restore(latest, model, adamw)
         text = fingerprint(run / TOKENS)
         if text != progress.setdefault("tokens", text):
             notice(
