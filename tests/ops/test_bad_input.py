@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from cases import problem
 from torch import Tensor
 
 import tfla
@@ -68,6 +70,33 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"chunk_size": -64}, ValueError, ("chunk_size:", "-64", "at least 1")),
     ({"chunk_size": 64.0}, TypeError, ("chunk_size:", "float", "int or None")),
     ({"chunk_size": True}, TypeError, ("chunk_size:", "bool", "int or None")),
+    ({"q": torch.zeros(B, T, H, K, dtype=torch.float8_e4m3fn)}, TypeError, ("q:", "float8_e4m3fn", "bfloat16")),
+    ({"i": torch.zeros(B, T, H, dtype=torch.float8_e5m2)}, TypeError, ("i:", "float8_e5m2", "float32")),
+    ({"v": torch.zeros(B, T, H, V, dtype=torch.complex64)}, TypeError, ("v:", "complex64", "float dtype")),
+    ({"scale": "1"}, TypeError, ("scale:", "str", "number or None")),
+    ({"scale": [1.0]}, TypeError, ("scale:", "list", "number or None")),
+    ({"scale": True}, TypeError, ("scale:", "bool", "number or None")),
+    ({"scale": 1j}, TypeError, ("scale:", "complex", "number or None")),
+    ({"scale": float("nan")}, ValueError, ("scale:", "nan", "finite number")),
+    ({"scale": -float("inf")}, ValueError, ("scale:", "-inf", "finite number")),
+    ({"scale": torch.ones(1)}, TypeError, ("scale:", "tensor of shape (1,)", "number or None")),
+    ({"scale": torch.tensor(True)}, TypeError, ("scale:", "dtype torch.bool", "number or None")),
+    ({"scale": torch.tensor(torch.inf)}, ValueError, ("scale:", "inf", "finite number")),
+    (
+        {"scale": torch.ones((), requires_grad=True)},
+        TypeError,
+        ("scale:", "requires a gradient", "multiply q", "scale=1.0"),
+    ),
+    ({"backend": ["chunkwise"]}, ValueError, ("backend:", "['chunkwise']", "None", "'chunkwise'")),
+    ({"backend": 3}, ValueError, ("backend:", "3", "None", "'chunkwise'")),
+    ({"kernel": {"segmented"}}, ValueError, ("kernel:", "{'segmented'}", "'segmented'")),
+    ({"input_gate": ["exp"]}, ValueError, ("input_gate:", "['exp']", "'exp', 'sigmoid'")),
+    ({"return_state": []}, TypeError, ("return_state:", "[]", "True or False")),
+    ({"return_state": "no"}, TypeError, ("return_state:", "'no'", "True or False")),
+    ({"normalizer_grad": None}, TypeError, ("normalizer_grad:", "None", "True or False")),
+    ({"store_dtype": {"bfloat16"}}, TypeError, ("store_dtype:", "set", "torch.dtype or None")),
+    ({"store_dtype": torch.float16}, ValueError, ("store_dtype:", "float16", "bfloat16")),
+    ({"chunk_size": [64]}, TypeError, ("chunk_size:", "list", "int or None")),
     ({"chunk_size": "64"}, TypeError, ("chunk_size:", "str", "int or None")),
     ({"backend": "cuda"}, ValueError, ("backend:", "'cuda'", "None", "'chunkwise'", "'reference'")),
     ({"backend": "chunkwise", "kernel": "fast"}, ValueError, ("kernel:", "'fast'", "'chunkwise'", "'segmented'")),
@@ -83,6 +112,11 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"initial_state": state(n=None)}, TypeError, ("initial_state.n:", "NoneType", "tensor")),
     ({"initial_state": state(m=None)}, TypeError, ("initial_state.m:", "NoneType", "tensor")),
     ({"initial_state": state(C=torch.zeros(B, H, K, V, dtype=INT))}, TypeError, ("initial_state.C:", "int64", "float")),
+    (
+        {"initial_state": state(n=torch.zeros(B, H, K, dtype=torch.float8_e4m3fn))},
+        TypeError,
+        ("initial_state.n:", "float8_e4m3fn", "float dtype"),
+    ),
     ({"initial_state": state().to("meta")}, ValueError, ("initial_state.C:", "meta", "cpu")),
     (
         {"initial_state": state(), "input_gate": "sigmoid"},
@@ -132,6 +166,105 @@ def test_cu_seqlens(cu_seqlens: Any, error: type[Exception], parts: tuple[str, .
     assert all(part in text for part in parts), text
 
 
+TWICE = pytest.mark.parametrize("calls", [1, 2], ids=["first call", "call after others"])
+
+
+@TWICE
+@pytest.mark.parametrize(
+    "scale", [2, 2.0, np.float32(2.0), np.float64(2.0), torch.tensor(2.0), torch.tensor(2)], ids=repr
+)
+def test_scales_that_are_numbers(scale: Any, calls: int) -> None:
+    arguments = whole()
+    expected = tfla.mlstm(**arguments, scale=2.0)
+    for _ in range(calls):
+        assert torch.equal(tfla.mlstm(**arguments, scale=scale), expected)
+
+
+@TWICE
+@pytest.mark.parametrize(("change", "error", "parts"), OPTIONS, ids=label)
+def test_explain(change: dict[str, Any], error: type[Exception], parts: tuple[str, ...], calls: int) -> None:
+    for _ in range(calls):
+        text = message(error, tfla.explain, **whole() | change)
+    assert all(part in text for part in parts), text
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_a_scale_that_a_transform_is_of(transform: str) -> None:
+    arguments = whole()
+
+    def h(scale: Tensor) -> Tensor:
+        return tfla.mlstm(**arguments, scale=scale)
+
+    with pytest.raises(TypeError, match=r"scale: got a tensor that .* expected a number.* multiply q by"):
+        torch.vmap(h)(torch.ones(2)) if transform == "vmap" else torch.func.jvp(h, (torch.ones(()),), (torch.ones(()),))
+
+
+MALFORMED = [[5, 8, 16], [0, 4, 12], [0, 40, 16], [0, 12, 4, 16], [-4, 2, 16]]
+BACKENDS_OF_CPUS = pytest.mark.parametrize("backend", ["chunkwise", "reference"])
+
+
+def of_16_steps() -> list[Tensor]:
+    return [torch.randn(1, 16, 2, *d) for d in ((4,), (4,), (6,), (), ())]
+
+
+@BACKENDS_OF_CPUS
+@pytest.mark.parametrize("at", MALFORMED, ids=str)
+@pytest.mark.parametrize("gradients", [False, True], ids=["inference", "training"])
+def test_malformed_cu_seqlens_in_a_compiled_function(at: list[int], gradients: bool, backend: str) -> None:
+    """Neither memory that nobody has written nor another library's error."""
+    torch.compiler.reset()
+    x = [t.requires_grad_(gradients) for t in of_16_steps()]
+    compiled = torch.compile(
+        lambda at, *x: tfla.mlstm(*x, cu_seqlens=at, backend=backend), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.isfinite(compiled(torch.tensor([0, 4, 16]), *x)).all()
+    with pytest.raises(ValueError, match=r"^cu_seqlens: (goes from|got)"):
+        compiled(torch.tensor(at), *x)
+
+
+@pytest.mark.parametrize("at", MALFORMED, ids=str)
+def test_malformed_cu_seqlens_seen_by_the_operator_alone(at: list[int]) -> None:
+    """Exported, mapped, in forward mode, under a mode, and in the backward."""
+    x = of_16_steps()
+    wrong, right = torch.tensor(at), torch.linspace(0, 16, len(at)).long()
+
+    class Layer(torch.nn.Module):
+        def forward(self, at: Tensor, *x: Tensor) -> Tensor:
+            return tfla.mlstm(*x, cu_seqlens=at)
+
+    exported = torch.export.export(Layer(), (right, *x)).module()
+    calls: dict[str, Any] = {
+        "exported": lambda: exported(wrong, *x),
+        "vmap": lambda: torch.vmap(lambda at: tfla.mlstm(*x, cu_seqlens=at))(torch.stack([right, wrong])),
+        "jvp": lambda: torch.func.jvp(lambda q: tfla.mlstm(q, *x[1:], cu_seqlens=wrong), (x[0],), (x[0],)),
+        "grad": lambda: torch.func.grad(lambda q: tfla.mlstm(q, *x[1:], cu_seqlens=wrong).sum())(x[0]),
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match=r"^cu_seqlens: (goes from|got)"):
+            call()
+    none = (None,) * 3
+    options = (0.5, True, True, 16, "chunkwise", "segmented")
+    h, _, _, _, *kept = torch.ops.tfla.attend(*x, *none, right, *options, True, False)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: (goes from|got)"):
+        torch.ops.tfla.attend_backward(*x, *none, wrong, h, *kept, torch.ones_like(h), None, None, *options)
+
+
+@pytest.mark.parametrize("lengths", [[0, 4], [-1, 2]], ids=str)
+def test_lengths_out_of_range_in_a_compiled_function(lengths: list[int]) -> None:
+    torch.compiler.reset()
+    x = [getattr(problem(dtype=torch.float32, T=3, carried=False), name) for name in "qkvif"]
+    x[0].requires_grad_()
+    compiled = torch.compile(lambda s, n, *x: tfla.mlstm_steps(*x, s, lengths=n), fullgraph=True, backend="aot_eager")
+    start = tfla.State.zeros(2, 2, 5, 7)
+    expected = tfla.mlstm_steps(*x, start, lengths=torch.tensor([1, 3]))
+    found = compiled(start, torch.tensor([1, 3]), *x)
+    assert torch.allclose(found[1].C, expected[1].C)
+    with pytest.raises(ValueError, match=r"^lengths: got values from .* expected from 0 to T = 3"):
+        compiled(start, torch.tensor(lengths), *x)
+    with pytest.raises(ValueError, match=r"^lengths: got values from .* expected from 0 to T = 3"):
+        torch.vmap(lambda n: tfla.mlstm_steps(*x, start, lengths=n)[0])(torch.tensor([[0, 3], lengths]))
+
+
 def test_cu_seqlens_with_a_batch() -> None:
     text = message(ValueError, tfla.mlstm, **whole() | {"cu_seqlens": torch.tensor([0, 4, 9])})
     assert all(part in text for part in ("q:", "batch 2", "1 with cu_seqlens")), text
@@ -159,6 +292,11 @@ STEPS: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"state": None}, TypeError, ("state:", "NoneType", "tfla.State")),
     ({"state": state(C=torch.zeros(1, H, K, V))}, ValueError, ("state.C:", "(1, 4, 5, 7)", "(2, 4, 5, 7)")),
     ({"state": state(n=None)}, TypeError, ("state.n:", "NoneType", "tensor")),
+    ({"q": torch.zeros(B, H, K, dtype=torch.float8_e4m3fn)}, TypeError, ("q:", "float8_e4m3fn", "float32")),
+    ({"scale": "1"}, TypeError, ("scale:", "str", "number or None")),
+    ({"scale": float("inf")}, ValueError, ("scale:", "inf", "finite")),
+    ({"backend": ["chunkwise"]}, ValueError, ("backend:", "['chunkwise']", "None")),
+    ({"in_place": []}, TypeError, ("in_place:", "[]", "True or False")),
     ({"input_gate": "tanh"}, ValueError, ("input_gate:", "'tanh'", "'exp', 'sigmoid'")),
 ]
 

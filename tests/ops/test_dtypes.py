@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,47 @@ def test_autocast_is_a_cast_of_qkv_alone(way: Way, dtype: torch.dtype) -> None:
         torch.autograd.grad(h.sum() + s.C.sum() + s.n.sum(), [*leaves.values()][:-1]) for h, s in (found, expected)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+MIXED = {"float32, low": (0, 1, 1), "low, float32": (1, 0, 1), "float32 v": (1, 1, 0)}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("wide", MIXED.values(), ids=MIXED.keys())
+def test_autocast_takes_mixed_dtypes(way: Way, wide: tuple[int, ...]) -> None:
+    """As norms of q and k leave them: all three are cast before they are compared, in every function, each time."""
+    dtype = torch.float16
+    p = problem(dtype=torch.float32, T=3)
+    leaves = leaves_on(way, p)
+    low = [leaves[name].detach().to(dtype) for name in "qkv"]
+    mixed = [x if is_low else x.float() for x, is_low in zip(low, wide, strict=True)]
+    i, f = leaves["i"].detach(), leaves["f"].detach()
+    state = tfla.State(*(leaves[name].detach() for name in ("C0", "n0", "m0")))
+    calls: list[Callable[..., Any]] = [
+        lambda *x: tfla.mlstm(*x, i, f, **way.options),
+        lambda *x: tfla.linear_attention(*x, -f.abs(), **way.options),
+        lambda *x: tfla.mlstm_step(*(t[:, 0] for t in x), i[:, 0], f[:, 0], state, backend=way.backend)[0],
+        lambda *x: tfla.mlstm_steps(*x, i, f, state, backend=way.backend)[0],
+        lambda *x: tfla.linear_attention_steps(*x, -f.abs(), tfla.State(state.C), backend=way.backend)[0],
+    ]
+    for function in calls:
+        expected = function(*low)
+        with torch.autocast(way.device, dtype=dtype):
+            for _ in range(2):
+                found = function(*mixed)
+                assert found.dtype == dtype
+                assert torch.equal(found, expected)
+            said = tfla.explain(*mixed, i, f, **way.options)
+        assert said.backend == way.backend
+        with pytest.raises(TypeError, match=r"^[kv]: got dtype"):
+            function(*mixed)
+
+
+def test_autocast_does_not_mix_float64(device: str) -> None:
+    p = problem(dtype=torch.float32, carried=False)
+    q, k, v, i, f = (x.to(device) for x in p.leaves.values())
+    with torch.autocast(device, dtype=torch.bfloat16), pytest.raises(TypeError, match=r"^k: got dtype torch.float64"):
+        tfla.mlstm(q, k.double(), v, i, f)
 
 
 def test_autocast_leaves_float64_alone(device: str) -> None:

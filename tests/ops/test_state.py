@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -60,6 +61,16 @@ def test_reset_is_the_state_before_the_first_step() -> None:
     ("rows", "kind", "text"),
     [
         (1, TypeError, "rows: got 1, expected a tensor or a list"),
+        (
+            [True, False, False, True],
+            TypeError,
+            "rows: got [True, False, False, True], expected a tensor or a list of integers",
+        ),
+        ([np.True_, np.False_], TypeError, "expected a tensor or a list of integers"),
+        ([0, True], TypeError, "mask.nonzero().flatten()"),
+        (torch.tensor([True]), TypeError, "mask.nonzero().flatten()"),
+        (torch.tensor([0, 4]), ValueError, "rows: got 4, expected from 0 to 3"),
+        (torch.tensor([-1]), ValueError, "rows: got -1, expected from 0 to 3"),
         ([0.5], TypeError, "rows: got [0.5], expected a tensor or a list"),
         ([4], ValueError, "rows: got 4, expected from 0 to 3"),
         ([-1], ValueError, "rows: got -1, expected from 0 to 3"),
@@ -73,6 +84,23 @@ def test_wrong_rows_are_named(rows: Any, kind: type[Exception], text: str) -> No
         with pytest.raises(kind) as caught:
             call(rows)
         assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("rows", [[1, 1], torch.tensor([1, 1]), [np.int64(1), 1]], ids=repr)
+def test_a_sequence_that_is_overwritten_twice(rows: Any) -> None:
+    whole = state(4)
+    before = whole.clone()
+    with pytest.raises(ValueError, match=r"^rows: got 1 more than once, expected each sequence once"):
+        whole.scatter(rows, state(2))
+    assert all(torch.equal(a, b) for a, b in zip(whole, before, strict=True))
+    assert torch.equal(whole.gather(rows).C, whole.C[[1, 1]])
+    whole.reset(rows)
+    assert not whole.C[1].any()
+
+
+def test_scatter_of_what_is_no_state() -> None:
+    with pytest.raises(TypeError, match=r"^states: got tuple, expected tfla.State"):
+        state(4).scatter([0], tuple(state(1)))
 
 
 def test_states_that_do_not_fit_are_named() -> None:

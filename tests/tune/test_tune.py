@@ -244,6 +244,34 @@ def test_a_broken_file_is_reported_and_left_out(cache: Path, text: str) -> None:
         tfla.mlstm(*inputs())
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kernel": "walk"}, r"kernel: got 'walk', backend 'chunkwise' has 'segmented'"),
+        ({"backend": "metal"}, r"backend: got 'metal', allowed are .*'chunkwise'"),
+        ({"backend": "triton", "kernel": "xl_chunk"}, r"kernel: got 'xl_chunk', backend 'triton' has 'fused', 'tfla'"),
+    ],
+    ids=["kernel", "backend", "kernel of a GPU"],
+)
+def test_an_entry_of_what_there_is_not_is_reported_once_and_left_out(
+    cache: Path, change: dict[str, Any], why: str
+) -> None:
+    """Other entries of the file are used."""
+    store.add(cache, [entry(), entry(T=320)])
+    text = json.loads(cache.read_text())
+    text["entries"][0].update(change)
+    cache.write_text(json.dumps(text))
+    tuned.forget()
+    with pytest.warns(UserWarning, match=rf"an entry of .*chunk_sizes\.json is left out: {why}"):
+        h = tfla.mlstm(*inputs())
+    assert h.shape == (1, 160, 1, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert picked(*inputs())[1] is False
+        assert picked(*inputs(320))[1] is True
+        tfla.mlstm(*inputs())
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_broken_file_is_written_anew(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache.parent.mkdir()

@@ -13,6 +13,7 @@ from tfla.nn.init import Projection
 from tfla.nn.mlstm import MLSTM
 from tfla.nn.model import LanguageModel, ModelState
 from tfla.nn.norm import HeadNorm
+from tfla.ops.signature import autocast_dtype
 from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
 
@@ -27,7 +28,7 @@ def unsupported(model: LanguageModel, state: ModelState) -> str | None:
         return "it needs Triton and an NVIDIA GPU"
     if not all(isinstance(part, State) and len(part.C) == 1 for part in state):
         return "it is for one sequence and mLSTMs"
-    if torch.is_autocast_enabled(weight.device.type):
+    if autocast_dtype(weight.device.type) is not None:
         return "it knows no autocast"
     if max(model.config.d_model, model.config.ffn_dim) > WIDEST:
         return f"it takes rows of up to {WIDEST} weights"

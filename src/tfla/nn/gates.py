@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla.nn.numerics import at_least_float32, recomputed, soft_cap
+from tfla.ops.signature import without_autocast
 
 # Added nowhere, set in place of f~ at a document's first token: the forget gate is then 0 in every dtype.
 RESET = -1e4
@@ -34,7 +35,7 @@ class GatePreactivation(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         # A gate is exp'd or summed over the whole sequence: bfloat16 is too coarse for it.
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return recomputed(self._float32_gate, x) if x.element_size() == 2 else self._float32_gate(x)
 
     def _float32_gate(self, x: Tensor) -> Tensor:

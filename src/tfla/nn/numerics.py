@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tfla.ops.signature import observed
+from tfla.ops.signature import autocast_dtype
+from tfla.ops.transforms import observed
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -27,10 +28,8 @@ def autocast_once(x: Tensor) -> Tensor:
     Several projections read the same normalized x. Without this, each of them would keep a cast copy of its own for the
     backward.
     """
-    device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    dtype = autocast_dtype(x.device.type)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

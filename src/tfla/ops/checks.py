@@ -108,7 +108,7 @@ def check_store_dtype(store_dtype: object) -> None:
 
 def check_scale(scale: object) -> float | None:
     """Return the scale as a float, or None."""
-    if scale is None or (type(scale) is float and math.isfinite(scale)):
+    if scale is None or (type(scale) is float and -math.inf < scale < math.inf):
         return scale
     if isinstance(scale, Tensor):
         if scale.requires_grad or (not torch.compiler.is_compiling() and forward_mode((scale,))):
@@ -125,7 +125,7 @@ def check_scale(scale: object) -> float | None:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real | torch.SymFloat | torch.SymInt):
         raise TypeError(f"scale: got {type(scale).__name__}, expected a number or None")
     scale = float(scale)
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # a comparison, since torch.compile cannot trace math.isfinite
         raise ValueError(f"scale: got {scale}, expected a finite number")
     return scale
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from tfla.backends import Inputs, known
+from tfla.backends import BACKENDS, Inputs, known
 from tfla.backends.triton import constant
 
 SHIPPED = Path(__file__).with_name("chunk_sizes.json")
@@ -88,7 +88,8 @@ def _entry(row: Any) -> Entry:
 
 @functools.cache
 def load() -> tuple[Entry, ...]:
-    """The user's entries, then the library's; a file that cannot be read is reported once and left out."""
+    """The user's entries, then the library's; a file that cannot be read, or an entry of what there is not, is reported
+    once and left out."""
     found: dict[tuple[Any, ...], Entry] = {}
     for path in (user_file(), SHIPPED):
         try:
@@ -97,8 +98,21 @@ def load() -> tuple[Entry, ...]:
             warnings.warn(f"tfla: {path} is left out: {error}; `tfla tune` writes it anew", stacklevel=2)
             continue
         for entry in entries:
+            if (why := _unknown(entry)) is not None:
+                warnings.warn(f"tfla: an entry of {path} is left out: {why}; `tfla tune` writes it anew", stacklevel=2)
+                continue
             found.setdefault(entry.key, entry)
     return tuple(found.values())
+
+
+def _unknown(entry: Entry) -> str | None:
+    """Say what this version has not, of an entry that another version or a person wrote; None where it has all."""
+    if entry.backend not in BACKENDS:
+        return f"backend: got {entry.backend!r}, allowed are {', '.join(map(repr, BACKENDS))}"
+    kernels = BACKENDS[entry.backend].kernels
+    if entry.kernel not in kernels:
+        return f"kernel: got {entry.kernel!r}, backend {entry.backend!r} has {', '.join(map(repr, kernels))}"
+    return None
 
 
 @functools.cache
@@ -150,7 +164,8 @@ def among(mine: Sequence[Entry], x: Inputs, kernel: str | None) -> Entry | None:
             return None
     for e in mine:
         same = e.T == T and e.B == B and e.H == H and e.dqk == dqk and e.dhv == dhv
-        if same and (e.kernel == kernel or (kernel is None and not e.asked)):
+        wanted = e.kernel == kernel or (kernel is None and not e.asked)
+        if same and wanted and BACKENDS[e.backend].kernel_unsupported(x, e.kernel) is None:
             return e
     return None
 
