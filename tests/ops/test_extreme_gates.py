@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FORMS, Problem, Way, call, check, leaves_on, problem, solve, truth
+from cases import FORMS, TOLERANCE, Problem, Way, call, check, error, leaves_on, problem, solve, truth
 
 import tfla
 from tfla.ops.gates import LOG_GATE_MAX, LOG_GATE_MIN
@@ -148,6 +148,20 @@ def test_nan_is_not_hidden(way: Way) -> None:
             h, state = call(p, leaves_on(way, p.but(**{name: x})), **way.options)
             assert h[0, 20:].isnan().all(), (form, name)
             assert state.C[0].isnan().any(), (form, name)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("gate", ["i", "f"])
+@pytest.mark.parametrize("form", FORMS)
+def test_nan_of_a_gate_does_not_reach_earlier_steps(way: Way, form: str, gate: str) -> None:
+    """Those of the same chunk included."""
+    p = problem(form, dtype=torch.float32, T=100)
+    x = getattr(p, gate).clone()
+    x[:, 70] = torch.nan
+    before, _ = call(p, leaves_on(way, p), **way.options)
+    after, _ = call(p, leaves_on(way, p.but(**{gate: x})), **way.options)
+    assert error(after[:, :70], before[:, :70]) <= TOLERANCE[torch.float32]
+    assert after[:, 70:].isnan().all()
 
 
 def test_gates_of_a_step(device: str) -> None:

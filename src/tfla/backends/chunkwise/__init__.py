@@ -1,5 +1,9 @@
 """Chunkwise in plain PyTorch: for CPUs and every device PyTorch runs on.
 
+It is tested on CPUs and NVIDIA GPUs. Inputs in float32, bfloat16 and float16 are computed without float64, which tests
+check, since some devices have none. Such devices are expected to work and are not tested: Apple's GPUs ("mps") need a
+PyTorch that has `cummax` there, or PYTORCH_ENABLE_MPS_FALLBACK=1. Inputs in float64 need a device that has float64.
+
 A sequence is cut into chunks of `chunk_size` steps, whose first states are stored for the backward; a chunk is walked
 in blocks of tiles (:mod:`.block`). So a large chunk costs the FLOPs of a small one, and stores as little as it should.
 """
