@@ -109,6 +109,15 @@ print(after.limit, after.free)
         assert all(0 < int(number) <= 2**28 for number in done.stdout.split())
 
 
+def test_a_gpu_has_what_is_free_and_what_torch_keeps_for_reuse(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 8000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    assert memory_of(torch.device("cuda")) == Memory(1200, 1200)
+    with pytest.raises(UserError, match=r"does not fit on cuda: .*, and there are 1\.2 KiB"):
+        check_memory(config(), 10, True, torch.device("cuda"))
+
+
 def test_devices_that_do_not_say_are_not_refused(monkeypatch):
     monkeypatch.setattr(memory, "memory_of", lambda device: Memory(None, None))
     assert check_memory(config(), 10**12, False, CPU) is None
