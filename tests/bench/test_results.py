@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tfla.bench import report, results
+from tfla.bench import report, results, schema
 from tfla.bench.stored import load
 from tfla.cli import main
 from tfla.paper import benchmark_claims, benchmarks, explained, profiled, training
@@ -125,6 +125,28 @@ def test_a_field_that_is_missing_or_of_another_kind_is_said(
         said = str(error)
     assert said.count("\n") == 0
     assert f"{name}.json" in said or "there are none in" in said  # a file that says of another kind that it is
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_some_of_the_training_runs_make_claims(
+    small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whichever runs there are so far, some of them stopped or failed, as `tfla experiment NAME` leaves them."""
+    runs = small["training"]["runs"]
+    kept = [dict(runs[n]) for n in sorted(data.draw(st.sets(st.integers(0, len(runs) - 1))))]
+    for row in kept:
+        what = data.draw(st.sampled_from(["done", "done", "stopped", "failed", "not begun"]))
+        if what == "stopped":
+            row["evals"] = row.get("evals", [])[: data.draw(st.integers(0, 3))]
+        elif what == "failed":
+            row["failed"] = "no"
+        elif what == "not begun":
+            for key in schema.RUN:
+                row.pop(key, None)
+    folder = tmp_path_factory.mktemp("results")
+    put(folder, {"training": small["training"] | {"runs": kept}})
+    assert len(training.claims(training.Config(out=folder, results=folder))) > 5
 
 
 def test_whole_results_are_read(small: dict[str, Any], tmp_path: Path) -> None:

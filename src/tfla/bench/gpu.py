@@ -289,6 +289,7 @@ def main(args: Sequence[str] | None = None, prog: str = "python -m tfla.bench.gp
     try:
         if config.out is not None:
             check_file("out", config.out)
+        chosen(config, SUITES[config.suite])
         if not (config.device.startswith("cuda:") or config.device == "cuda") or not torch.cuda.is_available():
             check_device(config.device)  # a GPU's memory is left to the processes that are timed
         run(config)

@@ -37,6 +37,7 @@ BYTES = Kind("a whole number of at least 0", lambda x: isinstance(x, int) and _n
 AMOUNT = Kind("a finite number of at least 0", lambda x: _number(x) and x >= 0)
 RATE = Kind("a finite number above 0", lambda x: _number(x) and x > 0)
 NUMBER = Kind("a finite number", _number)
+FLOAT = Kind("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool))  # NaN where a run diverged
 # Launch parameters are stored as they are printed.
 STEPS = ("tile", "chunk", "segment")
 DETAILS = Kind(
@@ -89,12 +90,12 @@ GRID: Fields = {"T": COUNT, "chunk_sizes": list_of(COUNT), "lengths": list_of(CO
 
 # `tfla experiment`.
 SIZE: Fields = dict.fromkeys(("steps", "batch_size", "context", "d_model", "num_blocks"), COUNT)
-CURVE = list_of(or_none(NUMBER))
+CURVE = list_of(or_none(FLOAT))
 RUN: Fields = {
     "parameters": COUNT, "evals": list_of(OBJECT), "failed": TEXT,
-    **dict.fromkeys(("step", "loss", "max_input_gate", "grad_norm"), CURVE),
+    **dict.fromkeys(("step", "loss", "max_input_gate"), CURVE), "grad_norm": list_of(FLOAT),
 }  # fmt: skip
-EVALUATION: Fields = {"step": BYTES, "bits_per_byte": NUMBER, "perplexity": NUMBER}
+EVALUATION: Fields = {"step": BYTES, "bits_per_byte": FLOAT, "perplexity": FLOAT}
 
 
 def check_fields(found: Any, at: str, needed: Fields, others: Fields | None = None) -> None:

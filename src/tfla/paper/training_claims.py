@@ -142,9 +142,10 @@ def _grid(found: Found) -> Claim:
 
 
 def _below_zero(found: Found) -> Claim:
-    rows = {v: row for v in EXPERIMENTS["fig11"].variants if (row := found.trained(v)) is not None}
-    largest = [max(x for x in row["max_input_gate"] if x is not None) for row in rows.values()]
-    ends = [row["max_input_gate"][-1] for row in rows.values()]
+    trained = [row for v in EXPERIMENTS["fig11"].variants if (row := found.trained(v)) is not None]
+    curves = [[x for x in row["max_input_gate"] if x is not None] for row in trained]
+    rows = [curve for curve in curves if curve]
+    largest, ends = [max(curve) for curve in rows], [curve[-1] for curve in rows]
     return Claim(
         "Input gates stay below zero",
         "that pre-activations grow slowly from the bias of -10 and mostly stay below 0 (Figure 11).",

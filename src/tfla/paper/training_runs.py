@@ -109,7 +109,8 @@ def _check(result: Row) -> None:
     schema.check_fields(result["config"], "config.", {"optim": schema.OBJECT})
     schema.check_fields(result["config"]["optim"], "config.optim.", {"clip": schema.RATE})
     for n, row in enumerate(result["runs"]):
-        schema.check_fields(row, f"runs[{n}].", {"parameters": schema.COUNT} if "evals" in row else {}, schema.RUN)
+        needed = {name: kind for name, kind in schema.RUN.items() if name != "failed"} if "evals" in row else {}
+        schema.check_fields(row, f"runs[{n}].", needed, schema.RUN)
         for m, evaluation in enumerate(row.get("evals", ())):
             schema.check_fields(evaluation, f"runs[{n}].evals[{m}].", schema.EVALUATION)
 
@@ -190,7 +191,7 @@ def table_of(found: Found) -> Table:
             bits, perplexity = (found.all_of(line.variants, x, step) for x in ("bits_per_byte", "perplexity"))
             if bits and step:
                 label = title_of(name, found, step).partition(": ")
-                parameters = found.runs[line.variants[0]]["parameters"]
+                parameters = next(found.runs[v]["parameters"] for v in line.variants if found.at(v, "perplexity", step))
                 rows.append([
                     f"{label[0]}, {label[2]}", line.label, f"{parameters / 1e6:.2f} million", str(len(bits)),
                     text(bits), text(perplexity),
