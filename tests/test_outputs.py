@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tfla.train.messages import UserError
+from tfla._util.errors import UserError
 from tfla.train.outputs import check_file, check_folder
 
 

@@ -79,7 +79,7 @@ def _dispatch(args: Sequence[str]) -> int:
 
 
 def _run(command: Command, args: Sequence[str]) -> int:
-    from tfla.train.messages import UserError, one_line
+    from tfla._util.errors import UserError, one_line
 
     try:
         return getattr(importlib.import_module(command.module), command.function)(args)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import tfla
-from tfla.nn.norm import HeadNorm
+from tfla._util.errors import UserError
+from tfla.nn.layers import HeadNorm
 from tfla.paper.gain import EPSILONS, VARIANTS, T, draw, gain, gains, outputs, transition
 from tfla.paper.transfer import Config, axis, claims, draw_start, figure, figures, where
-from tfla.train.messages import UserError
 
 GATES = list(VARIANTS)
 

@@ -54,7 +54,7 @@ def test_denominators_of_sequences_cut(
     """The walk for n is cut where multiprocessors would be idle, others not."""
     if way.backend not in ("triton", "hopper") or way.kernel != "fused":
         pytest.skip("walks n and the state together")
-    from tfla.backends import known
+    from tfla._util import caching
     from tfla.backends.triton import launch
 
     monkeypatch.setattr(launch, "processors", lambda device: 132)
@@ -62,12 +62,12 @@ def test_denominators_of_sequences_cut(
     walked = []
     normaliser = launch.Call.normaliser
     monkeypatch.setattr(launch.Call, "normaliser", lambda *args, **options: walked.append(normaliser(*args, **options)))
-    known.forget()
+    caching.forget()
     try:
         p = problem(dtype=way.widest, T=290, lengths=lengths, Hq=1, H=2, K=K, V=256, carried=carried)
         check(solve(p, way, chunk_size=1000), truth(p), p.dtype)
     finally:
-        known.forget()
+        caching.forget()
     assert len(walked) == 2
 
 

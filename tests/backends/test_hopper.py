@@ -26,7 +26,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import tfla
-from tfla.backends import BACKENDS, hopper, known
+from tfla._util import caching
+from tfla.backends import BACKENDS, hopper
 from tfla.backends.base import Inputs, Spec
 from tfla.backends.hopper import NARROW
 
@@ -99,10 +100,10 @@ def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
 
     def see(count: int) -> None:
         monkeypatch.setattr(launch, "processors", lambda device: count)
-        known.forget()
+        caching.forget()
 
     yield see
-    known.forget()
+    caching.forget()
 
 
 @pytest.fixture(autouse=True)

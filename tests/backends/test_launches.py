@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from tfla.backends import known
+from tfla._util import caching
 from tfla.backends.base import static
 from tfla.backends.triton import compiled
 from tfla.backends.triton.compiled import Bound, Program, Tape, program, repeated
@@ -54,9 +54,9 @@ class CompiledAsNow(Compiled):
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    known.forget()
+    caching.forget()
     yield
-    known.forget()
+    caching.forget()
 
 
 def test_kernels_are_looked_up_once() -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import tfla
-from tfla.backends import BACKENDS, Inputs, known
+from tfla._util import caching
+from tfla.backends import BACKENDS, Inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -172,7 +173,7 @@ def test_tritons_autotuner_is_asked_for(kernel: str, monkeypatch: pytest.MonkeyP
         return [h.detach(), *torch.autograd.grad(h, x[:5], x[5])]
 
     expected = solve()
-    known.forget()
+    caching.forget()
     compiled.autotuned.cache_clear()
     monkeypatch.setenv(compiled.AUTOTUNE, "1")
     try:
@@ -182,7 +183,7 @@ def test_tritons_autotuner_is_asked_for(kernel: str, monkeypatch: pytest.MonkeyP
         again = solve()
         assert compiled.autotuned.cache_info().misses == tuned
     finally:
-        known.forget()
+        caching.forget()
     assert same(again, found)
     assert all(
         (a.double() - b.double()).norm() <= 5e-3 * b.double().norm() for a, b in zip(found, expected, strict=True)

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("tyro")
 pytest.importorskip("tqdm")
 
+from tfla._util.errors import UserError
 from tfla.bench import cpu, report
 from tfla.bench.commands import bench
 from tfla.bench.floor import backward_flops, forward_flops
-from tfla.train.messages import UserError
 
 
 def test_floor_is_what_the_products_of_a_tile_cost():

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tfla._util.errors import UserError
 from tfla.bench import report, results, schema
 from tfla.bench.stored import load
 from tfla.cli import main
@@ -19,7 +20,6 @@ from tfla.paper import benchmark_claims, benchmarks, explained, profiled, traini
 from tfla.paper.frame import Options
 from tfla.paper.measured import sig_forward
 from tfla.paper.numerics import figures as numerics
-from tfla.train.messages import UserError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 STORED = ("cpu", "fig4", "fig5", "traffic", "numerics", "training")

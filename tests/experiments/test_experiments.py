@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tfla._util.errors import UserError
 from tfla.cli import main
 from tfla.paper.experiments import run as runner
 from tfla.paper.experiments.crew import train_all
@@ -19,8 +20,7 @@ from tfla.paper.experiments.run import ExperimentConfig
 from tfla.paper.training import Config, claims, figures
 from tfla.paper.training_runs import Found, load, running_median, spikes, table_of, text, title_of
 from tfla.train.config import TrainConfig
-from tfla.train.messages import UserError
-from tfla.train.tokens import prepare
+from tfla.train.data import prepare
 
 TINY = replace(SIZES["smoke"], d_model=16, context=16, batch_size=4, steps=4, eval_windows=4)
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tfla._util.files import write_atomically
 from tfla.integrations.transformers import load_xlstm
 from tfla.nn import LanguageModel
-from tfla.nn.files import write_atomically
 
 Make = Callable[..., LanguageModel]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tfla
-from tfla.backends import known
-from tfla.backends.known import Known, forget
+from tfla._util import caching
+from tfla._util.caching import Known, forget
 from tfla.ops.signature import signature
 
 Run = Callable[..., list[Tensor]]
@@ -185,7 +185,7 @@ def test_what_others_see_has_none() -> None:
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "REMEMBERED", 3)
+    monkeypatch.setattr(caching, "REMEMBERED", 3)
     calls: Known[int] = Known()
     for n in range(5):
         calls.add(n, n)
@@ -195,7 +195,7 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.get(None) is None
     forget()
     assert calls.get(4) is None
-    known.EVERYTHING.remove(calls)
+    caching.EVERYTHING.remove(calls)
 
 
 @pytest.mark.interpreter

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.checkpoint import Checkpoints, find_model, latest_checkpoint, restore, what_is_broken
 from tfla.train.config import Optim
-from tfla.train.messages import UserError
 from tfla.train.recipe import optimizer
 from tfla.train.tokenizer import ByteTokenizer
 

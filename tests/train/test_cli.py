@@ -13,9 +13,9 @@ import pytest
 
 import tfla
 from tfla.cli import COMMANDS, main
+from tfla.train.checkpoint import read_config
 from tfla.train.config import to_json
-from tfla.train.metrics import FILE, Metrics, read
-from tfla.train.run_directory import read_config
+from tfla.train.logging import FILE, Metrics, read
 
 OPTIONS = {
     "model.d-model": 32, "model.num-blocks": 1, "model.num-heads": 2, "batch-size": 4, "context": 24,

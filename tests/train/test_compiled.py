@@ -5,9 +5,7 @@ import torch
 import torch._dynamo.testing
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.compiled import compiled
-from tfla.train.gate_watch import InputGateWatch
-from tfla.train.objective import token_losses
+from tfla.train.loop import InputGateWatch, compiled, token_losses
 
 
 @pytest.mark.parametrize("mixer", ["mlstm_exp", "attention"])

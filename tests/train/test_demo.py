@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from tfla._util.errors import UserError
 from tfla.cli import main
 from tfla.train import demo as demo_module
 from tfla.train.config import DemoConfig
-from tfla.train.demo import affordable_steps, demo, demo_config, order_2
-from tfla.train.documents import find_files
-from tfla.train.evaluate import evaluate
-from tfla.train.messages import UserError
-from tfla.train.metrics import Metrics
-from tfla.train.ngram import ByteTrigram
-from tfla.train.tokenizer import ByteTokenizer
-from tfla.train.tokens import Tokens
+from tfla.train.data import Tokens
+from tfla.train.demo import ByteTrigram, affordable_steps, demo, demo_config, order_2
+from tfla.train.logging import Metrics
+from tfla.train.loop import evaluate
+from tfla.train.tokenizer import ByteTokenizer, find_files
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from tfla._util.errors import UserError
 from tfla.train.config import Data
-from tfla.train.documents import documents
-from tfla.train.messages import UserError
+from tfla.train.tokenizer import documents
 
 
 def test_folders_are_read_sorted_with_suffixes_and_exclusions(tmp_path):

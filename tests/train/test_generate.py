@@ -9,11 +9,11 @@ import re
 import pytest
 import torch
 
+from tfla._util.errors import UserError
 from tfla.cli import main
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.config import GenerateConfig, Optim
 from tfla.train.loop import train
-from tfla.train.messages import UserError
 from tfla.train.sample import continue_text, sample
 from tfla.train.tokenizer import ByteTokenizer
 

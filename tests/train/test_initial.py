@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tfla._util.errors import UserError
 from tfla.cli import main
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.config import SIZES
+from tfla.train.checkpoint import read_config
 from tfla.train.config import Data, Model, Optim
+from tfla.train.logging import Metrics, read
 from tfla.train.loop import train
-from tfla.train.messages import UserError
-from tfla.train.metrics import Metrics, read
-from tfla.train.run_directory import read_config
 
 CHANGED = {"mixer": "attention", "head_norm": "rms", "head_norm_eps": 1e-3, "chunk_size": 16}
 BARE = {"qk_factor": 1.0, "norm_eps": 1e-5, "forget_gate_bias": (1.0, 2.0)}  # which no option of a run names

@@ -13,7 +13,7 @@ import resource, sys
 from pathlib import Path
 import numpy, tokenizers, torch, tqdm
 from tfla.train.config import Data
-from tfla.train.tokens import prepare
+from tfla.train.data import prepare
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

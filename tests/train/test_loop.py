@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tfla._util.errors import UserError
 from tfla.train import loop
+from tfla.train.checkpoint import read_config
 from tfla.train.config import Data, Model, Optim
+from tfla.train.logging import Metrics, read
 from tfla.train.loop import train
-from tfla.train.messages import UserError
-from tfla.train.metrics import Metrics, read
 from tfla.train.recipe import Schedule
-from tfla.train.run_directory import read_config
 
 
 def losses(run) -> list[tuple]:

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.compiled import compiled
-from tfla.train.gate_watch import InputGateWatch
-from tfla.train.metrics import FILE, Metrics, read
-from tfla.train.plot import plot_curves
+from tfla.train.logging import FILE, Metrics, plot_curves, read
+from tfla.train.loop import InputGateWatch, compiled
 
 
 def test_records_are_lines_of_json_with_exact_floats(tmp_path):

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from tfla.train.ngram import BOS, SYMBOLS, ByteTrigram
+from tfla.train.demo import BOS, SYMBOLS, ByteTrigram
 
 TRAIN = np.array([BOS, *b"abcabdabcab", BOS, *b"bcbc", BOS, BOS, *b"aab"])
 

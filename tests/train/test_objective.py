@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.evaluate import evaluate
-from tfla.train.objective import document_borders, token_losses
+from tfla.train.data import Tokens
+from tfla.train.loop import document_borders, evaluate, token_losses
 from tfla.train.tokenizer import ByteTokenizer
-from tfla.train.tokens import Tokens
 
 BOS = 9
 

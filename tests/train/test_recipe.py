@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.config import Optim
-from tfla.train.messages import UserError
 from tfla.train.recipe import Schedule, clipped_gradients, optimizer
 
 

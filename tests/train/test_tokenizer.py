@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tfla._util.errors import UserError
 from tfla.train import tokenizer as tokenizers
-from tfla.train.documents import Document
-from tfla.train.messages import UserError
-from tfla.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from tfla.train.tokenizer import ByteTokenizer, Document, HuggingFaceTokenizer
 
 TEXT = "naïve Grüße, 你好 🙂🙂 <|endoftext|> the the then\n"
 

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tfla.train import tokens as tokens_module
-from tfla.train.batches import Batches, heldout_windows
+from tfla._util.errors import UserError
+from tfla.train import data as tokens_module
 from tfla.train.config import Data
-from tfla.train.documents import BLOCK, Document
-from tfla.train.messages import UserError
-from tfla.train.tokenizer import ByteTokenizer
-from tfla.train.tokens import Tokens, prepare, split
+from tfla.train.data import Batches, Tokens, heldout_windows, prepare, split
+from tfla.train.tokenizer import BLOCK, ByteTokenizer, Document
 
 
 def stream(n: int, heldout: int = 50) -> Tokens:

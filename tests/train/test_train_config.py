@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tfla._util.errors import UserError
+from tfla.train.checkpoint import check_changes, open_run, read_config, write_config
 from tfla.train.config import Data, Model, Optim, TrainConfig, differences, from_json, to_json
-from tfla.train.messages import UserError
-from tfla.train.run_directory import check_changes, open_run, read_config, write_config
 
 FULL = TrainConfig(
     run=Path("x/y"),

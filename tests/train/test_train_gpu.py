@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tfla.train.config import Optim
+from tfla.train.logging import Metrics, read
 from tfla.train.loop import train
-from tfla.train.metrics import Metrics, read
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 

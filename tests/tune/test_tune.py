@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import tfla
+from tfla._util.errors import UserError
 from tfla.bench.problem import Problem
 from tfla.bench.stored import load
 from tfla.cli import main
 from tfla.ops import tuned
 from tfla.ops.tuned import SHIPPED, Entry, cpu_name, user_file
-from tfla.train.messages import UserError
 from tfla.tune import run as runner
 from tfla.tune import store
 from tfla.tune.choose import best, shortlist

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 import tfla
+from tfla._util.errors import UserError
+from tfla._util.files import write_atomically
 from tfla.bench.floor import backward_flops, forward_flops
 from tfla.bench.problem import Problem
-from tfla.nn.files import write_atomically
 from tfla.ops.tuned import cpu_name
 from tfla.train import outputs
 from tfla.train.config import check_threads
-from tfla.train.messages import UserError
 from tfla.train.ranges import check_count
 from tfla.tune.plan import check_memory, memory_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfla.bench.markdown import table
+from tfla._util.files import table
 
 
 def milliseconds(row: dict[str, Any] | None) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from tfla._util.errors import UserError
+from tfla._util.files import write_atomically
 from tfla.bench.crew import Crew, Died
 from tfla.bench.floor import (
     backward_bytes,
@@ -32,9 +34,7 @@ from tfla.bench.options import GpuBench, parse
 from tfla.bench.problem import FORWARD, STEP, Problem
 from tfla.bench.suites import SUITES, Entry, Suite
 from tfla.bench.timing import Sampling
-from tfla.nn.files import write_atomically
 from tfla.ops.device import check_device
-from tfla.train.messages import UserError
 from tfla.train.outputs import check_file
 
 SHARE = 0.6  # of a configuration's time for samples; the rest is for compiling, warming up and the sustained run

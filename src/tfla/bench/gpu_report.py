@@ -6,8 +6,8 @@ import shlex
 from dataclasses import fields
 from typing import Any
 
+from tfla._util.files import table
 from tfla.bench.gpu import NOT_RUN
-from tfla.bench.markdown import table
 from tfla.bench.options import GpuBench
 
 Row = dict[str, Any]

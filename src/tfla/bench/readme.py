@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tfla._util.files import table
 from tfla.bench.gpu_report import milliseconds
-from tfla.bench.markdown import table
 from tfla.bench.problem import BOTH, FORWARD, STEP
 
 Row = dict[str, Any]

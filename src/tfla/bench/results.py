@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tfla._util.errors import UserError, reason
 from tfla.bench import schema
-from tfla.train.messages import UserError, reason
 
 Row = dict[str, Any]
 CHECKOUT = Path("benchmarks") / "results"

@@ -15,9 +15,8 @@ from tfla.bench.peers import sdpa
 from tfla.bench.problem import BOTH, Problem, Work, call_of
 from tfla.bench.timing import Sampling, clock_of, measure
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.compiled import compiled
 from tfla.train.config import Optim
-from tfla.train.objective import token_losses
+from tfla.train.loop import compiled, token_losses
 from tfla.train.recipe import clipped_gradients, optimizer
 
 Mixer = Literal["mlstm_exp", "mlstm_sig", "attention"]

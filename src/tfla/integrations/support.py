@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from tfla._util.files import table
 from tfla.backends import BACKENDS, Inputs, StepInputs
-from tfla.bench.markdown import table
 
 USAGE = "usage: tfla support\n\nWhat is supported where, as Markdown: backends by GPU, and other libraries' functions."
 WHERE: dict[str, tuple[str, tuple[int, int]]] = {

@@ -4,12 +4,10 @@ from tfla.nn.attention import Attention, KeyValues
 from tfla.nn.block import Block, SwiGLU
 from tfla.nn.config import ModelConfig
 from tfla.nn.decode import Decoder
-from tfla.nn.gates import GatePreactivation
 from tfla.nn.generate import generate
-from tfla.nn.mixer import SequenceMixer
+from tfla.nn.layers import GatePreactivation, HeadNorm, SequenceMixer
 from tfla.nn.mlstm import MLSTM
 from tfla.nn.model import LanguageModel, ModelState
-from tfla.nn.norm import HeadNorm
 
 __all__ = [
     "Attention",

@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.nn.config import ModelConfig
-from tfla.nn.init import Projection, input_std, output_std
-from tfla.nn.mixer import SequenceMixer
-from tfla.nn.numerics import at_least_float32
+from tfla.nn.layers import Projection, SequenceMixer, at_least_float32, input_std, output_std
 from tfla.ops.checks import check_cu_seqlens
 
 ROTARY_BASE = 10_000.0

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from tfla.nn.attention import Attention
 from tfla.nn.config import ModelConfig
-from tfla.nn.init import Projection, input_std, output_std
-from tfla.nn.mixer import SequenceMixer
+from tfla.nn.layers import Projection, SequenceMixer, autocast_once, input_std, output_std, recomputed
 from tfla.nn.mlstm import MLSTM
-from tfla.nn.numerics import autocast_once, recomputed
 
 MIXERS: dict[str, type[MLSTM] | type[Attention]] = {"mlstm_exp": MLSTM, "mlstm_sig": MLSTM, "attention": Attention}
 

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from tfla.backends.triton import INSTALLED, INTERPRETED
 from tfla.nn.block import Block
-from tfla.nn.gates import GatePreactivation
-from tfla.nn.init import Projection
+from tfla.nn.layers import GatePreactivation, HeadNorm, Projection
 from tfla.nn.mlstm import MLSTM
 from tfla.nn.model import LanguageModel, ModelState
-from tfla.nn.norm import HeadNorm
 from tfla.ops.signature import autocast_dtype
 from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step

@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from tfla.nn.config import ModelConfig
-from tfla.nn.gates import GatePreactivation, reset_forget_gate
-from tfla.nn.init import Projection, input_std, output_std
-from tfla.nn.mixer import SequenceMixer
-from tfla.nn.norm import HeadNorm
-from tfla.nn.numerics import at_least_float32, recomputed
+from tfla.nn.layers import (
+    GatePreactivation,
+    HeadNorm,
+    Projection,
+    SequenceMixer,
+    at_least_float32,
+    input_std,
+    output_std,
+    recomputed,
+    reset_forget_gate,
+)
 from tfla.ops.api import mlstm
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State

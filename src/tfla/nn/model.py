@@ -14,8 +14,7 @@ from tfla.nn.arguments import check_ids, check_int, check_vocabulary, kind_of
 from tfla.nn.attention import KeyValues
 from tfla.nn.block import Block
 from tfla.nn.config import ModelConfig
-from tfla.nn.init import Projection, input_std
-from tfla.nn.numerics import at_least_float32, soft_cap
+from tfla.nn.layers import Projection, at_least_float32, input_std, soft_cap
 from tfla.nn.states import check_entries
 from tfla.ops.device import check_device
 from tfla.ops.state import State
@@ -31,7 +30,7 @@ class LanguageModel(nn.Module):
     :meth:`step` token by token.
 
     Args:
-        config: what it is made of. Weights start as :mod:`tfla.nn.init` says, from torch's global generator.
+        config: what it is made of. Weights start as :mod:`tfla.nn.layers` says, from torch's global generator.
 
     Raises:
         TypeError: config is no ModelConfig.

@@ -7,9 +7,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from tfla._util.caching import Known
 from tfla.backends import Backend, Inputs
 from tfla.backends.base import Again, Gates, Spec
-from tfla.backends.known import Known
 from tfla.ops import checks
 from tfla.ops.choice import choose
 from tfla.ops.gates import InputGate, clamp, log_gates

@@ -7,9 +7,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from tfla._util.caching import Known
 from tfla.backends import StepInputs, select_steps
 from tfla.backends.base import Again, Gates, StepSpec
-from tfla.backends.known import Known
 from tfla.backends.reference import bounded_denominator
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from tfla.backends import BACKENDS, Inputs, known
+from tfla._util import caching
+from tfla.backends import BACKENDS, Inputs
 from tfla.backends.triton import constant
 
 SHIPPED = Path(__file__).with_name("chunk_sizes.json")
@@ -174,4 +175,4 @@ def forget() -> None:
     """Read the files again at the next call; graphs that are compiled keep what they have."""
     load.cache_clear()
     _entries.cache_clear()
-    known.forget()
+    caching.forget()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tfla.bench.markdown import table
-from tfla.nn.files import write_atomically
+from tfla._util.files import table, write_atomically
 from tfla.paper.frame import Claim, Options
 from tfla.paper.subjects import SUBJECTS
 

@@ -20,8 +20,8 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from tfla._util.files import write_atomically
 from tfla.bench import results as stored_results
-from tfla.nn.files import write_atomically
 from tfla.train import outputs
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tfla
-from tfla.nn.norm import HeadNorm
+from tfla.nn.layers import HeadNorm
 from tfla.ops.gates import INPUT_GATES, InputGate, log_gates
 
 T, HEAD_DIM = 512, 128  # Appendix D.2

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-from tfla.nn.files import write_atomically
+from tfla._util.files import write_atomically
 from tfla.paper.frame import Claim, Figure, Missing, Options, Table
 from tfla.paper.subjects import SUBJECTS
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tfla._util.errors import UserError
 from tfla.bench.accelerators import ACCELERATORS, Accelerator, measured
 from tfla.paper import style
 from tfla.paper.explained import explained
@@ -18,7 +19,6 @@ from tfla.paper.frame import Figure, Missing, Options, write
 from tfla.paper.measured import BATCH, SHAPE, TILE, H, missing, sig_forward
 from tfla.paper.runtime import SIG, intensity, seconds
 from tfla.paper.theory_claims import claims
-from tfla.train.messages import UserError
 
 __all__ = ["Config", "claims", "figures"]
 

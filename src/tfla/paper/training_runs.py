@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tfla._util.errors import UserError, reason
 from tfla.bench import schema
 from tfla.paper.experiments.plans import EXPERIMENTS, LONGER, MIXERS, MLSTMS, SEEDS, Mixer, Variant
 from tfla.paper.frame import Options, Table
-from tfla.train.messages import UserError, reason
 
 Row = dict[str, Any]
 MEASURE = "tfla experiment all --size small --out benchmarks/results/training.json"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tfla.nn.numerics import soft_cap
+from tfla.nn.layers import soft_cap
 from tfla.ops.gates import INPUT_GATES, InputGate
 from tfla.paper.frame import Claim, Figure, Missing, Options, write
 from tfla.paper.gain import EPSILONS, NORMALIZERS, VARIANTS, Gains, Normalizer, gains, transition

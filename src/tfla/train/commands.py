@@ -17,10 +17,10 @@ from tfla.train.config import Data, DemoConfig, GenerateConfig, Model, TrainConf
 
 def train(args: Sequence[str]) -> int:
     """``tfla train``: options that are not given are those of the run, or of the model that a new run starts from."""
+    from tfla.train.checkpoint import CURVES, read_config
     from tfla.train.initial import saved_options
+    from tfla.train.logging import read
     from tfla.train.loop import train as train_run
-    from tfla.train.metrics import read
-    from tfla.train.run_directory import CURVES, read_config
 
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--run", type=Path, default=TrainConfig.run)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from tfla._util.errors import UserError
 from tfla.backends import BACKENDS
 from tfla.nn import ModelConfig
-from tfla.train.messages import UserError
 from tfla.train.ranges import LARGEST, check_count, check_range, is_number, require
 
 # Changing one of these leaves what is learned alone, so a run may go on with another value.

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from tfla._util.errors import UserError, notice, one_line
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.config import SIZES
 from tfla.nn.pretrained import WEIGHTS, read_config
@@ -15,7 +16,6 @@ from tfla.ops.explain import explain
 from tfla.train import tokenizer as tokenizers
 from tfla.train.checkpoint import find_model
 from tfla.train.config import Data, Model, TrainConfig
-from tfla.train.messages import UserError, notice, one_line
 from tfla.train.tokenizer import HUGGING_FACE, INFO, HuggingFaceTokenizer, Tokenizer
 
 # What a run may choose for itself without changing what the saved model computes.

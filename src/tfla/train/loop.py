@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -9,40 +10,37 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.batches import Batches, heldout_windows
-from tfla.train.checkpoint import Checkpoints, restore, step_of
-from tfla.train.compiled import compiled
-from tfla.train.config import TrainConfig
-from tfla.train.device import pick_device
-from tfla.train.evaluate import Evaluation, evaluate
-from tfla.train.gate_watch import InputGateWatch
-from tfla.train.initial import architecture, check_backend, load_weights
-from tfla.train.memory import check_memory
-from tfla.train.messages import UserError, notice, reason
-from tfla.train.metrics import Metrics
-from tfla.train.objective import token_losses
-from tfla.train.plot import plot_curves
-from tfla.train.recipe import Schedule, clipped_gradients, optimizer
-from tfla.train.run_directory import (
+from tfla._util.errors import UserError, notice, pick_device, reason
+from tfla._util.files import remove_directory
+from tfla.nn import GatePreactivation, LanguageModel, ModelConfig
+from tfla.train.checkpoint import (
     CHECKPOINTS,
     CURVES,
     TOKENS,
+    Checkpoints,
     check_changes,
     open_run,
     read_config,
+    restore,
+    step_of,
     write_config,
 )
-from tfla.train.storage import remove_directory
+from tfla.train.config import TrainConfig
+from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepare
+from tfla.train.initial import architecture, check_backend, load_weights
+from tfla.train.logging import Metrics, plot_curves
+from tfla.train.memory import check_memory
+from tfla.train.recipe import Schedule, clipped_gradients, optimizer
 from tfla.train.tokenizer import create as create_tokenizer
 from tfla.train.tokenizer import load as load_tokenizer
-from tfla.train.tokens import Tokens, fingerprint, prepare
 
 
 class Trained(NamedTuple):
@@ -257,3 +255,131 @@ def _stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def compiled(model: LanguageModel, backend: Any = "inductor") -> Callable[..., Tensor]:
+    """The model's forward: ids -> logits, and what else it takes but states.
+
+    A block is compiled once for all of them, which as one graph would take many times as long; so are the logits. The
+    blocks stay compiled: also the model's own forward runs them so from here on.
+
+    Args:
+        backend: of torch.compile.
+    """
+    for block in model.blocks:
+        block.compile(backend=backend)
+    logits = torch.compile(model.logits, backend=backend)
+
+    def forward(ids: Tensor, **documents: Any) -> Tensor:
+        return logits(model.hidden(ids, **documents)[0])
+
+    return forward
+
+
+class Evaluation(NamedTuple):
+    """Over all predicted tokens of the held-out windows."""
+
+    loss: float
+    """Nats per token."""
+    perplexity: float
+    """exp(loss)."""
+    bits_per_byte: float
+    """All nats over the bytes of text that the tokens stand for: the same unit for every tokenizer."""
+    tokens: int
+    bytes: int
+
+
+def summarize(nats: float, tokens: int, size: int) -> Evaluation:
+    """The evaluation of a sum of losses in nats over that many tokens and bytes."""
+    loss = nats / tokens
+    return Evaluation(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / max(size, 1), tokens, size)
+
+
+@torch.no_grad()
+def evaluate(
+    model: Callable[..., Tensor],
+    tokens: Tokens,
+    context: int,
+    *,
+    batch_size: int,
+    most: int | None = None,
+    reset: Reset = "gate",
+    device: torch.device | str = "cpu",
+) -> Evaluation:
+    """Predict the held-out windows, each from empty memory; the same windows every time.
+
+    Args:
+        model: ids -> logits, a LanguageModel.
+        context: tokens a window predicts.
+        batch_size: windows at once.
+        most: how many windows, evenly spread; None is all of the held-out part.
+
+    Raises:
+        UserError: nothing is held out.
+    """
+    windows = heldout_windows(tokens, context, most)
+    nats, count, size = 0.0, 0, 0
+    for first in range(0, len(windows), batch_size):
+        group = windows[first : first + batch_size]
+        for length in sorted({w.stop - w.start for w in group}, reverse=True):  # only the last window may be shorter
+            same = [w for w in group if w.stop - w.start == length]
+            rows = np.stack([tokens.heldout[w] for w in same]).astype(np.int64)
+            losses = token_losses(model, torch.from_numpy(rows).to(device), tokens.tokenizer.bos, reset)
+            nats += math.fsum(losses.flatten().tolist())
+            count += losses.numel()
+            size += sum(int(tokens.heldout_bytes[w][1:].sum()) for w in same)
+    return summarize(nats, count, size)
+
+
+class InputGateWatch:
+    """Watches the input gates of a model through forward hooks; nothing waits for the device until :meth:`take`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.largest: Tensor | None = None
+        for name, module in model.named_modules():
+            if isinstance(module, GatePreactivation) and name.endswith("input_gate"):
+                module.register_forward_hook(self._see)
+
+    def _see(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        largest = output.detach().amax()
+        self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
+
+    def take(self) -> float | None:
+        """The largest value since the last call; None if there was none, as in a model without such gates."""
+        largest, self.largest = self.largest, None
+        return None if largest is None else largest.item()
+
+
+Reset = Literal["gate", "cu_seqlens"]
+
+
+def document_borders(ids: Tensor, bos: int) -> Tensor:
+    """cu_seqlens of a batch whose rows are laid end to end: rows and documents each start a sequence.
+
+    ids: (B, T). Returns (sequences + 1,) int32, from 0 to B T.
+    """
+    start = ids == bos
+    start[:, 0] = True
+    edge = torch.tensor([ids.numel()], device=ids.device)
+    return torch.cat([start.flatten().nonzero()[:, 0], edge]).int()
+
+
+def token_losses(model: Callable[..., Tensor], windows: Tensor, bos: int, reset: Reset = "gate") -> Tensor:
+    """Cross-entropy in nats of every token but the first of each row, given those before it in its document.
+
+    Args:
+        model: ids -> logits, a LanguageModel.
+        windows: (B, T + 1) int64; a row starts with empty memory.
+        bos: the token that starts a document.
+        reset: how the model is told where documents start.
+
+    Returns:
+        (B, T) in the dtype of the logits, float32 or better.
+    """
+    ids, targets = windows[:, :-1], windows[:, 1:]
+    if reset == "gate":
+        logits = model(ids, document_start=ids == bos)
+    else:
+        logits = model(ids.reshape(1, -1), cu_seqlens=document_borders(ids, bos))
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.unflatten(0, ids.shape)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.messages import UserError
 
 FLOAT32 = 4  # bytes of a weight, a gradient and each of AdamW's two moments
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tfla.train.messages import UserError, reason
+from tfla._util.errors import UserError, reason
 
 
 def check_file(name: str, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tfla.train.messages import UserError
+from tfla._util.errors import UserError
 
 LARGEST = 2**63 - 1  # what torch and NumPy take for an integer
 

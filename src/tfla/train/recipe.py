@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from tfla._util.errors import UserError
 from tfla.train.config import Optim
-from tfla.train.messages import UserError
 
 
 def optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:

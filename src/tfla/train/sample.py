@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from tfla._util.errors import UserError, one_line, pick_device
 from tfla.nn import LanguageModel, generate
 from tfla.nn.pretrained import read_config
 from tfla.train import tokenizer as tokenizers
 from tfla.train.checkpoint import find_model
 from tfla.train.config import GenerateConfig
-from tfla.train.device import pick_device
-from tfla.train.documents import Document
-from tfla.train.messages import UserError, one_line
-from tfla.train.tokenizer import Tokenizer
+from tfla.train.tokenizer import Document, Tokenizer
 
 
 def sample(config: GenerateConfig) -> Iterator[str]:

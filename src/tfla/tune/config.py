@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from tfla._util.errors import UserError
 from tfla.bench.problem import Problem
 from tfla.bench.suites import SUITES
 from tfla.ops.gates import InputGate
-from tfla.train.messages import UserError
 from tfla.train.ranges import check_count, check_range, require
 
 LARGEST = 2**31 - 1

@@ -12,12 +12,12 @@ from unittest import mock
 import torch
 from torch._subclasses import FakeTensorMode
 
+from tfla._util.errors import UserError
 from tfla.backends import BACKENDS, Backend, Inputs
 from tfla.bench.problem import Problem
 from tfla.ops import tuned
 from tfla.ops.choice import choose
 from tfla.ops.tuned import SHIPPED, Entry, device_name
-from tfla.train.messages import UserError
 
 # Multiprocessors, from data sheets, and compute capabilities of accelerators that need not be here.
 PROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "H200": 132, "B200": 148}

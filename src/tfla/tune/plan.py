@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tfla._util.errors import UserError
 from tfla.bench.problem import Problem
 from tfla.ops.gates import InputGate
-from tfla.train.messages import UserError
 from tfla.tune.choose import shortlist
 from tfla.tune.measure import predicted_seconds
 from tfla.tune.predict import Candidate

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from tfla._util.errors import UserError, pick_device
 from tfla.bench import accelerators
 from tfla.bench.machine import environment
 from tfla.bench.problem import Problem
 from tfla.ops.gates import InputGate
 from tfla.ops.tuned import Entry, device_name, user_file
 from tfla.train import outputs
-from tfla.train.device import pick_device
-from tfla.train.messages import UserError
 from tfla.tune import store
 from tfla.tune.choose import best
 from tfla.tune.config import TuneConfig

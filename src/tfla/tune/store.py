@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tfla.nn.files import write_atomically
+from tfla._util.errors import UserError, reason
+from tfla._util.files import write_atomically
 from tfla.ops import tuned
 from tfla.ops.tuned import VERSION, Entry
-from tfla.train.messages import UserError, reason
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], str | None]:

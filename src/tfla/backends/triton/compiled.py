@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tfla.backends.known import Known
+from tfla._util.caching import Known
 from tfla.backends.triton.tensor_maps import remember
 
 AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable: "1" before the first call has Triton time warps and stages

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tfla.integrations.mamba.scan import check_dt_limit, check_sequence_ids, mamba_chunk_scan_combined
 from tfla.integrations.mamba.terms import check_devices, check_groups
-from tfla.nn.numerics import at_least_float32, recomputed
+from tfla.nn.layers import at_least_float32, recomputed
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
 from tfla.ops.signature import autocast_dtype, without_autocast

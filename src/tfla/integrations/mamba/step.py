@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import tfla
-from tfla.backends.known import Known
+from tfla._util.caching import Known
 from tfla.integrations.mamba.terms import (
     check_devices,
     check_operands,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tfla.nn.numerics import recomputed
+from tfla.nn.layers import recomputed
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
 

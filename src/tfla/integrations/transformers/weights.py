@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from tfla._util.files import write_atomically
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.arguments import check_weights_dtype
-from tfla.nn.files import write_atomically
 from tfla.nn.pretrained import build, need_safetensors, read_tensors
 from tfla.ops.device import check_device
 

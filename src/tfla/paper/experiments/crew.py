@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tfla._util.errors import UserError
 from tfla.paper.experiments.outcome import FAILED, finished
+from tfla.train.checkpoint import TOKENS
 from tfla.train.config import TrainConfig
-from tfla.train.messages import UserError
-from tfla.train.run_directory import TOKENS
 
 
 def work(jobs: Any, results: Any, stop: Any, tokens: Path, log: Path) -> None:

@@ -9,9 +9,9 @@ import torch
 
 from tfla.nn import LanguageModel
 from tfla.paper.experiments.plans import Variant
+from tfla.train.checkpoint import CHECKPOINTS
 from tfla.train.config import TrainConfig
-from tfla.train.metrics import read
-from tfla.train.run_directory import CHECKPOINTS
+from tfla.train.logging import read
 from tfla.train.tokenizer import ByteTokenizer
 
 FAILED = "failed.txt"

@@ -8,17 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tfla._util.errors import UserError, pick_device
+from tfla._util.files import write_atomically
 from tfla.bench.machine import environment
-from tfla.nn.files import write_atomically
 from tfla.paper.experiments.crew import default_processes, say, train_all
 from tfla.paper.experiments.outcome import outcome
 from tfla.paper.experiments.plans import EXPERIMENTS, SIZES, Variant, unique
 from tfla.train import outputs
 from tfla.train.config import TrainConfig, to_json
-from tfla.train.device import pick_device
-from tfla.train.messages import UserError
+from tfla.train.data import prepare
 from tfla.train.ranges import check_count, check_range
-from tfla.train.tokens import prepare
 
 ALL = "all"
 MOST = 1024  # processes

@@ -1,4 +1,4 @@
-"""Folders that are either whole or not there."""
+"""Files that are either whole or not there."""
 
 from __future__ import annotations
 
@@ -6,12 +6,37 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tfla.train.messages import reason
+from tfla._util.errors import reason
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Replace path by what ``write`` puts into a temporary file beside it, once that is on the disk.
+
+    A crash at any moment leaves the old file or the new one. If ``write`` fails, the old file stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode  # what the umask gives; a writer may swap in a file that is private
+        write(temporary)
+        temporary.chmod(mode)
+        _sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    if os.name == "posix":  # the rename itself is on the disk once the directory is
+        _sync(path.parent)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
 
 TEMPORARY = ".tmp-"
 MANIFEST = "manifest.json"

@@ -1,4 +1,4 @@
-"""What has been found out about calls, kept for calls like them: some so many, whoever keeps it."""
+"""A bounded cache of what was derived from the signature of a call."""
 
 from __future__ import annotations
 
