@@ -62,12 +62,12 @@ def test_denominators_of_sequences_cut(
     walked = []
     normaliser = launch.Call.normaliser
     monkeypatch.setattr(launch.Call, "normaliser", lambda *args, **options: walked.append(normaliser(*args, **options)))
-    caching.forget()
+    caching.clear_caches()
     try:
         p = problem(dtype=way.widest, T=290, lengths=lengths, Hq=1, H=2, K=K, V=256, carried=carried)
         check(solve(p, way, chunk_size=1000), truth(p), p.dtype)
     finally:
-        caching.forget()
+        caching.clear_caches()
     assert len(walked) == 2
 
 

@@ -100,10 +100,10 @@ def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
 
     def see(count: int) -> None:
         monkeypatch.setattr(launch, "processors", lambda device: count)
-        caching.forget()
+        caching.clear_caches()
 
     yield see
-    caching.forget()
+    caching.clear_caches()
 
 
 @pytest.fixture(autouse=True)

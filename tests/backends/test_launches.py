@@ -54,9 +54,9 @@ class CompiledAsNow(Compiled):
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    caching.forget()
+    caching.clear_caches()
     yield
-    caching.forget()
+    caching.clear_caches()
 
 
 def test_kernels_are_looked_up_once() -> None:

@@ -173,7 +173,7 @@ def test_tritons_autotuner_is_asked_for(kernel: str, monkeypatch: pytest.MonkeyP
         return [h.detach(), *torch.autograd.grad(h, x[:5], x[5])]
 
     expected = solve()
-    caching.forget()
+    caching.clear_caches()
     compiled.autotuned.cache_clear()
     monkeypatch.setenv(compiled.AUTOTUNE, "1")
     try:
@@ -183,7 +183,7 @@ def test_tritons_autotuner_is_asked_for(kernel: str, monkeypatch: pytest.MonkeyP
         again = solve()
         assert compiled.autotuned.cache_info().misses == tuned
     finally:
-        caching.forget()
+        caching.clear_caches()
     assert same(again, found)
     assert all(
         (a.double() - b.double()).norm() <= 5e-3 * b.double().norm() for a, b in zip(found, expected, strict=True)

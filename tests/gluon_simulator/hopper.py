@@ -29,11 +29,11 @@ def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
 
     names = ["tfla.backends.triton.gates", *(f"{HOPPER}.{name}" for name in (*SHARED, *KERNELS))]
     modules = simulated(names, {f"{HOPPER}.{name}": file for name, file in (files or {}).items()})
-    caching.forget()  # tapes of other kernels
+    caching.clear_caches()  # tapes of other kernels
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tfla.backends.hopper, "_is_hopper", lambda device: True)
         patch.setattr(type(tfla.backends.hopper.TRITON), "_unsupported", lambda backend, q: None)
         for module, name in KERNELS.items():
             patch.setattr(launch, name, getattr(modules[f"{HOPPER}.{module}"], name))
         yield
-    caching.forget()
+    caching.clear_caches()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tfla
 from tfla._util import caching
-from tfla._util.caching import Known, forget
+from tfla._util.caching import CallCache, clear_caches
 from tfla.ops.signature import signature
 
 Run = Callable[..., list[Tensor]]
@@ -21,9 +21,9 @@ Run = Callable[..., list[Tensor]]
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    forget()
+    clear_caches()
     yield
-    forget()
+    clear_caches()
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def test_other_values_after_a_call_of_these_sizes(way: Way, case: dict[str, Any]
     options = {"layout": layout, "chunk_size": case.get("chunk_size")}
     solve(one, way, **options)
     found = solve(two, way, **options)
-    forget()
+    clear_caches()
     expected = solve(two, way, **options)
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
@@ -95,7 +95,7 @@ def test_steps_after_others(device: str, variant: Any) -> None:
     expected = []
     for seed in range(3):
         for kind in kinds:
-            forget()
+            clear_caches()
             expected.append(run(kind, seed))
     assert all(torch.equal(a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True))
 
@@ -185,17 +185,17 @@ def test_what_others_see_has_none() -> None:
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caching, "REMEMBERED", 3)
-    calls: Known[int] = Known()
+    monkeypatch.setattr(caching, "MAX_ENTRIES", 3)
+    calls: CallCache[int] = CallCache()
     for n in range(5):
         calls.add(n, n)
         assert calls.get(n) == n
-        assert len(calls.found) <= 3
+        assert len(calls.entries) <= 3
     calls.add(None, 7)
     assert calls.get(None) is None
-    forget()
+    clear_caches()
     assert calls.get(4) is None
-    caching.EVERYTHING.remove(calls)
+    caching.ALL_CACHES.remove(calls)
 
 
 @pytest.mark.interpreter

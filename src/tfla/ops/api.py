@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from tfla._util.caching import Known
+from tfla._util.caching import CallCache
 from tfla.backends import Backend, Inputs
 from tfla.backends.base import Again, Gates, Spec
 from tfla.ops import checks
@@ -63,7 +63,7 @@ def prepare(
 
 
 # By calls that have passed the checks.
-_KNOWN: Known[tuple[Backend, Spec, Again | None]] = Known()
+_KNOWN: CallCache[tuple[Backend, Spec, Again | None]] = CallCache()
 
 
 def _run(

@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from tfla._util.caching import Known
+from tfla._util.caching import CallCache
 from tfla.backends import StepInputs, select_steps
 from tfla.backends.base import Again, Gates, StepSpec
 from tfla.backends.reference import bounded_denominator
@@ -61,7 +61,7 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
 
 
 # Calls that have passed the checks, and what does their steps at once, if anything.
-_KNOWN: Known[tuple[Again | None]] = Known()
+_KNOWN: CallCache[tuple[Again | None]] = CallCache()
 
 
 def _steps(

@@ -175,4 +175,4 @@ def forget() -> None:
     """Read the files again at the next call; graphs that are compiled keep what they have."""
     load.cache_clear()
     _entries.cache_clear()
-    caching.forget()
+    caching.clear_caches()

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tfla._util.caching import Known
+from tfla._util.caching import CallCache
 from tfla.backends.triton.tensor_maps import remember
 
 AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable: "1" before the first call has Triton time warps and stages
@@ -197,7 +197,7 @@ class Program:
         return [made[place] for place in self.results]
 
 
-_PROGRAMS: Known[Program] = Known()
+_PROGRAMS: CallCache[Program] = CallCache()
 
 
 def program(call: Hashable) -> Program | None:

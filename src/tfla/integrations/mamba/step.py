@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import tfla
-from tfla._util.caching import Known
+from tfla._util.caching import CallCache
 from tfla.integrations.mamba.terms import (
     check_devices,
     check_operands,
@@ -21,7 +21,7 @@ from tfla.ops.gates import cast
 from tfla.ops.signature import observed, signature, without_autocast
 
 # By calls that have passed the checks, whether dt, A and dt_bias have one number a head.
-_PER_HEAD: Known[bool] = Known()
+_PER_HEAD: CallCache[bool] = CallCache()
 
 
 def _is_per_head(name: str, t: Tensor, lead: tuple[int, ...], rest: tuple[int, ...]) -> bool:
