@@ -29,7 +29,7 @@ import tfla
 from tfla._util import caching
 from tfla.backends import BACKENDS, hopper
 from tfla.backends.base import Inputs, Spec
-from tfla.backends.hopper import NARROW
+from tfla.backends.hopper import SMALL_HEADS
 
 on_hopper = [
     pytest.mark.gpu,
@@ -194,13 +194,13 @@ def test_packed_segments(form: str, chunk_size: int | None, K: int, V: int) -> N
 
 @pytest.mark.parametrize("carried", [True, False], ids=["carried", "from zero"])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-@pytest.mark.parametrize(("K", "V"), [*NARROW, (128, 128), (128, 256)])
+@pytest.mark.parametrize(("K", "V"), [*SMALL_HEADS, (128, 128), (128, 256)])
 def test_programs_with_many_packed_sequences(
     form: str, carried: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch, multiprocessors: Callable[[int], None]
 ) -> None:
     from tfla.backends.hopper import launch
 
-    monkeypatch.setattr(launch, "TURNS", 1)
+    monkeypatch.setattr(launch, "MAX_PROGRAMS_PER_SM", 1)
     multiprocessors(2)
     lengths = (5, 0, 70, 0, 128, 1, 0, 33, 64, 200)
     check(wide(form, dtype=MOSTLY, carried=carried, lengths=lengths, Hq=1, K=K, V=V))
@@ -294,8 +294,8 @@ def test_resets_and_nan_stay_where_they_are() -> None:
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize(
     ("K", "V", "B", "H"), [
-        (128, 128, 2, 9), (128, 256, 2, 9), (256, 512, 2, 9), (512, 512, 2, 5), *((*dims, 8, 40) for dims in NARROW),
-        (128, 128, 8, 40), (128, 256, 8, 40), (256, 256, 4, 40),
+        (128, 128, 2, 9), (128, 256, 2, 9), (256, 512, 2, 9), (512, 512, 2, 5),
+        *((*dims, 8, 40) for dims in SMALL_HEADS), (128, 128, 8, 40), (128, 256, 8, 40), (256, 256, 4, 40),
     ],
 )  # fmt: skip
 def test_same_bits_every_time(form: str, K: int, V: int, B: int, H: int) -> None:
@@ -321,7 +321,7 @@ def test_wide_states(form: str, K: int, V: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("K", "V"), NARROW)
+@pytest.mark.parametrize(("K", "V"), SMALL_HEADS)
 @pytest.mark.parametrize("group", [1, 2, 3])
 def test_narrow_heads(form: str, K: int, V: int, group: int) -> None:
     sizes = {"K": K, "V": V, "H": 2 * group, "Hq": 2}

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import pytest
 
-from tfla.backends.hopper import DIMS, NARROW, frame_of
+from tfla.backends.hopper import DIMS, SMALL_HEADS, padded_head_dims
 
 
-@pytest.mark.parametrize("dims", [*NARROW, *((K, V) for K in DIMS for V in DIMS)], ids=str)
+@pytest.mark.parametrize("dims", [*SMALL_HEADS, *((K, V) for K in DIMS for V in DIMS)], ids=str)
 def test_own_dims_are_not_filled_up(dims: tuple[int, int]) -> None:
-    assert frame_of(*dims) == dims
+    assert padded_head_dims(*dims) == dims
 
 
 @pytest.mark.parametrize(
-    ("dims", "frame"),
+    ("dims", "padded"),
     [
         ((32, 32), (64, 64)), ((40, 56), (64, 64)), ((56, 72), (64, 128)), ((72, 56), (128, 64)),
         ((72, 72), (128, 128)), ((96, 192), (128, 256)), ((64, 256), (128, 256)), ((160, 320), (256, 512)),
     ],
 )  # fmt: skip
-def test_others_are_where_half_is_theirs(dims: tuple[int, int], frame: tuple[int, int]) -> None:
-    assert frame_of(*dims) == frame
+def test_others_are_where_half_is_theirs(dims: tuple[int, int], padded: tuple[int, int]) -> None:
+    assert padded_head_dims(*dims) == padded
 
 
 @pytest.mark.parametrize(
     "dims", [(16, 16), (24, 64), (32, 256), (56, 256), (100, 128), (128, 132), (2048, 128)], ids=str
 )
 def test_more_zeros_or_rows_that_are_not_aligned_are_refused(dims: tuple[int, int]) -> None:
-    assert frame_of(*dims) is None
+    assert padded_head_dims(*dims) is None
 
 
 @pytest.mark.parametrize("most", [1, 2, 33, 132])
 def test_no_fewer_programs_would_do_in_as_few_turns(most: int) -> None:
     launch = pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
     for count in range(1, 5 * most + 2):
-        programs, turns = launch.even(count, most), -(-count // most)
+        programs, turns = launch.balanced_programs(count, most), -(-count // most)
         assert programs <= most
         assert -(-count // programs) == turns
         assert programs == 1 or -(-count // (programs - 1)) > turns

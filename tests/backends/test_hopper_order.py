@@ -17,8 +17,8 @@ pytestmark = [
 L = 64
 
 
-class Piece(NamedTuple):
-    slot: int
+class WorkTile(NamedTuple):
+    segment: int
     first: int
     steps: int
     tile: int
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     ends: bool
 
 
-def expected(lengths: tuple[int, ...], steps: int) -> list[Piece]:
+def expected(lengths: tuple[int, ...], steps: int) -> list[WorkTile]:
     """Pieces of at least one step, as the layouts of states and gate vectors have them."""
     found, first = [], 0
     for s, length in enumerate(lengths):
@@ -34,10 +34,10 @@ def expected(lengths: tuple[int, ...], steps: int) -> list[Piece]:
             tile = first // L + s + start // L
             ends = start + steps >= length
             found.append(
-                Piece(first // steps + s + n, first + start, min(steps, length - start), tile, start == 0, ends)
+                WorkTile(first // steps + s + n, first + start, min(steps, length - start), tile, start == 0, ends)
             )
         first += length
-    return sorted(found, key=lambda piece: (-piece.steps, piece.slot))
+    return sorted(found, key=lambda work_tile: (-work_tile.steps, work_tile.segment))
 
 
 @pytest.mark.parametrize("steps", [None, 64, 192])
@@ -47,15 +47,17 @@ def expected(lengths: tuple[int, ...], steps: int) -> list[Piece]:
     ids=["one step", "empty", "several", "one long", "many"],
 )
 def test_longest_first(lengths: tuple[int, ...], steps: int | None) -> None:
-    from tfla.backends.hopper.scheduler import order
+    from tfla.backends.hopper.scheduler import schedule_packed
 
     T, N = sum(lengths), len(lengths)
     slots, longest = (N, T + 1) if steps is None else (T // steps + N, steps)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
     found = torch.full((slots, 8), -1, dtype=torch.int32)
-    order[(-(-slots // 16),)](cu_seqlens, found, N, longest, slots, L=L, BLOCK=16, WIDE=64, num_warps=4)
-    pieces = [Piece(*row[:4], bool(row[4]), bool(row[5])) for row in found.tolist()]
+    schedule_packed[(-(-slots // 16),)](
+        cu_seqlens, found, N, longest, slots, L=L, SEGMENT_BLOCK=16, SEQUENCE_BLOCK=64, num_warps=4
+    )
+    work_tiles = [WorkTile(*row[:4], bool(row[4]), bool(row[5])) for row in found.tolist()]
     used = expected(lengths, longest)
-    assert pieces[: len(used)] == used
-    assert all(piece.steps == 0 for piece in pieces[len(used) :])
-    assert sorted(piece.slot for piece in pieces) == list(range(slots))
+    assert work_tiles[: len(used)] == used
+    assert all(work_tile.steps == 0 for work_tile in work_tiles[len(used) :])
+    assert sorted(work_tile.segment for work_tile in work_tiles) == list(range(slots))

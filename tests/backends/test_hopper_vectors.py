@@ -12,8 +12,8 @@ from torch.nn.functional import logsigmoid
 
 triton = pytest.importorskip("triton")
 tl = triton.language
-vectors = pytest.importorskip("tfla.backends.hopper.gate_warp", exc_type=ImportError)
-tile_vectors = vectors.tile_vectors
+gate_warp = pytest.importorskip("tfla.backends.hopper.gate_warp", exc_type=ImportError)
+compute_gate_vectors = gate_warp.compute_gate_vectors
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -29,7 +29,7 @@ def kernel(  # type: ignore[no-untyped-def]
     SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     r = tl.arange(0, L)
-    row, column, inter, update, decay = tile_vectors(
+    row, column, inter, update, decay = compute_gate_vectors(
         tl.load(i + r), tl.load(f + r), r < steps, scale, log_scale, INPUT_GATE, SIGMOID_I, SIGMOID_F
     )
     tl.store(out + r, row)

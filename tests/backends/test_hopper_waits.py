@@ -44,7 +44,7 @@ CASES: dict[str, list[Case]] = {
     "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
 }  # fmt: skip
 # Between warps of a partition, which the simulator does not tell apart: the compiler puts a barrier there, too.
-SPARE = {("normalizer", "put_inverse", "barrier()"), ("split_reduce", "clear", "barrier()")}
+SPARE = {("normalizer", "store_shared_inverse", "barrier()"), ("split_reduce", "run_zero_fill_warp", "barrier()")}
 
 
 def lines(module: str) -> Iterator[tuple[str, str, str, int]]:

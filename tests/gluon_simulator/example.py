@@ -10,35 +10,43 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tfla.backends.hopper.mma import of_product
-from tfla.backends.hopper.pipeline import async_load, async_store, barrier, matrices, place, ring_of, stage_barriers
+from tfla.backends.hopper.mma import accumulator_layout
+from tfla.backends.hopper.pipeline import (
+    allocate_full_empty,
+    allocate_operands,
+    allocate_tiles,
+    async_load,
+    async_store,
+    barrier,
+    stage_and_phase,
+)
 
 
 @gluon.jit
-def load(X, x, full, free, count, SIZE: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):
+def load(X, x, full, empty, count, SIZE: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):
     for n in range(0, count):
-        s, phase = place(n, STAGES)
+        s, phase = stage_and_phase(n, STAGES)
         if WITHOUT != "wait for a free stage":
-            mbarrier.wait(free.index(s), phase ^ 1)
+            mbarrier.wait(empty.index(s), phase ^ 1)
         if WITHOUT != "announcement":
             mbarrier.expect(full.index(s), X.block_type.nbytes)
         async_load(X, [n * SIZE, 0], full.index(s), x.index(s))
 
 
 @gluon.jit
-def square(Out, x, out, full, free, count, SIZE: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):
+def square(Out, x, out, full, empty, count, SIZE: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):
     for n in range(0, count):
-        s, phase = place(n, STAGES)
+        s, phase = stage_and_phase(n, STAGES)
         if WITHOUT != "wait for a full stage":
             mbarrier.wait(full.index(s), phase)
-        zero = gl.zeros([SIZE, SIZE], gl.float32, of_product(SIZE))
+        zero = gl.zeros([SIZE, SIZE], gl.float32, accumulator_layout(SIZE))
         y = warpgroup_mma(x.index(s), x.index(s), zero, use_acc=False, is_async=True)
         if WITHOUT != "wait for the product":
             y = warpgroup_mma_wait(0, deps=[y])
         if WITHOUT != "barrier":
             barrier()
         if WITHOUT != "arrival":
-            mbarrier.arrive(free.index(s), count=1)
+            mbarrier.arrive(empty.index(s), count=1)
         if WITHOUT != "wait for the copy before":
             tma.store_wait(0)
         out.index(0).store(y.to(x.dtype))
@@ -52,15 +60,15 @@ def square(Out, x, out, full, free, count, SIZE: gl.constexpr, STAGES: gl.conste
 @gluon.jit
 def squares(X, Out, last, count, SIZE: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):
     """Of the tiles (SIZE, SIZE) of X; the 32 elements of `last` become their number."""
-    x = ring_of(X, STAGES)
-    out = matrices(X.dtype, 1, SIZE, SIZE)
-    full, free = stage_barriers(STAGES, 1, 1)
+    x = allocate_tiles(X, STAGES)
+    out = allocate_operands(X.dtype, 1, SIZE, SIZE)
+    full, empty = allocate_full_empty(STAGES, 1, 1)
     if WITHOUT != "fence of barriers":
         fence_async_shared()
     gl.warp_specialize(
         [
-            (square, (Out, x, out, full, free, count, SIZE, STAGES, WITHOUT)),
-            (load, (X, x, full, free, count, SIZE, STAGES, WITHOUT)),
+            (square, (Out, x, out, full, empty, count, SIZE, STAGES, WITHOUT)),
+            (load, (X, x, full, empty, count, SIZE, STAGES, WITHOUT)),
         ],
         [1],
         [24],

@@ -13,7 +13,7 @@ from gluon_simulator import simulated
 from tfla._util import caching
 
 HOPPER = "tfla.backends.hopper"
-KERNELS = {"o_dv": "columns", "dq_dk": "rows", "segment_states": "states", "dk_dv": "both", "small_head": "whole"}
+KERNELS = {name: f"{name}_kernel" for name in ("o_dv", "dq_dk", "segment_states", "dk_dv", "small_head")}
 SHARED = (
     "scheduler", "pipeline", "mma", "gate_warp", "store_warp", "checkpoints", "split_reduce", "normalizer",
 )  # fmt: skip

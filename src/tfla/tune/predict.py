@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from tfla.backends.hopper import frame_of
+from tfla.backends.hopper import padded_head_dims
 from tfla.backends.triton.marks import steps_between
 from tfla.bench.floor import TILE, backward_bytes, backward_flops, forward_bytes, forward_flops
 from tfla.bench.problem import Problem
@@ -81,7 +81,7 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
     seconds /= REACHED_WIDE if (backend, kernel) == ("triton", "fused") and p.dqk > WIDE_KEYS else share
     results = heads * p.T * ((2 * p.dhv + 2 * p.dqk) * p.itemsize + 3 * STATE_BYTES)
     kept = states if backend == "chunkwise" else 2 * states
-    dqk, dhv = (frame_of(p.dqk, p.dhv) if backend == "hopper" else None) or (p.dqk, p.dhv)  # of states
+    dqk, dhv = (padded_head_dims(p.dqk, p.dhv) if backend == "hopper" else None) or (p.dqk, p.dhv)  # of states
     marks = steps_between(p.dqk, p.dhv, p.itemsize, dqk * dhv, backend == "triton" and not normalize)
     if gpu_walk and min(chunk_size, p.T) > marks:
         each = heads * (p.T // marks) * dqk * dhv * p.itemsize

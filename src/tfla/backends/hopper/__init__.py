@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (128, 256, 512, 1024)
-NARROW = ((64, 64), (64, 128), (128, 64))  # dqk, dhv
-FRAMES = (*NARROW, *itertools.product(DIMS, DIMS))
+SMALL_HEADS = ((64, 64), (64, 128), (128, 64))  # dqk, dhv
+PADDED_DIMS = (*SMALL_HEADS, *itertools.product(DIMS, DIMS))
 
 
 @constant
@@ -45,40 +45,40 @@ def _aligned(x: Tensor) -> bool:
     return all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
 
 
-def frame_of(dqk: int, dhv: int) -> tuple[int, int] | None:
+def padded_head_dims(dqk: int, dhv: int) -> tuple[int, int] | None:
     """Head dims of the kernels that take such heads: the copy engine fills them up with zeros, which it does not write.
     None where those would be more than half of a side."""
     if dqk % 8 or dhv % 8:  # rows of what is written have to be multiples of 16 bytes
         return None
-    for K, V in FRAMES:
+    for K, V in PADDED_DIMS:
         if K <= 2 * dqk <= 2 * K and V <= 2 * dhv <= 2 * V:
             return K, V
     return None
 
 
-def takes(dqk: int, dhv: int) -> bool:
+def supports(dqk: int, dhv: int) -> bool:
     """Whether heads of these sizes."""
-    return frame_of(dqk, dhv) is not None
+    return padded_head_dims(dqk, dhv) is not None
 
 
-def frame(x: Inputs) -> tuple[int, int]:
+def padded_dims_of(x: Inputs) -> tuple[int, int]:
     """Of inputs that the backend takes."""
-    found = frame_of(int(x.q.shape[3]), int(x.v.shape[3]))
+    found = padded_head_dims(int(x.q.shape[3]), int(x.v.shape[3]))
     assert found is not None, "heads of other sizes are unsupported"
     return found
 
 
-def _walks(x: Inputs) -> type[Call]:
-    if frame(x) in NARROW:
-        from tfla.backends.hopper.launch import NarrowCall
+def _launch_class(x: Inputs) -> type[Call]:
+    if padded_dims_of(x) in SMALL_HEADS:
+        from tfla.backends.hopper.launch import SmallHeadLaunch
 
-        return NarrowCall
-    from tfla.backends.hopper.launch import HopperCall
+        return SmallHeadLaunch
+    from tfla.backends.hopper.launch import HopperLaunch
 
-    return HopperCall
+    return HopperLaunch
 
 
-def _positive(x: Inputs, spec: Spec) -> tuple[Inputs, Spec]:
+def _with_positive_scale(x: Inputs, spec: Spec) -> tuple[Inputs, Spec]:
     """With the sign of scale in q: weights inside tiles are powers of two."""
     return (x, spec) if spec.scale >= 0 else (x._replace(q=-x.q), spec._replace(scale=-spec.scale))
 
@@ -98,9 +98,10 @@ class Hopper(Backend):
             return reason
         if x.q.dtype not in DTYPES:
             return f"it takes bfloat16 and float16, the inputs are {x.q.dtype}"
-        if not takes(x.q.shape[3], x.v.shape[3]):
+        if not supports(x.q.shape[3], x.v.shape[3]):
             return (
-                f"it takes dqk and dhv of {DIMS}, or (dqk, dhv) of {NARROW}, and multiples of 8 down to half of these"
+                f"it takes dqk and dhv of {DIMS}, or (dqk, dhv) of {SMALL_HEADS}, and multiples of 8 down to "
+                "half of these"
             )
         if not all(map(_aligned, (x.q, x.k, x.v))):
             return "it needs strides that are multiples of 16 bytes"
@@ -111,35 +112,38 @@ class Hopper(Backend):
             return LATER
         from tfla.backends.triton import launch
 
-        return launch.best_chunk_size(x, _walks(x))
+        return launch.best_chunk_size(x, _launch_class(x))
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
-        return _walks(x).details(x, chunk_size)
+        return _launch_class(x).details(x, chunk_size)
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
-        if chunk_size >= LATER or frame(x) != (x.q.shape[3], x.v.shape[3]):  # states have the size of the frame
+        if chunk_size >= LATER or padded_dims_of(x) != (
+            x.q.shape[3],
+            x.v.shape[3],
+        ):  # states have the size of the frame
             return 0
-        steps = _walks(x).segment_steps(x, chunk_size)
+        steps = _launch_class(x).segment_steps(x, chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         from tfla.backends.triton import launch
 
-        x, spec = _positive(x, spec)
-        return launch.forward(x, spec, _walks(x))
+        x, spec = _with_positive_scale(x, spec)
+        return launch.forward(x, spec, _launch_class(x))
 
     def again(self, x: Inputs, spec: Spec) -> Again | None:
         from tfla.backends.triton import launch
 
-        return launch.again(x, spec, _walks(x))
+        return launch.again(x, spec, _launch_class(x))
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         from tfla.backends.triton import launch
 
         if not _aligned(dh):
             dh = dh.contiguous()
-        signed, positive = _positive(x, spec)
-        grads = launch.backward(signed, out, dh, dC, dn, positive, _walks(x))
+        signed, positive = _with_positive_scale(x, spec)
+        grads = launch.backward(signed, out, dh, dC, dn, positive, _launch_class(x))
         return grads if signed is x else grads._replace(q=-grads.q)
 
 

@@ -16,48 +16,48 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 # Registers of a thread of a consumer, and of the warps that fill shared memory. A program of three warpgroups starts
 # with 168 for each thread, all that 65,536 give; what the last one, with few warps at work, leaves goes to consumers:
 # 3 * 168 = 2 * 232 + 40.
-CONSUMER = gl.constexpr(232)
-FILLER = gl.constexpr(40)
+CONSUMER_REGISTERS = gl.constexpr(232)
+PRODUCER_REGISTERS = gl.constexpr(40)
 # Of consumers that are short of them: with fewer ptxas serializes their MMAs. 3 * 168 = 2 * 240 + 24.
-CONSUMER_MOST = gl.constexpr(240)
-FILLER_LEAST = gl.constexpr(24)
+CONSUMER_REGISTERS_MAX = gl.constexpr(240)
+PRODUCER_REGISTERS_MIN = gl.constexpr(24)
 
 # Rows of a stage's gate vectors.
-READ = gl.constexpr(0)  # exponents of the gate matrix: P[read, update] is weighted by exp2(READ + WRITE)
-WRITE = gl.constexpr(1)
-OUT = gl.constexpr(2)  # weight of the state in an output
-CARRY = gl.constexpr(3)  # decay of the state over the tile
-GATES = gl.constexpr(4)
+ROW_EXPONENT = gl.constexpr(0)  # exponents of the gate matrix: P[read, update] is weighted by exp2(READ + WRITE)
+COLUMN_EXPONENT = gl.constexpr(1)
+STATE_WEIGHT = gl.constexpr(2)  # weight of the state in an output
+TILE_DECAY = gl.constexpr(3)  # decay of the state over the tile
+NUM_GATE_VECTORS = gl.constexpr(4)
 
 
-class Place(NamedTuple):
+class PipelineState(NamedTuple):
     """Of a tile."""
 
-    s: Any  # its stage
+    index: Any  # its stage
     phase: Any  # of the barriers of the stage
-    n: Any  # tiles before it
+    count: Any  # tiles before it
 
 
 @gluon.jit
-def ring_of(tensor, stages: gl.constexpr):
+def allocate_tiles(tensor, stages: gl.constexpr):
     """Shared memory for so many tiles of a tensor."""
     return gl.allocate_shared_memory(tensor.dtype, [stages] + tensor.block_type.shape, tensor.layout)  # noqa: RUF005
 
 
 @gluon.jit
-def vectors(dtype: gl.constexpr, count: gl.constexpr, size: gl.constexpr):
+def allocate_vectors(dtype: gl.constexpr, count: gl.constexpr, size: gl.constexpr):
     """In shared memory, of the CUDA cores."""
     return gl.allocate_shared_memory(dtype, [count, size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
-def matrices(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+def allocate_operands(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
     """In shared memory, as MMAs take them."""
     return gl.allocate_shared_memory(dtype, [count, rows, columns], gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
-def barrier_of(arrivals: gl.constexpr):
+def allocate_barrier(arrivals: gl.constexpr):
     """One that waits for so many."""
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=arrivals)
@@ -65,7 +65,7 @@ def barrier_of(arrivals: gl.constexpr):
 
 
 @gluon.jit
-def barriers(count: gl.constexpr, arrivals: gl.constexpr):
+def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(bars.index(i), count=arrivals)
@@ -73,25 +73,25 @@ def barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def stage_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, FREE: gl.constexpr):
-    """`full` and `free` of a ring, and how many arrivals each waits for."""
+def allocate_full_empty(STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
+    """`full` and `empty` of a ring, and how many arrivals each waits for."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=FULL)
-        mbarrier.init(free.index(s), count=FREE)
-    return full, free
+        mbarrier.init(empty.index(s), count=EMPTY)
+    return full, empty
 
 
 @gluon.jit
-def place(n, STAGES: gl.constexpr):
+def stage_and_phase(n, STAGES: gl.constexpr):
     """Stage and phase of the n-th tile."""
     return n % STAGES, n // STAGES & 1
 
 
 @gluon.jit
-def next_stage(s, phase, STAGES: gl.constexpr):
-    """As `place`, of the tile after that in stage s, without a division."""
+def advance(s, phase, STAGES: gl.constexpr):
+    """As `stage_and_phase`, of the tile after that in stage s, without a division."""
     s += 1
     if s == STAGES:
         s = 0
@@ -100,8 +100,8 @@ def next_stage(s, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def last_stage(n, full, free, STAGES: gl.constexpr, arrivals: gl.constexpr = 1):
+def producer_tail(n, full, empty, STAGES: gl.constexpr, arrivals: gl.constexpr = 1):
     """Hands over the stage without data after n tiles."""
-    s, phase = place(n, STAGES)
-    mbarrier.wait(free.index(s), phase ^ 1)
+    s, phase = stage_and_phase(n, STAGES)
+    mbarrier.wait(empty.index(s), phase ^ 1)
     mbarrier.arrive(full.index(s), count=arrivals)

@@ -6,7 +6,7 @@
 
     loader     tiles of x, y, zk, zv by TMA to stage s of a ring of STAGES stages, and the states of marks
     gaters     the gate vectors of the heads in turn to the same stage
-    consumers  a head each. C, rounded, is in shared memory, a right operand. Per tile (`walk_tile`)
+    consumers  a head each. C, rounded, is in shared memory, a right operand. Per tile (`process_tile`)
         out_v = zk C, weighted, + P y        P = zk x^T, weighted              with VALUES
         out_k = zv C^T, weighted, + P x      P = (zv y^T + delta), weighted    with KEYS; dq's finds delta
         C     = decay C + (x w)^T y
@@ -40,66 +40,83 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tfla.backends.hopper.gate_warp import Gater, GateRings, Source, load_gates
-from tfla.backends.hopper.mma import as_left, gate_matrix, of_product, product, scaled, seen, state_pointers, weights
+from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateWarpConfig, run_gate_warp
+from tfla.backends.hopper.mma import (
+    accumulator_layout,
+    apply_causal_mask,
+    issue_mma,
+    load_gate_matrix,
+    load_update_weights,
+    scale_by_gates,
+    state_pointers,
+    to_left_operand,
+)
 from tfla.backends.hopper.pipeline import (
-    CARRY,
-    CONSUMER,
-    FILLER,
-    GATES,
-    OUT,
+    CONSUMER_REGISTERS,
+    NUM_GATE_VECTORS,
+    PRODUCER_REGISTERS,
+    STATE_WEIGHT,
+    TILE_DECAY,
+    advance,
+    allocate_barrier,
+    allocate_full_empty,
+    allocate_operands,
+    allocate_tiles,
+    allocate_vectors,
     async_load,
     async_store,
     barrier,
-    barrier_of,
-    matrices,
-    next_stage,
-    place,
-    ring_of,
-    stage_barriers,
-    vectors,
+    stage_and_phase,
 )
-from tfla.backends.hopper.scheduler import NUMBERS, Work, coordinates, next_piece, piece, state_of, tiles_of
+from tfla.backends.hopper.scheduler import (
+    RUNTIME_SCALARS,
+    SchedulerParams,
+    get_work_tile,
+    next_work_tile,
+    num_tiles,
+    state_index,
+    tile_coordinates,
+)
 from tfla.backends.triton.gates import DELTA_P, FLOOR, VECTORS
 
 
-class Walk(NamedTuple):
+class Config(NamedTuple):
     """Constants of a kernel."""
 
     HEADS: Any  # of a program
-    SHARED: Any  # they share q and k
-    COPIES: Any  # of tiles of q or k in a stage
+    SHARED_QK: Any  # they share q and k
+    QK_COPIES: Any  # of tiles of q or k in a stage
     DK: Any
     DV: Any
     L: Any  # steps of a tile
     STAGES: Any
-    MARKS: Any  # steps between marks
-    BACK: Any  # from the last tile to the first
-    SEGMENTED: Any
-    STATE: Any  # pieces start from states that are given, not from zeros
-    FINAL: Any  # states behind pieces are wanted
-    SKIP: Any  # nothing of the last segment of a sequence
-    VALUES: Any  # out_v is wanted
-    KEYS: Any  # out_k is wanted
-    READS: Any  # one of them is
+    CHECKPOINT_STEPS: Any  # steps between marks
+    REVERSE: Any  # from the last tile to the first
+    IS_SEGMENTED: Any
+    USE_INITIAL_STATE: Any  # pieces start from states that are given, not from zeros
+    STORE_FINAL_STATE: Any  # states behind pieces are wanted
+    SKIP_LAST: Any  # nothing of the last segment of a sequence
+    OUTPUT_V: Any  # out_v is wanted
+    OUTPUT_K: Any  # out_k is wanted
+    HAS_OUTPUT: Any  # one of them is
     NORMALIZE: Any
     SAVE_D: Any  # d is wanted
-    DELTA: Any  # delta is not zero
-    FINDS: Any  # walking forth: it is not known yet, the gate vector DELTA_P has -u
-    MARKED: Any  # there are marks
+    USE_DP_OFFSET: Any  # delta is not zero
+    COMPUTE_DP_OFFSET: Any  # walking forth: it is not known yet, the gate vector DELTA_P has -u
+    HAS_CHECKPOINTS: Any  # there are marks
 
 
-class Outer(NamedTuple):
+class GlobalPointers(NamedTuple):
     """What consumers read and write in memory."""
 
     out_v: Any
     out_k: Any
-    marks: Any
+    checkpoints: Any
     state_in: Any
     state_out: Any
     n_in: Any
     n_out: Any
-    n_marks: Any
+    n_checkpoints: Any
     decays: Any
     w_out: Any
     d_out: Any
@@ -107,7 +124,7 @@ class Outer(NamedTuple):
     gates: Any
 
 
-class Shared(NamedTuple):
+class SharedStorage(NamedTuple):
     """Shared memory; what a walk does not have is another of them."""
 
     x: Any  # COPIES tiles a stage
@@ -117,16 +134,16 @@ class Shared(NamedTuple):
     c: Any  # C of each head, rounded
     n: Any
     full: Any
-    free: Any
+    empty: Any
     part: Any  # of dq or dk, of the second head, which the first adds to its own
-    given: Any  # it is there
-    taken: Any  # it has been read
-    m: Any  # states at a mark, one for each head
-    full_m: Any
-    free_m: Any
+    part_full: Any  # it is there
+    part_empty: Any  # it has been read
+    checkpoint_state: Any  # states at a mark, one for each head
+    full_checkpoint: Any
+    empty_checkpoint: Any
 
 
-class State(NamedTuple):
+class Accumulators(NamedTuple):
     """Of a head, in registers."""
 
     C: Any
@@ -134,29 +151,29 @@ class State(NamedTuple):
     decay: Any  # since it was zero
 
 
-class Place(NamedTuple):
+class PipelineState(NamedTuple):
     """Of a tile."""
 
-    s: Any  # its stage
+    index: Any  # its stage
     phase: Any  # of the barriers of the stage
-    n: Any  # tiles before it
-    marked: Any  # marks before it
+    count: Any  # tiles before it
+    num_checkpoints: Any  # marks before it
 
 
-class Piece(NamedTuple):
+class WorkTile(NamedTuple):
     """Of work, of one head."""
 
     b: Any  # batch row
-    hp: Any  # which HEADS heads
+    head_group: Any  # which HEADS heads
     h: Any  # which head
     start: Any  # its first step
     steps: Any
     tiles: Any
-    first: Any  # `start` among the steps of all batch rows
-    tile0: Any  # its first tile among those of all heads
+    first_step: Any  # `start` among the steps of all batch rows
+    first_tile: Any  # its first tile among those of all heads
 
 
-class Tile(NamedTuple):
+class TileViews(NamedTuple):
     """In shared memory, of one head."""
 
     c: Any
@@ -171,7 +188,7 @@ class Tile(NamedTuple):
     e: Any  # exp(-m), or delta
 
 
-class Mine(NamedTuple):
+class FragmentIds(NamedTuple):
     """Indices in layouts of a consumer's registers."""
 
     i: Any  # steps, which read
@@ -183,83 +200,90 @@ class Mine(NamedTuple):
 
 
 @gluon.jit
-def load_tiles(tensors, shared, work, GROUP, walk):
+def run_load_warp(tensors, shared, params, group_size, config):
     """The loader: one warp."""
-    X, Y, ZK, ZV, Marks = tensors
-    L: gl.constexpr = walk.L
-    HEADS: gl.constexpr = walk.HEADS
-    COPIES: gl.constexpr = walk.COPIES
-    of_k: gl.constexpr = X.block_type.nbytes * (2 if walk.READS else 1) * COPIES
-    of_v: gl.constexpr = Y.block_type.nbytes * (2 if walk.KEYS else 1) * HEADS
+    X, Y, ZK, ZV, Checkpoints = tensors
+    L: gl.constexpr = config.L
+    HEADS: gl.constexpr = config.HEADS
+    QK_COPIES: gl.constexpr = config.QK_COPIES
+    of_k: gl.constexpr = X.block_type.nbytes * (2 if config.HAS_OUTPUT else 1) * QK_COPIES
+    of_v: gl.constexpr = Y.block_type.nbytes * (2 if config.OUTPUT_K else 1) * HEADS
     n = 0
-    marked = 0
-    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
-        tiles = tiles_of(index, start, steps, work, L, walk.BACK, walk.SKIP)
+    num_checkpoints = 0
+    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+        b, h, start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED)
+        tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         for i in range(0, tiles):
-            step = (tiles - 1 - i if walk.BACK else i) * L
+            step = (tiles - 1 - i if config.REVERSE else i) * L
             t = start + step
             end = start + steps
-            s, phase = place(n, walk.STAGES)
-            mbarrier.wait(shared.free.index(s), phase ^ 1)
+            s, phase = stage_and_phase(n, config.STAGES)
+            mbarrier.wait(shared.empty.index(s), phase ^ 1)
             bar = shared.full.index(s)
             mbarrier.expect(bar, of_k + of_v)
-            for e in gl.static_range(COPIES):
-                x = coordinates(b, (h * HEADS + e) // GROUP, t, 0, end, work)
-                async_load(X, x, bar, shared.x.index(COPIES * s + e))
-                if walk.READS:
-                    async_load(ZK, x, bar, shared.zk.index(COPIES * s + e))
+            for e in gl.static_range(QK_COPIES):
+                x = tile_coordinates(b, (h * HEADS + e) // group_size, t, 0, end, params)
+                async_load(X, x, bar, shared.x.index(QK_COPIES * s + e))
+                if config.HAS_OUTPUT:
+                    async_load(ZK, x, bar, shared.zk.index(QK_COPIES * s + e))
             for e in gl.static_range(HEADS):
-                y = coordinates(b, h * HEADS + e, t, 0, end, work)
+                y = tile_coordinates(b, h * HEADS + e, t, 0, end, params)
                 async_load(Y, y, bar, shared.y.index(HEADS * s + e))
-                if walk.KEYS:
+                if config.OUTPUT_K:
                     async_load(ZV, y, bar, shared.zv.index(HEADS * s + e))
             n += 1
-            if walk.MARKED and walk.BACK and step > 0 and step % walk.MARKS == 0:
+            if config.HAS_CHECKPOINTS and config.REVERSE and step > 0 and step % config.CHECKPOINT_STEPS == 0:
                 for e in gl.static_range(HEADS):
-                    mbarrier.wait(shared.free_m.index(e), (marked & 1) ^ 1)
-                    mbarrier.expect(shared.full_m.index(e), Marks.block_type.nbytes)
-                    row = mark_of(b, start, step, h * HEADS + e, work, walk) * walk.DK
-                    async_load(Marks, [row.to(gl.int32), 0], shared.full_m.index(e), shared.m.index(e))
-                marked += 1
+                    mbarrier.wait(shared.empty_checkpoint.index(e), (num_checkpoints & 1) ^ 1)
+                    mbarrier.expect(shared.full_checkpoint.index(e), Checkpoints.block_type.nbytes)
+                    row = checkpoint_index(b, start, step, h * HEADS + e, params, config) * config.DK
+                    async_load(
+                        Checkpoints,
+                        [row.to(gl.int32), 0],
+                        shared.full_checkpoint.index(e),
+                        shared.checkpoint_state.index(e),
+                    )
+                num_checkpoints += 1
 
 
 @gluon.jit
-def mark_of(b, start, step, h, work, walk):
+def checkpoint_index(b, start, step, h, params, config):
     """Which mark of which head, the piece of b having begun with step `start`."""
-    heads = work.H * walk.HEADS
-    return ((b.to(gl.int64) * work.T + start) // walk.MARKS - 1 + step // walk.MARKS) * heads + h
+    heads = params.H * config.HEADS
+    return (
+        (b.to(gl.int64) * params.T + start) // config.CHECKPOINT_STEPS - 1 + step // config.CHECKPOINT_STEPS
+    ) * heads + h
 
 
 @gluon.jit
-def own(ring, index: gl.constexpr, n):
+def opaque_index(ring, index: gl.constexpr, n):
     """The index-th of a ring. The compiler is not to know that no tile n changes it: what it would find out early about
     its addresses takes registers all the way."""
     return ring.index(index + (n >> 30))
 
 
 @gluon.jit
-def tile_of(shared, rings, s, n, head: gl.constexpr, walk):
+def view_tile(shared, buffers, s, n, head: gl.constexpr, config):
     """The n-th, in stage s."""
-    L: gl.constexpr = walk.L
-    copy: gl.constexpr = 0 if walk.SHARED else head
-    of_gates = head * walk.STAGES + s
-    return Tile(
-        own(shared.c, head, n),
-        own(shared.n, head, n),
-        own(shared.part, 0, n),
-        shared.x.index(walk.COPIES * s + copy).reshape([L, walk.DK]),
-        shared.y.index(walk.HEADS * s + head).reshape([L, walk.DV]),
-        shared.zk.index(walk.COPIES * s + copy).reshape([L, walk.DK]),
-        shared.zv.index(walk.HEADS * s + head).reshape([L, walk.DV]),
-        rings.vectors.index(of_gates),
-        rings.weights.index(of_gates),
-        rings.extra.index(of_gates),
+    L: gl.constexpr = config.L
+    copy: gl.constexpr = 0 if config.SHARED_QK else head
+    gate_slot = head * config.STAGES + s
+    return TileViews(
+        opaque_index(shared.c, head, n),
+        opaque_index(shared.n, head, n),
+        opaque_index(shared.part, 0, n),
+        shared.x.index(config.QK_COPIES * s + copy).reshape([L, config.DK]),
+        shared.y.index(config.HEADS * s + head).reshape([L, config.DV]),
+        shared.zk.index(config.QK_COPIES * s + copy).reshape([L, config.DK]),
+        shared.zv.index(config.HEADS * s + head).reshape([L, config.DV]),
+        buffers.vectors.index(gate_slot),
+        buffers.weights.index(gate_slot),
+        buffers.extra.index(gate_slot),
     )
 
 
 @gluon.jit
-def put_state(C, N, c, n, NORMALIZE: gl.constexpr):
+def store_shared_state(C, N, c, n, NORMALIZE: gl.constexpr):
     """Where the next tile reads it."""
     c.store(C.to(c.dtype))
     if NORMALIZE:
@@ -269,42 +293,44 @@ def put_state(C, N, c, n, NORMALIZE: gl.constexpr):
 
 
 @gluon.jit
-def first_state(index, mine, outer, work, head: gl.constexpr, walk):
+def load_initial_state(index, ids, gmem, params, head: gl.constexpr, config):
     """That a piece of work starts from."""
-    of_v: gl.constexpr = of_product(walk.DV)
-    C = gl.zeros([walk.DK, walk.DV], gl.float32, of_v)
-    N = gl.zeros([walk.DK], gl.float32, gl.SliceLayout(1, of_product(walk.L)))
-    total = mine.one.to(gl.float32) + 1.0
-    if walk.STATE:
-        at = state_of(index, work) * walk.HEADS + head
+    of_v: gl.constexpr = accumulator_layout(config.DV)
+    C = gl.zeros([config.DK, config.DV], gl.float32, of_v)
+    N = gl.zeros([config.DK], gl.float32, gl.SliceLayout(1, accumulator_layout(config.L)))
+    total = ids.one.to(gl.float32) + 1.0
+    if config.USE_INITIAL_STATE:
+        at = state_index(index, params) * config.HEADS + head
         C = gl.load(
-            state_pointers(outer.state_in, at, 0, 0, walk.DK, walk.DV, False, of_v, walk.DK, walk.DV)
+            state_pointers(gmem.state_in, at, 0, 0, config.DK, config.DV, False, of_v, config.DK, config.DV)
         ).to(gl.float32)  # fmt: skip
-        if walk.NORMALIZE:
-            N = gl.load(outer.n_in + at.to(gl.int64) * walk.DK + mine.rk)
-    return State(C, N, total)
+        if config.NORMALIZE:
+            N = gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk)
+    return Accumulators(C, N, total)
 
 
 @gluon.jit
-def last_state(state, index, mine, outer, work, head: gl.constexpr, walk):
+def store_final_state(acc, index, ids, gmem, params, head: gl.constexpr, config):
     """That a piece of work ends with, or what it adds to one, with the decay over it."""
-    C, N, total = state
-    state_out = outer.state_out
-    at = state_of(index, work) * walk.HEADS + head
+    C, N, total = acc
+    state_out = gmem.state_out
+    at = state_index(index, params) * config.HEADS + head
     dtype: gl.constexpr = state_out.dtype.element_ty
-    pointers = state_pointers(state_out, at, 0, 0, walk.DK, walk.DV, False, of_product(walk.DV), walk.DK, walk.DV)
+    pointers = state_pointers(
+        state_out, at, 0, 0, config.DK, config.DV, False, accumulator_layout(config.DV), config.DK, config.DV
+    )
     gl.store(pointers, C.to(dtype))
-    if walk.NORMALIZE:
-        gl.store(outer.n_out + at.to(gl.int64) * walk.DK + mine.rk, N)
-    if not walk.READS:
-        gl.store(outer.decays + at + mine.one, total)
+    if config.NORMALIZE:
+        gl.store(gmem.n_out + at.to(gl.int64) * config.DK + ids.rk, N)
+    if not config.HAS_OUTPUT:
+        gl.store(gmem.decays + at + ids.one, total)
 
 
 @gluon.jit
-def denominators(P, tile, weight, walk):
+def compute_denominators(P, tile, weight, config):
     """d: zk . n, weighted, and the sums of P."""
     of_v: gl.constexpr = weight.type.layout
-    of_k: gl.constexpr = of_product(walk.DK)
+    of_k: gl.constexpr = accumulator_layout(config.DK)
     row = gl.expand_dims(tile.n.load(gl.SliceLayout(0, of_k)), 0)
     dot = gl.sum(tile.zk.load(of_k).to(gl.float32) * row, 1)
     d = gl.convert_layout(gl.sum(P, 1), of_v, assert_trivial=True)
@@ -312,348 +338,395 @@ def denominators(P, tile, weight, walk):
 
 
 @gluon.jit
-def divided(V, d, t, tile, at, mine, outer, work, walk):
+def divide_by_denominators(V, d, t, tile, work_tile, ids, gmem, params, config):
     """By max(|d|, exp(-m))."""
-    if walk.SAVE_D:
-        heads = work.H * walk.HEADS
-        gl.store(outer.d_out + (at.first + t + mine.rd) * heads + at.h, d, mask=mine.rd < at.steps - t)
+    if config.SAVE_D:
+        heads = params.H * config.HEADS
+        gl.store(
+            gmem.d_out + (work_tile.first_step + t + ids.rd) * heads + work_tile.h, d, mask=ids.rd < work_tile.steps - t
+        )
     return V * gl.expand_dims(1.0 / gl.maximum(gl.abs(d), tile.e.load(d.type.layout)), 1)
 
 
 @gluon.jit
-def find_delta(S, K, D, t, tile, at, mine, outer, walk):
+def compute_dp_offset(S, K, D, t, tile, work_tile, ids, gmem, config):
     """-u (do . h): do . h is zk . (zv C^T), weighted, and the sums of the rows of (S, weighted) * (zk x^T)."""
-    L: gl.constexpr = walk.L
+    L: gl.constexpr = config.L
     of_k: gl.constexpr = K.type.layout
-    R = warpgroup_mma_wait(0, deps=[product(tile.zk, tile.x.permute((1, 0)))])
+    R = warpgroup_mma_wait(0, deps=[issue_mma(tile.zk, tile.x.permute((1, 0)))])
     dot = gl.sum(K * tile.zk.load(of_k).to(gl.float32), 1)
-    dot *= tile.g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_k))
-    scores = gl.sum(seen(S, D, mine.i, mine.j, 0, walk.BACK) * R, 1)
+    dot *= tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, of_k))
+    scores = gl.sum(apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE) * R, 1)
     dot += gl.convert_layout(scores, dot.type.layout, assert_trivial=True)
     u = tile.e.load(dot.type.layout)
     delta = gl.where(u == 0.0, 0.0, u * dot)
-    gl.store(outer.gates + ((at.tile0 + t // L) * VECTORS + DELTA_P) * L + mine.rl, delta)
+    gl.store(gmem.gates + ((work_tile.first_tile + t // L) * VECTORS + DELTA_P) * L + ids.rl, delta)
     return delta
 
 
 @gluon.jit
-def add_keys(S, K, D, t, tile, at, mine, outer, walk):
+def issue_k_output(S, K, D, t, tile, work_tile, ids, gmem, config):
     """zv C^T to out_k: starts to add P x, P = (zv y^T + delta) weighted."""
-    L: gl.constexpr = walk.L
-    if walk.FINDS:
+    L: gl.constexpr = config.L
+    if config.COMPUTE_DP_OFFSET:
         S, K = warpgroup_mma_wait(0, deps=[S, K])
-        delta = find_delta(S, K, D, t, tile, at, mine, outer, walk)
+        delta = compute_dp_offset(S, K, D, t, tile, work_tile, ids, gmem, config)
         S += gl.expand_dims(gl.convert_layout(delta, gl.SliceLayout(1, S.type.layout), assert_trivial=True), 1)
     else:
         S = warpgroup_mma_wait(1, deps=[S])
-        if walk.DELTA:
+        if config.USE_DP_OFFSET:
             S += gl.expand_dims(tile.e.load(gl.SliceLayout(0, S.type.layout)), 0)
-    if walk.VALUES:
-        D = gate_matrix(tile.g, L, 0, of_product(L), 1)  # again: kept, it takes registers that out_v needs
-    P = seen(S, D, mine.i, mine.j, 0, walk.BACK)
-    A = as_left(P.to(tile.x.dtype), walk.DK)
-    weight = tile.g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_product(walk.DK)))
-    if not walk.FINDS:
+    if config.OUTPUT_V:
+        D = load_gate_matrix(tile.g, L, 0, accumulator_layout(L), 1)  # again: kept, it takes registers that out_v needs
+    P = apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE)
+    A = to_left_operand(P.to(tile.x.dtype), config.DK)
+    weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, accumulator_layout(config.DK)))
+    if not config.COMPUTE_DP_OFFSET:
         K = warpgroup_mma_wait(0, deps=[K])
-    if walk.NORMALIZE:
+    if config.NORMALIZE:
         row = gl.expand_dims(tile.n.load(gl.SliceLayout(0, K.type.layout)), 0)
-        if walk.BACK:
+        if config.REVERSE:
             K += row
-        elif walk.FINDS:
+        elif config.COMPUTE_DP_OFFSET:
             K += row * gl.expand_dims(delta, 1)
     return warpgroup_mma(A, tile.x, K * gl.expand_dims(weight, 1), is_async=True), A
 
 
 @gluon.jit
-def update_n(N, x_t, tile, walk):
+def update_n(N, x_t, tile, config):
     """decay n + x w."""
-    L: gl.constexpr = walk.L
+    L: gl.constexpr = config.L
     layout: gl.constexpr = gl.SliceLayout(0, x_t.type.layout)
-    N = N * gl.max(tile.g.slice(CARRY * L, 1, 0).load(layout), 0)
-    if walk.DELTA or not walk.BACK:
+    N = N * gl.max(tile.g.slice(TILE_DECAY * L, 1, 0).load(layout), 0)
+    if config.USE_DP_OFFSET or not config.REVERSE:
         # Not of the left operand, which is rounded: outputs are divided by q . n, which can be small beside q and n.
-        update = weights(tile.u, L, layout)
-        if walk.BACK:
+        update = load_update_weights(tile.u, L, layout)
+        if config.REVERSE:
             update = update * tile.e.load(layout)
         N += gl.sum(x_t.to(gl.float32) * gl.expand_dims(update, 0), 1)
     return N
 
 
 @gluon.jit
-def sum_of_heads(K, part, shared, n, head: gl.constexpr):
+def reduce_head_pair(K, part, shared, n, head: gl.constexpr):
     """In the first consumer, which waits for the part of the second; that waits until its part before is read."""
     if head == 1:
-        mbarrier.wait(shared.taken, (n & 1) ^ 1)
+        mbarrier.wait(shared.part_empty, (n & 1) ^ 1)
         part.store(K.to(part.dtype))
         barrier()
-        mbarrier.arrive(shared.given, count=1)
+        mbarrier.arrive(shared.part_full, count=1)
     else:
-        mbarrier.wait(shared.given, n & 1)
+        mbarrier.wait(shared.part_full, n & 1)
         K += part.load(K.type.layout).to(gl.float32)
         barrier()
-        mbarrier.arrive(shared.taken, count=1)
+        mbarrier.arrive(shared.part_empty, count=1)
     return K
 
 
 @gluon.jit
-def send(s, t, at, outer, shared, work, head: gl.constexpr, walk):
+def store_outputs(s, t, work_tile, gmem, shared, params, head: gl.constexpr, config):
     """The outputs of the tile in stage s."""
-    copy: gl.constexpr = 0 if walk.SHARED else head
-    if walk.VALUES:
-        of_out = (shared.zv if walk.KEYS else shared.y).index(walk.HEADS * s + head)
-        async_store(outer.out_v, coordinates(at.b, at.h, at.start + t, 0, at.start + at.steps, work), of_out)
-    if walk.KEYS and copy == head:
-        at_k = coordinates(at.b, at.hp * walk.COPIES + copy, at.start + t, 0, at.start + at.steps, work)
-        async_store(outer.out_k, at_k, shared.zk.index(walk.COPIES * s + copy))
+    copy: gl.constexpr = 0 if config.SHARED_QK else head
+    if config.OUTPUT_V:
+        of_out = (shared.zv if config.OUTPUT_K else shared.y).index(config.HEADS * s + head)
+        async_store(
+            gmem.out_v,
+            tile_coordinates(
+                work_tile.b, work_tile.h, work_tile.start + t, 0, work_tile.start + work_tile.steps, params
+            ),
+            of_out,
+        )
+    if config.OUTPUT_K and copy == head:
+        at_k = tile_coordinates(
+            work_tile.b,
+            work_tile.head_group * config.QK_COPIES + copy,
+            work_tile.start + t,
+            0,
+            work_tile.start + work_tile.steps,
+            params,
+        )
+        async_store(gmem.out_k, at_k, shared.zk.index(config.QK_COPIES * s + copy))
 
 
 @gluon.jit
-def leave_mark(C, N, c, t, n, marked, at, mine, outer, shared, work, head: gl.constexpr, walk):
-    """The state that `put_state` has put, where it is one at a mark, or walking back <C, dC>."""
-    step = t if walk.BACK else t + walk.L
-    if step % walk.MARKS == 0 and step < at.steps and step > 0:
-        mark = mark_of(at.b, at.start, step, at.h, work, walk)
-        if walk.BACK:
-            leave_dot(C, N, mark, n, marked, mine, outer, shared, head, walk)
-            marked += 1
+def at_checkpoint(C, N, c, t, n, num_checkpoints, work_tile, ids, gmem, shared, params, head: gl.constexpr, config):
+    """The state that `store_shared_state` has put, where it is one at a mark, or walking back <C, dC>."""
+    step = t if config.REVERSE else t + config.L
+    if step % config.CHECKPOINT_STEPS == 0 and step < work_tile.steps and step > 0:
+        checkpoint = checkpoint_index(work_tile.b, work_tile.start, step, work_tile.h, params, config)
+        if config.REVERSE:
+            store_checkpoint_dots(C, N, checkpoint, n, num_checkpoints, ids, gmem, shared, head, config)
+            num_checkpoints += 1
         else:
-            async_store(outer.marks, [(mark * walk.DK).to(gl.int32), 0], c)
-            if walk.NORMALIZE:
-                gl.store(outer.n_marks + mark * walk.DK + mine.rk, N)
-    return marked
+            async_store(gmem.checkpoints, [(checkpoint * config.DK).to(gl.int32), 0], c)
+            if config.NORMALIZE:
+                gl.store(gmem.n_checkpoints + checkpoint * config.DK + ids.rk, N)
+    return num_checkpoints
 
 
 @gluon.jit
-def leave_dot(dC, dN, mark, n, marked, mine, outer, shared, head: gl.constexpr, walk):
+def store_checkpoint_dots(dC, dN, checkpoint, n, num_checkpoints, ids, gmem, shared, head: gl.constexpr, config):
     """<C, dC> at a mark, of C that the loader brings; n in float32 with it."""
-    of_row: gl.constexpr = mine.rk.type.layout
-    C = own(shared.m, head, n)
-    full = shared.full_m.index(head)
-    free = shared.free_m.index(head)
-    phase = marked & 1
+    of_row: gl.constexpr = ids.rk.type.layout
+    C = opaque_index(shared.checkpoint_state, head, n)
+    full = shared.full_checkpoint.index(head)
+    empty = shared.empty_checkpoint.index(head)
+    phase = num_checkpoints & 1
     one = gl.arange(0, 1, gl.SliceLayout(0, dC.type.layout))
     mbarrier.wait(full, phase)
     both = gl.convert_layout(gl.sum(dC * C.load(dC.type.layout).to(gl.float32), 1), of_row, assert_trivial=True)
     barrier()
-    mbarrier.arrive(free, count=1)
-    if walk.NORMALIZE:
-        both += dN * gl.load(outer.n_marks + mark * walk.DK + mine.rk)
-    gl.store(outer.dots + mark + one, gl.sum(both, 0).to(gl.float64) + one.to(gl.float64))
+    mbarrier.arrive(empty, count=1)
+    if config.NORMALIZE:
+        both += dN * gl.load(gmem.n_checkpoints + checkpoint * config.DK + ids.rk)
+    gl.store(gmem.dots + checkpoint + one, gl.sum(both, 0).to(gl.float64) + one.to(gl.float64))
 
 
 @gluon.jit
-def walk_tile(state, place_n, step, at, mine, outer, shared, work, rings, head: gl.constexpr, walk):
+def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, buffers, head: gl.constexpr, config):
     """A tile, from its arrival to the departure of its outputs."""
-    L: gl.constexpr = walk.L
-    STAGES: gl.constexpr = walk.STAGES
-    copy: gl.constexpr = 0 if walk.SHARED else head
-    of_p: gl.constexpr = of_product(L)
+    L: gl.constexpr = config.L
+    STAGES: gl.constexpr = config.STAGES
+    copy: gl.constexpr = 0 if config.SHARED_QK else head
+    of_p: gl.constexpr = accumulator_layout(L)
     dtype: gl.constexpr = shared.x.dtype
-    C, N, total = state
-    s, phase, n, marked = place_n
-    tile = tile_of(shared, rings, s, n, head, walk)
-    t = (at.tiles - 1 - step if walk.BACK else step) * L
+    C, N, total = acc
+    s, phase, n, num_checkpoints = pipe_state
+    tile = view_tile(shared, buffers, s, n, head, config)
+    t = (work_tile.tiles - 1 - step if config.REVERSE else step) * L
     mbarrier.wait(shared.full.index(s), phase)
-    if walk.VALUES:
-        S = product(tile.zk, tile.x.permute((1, 0)))
-        V = product(tile.zk, tile.c)
-    elif walk.KEYS:
-        S = product(tile.zv, tile.y.permute((1, 0)))
-        K = product(tile.zv, tile.c.permute((1, 0)))
-    if walk.READS:
-        D = gate_matrix(tile.g, L, 0, of_p, 1)
-    if walk.VALUES:
-        weight = tile.g.slice(OUT * L, L, 0).load(gl.SliceLayout(1, of_product(walk.DV)))
+    if config.OUTPUT_V:
+        S = issue_mma(tile.zk, tile.x.permute((1, 0)))
+        V = issue_mma(tile.zk, tile.c)
+    elif config.OUTPUT_K:
+        S = issue_mma(tile.zv, tile.y.permute((1, 0)))
+        K = issue_mma(tile.zv, tile.c.permute((1, 0)))
+    if config.HAS_OUTPUT:
+        D = load_gate_matrix(tile.g, L, 0, of_p, 1)
+    if config.OUTPUT_V:
+        weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, accumulator_layout(config.DV)))
         S = warpgroup_mma_wait(1, deps=[S])
-        P = seen(S, D, mine.i, mine.j, 0, walk.BACK)
-        if walk.NORMALIZE and not walk.BACK:
-            d = denominators(P, tile, weight, walk)
-        A = as_left(P.to(dtype), walk.DV)
+        P = apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE)
+        if config.NORMALIZE and not config.REVERSE:
+            d = compute_denominators(P, tile, weight, config)
+        A = to_left_operand(P.to(dtype), config.DV)
         V = warpgroup_mma_wait(0, deps=[V])
         V = warpgroup_mma(A, tile.y, V * gl.expand_dims(weight, 1), is_async=True)
-        if walk.KEYS:
-            S = product(tile.zv, tile.y.permute((1, 0)))
-    if walk.READS:
+        if config.OUTPUT_K:
+            S = issue_mma(tile.zv, tile.y.permute((1, 0)))
+    if config.HAS_OUTPUT:
         # The stage of the previous tile is free once its outputs have left.
         tma.store_wait(0)
-        mbarrier.arrive(shared.free.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
-    if walk.KEYS:
-        if walk.VALUES:
+        mbarrier.arrive(shared.empty.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+    if config.OUTPUT_K:
+        if config.OUTPUT_V:
             V, A = warpgroup_mma_wait(1, deps=[V, A])
             out_v = V.to(dtype)
-            K = product(tile.zv, tile.c.permute((1, 0)))
-        K, A_k = add_keys(S, K, D, t, tile, at, mine, outer, walk)
-        if walk.VALUES:
+            K = issue_mma(tile.zv, tile.c.permute((1, 0)))
+        K, A_k = issue_k_output(S, K, D, t, tile, work_tile, ids, gmem, config)
+        if config.OUTPUT_V:
             barrier()  # no warp's MMA reads zv any more
             tile.zv.store(out_v)
     # The state behind the tile, while the outputs are on their way.
     x_t = tile.x.permute((1, 0)).load(of_p)
-    B = scaled(x_t, tile.u, L, gl.DotOperandLayout(0, of_product(walk.DV), 2))
-    decay = tile.g.slice(CARRY * L, 1, 0).load(gl.SliceLayout(0, C.type.layout))
+    B = scale_by_gates(x_t, tile.u, L, gl.DotOperandLayout(0, accumulator_layout(config.DV), 2))
+    decay = tile.g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, C.type.layout))
     C = warpgroup_mma(B, tile.y, C * gl.expand_dims(decay, 0), is_async=True)
-    if not walk.READS:
+    if not config.HAS_OUTPUT:
         total = total * decay
-    if walk.NORMALIZE:
-        N = update_n(N, x_t, tile, walk)
-    if walk.VALUES and not walk.KEYS:
+    if config.NORMALIZE:
+        N = update_n(N, x_t, tile, config)
+    if config.OUTPUT_V and not config.OUTPUT_K:
         V, A = warpgroup_mma_wait(1, deps=[V, A])
-        if walk.NORMALIZE and not walk.BACK:
-            V = divided(V, d, t, tile, at, mine, outer, work, walk)
+        if config.NORMALIZE and not config.REVERSE:
+            V = divide_by_denominators(V, d, t, tile, work_tile, ids, gmem, params, config)
         out_v = V.to(dtype)
-    if walk.KEYS:
+    if config.OUTPUT_K:
         K, A_k = warpgroup_mma_wait(1, deps=[K, A_k])
-        to = outer.w_out + at.tile0 * L + t + mine.rl
+        to = gmem.w_out + work_tile.first_tile * L + t + ids.rl
         gl.store(to, gl.sum(K * tile.zk.load(K.type.layout).to(gl.float32), 1))
-        if walk.SHARED:
-            K = sum_of_heads(K, tile.part, shared, n, head)
+        if config.SHARED_QK:
+            K = reduce_head_pair(K, tile.part, shared, n, head)
         out_k = K.to(dtype)
     C, B = warpgroup_mma_wait(0, deps=[C, B])
     barrier()  # no warp's MMA reads the tiles any more
-    if walk.VALUES and not walk.KEYS:
+    if config.OUTPUT_V and not config.OUTPUT_K:
         tile.y.store(out_v)
-    if walk.KEYS and copy == head:
+    if config.OUTPUT_K and copy == head:
         tile.zk.store(out_k)
-    if walk.READS:
-        put_state(C, N, tile.c, tile.n, walk.NORMALIZE)
+    if config.HAS_OUTPUT:
+        store_shared_state(C, N, tile.c, tile.n, config.NORMALIZE)
     else:
-        mbarrier.arrive(shared.free.index(s), count=1)
-    send(s, t, at, outer, shared, work, head, walk)
-    if walk.MARKED:
-        marked = leave_mark(C, N, tile.c, t, n, marked, at, mine, outer, shared, work, head, walk)
-    s, phase = next_stage(s, phase, STAGES)
-    return State(C, N, total), Place(s, phase, n + 1, marked)
+        mbarrier.arrive(shared.empty.index(s), count=1)
+    store_outputs(s, t, work_tile, gmem, shared, params, head, config)
+    if config.HAS_CHECKPOINTS:
+        num_checkpoints = at_checkpoint(
+            C, N, tile.c, t, n, num_checkpoints, work_tile, ids, gmem, shared, params, head, config
+        )
+    s, phase = advance(s, phase, STAGES)
+    return Accumulators(C, N, total), PipelineState(s, phase, n + 1, num_checkpoints)
 
 
 @gluon.jit
-def consume(head: gl.constexpr, outer, shared, work, tiles_of_head, rings, walk):
+def run_consumer(head: gl.constexpr, gmem, shared, params, tiles_per_head, buffers, config):
     """One warpgroup, with one head."""
-    L: gl.constexpr = walk.L
-    i = gl.arange(0, L, gl.SliceLayout(1, of_product(L)))
-    j = gl.arange(0, L, gl.SliceLayout(0, of_product(L)))
-    rk = gl.arange(0, walk.DK, gl.SliceLayout(1, of_product(L)))
-    rl = gl.arange(0, L, gl.SliceLayout(1, of_product(walk.DK)))
-    rd = gl.arange(0, L, gl.SliceLayout(1, of_product(walk.DV)))
-    one = gl.arange(0, 1, gl.SliceLayout(0, of_product(walk.DV)))
-    mine = Mine(i, j, rk, rl, rd, one)
-    place_n = Place(0, 0, 0, 0)
+    L: gl.constexpr = config.L
+    i = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(L)))
+    j = gl.arange(0, L, gl.SliceLayout(0, accumulator_layout(L)))
+    rk = gl.arange(0, config.DK, gl.SliceLayout(1, accumulator_layout(L)))
+    rl = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(config.DK)))
+    rd = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(config.DV)))
+    one = gl.arange(0, 1, gl.SliceLayout(0, accumulator_layout(config.DV)))
+    ids = FragmentIds(i, j, rk, rl, rd, one)
+    pipe_state = PipelineState(0, 0, 0, 0)
     index = gl.program_id(0)
-    while index < work.pieces:
-        b, hp, start, steps, tile = piece(index, work, L, walk.SEGMENTED, True)
-        h = hp * walk.HEADS + head
-        tiles = tiles_of(index, start, steps, work, L, walk.BACK, walk.SKIP)
-        first = b.to(gl.int64) * work.T + start
-        at = Piece(b, hp, h, start, steps, tiles, first, h.to(gl.int64) * tiles_of_head + tile)
-        state = first_state(index, mine, outer, work, head, walk)
-        if walk.READS:
-            n = place_n.n
-            put_state(state.C, state.n, own(shared.c, head, n), own(shared.n, head, n), walk.NORMALIZE)
+    while index < params.num_work_tiles:
+        b, head_group, start, steps, tile = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+        h = head_group * config.HEADS + head
+        tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
+        first = b.to(gl.int64) * params.T + start
+        work_tile = WorkTile(b, head_group, h, start, steps, tiles, first, h.to(gl.int64) * tiles_per_head + tile)
+        acc = load_initial_state(index, ids, gmem, params, head, config)
+        if config.HAS_OUTPUT:
+            n = pipe_state.count
+            store_shared_state(
+                acc.C, acc.n, opaque_index(shared.c, head, n), opaque_index(shared.n, head, n), config.NORMALIZE
+            )
         for step in range(0, tiles):
-            state, place_n = walk_tile(state, place_n, step, at, mine, outer, shared, work, rings, head, walk)
-        if walk.FINAL:
-            last_state(state, index, mine, outer, work, head, walk)
-        index = next_piece(index)
-    if walk.READS:
+            acc, pipe_state = process_tile(
+                acc, pipe_state, step, work_tile, ids, gmem, shared, params, buffers, head, config
+            )
+        if config.STORE_FINAL_STATE:
+            store_final_state(acc, index, ids, gmem, params, head, config)
+        index = next_work_tile(index)
+    if config.HAS_OUTPUT:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=NUMBERS)
-def whole(
-    X, Y, ZK, ZV, OutV, OutK, Marks, gates, i_gate, f_gate, w_out, d_out, dots, state_in, state_out, n_in, n_out,
-    n_marks, decays, order,
-    T, tiles_of_head, H, GROUP, length, pieces, ib, it, ih, fb, ft, fh, scale, log_scale,
-    HEADS: gl.constexpr, SHARED: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr,
-    STAGES: gl.constexpr, MARKS: gl.constexpr, BACK: gl.constexpr, SEGMENTED: gl.constexpr, STATE: gl.constexpr,
-    FINAL: gl.constexpr, SKIP: gl.constexpr, VALUES: gl.constexpr, KEYS: gl.constexpr, NORMALIZE: gl.constexpr,
-    SAVE_D: gl.constexpr, DELTA: gl.constexpr, MARKED: gl.constexpr, PACKED: gl.constexpr,
-    MADE: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
+@gluon.jit(do_not_specialize=RUNTIME_SCALARS)
+def small_head_kernel(
+    X, Y, ZK, ZV, OutV, OutK, Checkpoints, gates, i_gate, f_gate, w_out, d_out, dots, state_in, state_out, n_in, n_out,
+    n_checkpoints, decays, schedule,
+    T, tiles_per_head, H, group_size, segment_steps, num_work_tiles, stride_ib, stride_it, stride_ih, stride_fb,
+    stride_ft, stride_fh, scale, log_scale,
+    HEADS: gl.constexpr, SHARED_QK: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr,
+    STAGES: gl.constexpr, CHECKPOINT_STEPS: gl.constexpr, REVERSE: gl.constexpr, IS_SEGMENTED: gl.constexpr,
+    USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr, SKIP_LAST: gl.constexpr, OUTPUT_V: gl.constexpr,
+    OUTPUT_K: gl.constexpr, NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, USE_DP_OFFSET: gl.constexpr,
+    HAS_CHECKPOINTS: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr,
+    SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
     """H is how often HEADS heads there are; with SHARED OutK has so many."""
-    READS: gl.constexpr = VALUES or KEYS
-    EXTRA: gl.constexpr = (DELTA_P if DELTA else None) if KEYS else (FLOOR if NORMALIZE and READS else None)
+    HAS_OUTPUT: gl.constexpr = OUTPUT_V or OUTPUT_K
+    EXTRA: gl.constexpr = (
+        (DELTA_P if USE_DP_OFFSET else None) if OUTPUT_K else (FLOOR if NORMALIZE and HAS_OUTPUT else None)
+    )
     partitions(
-        (X, Y, ZK, ZV, Marks),
-        Source(
-            gates, i_gate, f_gate, ib, it, ih, fb, ft, fh, scale, log_scale, MADE, INPUT_GATE, SIGMOID_I, SIGMOID_F
+        (X, Y, ZK, ZV, Checkpoints),
+        GateSource(
+            gates, i_gate, f_gate, stride_ib, stride_it, stride_ih, stride_fb, stride_ft, stride_fh, scale, log_scale,
+            GATES, INPUT_GATE, SIGMOID_I, SIGMOID_F
         ),
-        tiles_of_head, GROUP,
-        Outer(OutV, OutK, Marks, state_in, state_out, n_in, n_out, n_marks, decays, w_out, d_out, dots, gates),
-        Work(T, H, length, pieces, order if PACKED else None),
-        Walk(
-            HEADS, SHARED, 1 if SHARED else HEADS, DK, DV, L, STAGES, MARKS, BACK, SEGMENTED, STATE, FINAL, SKIP,
-            VALUES, KEYS, READS, NORMALIZE, SAVE_D, DELTA, DELTA and not BACK, MARKED,
+        tiles_per_head, group_size,
+        GlobalPointers(
+            OutV, OutK, Checkpoints, state_in, state_out, n_in, n_out, n_checkpoints, decays, w_out, d_out, dots, gates,
         ),
-        Gater(L, STAGES, BACK, SEGMENTED, EXTRA, SKIP=SKIP, HEADS=HEADS, GATERS=HEADS if KEYS else HEADS + 1),
+        SchedulerParams(T, H, segment_steps, num_work_tiles, schedule if IS_VARLEN else None),
+        Config(
+            HEADS, SHARED_QK, 1 if SHARED_QK else HEADS, DK, DV, L, STAGES, CHECKPOINT_STEPS, REVERSE, IS_SEGMENTED,
+            USE_INITIAL_STATE, STORE_FINAL_STATE, SKIP_LAST, OUTPUT_V, OUTPUT_K, HAS_OUTPUT, NORMALIZE, SAVE_D,
+            USE_DP_OFFSET, USE_DP_OFFSET and not REVERSE, HAS_CHECKPOINTS,
+        ),
+        GateWarpConfig(
+            L, STAGES, REVERSE, IS_SEGMENTED, EXTRA, SKIP_LAST=SKIP_LAST, HEADS=HEADS,
+            GATE_WARPS=HEADS if OUTPUT_K else HEADS + 1,
+        ),
     )  # fmt: skip
 
 
 @gluon.jit
-def partitions(tensors, source, tiles_of_head, GROUP, outer, work, walk, gater):
+def partitions(tensors, source, tiles_per_head, group_size, gmem, params, config, gate_config):
     """Gives them shared memory, and starts them."""
-    shared = allocate(tensors, walk)
+    shared = allocate(tensors, config)
     full = shared.full
-    free = shared.free
-    rings = GateRings(*gate_rings(shared.x.dtype, gater))
-    if walk.HEADS == 1:
+    empty = shared.empty
+    buffers = GateBuffers(*allocate_gate_buffers(shared.x.dtype, gate_config))
+    if config.HEADS == 1:
         gl.warp_specialize(
             [
-                (consume, (0, outer, shared, work, tiles_of_head, rings, walk)),
-                (load_tiles, (tensors, shared, work, GROUP, walk)),
-                (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
-                (load_gates, (1, source, rings, full, free, work, tiles_of_head, gater)),
+                (run_consumer, (0, gmem, shared, params, tiles_per_head, buffers, config)),
+                (run_load_warp, (tensors, shared, params, group_size, config)),
+                (run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+                (run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             ],
             [1, 1, 1],
-            [FILLER, FILLER, FILLER],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (consume, (0, outer, shared, work, tiles_of_head, rings, walk)),
-                (consume, (1, outer, shared, work, tiles_of_head, rings, walk)),
-                (load_tiles, (tensors, shared, work, GROUP, walk)),
-                (load_gates, (0, source, rings, full, free, work, tiles_of_head, gater)),
-                (load_gates, (1, source, rings, full, free, work, tiles_of_head, gater)),
-                (load_gates, (2, source, rings, full, free, work, tiles_of_head, gater)),
+                (run_consumer, (0, gmem, shared, params, tiles_per_head, buffers, config)),
+                (run_consumer, (1, gmem, shared, params, tiles_per_head, buffers, config)),
+                (run_load_warp, (tensors, shared, params, group_size, config)),
+                (run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+                (run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+                (run_gate_warp, (2, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             ],
             [4, 1, 1, 1, 1],
-            [CONSUMER, FILLER, FILLER, FILLER, FILLER],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
         )
 
 
 @gluon.jit
-def allocate(tensors, walk):
+def allocate(tensors, config):
     """Shared memory and its barriers."""
     X, Y, ZK, ZV, _marks = tensors
-    STAGES: gl.constexpr = walk.STAGES
+    STAGES: gl.constexpr = config.STAGES
     dtype: gl.constexpr = X.dtype
-    x = ring_of(X, walk.COPIES * STAGES)
-    y = ring_of(Y, walk.HEADS * STAGES)
-    zk = ring_of(ZK, walk.COPIES * STAGES) if walk.READS else x
-    c = matrices(dtype, walk.HEADS, walk.DK, walk.DV) if walk.READS else y
-    zv = ring_of(ZV, walk.HEADS * STAGES) if walk.KEYS else y
-    n = vectors(gl.float32, walk.HEADS, walk.DK) if walk.NORMALIZE else y
-    full, free = stage_barriers(STAGES, 1 + walk.HEADS, walk.HEADS)
+    x = allocate_tiles(X, config.QK_COPIES * STAGES)
+    y = allocate_tiles(Y, config.HEADS * STAGES)
+    zk = allocate_tiles(ZK, config.QK_COPIES * STAGES) if config.HAS_OUTPUT else x
+    c = allocate_operands(dtype, config.HEADS, config.DK, config.DV) if config.HAS_OUTPUT else y
+    zv = allocate_tiles(ZV, config.HEADS * STAGES) if config.OUTPUT_K else y
+    n = allocate_vectors(gl.float32, config.HEADS, config.DK) if config.NORMALIZE else y
+    full, empty = allocate_full_empty(STAGES, 1 + config.HEADS, config.HEADS)
     part = c
-    given = full
-    taken = full
-    if walk.SHARED and walk.KEYS:
-        part = matrices(dtype, 1, walk.L, walk.DK)
-        given = barrier_of(1)
-        taken = barrier_of(1)
-    m = c
-    full_m = full
-    free_m = full
-    if walk.MARKED and walk.BACK:
-        m = matrices(dtype, walk.HEADS, walk.DK, walk.DV)
-        full_m, free_m = stage_barriers(walk.HEADS, 1, 1)
+    part_full = full
+    part_empty = full
+    if config.SHARED_QK and config.OUTPUT_K:
+        part = allocate_operands(dtype, 1, config.L, config.DK)
+        part_full = allocate_barrier(1)
+        part_empty = allocate_barrier(1)
+    checkpoint_state = c
+    full_checkpoint = full
+    empty_checkpoint = full
+    if config.HAS_CHECKPOINTS and config.REVERSE:
+        checkpoint_state = allocate_operands(dtype, config.HEADS, config.DK, config.DV)
+        full_checkpoint, empty_checkpoint = allocate_full_empty(config.HEADS, 1, 1)
     fence_async_shared()
-    return Shared(x, y, zk, zv, c, n, full, free, part, given, taken, m, full_m, free_m)
+    return SharedStorage(
+        x,
+        y,
+        zk,
+        zv,
+        c,
+        n,
+        full,
+        empty,
+        part,
+        part_full,
+        part_empty,
+        checkpoint_state,
+        full_checkpoint,
+        empty_checkpoint,
+    )
 
 
 @gluon.jit
-def gate_rings(dtype: gl.constexpr, gater):
-    """Those of `GateRings`."""
-    STAGES: gl.constexpr = gater.STAGES * gater.HEADS
-    g = vectors(gl.float32, STAGES, GATES * gater.L)
-    u = vectors(dtype, STAGES, 2 * gater.L)
-    e = vectors(gl.float32, STAGES, gater.L) if gater.EXTRA is not None else g
+def allocate_gate_buffers(dtype: gl.constexpr, gate_config):
+    """Those of `GateBuffers`."""
+    STAGES: gl.constexpr = gate_config.STAGES * gate_config.HEADS
+    g = allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * gate_config.L)
+    u = allocate_vectors(dtype, STAGES, 2 * gate_config.L)
+    e = allocate_vectors(gl.float32, STAGES, gate_config.L) if gate_config.EXTRA is not None else g
     return g, u, e

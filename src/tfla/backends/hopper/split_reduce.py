@@ -11,8 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin, ir
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from tfla.backends.hopper.pipeline import async_store, barrier, last_stage, place
-from tfla.backends.hopper.scheduler import coordinates, piece
+from tfla.backends.hopper.pipeline import async_store, barrier, producer_tail, stage_and_phase
+from tfla.backends.hopper.scheduler import get_work_tile, tile_coordinates
 
 PAIR = gl.constexpr(2)
 
@@ -37,37 +37,37 @@ def wait_until_written():
 
 
 @gluon.jit
-def clear(Out, zeros, cleared, full, free, work, walk):
-    """The clearer: one warp, of both programs; `cleared` counts the tiles that the first has cleared."""
-    L: gl.constexpr = walk.L
-    parts: gl.constexpr = walk.PIECES // PAIR
-    part = gl.program_id(1) % walk.PIECES
-    row = gl.program_id(1) // walk.PIECES * 128
-    count = cleared + (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)) // PAIR
+def run_zero_fill_warp(Out, zeros, zero_counts, full, empty, params, config):
+    """The clearer: one warp, of both programs; `zero_counts` counts the tiles that the first has cleared."""
+    L: gl.constexpr = config.L
+    num_partials: gl.constexpr = config.NUM_SPLITS // PAIR
+    split = gl.program_id(1) % config.NUM_SPLITS
+    row = gl.program_id(1) // config.NUM_SPLITS * 128
+    count = zero_counts + (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)) // PAIR
     tile = zeros.index(0)
     tile.reshape([L, 64]).store(gl.zeros([L, 64], zeros.dtype, gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])))
     fence_async_shared()
     barrier()
-    known = gl.program_id(0) * 0
+    zeroed = gl.program_id(0) * 0
     n = 0
-    for index in range(gl.program_id(0), work.pieces, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = piece(index, work, L, walk.SEGMENTED)
+    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+        b, h, start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
-            if part % PAIR == 0:
-                t = start + (tiles - 1 - i if walk.BACK else i) * L
+            if split % PAIR == 0:
+                t = start + (tiles - 1 - i if config.REVERSE else i) * L
                 end = start + steps
-                column = h * parts + part // PAIR
-                async_store(Out, coordinates(b, column, t, row, end, work), tile)
-                async_store(Out, coordinates(b, column, t, row + 64, end, work), tile)
+                column = h * num_partials + split // PAIR
+                async_store(Out, tile_coordinates(b, column, t, row, end, params), tile)
+                async_store(Out, tile_coordinates(b, column, t, row + 64, end, params), tile)
                 wait_until_written()
                 barrier()
                 gl.atomic_xchg(count, n + 1, sem="release", scope="gpu")
             else:
-                while known <= n:
-                    known = gl.atomic_add(count, 0, sem="acquire", scope="gpu")
-            s, phase = place(n, walk.STAGES)
-            mbarrier.wait(free.index(s), phase ^ 1)
+                while zeroed <= n:
+                    zeroed = gl.atomic_add(count, 0, sem="acquire", scope="gpu")
+            s, phase = stage_and_phase(n, config.STAGES)
+            mbarrier.wait(empty.index(s), phase ^ 1)
             mbarrier.arrive(full.index(s), count=1)
             n += 1
-    last_stage(n, full, free, walk.STAGES)
+    producer_tail(n, full, empty, config.STAGES)
