@@ -13,11 +13,11 @@ gradients of the gates; then `out` overwrites it and leaves by TMA. With a norma
 state, n, and dq's walk, which has q, leaves what segments add to its cotangent. Without one, dk of heads of 128 x 128
 is made with dv, by :mod:`.dk_dv`.
 
-All of it is linear in the columns: where a program cannot hold them, dhv > 256, several share them, PIECES. Two and two
-add up their outputs in memory (:mod:`.split_reduce`), of more what pairs leave is to be summed; the first has delta and n.
-TRANSPOSED it is o and dv for dqk > 128, where :mod:`.o_dv` cannot hold a state: rows are those of C^T, and x, y, z
-are v, k, q for o and do, q, k for dv. Where a program has all of dqk, 256, that for o has all of n, too, and divides
-(:mod:`.normalizer`).
+All of it is linear in the columns. Where a program cannot hold them, dhv > 256, NUM_SPLITS programs share them. Two
+and two add up their outputs in memory (:mod:`.split_reduce`), of more what pairs leave is to be summed; the first has
+delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.o_dv` cannot hold a state: rows are those of C^T, and
+x, y, z are v, k, q for o and do, q, k for dv. Where a program has all of dqk, 256, that for o has all of n, too, and
+divides (:mod:`.normalizer`).
 """
 
 from typing import Any, NamedTuple

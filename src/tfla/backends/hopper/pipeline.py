@@ -1,4 +1,14 @@
-"""The pipeline of the Hopper kernels: barriers, stages of a ring, and the copies that fill and empty them."""
+"""The pipeline of the Hopper kernels: shared memory, the stages of a ring, and the barriers that guard them.
+
+A ring has STAGES stages in shared memory. Tile n of a program goes to stage n % STAGES. Each stage has two mbarriers:
+
+    full[s]   The producers (load warp, gate warp, store warp) arrive when they have filled stage s; consumers wait.
+    empty[s]  The consumers arrive when they no longer read stage s; producers wait before they fill it again.
+
+A barrier completes once for each tile that passes its stage, and its phase alternates between 0 and 1. Consumers wait
+for full[s] with the phase of the tile. Producers wait for empty[s] with the opposite phase, so that the first wait for
+each stage passes at once.
+"""
 
 from __future__ import annotations
 
@@ -8,57 +18,58 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-# Named differently before Triton 3.7 and 3.9.
+# These functions have other names before Triton 3.7 and 3.9.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-# Registers of a thread of a consumer, and of the warps that fill shared memory. A program of three warpgroups starts
-# with 168 for each thread, all that 65,536 give; what the last one, with few warps at work, leaves goes to consumers:
-# 3 * 168 = 2 * 232 + 40.
+# Registers of each thread of a consumer warpgroup, and of each thread of the producer warps. A program of three
+# warpgroups starts with 168 for each thread, which is all that 65,536 registers allow. The producers are single warps
+# in the third warpgroup; the consumers get the registers that it gives up: 3 * 168 = 2 * 232 + 40.
 CONSUMER_REGISTERS = gl.constexpr(232)
 PRODUCER_REGISTERS = gl.constexpr(40)
-# Of consumers that are short of them: with fewer ptxas serializes their MMAs. 3 * 168 = 2 * 240 + 24.
+# The same for consumers that would not fit in 232 registers: ptxas then serializes their MMAs. 3 * 168 = 2 * 240 + 24.
 CONSUMER_REGISTERS_MAX = gl.constexpr(240)
 PRODUCER_REGISTERS_MIN = gl.constexpr(24)
 
-# Rows of a stage's gate vectors.
-ROW_EXPONENT = gl.constexpr(0)  # exponents of the gate matrix: P[read, update] is weighted by exp2(READ + WRITE)
+# Gate vectors of a stage, NUM_GATE_VECTORS of L float32 numbers each. Rows of P are the steps of the outputs, columns
+# of P the steps of the updates; the gate matrix is exp2(ROW_EXPONENT[i] + COLUMN_EXPONENT[j]).
+ROW_EXPONENT = gl.constexpr(0)
 COLUMN_EXPONENT = gl.constexpr(1)
-STATE_WEIGHT = gl.constexpr(2)  # weight of the state in an output
-TILE_DECAY = gl.constexpr(3)  # decay of the state over the tile
+STATE_WEIGHT = gl.constexpr(2)  # weight of the state in the output of each step
+TILE_DECAY = gl.constexpr(3)  # decay of the state over the tile, the same number in each element
 NUM_GATE_VECTORS = gl.constexpr(4)
 
 
 class PipelineState(NamedTuple):
-    """Of a tile."""
+    """The position of a partition in the ring."""
 
-    index: Any  # its stage
-    phase: Any  # of the barriers of the stage
-    count: Any  # tiles before it
+    index: Any  # stage of the current tile
+    phase: Any  # phase of the stage's barriers for this tile
+    count: Any  # number of tiles before this one, over all work tiles of the program
 
 
 @gluon.jit
 def allocate_tiles(tensor, stages: gl.constexpr):
-    """Shared memory for so many tiles of a tensor."""
+    """Return shared memory for `stages` tiles of the tensor descriptor `tensor`: (stages, *block shape)."""
     return gl.allocate_shared_memory(tensor.dtype, [stages] + tensor.block_type.shape, tensor.layout)  # noqa: RUF005
 
 
 @gluon.jit
 def allocate_vectors(dtype: gl.constexpr, count: gl.constexpr, size: gl.constexpr):
-    """In shared memory, of the CUDA cores."""
+    """Return shared memory (count, size) without swizzling, for vectors that only the CUDA cores access."""
     return gl.allocate_shared_memory(dtype, [count, size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def allocate_operands(dtype: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    """In shared memory, as MMAs take them."""
+    """Return shared memory (count, rows, columns) in the layout of MMA operands."""
     return gl.allocate_shared_memory(dtype, [count, rows, columns], gl.NVMMASharedLayout(128, 16, 2))
 
 
 @gluon.jit
 def allocate_barrier(arrivals: gl.constexpr):
-    """One that waits for so many."""
+    """Return an mbarrier that `arrivals` arrivals complete."""
     bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(bar, count=arrivals)
     return bar
@@ -66,6 +77,7 @@ def allocate_barrier(arrivals: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """Return `count` mbarriers, each of which `arrivals` arrivals complete."""
     bars = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(bars.index(i), count=arrivals)
@@ -74,7 +86,7 @@ def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def allocate_full_empty(STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
-    """`full` and `empty` of a ring, and how many arrivals each waits for."""
+    """Return the full and the empty barriers of a ring, which FULL and EMPTY arrivals complete."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
@@ -85,13 +97,13 @@ def allocate_full_empty(STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.cons
 
 @gluon.jit
 def stage_and_phase(n, STAGES: gl.constexpr):
-    """Stage and phase of the n-th tile."""
+    """Return the stage of tile n and the phase of its barriers for that tile."""
     return n % STAGES, n // STAGES & 1
 
 
 @gluon.jit
 def advance(s, phase, STAGES: gl.constexpr):
-    """As `stage_and_phase`, of the tile after that in stage s, without a division."""
+    """Return stage and phase of the next tile, like `stage_and_phase` but without a division."""
     s += 1
     if s == STAGES:
         s = 0
@@ -101,7 +113,10 @@ def advance(s, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def producer_tail(n, full, empty, STAGES: gl.constexpr, arrivals: gl.constexpr = 1):
-    """Hands over the stage without data after n tiles."""
+    """Hand over one more stage without data after the last tile, n - 1.
+
+    Consumers wait for tile n + 1 while they compute tile n, so they wait for one stage more than there are tiles.
+    """
     s, phase = stage_and_phase(n, STAGES)
     mbarrier.wait(empty.index(s), phase ^ 1)
     mbarrier.arrive(full.index(s), count=arrivals)

@@ -1,4 +1,10 @@
-"""The order in which programs take work tiles: a sequence, or a segment of one, of one head."""
+"""The scheduler: which work tile a program takes next, and where a tile lies in its tensors.
+
+A work tile is what a program computes from an initial to a final state: one head of one sequence, or of one segment of
+a sequence. Programs are persistent: program p of P takes work tiles p, p + P, p + 2 P, ... Work tile `index` is of head
+index % H and of sequence or segment index // H. Packed sequences have different lengths: there the second number counts
+rows of a schedule, which `schedule_packed` writes with the longest work first.
+"""
 
 from __future__ import annotations
 
@@ -9,53 +15,66 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+# The schedule of packed sequences is (segments, FIELDS), int32. The columns of a row:
 FIELDS = tl.constexpr(8)
-SEGMENT_INDEX = tl.constexpr(0)  # where its states are
-FIRST_TOKEN = tl.constexpr(1)  # token
+SEGMENT_INDEX = tl.constexpr(0)  # index of its states among those of all segments, (segments, H, dqk, dhv)
+FIRST_TOKEN = tl.constexpr(1)
 NUM_STEPS = tl.constexpr(2)
-FIRST_TILE = tl.constexpr(3)  # the first of its gate vectors
-STARTS_SEQUENCE = tl.constexpr(4)  # whether a sequence begins, or ends, with it
-ENDS_SEQUENCE = tl.constexpr(5)
+FIRST_TILE = tl.constexpr(3)  # index of its first tile among the gate vectors, (H, tiles, VECTORS, L)
+STARTS_SEQUENCE = tl.constexpr(4)  # whether a sequence starts with this segment
+ENDS_SEQUENCE = tl.constexpr(5)  # whether a sequence ends with this segment
 
-VIRTUAL_ROWS = tl.constexpr(1 << 30)  # rows of a tensor descriptor for packed sequences
+VIRTUAL_ROWS = tl.constexpr(1 << 30)  # extent of the rows in a TMA descriptor of packed sequences, see make_descriptor
 
 
 @triton.jit
 def _bounds(cu_seqlens, sequence, inside):
+    """Return first token and length of sequences, of which `inside` says whether they exist."""
     first = tl.load(cu_seqlens + sequence, mask=inside, other=0).to(tl.int64)
     return first, tl.load(cu_seqlens + sequence + 1, mask=inside, other=0).to(tl.int64) - first
 
 
 @triton.jit(do_not_specialize=["num_sequences", "segment_steps", "num_segments"])
 def schedule_packed(
-    cu_seqlens,
-    schedule,
-    num_sequences,
-    segment_steps,
-    num_segments,
-    L: tl.constexpr,
-    SEGMENT_BLOCK: tl.constexpr,
+    cu_seqlens, schedule, num_sequences, segment_steps, num_segments, L: tl.constexpr, SEGMENT_BLOCK: tl.constexpr,
     SEQUENCE_BLOCK: tl.constexpr,
-):
-    """Segments have `steps` steps, or sequences are no longer than that less one. One program has BLOCK slots, each
-    against WIDE sequences at a time: its row is the number of pieces that come before it, those of no steps last."""
+):  # fmt: skip
+    """Write the schedule of packed sequences: segments by decreasing length, then by index, empty ones last.
+
+    The row of a segment is its rank, which is the number of segments that come before it. One program ranks
+    SEGMENT_BLOCK segments. It compares them with SEQUENCE_BLOCK sequences at a time.
+
+    Args:
+        cu_seqlens: Sequence boundaries, (num_sequences + 1).
+        schedule: Output, (num_segments, FIELDS), int32.
+        num_sequences: Number of sequences.
+        segment_steps: Steps of a segment. Where sequences are not cut, a number above the longest possible sequence.
+        num_segments: Number of segments, an upper bound that follows from the shapes alone. Sequence s, which starts at
+            token f, has its segments at f // segment_steps + s and following; what is left over are empty segments.
+        L: Steps of a tile.
+        SEGMENT_BLOCK: Segments of one program.
+        SEQUENCE_BLOCK: Sequences that are read at once.
+    """
     segment = (tl.program_id(0) * SEGMENT_BLOCK + tl.arange(0, SEGMENT_BLOCK)).to(tl.int64)
+    # (1) The sequence of each segment: the last one whose first segment is not after it.
     sequence = tl.full([SEGMENT_BLOCK], -1, tl.int64)
     for a in range(0, num_sequences, SEQUENCE_BLOCK):
         j = a + tl.arange(0, SEQUENCE_BLOCK)
-        first, _ = _bounds(cu_seqlens, j, j < num_sequences)
+        first, _ = _bounds(cu_seqlens, j, j < num_sequences)  # (SEQUENCE_BLOCK)
         sequence += tl.sum(
             ((first // segment_steps + j)[None, :] <= segment[:, None]) & (j < num_sequences)[None, :], 1
         )
-    first, sequence_steps = _bounds(cu_seqlens, sequence, segment < num_segments)
+    # (2) Its first step inside the sequence and its number of steps.
+    first, sequence_steps = _bounds(cu_seqlens, sequence, segment < num_segments)  # (SEGMENT_BLOCK)
     start = (segment - first // segment_steps - sequence) * segment_steps
     num_steps = tl.maximum(tl.minimum(sequence_steps - start, segment_steps), 0)
+    # (3) Its rank: segments before it in its own sequence, plus those of each sequence j that come before it.
     rank = tl.where(num_steps == segment_steps, start // segment_steps, tl.where(num_steps > 0, 0, segment))
     for a in range(0, num_sequences, SEQUENCE_BLOCK):
         j = a + tl.arange(0, SEQUENCE_BLOCK)
         _, other = _bounds(cu_seqlens, j, j < num_sequences)
-        whole = (other // segment_steps)[None, :]
-        rest = (other % segment_steps)[None, :]
+        whole = (other // segment_steps)[None, :]  # full segments of sequence j
+        rest = (other % segment_steps)[None, :]  # steps of its last, shorter segment
         earlier = j[None, :] < sequence[:, None]
         size = num_steps[:, None]
         longer = whole + ((rest > size) | ((rest == size) & earlier)).to(tl.int64)
@@ -63,6 +82,7 @@ def schedule_packed(
         rank += tl.sum(
             tl.where(size == segment_steps, tl.where(earlier, whole, 0), tl.where(size > 0, longer, used)), 1
         )
+    # (4) The row of the schedule.
     row = schedule + rank * FIELDS
     inside = segment < num_segments
     tl.store(row + SEGMENT_INDEX, segment.to(tl.int32), mask=inside)
@@ -73,7 +93,7 @@ def schedule_packed(
     tl.store(row + ENDS_SEQUENCE, (start + num_steps >= sequence_steps).to(tl.int32), mask=inside)
 
 
-# Arguments of the walks, beside tensors: numbers that one kernel serves whatever they are.
+# Scalar arguments of the kernels that Triton must not specialize on, so that one compiled kernel serves all lengths.
 RUNTIME_SCALARS = [
     "T", "tiles_per_head", "H", "group_size", "segment_steps", "num_work_tiles", "stride_ib", "stride_it", "stride_ih",
     "stride_fb", "stride_ft", "stride_fh", "scale", "log_scale"
@@ -81,54 +101,58 @@ RUNTIME_SCALARS = [
 
 
 class SchedulerParams(NamedTuple):
-    """What there is to walk."""
+    """The numbers that turn an index into a work tile."""
 
     T: Any  # tokens of a batch row
-    H: Any  # heads
+    H: Any  # heads, or groups of heads where a program computes several at once
     segment_steps: Any  # steps of a segment
-    num_work_tiles: Any  # sequences, or segments of them, of a head each
-    schedule: Any  # what :func:`schedule_packed` wrote of packed sequences, or None
+    num_work_tiles: Any  # sequences or segments times H
+    schedule: Any  # the output of `schedule_packed`, or None where sequences are not packed
 
 
 @gluon.jit
 def rematerialize(x):
-    """x, read where it is used. What consumers need once a piece they have no register for: it is spilled, and memory
-    that nobody has asked for during a piece is far. Two such words take 2,600 clocks, a tile 6,300."""
+    """Return the int32 `x` through an opaque `mov`, so that the compiler reloads it from the constant bank at each use.
+
+    Without it, ptxas keeps numbers that are needed once per work tile live across the loop over tiles and spills them,
+    and the reload misses the cache.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def next_work_tile(index):
-    """That a program takes after the index-th."""
+    """Return the index of the work tile that this program takes after work tile `index`."""
     return index + rematerialize(gl.num_programs(0))
 
 
 @gluon.jit
 def get_work_tile(index, params, L: gl.constexpr, IS_SEGMENTED: gl.constexpr, REMATERIALIZE: gl.constexpr = False):
-    """The index-th piece of work: batch row, head, first step, how many steps, its first tile of those of a head.
+    """Return batch row, head, first step, number of steps and first tile of work tile `index`.
 
-    ANEW: of numbers that :func:`rematerialize` has read.
+    The first step is a token of the batch row. The first tile counts tiles of one head over all batch rows, as the gate
+    vectors are stored. With REMATERIALIZE the scheduler's numbers are reloaded here instead of kept in registers.
     """
     T, H, segment_steps = params.T, params.H, params.segment_steps
     if REMATERIALIZE:
         T, H, segment_steps = rematerialize(T), rematerialize(H), rematerialize(segment_steps)
-    slot = index // H
+    segment = index // H
     if params.schedule is not None:
-        row = params.schedule + slot * FIELDS
+        row = params.schedule + segment * FIELDS
         start = gl.load(row + FIRST_TOKEN)
-        return slot * 0, index % H, start, gl.load(row + NUM_STEPS), gl.load(row + FIRST_TILE)
+        return segment * 0, index % H, start, gl.load(row + NUM_STEPS), gl.load(row + FIRST_TILE)
     elif IS_SEGMENTED:
-        count = (T + segment_steps - 1) // segment_steps
-        start = slot % count * segment_steps
-        tile0 = slot // count * ((T + L - 1) // L) + start // L
-        return slot // count, index % H, start, gl.minimum(T - start, segment_steps), tile0
+        count = (T + segment_steps - 1) // segment_steps  # segments of a batch row
+        start = segment % count * segment_steps
+        first_tile = segment // count * ((T + L - 1) // L) + start // L
+        return segment // count, index % H, start, gl.minimum(T - start, segment_steps), first_tile
     else:
-        return slot, index % H, 0, T, slot * ((T + L - 1) // L)
+        return segment, index % H, 0, T, segment * ((T + L - 1) // L)
 
 
 @gluon.jit
 def state_index(index, params, inside=True):
-    """Where the states of the index-th piece of work are among those of all."""
+    """Return the index of the states of work tile `index` in tensors (segments, H, dqk, dhv)."""
     if params.schedule is not None:
         H = params.H
         return gl.load(params.schedule + index // H * FIELDS + SEGMENT_INDEX, mask=inside) * H + index % H
@@ -138,7 +162,11 @@ def state_index(index, params, inside=True):
 
 @gluon.jit
 def num_tiles(index, start, steps, params, L: gl.constexpr, REVERSE: gl.constexpr, SKIP_LAST: gl.constexpr):
-    """How many a walk takes of a piece; with SKIP none of the last of a sequence, what is behind which nobody wants."""
+    """Return the number of tiles of work tile `index`, which starts at step `start` and has `steps` steps.
+
+    With SKIP_LAST it is 0 for the last segment of a sequence in the direction of the scan: no segment follows that
+    needs the state after it.
+    """
     tiles = (steps + L - 1) // L
     if not SKIP_LAST:
         return tiles
@@ -151,8 +179,11 @@ def num_tiles(index, start, steps, params, L: gl.constexpr, REVERSE: gl.constexp
 
 @gluon.jit
 def tile_coordinates(b, h, t, column, end, params):
-    """Of a tile in tensors as :func:`~tfla.backends.hopper.launch.make_descriptor` has them. Of packed sequences no row from
-    `end` on is read, which gives zeros, or written."""
+    """Return the TMA coordinates of the tile of head `h` whose first row is token `t` and first column `column`.
+
+    The descriptor is one of `tfla.backends.hopper.launch.make_descriptor`. Rows from token `end` of a packed sequence
+    on are out of bounds: TMA reads them as zeros and does not write them.
+    """
     if params.schedule is not None:
         return VIRTUAL_ROWS, end, h, VIRTUAL_ROWS - end + t, column
     else:
