@@ -24,10 +24,11 @@ triton-%: $(VENV)/dev $(VENV)/triton-%
 	PYTHONPATH=$(abspath $(VENV)/triton-$*) $(BIN)/python -m pytest tests/backends/test_triton_compiles.py tests/backends/test_hopper_compiles.py
 	PYTHONPATH=$(abspath $(VENV)/triton-$*) TRITON_INTERPRET=1 $(PYTEST) -m interpreter
 
-lint: $(VENV)/dev  ## formatting, lint, types
+lint: $(VENV)/dev  ## formatting, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 docs: $(VENV)/docs  ## the pages of docs/ as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -20,6 +20,7 @@ import tfla.tune.run as tune
 from tfla.bench import cpu, gpu
 from tfla.bench.crew import Died
 from tfla.bench.report import Report
+from tfla.bench.tune_command import TuneOptions
 from tfla.cli import main
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.ops import tuned
@@ -29,7 +30,6 @@ from tfla.paper.experiments.run import ExperimentConfig
 from tfla.paper.frame import Options
 from tfla.paper.subjects import SUBJECTS, Subject
 from tfla.train.config import GenerateConfig
-from tfla.tune.config import TuneConfig
 from tfla.tune.measure import Measured
 from tfla.tune.predict import Candidate, Machine
 
@@ -67,7 +67,7 @@ def nothing_is_computed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.setattr(claims, "write", lambda config: config.out)
         patch.setattr(experiments, "prepare", lambda *args: SimpleNamespace(train=b"", heldout=b""))
         patch.setattr(experiments, "train_all", lambda *args: 0)
-        patch.setattr("tfla.integrations.support.page", lambda: "")
+        patch.setattr("tfla.support_table.page", lambda: "")
         tuned.forget()
         yield folder
     tuned.forget()
@@ -89,7 +89,7 @@ def test_generate(words: list[str]) -> None:
     run_command(main, [*GENERATE, *words])
 
 
-@given(words=options(TuneConfig))
+@given(words=options(TuneOptions))
 def test_tune(words: list[str]) -> None:
     run_command(main, [*TUNE, *words])
 

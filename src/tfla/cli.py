@@ -27,8 +27,8 @@ COMMANDS = {
         "tfla.paper.experiments.commands", "experiment", "train", "train the paper's experiments in small"
     ),
     "bench": Command("tfla.bench.commands", "bench", "bench", "measure the operator on this machine"),
-    "support": Command("tfla.integrations.support", "support", "triton", "print what is supported where, as Markdown"),
-    "tune": Command("tfla.tune.commands", "tune", "bench", "find the fastest kernel and chunk size for a shape"),
+    "support": Command("tfla.support_table", "support", "triton", "print what is supported where, as Markdown"),
+    "tune": Command("tfla.bench.tune_command", "tune", "bench", "find the fastest kernel and chunk size for a shape"),
     "analyze": Command("tfla.paper.commands", "analyze", "analysis", "draw the paper's figures, with their numbers"),
 }
 
@@ -58,12 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def wrong_word(command: str, word: str, kind: str, usage: str) -> int:
-    """Print which word of a command line is wrong, and what is allowed; return the exit code."""
-    print(f"{command}: error: there is no {kind} {word!r}\n\n{usage}", file=sys.stderr)
-    return 2
-
-
 def _dispatch(args: Sequence[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
         print(usage())
@@ -74,6 +68,8 @@ def _dispatch(args: Sequence[str]) -> int:
         print(f"tfla {__version__}")
         return 0
     if args[0] not in COMMANDS:
+        from tfla._util.errors import wrong_word
+
         return wrong_word("tfla", args[0], "command", usage())
     return _run(COMMANDS[args[0]], args[1:])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tfla.bench.accelerators import Accelerator
+from tfla.measure.accelerators import Accelerator
 from tfla.paper import benchmark_claims, counting_claims, theory_claims
 from tfla.paper.explained import bounds, form_of
 from tfla.paper.forms import get

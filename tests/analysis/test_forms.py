@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 
 from tfla.backends import BACKENDS, reference
 from tfla.backends.base import Inputs, Spec
-from tfla.bench import floor
+from tfla.measure import roofline as floor
 from tfla.paper.forms import FORMS, get
 from tfla.paper.forms.symbols import (
     B_C,

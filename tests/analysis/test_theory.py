@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tfla.bench.accelerators import ACCELERATORS, Accelerator, measured
 from tfla.cli import main
+from tfla.measure.accelerators import ACCELERATORS, Accelerator, measured
 from tfla.paper import theory
 from tfla.paper.forms import get
 from tfla.paper.forms.optimum import flop_optimal_chunk, runtime_optimal_chunk

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from tfla.bench.problem import Work
+from tfla.measure.problem import Work
 
 
 class NoBackward(torch.autograd.Function):

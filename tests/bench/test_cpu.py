@@ -10,7 +10,7 @@ pytest.importorskip("tqdm")
 from tfla._util.errors import UserError
 from tfla.bench import cpu, report
 from tfla.bench.commands import bench
-from tfla.bench.floor import backward_flops, forward_flops
+from tfla.measure.roofline import backward_flops, forward_flops
 
 
 def test_floor_is_what_the_products_of_a_tile_cost():

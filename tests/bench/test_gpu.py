@@ -10,14 +10,16 @@ import pytest
 import torch
 
 import tfla
-from tfla.bench import contenders, gpu, gpu_report, peers, stored
+from tfla.bench import gpu, gpu_report, peers, stored
 from tfla.bench.commands import bench
 from tfla.bench.crew import Died
-from tfla.bench.floor import backward_bytes, forward_bytes, step_bytes
 from tfla.bench.options import GpuBench, parse
-from tfla.bench.problem import BOTH, FORWARD, STEP, Problem
 from tfla.bench.suites import SUITES, Entry, Suite
-from tfla.bench.worker import serve, why
+from tfla.bench.worker import serve
+from tfla.measure import operator
+from tfla.measure.errors import describe_error
+from tfla.measure.problem import BOTH, FORWARD, STEP, Problem
+from tfla.measure.roofline import backward_bytes, forward_bytes, step_bytes
 
 QUICK = ["--device", "cpu", "--repeats", "2", "--warmup", "1", "--pause", "0", "--sustained", "0.001"]
 RATES = {"copy": {"rested": 4e12, "sustained": 3e12}, "gemm": {"rested": 8e14, "sustained": 5e14}}
@@ -196,8 +198,8 @@ def test_contenders_that_fill_the_device_do_not_compile_side_by_side(monkeypatch
 
 
 def test_running_out_of_memory_is_said_in_the_same_words_every_time():
-    assert why(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")) == "out of memory"
-    assert why(ValueError("\n  no such thing\nbut others")) == "ValueError: no such thing"
+    assert describe_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")) == "out of memory"
+    assert describe_error(ValueError("\n  no such thing\nbut others")) == "ValueError: no such thing"
 
 
 def test_head_dims_of_the_suite():
@@ -233,10 +235,11 @@ def tiny(problem: Problem) -> dict:
 @pytest.mark.parametrize("make", ["mlstm", "mamba2", "step", "copy_state"])
 def test_own_contenders_run(make):
     rows = []
+    module = "tfla.measure.operator" if make == "mlstm" else "tfla.bench.contenders"
     options = {"copy_state": {}, "mamba2": {"groups": 1}}.get(make, {"gate": "exp"})
     directions = [FORWARD, BOTH] if make in ("mlstm", "mamba2") else [FORWARD]
     job = {
-        "kind": "time", "make": f"tfla.bench.contenders:{make}", "options": options, "directions": directions,
+        "kind": "time", "make": f"{module}:{make}", "options": options, "directions": directions,
         "problem": tiny(SUITES["fig5"].at(32)) | ({"T": 3} if make == "step" else {}), "only_compile": False,
         "sustained": False, "host": False, "sampling": {"repeats": 1, "warmup": 1, "pause": 0},
     }  # fmt: skip
@@ -256,7 +259,7 @@ def test_packed_contenders_have_the_same_tokens():
     assert torch.equal(ends, again)
     assert (ends[0], ends[-1], len(ends)) == (0, 60, 6)
     assert len(set(ends.diff().tolist())) > 2
-    work = contenders.mlstm(problem, "exp", packed=True)
+    work = operator.mlstm(problem, "exp", packed=True)
     h = work.run(*work.inputs)
     for a, b in itertools.pairwise(ends.tolist()):
         alone = tfla.mlstm(*(x[:, a:b] for x in work.inputs))

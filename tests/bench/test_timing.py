@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfla.bench.timing import FEWEST, Sampling, measure
+from tfla.measure.timing import FEWEST, Sampling, measure
 
 
 class FakeClock:

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from tfla.bench.problem import STEP, Problem, call_of
 from tfla.bench.suites import SUITES
 from tfla.bench.training import model_of, step
+from tfla.measure.problem import STEP, Problem, call_of
 from tfla.nn import ModelConfig
 
 SMALL = {"attention": "MATH", "blocks": 3, "vocab": 30}

@@ -4,8 +4,8 @@ import pytest
 import torch
 from plain_transformers import transformers
 
-from tfla.bench.problem import BOTH, FORWARD, Problem, call_of
 from tfla.bench.suites import SUITES
+from tfla.measure.problem import BOTH, FORWARD, Problem, call_of
 
 SMALL = Problem(2, 64, 2, 32, 64, dtype="float32", device="cpu")
 

@@ -11,7 +11,7 @@ import pytest
 
 from tfla.cli import main
 from tfla.integrations import fla
-from tfla.integrations.support import page
+from tfla.support_table import page
 
 MODULES = ("simple_gla", "retention", "lightning_attn", "linear_attn")
 DOCS = Path(__file__).parents[2] / "docs"

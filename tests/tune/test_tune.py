@@ -14,9 +14,11 @@ import torch
 
 import tfla
 from tfla._util.errors import UserError
-from tfla.bench.problem import Problem
 from tfla.bench.stored import load
+from tfla.bench.tune_command import TuneOptions
+from tfla.bench.tuned_entries import entries
 from tfla.cli import main
+from tfla.measure.problem import Problem
 from tfla.ops import tuned
 from tfla.ops.tuned import SHIPPED, Entry, cpu_name, user_file
 from tfla.tune import run as runner
@@ -27,7 +29,6 @@ from tfla.tune.default import untuned
 from tfla.tune.measure import Measured, measured
 from tfla.tune.predict import Candidate, Machine, chunk_sizes, predict
 from tfla.tune.run import Budget, known_machine, plan, tune
-from tfla.tune.stored import entries
 
 H100 = known_machine("H100")
 SLOW = Machine("x", 1e11, 1e10, 2)
@@ -390,7 +391,7 @@ def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFix
 
 
 def test_suites() -> None:
-    shapes = TuneConfig(suite=("fig4", "fig5")).problems
+    shapes = TuneOptions(suite=("fig4", "fig5")).problems
     assert len(shapes) == 8 + 1
     assert FIG5 in shapes
 

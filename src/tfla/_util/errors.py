@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from tfla.ops.device import check_device, expected_devices
+from tfla._util.device import check_device, expected_devices
 
 
 def pick_device(name: str) -> torch.device:
@@ -50,3 +50,9 @@ def reason(error: BaseException) -> str:
 def one_line(error: BaseException) -> str:
     """Return all that an error says, in one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def wrong_word(command: str, word: str, kind: str, usage: str) -> int:
+    """Print which word of a command line is wrong, and what is allowed; return the exit code."""
+    print(f"{command}: error: there is no {kind} {word!r}\n\n{usage}", file=sys.stderr)
+    return 2

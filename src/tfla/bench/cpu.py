@@ -25,8 +25,8 @@ from torch import Tensor
 import tfla
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
-from tfla.bench.floor import backward_flops, forward_flops
-from tfla.bench.problem import Problem
+from tfla.measure.problem import Problem
+from tfla.measure.roofline import backward_flops, forward_flops
 from tfla.ops.tuned import cpu_name
 from tfla.train import outputs
 from tfla.train.config import check_threads

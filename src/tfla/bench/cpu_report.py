@@ -24,7 +24,8 @@ def section(result: dict[str, Any]) -> str:
         "## On a CPU",
         f"{env['cpu']}, {env['threads']} threads, {env['date']}; {versions}. B {shape['B']}, {shape['H']} heads, "
         f"dqk {shape['dqk']}, dhv {shape['dhv']}, {shape['dtype']}. Median milliseconds, and in brackets the ratio to "
-        "the floor: the FLOPs of the form (`bench/floor.py`) at the rate of a large matrix product, timed in between.",
+        "the floor: the FLOPs of the form (`measure/roofline.py`) at the rate of a large matrix product, timed in "
+        "between.",
     ]
     names = list(dict.fromkeys(row["name"] for row in result["rows"]))
     for direction in ("forward", "forward + backward"):

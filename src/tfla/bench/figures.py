@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfla.bench.problem import BOTH, FORWARD
+from tfla.measure.problem import BOTH, FORWARD
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

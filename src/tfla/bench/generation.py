@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from tfla.bench.problem import Problem, Work
+from tfla.measure.problem import Problem, Work
 from tfla.nn import Decoder, LanguageModel, ModelConfig
 
 

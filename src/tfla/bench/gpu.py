@@ -19,10 +19,14 @@ from typing import Any
 
 import torch
 
+from tfla._util.device import check_device
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
 from tfla.bench.crew import Crew, Died
-from tfla.bench.floor import (
+from tfla.bench.options import GpuBench, parse
+from tfla.bench.suites import SUITES, Entry, Suite
+from tfla.measure.problem import FORWARD, STEP, Problem
+from tfla.measure.roofline import (
     backward_bytes,
     backward_flops,
     floor_seconds,
@@ -30,11 +34,7 @@ from tfla.bench.floor import (
     forward_flops,
     step_bytes,
 )
-from tfla.bench.options import GpuBench, parse
-from tfla.bench.problem import FORWARD, STEP, Problem
-from tfla.bench.suites import SUITES, Entry, Suite
-from tfla.bench.timing import Sampling
-from tfla.ops.device import check_device
+from tfla.measure.timing import Sampling
 from tfla.train.outputs import check_file
 
 SHARE = 0.6  # of a configuration's time for samples; the rest is for compiling, warming up and the sustained run

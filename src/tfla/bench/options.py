@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tfla.bench.suites import SUITES
-from tfla.bench.timing import Sampling
+from tfla.measure.timing import Sampling
 
 N = TypeVar("N", int, float)
 

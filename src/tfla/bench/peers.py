@@ -10,7 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tfla.bench.problem import Problem, Work
+from tfla.measure.problem import Problem, Work
 
 
 def _first(out: Tensor | tuple[Tensor, ...]) -> Tensor:

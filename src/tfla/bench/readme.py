@@ -8,7 +8,7 @@ from typing import Any
 
 from tfla._util.files import table
 from tfla.bench.gpu_report import milliseconds
-from tfla.bench.problem import BOTH, FORWARD, STEP
+from tfla.measure.problem import BOTH, FORWARD, STEP
 
 Row = dict[str, Any]
 SPEED_ROWS = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tfla.backends import BACKENDS
-from tfla.bench.problem import BOTH, FORWARD, STEP, Problem
+from tfla.measure.problem import BOTH, FORWARD, STEP, Problem
 
 TOKENS, EMBEDDING = 65_536, 4096
 MEMORY = "memory"
@@ -84,7 +84,7 @@ def _own(papers: bool = True) -> list[Entry]:
     return [
         Entry(
             f"tfla mLSTM{gate[:3]}" + (f", {backend} {kernel}" if backend else ""),
-            "tfla.bench.contenders:mlstm", {"gate": gate, "backend": backend, "kernel": kernel}, form=gate,
+            "tfla.measure.operator:mlstm", {"gate": gate, "backend": backend, "kernel": kernel}, form=gate,
         )
         for backend, kernel in ways
         for gate in ("sigmoid", "exp")

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 
-from tfla.bench.contenders import mlstm
-from tfla.bench.machine import environment
-from tfla.bench.problem import Problem
+from tfla.measure.machine import environment
+from tfla.measure.operator import mlstm
+from tfla.measure.problem import Problem
 from tfla.ops.gates import INPUT_GATES
 
 PROBLEM = Problem(8, 8192, 16, 128, 256)  # Figure 4's, T 8,192

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tfla.bench.contenders import mlstm
 from tfla.bench.peers import sdpa
-from tfla.bench.problem import BOTH, Problem, Work, call_of
-from tfla.bench.timing import Sampling, clock_of, measure
+from tfla.measure.operator import mlstm
+from tfla.measure.problem import BOTH, Problem, Work, call_of
+from tfla.measure.timing import Sampling, clock_of, measure
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.config import Optim
 from tfla.train.loop import compiled, token_losses

@@ -16,20 +16,14 @@ from typing import Any
 import torch
 
 from tfla.bench.candidates import compiled_together
-from tfla.bench.machine import environment, rates
-from tfla.bench.memory import peak_bytes
-from tfla.bench.problem import Problem, Work, call_of
-from tfla.bench.timing import Sampling, clock_of, measure
+from tfla.measure.errors import describe_error
+from tfla.measure.machine import environment, rates
+from tfla.measure.memory import peak_bytes
+from tfla.measure.problem import Problem, Work, call_of
+from tfla.measure.timing import Sampling, clock_of, measure
 
 Send = Callable[[dict[str, Any]], None]
 BROKEN = 3  # exit code after an error that the device does not recover from
-
-
-def why(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200].rstrip(": ")
 
 
 def _usable(device: str) -> bool:
@@ -61,7 +55,7 @@ def time_it(job: dict[str, Any], send: Send) -> None:
             peak = None if job["host"] else peak_bytes(call, problem.device)
             row |= {} if peak is None else {"peak_bytes": peak}
         except Exception as error:  # whatever a contender raises is its result
-            row["error"] = why(error)
+            row["error"] = describe_error(error)
             del error
         call = None  # type: ignore[assignment]  # frees the cotangent
         if not job["only_compile"]:

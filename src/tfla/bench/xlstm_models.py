@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tfla.bench.problem import Problem, Work
+from tfla.measure.problem import Problem, Work
 
 Cell = Literal["tfla", "transformers", "mlstm_kernels"]
 

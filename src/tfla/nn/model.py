@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from tfla._util.device import check_device
 from tfla.nn import pretrained
 from tfla.nn.arguments import check_ids, check_int, check_vocabulary, kind_of
 from tfla.nn.attention import KeyValues
@@ -16,7 +17,6 @@ from tfla.nn.block import Block
 from tfla.nn.config import ModelConfig
 from tfla.nn.layers import Projection, at_least_float32, input_std, soft_cap
 from tfla.nn.states import check_entries
-from tfla.ops.device import check_device
 from tfla.ops.state import State
 
 # One entry a block: tfla.State for the mLSTM, KeyValues for attention.

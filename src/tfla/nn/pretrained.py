@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tfla._util.device import check_device
 from tfla._util.files import write_atomically
 from tfla.nn.arguments import check_weights_dtype
 from tfla.nn.config import ModelConfig
-from tfla.ops.device import check_device
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tfla.ops.device import check_device
+from tfla._util.device import check_device
 from tfla.ops.transforms import observed
 
 MASK = ": the indices of a mask are mask.nonzero().flatten()"

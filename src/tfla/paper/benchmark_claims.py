@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tfla.bench.gpu_report import milliseconds
-from tfla.bench.problem import BOTH, FORWARD
 from tfla.bench.stored import load
+from tfla.measure.problem import BOTH, FORWARD
 from tfla.paper.frame import Claim, Options
 
 EXP_LIMIT, EXP_XL = "mlstm_kernels mLSTMexp limit_chunk 64", "mlstm_kernels mLSTMexp xl_chunk 128"

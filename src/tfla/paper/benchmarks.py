@@ -7,9 +7,9 @@ from typing import Any
 
 from tfla.bench.figures import figure_of
 from tfla.bench.gpu_report import milliseconds
-from tfla.bench.problem import BOTH, FORWARD
 from tfla.bench.stored import load
 from tfla.bench.suites import SUITES
+from tfla.measure.problem import BOTH, FORWARD
 from tfla.paper.benchmark_claims import claims
 from tfla.paper.frame import Figure, Missing, Options, Row, write
 

@@ -6,7 +6,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from tfla.cli import wrong_word
+from tfla._util.errors import wrong_word
 from tfla.paper.frame import Figure, Missing, Options
 from tfla.paper.subjects import SUBJECTS
 

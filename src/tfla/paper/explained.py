@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfla.bench.accelerators import Accelerator, of_result
-from tfla.bench.problem import BOTH, FORWARD
 from tfla.bench.schema import SHAPE
 from tfla.bench.stored import load
+from tfla.measure.accelerators import Accelerator, of_result
+from tfla.measure.problem import BOTH, FORWARD
 from tfla.paper import style
 from tfla.paper.forms import Form, get
 from tfla.paper.forms.symbols import Direction, Gate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tfla.bench.accelerators import Accelerator, of_result
 from tfla.bench.results import check_gpu_result, read
+from tfla.measure.accelerators import Accelerator, of_result
 from tfla.paper.frame import Missing, Options
 
 SUITE = "fig5"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfla.bench.accelerators import Accelerator
+from tfla.measure.accelerators import Accelerator
 from tfla.paper.forms import Form, get
 
 SIG = get("chunkwise", "sig")

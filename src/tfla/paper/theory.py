@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tfla._util.errors import UserError
-from tfla.bench.accelerators import ACCELERATORS, Accelerator, measured
+from tfla.measure.accelerators import ACCELERATORS, Accelerator, measured
 from tfla.paper import style
 from tfla.paper.explained import explained
 from tfla.paper.forms import get

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tfla.bench.accelerators import ACCELERATORS
 from tfla.bench.stored import load
+from tfla.measure.accelerators import ACCELERATORS
 from tfla.paper.explained import AT, compared
 from tfla.paper.explained import SUITE as EXPLAINED
 from tfla.paper.forms.optimum import runtime_optimal_chunk

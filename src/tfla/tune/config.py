@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from tfla._util.errors import UserError
-from tfla.bench.problem import Problem
-from tfla.bench.suites import SUITES
+from tfla.measure.problem import Problem
 from tfla.ops.gates import InputGate
 from tfla.train.ranges import check_count, check_range, require
 
@@ -37,8 +35,6 @@ class TuneConfig:
     """Of q, k and v."""
     gate: Literal["exp", "sigmoid", "both"] = "exp"
     """The input gate."""
-    suite: tuple[str, ...] = ()
-    """Shapes of these suites of `tfla bench gpu` in place of the one above."""
     device: str = "auto"
     """auto is the GPU if there is one."""
     backend: str | None = None
@@ -51,8 +47,6 @@ class TuneConfig:
     """Predict only; nothing is measured or kept."""
     accelerator: str | None = None
     """Predict for one that is not here, such as H100."""
-    stored: Path | None = None
-    """Keep the winners among results of `tfla bench gpu` in this folder; nothing is measured."""
     again: bool = False
     """Measure although there is an entry."""
     repeats: int = 10
@@ -64,15 +58,14 @@ class TuneConfig:
     """Keep the winners in this file; None: the user's."""
 
     @property
+    def shapes(self) -> list[Problem]:
+        """The shape of the options, in a list."""
+        return [Problem(self.batch, self.length, self.heads, self.dqk, self.dhv)]
+
+    @property
     def problems(self) -> list[Problem]:
-        """Shapes to tune for."""
-        shapes = [Problem(self.batch, self.length, self.heads, self.dqk, self.dhv)]
-        if self.suite:
-            shapes = [
-                replace(suite.problem(e, x, "cuda"), chunk_size=None)
-                for suite in map(SUITES.__getitem__, self.suite) for x in suite.xs for e in suite.entries if e.ours
-            ]  # fmt: skip
-        return list(dict.fromkeys(replace(p, dtype=self.dtype) for p in shapes))
+        """The shapes to tune for, each once, in the dtype of the options."""
+        return list(dict.fromkeys(replace(p, dtype=self.dtype) for p in self.shapes))
 
     @property
     def gates(self) -> tuple[InputGate, ...]:
@@ -90,7 +83,3 @@ class TuneConfig:
         if self.memory_limit is not None:
             check_range("memory-limit", self.memory_limit, 0, LARGEST, with_low=False)
         require(self.budget > 0, "budget", self.budget, "a number above 0, or inf")
-        for name in self.suite:
-            if name not in SUITES or name == "decode":
-                allowed = ", ".join(s for s in SUITES if s != "decode")
-                raise UserError(f"suite: got {name!r}, allowed are {allowed}")

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from tfla._util.errors import UserError
 from tfla.backends import BACKENDS, Backend, Inputs
-from tfla.bench.problem import Problem
+from tfla.measure.problem import Problem
 from tfla.ops import tuned
 from tfla.ops.choice import choose
 from tfla.ops.tuned import SHIPPED, Entry, device_name

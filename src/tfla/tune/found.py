@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tfla._util.files import table
-from tfla.bench.problem import Problem
+from tfla.measure.problem import Problem
 from tfla.ops.gates import InputGate
 from tfla.ops.tuned import Entry
 from tfla.tune.config import TuneConfig

@@ -6,11 +6,11 @@ import math
 import time
 from dataclasses import dataclass, replace
 
-from tfla.bench.contenders import mlstm
-from tfla.bench.memory import peak_bytes
-from tfla.bench.problem import BOTH, Problem, call_of
-from tfla.bench.timing import FEWEST, Sampling, clock_of, measure
-from tfla.bench.worker import why
+from tfla.measure.errors import describe_error
+from tfla.measure.memory import peak_bytes
+from tfla.measure.operator import mlstm
+from tfla.measure.problem import BOTH, Problem, call_of
+from tfla.measure.timing import FEWEST, Sampling, clock_of, measure
 from tfla.ops.gates import InputGate
 from tfla.tune.predict import Candidate
 
@@ -69,4 +69,4 @@ def measured(problem: Problem, gate: InputGate, candidate: Candidate, repeats: i
             seconds = measure(call, clock, sampling)["seconds"]
         return Measured(candidate, seconds, peak_bytes(call, problem.device))
     except (RuntimeError, ValueError, MemoryError) as error:  # out of memory, too large for the kernel
-        return Measured(candidate, math.inf, None, why(error))
+        return Measured(candidate, math.inf, None, describe_error(error))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from tfla._util.errors import UserError
-from tfla.bench.problem import Problem
+from tfla.measure.problem import Problem
 from tfla.ops.gates import InputGate
 from tfla.tune.choose import shortlist
 from tfla.tune.measure import predicted_seconds

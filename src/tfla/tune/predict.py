@@ -7,8 +7,8 @@ from math import ceil
 
 from tfla.backends.hopper import padded_head_dims
 from tfla.backends.triton.marks import steps_between
-from tfla.bench.floor import TILE, backward_bytes, backward_flops, forward_bytes, forward_flops
-from tfla.bench.problem import Problem
+from tfla.measure.problem import Problem
+from tfla.measure.roofline import TILE, backward_bytes, backward_flops, forward_bytes, forward_flops
 
 STATE_BYTES = 4  # of a number of a stored state
 SMALLEST = 64

@@ -16,9 +16,9 @@ import torch
 from tqdm import tqdm
 
 from tfla._util.errors import UserError, pick_device
-from tfla.bench import accelerators
-from tfla.bench.machine import environment
-from tfla.bench.problem import Problem
+from tfla.measure import accelerators
+from tfla.measure.machine import environment
+from tfla.measure.problem import Problem
 from tfla.ops.gates import InputGate
 from tfla.ops.tuned import Entry, device_name, user_file
 from tfla.train import outputs
@@ -30,7 +30,6 @@ from tfla.tune.found import Tuned
 from tfla.tune.measure import LEAST, Measured, measured
 from tfla.tune.plan import Plan, check_memory, duration, memory_of, ordered, too_large
 from tfla.tune.predict import Candidate, Machine, chunk_sizes, predict
-from tfla.tune.stored import entries
 
 
 def this_machine(device: str) -> Machine:
@@ -123,10 +122,8 @@ def run(config: TuneConfig) -> int:
     config.check()
     file = config.file or user_file()
     only_predict = config.predict or config.accelerator is not None
-    if not only_predict or config.stored is not None:
+    if not only_predict:
         outputs.check_file("file", file)
-    if config.stored is not None:
-        return _keep_stored(config.stored, file)
     device = "cuda" if config.accelerator is not None else str(pick_device(config.device))
     problems = [replace(p, device=device) for p in config.problems]
     for p in problems:
@@ -187,18 +184,6 @@ def _measure(config: TuneConfig, file: Path, machine: Machine, problems: list[Pr
             store.add(file, [tuned.row(machine, config) | versions])
             print(f"kept in {file}\n", flush=True)
     return 1 if failed else 0
-
-
-def _keep_stored(folder: Path, file: Path) -> int:
-    """Keep the winners among stored results."""
-    if not folder.is_dir():
-        raise UserError(f"stored: got {str(folder)!r}, expected a folder of results of `tfla bench gpu`")
-    found = entries(folder)
-    if not found:
-        raise UserError(f"stored: {folder} has no results in which several kernels or chunk sizes were timed")
-    store.add(file, found)
-    print(f"{len(found)} shapes of {folder} kept in {file}")
-    return 0
 
 
 def _shape(p: Problem, gate: InputGate) -> str:

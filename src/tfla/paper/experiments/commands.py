@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tfla.cli import wrong_word
+from tfla._util.errors import wrong_word
 from tfla.paper.experiments.plans import EXPERIMENTS
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tfla.bench.machine import environment
+from tfla.measure.machine import environment
 from tfla.paper.numerics.measure import Grid, Row, measure, ways
 from tfla.paper.numerics.problem import REGIMES
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tfla.bench.problem import BOTH
 from tfla.bench.stored import load
 from tfla.bench.suites import SUITES
+from tfla.measure.problem import BOTH
 from tfla.ops.tuned import Entry
 from tfla.tune.choose import best
 from tfla.tune.measure import Measured

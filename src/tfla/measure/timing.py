@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tfla.bench.problem import Call
+from tfla.measure.problem import Call
 
 FEWEST = 5
 LEAD_SECONDS = 2e-3  # what the host is ahead of the device, so that its own time is not measured

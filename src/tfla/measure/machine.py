@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tfla.bench.timing import Sampling, clock_of, measure
+from tfla.measure.timing import Sampling, clock_of, measure
 from tfla.ops.tuned import cpu_name
 
 PACKAGES = (

@@ -67,8 +67,8 @@ def measured(device: str) -> Accelerator:
     """
     import torch
 
-    from tfla.bench.machine import environment, rates
-    from tfla.bench.timing import Sampling
+    from tfla.measure.machine import environment, rates
+    from tfla.measure.timing import Sampling
 
     if device != "cpu" and not torch.cuda.is_available():
         raise RuntimeError(f"there is no {device} device here to measure")

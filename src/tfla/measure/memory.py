@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from tfla.bench.problem import Call
+from tfla.measure.problem import Call
 
 
 def peak_bytes(call: Call, device: str) -> int | None:
