@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tfla
 from tfla.backends import BACKENDS, StepInputs
+from tfla.backends.base import StepOutputs, StepSpec
 
 CUTS = (0, 1, 6, 22)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -127,6 +128,24 @@ def test_the_state_behind_as_many_steps_as_are_kept(stepper: Stepper, form: str)
         for a, b in zip(found, expected, strict=True):
             assert a is None or error(a[row].cpu(), b[row].cpu()) < 1e-6
     assert torch.equal(found.C[4], last.C[4])
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["exp", "plain"])
+def test_lengths_that_no_host_reads_are_bounded(stepper: Stepper, form: str) -> None:
+    """The kernel is called directly, since on a CPU, where Triton's interpreter runs, the operator refuses them."""
+    if stepper.backend == "reference":
+        pytest.skip("compares them with each step")
+    p = problem(form, dtype=torch.float32, B=5, T=4, Hq=1, H=1)
+    q, k, v, i, f = (getattr(p, name).to(stepper.device) for name in "qkvif")
+    state, gates = start(p, stepper), "exp" if form == "exp" else "log"
+
+    def run(lengths: list[int]) -> StepOutputs:
+        x = StepInputs(q, k, v, i, f, *state, torch.tensor(lengths, device=stepper.device))
+        return BACKENDS[stepper.backend].steps(x, StepSpec(0.5, gates, True), None)
+
+    found, expected = run([-3, -(2**40), 2, 9, 2**40]), run([0, 0, 2, 4, 4])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.interpreter

@@ -115,7 +115,8 @@ def several_steps(
     in_t = rt < T
     length = T
     if LENGTHS:
-        length = tl.load(lengths + b).to(tl.int32)
+        # No host reads the values: they are bounded here, before 64 bits become 32.
+        length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), T).to(tl.int32)
     m = 0.0
     if NORMALIZE:
         m = clamped(tl.load(M + row).to(tl.float32))
