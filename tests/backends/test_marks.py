@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from cases import Way, check, problem, solve, truth
+from cases import Way, check, errors, problem, solve, truth
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -29,3 +29,27 @@ def test_any_place(
     monkeypatch.setattr(marks, "APART", {4: 32})
     p = problem(form, dtype=torch.float32, T=90, lengths=lengths, Hq=1, H=2, carried=carried)
     check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
+
+
+@pytest.mark.interpreter
+def test_float32_is_kept_from_adding_up(way: Way) -> None:
+    """Over hundreds of steps the gradient of the forget gate stays about as exact as that of the input gate."""
+    if (way.backend, way.kernel) != ("triton", "fused"):
+        pytest.skip("has no marks")
+    p = problem("sigmoid", dtype=torch.float32, B=1, T=768, Hq=4, H=4, K=16, V=16, carried=False)
+    found = errors(solve(p, way), truth(p))
+    assert found["df"] <= 6 * found["di"]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("lengths", [None, (40, 0, 33)], ids=["batch", "packed"])
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_nothing_passes_the_first_forget_gate(way: Way, form: str, lengths: tuple[int, ...] | None) -> None:
+    """Without an initial state its gradient is zero, exactly."""
+    if way.backend not in ("triton", "hopper"):
+        pytest.skip("has no marks")
+    p = problem(form, dtype=torch.float32, T=73, lengths=lengths, carried=False)
+    df = solve(p, way, chunk_size=32)["df"]
+    first = [0] if lengths is None else [0, 40]
+    assert not df[:, first].any()
+    assert df[:, 1:40].any()

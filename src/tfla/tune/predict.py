@@ -85,7 +85,8 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
     marks = steps_between(p.dqk, p.dhv, p.itemsize, dqk * dhv, backend == "triton" and not normalize)
     if gpu_walk and min(chunk_size, p.T) > marks:
         each = heads * (p.T // marks) * dqk * dhv * p.itemsize
-        kept += each if backend == "hopper" or each <= heads * p.T * dhv * p.itemsize else 2 * each  # or one is in dv
+        of_dv = heads * p.T * dhv * p.itemsize  # memory that Triton's walks have for both, or for one of them
+        kept += each if backend == "hopper" else each * (2 - min(2, of_dv // each))
     if backend == "hopper" and (parts := p.dhv // WIDEST) > 1:
         results += 2 * heads * p.T * parts * p.dqk * p.itemsize
     return Candidate(backend, kernel, chunk_size, seconds + of_states, results + kept)

@@ -104,7 +104,7 @@ class HopperLaunch(Call):
         self.finds_delta = self.whole_rows and 128 * self.blocks == self.V  # one program has all of dh . h
         self.fused_dk_dv = self.whole_rows and self.V == STATE_ROWS and not spec.normalize  # one kernel makes both
         self.pieces = num_partials(self.V)
-        self.schedule = self._make_schedule() if self.packed else self.cu
+        self.schedule = self.cu
         self.segment_dn: Tensor | None = None  # what segments add to the cotangent of n, where the walk for dq finds it
         self.gate_scalars = *self.gate_strides, *self.scales
         # Gate vectors, by the walks; of wider heads several programs would make the same. A kernel that makes not all
@@ -112,6 +112,11 @@ class HopperLaunch(Call):
         made = RECOMPUTED if self.whole_rows and not spec.normalize else LOADED
         forms = {name: made is RECOMPUTED and form for name, form in self.gate_forms.items()}
         self.gate_constants = {"GATES": made.value, **forms}
+
+    def begin(self, *results: Tensor) -> None:
+        super().begin(*results)
+        if self.packed:
+            self.schedule = self._make_schedule()
 
     def _make_schedule(self) -> Tensor:
         """Of packed pieces, as :func:`schedule_packed` has it."""
@@ -215,6 +220,7 @@ class HopperLaunch(Call):
         marks = (gates,) * 3
         self._launch_dq_dk(x, y, z, out, to, gates, sums, marks, False, back, state, final, True, divides)
         if shares > 1:
+            self.clear(to)
             self.sum_of_groups(to, shares, out)
 
     def boundary_states(

@@ -65,7 +65,8 @@ def schedule_packed(
             ((first // segment_steps + j)[None, :] <= segment[:, None]) & (j < num_sequences)[None, :], 1
         )
     # (2) Its first step inside the sequence and its number of steps.
-    first, sequence_steps = _bounds(cu_seqlens, sequence, segment < num_segments)  # (SEGMENT_BLOCK)
+    exists = (segment < num_segments) & (sequence >= 0)  # segments before the first sequence have no steps
+    first, sequence_steps = _bounds(cu_seqlens, sequence, exists)  # (SEGMENT_BLOCK)
     start = (segment - first // segment_steps - sequence) * segment_steps
     num_steps = tl.maximum(tl.minimum(sequence_steps - start, segment_steps), 0)
     # (3) Its rank: segments before it in its own sequence, plus those of each sequence j that come before it.

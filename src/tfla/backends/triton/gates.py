@@ -98,13 +98,16 @@ def locate(cu, sequences, T, slot, chunk, PACKED: tl.constexpr):
         first = tl.load(cu + s).to(tl.int64)
         length = tl.load(cu + s + 1).to(tl.int64) - first
         slot0 = first // chunk + s
+        # Slots of steps before the first sequence have none.
+        start = tl.where(slot < slot0, length + chunk, (slot - slot0) * chunk)
     else:
         chunks = tl.cdiv(T, chunk)
         s = slot // chunks
         first = s.to(tl.int64) * T
         length = T.to(tl.int64)
         slot0 = (s * chunks).to(tl.int64)
-    return s, first, length, (slot - slot0) * chunk, slot0
+        start = (slot - slot0) * chunk
+    return s, first, length, start, slot0
 
 
 @triton.jit

@@ -17,11 +17,13 @@ from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stor
 from tfla.backends.triton import INTERPRETED, LATER, WIDEST_WALK, walk
 from tfla.backends.triton import gate_gradients as gradient_kernels
 from tfla.backends.triton import gates as gate_kernels
+from tfla.backends.triton import sequences as sequence_kernels
 from tfla.backends.triton import sums as sum_kernels
 from tfla.backends.triton.compiled import Tape, program, repeated
 from tfla.backends.triton.marks import steps_between
 
 CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of one program of the gate kernels
+OFFSETS, MOST_CLEARED = 512, 5  # of packed sequences, read at once; tensors that a launch clears
 SHORTEST_SEGMENT = 512
 # What segments cost on an H200, in steps of a walk: to begin one; the walk for their states beside the others; bytes of
 # an element of a state that joining them reads and writes; two or three launches more. They are worth it where they
@@ -186,6 +188,7 @@ class Call:
         self.scales = spec.scale, math.log2(abs(spec.scale)) if spec.scale else -1e9
         self.longest = min(self.steps, self.T)  # steps of a segment
         self.spare: Tensor | None = None  # memory that nobody needs yet, of the inputs' dtype
+        self.lent = 0  # how many of its elements are used
 
     @classmethod
     def frame(cls, x: Inputs) -> tuple[int, int]:
@@ -223,6 +226,28 @@ class Call:
         closer = cls.close_marks and not spec.normalize
         dims = int(x.q.shape[3]), int(x.v.shape[3])
         return steps_between(*dims, x.q.element_size(), math.prod(cls.frame(x)), closer)
+
+    def begin(self, *results: Tensor) -> None:
+        """Bound the offsets of packed sequences, and clear steps of no sequence in `results` (1, T, ...), dense."""
+        if self.packed:
+            bounds = self.new(*self.cu.shape, dtype=self.cu.dtype)
+            self._bound(bounds, results)
+            self.cu = bounds
+
+    def clear(self, *results: Tensor) -> None:
+        """Clear steps of no sequence in `results` (1, T, ...), dense, after `begin`."""
+        if self.packed:
+            self._bound(None, results)
+
+    def _bound(self, bounds: Tensor | None, results: tuple[Tensor, ...]) -> None:
+        entries, none = self.x.sequences + 1, MOST_CLEARED - len(results)
+        widths = [math.prod(t.shape[2:]) for t in results]
+        programs = max(1, min(processors(self.cu.device), self.T // CHUNK))
+        self.launch(sequence_kernels.bound_sequences, (programs,),
+            self.cu, self.cu if bounds is None else bounds, *results, *[self.cu] * none, entries, self.T, *widths,
+            *[0] * none, TENSORS=len(results), BOUND=bounds is not None, ENTRIES=OFFSETS, BLOCK=1024,
+            num_warps=4,
+        )  # fmt: skip
 
     def slots(self, steps: int) -> int:
         """Places for pieces of so many steps of all sequences."""
@@ -425,9 +450,10 @@ class Call:
         """Places for the marks of a state, and of n."""
         places = self.B * self.T // self.marks if self.longest > self.marks else 0
         shape = places, self.H, self.K, self.V
-        spare, self.spare = self.spare, None
-        if spare is not None and math.prod(shape) <= spare.numel():
-            marks = self.do(lambda t: t.view(-1)[: math.prod(shape)].view(shape), spare)
+        begin, size = ceil_div(self.lent, CHUNK) * CHUNK, math.prod(shape)
+        if self.spare is not None and 0 < size <= self.spare.numel() - begin:
+            marks = self.do(lambda t: t.view(-1)[begin : begin + size].view(shape), self.spare)
+            self.lent = begin + size
         else:
             marks = self.new(*shape, dtype=self.x.q.dtype)
         return marks, self.new(places, self.H, self.K) if self.spec.normalize else unused
@@ -611,6 +637,7 @@ def _forward(call: Call) -> Outputs:
     x, spec = call.x, call.spec
     N, H, K, V = x.sequences, call.H, call.K, call.V  # of states
     h = call.new(*x.v.shape, dtype=x.v.dtype)
+    call.begin(h)
     C = n = m = None
     if spec.final_state:
         C = call.new(N, H, K, V)
@@ -659,6 +686,7 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
     dC0 = call.new(N, H, K, V) if x.C is not None else None
     dn0 = call.new(N, H, K) if x.n is not None else None
     di, df = (None if t is None else call.new(*t.shape, dtype=t.dtype) for t in (x.log_i, x.log_f))
+    call.begin(dq, dk, dv, *(t for t in (di, df) if t is not None))
     gates = call.gates(None, out.d if spec.normalize else None)
     delta = spec.normalize and spec.normalizer_grad
     if delta and not call.finds_delta:
@@ -671,6 +699,8 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
     elif call.segmented:
         start = call.boundary_states(x.k, x.v, gates, False, start, (None, None))
     call.gradients(gates, out, dh, (dq, dk, dv), (di, df), start, end, first, delta)
+    if call.lent:
+        call.clear(dv)
     if shares > 1:
         dq, dk = (call.sum_of_groups(t, shares) for t in (dq, dk))
     dC0, dn0 = call.cut_off(dC0, dn0)

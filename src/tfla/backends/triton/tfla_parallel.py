@@ -126,7 +126,7 @@ def parallel(
         if DELTA:
             S += tl.load(far + DELTA_P * L + u % L + ri)[None, :] if BACK else delta[:, None]
         inner = tl.load(far + (INTER if BACK else UPDATE) * L + u % L + ri) * decay
-        S = times(S, outer[:, None] * inner[None, :])
+        S = times(S * outer[:, None], inner[None, :])  # the product of both weights may be too large for float32
         if DENOMINATOR:
             d += tl.sum(S, 1)
         y = load_tile(y_at, u, o, length, DO, yt, LI, BO, False)
@@ -154,9 +154,9 @@ def parallel(
             rows += column[None, :]
         elif DELTA:
             rows += delta[:, None] * column[None, :]
-    out += rows * (outer * decay)[:, None]
+    out += rows * outer[:, None] * decay
     if DENOMINATOR:
-        d += of_n * (outer * decay)
+        d += of_n * outer * decay
         if SAVE_D:
             tl.store(d_out + (first + own + r) * H + h, d, mask=(own + r < length) & (r * 0 + part == 0))
         floor = tl.load(gate + FLOOR * L + r)

@@ -1,0 +1,58 @@
+"""Packed sequences whose offsets no host has read: they are bounded, and steps of no sequence get zeros.
+
+A GPU is not waited for, so malformed offsets cannot be refused. The offsets that all other kernels read are therefore
+those of the caller, clamped to [0, T] and each at least as large as the one before it. Sequences then neither leave the
+tensors nor overlap, and the steps outside of all of them are those before the first offset and those from the last on.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _clear(x, width, first, last, T, BLOCK: tl.constexpr):
+    """Store zeros to rows [0, first) and [last, T) of x (T, width); the programs share them."""
+    r = tl.arange(0, BLOCK)
+    own = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    zeros = tl.zeros([BLOCK], x.dtype.element_ty)
+    for e in range(own, first * width, step):
+        tl.store(x + e + r, zeros, mask=e + r < first * width)
+    for e in range(last * width + own, T * width, step):
+        tl.store(x + e + r, zeros, mask=e + r < T * width)
+
+
+@triton.jit(do_not_specialize=["entries", "T", "w0", "w1", "w2", "w3", "w4"])
+def bound_sequences(
+    cu, bounds, x0, x1, x2, x3, x4, entries, T, w0, w1, w2, w3, w4,
+    TENSORS: tl.constexpr, BOUND: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the bounded offsets of cu (entries,) to `bounds` and clear steps of no sequence in x0 to x4.
+
+    Of x0 (T, w0) to x4 (T, w4), dense, the first TENSORS are used. Without BOUND, cu has been bounded already.
+    """
+    first = tl.minimum(tl.maximum(tl.load(cu).to(tl.int64), 0), T)
+    last = first
+    for e in range(0, entries, ENTRIES):
+        at = e + tl.arange(0, ENTRIES)
+        offset = tl.load(cu + at, mask=at < entries, other=0).to(tl.int64)
+        offset = tl.minimum(tl.maximum(offset, 0), T)
+        if BOUND:
+            bounded = tl.maximum(tl.associative_scan(offset, 0, _larger), last)
+            tl.store(bounds + at, bounded.to(bounds.dtype.element_ty), mask=(at < entries) & (tl.program_id(0) == 0))
+        last = tl.maximum(last, tl.max(offset, 0))
+    if TENSORS > 0:
+        _clear(x0, w0, first, last, T, BLOCK)
+    if TENSORS > 1:
+        _clear(x1, w1, first, last, T, BLOCK)
+    if TENSORS > 2:
+        _clear(x2, w2, first, last, T, BLOCK)
+    if TENSORS > 3:
+        _clear(x3, w3, first, last, T, BLOCK)
+    if TENSORS > 4:
+        _clear(x4, w4, first, last, T, BLOCK)
