@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from tfla._util.caching import CallCache
+from tfla.backends.triton.at_exit import settle_at_exit
 from tfla.backends.triton.tensor_maps import remember
 
 AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable: "1" before the first call has Triton time warps and stages
@@ -44,6 +45,8 @@ def _make_context_current(device: torch.device) -> None:
     if device.type == "cuda" and not _THREAD.has_context:
         torch.zeros(1, device=device)
         _THREAD.has_context = True
+        if threading.current_thread() is not threading.main_thread():  # one of PyTorch's backwards, mostly
+            settle_at_exit(device)
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:

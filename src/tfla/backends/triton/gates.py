@@ -98,8 +98,9 @@ def locate(cu, sequences, T, slot, chunk, PACKED: tl.constexpr):
         first = tl.load(cu + s).to(tl.int64)
         length = tl.load(cu + s + 1).to(tl.int64) - first
         slot0 = first // chunk + s
-        # Slots of steps before the first sequence have none.
-        start = tl.where(slot < slot0, length + chunk, (slot - slot0) * chunk)
+        # Slots before the first sequence have no steps of it: they begin where no sequence does.
+        count = slot - slot0
+        start = tl.where(count < 0, T, count * chunk)
     else:
         chunks = tl.cdiv(T, chunk)
         s = slot // chunks
@@ -320,5 +321,5 @@ def find_delta(
         a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
         b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
         dot += tl.sum(times(a.to(tl.float32), b.to(tl.float32)), 1)
-    u = tl.load(at + DELTA_P * L)
+    u = tl.load(at + DELTA_P * L, mask=inside, other=0.0)
     tl.store(at + DELTA_P * L, tl.where(u == 0.0, 0.0, u * dot), mask=inside)

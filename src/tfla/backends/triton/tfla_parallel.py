@@ -144,19 +144,26 @@ def parallel(
         in_state = ro[None, :] * DA + ra[:, None] if OF_QK else ra[:, None] * DO + ro[None, :]
         inside = (ra < DA)[:, None] & (ro < DO)[None, :]
         S = tl.load(states + state * DA * DO + in_state, mask=inside, other=0.0)
-        rows = tl.dot(a, S.to(a.dtype), rows, input_precision=PRECISION)
+        # In float32 one weight goes to each side, so that neither leaves its range where states grow.
+        weighted = a * outer[:, None] if EXACT else a
+        rows = tl.dot(weighted, S.to(a.dtype), rows, input_precision=PRECISION)
         if DENOMINATOR:
             column = tl.load(n + state * DA + ra, mask=ra < DA, other=0.0)
             of_n += tl.sum(times(a, column[None, :]), 1)
     if OF_QK and NORMALIZE:
-        column = tl.load(n + state * DO + ro, mask=ro < DO, other=0.0)
+        column = tl.load(n + state * DO + ro, mask=ro < DO, other=0.0)[None, :]
+        if EXACT:
+            column = column * outer[:, None]
         if BACK:
-            rows += column[None, :]
+            rows += column
         elif DELTA:
-            rows += delta[:, None] * column[None, :]
-    out += rows * outer[:, None] * decay
+            rows += delta[:, None] * column
+    if EXACT:
+        out += rows * decay
+    else:
+        out += rows * (outer * decay)[:, None]
     if DENOMINATOR:
-        d += of_n * outer * decay
+        d += of_n * (outer * decay)
         if SAVE_D:
             tl.store(d_out + (first + own + r) * H + h, d, mask=(own + r < length) & (r * 0 + part == 0))
         floor = tl.load(gate + FLOOR * L + r)
