@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -217,3 +218,12 @@ def test_right_options_go_through(nothing_is_computed: Path) -> None:
     code, said = run_command(main, ["bench", "gpu", "smoke", "--device", "cpu"])
     assert (code, said) == (2, "tfla bench gpu: error: cpu: it is not run here\n")
     assert json.loads((nothing_is_computed / "cpu.json").read_text())["rows"] == []
+
+
+@pytest.mark.parametrize("module", ["tfla.bench.traffic", "tfla.paper.numerics.run"])
+@pytest.mark.parametrize("target", ["/dev/null/x", "model"])
+def test_what_measures_for_figures_finds_a_bad_place_first(module: str, target: str) -> None:
+    command = importlib.import_module(module).main
+    code, said = run_command(command, ["--out", target])
+    assert code == 2
+    assert f"error: out: {target} cannot be written" in said

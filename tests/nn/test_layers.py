@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tfla.integrations.transformers import save_xlstm
 from tfla.nn import MLSTM, Attention, GatePreactivation, HeadNorm, LanguageModel, ModelConfig, SwiGLU
+from tfla.ops.state import State
 
 Make = Callable[..., LanguageModel]
+CONFIG = {m: ModelConfig(d_model=8, num_blocks=1, num_heads=2, mixer=m) for m in ("mlstm_exp", "attention")}
 Close = Callable[[Tensor, Tensor], None]
 X = torch.randn(9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
@@ -145,3 +148,35 @@ def test_a_fixed_input_gate_does_not_train(make_model: Make, ids: Tensor) -> Non
         assert all(p.grad is None and not p.requires_grad for p in layer.input_gate.parameters())
     without_grad = {name for name, p in model.named_parameters() if p.grad is None}
     assert without_grad == {f"blocks.{n}.mixer.input_gate.{part}" for n in (0, 1) for part in ("weight", "bias")}
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda: MLSTM(CONFIG["attention"]),
+            ValueError,
+            r"config\.mixer: got 'attention', expected one of",
+        ),
+        (
+            lambda: Attention(CONFIG["mlstm_exp"]),
+            ValueError,
+            r"config\.mixer: got 'mlstm_exp', expected one",
+        ),
+        (lambda: MLSTM({"d_model": 8}), TypeError, r"config: got dict, expected a ModelConfig"),
+        (lambda: HeadNorm(2, 8, 1e-6, "group"), ValueError, r"kind: got 'group', expected 'layer' or 'rms'"),
+        (lambda: HeadNorm(0, 8, 1e-6, "rms"), ValueError, r"num_heads: got 0, expected at least 1"),
+        (lambda: HeadNorm(2, 8.0, 1e-6, "rms"), TypeError, r"head_dim: got float, expected an int"),
+        (lambda: HeadNorm(2, 8, -1.0, "rms"), ValueError, r"eps: got -1.0, expected a finite number above 0"),
+        (lambda: GatePreactivation(8, 2, (1.0,), 15.0), TypeError, r"bias_range: got \(1.0,\), expected two numbers"),
+        (lambda: GatePreactivation(8, 2, (1.0, math.nan), 15.0), ValueError, r"bias_range: got nan, expected a finite"),
+        (lambda: GatePreactivation(8, 2, (1.0, 2.0), 0), ValueError, r"cap: got 0, expected a finite number above 0"),
+        (lambda: GatePreactivation(8, 2, (1.0, 2.0), "15"), TypeError, r"cap: got str, expected a number"),
+        (lambda: GatePreactivation(8, -2, (1.0, 2.0), 15.0), ValueError, r"num_heads: got -2, expected at least 1"),
+        (lambda: State.zeros(1, 1, 4, 4).to("foo"), ValueError, r"device: got 'foo', expected 'cpu'"),
+        (lambda: save_xlstm("model", "folder"), TypeError, r"model: got str, expected a LanguageModel"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(call: Callable[[], object], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^{message}"):
+        call()

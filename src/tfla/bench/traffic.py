@@ -18,10 +18,12 @@ from typing import Any, Literal
 
 import torch
 
+from tfla._util.errors import UserError
 from tfla.measure.machine import environment
 from tfla.measure.operator import mlstm
 from tfla.measure.problem import Problem
 from tfla.ops.gates import INPUT_GATES
+from tfla.train.outputs import check_file
 
 PROBLEM = Problem(8, 8192, 16, 128, 256)  # Figure 4's, T 8,192
 WAYS = (("hopper", "fused"), ("triton", "fused"), ("triton", "tfla"))
@@ -117,6 +119,10 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     if given.out is None:
         parser.error("--out is missing")
+    try:
+        check_file("out", given.out)
+    except UserError as error:
+        parser.error(str(error))
     if shutil.which("ncu") is None or not torch.cuda.is_available():
         print(f"{parser.prog}: error: it needs an NVIDIA GPU and ncu, of Nsight Compute", file=sys.stderr)
         return 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,14 @@ def check_int(name: str, value: object, low: int, high: int | None = None) -> No
         raise ValueError(
             f"{name}: got {value}, expected at least {low}" + ("" if high is None else f" and at most {high}")
         )
+
+
+def check_number(name: str, value: object, above: float | None = None) -> None:
+    """Raise unless value is a finite int or float, above a bound where there is one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
+    if not math.isfinite(value) or (above is not None and value <= above):
+        raise ValueError(f"{name}: got {value}, expected a finite number{'' if above is None else f' above {above:g}'}")
 
 
 def check_ids(ids: object, shape: str, dims: int) -> None:

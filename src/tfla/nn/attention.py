@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tfla.nn.config import ModelConfig
+from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import Projection, SequenceMixer, at_least_float32, input_std, output_std
 from tfla.ops.checks import check_cu_seqlens
 
@@ -89,9 +89,13 @@ class Attention(SequenceMixer):
 
     Args:
         config: with mixer "attention"; head_dim must be even.
+
+    Raises:
+        TypeError, ValueError: it is no ModelConfig, or one with another mixer.
     """
 
     def __init__(self, config: ModelConfig) -> None:
+        check_config(config, "attention")
         super().__init__()
         d = config.d_model
         self.num_heads, self.head_dim = config.num_heads, config.head_dim

@@ -47,6 +47,13 @@ def _is_count(x: object) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and 1 <= x <= LARGEST
 
 
+def check_config(config: object, *mixers: str) -> None:
+    """Raise unless that is the config of a model with one of these mixers."""
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected a ModelConfig")
+    _require(config.mixer in mixers, "config.mixer", config.mixer, f"one of {', '.join(map(repr, mixers))}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture of a :class:`LanguageModel`; the defaults are the paper's (appendix E.2).

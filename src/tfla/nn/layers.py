@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tfla.nn.arguments import check_int, check_number
 from tfla.ops.signature import autocast_dtype, without_autocast
 from tfla.ops.transforms import observed
 
@@ -26,10 +27,23 @@ class GatePreactivation(nn.Linear):
     own, so that a forward hook on it sees the pre-activations that the operator gets.
 
     Args:
+        d_model: width of x.
+        num_heads: gates for each token.
         bias_range: first and last head's bias at the start; those between are equally spaced. Weights start at 0.
+        cap: of the soft cap.
+
+    Raises:
+        TypeError, ValueError: an argument is of another kind or out of range; the message names it.
     """
 
     def __init__(self, d_model: int, num_heads: int, bias_range: tuple[float, float], cap: float) -> None:
+        check_int("d_model", d_model, 1)
+        check_int("num_heads", num_heads, 1)
+        if not isinstance(bias_range, tuple | list) or len(bias_range) != 2:
+            raise TypeError(f"bias_range: got {bias_range!r}, expected two numbers")
+        for bias in bias_range:
+            check_number("bias_range", bias)
+        check_number("cap", cap, 0)
         self.bias_range, self.cap = bias_range, cap  # nn.Linear's own constructor sets weight and bias
         super().__init__(d_model, num_heads)
 
@@ -112,10 +126,18 @@ class HeadNorm(nn.Module):
     """NORM of equation (8): h (..., heads, head_dim), each head by itself, times one weight a channel, no bias.
 
     Runs in float32 or better and returns that dtype. ``kind`` "layer": LayerNorm; "rms": RMSNorm.
+
+    Raises:
+        TypeError, ValueError: an argument is of another kind or out of range; the message names it.
     """
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, kind: Literal["layer", "rms"]) -> None:
         super().__init__()
+        check_int("num_heads", num_heads, 1)
+        check_int("head_dim", head_dim, 1)
+        check_number("eps", eps, 0)
+        if kind not in ("layer", "rms"):
+            raise ValueError(f"kind: got {kind!r}, expected 'layer' or 'rms'")
         self.eps, self.kind = eps, kind
         self.weight = nn.Parameter(torch.ones(num_heads * head_dim))
 

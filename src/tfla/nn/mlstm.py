@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla.nn.config import ModelConfig
+from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import (
     GatePreactivation,
     HeadNorm,
@@ -34,9 +34,13 @@ class MLSTM(SequenceMixer):
 
     Args:
         config: with mixer "mlstm_exp" or "mlstm_sig".
+
+    Raises:
+        TypeError, ValueError: it is no ModelConfig, or one with another mixer.
     """
 
     def __init__(self, config: ModelConfig) -> None:
+        check_config(config, "mlstm_exp", "mlstm_sig")
         super().__init__()
         d, heads = config.d_model, config.num_heads
         self.num_heads, self.qk_head_dim, self.head_dim = heads, config.qk_head_dim, config.head_dim

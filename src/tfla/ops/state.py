@@ -64,7 +64,12 @@ class State(NamedTuple):
         return self._each(Tensor.detach)
 
     def to(self, device: torch.device | str) -> State:
-        """The same state on another device."""
+        """Return the same state on another device.
+
+        Raises:
+            TypeError, ValueError: there is no such device here.
+        """
+        device = check_device(device)
         return self._each(lambda t: t.to(device))
 
     def clone(self) -> State:

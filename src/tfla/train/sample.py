@@ -26,9 +26,8 @@ def sample(config: GenerateConfig) -> Iterator[str]:
     device = pick_device(config.device)
     try:
         directory = find_model(config.checkpoint)
-        vocab_size = read_config(
-            directory, {"backend": None}
-        ).vocab_size  # before the tokenizer: it names other layouts
+        # Before the tokenizer, since it names other layouts.
+        vocab_size = read_config(directory, {"backend": None}).vocab_size
         tokenizer = tokenizers.find(directory, config.tokenizer)
         if tokenizer.vocab_size > vocab_size:
             raise UserError(

@@ -115,10 +115,13 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
         weight_mode: "single", or "fused": weights that read the same input as one tensor.
 
     Raises:
+        TypeError: model is no LanguageModel.
         ValueError: the model has what the layout has no place for; the message names it.
         ImportError: safetensors is not installed.
         OSError: the directory cannot be written.
     """
+    if not isinstance(model, LanguageModel):
+        raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel of tfla.nn")
     if weight_mode not in get_args(WeightMode):
         raise ValueError(f"weight_mode: got {weight_mode!r}, expected 'single' or 'fused'")
     safetensors = need_safetensors()

@@ -15,9 +15,13 @@ from typing import Any
 
 import torch
 
+from tfla._util.errors import UserError
 from tfla.measure.machine import environment
+from tfla.ops.device import check_device
 from tfla.paper.numerics.measure import Grid, Row, measure, ways
 from tfla.paper.numerics.problem import REGIMES
+from tfla.train.outputs import check_file
+from tfla.train.ranges import check_count
 
 ON_CPU = Grid(T=2048, chunk_sizes=(64, 128, 256, 512, 1024, 2048), lengths=(512, 2048, 8192), heads=1)
 
@@ -52,6 +56,13 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--processes", type=int, help="how many ways at a time (default: 12 on a GPU, 1 on a CPU)")
     given = parser.parse_args(args)
+    try:
+        check_file("out", given.out)
+        if given.processes is not None:
+            check_count("processes", given.processes, 1, 1024)
+        check_device(given.device)
+    except (UserError, ValueError) as error:
+        parser.error(str(error))
     on_gpu = given.device.startswith("cuda")
     try:
         result = run(given.device, Grid() if on_gpu else ON_CPU, given.processes or (12 if on_gpu else 1))
