@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from tfla._util.device import check_device
 from tfla._util.errors import UserError
 from tfla.measure.machine import environment
-from tfla.ops.device import check_device
 from tfla.paper.numerics.measure import Grid, Row, measure, ways
 from tfla.paper.numerics.problem import REGIMES
 from tfla.train.outputs import check_file
