@@ -116,7 +116,7 @@ def functions_table(module: str) -> str:
 
 def kernels_table() -> str:
     """Names of mlstm_kernels, by what computes them."""
-    from tfla.integrations.mlstm_kernels.names import KERNELS, SEQUENCE_KERNELS, STEP_KERNELS
+    from tfla.integrations.mlstm_kernels.kernels import KERNELS, SEQUENCE_KERNELS, STEP_KERNELS
 
     rows = [
         [f"`{getter}`", f"`{name}`", _says(function)]

@@ -12,7 +12,7 @@ import torch
 from tfla.ops import checks
 
 
-def refuse_unknown(function: Callable[..., Any], given: Collection[str], ignored: Collection[str]) -> None:
+def reject_unknown(function: Callable[..., Any], given: Collection[str], ignored: Collection[str]) -> None:
     """Raise where `given` names an argument that `function` neither takes nor is documented to ignore.
 
     Args:

@@ -275,7 +275,7 @@ def test_options_and_undoing(make_xlstm: Make, tokens: Tokens, monkeypatch: pyte
         "tfla.integrations.transformers.cell.mlstm",
         lambda q, k, v, i, f, **options: seen.append(options) or v,
     )
-    monkeypatch.setattr(Cell, "_wanted", lambda *_: False)
+    monkeypatch.setattr(Cell, "_returns_states", lambda *_: False)
     assert accelerate(model) is model
     assert accelerate(model, chunk_size=8, backend="reference") is model
     model(ids, use_cache=False)

@@ -104,7 +104,7 @@ def test_the_7b_config_has_the_7b_sizes(tmp_path: Path) -> None:
     from tfla.integrations.transformers import weights
 
     given = transformers.xLSTMConfig().to_dict()
-    config = ModelConfig.from_dict(weights._model_config(weights._fields(given)))
+    config = ModelConfig.from_dict(weights._model_config(weights._library_fields(given)))
     named = ModelConfig.named("7B")
     assert config.ffn_dim == named.ffn_dim
     assert config == ModelConfig.named("7B", ffn_factor=2.667)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tfla.integrations.arguments import check_flags, refuse_unknown
+from tfla.integrations.arguments import check_flags, reject_unknown
 
 IGNORED = ("chunk_size", "head_first")
 
@@ -24,7 +24,7 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> N
     """
     if not options:
         return
-    refuse_unknown(function, options, IGNORED)
+    reject_unknown(function, options, IGNORED)
     check_flags(head_first=options.get("head_first"))
     if options.get("head_first"):
         raise ValueError("head_first: got True, expected time before heads: (B, T, H, K)")

@@ -1,4 +1,4 @@
-"""A Mamba-2 layer from the output of its input projection on, in one function."""
+"""The function that computes a whole Mamba-2 layer after its input projection."""
 
 from __future__ import annotations
 
@@ -19,39 +19,43 @@ from tfla.ops.signature import autocast_dtype, without_autocast
 ACTIVATIONS = (None, "silu", "swish")
 
 
-def _activated_convolution(
+def _convolve_and_activate(
     x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Return the activation of the causal convolution of x (batch, seqlen, channels) with weight (channels, width)."""
+    """Return activation(conv(x)), (batch, seqlen, channels), with the causal convolution of :func:`_convolve`."""
     x = _convolve(x, weight, bias, seq_idx)
     x = x if activation is None else F.silu(x)
-    return x.contiguous()  # once for x, B and C, of which the operator would copy each
+    return x.contiguous()  # one copy here in place of three in the operator, of x, B and C
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
-    """Return the causal depthwise convolution.
+    """Return the causal depthwise convolution of x (batch, seqlen, channels) with weight (channels, width):
 
-    With seq_idx a step sees no step of another sequence: products with such steps are left out of its sum, which is
-    taken in at least float32.
+        y_t = bias + sum_{0 <= i < width} weight[:, width - 1 - i] x_{t-i}
+
+    With seq_idx (batch, seqlen), terms whose step belongs to another sequence are left out, and the sum is computed in
+    at least float32.
     """
     width = weight.shape[1]
     if seq_idx is None:
         bias = None if bias is None else cast(bias, x.dtype)
         padded = F.pad(x.transpose(1, 2), (width - 1, 0))
         return F.conv1d(padded, cast(weight, x.dtype)[:, None], bias, groups=x.shape[-1]).transpose(1, 2)
-    # An id that comes back after another one is another sequence, as it is for the scan.
-    runs = F.pad(torch.diff(seq_idx, dim=1) != 0, (1, 0)).cumsum(1)
+    # An index that comes back after another one starts a new sequence, as it does for the scan.
+    sequence = F.pad(torch.diff(seq_idx, dim=1) != 0, (1, 0)).cumsum(1)
     wide, weight = at_least_float32(x), at_least_float32(weight)
     y = wide * weight[:, -1]
-    for back in range(1, min(width, x.shape[1])):
-        apart = (runs[:, back:] != runs[:, :-back])[..., None]
-        y = y + F.pad(wide[:, :-back].masked_fill(apart, 0.0) * weight[:, -1 - back], (0, 0, back, 0))
+    for i in range(1, min(width, x.shape[1])):
+        differs = (sequence[:, i:] != sequence[:, :-i])[..., None]
+        y = y + F.pad(wide[:, :-i].masked_fill(differs, 0.0) * weight[:, -1 - i], (0, 0, i, 0))
     return cast(y if bias is None else y + bias, x.dtype)
 
 
 def _gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, ngroups: int, norm_before_gate: bool) -> Tensor:
-    """Return RMSNorm(y) silu(z), or RMSNorm(y silu(z)), computed in at least float32. Groups of channels have norms of
-    their own."""
+    """Return RMSNorm(y) silu(z) with norm_before_gate, else RMSNorm(y silu(z)), for y, z (batch, seqlen, channels).
+
+    Each of the ngroups groups of channels is normalized by itself. All is computed in at least float32.
+    """
     gate = F.silu(at_least_float32(z))
     out = at_least_float32(y) if norm_before_gate else at_least_float32(y) * gate
     out = out.unflatten(-1, (ngroups, -1))
@@ -59,14 +63,15 @@ def _gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, ngroups: int, 
     return cast(out * gate if norm_before_gate else out, y.dtype)
 
 
-def _gated_units(gate: Tensor, value: Tensor) -> Tensor:
+def _gated_mlp(gate: Tensor, value: Tensor) -> Tensor:
+    """Return silu(gate) value."""
     return F.silu(gate) * value
 
 
-def _sizes(
+def _infer_sizes(
     zxbcdt: Tensor, conv1d_weight: Tensor, D: Tensor, headdim: int | None, ngroups: int
 ) -> tuple[int, int, int, int]:
-    """Return nheads, headdim, dstate and the number of channels that bypass the scan."""
+    """Check the shapes and return (nheads, headdim, dstate, d_mlp); the gated MLP beside the scan has d_mlp outputs."""
     for name, t in {"zxbcdt": zxbcdt, "conv1d_weight": conv1d_weight, "D": D}.items():
         check_float(name, t)
     check_shape("zxbcdt", zxbcdt, ("batch", "seqlen", "channels"))
@@ -88,13 +93,13 @@ def _sizes(
             f"conv1d_weight: got {tuple(conv1d_weight.shape)}, expected (nheads headdim + 2 ngroups dstate, width)"
             f", here ({dim} + {2 * ngroups} dstate, width)"
         )
-    rest = zxbcdt.shape[-1] - dim - channels - nheads
-    if rest < 0 or rest % 2:
+    mlp_channels = zxbcdt.shape[-1] - dim - channels - nheads
+    if mlp_channels < 0 or mlp_channels % 2:
         raise ValueError(
             f"zxbcdt: got {zxbcdt.shape[-1]} channels, expected 2 nheads headdim + 2 ngroups dstate + nheads ="
             f" {dim + channels + nheads}, or an even number more for a gated MLP beside the scan"
         )
-    return nheads, headdim, (channels - dim) // (2 * ngroups), rest // 2
+    return nheads, headdim, (channels - dim) // (2 * ngroups), mlp_channels // 2
 
 
 def _check_output(
@@ -106,7 +111,12 @@ def _check_output(
     outproj_weight: Tensor | None,
     outproj_bias: Tensor | None,
 ) -> None:
-    """Check the parameters after the scan, of dim channels; the projection reads inner channels."""
+    """Check the parameters of the norm and of the output projection.
+
+    Args:
+        inner: the number of channels that the projection reads.
+        dim: the number of channels of the scan's output, which the norm reads.
+    """
     if not isinstance(rmsnorm_eps, float | int) or not 0 <= rmsnorm_eps < math.inf:
         raise ValueError(f"rmsnorm_eps: got {rmsnorm_eps!r}, expected a finite number that is not negative")
     if rmsnorm_weight is not None:
@@ -149,34 +159,45 @@ def mamba_split_conv1d_scan_combined(
     ngroups: int = 1,
     norm_before_gate: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute a Mamba-2 layer after its input projection; as
-    ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
+    """Compute a Mamba-2 layer after its input projection.
 
-    The channels of zxbcdt are split, in this order, into a gated MLP of 2 d_mlp channels (none as a rule), z, x, B, C
-    and dt. x, B and C pass a causal depthwise convolution and its activation, then the scan with softplus of dt and the
-    skip connection. z gates the result, under an RMSNorm if it has a weight. silu(first half) * second half of the MLP
-    is put in front, and the output projection is applied. The backward recomputes the convolution, the gates and the
-    norm.
+    The function stands in for ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``. Its steps are:
+
+    1. Split the channels of zxbcdt, in this order, into the input of a gated MLP (2 d_mlp channels, usually 0), z, x,
+       B, C and dt.
+    2. Apply a causal depthwise convolution and its activation to x, B and C.
+    3. Compute the scan of :func:`mamba_chunk_scan_combined`, with softplus of dt and the skip connection D.
+    4. Multiply by silu(z), before or after an RMSNorm if rmsnorm_weight is given.
+    5. Prepend silu(a) b of the gated MLP, where a and b are the halves of its channels.
+    6. Apply the output projection, if outproj_weight is given.
+
+    The backward recomputes the convolution, the gates and the norm.
 
     Args:
-        zxbcdt: (batch, seqlen, 2 d_mlp + 2 dim + 2 ngroups dstate + nheads) with dim = nheads headdim.
-        conv1d_weight: (dim + 2 ngroups dstate, width); conv1d_bias: (dim + 2 ngroups dstate,) or None.
-        dt_bias, A: (nheads,); D: (nheads,), with headdim given, or (nheads, headdim).
+        zxbcdt: (batch, seqlen, 2 d_mlp + 2 dim + 2 ngroups dstate + nheads), with dim = nheads headdim.
+        conv1d_weight: (dim + 2 ngroups dstate, width).
+        conv1d_bias: (dim + 2 ngroups dstate,) or None.
+        dt_bias, A: (nheads,).
+        D: (nheads,), with headdim given, or (nheads, headdim).
         chunk_size, initial_states, dt_limit, return_final_states: as for :func:`mamba_chunk_scan_combined`.
-        seq_idx: as there; the convolution does not reach into another sequence either.
-        activation: "silu" or its other name "swish", or None, of the convolution.
-        rmsnorm_weight: (dim,), or None for no norm; each of the ngroups groups of channels has a norm of its own.
-        outproj_weight: (out_dim, d_mlp + dim), or None for no projection; outproj_bias: (out_dim,) or None.
-        norm_before_gate: whether the norm is RMSNorm(y) silu(z) rather than RMSNorm(y silu(z)).
+        seq_idx: as for :func:`mamba_chunk_scan_combined`; the convolution too leaves out steps of other sequences.
+        activation: the activation of the convolution, "silu" (also called "swish") or None.
+        rmsnorm_weight: (dim,), or None for no norm. Each of the ngroups groups of channels is normalized by itself.
+        rmsnorm_eps: the epsilon of the norm.
+        outproj_weight: (out_dim, d_mlp + dim), or None for no projection.
+        outproj_bias: (out_dim,) or None.
+        headdim: the head dim, which D may have instead.
+        ngroups: the number of groups of heads that share B and C.
+        norm_before_gate: compute RMSNorm(y) silu(z) rather than RMSNorm(y silu(z)).
 
     Returns:
-        out (batch, seqlen, out_dim or d_mlp + dim) in zxbcdt's dtype (that of autocast after a projection), with
-        return_final_states also the state after the last step, (batch, nheads, headdim, dstate).
+        out (batch, seqlen, out_dim or d_mlp + dim) in the dtype of zxbcdt, or in that of autocast after a projection;
+        with return_final_states also the state after the last step, (batch, nheads, headdim, dstate).
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
-    nheads, headdim, dstate, d_mlp = _sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
+    nheads, headdim, dstate, d_mlp = _infer_sizes(zxbcdt, conv1d_weight, D, headdim, ngroups)
     dim, channels = nheads * headdim, conv1d_weight.shape[0]
     for name, t, shape in (
         ("conv1d_bias", conv1d_bias, (channels,)), ("dt_bias", dt_bias, (nheads,)), ("A", A, (nheads,)),
@@ -198,22 +219,22 @@ def mamba_split_conv1d_scan_combined(
     check_devices(zxbcdt, parameters, "zxbcdt")
     mlp, z, xBC, dt = zxbcdt.split((2 * d_mlp, dim, channels, nheads), -1)
     with without_autocast(zxbcdt.device.type):
-        xBC = recomputed(lambda t: _activated_convolution(t, conv1d_weight, conv1d_bias, seq_idx, activation), xBC)
+        xBC = recomputed(lambda t: _convolve_and_activate(t, conv1d_weight, conv1d_bias, seq_idx, activation), xBC)
         x, B, C = xBC.split((dim, ngroups * dstate, ngroups * dstate), -1)
         heads, groups = (nheads, headdim), (ngroups, dstate)
-        found = mamba_chunk_scan_combined(
+        result = mamba_chunk_scan_combined(
             x.unflatten(-1, heads), dt, A, B.unflatten(-1, groups), C.unflatten(-1, groups), chunk_size, D,
             z.unflatten(-1, heads) if rmsnorm_weight is None else None, dt_bias, initial_states, seq_idx,
             dt_softplus=True, dt_limit=dt_limit, return_final_states=return_final_states,
         )  # fmt: skip
-        y = (found[0] if isinstance(found, tuple) else found).flatten(-2)
+        y = (result[0] if isinstance(result, tuple) else result).flatten(-2)
         if rmsnorm_weight is not None:
             norm = functools.partial(
                 _gated_norm, weight=rmsnorm_weight, eps=rmsnorm_eps, ngroups=ngroups, norm_before_gate=norm_before_gate
             )
             y = recomputed(norm, y, z)
         if d_mlp:
-            y = torch.cat((recomputed(_gated_units, *mlp.chunk(2, -1)), y), -1)
+            y = torch.cat((recomputed(_gated_mlp, *mlp.chunk(2, -1)), y), -1)
     if outproj_weight is not None:
         y = F.linear(y, outproj_weight, outproj_bias)
-    return (y, found[1]) if isinstance(found, tuple) else y
+    return (y, result[1]) if isinstance(result, tuple) else y

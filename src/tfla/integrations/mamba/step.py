@@ -1,6 +1,8 @@
-"""One step of Mamba-2 or Mamba, for decoding."""
+"""The decoding step of Mamba-2, and of Mamba in plain PyTorch."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,21 +13,21 @@ from tfla.integrations.mamba.terms import (
     check_devices,
     check_operands,
     common_dtype,
-    finish,
+    compute_output,
     log_input_gate,
-    scaled,
+    scale_by_dt,
     step_sizes,
 )
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
 from tfla.ops.signature import observed, signature, without_autocast
 
-# By calls that have passed the checks, whether dt, A and dt_bias have one number a head.
+# From the signatures of calls that have passed the checks to whether dt, A and dt_bias have one number a head.
 _PER_HEAD: CallCache[bool] = CallCache()
 
 
 def _is_per_head(name: str, t: Tensor, lead: tuple[int, ...], rest: tuple[int, ...]) -> bool:
-    """Return whether t has one number a head: shape lead, or a view of that expanded by the dims rest."""
+    """Check t and return whether it has one number a head: shape `lead`, or a view of that expanded to lead + rest."""
     check_float(name, t)
     if t.shape == lead:
         return True
@@ -59,12 +61,12 @@ def _check(
     if dt_bias is not None:
         gates.append(("dt_bias", dt_bias, (nheads,), (headdim,)))
     check_devices(x, {"state": state, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias})
-    tied = [_is_per_head(*gate) for gate in gates]
-    return all(tied)
+    per_head = [_is_per_head(*gate) for gate in gates]  # a list, so that each of them is checked
+    return all(per_head)
 
 
 def _check_slots(slots: Tensor, batch: int, state: Tensor) -> None:
-    """Check state_batch_indices. Their values are not read on a GPU, so that nothing waits for the device."""
+    """Check state_batch_indices; on a GPU the values are not read, because the host would wait for them."""
     name = "state_batch_indices"
     if not isinstance(slots, Tensor) or slots.dtype not in (torch.int32, torch.int64):
         got = f"dtype {slots.dtype}" if isinstance(slots, Tensor) else type(slots).__name__
@@ -77,25 +79,32 @@ def _check_slots(slots: Tensor, batch: int, state: Tensor) -> None:
         )
 
 
-def _first(t: Tensor, dims: int) -> Tensor:
-    """Return a view of t with its first dims dimensions, at index 0 of the others."""
+def _take_leading_dims(t: Tensor, dims: int) -> Tensor:
+    """Return t at index 0 of all dimensions but the first `dims`."""
     while t.dim() > dims:
         t = t[..., 0]
     return t
 
 
-def _spread(t: Tensor, dims: int) -> Tensor:
-    """Return t with dims dimensions: those that it lacks are added last."""
+def _append_dims(t: Tensor, dims: int) -> Tensor:
+    """Return t with `dims` dimensions, where the missing ones are added last with size 1."""
     while t.dim() < dims:
         t = t[..., None]
     return t
 
 
-def _one_decay_a_head(
-    old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, signed: bool, overwrite: bool
+def _step_with_head_decay(
+    old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dt_may_be_negative: bool, overwrite: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return y and the new state by one step of the operator; None in place of a state that it has overwritten."""
-    v, log_i = (scaled(x, dt), None) if signed else (x, log_input_gate(dt))
+    """Compute one step in which the state of a head has one decay, by the operator.
+
+    Args:
+        overwrite: whether the state `old` may be overwritten.
+
+    Returns:
+        y (batch, nheads, headdim), and the new state, or None where the operator has overwritten `old` with it.
+    """
+    v, log_i = (scale_by_dt(x, dt), None) if dt_may_be_negative else (x, log_input_gate(dt))
     dtype = common_dtype(v, B, C)
     q, k, v = (cast(t, dtype) for t in (C, B, v))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -105,13 +114,18 @@ def _one_decay_a_head(
     return y, None if in_place else new.C.transpose(-1, -2)
 
 
-def _one_decay_an_element(old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y and the new state, whose elements all may decay differently.
+def _step_with_element_decay(
+    old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Compute one step in which each element of the state has a decay of its own, in plain PyTorch.
 
-    The state passes through memory about ten times, once for each operation and operand; torch.compile fuses them.
+    Its operations read or write the state about ten times; torch.compile fuses them.
+
+    Returns:
+        y (batch, nheads, headdim) and the new state.
     """
     group = x.shape[1] // B.shape[1]
-    dt, A = _spread(dt, 3), _spread(A, 3)
+    dt, A = _append_dims(dt, 3), _append_dims(A, 3)
     B, C = (t.repeat_interleave(group, 1) if group > 1 else t for t in (B, C))
     decayed = torch.exp(dt[..., None] * A) * old
     dtx, B, C = (cast(t, decayed.dtype) for t in (dt * x, B, C))
@@ -119,18 +133,20 @@ def _one_decay_an_element(old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tens
     return (new @ C[..., None])[..., 0], new
 
 
-def _skip(slots: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return slots that are all valid, and the step's inputs to match; no value is read on the host.
+def _redirect_skipped_rows(
+    slots: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return slots of which none is negative, and inputs of the step that match them.
 
-    A row whose slot is negative repeats the first row that has one, so that both write the same state. If there is
-    none, all rows leave the state of slot 0 as it is.
+    A row whose slot is negative becomes a copy of the first row whose slot is not, so that both write the same state.
+    If all slots are negative, all rows leave the state of slot 0 as it is. No value is read on the host.
     """
     if not len(slots):
         return slots, (x, dt, B, C)
-    taken = slots >= 0
-    rows = torch.where(taken, torch.arange(len(slots), device=slots.device), taken.to(torch.int8).argmax())
-    idle = ~taken[rows]
-    x, dt, B = (t[rows].masked_fill(_spread(idle, t.dim()), 0.0) for t in (x, dt, B))
+    valid = slots >= 0
+    rows = torch.where(valid, torch.arange(len(slots), device=slots.device), valid.to(torch.int8).argmax())
+    all_skipped = ~valid[rows]
+    x, dt, B = (t[rows].masked_fill(_append_dims(all_skipped, t.dim()), 0.0) for t in (x, dt, B))
     return slots[rows].clamp(min=0), (x, dt, B, C[rows])
 
 
@@ -147,96 +163,102 @@ def selective_state_update(
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    """Compute one step for decoding; as ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``.
+    """Compute one step for decoding.
+
+    The function stands in for ``mamba_ssm.ops.triton.selective_state_update.selective_state_update``. For each head
+
+        h <- exp(dt A) h + dt B x^T        y = (C^T h + D x) silu(z)
 
     Where dt, A and dt_bias have one number a head, as in Mamba-2, the step is one kernel on an NVIDIA GPU. Where they
     have more, as in Mamba, each element of the state has a decay of its own, and plain PyTorch computes the step.
 
-    Args:
-        state: (batch, nheads, headdim, dstate), any float dtype; updated in place.
-        x: (batch, nheads, headdim); z the same.
-        dt: (batch, nheads) or (batch, nheads, headdim). It may be 0 or negative after bias and softplus.
-        A: (nheads,) or (nheads, headdim, dstate); dt_bias: (nheads,) or (nheads, headdim). A view that is expanded from
-            one number a head counts as one number a head.
-        B, C: (batch, ngroups, dstate); D: (nheads,) or (nheads, headdim). All may have float dtypes of their own.
-        state_batch_indices: (batch,) int, the row of state that each step updates, no row twice; None: all in order. A
-            step whose index is negative is skipped: its output is 0, and it changes no state.
-
-    Mamba's shapes are taken as well, which lack the dimension of heads: state (batch, dim, dstate), x, z and dt
+    The shapes may also be those of Mamba, which lack the dimension of heads: state (batch, dim, dstate), x, z and dt
     (batch, dim), A (dim, dstate), B and C (batch, dstate), D and dt_bias (dim,).
 
+    Args:
+        state: (batch, nheads, headdim, dstate), the h above, any float dtype; it is updated in place.
+        x: (batch, nheads, headdim).
+        dt: (batch, nheads) or (batch, nheads, headdim). It may be 0 or negative after bias and softplus.
+        A: (nheads,) or (nheads, headdim, dstate). For A, dt and dt_bias a view that is expanded from one number a head
+            counts as one number a head.
+        B, C: (batch, ngroups, dstate), where ngroups divides nheads.
+        D: (nheads,) or (nheads, headdim), or None for no skip connection.
+        z: (batch, nheads, headdim), or None for no output gate.
+        dt_bias: (nheads,) or (nheads, headdim), or None.
+        dt_softplus: take softplus of dt + dt_bias.
+        state_batch_indices: (batch,) int, the row of `state` that each step updates, no row twice. A step whose index
+            is negative is skipped: its output is 0, and it changes no state. None takes all rows in order.
+
     Returns:
-        out (batch, nheads, headdim), or (batch, dim), in x's dtype.
+        out (batch, nheads, headdim), or (batch, dim), in the dtype of x.
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
     if isinstance(state, Tensor) and state.dim() == 3:
-        return _without_heads(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
+        operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+        return _step_without_heads(state, operands, dt_softplus, state_batch_indices)
     call = signature((x, state, dt, A, B, C, D, z, dt_bias), None, state_batch_indices)
     per_head = None if call is None else _PER_HEAD.get(call)
     if per_head is None:
         per_head = _check(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices)
         _PER_HEAD.add(call, per_head)
     if per_head:
-        dt, A, dt_bias = _first(dt, 2), _first(A, 1), None if dt_bias is None else _first(dt_bias, 1)
+        dt, A = _take_leading_dims(dt, 2), _take_leading_dims(A, 1)
+        dt_bias = None if dt_bias is None else _take_leading_dims(dt_bias, 1)
     elif dt_bias is not None:
-        dt, dt_bias = _spread(dt, 3), _spread(dt_bias, 2)
+        dt, dt_bias = _append_dims(dt, 3), _append_dims(dt_bias, 2)
     dt = step_sizes(dt, dt_bias, dt_softplus)
-    old, slots, given = state, None, (x, dt, B, C)
+    old, slots, inputs = state, None, (x, dt, B, C)
     if state_batch_indices is not None:
-        slots, given = _skip(state_batch_indices, *given)  # type: ignore[assignment]
+        slots, inputs = _redirect_skipped_rows(state_batch_indices, *inputs)  # type: ignore[assignment]
         old = state[slots]
-    given_x, dt, B, C = given
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (state, given_x, dt, A, B, C))
+    x_in, dt, B, C = inputs
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (state, x_in, dt, A, B, C))
     if recorded and slots is None:
-        old = state.clone()  # the backward reads it after the state has been overwritten
+        old = state.clone()  # the backward needs the state from before the step
     with without_autocast(x.device.type):
         new: Tensor | None
         if per_head:
             overwrite = slots is None and not recorded
-            y, new = _one_decay_a_head(old, given_x, dt, A, B, C, not dt_softplus, overwrite)
+            y, new = _step_with_head_decay(old, x_in, dt, A, B, C, not dt_softplus, overwrite)
         else:
-            y, new = _one_decay_an_element(old, given_x, dt, A, B, C)
+            y, new = _step_with_element_decay(old, x_in, dt, A, B, C)
         if new is not None and slots is not None:
             state[slots] = cast(new, state.dtype)
         elif new is not None:
             state.copy_(new)
-        out = finish(y, x, D, z)
+        out = compute_output(y, x, D, z)
     if state_batch_indices is None:
         return out
     return out.masked_fill((state_batch_indices < 0)[:, None, None], 0.0)
 
 
-def _without_heads(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    state_batch_indices: Tensor | None,
+def _step_without_heads(
+    state: Tensor, operands: dict[str, Any], dt_softplus: bool, state_batch_indices: Tensor | None
 ) -> Tensor:
-    """Compute the step of Mamba's shapes as that of one head."""
+    """Compute a step with Mamba's shapes, (batch, dim), as a step with one head whose head dim is dim.
+
+    Args:
+        operands: the arguments x, dt, A, B, C, D, z and dt_bias by name.
+    """
     slots, dim, dstate = state.shape
-    batch = slots if state_batch_indices is None else "batch"
-    check_float("x", x)
-    check_shape("x", x, (batch, dim))
-    rows = x.shape[0]
-    shapes: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
-        "dt": (dt, (rows, dim)), "A": (A, (dim, dstate)), "B": (B, (rows, dstate)), "C": (C, (rows, dstate)),
-        "D": (D, (dim,)), "z": (z, (rows, dim)), "dt_bias": (dt_bias, (dim,)),
+    check_float("x", operands["x"])
+    check_shape("x", operands["x"], (slots if state_batch_indices is None else "batch", dim))
+    batch = operands["x"].shape[0]
+    shapes: dict[str, tuple[int, ...]] = {
+        "dt": (batch, dim), "A": (dim, dstate), "B": (batch, dstate), "C": (batch, dstate), "D": (dim,),
+        "z": (batch, dim), "dt_bias": (dim,),
     }  # fmt: skip
-    for name, (t, shape) in shapes.items():
-        if t is not None or name in ("dt", "A", "B", "C"):
-            check_float(name, t)
-            check_shape(name, t, shape)  # type: ignore[arg-type]
-    x, dt, B, C = (t[:, None] for t in (x, dt, B, C))
-    z = None if z is None else z[:, None]
-    D, dt_bias = (None if t is None else t[None] for t in (D, dt_bias))
-    out = selective_state_update(state[:, None], x, dt, A[None], B, C, D, z, dt_bias, dt_softplus, state_batch_indices)
+    for name, shape in shapes.items():
+        if operands[name] is not None or name in ("dt", "A", "B", "C"):
+            check_float(name, operands[name])
+            check_shape(name, operands[name], shape)
+    shared = ("A", "D", "dt_bias")  # without the dimension of the batch
+    one_head: dict[str, Any] = {
+        name: t if t is None else t[None] if name in shared else t[:, None] for name, t in operands.items()
+    }  # fmt: skip
+    out = selective_state_update(
+        state[:, None], **one_head, dt_softplus=dt_softplus, state_batch_indices=state_batch_indices
+    )
     return out[:, 0]

@@ -1,4 +1,4 @@
-"""The terms of the recurrence that sequences and single steps share: step sizes, log-gates, the output, and checks."""
+"""The parts of Mamba-2 that sequences and single steps share: checks, step sizes, log-gates and the output."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tfla.nn.layers import recomputed
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import cast
 
-TINY = 1e-30  # added to dt, so that its gradient at 0 is that of dt B x^T and not 0 / 0
+TINY = 1e-30  # added to dt before the log: at dt = 0 the gradient would be 0 / 0
 
 
 def check_operands(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> None:
-    """Check the operands of a scan or a step: x ends in (nheads, headdim), B and C end in (ngroups, dstate)."""
+    """Check the operands of a scan or a step: x, z (..., nheads, headdim), B, C (..., ngroups, dstate) and D."""
     for name, t in {"x": x, "B": B, "C": C}.items():
         check_float(name, t)
     if 0 in x.shape[1:]:
@@ -35,7 +35,7 @@ def check_operands(x: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor 
 
 
 def check_devices(x: Tensor, tensors: dict[str, Tensor | None], name: str = "x") -> None:
-    """Check that all are tensors on the device of x, which the caller may know by another name."""
+    """Check that all of `tensors` are on the device of x; messages call x by `name`, its name in the caller."""
     for other, t in tensors.items():
         if t is None:
             continue
@@ -46,6 +46,7 @@ def check_devices(x: Tensor, tensors: dict[str, Tensor | None], name: str = "x")
 
 
 def check_groups(name: str, ngroups: int, nheads: int) -> None:
+    """Check that the number of groups divides the number of heads."""
     if not isinstance(ngroups, int | torch.SymInt) or isinstance(ngroups, bool):
         raise TypeError(f"{name}: got {type(ngroups).__name__}, expected an int")
     if ngroups < 1 or nheads % ngroups:
@@ -62,36 +63,40 @@ def common_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def step_sizes(dt: Tensor, dt_bias: Tensor | None, dt_softplus: bool) -> Tensor:
-    """Return dt with bias and softplus, in at least float32."""
+    """Return dt + dt_bias, or softplus of it with `dt_softplus`, in at least float32."""
     dt = dt if dt.dtype == torch.float64 else cast(dt, torch.float32)
     dt = dt if dt_bias is None else dt + dt_bias
     return F.softplus(dt) if dt_softplus else dt
 
 
 def log_input_gate(dt: Tensor) -> Tensor:
-    """Return log dt of a dt that is not negative."""
+    """Return log dt; dt must not be negative."""
     return torch.log(dt + TINY)
 
 
-def scaled(x: Tensor, dt: Tensor) -> Tensor:
-    """Return dt x in at least float32, with x (..., nheads, headdim) and dt (..., nheads).
+def scale_by_dt(x: Tensor, dt: Tensor) -> Tensor:
+    """Return dt x, (..., nheads, headdim), in at least float32, with dt (..., nheads).
 
-    This takes the place of x and log dt where dt may be negative.
+    Where dt may be negative, dt x is the value and the input gate is 1, because log dt does not exist.
     """
     return x * dt[..., None]
 
 
-def finish(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
-    """Return (y + D x) silu(z) in x's dtype. A D in float32 makes the sum, and so its own gradient, float32."""
+def compute_output(y: Tensor, x: Tensor, D: Tensor | None, z: Tensor | None) -> Tensor:
+    """Return (y + D x) silu(z) in the dtype of x, with D (nheads,) or (nheads, headdim).
+
+    The sum and the gradient of D are computed in the wider one of the dtypes of x and D.
+    """
     if z is None:
         return cast(_add_skip(y, x, D), x.dtype)
     return recomputed(lambda y, x, z: cast(_add_skip(y, x, D) * _gate(z, x), x.dtype), y, x, z)
 
 
 def _add_skip(y: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
+    """Return y + D x, or y without D."""
     return y if D is None else y + x * (D if D.dim() == 2 else D[:, None])
 
 
 def _gate(z: Tensor, x: Tensor) -> Tensor:
-    """Return silu(z), with no more rounding than x has."""
+    """Return silu(z) in the wider one of the dtypes of x and z."""
     return F.silu(cast(z, common_dtype(x, z)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tfla.integrations.transformers.padding import Padding
+from tfla.integrations.transformers.padding import PaddingHooks
 from tfla.ops.api import mlstm
 from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
@@ -30,10 +30,10 @@ class Cell(nn.Module):
         chunk_size, backend: of the operator.
     """
 
-    def __init__(self, original: nn.Module, padding: Padding, chunk_size: int | None, backend: str | None) -> None:
+    def __init__(self, original: nn.Module, padding: PaddingHooks, chunk_size: int | None, backend: str | None) -> None:
         super().__init__()
         self.config: Any = original.config
-        self.replaced = (original,)  # in a tuple it is no submodule
+        self.original_in_tuple = (original,)  # in a tuple it is no submodule
         self.padding, self.chunk_size, self.backend = padding, chunk_size, backend
         _, *names = inspect.signature(type(original).forward).parameters
         self.names = names[:5]
@@ -65,7 +65,7 @@ class Cell(nn.Module):
                 raise TypeError(f"{name}: got an unknown argument, expected one of {', '.join(self.names)}")
         # The layer made heads first by a transpose: this one is free.
         q, k, v, i, f = (inputs[name].transpose(1, 2) for name in self.names)
-        i, f = self.padding.close_gates(self, i, f)
+        i, f = self.padding.mask_gates(self, i, f)
         state = None
         if c_initial is not None and n_initial is not None and m_initial is not None:
             state = State(c_initial, n_initial, m_initial[..., 0])
@@ -76,18 +76,18 @@ class Cell(nn.Module):
             # Inside the model, which copies the new state over the old one anyway.
             in_place = self.padding.running and state.C.dtype == torch.promote_types(q.dtype, torch.float32)
             h, new = mlstm_step(q[:, 0], k[:, 0], v[:, 0], i[:, 0], f[:, 0], state, in_place=in_place)
-            return h[:, :, None], _for_library(new, state)
+            return h[:, :, None], _to_library_state(new, state)
         if state is not None and differentiable:
             # The model writes the new state over the tensors it gave: the backward needs them as they were.
             state = State(*(t.clone() for t in state))  # type: ignore[union-attr]
-        if state is None and not self._wanted(return_last_states, mode):
+        if state is None and not self._returns_states(return_last_states, mode):
             return mlstm(q, k, v, i, f, chunk_size=self.chunk_size, backend=self.backend).transpose(1, 2), None
         h, new = mlstm(
             q, k, v, i, f, initial_state=state, return_state=True, chunk_size=self.chunk_size, backend=self.backend
         )
-        return h.transpose(1, 2), _for_library(new, state)
+        return h.transpose(1, 2), _to_library_state(new, state)
 
-    def _wanted(self, return_last_states: bool | None, mode: str | None) -> bool:
+    def _returns_states(self, return_last_states: bool | None, mode: str | None) -> bool:
         mode = self.config.mode if mode is None else mode
         if "inference" in mode:
             return True
@@ -96,17 +96,17 @@ class Cell(nn.Module):
         return bool(self.config.return_last_states if return_last_states is None else return_last_states)
 
 
-def _narrow(state: State) -> bool:
+def _is_half_precision(state: State) -> bool:
     """Whether it is kept in fewer bits than it is computed in."""
     return state.C.dtype.itemsize < torch.float32.itemsize
 
 
-def _for_library(new: State, old: State | None) -> LibraryState:
+def _to_library_state(new: State, old: State | None) -> LibraryState:
     """The state as the library keeps it: m with a last dimension, and in the dtype of the old state."""
     C, n, m = new
     assert n is not None
     assert m is not None
-    if old is not None and _narrow(old):
+    if old is not None and _is_half_precision(old):
         # m is free to choose: one that its narrow dtype holds exactly costs no accuracy.
         held = m.to(old.C.dtype).to(m.dtype)
         shift = torch.exp(m - held)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 PARAMETERS = ("input_ids", "inputs_embeds", "cache_params", "use_cache")  # of xLSTMModel.forward, in order
 
 
-class Padding:
+class PaddingHooks:
     """Carries the attention mask of a model's forward pass to its cells, past everything between.
 
     A padded token leaves the state as it is. Where no gradients are kept, every position behind a token shows that
@@ -38,7 +38,7 @@ class Padding:
         for hook in self._hooks:
             hook.remove()
         for block in backbone.blocks:  # type: ignore[union-attr]
-            if isinstance(checkpoint := getattr(block, "_gradient_checkpointing_func", None), Checkpoint):
+            if isinstance(checkpoint := getattr(block, "_gradient_checkpointing_func", None), MaskedCheckpoint):
                 block._gradient_checkpointing_func = checkpoint.original
 
     @contextmanager
@@ -50,7 +50,7 @@ class Padding:
         finally:
             self.mask = before
 
-    def close_gates(self, cell: nn.Module, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+    def mask_gates(self, cell: nn.Module, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
         """i and f (B, T, heads) with padded tokens that write nothing and forget nothing."""
         if self.mask is None:
             return i, f
@@ -70,31 +70,31 @@ class Padding:
             return (), given  # the model says what is missing
         self._read.clear()
         self.running = True
-        self.mask = _tokens(given.get("attention_mask"), *inputs.shape[:2])
+        self.mask = _select_new_tokens(given.get("attention_mask"), *inputs.shape[:2])
         if self.mask is not None:
             for block in backbone.blocks:
                 checkpoint = getattr(block, "_gradient_checkpointing_func", None)
-                if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
-                    block._gradient_checkpointing_func = Checkpoint(checkpoint, self)
-        if given.get("cache_params") is None and _reads_a_cache(backbone, inputs.shape[1], given.get("use_cache")):
-            given["cache_params"] = _cache(backbone, inputs)
+                if checkpoint is not None and not isinstance(checkpoint, MaskedCheckpoint):
+                    block._gradient_checkpointing_func = MaskedCheckpoint(checkpoint, self)
+        if given.get("cache_params") is None and _creates_cache(backbone, inputs.shape[1], given.get("use_cache")):
+            given["cache_params"] = _make_cache(backbone, inputs)
         return (), given
 
     def _after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         mask, self.mask, self.running = self.mask, None, False
         if mask is None or output is None or torch.is_grad_enabled():  # None: the forward pass has failed
             return output
-        filled = _fill(output[0], mask)
+        filled = _repeat_last_outputs(output[0], mask)
         if isinstance(output, tuple):
             return (filled, *output[1:])
         output.last_hidden_state = filled
         return output
 
 
-class Checkpoint:
+class MaskedCheckpoint:
     """A block's gradient checkpointing, which runs the block again in the backward: with the mask it had."""
 
-    def __init__(self, original: Callable[..., Any], padding: Padding) -> None:
+    def __init__(self, original: Callable[..., Any], padding: PaddingHooks) -> None:
         self.original, self.padding = original, padding
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -105,7 +105,7 @@ class Checkpoint:
             return run(*args)
 
 
-def _tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
+def _select_new_tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
     """The part of an attention mask, of old and new tokens, that belongs to the new ones, as bool."""
     if mask is None:
         return None
@@ -114,20 +114,20 @@ def _tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
     return mask[:, mask.shape[1] - steps :].bool()
 
 
-def _fill(x: Tensor, mask: Tensor) -> Tensor:
+def _repeat_last_outputs(x: Tensor, mask: Tensor) -> Tensor:
     """x (B, T, D) with the output of a row's last token in place of what is behind it."""
     positions = torch.arange(x.shape[1], device=x.device)
     last = torch.where(mask.to(x.device), positions, 0).cummax(1).values
     return x.gather(1, last[..., None].expand_as(x))
 
 
-def _reads_a_cache(backbone: Any, steps: int, use_cache: bool | None) -> bool:
+def _creates_cache(backbone: Any, steps: int, use_cache: bool | None) -> bool:
     """Whether the model, in eval mode, makes itself a cache: where it is told to, or reads the tokens in pieces."""
     wanted = backbone.config.use_cache if use_cache is None else use_cache
     return not backbone.training and bool(wanted or steps > backbone.config.max_inference_chunksize)
 
 
-def _cache(backbone: Any, inputs: Tensor) -> object:
+def _make_cache(backbone: Any, inputs: Tensor) -> object:
     """A cache in the dtype that the config has for states; the model's own would be in that of the weights.
 
     For what it reads in pieces, the model makes its own without device and dtype: on the CPU, in bfloat16.

@@ -8,7 +8,7 @@ from torch import nn
 
 from tfla.backends import BACKENDS
 from tfla.integrations.transformers.cell import Cell
-from tfla.integrations.transformers.padding import Padding
+from tfla.integrations.transformers.padding import PaddingHooks
 from tfla.ops.checks import check_chunk_size
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,7 +45,7 @@ def accelerate(model: Model, *, chunk_size: int | None = None, backend: str | No
             raise ValueError(f"chunkwise_kernel: got {kernel!r} in the model's config, expected one of mLSTMexp")
     restore(model)
     for backbone in backbones:
-        padding = Padding()
+        padding = PaddingHooks()
         for block in backbone.blocks:
             layer = block.mlstm_layer
             layer.mlstm_backend = Cell(layer.mlstm_backend, padding, chunk_size, backend)
@@ -69,7 +69,7 @@ def restore(model: Model) -> Model:
         for padding in {cell.padding for cell in cells.values()}:
             padding.detach(backbone)
         for layer, cell in cells.items():
-            (layer.mlstm_backend,) = cell.replaced
+            (layer.mlstm_backend,) = cell.original_in_tuple
     return model
 
 

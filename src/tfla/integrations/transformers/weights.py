@@ -89,7 +89,7 @@ def load_xlstm(
     directory = Path(directory)
     given = _read_json(directory / CONFIG)
     try:
-        fields = _fields(given)
+        fields = _library_fields(given)
         config = ModelConfig.from_dict(_model_config(fields) | overrides)
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG}: {error}") from error
@@ -100,7 +100,7 @@ def load_xlstm(
         tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"].clone()
     misfit = f"{directory}: its tensors do not fit its {CONFIG}"
     try:
-        named = _renamed(_unfused(tensors, config), config)
+        named = _rename_tensors(_split_fused(tensors, config), config)
     except ValueError as error:
         raise ValueError(f"{misfit}: {error}") from error
     return build(LanguageModel, config, named, dtype, misfit)
@@ -130,9 +130,9 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
         if getattr(config, field) != allowed:
             raise ValueError(f"model: got {field} {getattr(config, field)!r} in its config, expected {allowed!r}")
     weights = model.state_dict()
-    tensors = {theirs: weights[ours].detach().contiguous() for theirs, ours in _names(config).items()}
+    tensors = {theirs: weights[ours].detach().contiguous() for theirs, ours in _tensor_names(config).items()}
     if weight_mode == "fused":
-        tensors = _fused(tensors, config)
+        tensors = _fuse(tensors, config)
     dtype = str(model.embedding.weight.dtype).removeprefix("torch.")
     text = json.dumps(_library_config(config) | {"weight_mode": weight_mode, "dtype": dtype}, indent=2) + "\n"
     directory = Path(directory)
@@ -170,7 +170,7 @@ def _weight_files(directory: Path) -> list[Path]:
     return paths
 
 
-def _fields(given: dict[str, Any]) -> dict[str, Any]:
+def _library_fields(given: dict[str, Any]) -> dict[str, Any]:
     """The library's fields, none missing, that say how the model is built."""
     if "mixer" in given and "model_type" not in given:
         raise ValueError(
@@ -212,52 +212,54 @@ def _library_config(config: ModelConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _block(n: int) -> str:
+def _block_prefix(n: int) -> str:
     return f"backbone.blocks.{n}."
 
 
-def _names(config: ModelConfig) -> dict[str, str]:
+def _tensor_names(config: ModelConfig) -> dict[str, str]:
     """Every tensor's name in the layout, and that in tfla's model."""
     blocks = range(config.num_blocks)
-    return MODEL | {_block(n) + theirs: f"blocks.{n}.{ours}" for n in blocks for theirs, ours in BLOCK.items()}
+    return MODEL | {_block_prefix(n) + theirs: f"blocks.{n}.{ours}" for n in blocks for theirs, ours in BLOCK.items()}
 
 
-def _renamed(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def _rename_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """By tfla's names; what the layout does not know keeps its own, which the model then refuses."""
-    names = _names(config)
+    names = _tensor_names(config)
     missing = [name for name in names if name not in tensors]
     if missing:
         raise ValueError(f"there is no {', '.join(missing)}")
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def _parts(fused: str) -> list[str]:
+def _fused_parts(fused: str) -> list[str]:
     module = fused.split(".", 1)[0]
     return [f"{module}.{part}" for part in FUSED[fused]]
 
 
-def _fused(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+def _fuse(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     tensors = dict(tensors)
     for n in range(config.num_blocks):
         for fused in FUSED:
-            tensors[_block(n) + fused] = torch.cat([tensors.pop(_block(n) + part) for part in _parts(fused)])
+            tensors[_block_prefix(n) + fused] = torch.cat(
+                [tensors.pop(_block_prefix(n) + part) for part in _fused_parts(fused)]
+            )
     return tensors
 
 
-def _unfused(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of :func:`_fused`; weights that are not fused stay."""
+def _split_fused(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The inverse of :func:`_fuse`; weights that are not fused stay."""
     heads, d = config.num_heads, config.d_model
     qk = heads * config.qk_head_dim
     widths = {"qkv_opreact": [qk, qk, d, d], "ifgate_preact": [heads, heads], "proj_up_gate_z": [config.ffn_dim] * 2}
     tensors = dict(tensors)
     for n in range(config.num_blocks):
         for fused in FUSED:
-            whole = tensors.pop(_block(n) + fused, None)
+            whole = tensors.pop(_block_prefix(n) + fused, None)
             if whole is None:
                 continue
             sizes = widths[fused.split(".")[1]]
             if len(whole) != sum(sizes):
-                raise ValueError(f"{_block(n)}{fused}: got {len(whole)} rows, expected {sum(sizes)}")
-            for part, rows in zip(_parts(fused), whole.split(sizes), strict=True):
-                tensors[_block(n) + part] = rows.clone()
+                raise ValueError(f"{_block_prefix(n)}{fused}: got {len(whole)} rows, expected {sum(sizes)}")
+            for part, rows in zip(_fused_parts(fused), whole.split(sizes), strict=True):
+                tensors[_block_prefix(n) + part] = rows.clone()
     return tensors

@@ -1,6 +1,6 @@
-"""The kernels by name, where `mlstm_kernels.torch` has them."""
+"""The functions that return kernels by name, where `mlstm_kernels.torch` has them."""
 
-from tfla.integrations.mlstm_kernels.names import (
+from tfla.integrations.mlstm_kernels.kernels import (
     get_available_mlstm_kernels,
     get_available_mlstm_sequence_kernels,
     get_available_mlstm_step_kernels,

@@ -1,7 +1,8 @@
-"""Wrappers that call kernels on sequences of any length, where `mlstm_kernels.torch.kernel_wrappers` has them.
+"""The wrappers that call kernels on sequences of any length, where `mlstm_kernels.torch` has them.
 
-They take any kernels with mlstm_kernels' arguments. Those of this library take any length themselves and are called
-once, without padding; for all others the sequence is padded or cut to multiples of the chunk size.
+They take any kernels that have the arguments of mlstm_kernels' kernels. The kernels of this library take any length
+themselves and are called once, on the whole sequence. For all others the sequence is padded or split to multiples of
+the chunk size.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.integrations.arguments import check_float_dtype
-from tfla.integrations.mlstm_kernels.forms import Result, States, check_inputs
-from tfla.integrations.mlstm_kernels.names import KERNELS
+from tfla.integrations.mlstm_kernels.kernels import KERNELS
+from tfla.integrations.mlstm_kernels.variants import Result, States, check_inputs
 from tfla.ops.checks import check_float, check_shape
 
 __all__ = [
@@ -26,29 +27,30 @@ __all__ = [
     "wrap_chunkwise__pad_zeros",
 ]
 LOGGER = logging.getLogger(__name__)
-SMALLEST_CHUNK = 16
-CLOSED, OPEN = -1e4, 1e4  # gate pre-activations: in every float dtype exp(CLOSED) is 0 and sigmoid(OPEN) is 1
-NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
+MIN_CHUNK_SIZE = 16
+CLOSED_GATE, OPEN_GATE = -1e4, 1e4  # pre-activations: in every float dtype exp(-1e4) is 0 and sigmoid(1e4) is 1
+TENSOR_NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 Kernel = Callable[..., Any]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-Given = tuple[Tensor | None, ...]
+OptionalStates = tuple[Tensor | None, ...]
 
 
 def _takes_any_length(kernel: Kernel) -> bool:
-    """Return whether `kernel`, with arguments bound to it or not, is one of this library."""
+    """Return whether `kernel` belongs to this library; a `functools.partial` of such a kernel does too."""
     while isinstance(kernel, functools.partial):
         kernel = kernel.func
     return any(kernel is own for own in KERNELS.values())
 
 
 def _check(x: Inputs, chunk_size: int) -> None:
-    """Check inputs for a kernel that may not check them."""
+    """Check the inputs of a kernel that may not check them itself."""
     check_inputs(*x)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ValueError(f"chunk_size: got {chunk_size!r}, expected an int of at least 1")
 
 
 def _count_steps(q: Tensor) -> int:
+    """Check q and return its number of steps S."""
     check_float("q", q)
     check_shape("q", q, ("B", "NH", "S", "DHQK"))
     if not q.shape[2]:
@@ -57,13 +59,13 @@ def _count_steps(q: Tensor) -> int:
 
 
 def _pad(x: Inputs, steps: int) -> Inputs:
-    """Append `steps` steps that leave every state as it is."""
+    """Append `steps` steps with closed input gates and open forget gates, which leave every state as it is."""
     q, k, v = (F.pad(t, (0, 0, 0, steps)) for t in x[:3])
-    return q, k, v, F.pad(x[3], (0, steps), value=CLOSED), F.pad(x[4], (0, steps), value=OPEN)
+    return q, k, v, F.pad(x[3], (0, steps), value=CLOSED_GATE), F.pad(x[4], (0, steps), value=OPEN_GATE)
 
 
-def _fill(states: Given, x: Inputs, dtype: torch.dtype) -> States:
-    """Return (c, n, m), zeros of `dtype` for those that are None."""
+def _fill_states(states: OptionalStates, x: Inputs, dtype: torch.dtype) -> States:
+    """Return (c, n, m), with zeros in `dtype` for those that are None."""
     B, NH, _, DHQK = x[0].shape
     shapes = ((B, NH, DHQK, x[2].shape[-1]), (B, NH, DHQK), (B, NH, 1))
     return tuple(
@@ -72,30 +74,34 @@ def _fill(states: Given, x: Inputs, dtype: torch.dtype) -> States:
     )  # fmt: skip
 
 
-def _cast(states: States, dtype: torch.dtype) -> States:
-    """Return (c, n, m) in `dtype`; kernels with a sigmoid input gate have no max state, which is 0."""
+def _cast_states(states: States, dtype: torch.dtype) -> States:
+    """Return (c, n, m) in `dtype`; m is 0 where a kernel with a sigmoid input gate returned (c, n)."""
     if len(states) == 2:
         states = *states, states[1].new_zeros((*states[1].shape[:2], 1))
     return tuple(state.to(dtype) for state in states)
 
 
-def _step(kernel: Kernel, x: Inputs, states: States, eps: float) -> tuple[Tensor, States]:
-    """Run a step kernel on a sequence of one step."""
+def _run_step_kernel(kernel: Kernel, x: Inputs, states: States, eps: float) -> tuple[Tensor, States]:
+    """Call a step kernel on a sequence of one step."""
     q, k, v, i, f = x
     c, n, m = states
     h, states = kernel(q=q.squeeze(2), k=k.squeeze(2), v=v.squeeze(2), i=i, f=f, c=c, n=n, m=m, eps=eps)
     return h.unsqueeze(2), states
 
 
-def _split(steps: int, chunk_size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first step, number of steps, chunk size) of parts of a sequence; 0 where steps are left for no chunk."""
+def _split_into_chunks(steps: int, chunk_size: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (first step, number of steps, chunk size) of consecutive slices of a sequence.
+
+    Each slice has as many whole chunks as fit. The chunk size halves from slice to slice. The last slice, of fewer
+    steps than the least chunk size, has the chunk size 0.
+    """
     start = 0
     while start < steps:
-        chunk_size = chunk_size if chunk_size >= SMALLEST_CHUNK else 0
-        part = steps - start - ((steps - start) % chunk_size if chunk_size else 0)
-        if part:
-            yield start, part, chunk_size
-        start += part
+        chunk_size = chunk_size if chunk_size >= MIN_CHUNK_SIZE else 0
+        count = steps - start - ((steps - start) % chunk_size if chunk_size else 0)
+        if count:
+            yield start, count, chunk_size
+        start += count
         chunk_size //= 2
 
 
@@ -106,10 +112,10 @@ def wrap_chunkwise__arbitrary_sequence_length(
     autocast_kernel_dtype: torch.dtype = torch.bfloat16, chunk_size: int = 64,
     dtype_state: torch.dtype = torch.float32, enable_logging: bool = False,
 ) -> Result:  # fmt: skip
-    """Run the chunkwise kernel on as many whole chunks as there are, and the sequence kernel on the steps that remain.
+    """Call the chunkwise kernel on as many whole chunks as fit, and the sequence kernel on the steps that remain.
 
-    Chunks have `chunk_size` steps, then half of that, and so on down to 16; a kernel of this library takes all steps
-    at once. A sequence of one step goes to the step kernel.
+    Chunks have `chunk_size` steps, then half as many, and so on down to 16. A kernel of this library gets all steps in
+    one call. For a sequence of one step the step kernel is called.
 
     Args:
         q, k: (B, NH, S, DHQK).
@@ -117,7 +123,9 @@ def wrap_chunkwise__arbitrary_sequence_length(
         f, i: (B, NH, S), pre-activations of the gates.
         c_initial, n_initial, m_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK) and (B, NH, 1); zeros if None.
         dtype_state: the dtype of the last states.
-        enable_logging: log at level DEBUG which kernel takes which steps.
+        return_last_states: also return the last states.
+        eps, autocast_kernel_dtype: passed to the kernels.
+        enable_logging: log at level DEBUG which kernel is called for which steps.
 
     Returns:
         h (B, NH, S, DHHV); with `return_last_states` also (c, n, m).
@@ -133,20 +141,20 @@ def wrap_chunkwise__arbitrary_sequence_length(
             return_last_states, eps, autocast_kernel_dtype, chunk_size, dtype_state,
         )  # fmt: skip
     _check(x, chunk_size)
-    states = _fill(given, x, dtype_state)
-    parts = []
-    for start, steps, size in _split(q.shape[2], chunk_size):
+    states = _fill_states(given, x, dtype_state)
+    outputs = []
+    for start, steps, size in _split_into_chunks(q.shape[2], chunk_size):
         if enable_logging:
             LOGGER.debug("%s for steps %d to %d", f"chunks of {size}" if size else "single steps", start, start + steps)
-        part = (t[:, :, start : start + steps].contiguous() for t in x)
+        inputs = (t[:, :, start : start + steps].contiguous() for t in x)
         options: dict[str, Any] = {"return_last_states": True, "eps": eps}
         if size:
             options |= {"chunk_size": size, "autocast_kernel_dtype": autocast_kernel_dtype}
         kernel = mlstm_chunkwise_kernel if size else mlstm_sequence_kernel
-        h, states = kernel(**dict(zip(NAMES, (*part, *states), strict=True)), **options)
-        states = _cast(states, dtype_state)
-        parts.append(h)
-    h = torch.cat(parts, 2)
+        h, states = kernel(**dict(zip(TENSOR_NAMES, (*inputs, *states), strict=True)), **options)
+        states = _cast_states(states, dtype_state)
+        outputs.append(h)
+    h = torch.cat(outputs, 2)
     return (h, states) if return_last_states else h
 
 
@@ -157,27 +165,27 @@ def wrap_chunkwise__arbitrary_sequence_length_with_padding(
     autocast_kernel_dtype: torch.dtype = torch.bfloat16, chunk_size: int = 64,
     dtype_state: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
-    """Run the chunkwise kernel on the sequence, padded to a multiple of `chunk_size` where the kernel needs that.
+    """Call the chunkwise kernel on the sequence, padded to a multiple of `chunk_size` where the kernel needs that.
 
-    `mlstm_sequence_kernel` has no effect; a sequence of one step goes to the step kernel. The other arguments, the
-    results and the errors are those of :func:`wrap_chunkwise__arbitrary_sequence_length`.
+    `mlstm_sequence_kernel` has no effect. For a sequence of one step the step kernel is called. The other arguments,
+    the results and the errors are those of :func:`wrap_chunkwise__arbitrary_sequence_length`.
     """
     x: Inputs = (q, k, v, i, f)
-    states: Given = (c_initial, n_initial, m_initial)
+    states: OptionalStates = (c_initial, n_initial, m_initial)
     check_float_dtype("dtype_state", dtype_state)
     S = _count_steps(q)
     if S == 1:
-        h, last = _step(mlstm_step_kernel, x, _fill(states, x, dtype_state), eps)
+        h, last = _run_step_kernel(mlstm_step_kernel, x, _fill_states(states, x, dtype_state), eps)
     else:
         if not _takes_any_length(mlstm_chunkwise_kernel):
             _check(x, chunk_size)
-            x, states = _pad(x, -S % chunk_size), _fill(states, x, dtype_state)
+            x, states = _pad(x, -S % chunk_size), _fill_states(states, x, dtype_state)
         h, last = mlstm_chunkwise_kernel(
-            **dict(zip(NAMES, (*x, *states), strict=True)), chunk_size=chunk_size, return_last_states=True,
+            **dict(zip(TENSOR_NAMES, (*x, *states), strict=True)), chunk_size=chunk_size, return_last_states=True,
             autocast_kernel_dtype=autocast_kernel_dtype, eps=eps,
         )  # fmt: skip
         h = h if h.shape[2] == S else h[:, :, :S]
-    return (h, _cast(last, dtype_state)) if return_last_states else h
+    return (h, _cast_states(last, dtype_state)) if return_last_states else h
 
 
 def wrap_chunkwise__pad_zeros(
@@ -186,7 +194,7 @@ def wrap_chunkwise__pad_zeros(
     return_last_states: bool = False, eps: float = 1e-6, autocast_kernel_dtype: torch.dtype = torch.bfloat16,
     chunk_size: int = 64, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Run the chunkwise kernel for training, without last states, on the sequence padded where the kernel needs that.
+    """Call the chunkwise kernel for training, without last states, on the sequence padded where the kernel needs that.
 
     `kwargs` are passed to the kernel. The other arguments, h and the errors are those of
     :func:`wrap_chunkwise__arbitrary_sequence_length`.
@@ -199,7 +207,7 @@ def wrap_chunkwise__pad_zeros(
         _check(x, chunk_size)
         x = _pad(x, -S % chunk_size)
     h: Tensor = mlstm_chunkwise_kernel(
-        **dict(zip(NAMES, (*x, c_initial, n_initial, m_initial), strict=True)), return_last_states=False, eps=eps,
-        autocast_kernel_dtype=autocast_kernel_dtype, chunk_size=chunk_size, **kwargs,
+        **dict(zip(TENSOR_NAMES, (*x, c_initial, n_initial, m_initial), strict=True)), return_last_states=False,
+        eps=eps, autocast_kernel_dtype=autocast_kernel_dtype, chunk_size=chunk_size, **kwargs,
     )  # fmt: skip
     return h if h.shape[2] == S else h[:, :, :S]

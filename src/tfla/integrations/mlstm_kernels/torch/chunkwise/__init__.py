@@ -1,6 +1,6 @@
-"""The kernels that `mlstm_kernels.torch.chunkwise` has, by their names there."""
+"""The kernels of `mlstm_kernels.torch.chunkwise`, with their names there."""
 
-from tfla.integrations.mlstm_kernels.names import KERNELS
+from tfla.integrations.mlstm_kernels.kernels import KERNELS
 from tfla.integrations.mlstm_kernels.torch.chunkwise.native import (
     mlstm_chunkwise__native_autograd,
     mlstm_chunkwise__native_custbw,

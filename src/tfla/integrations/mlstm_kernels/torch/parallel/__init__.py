@@ -1,6 +1,6 @@
-"""The kernels that `mlstm_kernels.torch.parallel` has, by their names there."""
+"""The kernels of `mlstm_kernels.torch.parallel`, with their names there."""
 
-from tfla.integrations.mlstm_kernels.names import KERNELS
+from tfla.integrations.mlstm_kernels.kernels import KERNELS
 from tfla.integrations.mlstm_kernels.torch.parallel.native import (
     mlstm_parallel__native_autograd,
     mlstm_parallel__native_custbw,

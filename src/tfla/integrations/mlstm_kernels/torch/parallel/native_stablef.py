@@ -1,6 +1,6 @@
-"""The kernels that `mlstm_kernels.torch.parallel.native_stablef` has, by their names there."""
+"""The kernels of `mlstm_kernels.torch.parallel.native_stablef`, with their names there."""
 
-from tfla.integrations.mlstm_kernels.names import parallel as mlstm_parallel__native_stablef_custbw
-from tfla.integrations.mlstm_kernels.names import parallel_autograd as mlstm_parallel__native_stablef_autograd
+from tfla.integrations.mlstm_kernels.kernels import parallel as mlstm_parallel__native_stablef_custbw
+from tfla.integrations.mlstm_kernels.kernels import parallel_autograd as mlstm_parallel__native_stablef_autograd
 
 __all__ = ["mlstm_parallel__native_stablef_autograd", "mlstm_parallel__native_stablef_custbw"]

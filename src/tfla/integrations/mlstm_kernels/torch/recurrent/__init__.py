@@ -1,7 +1,7 @@
-"""The kernels that `mlstm_kernels.torch.recurrent` has, by their names there."""
+"""The kernels of `mlstm_kernels.torch.recurrent`, with their names there."""
 
-from tfla.integrations.mlstm_kernels.names import SEQUENCE_KERNELS as registry_sequence
-from tfla.integrations.mlstm_kernels.names import STEP_KERNELS as registry_step
+from tfla.integrations.mlstm_kernels.kernels import SEQUENCE_KERNELS as registry_sequence
+from tfla.integrations.mlstm_kernels.kernels import STEP_KERNELS as registry_step
 from tfla.integrations.mlstm_kernels.torch.recurrent.native_sequence import (
     mlstm_recurrent_sequence__native_fw,
     mlstm_recurrent_sequence__triton_step_fused_fw,

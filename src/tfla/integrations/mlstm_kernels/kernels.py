@@ -1,7 +1,18 @@
-"""The kernels by name, with the arguments and defaults that each has in mlstm_kernels.
+"""The kernels of mlstm_kernels, with the names, arguments and defaults that they have there.
+
+All compute the mLSTM (docs/mathematics.md) by tfla's operator, and differ in the following:
+
+- "exp" and "siging" kernels have an exponential and a sigmoid input gate (mLSTMexp and mLSTMsig).
+- The gradients are exact in kernels whose name ends in `_autograd`. The others have the gradients of the paper, in
+  which none passes through the denominator and the max state.
+- Parallel kernels neither take nor return states.
+
+Sequence kernels take q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), the pre-activations i, f (B, NH, S) and the initial
+states c (B, NH, DHQK, DHHV), n (B, NH, DHQK) and m (B, NH, 1). They return h (B, NH, S, DHHV) and, with
+`return_last_states`, the last states. Step kernels take and return the same without S.
 
 Arguments that tune a kernel (chunk and tile sizes, warps, stages, recomputation) are accepted without effect, by
-kernels with ``**kwargs`` too; any other argument that a kernel does not name is a TypeError.
+kernels with ``**kwargs`` too. Any other argument that a kernel does not name is a TypeError.
 """
 
 from __future__ import annotations
@@ -12,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla.integrations.arguments import refuse_unknown
-from tfla.integrations.mlstm_kernels.forms import Form, Result, States, sequence, step
+from tfla.integrations.arguments import reject_unknown
+from tfla.integrations.mlstm_kernels.variants import KernelVariant, Result, States, compute_sequence, compute_step
 
 Kernel = Callable[..., Result]
 TUNING = (
@@ -21,11 +32,13 @@ TUNING = (
     "siz_b_DH_loop", "num_warps_intra", "num_warps_inter", "num_stages_intra", "num_stages_inter",
     "recompute_states_in_bw", "autocast_kernel_dtype",
 )  # fmt: skip
-EXACT, PAPER = Form("exp", True), Form("exp", False)
-ROWS_EXACT, ROWS_PAPER = Form("exp", True, True), Form("exp", False, True)
-SIGMOID, SIGMOID_ROWS_EXACT, SIGMOID_ROWS = (
-    Form("sigmoid", False), Form("sigmoid", True, True), Form("sigmoid", False, True)
-)  # fmt: skip
+EXP_EXACT = KernelVariant("exp", exact_gradients=True)
+EXP_PAPER = KernelVariant("exp", exact_gradients=False)
+EXP_PARALLEL_EXACT = KernelVariant("exp", exact_gradients=True, parallel=True)
+EXP_PARALLEL_PAPER = KernelVariant("exp", exact_gradients=False, parallel=True)
+SIGMOID_PAPER = KernelVariant("sigmoid", exact_gradients=False)
+SIGMOID_PARALLEL_EXACT = KernelVariant("sigmoid", exact_gradients=True, parallel=True)
+SIGMOID_PARALLEL_PAPER = KernelVariant("sigmoid", exact_gradients=False, parallel=True)
 
 
 def chunkwise_native_autograd(
@@ -34,8 +47,8 @@ def chunkwise_native_autograd(
     eps: float = 1e-6, chunk_size: int = 64, **kwargs: Any,
 ) -> Result:  # fmt: skip
     """Compute mLSTMexp with exact gradients."""
-    refuse_unknown(chunkwise_native_autograd, kwargs, TUNING)
-    return sequence(EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps)
+    reject_unknown(chunkwise_native_autograd, kwargs, TUNING)
+    return compute_sequence(EXP_EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps)
 
 
 def chunkwise(
@@ -43,9 +56,9 @@ def chunkwise(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, chunk_size: int = 64, autocast_kernel_dtype: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
-    """Compute mLSTMexp with the gradients of the paper, none through the normaliser."""
-    return sequence(
-        PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
+    """Compute mLSTMexp with the gradients of the paper, none through the normalizer."""
+    return compute_sequence(
+        EXP_PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         autocast_dtype=autocast_kernel_dtype,
     )  # fmt: skip
 
@@ -59,9 +72,9 @@ def chunkwise_xl(
     num_stages_intra: int | None = None, num_stages_inter: int | None = None, recompute_states_in_bw: bool = True,
     autocast_kernel_dtype: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
-    """Compute mLSTMexp with the gradients of the paper, none through the normaliser."""
-    return sequence(
-        PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
+    """Compute mLSTMexp with the gradients of the paper, none through the normalizer."""
+    return compute_sequence(
+        EXP_PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         autocast_dtype=autocast_kernel_dtype,
     )  # fmt: skip
 
@@ -75,12 +88,12 @@ def chunkwise_xl_siging(
     num_warps_inter: int | None = None, num_stages_intra: int | None = None, num_stages_inter: int | None = None,
     recompute_states_in_bw: bool = True, autocast_kernel_dtype: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
-    """Compute mLSTMsig, normalised or not, with the gradients of the paper; the last states are (c, n).
+    """Compute mLSTMsig, normalized or not, with the gradients of the paper.
 
-    Without the normaliser n is not kept and 0.
+    The last states are (c, n). With `normalize=False` n is not computed, and is returned as zeros.
     """
-    return sequence(
-        SIGMOID, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, normalize=normalize,
+    return compute_sequence(
+        SIGMOID_PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, normalize=normalize,
         autocast_dtype=autocast_kernel_dtype,
     )  # fmt: skip
 
@@ -91,8 +104,8 @@ def parallel_autograd(
     eps: float = 1e-6, **kwargs: Any,
 ) -> Result:  # fmt: skip
     """Compute mLSTMexp with exact gradients, without states."""
-    refuse_unknown(parallel_autograd, kwargs, TUNING)
-    return sequence(ROWS_EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps)
+    reject_unknown(parallel_autograd, kwargs, TUNING)
+    return compute_sequence(EXP_PARALLEL_EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps)
 
 
 def parallel(
@@ -101,9 +114,9 @@ def parallel(
     eps: float = 1e-6, autocast_kernel_dtype: torch.dtype = torch.float32, **kwargs: Any,
 ) -> Result:  # fmt: skip
     """Compute mLSTMexp with the gradients of the paper, without states."""
-    refuse_unknown(parallel, kwargs, TUNING)
-    return sequence(
-        ROWS_PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
+    reject_unknown(parallel, kwargs, TUNING)
+    return compute_sequence(
+        EXP_PARALLEL_PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         autocast_dtype=autocast_kernel_dtype,
     )  # fmt: skip
 
@@ -113,13 +126,13 @@ def parallel_siging_autograd(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, stable_fgate: bool = True, normalize: bool = True, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """Compute mLSTMsig, normalised or not, with exact gradients, without states.
+    """Compute mLSTMsig, normalized or not, with exact gradients, without states.
 
     `stable_fgate` has no effect.
     """
-    refuse_unknown(parallel_siging_autograd, kwargs, TUNING)
-    return sequence(
-        SIGMOID_ROWS_EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
+    reject_unknown(parallel_siging_autograd, kwargs, TUNING)
+    return compute_sequence(
+        SIGMOID_PARALLEL_EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         normalize=normalize,
     )  # fmt: skip
 
@@ -130,14 +143,14 @@ def parallel_siging(
     eps: float = 1e-6, stable_fgate: bool = True, normalize: bool = True,
     autocast_kernel_dtype: torch.dtype = torch.float32, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """Compute mLSTMsig, normalised or not, with the gradients of the paper, without states.
+    """Compute mLSTMsig, normalized or not, with the gradients of the paper, without states.
 
     `stable_fgate` has no effect.
     """
-    refuse_unknown(parallel_siging, kwargs, TUNING)
-    return sequence(
-        SIGMOID_ROWS, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, normalize=normalize,
-        autocast_dtype=autocast_kernel_dtype,
+    reject_unknown(parallel_siging, kwargs, TUNING)
+    return compute_sequence(
+        SIGMOID_PARALLEL_PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
+        normalize=normalize, autocast_dtype=autocast_kernel_dtype,
     )  # fmt: skip
 
 
@@ -145,17 +158,30 @@ def recurrent_step(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor, eps: float = 1e-6,
     dtype_state: torch.dtype = torch.float32, **kwargs: Any,
 ) -> tuple[Tensor, States]:  # fmt: skip
-    """Compute one step of mLSTMexp; returns h and (c, n, m) in `dtype_state`."""
-    refuse_unknown(recurrent_step, kwargs, TUNING)
-    return step(EXACT, q, k, v, i, f, c, n, m, eps, dtype_state)
+    """Compute one step of mLSTMexp.
+
+    Args:
+        q, k: (B, NH, DHQK).
+        v: (B, NH, DHHV).
+        i, f: (B, NH, 1), pre-activations of the gates.
+        c, n, m: the state before the step, (B, NH, DHQK, DHHV), (B, NH, DHQK) and (B, NH, 1).
+
+    Returns:
+        h (B, NH, DHHV), and the new state (c, n, m) in `dtype_state`.
+    """
+    reject_unknown(recurrent_step, kwargs, TUNING)
+    return compute_step(EXP_EXACT, q, k, v, i, f, c, n, m, eps, dtype_state)
 
 
 def recurrent_step_siging(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor, eps: float = 1e-6,
     dtype_state: torch.dtype = torch.float32, normalize: bool = True,
 ) -> tuple[Tensor, States]:  # fmt: skip
-    """Compute one step of mLSTMsig, which mlstm_kernels lacks; returns h and (c, n, m) in `dtype_state`, m being 0."""
-    return step(SIGMOID, q, k, v, i, f, c, n, m, eps, dtype_state, normalize)
+    """Compute one step of mLSTMsig, for which mlstm_kernels has no kernel.
+
+    The arguments and the results are those of :func:`recurrent_step`; the returned m is 0.
+    """
+    return compute_step(SIGMOID_PAPER, q, k, v, i, f, c, n, m, eps, dtype_state, normalize)
 
 
 def recurrent_sequence(
@@ -163,12 +189,18 @@ def recurrent_sequence(
     n_initial: Tensor | None = None, m_initial: Tensor | None = None, return_last_states: bool = False,
     eps: float = 1e-6, dtype_state: torch.dtype = torch.float32, **kwargs: Any,
 ) -> Result:  # fmt: skip
-    """Compute mLSTMexp with exact gradients; states in `dtype_state`, given all or none."""
-    refuse_unknown(recurrent_sequence, kwargs, TUNING)
+    """Compute mLSTMexp with exact gradients.
+
+    The last states are returned in `dtype_state`.
+
+    Raises:
+        ValueError: some of the initial states are given, but not all.
+    """
+    reject_unknown(recurrent_sequence, kwargs, TUNING)
     if len({t is None for t in (c_initial, n_initial, m_initial)}) > 1:
         raise ValueError("c_initial, n_initial, m_initial: got some of them, expected all or none")
-    return sequence(
-        EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, state_dtype=dtype_state
+    return compute_sequence(
+        EXP_EXACT, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps, state_dtype=dtype_state
     )
 
 
@@ -193,11 +225,11 @@ SEQUENCE_KERNELS: dict[str, Kernel] = {
 }
 
 
-def look_up(argument: str, name: str, table: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The kernel of that name.
+def find_kernel(argument: str, name: str, table: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """Return the kernel called `name` from `table`.
 
     Raises:
-        ValueError: there is none; the message names those there are.
+        ValueError: there is no such kernel; the message lists the names in `table`.
     """
     if name not in table:
         raise ValueError(f"{argument}: got {name!r}, allowed are {', '.join(map(repr, table))}")
@@ -205,30 +237,42 @@ def look_up(argument: str, name: str, table: dict[str, Callable[..., Any]]) -> C
 
 
 def get_available_mlstm_kernels() -> list[str]:
-    """Names for :func:`get_mlstm_kernel`."""
+    """Return the names that :func:`get_mlstm_kernel` takes."""
     return list(KERNELS)
 
 
 def get_available_mlstm_step_kernels() -> list[str]:
-    """Names for :func:`get_mlstm_step_kernel`."""
+    """Return the names that :func:`get_mlstm_step_kernel` takes."""
     return list(STEP_KERNELS)
 
 
 def get_available_mlstm_sequence_kernels() -> list[str]:
-    """Names for :func:`get_mlstm_sequence_kernel`."""
+    """Return the names that :func:`get_mlstm_sequence_kernel` takes."""
     return list(SEQUENCE_KERNELS)
 
 
 def get_mlstm_kernel(name: str) -> Kernel:
-    """A chunkwise or parallel kernel by its name; ValueError names those there are."""
-    return look_up("name", name, KERNELS)
+    """Return the chunkwise or parallel kernel called `name`.
+
+    Raises:
+        ValueError: there is no such kernel; the message lists those that exist.
+    """
+    return find_kernel("name", name, KERNELS)
 
 
 def get_mlstm_step_kernel(name: str) -> Callable[..., tuple[Tensor, States]]:
-    """A kernel of one step by its name; ValueError names those there are."""
-    return look_up("name", name, STEP_KERNELS)
+    """Return the kernel for one step called `name`.
+
+    Raises:
+        ValueError: there is no such kernel; the message lists those that exist.
+    """
+    return find_kernel("name", name, STEP_KERNELS)
 
 
 def get_mlstm_sequence_kernel(name: str) -> Kernel:
-    """A kernel that goes step by step there, by its name; ValueError names those there are."""
-    return look_up("name", name, SEQUENCE_KERNELS)
+    """Return the kernel called `name` of those that compute a sequence step by step in mlstm_kernels.
+
+    Raises:
+        ValueError: there is no such kernel; the message lists those that exist.
+    """
+    return find_kernel("name", name, SEQUENCE_KERNELS)
