@@ -38,7 +38,7 @@ def check_shape(name: str, x: Tensor, allowed: tuple[int | str, ...]) -> None:
 
 
 def check_input_gate(input_gate: object) -> None:
-    if input_gate not in INPUT_GATES:
+    if not isinstance(input_gate, str) or input_gate not in INPUT_GATES:
         raise ValueError(f"input_gate: got {input_gate!r}, allowed are {', '.join(map(repr, INPUT_GATES))}")
 
 

@@ -21,7 +21,7 @@ def choose(
         ValueError: no backend or kernel has that name, or it cannot run these inputs (the message says why).
     """
     chosen = select(backend, x)
-    if kernel is not None and kernel not in chosen.kernels:
+    if kernel is not None and (not isinstance(kernel, str) or kernel not in chosen.kernels):
         allowed = ", ".join(map(repr, chosen.kernels))
         raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
     if kernel is not None and (why := chosen.kernel_unsupported(x, kernel)) is not None:
