@@ -41,7 +41,7 @@ def test_a_full_disk_is_said() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["analyze", "nosuch"], "tfla analyze: error: there is no subject 'nosuch'\n\nusage: tfla analyze "),
+        (["analyze", "nosuch"], "tfla analyze: error: there is no section 'nosuch'\n\nusage: tfla analyze "),
         (
             ["experiment", "nosuch"],
             "tfla experiment: error: there is no experiment 'nosuch'\n\nusage: tfla experiment ",

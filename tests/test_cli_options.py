@@ -28,8 +28,8 @@ from tfla.ops import tuned
 from tfla.ops.tuned import cpu_name
 from tfla.paper import claims, report
 from tfla.paper.experiments.run import ExperimentConfig
-from tfla.paper.frame import Options
-from tfla.paper.subjects import SUBJECTS, Subject
+from tfla.paper.report_types import Options
+from tfla.paper.sections import SECTIONS, Section
 from tfla.train.config import GenerateConfig
 from tfla.tune.measure import Measured
 from tfla.tune.predict import Candidate, Machine
@@ -63,7 +63,7 @@ def nothing_is_computed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.setattr(cpu, "peak_memory", lambda T: 0)
         patch.setattr(torch, "set_num_threads", lambda number: None)
         patch.setattr(gpu.Run, "machine", died)
-        patch.setattr(Subject, "draw", lambda self, config: [])
+        patch.setattr(Section, "draw", lambda self, config: [])
         patch.setattr(report, "write", lambda config: report.Written(config.out, 0, []))
         patch.setattr(claims, "write", lambda config: config.out)
         patch.setattr(experiments, "prepare", lambda *args: SimpleNamespace(train=b"", heldout=b""))
@@ -95,14 +95,14 @@ def test_tune(words: list[str]) -> None:
     run_command(main, [*TUNE, *words])
 
 
-@given(data=st.data(), subject=st.sampled_from(list(SUBJECTS)))
-def test_analyze(data: st.DataObject, subject: str) -> None:
-    run_command(main, ["analyze", subject, *data.draw(options(SUBJECTS[subject].config))])
+@given(data=st.data(), section=st.sampled_from(list(SECTIONS)))
+def test_analyze(data: st.DataObject, section: str) -> None:
+    run_command(main, ["analyze", section, *data.draw(options(SECTIONS[section].config))])
 
 
-@given(words=options(Options), subject=st.sampled_from(["all", "claims"]))
-def test_analyze_all(words: list[str], subject: str) -> None:
-    run_command(main, ["analyze", subject, *words])
+@given(words=options(Options), section=st.sampled_from(["all", "claims"]))
+def test_analyze_all(words: list[str], section: str) -> None:
+    run_command(main, ["analyze", section, *words])
 
 
 @given(words=options(ExperimentConfig), name=st.sampled_from(["table6", "all"]))
@@ -159,8 +159,8 @@ COUNTS = ("0", "-1", "x", "1.5", "nan", "")
         (TUNE, "stored", ("nowhere", "model")),
         (TUNE, "budget", ("0", "-1", "nan", "x")),
         (TUNE, "file", ("/dev/null", "/dev/null/x", "x" * 300, "model")),
-        *((["analyze", name], "out", ("/dev/null", "/dev/null/x", "x" * 300)) for name in (*SUBJECTS, "all", "claims")),
-        *((["analyze", name], "results", ("nowhere", "/dev/null")) for name in (*SUBJECTS, "all", "claims")),
+        *((["analyze", name], "out", ("/dev/null", "/dev/null/x", "x" * 300)) for name in (*SECTIONS, "all", "claims")),
+        *((["analyze", name], "results", ("nowhere", "/dev/null")) for name in (*SECTIONS, "all", "claims")),
         (["analyze", "counting"], "format", ("jpg", "")),
         *((["analyze", "counting"], name, COUNTS) for name in ("T", "dqk", "dhv")),
         (["analyze", "transfer"], "step", ("0", "-1", "nan", "inf", "x", "1e-9")),

@@ -16,10 +16,10 @@ from tfla._util.errors import UserError
 from tfla.bench import report, results, schema
 from tfla.bench.stored import load
 from tfla.cli import main
-from tfla.paper import benchmark_claims, benchmarks, explained, profiled, training
-from tfla.paper.frame import Options
-from tfla.paper.measured import sig_forward
+from tfla.paper import benchmark_claims, benchmarks, profiled_traffic, time_bounds, training
+from tfla.paper.chunk_timings import sig_forward
 from tfla.paper.numerics import figures as numerics
+from tfla.paper.report_types import Options
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 STORED = ("cpu", "fig4", "fig5", "traffic", "numerics", "training")
@@ -54,7 +54,7 @@ def read_benchmark(config: Options) -> None:
     benchmark_claims.claims(config)
     sig_forward(config)
     for result in load(config.results, complete=True).values():
-        explained.compared(result)
+        time_bounds.compared(result)
 
 
 def read_training(config: Options) -> None:
@@ -62,7 +62,7 @@ def read_training(config: Options) -> None:
 
 
 READERS: dict[str, Callable[[Options], object]] = {
-    "cpu": read_benchmark, "fig4": read_benchmark, "fig5": read_benchmark, "traffic": profiled.sentence,
+    "cpu": read_benchmark, "fig4": read_benchmark, "fig5": read_benchmark, "traffic": profiled_traffic.sentence,
     "numerics": numerics.claims, "training": read_training,
 }  # fmt: skip
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tfla.bench import traffic
-from tfla.paper.forms import get
-from tfla.paper.frame import Missing, Options
-from tfla.paper.profiled import compared, profiled, sentence
+from tfla.paper.algorithms import get
+from tfla.paper.profiled_traffic import compared, draw_profiled_traffic, sentence
+from tfla.paper.report_types import Missing, Options
 
 REPORT = """==PROF== Connected to process 7
 "ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"
@@ -65,8 +65,8 @@ def test_comparison(tmp_path: Path) -> None:
     assert [r["measured / counted"] for r in found] == pytest.approx([1.5, 1.0])
     assert [r["counted"] for r in found] == pytest.approx([counted["forward"], counted["backward"]])
     config = Options(out=tmp_path, results=tmp_path)
-    assert isinstance(profiled(config, "c"), Missing)
+    assert isinstance(draw_profiled_traffic(config, "c"), Missing)
     assert "has not been compared" in sentence(config)
     (tmp_path / "traffic.json").write_text(json.dumps({"environment": env, "rows": rows}))
     assert "triton fused 1.50 to 1.50 forward and 1.00 to 1.00 backward" in sentence(config)
-    assert profiled(config, "c").name == "traffic"
+    assert draw_profiled_traffic(config, "c").name == "traffic"

@@ -7,7 +7,7 @@ from typing import Any
 from tfla.bench.gpu_report import milliseconds
 from tfla.bench.stored import load
 from tfla.measure.problem import BOTH, FORWARD
-from tfla.paper.frame import Claim, Options
+from tfla.paper.report_types import Claim, Options
 
 EXP_LIMIT, EXP_XL = "mlstm_kernels mLSTMexp limit_chunk 64", "mlstm_kernels mLSTMexp xl_chunk 128"
 SIG_XL, SIG_XL_256 = "mlstm_kernels mLSTMsig xl_chunk 128", "mlstm_kernels mLSTMsig xl_chunk 256"

@@ -11,7 +11,7 @@ from tfla.bench.stored import load
 from tfla.bench.suites import SUITES
 from tfla.measure.problem import BOTH, FORWARD
 from tfla.paper.benchmark_claims import claims
-from tfla.paper.frame import Figure, Missing, Options, Row, write
+from tfla.paper.report_types import Figure, Missing, Options, Row, write
 
 __all__ = ["Config", "claims", "figures"]
 
@@ -91,7 +91,7 @@ def figures(config: Config) -> list[Figure | Missing]:
                 write(
                     config, name, drawing, numbers(result["rows"]), title=result["title"], command=COMMAND,
                     caption=f"{seen}{alone}\n\n{standing(result)}\n\n"
-                    f"Medians, resting before each sample. Measured: {runs}.",
+                    f"Medians, resting before each sample. ChunkTimings: {runs}.",
                 )
             )  # fmt: skip
     return found

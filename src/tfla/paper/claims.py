@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tfla._util.files import table, write_atomically
-from tfla.paper.frame import Claim, Options
-from tfla.paper.subjects import SUBJECTS
+from tfla.paper.report_types import Claim, Options
+from tfla.paper.sections import SECTIONS
 
 NAME = "claims.md"
 INTRO = """# What the paper claims and what we measured
@@ -18,7 +18,7 @@ versions. The paper measured on H100s, these are from an H200 where nothing else
 figures."""
 
 
-def section(claim: Claim) -> str:
+def _markdown(claim: Claim) -> str:
     parts = [f"### {claim.title}", f"The paper: {claim.paper}", f"Here: {claim.here}"]
     if claim.table is not None:
         parts.append(table(claim.table.header, claim.table.rows))
@@ -28,10 +28,10 @@ def section(claim: Claim) -> str:
 def write(config: Options) -> Path:
     """Writes the page into the folder of the options; returns its path."""
     parts = [INTRO]
-    for subject in SUBJECTS.values():
-        claims = subject.claims(subject.defaults(config))
+    for section in SECTIONS.values():
+        claims = section.claims(section.defaults(config))
         if claims:
-            parts += [f"## {subject.title}", *map(section, claims)]
+            parts += [f"## {section.title}", *map(_markdown, claims)]
     target = config.out / NAME
     config.out.mkdir(parents=True, exist_ok=True)
     page = "\n\n".join(parts) + "\n"

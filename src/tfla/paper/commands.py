@@ -1,4 +1,4 @@
-"""`tfla analyze SUBJECT` and `tfla analyze all`."""
+"""`tfla analyze SECTION` and `tfla analyze all`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import textwrap
 from collections.abc import Sequence
 
 from tfla._util.errors import wrong_word
-from tfla.paper.frame import Figure, Missing, Options
-from tfla.paper.subjects import SUBJECTS
+from tfla.paper.report_types import Figure, Missing, Options
+from tfla.paper.sections import SECTIONS
 
 CLAIMS = "what the paper claims beside what was found, as a page: claims.md"
-ALL = "all subjects, and one self-contained HTML report of their figures"
+ALL = "all sections, and one self-contained HTML report of their figures"
 
 
 def usage() -> str:
     """What `tfla analyze --help` prints."""
-    names = {name: subject.help for name, subject in SUBJECTS.items()} | {"claims": CLAIMS, "all": ALL}
+    names = {name: section.help for name, section in SECTIONS.items()} | {"claims": CLAIMS, "all": ALL}
     lines = [f"  {name:<12}{text}" for name, text in names.items()]
     return "\n".join(
-        ["usage: tfla analyze SUBJECT [options]", "", *lines, "", "tfla analyze SUBJECT --help lists the options."]
+        ["usage: tfla analyze SECTION [options]", "", *lines, "", "tfla analyze SECTION --help lists the options."]
     )
 
 
@@ -28,13 +28,13 @@ def sentence(text: str) -> str:
 
 
 def analyze(args: Sequence[str]) -> int:
-    """Draw the figures of a subject, or of all; returns the exit code."""
+    """Draw the figures of a section, or of all; returns the exit code."""
     name, rest = (args[0], list(args[1:])) if args else ("", [])
     if name in ("-h", "--help", ""):
         print(usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
-    if name not in ("all", "claims", *SUBJECTS):
-        return wrong_word("tfla analyze", name, "subject", usage())
+    if name not in ("all", "claims", *SECTIONS):
+        return wrong_word("tfla analyze", name, "section", usage())
     import tyro
 
     if name == "all":
@@ -52,10 +52,10 @@ def analyze(args: Sequence[str]) -> int:
         config.check()
         print(f"wrote {claims.write(config)}")
         return 0
-    subject = SUBJECTS[name]
-    config = tyro.cli(subject.config, args=rest, prog=f"tfla analyze {name}", description=sentence(subject.help))
+    section = SECTIONS[name]
+    config = tyro.cli(section.config, args=rest, prog=f"tfla analyze {name}", description=sentence(section.help))
     config.check()
-    found = subject.draw(config)
+    found = section.draw(config)
     for figure in found:
         if isinstance(figure, Figure):
             print(f"wrote {figure.path} and {figure.data_path.name}: {figure.title}")

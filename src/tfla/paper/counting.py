@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from tfla.paper import style
+from tfla.paper.algorithms import get
+from tfla.paper.algorithms.optimum import flop_optimal_chunk
+from tfla.paper.algorithms.symbols import Direction, Gate
 from tfla.paper.counting_claims import claims
-from tfla.paper.forms import get
-from tfla.paper.forms.optimum import flop_optimal_chunk
-from tfla.paper.forms.symbols import Direction, Gate
-from tfla.paper.frame import Figure, Missing, Options, write
-from tfla.paper.profiled import profiled
+from tfla.paper.profiled_traffic import draw_profiled_traffic
+from tfla.paper.report_types import Figure, Missing, Options, write
 from tfla.train.ranges import check_count
 
 __all__ = ["Config", "claims", "figures"]
@@ -171,4 +171,4 @@ and dh once more. Bytes on a CPU are not counted: its caches decide.""",
 
 
 def figures(config: Config) -> list[Figure | Missing]:
-    return [over_chunk_size(config), optimal_chunk(config), all_forms(config), profiled(config, COMMAND)]
+    return [over_chunk_size(config), optimal_chunk(config), all_forms(config), draw_profiled_traffic(config, COMMAND)]

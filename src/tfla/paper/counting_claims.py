@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfla.paper.forms import get
-from tfla.paper.forms.optimum import flop_optimal_chunk
-from tfla.paper.frame import Claim, Options
-from tfla.paper.profiled import sentence
+from tfla.paper.algorithms import get
+from tfla.paper.algorithms.optimum import flop_optimal_chunk
+from tfla.paper.profiled_traffic import sentence
+from tfla.paper.report_types import Claim, Options
 
 COMMAND = "tfla analyze counting"
-TEST = "python -m pytest tests/analysis/test_forms.py"
+TEST = "python -m pytest tests/paper/test_algorithms.py"
 SHAPE = {"T": 8192, "dqk": 256, "dhv": 512}
 
 
@@ -100,7 +100,7 @@ def _checked(config: Options) -> Claim:
         "forward and backward, and compared with what is computed. Matrix products of the reference forms, of their "
         "gradients by autograd and of the chunkwise backend are, to the last FLOP, what torch's counter finds. Matrix "
         "products of mLSTMsig's Triton walks, and their bytes of q, k, v, h and gradients, are what Triton's "
-        "interpreter computes, loads and stores (`TRITON_INTERPRET=1 python -m pytest -m interpreter tests/analysis`). "
+        "interpreter computes, loads and stores (`TRITON_INTERPRET=1 python -m pytest -m interpreter tests/paper`). "
         + sentence(config),
         TEST,
     )

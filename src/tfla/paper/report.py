@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tfla._util.files import write_atomically
-from tfla.paper.frame import Claim, Figure, Missing, Options, Table
-from tfla.paper.subjects import SUBJECTS
+from tfla.paper.report_types import Claim, Figure, Missing, Options, Table
+from tfla.paper.sections import SECTIONS
 
 NAME = "report.html"
 MIME = {".png": "image/png", ".svg": "image/svg+xml", ".csv": "text/csv"}
@@ -103,19 +103,19 @@ class Written(NamedTuple):
 
 
 def write(config: Options) -> Written:
-    """Draw every subject with these options and write the report."""
+    """Draw every section with these options and write the report."""
     contents, sections, everything = [], [], list[Figure | Missing]()
-    for name, subject in SUBJECTS.items():
+    for name, section in SECTIONS.items():
         began = time.monotonic()
-        own = subject.defaults(config)
-        found = subject.draw(own)
+        own = section.defaults(config)
+        found = section.draw(own)
         everything += found
         drawn = sum(isinstance(f, Figure) for f in found)
         print(f"{name}: {drawn} of {len(found)} figures, {time.monotonic() - began:.0f} s", file=sys.stderr)
         links = ", ".join(f'<a href="#{escape(f.name)}">{escape(f.title)}</a>' for f in found)
-        contents.append(f"<li>{escape(subject.title)}: {links}</li>")
-        claims = subject.claims(own)
-        heading = [f"<h2>{escape(subject.title)}</h2>"] + ([table(claims)] if claims else [])
+        contents.append(f"<li>{escape(section.title)}: {links}</li>")
+        claims = section.claims(own)
+        heading = [f"<h2>{escape(section.title)}</h2>"] + ([table(claims)] if claims else [])
         sections.append("\n".join([*heading, *map(block, found)]))
     target = config.out / NAME
     config.out.mkdir(parents=True, exist_ok=True)

@@ -12,13 +12,13 @@ import numpy as np
 from tfla._util.errors import UserError
 from tfla.measure.accelerators import ACCELERATORS, Accelerator, measured
 from tfla.paper import style
-from tfla.paper.explained import explained
-from tfla.paper.forms import get
-from tfla.paper.forms.optimum import flop_optimal_chunk, runtime_optimal_chunk
-from tfla.paper.frame import Figure, Missing, Options, write
-from tfla.paper.measured import BATCH, SHAPE, TILE, H, missing, sig_forward
+from tfla.paper.algorithms import get
+from tfla.paper.algorithms.optimum import flop_optimal_chunk, runtime_optimal_chunk
+from tfla.paper.chunk_timings import BATCH, SHAPE, TILE, H, missing, sig_forward
+from tfla.paper.report_types import Figure, Missing, Options, write
 from tfla.paper.runtime import SIG, intensity, seconds
 from tfla.paper.theory_claims import claims
+from tfla.paper.time_bounds import draw_time_bounds
 
 __all__ = ["Config", "claims", "figures"]
 
@@ -294,5 +294,5 @@ def figures(config: Config) -> list[Figure | Missing]:
         rate_and_time(config),
         over_head_dim(config),
         over_intensity(config),
-        explained(config, COMMAND),
+        draw_time_bounds(config, COMMAND),
     ]

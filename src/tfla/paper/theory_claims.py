@@ -6,12 +6,12 @@ import math
 
 from tfla.bench.stored import load
 from tfla.measure.accelerators import ACCELERATORS
-from tfla.paper.explained import AT, compared
-from tfla.paper.explained import SUITE as EXPLAINED
-from tfla.paper.forms.optimum import runtime_optimal_chunk
-from tfla.paper.frame import Claim, Options
-from tfla.paper.measured import BATCH, SHAPE, SUITE, TILE, H, Measured, sig_forward
+from tfla.paper.algorithms.optimum import runtime_optimal_chunk
+from tfla.paper.chunk_timings import BATCH, SHAPE, SUITE, TILE, ChunkTimings, H, sig_forward
+from tfla.paper.report_types import Claim, Options
 from tfla.paper.runtime import SIG, intensity
+from tfla.paper.time_bounds import AT, compared
+from tfla.paper.time_bounds import SUITE as EXPLAINED
 
 COMMAND = "tfla analyze theory"
 
@@ -62,7 +62,7 @@ def _no_points() -> str:
     return f"not measured: there is no `benchmarks/results/{SUITE}.json`."
 
 
-def _optimum(points: Measured) -> Claim:
+def _optimum(points: ChunkTimings) -> Claim:
     gpu = "H200" if "H200" in points.where else "H100"
     found = []
     for name, curve in points.papers.items():
@@ -83,7 +83,7 @@ def _optimum(points: Measured) -> Claim:
     )
 
 
-def _roof(points: Measured) -> Claim:
+def _roof(points: ChunkTimings) -> Claim:
     reached = []
     for name, curve in points.papers.items():
         fastest, largest = min(curve, key=lambda x: curve[x]), max(curve)

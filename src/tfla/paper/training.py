@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tfla.paper.experiments.plans import BIASES, EPSILONS, EXPERIMENTS, Mixer, Variant
-from tfla.paper.frame import Figure, Missing, write
+from tfla.paper.report_types import Figure, Missing, write
 from tfla.paper.style import CYCLE, EXP, GREEN, MARKERS, SIG, panels
 from tfla.paper.training_claims import claims
 from tfla.paper.training_runs import (

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 
 from tfla.paper.experiments.plans import BIASES, EPSILONS, EXPERIMENTS, LONGER, MIXERS, MLSTMS, Variant
-from tfla.paper.frame import Claim, Table
+from tfla.paper.report_types import Claim, Table
 from tfla.paper.training_runs import (
     MEASURE,
     NAMES,

@@ -12,7 +12,7 @@ from typing import Any
 from tfla._util.errors import UserError, reason
 from tfla.bench import schema
 from tfla.paper.experiments.plans import EXPERIMENTS, LONGER, MIXERS, MLSTMS, SEEDS, Mixer, Variant
-from tfla.paper.frame import Options, Table
+from tfla.paper.report_types import Options, Table
 
 Row = dict[str, Any]
 MEASURE = "tfla experiment all --size small --out benchmarks/results/training.json"

@@ -10,8 +10,8 @@ import torch
 
 from tfla.nn.layers import soft_cap
 from tfla.ops.gates import INPUT_GATES, InputGate
-from tfla.paper.frame import Claim, Figure, Missing, Options, write
 from tfla.paper.gain import EPSILONS, NORMALIZERS, VARIANTS, Gains, Normalizer, gains, transition
+from tfla.paper.report_types import Claim, Figure, Missing, Options, write
 from tfla.paper.style import panels
 from tfla.train.ranges import check_range, is_number, require
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from tfla._util.errors import UserError, pick_device
 from tfla._util.files import write_atomically
 from tfla.measure.machine import environment
-from tfla.paper.experiments.crew import default_processes, say, train_all
 from tfla.paper.experiments.outcome import outcome
 from tfla.paper.experiments.plans import EXPERIMENTS, SIZES, Variant, unique
+from tfla.paper.experiments.worker_pool import default_processes, say, train_all
 from tfla.train import outputs
 from tfla.train.config import TrainConfig, to_json
 from tfla.train.data import prepare

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tfla.paper.frame import Claim, Figure, Missing, Options, Table, stored, write
 from tfla.paper.numerics.measure import DTYPES, ROUNDING
+from tfla.paper.report_types import Claim, Figure, Missing, Options, Table, stored, write
 from tfla.paper.style import BLUE, GREEN, MARKERS, RED, legend_beside, panels, power_of_two_axis
 
 if TYPE_CHECKING:

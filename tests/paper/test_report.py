@@ -1,4 +1,4 @@
-"""What all subjects share: files of a figure, the command, the report."""
+"""What all sections share: files of a figure, the command, the report."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 from tfla.cli import COMMANDS, main
 from tfla.paper.commands import analyze
-from tfla.paper.frame import Claim, Missing, Options, Table, write
+from tfla.paper.report_types import Claim, Missing, Options, Table, write
+from tfla.paper.sections import SECTIONS, Section
 from tfla.paper.style import panels, power_of_two_axis
-from tfla.paper.subjects import SUBJECTS, Subject
 
 
 @dataclasses.dataclass
@@ -43,14 +43,14 @@ def lines(monkeypatch):
     module = types.ModuleType("lines")
     module.Config, module.figures, module.claims = Config, figures, claims
     monkeypatch.setitem(sys.modules, "lines", module)
-    for name in list(SUBJECTS):
-        monkeypatch.delitem(SUBJECTS, name)
-    monkeypatch.setitem(SUBJECTS, "lines", Subject("lines", "Lines", "lines and gaps"))
+    for name in list(SECTIONS):
+        monkeypatch.delitem(SECTIONS, name)
+    monkeypatch.setitem(SECTIONS, "lines", Section("lines", "Lines", "lines and gaps"))
 
 
 @pytest.mark.usefixtures("lines")
 @pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_subject_writes_pictures_and_numbers(tmp_path, capsys, kind):
+def test_a_section_writes_pictures_and_numbers(tmp_path, capsys, kind):
     assert main(["analyze", "lines", "--out", str(tmp_path), "--format", kind, "--slope", "3"]) == 1  # one is missing
     with (tmp_path / "line.csv").open() as file:
         assert list(csv.DictReader(file)) == [{"x": "512", "y <ms>": "1536.0"}, {"x": "1024", "y <ms>": "3072.0"}]
@@ -95,12 +95,12 @@ def test_claims_are_a_page(tmp_path, capsys):
 
 def test_claims_name_commands_that_exist():
     results = Path(__file__).parents[2] / "benchmarks" / "results"
-    for subject in SUBJECTS.values():
-        for claim in subject.claims(subject.config(results=results)):
+    for section in SECTIONS.values():
+        for claim in section.claims(section.config(results=results)):
             words = claim.command.split()
             assert words[0] in ("tfla", "python")
             assert words[0] != "tfla" or words[1] in COMMANDS
-            assert words[:2] != ["tfla", "analyze"] or words[2] in SUBJECTS
+            assert words[:2] != ["tfla", "analyze"] or words[2] in SECTIONS
 
 
 def test_a_figure_has_numbers(tmp_path):
@@ -109,8 +109,8 @@ def test_a_figure_has_numbers(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_help_lists_the_subjects(capsys):
+def test_help_lists_the_sections(capsys):
     assert main(["analyze", "--help"]) == 0
     out = capsys.readouterr().out
-    assert all(f"\n  {name} " in out for name in (*SUBJECTS, "claims", "all"))
+    assert all(f"\n  {name} " in out for name in (*SECTIONS, "claims", "all"))
     assert main(["analyze", "nothing"]) == 2

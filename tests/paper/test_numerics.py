@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tfla.paper.frame import Missing, stored
 from tfla.paper.numerics import run
 from tfla.paper.numerics.figures import Config, beside_the_paper, by, claims, figures, flat
 from tfla.paper.numerics.measure import ROUNDING, Grid, measure, ways
 from tfla.paper.numerics.problem import REGIMES, Setting, draw, relative_errors, rounded, solve
+from tfla.paper.report_types import Missing, stored
 
 SMALL = Grid(T=96, chunk_sizes=(32, 64), lengths=(48, 96), heads=1, dqk=8, dhv=8)
 

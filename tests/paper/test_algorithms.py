@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 from tfla.backends import BACKENDS, reference
 from tfla.backends.base import Inputs, Spec
 from tfla.measure import roofline as floor
-from tfla.paper.forms import FORMS, get
-from tfla.paper.forms.symbols import (
+from tfla.paper.algorithms import ALGORITHMS, get
+from tfla.paper.algorithms.symbols import (
     B_C,
     B_IF,
     B_QKV,
@@ -253,7 +253,7 @@ def test_segments_cost_flops_that_do_not_grow_with_them(gate):
     assert papers[1] / papers[0] > 3
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 @EQUAL
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_every_form_counts_positive_numbers(name, gate, direction):

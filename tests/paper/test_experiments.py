@@ -13,10 +13,10 @@ import pytest
 from tfla._util.errors import UserError
 from tfla.cli import main
 from tfla.paper.experiments import run as runner
-from tfla.paper.experiments.crew import train_all
 from tfla.paper.experiments.outcome import FAILED, finished, outcome
 from tfla.paper.experiments.plans import BIASES, EXPERIMENTS, SIZES, Variant, unique
 from tfla.paper.experiments.run import ExperimentConfig
+from tfla.paper.experiments.worker_pool import train_all
 from tfla.paper.training import Config, claims, figures
 from tfla.paper.training_runs import Found, load, running_median, spikes, table_of, text, title_of
 from tfla.train.config import TrainConfig

@@ -9,8 +9,24 @@ from __future__ import annotations
 
 import sympy as sp
 
-from tfla.paper.forms.forward import running_sums
-from tfla.paper.forms.symbols import ABS, CAUSAL, DD, DHV, DQK, EXP, MASK, MAX, SIG, VEC, Gate, L, Parts, T, log_gates
+from tfla.paper.algorithms.forward import running_sums
+from tfla.paper.algorithms.symbols import (
+    ABS,
+    CAUSAL,
+    DD,
+    DHV,
+    DQK,
+    EXP,
+    MASK,
+    MAX,
+    SIG,
+    VEC,
+    Gate,
+    L,
+    Parts,
+    T,
+    log_gates,
+)
 
 
 def of_denominator(steps: sp.Expr) -> sp.Expr:

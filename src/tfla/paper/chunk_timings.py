@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tfla.bench.results import check_gpu_result, read
 from tfla.measure.accelerators import Accelerator, of_result
-from tfla.paper.frame import Missing, Options
+from tfla.paper.report_types import Missing, Options
 
 SUITE = "fig5"
 SHAPE = {"T": 8192, "dqk": 256, "dhv": 512}  # the paper's 7B model
@@ -15,7 +15,7 @@ TILE = 64  # a chunk of one tile is the paper's limit_chunk
 
 
 @dataclass
-class Measured:
+class ChunkTimings:
     """Seconds by chunk size of everything that was measured."""
 
     where: str = ""
@@ -29,15 +29,15 @@ class Measured:
         return {name: curve for name, curve in self.curves.items() if name.endswith(" tfla") or "xl_chunk" in name}
 
 
-def sig_forward(config: Options) -> Measured:
+def sig_forward(config: Options) -> ChunkTimings:
     """Return what is stored; empty where nothing is."""
     path = config.results / f"{SUITE}.json"
     if not path.exists():
-        return Measured()
+        return ChunkTimings()
     result = read(path)
     check_gpu_result(path, result, complete=True)
     env = result["environment"]
-    found = Measured(f"{env['device']}, {env['date']}", of_result(result))
+    found = ChunkTimings(f"{env['device']}, {env['date']}", of_result(result))
     for row in result["rows"]:
         if row.get("direction") == "forward" and "mLSTMsig" in row["name"] and "seconds" in row:
             name = row["name"] if "," in row["name"] or "way" not in row else f"{row['name']}, {row['way']}"

@@ -65,20 +65,20 @@ def train_all(
     for job in (*todo, *[None] * count):
         jobs.put(job)
     folder = todo[0].run.parent
-    crew = [
+    pool = [
         context.Process(target=work, args=(jobs, results, stop, tokens, folder / f"worker-{number}.log"))
         for number in range(count)
     ]
     start = time.monotonic()
-    for process in crew:
+    for process in pool:
         process.start()
     ended = 0
     try:
-        while any(process.is_alive() for process in crew) or not results.empty():
+        while any(process.is_alive() for process in pool) or not results.empty():
             if budget is not None and time.monotonic() - start > budget and not stop.is_set():
                 say(f"the budget of {budget:.0f} s is spent: runs save where they are")
                 stop.set()
-                for process in crew:
+                for process in pool:
                     process.terminate()
             with contextlib.suppress(queue.Empty):
                 name, why = results.get(timeout=0.5)
@@ -89,7 +89,7 @@ def train_all(
         stop.set()  # the runs got the signal too
         raise
     finally:
-        for process in crew:
+        for process in pool:
             process.join()
         jobs.cancel_join_thread()
     return sum(not finished(config) for config in configs)

@@ -9,9 +9,9 @@ import pytest
 
 from tfla.measure.accelerators import Accelerator
 from tfla.paper import benchmark_claims, counting_claims, theory_claims
-from tfla.paper.explained import bounds, form_of
-from tfla.paper.forms import get
-from tfla.paper.frame import Options
+from tfla.paper.algorithms import get
+from tfla.paper.report_types import Options
+from tfla.paper.time_bounds import algorithm_of, bounds
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -73,7 +73,7 @@ def test_attention_is_beaten_from_where_on(tmp_path):
 )  # fmt: skip
 def test_contenders_are_counted_as_what_they_are(row, expected):
     row = row | {"T": 512}
-    assert form_of(row) == expected
+    assert algorithm_of(row) == expected
 
 
 def test_bounds_are_those_of_the_form():

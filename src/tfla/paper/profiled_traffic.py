@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tfla.paper import style
-from tfla.paper.explained import form_of
-from tfla.paper.forms import get
-from tfla.paper.frame import Figure, Missing, Options, stored, write
+from tfla.paper.algorithms import get
+from tfla.paper.report_types import Figure, Missing, Options, stored, write
+from tfla.paper.time_bounds import algorithm_of
 
 NAME, TITLE = "traffic", "Counted bytes and what a profiler saw"
 MEASURE = "python -m tfla.bench.traffic --out benchmarks/results/traffic.json"
@@ -18,7 +18,7 @@ def compared(result: Row) -> list[Row]:
     """Of every call: bytes counted for its form, and read and written by all of its kernels."""
     found = []
     for row in result["rows"]:
-        known = form_of(row | {"name": row["way"]})
+        known = algorithm_of(row | {"name": row["way"]})
         if known is None:
             continue
         name, sizes = known
@@ -33,7 +33,7 @@ def compared(result: Row) -> list[Row]:
     return found
 
 
-def profiled(config: Options, command: str) -> Figure | Missing:
+def draw_profiled_traffic(config: Options, command: str) -> Figure | Missing:
     """Bytes read and written as bars, the count as a line across."""
     result = stored(config, NAME)
     if result is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sympy as sp
 
-from tfla.paper.forms.symbols import (
+from tfla.paper.algorithms.symbols import (
     ABS,
     CAUSAL,
     DD,

@@ -8,8 +8,8 @@ from typing import Any
 
 import sympy as sp
 
-from tfla.paper.forms.form import get
-from tfla.paper.forms.symbols import B_C, B_IF, B_QKV, CAUSAL, DHV, DQK, L, simplified
+from tfla.paper.algorithms.algorithm import get
+from tfla.paper.algorithms.symbols import B_C, B_IF, B_QKV, CAUSAL, DHV, DQK, L, simplified
 
 P = sp.Symbol("p_qk", positive=True)
 INTENSITY = sp.Symbol("I_acc", nonnegative=True)  # of the accelerator, FLOP/byte

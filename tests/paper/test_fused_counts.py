@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tfla.backends import BACKENDS
 from tfla.backends.base import Inputs, Spec
-from tfla.paper.forms import get
-from tfla.paper.forms.symbols import B_QKV, DHV, DQK, L, S, T
+from tfla.paper.algorithms import get
+from tfla.paper.algorithms.symbols import B_QKV, DHV, DQK, L, S, T
 
 pytestmark = [
     pytest.mark.interpreter,

@@ -9,9 +9,9 @@ from tfla.bench.stored import load
 from tfla.measure.accelerators import Accelerator, of_result
 from tfla.measure.problem import BOTH, FORWARD
 from tfla.paper import style
-from tfla.paper.forms import Form, get
-from tfla.paper.forms.symbols import Direction, Gate
-from tfla.paper.frame import Figure, Missing, Options, write
+from tfla.paper.algorithms import Algorithm, get
+from tfla.paper.algorithms.symbols import Direction, Gate
+from tfla.paper.report_types import Figure, Missing, Options, write
 from tfla.paper.runtime import least_seconds, seconds
 
 SUITE, AT = "fig4", 8192
@@ -19,7 +19,7 @@ SECONDS = ("overlapped", "not overlapped", "seconds")
 Row = dict[str, Any]
 
 
-def form_of(row: Row) -> tuple[str, dict[str, int]] | None:
+def algorithm_of(row: Row) -> tuple[str, dict[str, int]] | None:
     """Which counted form a contender is, and its sizes; None where it is none of them."""
     details = row.get("details", {})
     if "chunk" in details:
@@ -36,14 +36,14 @@ def form_of(row: Row) -> tuple[str, dict[str, int]] | None:
 
 def bounds(row: Row, accelerator: Accelerator) -> tuple[float, float] | None:
     """Seconds where computing and moving overlap entirely (114) and where they do not at all (113)."""
-    known = form_of(row) if set(row) >= set(SHAPE) else None
+    known = algorithm_of(row) if set(row) >= set(SHAPE) else None
     if known is None:
         return None
     name, sizes = known
     gate: Gate = "exp" if "mLSTMexp" in row["name"] else "sig"
     directions: tuple[Direction, ...] = ("forward",) if row["direction"] == FORWARD else ("forward", "backward")
     shape = {"T": row["T"], "dqk": row["dqk"], "dhv": row["dhv"], **sizes}
-    forms: list[Form] = [get(name, gate, direction) for direction in directions]
+    forms: list[Algorithm] = [get(name, gate, direction) for direction in directions]
     least, most = (
         sum(float(rule(accelerator, row["B"] * row["H"], form, **shape)) for form in forms)
         for rule in (least_seconds, seconds)
@@ -66,7 +66,7 @@ def compared(result: Row) -> list[Row]:
     return rows
 
 
-def explained(config: Options, command: str) -> Figure | Missing:
+def draw_time_bounds(config: Options, command: str) -> Figure | Missing:
     """The bounds as bars, the measurement as a point."""
     title = "What FLOPs and bytes explain of measured times"
     result = next((r for r in load(config.results, complete=True).values() if r["suite"] == SUITE), None)

@@ -1,6 +1,6 @@
-"""What a subject of `tfla analyze` is made of.
+"""What a section of `tfla analyze` is made of.
 
-A subject is a module with a dataclass ``Config`` (:class:`Options` or a subclass) and a function
+A section is a module with a dataclass ``Config`` (:class:`Options` or a subclass) and a function
 
     figures(config: Config) -> list[Figure | Missing]
 
@@ -8,7 +8,7 @@ which draws with :mod:`tfla.paper.style` and hands every picture with its number
 
     claims(config: Config) -> list[Claim]
 
-too: what the paper claims about the subject beside what is counted or measured here, from the same sources.
+too: what the paper claims about the section beside what is counted or measured here, from the same sources.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Options:
-    """Options of every subject."""
+    """Options of every section."""
 
     out: Path = Path("analysis")
     """Folder for the figures (PNG or SVG) and their numbers (CSV)."""

@@ -13,9 +13,9 @@ import pytest
 from tfla.cli import main
 from tfla.measure.accelerators import ACCELERATORS, Accelerator, measured
 from tfla.paper import theory
-from tfla.paper.forms import get
-from tfla.paper.forms.optimum import flop_optimal_chunk, runtime_optimal_chunk
-from tfla.paper.frame import Figure, Missing
+from tfla.paper.algorithms import get
+from tfla.paper.algorithms.optimum import flop_optimal_chunk, runtime_optimal_chunk
+from tfla.paper.report_types import Figure, Missing
 from tfla.paper.runtime import intensity, least_seconds, seconds
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

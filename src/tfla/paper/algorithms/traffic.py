@@ -6,7 +6,7 @@ from __future__ import annotations
 import sympy as sp
 
 from tfla.backends.triton.marks import APART
-from tfla.paper.forms.symbols import B_C, B_IF, B_QKV, B_VEC, DD, DHV, DQK, Gate, L, Parts, S, T
+from tfla.paper.algorithms.symbols import B_C, B_IF, B_QKV, B_VEC, DD, DHV, DQK, Gate, L, Parts, S, T
 
 # Steps between those states that walks leave for the gradients of the gates; Triton's of mLSTMsig are closer.
 MARKS = APART[2]

@@ -10,7 +10,7 @@ import pytest
 
 from tfla.bench.gpu_report import milliseconds
 from tfla.paper import benchmarks
-from tfla.paper.frame import Figure, Missing
+from tfla.paper.report_types import Figure, Missing
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

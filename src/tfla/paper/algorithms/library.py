@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sympy as sp
 
-from tfla.paper.forms.backward import of_denominator
-from tfla.paper.forms.symbols import (
+from tfla.paper.algorithms.backward import of_denominator
+from tfla.paper.algorithms.symbols import (
     ABS,
     CAUSAL,
     DD,

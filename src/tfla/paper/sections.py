@@ -1,4 +1,4 @@
-"""The subjects of `tfla analyze`, in the order of the report."""
+"""The sections of `tfla analyze`, in the order of the report."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import NamedTuple
 
-from tfla.paper.frame import Claim, Figure, Missing, Options
+from tfla.paper.report_types import Claim, Figure, Missing, Options
 
 
-class Subject(NamedTuple):
+class Section(NamedTuple):
     """A module with ``Config`` and ``figures``, perhaps ``claims``; its heading in the report, one line of help."""
 
     module: str
@@ -23,7 +23,7 @@ class Subject(NamedTuple):
         return found
 
     def defaults(self, config: Options) -> Options:
-        """Its options with what all subjects share taken from the config."""
+        """Its options with what all sections share taken from the config."""
         return self.config(**{f.name: getattr(config, f.name) for f in fields(Options)})
 
     def draw(self, config: Options) -> list[Figure | Missing]:
@@ -42,13 +42,13 @@ class Subject(NamedTuple):
         return found(config) if found is not None else []
 
 
-SUBJECTS: dict[str, Subject] = {
-    "counting": Subject("tfla.paper.counting", "Counting", "FLOPs and bytes of every form (Figures 15, 16)"),
-    "theory": Subject("tfla.paper.theory", "Theory of the runtime", "runtime by chunk size, GPU (Figures 17 to 22)"),
-    "benchmarks": Subject("tfla.paper.benchmarks", "Benchmarks", "stored measurements (Figures 4, 5, 12, 13, 14)"),
-    "transfer": Subject(
+SECTIONS: dict[str, Section] = {
+    "counting": Section("tfla.paper.counting", "Counting", "FLOPs and bytes of every form (Figures 15, 16)"),
+    "theory": Section("tfla.paper.theory", "Theory of the runtime", "runtime by chunk size, GPU (Figures 17 to 22)"),
+    "benchmarks": Section("tfla.paper.benchmarks", "Benchmarks", "stored measurements (Figures 4, 5, 12, 13, 14)"),
+    "transfer": Section(
         "tfla.paper.transfer", "Transfer behaviour", "gain before and after the norm (Figures 3, 6, 7)"
     ),
-    "numerics": Subject("tfla.paper.numerics.figures", "Numerics", "stored errors against float64, beside rounding"),
-    "training": Subject("tfla.paper.training", "Training", "small training runs (Tables 2, 3, 5, 6; Figures 8 to 11)"),
+    "numerics": Section("tfla.paper.numerics.figures", "Numerics", "stored errors against float64, beside rounding"),
+    "training": Section("tfla.paper.training", "Training", "small training runs (Tables 2, 3, 5, 6; Figures 8 to 11)"),
 }

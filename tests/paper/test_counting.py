@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 
 from tfla.paper import counting
-from tfla.paper.frame import Figure, Missing
+from tfla.paper.report_types import Figure, Missing
 
 
 def numbers(folder, name):

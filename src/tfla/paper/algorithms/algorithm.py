@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import sympy as sp
 
-from tfla.paper.forms import backward, forward, library, traffic
-from tfla.paper.forms.symbols import (
+from tfla.paper.algorithms import backward, forward, library, traffic
+from tfla.paper.algorithms.symbols import (
     B_C,
     CAUSAL,
     DEFAULTS,
@@ -32,7 +32,7 @@ NAMES = {"T": T, "L": L, "segment": S, "dqk": DQK, "dhv": DHV, "causal": CAUSAL,
 
 
 @dataclass(frozen=True)
-class Form:
+class Algorithm:
     """Counts of one head and one sequence."""
 
     name: str
@@ -90,57 +90,59 @@ class Form:
         return function(*(values[name] for name in names))
 
 
-class _Ways(NamedTuple):
+class _Counts(NamedTuple):
     units: sp.Expr
     flops: dict[str, Callable[[Gate], Parts]]
     bytes: dict[str, Callable[[Gate], Parts]]
 
 
-FORMS = {
-    "recurrent": _Ways(
+ALGORITHMS = {
+    "recurrent": _Counts(
         T,
         {"forward": forward.recurrent, "backward": backward.recurrent},
         {"forward": traffic.recurrent_forward, "backward": traffic.recurrent_backward},
     ),
-    "parallel": _Ways(
+    "parallel": _Counts(
         sp.Integer(1),
         {"forward": forward.parallel, "backward": backward.parallel},
         {"forward": traffic.parallel_forward, "backward": traffic.parallel_backward},
     ),
-    "chunkwise": _Ways(
+    "chunkwise": _Counts(
         T / L,
         {"forward": forward.chunkwise, "backward": backward.chunkwise},
         {"forward": traffic.chunkwise_forward, "backward": traffic.chunkwise_backward},
     ),
-    "fused": _Ways(
+    "fused": _Counts(
         T / L,
         {"forward": library.fused_forward, "backward": library.fused_backward},
         {"forward": traffic.fused_forward, "backward": traffic.fused_backward},
     ),
-    "segments": _Ways(
+    "segments": _Counts(
         T / L,
         {"forward": library.segments_forward, "backward": library.segments_backward},
         {"forward": traffic.segments_forward, "backward": traffic.segments_backward},
     ),
-    "segmented": _Ways(T / L, {"forward": library.segmented_forward, "backward": library.segmented_backward}, {}),
+    "segmented": _Counts(T / L, {"forward": library.segmented_forward, "backward": library.segmented_backward}, {}),
 }
 
 
 @cache
-def get(name: str, gate: Gate, direction: Direction = "forward") -> Form:
+def get(name: str, gate: Gate, direction: Direction = "forward") -> Algorithm:
     """A form by name.
 
     Raises:
         ValueError: there is no such form, gate or direction.
     """
     for what, got, allowed in (
-        ("name", name, tuple(FORMS)), ("gate", gate, ("exp", "sig")), ("direction", direction, ("forward", "backward"))
-    ):  # fmt: skip
+        ("name", name, tuple(ALGORITHMS)),
+        ("gate", gate, ("exp", "sig")),
+        ("direction", direction, ("forward", "backward")),
+    ):
         if got not in allowed:
             raise ValueError(f"{what}: got {got!r}, allowed are {', '.join(allowed)}")
-    ways = FORMS[name]
+    ways = ALGORITHMS[name]
     counted = ways.bytes.get(direction)
-    return Form(name, gate, direction, ways.units, ways.flops[direction](gate), counted and counted(gate))
+    return Algorithm(name, gate, direction, ways.units, ways.flops[direction](gate), counted and counted(gate))
 
 
 @cache

@@ -3,6 +3,6 @@
 forms.get("chunkwise", "sig").flops(T=8192, L=128, dqk=128, dhv=256)
 """
 
-from tfla.paper.forms.form import FORMS, Form, get
+from tfla.paper.algorithms.algorithm import ALGORITHMS, Algorithm, get
 
-__all__ = ["FORMS", "Form", "get"]
+__all__ = ["ALGORITHMS", "Algorithm", "get"]
