@@ -1,4 +1,4 @@
-"""Interfaces of other libraries on tfla's operator: a program written for one changes its import and nothing else.
+"""The interfaces of other libraries on tfla's operator: a program written for one of them changes only its imports.
 
-Each module is imported on its own and needs torch alone, unless it says otherwise.
+Each module is imported by itself, and needs PyTorch alone unless it says otherwise.
 """

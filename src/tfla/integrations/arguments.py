@@ -1,4 +1,4 @@
-"""Checks of arguments that other libraries' functions have and tfla's operator has not."""
+"""The checks of arguments that the functions of other libraries take and tfla's operator does not take."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tfla.ops import checks
 
 
 def reject_unknown(function: Callable[..., Any], given: Collection[str], ignored: Collection[str]) -> None:
-    """Raise where `given` names an argument that `function` neither takes nor is documented to ignore.
+    """Raise a TypeError for a keyword argument that `function` neither takes nor ignores.
 
     Args:
-        function: the public function, whose signature supplies the names in the message.
-        given: names of the arguments that arrived in its ``**kwargs``.
-        ignored: names that are accepted without effect.
+        function: a public function, whose signature supplies the names in the message.
+        given: the names of the arguments in its ``**kwargs``.
+        ignored: the names that are accepted without effect.
 
     Raises:
-        TypeError: for the first unknown name; the message lists what is allowed.
+        TypeError: a name is unknown; the message has the first such name and those that are allowed.
     """
     for name in given:
         if name not in ignored:
@@ -33,7 +33,7 @@ def reject_unknown(function: Callable[..., Any], given: Collection[str], ignored
 
 
 def check_epsilon(name: str, value: object) -> None:
-    """Raise where `value` is no finite number of at least 0."""
+    """Raise a TypeError or ValueError where `value` is not a finite number of at least 0."""
     if isinstance(value, bool) or not isinstance(value, int | float | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
     if not (isinstance(value, torch.SymFloat | torch.SymInt) or (math.isfinite(value) and value >= 0)):
@@ -41,11 +41,11 @@ def check_epsilon(name: str, value: object) -> None:
 
 
 def check_float_dtype(name: str, value: object) -> None:
-    """Raise where `value` is no float dtype."""
+    """Raise a TypeError where `value` is not a float dtype."""
     if not isinstance(value, torch.dtype) or not value.is_floating_point:
         raise TypeError(f"{name}: got {value!r}, expected a float torch.dtype")
 
 
 def check_flags(**flags: object) -> None:
-    """Raise where a flag is not True, False or None, which stands for False: "False" would count as True."""
+    """Raise a TypeError where a flag is not True, False, or None, which stands for False."""
     checks.check_flags(**{name: flag for name, flag in flags.items() if flag is not None})

@@ -292,7 +292,7 @@ def test_options_and_undoing(make_xlstm: Make, tokens: Tokens, monkeypatch: pyte
 def test_a_cell_swallows_no_argument(make_xlstm: Make) -> None:
     cell = accelerate(make_xlstm()).backbone.blocks[0].mlstm_layer.mlstm_backend
     q, k, v, i, f = (torch.randn(1, 2, 5, *dims) for dims in ((4,), (4,), (4,), (), ()))
-    given = dict(zip(cell.names, (q, k, v, i, f), strict=True))
+    given = dict(zip(cell.input_names, (q, k, v, i, f), strict=True))
     assert cell(**given)[0].shape == v.shape
     with pytest.raises(TypeError, match=r"^chunk_size: got an unknown argument, expected one of "):
         cell(**given, chunk_size=8)

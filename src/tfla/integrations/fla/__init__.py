@@ -1,10 +1,15 @@
-"""Interface of flash-linear-attention's scalar-gated functions:
+"""The interface of flash-linear-attention's functions with one gate per head, on tfla's operator.
+
+They all compute
 
     C_t = exp(g_t) C_{t-1} + k_t v_t^T        o_t = scale C_t^T q_t
 
-Names, argument order, layouts and defaults are those of flash-linear-attention 0.6. q, k (B, T, H, K), v (B, T, H, V);
-states (N, H, K, V) for N sequences, in float32 (float64 where q is); outputs in v's dtype. Modules have the
-package's names: `fla.ops.simple_gla` becomes `tfla.integrations.fla.simple_gla`. docs/fla.md says what differs.
+from q, k (B, T, H, K), v (B, T, H, V) and states (N, H, K, V) of N sequences. Returned states are float32, or float64
+where q is; outputs have the dtype of v.
+
+The names, the argument order, the layouts and the defaults are those of flash-linear-attention 0.6. Modules have the
+names that they have in that package: `fla.ops.simple_gla` becomes `tfla.integrations.fla.simple_gla`. docs/fla.md says
+what differs.
 """
 
 from __future__ import annotations

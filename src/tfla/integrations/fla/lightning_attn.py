@@ -1,4 +1,4 @@
-"""Lightning Attention: simple GLA with a decay that is fixed for each head and layer."""
+"""The functions of Lightning Attention (arXiv 2405.17381): simple GLA with a constant decay for each head and layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["chunk_lightning_attn", "fused_recurrent_lightning_attn"]
 
 
 def _log_decays(q: Tensor, v: Tensor, layer_idx: int, num_layers: int) -> Tensor:
-    """Return -8 h / H (1 - layer_idx / num_layers) as (B, T, H)."""
+    """Check the layer and return the log-decays -8 h / H (1 - layer_idx / num_layers) as (B, T, H)."""
     for name, value in {"layer_idx": layer_idx, "num_layers": num_layers}.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{name}: got {type(value).__name__}, expected an int")

@@ -1,4 +1,4 @@
-"""Linear attention without decay, normalized by the sum of keys or not."""
+"""The functions of linear attention without decay, normalized or not."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tfla.integrations.fla.scan import count_heads, log_decays, scan
 from tfla.ops.checks import check_float, check_shape
 
 __all__ = ["chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"]
-EPSILON = 1e-10  # of the denominator
-State = Tensor | tuple[Tensor, Tensor]
+EPSILON = 1e-10  # added to the denominator
+LinearAttentionState = Tensor | tuple[Tensor, Tensor]
 
 
-def _read_state(state: object, normalize: bool, q: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the state (N, H, K, V) and the sum of keys (N, 1, H, K) that `state` holds, each or None."""
+def _split_state(state: object, normalize: bool, q: Tensor, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Check `state` and return its C (N, H, K, V) and its sum of keys (N, 1, H, K), each of which may be None."""
     if state is None or isinstance(state, Tensor):
         return state, None
     if not normalize:
@@ -35,21 +35,21 @@ def _attend(
     k: Tensor,
     v: Tensor,
     scale: float | None,
-    initial_state: State | None,
+    initial_state: LinearAttentionState | None,
     output_final_state: bool,
     normalize: bool,
     cu_seqlens: Tensor | None,
     reverse: bool = False,
-) -> tuple[Tensor, State | None]:
-    """Compute what :func:`fused_recurrent_linear_attn` describes."""
+) -> tuple[Tensor, LinearAttentionState | None]:
+    """Compute linear attention; the arguments and the results are those of :func:`fused_recurrent_linear_attn`."""
     g = log_decays(None, None, v)
     count_heads(q)
     check_flags(normalize=normalize)
-    C, keys = _read_state(initial_state, normalize, q, v)
+    C, keys = _split_state(initial_state, normalize, q, v)
     o, last = scan(q, k, v, g, scale, C, output_final_state, cu_seqlens, reverse)
     if not normalize:
         return o, last
-    # The denominator is the same recurrence with a single value that is 1 at every step.
+    # The denominator is the same recurrence with one value per head, which is 1 at every step.
     ones = torch.ones((), dtype=v.dtype, device=v.device).expand(*v.shape[:3], 1)
     keys = None if keys is None else keys.transpose(1, 2).transpose(-1, -2)
     d, sums = scan(q, k, ones, g, scale, keys, output_final_state, cu_seqlens, reverse)
@@ -65,23 +65,28 @@ def chunk_linear_attn(
     k: Tensor,
     v: Tensor,
     scale: float | None = None,
-    initial_state: State | None = None,
+    initial_state: LinearAttentionState | None = None,
     output_final_state: bool = False,
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, State | None]:
-    """Compute linear attention without decay; normalized, o_t is divided by 1e-10 + scale q_t^T z_t with z_t the sum
-    of keys up to step t.
+) -> tuple[Tensor, LinearAttentionState | None]:
+    """Compute linear attention without decay.
+
+    With the state C_t = C_{t-1} + k_t v_t^T and the sum of keys z_t = z_{t-1} + k_t, the output is scale C_t^T q_t or,
+    with `normalize`,
+
+        o_t = scale C_t^T q_t / (1e-10 + scale q_t^T z_t)
+
+    The arguments that are not listed here and the errors are those of
+    :func:`~tfla.integrations.fla.chunk_simple_gla`.
 
     Args:
-        initial_state: (N, H, K, V), or with `normalize` a pair of it and the sum of keys so far, (N, 1, H, K).
-        output_final_state: also return the same after the last step, with `normalize` as a pair.
+        initial_state: C (N, H, K, V), or with `normalize` the pair of C and z (N, 1, H, K).
+        output_final_state: also return the state after the last step, with `normalize` the pair.
         normalize: divide by the denominator.
 
-    The other arguments and the errors are those of :func:`~tfla.integrations.fla.chunk_simple_gla`.
-
     Returns:
-        o (B, T, H, V), and the final state, the pair or None.
+        o (B, T, H, V), and the final state or None.
     """
     return _attend(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
@@ -91,12 +96,12 @@ def fused_chunk_linear_attn(
     k: Tensor,
     v: Tensor,
     scale: float | None = None,
-    initial_state: State | None = None,
+    initial_state: LinearAttentionState | None = None,
     output_final_state: bool = False,
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, State | None]:
-    """Compute the same as :func:`chunk_linear_attn`."""
+) -> tuple[Tensor, LinearAttentionState | None]:
+    """Compute the same as :func:`chunk_linear_attn`, with the same arguments, results and errors."""
     return _attend(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 
@@ -105,17 +110,18 @@ def fused_recurrent_linear_attn(
     k: Tensor,
     v: Tensor,
     scale: float | None = None,
-    initial_state: State | None = None,
+    initial_state: LinearAttentionState | None = None,
     output_final_state: bool = False,
     reverse: bool = False,
     normalize: bool = False,
     cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, State | None]:
+) -> tuple[Tensor, LinearAttentionState | None]:
     """Compute linear attention, with `reverse` from the last step of each sequence to its first.
 
-    Args:
-        reverse: `initial_state` is the state after the last step, and z_t the sum of keys from step t on.
+    The arguments that are not listed here, the results and the errors are those of :func:`chunk_linear_attn`.
 
-    The other arguments, the results and the errors are those of :func:`chunk_linear_attn`.
+    Args:
+        reverse: C_t and z_t are sums over the steps from the last one back to t, `initial_state` precedes the last step
+            in this order, and the final state is the one after the first step.
     """
     return _attend(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens, reverse)

@@ -1,4 +1,4 @@
-"""Keyword arguments beyond the signature, as older callers of flash-linear-attention pass them."""
+"""The keyword arguments that are not in the signatures, but that callers of flash-linear-attention may pass."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ IGNORED = ("chunk_size", "head_first")
 
 
 def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments of `function` that would change its result or that it does not know.
+    """Check the ``**kwargs`` of `function`, all of which are accepted without effect.
 
-    `chunk_size` (a power of 2, or None) and `head_first=False` are accepted without effect.
+    `chunk_size` (a power of 2, or None) and `head_first=False` are allowed.
 
     Raises:
         TypeError: an argument is unknown; the message names it and those that are allowed.
@@ -34,9 +34,12 @@ def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> N
 
 
 def read_state_layout(options: dict[str, Any], state_v_first: bool) -> bool:
-    """Return whether states are (N, H, V, K), and take the deprecated name of that argument out of `options`.
+    """Return whether states are (N, H, V, K), which the argument has under its present or its deprecated name.
+
+    `transpose_state_layout`, the deprecated name of `state_v_first`, is removed from `options`.
 
     Raises:
+        TypeError: the value is not a flag.
         ValueError: both names are given.
     """
     if "transpose_state_layout" not in options:
@@ -44,7 +47,7 @@ def read_state_layout(options: dict[str, Any], state_v_first: bool) -> bool:
     check_flags(state_v_first=state_v_first)
     if state_v_first:
         raise ValueError("transpose_state_layout: got it beside state_v_first, expected state_v_first alone")
-    if not torch.compiler.is_compiling():  # a warning would break the graph
+    if not torch.compiler.is_compiling():  # a warning is a graph break
         warnings.warn(
             "transpose_state_layout is deprecated; the argument is called state_v_first.",
             DeprecationWarning,

@@ -1,4 +1,4 @@
-"""RetNet's retention: simple GLA whose head h decays by 1 - 2^(-5-h) at every step."""
+"""The functions of retention, from RetNet (arXiv 2307.08621): simple GLA with a constant decay for each head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["chunk_retention", "fused_chunk_retention", "fused_recurrent_retentio
 
 
 def _log_decays(q: Tensor, v: Tensor) -> Tensor:
-    """Return log(1 - 2^(-5-h)) as (B, T, H)."""
+    """Return the log-decays log(1 - 2^(-5-h)) of heads h as (B, T, H)."""
     heads = torch.arange(count_heads(q), dtype=torch.float32, device=q.device)
     return log_decays(None, torch.log1p(-torch.exp2(-5 - heads)), v)
 
@@ -30,7 +30,7 @@ def chunk_retention(
     cu_seqlens: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute RetNet's retention: head h decays by 1 - 2^(-5-h).
+    """Compute RetNet's retention: the state of head h decays by the factor 1 - 2^(-5-h) at every step.
 
     The arguments, the results and the errors are those of :func:`~tfla.integrations.fla.chunk_simple_gla`.
     """
@@ -47,7 +47,7 @@ def fused_chunk_retention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the same as :func:`chunk_retention`."""
+    """Compute the same as :func:`chunk_retention`, with the same arguments, results and errors."""
     return scan(q, k, v, _log_decays(q, v), scale, initial_state, output_final_state, cu_seqlens)
 
 

@@ -1,4 +1,4 @@
-"""The recurrence behind every function of this package, by tfla's operator."""
+"""The recurrence that every function of this package computes, by tfla's linear attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from tfla.ops.checks import check_cu_seqlens, check_float, check_shape
 
 
 def log_decays(g: Tensor | None, g_gamma: Tensor | None, v: Tensor) -> Tensor:
-    """Return the log-decays (B, T, H) that `g` (B, T, H) or `g_gamma` (H,) mean for `v`; zeros without either."""
+    """Check v (B, T, H, V) and return its log-decays (B, T, H).
+
+    Args:
+        g: (B, T, H), the log-decay of each step and head, or None.
+        g_gamma: (H,), log-decays that are the same at every step, or None. Without both there is no decay.
+    """
     check_float("v", v)
     check_shape("v", v, ("B", "T", "H", "V"))
     if g is not None and g_gamma is not None:
@@ -28,7 +33,7 @@ def log_decays(g: Tensor | None, g_gamma: Tensor | None, v: Tensor) -> Tensor:
 
 
 def count_heads(q: Tensor) -> int:
-    """Return the heads H of q (B, T, H, K), from which retention and Lightning Attention derive their decays."""
+    """Check q (B, T, H, K) and return its number of heads H."""
     check_float("q", q)
     check_shape("q", q, ("B", "T", "H", "K"))
     return q.shape[2]
@@ -46,13 +51,13 @@ def scan(
     reverse: bool = False,
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the recurrence over whole sequences, or one decoding step where nothing records gradients.
+    """Compute the recurrence over whole sequences; a single step without gradients is computed as a decoding step.
+
+    The arguments that are not listed here and the results are those of
+    :func:`~tfla.integrations.fla.fused_recurrent_simple_gla`.
 
     Args:
-        g: (B, T, H), what :func:`log_decays` returns.
-        reverse: go from the last step of each sequence to its first.
-
-    The other arguments and the results are those of :func:`~tfla.integrations.fla.fused_recurrent_simple_gla`.
+        g: (B, T, H), the log-decays that :func:`log_decays` returns.
     """
     check_flags(output_final_state=output_final_state, reverse=reverse, state_v_first=state_v_first)
     if initial_state is not None:
@@ -83,7 +88,7 @@ def _scan_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return o (B, T, H, V) and the state (N, H, K, V) after the last step of each sequence."""
     state = None if initial is None else tfla.State(initial)
-    if v.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # decoding
+    if v.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # a decoding step
         if state is None:
             dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
             state = tfla.State(v.new_zeros(v.shape[0], v.shape[2], q.shape[-1], v.shape[3], dtype=dtype))
@@ -98,11 +103,14 @@ def _scan_forward(
 def _scan_reversed(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float | None, initial: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return what :func:`_scan_forward` does for time reversed, with o in the order of the inputs."""
+    """Compute the same as :func:`_scan_forward`, from the last step of each sequence to its first.
+
+    o is in the order of the inputs, and the state is the one after the first step of each sequence.
+    """
     for name, x in {"q": q, "k": k}.items():
         check_float(name, x)
         check_shape(name, x, ("B", "T", "H", "K"))
-    if cu_seqlens is not None:  # turned round, the last of the packed sequences comes first
+    if cu_seqlens is not None:  # when time is flipped, the last packed sequence comes first
         check_cu_seqlens(cu_seqlens, q)
         cu_seqlens = v.shape[1] - cu_seqlens.flip(0)
         initial = None if initial is None else initial.flip(0)

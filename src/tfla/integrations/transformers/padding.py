@@ -1,4 +1,7 @@
-"""What a model's call says and hands to no layer: which tokens are padding, and that a cache is wanted."""
+"""The hooks that hand the arguments of a model's call to its cells: which tokens are padding, and the cache.
+
+transformers passes neither the ``attention_mask`` nor the dtype of a new cache on to the layers.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-PARAMETERS = ("input_ids", "inputs_embeds", "cache_params", "use_cache")  # of xLSTMModel.forward, in order
+PARAMETERS = ("input_ids", "inputs_embeds", "cache_params", "use_cache")  # the first ones of xLSTMModel.forward
 
 
 class PaddingHooks:
-    """Carries the attention mask of a model's forward pass to its cells, past everything between.
+    """The forward hooks of one model, which hand the attention mask of its call to its cells.
 
-    A padded token leaves the state as it is. Where no gradients are kept, every position behind a token shows that
-    token's output, so that ``generate`` finds the last token's in the last position whichever side is padded.
+    A padded token leaves the state as it is. In calls without gradients the padding after a row's last token gets the
+    output of that token, because ``generate`` reads the last position, whichever side is padded.
+
+    Attributes:
+        mask: the mask (B, T) of the running forward pass, bool and True at tokens, or None without padding.
+        in_forward: whether a forward pass of the model is running.
     """
 
     def __init__(self) -> None:
-        self.mask: Tensor | None = None  # (B, T) bool, True at tokens, of the forward pass that runs
-        self.running = False  # whether a forward pass runs
-        self._read: dict[int, int] = {}  # by cell: positions it has had, where the model goes in pieces
+        self.mask: Tensor | None = None
+        self.in_forward = False
+        # By id of a cell: how many tokens it has read, where the model reads its input in several slices.
+        self._tokens_read: dict[int, int] = {}
         self._hooks: list[Any] = []
 
     def attach(self, backbone: nn.Module) -> None:
-        """Listen to the backbone's calls."""
+        """Register the hooks on the backbone."""
         self._hooks = [
             backbone.register_forward_pre_hook(self._before, with_kwargs=True),
             backbone.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
 
     def detach(self, backbone: nn.Module) -> None:
-        """Stop listening."""
+        """Remove the hooks from the backbone, and the wrappers of its blocks' gradient checkpointing."""
         for hook in self._hooks:
             hook.remove()
         for block in backbone.blocks:  # type: ignore[union-attr]
@@ -42,34 +50,35 @@ class PaddingHooks:
                 block._gradient_checkpointing_func = checkpoint.original
 
     @contextmanager
-    def of(self, mask: Tensor | None) -> Iterator[None]:
-        """Inside, that mask is the one that cells see."""
-        before, self.mask = self.mask, mask
+    def use_mask(self, mask: Tensor | None) -> Iterator[None]:
+        """Set the mask of the cells within a context."""
+        previous, self.mask = self.mask, mask
         try:
             yield
         finally:
-            self.mask = before
+            self.mask = previous
 
     def mask_gates(self, cell: nn.Module, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-        """i and f (B, T, heads) with padded tokens that write nothing and forget nothing."""
+        """Return i and f (B, T, heads) with closed input gates and open forget gates at padded tokens."""
         if self.mask is None:
             return i, f
         mask, steps = self.mask, i.shape[1]
         if steps < mask.shape[1]:
-            start = self._read.get(id(cell), 0)
-            self._read[id(cell)] = start + steps
+            start = self._tokens_read.get(id(cell), 0)
+            self._tokens_read[id(cell)] = start + steps
             mask = mask[:, start : start + steps]
-        padded = ~mask[..., None].to(i.device)  # blocks may be on several
+        padded = ~mask[..., None].to(i.device)  # the blocks may be on several devices
         return i.masked_fill(padded, -torch.inf), f.masked_fill(padded, torch.inf)
 
     def _before(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        """Read the mask from the arguments of the call, and add a cache where the model would create one."""
         given = dict(zip(PARAMETERS, args, strict=False)) | kwargs
         inputs = given.get("input_ids")
         inputs = given.get("inputs_embeds") if inputs is None else inputs
         if inputs is None:
-            return (), given  # the model says what is missing
-        self._read.clear()
-        self.running = True
+            return (), given  # the model raises the error
+        self._tokens_read.clear()
+        self.in_forward = True
         self.mask = _select_new_tokens(given.get("attention_mask"), *inputs.shape[:2])
         if self.mask is not None:
             for block in backbone.blocks:
@@ -81,8 +90,9 @@ class PaddingHooks:
         return (), given
 
     def _after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        mask, self.mask, self.running = self.mask, None, False
-        if mask is None or output is None or torch.is_grad_enabled():  # None: the forward pass has failed
+        """Forget the mask, and in calls without gradients give padded positions the output of the last token."""
+        mask, self.mask, self.in_forward = self.mask, None, False
+        if mask is None or output is None or torch.is_grad_enabled():  # without output the forward pass has failed
             return output
         filled = _repeat_last_outputs(output[0], mask)
         if isinstance(output, tuple):
@@ -92,21 +102,24 @@ class PaddingHooks:
 
 
 class MaskedCheckpoint:
-    """A block's gradient checkpointing, which runs the block again in the backward: with the mask it had."""
+    """A wrapper of a block's gradient checkpointing.
+
+    The backward computes the block a second time, and the wrapper sets the mask of the first time for it.
+    """
 
     def __init__(self, original: Callable[..., Any], padding: PaddingHooks) -> None:
         self.original, self.padding = original, padding
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
-        return self.original(functools.partial(self._masked, run, self.padding.mask), *args)
+        return self.original(functools.partial(self._run_with_mask, run, self.padding.mask), *args)
 
-    def _masked(self, run: Callable[..., Any], mask: Tensor | None, *args: Any) -> Any:
-        with self.padding.of(mask):
+    def _run_with_mask(self, run: Callable[..., Any], mask: Tensor | None, *args: Any) -> Any:
+        with self.padding.use_mask(mask):
             return run(*args)
 
 
 def _select_new_tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
-    """The part of an attention mask, of old and new tokens, that belongs to the new ones, as bool."""
+    """Return the last `steps` columns of an attention mask, as bool; the earlier ones belong to tokens of the cache."""
     if mask is None:
         return None
     if mask.dim() != 2 or len(mask) != batch or mask.shape[1] < steps:
@@ -115,22 +128,26 @@ def _select_new_tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | 
 
 
 def _repeat_last_outputs(x: Tensor, mask: Tensor) -> Tensor:
-    """x (B, T, D) with the output of a row's last token in place of what is behind it."""
+    """Return x (B, T, D) where padded positions have the output of the last token before them."""
     positions = torch.arange(x.shape[1], device=x.device)
     last = torch.where(mask.to(x.device), positions, 0).cummax(1).values
     return x.gather(1, last[..., None].expand_as(x))
 
 
 def _creates_cache(backbone: Any, steps: int, use_cache: bool | None) -> bool:
-    """Whether the model, in eval mode, makes itself a cache: where it is told to, or reads the tokens in pieces."""
-    wanted = backbone.config.use_cache if use_cache is None else use_cache
-    return not backbone.training and bool(wanted or steps > backbone.config.max_inference_chunksize)
+    """Return whether the model would create a cache.
+
+    In eval mode it does so with `use_cache`, and for more tokens than it reads in one slice.
+    """
+    use_cache = backbone.config.use_cache if use_cache is None else use_cache
+    return not backbone.training and bool(use_cache or steps > backbone.config.max_inference_chunksize)
 
 
 def _make_cache(backbone: Any, inputs: Tensor) -> object:
-    """A cache in the dtype that the config has for states; the model's own would be in that of the weights.
+    """Return an empty cache whose states have the config's ``inference_state_dtype``.
 
-    For what it reads in pieces, the model makes its own without device and dtype: on the CPU, in bfloat16.
+    The cache that the model would create has the dtype of the weights or, for an input that it reads in several slices,
+    is in bfloat16 on the CPU.
     """
     from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 

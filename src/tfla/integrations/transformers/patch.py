@@ -1,4 +1,4 @@
-"""Turning models to this library's operator, and back."""
+"""The functions that switch models of transformers to tfla's operator, and back."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def accelerate(model: Model, *, chunk_size: int | None = None, backend: str | None = None) -> Model:
-    """Run every xLSTM of transformers inside the model on :func:`tfla.mlstm`; weights and config stay as they are.
+    """Make every xLSTM of transformers in the model compute with :func:`tfla.mlstm`.
 
-    Training, prefill and generation, with and without a cache, go through it; sequences may have any length, and
-    padding by ``attention_mask``, on either side, gives every row the result it has alone. In eval mode a new cache is
-    in the config's ``inference_state_dtype``. A model that was accelerated before takes the new options.
+    Training, prefill and generation use it, with and without a cache. The weights and the config stay as they are.
+    Sequences may have any length. With an ``attention_mask``, padding on either side gives every row the result that it
+    has alone. In eval mode a new cache has the config's ``inference_state_dtype``. For a model that was accelerated
+    before, the new options replace the old ones.
 
     Args:
-        model: an ``xLSTMForCausalLM``, an ``xLSTMModel`` or a module around one.
-        chunk_size: distance in steps between the states stored for the backward; None lets the operator choose.
-        backend: of the operator; None lets it choose.
+        model: an ``xLSTMForCausalLM``, an ``xLSTMModel``, or a module that contains one.
+        chunk_size: the number of steps between the states that are stored for the backward; None lets the operator
+            choose.
+        backend: the backend of the operator; None lets the operator choose.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: there is no xLSTM in the model.
-        ValueError: it is configured for kernels of another form than mLSTMexp, chunk_size is below 1, or there is no
+        TypeError: the model contains no xLSTM, or `chunk_size` is not an int.
+        ValueError: the config names a kernel that does not compute mLSTMexp, `chunk_size` is below 1, or there is no
             such backend.
         ImportError: transformers is not installed.
     """
@@ -54,10 +56,13 @@ def accelerate(model: Model, *, chunk_size: int | None = None, backend: str | No
 
 
 def restore(model: Model) -> Model:
-    """Undo :func:`accelerate`; a model that was not accelerated stays as it is. Returns the same model.
+    """Undo :func:`accelerate`; a model that was not accelerated stays as it is.
+
+    Returns:
+        The same model.
 
     Raises:
-        TypeError: there is no xLSTM in the model.
+        TypeError: the model contains no xLSTM.
         ImportError: transformers is not installed.
     """
     for backbone in _backbones(model):
@@ -74,13 +79,14 @@ def restore(model: Model) -> Model:
 
 
 def _backbones(model: nn.Module) -> list[Any]:
+    """Return the modules of class xLSTMModel in the model, or raise a TypeError if there is none."""
     try:
         from transformers import xLSTMModel
     except ImportError as error:
         raise ImportError('this needs transformers: pip install "tfla[transformers]"') from error
-    found = (
+    backbones = (
         [module for module in model.modules() if isinstance(module, xLSTMModel)] if isinstance(model, nn.Module) else []
     )
-    if not found:
+    if not backbones:
         raise TypeError(f"model: got {type(model).__name__}, expected an xLSTMForCausalLM or a module with one")
-    return found
+    return backbones

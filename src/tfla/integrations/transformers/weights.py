@@ -1,6 +1,7 @@
-"""Weights in the layout of xLSTM-7B (``NX-AI/xLSTM-7b``), as ``xLSTMForCausalLM.save_pretrained`` writes it.
+"""The conversion of weights between tfla.nn and the files of transformers' xLSTM, without transformers.
 
-Read and written without transformers. In "fused" mode, weights that read the same input are one tensor.
+The files have the layout of xLSTM-7B (``NX-AI/xLSTM-7b``), as ``xLSTMForCausalLM.save_pretrained`` writes them. With
+the weight mode "fused", weights that are multiplied with the same input are concatenated to one tensor.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from tfla.nn.pretrained import build, need_safetensors, read_tensors
 WeightMode = Literal["single", "fused"]
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-MODEL = {
+# From names of tensors in transformers to names in tfla.nn, of the model and of a block.
+MODEL_NAMES = {
     "backbone.embeddings.weight": "embedding.weight",
     "backbone.out_norm.weight": "norm.weight",
     "lm_head.weight": "unembedding.weight",
 }
-BLOCK = {
+BLOCK_NAMES = {
     "norm_mlstm.weight": "mixer_norm.weight",
     "mlstm_layer.q.weight": "mixer.q_proj.weight",
     "mlstm_layer.k.weight": "mixer.k_proj.weight",
@@ -43,14 +45,15 @@ BLOCK = {
     "ffn.proj_up.weight": "ffn.up_proj.weight",
     "ffn.proj_down.weight": "ffn.down_proj.weight",
 }
-FUSED = {
+# From the name of a fused tensor to the names of its parts, in order.
+FUSED_NAMES = {
     "mlstm_layer.qkv_opreact.weight": ("q.weight", "k.weight", "v.weight", "ogate_preact.weight"),
     "mlstm_layer.ifgate_preact.weight": ("igate_preact.weight", "fgate_preact.weight"),
     "mlstm_layer.ifgate_preact.bias": ("igate_preact.bias", "fgate_preact.bias"),
     "ffn.proj_up_gate_z.weight": ("proj_up_gate.weight", "proj_up.weight"),
 }
 
-# What a config that does not say it means; the library's.
+# transformers' default of each field that a config may leave out.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 50304, "hidden_size": 4096, "num_hidden_layers": 32, "num_heads": 8, "use_bias": False,
     "tie_word_embeddings": False, "norm_eps": 1e-6, "qk_dim_factor": 0.5, "v_dim_factor": 1.0,
@@ -67,21 +70,25 @@ def load_xlstm(
     dtype: torch.dtype | None = None,
     **overrides: Any,
 ) -> LanguageModel:
-    """tfla's model from a directory that ``xLSTMForCausalLM.save_pretrained`` wrote, or a download of xLSTM-7B.
+    """Load a model of tfla.nn from a directory that ``xLSTMForCausalLM.save_pretrained`` wrote.
 
-    Logits are those of the library's model, within the rounding of the weights' dtype.
+    A download of xLSTM-7B is such a directory. The logits are those of the model of transformers, within the rounding
+    of the weights' dtype.
 
     Args:
-        directory: with config.json and model.safetensors, or its shards and their index.
-        device: to put the model on; None is the CPU.
-        dtype: of the weights; None is the stored one.
+        directory: the directory with config.json and with model.safetensors, or with its shards and their index.
+        device: the device of the model; None is the CPU.
+        dtype: the dtype of the weights; None is the stored one.
         overrides: fields of the :class:`tfla.nn.ModelConfig` to change, such as ``backend``.
+
+    Returns:
+        The model.
 
     Raises:
         FileNotFoundError: a file is missing; the message names it.
-        ValueError: a file is broken, the weights do not fit the config, or the config has what tfla's model has not:
-            biases, values of another width than the model. The message names it. Or there is no such device here, or
-            weights cannot be in that dtype.
+        ValueError: a file is broken, the weights do not fit the config, or the config has something that tfla's model
+            does not have, such as biases; the message names it. Also if the device does not exist or if weights cannot
+            have that dtype.
         ImportError: safetensors is not installed.
     """
     check_weights_dtype(dtype)
@@ -110,13 +117,13 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
     """Write config.json and model.safetensors as ``xLSTMForCausalLM.from_pretrained`` reads them.
 
     Args:
-        model: mLSTMexp with LayerNorm over heads and one epsilon in all norms, which xLSTM-7B has.
-        directory: made if it is not there; each file is replaced in one go.
-        weight_mode: "single", or "fused": weights that read the same input as one tensor.
+        model: a model like xLSTM-7B: mLSTMexp, LayerNorm over heads, and the same epsilon in all norms.
+        directory: the directory, which is created if it does not exist. Each file is replaced atomically.
+        weight_mode: "single", or "fused", which concatenates weights that are multiplied with the same input.
 
     Raises:
         TypeError: model is no LanguageModel.
-        ValueError: the model has what the layout has no place for; the message names it.
+        ValueError: the files cannot represent the model; the message says why. Or the weight mode is unknown.
         ImportError: safetensors is not installed.
         OSError: the directory cannot be written.
     """
@@ -144,6 +151,7 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected what xLSTMForCausalLM.save_pretrained writes")
     try:
@@ -156,7 +164,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The file of all weights, or the shards that the index names."""
+    """Return the path of the file with all weights, or the paths of the shards that the index names."""
     if (directory / WEIGHTS).is_file() or not (directory / INDEX).is_file():
         paths = [directory / WEIGHTS]
     else:
@@ -171,7 +179,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _library_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The library's fields, none missing, that say how the model is built."""
+    """Check transformers' config and return its fields that decide how the model is built, with defaults filled in."""
     if "mixer" in given and "model_type" not in given:
         raise ValueError(
             "got a config of tfla.nn, expected one of transformers; LanguageModel.from_pretrained loads it"
@@ -190,6 +198,7 @@ def _library_fields(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a ModelConfig for those of transformers' config."""
     return {
         "d_model": fields["hidden_size"], "num_blocks": fields["num_hidden_layers"], "num_heads": fields["num_heads"],
         "vocab_size": fields["vocab_size"], "qk_factor": fields["qk_dim_factor"],
@@ -200,12 +209,13 @@ def _model_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _library_config(config: ModelConfig) -> dict[str, Any]:
+    """Return transformers' config for a ModelConfig."""
     size = {"hidden_size": config.d_model, "num_hidden_layers": config.num_blocks}
     return {
         "architectures": ["xLSTMForCausalLM"], "model_type": "xlstm", "vocab_size": config.vocab_size,
         **size, **{alias: size[name] for alias, name in ALIASES.items()}, "num_heads": config.num_heads,
         **REQUIRED, "tie_word_embeddings": False, "add_out_norm": True, "norm_eps": config.norm_eps,
-        # As a fraction of the width itself, no rounding rule can make another width of it.
+        # The exact ratio of the widths, from which transformers' rounding to multiples gives the same width.
         "qk_dim_factor": config.qk_factor, "ffn_proj_factor": config.ffn_dim / config.d_model,
         "ffn_round_up_to_multiple_of": config.ffn_multiple, "gate_soft_cap": config.gate_soft_cap,
         "output_logit_soft_cap": config.logit_soft_cap,
@@ -213,17 +223,20 @@ def _library_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _block_prefix(n: int) -> str:
+    """Return the prefix of the names of block n's tensors in transformers."""
     return f"backbone.blocks.{n}."
 
 
 def _tensor_names(config: ModelConfig) -> dict[str, str]:
-    """Every tensor's name in the layout, and that in tfla's model."""
+    """Return a dict from every tensor's name in transformers to its name in tfla.nn."""
     blocks = range(config.num_blocks)
-    return MODEL | {_block_prefix(n) + theirs: f"blocks.{n}.{ours}" for n in blocks for theirs, ours in BLOCK.items()}
+    return MODEL_NAMES | {
+        _block_prefix(n) + theirs: f"blocks.{n}.{ours}" for n in blocks for theirs, ours in BLOCK_NAMES.items()
+    }
 
 
 def _rename_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """By tfla's names; what the layout does not know keeps its own, which the model then refuses."""
+    """Return the tensors by their names in tfla.nn; unknown ones keep their names, and the model then refuses them."""
     names = _tensor_names(config)
     missing = [name for name in names if name not in tensors]
     if missing:
@@ -232,14 +245,16 @@ def _rename_tensors(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str
 
 
 def _fused_parts(fused: str) -> list[str]:
+    """Return the names of the tensors that a fused tensor consists of."""
     module = fused.split(".", 1)[0]
-    return [f"{module}.{part}" for part in FUSED[fused]]
+    return [f"{module}.{part}" for part in FUSED_NAMES[fused]]
 
 
 def _fuse(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Concatenate the weights of each block that are multiplied with the same input."""
     tensors = dict(tensors)
     for n in range(config.num_blocks):
-        for fused in FUSED:
+        for fused in FUSED_NAMES:
             tensors[_block_prefix(n) + fused] = torch.cat(
                 [tensors.pop(_block_prefix(n) + part) for part in _fused_parts(fused)]
             )
@@ -247,13 +262,13 @@ def _fuse(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _split_fused(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The inverse of :func:`_fuse`; weights that are not fused stay."""
+    """Split the fused weights of each block, the inverse of :func:`_fuse`; weights that are not fused stay."""
     heads, d = config.num_heads, config.d_model
     qk = heads * config.qk_head_dim
     widths = {"qkv_opreact": [qk, qk, d, d], "ifgate_preact": [heads, heads], "proj_up_gate_z": [config.ffn_dim] * 2}
     tensors = dict(tensors)
     for n in range(config.num_blocks):
-        for fused in FUSED:
+        for fused in FUSED_NAMES:
             whole = tensors.pop(_block_prefix(n) + fused, None)
             if whole is None:
                 continue
