@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tfla.paper.frame import Missing
 
 from tfla._util.errors import UserError
 from tfla.cli import main
@@ -164,3 +165,13 @@ def test_claims_of_the_stored_runs() -> None:
     found = claims(Config())
     assert "mLSTMsig learns as well as mLSTMexp" in [c.title for c in found]
     assert not any("nan" in c.here for c in found)
+
+
+def test_a_run_that_failed_at_once_has_no_figure(tmp_path: Path) -> None:
+    """The only one of an experiment, without a step: its figure is missing, and not an error."""
+    stored = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "training.json").read_text())
+    variant = EXPERIMENTS["fig8"].variants[0]
+    row = {"name": variant.name, **dataclasses.asdict(variant), "failed": "no"}
+    (tmp_path / "training.json").write_text(json.dumps(stored | {"runs": [row]}))
+    found = figures(Config(out=tmp_path, results=tmp_path))
+    assert [(type(f), f.name) for f in found] == [(Missing, name) for name in ("fig8", "fig9", "fig10", "fig11")]

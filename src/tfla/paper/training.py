@@ -183,7 +183,7 @@ def figures(config: Config) -> list[Figure | Missing]:
     for mixer, name, number in (("mlstm_exp", "fig8", 8), ("mlstm_sig", "fig9", 9)):
         kind: Mixer = "mlstm_exp" if mixer == "mlstm_exp" else "mlstm_sig"
         title = f"Figure {number}: {NAMES[kind]} by input gate bias"
-        if any(v in found.runs for v in EXPERIMENTS[name].variants):
+        if any(found.runs.get(v, {}).get("grad_norm") for v in EXPERIMENTS[name].variants):
             drawn.append(gate_biases(config, found, kind, name, title))
         else:
             drawn.append(Missing(name, title, f"no runs: `tfla experiment {name}`"))
