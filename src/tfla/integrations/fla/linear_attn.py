@@ -70,7 +70,7 @@ def chunk_linear_attn(
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
-    """Compute linear attention without decay.
+    """Compute linear attention without decay, normalized or not.
 
     With the state C_t = C_{t-1} + k_t v_t^T and the sum of keys z_t = z_{t-1} + k_t, the output is scale C_t^T q_t or,
     with `normalize`,
@@ -101,7 +101,10 @@ def fused_chunk_linear_attn(
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, LinearAttentionState | None]:
-    """Compute the same as :func:`chunk_linear_attn`, with the same arguments, results and errors."""
+    """Compute the same as :func:`chunk_linear_attn`.
+
+    The arguments, the results and the errors are those of that function.
+    """
     return _attend(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 

@@ -47,7 +47,10 @@ def fused_chunk_retention(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the same as :func:`chunk_retention`, with the same arguments, results and errors."""
+    """Compute the same as :func:`chunk_retention`.
+
+    The arguments, the results and the errors are those of that function.
+    """
     return scan(q, k, v, _log_decays(q, v), scale, initial_state, output_final_state, cu_seqlens)
 
 
