@@ -1,4 +1,18 @@
-"""The gate warp: it brings the gate vectors of a tile to shared memory, or makes them from the gates."""
+"""The gate warp, which stores the gate vectors of each tile to shared memory.
+
+For each tile and head it stores, in the names of `docs/mathematics.md`:
+
+    vector            with time     against time
+    ROW_EXPONENT      ROW           COLUMN           exponents of the gate matrix by output step
+    COLUMN_EXPONENT   COLUMN        ROW              exponents of the gate matrix by update step
+    STATE_WEIGHT      INTER, a      UPDATE, w        weight of the state in each output
+    update weights    UPDATE, w     INTER, a'        weight of each step in the update of the state
+    TILE_DECAY        DECAY, g      DECAY, g         decay of the state over the tile
+
+A gate kernel has written ROW, COLUMN, ... for all tiles before (LOADED), or some of them (PARTIAL), or the gate warp
+computes all from the gates (RECOMPUTED), which needs no normalizer. A kernel can start several gate warps, which then
+take tiles in turn.
+"""
 
 from __future__ import annotations
 
@@ -36,42 +50,56 @@ from tfla.backends.triton.gates import (
 
 
 class GateBuffers(NamedTuple):
-    """Of the heads of a program one after another, each in STAGES stages."""
+    """The shared memory of the gate vectors: for each head of the program STAGES stages, (heads * STAGES, ...)."""
 
-    vectors: Any  # READ, WRITE, OUT and CARRY
-    weights: Any  # of updates, as the sum of two of low precision
-    extra: Any = None  # one more gate vector
-    matrix: Any = None  # the weights also as the sum of three, rows of a right operand
+    vectors: Any  # (…, NUM_GATE_VECTORS L), float32: ROW_EXPONENT, COLUMN_EXPONENT, STATE_WEIGHT, TILE_DECAY
+    weights: Any  # (…, 2 L), 16-bit: the update weights as a sum of two
+    extra: Any = None  # (…, L), float32: the gate vector EXTRA
+    matrix: Any = None  # (…, 8, L), 16-bit: the update weights as a sum of three rows, a right operand
 
 
 class GateWarpConfig(NamedTuple):
-    """What the gaters of a walk are to do."""
+    """The constants of the gate warps of a kernel."""
 
-    L: Any
+    L: Any  # steps of a tile
     STAGES: Any
-    REVERSE: Any
+    REVERSE: Any  # whether the scan goes against time
     IS_SEGMENTED: Any
-    EXTRA: Any = None  # which one is `extra`
-    NUM_SPLITS: Any = 1  # of programs that share columns of a state the first has the extra vector, the others zeros
-    SKIP_LAST: Any = False  # as in `num_tiles`
-    HEADS: Any = 1  # of a program, where a piece of work is one of that many heads
-    GATE_WARPS: Any = 1  # that take turns; those that a kernel starts beyond them do nothing
-    HAS_OUTPUT: Any = True  # else the place of OUT has the weights of updates, in float32
+    EXTRA: Any = None  # index of one more gate vector that the consumers need, FLOOR or DELTA_P
+    NUM_SPLITS: Any = 1  # programs that share the columns of a state: the first has EXTRA, the others zeros instead
+    SKIP_LAST: Any = False  # whether the last segment of a sequence has no tiles, see `num_tiles`
+    HEADS: Any = 1  # heads that a program computes at once; a work tile is then one of that many heads
+    GATE_WARPS: Any = 1  # gate warps that share the tiles; a warp with a higher index does nothing
+    HAS_OUTPUT: Any = True  # without outputs STATE_WEIGHT has the update weights instead, in float32
 
 
 @gluon.jit
 def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params, tiles_per_head, config):
-    """A gater: one warp brings the gate vectors of a tile, of one head, when it is its turn."""
+    """Store the gate vectors of the tiles of one gate warp.
+
+    An iteration is one tile of one head: iteration i of a work tile is head i % HEADS of its tile i // HEADS in the
+    direction of the scan. Warp w of GATE_WARPS takes every GATE_WARPS-th iteration from w on, over all work tiles.
+
+    Args:
+        warp_index: Which gate warp of the kernel this is.
+        source: Where the gate vectors come from.
+        buffers: Where they go in shared memory.
+        full: Full barriers of the ring, (STAGES).
+        empty: Empty barriers of the ring, (STAGES).
+        params: The numbers of the scheduler.
+        tiles_per_head: Tiles of one head over all batch rows.
+        config: Constants.
+    """
     L: gl.constexpr = config.L
     HEADS: gl.constexpr = config.HEADS
     GATE_WARPS: gl.constexpr = config.GATE_WARPS
     layout: gl.constexpr = gl.BlockedLayout([L // 32], [32], [1], [0])
     r = gl.arange(0, L, layout)
-    n = warp_index
-    before = 0  # turns of pieces before
+    n = warp_index  # iterations before the current one, over all work tiles
+    before = 0  # iterations of the work tiles before this one
     num_work_tiles = params.num_work_tiles if warp_index < GATE_WARPS else 0
     for index in range(gl.program_id(0), num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED)
+        b, h, start, steps, first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         first = n - before
         if source.GATES == RECOMPUTED:
@@ -79,18 +107,19 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
         for i in range(first, tiles * HEADS, GATE_WARPS):
             t = tile_of_iteration(i, tiles, config)
             head = i % HEADS
-            tile = (h * HEADS + head).to(gl.int64) * tiles_per_head + tile0 + t
+            tile = (h * HEADS + head).to(gl.int64) * tiles_per_head + first_tile + t
             if source.GATES == RECOMPUTED:
                 row, column, inter, update, decay = compute_gate_vectors(
                     i_gate, f_gate, t * L + r < steps, source.scale, source.log_scale, source.INPUT_GATE,
                     source.SIGMOID_I, source.SIGMOID_F,
                 )  # fmt: skip
-                # Those of the next turn, on their way while this one waits for its stage. The compiler is not to know
-                # that they follow those of this one: pointers that it moves along take registers.
+                # Load the gates of the next iteration while this one waits for its stage. `n >> 30` is 0; it hides from
+                # the compiler that these addresses follow the current ones, for which it would keep pointers.
                 later = i + GATE_WARPS + (n >> 30)
                 i_gate, f_gate = load_gates_of_iteration(later, b, h, start, steps, tiles, source, r, config)
             else:
                 row, column, inter, update, decay = load_gate_vectors(source, tile, r)
+            # Wait until the consumers have released the stage.
             s, phase = stage_and_phase(n // HEADS, config.STAGES)
             mbarrier.wait(empty.index(s), phase ^ 1)
             at = head * config.STAGES + s
@@ -108,27 +137,30 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
             mbarrier.arrive(full.index(s), count=1)
             n += GATE_WARPS
         before += tiles * HEADS
-    if n == before and warp_index < GATE_WARPS:
+    if n == before and warp_index < GATE_WARPS:  # the iteration after the last one is this warp's
         producer_tail(n // HEADS, full, empty, config.STAGES, HEADS)
 
 
 @gluon.jit
 def tile_of_iteration(i, tiles, config):
-    """Where in its piece the tile of the i-th turn is."""
+    """Return the index of the tile of iteration i inside its work tile."""
     return tiles - 1 - i // config.HEADS if config.REVERSE else i // config.HEADS
 
 
 @gluon.jit
 def load_gates_of_iteration(i, b, h, start, steps, tiles, source, r, config):
-    """Of the i-th turn of a piece, or where it has none zeros."""
+    """Return input and forget gates of iteration i, (L) each, or zeros where the work tile has no such iteration."""
     at_i, at_f = gate_pointers(source, b, h * config.HEADS + i % config.HEADS, start)
     return load_tile_gates(at_i, at_f, tile_of_iteration(i, tiles, config) * config.L, steps, r, source)
 
 
 @gluon.jit
 def store_update_weights(update, buffers, at, L: gl.constexpr):
-    """As the sum of two of low precision. For n of three: where |d| is next to exp(-m), its last digits decide on the
-    whole gradient of the denominator."""
+    """Store the update weights of a tile to stage `at`, as a sum of two numbers of low precision each.
+
+    For n, `buffers.matrix` gets them as a sum of three, in rows of a right operand (8, L): where |d| is next to
+    exp(-m), the last digits of n decide on the whole gradient of the denominator.
+    """
     w = buffers.weights.index(at)
     high, middle, low = split_in_three(update, w.dtype)
     w.slice(0, L, 0).store(high)
@@ -144,27 +176,27 @@ def store_update_weights(update, buffers, at, L: gl.constexpr):
         fence_async_shared()
 
 
-# Which of the gate vectors a walk makes.
-LOADED = gl.constexpr(0)
-PARTIAL = gl.constexpr(1)  # INTER, UPDATE and DECAY, of the others
-RECOMPUTED = gl.constexpr(2)  # of the gates
+# Values of GATES: which gate vectors the gate warp computes.
+LOADED = gl.constexpr(0)  # none
+PARTIAL = gl.constexpr(1)  # INTER, UPDATE and DECAY, from the others
+RECOMPUTED = gl.constexpr(2)  # all, from the gates
 
 
 class GateSource(NamedTuple):
-    """Of the gate vectors of a walk."""
+    """The source of the gate vectors of a kernel."""
 
-    vectors: Any  # (H, tiles, VECTORS, L)
+    vectors: Any  # (H, tiles, VECTORS, L), float32, unused with RECOMPUTED
     i_gate: Any  # (B, T, H)
-    f_gate: Any
-    stride_ib: Any  # strides
+    f_gate: Any  # (B, T, H)
+    stride_ib: Any  # strides of the gates: input or forget, by batch row, token and head
     stride_it: Any
     stride_ih: Any
     stride_fb: Any
     stride_ft: Any
     stride_fh: Any
     scale: Any
-    log_scale: Any  # base 2
-    GATES: Any  # NONE, SOME or ALL, where `vectors` are none
+    log_scale: Any  # log2 of scale
+    GATES: Any  # LOADED, PARTIAL or RECOMPUTED
     INPUT_GATE: Any
     SIGMOID_I: Any
     SIGMOID_F: Any
@@ -172,6 +204,7 @@ class GateSource(NamedTuple):
 
 @triton.jit
 def _add(a, b):
+    """Return `a + b`, the operator of the scan over the forget gates."""
     return a + b
 
 
@@ -179,9 +212,21 @@ def _add(a, b):
 def compute_gate_vectors(
     i, f, inside, scale, log_scale, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr
 ):
-    """ROW, COLUMN, INTER, UPDATE and DECAY of a tile, of its gates as the model has them.
+    """Return ROW, COLUMN, INTER, UPDATE and DECAY of a tile, (L) each, from the gates of the model.
 
-    As in `chunk_gates`, sums are float64.
+    With b the sums of log2 f from the start of the tile, g the sum over all of it and i in base 2: ROW = b, COLUMN = i
+    - b + log2 scale, INTER = scale 2^b, UPDATE = 2^(g - b + i), DECAY = 2^g. Sums are float64, as in `chunk_gates` of
+    the Triton backend.
+
+    Args:
+        i: Input gates, (L); unused without INPUT_GATE.
+        f: Forget gates, (L).
+        inside: Which steps the tile has, (L). Other steps have weight 0 and do not decay the state.
+        scale: The factor of q, positive.
+        log_scale: Its logarithm in base 2.
+        INPUT_GATE: Whether there is an input gate.
+        SIGMOID_I: Whether log i is logsigmoid(i), not i.
+        SIGMOID_F: Whether log f is logsigmoid(f), not f.
     """
     f = tl.where(inside, exponent(finite_log_gate(f, SIGMOID_F, True).to(tl.float64)), 0.0)
     if INPUT_GATE:
@@ -189,7 +234,7 @@ def compute_gate_vectors(
     else:
         i = tl.where(inside, 0.0, CLOSED)
     b = tl.associative_scan(f, 0, _add)
-    g = tl.gather(b, inside.to(tl.int32) * 0 + (b.shape[0] - 1), 0)  # a sum would take as long as the scan
+    g = tl.gather(b, inside.to(tl.int32) * 0 + (b.shape[0] - 1), 0)  # the last sum
     row = b.to(tl.float32)
     column = (i - b + log_scale).to(tl.float32)
     return row, column, tl.exp2(row) * scale, tl.exp2((g - b + i).to(tl.float32)), tl.exp2(g.to(tl.float32))
@@ -197,7 +242,7 @@ def compute_gate_vectors(
 
 @gluon.jit
 def gate_pointers(source, b, h, start):
-    """Pointers to those of a piece of work."""
+    """Return pointers to the input and forget gate of head `h` at step `start` of batch row `b`."""
     i = source.i_gate + (b.to(gl.int64) * source.stride_ib + h.to(gl.int64) * source.stride_ih)
     f = source.f_gate + (b.to(gl.int64) * source.stride_fb + h.to(gl.int64) * source.stride_fh)
     first = gl.to_tensor(start).to(gl.int64)
@@ -206,15 +251,15 @@ def gate_pointers(source, b, h, start):
 
 @gluon.jit
 def load_gate_steps(at, stride, step, steps, r):
-    """Steps from `step` on, of those that a piece has."""
+    """Return the gates of steps `step + r` of a work tile of `steps` steps, (L), with zeros outside of it."""
     t = step + r
-    # What L2 keeps longest: a sector has gates of eight heads, whose programs are not at the same tile.
+    # A sector has the gates of eight heads, and their programs are not at the same tile: L2 has to keep it.
     return gl.load(at + t.to(gl.int64) * stride, mask=(t >= 0) & (t < steps), other=0.0, eviction_policy="evict_last")
 
 
 @gluon.jit
 def load_tile_gates(at_i, at_f, step, steps, r, source):
-    """Of a tile, or where the piece has none zeros; i is f where there is none."""
+    """Return input and forget gates of the tile from `step` on, (L) each; without an input gate f stands for both."""
     f = load_gate_steps(at_f, source.stride_ft, step, steps, r)
     if source.INPUT_GATE:
         return load_gate_steps(at_i, source.stride_it, step, steps, r), f
@@ -224,14 +269,22 @@ def load_tile_gates(at_i, at_f, step, steps, r, source):
 
 @gluon.jit
 def load_gate_vectors(source, tile, r):
-    """As `compute_gate_vectors`, of the tile-th of all heads."""
+    """Return ROW, COLUMN, INTER, UPDATE and DECAY of a tile, (L) each, as a gate kernel has written them.
+
+    With PARTIAL only ROW, COLUMN and the sum TOTAL are in memory, and the rest follows from these.
+
+    Args:
+        source: Where the gate vectors are.
+        tile: Index of the tile over all heads.
+        r: Indices of the steps, (L).
+    """
     L: gl.constexpr = r.shape[0]
     at = source.vectors + tile * (VECTORS * L) + r
-    row = gl.load(at + ROW * L)
-    column = gl.load(at + COLUMN * L)
+    row = gl.load(at + ROW * L)  # (L)
+    column = gl.load(at + COLUMN * L)  # (L)
     if source.GATES == PARTIAL:
         total = gl.load(source.vectors + tile * (VECTORS * L) + TOTAL * L + r * 0)
         return row, column, gl.exp2(row) * source.scale, gl.exp2(total + (column - source.log_scale)), gl.exp2(total)
-    inter = gl.load(at + INTER * L)
-    update = gl.load(at + UPDATE * L)
+    inter = gl.load(at + INTER * L)  # (L)
+    update = gl.load(at + UPDATE * L)  # (L)
     return row, column, inter, update, gl.load(at + DECAY * L)

@@ -1,4 +1,10 @@
-"""Matrix products of the Hopper kernels and the weighting of their operands by gates."""
+"""Matrix products of the Hopper kernels, and the gate weights of their operands.
+
+A consumer is one warpgroup. Its accumulators come from wgmma with 64 rows, in the layout `accumulator_layout`. wgmma
+can take a 16-bit left operand from registers in the same layout, so that a result, rounded, is the left operand of the
+next product without a copy through shared memory. Functions that start with `issue` start an asynchronous product; its
+operands in registers must stay unchanged until a `warpgroup_mma_wait` that has them among its `deps`.
+"""
 
 from __future__ import annotations
 
@@ -14,32 +20,35 @@ def state_pointers(
     state, at, row, column, DX: gl.constexpr, DY: gl.constexpr, TRANSPOSED: gl.constexpr, layout: gl.constexpr,
     ROWS: gl.constexpr = 64, COLUMNS: gl.constexpr = 128,
 ):  # fmt: skip
-    """Of some rows and columns of the at-th state (DX, DY), or in memory (DY, DX)."""
+    """Return pointers (ROWS, COLUMNS) to a block of the state with index `at`, from `row` and `column` on.
+
+    States are (DX, DY) in memory, or with TRANSPOSED (DY, DX).
+    """
     r = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
     first = state + at.to(gl.int64) * (DX * DY)
     if TRANSPOSED:
         return first + (column + c) * DX + (row + r)
     else:
-        # Elements of a thread are constants apart only before row and column come to them: addresses in no registers.
+        # `r * DY + c` first: the elements of a thread then differ by constants, which take no registers.
         return first + (row * DY + column) + (r * DY + c)
 
 
 @gluon.constexpr_function
 def accumulator_layout(columns):
-    """Layout of a product of so many columns that one warpgroup computes."""
+    """Return the layout of a product with 64 rows and this many columns that one warpgroup computes."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def to_left_operand(x, columns: gl.constexpr):
-    """x, in registers, as the left operand of such a product."""
+    """Return `x`, 16-bit in the layout of accumulators, as the left operand of a product with this many columns."""
     return gl.convert_layout(x, gl.DotOperandLayout(0, accumulator_layout(columns), 2), assert_trivial=True)
 
 
 @gluon.jit
 def issue_mma(a, b):
-    """Starts a b."""
+    """Start `a @ b`: (rows, inner) @ (inner, columns), accumulated in float32."""
     rows: gl.constexpr = a.shape[0]
     columns: gl.constexpr = b.shape[1]
     zero = gl.zeros([rows, columns], gl.float32, accumulator_layout(columns))
@@ -48,7 +57,10 @@ def issue_mma(a, b):
 
 @gluon.jit
 def split_in_three(x, dtype: gl.constexpr):
-    """x as a sum of three of low precision, whose first two are off by 2^-17 of it in bfloat16."""
+    """Return three numbers of low precision whose sum is `x`.
+
+    The first two alone are off by a relative 2^-17 in bfloat16.
+    """
     high = x.to(dtype)
     rest = x - high.to(gl.float32)
     middle = rest.to(dtype)
@@ -57,8 +69,17 @@ def split_in_three(x, dtype: gl.constexpr):
 
 @gluon.jit
 def store_partial_dots(x, y, to, part: gl.constexpr, L: gl.constexpr):
-    """Sums over 64 rows of x (64, L), in registers, times y, in shared memory, as four parts: sums over 16 rows each,
-    which are those of a warp, without an exchange between warps."""
+    """Store partial sums over the rows of `x * y` to shared memory, four of L elements from index part * 4 L on.
+
+    Each of the four sums goes over the 16 rows that one warp holds, so that warps exchange nothing.
+
+    Args:
+        x: Accumulators (64, L) in registers.
+        y: A tile (64, L) in shared memory.
+        to: The vector in shared memory.
+        part: Which part of `to`; one for each consumer.
+        L: Steps of a tile.
+    """
     products = x.to(gl.float32) * y.load(x.type.layout).to(gl.float32)
     sums = gl.sum(gl.reshape(products, [4, 16, L]), 1)
     to.slice(part * 4 * L, 4 * L, 0).store(gl.reshape(sums, [4 * L]))
@@ -66,18 +87,26 @@ def store_partial_dots(x, y, to, part: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def load_update_weights(w, L: gl.constexpr, layout: gl.constexpr):
-    """Of the updates of a tile, in float32."""
+    """Return the update weights w of a tile in float32, (L), the sum of the two vectors in shared memory."""
     return w.slice(0, L, 0).load(layout).to(gl.float32) + w.slice(L, L, 0).load(layout).to(gl.float32)
 
 
 @gluon.jit
 def scale_by_gates(tile, w, L: gl.constexpr, layout: gl.constexpr):
-    """A tile in registers, (d, L), times the weights of its steps, rounded once: the left operand of an MMA."""
-    high = gl.expand_dims(w.slice(0, L, 0).load(gl.SliceLayout(0, tile.type.layout)), 0)
-    low = gl.expand_dims(w.slice(L, L, 0).load(gl.SliceLayout(0, tile.type.layout)), 0)
+    """Return `tile * w`, rounded once, as a left operand in `layout`.
+
+    Args:
+        tile: A transposed tile (d, L) in registers.
+        w: The update weights in shared memory, (2 L): for each step a high part and a low part of low precision.
+        L: Steps of a tile.
+        layout: Layout of the left operand.
+    """
+    high = gl.expand_dims(w.slice(0, L, 0).load(gl.SliceLayout(0, tile.type.layout)), 0)  # (1, L)
+    low = gl.expand_dims(w.slice(L, L, 0).load(gl.SliceLayout(0, tile.type.layout)), 0)  # (1, L)
     tile, high = gl.broadcast(tile, high)
     tile, low = gl.broadcast(tile, low)
     if tile.dtype == gl.bfloat16:
+        # tile * low is so small that its rounding does not show: only the fma rounds.
         asm: gl.constexpr = "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t; }"
     else:
         asm: gl.constexpr = "{ .reg .b32 t; mul.rn.f16x2 t, $1, $3; fma.rn.f16x2 $0, $1, $2, t; }"
@@ -87,18 +116,20 @@ def scale_by_gates(tile, w, L: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_gate_matrix(g, L: gl.constexpr, half: gl.constexpr, layout: gl.constexpr, PARTS: gl.constexpr = 2):
-    """exp2(READ_i + WRITE_j) for one half of the updates j, or with one part for all, unmasked."""
-    read = g.slice(ROW_EXPONENT * L, L, 0).load(gl.SliceLayout(1, layout))
-    write = g.slice(COLUMN_EXPONENT * L + half * (L // PARTS), L // PARTS, 0).load(gl.SliceLayout(0, layout))
-    return gl.exp2(gl.expand_dims(read, 1) + gl.expand_dims(write, 0))
+    """Return exp2(ROW_EXPONENT[i] + COLUMN_EXPONENT[j]), (L, L / PARTS), for part `half` of the columns j, unmasked."""
+    row = g.slice(ROW_EXPONENT * L, L, 0).load(gl.SliceLayout(1, layout))  # (L)
+    # (L / PARTS)
+    column = g.slice(COLUMN_EXPONENT * L + half * (L // PARTS), L // PARTS, 0).load(gl.SliceLayout(0, layout))
+    return gl.exp2(gl.expand_dims(row, 1) + gl.expand_dims(column, 0))
 
 
 @gluon.jit
 def apply_causal_mask(S, D, i, j, half: gl.constexpr, REVERSE: gl.constexpr):
-    """S * D where a step sees the update: i >= j, walking back i <= j.
+    """Return `S * D` where output step i includes update step j, else 0: i >= j, or with REVERSE i <= j.
 
-    Each thread has i and j in a pattern (i: its own + 8, j: its own + 1 + 8 n), so that one difference of the thread
-    against constants says it for all: plain i >= j holds sixteen registers more.
+    In the layout of accumulators a thread has row indices {r, r + 8} and column indices {c, c + 1} + 8 n. The
+    comparison is therefore one of a number of the thread, r - c, with constants. The plain comparison i >= j holds 16
+    more registers.
     """
     of_thread = gl.expand_dims(i & -9, 1) - gl.expand_dims(j & 6, 0)
     constant = gl.expand_dims(j & -7, 0) - gl.expand_dims(i & 8, 1) + half * 32

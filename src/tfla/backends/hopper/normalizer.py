@@ -1,7 +1,12 @@
-"""The normaliser in walks for o: n, kept by the tensor cores, and the denominators of a tile.
+"""The normalizer on tensor cores: the state n, and the denominators d of each tile.
 
-n is the sum of three of low precision, rows of a right operand in shared memory, so that n . z is a product of eight
-columns. Each consumer has half of n, as accumulators of which the first three columns add up to it.
+    d = a * (z n) + P 1                  (T3)
+    h = num / max(|d|, exp(-m))          (T4)
+    n <- g n + x^T w                     (T6)
+
+z n and x^T w are products with 8 columns, the fewest that wgmma has. n is a sum of three 16-bit numbers in the first
+three of the columns, because delta of (T7) jumps where |d| passes exp(-m). Each consumer updates half of n, in its
+accumulators, and shares it through shared memory, with one buffer for this tile and one for the next.
 """
 
 from triton.experimental import gluon
@@ -14,26 +19,32 @@ from tfla.backends.hopper.pipeline import STATE_WEIGHT, TILE_DECAY, barrier
 
 @gluon.jit
 def empty_n():
-    """64 of n, zeros."""
+    """Return accumulators (64, 8) for 64 elements of n, zeros."""
     return gl.zeros([64, 8], gl.float32, accumulator_layout(8))
 
 
 @gluon.jit
 def accumulator_rows(first):
-    """Which the accumulators of `first` and 63 more are of."""
+    """Return indices `first` to `first + 63` of n in the layout of its accumulators, (64)."""
     return first + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(8)))
 
 
 @gluon.jit
 def load_initial_n(n):
-    """Accumulators of 64 of n that are given."""
+    """Return accumulators (64, 8) whose columns add up to `n`, (64)."""
     column = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, accumulator_layout(8))), 0)
     return gl.where(column == 0, gl.expand_dims(n, 1), 0.0)
 
 
 @gluon.jit
 def store_shared_n(n, to, first: gl.constexpr):
-    """64 of n, from `first` on, as columns of a right operand."""
+    """Store 64 elements of n as columns of a right operand, a sum of three 16-bit numbers.
+
+    Args:
+        n: The elements, (64), float32.
+        to: The operand in shared memory, (8, dqk).
+        first: Index of the first element.
+    """
     column = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(0, accumulator_layout(8))), 0)
     high, middle, low = split_in_three(n, to.dtype)
     columns = gl.where(column == 2, gl.expand_dims(low, 1), 0.0)
@@ -44,13 +55,22 @@ def store_shared_n(n, to, first: gl.constexpr):
 
 @gluon.jit
 def issue_n_product(z, shared, n):
-    """Starts z . n of the n-th tile."""
+    """Start z n for tile n: (L, dqk) @ (dqk, 8)."""
     return issue_mma(z, shared.n.index(n % 2).permute((1, 0)))
 
 
 @gluon.jit
 def update_n(N, x, first: gl.constexpr, shared, s, L: gl.constexpr):
-    """Starts decay n + x w for 64 of n."""
+    """Start n <- g n + x^T w for 64 elements of n: (64, L) @ (L, 8), (T6).
+
+    Args:
+        N: Accumulators of n, (64, 8).
+        x: A tile (L, dqk) in shared memory.
+        first: Index of the first element of n.
+        shared: Shared memory of the kernel.
+        s: Stage of the tile.
+        L: Steps of a tile.
+    """
     tile_decay = gl.expand_dims(
         shared.g.index(s).slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, accumulator_layout(8))), 0
     )
@@ -60,19 +80,29 @@ def update_n(N, x, first: gl.constexpr, shared, s, L: gl.constexpr):
 
 @gluon.jit
 def store_shared_sums(P, shared, n, half: gl.constexpr):
-    """Of rows of half of the n-th tile's P."""
+    """Store the row sums of one half of the columns of P of tile n, (L)."""
     shared.sums.index(n % 2 * 2 + half).store(gl.sum(P, 1))
 
 
 @gluon.jit
 def store_shared_inverse(d, shared, s, n, half: gl.constexpr, L: gl.constexpr, SAVE_D: gl.constexpr):
-    """1 / max(|d|, exp(-m)), where d is z . n, weighted, and both consumers' sums of P."""
+    """Store 1 / max(|d|, exp(-m)) of a tile for one consumer, (L), (T3) and (T4); with SAVE_D also d.
+
+    Args:
+        d: z n as three columns, (L, 8); the other columns are zero.
+        shared: Shared memory of the kernel.
+        s: Stage of the tile.
+        n: Number of the tile.
+        half: Which consumer this is.
+        L: Steps of a tile.
+        SAVE_D: Whether the first consumer leaves d for the store warp.
+    """
     layout: gl.constexpr = gl.SliceLayout(1, accumulator_layout(8))
-    floor = shared.floor.index(s)
+    floor = shared.floor.index(s)  # (L), exp(-m)
     inverse = shared.inverse.index(half)
     parity = n % 2
     saved = shared.d.index(s)
-    d = gl.sum(d, 1) * shared.g.index(s).slice(STATE_WEIGHT * L, L, 0).load(layout)
+    d = gl.sum(d, 1) * shared.g.index(s).slice(STATE_WEIGHT * L, L, 0).load(layout)  # (L)
     d += shared.sums.index(2 * parity).load(layout) + shared.sums.index(2 * parity + 1).load(layout)
     inverse.store(1.0 / gl.maximum(gl.abs(d), floor.load(layout)))
     if SAVE_D and half == 0:
@@ -82,5 +112,5 @@ def store_shared_inverse(d, shared, s, n, half: gl.constexpr, L: gl.constexpr, S
 
 @gluon.jit
 def divide_by_denominators(out, shared, half: gl.constexpr):
-    """By what `store_shared_inverse` has put."""
+    """Return the transposed output `out`, (dhv, L), times the stored 1 / max(|d|, exp(-m)), (T4)."""
     return out * gl.expand_dims(shared.inverse.index(half).load(gl.SliceLayout(0, out.type.layout)), 0)

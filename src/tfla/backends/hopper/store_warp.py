@@ -1,6 +1,9 @@
-"""The carrier: one warp that brings to memory what consumers leave of a tile in its stage: they have no time for that.
+"""The store warp, which brings small results of each tile from shared memory to global memory.
 
-It does so once the stage is free, and the stage is full again only when it has; of the last tiles at the end.
+Consumers leave partial sums of a tile in its stage: the denominators d, the products do . h, or the products q . dq and
+k . dk. The store warp adds them up and stores the sum. It is a producer of the ring: it reads what tile n - STAGES left
+in a stage after the consumers have released the stage (empty), and before it arrives at full for tile n, which lets the
+consumers overwrite it. After the last tile it waits for the stages that are left.
 """
 
 from typing import Any, NamedTuple
@@ -13,39 +16,51 @@ from tfla.backends.hopper.pipeline import barrier, producer_tail, stage_and_phas
 from tfla.backends.hopper.scheduler import get_work_tile
 from tfla.backends.triton.gates import DELTA_P, VECTORS
 
+# Values of RESULT: what the store warp stores.
 NO_RESULT = gl.constexpr(0)
-DENOMINATORS = gl.constexpr(1)
-DP_OFFSETS = gl.constexpr(2)  # of parts of dh . h, times what is in its place, -u
-GATE_SUMS = gl.constexpr(3)  # of parts of q . dq or k . dk
+DENOMINATORS = gl.constexpr(1)  # d of (T3)
+DP_OFFSETS = gl.constexpr(2)  # delta = -u (do . h), (T7): the sum do . h times -u, which DELTA_P holds before
+GATE_SUMS = gl.constexpr(3)  # q . dq or k . dk of (B5)
 
 
 class StoreWarpConfig(NamedTuple):
-    """What the carrier of a walk is to do."""
+    """The constants of the store warp of a kernel."""
 
-    L: Any
+    L: Any  # steps of a tile
     STAGES: Any
-    REVERSE: Any
+    REVERSE: Any  # whether the scan goes against time
     IS_SEGMENTED: Any
-    RESULT: Any
+    RESULT: Any  # NO_RESULT, DENOMINATORS, DP_OFFSETS or GATE_SUMS
 
 
 @gluon.constexpr_function
-def full_arrivals(results):
-    """That fill a stage: those of the loader, the gater and the carrier, where it has anything to do."""
-    return 2 if results == NO_RESULT else 3
+def full_arrivals(result):
+    """Return how many arrivals complete a full barrier: load warp, gate warp, and the store warp if it is used."""
+    return 2 if result == NO_RESULT else 3
 
 
 @gluon.jit
 def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_head, config):
-    """carried: what consumers leave, in STAGES stages, parts of L; to: where it goes, or with OF_DELTA to vectors."""
+    """Store the results of all tiles of this program.
+
+    Args:
+        results: What the consumers leave, (STAGES, parts L), float32 in shared memory; the parts are to be added up.
+        out: Output in global memory: d, (B, T, H), or the sums of the gate gradients, (programs, H, tiles, L).
+        gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place.
+        full: Full barriers of the ring, (STAGES).
+        empty: Empty barriers of the ring, (STAGES).
+        params: The numbers of the scheduler.
+        tiles_per_head: Tiles of one head over all batch rows.
+        config: Constants.
+    """
     if config.RESULT != NO_RESULT:
         L: gl.constexpr = config.L
         r = gl.arange(0, L, gl.BlockedLayout([L // 32], [32], [1], [0]))
         n = 0
-        pending = gl.program_id(0)  # the piece of the tile that is next, and which it is there
-        pending_tile = 0
+        pending = gl.program_id(0)  # work tile of the next tile to store
+        pending_tile = 0  # index of that tile in its work tile
         for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-            _b, _h, _start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED)
+            _b, _h, _start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
             for _ in range(0, (steps + L - 1) // L):
                 s, phase = stage_and_phase(n, config.STAGES)
                 mbarrier.wait(empty.index(s), phase ^ 1)
@@ -57,6 +72,7 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
                 mbarrier.arrive(full.index(s), count=1)
                 n += 1
         producer_tail(n, full, empty, config.STAGES)
+        # The last STAGES tiles, or all where there are fewer.
         for i in range(0, config.STAGES):
             if n + i >= config.STAGES:
                 s, phase = stage_and_phase(n + i, config.STAGES)
@@ -68,21 +84,33 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
 
 @gluon.jit
 def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_head, r, config):
-    """Of the i-th tile walked of a piece; returns piece and tile that come next."""
+    """Store the result of one tile and return work tile and tile that come next.
+
+    Args:
+        index: Index of the work tile.
+        i: Index of the tile in its work tile, in the direction of the scan.
+        result: Its partial sums, (parts L), float32 in shared memory.
+        out: Output in global memory.
+        gate_vectors: Gate vectors in global memory.
+        params: The numbers of the scheduler.
+        tiles_per_head: Tiles of one head over all batch rows.
+        r: Indices of the steps, (L).
+        config: Constants.
+    """
     T, H = params.T, params.H
     L: gl.constexpr = r.shape[0]
-    b, h, start, steps, tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED)
+    b, h, start, steps, first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
     tiles = (steps + L - 1) // L
-    x = result.slice(0, L, 0).load(r.type.layout)
+    x = result.slice(0, L, 0).load(r.type.layout)  # (L)
     for part in gl.static_range(1, result.shape[0] // L):
         x += result.slice(part * L, L, 0).load(r.type.layout)
     tile = tiles - 1 - i if config.REVERSE else i
     if config.RESULT == DENOMINATORS:
         t = tile * L + r
-        first = r * 0 + gl.program_id(1) == 0  # of those that share a head, each of which has all of it
+        first = r * 0 + gl.program_id(1) == 0  # each program of a head has all of d: one of them stores it
         gl.store(out + (b.to(gl.int64) * T + start + t) * H + h, x, mask=(t < steps) & first)
     else:
-        row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_per_head + tile0 + tile
+        row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_per_head + first_tile + tile
         if config.RESULT == DP_OFFSETS:
             at = gate_vectors + (row * VECTORS + DELTA_P) * L + r
             gl.store(at, gl.load(at) * x)
