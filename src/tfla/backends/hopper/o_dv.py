@@ -1,20 +1,36 @@
-"""o, and walking back dv: one program walks all heads it is given, with BLOCKS x 128 columns of their states.
+"""o, or against time dv, of heads with dqk 128: a fused scan that keeps the state on chip.
 
-    loader, gaters, carrier --full[s]--> consumer 0, consumer 1 --free[s]--> loader, gaters, carrier
-                                         consumer 0 <--ready[n % 2], begun--> consumer 1
+A program computes 128 or 256 columns of dhv of each of its work tiles. Two consumers share them: each holds half of the
+columns of the transposed state C^T, (dhv, dqk), in registers, as BLOCKS blocks of 64 x dqk, and computes the transposed
+output, (dhv, L), of one tile after the other. The operands by result, with the gate weights of `docs/mathematics.md`:
 
-    loader       tiles of x, z, y by TMA to stage s of a ring of STAGES stages
-    gaters       their gate vectors to the same stage; in turn with one block, whose tiles are done sooner, or with n
-    carrier      to memory d, or delta, of what consumers have left in a stage, before it is filled again
-    consumer 0,1 each half of the columns of the state C^T, (dhv, dqk), in registers. Per tile n (`process_tile`)
-        out^T = C^T z^T, weighted, + y^T P^T   the state, rounded, is a left operand as it lies in registers
-        C^T   = decay C^T + (y w)^T x
-        P     = z x^T, weighted, of the next tile: half of the updates each, exchanged through shared memory
-        out   overwrites the tile of y and leaves by TMA; when it has left, a tile later, the stage is free
+    result   scan           x    y     z    state    a            w
+    o        with time      k    v     q    C^T      INTER        UPDATE
+    dv       against time   q    do    k    dC^T     UPDATE       INTER (a')
 
-x, y, z are k, v, q for o and q, do, k for dv, as in :mod:`tfla.backends.triton.walk`. With a normaliser o's consumers
-also have half of n each, and dv's read h as well: delta is made of do . h, and only this walk has time for its bytes.
-Without one, dv of heads of 128 x 128 is made with dk, by :mod:`.dk_dv`.
+The steps of a tile n (`process_tile`); P is that of tile n, computed during tile n - 1:
+
+    (1)   out^T <- C^T z^T                              (64, L) = (64, dqk) (dqk, L), first term of (T2), (T11)
+    (2)   the stage of tile n - 1 is empty              its output has left shared memory
+    (3)   do . h, summed over the consumer's columns    (L), only for delta of (T7)
+    (4)   wait for both halves of P
+    (5)   d <- a * (z n) + P 1;  1 / max(|d|, exp(-m))  (L), only with a normalizer, (T3)
+    (6)   out^T <- out^T * a + y^T P^T                  (64, L), (T2), (T11)
+    (7)   C^T <- g C^T + (y * w)^T x                    (64, dqk) = (64, L) (L, dqk), (T5), (T12)
+    (8)   n <- g n + x^T w                              half of dqk, only with a normalizer, (T6)
+    (9)   S <- z x^T of tile n + 1                      (L, L / 2), one half of the columns for each consumer, (T1)
+    (10)  out^T <- out^T / max(|d|, exp(-m))            to shared memory, over y, and from there to global memory, (T4)
+    (11)  P <- S * D of tile n + 1, masked              (L, L / 2), (T1)
+    (12)  P, its row sums and n                         to shared memory
+
+Who waits for whom:
+
+    load, gate and store warps --full[s]--> consumers 0 and 1 --empty[s]--> load, gate and store warps
+    consumer 0 <--ready[n % 2] (P of tile n), initial_n_ready (n at the start of a work tile)--> consumer 1
+
+For dv with a normalizer the load warp also loads h, and the store warp writes delta = -u (do . h): of the scans of the
+backward only this one has time for the bytes of h. Without a normalizer dv of heads of 128 x 128 is computed together
+with dk, in `dk_dv.py`.
 """
 
 from typing import Any, NamedTuple
@@ -92,91 +108,104 @@ from tfla.backends.triton.gates import FLOOR
 
 
 class Config(NamedTuple):
-    """Constants of a kernel."""
+    """The constants of the kernel."""
 
-    DK: Any
-    DV: Any
-    BLOCKS: Any  # of 64 columns that a consumer has
+    DK: Any  # dqk
+    DV: Any  # dhv
+    BLOCKS: Any  # blocks of 64 columns of dhv that a consumer holds, 1 or 2
     L: Any  # steps of a tile
-    STAGES: Any
-    REVERSE: Any  # from the last tile to the first
-    IS_SEGMENTED: Any
-    USE_INITIAL_STATE: Any  # pieces start from states that are given, not from zeros
-    STORE_FINAL_STATE: Any  # states behind pieces are wanted
-    NORMALIZE: Any
-    SAVE_D: Any  # d is wanted
-    COMPUTE_DP_OFFSET: Any  # the gate vector DELTA_P has -u and gets -u (y . y2), which are do and h
+    STAGES: Any  # stages of the ring
+    REVERSE: Any  # scan against time, for dv
+    IS_SEGMENTED: Any  # sequences are cut into segments, each a work tile
+    USE_INITIAL_STATE: Any  # start work tiles from `state_in` and `n_in`, not from zeros
+    STORE_FINAL_STATE: Any  # store the states after work tiles to `state_out` and `n_out`
+    NORMALIZE: Any  # divide by the denominators, for o
+    SAVE_D: Any  # store d to `d_out`
+    COMPUTE_DP_OFFSET: Any  # replace the gate vector DELTA_P = -u by delta = -u (y . y2); y, y2 are do, h
 
 
 class GlobalPointers(NamedTuple):
-    """What consumers read and write in memory."""
+    """The tensors in global memory that consumers access."""
 
-    out: Any
-    state_in: Any
-    state_out: Any
-    n_in: Any
-    n_out: Any
+    out: Any  # TMA descriptor
+    state_in: Any  # (segments, H, dqk, dhv)
+    state_out: Any  # (segments, H, dqk, dhv)
+    n_in: Any  # (segments, H, dqk)
+    n_out: Any  # (segments, H, dqk)
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory: what has STAGES stages, what the consumers exchange, and what only a normaliser takes."""
+    """The shared memory of a program."""
 
-    x: Any
-    y: Any  # 2 tiles a stage, one for each consumer
-    z: Any
-    y2: Any
-    p: Any  # P of this tile and of the next
-    g: Any
-    w: Any
-    full: Any
-    empty: Any
-    ready: Any  # P of a tile, and with a normaliser n and the sums of P
-    floor: Any  # exp(-m)
-    matrix: Any  # weights of updates as a right operand
-    n: Any  # of this tile and of the next, as `store_shared_n` has it
-    sums: Any  # of rows of P, two for each tile
-    inverse: Any  # 1 / max(|d|, exp(-m)), one for each consumer
-    initial_n_ready: Any  # n that a piece starts from
-    d: Any  # for the carrier: d, or parts of do . h
+    # The ring:
+    x: Any  # (STAGES, L, dqk)
+    y: Any  # (2 STAGES, L, 64 BLOCKS): one tile for each consumer
+    z: Any  # (STAGES, L, dqk)
+    y2: Any  # (2 STAGES, L, 64 BLOCKS)
+    g: Any  # gate vectors, (STAGES, NUM_GATE_VECTORS L)
+    w: Any  # update weights, (STAGES, 2 L)
+    full: Any  # barriers, (STAGES)
+    empty: Any  # barriers, (STAGES)
+    d: Any  # for the store warp: d, or partial sums of do . h, (STAGES, parts L)
+    floor: Any  # exp(-m), (STAGES, L)
+    matrix: Any  # update weights as a right operand, (STAGES, 8, L)
+    # What the consumers exchange:
+    p: Any  # P of this tile and of the next, (2, L, L)
+    ready: Any  # barriers, (2): both halves of P are stored, and with a normalizer n and the row sums of P
+    n: Any  # n before this tile and before the next, (2, 8, dqk)
+    sums: Any  # row sums of both halves of P of this tile and of the next, (4, L)
+    inverse: Any  # 1 / max(|d|, exp(-m)), (2, L): one for each consumer, not exchanged
+    initial_n_ready: Any  # barrier: both halves of n at the start of a work tile are stored
 
 
 class Accumulators(NamedTuple):
-    """Of a consumer, in registers."""
+    """The state that a consumer holds in registers, in float32."""
 
-    C0: Any
-    C1: Any  # where it has two blocks
-    n: Any  # columns, of which the first three add up to n
+    C0: Any  # first block of C^T, (64, dqk)
+    C1: Any  # second block, (64, dqk), with BLOCKS 2
+    n: Any  # half of n, (64, 8): the sum of the first three columns
 
 
 class WorkTile(NamedTuple):
-    """Of work."""
+    """The work tile that a program computes."""
 
     b: Any  # batch row
     h: Any  # head
-    start: Any  # its first step
-    steps: Any
-    tiles: Any
+    start: Any  # first token in the batch row
+    steps: Any  # number of steps
+    tiles: Any  # number of tiles
 
 
 class FragmentIds(NamedTuple):
-    """What a consumer has."""
+    """The indices of what a consumer holds."""
 
-    i: Any  # steps of a tile, which read
-    j: Any  # half of them, which update
-    rk: Any  # half of n
-    column: Any  # the first of a state, and of y
+    i: Any  # rows of P, steps of the outputs, (L)
+    j: Any  # columns of P, steps of the updates, counted from the consumer's half, (L / 2)
+    rk: Any  # elements of n, (64)
+    column: Any  # first column of dhv
 
 
 @gluon.jit
 def run_load_warp(X, Y, Z, Y2, shared, params, group_size, config):
-    """The loader: one warp."""
+    """Load the tiles of x, y and z, and h for delta, to shared memory by TMA.
+
+    Args:
+        X: TMA descriptor of x, in tiles (L, dqk).
+        Y: TMA descriptor of y, in tiles (L, 64 BLOCKS), two a program.
+        Z: TMA descriptor of z, in tiles (L, dqk).
+        Y2: TMA descriptor of h, in tiles like those of y; unused without COMPUTE_DP_OFFSET.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        group_size: Heads of y that share a head of x and z.
+        config: Constants.
+    """
     L: gl.constexpr = config.L
     WIDTH: gl.constexpr = 64 * config.BLOCKS
     each_y: gl.constexpr = 4 if config.COMPUTE_DP_OFFSET else 2
     n = 0
     column = gl.program_id(1) * (2 * WIDTH)
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED)
+        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if config.REVERSE else i) * L
@@ -184,6 +213,7 @@ def run_load_warp(X, Y, Z, Y2, shared, params, group_size, config):
             s, phase = stage_and_phase(n, config.STAGES)
             mbarrier.wait(shared.empty.index(s), phase ^ 1)
             bar = shared.full.index(s)
+            # The barrier completes when all of these bytes have arrived.
             mbarrier.expect(bar, X.block_type.nbytes + Z.block_type.nbytes + each_y * Y.block_type.nbytes)
             async_load(Z, tile_coordinates(b, h // group_size, t, 0, end, params), bar, shared.z.index(s))
             async_load(X, tile_coordinates(b, h // group_size, t, 0, end, params), bar, shared.x.index(s))
@@ -200,7 +230,7 @@ def run_load_warp(X, Y, Z, Y2, shared, params, group_size, config):
 
 @gluon.jit
 def transposed_state_pointers(state, at, column, config):
-    """Of 64 columns of a state (dqk, dhv), transposed."""
+    """Return pointers (64, dqk) to the transpose of 64 columns, from `column` on, of state `at`, (dqk, dhv)."""
     layout: gl.constexpr = accumulator_layout(config.DK)
     v = column + gl.arange(0, 64, gl.SliceLayout(1, layout))
     k = gl.arange(0, config.DK, gl.SliceLayout(0, layout))
@@ -209,7 +239,7 @@ def transposed_state_pointers(state, at, column, config):
 
 @gluon.jit
 def load_initial_state(index, ids, gmem, params, config):
-    """That a piece of work starts from."""
+    """Return the state before the first step of work tile `index`: zeros, or loaded with USE_INITIAL_STATE."""
     C0 = gl.zeros([64, config.DK], gl.float32, accumulator_layout(config.DK))
     C1 = gl.zeros([64, config.DK], gl.float32, accumulator_layout(config.DK))
     N = empty_n()
@@ -217,15 +247,16 @@ def load_initial_state(index, ids, gmem, params, config):
         at = state_index(index, params)
         if config.BLOCKS == 2:
             C1 = gl.load(transposed_state_pointers(gmem.state_in, at, ids.column + 64, config)).to(gl.float32)
+        # (64, dqk)
         C0 = gl.load(transposed_state_pointers(gmem.state_in, at, ids.column, config)).to(gl.float32)
         if config.NORMALIZE:
-            N = load_initial_n(gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk))
+            N = load_initial_n(gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk))  # (64)
     return Accumulators(C0, C1, N)
 
 
 @gluon.jit
 def store_final_state(acc, index, ids, gmem, params, config):
-    """That behind a piece of work."""
+    """Store the state after the last step of work tile `index`."""
     at = state_index(index, params)
     if config.BLOCKS == 2:
         gl.store(transposed_state_pointers(gmem.state_out, at, ids.column + 64, config), acc.C1)
@@ -236,7 +267,7 @@ def store_final_state(acc, index, ids, gmem, params, config):
 
 @gluon.jit
 def issue_scores(shared, s, half: gl.constexpr, config):
-    """Starts z x^T of the tile in stage s for one half of the updates."""
+    """Start S = z x^T of the tile in stage s for one half of the columns: (L, dqk) @ (dqk, L / 2), step (9)."""
     L: gl.constexpr = config.L
     z = shared.z.index(s).reshape([L, config.DK])
     x = shared.x.index(s).reshape([L, config.DK]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
@@ -245,7 +276,15 @@ def issue_scores(shared, s, half: gl.constexpr, config):
 
 @gluon.jit
 def view_tile(shared, s, n, half: gl.constexpr, config):
-    """x, the consumer's y, z, gate vectors and P^T of the n-th tile, in stage s."""
+    """Return views of tile n in stage s.
+
+    Returns:
+        x: (L, dqk).
+        y: The consumer's columns of y.
+        z: (L, dqk).
+        g: The gate vectors, (NUM_GATE_VECTORS L).
+        p: P^T, (L, L).
+    """
     z = shared.z.index(s).reshape([config.L, config.DK])
     x = shared.x.index(s).reshape([config.L, config.DK])
     y = shared.y.index(2 * s + half)
@@ -254,14 +293,17 @@ def view_tile(shared, s, n, half: gl.constexpr, config):
 
 @gluon.jit
 def transposed_block(y, block: gl.constexpr, config):
-    """64 columns of a tile, transposed."""
+    """Return a view of the transpose of 64 columns of the tile `y`, (64, L)."""
     return y.reshape([config.L, 64 * config.BLOCKS]).slice(64 * block, 64, 1).permute((1, 0))
 
 
 @gluon.jit
 def store_dots(y, y2, to, half: gl.constexpr, config):
-    """y . y2 of each step over the consumer's columns, as the diagonal of y2 y^T: with two blocks the CUDA cores take
-    longer for it alone than the tensor cores for all of it."""
+    """Store y . y2 of each step, summed over the consumer's columns, (L), step (3) with two blocks.
+
+    They are the diagonal of y2 y^T, which the tensor cores compute as a whole in less time than the CUDA cores need for
+    the diagonal alone.
+    """
     WIDTH: gl.constexpr = 64 * config.BLOCKS
     y = y.reshape([config.L, WIDTH])
     y2 = y2.reshape([config.L, WIDTH])
@@ -274,28 +316,44 @@ def store_dots(y, y2, to, half: gl.constexpr, config):
 
 @gluon.jit
 def issue_state_product(C, z):
-    """Starts C^T z^T. The state, rounded, is the left operand: to be waited for with the product."""
+    """Start C^T z^T: (64, dqk) @ (dqk, L), step (1).
+
+    Returns:
+        The product, and the left operand: C^T, rounded, in registers. Both must be waited for.
+    """
     A = to_left_operand(C.to(z.dtype), z.shape[0])
     return issue_mma(A, z.permute((1, 0))), A
 
 
 @gluon.jit
 def issue_intra_tile(out, weight, y_t, p):
-    """Starts out, weighted, + y^T P^T."""
+    """Start out^T * a + y^T P^T: (64, L) + (64, L) @ (L, L), step (6).
+
+    Returns:
+        The sum, and the left operand in registers. Both must be waited for.
+    """
     A = to_left_operand(y_t, p.shape[1])
     return warpgroup_mma(A, p, out * weight, is_async=True), A
 
 
 @gluon.jit
 def issue_state_update(C, tile_decay, y_t, w, x):
-    """Starts decay C + (y w)^T x."""
+    """Start g C^T + (y * w)^T x: (64, dqk) + (64, L) @ (L, dqk), step (7).
+
+    Returns:
+        The sum, and the left operand in registers. Both must be waited for.
+    """
     B = scale_by_gates(y_t, w, x.shape[0], gl.DotOperandLayout(0, accumulator_layout(x.shape[1]), 2))
     return warpgroup_mma(B, x, C * tile_decay, is_async=True), B
 
 
 @gluon.jit
 def finish_first_block(C, out, weight, y_t, to, p, x, tile_decay, shared, s, n, half: gl.constexpr, config):
-    """Ends that of two: its output goes over its columns of y, and its state is behind the tile."""
+    """Return the first of two blocks of the state after the tile, steps (5), (6), (7) and (10) of that block.
+
+    Its output goes to shared memory over its columns of y, `to`, (64, L). The output of the second block follows, and
+    both leave together.
+    """
     if config.NORMALIZE:
         d = issue_n_product(shared.z.index(s).reshape([config.L, config.DK]), shared, n)
     out, A = issue_intra_tile(out, weight, y_t, p)
@@ -313,7 +371,23 @@ def finish_first_block(C, out, weight, y_t, to, p, x, tile_decay, shared, s, n, 
 
 @gluon.jit
 def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, half: gl.constexpr, config):
-    """A tile, of which P is there already, to the departure of its output; P of the next tile, which arrives."""
+    """Process a tile: everything from step (1) to (12) of the module's docstring.
+
+    Args:
+        acc: The state before the tile.
+        pipe_state: Position of the tile in the ring. Its stage is full, and the consumer has waited for that.
+        step: Number of the tile in its work tile, in the direction of the scan.
+        work_tile: The work tile.
+        ids: Indices of what the consumer holds.
+        gmem: Tensors in global memory.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        half: Which consumer this is.
+        config: Constants.
+
+    Returns:
+        The state after the tile, and the position of the next tile.
+    """
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
     of_out: gl.constexpr = accumulator_layout(L)
@@ -321,45 +395,56 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     s, phase, n = pipe_state
     x, y, z, g, p = view_tile(shared, s, n, half, config)
     t = (work_tile.tiles - 1 - step if config.REVERSE else step) * L
+    # (1, 1)
     tile_decay = gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, accumulator_layout(config.DK))), 0)
     y_b = transposed_block(y, 0, config)
     if config.COMPUTE_DP_OFFSET and config.BLOCKS == 2:
+        # (3) do . h
         store_dots(y, shared.y2.index(2 * s + half), shared.d.index(s), half, config)
+    # (1) out^T <- C^T z^T
     out, A = issue_state_product(C, z)
-    # The stage of the previous tile is free once its output has left.
+    # (2) The output of the previous tile has left: its stage is empty.
     tma.store_wait(0)
     mbarrier.arrive(shared.empty.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
-    weight = gl.expand_dims(g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
+    weight = gl.expand_dims(g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)  # (1, L)
     out, A = warpgroup_mma_wait(0, deps=[out, A])
-    y_t = y_b.load(of_out)
+    y_t = y_b.load(of_out)  # (64, L)
     if config.COMPUTE_DP_OFFSET and config.BLOCKS == 1:
+        # (3) do . h
         store_partial_dots(y_t, transposed_block(shared.y2.index(2 * s + half), 0, config), shared.d.index(s), half, L)
+    # (4) Both consumers have stored their half of P.
     mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     if config.BLOCKS == 2:
+        # (5), (6), (7), (10) of the first block, then (1) of the second
         C0 = finish_first_block(C, out, weight, y_t, y_b, p, x, tile_decay, shared, s, n, half, config)
         C = C1
         y_b = transposed_block(y, 1, config)
         out, A = issue_state_product(C, z)
         weight = gl.expand_dims(g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
         out, A = warpgroup_mma_wait(0, deps=[out, A])
-        y_t = y_b.load(of_out)
+        y_t = y_b.load(of_out)  # (64, L)
     elif config.NORMALIZE:
+        # (5) d and its inverse
         d = warpgroup_mma_wait(0, deps=[issue_n_product(z, shared, n)])
         store_shared_inverse(d, shared, s, n, half, L, config.SAVE_D)
+    # (6) out^T <- out^T * a + y^T P^T
     out, A = issue_intra_tile(out, weight, y_t, p)
+    # (7) C^T <- g C^T + (y * w)^T x
     C, B = issue_state_update(C, tile_decay, y_t, shared.w.index(s), x)
     if config.NORMALIZE:
+        # (8) n <- g n + x^T w
         N = update_n(N, x, half * 64, shared, s, L)
-    # The next tile arrives, and its P is made, while the products of this one are on their way.
+    # (9) The next tile has arrived: start its S while the products of this tile run.
     s, phase = advance(s, phase, STAGES)
     n += 1
     mbarrier.wait(shared.full.index(s), phase)
     S = issue_scores(shared, s, half, config)
+    # (10) The output, over y and on its way to memory.
     if config.NORMALIZE:
-        out, A = warpgroup_mma_wait(3, deps=[out, A])  # all but C, N and S
+        out, A = warpgroup_mma_wait(3, deps=[out, A])  # C, N and S still run
         out = divide_by_denominators(out, shared, half)
     else:
-        out, A = warpgroup_mma_wait(2, deps=[out, A])
+        out, A = warpgroup_mma_wait(2, deps=[out, A])  # C and S still run
     y_b.store(out.to(y.dtype))
     fence_async_shared()
     async_store(
@@ -369,12 +454,14 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         ),
         y,
     )
-    D = load_gate_matrix(shared.g.index(s), L, half, accumulator_layout(L // 2))
+    # (11) P of the next tile
+    D = load_gate_matrix(shared.g.index(s), L, half, accumulator_layout(L // 2))  # (L, L / 2)
     if config.NORMALIZE:
         S, C, B, N = warpgroup_mma_wait(0, deps=[S, C, B, N])
     else:
         S, C, B = warpgroup_mma_wait(0, deps=[S, C, B])
     P = apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE)
+    # (12) P, its row sums and n, for both consumers.
     if config.NORMALIZE:
         store_shared_sums(P, shared, n, half)
         store_shared_n(gl.sum(N, 1), shared.n.index(n % 2), half * 64)
@@ -390,7 +477,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
 
 @gluon.jit
 def run_consumer(half: gl.constexpr, gmem, shared, params, config):
-    """One warpgroup, with BLOCKS x 64 columns; with a normaliser also half of n."""
+    """Run one consumer warpgroup over all work tiles of the program."""
     L: gl.constexpr = config.L
     i = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(L // 2)))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, accumulator_layout(L // 2)))
@@ -398,9 +485,10 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     column = gl.program_id(1) * (128 * config.BLOCKS) + half * (64 * config.BLOCKS)
     ids = FragmentIds(i, j, rk, column)
     pipe_state = PipelineState(0, 0, 0)
+    # (9), (11), (12) of the first tile
     mbarrier.wait(shared.full.index(0), 0)
     S = issue_scores(shared, 0, half, config)
-    D = load_gate_matrix(shared.g.index(0), L, half, accumulator_layout(L // 2))
+    D = load_gate_matrix(shared.g.index(0), L, half, accumulator_layout(L // 2))  # (L, L / 2)
     S = warpgroup_mma_wait(0, deps=[S])
     P = apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE)
     if config.NORMALIZE:
@@ -412,11 +500,12 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     initial_n_phase = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        b, h, start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         tiles = (steps + L - 1) // L
-        work_tile = WorkTile(b, h, start, steps, tiles)
+        work_tile = WorkTile(b=b, h=h, start=start, steps=steps, tiles=tiles)
         acc = load_initial_state(index, ids, gmem, params, config)
         if config.NORMALIZE:
+            # The other consumer reads this half of n, too.
             store_shared_n(gl.sum(acc.n, 1), shared.n.index(pipe_state.count % 2), half * 64)
             fence_async_shared()
             barrier()
@@ -430,6 +519,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
         index = next_work_tile(index)
     tma.store_wait(0)
     if config.SAVE_D or config.COMPUTE_DP_OFFSET:
+        # The store warp waits for the last tile, too.
         mbarrier.arrive(shared.empty.index((pipe_state.index + config.STAGES - 1) % config.STAGES), count=1)
 
 
@@ -443,25 +533,60 @@ def o_dv_kernel(
     NORMALIZE: gl.constexpr, SAVE_D: gl.constexpr, COMPUTE_DP_OFFSET: gl.constexpr, IS_VARLEN: gl.constexpr,
     GATES: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
-    """Fills Out, and of the rest what the constants say."""
+    """Compute o, or with REVERSE dv.
+
+    Args:
+        X: TMA descriptor of k, or q for dv, in tiles (L, dqk).
+        Y: TMA descriptor of v, or do, in tiles (L, 64 BLOCKS).
+        Z: TMA descriptor of q, or k, in tiles (L, dqk).
+        Y2: TMA descriptor of h, where dv computes delta.
+        Out: TMA descriptor of the result, in tiles like those of y.
+        gates: Gate vectors, (H, tiles, VECTORS, L).
+        i_gate: Input gates, (B, T, H).
+        f_gate: Forget gates, (B, T, H).
+        state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE.
+        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE.
+        n_in: Initial n, (segments, H, dqk).
+        n_out: Final n, (segments, H, dqk).
+        d_out: Denominators d, (B, T, H), with SAVE_D.
+        schedule: Schedule of packed sequences, with IS_VARLEN.
+        T: Tokens of a batch row.
+        tiles_per_head: Tiles of one head over all batch rows.
+        H: Heads.
+        group_size: Heads of v that share a head of q and k.
+        segment_steps: Steps of a segment.
+        num_work_tiles: Work tiles.
+        stride_ib, stride_it, stride_ih: Strides of the input gates.
+        stride_fb, stride_ft, stride_fh: Strides of the forget gates.
+        scale: The factor of q.
+        log_scale: Its logarithm in base 2.
+
+    Constants are those of `Config` and `GateSource`. Tensors that the constants say are not used may be any.
+    """
     partitions(
         X, Y, Z, Y2,
         GateSource(
-            gates, i_gate, f_gate, stride_ib, stride_it, stride_ih, stride_fb, stride_ft, stride_fh, scale, log_scale,
-            GATES, INPUT_GATE, SIGMOID_I, SIGMOID_F
+            vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
+            stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
+            GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
         ),
-        d_out, tiles_per_head, group_size, GlobalPointers(Out, state_in, state_out, n_in, n_out),
-        SchedulerParams(T, H, segment_steps, num_work_tiles, schedule if IS_VARLEN else None),
+        d_out, tiles_per_head, group_size,
+        GlobalPointers(out=Out, state_in=state_in, state_out=state_out, n_in=n_in, n_out=n_out),
+        SchedulerParams(
+            T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
+            schedule=schedule if IS_VARLEN else None,
+        ),
         Config(
-            DK, DV, BLOCKS, L, STAGES, REVERSE, IS_SEGMENTED, USE_INITIAL_STATE, STORE_FINAL_STATE, NORMALIZE, SAVE_D,
-            COMPUTE_DP_OFFSET,
+            DK=DK, DV=DV, BLOCKS=BLOCKS, L=L, STAGES=STAGES, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
+            USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
+            SAVE_D=SAVE_D, COMPUTE_DP_OFFSET=COMPUTE_DP_OFFSET,
         ),
     )  # fmt: skip
 
 
 @gluon.jit
 def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, params, config):
-    """Gives them shared memory, and starts them."""
+    """Allocate shared memory and start the partitions of the program: consumers, load, gate and store warps."""
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
     dtype: gl.constexpr = X.dtype
@@ -477,9 +602,10 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
     n = allocate_operands(dtype, 2, 8, config.DK) if config.NORMALIZE else None
     sums = allocate_vectors(gl.float32, 4, L) if config.NORMALIZE else None
     inverse = allocate_vectors(gl.float32, 2, L) if config.NORMALIZE else None
-    d = g  # with nothing to carry anything
+    d = g  # unused where the store warp has no RESULT
     if config.NORMALIZE or config.COMPUTE_DP_OFFSET:
-        parts: gl.constexpr = 2 if config.BLOCKS == 2 else 8  # of `store_dots` or `store_partial_dots`, both consumers'
+        # Partial sums that both consumers leave: 1 each with `store_dots`, 4 each with `store_partial_dots`.
+        parts: gl.constexpr = 2 if config.BLOCKS == 2 else 8
         d = allocate_vectors(gl.float32, STAGES, (parts if config.COMPUTE_DP_OFFSET else 1) * L)
     consumer_registers: gl.constexpr = CONSUMER_REGISTERS_MAX if config.BLOCKS == 2 else CONSUMER_REGISTERS
     producer_registers: gl.constexpr = PRODUCER_REGISTERS_MIN if config.BLOCKS == 2 else PRODUCER_REGISTERS
@@ -489,11 +615,13 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
     initial_n_ready = allocate_barrier(2) if config.NORMALIZE else None
     fence_async_shared()
     shared = SharedStorage(
-        x, y, z, y2, p, g, w, full, empty, ready, floor, matrix, n, sums, inverse, initial_n_ready, d
-    )
+        x=x, y=y, z=z, y2=y2, g=g, w=w, full=full, empty=empty, d=d, floor=floor, matrix=matrix, p=p, ready=ready, n=n,
+        sums=sums, inverse=inverse, initial_n_ready=initial_n_ready,
+    )  # fmt: skip
     buffers = GateBuffers(g, w, floor, matrix)
     gate_config: gl.constexpr = GateWarpConfig(
-        L, STAGES, config.REVERSE, config.IS_SEGMENTED, FLOOR if config.NORMALIZE else None,
+        L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED,
+        EXTRA=FLOOR if config.NORMALIZE else None,
         GATE_WARPS=2 if config.BLOCKS == 1 or config.NORMALIZE else 1,
     )  # fmt: skip
     gl.warp_specialize(
@@ -505,7 +633,9 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
             (run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             (run_store_warp, (
                 d, d_out, source.vectors, full, empty, params, tiles_per_head,
-                StoreWarpConfig(L, STAGES, config.REVERSE, config.IS_SEGMENTED, RESULT),
+                StoreWarpConfig(
+                    L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
+                ),
             )),
         ],
         [4, 1, 1, 1, 1],
