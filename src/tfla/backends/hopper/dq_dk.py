@@ -1,23 +1,39 @@
-"""dq, and walking back dk: one program walks all heads it is given, with 128 rows of their states.
+"""dq, or against time dk: a fused scan; and o and dv of heads with dqk above 128 (TRANSPOSED).
 
-The partitions, and who waits for whom, are those of :mod:`.o_dv`. Per tile a consumer, which has 64 rows of the
-state C, (dqk, dhv), as BLOCKS pieces of 128 columns, computes
+A program computes 128 rows of the state C, (dqk, dhv), by WIDTH columns, up to 256, of each of its work tiles. Two
+consumers hold 64 of the rows each, in registers, as BLOCKS blocks of 64 x 128, and compute the transposed output,
+(128, L), of one tile after the other. The operands by result, with the gate weights of `docs/mathematics.md`:
 
-    out^T = C z^T, weighted, + x^T P^T
-    C     = decay C + (x w)^T y
-    P     = (z y^T + delta) weighted, of the next tile: half of the updates each
+    result   scan           x    y     z    w    state C, (DX, DY)     a        update weights u
+    dq       with time      k    v     do   q    C, (dqk, dhv)         INTER    UPDATE
+    dk       against time   q    do    v    k    dC, (dqk, dhv)        UPDATE   INTER (a')
+    o        with time      v    k     q    -    C^T, (dhv, dqk)       INTER    UPDATE         TRANSPOSED
+    dv       against time   do   q     k    -    dC^T, (dhv, dqk)      UPDATE   INTER (a')     TRANSPOSED
 
-x, y, z are k, v, do for dq and q, do, v for dk. What `out` is a gradient of, q or k, comes with the stage too: its
-product with `out` is summed over the rows, by the warps for the carrier, which brings the sum to memory for the
-gradients of the gates; then `out` overwrites it and leaves by TMA. With a normaliser there is one more column of the
-state, n, and dq's walk, which has q, leaves what segments add to its cotangent. Without one, dk of heads of 128 x 128
-is made with dv, by :mod:`.dk_dv`.
+The steps of a tile n (`process_tile`); P is that of tile n, computed during tile n - 1. It is S of (T8) for dq, S^T for
+dk, P of (T1) for o and P'^T of (T11) for dv:
 
-All of it is linear in the columns. Where a program cannot hold them, dhv > 256, NUM_SPLITS programs share them. Two
-and two add up their outputs in memory (:mod:`.split_reduce`), of more what pairs leave is to be summed; the first has
-delta and n. TRANSPOSED it is o and dv for dqk > 128, where :mod:`.o_dv` cannot hold a state: rows are those of C^T, and
-x, y, z are v, k, q for o and do, q, k for dv. Where a program has all of dqk, 256, that for o has all of n, too, and
-divides (:mod:`.normalizer`).
+    (1)   out^T <- (C z^T + n delta^T) * a           (64, L) = (64, WIDTH) (WIDTH, L), first term of (T9); (T10) adds
+                                                     dn to every step instead; (T2) and (T11) have no second term
+    (2)   the stage of tile n - 1 is empty           its output has left shared memory
+    (3)   wait for both halves of P
+    (4)   d <- a * (z n) + P 1;  1 / max(|d|, ...)   (L), only with FUSE_NORMALIZER, (T3)
+    (5)   out^T <- out^T + x^T P^T                   (64, L), second term of (T9), (T10), (T2), (T11)
+    (6)   C <- g C + (x * u)^T y                     (64, WIDTH) = (64, L) (L, WIDTH), (T5), (T12)
+    (7)   w . out, summed over 64 rows               (L), for the store warp: q . dq or k . dk of (B5)
+    (8)   dn <- dn + decay w^T (a * delta)           (64), what a segment adds to dn, (T13), only for dq of segments
+    (9)   out                                        to shared memory, over w, and from there to global memory
+    (10)  n <- g n + x^T u                           (64), (T6), (T13)
+    (11)  P <- (z y^T + delta) * D of tile n + 1     (L, L / 2), masked, one half of the columns for each consumer
+    (12)  checkpoint                                 dq stores C and n, dk the inner product <C, dC> with them, (B5)
+
+The load, gate and store warps fill the ring as in `o_dv.py`, and the barriers are the same.
+
+All results are linear in the columns of the state. Where dhv is above 256, NUM_SPLITS programs share the columns. Each
+pair of them adds up its outputs in memory (`split_reduce.py`), and a later kernel adds up what several pairs leave.
+Only the first of these programs adds delta and n. With dqk 256 a program for o has all of n and divides by the
+denominators itself (FUSE_NORMALIZER, `normalizer.py`). dk of heads of 128 x 128 without a normalizer comes from
+`dk_dv.py`.
 """
 
 from typing import Any, NamedTuple
@@ -99,111 +115,124 @@ from tfla.backends.triton.gates import DELTA_P, FLOOR
 
 
 class Config(NamedTuple):
-    """Constants of a kernel."""
+    """The constants of the kernel."""
 
-    DX: Any
-    DY: Any
-    NUM_SPLITS: Any  # programs that share the columns
-    WIDTH: Any  # columns of one
-    BLOCKS: Any  # of 128 columns of them
+    DX: Any  # rows of the state
+    DY: Any  # columns of the state
+    NUM_SPLITS: Any  # programs that share the columns of the state
+    WIDTH: Any  # columns of one program, DY / NUM_SPLITS
+    BLOCKS: Any  # blocks of 128 columns of one program
     L: Any  # steps of a tile
-    STAGES: Any
-    CHECKPOINT_STEPS: Any  # steps between marks
-    REVERSE: Any  # from the last tile to the first
-    IS_SEGMENTED: Any
-    USE_INITIAL_STATE: Any  # pieces start from states that are given, not from zeros
-    STORE_FINAL_STATE: Any  # states behind pieces are wanted
-    NORMALIZE: Any
-    USE_DP_OFFSET: Any  # delta is not zero
-    TRANSPOSED: Any
-    ACCUMULATE_DN: Any  # what pieces add to the cotangent of n is wanted
-    FUSE_NORMALIZER: Any  # outputs are divided by the denominators
-    SAVE_D: Any  # which are wanted
+    STAGES: Any  # stages of the ring
+    CHECKPOINT_STEPS: Any  # steps between checkpoints
+    REVERSE: Any  # scan against time, for dk and dv
+    IS_SEGMENTED: Any  # sequences are cut into segments, each a work tile
+    USE_INITIAL_STATE: Any  # start work tiles from `state_in` and `n_in`, not from zeros
+    STORE_FINAL_STATE: Any  # store the states after work tiles to `state_out` and `n_out`
+    NORMALIZE: Any  # the state has n, for dq and dk
+    USE_DP_OFFSET: Any  # add delta of (T7) to z y^T
+    TRANSPOSED: Any  # o and dv
+    ACCUMULATE_DN: Any  # store what each segment adds to dn
+    FUSE_NORMALIZER: Any  # divide o by the denominators
+    SAVE_D: Any  # store d to `w_out`
 
 
 class GlobalPointers(NamedTuple):
-    """What consumers read and write in memory."""
+    """The tensors in global memory that consumers access."""
 
-    out: Any
-    state_in: Any
-    state_out: Any
-    n_in: Any
-    n_out: Any  # n behind pieces, or with ADDS what they add to its cotangent
-    checkpoints: Any
-    n_checkpoints: Any
-    dots: Any
+    out: Any  # TMA descriptor
+    state_in: Any  # (segments, H, dqk, dhv)
+    state_out: Any  # (segments, H, dqk, dhv)
+    n_in: Any  # (segments, H, dqk)
+    n_out: Any  # (segments, H, dqk): final n, or with ACCUMULATE_DN what segments add to dn
+    checkpoints: Any  # (checkpoints, H, dqk, dhv)
+    n_checkpoints: Any  # (checkpoints, H, dqk)
+    dots: Any  # (checkpoints, H, programs of a head, 8)
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory: what has STAGES stages, and what the consumers exchange."""
+    """The shared memory of a program."""
 
-    x: Any
-    y: Any
-    z: Any
-    w: Any  # q or k, 2 tiles a stage, one for each consumer
-    p: Any  # P of this tile and of the next
-    g: Any
-    u: Any
-    delta: Any
-    partial_dots: Any  # for the carrier: parts of w . out
-    full: Any
-    empty: Any
-    ready: Any  # P of a tile, and where it divides n and the sums of P
-    # Where it divides, as :mod:`.o_dv` has them.
-    floor: Any
-    matrix: Any
-    n: Any
-    sums: Any
-    inverse: Any
-    initial_n_ready: Any
-    d: Any
+    # The ring:
+    x: Any  # (STAGES, L, 128)
+    y: Any  # (STAGES, L, WIDTH)
+    z: Any  # (STAGES, L, WIDTH)
+    w: Any  # q or k, (2 STAGES, L, 64): one tile for each consumer
+    g: Any  # gate vectors, (STAGES, NUM_GATE_VECTORS L)
+    u: Any  # update weights, (STAGES, 2 L)
+    delta: Any  # (STAGES, L)
+    partial_dots: Any  # for the store warp: partial sums of w . out, (STAGES, 8 L)
+    full: Any  # barriers, (STAGES)
+    empty: Any  # barriers, (STAGES)
+    # What the consumers exchange:
+    p: Any  # P of this tile and of the next, (2, L, L)
+    ready: Any  # barriers, (2): both halves of P are stored, and with FUSE_NORMALIZER n and the row sums of P
+    # With FUSE_NORMALIZER, as in `o_dv.py`:
+    floor: Any  # exp(-m), (STAGES, L)
+    matrix: Any  # update weights as a right operand, (STAGES, 8, L)
+    n: Any  # n before this tile and before the next, (2, 8, dqk)
+    sums: Any  # row sums of both halves of P of this tile and of the next, (4, L)
+    inverse: Any  # 1 / max(|d|, exp(-m)), (2, L), one for each consumer
+    initial_n_ready: Any  # barrier: n at the start of a work tile is stored
+    d: Any  # for the store warp: d, (STAGES, L)
 
 
 class Accumulators(NamedTuple):
-    """Of a consumer, in registers."""
+    """The state that a consumer holds in registers, in float32."""
 
-    C0: Any
-    C1: Any  # where it has two blocks
-    n: Any
-    dn: Any  # what tiles add to the cotangent of n before their piece
-    decay: Any  # since there
-    N0: Any  # n, where it divides: 64 of the consumer's 128
-    N1: Any
+    C0: Any  # first block, (64, 128)
+    C1: Any  # second block, (64, 128), with BLOCKS 2
+    n: Any  # 64 elements of n, or of dn for dk, (64)
+    dn: Any  # what the work tile has added to dn so far, (64), with ACCUMULATE_DN
+    decay: Any  # decay from the start of the work tile to this tile, with ACCUMULATE_DN
+    N0: Any  # 64 elements of n, (64, 8), with FUSE_NORMALIZER: each consumer has half of 256
+    N1: Any  # the 64 elements after these, (64, 8)
 
 
 class WorkTile(NamedTuple):
-    """Of work."""
+    """The work tile that a program computes."""
 
     b: Any  # batch row
     h: Any  # head
-    start: Any  # its first step
-    steps: Any
-    tiles: Any
-    checkpoint: Any  # before its first
+    start: Any  # first token in the batch row
+    steps: Any  # number of steps
+    tiles: Any  # number of tiles
+    checkpoint: Any  # index of the checkpoint before its first one, in (checkpoints, H)
 
 
 class FragmentIds(NamedTuple):
-    """What a consumer has."""
+    """The indices of what a consumer holds."""
 
-    i: Any  # steps of a tile, which read
-    j: Any  # half of them, which update
-    rk: Any  # rows of n
-    has_n: Any  # whether n is its program's
-    rn: Any  # rows of n where it divides, of the first half of the consumer's
-    row: Any  # the first of a state
-    column: Any
-    split: Any  # of the programs that share the columns
+    i: Any  # rows of P, steps of the outputs, (L)
+    j: Any  # columns of P, steps of the updates, counted from the consumer's half, (L / 2)
+    rk: Any  # elements of n, (64)
+    has_n: Any  # whether this program has n, (64): the first of those that share the columns
+    rn: Any  # elements of n in N0, (64)
+    row: Any  # first row of the state
+    column: Any  # first column of the state
+    split: Any  # which of the programs that share the columns this is
 
 
 @gluon.jit
 def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
-    """The loader: one warp."""
+    """Load the tiles of x, y, z and w to shared memory by TMA.
+
+    Args:
+        X: TMA descriptor of x, in tiles (L, 128).
+        Y: TMA descriptor of y, in tiles (L, WIDTH).
+        Z: TMA descriptor of z, in tiles (L, WIDTH).
+        W: TMA descriptor of w, in tiles (L, 64), two a program. With TRANSPOSED these are for the output only.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        group_size: Heads of v that share a head of q and k.
+        config: Constants.
+    """
     L: gl.constexpr = config.L
     n = 0
     row = gl.program_id(1) // config.NUM_SPLITS * 128
     column = gl.program_id(1) % config.NUM_SPLITS * Y.block_type.shape[-1]
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED)
+        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if config.REVERSE else i) * L
@@ -212,6 +241,7 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
             mbarrier.wait(shared.empty.index(s), phase ^ 1)
             bar = shared.full.index(s)
             of_w: gl.constexpr = 0 if config.TRANSPOSED else 2 * W.block_type.nbytes
+            # The barrier completes when all of these bytes have arrived.
             mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes + Z.block_type.nbytes + of_w)
             of_x = h if config.TRANSPOSED else h // group_size
             of_y = h // group_size if config.TRANSPOSED else h
@@ -229,14 +259,14 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
 
 @gluon.jit
 def state_block_pointers(state, at, ids, block: gl.constexpr, config):
-    """Pointers of a consumer's 128 columns of a state."""
+    """Return pointers (64, 128) to one block of the consumer's part of state `at`."""
     column = ids.column + 128 * block
     return state_pointers(state, at, ids.row, column, config.DX, config.DY, config.TRANSPOSED, accumulator_layout(128))
 
 
 @gluon.jit
 def load_initial_state(index, ids, gmem, params, config):
-    """That a piece of work starts from."""
+    """Return the state before the first step of work tile `index`: zeros, or loaded with USE_INITIAL_STATE."""
     C0 = gl.zeros([64, 128], gl.float32, accumulator_layout(128))
     C1 = gl.zeros([64, 128], gl.float32, accumulator_layout(128))
     N = gl.zeros([64], gl.float32, gl.SliceLayout(1, accumulator_layout(config.L)))
@@ -244,20 +274,21 @@ def load_initial_state(index, ids, gmem, params, config):
     N0, N1 = empty_n(), empty_n()
     if config.USE_INITIAL_STATE:
         at = state_index(index, params)
+        # (64, 128)
         C0 = gl.load(state_block_pointers(gmem.state_in, at, ids, 0, config)).to(gl.float32)
         if config.BLOCKS == 2:
             C1 = gl.load(state_block_pointers(gmem.state_in, at, ids, 1, config)).to(gl.float32)
         if config.NORMALIZE:
-            N = gl.load(gmem.n_in + at.to(gl.int64) * config.DX + ids.rk, mask=ids.has_n, other=0.0)
+            N = gl.load(gmem.n_in + at.to(gl.int64) * config.DX + ids.rk, mask=ids.has_n, other=0.0)  # (64)
         if config.FUSE_NORMALIZER:
             n_in = gmem.n_in + at.to(gl.int64) * config.DY + ids.rn
             N0, N1 = load_initial_n(gl.load(n_in)), load_initial_n(gl.load(n_in + 64))
-    return Accumulators(C0, C1, N, dn, 1.0, N0, N1)
+    return Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=1.0, N0=N0, N1=N1)
 
 
 @gluon.jit
 def store_final_state(acc, index, ids, gmem, params, config):
-    """That behind a piece of work."""
+    """Store the state after the last step of work tile `index`."""
     at = state_index(index, params)
     gl.store(state_block_pointers(gmem.state_out, at, ids, 0, config), acc.C0)
     if config.BLOCKS == 2:
@@ -266,14 +297,14 @@ def store_final_state(acc, index, ids, gmem, params, config):
         gl.store(gmem.n_out + at.to(gl.int64) * config.DX + ids.rk, acc.n, mask=ids.has_n)
     if config.FUSE_NORMALIZER:
         n_out = gmem.n_out + at.to(gl.int64) * config.DY + ids.rn
-        first = ids.rn * 0 + gl.program_id(1) == 0
+        first = ids.rn * 0 + gl.program_id(1) == 0  # all programs of a head have the same n
         gl.store(n_out, gl.sum(acc.N0, 1), mask=first)
         gl.store(n_out + 64, gl.sum(acc.N1, 1), mask=first)
 
 
 @gluon.jit
 def issue_scores(shared, s, half: gl.constexpr, config):
-    """Starts z y^T of the tile in stage s for one half of the updates."""
+    """Start z y^T of the tile in stage s for one half of the columns: (L, WIDTH) @ (WIDTH, L / 2), step (11)."""
     L: gl.constexpr = config.L
     z = shared.z.index(s).reshape([L, config.WIDTH])
     y = shared.y.index(s).reshape([L, config.WIDTH]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
@@ -282,7 +313,19 @@ def issue_scores(shared, s, half: gl.constexpr, config):
 
 @gluon.jit
 def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
-    """Weights what `issue_scores` has made of the n-th tile, in stage s, by D, and says that P is there."""
+    """Store P = (z y^T + delta) * D of tile n, masked, for one half of the columns, and arrive at its barrier, step
+    (11).
+
+    Args:
+        S: z y^T, (L, L / 2).
+        D: The gate matrix, (L, L / 2).
+        shared: Shared memory.
+        s: Stage of the tile.
+        n: Number of the tile.
+        ids: Indices of what the consumer holds.
+        half: Which half of the columns, and which consumer.
+        config: Constants.
+    """
     L: gl.constexpr = config.L
     delta = shared.delta.index(s)
     to = shared.p.index(n % 2)
@@ -303,7 +346,10 @@ def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
 
 @gluon.jit
 def store_checkpoint_dots(acc, checkpoint, ids, half: gl.constexpr, gmem, config):
-    """Of what the state is a cotangent of at a mark with it, a part for each warp."""
+    """Store the inner product of the cotangent `acc` with the state at a checkpoint, <C, dC> of (B5), step (12).
+
+    Each warp stores a part, the sum over its 16 rows.
+    """
     layout: gl.constexpr = accumulator_layout(128)
     dot = checkpoint_dots(acc.C0, gmem.checkpoints, checkpoint, ids.row, ids.column, config.DX, config.DY, layout)
     if config.BLOCKS == 2:
@@ -311,6 +357,7 @@ def store_checkpoint_dots(acc, checkpoint, ids, half: gl.constexpr, gmem, config
             acc.C1, gmem.checkpoints, checkpoint, ids.row, ids.column + 128, config.DX, config.DY, layout
         )
     if config.NORMALIZE:
+        # (64)
         n_checkpoint = gl.load(gmem.n_checkpoints + checkpoint * config.DX + ids.rk, mask=ids.has_n, other=0.0)
         dot += gl.convert_layout(acc.n * n_checkpoint, gl.SliceLayout(1, layout), assert_trivial=True)
     warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
@@ -320,7 +367,7 @@ def store_checkpoint_dots(acc, checkpoint, ids, half: gl.constexpr, gmem, config
 
 @gluon.jit
 def store_state_checkpoint(acc, checkpoint, ids, gmem, config):
-    """The state before a mark."""
+    """Store the state `acc` to a checkpoint, step (12)."""
     store_checkpoint(acc.C0, gmem.checkpoints, checkpoint, ids.row, ids.column, config.DX, config.DY)
     if config.BLOCKS == 2:
         store_checkpoint(acc.C1, gmem.checkpoints, checkpoint, ids.row, ids.column + 128, config.DX, config.DY)
@@ -330,7 +377,11 @@ def store_state_checkpoint(acc, checkpoint, ids, gmem, config):
 
 @gluon.jit
 def issue_state_update(C0, C1, tile_decay, x_t, y, u, config):
-    """Starts decay C + (x w)^T y."""
+    """Start C <- g C + (x * u)^T y: (64, WIDTH) + (64, L) @ (L, WIDTH), step (6).
+
+    Returns:
+        Both blocks of C, and the left operand in registers. All must be waited for.
+    """
     B = scale_by_gates(x_t, u, config.L, gl.DotOperandLayout(0, accumulator_layout(128), 2))
     C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * tile_decay, is_async=True)
     if config.BLOCKS == 2:
@@ -340,12 +391,12 @@ def issue_state_update(C0, C1, tile_decay, x_t, y, u, config):
 
 @gluon.jit
 def update_n_on_cuda_cores(N, x, shared, s, config):
-    """decay n + x w."""
+    """Return g n + x^T u, (64), or for dn g dn + x^T (u * delta), step (10)."""
     L: gl.constexpr = config.L
     layout: gl.constexpr = accumulator_layout(L)
     N = N * gl.max(shared.g.index(s).slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, layout)), 0)
     if config.USE_DP_OFFSET or not config.REVERSE:
-        # Not of A and B, whose registers MMAs read, and not before `out` has left: there are too few.
+        # x is loaded again: MMAs that run read the registers of A and B, and there are none left for a copy.
         update = load_update_weights(shared.u.index(s), L, gl.SliceLayout(0, layout))
         if config.REVERSE:
             update = update * shared.delta.index(s).load(gl.SliceLayout(0, layout))
@@ -355,23 +406,32 @@ def update_n_on_cuda_cores(N, x, shared, s, config):
 
 @gluon.jit
 def accumulate_dn(dn, decay, q_t, g, delta, L: gl.constexpr):
-    """dn with what a tile adds, and the decay up to the next."""
+    """Return dn with what a tile adds to it, and the decay up to the next tile, step (8).
+
+    With a the state weights: dn + decay q^T (a * delta), (64), and decay * g, where `decay` is from the start of the
+    work tile to the start of this tile. This is (T13) summed in the direction of time.
+    """
     layout: gl.constexpr = accumulator_layout(L)
     by_step: gl.constexpr = gl.SliceLayout(0, layout)
-    weight = g.slice(STATE_WEIGHT * L, L, 0).load(by_step) * delta.load(by_step) * decay
+    weight = g.slice(STATE_WEIGHT * L, L, 0).load(by_step) * delta.load(by_step) * decay  # (L)
     dn += gl.sum(q_t.load(layout).to(gl.float32) * gl.expand_dims(weight, 0), 1)
     return dn, decay * gl.max(g.slice(TILE_DECAY * L, 1, 0).load(by_step), 0)
 
 
 @gluon.jit
 def inter_tile_output(acc, pipe_state, z, shared, config):
-    """C z^T + n delta^T, back C z^T + n, weighted. Meanwhile the previous output leaves, and its stage is free."""
+    """Return the part of the output that comes from the state, (64, L), steps (1) and (2).
+
+    That is (C z^T + n delta^T) * a for dq, (C z^T + n) * a for dk and C z^T * a with TRANSPOSED. While the first
+    product runs, the output of the previous tile leaves shared memory and its stage is released.
+    """
     L: gl.constexpr = config.L
     by_step: gl.constexpr = gl.SliceLayout(0, accumulator_layout(L))
     dtype: gl.constexpr = shared.x.dtype
     s, _phase, n = pipe_state
     A = to_left_operand(acc.C0.to(dtype), L)
     out = issue_mma(A, z.slice(0, 128, 1).permute((1, 0)))
+    # (2) The output of the previous tile has left: its stage is empty.
     tma.store_wait(0)
     mbarrier.arrive(shared.empty.index((s + config.STAGES - 1) % config.STAGES), count=1, pred=n > 0)
     out, A = warpgroup_mma_wait(0, deps=[out, A])
@@ -389,7 +449,10 @@ def inter_tile_output(acc, pipe_state, z, shared, config):
 
 @gluon.jit
 def store_output(w, t, work_tile, ids, gmem, params, config):
-    """The output, which lies in w, of the tile at step t of a piece."""
+    """Start the TMA store of the output in shared memory `w`, of the tile at step `t` of a work tile, step (9).
+
+    With NUM_SPLITS the output is added to what is in memory. Results of different pairs lie side by side, like heads.
+    """
     end = work_tile.start + work_tile.steps
     if config.NUM_SPLITS == 1:
         async_store(gmem.out, tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.row, end, params), w)
@@ -400,7 +463,10 @@ def store_output(w, t, work_tile, ids, gmem, params, config):
 
 @gluon.jit
 def start_next_tile(acc, B, pipe_state, shared, ids, half: gl.constexpr, config):
-    """The next tile arrives, and its P is made, while the updates of the state, which read B, are on their way."""
+    """Wait for the next tile and store its P, step (11), while the updates of the state run.
+
+    The products that run read the left operand `B`.
+    """
     L: gl.constexpr = config.L
     C0, C1, N, dn, decay, N0, N1 = acc
     s, phase = advance(pipe_state.index, pipe_state.phase, config.STAGES)
@@ -417,12 +483,12 @@ def start_next_tile(acc, B, pipe_state, shared, ids, half: gl.constexpr, config)
     else:
         S, C0, B = warpgroup_mma_wait(0, deps=[S, C0, B])
     store_scores(S, D, shared, s, n, ids, half, config)
-    return Accumulators(C0, C1, N, dn, decay, N0, N1), PipelineState(s, phase, n)
+    return Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=decay, N0=N0, N1=N1), PipelineState(s, phase, n)
 
 
 @gluon.jit
 def at_checkpoint(acc, t, work_tile, ids, gmem, params, half: gl.constexpr, config):
-    """What is due behind the tile at step t of a piece, if there a mark is."""
+    """Store the state or its inner product with the checkpoint, step (12), where step `t` of a work tile is at one."""
     step = t if config.REVERSE else t + config.L
     if step % config.CHECKPOINT_STEPS == 0 and step < work_tile.steps and step > 0:
         checkpoint = work_tile.checkpoint + step // config.CHECKPOINT_STEPS * params.H
@@ -434,7 +500,23 @@ def at_checkpoint(acc, t, work_tile, ids, gmem, params, half: gl.constexpr, conf
 
 @gluon.jit
 def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, half: gl.constexpr, config):
-    """A tile, of which P is there already, to the departure of its output; P of the next tile, which arrives."""
+    """Process a tile: everything from step (1) to (12) of the module's docstring.
+
+    Args:
+        acc: The state before the tile.
+        pipe_state: Position of the tile in the ring. Its stage is full, and the consumer has waited for that.
+        step: Number of the tile in its work tile, in the direction of the scan.
+        work_tile: The work tile.
+        ids: Indices of what the consumer holds.
+        gmem: Tensors in global memory.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        half: Which consumer this is.
+        config: Constants.
+
+    Returns:
+        The state after the tile, and the position of the next tile.
+    """
     L: gl.constexpr = config.L
     s, _phase, n = pipe_state
     x = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0))
@@ -445,37 +527,46 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     g = shared.g.index(s)
     t = (work_tile.tiles - 1 - step if config.REVERSE else step) * L
     tile_decay = gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, accumulator_layout(128))), 0)
+    # (1) out^T <- (C z^T + n delta^T) * a, and (2)
     out = inter_tile_output(acc, pipe_state, z, shared, config)
     C0, C1, N, dn, decay, N0, N1 = acc
-    if config.FUSE_NORMALIZER:  # before more is in registers
+    if config.FUSE_NORMALIZER:  # (3), (4) d and its inverse, while few registers are in use
         mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
         d = warpgroup_mma_wait(0, deps=[issue_n_product(z, shared, n)])
         store_shared_inverse(d, shared, s, n, half, L, config.SAVE_D)
-    x_t = x.load(accumulator_layout(L))
-    if not config.FUSE_NORMALIZER:
+    x_t = x.load(accumulator_layout(L))  # (64, L)
+    if not config.FUSE_NORMALIZER:  # (3) Both consumers have stored their half of P.
         mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
+    # (5) out^T <- out^T + x^T P^T
     A = to_left_operand(x_t, L)
     out = warpgroup_mma(A, shared.p.index(n % 2).permute((1, 0)), out, is_async=True)
+    # (6) C <- g C + (x * u)^T y
     C0, C1, B = issue_state_update(C0, C1, tile_decay, x_t, y, shared.u.index(s), config)
     out, A = warpgroup_mma_wait(config.BLOCKS, deps=[out, A])
     if config.FUSE_NORMALIZER:
         out = divide_by_denominators(out, shared, half)
     if not config.TRANSPOSED:
+        # (7) w . out, summed over the consumer's rows
         store_partial_dots(out, w_t, shared.partial_dots.index(s), half, L)
     if config.ACCUMULATE_DN:
+        # (8) dn <- dn + decay w^T (a * delta)
         dn, decay = accumulate_dn(dn, decay, w_t, g, shared.delta.index(s), L)
+    # (9) The output, over w and on its way to memory.
     w_t.store(out.to(w.dtype))
     fence_async_shared()
     store_output(w, t, work_tile, ids, gmem, params, config)
+    # (10) n <- g n + x^T u
     if config.NORMALIZE:
         N = update_n_on_cuda_cores(N, x, shared, s, config)
     if config.FUSE_NORMALIZER:
         N0 = update_n(N0, y, half * 128, shared, s, L)
         N1 = update_n(N1, y, half * 128 + 64, shared, s, L)
-        C0, C1, B, N0, N1 = warpgroup_mma_wait(0, deps=[C0, C1, B, N0, N1])  # P in flight, too, takes more registers
+        C0, C1, B, N0, N1 = warpgroup_mma_wait(0, deps=[C0, C1, B, N0, N1])  # P beside these takes too many registers
+    # (11) P of the next tile
     acc, pipe_state = start_next_tile(
-        Accumulators(C0, C1, N, dn, decay, N0, N1), B, pipe_state, shared, ids, half, config
+        Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=decay, N0=N0, N1=N1), B, pipe_state, shared, ids, half, config
     )
+    # (12) Checkpoint
     if not config.TRANSPOSED:
         at_checkpoint(acc, t, work_tile, ids, gmem, params, half, config)
     return acc, pipe_state
@@ -483,7 +574,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
 
 @gluon.jit
 def run_consumer(half: gl.constexpr, gmem, shared, params, config):
-    """One warpgroup, with 64 rows."""
+    """Run one consumer warpgroup over all work tiles of the program."""
     L: gl.constexpr = config.L
     of_p: gl.constexpr = accumulator_layout(L // 2)
     i = gl.arange(0, L, gl.SliceLayout(1, of_p))
@@ -491,20 +582,31 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     row = gl.program_id(1) // config.NUM_SPLITS * 128 + half * 64
     split = gl.program_id(1) % config.NUM_SPLITS
     rk = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(L)))
-    ids = FragmentIds(i, j, rk, rk * 0 + split == 0, accumulator_rows(half * 128), row, split * config.WIDTH, split)
+    ids = FragmentIds(
+        i=i,
+        j=j,
+        rk=rk,
+        has_n=rk * 0 + split == 0,
+        rn=accumulator_rows(half * 128),
+        row=row,
+        column=split * config.WIDTH,
+        split=split,
+    )
     pipe_state = PipelineState(0, 0, 0)
+    # (11) of the first tile
     mbarrier.wait(shared.full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[issue_scores(shared, 0, half, config)])
     store_scores(S, load_gate_matrix(shared.g.index(0), L, half, of_p), shared, 0, 0, ids, half, config)
     initial_n_phase = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        b, h, start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         tiles = (steps + L - 1) // L
         checkpoint = ((b.to(gl.int64) * params.T + start) // config.CHECKPOINT_STEPS - 1) * params.H + h
-        work_tile = WorkTile(b, h, start, steps, tiles, checkpoint)
+        work_tile = WorkTile(b=b, h=h, start=start, steps=steps, tiles=tiles, checkpoint=checkpoint)
         acc = load_initial_state(index, ids, gmem, params, config)
         if config.FUSE_NORMALIZER:
+            # The other consumer reads this half of n, too.
             store_shared_n(gl.sum(acc.N0, 1), shared.n.index(pipe_state.count % 2), half * 128)
             store_shared_n(gl.sum(acc.N1, 1), shared.n.index(pipe_state.count % 2), half * 128 + 64)
             fence_async_shared()
@@ -521,6 +623,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
             gl.store(at_n, acc.dn, mask=ids.has_n)
         index = next_work_tile(index)
     tma.store_wait(0)
+    # The store warp waits for the last tile, too.
     if not config.TRANSPOSED or config.SAVE_D:
         mbarrier.arrive(shared.empty.index((pipe_state.index + config.STAGES - 1) % config.STAGES), count=1)
 
@@ -536,26 +639,66 @@ def dq_dk_kernel(
     FUSE_NORMALIZER: gl.constexpr, SAVE_D: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr,
     INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
-    """States are (DX, DY), TRANSPOSED in memory (DY, DX); then W and the marks are not used, and w_out gets d.
+    """Compute dq, or with REVERSE dk, or with TRANSPOSED o or dv.
 
-    Outputs of pairs of PIECES programs, each with as many of the columns, lie side by side as if each head were so
-    many. cleared: zeros, one for each pair.
+    States are (DX, DY), with TRANSPOSED (DY, DX) in memory. With NUM_SPLITS above 1 the outputs of each pair lie side
+    by side, as if there were NUM_SPLITS / 2 times as many heads. Tensors that the constants say are not used may be
+    any.
+
+    Args:
+        X: TMA descriptor of x, in tiles (L, 128).
+        Y: TMA descriptor of y, in tiles (L, WIDTH).
+        Z: TMA descriptor of z, in tiles (L, WIDTH).
+        W: TMA descriptor of w, in tiles (L, 64); with TRANSPOSED that of the result.
+        Out: TMA descriptor of the result, in tiles (L, 64).
+        gates: Gate vectors, (H, tiles, VECTORS, L).
+        i_gate: Input gates, (B, T, H).
+        f_gate: Forget gates, (B, T, H).
+        w_out: Sums w . out, (programs of a head, H, tiles, L); with TRANSPOSED d, (B, T, H).
+        state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE.
+        state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE.
+        n_in: Initial n, (segments, H, dqk).
+        n_out: Final n, or what segments add to dn with ACCUMULATE_DN, (segments, H, dqk).
+        checkpoints: States at checkpoints, (checkpoints, H, dqk, dhv), in the order of `checkpoints.py`.
+        n_checkpoints: n at checkpoints, (checkpoints, H, dqk).
+        dots: Parts of <C, dC>, (checkpoints, H, programs of a head, 8).
+        zero_counts: A zero for each pair of programs, int32, with NUM_SPLITS above 1.
+        schedule: Schedule of packed sequences, with IS_VARLEN.
+        T: Tokens of a batch row.
+        tiles_per_head: Tiles of one head over all batch rows.
+        H: Heads.
+        group_size: Heads of v that share a head of q and k.
+        segment_steps: Steps of a segment.
+        num_work_tiles: Work tiles.
+        stride_ib, stride_it, stride_ih: Strides of the input gates.
+        stride_fb, stride_ft, stride_fh: Strides of the forget gates.
+        scale: The factor of q.
+        log_scale: Its logarithm in base 2.
     """
     WIDTH: gl.constexpr = DY // NUM_SPLITS
     ACCUMULATE_DN: gl.constexpr = IS_SEGMENTED and NORMALIZE and USE_DP_OFFSET and not REVERSE
     partitions(
         (X, Y, Z, W),
         GateSource(
-            gates, i_gate, f_gate, stride_ib, stride_it, stride_ih, stride_fb, stride_ft, stride_fh, scale, log_scale,
-            GATES, INPUT_GATE, SIGMOID_I, SIGMOID_F
+            vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
+            stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
+            GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
         ),
         w_out, zero_counts, tiles_per_head, group_size,
-        GlobalPointers(Out, state_in, state_out, n_in, n_out, checkpoints, n_checkpoints, dots),
-        SchedulerParams(T, H, segment_steps, num_work_tiles, schedule if IS_VARLEN else None),
+        GlobalPointers(
+            out=Out, state_in=state_in, state_out=state_out, n_in=n_in, n_out=n_out, checkpoints=checkpoints,
+            n_checkpoints=n_checkpoints, dots=dots,
+        ),
+        SchedulerParams(
+            T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
+            schedule=schedule if IS_VARLEN else None,
+        ),
         Config(
-            DX, DY, NUM_SPLITS, WIDTH, WIDTH // 128, L, STAGES, CHECKPOINT_STEPS, REVERSE, IS_SEGMENTED,
-            USE_INITIAL_STATE, STORE_FINAL_STATE, NORMALIZE, USE_DP_OFFSET, TRANSPOSED, ACCUMULATE_DN, FUSE_NORMALIZER,
-            SAVE_D,
+            DX=DX, DY=DY, NUM_SPLITS=NUM_SPLITS, WIDTH=WIDTH, BLOCKS=WIDTH // 128, L=L, STAGES=STAGES,
+            CHECKPOINT_STEPS=CHECKPOINT_STEPS, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
+            USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
+            USE_DP_OFFSET=USE_DP_OFFSET, TRANSPOSED=TRANSPOSED, ACCUMULATE_DN=ACCUMULATE_DN,
+            FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D,
         ),
     )  # fmt: skip
 
@@ -564,7 +707,7 @@ def dq_dk_kernel(
 def run_second_gate_warp(
     source, buffers, out, zeros, zero_counts, full, empty, params, tiles_per_head, gate_config, config
 ):
-    """The second gater, or of a pair the clearer."""
+    """Run the second gate warp, or with NUM_SPLITS above 1 the zero-fill warp in its place."""
     if config.NUM_SPLITS == 1:
         run_gate_warp(1, source, buffers, full, empty, params, tiles_per_head, gate_config)
     else:
@@ -573,7 +716,7 @@ def run_second_gate_warp(
 
 @gluon.jit
 def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, gmem, params, config):
-    """Gives them shared memory, and starts them."""
+    """Allocate shared memory and start the partitions of the program: consumers, load, gate and store warps."""
     X, Y, Z, W = tensors
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
@@ -601,38 +744,18 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     ready = allocate_barriers(2, 2)
     fence_async_shared()
     shared = SharedStorage(
-        x,
-        y,
-        z,
-        w,
-        p,
-        g,
-        u,
-        delta,
-        partial_dots,
-        full,
-        empty,
-        ready,
-        floor,
-        matrix,
-        n,
-        sums,
-        inverse,
-        initial_n_ready,
-        d,
-    )
+        x=x, y=y, z=z, w=w, g=g, u=u, delta=delta, partial_dots=partial_dots, full=full, empty=empty, p=p, ready=ready,
+        floor=floor, matrix=matrix, n=n, sums=sums, inverse=inverse, initial_n_ready=initial_n_ready, d=d,
+    )  # fmt: skip
     buffers = GateBuffers(g, u, floor if config.FUSE_NORMALIZER else delta, matrix)
     gate_config: gl.constexpr = GateWarpConfig(
-        L,
-        STAGES,
-        config.REVERSE,
-        config.IS_SEGMENTED,
-        FLOOR if config.FUSE_NORMALIZER else (DELTA_P if config.USE_DP_OFFSET else None),
-        config.NUM_SPLITS,
-        GATE_WARPS=2
-        if config.FUSE_NORMALIZER or (source.GATES == RECOMPUTED and config.BLOCKS == 2 and not SPLIT_REDUCE)
-        else 1,
-    )
+        L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED,
+        EXTRA=FLOOR if config.FUSE_NORMALIZER else (DELTA_P if config.USE_DP_OFFSET else None),
+        NUM_SPLITS=config.NUM_SPLITS,
+        GATE_WARPS=2 if config.FUSE_NORMALIZER or (
+            source.GATES == RECOMPUTED and config.BLOCKS == 2 and not SPLIT_REDUCE
+        ) else 1,
+    )  # fmt: skip
     consumer_registers: gl.constexpr = CONSUMER_REGISTERS_MAX if config.FUSE_NORMALIZER else CONSUMER_REGISTERS
     producer_registers: gl.constexpr = PRODUCER_REGISTERS_MIN if config.FUSE_NORMALIZER else PRODUCER_REGISTERS
     gl.warp_specialize(
@@ -646,7 +769,9 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
             )),
             (run_store_warp, (
                 d, w_out, source.vectors, full, empty, params, tiles_per_head,
-                StoreWarpConfig(L, STAGES, config.REVERSE, config.IS_SEGMENTED, RESULT),
+                StoreWarpConfig(
+                    L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
+                ),
             )),
         ],
         [4, 1, 1, 1, 1],
