@@ -1,6 +1,6 @@
-"""The Hopper kernels compile, fit a multiprocessor, and keep their MMAs asynchronous. Needs no GPU.
+"""Tests that the Hopper kernels compile, fit a multiprocessor and keep their MMAs asynchronous. No GPU is needed.
 
-Where Triton is too old for them, that is said once.
+Where Triton is too old for the kernels, the backend warns once.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ KERNELS = [
     for name in ("o_dv_kernel", "dq_dk_kernel", "segment_states_kernel", "small_head_kernel")
     for way in ("", " back")
 ] + ["dk_dv_kernel back"]
-SHARED = 232_448  # bytes that a program can have
-SPILLED = 320  # bytes: most are addresses in the 24 registers of the loader and the gater, and what ends a segment
+SHARED = 232_448  # bytes of shared memory that a program can have
+SPILLED = 320  # bytes, mostly addresses in the 24 registers of the load and gate warps, and the ends of segments
 
 
 def too_old() -> bool:
@@ -65,11 +65,11 @@ def test_compiles_and_fits(tmp_path: Path) -> None:
     assert len(answers) == len(CASES)
     for answer in answers:
         assert answer["failure"] is None
-        walks = [row for row in answer["kernels"] if row["kernel"] in KERNELS]
-        in_one = any(row["kernel"].startswith(("small_head_kernel", "dk_dv_kernel")) for row in walks)  # dk and dv
-        assert len(walks) >= (3 if in_one else 4)
-        assert not any(row["unequal"] for row in answer["kernels"]), answer  # sums that differ from thread to thread
-        for row in walks:
+        rows = [row for row in answer["kernels"] if row["kernel"] in KERNELS]
+        dk_with_dv = any(row["kernel"].startswith(("small_head_kernel", "dk_dv_kernel")) for row in rows)
+        assert len(rows) >= (3 if dk_with_dv else 4)
+        assert not any(row["unequal"] for row in answer["kernels"]), answer  # sums must not differ between threads
+        for row in rows:
             assert row["shared"] <= SHARED, row
             assert row["spilled"] <= SPILLED, row
             assert row["serialized"] == 0, row

@@ -1,4 +1,4 @@
-"""Nothing that the Hopper kernels wait for, or say, can be left out: without it the simulator fails."""
+"""Tests that no wait, arrival, fence or barrier of the Hopper kernels can be left out: the simulator then fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfla.backends import hopper
 
 pytestmark = [
     pytest.mark.interpreter,
-    pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter for what is beside the kernels"),
+    pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter for the Triton kernels of the backend"),
 ]
 FOLDER = Path(hopper.__file__).parent
 SYNCHRONIZES = (
@@ -43,12 +43,12 @@ CASES: dict[str, list[Case]] = {
     "store_warp": [("exp", {"K": 128, "V": 128}, None)],
     "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
 }  # fmt: skip
-# Between warps of a partition, which the simulator does not tell apart: the compiler puts a barrier there, too.
-SPARE = {("normalizer", "store_shared_inverse", "barrier()"), ("split_reduce", "run_zero_fill_warp", "barrier()")}
+# Barriers between warps of a partition, which the simulator does not tell apart; the compiler inserts one there, too.
+REDUNDANT = {("normalizer", "store_shared_inverse", "barrier()"), ("split_reduce", "run_zero_fill_warp", "barrier()")}
 
 
-def lines(module: str) -> Iterator[tuple[str, str, str, int]]:
-    """Module, function, statement and line of all that synchronizes."""
+def synchronizing_statements(module: str) -> Iterator[tuple[str, str, str, int]]:
+    """Yield module, function, statement and line of each statement that synchronizes."""
     for function in ast.parse((FOLDER / f"{module}.py").read_text()).body:
         statements = (node for node in ast.walk(function) if isinstance(node, ast.Expr))
         for node in statements:
@@ -57,8 +57,8 @@ def lines(module: str) -> Iterator[tuple[str, str, str, int]]:
                 yield module, function.name, ast.unparse(node), node.lineno
 
 
-def without(module: str, line: int, folder: Path) -> Path:
-    """The module's source with a statement that does nothing in that line."""
+def write_without(module: str, line: int, folder: Path) -> Path:
+    """Write the source of a module with `pass` in one line, and return the file."""
     source = (FOLDER / f"{module}.py").read_text().splitlines()
     end = next(node.end_lineno for node in ast.walk(ast.parse("\n".join(source))) if getattr(node, "lineno", 0) == line)
     assert end == line, "statements of one line"
@@ -86,7 +86,8 @@ def test_with_all(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "function", "statement", "line"), [found for module in CASES for found in lines(module)],
+    ("module", "function", "statement", "line"),
+    [found for module in CASES for found in synchronizing_statements(module)],
     ids=lambda x: str(x).partition("(")[0],
 )  # fmt: skip
 def test_without(
@@ -95,7 +96,7 @@ def test_without(
     pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
     from gluon_simulator.hopper import on_cpu
 
-    spare = (module, function, statement) in SPARE
-    found = contextlib.nullcontext() if spare else pytest.raises((RuntimeError, AssertionError))
-    with on_cpu({module: without(module, line, tmp_path)}), found:
+    redundant = (module, function, statement) in REDUNDANT
+    found = contextlib.nullcontext() if redundant else pytest.raises((RuntimeError, AssertionError))
+    with on_cpu({module: write_without(module, line, tmp_path)}), found:
         run(CASES[module], monkeypatch)

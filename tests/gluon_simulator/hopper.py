@@ -14,22 +14,26 @@ from tfla._util import caching
 
 HOPPER = "tfla.backends.hopper"
 KERNELS = {name: f"{name}_kernel" for name in ("o_dv", "dq_dk", "segment_states", "dk_dv", "small_head")}
-SHARED = (
+SHARED_MODULES = (
     "scheduler", "pipeline", "mma", "gate_warp", "store_warp", "checkpoints", "split_reduce", "normalizer",
 )  # fmt: skip
 
 
 @contextlib.contextmanager
 def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
-    """It takes tensors of the CPU. Triton's kernels beside its own need Triton's interpreter, which has no bfloat16:
-    heads that share q and k, wide ones with a normaliser, and stored states may not be in it.
+    """Let the Hopper backend run on tensors of the CPU, its kernels in the simulator.
 
-    files: modules of it that are to be read from elsewhere."""
+    The Triton kernels of the backend need Triton's interpreter, which has no bfloat16. Heads that share q and k, wide
+    heads with a normalizer, and stored states can therefore not be bfloat16.
+
+    Args:
+        files: Modules of the backend whose source is read from these files instead.
+    """
     from tfla.backends.hopper import launch
 
-    names = ["tfla.backends.triton.gates", *(f"{HOPPER}.{name}" for name in (*SHARED, *KERNELS))]
+    names = ["tfla.backends.triton.gates", *(f"{HOPPER}.{name}" for name in (*SHARED_MODULES, *KERNELS))]
     modules = simulated(names, {f"{HOPPER}.{name}": file for name, file in (files or {}).items()})
-    caching.clear_caches()  # tapes of other kernels
+    caching.clear_caches()  # launches recorded with other kernels
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tfla.backends.hopper, "_is_hopper", lambda device: True)
         patch.setattr(type(tfla.backends.hopper.TRITON), "_unsupported", lambda backend, q: None)

@@ -1,4 +1,4 @@
-"""Which head dims the Hopper kernels take, and as which; how many programs take them."""
+"""Tests of the head dims that the Hopper kernels support and pad to, and of the number of programs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfla.backends.hopper import DIMS, SMALL_HEADS, padded_head_dims
 
 
 @pytest.mark.parametrize("dims", [*SMALL_HEADS, *((K, V) for K in DIMS for V in DIMS)], ids=str)
-def test_own_dims_are_not_filled_up(dims: tuple[int, int]) -> None:
+def test_dims_of_kernels_are_not_padded(dims: tuple[int, int]) -> None:
     assert padded_head_dims(*dims) == dims
 
 
@@ -19,22 +19,22 @@ def test_own_dims_are_not_filled_up(dims: tuple[int, int]) -> None:
         ((72, 72), (128, 128)), ((96, 192), (128, 256)), ((64, 256), (128, 256)), ((160, 320), (256, 512)),
     ],
 )  # fmt: skip
-def test_others_are_where_half_is_theirs(dims: tuple[int, int], padded: tuple[int, int]) -> None:
+def test_others_are_padded_to_at_most_twice(dims: tuple[int, int], padded: tuple[int, int]) -> None:
     assert padded_head_dims(*dims) == padded
 
 
 @pytest.mark.parametrize(
     "dims", [(16, 16), (24, 64), (32, 256), (56, 256), (100, 128), (128, 132), (2048, 128)], ids=str
 )
-def test_more_zeros_or_rows_that_are_not_aligned_are_refused(dims: tuple[int, int]) -> None:
+def test_more_padding_and_unaligned_rows_are_refused(dims: tuple[int, int]) -> None:
     assert padded_head_dims(*dims) is None
 
 
 @pytest.mark.parametrize("most", [1, 2, 33, 132])
-def test_no_fewer_programs_would_do_in_as_few_turns(most: int) -> None:
+def test_fewer_programs_would_need_more_rounds(most: int) -> None:
     launch = pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
     for count in range(1, 5 * most + 2):
-        programs, turns = launch.balanced_programs(count, most), -(-count // most)
+        programs, rounds = launch.balanced_programs(count, most), -(-count // most)
         assert programs <= most
-        assert -(-count // programs) == turns
-        assert programs == 1 or -(-count // (programs - 1)) > turns
+        assert -(-count // programs) == rounds
+        assert programs == 1 or -(-count // (programs - 1)) > rounds

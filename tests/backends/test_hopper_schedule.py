@@ -1,4 +1,4 @@
-"""The order in which the Hopper kernels take packed sequences, in Triton's interpreter."""
+"""Tests of the schedule of packed sequences, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WorkTile(NamedTuple):
 
 
 def expected(lengths: tuple[int, ...], steps: int) -> list[WorkTile]:
-    """Pieces of at least one step, as the layouts of states and gate vectors have them."""
+    """Return the work tiles of at least one step, by decreasing length."""
     found, first = [], 0
     for s, length in enumerate(lengths):
         for n, start in enumerate(range(0, length, steps)):

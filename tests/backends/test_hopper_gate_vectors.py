@@ -1,4 +1,4 @@
-"""The gate vectors that the Hopper walks make of the gates, in Triton's interpreter."""
+"""Tests of the gate vectors that the Hopper gate warp computes from the gates, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def kernel(  # type: ignore[no-untyped-def]
     tl.store(out + 4 * L + r, decay)
 
 
-def made(i: Tensor, f: Tensor, steps: int, **forms: bool) -> Tensor:
-    """ROW, COLUMN, INTER, UPDATE and DECAY of a tile that has so many steps, (5, L)."""
+def computed(i: Tensor, f: Tensor, steps: int, **forms: bool) -> Tensor:
+    """Return ROW, COLUMN, INTER, UPDATE and DECAY of a tile of `steps` steps, (5, L)."""
     out = torch.empty(5, L)
     kernel[(1,)](i, f, out, steps, SCALE, math.log2(SCALE), L=L, **forms)
     return out
 
 
 def expected(log_i: Tensor, log_f: Tensor, steps: int) -> tuple[Tensor, ...]:
-    """Exponents base 2, in float64: ROW_i + COLUMN_j at (i, j), and those of the others."""
+    """Return exponents in base 2, in float64: ROW_i + COLUMN_j at (i, j), and those of INTER, UPDATE and DECAY."""
     inside = torch.arange(L) < steps
     log_i, log_f = (x.double().clamp(-1e5, 5e4) / math.log(2) for x in (log_i, log_f))
     i = torch.where(inside, log_i.clamp(min=-150), -150)
@@ -58,12 +58,12 @@ def expected(log_i: Tensor, log_f: Tensor, steps: int) -> tuple[Tensor, ...]:
 
 
 def check(i: Tensor, f: Tensor, steps: int, log_i: Tensor, log_f: Tensor, **forms: bool) -> None:
-    """Exponents are right but for what float32 rounds off of the sums since the tile's start."""
-    row, column, *rest = made(i, f, steps, **forms).double()
+    """Check exponents up to the rounding of float32 sums from the start of the tile."""
+    row, column, *rest = computed(i, f, steps, **forms).double()
     pairs, *weights = expected(log_i, log_f, steps)
-    sees = torch.ones(L, L).tril().bool() & (pairs > -100)
+    kept = torch.ones(L, L).tril().bool() & (pairs > -100)
     rounding = 2.0**-24 * (row.abs()[:, None] + column.abs() + 10) + 1e-6
-    assert (((row[:, None] + column) - pairs).abs() <= rounding)[sees].all()
+    assert (((row[:, None] + column) - pairs).abs() <= rounding)[kept].all()
     for found, exponent in zip(rest, weights, strict=True):
         torch.testing.assert_close(found, exponent.exp2(), rtol=1e-5, atol=2.0**-126)
 
@@ -79,7 +79,7 @@ def test_sigmoid_gates(steps: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("resets", [1, 5, 60])
 def test_resets(resets: int) -> None:
-    """Beside them other gates still count."""
+    """Gates beside resets still count."""
     torch.manual_seed(resets)
     i, f = torch.randn(L), logsigmoid(3 + torch.randn(L))
     f[torch.randperm(L)[:resets]] = torch.tensor([-1e4, float("-inf")]).repeat(30)[:resets]
@@ -94,7 +94,7 @@ def test_without_input_gate() -> None:
 def test_nan_stays() -> None:
     f = torch.full((L,), -0.1)
     f[40] = float("nan")
-    row, _, inter, update, decay = made(f, f, L, INPUT_GATE=False, SIGMOID_I=False, SIGMOID_F=False)
+    row, _, inter, update, decay = computed(f, f, L, INPUT_GATE=False, SIGMOID_I=False, SIGMOID_F=False)
     assert row[:40].isfinite().all()
     assert inter[:40].isfinite().all()
     assert all(x.isnan().all() for x in (row[40:], inter[40:], update, decay))
