@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tfla.paper.frame import Missing
 
 from tfla._util.errors import UserError
 from tfla.cli import main
@@ -18,6 +17,7 @@ from tfla.paper.experiments.outcome import FAILED, finished, outcome
 from tfla.paper.experiments.plans import BIASES, EXPERIMENTS, SIZES, Variant, unique
 from tfla.paper.experiments.run import ExperimentConfig
 from tfla.paper.experiments.worker_pool import train_all
+from tfla.paper.report_types import Missing
 from tfla.paper.training import Config, claims, figures
 from tfla.paper.training_runs import Found, load, running_median, spikes, table_of, text, title_of
 from tfla.train.config import TrainConfig
