@@ -748,6 +748,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
         floor=floor, matrix=matrix, n=n, sums=sums, inverse=inverse, initial_n_ready=initial_n_ready, d=d,
     )  # fmt: skip
     buffers = GateBuffers(g, u, floor if config.FUSE_NORMALIZER else delta, matrix)
+    # Two gate warps where one would be slower than the consumers, and the place of the second is free.
     gate_config: gl.constexpr = GateWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED,
         EXTRA=FLOOR if config.FUSE_NORMALIZER else (DELTA_P if config.USE_DP_OFFSET else None),

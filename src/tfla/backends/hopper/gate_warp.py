@@ -9,9 +9,10 @@ For each tile and head it stores, in the names of `docs/mathematics.md`:
     update weights    UPDATE, w     INTER, a'        weight of each step in the update of the state
     TILE_DECAY        DECAY, g      DECAY, g         decay of the state over the tile
 
-A gate kernel has written ROW, COLUMN, ... for all tiles before (LOADED), or some of them (PARTIAL), or the gate warp
-computes all from the gates (RECOMPUTED), which needs no normalizer. A kernel can start several gate warps, which then
-take tiles in turn.
+Either a gate kernel has written all of them to global memory (LOADED), or it has written ROW, COLUMN and the sum TOTAL
+of a tile, from which the gate warp computes the rest (PARTIAL), or the gate warp computes all of them from the gates
+(RECOMPUTED). The last is possible without a normalizer, since no gate vector then depends on other tiles. A kernel can
+start several gate warps, which take tiles in turn.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
             t = tile_of_iteration(i, tiles, config)
             head = i % HEADS
             tile = (h * HEADS + head).to(gl.int64) * tiles_per_head + first_tile + t
+            # (L) each
             if source.GATES == RECOMPUTED:
                 row, column, inter, update, decay = compute_gate_vectors(
                     i_gate, f_gate, t * L + r < steps, source.scale, source.log_scale, source.INPUT_GATE,
@@ -119,7 +121,7 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
                 i_gate, f_gate = load_gates_of_iteration(later, b, h, start, steps, tiles, source, r, config)
             else:
                 row, column, inter, update, decay = load_gate_vectors(source, tile, r)
-            # Wait until the consumers have released the stage.
+            # The consumers have released the stage.
             s, phase = stage_and_phase(n // HEADS, config.STAGES)
             mbarrier.wait(empty.index(s), phase ^ 1)
             at = head * config.STAGES + s

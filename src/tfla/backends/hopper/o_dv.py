@@ -619,6 +619,8 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
         sums=sums, inverse=inverse, initial_n_ready=initial_n_ready,
     )  # fmt: skip
     buffers = GateBuffers(g, w, floor, matrix)
+    # One gate warp would be slower than the consumers with one block, whose tiles take less time, and with n, for which
+    # it stores more.
     gate_config: gl.constexpr = GateWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED,
         EXTRA=FLOOR if config.NORMALIZE else None,
