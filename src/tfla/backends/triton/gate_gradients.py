@@ -98,7 +98,7 @@ def gate_gradients(
     part = tl.program_id(1)
     if PACKED and not SEGMENTED:  # of a longest sequence that nobody knows most programs would have nothing
         slot, _, _, begin, _ = locate(cu, sequences, T, slot, MARKS, PACKED)
-        part = tl.cdiv(begin, MARKS).to(tl.int32)  # behind every step if it begins nowhere
+        part = begin // MARKS
     t = (part * MARKS + tl.arange(0, MARKS))[None, :]
     h = (tl.program_id(2) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     first, length, b, t_first, tile0 = segment(cu, sequences, T, slot, steps, L, SEGMENTED, PACKED)

@@ -98,9 +98,10 @@ def locate(cu, sequences, T, slot, chunk, PACKED: tl.constexpr):
         first = tl.load(cu + s).to(tl.int64)
         length = tl.load(cu + s + 1).to(tl.int64) - first
         slot0 = first // chunk + s
-        # Slots before the first sequence have no steps of it: they begin where no sequence does.
+        # Slots before the first sequence have no steps of it: they begin behind all of them, in multiples of a chunk
+        # as others, so that what is loaded from there on stays aligned for the compiler.
         count = slot - slot0
-        start = tl.where(count < 0, T, count * chunk)
+        start = tl.where(count < 0, T, count) * chunk
     else:
         chunks = tl.cdiv(T, chunk)
         s = slot // chunks

@@ -36,7 +36,7 @@ def chunk_gate_gradients(
     slot = tl.program_id(0) // H
     h = tl.zeros([1, 1], tl.int64) + tl.program_id(0) % H
     s, first, length, start, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
-    count = tl.minimum(length - start, steps).to(tl.int32)
+    count = tl.maximum(tl.minimum(length - start, steps), 0).to(tl.int32)
     if count <= 0:
         return
     mark = slot.to(tl.int64) * H + h
