@@ -62,7 +62,7 @@ def read_training(config: Options) -> None:
 
 
 READERS: dict[str, Callable[[Options], object]] = {
-    "cpu": read_benchmark, "fig4": read_benchmark, "fig5": read_benchmark, "traffic": profiled_traffic.sentence,
+    "cpu": read_benchmark, "fig4": read_benchmark, "fig5": read_benchmark, "traffic": profiled_traffic.claim_values,
     "numerics": numerics.claims, "training": read_training,
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 
 from tfla.bench import traffic
 from tfla.paper.algorithms import get
-from tfla.paper.profiled_traffic import compared, draw_profiled_traffic, sentence
+from tfla.paper.profiled_traffic import claim_values, compared, draw_profiled_traffic
 from tfla.paper.report_types import Missing, Options
 
 REPORT = """==PROF== Connected to process 7
@@ -66,7 +66,7 @@ def test_comparison(tmp_path: Path) -> None:
     assert [r["counted"] for r in found] == pytest.approx([counted["forward"], counted["backward"]])
     config = Options(out=tmp_path, results=tmp_path)
     assert isinstance(draw_profiled_traffic(config, "c"), Missing)
-    assert "has not been compared" in sentence(config)
+    assert not claim_values(config)["profiled"]
     (tmp_path / "traffic.json").write_text(json.dumps({"environment": env, "rows": rows}))
-    assert "triton fused 1.50 to 1.50 forward and 1.00 to 1.00 backward" in sentence(config)
+    assert claim_values(config)["table"].rows == [["triton fused", "1.50 to 1.50", "1.00 to 1.00"]]
     assert draw_profiled_traffic(config, "c").name == "traffic"

@@ -8,23 +8,57 @@ from pathlib import Path
 import pytest
 
 from tfla.measure.accelerators import Accelerator
-from tfla.paper import benchmark_claims, counting_claims, theory_claims
+from tfla.paper import benchmark_claims, claims, counting_claims, theory_claims
 from tfla.paper.algorithms import get
+from tfla.paper.claims_template import fill, insert, templates
 from tfla.paper.report_types import Options
+from tfla.paper.sections import SECTIONS
 from tfla.paper.time_bounds import algorithm_of, bounds
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def test_what_is_not_measured_is_said(tmp_path):
+NOT_MEASURED = "This was not measured: "
+
+
+def test_missing_measurements_are_named(tmp_path):
     absent = [c.here for c in benchmark_claims.claims(Options(results=tmp_path))]
-    assert all(text.startswith("not measured: ") for text in absent)
+    assert all(text.startswith(NOT_MEASURED) for text in absent)
     theory = theory_claims.claims(Options(results=tmp_path))
-    assert [c.title for c in theory if c.here.startswith("not measured: ")] == [
+    assert [c.title for c in theory if c.here.startswith(NOT_MEASURED)] == [
         "The measured optimum lies below the theory's", "FLOP/s are not what to choose a chunk size by",
         "Theory and measurement",
     ]  # fmt: skip
-    assert not any("not measured" in c.here for c in counting_claims.claims(Options(results=tmp_path)))
+    counting = counting_claims.claims(Options(results=tmp_path))
+    assert not any(c.here.startswith(NOT_MEASURED) for c in counting)
+    assert "have not been measured with a profiler" in counting[-1].here
+
+
+def test_every_claim_of_the_page_is_filled():
+    found = [claim for section in SECTIONS.values() for claim in section.claims(section.config(results=RESULTS))]
+    assert [claim.title for claim in found] == [template.title for template in templates().values()]
+    for claim in found:
+        assert not claim.here.startswith(NOT_MEASURED)
+        for text in (claim.paper, claim.here):
+            assert text.endswith((".", ")."))
+            assert "None" not in text
+            assert "nan" not in text
+            assert not set("{}[]") & set(text)
+
+
+def test_the_page_in_docs_is_that_of_the_stored_results(tmp_path):
+    page = claims.write(Options(out=tmp_path, results=RESULTS)).read_text(encoding="utf-8")
+    assert page == (RESULTS.parents[1] / "docs" / "claims.md").read_text(encoding="utf-8")
+
+
+def test_lines_depend_on_their_values():
+    text = "It takes {seconds} s.\n[fast] It is fast,\n  with {share} %.\n[not fast] It is slow.\nIt holds."
+    assert insert(text, {"seconds": "1", "fast": True, "share": "9"}) == "It takes 1 s. It is fast, with 9 %. It holds."
+    assert insert(text, {"seconds": None, "fast": None, "share": None}) == "It is slow. It holds."
+    with pytest.raises(KeyError, match="share"):
+        insert(text, {"seconds": "1", "fast": True})
+    with pytest.raises(KeyError, match="no claims nosuch"):
+        fill({"nosuch": {}})
 
 
 def result(suite, *rows):
@@ -45,8 +79,8 @@ def test_ratios_are_those_of_the_rows(tmp_path):
     rows += [{"name": xl, "x": 512, "direction": "forward + backward", "error": "RuntimeError: no: way"}]
     (tmp_path / "fig4.json").write_text(json.dumps(result("fig4", *rows)))
     here = benchmark_claims.claims(Options(results=tmp_path))[0].here
-    assert "takes 1.50 to 2.50 times as long as xl_chunk forward" in here
-    assert f"not measured for {limit} and {xl}, forward + backward: RuntimeError there" in here
+    assert "limit_chunk of mlstm_kernels takes 1.50 to 2.50 times as long as its xl_chunk in the forward pass" in here
+    assert "Forward and backward together were not measured, because one of the two raises RuntimeError." in here
 
 
 def test_attention_is_beaten_from_where_on(tmp_path):
@@ -55,8 +89,8 @@ def test_attention_is_beaten_from_where_on(tmp_path):
     rows = [timed(theirs, T, T / 1024, both) for T in (512, 1024, 2048, 4096)]
     rows += [timed(ours, T, 1.5, both) for T in (512, 1024, 2048, 4096)]
     (tmp_path / "fig4.json").write_text(json.dumps(result("fig4", *rows)))
-    here = next(c for c in benchmark_claims.claims(Options(results=tmp_path)) if "attention" in c.title).here
-    assert f"{ours} from T = 2,048 on (3 times at 4,096)" in here
+    claim = next(c for c in benchmark_claims.claims(Options(results=tmp_path)) if "attention" in c.title)
+    assert claim.table.rows == [[ours, "2,048", "4,096", "3"]]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def test_run_writes_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_such_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["--device", "nowhere", "--out", str(tmp_path / "x.json")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--device", "nowhere", "--out", str(tmp_path / "x.json")])
     assert "nowhere" in capsys.readouterr().err
     assert not (tmp_path / "x.json").exists()
 
@@ -85,7 +86,7 @@ def test_figures_of_the_stored_result(tmp_path: Path) -> None:
 
 
 def test_claims_of_the_stored_result() -> None:
-    assert [c.title for c in claims(Config())] == ["Chunk size and accuracy", "Gradients"]
+    assert [c.title for c in claims(Config())] == ["The chunk size does not affect the accuracy", "Gradients"]
 
 
 def test_no_stored_result(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def test_claims_are_a_page(tmp_path, capsys):
     page = (tmp_path / "claims.md").read_text()
     assert page.startswith("# What the paper claims")
     assert page.endswith(
-        "## Lines\n\n### Lines rise\n\nThe paper: always (Figure 0).\n\nHere: by `2` & more.\n\n"
-        "| x | y <ms> |\n| --- | --- |\n| 1 | 2 |\n| 2 | 4 |\n\nReproduce: `tfla analyze lines`.\n"
+        "## Lines\n\n### Lines rise\n\n**Paper.** always (Figure 0).\n\n**Here.** by `2` & more.\n\n"
+        "| x | y <ms> |\n| --- | --- |\n| 1 | 2 |\n| 2 | 4 |\n\nReproduce: `tfla analyze lines`\n"
     )
 
 

@@ -12,7 +12,7 @@ import tfla
 from tfla._util.errors import UserError
 from tfla.nn.layers import HeadNorm
 from tfla.paper.gain import EPSILONS, VARIANTS, T, draw, gain, gains, outputs, transition
-from tfla.paper.transfer import Config, axis, claims, draw_start, figure, figures, where
+from tfla.paper.transfer import Config, axis, claims, describe_start, draw_start, figure, figures
 
 GATES = list(VARIANTS)
 
@@ -83,9 +83,9 @@ def test_a_choice_of_ones_own() -> None:
     for bias in (-18.0, 0.0):
         config = Config(eps=1e-6, input_gate_bias=bias, gate_soft_cap=1e3)
         found = gains("exp", "bounded", (bias,), config.forget_gate_bias, (1e-6,))
-        words[bias] = where(found, config)
-    assert "suppresses" in words[-18.0]
-    assert "passes" in words[0.0]
+        words[bias] = describe_start(found, config)
+    assert "cell suppresses its input" in words[-18.0]
+    assert "cell passes its input" in words[0.0]
 
 
 def test_biases_are_soft_capped() -> None:
@@ -105,7 +105,7 @@ def test_figures(tmp_path: Path) -> None:
 
 
 def test_claims() -> None:
-    assert next(c.title for c in claims(Config())) == "Both gates after the norm"
+    assert next(c.title for c in claims(Config())) == "Both gates are equal after the norm"
 
 
 @pytest.mark.parametrize(("field", "value"), [("step", 0.0), ("eps", -1.0)])

@@ -6,7 +6,8 @@ from typing import Any
 
 from tfla.paper import style
 from tfla.paper.algorithms import get
-from tfla.paper.report_types import Figure, Missing, Options, stored, write
+from tfla.paper.claims_template import Values
+from tfla.paper.report_types import Figure, Missing, Options, Table, stored, write
 from tfla.paper.time_bounds import algorithm_of
 
 NAME, TITLE = "traffic", "Counted bytes and what a profiler saw"
@@ -71,21 +72,25 @@ and stores once; a cache saves some of it, and what a kernel has to load again c
     )  # fmt: skip
 
 
-def sentence(config: Options) -> str:
-    """What the comparison says, for the claims."""
+def claim_values(config: Options) -> Values:
+    """Return the values of the claim `checked_counts`: the measured bytes as multiples of the counted ones."""
     result = stored(config, NAME)
     if result is None:
-        return f"What a GPU's caches make of these bytes has not been compared with a profiler (`{MEASURE}` does)."
-    env, rows = result["environment"], compared(result)
-    parts = []
-    for way in dict.fromkeys(r["way"] for r in rows):
-        ratios = [
-            " to ".join(f"{x:.2f}" for x in (min(found), max(found)))
-            for d in ("forward", "backward")
-            if (found := [r["measured / counted"] for r in rows if (r["way"], r["direction"]) == (way, d)])
-        ]
-        parts.append(f"{way} {' forward and '.join(ratios)} backward")
-    return (
-        "The memory moves, in multiples of the count as Nsight Compute saw it over all kernels of a call "
-        f"({env['device']}, {env['date']}, both gates): {'; '.join(parts)} (`{MEASURE}`)."
-    )
+        return {"profiled": False, "device": None, "date": None}
+    rows = compared(result)
+    table = []
+    for implementation in dict.fromkeys(r["way"] for r in rows):
+        cells = []
+        for direction in ("forward", "backward"):
+            ratios = [
+                r["measured / counted"] for r in rows if (r["way"], r["direction"]) == (implementation, direction)
+            ]
+            cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-")
+        table.append([implementation, *cells])
+    env = result["environment"]
+    return {
+        "profiled": True,
+        "device": env["device"],
+        "date": env["date"],
+        "table": Table(["kernels", "forward", "backward"], table),
+    }

@@ -46,9 +46,7 @@ SECTIONS: dict[str, Section] = {
     "counting": Section("tfla.paper.counting", "Counting", "FLOPs and bytes of every form (Figures 15, 16)"),
     "theory": Section("tfla.paper.theory", "Theory of the runtime", "runtime by chunk size, GPU (Figures 17 to 22)"),
     "benchmarks": Section("tfla.paper.benchmarks", "Benchmarks", "stored measurements (Figures 4, 5, 12, 13, 14)"),
-    "transfer": Section(
-        "tfla.paper.transfer", "Transfer behaviour", "gain before and after the norm (Figures 3, 6, 7)"
-    ),
+    "transfer": Section("tfla.paper.transfer", "Transfer behavior", "gain before and after the norm (Figures 3, 6, 7)"),
     "numerics": Section("tfla.paper.numerics.figures", "Numerics", "stored errors against float64, beside rounding"),
     "training": Section("tfla.paper.training", "Training", "small training runs (Tables 2, 3, 5, 6; Figures 8 to 11)"),
 }

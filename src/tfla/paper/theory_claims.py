@@ -1,4 +1,4 @@
-"""What the paper claims about the runtime in theory (appendix G)."""
+"""The values of the claims about the theory of the runtime (appendix G)."""
 
 from __future__ import annotations
 
@@ -8,124 +8,115 @@ from tfla.bench.stored import load
 from tfla.measure.accelerators import ACCELERATORS
 from tfla.paper.algorithms.optimum import runtime_optimal_chunk
 from tfla.paper.chunk_timings import BATCH, SHAPE, SUITE, TILE, ChunkTimings, H, sig_forward
-from tfla.paper.report_types import Claim, Options
+from tfla.paper.claims_template import Values, fill
+from tfla.paper.report_types import Claim, Options, Table
 from tfla.paper.runtime import SIG, intensity
 from tfla.paper.time_bounds import AT, compared
-from tfla.paper.time_bounds import SUITE as EXPLAINED
-
-COMMAND = "tfla analyze theory"
+from tfla.paper.time_bounds import SUITE as BOUNDS_SUITE
 
 
-def best(dhv: float, flop_per_byte: float) -> float:
+def optimal_chunk(dhv: float, flop_per_byte: float) -> float:
+    """Return the runtime-optimal chunk size (121) of mLSTMsig's forward for dqk = dhv / 2."""
     return float(runtime_optimal_chunk(dhv, 0.5, flop_per_byte))
 
 
-def _grows() -> Claim:
-    by_width = math.log(best(1024, 295) / best(256, 295)) / math.log(4)
-    by_intensity = math.log(best(512, 400) / best(512, 100)) / math.log(4)
-    return Claim(
-        "The runtime-optimal chunk grows with head dim and accelerator",
-        "that it grows with the square roots of dhv and of the accelerator's FLOP/byte (121), (Figures 21, 22).",
-        f"it holds: powers of {by_width:.2f} (from dhv 256 to 1,024) and {by_intensity:.2f} (from 100 to 400 "
-        "FLOP/byte).",
-        COMMAND,
-    )
+def _missing(suite: str) -> str:
+    return f"This was not measured: there is no `benchmarks/results/{suite}.json`."
 
 
-def _newer() -> Claim:
-    chunks = ", ".join(f"{name} {best(512, a.intensity):.0f}" for name, a in ACCELERATORS.items())
-    return Claim(
-        "Newer hardware needs larger chunks",
-        "that newer generations require larger chunks to reach peak performance (Section G.5).",
-        f"from the V100 to the H100, not beyond: with dhv 512 and float32 states {chunks}. The H200 has the H100's "
-        "arithmetic and faster memory, the B200 more of both in the same ratio.",
-        COMMAND,
-    )
-
-
-def _bound() -> Claim:
+def _bound_by() -> Values:
     def crossing(name: str) -> str:
         roof = ACCELERATORS[name].intensity
-        return f"{next(L for L in range(16, 8192) if intensity(SIG, L=L, **SHAPE) > roof):,} steps on an {name}"
+        return f"{next(L for L in range(16, 8192) if intensity(SIG, L=L, **SHAPE) > roof):,}"
 
-    return Claim(
-        "The chunk size decides between memory-bound and compute-bound",
-        "that intensity grows with the chunk, and that small chunks are memory-bound and large ones compute-bound "
-        "(Figures 18, 19).",
-        "by counting it holds: with dqk 256, dhv 512 and float32 states the forward of mLSTMsig is compute-bound from "
-        f"chunks of {crossing('A100')}, {crossing('H100')}, {crossing('H200')}.",
-        COMMAND,
-    )
+    return {name: crossing(name) for name in ("A100", "H100", "H200")}
 
 
-def _no_points() -> str:
-    return f"not measured: there is no `benchmarks/results/{SUITE}.json`."
+def _optimum_grows() -> Values:
+    by_width = math.log(optimal_chunk(1024, 295) / optimal_chunk(256, 295)) / math.log(4)
+    by_intensity = math.log(optimal_chunk(512, 400) / optimal_chunk(512, 100)) / math.log(4)
+    return {"by_width": f"{by_width:.2f}", "by_intensity": f"{by_intensity:.2f}"}
 
 
-def _optimum(points: ChunkTimings) -> Claim:
-    gpu = "H200" if "H200" in points.where else "H100"
-    found = []
-    for name, curve in points.papers.items():
+def _newer_hardware() -> Values:
+    return {name: f"{optimal_chunk(512, a.intensity):.0f}" for name, a in ACCELERATORS.items()}
+
+
+def _measured_optimum(timings: ChunkTimings) -> Values:
+    gpu = "H200" if "H200" in timings.where else "H100"
+    rows = []
+    for name, curve in timings.papers.items():
         several = {x: t for x, t in curve.items() if x > TILE}
         if several:
-            at = min(several, key=lambda x: several[x])
-            found.append(f"{name}: {at} among chunks of several tiles ({several[at] * 1e3:.2f} ms forward)")
-        if curve.get(TILE, math.inf) < min(several.values(), default=math.inf):
-            found[-1] += f", one tile a chunk is faster still ({curve[TILE] * 1e3:.2f} ms)"
-    theory = f"theory {best(512, ACCELERATORS[gpu].intensity):.0f} on an {gpu}"
-    text = f"{theory}; measured ({points.where}) {'; '.join(found)}."
-    return Claim(
-        "The measured optimum lies below the theory's",
-        "that mLSTMsig's forward is fastest near chunks of 256 on an H100, less than in theory, where the optimum is "
-        f"{best(512, ACCELERATORS['H100'].intensity):.0f} by (121) (Figures 17, 21; 8 heads, dqk 256, dhv 512).",
-        text if found else _no_points(),
-        COMMAND,
-    )
+            best = min(several, key=lambda x: several[x])
+            one_tile = f"{curve[TILE] * 1e3:.2f}" if TILE in curve else "-"
+            rows.append([name, f"{best:,}", f"{several[best] * 1e3:.2f}", one_tile])
+    header = [
+        "kernel",
+        "fastest chunk of several tiles",
+        "forward, ms",
+        f"forward with chunks of one tile ({TILE}), ms",
+    ]
+    return {
+        "theory_H100": f"{optimal_chunk(512, ACCELERATORS['H100'].intensity):.0f}",
+        "theory": f"{optimal_chunk(512, ACCELERATORS[gpu].intensity):.0f}",
+        "gpu": gpu,
+        "where": timings.where,
+        **({"table": Table(header, rows)} if rows else {"missing": _missing(SUITE)}),
+    }
 
 
-def _roof(points: ChunkTimings) -> Claim:
-    reached = []
-    for name, curve in points.papers.items():
+def _flop_rate(timings: ChunkTimings) -> Values:
+    rows = []
+    for name, curve in timings.papers.items():
         fastest, largest = min(curve, key=lambda x: curve[x]), max(curve)
         rates = {L: float(SIG.flops(L=L, **SHAPE)) * BATCH * H / curve[L] for L in (fastest, largest)}
-        assert points.accelerator is not None
-        roof = points.accelerator.attainable(intensity(SIG, L=fastest, **SHAPE))
-        reached.append(
-            f"{name}: {rates[fastest] / 1e12:.0f} TFLOP/s, {100 * rates[fastest] / roof:.0f} % of what the roof "
-            "allows, "
-            f"at its fastest chunk, {fastest}; {rates[largest] / 1e12:.0f} TFLOP/s at {largest:,}, where it takes "
-            f"{curve[largest] / curve[fastest]:.1f} times as long"
+        assert timings.accelerator is not None
+        roof = timings.accelerator.attainable(intensity(SIG, L=fastest, **SHAPE))
+        rows.append(
+            [
+                name,
+                f"{fastest:,}",
+                f"{rates[fastest] / 1e12:.0f} ({100 * rates[fastest] / roof:.0f} %)",
+                f"{largest:,}",
+                f"{rates[largest] / 1e12:.0f}",
+                f"{curve[largest] / curve[fastest]:.1f}",
+            ]
         )
-    return Claim(
-        "FLOP/s are not what to choose a chunk size by",
-        "that kernels are far from the roofline, and that FLOP/s go on rising with the chunk where the runtime has its "
-        "minimum (Figures 19, 20).",
-        f"for kernels of the paper's kind, under the roof of rates measured in the same run: {'; '.join(reached)}."
-        if reached
-        else _no_points(),
-        COMMAND,
-    )
+    header = [
+        "kernel", "fastest chunk", "TFLOP/s (share of the roofline)", "largest chunk", "TFLOP/s",
+        "time over that of the fastest chunk",
+    ]  # fmt: skip
+    return {"where": timings.where, "table": Table(header, rows)} if rows else {"missing": _missing(SUITE)}
 
 
-def _explained(config: Options) -> Claim:
-    result = next((r for r in load(config.results, complete=True).values() if r["suite"] == EXPLAINED), None)
+def _time_bounds(config: Options) -> Values:
+    result = next((r for r in load(config.results, complete=True).values() if r["suite"] == BOUNDS_SUITE), None)
     rows = [r for r in compared(result) if r["x"] == AT] if result is not None else []
     by_name: dict[str, list[str]] = {}
     for r in rows:
         if "," not in r["name"] or r["name"].endswith(" tfla"):
             by_name.setdefault(r["name"], []).append(f"{r['measured / overlapped']:.2f}")
-    texts = [f"{name} {' and '.join(times)}" for name, times in by_name.items()]
-    return Claim(
-        "Theory and measurement",
-        "that measured runtimes are above the theory's and follow its trend (Section G.1, Figure 17).",
-        f"measured times, forward and forward + backward, in multiples of what the form's counted FLOPs and bytes take "
-        f"where they overlap (114), at rates measured in the same run (Figure 4's setup, T {AT:,}): {'; '.join(texts)}."
-        if texts
-        else f"not measured: there is no `benchmarks/results/{EXPLAINED}.json`.",
-        COMMAND,
+    table = Table(
+        ["implementation", "forward", "forward + backward"],
+        [[name, *ratios, *["-"] * (2 - len(ratios))] for name, ratios in by_name.items()],
     )
+    if result is None or not by_name:
+        return {"missing": _missing(BOUNDS_SUITE)}
+    env = result["environment"]
+    return {"T": f"{AT:,}", "where": f"{env['device']}, {env['date']}", "table": table}
 
 
 def claims(config: Options) -> list[Claim]:
-    points = sig_forward(config)
-    return [_bound(), _grows(), _newer(), _optimum(points), _roof(points), _explained(config)]
+    """Return the claims about the theory of the runtime with the numbers of counts and stored results."""
+    timings = sig_forward(config)
+    return fill(
+        {
+            "bound_by": _bound_by(),
+            "optimum_grows": _optimum_grows(),
+            "newer_hardware": _newer_hardware(),
+            "measured_optimum": _measured_optimum(timings),
+            "flop_rate": _flop_rate(timings),
+            "time_bounds": _time_bounds(config),
+        }
+    )

@@ -10,6 +10,7 @@ import torch
 
 from tfla.nn.layers import soft_cap
 from tfla.ops.gates import INPUT_GATES, InputGate
+from tfla.paper.claims_template import Values, fill
 from tfla.paper.gain import EPSILONS, NORMALIZERS, VARIANTS, Gains, Normalizer, gains, transition
 from tfla.paper.report_types import Claim, Figure, Missing, Options, write
 from tfla.paper.style import panels
@@ -116,24 +117,36 @@ def figure(
     return write(config, name, drawing, numbers, title=title, caption=caption, command=COMMAND)
 
 
-def where(found: Gains, config: Config) -> str:
-    """Where a model with these biases starts, in words."""
+def start_values(found: Gains, config: Config) -> Values:
+    """Return the values of the claim `model_start`: where a model with these biases starts on the map of gains."""
     values = found.after[config.eps]
     low, high = values.min().item(), values.max().item()
-    at = [x for x in transition(full_column(config, found.f), config.eps) if x is not None]
-    kind = "suppresses" if high < 0.25 else "passes" if low > 0.75 else "partly passes"
+    half = [x for x in transition(full_column(config, found.f), config.eps) if x is not None]
     i, f = config.start
-    said = (
-        f"With ε = {config.eps:g}, biases of {config.input_gate_bias:g} and {config.forget_gate_bias[0]:g} to "
-        f"{config.forget_gate_bias[1]:g}, soft-capped to ĩ = {i:.1f} and f̃ = {f[0]:.1f} to {f[1]:.1f}, the gain after "
-        f"the norm is {low:.2g} to {high:.2g}: the cell {kind} its input when training starts."
-    )
-    if at:
-        said += (
-            f" Half of the largest gain is at ĩ = {max(at):.1f} to {min(at):.1f} there: "
-            f"{max(at) - i:+.1f} to {min(at) - i:+.1f} from their start."
-        )
-    return said
+    return {
+        "eps": f"{config.eps:g}",
+        "input_bias": f"{config.input_gate_bias:g}",
+        "forget_low": f"{config.forget_gate_bias[0]:g}",
+        "forget_high": f"{config.forget_gate_bias[1]:g}",
+        "i": f"{i:.1f}",
+        "f_low": f"{f[0]:.1f}",
+        "f_high": f"{f[1]:.1f}",
+        "gain_low": f"{low:.2g}",
+        "gain_high": f"{high:.2g}",
+        "suppresses": high < 0.25,
+        "partly": high >= 0.25 and low <= 0.75,
+        "passes": high >= 0.25 and low > 0.75,
+        "half_low": f"{max(half):.1f}" if half else None,
+        "half_high": f"{min(half):.1f}" if half else None,
+        "off_low": f"{max(half) - i:+.1f}" if half else None,
+        "off_high": f"{min(half) - i:+.1f}" if half else None,
+    }
+
+
+def describe_start(found: Gains, config: Config) -> str:
+    """Return in words where a model with these biases starts, as the page of claims has it."""
+    [claim] = fill({"model_start": start_values(found, config)})
+    return claim.here
 
 
 def full_column(config: Config, f: tuple[float, ...]) -> Gains:
@@ -169,7 +182,7 @@ def draw_start(config: Config, found: dict[tuple[InputGate, Normalizer], Gains])
         numbers += rows_of(maps, kind, normalizer)
     label(axes)
     drawing.colorbar(drawn, ax=axes[0][-1], label="gain", extend="max")
-    caption = where(start(config), config) + (
+    caption = describe_start(start(config), config) + (
         "\n\nAnother choice: `tfla analyze transfer --eps 1e-4 --input-gate-bias -5`."
     )
     command = COMMAND
@@ -216,45 +229,25 @@ def figures(config: Config) -> list[Figure | Missing]:
 
 
 def claims(config: Config) -> list[Claim]:
-    """What Section 4.2 and Appendix D.2 say, beside the gains on a coarser grid."""
+    """Return the claims of Section 4.2 and Appendix D.2 with the gains on a grid of step 1."""
     i, f = axis(I_RANGE, 1.0), (0.0, 3.0, 6.0)
     exp, sig = (gains(gate, VARIANTS[gate][0], i, f, EPSILONS) for gate in VARIANTS)
-    far = {eps: (exp.after[eps] - sig.after[eps]).abs().max().item() for eps in EPSILONS}
-    at = {eps: [x for x in transition(exp, eps) if x is not None] for eps in EPSILONS}
+    names = dict(zip(("large", "small", "smallest"), EPSILONS, strict=True))
+    apart = {name: (exp.after[eps] - sig.after[eps]).abs().max().item() for name, eps in names.items()}
+    half = {name: [x for x in transition(exp, eps) if x is not None] for name, eps in names.items()}
     bounded = gains("sigmoid", "bounded", i, f, (EPS,)).after[EPS]
-    same = (bounded - sig.after[EPS]).abs().max().item()
-    loose = {
-        (gate, n): gains(gate, n, i, f, (EPS,)).after[EPS].min().item()
-        for gate, normalizers in VARIANTS.items() for n in normalizers if n in ("absolute", "plain")
-    }  # fmt: skip
-    spans = ", ".join(f"{max(x):.1f} to {min(x):.1f} for ε = {eps:g}" for eps, x in at.items())
-    return [
-        Claim(
-            "Both gates after the norm",
-            "that mLSTMexp and mLSTMsig have the same transfer behaviour after the norm (Section 4.2, Figure 3).",
-            f"it holds for small ε: gains differ by at most {far[1e-6]:.1g} for ε = 1e-6 and {far[1e-8]:.1g} for 1e-8. "
-            f"For ε = 1e-2 they differ by up to {far[1e-2]:.1g}, since the transition then lies where the sigmoid is "
-            "no longer the exponential.",
-            COMMAND,
-        ),
-        Claim(
-            "The transition",
-            "that both pass from suppressing to passing the input at ĩ near -8 (Section 5.1, Appendix E.2).",
-            f"half of the largest gain is at ĩ = {spans}, for f̃ from 0 to 6: a more open forget gate moves it down.",
-            COMMAND,
-        ),
-        Claim(
-            "Normalisers",
-            "that mLSTMexp needs its bounded normaliser, and that mLSTMsig may have one or none (Figures 6 and 7).",
-            "it holds: without the bound the gain after the norm is at least "
-            f"{min(loose.values()):.2g} for every ĩ, so the input gate decides nothing; with and without the bounded "
-            f"normaliser mLSTMsig's gains differ by at most {same:.1g}. The unbounded ones were not trained.",
-            COMMAND,
-        ),
-        Claim(
-            "Where models start",
-            "that biases of -10 start training where the input is suppressed, below the transition (Appendix E.2).",
-            where(start(config), config),
-            "tfla analyze transfer --eps 1e-6 --input-gate-bias -10",
-        ),
-    ]
+    unbounded = min(
+        gains(gate, normalizer, i, f, (EPS,)).after[EPS].min().item()
+        for gate, normalizers in VARIANTS.items() for normalizer in normalizers if normalizer in ("absolute", "plain")
+    )  # fmt: skip
+    return fill(
+        {
+            "equal_after_norm": {name: f"{x:.1g}" for name, x in apart.items()},
+            "transition": {name: f"{max(x):.1f} to {min(x):.1f}" if x else None for name, x in half.items()},
+            "normalizers": {
+                "unbounded": f"{unbounded:.2g}",
+                "bounded": f"{(bounded - sig.after[EPS]).abs().max().item():.1g}",
+            },
+            "model_start": start_values(start(config), config),
+        }
+    )

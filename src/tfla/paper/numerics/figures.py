@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from tfla.paper.claims_template import fill
 from tfla.paper.numerics.measure import DTYPES, ROUNDING
 from tfla.paper.report_types import Claim, Figure, Missing, Options, Table, stored, write
 from tfla.paper.style import BLUE, GREEN, MARKERS, RED, legend_beside, panels, power_of_two_axis
@@ -188,7 +189,7 @@ def worst(result: Row) -> Table:
                 found = [max((e[name] for e in errors if name in e), default=None) for name in quantities]
                 label = "rounding alone" if way == ROUNDING else way
                 rows.append([dtype, label, *("-" if x is None else f"{x:.1e}" for x in found)])
-    return Table(["dtype", "way", *quantities], rows)
+    return Table(["dtype", "implementation", *quantities], rows)
 
 
 def span(values: Iterable[float]) -> str:
@@ -197,7 +198,7 @@ def span(values: Iterable[float]) -> str:
 
 
 def claims(config: Config) -> list[Claim]:
-    """What the authors say about accuracy, beside the stored errors."""
+    """Return the claims about accuracy with the stored errors; none where there are no stored errors."""
     result = stored(config, NAME)
     if result is None:
         return []
@@ -214,27 +215,26 @@ def claims(config: Config) -> list[Claim]:
         d: max(row["error"]["df"] for row in measured if row["dtype"] == d and "error" in row) for d in PAPER_DTYPES
     }  # fmt: skip
     check = max(e for row in result["rows"] if row["dtype"] == "float64" for e in row["error"].values())
-    where = f"{result['environment']['device']}, {result['environment']['date']}"
-    return [
-        Claim(
-            "Chunk size and accuracy",
-            "that errors of the mLSTMexp xl_chunk kernels do not depend on the chunk size: mean absolute error of the "
-            f"output {span(theirs['float32'])} in float32 and {span(theirs['bfloat16'])} in bfloat16, T 8,192 "
-            "(answer to a review).",
-            f"it holds, with smaller errors: {span(ours['float32'])} and {span(ours['bfloat16'])} over all backends "
-            f"and chunk sizes; between chunk sizes a backend's error varies by a factor of {drift:.2f} ({where}).",
-            COMMAND,
-        ),
-        Claim(
-            "Gradients",
-            "that kernels and the parallel form in JAX train alike (Table 3); errors of gradients are not given.",
-            f"{len(measured) - len(failed)} of {len(measured)} settings measured, every gradient against float64. The "
-            "largest error is the forget gate's gradient's, a running sum over a chunk: up to "
-            f"{gates['float32']:.1g} in float32 and {gates['bfloat16']:.1g} in bfloat16. The float64 truth is "
-            f"within {check:.0e} of the recurrence. The largest relative error of every quantity over both gates, "
-            f"{len(result['grid']['chunk_sizes'])} chunk sizes, {len(result['grid']['lengths'])} lengths and all "
-            f"regimes, resets and gates at ±1e4 and ±inf among them ({where}):",
-            MEASURE,
-            worst(result),
-        ),
-    ]
+    env = result["environment"]
+    where = f"{env['device']}, {env['date']}"
+    return fill(
+        {
+            "accuracy": {
+                **{f"paper_{d}": span(theirs[d]) for d in PAPER_DTYPES},
+                **{d: span(ours[d]) for d in PAPER_DTYPES},
+                "holds": drift < 1.1,
+                "drift": f"{drift:.2f}",
+                "where": where,
+            },
+            "gradients": {
+                "measured": str(len(measured) - len(failed)),
+                "settings": str(len(measured)),
+                **{d: f"{gates[d]:.1g}" for d in PAPER_DTYPES},
+                "check": f"{check:.0e}",
+                "chunk_sizes": str(len(result["grid"]["chunk_sizes"])),
+                "lengths": str(len(result["grid"]["lengths"])),
+                "where": where,
+                "table": worst(result),
+            },
+        }
+    )
