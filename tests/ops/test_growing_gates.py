@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED, TOLERANCE, Problem, Way, check, check_beside_terms, params, problem, solve, truth
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -83,6 +83,9 @@ def test_growth_of_a_state_that_was_tiny(way: Way) -> None:
     chunk_size=st.none() | st.integers(1, 80),
     seed=st.integers(0, 1000),
 )
+@example(
+    [(12, 1.0), (6, -2.0), (1, 0.0), (3, 3.0)], 0.0, False, False, 6, 0
+)  # little passes a tile, but of huge states
 def test_any_growth(
     way: Way,
     form: str,

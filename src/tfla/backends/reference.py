@@ -127,12 +127,13 @@ def parallel(
     D, inter, m = gate_matrix(log_i, log_f, m_start, normalize)
     S = weigh(torch.einsum("ihk,jhk->hij", q, k) * scale, D)  # (31)-(33)
     h = torch.einsum("hij,jhv->ihv", S, v) + weigh(torch.einsum("ihk,hkv->ihv", q, C) * scale, inter[..., None])
-    k_up = weigh(k, D[:, -1].T[..., None])
-    C = weigh(C, inter[-1][:, None, None]) + torch.einsum("jhk,jhv->hkv", k_up, v)
+    root = torch.exp(D[:, -1].T / 2).to(q.dtype)  # weights of steps in the new state, applied as in `weigh`
+    k_up = root[..., None] * k
+    C = weigh(C, inter[-1][:, None, None]) + torch.einsum("jh,jhk,jhv->hkv", root, k_up, v)
     if not normalize:
         return h, torch.zeros_like(m), (C, n, m_start)
     d = S.sum(-1).T + weigh(torch.einsum("ihk,hk->ih", q, n) * scale, inter)
-    n = weigh(n, inter[-1][:, None]) + k_up.sum(0)
+    n = weigh(n, inter[-1][:, None]) + torch.einsum("jh,jhk->hk", root, k_up)
     return h / bounded_denominator(d, m)[..., None], d, (C, n, m[-1])  # (34), (35)
 
 

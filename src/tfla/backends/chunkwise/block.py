@@ -17,8 +17,6 @@ from tfla.backends.chunkwise.gate_gradients import log_gate_gradients
 from tfla.backends.chunkwise.gates import TileGates
 from tfla.backends.chunkwise.workspace import Workspace
 
-DOT_TILES = 4  # tiles between dot products of states with their cotangents
-
 
 def normalizer_states(k_up: Tensor, gates: TileGates, n: Tensor) -> Tensor:
     """Return n before each tile and after the last, (n + 1, N, 1, dqk). k_up is k weighted by `update`."""
@@ -39,7 +37,7 @@ def normalizer_cotangents(added: Tensor | None, gates: TileGates, dn: Tensor) ->
 
 
 def advance(C: Tensor, decay: Tensor, k_up: Tensor, v: Tensor) -> None:
-    """C behind a tile from that before, (39)-(43), in place; walking back its cotangent, with q and do for k and v."""
+    """Turn C before a tile into that after it, (39)-(43), in place."""
     C.mul_(decay).baddbmm_(k_up.mT, v)
 
 
@@ -117,37 +115,34 @@ def backward(
     P = work.bmm("P", q, k.mT).mul_(weights).tril_()
     # First what tiles have to do with states, then what is inside of them.
     dq, dk, dv = work("dq", *q.shape), work("dk", *k.shape), work("dv", *v.shape)
-    states = {0: C}
-    C = C.clone()
-    for tile, (out, g, k_in, vt, decay) in enumerate(zip(dq, do_in, k_up, v, gates.decay, strict=True)):
-        if tile % DOT_TILES == 0 and tile:
-            states[tile] = work(f"C {tile}", *C.shape).copy_(C)
-        torch.bmm(g, C.mT, out=out)
-        advance(C, decay, k_in, vt)
-    dots = {q.shape[0]: torch.linalg.vecdot(C.flatten(1), dC.flatten(1))}  # <C, dC> by boundary
-    each = zip(dv, dk, P.mT, q, do, do_in, k_up, v_up, gates.decay, strict=True)
-    for tile, (out_v, out_k, Pt, qt, g, g_in, k_in, v_in, decay) in reversed(list(enumerate(each))):
+    starts, ends = [C], work("states", q.shape[0], *C.shape)
+    for out, g, k_in, vt, decay, end in zip(dq, do_in, k_up, v, gates.decay, ends, strict=True):
+        torch.bmm(g, starts[-1].mT, out=out)
+        torch.mul(starts[-1], decay, out=end)
+        starts.append(end.baddbmm_(k_in.mT, vt))
+    passing = []  # <C, dC> of the state before a tile and what remains of the cotangent after it
+    each = zip(dv, dk, P.mT, q, do, do_in, k_up, v_up, gates.decay, starts[:-1], strict=True)
+    for out_v, out_k, Pt, qt, g, g_in, k_in, v_in, decay, start in reversed(list(each)):
         torch.bmm(Pt, g, out=out_v)
         out_v.baddbmm_(k_in, dC)
         torch.bmm(v_in, dC.mT, out=out_k)
-        advance(dC, decay, qt, g_in)
-        if tile in states:
-            dots[tile] = torch.linalg.vecdot(states[tile].flatten(1), dC.flatten(1))
+        passing.append(torch.linalg.vecdot(start.flatten(1), dC.mul_(decay).flatten(1)))
+        dC.baddbmm_(qt.mT, g_in)
+    between = torch.stack(passing[::-1])
     if spec.normalize:
         dns = normalizer_cotangents(None if dd_in is None else work.mul("scratch", q, dd_in), gates, dn)
         ns = normalizer_states(k_up, gates, n)
         if dd_in is not None:
             dq += work.mul("scratch", ns[:-1], dd_in)
         dk += dns[1:] if gates.all_factored else work.mul("scratch", dns[1:], by_v)
-        dots = {tile: dot + (ns[tile] * dns[tile]).sum((1, 2)) for tile, dot in dots.items()}
+        between += (ns[:-1] * gates.decay * dns[1:]).sum((2, 3))
         dn = dns[0, :, 0]
     reads, writes = (work.mul("scratch", a, b).sum(-1) for a, b in ((q, dq), (k, dk)))
     dS = work.each_bmm("dS", do, v.mT)
     if dd is not None:
         dS += dd
     terms = P.mul_(dS.tril_())
-    boundaries = torch.stack([dots[tile] for tile in sorted(dots)])
-    dlog_i, dlog_f = log_gate_gradients(terms, reads, writes, boundaries, gates.decay[..., 0])
+    dlog_i, dlog_f = log_gate_gradients(terms, reads, writes, between)
     dS.mul_(weights)
     for out, S, x in ((dq, dS, k), (dk, dS.mT, q)):
         out.flatten(0, 1).baddbmm_(S.flatten(0, 1), x.flatten(0, 1))
