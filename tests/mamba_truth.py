@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence in float64, step by step, and the comparison with it, gradients of all inputs included."""
+"""The recurrence of Mamba-2 in float64, step by step, and the comparison of results and all gradients with it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from cases import TOLERANCE, error
 from torch import Tensor
 
-SHARED = ("A", "D", "dt_bias")  # inputs that all steps share
-LOG_GATES = ("log_f", "log_i")  # zeros, for the gradients of those that the operator is given
+SHARED = ("A", "D", "dt_bias")  # inputs that are the same for all steps
+LOG_GATES = ("log_f", "log_i")  # zeros, added to the log-gates to get gradients of these
 INFINITE = (-float("inf"), float("inf"))
 Starts = list[list[tuple[int, int | None]]]
 
 
 def draw(*shape: int) -> Tensor:
+    """Return normally distributed numbers in float64."""
     return torch.randn(*shape, dtype=torch.float64)
 
 
@@ -27,7 +28,7 @@ def convert(x: dict[str, Tensor], device: str, dtype: torch.dtype) -> dict[str, 
 
 
 def leaves_of_the_truth(p: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs in float64 on the CPU; what all steps share gets a copy for each step."""
+    """Return the inputs in float64 on the CPU, where those in SHARED have a copy for each step."""
     exact = {name: t.detach().cpu().double() for name, t in p.items()}
     steps = exact["dt"].shape[:2]
     exact |= {name: exact[name].expand(*steps, *exact[name].shape).clone() for name in SHARED if name in exact}
@@ -38,10 +39,17 @@ def leaves_of_the_truth(p: dict[str, Tensor]) -> dict[str, Tensor]:
 def by_formula(
     p: dict[str, Tensor], starts: Starts, limit: tuple[float, float], softplus: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Step by step: state <- exp(dt A) state + dt x B^T, y = state C + D x, times silu(z).
+    """Compute state <- exp(dt A) state + dt x B^T and y = (state C + D x) silu(z) step by step.
 
-    `starts` has for each row the steps at which a sequence begins, with the row of its initial state, None being zero.
-    Inputs that all steps share are expanded to every step. Returns y, the states after all sequences and dt.
+    Args:
+        p: the inputs that :func:`leaves_of_the_truth` returns.
+        starts: for each row of the batch, the steps at which its sequences start, each with the row of its initial
+            state, or None for zeros.
+        limit: the least and the greatest dt.
+        softplus: take softplus of dt.
+
+    Returns:
+        y, the states after all sequences, and dt.
     """
     x = p["x"]
     group = x.shape[2] // p["B"].shape[2]
@@ -70,10 +78,14 @@ def by_formula(
 def compare(
     p: dict[str, Tensor], found: Sequence[Tensor], starts: Starts, limit: Any, softplus: bool, rows: Any
 ) -> None:
-    """Compare outputs and all gradients with the truth of the inputs as rounded.
+    """Compare outputs and all gradients with those of the recurrence for the same rounded inputs.
 
-    Rounding stays where large terms cancel: in gradients of D and dt_bias, sums over all steps, and in that of A, the
-    sum of dt dlog_f, which itself is a sum of differences of the size of dlog_i.
+    Where large terms cancel, errors are relative to the terms: the gradients of D and dt_bias are sums over all steps,
+    and that of A is the sum of dt dlog_f, where dlog_f is a sum of differences of the size of dlog_i.
+
+    Args:
+        found: y, or y and the states.
+        rows: the index that selects, from the states after all sequences, those in `found`.
     """
     exact = leaves_of_the_truth(p)
     y, states, dt = by_formula(exact, starts, limit, softplus)

@@ -1,6 +1,6 @@
-"""transformers with the xLSTM of its own, and small models of it.
+"""The module transformers with its own xLSTM layers, and small models of them.
 
-Also where the xlstm package is installed: transformers chooses when its xLSTM is first imported.
+With the xlstm package, transformers takes the layers of that package, and decides so when its xLSTM is first imported.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ SIZES: dict[str, Any] = {
 
 
 def uninitialized(config: Any) -> Any:
-    """An xLSTMForCausalLM of whatever weights: to initialise those of weight_mode="fused" fails."""
+    """Return an xLSTMForCausalLM without initializing its weights, which fails for weight_mode="fused"."""
     with no_init_weights():
         return transformers.xLSTMForCausalLM(config)
 
 
 def build(dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, **fields: Any) -> Any:
-    """A model in eval mode with all weights random: as they start, gates see no input."""
+    """Return a model in eval mode with random weights; with those of the initialization, gates ignore the input."""
     model = uninitialized(transformers.xLSTMConfig(**SIZES | fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

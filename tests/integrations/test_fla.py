@@ -1,4 +1,4 @@
-"""flash-linear-attention's interface: signatures, and results and gradients beside the package's naive references."""
+"""The tests of flash-linear-attention's interface: signatures, results and gradients, against its naive references."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ WHERE = {name: next(module for module in MODULES if name.endswith(module)) for n
 
 
 def theirs(path: str) -> Any:
-    """Something of the package, module.name within fla.ops."""
+    """Return the object module.name within fla.ops of the package."""
     pytest.importorskip("fla", reason='pip install "tfla[peers]"')
     module, _, name = f"fla.ops.{path}".rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def inputs(*names: str, B: int = B, N: int = B) -> list[Tensor]:
+    """Return the inputs of these names, with gradients."""
     torch.manual_seed(0)
     shapes = {
         "q": (B, T, H, K), "k": (B, T, H, K), "v": (B, T, H, V), "g": (B, T, H), "g_gamma": (H,),
@@ -49,7 +50,11 @@ def inputs(*names: str, B: int = B, N: int = B) -> list[Tensor]:
 
 
 def agree(found: list[Tensor], expected: list[Tensor], leaves: list[Tensor], exact: list[Tensor] | None = None) -> None:
-    """Results, and gradients of `leaves` from random cotangents; `exact` are the leaves of `expected`, if others."""
+    """Compare results, and gradients of `leaves` from random cotangents.
+
+    Args:
+        exact: the leaves of `expected`, if they are not `leaves`.
+    """
     cotangents = [torch.randn_like(t) for t in expected]
     pairs = [(found, leaves), (expected, leaves if exact is None else exact)]
     grads = [
@@ -62,6 +67,7 @@ def agree(found: list[Tensor], expected: list[Tensor], leaves: list[Tensor], exa
 
 
 def takes(name: str, argument: str) -> bool:
+    """Return whether a function has an argument."""
     return argument in inspect.signature(getattr(ours, name)).parameters
 
 
@@ -75,12 +81,12 @@ LAYERS = {"layer_idx": 3, "num_layers": 12}
 
 
 def required(name: str) -> dict[str, Any]:
-    """What the function needs beside tensors."""
+    """Return the arguments without defaults that are not tensors."""
     return LAYERS if takes(name, "layer_idx") else {}
 
 
 def log_decays(name: str, g: Tensor) -> Tensor:
-    """The log-decays (B, T, H) of a function by its paper, `g` where they are an input."""
+    """Return the log-decays (B, T, H) of a function as its paper defines them, or `g` where they are an input."""
     heads = torch.arange(g.shape[2], dtype=torch.float64)
     if "simple_gla" in name:
         return g
@@ -94,7 +100,7 @@ def log_decays(name: str, g: Tensor) -> Tensor:
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, scale: float, reverse: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The equation of the page step by step, in the dtype of its inputs."""
+    """Compute the recurrence step by step, in the dtype of its inputs."""
     out, steps = [torch.zeros_like(v[:, 0])] * v.shape[1], range(v.shape[1])
     for t in reversed(steps) if reverse else steps:
         state = torch.exp(g[:, t, :, None, None]) * state + k[:, t, :, :, None] * v[:, t, :, None, :]
@@ -103,7 +109,7 @@ def recurrence(
 
 
 def normalized(q: Tensor, k: Tensor, keys: Tensor, scale: float, reverse: bool) -> tuple[Tensor, Tensor]:
-    """The denominator (B, T, H, 1) of linear attention and its last sum of keys (B, 1, H, K)."""
+    """Return the denominator (B, T, H, 1) of linear attention and its last sum of keys (B, 1, H, K)."""
     sums = keys + (k.flip(1).cumsum(1).flip(1) if reverse else k.cumsum(1))
     return (scale * q * sums).sum(-1, keepdim=True) + 1e-10, sums[:, :1] if reverse else sums[:, -1:]
 
@@ -111,17 +117,17 @@ def normalized(q: Tensor, k: Tensor, keys: Tensor, scale: float, reverse: bool) 
 def test_covers_the_package() -> None:
     """Every function of these four modules of the package is here, in a module of the same name."""
     for module in MODULES:
-        peer = theirs(module)
-        assert sorted(importlib.import_module(f"tfla.integrations.fla.{module}").__all__) == sorted(peer.__all__)
+        original = theirs(module)
+        assert sorted(importlib.import_module(f"tfla.integrations.fla.{module}").__all__) == sorted(original.__all__)
     assert sorted(ours.__all__) == sorted(name for module in MODULES for name in theirs(module).__all__)
 
 
 @pytest.mark.parametrize("name", WHERE)
 def test_signatures(name: str) -> None:
-    peer = inspect.unwrap(theirs(f"{WHERE[name]}.{name}"))
+    original = inspect.unwrap(theirs(f"{WHERE[name]}.{name}"))
     parameters = [
         [(p.name, p.kind, p.default) for p in inspect.signature(fn).parameters.values()]
-        for fn in (getattr(ours, name), peer)
+        for fn in (getattr(ours, name), original)
     ]
     assert parameters[0] == parameters[1]
 
@@ -135,7 +141,6 @@ def test_signatures(name: str) -> None:
     ],
 )  # fmt: skip
 def test_every_function_is_the_recurrence(name: str, reverse: bool, normalize: bool) -> None:
-    """From a state to a state, with all gradients."""
     q, k, v, g, state, keys = leaves = inputs("q", "k", "v", "g", "state", "keys")
     exact = [t.detach().double().requires_grad_() for t in leaves]
     options: dict[str, Any] = {"output_final_state": True, "scale": 0.7, **required(name)}
@@ -181,7 +186,6 @@ def test_state_layouts(name: str, reverse: bool) -> None:
 def test_any_call_is_the_recurrence(
     name: str, lengths: list[int], dims: tuple[int, int, int], scale: float | None, flags: dict[str, bool], seed: int
 ) -> None:
-    """Packed sequences of any lengths, heads and head dims, from a state to a state, with any options."""
     torch.manual_seed(seed)
     T, N, (H, K, V) = sum(lengths), len(lengths), dims
     q, k, v = torch.rand(1, T, H, K) + 0.1, torch.rand(1, T, H, K) + 0.1, torch.randn(1, T, H, V)
@@ -207,7 +211,7 @@ def test_any_call_is_the_recurrence(
         out, end = recurrence(q_, k_, v_, log_decays(name, g_), start, scale, flags["reverse"])
         denominator, keys_ = normalized(q_, k_, keys_, scale, flags["reverse"])
         parts.append([out / denominator if flags["normalize"] else out, end, keys_])
-    out, end, sums = (torch.cat(pieces, int(at == 0)) for at, pieces in enumerate(zip(*parts, strict=True)))
+    out, end, sums = (torch.cat(results, int(at == 0)) for at, results in enumerate(zip(*parts, strict=True)))
     expected = [out, end.transpose(-1, -2) if flags["state_v_first"] else end, sums]
     for a, b in zip(found, expected[: len(found)], strict=True):
         assert a.shape == b.shape
@@ -221,8 +225,8 @@ def test_parallel_functions_and_their_scores(name: str) -> None:
     gates = {"g": leaves[3]} if takes(name, "g") else {}
     o, none = getattr(ours, name)(*leaves[:3], scale=0.7, **gates)
     assert none is None
-    again, scores = getattr(ours, name)(*leaves[:3], scale=0.7, output_attentions=True, **gates)
-    assert torch.equal(o, again)
+    same, scores = getattr(ours, name)(*leaves[:3], scale=0.7, output_attentions=True, **gates)
+    assert torch.equal(o, same)
     b = log_decays(name, exact[3]).cumsum(1).transpose(1, 2)
     weights = torch.exp(b[..., :, None] - b[..., None, :])
     expected = (0.7 * torch.einsum("bthk,bshk->bhts", *exact[:2]) * weights).tril()
@@ -281,7 +285,7 @@ def test_retention() -> None:
 
 
 def test_lightning_attention() -> None:
-    """Its paper's decay rates: exp(-8 h / H (1 - l / L))."""
+    """The decays of head h in layer l are those of the paper, exp(-8 h / H (1 - l / L))."""
     leaves = inputs("q", "k", "v")
     decay = torch.exp(torch.tensor([-8 * h / H * (1 - 3 / 12) for h in range(H)]))
     weights = decay[:, None, None] ** (torch.arange(T)[:, None] - torch.arange(T)).clamp(min=0)
@@ -294,7 +298,7 @@ def test_lightning_attention() -> None:
 def test_linear_attention(normalize: bool) -> None:
     leaves = inputs("q", "k", "v", "state", "keys")[: 5 if normalize else 4]
     q, k, v, *state = leaves
-    positive = F.elu(q) + 1, F.elu(k) + 1, v  # what the normaliser is for
+    positive = F.elu(q) + 1, F.elu(k) + 1, v  # sums of positive keys do not cancel
     naive = theirs("linear_attn.naive.naive_recurrent_linear_attn")
     options = {
         "normalize": normalize,
@@ -310,7 +314,7 @@ def test_linear_attention(normalize: bool) -> None:
 
 
 def flat(out: Any) -> list[Tensor]:
-    """Outputs, and final states where there are any."""
+    """Return the tensors in a result: the output, and final states or scores if there are any."""
     found = [out[0], *(out[1] if isinstance(out[1], tuple) else out[1:])]
     return [t for t in found if t is not None]
 
@@ -339,27 +343,27 @@ def test_packed_sequences_are_sequences(name: str, reverse: bool) -> None:
             parts.append(call([row], slice(a, b)))
         elif with_states:
             parts.append([v[:, :0], state[[row]], *([keys[[row]]] if normalize else [])])
-    apart = [torch.cat(pieces, int(at == 0)) for at, pieces in enumerate(zip(*parts, strict=True))]
+    apart = [torch.cat(results, int(at == 0)) for at, results in enumerate(zip(*parts, strict=True))]
     states = ([state, keys] if normalize else [state]) if with_states else []
     agree(packed, apart, [*leaves[: 4 if takes(name, "g") else 3], *states])
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_backwards_is_the_sequence_turned_round(packed: bool) -> None:
+def test_reverse_is_the_flipped_sequence(packed: bool) -> None:
     options: dict[str, Any] = {"output_final_state": True}
-    rows, pieces = B, [slice(0, T)]
+    rows, spans = B, [slice(0, T)]
     if packed:
-        rows, pieces = 1, [slice(0, 11), slice(11, T)]
+        rows, spans = 1, [slice(0, 11), slice(11, T)]
         options["cu_seqlens"] = torch.tensor([0, 11, T])
     *leaves, state = inputs("q", "k", "v", "g", "state", B=rows, N=2)
     found = ours.fused_recurrent_simple_gla(*leaves, initial_state=state, reverse=True, **options)
-    turned = [torch.cat([t[:, piece].flip(1) for piece in pieces], 1) for t in leaves]
-    o, last = ours.fused_recurrent_simple_gla(*turned, initial_state=state, **options)
-    agree([*found], [torch.cat([o[:, piece].flip(1) for piece in pieces], 1), last], [*leaves, state])
+    flipped = [torch.cat([t[:, span].flip(1) for span in spans], 1) for t in leaves]
+    o, last = ours.fused_recurrent_simple_gla(*flipped, initial_state=state, **options)
+    agree([*found], [torch.cat([o[:, span].flip(1) for span in spans], 1), last], [*leaves, state])
 
 
 def test_a_step() -> None:
-    """Decoding goes another way; it is the sequence's last step."""
+    """A decoding step is computed by another operator than a sequence."""
     *sequence, state = (t.detach() for t in inputs("q", "k", "v", "g", "state"))
     whole, last = ours.fused_recurrent_simple_gla(*sequence, initial_state=state, output_final_state=True)
     now = [t[:, :-1] for t in sequence], [t[:, -1:] for t in sequence]
@@ -455,9 +459,9 @@ def test_the_deprecated_name_of_the_state_layout(name: str) -> None:
     options = {"initial_state": state.transpose(-1, -2), "output_final_state": True}
     o, last = run(q, k, v, state_v_first=True, **options)
     with pytest.warns(DeprecationWarning, match=r"^transpose_state_layout .* state_v_first") as caught:
-        again, state = run(q, k, v, transpose_state_layout=True, **options)
+        renamed, state = run(q, k, v, transpose_state_layout=True, **options)
     assert caught[0].filename == __file__
-    assert torch.equal(o, again)
+    assert torch.equal(o, renamed)
     assert torch.equal(last, state)
     with pytest.warns(DeprecationWarning, match=r"^transpose_state_layout"):
         assert run(q, k, v, transpose_state_layout=False, output_final_state=True)[1].shape == (B, H, K, V)
@@ -485,7 +489,7 @@ def test_compiles_whole(name: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", WHERE)
 def test_without_numbers(name: str) -> None:
-    """On meta and on fake tensors, forward and backward."""
+    """Forward and backward run on meta tensors and on fake tensors."""
     tensors, run = inputs("q", "k", "v"), functools.partial(getattr(ours, name), **required(name))
     given = [t.detach().to("meta").requires_grad_() for t in tensors]
     o = run(*given)[0]

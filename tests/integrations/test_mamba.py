@@ -1,4 +1,4 @@
-"""mamba_ssm's functions of whole sequences against the published recurrence in float64; what is refused."""
+"""The tests of mamba_ssm's functions of whole sequences, against the published recurrence in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH, T, HEADS, HEADDIM, GROUPS, DSTATE = 2, 41, 4, 6, 2, 8
 
 
 def problem(device: str, dtype: torch.dtype, batch: int = BATCH, states: int = BATCH) -> dict[str, Tensor]:
-    """Return everything that has a gradient."""
+    """Return all inputs that have gradients."""
     torch.manual_seed(0)
     x = {
         "x": draw(batch, T, HEADS, HEADDIM), "B": draw(batch, T, GROUPS, DSTATE), "C": draw(batch, T, GROUPS, DSTATE),
@@ -172,7 +172,7 @@ def test_dtypes_may_differ(device: str, dtype: torch.dtype, other: torch.dtype, 
 
 
 def random_problem(data: st.DataObject) -> tuple[dict[str, Tensor], dict[str, Any], Starts]:
-    """Return inputs, options and where sequences start."""
+    """Return inputs, options and the steps at which sequences start."""
     batch, steps, groups, group, headdim, dstate = (data.draw(st.integers(1, n)) for n in (2, 20, 3, 3, 5, 6))
     heads = groups * group
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
@@ -208,7 +208,7 @@ def test_any_call_is_the_recurrence(data: st.DataObject) -> None:
 
 
 def varlen_problem(chunk_size: int, lengths: list[int]) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the inputs of chunk_state_varlen, and where the sequences start."""
+    """Return the inputs of chunk_state_varlen, and cu_seqlens."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     total = int(offsets[-1])
     nchunks = -(-total // chunk_size)
@@ -224,7 +224,7 @@ def varlen_problem(chunk_size: int, lengths: list[int]) -> tuple[dict[str, Tenso
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any))
 def test_states_after_packed_sequences_from_those_of_chunks(chunk_size: int, lengths: list[int]) -> None:
-    """The truth goes through the steps of the chunk in which a sequence ends."""
+    """The true state is computed step by step over the chunk in which a sequence ends."""
     p, offsets = varlen_problem(chunk_size, lengths)
     found = chunk_state_varlen(**p, cu_seqlens=offsets)
     B = p["B"].repeat_interleave(HEADS // GROUPS, 1)
@@ -279,7 +279,7 @@ SIGNATURES = {  # mamba_ssm's
 
 
 def test_signatures_are_those_of_the_package() -> None:
-    """No argument is swallowed: none of them takes arguments that it does not name."""
+    """No function accepts arguments that it does not name."""
     assert set(mamba.__all__) == set(SIGNATURES)
     for name, signature in SIGNATURES.items():
         arguments = inspect.signature(getattr(mamba, name)).parameters.values()

@@ -1,4 +1,4 @@
-"""mamba_ssm's function of a whole layer against its equations in float64, and inside transformers' Mamba-2."""
+"""The tests of mamba_ssm's function of a whole layer, against its equations in float64 and in transformers' Mamba-2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALF = ("zxbcdt", "outproj_weight", "outproj_bias")  # in the dtype of the layer
 
 
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
-    """Return the causal convolution, step by step: a step sees those before it up to the last change of ids."""
+    """Compute the causal convolution step by step; terms from before the last change of ids are left out."""
     width = weight.shape[1]
     rows = []
     for row in range(x.shape[0]):
@@ -42,12 +42,13 @@ def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor) -> Te
 
 
 def normalized(y: Tensor, groups: int, eps: float) -> Tensor:
+    """Return RMSNorm(y) of each group of channels."""
     each = y.reshape(*y.shape[:2], groups, -1)
     return (each / (each.square().mean(-1, keepdim=True) + eps).sqrt()).reshape(y.shape)
 
 
 def layer_by_formula(p: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return the output and the last state, from zxbcdt on."""
+    """Compute the output and the last state of the layer by its equations."""
     D, groups = p["D"], options["ngroups"]
     heads, headdim = D.shape if D.dim() == 2 else (D.shape[0], options["headdim"])
     dim, channels = heads * headdim, p["conv1d_weight"].shape[0]
@@ -120,7 +121,7 @@ def run(p: dict[str, Tensor], options: dict[str, Any]) -> Any:
 
 
 def compare(p: dict[str, Tensor], options: dict[str, Any], allowed: float) -> None:
-    """Compare the output, the state and all gradients with those of the inputs as rounded."""
+    """Compare the output, the state and all gradients with the equations for the same rounded inputs."""
     exact = {name: t.detach().cpu().double().requires_grad_() for name, t in p.items()}
     there = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
     truth, found = layer_by_formula(exact, there), run(p, options)
@@ -128,7 +129,7 @@ def compare(p: dict[str, Tensor], options: dict[str, Any], allowed: float) -> No
     for ours, theirs in zip(found, truth, strict=True):
         assert error(ours.detach().cpu(), theirs.detach()) <= allowed
     cotangents = [torch.randn_like(t) for t in truth]
-    # Initial states have no part in a batch whose sequences all begin with another id than 0.
+    # Initial states are unused where all rows start with a sequence whose id is not 0.
     true = torch.autograd.grad(truth, list(exact.values()), cotangents, allow_unused=True, materialize_grads=True)
     given = [c.to(f) for c, f in zip(cotangents, found, strict=True)]
     grads = torch.autograd.grad(found, list(p.values()), given, allow_unused=True, materialize_grads=True)
@@ -172,18 +173,18 @@ def test_any_call_is_the_layer(data: st.DataObject) -> None:
 
 
 def test_sequences_apart_are_those_one_by_one(device: str) -> None:
-    """In 16 bits the convolution with seq_idx is another sum than that without, of the same numbers."""
+    """With seq_idx the convolution sums the same numbers as without, but rounds differently in 16 bits."""
     torch.manual_seed(0)
     p = convert(layer((1, 24, 2, 2, 5, 6, 4, 0), ("conv1d_bias",)), device, torch.bfloat16)
     seq_idx = torch.tensor([0] * 9 + [1] * 15, device=device)[None].int()
-    together = run(p, OPTIONS | {"seq_idx": seq_idx})[0]
+    packed = run(p, OPTIONS | {"seq_idx": seq_idx})[0]
     apart = [run(p | {"zxbcdt": part}, OPTIONS)[0] for part in p["zxbcdt"].split([9, 15], 1)]
-    assert error(together.detach().cpu(), torch.cat(apart, 1).detach().cpu().double()) <= TOLERANCE[torch.bfloat16]
+    assert error(packed.detach().cpu(), torch.cat(apart, 1).detach().cpu().double()) <= TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", ["layer", "scan"])
 def test_keeps_what_the_scan_and_the_projection_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither activations nor gates nor norms leave float32 copies, and recomputing them changes no digit."""
+    """Activations, gates and norms are not stored in float32, and recomputing them gives the same bits."""
     torch.manual_seed(0)
     batch, steps, heads, headdim, dstate = 1, 512, 2, 32, 16
     optional = ("conv1d_bias", "rmsnorm_weight", "outproj_weight") if name == "layer" else ("conv1d_bias",)
@@ -202,11 +203,11 @@ def test_keeps_what_the_scan_and_the_projection_read(name: str, monkeypatch: pyt
     forward()
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         out = forward()
-    held = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    stored_bytes = sum(event.self_cpu_memory_usage for event in profile.key_averages())
     dim = heads * headdim
     # x, B, C; y before and after the skip connection, and after the norm; the result. Gates and states are float32.
-    wanted = 2 * (dim + 2 * dstate + (3 if name == "layer" else 1) * dim + out.shape[-1])
-    assert held / (batch * steps) <= 1.3 * wanted
+    expected_bytes = 2 * (dim + 2 * dstate + (3 if name == "layer" else 1) * dim + out.shape[-1])
+    assert stored_bytes / (batch * steps) <= 1.3 * expected_bytes
     recomputed = gradients()
     for module in ("layer", "terms"):
         monkeypatch.setattr(f"tfla.integrations.mamba.{module}.recomputed", lambda function, *inputs: function(*inputs))
@@ -302,7 +303,7 @@ THEIRS = {  # names in transformers' module -> ours
 
 @pytest.mark.parametrize("n_groups", [1, 2])
 def test_transformers_mamba2_on_these_functions(monkeypatch: pytest.MonkeyPatch, n_groups: int) -> None:
-    """Loss and gradients in training, prefill and decoding are those of its own PyTorch functions."""
+    """Gradients, prefill and decoding are those of transformers' own PyTorch functions."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.mamba2 import modeling_mamba2
 

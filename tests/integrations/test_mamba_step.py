@@ -1,4 +1,4 @@
-"""mamba_ssm's decoding step against the recurrence in float64: Mamba-2's and Mamba's shapes, any dt, any dtypes."""
+"""The tests of mamba_ssm's decoding step, in shapes of Mamba-2 and of Mamba, against the recurrence in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH, HEADS, HEADDIM, GROUPS, DSTATE = 3, 4, 6, 2, 8
 
 
 def by_formula(p: dict[str, Tensor], softplus: bool) -> tuple[Tensor, Tensor]:
-    """Return y and the new state, from inputs with heads whose dt, A, D and dt_bias have all their dimensions."""
+    """Return y and the new state, from inputs with heads; dt, A, D and dt_bias must be expanded."""
     B, C = (p[name].repeat_interleave(p["x"].shape[1] // p["B"].shape[1], 1) for name in "BC")
     dt = p["dt"] + p.get("dt_bias", 0.0)
     dt = F.softplus(dt) if softplus else dt
@@ -29,12 +29,14 @@ def by_formula(p: dict[str, Tensor], softplus: bool) -> tuple[Tensor, Tensor]:
     return (y * F.silu(p["z"]) if "z" in p else y), state
 
 
-def problem(tied: bool, optional: tuple[str, ...] = ("D", "z", "dt_bias"), dstate: int = DSTATE) -> dict[str, Tensor]:
-    """Return inputs in float64, dt, A, D and dt_bias expanded from one number a head, or not."""
+def problem(
+    per_head: bool, optional: tuple[str, ...] = ("D", "z", "dt_bias"), dstate: int = DSTATE
+) -> dict[str, Tensor]:
+    """Return inputs in float64; with `per_head`, dt, A, D and dt_bias are expanded from one number a head."""
     full = (BATCH, HEADS, HEADDIM)
     p = {"state": draw(*full, dstate), "x": draw(*full), "B": draw(BATCH, GROUPS, dstate),
          "C": draw(BATCH, GROUPS, dstate), "z": draw(*full)}  # fmt: skip
-    lead, rest = ((1,), (1, 1)) if tied else ((HEADDIM,), (HEADDIM, dstate))
+    lead, rest = ((1,), (1, 1)) if per_head else ((HEADDIM,), (HEADDIM, dstate))
     p["dt"] = (draw(BATCH, HEADS, *lead) / 2).expand(full)
     p["dt_bias"], p["D"] = ((draw(HEADS, *lead) / 2).expand(HEADS, HEADDIM) for _ in range(2))
     p["A"] = -torch.rand(HEADS, *rest, dtype=torch.float64).expand(HEADS, HEADDIM, dstate)
@@ -42,42 +44,42 @@ def problem(tied: bool, optional: tuple[str, ...] = ("D", "z", "dt_bias"), dstat
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert t; what is expanded stays so."""
+    """Convert t to another dtype; expanded dimensions stay expanded."""
     if 0 not in t.stride():
         return t.to(dtype)
-    narrow = t[tuple(slice(0, 1) if step == 0 else slice(None) for step in t.stride())]
-    return narrow.to(dtype).expand(t.shape)
+    stored = t[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())]
+    return stored.to(dtype).expand(t.shape)
 
 
 def check(given: dict[str, Tensor], softplus: bool) -> None:
-    """Compare the output and the updated state with those of the inputs as rounded."""
+    """Compare the output and the updated state with those of the recurrence for the same rounded inputs."""
     y, state = by_formula({name: t.cpu().double() for name, t in given.items()}, softplus)
     before = given["state"].clone()
     out = selective_state_update(**{**given, "state": before}, dt_softplus=softplus)
     assert out.dtype == given["x"].dtype
     assert before.dtype == given["state"].dtype
-    narrow = {name: max(TOLERANCE[given[name].dtype], TOLERANCE[torch.float32]) for name in ("x", "state")}
+    allowed = {name: max(TOLERANCE[given[name].dtype], TOLERANCE[torch.float32]) for name in ("x", "state")}
     if all(t.dtype == torch.float64 for t in given.values()):
-        narrow = dict.fromkeys(narrow, TOLERANCE[torch.float64])
-    assert error(out.cpu(), y) <= narrow["x"]
-    assert error(before.cpu(), state) <= narrow["state"]
+        allowed = dict.fromkeys(allowed, TOLERANCE[torch.float64])
+    assert error(out.cpu(), y) <= allowed["x"]
+    assert error(before.cpu(), state) <= allowed["state"]
 
 
 @pytest.mark.parametrize("softplus", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_is_the_recurrence(device: str, dtype: torch.dtype, tied: bool, softplus: bool) -> None:
-    """Without softplus half of the steps are negative."""
+def test_is_the_recurrence(device: str, dtype: torch.dtype, per_head: bool, softplus: bool) -> None:
+    """Without softplus half of dt is negative."""
     torch.manual_seed(0)
-    check({name: cast(t.to(device), dtype) for name, t in problem(tied).items()}, softplus)
+    check({name: cast(t.to(device), dtype) for name, t in problem(per_head).items()}, softplus)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_dtypes_of_the_package_s_own_tests(device: str, dtype: torch.dtype, tied: bool) -> None:
-    """The state, x, dt and z in one dtype, all else in float32."""
+def test_dtypes_of_the_package_s_own_tests(device: str, dtype: torch.dtype, per_head: bool) -> None:
+    """In mamba_ssm's own tests state, x, dt and z have one dtype, and all else is in float32."""
     torch.manual_seed(0)
-    given = {name: t.to(device) for name, t in problem(tied).items()}
+    given = {name: t.to(device) for name, t in problem(per_head).items()}
     check(
         {name: cast(t, dtype if name in ("state", "x", "dt", "z") else torch.float32) for name, t in given.items()},
         True,
@@ -91,16 +93,15 @@ def test_any_call_is_the_recurrence(data: st.DataObject) -> None:
     given = problem(data.draw(st.booleans()), optional, data.draw(st.integers(1, 9)))
     if data.draw(st.booleans()):
         given["dt"] = torch.where(draw(BATCH, HEADS, 1) < 0, given["dt"], 0.0)
-    narrow = data.draw(st.lists(st.sampled_from(FLOATS), min_size=len(given), max_size=len(given)))
+    dtypes = data.draw(st.lists(st.sampled_from(FLOATS), min_size=len(given), max_size=len(given)))
     check(
-        {name: cast(t, dtype) for (name, t), dtype in zip(given.items(), narrow, strict=True)}, data.draw(st.booleans())
+        {name: cast(t, dtype) for (name, t), dtype in zip(given.items(), dtypes, strict=True)}, data.draw(st.booleans())
     )
 
 
 @pytest.mark.parametrize("softplus", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_shapes_of_mamba(device: str, dtype: torch.dtype, softplus: bool) -> None:
-    """They lack the dimension of heads."""
     torch.manual_seed(0)
     dim, dstate = 12, 5
     shapes = {
@@ -108,21 +109,21 @@ def test_shapes_of_mamba(device: str, dtype: torch.dtype, softplus: bool) -> Non
         "C": (BATCH, dstate), "D": (dim,), "z": (BATCH, dim), "dt_bias": (dim,),
     }  # fmt: skip
     p = {name: (draw(*shape) / 2).to(device, dtype) for name, shape in shapes.items()}
-    own = ("A", "D", "dt_bias")  # of no batch
-    exact = {name: t.cpu().double()[None if name in own else (slice(None), None)] for name, t in p.items()}
+    shared = ("A", "D", "dt_bias")  # without the dimension of the batch
+    exact = {name: t.cpu().double()[None if name in shared else (slice(None), None)] for name, t in p.items()}
     y, state = by_formula(exact, softplus)
     out = selective_state_update(**p, dt_softplus=softplus)
     assert error(out.cpu(), y[:, 0]) <= TOLERANCE[dtype]
     assert error(p["state"].cpu(), state[:, 0]) <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_gradients(device: str, tied: bool) -> None:
-    """Of all inputs, with steps that are negative and steps of length 0."""
+@pytest.mark.parametrize("per_head", [False, True])
+def test_gradients(device: str, per_head: bool) -> None:
+    """dt is negative at some steps and 0 at others."""
     torch.manual_seed(0)
-    p = problem(tied)
+    p = problem(per_head)
     p["dt"] = torch.where(torch.arange(HEADS)[:, None] == 1, -p["dt_bias"], p["dt"])
-    ends = {"dt": 1, "A": 2, "D": 1, "dt_bias": 1} if tied else {}  # of dims that are expanded
+    ends = {"dt": 1, "A": 2, "D": 1, "dt_bias": 1} if per_head else {}  # numbers of expanded dimensions
     leaves = {name: t[(..., *[0] * ends.get(name, 0))].clone().requires_grad_() for name, t in p.items()}
     full = {name: leaves[name][(..., *[None] * n)].expand(p[name].shape) for name, n in ends.items()}
     y, state = by_formula({**leaves, **full}, False)
@@ -145,10 +146,10 @@ def test_a_bias_alone_that_has_a_gradient() -> None:
     assert p["dt_bias"].grad.abs().min() > 0
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_step_of_some_rows_of_the_state(device: str, tied: bool) -> None:
+@pytest.mark.parametrize("per_head", [False, True])
+def test_a_step_of_some_rows_of_the_state(device: str, per_head: bool) -> None:
     torch.manual_seed(0)
-    given = {name: cast(t.to(device), torch.float32) for name, t in problem(tied).items()}
+    given = {name: cast(t.to(device), torch.float32) for name, t in problem(per_head).items()}
     pool = torch.randn(5, HEADS, HEADDIM, DSTATE, device=device)
     rows = torch.tensor([3, 1, 4], device=device, dtype=torch.int32)
     before, alone = pool.clone(), pool[rows].clone()
@@ -159,12 +160,12 @@ def test_a_step_of_some_rows_of_the_state(device: str, tied: bool) -> None:
     assert torch.equal(pool[untouched], before[untouched])
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("rows", [[-1, 0, 2], [2, -1, -1], [0, 1, -7], [-1, -1, -1]], ids=str)
-def test_rows_below_zero_are_skipped(device: str, tied: bool, rows: list[int]) -> None:
-    """Whatever stands in their inputs."""
+def test_rows_below_zero_are_skipped(device: str, per_head: bool, rows: list[int]) -> None:
+    """The inputs of a skipped step may be NaN."""
     torch.manual_seed(0)
-    given = {name: cast(t.to(device), torch.float32) for name, t in problem(tied, ("D", "dt_bias")).items()}
+    given = {name: cast(t.to(device), torch.float32) for name, t in problem(per_head, ("D", "dt_bias")).items()}
     indices = torch.tensor(rows, device=device)
     skipped = indices < 0
     pool = torch.randn(4, HEADS, HEADDIM, DSTATE, device=device)
@@ -200,9 +201,9 @@ def test_steps_follow_a_prompt(device: str, softplus: bool) -> None:
     assert error(state.cpu(), last.cpu()) <= 1e-12
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_empty_batch(tied: bool) -> None:
-    p = {name: t if name in ("A", "D", "dt_bias") else t[:0] for name, t in problem(tied).items()}
+@pytest.mark.parametrize("per_head", [False, True])
+def test_an_empty_batch(per_head: bool) -> None:
+    p = {name: t if name in ("A", "D", "dt_bias") else t[:0] for name, t in problem(per_head).items()}
     assert selective_state_update(**p).shape == (0, HEADS, HEADDIM)
     pool = draw(2, HEADS, HEADDIM, DSTATE)
     rows = torch.zeros(0, dtype=torch.int64)
@@ -211,8 +212,8 @@ def test_an_empty_batch(tied: bool) -> None:
 
 def test_runs_under_torch_compile() -> None:
     torch.manual_seed(0)
-    for tied in (False, True):
-        given = {name: cast(t, torch.float32) for name, t in problem(tied).items()}
+    for per_head in (False, True):
+        given = {name: cast(t, torch.float32) for name, t in problem(per_head).items()}
         pool = torch.randn(5, HEADS, HEADDIM, DSTATE)
         options = {"dt_softplus": True, "state_batch_indices": torch.tensor([4, -1, 0])}
         states = pool.clone(), pool.clone()

@@ -1,4 +1,4 @@
-"""mlstm_kernels' interface: signatures, results, gradients, states and errors, beside the package itself."""
+"""The tests of mlstm_kernels' interface against the package itself: signatures, results, gradients and errors."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_names_and_signatures(table: str) -> None:
 
 
 def test_types_of_options_are_theirs() -> None:
-    peer = importlib.import_module("mlstm_kernels.torch.backend_module")
+    original = importlib.import_module("mlstm_kernels.torch.backend_module")
     for name in ("ChunkwiseKernelType", "SequenceKernelType", "StepKernelType", "DtypeType", "BackendModeType"):
-        assert getattr(ours, name) == getattr(peer, name), name
-    assert get_type_hints(ours.mLSTMBackendConfig) == get_type_hints(peer.mLSTMBackendConfig)
+        assert getattr(ours, name) == getattr(original, name), name
+    assert get_type_hints(ours.mLSTMBackendConfig) == get_type_hints(original.mLSTMBackendConfig)
     assert sorted(get_args(ours.ChunkwiseKernelType)) == sorted(ours.get_available_mlstm_kernels())
     assert list(get_args(ours.SequenceKernelType)) == ours.get_available_mlstm_sequence_kernels()
     assert list(get_args(ours.StepKernelType)) == ours.get_available_mlstm_step_kernels()
@@ -50,16 +50,16 @@ def test_types_of_options_are_theirs() -> None:
 
 def test_kernels_are_attributes_of_the_backend() -> None:
     options = {"chunkwise_kernel": "chunkwise--native_custbw", "return_last_states": False}
-    backend, peer = backends(**options)
+    backend, original = backends(**options)
     for attribute in ("chunkwise_kernel_fn", "sequence_kernel_fn", "step_kernel_fn"):
-        assert callable(getattr(peer, attribute))
+        assert callable(getattr(original, attribute))
     assert backend.chunkwise_kernel_fn is ours.get_mlstm_kernel(options["chunkwise_kernel"])
     assert backend.sequence_kernel_fn is ours.get_mlstm_sequence_kernel("native_sequence__native")
     assert backend.step_kernel_fn is ours.get_mlstm_step_kernel("native")
-    # Theirs and ours may stand in for each other.
+    # The kernels of the two libraries are interchangeable.
     x = inputs(37)
     expected, *state = flat(backend(**x, mode="inference"))
-    backend.chunkwise_kernel_fn = peer.chunkwise_kernel_fn
+    backend.chunkwise_kernel_fn = original.chunkwise_kernel_fn
     for found, truth in zip(flat(backend(**x, mode="inference")), [expected, *state], strict=True):
         assert error(found, truth) <= TOLERANCE[torch.float32]
 
@@ -94,7 +94,7 @@ def test_outputs_of_the_backend_have_heads_first_in_memory(mode: str, S: int) ->
 
 @pytest.mark.parametrize("table", TABLES)
 def test_no_argument_is_swallowed(table: str) -> None:
-    """Every argument that some kernel takes for tuning is accepted by all with ``**kwargs``, and no other."""
+    """Kernels with ``**kwargs`` accept the tuning arguments of all kernels, and no others."""
     chunkwise = ours.get_mlstm_kernel("chunkwise--triton_xl_chunk")
     tuning = list(inspect.signature(chunkwise).parameters)[10:]
     assert tuning[0] == "chunk_size"
@@ -122,7 +122,7 @@ def test_sequences(name: str, i_mean: float, eps: float) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CPU_KERNELS if name.endswith("_autograd")])
 def test_exact_to_float64(name: str) -> None:
-    """Gradients by autograd through the whole function there, eps and max state included."""
+    """The package computes these gradients by autograd through the whole function, with eps and max state."""
     x = inputs(dtype=torch.float64, i_mean=1.0)
     agree(ours.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), x, eps=0.1)
 
@@ -138,19 +138,25 @@ def test_states_pass_through_with_their_gradients(eps: float) -> None:
 
 
 def test_states_of_the_papers_gradients() -> None:
-    """Their closed-form backward has no gradient of m, and drops cotangents of the last states."""
+    """The package's backward of these kernels has no gradient of m, and drops cotangents of the last states."""
     given = inputs() | states()
     given["m_initial"] = given["m_initial"].detach()
     given["n_initial"] = given["n_initial"].detach()
     name = "chunkwise--native_custbw"
-    agree(ours.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), given, of_last=False, return_last_states=True)
+    agree(
+        ours.get_mlstm_kernel(name),
+        theirs.get_mlstm_kernel(name),
+        given,
+        cotangents_of_states=False,
+        return_last_states=True,
+    )
 
 
 @pytest.mark.parametrize("given", [("c_initial",), ("c_initial", "n_initial"), ("m_initial",)], ids=str)
 def test_missing_states_are_zero(given: tuple[str, ...]) -> None:
     x = inputs() | {name: t for name, t in states().items() if name in given}
     name = "chunkwise--native_autograd"
-    agree(ours.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), x, of_last=False, eps=0.3)
+    agree(ours.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), x, cotangents_of_states=False, eps=0.3)
 
 
 def a_step(dtype: torch.dtype, state_dtype: torch.dtype) -> Tensors:
@@ -169,7 +175,7 @@ def test_steps(dtype: torch.dtype, state_dtype: torch.dtype, eps: float) -> None
         flat(m.get_mlstm_step_kernel("native")(**one, eps=eps, dtype_state=state_dtype)) for m in (ours, theirs)
     )
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in expected]
-    wide = {name: t.double() for name, t in one.items()}  # theirs computes in the dtype of the state
+    wide = {name: t.double() for name, t in one.items()}  # the package computes in the dtype of the state
     truth = flat(theirs.get_mlstm_step_kernel("native")(**wide, eps=eps, dtype_state=torch.float64))
     for ours_, theirs_, exact in zip(found, expected, truth, strict=True):
         assert error(ours_, exact) <= TOLERANCE[ours_.dtype]
@@ -213,13 +219,13 @@ def test_backend_infers(S: int, state_dtype: str) -> None:
         **{name: t.double() for name, t in (x | state).items()}, return_last_states=True, eps=1e-3,
         dtype_state=torch.float64,
     ))  # fmt: skip
-    for ours_, truth in zip(found, exact, strict=True):  # in bfloat16 theirs is coarser than one rounding
+    for ours_, truth in zip(found, exact, strict=True):  # in bfloat16 the package rounds more than once
         assert error(ours_, truth) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("normalize", [True, False])
 def test_sigmoid_gate_steps_continue_sequences(normalize: bool) -> None:
-    """(They do not: their steps have the exponential gate.)"""
+    """In the package they do not, because its steps have the exponential gate."""
     config = ours.mLSTMBackendConfig(
         chunkwise_kernel="chunkwise--triton_xl_chunk_siging", mode="inference", normalize_siging=normalize, eps=1e-2
     )
@@ -248,7 +254,7 @@ def test_extreme_gates_stay_finite() -> None:
 
 @pytest.mark.parametrize("name", ["chunkwise--native_autograd", "chunkwise--triton_xl_chunk_siging"])
 def test_max_states_without_float64(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As on a device that lacks float64, over enough steps for sums of gates to be large."""
+    """Some devices lack float64; over 700 steps sums of gates are large."""
     given = {name: t.detach() for name, t in (inputs(700) | states()).items()}
     given["f"] -= 3
     kernel = functools.partial(ours.get_mlstm_kernel(name), return_last_states=True, eps=0.1)
@@ -271,7 +277,7 @@ def test_under_autocast() -> None:
 
 @pytest.mark.parametrize("name", ours.get_available_mlstm_kernels())
 def test_without_numbers(name: str) -> None:
-    """On meta and on fake tensors, forward and backward."""
+    """Forward and backward run on meta tensors and on fake tensors."""
     x = inputs(13)
     h = ours.get_mlstm_kernel(name)(**{name: t.to("meta") for name, t in x.items()})
     assert (h.device.type, h.shape) == ("meta", x["v"].shape)
@@ -299,13 +305,13 @@ def test_compiles_whole() -> None:
         assert all(torch.equal(a, b) for a, b in zip(flat(found), flat(expected), strict=True))
 
 
-FORMS_OF_TRANSFORMS = ["chunkwise--native_autograd", "chunkwise--native_custbw", "parallel--native_siging_autograd"]
+TRANSFORMED_KERNELS = ["chunkwise--native_autograd", "chunkwise--native_custbw", "parallel--native_siging_autograd"]
 
 
 @pytest.mark.parametrize("eps", [0.0, 0.3])
-@pytest.mark.parametrize("name", FORMS_OF_TRANSFORMS)
+@pytest.mark.parametrize("name", TRANSFORMED_KERNELS)
 def test_transforms_of_torch_func(name: str, eps: float) -> None:
-    """grad, vjp, vmap and jvp, beside autograd; the last by <jvp(t), c> = <t, vjp(c)>."""
+    """grad, vjp and vmap are compared with autograd, and jvp by <jvp(t), c> = <t, vjp(c)>."""
     x = inputs(13, dtype=torch.float64)
     if name.startswith("chunkwise"):
         x |= states(torch.float64)
@@ -341,7 +347,7 @@ def test_transforms_of_torch_func(name: str, eps: float) -> None:
 @pytest.mark.parametrize("eps", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["chunkwise--native_autograd", "parallel--native_siging_autograd"])
 def test_second_derivatives(name: str, eps: float) -> None:
-    """Beside the package's, whose kernels by autograd have any; also where one tensor is two arguments."""
+    """The package has second derivatives in kernels by autograd. One tensor may also be given as two arguments."""
     x = inputs(64, dtype=torch.float64)
     if name.startswith("chunkwise"):
         x |= states(torch.float64)

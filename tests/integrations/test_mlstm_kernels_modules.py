@@ -1,4 +1,4 @@
-"""mlstm_kernels' module paths and wrappers, beside the package, and the xlstm package on top of ours."""
+"""The tests of mlstm_kernels' module paths and wrappers against the package, and of the xlstm package with them."""
 
 from __future__ import annotations
 
@@ -31,33 +31,38 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
     "module", ["", ".backend_module", ".kernel_wrappers", ".chunkwise", ".parallel", ".recurrent"]
 )  # fmt: skip
 def test_module_paths(module: str) -> None:
-    mine, peer = (importlib.import_module(f"{top}mlstm_kernels.torch{module}") for top in ("tfla.integrations.", ""))
+    mine, original = (
+        importlib.import_module(f"{top}mlstm_kernels.torch{module}") for top in ("tfla.integrations.", "")
+    )
     for name in mine.__all__:
-        assert hasattr(peer, name), name
+        assert hasattr(original, name), name
         if inspect.isfunction(getattr(mine, name)):
-            assert parameters(getattr(mine, name)) == parameters(getattr(peer, name)), name
+            assert parameters(getattr(mine, name)) == parameters(getattr(original, name)), name
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_kernel_is_where_theirs_is(table: str) -> None:
     for name in getattr(theirs, f"get_available_{table}s")():
-        peer = getattr(theirs, f"get_{table}")(name)
-        module = peer.__module__.removesuffix(".fwbw")
-        found = getattr(importlib.import_module(f"tfla.integrations.{module}"), peer.__name__)
+        original = getattr(theirs, f"get_{table}")(name)
+        module = original.__module__.removesuffix(".fwbw")
+        found = getattr(importlib.import_module(f"tfla.integrations.{module}"), original.__name__)
         assert found is getattr(ours, f"get_{table}")(name)
         assert (
-            getattr(importlib.import_module(f"tfla.integrations.{module.rpartition('.')[0]}"), peer.__name__) is found
+            getattr(importlib.import_module(f"tfla.integrations.{module.rpartition('.')[0]}"), original.__name__)
+            is found
         )
 
 
 @pytest.mark.parametrize("folder", ["chunkwise", "parallel"])
 def test_registries(folder: str) -> None:
-    mine, peer = (importlib.import_module(f"{top}mlstm_kernels.torch.{folder}") for top in ("tfla.integrations.", ""))
-    assert list(mine.registry) == list(peer.registry)
+    mine, original = (
+        importlib.import_module(f"{top}mlstm_kernels.torch.{folder}") for top in ("tfla.integrations.", "")
+    )
+    assert list(mine.registry) == list(original.registry)
 
 
 class Recorder:
-    """A kernel that notes with how many steps and which chunk size it is called."""
+    """A kernel that records the number of steps and the chunk size of each call."""
 
     def __init__(self, kernel: Callable[..., Any]) -> None:
         self.kernel = kernel
@@ -71,7 +76,7 @@ class Recorder:
 @pytest.mark.parametrize(("S", "chunk_size"), [(1, 64), (37, 16), (64, 64), (70, 32), (129, 64), (12, 8)])
 @pytest.mark.parametrize("wrapper", ANY_LENGTH)
 def test_wrappers_of_their_kernels(wrapper: str, S: int, chunk_size: int) -> None:
-    """The same calls of the same kernels, and the same results and gradients."""
+    """The wrappers call the package's kernels as its own wrappers do, with the same results and gradients."""
 
     def run(module: Any, made: list[Recorder], **arguments: Any) -> Any:
         chunkwise = Recorder(theirs.get_mlstm_kernel("chunkwise--native_autograd"))
@@ -85,15 +90,15 @@ def test_wrappers_of_their_kernels(wrapper: str, S: int, chunk_size: int) -> Non
     runs = [functools.partial(run, module, made) for module, made in zip(modules, calls, strict=True)]
     for initial in ({}, states()):
         agree(*runs, inputs(S) | initial)
-    mine, peer = ([recorder.calls for recorder in made] for made in calls)
-    assert mine == peer
+    mine, original = ([recorder.calls for recorder in made] for made in calls)
+    assert mine == original
     assert isinstance(runs[0](**inputs(S), return_last_states=False), torch.Tensor)
 
 
 @pytest.mark.parametrize("name", ours.get_available_mlstm_kernels()[:5])
 @pytest.mark.parametrize("wrapper", ANY_LENGTH)
 def test_wrappers_of_our_kernels(wrapper: str, name: str) -> None:
-    """One call, without padding."""
+    """The wrappers call this library's kernels once, without padding."""
     x = {name: t.detach() for name, t in inputs(37).items()}
     kernel, step = ours.get_mlstm_kernel(name), ours.get_mlstm_step_kernel("native")
     wrapped = functools.partial(getattr(kernel_wrappers, wrapper), kernel, Recorder(kernel), step)
@@ -109,10 +114,12 @@ def test_wrappers_of_our_kernels(wrapper: str, name: str) -> None:
 def test_padding_for_training() -> None:
     modules = kernel_wrappers, importlib.import_module("mlstm_kernels.torch.kernel_wrappers")
     for name in ("chunkwise--native_custbw", "parallel--native_siging_custbw"):
-        mine, peer = (functools.partial(m.wrap_chunkwise__pad_zeros, theirs.get_mlstm_kernel(name)) for m in modules)
-        agree(mine, peer, inputs(37), chunk_size=16, autocast_kernel_dtype=torch.float32)
+        mine, original = (
+            functools.partial(m.wrap_chunkwise__pad_zeros, theirs.get_mlstm_kernel(name)) for m in modules
+        )
+        agree(mine, original, inputs(37), chunk_size=16, autocast_kernel_dtype=torch.float32)
         own = functools.partial(kernel_wrappers.wrap_chunkwise__pad_zeros, ours.get_mlstm_kernel(name))
-        agree(own, peer, inputs(37), chunk_size=16, autocast_kernel_dtype=torch.float32)
+        agree(own, original, inputs(37), chunk_size=16, autocast_kernel_dtype=torch.float32)
     with pytest.raises(TypeError, match=r"^normalise: got an argument"):
         own(**inputs(37), normalise=False)
     with pytest.raises(ValueError, match=r"^return_last_states: got True"):
@@ -121,7 +128,7 @@ def test_padding_for_training() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_padding_leaves_the_states(dtype: torch.dtype) -> None:
-    """Also where the max state is far below the gate of the padded steps in mlstm_kernels."""
+    """The max state may be far below -25, the gate of the padded steps in mlstm_kernels."""
     x = {name: t.detach().to(dtype) for name, t in inputs(33).items()}
     x["i"] -= 60
     x["f"] -= 8
@@ -163,7 +170,7 @@ def test_wrappers_refuse_what_does_not_fit(wrapper: str) -> None:
 
 
 def large_model(monkeypatch: pytest.MonkeyPatch, backend_module: Any, **options: Any) -> Any:
-    """A small xLSTMLarge of the xlstm package on this backend module, always with the same weights."""
+    """Return a small xLSTMLarge of the xlstm package that uses this backend module, always with the same weights."""
     pytest.importorskip("xlstm", reason='pip install "tfla[peers]"')
     monkeypatch.setitem(sys.modules, "mlstm_kernels.torch.backend_module", backend_module)
     monkeypatch.delitem(sys.modules, "xlstm.xlstm_large.model", raising=False)
@@ -181,13 +188,13 @@ def large_model(monkeypatch: pytest.MonkeyPatch, backend_module: Any, **options:
 
 @pytest.mark.parametrize("weight_mode", ["single", "fused"])
 def test_xlstm_large(monkeypatch: pytest.MonkeyPatch, weight_mode: str) -> None:
-    """Logits, gradients and states of the xlstm package's model, and what it generates."""
-    peer_module = importlib.import_module("mlstm_kernels.torch.backend_module")
+    """Logits, gradients, states and generated tokens are those of the model on mlstm_kernels."""
+    original_module = importlib.import_module("mlstm_kernels.torch.backend_module")
     mine_module = importlib.import_module("tfla.integrations.mlstm_kernels.torch.backend_module")
     torch.manual_seed(1)
     tokens = torch.randint(40, (2, 32))
     results = []
-    for module in (mine_module, peer_module):
+    for module in (mine_module, original_module):
         options = {"weight_mode": weight_mode, "norm_reduction_force_float32": False}
         model = large_model(monkeypatch, module, **options).double()
         logits, state = model(tokens)
@@ -198,7 +205,7 @@ def test_xlstm_large(monkeypatch: pytest.MonkeyPatch, weight_mode: str) -> None:
         assert error(a, b) <= TOLERANCE[torch.float64]
 
     generated = []
-    for module in (mine_module, peer_module):
+    for module in (mine_module, original_module):
         model = large_model(monkeypatch, module, weight_mode=weight_mode, mode="inference")
         made, state = model.generate(tokens[:, :21], max_length=8)
         made_later, state = model.generate(made[:, -1:], max_length=4, state=state)
@@ -210,7 +217,7 @@ def test_xlstm_large(monkeypatch: pytest.MonkeyPatch, weight_mode: str) -> None:
 
 
 def test_xlstm_large_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/mlstm_kernels.md says: the module path is enough, mlstm_kernels need not be installed."""
+    """As docs/mlstm_kernels.md says, mlstm_kernels does not have to be installed."""
     mine = importlib.import_module("tfla.integrations.mlstm_kernels.torch.backend_module")
     for name in [name for name in sys.modules if name.split(".")[0] == "mlstm_kernels"]:
         monkeypatch.delitem(sys.modules, name)

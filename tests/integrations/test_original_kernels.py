@@ -1,7 +1,7 @@
-"""Beside the other libraries' own Triton kernels: on a GPU, and those that run there in Triton's interpreter.
+"""The comparison with the other libraries' own Triton kernels, on a GPU or in Triton's interpreter.
 
-The truth is this library in float64, which other tests compare with formulas and naive references. What a peer's kernel
-cannot do on this GPU or with this Triton is skipped, and says so.
+The truth is this library in float64, which other tests compare with formulas and naive references. A kernel that fails
+on this GPU or with this version of Triton is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from tfla.bench.candidates import compiled_together
 from tfla.bench.peers import mamba_module
 from tfla.integrations import fla, mamba, mlstm_kernels
 
-PEERS = 3e-2  # theirs round inside; another function is off by about 1
+ORIGINAL_TOLERANCE = 3e-2  # of kernels that round intermediate results; the error of a wrong function is about 1
 Results = list[Tensor]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def tuned_briefly() -> Iterator[None]:
-    """Theirs have hundreds of candidates."""
+    """Let the originals' autotuners compile and time only a few of their hundreds of configurations."""
     with compiled_together():
         yield
 
 
 @pytest.fixture
 def on(device: str) -> str:
+    """Return the device, or skip the test where the originals cannot run."""
     if device == "cpu" and not INTERPRETED:
         pytest.skip("their kernels need a GPU or Triton's interpreter")
     return device
 
 
 def solve(run: Callable[..., Any], given: dict[str, Tensor], backward: bool, **options: Any) -> Results:
-    """All that is returned, and with `backward` the gradients of all inputs from the same cotangent of the first."""
+    """Return all results and, with `backward`, the gradients of all inputs from a cotangent of the first result."""
     leaves = {name: t.detach().clone().requires_grad_(backward) for name, t in given.items()}
     with torch.set_grad_enabled(backward):
         found = run(**leaves, **options)
@@ -55,10 +56,10 @@ def solve(run: Callable[..., Any], given: dict[str, Tensor], backward: bool, **o
     return [*outputs, *torch.autograd.grad(outputs[0], list(leaves.values()), cotangent)]
 
 
-def right(
+def solve_exactly(
     run: Callable[..., Any], given: dict[str, Tensor], backward: bool = True, **options: Any
 ) -> tuple[Results, Results]:
-    """Ours and the same in float64, to which they are close."""
+    """Compare the results with those in float64, and return both."""
     ours = solve(run, given, backward, **options)
     exact = solve(run, {name: t.double() for name, t in given.items()}, backward, **options)
     allowed = max(TOLERANCE[t.dtype] for t in given.values())
@@ -68,16 +69,21 @@ def right(
 
 
 def compare(
-    run: Callable[..., Any], peer: Callable[..., Any], given: dict[str, Tensor], backward: bool = True, **options: Any
+    run: Callable[..., Any],
+    original: Callable[..., Any],
+    given: dict[str, Tensor],
+    backward: bool = True,
+    **options: Any,
 ) -> None:
+    """Compare the results of `run` and of `original` with those of `run` in float64."""
     try:
-        theirs = solve(peer, given, backward, **options)
+        theirs = solve(original, given, backward, **options)
     except Exception as failure:
         pytest.skip(f"theirs does not run here: {type(failure).__name__}: {failure}"[:200])
-    ours, exact = right(run, given, backward, **options)
+    ours, exact = solve_exactly(run, given, backward, **options)
     assert [t.shape for t in ours] == [t.shape for t in theirs]
     for at, (b, truth) in enumerate(zip(theirs, exact, strict=True)):
-        assert error(b, truth) <= PEERS, at
+        assert error(b, truth) <= ORIGINAL_TOLERANCE, at
 
 
 def head_first(device: str, dtype: torch.dtype, S: int, d: int) -> dict[str, Tensor]:
@@ -95,18 +101,18 @@ TRITON = [name for name in mlstm_kernels.get_available_mlstm_kernels() if "trito
 @pytest.mark.parametrize("name", TRITON)
 def test_mlstm_kernels(name: str, on: str) -> None:
     theirs = pytest.importorskip("mlstm_kernels.torch")
-    # At 512 steps df of their parallel kernel, sums of rounded products over all of them, is at 0.035; ours goes on.
+    # df of the original parallel kernel is a sum of rounded products over all steps, which is too inexact at 512.
     dtype, S, d = (torch.float32, 64, 16) if on == "cpu" else (torch.bfloat16, 256, 128)
     options: dict[str, Any] = {"autocast_kernel_dtype": dtype}
     if name.startswith("chunkwise"):
         options |= {"return_last_states": True, "chunk_size": 64}
     given = head_first(on, dtype, S, d)
     compare(mlstm_kernels.get_mlstm_kernel(name), theirs.get_mlstm_kernel(name), given, **options)
-    right(mlstm_kernels.get_mlstm_kernel(name), head_first(on, dtype, 2 * S, d), **options)
+    solve_exactly(mlstm_kernels.get_mlstm_kernel(name), head_first(on, dtype, 2 * S, d), **options)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-def test_mlstm_kernels_sigmoid_gate_without_normaliser(normalize: bool, on: str) -> None:
+def test_mlstm_kernels_sigmoid_gate_without_normalizer(normalize: bool, on: str) -> None:
     theirs = pytest.importorskip("mlstm_kernels.torch")
     name, dtype = "chunkwise--triton_xl_chunk_siging", torch.float32 if on == "cpu" else torch.bfloat16
     given = head_first(on, dtype, 128, 16)
@@ -147,10 +153,10 @@ def test_flash_linear_attention(name: str, backward: bool, on: str) -> None:
         x["g"] = F.logsigmoid(torch.randn(2, 320, 4, device=on) + 3)
     if "normalize" in arguments:
         x["q"], x["k"] = (F.elu(x[d]) + 1 for d in "qk")
-    wanted = {
+    requested = {
         "layer_idx": 1, "num_layers": 8, "normalize": True, "output_final_state": True, "output_attentions": True,
     }  # fmt: skip
-    options = {argument: value for argument, value in wanted.items() if argument in arguments}
+    options = {argument: value for argument, value in requested.items() if argument in arguments}
     compare(run, their_fla(FLA[name], name), x, backward, **options)
 
 
@@ -161,7 +167,7 @@ def their_mamba(module: str, name: str) -> Any:
         pytest.skip(str(missing))
 
 
-def of_mamba(device: str, batch: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
+def mamba_inputs(device: str, batch: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(0)
     H, P, G, N = 8, 64, 2, 128
     shapes = {"x": (H, P), "B": (G, N), "C": (G, N), "z": (H, P), "dt": (H,)}
@@ -176,7 +182,7 @@ def test_mamba_scan(on: str) -> None:
     if on == "cpu":
         pytest.skip("theirs need a GPU")
     theirs = their_mamba("ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-    given = of_mamba(on, (2, 512), torch.bfloat16)
+    given = mamba_inputs(on, (2, 512), torch.bfloat16)
     seq_idx = (torch.arange(512, device=on) >= 300).int().expand(2, 512).contiguous()
     options: dict[str, Any] = {"chunk_size": 256, "dt_softplus": True, "return_final_states": True, "seq_idx": seq_idx}
     compare(mamba.mamba_chunk_scan_combined, theirs, given, **options)
@@ -186,7 +192,7 @@ def test_mamba_step(on: str) -> None:
     if on == "cpu":
         pytest.skip("theirs need a GPU")
     theirs = their_mamba("ops.triton.selective_state_update", "selective_state_update")
-    given = of_mamba(on, (4,), torch.float32)
+    given = mamba_inputs(on, (4,), torch.float32)
     given["state"] = torch.randn(4, 8, 64, 128, device=on)
 
     def step(run: Callable[..., Tensor]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Small xLSTMs of transformers, and tokens for them."""
+"""The fixtures of small xLSTMs of transformers, and of tokens for them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 @pytest.fixture(scope="session")
 def make_xlstm() -> Callable[..., Any]:
+    """Return a function that builds a small model."""
     from plain_transformers import build  # skips where transformers is not installed
 
     return build
@@ -19,5 +20,5 @@ def make_xlstm() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def tokens() -> Callable[..., Tensor]:
-    """Random tokens (B, T), none of them the padding's."""
+    """Return a function that draws random tokens (B, T), none of which is the padding token."""
     return lambda *shape, seed=0: torch.randint(2, 61, shape, generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""accelerate: the library's own results, in fewer lines than they take to compute."""
+"""The tests of `accelerate`: models give the results of transformers' own path."""
 
 from __future__ import annotations
 
@@ -63,11 +63,14 @@ assert torch.equal(results()[0], expected[0])
 errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found[:2], expected[:2])]
 print(*errors, torch.equal(found[2], expected[2]))
 """
-EXACT = {"norm_reduction_force_float32": False}  # lets float64 be float64
+EXACT = {"norm_reduction_force_float32": False}  # norms in float64 stay in float64
 
 
 def gradients(model: Any, ids: Tensor, **inputs: Any) -> dict[str, Tensor]:
-    """Logits, loss and the gradient of every affine map: that of an input gate's bias alone nearly cancels."""
+    """Return logits, loss and the gradients, concatenated for each module with parameters.
+
+    The gradient of an input gate's bias nearly cancels, so that by itself it would have a large relative error.
+    """
     model.zero_grad()
     out = model(ids, labels=ids, **{"use_cache": False} | inputs)
     out.loss.backward()
@@ -79,10 +82,12 @@ def gradients(model: Any, ids: Tensor, **inputs: Any) -> dict[str, Tensor]:
 
 
 def log_error(found: Tensor, exact: Tensor) -> float:
+    """Return the logarithm of the relative error."""
     return log(max(float(error(found, exact)), torch.finfo(torch.float32).tiny))
 
 
 def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Compare tensors by name."""
     assert found.keys() == expected.keys()
     wrong = {name: e for name, x in expected.items() if not (e := error(found[name], x)) <= tolerance}
     assert not wrong, wrong
@@ -92,10 +97,10 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
 def test_logits_and_gradients_are_the_librarys(
     make_xlstm: Make, tokens: Tokens, device: str, fields: dict[str, Any]
 ) -> None:
-    """No further from its result in float64 than its own in float32, or within the operator's bound.
+    """Errors against transformers in float64 are at most twice those of transformers in float32, or within tolerance.
 
-    In the mean over inputs: of one, where a few small denominators amplify rounding, either may be several times off,
-    but not more.
+    This is checked in the geometric mean over inputs. For a single input, where small denominators amplify rounding,
+    the error may be up to ten times that of transformers.
     """
     exact, model = make_xlstm(torch.float64, device, **fields | EXACT), make_xlstm(device=device, **fields)
     accelerated = accelerate(make_xlstm(device=device, **fields))
@@ -124,23 +129,21 @@ def test_in_float64_nothing_is_left_but_eps(make_xlstm: Make, tokens: Tokens, fi
 
 
 @pytest.mark.parametrize("steps", [1, 2, 15, 17, 37])
-def test_any_length_whole_in_pieces_and_token_by_token(
-    make_xlstm: Make, tokens: Tokens, device: str, steps: int
-) -> None:
+def test_any_length_whole_split_and_token_by_token(make_xlstm: Make, tokens: Tokens, device: str, steps: int) -> None:
     model, ids = make_xlstm(device=device), tokens(2, steps).to(device)
     with torch.no_grad():
         expected = model(ids, use_cache=True)
         accelerate(model)
         whole = model(ids, use_cache=True)
-        pieces, cache = [], None
-        for piece in (ids[:, : steps // 2], *ids[:, steps // 2 :].split(1, 1)):
-            if piece.shape[1]:
-                out = model(piece, cache_params=cache, use_cache=True)
+        logits, cache = [], None
+        for part in (ids[:, : steps // 2], *ids[:, steps // 2 :].split(1, 1)):
+            if part.shape[1]:
+                out = model(part, cache_params=cache, use_cache=True)
                 cache = out.cache_params
-                pieces.append(out.logits)
+                logits.append(out.logits)
     bound = 5 * TOLERANCE[torch.float32]
     assert error(whole.logits, expected.logits) <= bound
-    assert error(torch.cat(pieces, 1), expected.logits) <= bound
+    assert error(torch.cat(logits, 1), expected.logits) <= bound
     for layer, (C, n, m) in expected.cache_params.rnn_state.items():
         for found in (whole.cache_params, cache):
             c, k, scale = found.rnn_state[layer]
@@ -151,7 +154,7 @@ def test_any_length_whole_in_pieces_and_token_by_token(
 
 
 def test_training_takes_any_length_in_every_mode(make_xlstm: Make, tokens: Tokens) -> None:
-    """The library's "train" wants multiples of its chunk size, its "train_with_padding" fails in the layer."""
+    """transformers' mode "train" needs multiples of its chunk size, and its "train_with_padding" fails in the layer."""
     ids = tokens(2, 19)
     expected = gradients(make_xlstm(), ids)
     for fields in ({"mode": "train", "return_last_states": False}, {"mode": "train_with_padding"}):
@@ -159,7 +162,7 @@ def test_training_takes_any_length_in_every_mode(make_xlstm: Make, tokens: Token
 
 
 def test_training_goes_through_a_cache(make_xlstm: Make, tokens: Tokens) -> None:
-    """Pieces that hand on the cache have the gradients of the whole, to the first token."""
+    """A sequence that is split, with a cache between the parts, has the gradients of the whole sequence."""
     model, ids = accelerate(make_xlstm()), tokens(2, 24)
     embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
     cotangent = torch.randn(2, 24, 61, generator=torch.Generator().manual_seed(1))
@@ -189,19 +192,21 @@ def test_a_cache_outlives_restore(make_xlstm: Make, tokens: Tokens) -> None:
 
 
 def test_a_bfloat16_cache_keeps_the_scale_of_its_states(make_xlstm: Make, tokens: Tokens) -> None:
-    """m near 15 rounded to bfloat16 is off by up to 3 %: C and n have to make up for it."""
+    """Rounding m near 15 to bfloat16 changes exp(m) by up to 3 %, which the scale of C and n has to correct."""
     model, ids = accelerate(make_xlstm()), tokens(2, 33)
     for block in model.backbone.blocks:
         block.mlstm_layer.igate_preact.bias.data.add_(12)
-    exact, narrow = (xLSTMCache(model.config, 2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (xLSTMCache(model.config, 2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
     with torch.no_grad():
-        for cache in (exact, narrow):
+        for cache in (exact, rounded):
             model(ids, cache_params=cache, use_cache=True)
-    for (C, n, m), (held_C, held_n, held_m) in zip(exact.rnn_state.values(), narrow.rnn_state.values(), strict=True):
-        assert held_m.dtype == torch.bfloat16
-        assert (held_m - m).abs().max() > 0.01
-        assert error(held_C * torch.exp(held_m - m)[..., None], C) <= TOLERANCE[torch.bfloat16] / 2
-        assert error(held_n * torch.exp(held_m - m), n) <= TOLERANCE[torch.bfloat16] / 2
+    for (C, n, m), (rounded_C, rounded_n, rounded_m) in zip(
+        exact.rnn_state.values(), rounded.rnn_state.values(), strict=True
+    ):
+        assert rounded_m.dtype == torch.bfloat16
+        assert (rounded_m - m).abs().max() > 0.01
+        assert error(rounded_C * torch.exp(rounded_m - m)[..., None], C) <= TOLERANCE[torch.bfloat16] / 2
+        assert error(rounded_n * torch.exp(rounded_m - m), n) <= TOLERANCE[torch.bfloat16] / 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -223,14 +228,16 @@ def test_a_layer_by_itself_leaves_its_state_alone(make_xlstm: Make) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_dtypes_are_no_further_from_the_truth(
+def test_half_precision_is_no_further_from_the_truth(
     make_xlstm: Make, tokens: Tokens, device: str, dtype: torch.dtype
 ) -> None:
-    """With head dims that the Hopper kernels take."""
+    """The head dims are those of the Hopper kernels."""
     wide, ids = {"hidden_size": 512, "num_heads": 2}, tokens(2, 64).to(device)
     with torch.no_grad():
         truth = make_xlstm(torch.float64, device, **wide)(ids, use_cache=False).logits
-        library = make_xlstm(dtype, device, **wide)(ids, use_cache=True).logits  # without one it mixes dtypes and fails
+        library = make_xlstm(dtype, device, **wide)(
+            ids, use_cache=True
+        ).logits  # without a cache it mixes dtypes and fails
         found = accelerate(make_xlstm(dtype, device, **wide))(ids, use_cache=False).logits
     assert error(found, truth) <= 1.1 * error(library, truth)
 
@@ -270,16 +277,16 @@ def test_what_is_saved_is_what_the_library_saves(make_xlstm: Make, tmp_path: Pat
 def test_options_and_undoing(make_xlstm: Make, tokens: Tokens, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = make_xlstm(), tokens(1, 5)
     originals = [block.mlstm_layer.mlstm_backend for block in model.backbone.blocks]
-    seen: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
     monkeypatch.setattr(
         "tfla.integrations.transformers.cell.mlstm",
-        lambda q, k, v, i, f, **options: seen.append(options) or v,
+        lambda q, k, v, i, f, **options: calls.append(options) or v,
     )
     monkeypatch.setattr(Cell, "_returns_states", lambda *_: False)
     assert accelerate(model) is model
     assert accelerate(model, chunk_size=8, backend="reference") is model
     model(ids, use_cache=False)
-    assert [(o["chunk_size"], o["backend"]) for o in seen] == [(8, "reference")] * 2
+    assert [(o["chunk_size"], o["backend"]) for o in calls] == [(8, "reference")] * 2
     twin = copy.deepcopy(model)
     for each in (model, twin):
         assert restore(restore(each)) is each
@@ -326,7 +333,7 @@ def test_without_an_xlstm(wrong: Any) -> None:
     ],
 )
 def test_options_that_there_are_not(make_xlstm: Make, options: dict[str, Any], message: str) -> None:
-    """They are refused before anything is replaced."""
+    """The error is raised before any layer is changed."""
     model = make_xlstm()
     with pytest.raises((TypeError, ValueError), match=message):
         accelerate(model, **options)
@@ -349,7 +356,7 @@ def test_without_transformers_the_extra_is_named(make_xlstm: Make, monkeypatch: 
 
 
 def test_with_the_xlstm_package(tmp_path: Path) -> None:
-    """Where it is installed, transformers builds its layers from that package: other names, the same results."""
+    """Where xlstm is installed, transformers builds its layers from that package, with other names of arguments."""
     if importlib.util.find_spec("xlstm") is None:
         pytest.skip("xlstm is not installed")
     script = tmp_path / "script.py"
@@ -363,7 +370,7 @@ def test_with_the_xlstm_package(tmp_path: Path) -> None:
 
 
 def test_what_fails_on_the_librarys_own_path(make_xlstm: Make, tokens: Tokens) -> None:
-    """What docs/transformers.md says of it: one that is mended there is a line less."""
+    """These are the failures that docs/transformers.md lists; one that transformers mends has to leave the list."""
     ids = tokens(2, 19)
     with pytest.raises(ValueError, match="not divisible by chunk size"):
         make_xlstm(mode="train")(ids, use_cache=False)

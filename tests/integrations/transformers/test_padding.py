@@ -1,4 +1,4 @@
-"""Padding: every row of a batch has the result it has alone."""
+"""The tests of padding: every row of a batch has the result that it has alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOUND = 5 * TOLERANCE[torch.float32]
 
 
 def padded(rows: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """Tokens and mask (B, WIDTH); what pads is a token like any other."""
+    """Return tokens and mask (B, WIDTH); the padding has the id of an ordinary token."""
     ids, mask = rows[0].new_full((len(rows), WIDTH), 5), rows[0].new_zeros(len(rows), WIDTH)
     for n, row in enumerate(rows):
         start = {"left": WIDTH - len(row), "right": 0, "both": (WIDTH - len(row)) // 2}[side]
@@ -91,8 +91,8 @@ def test_generate_goes_on_with_every_row_as_alone(make_xlstm: Make, rows: list[T
         assert found[n].tolist() == alone[0, len(row) :].tolist()
 
 
-def test_pieces_read_their_part_of_the_mask(make_xlstm: Make, rows: list[Tensor], device: str) -> None:
-    """Both the model's own pieces, of a long prompt, and a caller's, who gives the mask of all tokens so far."""
+def test_parts_of_a_prompt_read_their_part_of_the_mask(make_xlstm: Make, rows: list[Tensor], device: str) -> None:
+    """The model itself or the caller splits a prompt; the caller passes the mask of all tokens so far."""
     ids, mask = padded(rows, "left")
     model = accelerate(make_xlstm(device=device))
     with torch.no_grad():

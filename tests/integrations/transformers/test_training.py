@@ -1,4 +1,4 @@
-"""transformers' Trainer, the example that uses it, and the page in docs/."""
+"""The tests with transformers' Trainer, of the example that uses it, and of the page in docs/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""xLSTM-7B's layout: the same logits from the library's model and from tfla's, either way."""
+"""The tests of weights in the layout of xLSTM-7B: models of transformers and of tfla have the same logits."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def test_the_library_loads_what_is_saved(
     if weight_mode == "single":
         library, report = transformers.xLSTMForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
         assert not any(report.values()), report
-    else:  # from_pretrained initialises before it loads, which fails for "fused"
+    else:  # from_pretrained initializes the weights before it loads them, which fails for "fused"
         library = uninitialized(transformers.xLSTMConfig.from_pretrained(tmp_path))
         library.load_state_dict(load_file(tmp_path / "model.safetensors"))
     with torch.no_grad():
         assert error(library(ids, use_cache=False).logits, model(ids)) <= BOUND
-        again = load_xlstm(tmp_path)
-        assert torch.equal(again(ids), model(ids))
-    assert again.config.ffn_dim == model.config.ffn_dim
+        loaded = load_xlstm(tmp_path)
+        assert torch.equal(loaded(ids), model(ids))
+    assert loaded.config.ffn_dim == model.config.ffn_dim
 
 
 def test_device_dtype_and_overrides(tokens: Tokens, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_tied_unembedding_is_a_copy(tmp_path: Path) -> None:
 
 
 def test_the_7b_config_has_the_7b_sizes(tmp_path: Path) -> None:
-    """Of NX-AI/xLSTM-7b; only the config, read until the weights are missing, and the fields that it becomes."""
+    """transformers' default config is that of NX-AI/xLSTM-7b; it gives the config of tfla's 7B model."""
     from tfla.integrations.transformers import weights
 
     given = transformers.xLSTMConfig().to_dict()

@@ -37,17 +37,9 @@ def _is_per_head(name: str, t: Tensor, lead: tuple[int, ...], rest: tuple[int, .
 
 
 def _check(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state_batch_indices: Tensor | None,
-) -> bool:
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None,
+    dt_bias: Tensor | None, state_batch_indices: Tensor | None,
+) -> bool:  # fmt: skip
     """Check the arguments; return whether dt, A and dt_bias have one number a head."""
     check_float("x", x)
     check_shape("x", x, ("batch", "nheads", "headdim"))

@@ -73,9 +73,9 @@ def chunkwise_xl(
     autocast_kernel_dtype: torch.dtype = torch.float32,
 ) -> Result:  # fmt: skip
     """Compute mLSTMexp with the gradients of the paper, none through the normalizer."""
-    return compute_sequence(
-        EXP_PAPER, q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
-        autocast_dtype=autocast_kernel_dtype,
+    return chunkwise(
+        q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
+        autocast_kernel_dtype=autocast_kernel_dtype,
     )  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
         weight_mode: "single", or "fused", which concatenates weights that are multiplied with the same input.
 
     Raises:
-        TypeError: model is no LanguageModel.
+        TypeError: the model is not a LanguageModel.
         ValueError: the files cannot represent the model; the message says why. Or the weight mode is unknown.
         ImportError: safetensors is not installed.
         OSError: the directory cannot be written.
