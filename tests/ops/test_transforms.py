@@ -276,7 +276,7 @@ SMALL: dict[str, Any] = {"T": 5, "B": 2, "H": 1, "Hq": 1, "K": 2, "V": 2}
 @pytest.mark.parametrize("form", ["exp", "plain"])
 def test_reverse_mode(way: Way, form: str) -> None:
     """grad, vjp and jacrev are what autograd gives, on the backend's own kernels."""
-    p = problem(form, dtype=way.widest, **SMALL)
+    p = problem(form, dtype=way.widest, **{**SMALL, "T": 3, "B": 1})
     value, q = scalar(p, way), leaves_of(p, way)["q"]
     x = q.clone().requires_grad_()
     (expected,) = torch.autograd.grad(value(x), x)
@@ -386,10 +386,10 @@ def test_linearize(way: Way) -> None:
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("case", [{"T": 9}, {"form": "plain", "lengths": (5, 0, 4)}], ids=["batch", "packed"])
+@pytest.mark.parametrize("case", [{"T": 9, "B": 1}, {"form": "plain", "lengths": (5, 0, 4)}], ids=["batch", "packed"])
 def test_vmap(way: Way, case: dict[str, Any]) -> None:
     """Over any dimension of some inputs, the others being shared; with gradients inside and outside."""
-    p = problem(dtype=way.widest, **case)
+    p = problem(dtype=way.widest, H=1, Hq=1, **case)
     leaves = leaves_of(p, way)
     qs = torch.stack([leaves["q"], 2 * leaves["q"], -leaves["q"]], 3)
     fs = torch.stack([leaves["f"], leaves["f"] - 1, leaves["f"] - 2])
