@@ -27,7 +27,7 @@ Results = list[Tensor]
 
 @pytest.fixture(autouse=True, scope="module")
 def tuned_briefly() -> Iterator[None]:
-    """Let the originals' autotuners compile and time only a few of their hundreds of configurations."""
+    """Compile the hundreds of configurations of the originals' autotuners at once, and time each only briefly."""
     with compiled_together():
         yield
 

@@ -14,9 +14,9 @@ IGNORED = ("chunk_size", "head_first")
 
 
 def check_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Check the ``**kwargs`` of `function`, all of which are accepted without effect.
+    """Check the ``**kwargs`` of `function`.
 
-    `chunk_size` (a power of 2, or None) and `head_first=False` are allowed.
+    Only `chunk_size` (a power of 2, or None) and `head_first=False` are allowed. They have no effect.
 
     Raises:
         TypeError: an argument is unknown; the message names it and those that are allowed.

@@ -29,7 +29,7 @@ def _convolve_and_activate(
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
-    """Return the causal depthwise convolution of x (batch, seqlen, channels) with weight (channels, width):
+    """Return the causal depthwise convolution of x (batch, seqlen, channels) with weight (channels, width).
 
         y_t = bias + sum_{0 <= i < width} weight[:, width - 1 - i] x_{t-i}
 

@@ -1,4 +1,4 @@
-"""The operator with a number e_t added to its denominator, as other implementations of the mLSTM have it:
+"""The operator with a number e_t added to its denominator, as other implementations of the mLSTM have it.
 
     h_t = scale C_t^T q_t / (max(|d_t|, 1) + e_t),    d_t = scale n_t^T q_t
 

@@ -1,4 +1,4 @@
-"""The module that calls tfla's operator with the interface that the layers of transformers' xLSTM call."""
+"""The nn.Module that calls tfla's operator with the interface that the layers of transformers' xLSTM expect."""
 
 from __future__ import annotations
 

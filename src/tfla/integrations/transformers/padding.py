@@ -72,25 +72,26 @@ class PaddingHooks:
 
     def _before(self, backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """Read the mask from the arguments of the call, and add a cache where the model would create one."""
-        given = dict(zip(PARAMETERS, args, strict=False)) | kwargs
-        inputs = given.get("input_ids")
-        inputs = given.get("inputs_embeds") if inputs is None else inputs
+        arguments = dict(zip(PARAMETERS, args, strict=False)) | kwargs
+        inputs = arguments.get("input_ids")
+        inputs = arguments.get("inputs_embeds") if inputs is None else inputs
         if inputs is None:
-            return (), given  # the model raises the error
+            return (), arguments  # the model raises the error
         self._tokens_read.clear()
         self.in_forward = True
-        self.mask = _select_new_tokens(given.get("attention_mask"), *inputs.shape[:2])
+        self.mask = _select_new_tokens(arguments.get("attention_mask"), *inputs.shape[:2])
         if self.mask is not None:
             for block in backbone.blocks:
                 checkpoint = getattr(block, "_gradient_checkpointing_func", None)
                 if checkpoint is not None and not isinstance(checkpoint, MaskedCheckpoint):
                     block._gradient_checkpointing_func = MaskedCheckpoint(checkpoint, self)
-        if given.get("cache_params") is None and _creates_cache(backbone, inputs.shape[1], given.get("use_cache")):
-            given["cache_params"] = _make_cache(backbone, inputs)
-        return (), given
+        has_cache = arguments.get("cache_params") is not None
+        if not has_cache and _creates_cache(backbone, inputs.shape[1], arguments.get("use_cache")):
+            arguments["cache_params"] = _make_cache(backbone, inputs)
+        return (), arguments
 
     def _after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Forget the mask, and in calls without gradients give padded positions the output of the last token."""
+        """Clear the mask, and in calls without gradients give padded positions the output of the last token."""
         mask, self.mask, self.in_forward = self.mask, None, False
         if mask is None or output is None or torch.is_grad_enabled():  # without output the forward pass has failed
             return output
@@ -105,15 +106,21 @@ class MaskedCheckpoint:
     """A wrapper of a block's gradient checkpointing.
 
     The backward computes the block a second time, and the wrapper sets the mask of the first time for it.
+
+    Args:
+        original: the checkpointing function of the block.
+        padding: the hooks of the model.
     """
 
     def __init__(self, original: Callable[..., Any], padding: PaddingHooks) -> None:
         self.original, self.padding = original, padding
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Call the block's function `run` with checkpointing."""
         return self.original(functools.partial(self._run_with_mask, run, self.padding.mask), *args)
 
     def _run_with_mask(self, run: Callable[..., Any], mask: Tensor | None, *args: Any) -> Any:
+        """Call the block's function with the mask of its first call."""
         with self.padding.use_mask(mask):
             return run(*args)
 

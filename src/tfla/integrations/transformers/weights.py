@@ -94,9 +94,9 @@ def load_xlstm(
     check_weights_dtype(dtype)
     device = check_device("cpu" if device is None else device)
     directory = Path(directory)
-    given = _read_json(directory / CONFIG)
+    library_config = _read_json(directory / CONFIG)
     try:
-        fields = _library_fields(given)
+        fields = _library_fields(library_config)
         config = ModelConfig.from_dict(_model_config(fields) | overrides)
     except ValueError as error:
         raise ValueError(f"{directory / CONFIG}: {error}") from error
@@ -155,12 +155,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected what xLSTMForCausalLM.save_pretrained writes")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # JSON's and Unicode's errors are ValueErrors
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: got a JSON {type(found).__name__}, expected an object")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got a JSON {type(content).__name__}, expected an object")
+    return content
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -178,19 +178,19 @@ def _weight_files(directory: Path) -> list[Path]:
     return paths
 
 
-def _library_fields(given: dict[str, Any]) -> dict[str, Any]:
+def _library_fields(config: dict[str, Any]) -> dict[str, Any]:
     """Check transformers' config and return its fields that decide how the model is built, with defaults filled in."""
-    if "mixer" in given and "model_type" not in given:
+    if "mixer" in config and "model_type" not in config:
         raise ValueError(
             "got a config of tfla.nn, expected one of transformers; LanguageModel.from_pretrained loads it"
         )
-    if given.get("model_type") != "xlstm":
-        raise ValueError(f"model_type: got {given.get('model_type')!r}, expected 'xlstm'")
-    given = {name: value for name, value in given.items() if value is not None}
+    if config.get("model_type") != "xlstm":
+        raise ValueError(f"model_type: got {config.get('model_type')!r}, expected 'xlstm'")
+    config = {name: value for name, value in config.items() if value is not None}
     for alias, name in ALIASES.items():
-        if alias in given and given.setdefault(name, given[alias]) != given[alias]:
-            raise ValueError(f"{alias}: got {given[alias]!r}, expected that of {name}, {given[name]!r}")
-    fields = {name: given.get(name, default) for name, default in DEFAULTS.items()}
+        if alias in config and config.setdefault(name, config[alias]) != config[alias]:
+            raise ValueError(f"{alias}: got {config[alias]!r}, expected that of {name}, {config[name]!r}")
+    fields = {name: config.get(name, default) for name, default in DEFAULTS.items()}
     for name, allowed in REQUIRED.items():
         if fields[name] != allowed:
             raise ValueError(f"{name}: got {fields[name]!r}, expected {allowed!r}")

@@ -133,15 +133,15 @@ def wrap_chunkwise__arbitrary_sequence_length(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
-    x, given = (q, k, v, i, f), (c_initial, n_initial, m_initial)
+    x, initial = (q, k, v, i, f), (c_initial, n_initial, m_initial)
     check_float_dtype("dtype_state", dtype_state)
     if _count_steps(q) == 1 or _takes_any_length(mlstm_chunkwise_kernel):
         return wrap_chunkwise__arbitrary_sequence_length_with_padding(
-            mlstm_chunkwise_kernel, mlstm_sequence_kernel, mlstm_step_kernel, q, k, v, f, i, *given,
+            mlstm_chunkwise_kernel, mlstm_sequence_kernel, mlstm_step_kernel, q, k, v, f, i, *initial,
             return_last_states, eps, autocast_kernel_dtype, chunk_size, dtype_state,
         )  # fmt: skip
     _check(x, chunk_size)
-    states = _fill_states(given, x, dtype_state)
+    states = _fill_states(initial, x, dtype_state)
     outputs = []
     for start, steps, size in _split_into_chunks(q.shape[2], chunk_size):
         if enable_logging:
