@@ -66,7 +66,7 @@ def nothing_is_computed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.setattr(Section, "draw", lambda self, config: [])
         patch.setattr(report, "write", lambda config: report.Written(config.out, 0, []))
         patch.setattr(claims, "write", lambda config: config.out)
-        patch.setattr(experiments, "prepare", lambda *args: SimpleNamespace(train=b"", heldout=b""))
+        patch.setattr(experiments, "prepare_tokens", lambda *args: SimpleNamespace(train=b"", heldout=b""))
         patch.setattr(experiments, "train_all", lambda *args: 0)
         patch.setattr("tfla.support_table.page", lambda: "")
         tuned.forget()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tfla._util.errors import UserError
-from tfla.train.outputs import check_file, check_folder
+from tfla._util.outputs import check_file, check_folder
 
 
 def test_places_that_can_be_written(tmp_path: Path) -> None:

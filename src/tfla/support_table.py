@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from tfla._util.files import table
+from tfla._util.markdown import table
 from tfla.backends import BACKENDS, Inputs, StepInputs
 
 USAGE = "usage: tfla support\n\nWhat is supported where, as Markdown: backends by GPU, and other libraries' functions."

@@ -20,7 +20,7 @@ from tfla.backends.base import Inputs, Spec
 from tfla.nn import LanguageModel, ModelConfig, generate
 from tfla.ops.gates import clamp, log_gates
 from tfla.train.config import Optim
-from tfla.train.loop import evaluate
+from tfla.train.evaluation import evaluate
 from tfla.train.recipe import clipped_gradients, optimizer
 
 PLAIN_PYTORCH = [(name, kernel) for name in ("chunkwise", "reference") for kernel in BACKENDS[name].kernels]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla.nn import LanguageModel, generate
-from tfla.nn.generate import FiniteWatch, pick
+from tfla.nn.generate import FiniteCheck, sample_tokens
 
 Make = Callable[..., LanguageModel]
 
@@ -36,7 +36,7 @@ def test_a_prompt_read_in_pieces_gives_the_same_text(
 ) -> None:
     model = make_model(mixer)
     whole = text(model, ids, temperature=0)
-    monkeypatch.setattr(sys.modules[pick.__module__], "PREFILL", 4)
+    monkeypatch.setattr(sys.modules[sample_tokens.__module__], "PREFILL", 4)
     assert torch.equal(text(model, ids, temperature=0), whole)
 
 
@@ -84,7 +84,7 @@ def test_sampling_follows_the_probabilities() -> None:
         ({"top_k": 3, "top_p": 0.75}, p * (p >= 0.25)),  # of three that sum to 0.85, two have 0.76
     ]
     for options, expected in cases:
-        tokens = pick(logits, generator=torch.Generator().manual_seed(0), **options)
+        tokens = sample_tokens(logits, generator=torch.Generator().manual_seed(0), **options)
         found = tokens.bincount(minlength=5) / len(tokens)
         torch.testing.assert_close(found, expected / expected.sum(), rtol=0, atol=0.02)
         assert (found[expected == 0] == 0).all()
@@ -194,13 +194,13 @@ def test_a_later_token_that_is_not_finite_is_not_given(make_model: Make, ids: Te
 
 
 def test_a_gpu_is_not_waited_for_and_its_verdict_comes_late() -> None:
-    """The watch as on a GPU: the host's copy is read where nothing may wait, the device's flag where it may."""
-    watch = FiniteWatch(torch.device("cpu"))
-    watch.seen = torch.zeros((), dtype=torch.bool)  # as pinned memory that nothing was copied to yet
-    watch.note(torch.tensor([True, False]))
-    watch.check(wait=False)
+    """On a GPU the host reads its own copy where it must not wait, and the device's flag where it may."""
+    finite_check = FiniteCheck(torch.device("cpu"))
+    finite_check.host_flag = torch.zeros((), dtype=torch.bool)  # as pinned memory that nothing was copied to yet
+    finite_check.record(torch.tensor([True, False]))
+    finite_check.check(wait=False)
     with pytest.raises(ValueError, match=r"^logits: got NaN"):
-        watch.check(wait=True)
+        finite_check.check(wait=True)
 
 
 @pytest.mark.gpu

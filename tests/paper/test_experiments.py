@@ -21,7 +21,7 @@ from tfla.paper.report_types import Missing
 from tfla.paper.training import Config, claims, figures
 from tfla.paper.training_runs import Found, load, running_median, spikes, table_of, text, title_of
 from tfla.train.config import TrainConfig
-from tfla.train.data import prepare
+from tfla.train.data import prepare_tokens
 
 TINY = replace(SIZES["smoke"], d_model=16, context=16, batch_size=4, steps=4, eval_windows=4)
 
@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Varian
     folder = tmp_path_factory.mktemp("experiments")
     variants = [Variant("mlstm_exp", heads=1), Variant("mlstm_sig", heads=1, backend="hopper")]
     configs = [config(v, folder) for v in variants]
-    prepare(configs[0].data, folder / "tokens")
+    prepare_tokens(configs[0].data, folder / "tokens")
     assert train_all(configs, folder / "tokens", 1, None, print) == 0
     return folder, variants
 

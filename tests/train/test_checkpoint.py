@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.checkpoint import Checkpoints, find_model, latest_checkpoint, restore, what_is_broken
+from tfla.train.checkpoint import Checkpoints, find_model, latest_checkpoint, restore, verify_manifest
 from tfla.train.config import Optim
 from tfla.train.recipe import optimizer
 from tfla.train.tokenizer import ByteTokenizer
@@ -139,7 +139,7 @@ def test_whatever_breaks_the_last_whole_checkpoint_stays(events, keep_last):
             kept = [n for n in sorted(whole) if (Path(name) / f"step-{n:08d}").exists()]
             assert kept == sorted(whole)[len(whole) - len(kept) :]  # the newest ones
             assert len(kept) >= min(keep_last, len(whole))
-            assert [n for n in kept if what_is_broken(Path(name) / f"step-{n:08d}")] == []
+            assert [n for n in kept if verify_manifest(Path(name) / f"step-{n:08d}")] == []
             whole = set(kept)
 
 
@@ -217,7 +217,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, limit):
     assert f"the last good checkpoint is {tmp_path / 'step-00000001'}" in message
     assert "\n" not in message
     assert steps(checkpoints) == [1]
-    assert what_is_broken(tmp_path / "step-00000001") is None
+    assert verify_manifest(tmp_path / "step-00000001") is None
     assert restore(tmp_path / "step-00000001", run.model, run.optimizer)[0] == 1
 
 

@@ -13,9 +13,9 @@ import pytest
 
 import tfla
 from tfla.cli import COMMANDS, main
-from tfla.train.checkpoint import read_config
 from tfla.train.config import to_json
-from tfla.train.logging import FILE, Metrics, read
+from tfla.train.logging import METRICS_FILE, Metrics, read_metrics
+from tfla.train.run_folder import read_run_config
 
 OPTIONS = {
     "model.d-model": 32, "model.num-blocks": 1, "model.num-heads": 2, "batch-size": 4, "context": 24,
@@ -68,13 +68,13 @@ def test_a_run_goes_on_with_its_own_options(texts, tmp_path, capsys):
     run = ["train", "--run", str(tmp_path / "run")]
     assert main([*run, "--data.paths", str(texts), *TINY, "--steps", "4", "--no-tensorboard"]) == 0
     out = capsys.readouterr().out
-    last = read(tmp_path / "run")[-1]
+    last = read_metrics(tmp_path / "run")[-1]
     assert f"perplexity {last['perplexity']:.3f}, {last['bits_per_byte']:.4f} bits per byte" in out
     assert str(tmp_path / "run") in out
-    config = read_config(tmp_path / "run")
+    config = read_run_config(tmp_path / "run")
     assert (config.steps, config.model.d_model, config.tensorboard) == (4, 32, False)
     assert main(run) == 0  # nothing left to do
-    assert read_config(tmp_path / "run") == config
+    assert read_run_config(tmp_path / "run") == config
     (tmp_path / "run").rename(tmp_path / "moved")
     run = ["train", f"--run={tmp_path / 'moved'}"]
     assert main(run) == 0
@@ -130,7 +130,7 @@ def test_a_killed_run_goes_on_bit_for_bit(texts, tmp_path):
         )
 
     def lines(run: str) -> int:
-        path = tmp_path / run / FILE
+        path = tmp_path / run / METRICS_FILE
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     whole = start("whole")
@@ -155,7 +155,7 @@ def test_a_killed_run_goes_on_bit_for_bit(texts, tmp_path):
     assert whole.wait() == 0
     assert kills == [-9] * 4, f"seed {seed}"
     same = [
-        [(r["kind"], r["step"], r["loss"], r.get("grad_norm")) for r in read(tmp_path / run)]
+        [(r["kind"], r["step"], r["loss"], r.get("grad_norm")) for r in read_metrics(tmp_path / run)]
         for run in ("whole", "killed")
     ]
     assert same[0] == same[1], f"seed {seed}"

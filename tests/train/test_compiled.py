@@ -5,7 +5,8 @@ import torch
 import torch._dynamo.testing
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.loop import InputGateWatch, compiled, token_losses
+from tfla.train.evaluation import token_losses
+from tfla.train.loop import InputGateMonitor, compiled
 
 
 @pytest.mark.parametrize("mixer", ["mlstm_exp", "attention"])
@@ -30,7 +31,7 @@ def test_losses_and_gradients_are_the_same_with_one_graph_for_all_blocks(mixer, 
 def test_watching_the_gates_takes_one_graph_more():
     torch.compiler.reset()
     model = LanguageModel(ModelConfig(d_model=16, num_blocks=4, num_heads=2, vocab_size=20))
-    watch, counter = InputGateWatch(model), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    watch, counter = InputGateMonitor(model), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled(model, counter)(torch.randint(0, 20, (2, 9)))
     assert counter.frame_count == 3  # the first block finds nothing seen
     assert watch.take() == pytest.approx(15 * torch.tensor(-10 / 15).tanh().item(), rel=1e-5)

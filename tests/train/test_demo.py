@@ -18,9 +18,10 @@ from tfla.train import demo as demo_module
 from tfla.train.config import DemoConfig
 from tfla.train.data import Tokens
 from tfla.train.demo import ByteTrigram, affordable_steps, demo, demo_config, order_2
+from tfla.train.documents import find_files
+from tfla.train.evaluation import evaluate
 from tfla.train.logging import Metrics
-from tfla.train.loop import evaluate
-from tfla.train.tokenizer import ByteTokenizer, find_files
+from tfla.train.tokenizer import ByteTokenizer
 
 
 @pytest.fixture
@@ -108,19 +109,19 @@ def test_a_demo_may_be_where_one_is(short, tmp_path, monkeypatch):
 
 
 def test_the_demo_takes_as_many_steps_as_it_has_time_for(short, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_module, "FEWEST", 3)
-    monkeypatch.setattr(demo_module, "MOST", 50)
+    monkeypatch.setattr(demo_module, "MIN_STEPS", 3)
+    monkeypatch.setattr(demo_module, "MAX_STEPS", 50)
     config = demo_module.demo_config(DemoConfig(run=tmp_path / "demo", threads=1))
     assert affordable_steps(config, 0) == 3
     assert affordable_steps(config, 1e6) == 50
     clock = itertools.count()
     monkeypatch.setattr(demo_module.time, "perf_counter", lambda: float(next(clock)))  # a second from call to call
-    assert affordable_steps(config, 20) == 20 * demo_module.TRAINING
+    assert affordable_steps(config, 20) == 20 * demo_module.TRAINING_SHARE
 
 
 def test_a_broken_off_demo_keeps_its_steps_on_a_slower_machine(short, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo_module, "FEWEST", 5)
-    monkeypatch.setattr(demo_module, "MOST", 20)
+    monkeypatch.setattr(demo_module, "MIN_STEPS", 5)
+    monkeypatch.setattr(demo_module, "MAX_STEPS", 20)
     with monkeypatch.context() as patch:
         patch.setattr(demo_module, "ByteTrigram", None)  # fails before the first step
         with pytest.raises(TypeError):
@@ -138,7 +139,7 @@ def test_both_models_are_measured_on_the_same_bytes(tmp_path):
     config = dataclasses.replace(demo_config(DemoConfig(run=tmp_path)), context=16, eval_windows=20)
     counted = order_2(tokens, config)
 
-    learned = evaluate(lambda i, document_start: torch.zeros(*i.shape, 257), tokens, 16, batch_size=4, most=20)
+    learned = evaluate(lambda i, document_start: torch.zeros(*i.shape, 257), tokens, 16, batch_size=4, max_windows=20)
     assert (counted.tokens, counted.bytes) == (learned.tokens, learned.bytes)
     everything = order_2(tokens, dataclasses.replace(config, eval_windows=None))
     nats = ByteTrigram(tokens.train).nats(tokens.heldout)

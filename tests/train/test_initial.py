@@ -12,10 +12,10 @@ from tfla._util.errors import UserError
 from tfla.cli import main
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.config import SIZES
-from tfla.train.checkpoint import read_config
 from tfla.train.config import Data, Model, Optim
-from tfla.train.logging import Metrics, read
+from tfla.train.logging import Metrics, read_metrics
 from tfla.train.loop import train
+from tfla.train.run_folder import read_run_config
 
 CHANGED = {"mixer": "attention", "head_norm": "rms", "head_norm_eps": 1e-3, "chunk_size": 16}
 BARE = {"qk_factor": 1.0, "norm_eps": 1e-5, "forget_gate_bias": (1.0, 2.0)}  # which no option of a run names
@@ -47,7 +47,7 @@ def command(texts, run, *options: object) -> list[str]:
 
 
 def first_loss(run) -> float:
-    return next(r["loss"] for r in read(run) if r["kind"] == "eval")
+    return next(r["loss"] for r in read_metrics(run) if r["kind"] == "eval")
 
 
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "model"])
@@ -59,11 +59,11 @@ def test_what_is_not_given_is_the_saved_models(base, texts, tmp_path, kind, caps
     assert main(command(texts, tmp_path / "tuned", f"--init-from={path}")) == 0
     err = capsys.readouterr().err
     assert ("no tokenizer beside the model; bytes is taken" in err) == (kind == "model")
-    config = read_config(tmp_path / "tuned")
+    config = read_run_config(tmp_path / "tuned")
     assert {name: getattr(config.model, name) for name in CHANGED} == CHANGED
     assert (config.model.d_model, config.model.num_blocks, config.model.num_heads) == (32, 1, 2)
-    assert first_loss(tmp_path / "tuned") == read(base)[-1]["loss"]  # it starts where the other one ended
-    rates = [r["lr"] for r in read(tmp_path / "tuned") if r["kind"] == "train"]
+    assert first_loss(tmp_path / "tuned") == read_metrics(base)[-1]["loss"]  # it starts where the other one ended
+    rates = [r["lr"] for r in read_metrics(tmp_path / "tuned") if r["kind"] == "train"]
     assert len(rates) == 4
     assert main(command(texts, tmp_path / "tuned")) == 0  # its own folder names all it needs
 
@@ -88,7 +88,7 @@ def test_a_fine_tuned_run_goes_on_bit_for_bit(base, tiny, texts, tmp_path, monke
                 train(killed)
     base.rename(tmp_path / "gone")  # once there is a checkpoint, the saved model is not needed
     train(killed)
-    assert [r["loss"] for r in read(killed.run)] == [r["loss"] for r in read(whole.run)]
+    assert [r["loss"] for r in read_metrics(killed.run)] == [r["loss"] for r in read_metrics(whole.run)]
 
 
 def test_what_options_do_not_name_is_the_saved_models_too(texts, tmp_path):
@@ -130,8 +130,8 @@ def test_a_tokenizer_comes_with_its_model(tiny, texts, tmp_path, words_file, cap
     base = train(tiny(run=tmp_path / "base", data=data)).run
     words_file.unlink()
     assert main(command(texts, tmp_path / "tuned", f"--init-from={base}")) == 0
-    assert read_config(tmp_path / "tuned").data.bos_token == "[MORE]"
-    assert first_loss(tmp_path / "tuned") == read(base)[-1]["loss"]
+    assert read_run_config(tmp_path / "tuned").data.bos_token == "[MORE]"
+    assert first_loss(tmp_path / "tuned") == read_metrics(base)[-1]["loss"]
     capsys.readouterr()
     assert main(command(texts, tmp_path / "other", f"--init-from={base}", "--data.bos-token=[BOS]")) == 1
     assert "whose tokens are not those of" in capsys.readouterr().err

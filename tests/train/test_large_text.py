@@ -13,15 +13,15 @@ import resource, sys
 from pathlib import Path
 import numpy, tokenizers, torch, tqdm
 from tfla.train.config import Data
-from tfla.train.data import prepare
+from tfla.train.data import prepare_tokens
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 
 path, tokenizer, folder = sys.argv[1:]
-prepare(Data(paths=(Path(folder) / "small.txt",), tokenizer=tokenizer), Path(folder) / "small")
+prepare_tokens(Data(paths=(Path(folder) / "small.txt",), tokenizer=tokenizer), Path(folder) / "small")
 before = peak()
-tokens = prepare(Data(paths=(Path(path),), tokenizer=tokenizer, heldout=0.1), Path(folder) / "tokens")
+tokens = prepare_tokens(Data(paths=(Path(path),), tokenizer=tokenizer, heldout=0.1), Path(folder) / "tokens")
 print(peak() - before, len(tokens.train) + len(tokens.heldout))
 """
 LINE = b"a query and a key of the gate, a chunk of the tile in 64 steps: naive words, \xc3\xbc\n"

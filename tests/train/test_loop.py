@@ -15,16 +15,16 @@ import torch
 
 from tfla._util.errors import UserError
 from tfla.train import loop
-from tfla.train.checkpoint import read_config
 from tfla.train.config import Data, Model, Optim
-from tfla.train.logging import Metrics, read
+from tfla.train.logging import Metrics, read_metrics
 from tfla.train.loop import train
 from tfla.train.recipe import Schedule
+from tfla.train.run_folder import read_run_config
 
 
 def losses(run) -> list[tuple]:
     """What must be the same bit for bit, in order."""
-    return [(r["kind"], r["step"], r["loss"], r.get("grad_norm"), r.get("max_input_gate")) for r in read(run)]
+    return [(r["kind"], r["step"], r["loss"], r.get("grad_norm"), r.get("max_input_gate")) for r in read_metrics(run)]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def fail_at(monkeypatch):
 def test_it_learns_and_writes_everything_down(tiny):
     config = tiny(steps=60, eval_every=30, checkpoint_every=20, tensorboard=True)
     trained = train(config)
-    records = read(config.run)
+    records = read_metrics(config.run)
     steps = [r for r in records if r["kind"] == "train"]
     evals = [r for r in records if r["kind"] == "eval"]
     assert [r["step"] for r in steps] == list(range(1, 61))
@@ -109,7 +109,7 @@ def test_accumulation_gives_the_same_updates(tiny, tmp_path):
     for parts in (1, 4):
         config = tiny(run=tmp_path / str(parts), accumulate=parts, steps=4)
         train(config)
-        found.append([(r["loss"], r["grad_norm"]) for r in read(config.run) if r["kind"] == "train"])
+        found.append([(r["loss"], r["grad_norm"]) for r in read_metrics(config.run) if r["kind"] == "train"])
     assert torch.allclose(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-4)
 
 
@@ -265,10 +265,10 @@ def test_a_finished_run_can_be_extended(tiny, tmp_path, fail_at, monkeypatch):
     longer = dataclasses.replace(config, steps=20)
     assert train(longer).step == 20
     assert losses(config.run)[: len(before)] == before
-    rates = [r["lr"] for r in read(config.run) if r["kind"] == "train"]
+    rates = [r["lr"] for r in read_metrics(config.run) if r["kind"] == "train"]
     assert rates[:8] == [Schedule(optim, 8)(step) for step in range(8)]
     assert rates[8:] == [Schedule(optim, 20)(step) for step in range(8, 20)]
-    assert read_config(config.run).steps == 20
+    assert read_run_config(config.run).steps == 20
 
     killed = dataclasses.replace(longer, run=tmp_path / "killed")
     for step in (9, 13):  # before and behind a checkpoint
@@ -335,10 +335,10 @@ def test_training_with_a_hugging_face_tokenizer(tiny, texts, tmp_path):
         optim=Optim(lr=1e-2, warmup_steps=2, cooldown_steps=2), steps=40, eval_every=40, eval_windows=None,
     )  # fmt: skip
     trained = train(config)
-    last = read(config.run)[-1]
+    last = read_metrics(config.run)[-1]
     assert last["tokens"] == len(trained.tokens.heldout) - 1
     documents = int((trained.tokens.heldout == trained.tokens.tokenizer.bos).sum())
     assert last["bytes"] > 3 * (last["tokens"] - documents)  # words, not bytes
-    losses = [r["loss"] for r in read(config.run) if r["kind"] == "train"]
+    losses = [r["loss"] for r in read_metrics(config.run) if r["kind"] == "train"]
     assert losses[-1] < losses[0] - 0.2
     assert last["bits_per_byte"] == pytest.approx(last["loss"] * last["tokens"] / last["bytes"] / 0.6931471805599453)

@@ -13,7 +13,8 @@ from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train import memory
 from tfla.train.config import Optim
-from tfla.train.loop import token_losses, train
+from tfla.train.evaluation import token_losses
+from tfla.train.loop import train
 from tfla.train.memory import Memory, check_memory, count_parameters, memory_of, needed, size_text
 from tfla.train.recipe import optimizer
 

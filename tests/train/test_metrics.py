@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.train.logging import FILE, Metrics, plot_curves, read
-from tfla.train.loop import InputGateWatch, compiled
+from tfla.train.logging import METRICS_FILE, Metrics, plot_curves, read_metrics
+from tfla.train.loop import InputGateMonitor, compiled
 
 
 def test_records_are_lines_of_json_with_exact_floats(tmp_path):
@@ -18,9 +18,9 @@ def test_records_are_lines_of_json_with_exact_floats(tmp_path):
     values = [0.1 + 0.2, 1 / 3, 2.0**-1070]
     for step, value in enumerate(values, 1):
         metrics.write("train", step, loss=value, max_input_gate=None)
-    assert [r["loss"] for r in read(tmp_path)] == values  # before close: nothing waits in a buffer
+    assert [r["loss"] for r in read_metrics(tmp_path)] == values  # before close: nothing waits in a buffer
     metrics.close()
-    assert json.loads((tmp_path / FILE).read_text().splitlines()[0]) == {
+    assert json.loads((tmp_path / METRICS_FILE).read_text().splitlines()[0]) == {
         "kind": "train", "step": 1, "loss": values[0], "max_input_gate": None,
     }  # fmt: skip
 
@@ -30,14 +30,14 @@ def test_going_on_drops_what_came_later_and_cut_lines(tmp_path):
     for step in range(5):
         metrics.write("train", step, loss=step / 3)
     metrics.close()
-    with open(tmp_path / FILE, "a") as file:
+    with open(tmp_path / METRICS_FILE, "a") as file:
         file.write('{"kind": "train", "step": 1, "lo')
     metrics = Metrics(tmp_path, 2, tensorboard=False)
     metrics.write("train", 3, loss=9.0)
     metrics.close()
-    assert [(r["step"], r["loss"]) for r in read(tmp_path)] == [(0, 0.0), (1, 1 / 3), (2, 2 / 3), (3, 9.0)]
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path)] == [(0, 0.0), (1, 1 / 3), (2, 2 / 3), (3, 9.0)]
     Metrics(tmp_path, 0, tensorboard=False).close()
-    assert read(tmp_path) == []
+    assert read_metrics(tmp_path) == []
 
 
 def test_tensorboard_shows_the_same_numbers(tmp_path):
@@ -59,7 +59,7 @@ def test_the_largest_input_gate_is_seen(how):
     model = LanguageModel(ModelConfig(d_model=16, num_blocks=2, num_heads=2, vocab_size=9, input_gate_bias=-3.0))
     with torch.no_grad():
         model.blocks[1].mixer.input_gate.bias[1] = 2.0
-    watch = InputGateWatch(model)
+    watch = InputGateMonitor(model)
     forward = how(model)
     for _ in range(2):
         forward(torch.randint(0, 9, (2, 5)))
@@ -68,7 +68,7 @@ def test_the_largest_input_gate_is_seen(how):
 
 
 def test_models_without_gates_have_no_largest():
-    watch = InputGateWatch(nn.Linear(2, 2))
+    watch = InputGateMonitor(nn.Linear(2, 2))
     assert watch.take() is None
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 
-from tfla.train.demo import BOS, SYMBOLS, ByteTrigram
+from tfla.train.demo import BOS, VOCAB_SIZE, ByteTrigram
 
 TRAIN = np.array([BOS, *b"abcabdabcab", BOS, *b"bcbc", BOS, BOS, *b"aab"])
 
@@ -20,7 +20,7 @@ def by_hand(train: np.ndarray, stream: list[int], at: int) -> float:
         two = (BOS if i < 2 or tokens[i - 1] == BOS else tokens[i - 2], tokens[i - 1])
         return two[2 - length :] if length else ()
 
-    p = 1 / SYMBOLS
+    p = 1 / VOCAB_SIZE
     for length in range(3):
         train_list = train.tolist()
         wanted = context(stream, at, length)
@@ -43,7 +43,7 @@ def test_it_is_witten_bell_backoff():
 def test_probabilities_add_up_to_one():
     model = ByteTrigram(TRAIN)
     for a, b in itertools.product([BOS, *b"abx"], repeat=2):
-        streams = np.array([[a, b, c] for c in range(SYMBOLS)])
+        streams = np.array([[a, b, c] for c in range(VOCAB_SIZE)])
         assert math.isclose(sum(math.exp(-model.nats(s)[1]) for s in streams), 1, rel_tol=1e-12)
 
 

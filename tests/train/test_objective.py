@@ -10,7 +10,7 @@ import torch
 
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.data import Tokens
-from tfla.train.loop import document_borders, evaluate, token_losses
+from tfla.train.evaluation import document_cu_seqlens, evaluate, token_losses
 from tfla.train.tokenizer import ByteTokenizer
 
 BOS = 9
@@ -62,7 +62,7 @@ def test_a_document_does_not_see_the_one_before(mixer, reset):
 
 
 def test_borders_are_rows_and_documents():
-    assert document_borders(windows()[:4, :-1], BOS).tolist() == [0, 12, 17, 24, 28, 29, 36, 47, 48]
+    assert document_cu_seqlens(windows()[:4, :-1], BOS).tolist() == [0, 12, 17, 24, 28, 29, 36, 47, 48]
 
 
 def heldout(n: int) -> Tokens:
@@ -88,4 +88,4 @@ def test_evaluation_does_not_depend_on_the_batch():
     assert found[0].tokens == found[1].tokens == found[2].tokens == 99
     assert found[1].loss == pytest.approx(found[0].loss, rel=1e-5)
     assert found[2].loss == pytest.approx(found[0].loss, rel=1e-5)
-    assert evaluate(net, tokens, 16, batch_size=2, most=2).tokens < 99
+    assert evaluate(net, tokens, 16, batch_size=2, max_windows=2).tokens < 99

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tfla._util.errors import UserError
-from tfla.train import tokenizer as tokenizers
-from tfla.train.tokenizer import ByteTokenizer, Document, HuggingFaceTokenizer
+from tfla.train.documents import Document
+from tfla.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer, create_tokenizer, load_tokenizer
 
 TEXT = "naïve Grüße, 你好 🙂🙂 <|endoftext|> the the then\n"
 
@@ -28,9 +28,9 @@ def test_bytes_stream_back_as_whole_characters():
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_bytes_behind_tokens_add_up_to_the_document(kind, bpe_file):
-    tokenizer = tokenizers.create("bytes" if kind == "bytes" else str(bpe_file), None)
+    tokenizer = create_tokenizer("bytes" if kind == "bytes" else str(bpe_file), None)
     for text in (TEXT, "a", "the"):
-        ids, lengths = tokenizer.measure([Document("x", text.encode())])[0]
+        ids, lengths = tokenizer.encode_with_lengths([Document("x", text.encode())])[0]
         assert len(ids) == len(lengths)
         assert ids[0] == tokenizer.bos
         assert lengths[0] == 0
@@ -40,18 +40,18 @@ def test_bytes_behind_tokens_add_up_to_the_document(kind, bpe_file):
 
 
 def test_documents_are_cut_behind_words_or_at_least_characters(bpe_file):
-    cut = tokenizers.create(str(bpe_file), None).cut
+    split = create_tokenizer(str(bpe_file), None).split
     one = TEXT.encode()
-    assert list(cut([one])) == [one]
-    assert list(cut([b"the then\n\n the", b" then"])) == [b"the then", b"\n\n the then"]
+    assert list(split([one])) == [one]
+    assert list(split([b"the then\n\n the", b" then"])) == [b"the then", b"\n\n the then"]
     for n in (1, 2, 4, 5):
         text = "你好🙂".encode()
-        assert b"".join(cut([text[:n], text[n:]])) == text
-        assert all(piece.decode() for piece in cut([text[:n], text[n:]]))
+        assert b"".join(split([text[:n], text[n:]])) == text
+        assert all(piece.decode() for piece in split([text[:n], text[n:]]))
 
 
 def test_a_hugging_face_tokenizer_gives_the_text_back(bpe_file):
-    tokenizer = tokenizers.create(str(bpe_file), None)
+    tokenizer = create_tokenizer(str(bpe_file), None)
     ids = tokenizer.encode([Document("x", TEXT.encode())])[0]
     assert tokenizer.vocab_size == tokenizer.inner.get_vocab_size() > 257
     assert (ids == tokenizer.bos).sum() == 1  # the special token inside the text is plain text
@@ -62,9 +62,9 @@ def test_a_hugging_face_tokenizer_gives_the_text_back(bpe_file):
 
 def test_saved_tokenizers_come_back(bpe_file, tmp_path):
     for name in ("bytes", str(bpe_file)):
-        tokenizer = tokenizers.create(name, None)
+        tokenizer = create_tokenizer(name, None)
         tokenizer.save(tmp_path)
-        again = tokenizers.load(tmp_path)
+        again = load_tokenizer(tmp_path)
         assert (again.vocab_size, again.bos) == (tokenizer.vocab_size, tokenizer.bos)
         document = Document("x", TEXT.encode())
         assert np.array_equal(again.encode([document])[0], tokenizer.encode([document])[0])
@@ -72,27 +72,27 @@ def test_saved_tokenizers_come_back(bpe_file, tmp_path):
 
 def test_errors_name_what_is_wrong(bpe_file, tmp_path):
     with pytest.raises(UserError, match=r"bad\.txt: not UTF-8 at byte 2"):
-        tokenizers.create(str(bpe_file), None).encode([Document("bad.txt", b"ab\xff")])
+        create_tokenizer(str(bpe_file), None).encode([Document("bad.txt", b"ab\xff")])
     blocks = [b"ab cd " * 3, b"ef gh \xff"]
-    pieces = list(tokenizers.create(str(bpe_file), None).cut(blocks))
+    pieces = list(create_tokenizer(str(bpe_file), None).split(blocks))
     assert b"".join(pieces) == b"".join(blocks)
     with pytest.raises(UserError, match=r"bad\.txt: not UTF-8 at byte 24"):
-        tokenizers.create(str(bpe_file), None).encode([Document("bad.txt", pieces[1], len(pieces[0]))])
+        create_tokenizer(str(bpe_file), None).encode([Document("bad.txt", pieces[1], len(pieces[0]))])
     with pytest.raises(UserError, match=r"data\.bos_token: tokenizer .*bpe\.json has none of <start>"):
-        tokenizers.create(str(bpe_file), "<start>")
+        create_tokenizer(str(bpe_file), "<start>")
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(UserError, match=r"data\.tokenizer: .*broken\.json"):
-        tokenizers.create(str(tmp_path / "broken.json"), None)
+        create_tokenizer(str(tmp_path / "broken.json"), None)
     with pytest.raises(UserError, match=r"tokenizer_info\.json: cannot be read"):
-        tokenizers.load(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_a_hugging_face_tokenizer_takes_another_start(bpe_file):
-    tokenizer = tokenizers.create(str(bpe_file), "the")
+    tokenizer = create_tokenizer(str(bpe_file), "the")
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     assert tokenizer.bos == tokenizer.inner.token_to_id("the")
 
 
 def test_tokens_that_are_no_bytes_are_shown_as_such():
-    decode = tokenizers.create("bytes", None).decoder()
+    decode = create_tokenizer("bytes", None).decoder()
     assert "".join(decode(t) for t in (97, 300, 98)) == "a\ufffdb"

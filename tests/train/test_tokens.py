@@ -12,8 +12,9 @@ import torch
 from tfla._util.errors import UserError
 from tfla.train import data as tokens_module
 from tfla.train.config import Data
-from tfla.train.data import Batches, Tokens, heldout_windows, prepare, split
-from tfla.train.tokenizer import BLOCK, ByteTokenizer, Document
+from tfla.train.data import Batches, Tokens, heldout_windows, prepare_tokens, split_heldout
+from tfla.train.documents import BLOCK_BYTES, Document
+from tfla.train.tokenizer import ByteTokenizer
 
 
 def stream(n: int, heldout: int = 50) -> Tokens:
@@ -22,7 +23,7 @@ def stream(n: int, heldout: int = 50) -> Tokens:
 
 
 def test_streams_hold_every_document_once(texts, tmp_path):
-    tokens = prepare(Data(paths=(texts,), heldout=0.5), tmp_path / "tokens")
+    tokens = prepare_tokens(Data(paths=(texts,), heldout=0.5), tmp_path / "tokens")
     assert isinstance(tokens.train, np.memmap)
     found = set()
     for part in (tokens.train, tokens.heldout):
@@ -35,24 +36,24 @@ def test_streams_hold_every_document_once(texts, tmp_path):
 
 def test_a_run_keeps_the_tokens_it_began_with(texts, tmp_path):
     config = Data(paths=(texts,))
-    first = np.array(prepare(config, tmp_path / "tokens").train)
+    first = np.array(prepare_tokens(config, tmp_path / "tokens").train)
     (texts / "later.txt").write_text("something new")
-    assert np.array_equal(prepare(config, tmp_path / "tokens").train, first)
+    assert np.array_equal(prepare_tokens(config, tmp_path / "tokens").train, first)
 
 
 def test_whether_a_document_is_held_out_depends_on_its_content_and_the_seed():
     documents = [Document(str(n), b"text %d" % (n // 2)) for n in range(400)]
-    held = [h for _, h in split(documents, 0.25, 0)]
+    held = [h for _, h in split_heldout(documents, 0.25, 0)]
     assert held[::2] == held[1::2]  # equal texts go together
-    backwards = {d.content: h for d, h in split(documents[::-1], 0.25, 0)}
+    backwards = {d.content: h for d, h in split_heldout(documents[::-1], 0.25, 0)}
     assert all(backwards[d.content] == h for d, h in zip(documents, held, strict=True))
     assert 0.15 < np.mean(held) < 0.35
-    assert held != [h for _, h in split(documents, 0.25, 1)]
+    assert held != [h for _, h in split_heldout(documents, 0.25, 1)]
 
 
 def test_of_few_documents_each_gives_its_end():
     documents = [Document("a", "x" * 79 + "ü" + "y" * 19), Document("b", "z" * 10)]
-    parts = list(split([Document(d.name, d.content.encode()) for d in documents], 0.2, 0))
+    parts = list(split_heldout([Document(d.name, d.content.encode()) for d in documents], 0.2, 0))
     assert [(d.name, d.content.decode(), held) for d, held in parts] == [
         ("a", "x" * 79 + "ü", False),  # 80 bytes would cut the letter in two
         ("a", "y" * 19, True),
@@ -63,17 +64,17 @@ def test_of_few_documents_each_gives_its_end():
 
 def test_broken_tokens_are_named(texts, tmp_path):
     config = Data(paths=(texts,))
-    prepare(config, tmp_path / "tokens")
+    prepare_tokens(config, tmp_path / "tokens")
     (tmp_path / "tokens" / "train.bin").unlink()
     with pytest.raises(UserError, match="tokens: its tokens cannot be read"):
-        prepare(config, tmp_path / "tokens")
+        prepare_tokens(config, tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("file", ["train.bin", "heldout.bin", "heldout_bytes.bin", "meta.json", "tokenizer_info.json"])
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone", "longer"])
 def test_damaged_tokens_are_not_trained_on(texts, tmp_path, file, damage):
     config = Data(paths=(texts,))
-    prepare(config, tmp_path / "tokens")
+    prepare_tokens(config, tmp_path / "tokens")
     path = tmp_path / "tokens" / file
     content = path.read_bytes()
     if damage == "gone":
@@ -83,7 +84,7 @@ def test_damaged_tokens_are_not_trained_on(texts, tmp_path, file, damage):
         cut = content[: len(content) // 4 * 2]
         path.write_bytes({"cut": cut, "changed": content[:-1] + b"\x01", "longer": content * 2}[damage])
     with pytest.raises(UserError, match=rf"tokens: its tokens cannot be read: {file}.*; remove it to make them anew"):
-        prepare(config, tmp_path / "tokens")
+        prepare_tokens(config, tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("lines", [False, True])
@@ -99,30 +100,30 @@ def test_a_progress_bar_shows_how_much_text_is_done(texts, tmp_path, monkeypatch
     if lines:
         (texts / "rows.jsonl").write_text('{"text": "' + "x" * 1000 + '"}\n')
     paths = (texts, *([texts / "rows.jsonl"] if lines else []))
-    prepare(Data(paths=paths), tmp_path / "tokens")
+    prepare_tokens(Data(paths=paths), tmp_path / "tokens")
     size = sum(path.stat().st_size for path in texts.glob("*.txt")) + 1000 * lines
     assert [(bar.n, bar.total) for bar in bars] == [(size, None if lines else size)]
 
 
 def test_a_long_comparison_is_announced(texts, tmp_path, monkeypatch, capsys):
     config = Data(paths=(texts,))
-    prepare(config, tmp_path / "tokens")
-    prepare(config, tmp_path / "tokens")
+    prepare_tokens(config, tmp_path / "tokens")
+    prepare_tokens(config, tmp_path / "tokens")
     assert "compares" not in capsys.readouterr().err
-    monkeypatch.setattr(tokens_module, "LARGE", 1)
-    prepare(config, tmp_path / "tokens")
+    monkeypatch.setattr(tokens_module, "SLOW_BYTES", 1)
+    prepare_tokens(config, tmp_path / "tokens")
     assert "tokens: compares " in capsys.readouterr().err
 
 
 def test_tokens_of_an_earlier_version_are_used_with_a_notice(texts, tmp_path, capsys):
     config = Data(paths=(texts,))
-    before = np.array(prepare(config, tmp_path / "tokens").train)
+    before = np.array(prepare_tokens(config, tmp_path / "tokens").train)
     (tmp_path / "tokens" / "manifest.json").unlink()
-    assert np.array_equal(prepare(config, tmp_path / "tokens").train, before)
+    assert np.array_equal(prepare_tokens(config, tmp_path / "tokens").train, before)
     assert "tokens: made by an earlier version" in capsys.readouterr().err
     (tmp_path / "tokens" / "heldout.bin").write_bytes(b"ab" * 10)
     with pytest.raises(UserError, match=r"heldout\.bin has 10 entries, heldout_bytes\.bin has"):
-        prepare(config, tmp_path / "tokens")
+        prepare_tokens(config, tmp_path / "tokens")
 
 
 def test_tokens_that_are_refused_are_dropped(texts, tmp_path):
@@ -131,7 +132,7 @@ def test_tokens_that_are_refused_are_dropped(texts, tmp_path):
         raise UserError("too few")
 
     with pytest.raises(UserError, match="too few"):
-        prepare(Data(paths=(texts,)), tmp_path / "tokens", refuse)
+        prepare_tokens(Data(paths=(texts,)), tmp_path / "tokens", refuse)
     assert not list(tmp_path.glob("*tokens*"))
 
 
@@ -146,21 +147,21 @@ def test_binary_files_are_named(texts, tmp_path, content, more):
     with pytest.raises(
         UserError, match=rf"model\.txt: byte {zero} is 0, so this is not text .* --data\.binary"
     ) as caught:
-        prepare(config, tmp_path / "tokens")
+        prepare_tokens(config, tmp_path / "tokens")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "tokens").exists()
-    tokens = prepare(replace(config, binary=True), tmp_path / "tokens")
+    tokens = prepare_tokens(replace(config, binary=True), tmp_path / "tokens")
     assert (tokens.train == 0).sum() + (tokens.heldout == 0).sum() == content.count(0)
 
 
 def test_text_that_is_not_utf8_is_mentioned(texts, tmp_path, capsys):
     (texts / "latin.txt").write_bytes("für".encode("latin-1") * 200_000)
     (texts / "other.txt").write_bytes(b"\xff" * 100)
-    tokens = prepare(Data(paths=(texts,), heldout=0.3), tmp_path / "tokens")
+    tokens = prepare_tokens(Data(paths=(texts,), heldout=0.3), tmp_path / "tokens")
     assert (tokens.train == 0xFC).sum() + (tokens.heldout == 0xFC).sum() == 200_000
     err = capsys.readouterr().err
     assert f"{texts / 'latin.txt'} and 1 more: not UTF-8; the bytes are taken as they are" in err
-    prepare(Data(paths=(texts / "00.txt",), heldout=0.3), tmp_path / "others")
+    prepare_tokens(Data(paths=(texts / "00.txt",), heldout=0.3), tmp_path / "others")
     assert "UTF-8" not in capsys.readouterr().err
 
 
@@ -172,14 +173,16 @@ def test_large_documents_give_the_tokens_of_the_whole(texts, tmp_path, bpe_file,
     text = "".join(draw.choice(words) + " " * draw.randint(0, 1) for _ in range(200_000))
     (tmp_path / "big.txt").write_text(text, newline="")
     paths = (tmp_path / "big.txt", texts)
-    tokens = prepare(Data(paths=paths, heldout=heldout, tokenizer=str(bpe_file)), tmp_path / "tokens")
+    tokens = prepare_tokens(Data(paths=paths, heldout=heldout, tokenizer=str(bpe_file)), tmp_path / "tokens")
     whole = tokens.tokenizer
     documents = [Document(path.name, path.read_bytes()) for path in [paths[0], *sorted(texts.iterdir())]]
-    assert documents[0].size > 3 * BLOCK
-    pairs = list(split(documents, heldout, 0))
+    assert documents[0].size > 3 * BLOCK_BYTES
+    pairs = list(split_heldout(documents, heldout, 0))
     learned = np.concatenate(whole.encode([d for d, held in pairs if not held]))
     assert np.array_equal(tokens.train, learned)
-    ids, lengths = (np.concatenate(x) for x in zip(*whole.measure([d for d, held in pairs if held]), strict=True))
+    ids, lengths = (
+        np.concatenate(x) for x in zip(*whole.encode_with_lengths([d for d, held in pairs if held]), strict=True)
+    )
     assert np.array_equal(tokens.heldout, ids)
     assert np.array_equal(tokens.heldout_bytes, lengths)
 
@@ -187,7 +190,7 @@ def test_large_documents_give_the_tokens_of_the_whole(texts, tmp_path, bpe_file,
 def test_what_fails_leaves_no_tokens(texts, tmp_path):
     (texts / "zz.txt").symlink_to("nowhere")
     with pytest.raises(UserError, match=r"zz\.txt"):
-        prepare(Data(paths=(texts,)), tmp_path / "tokens")
+        prepare_tokens(Data(paths=(texts,)), tmp_path / "tokens")
     assert not list(tmp_path.glob("*tokens*"))
 
 

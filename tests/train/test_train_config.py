@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tfla._util.errors import UserError
-from tfla.train.checkpoint import check_changes, open_run, read_config, write_config
 from tfla.train.config import Data, Model, Optim, TrainConfig, differences, from_json, to_json
+from tfla.train.run_folder import check_changes, open_run, read_run_config, write_run_config
 
 FULL = TrainConfig(
     run=Path("x/y"),
@@ -65,9 +65,9 @@ def test_values_out_of_range_are_named(tiny, changes, message):
 def test_a_run_keeps_its_config(tiny, capsys):
     config = tiny()
     with open_run(config) as run:
-        assert read_config(run) is None  # nothing is written before all is known to be right
-        write_config(None, config)
-        assert read_config(run) == config
+        assert read_run_config(run) is None  # nothing is written before all is known to be right
+        write_run_config(None, config)
+        assert read_run_config(run) == config
     changed = dataclasses.replace(config, seed=3, optim=dataclasses.replace(config.optim, lr=0.5))
     with pytest.raises(UserError, match=r"this run's optim\.lr is 0\.003, not 0\.5; seed is 0, not 3\. Take another"):
         check_changes(config, changed, 2)
@@ -75,13 +75,13 @@ def test_a_run_keeps_its_config(tiny, capsys):
     check_changes(config, dataclasses.replace(config, steps=100, keep_last=7), 8)
     with pytest.raises(UserError, match="steps: got 7, expected at least 8, which this run has done already"):
         check_changes(config, dataclasses.replace(config, steps=7), 8)
-    write_config(config, dataclasses.replace(config, keep_last=7))
+    write_run_config(config, dataclasses.replace(config, keep_last=7))
     assert "keep_last: 7 from here on, 2 before" in capsys.readouterr().err
-    assert read_config(run).keep_last == 7
+    assert read_run_config(run).keep_last == 7
     for text in ("{", "[]", '{"data": 5}', '{"data": null}', '{"speed": 1}'):
         (run / "config.json").write_text(text)
         with pytest.raises(UserError, match=r"config\.json: cannot be read"):
-            read_config(run)
+            read_run_config(run)
 
 
 @pytest.mark.parametrize("there", [(), ("runs",), ("runs", "run"), ("runs", "run", "notes.txt")])
@@ -119,7 +119,7 @@ def test_a_run_belongs_to_one_process(tiny):
 
 def test_what_a_killed_process_left_is_cleared(tiny):
     with open_run(tiny()) as run:
-        write_config(None, tiny())
+        write_run_config(None, tiny())
         (run / ".tmp-tokens-1").mkdir()
         (run / ".config.json.1.tmp").touch()
     with open_run(tiny()):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tfla.train.config import Optim
-from tfla.train.logging import Metrics, read
+from tfla.train.logging import Metrics, read_metrics
 from tfla.train.loop import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -34,7 +34,7 @@ def test_it_learns_on_a_gpu_and_goes_on(tiny, monkeypatch, reset):
     trained = train(config)
     assert trained.model.embedding.weight.device.type == "cuda"
     assert trained.model.embedding.weight.dtype == torch.float32
-    records = read(config.run)
+    records = read_metrics(config.run)
     losses = [r["loss"] for r in records if r["kind"] == "train"]
     assert len(losses) == 60
     assert all(math.isfinite(x) for x in losses)

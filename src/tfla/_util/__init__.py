@@ -1,1 +1,1 @@
-"""Helpers without a subject of their own: files, errors of the command line, devices, caching."""
+"""Helpers that every layer of the library may import: files, errors, options, devices, caches, Markdown."""

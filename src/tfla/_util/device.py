@@ -1,20 +1,22 @@
-"""Devices by name, and one sentence where there is no such device."""
+"""Checks of device names."""
 
 from __future__ import annotations
 
 import torch
 
+from tfla._util.errors import UserError
+
 
 def check_device(device: object, name: str = "device") -> torch.device:
-    """Return the device that is meant, after a test that tensors can be made on it.
+    """Return a device after a test that tensors can be allocated on it.
 
     Args:
         device: a torch.device, or its name, such as "cpu" or "cuda:1".
-        name: what the error calls it.
+        name: the name of the argument in error messages.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: this machine or this build of PyTorch has no such device; the message lists what there is.
+        TypeError: the argument is neither a device nor a string.
+        ValueError: this machine or this build of PyTorch has no such device; the message lists the devices it has.
     """
     if not isinstance(device, str | torch.device):
         raise TypeError(f"{name}: got {type(device).__name__}, expected a torch.device or its name")
@@ -24,8 +26,25 @@ def check_device(device: object, name: str = "device") -> torch.device:
         raise ValueError(f"{name}: got {str(device)!r}, expected {expected_devices()}{_why(device)}") from error
 
 
+def pick_device(name: str) -> torch.device:
+    """Return the device that a command line names; "auto" is the GPU if there is one, else the CPU.
+
+    Raises:
+        UserError: this machine has no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = check_device(name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if device.type == "meta":
+        raise UserError(f"device: got 'meta', whose tensors hold no numbers, expected {expected_devices()}")
+    return device
+
+
 def expected_devices() -> str:
-    """Return the devices of this machine as an error lists them."""
+    """Return the names of this machine's devices as a phrase for error messages."""
     found = ["'cpu'", *(f"'cuda:{n}'" for n in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
         found.append("'mps'")
@@ -33,6 +52,7 @@ def expected_devices() -> str:
 
 
 def _why(device: str | torch.device) -> str:
+    """Return ": " and why there is no CUDA device, or nothing where the reason is plain."""
     if str(device).partition(":")[0] == "cuda" and not torch.cuda.is_available():
         built = torch.version.cuda is not None or torch.version.hip is not None
         why = "PyTorch finds no GPU" if built else f"PyTorch {torch.__version__} was built without CUDA"

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Files and folders that are either complete or absent, whatever happens while they are written."""
 
 from __future__ import annotations
 
@@ -13,50 +13,43 @@ from typing import Any
 
 from tfla._util.errors import reason
 
+TEMPORARY = ".tmp-"  # how the names of temporary folders begin
+MANIFEST = "manifest.json"
+
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Replace path by what ``write`` puts into a temporary file beside it, once that is on the disk.
+    """Write a temporary file beside ``path``, flush it to disk and rename it to ``path``.
 
-    A crash at any moment leaves the old file or the new one. If ``write`` fails, the old file stays.
+    A crash at any moment leaves the old file or the new one. If ``write`` raises, the old file stays.
+
+    Args:
+        path: the file to replace or create.
+        write: writes the content to the temporary path that it is given.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.touch()
-        mode = temporary.stat().st_mode  # what the umask gives; a writer may swap in a file that is private
+        mode = (
+            temporary.stat().st_mode
+        )  # as the umask sets it; a writer may replace the file by one with other permissions
         write(temporary)
         temporary.chmod(mode)
         _sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if os.name == "posix":  # the rename itself is on the disk once the directory is
+    if os.name == "posix":  # a rename is durable once its directory is flushed
         _sync(path.parent)
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-TEMPORARY = ".tmp-"
-MANIFEST = "manifest.json"
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir() and os.name != "posix":  # other systems do not open folders
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() or os.name == "posix" else os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
-def whole_directory(target: Path) -> Iterator[Path]:
-    """A temporary folder beside target that becomes target at the end, once all in it is on the disk.
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is flushed to disk and renamed to ``target`` when the context ends without error.
 
-    A crash or an error at any moment leaves target as it was. A target that is already there is replaced.
+    A crash or an error at any moment leaves ``target`` as it was. An existing ``target`` is replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{TEMPORARY}{target.name}-{os.getpid()}")
@@ -77,35 +70,46 @@ def whole_directory(target: Path) -> Iterator[Path]:
 
 
 def remove_directory(target: Path) -> None:
-    """Remove a folder so that a crash never leaves half of it under its own name."""
+    """Rename a folder, then delete it, so that a crash never leaves half of it under its own name."""
     doomed = target.with_name(f"{TEMPORARY}removed-{target.name}-{os.getpid()}")
     target.rename(doomed)
     shutil.rmtree(doomed)
 
 
-def clear_temporary(directory: Path) -> None:
-    """Remove what a killed process left unfinished in a folder. Only for who alone writes there."""
+def remove_temporary(directory: Path) -> None:
+    """Delete the temporary files and folders of killed processes; no other process may be writing to ``directory``."""
     for path in directory.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob(".*.tmp"):  # of write_atomically
+    for path in directory.glob(".*.tmp"):  # left by write_atomically
         path.unlink(missing_ok=True)
 
 
+def _sync(path: Path) -> None:
+    """Flush a file or a folder to disk."""
+    if path.is_dir() and os.name != "posix":  # other systems cannot open folders
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() or os.name == "posix" else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_manifest(folder: Path, **values: Any) -> None:
-    """Write the size and the digest of every file of a folder, and values of the caller's, into a file beside them."""
+    """Write a manifest into a folder: the size and the SHA-256 digest of each of its files, and the given values."""
     files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(folder.iterdir()) if p.is_file()}
     (folder / MANIFEST).write_text(json.dumps({**values, "files": files}, indent=2) + "\n")
 
 
-def what_is_broken(path: Path, contents: bool = True) -> str | None:
-    """Compare a folder with its manifest.
+def verify_manifest(path: Path, contents: bool = True) -> str | None:
+    """Compare the files of a folder with its manifest.
 
     Args:
         path: the folder.
-        contents: compare digests, which reads every file; False compares sizes only.
+        contents: compare digests, which reads every file; False compares only sizes.
 
     Returns:
-        None for a folder that is just as it was written, else the file that is not and why.
+        None if the files are as they were written, else the first file that is not, and why.
     """
     try:
         files = {
@@ -119,6 +123,7 @@ def what_is_broken(path: Path, contents: bool = True) -> str | None:
 
 
 def _difference(path: Path, size: int, digest: str | None) -> str | None:
+    """Return how a file differs from its entry in the manifest, or None; digest None compares only the size."""
     try:
         found = path.stat().st_size
         if found != size:
@@ -131,6 +136,7 @@ def _difference(path: Path, size: int, digest: str | None) -> str | None:
 
 
 def _sha256(path: Path) -> str:
+    """Return the SHA-256 digest of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

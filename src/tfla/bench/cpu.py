@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 import tfla
+from tfla._util import outputs
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
+from tfla._util.options import check_count, check_threads
 from tfla.measure.problem import Problem
 from tfla.measure.roofline import backward_flops, forward_flops
 from tfla.ops.tuned import cpu_name
-from tfla.train import outputs
-from tfla.train.config import check_threads
-from tfla.train.ranges import check_count
 from tfla.tune.plan import check_memory, memory_of
 
 H, DQK, DHV = 4, 128, 256

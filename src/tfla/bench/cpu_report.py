@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfla._util.files import table
+from tfla._util.markdown import table
 
 
 def milliseconds(row: dict[str, Any] | None) -> str:

@@ -22,6 +22,7 @@ import torch
 from tfla._util.device import check_device
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
+from tfla._util.outputs import check_file
 from tfla.bench.crew import Crew, Died
 from tfla.bench.options import GpuBench, parse
 from tfla.bench.suites import SUITES, Entry, Suite
@@ -35,7 +36,6 @@ from tfla.measure.roofline import (
     step_bytes,
 )
 from tfla.measure.timing import Sampling
-from tfla.train.outputs import check_file
 
 SHARE = 0.6  # of a configuration's time for samples; the rest is for compiling, warming up and the sustained run
 COMPILING = 0.4  # of the budget, at most

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import fields
 from typing import Any
 
-from tfla._util.files import table
+from tfla._util.markdown import table
 from tfla.bench.gpu import NOT_RUN
 from tfla.bench.options import GpuBench
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tfla._util.files import table
+from tfla._util.markdown import table
 from tfla.bench.gpu_report import milliseconds
 from tfla.measure.problem import BOTH, FORWARD, STEP
 

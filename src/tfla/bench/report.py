@@ -6,11 +6,11 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tfla._util import outputs
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
 from tfla.bench import cpu_report, gpu_report, readme, stored
 from tfla.bench.results import check_cpu_result, check_folder, default_folder, read
-from tfla.train import outputs
 
 INTRO = """# Performance
 

@@ -19,11 +19,11 @@ from typing import Any, Literal
 import torch
 
 from tfla._util.errors import UserError
+from tfla._util.outputs import check_file
 from tfla.measure.machine import environment
 from tfla.measure.operator import mlstm
 from tfla.measure.problem import Problem
 from tfla.ops.gates import INPUT_GATES
-from tfla.train.outputs import check_file
 
 PROBLEM = Problem(8, 8192, 16, 128, 256)  # Figure 4's, T 8,192
 WAYS = (("hopper", "fused"), ("triton", "fused"), ("triton", "tfla"))

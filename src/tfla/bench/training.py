@@ -16,7 +16,8 @@ from tfla.measure.problem import BOTH, Problem, Work, call_of
 from tfla.measure.timing import Sampling, clock_of, measure
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.config import Optim
-from tfla.train.loop import compiled, token_losses
+from tfla.train.evaluation import token_losses
+from tfla.train.loop import compiled
 from tfla.train.recipe import clipped_gradients, optimizer
 
 Mixer = Literal["mlstm_exp", "mlstm_sig", "attention"]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tfla._util import outputs
 from tfla._util.errors import UserError
 from tfla.bench.suites import SUITES
 from tfla.bench.tuned_entries import entries
 from tfla.measure.problem import Problem
 from tfla.ops.tuned import user_file
-from tfla.train import outputs
 from tfla.tune import run as tuning
 from tfla.tune import store
 from tfla.tune.config import TuneConfig

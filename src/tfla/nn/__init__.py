@@ -1,13 +1,12 @@
 """Layers and the language model of the paper (appendix E.2)."""
 
 from tfla.nn.attention import Attention, KeyValues
-from tfla.nn.block import Block, SwiGLU
 from tfla.nn.config import ModelConfig
 from tfla.nn.decode import Decoder
 from tfla.nn.generate import generate
 from tfla.nn.layers import GatePreactivation, HeadNorm, SequenceMixer
 from tfla.nn.mlstm import MLSTM
-from tfla.nn.model import LanguageModel, ModelState
+from tfla.nn.model import Block, LanguageModel, ModelState, SwiGLU
 
 __all__ = [
     "Attention",

@@ -1,4 +1,4 @@
-"""What a language model is made of."""
+"""The architecture of a language model, and the sizes of the paper's models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HeadNormKind = Literal["layer", "rms"]
 
 
 class Size(NamedTuple):
-    """A row of table 4: num_heads lists the variants, the default first."""
+    """A row of table 4; num_heads lists the variants, the default first."""
 
     d_model: int
     num_blocks: int
@@ -30,53 +30,32 @@ SIZES: dict[str, Size] = {
     "7B": Size(4096, 32, (8,), 50304),
 }
 
-
-def _require(ok: bool, field: str, given: object, allowed: str) -> None:
-    if not ok:
-        raise ValueError(f"{field}: got {given!r}, expected {allowed}")
-
-
-LARGEST = 2**31 - 1  # of a size, far above what fits any memory; products of two are whole numbers of 64 bits
-
-
-def _is_number(x: object) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= LARGEST  # False for NaN
-
-
-def _is_count(x: object) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x <= LARGEST
-
-
-def check_config(config: object, *mixers: str) -> None:
-    """Raise unless that is the config of a model with one of these mixers."""
-    if not isinstance(config, ModelConfig):
-        raise TypeError(f"config: got {type(config).__name__}, expected a ModelConfig")
-    _require(config.mixer in mixers, "config.mixer", config.mixer, f"one of {', '.join(map(repr, mixers))}")
+MAX_SIZE = 2**31 - 1  # the largest size; products of two sizes fit into 64 bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture of a :class:`LanguageModel`; the defaults are the paper's (appendix E.2).
+    """The architecture of a :class:`LanguageModel`; the defaults are the paper's (appendix E.2).
 
     Attributes:
         d_model: width of the residual stream.
-        num_blocks: blocks of sequence mix and feed-forward.
-        num_heads: heads of the sequence mix; divides d_model. Head dimension dhv = d_model / num_heads.
-        mixer: "mlstm_exp" (1)-(8), "mlstm_sig" (22)-(24) or "attention", causal and rotary.
-        vocab_size: 50257, the GPT-NeoX tokenizer's.
+        num_blocks: number of blocks.
+        num_heads: number of heads; divides d_model. The head dimension is dhv = d_model / num_heads.
+        mixer: the sequence mixer: "mlstm_exp" (1)-(8), "mlstm_sig" (22)-(24) or "attention", causal and rotary.
+        vocab_size: number of tokens; 50257 is that of the GPT-NeoX tokenizer.
         qk_factor: dqk / dhv of the mLSTM.
-        ffn_factor: hidden width of the SwiGLU over d_model, before it is rounded up.
-        ffn_multiple: what the hidden width of the SwiGLU is rounded up to a multiple of.
-        gate_soft_cap: c of (110) for the pre-activations of input and forget gate.
+        ffn_factor: hidden width of the SwiGLU divided by d_model, before rounding.
+        ffn_multiple: the hidden width of the SwiGLU is rounded up to a multiple of this.
+        gate_soft_cap: c of (110) for the pre-activations of the input and the forget gate.
         logit_soft_cap: c of (110) for the logits.
         norm_eps: epsilon of the RMSNorms.
         head_norm_eps: epsilon of the mLSTM's norm over each head.
         head_norm: "layer" (LayerNorm) or "rms" (RMSNorm).
-        input_gate_bias: of all heads, at the start.
-        input_gate_trainable: False keeps the input gate where it starts, weights 0 and that bias.
-        forget_gate_bias: of the first and the last head, at the start; equally spaced between.
-        chunk_size: steps between the states stored for the backward; None lets the operator choose.
-        backend: of the operator; None lets it choose.
+        input_gate_bias: initial bias of the input gate of every head.
+        input_gate_trainable: False freezes the input gate at weights 0 and its initial bias.
+        forget_gate_bias: initial bias of the forget gate of the first and of the last head; equally spaced between.
+        chunk_size: steps between the states that are stored for the backward; None lets the operator choose.
+        backend: backend of the operator; None lets it choose.
 
     Raises:
         ValueError: a field is out of range; the message names it, what was given and what is allowed.
@@ -102,19 +81,19 @@ class ModelConfig:
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.forget_gate_bias, list):  # as JSON has it
+        if isinstance(self.forget_gate_bias, list):  # JSON has no tuples
             object.__setattr__(self, "forget_gate_bias", tuple(self.forget_gate_bias))
         for field in ("d_model", "num_blocks", "num_heads", "vocab_size", "ffn_multiple"):
             value = getattr(self, field)
-            _require(_is_count(value), field, value, f"an int from 1 to {LARGEST}")
+            _require(_is_count(value), field, value, f"an int from 1 to {MAX_SIZE}")
         for field, allowed in (("mixer", get_args(Mixer)), ("head_norm", get_args(HeadNormKind))):
             value = getattr(self, field)
             _require(value in allowed, field, value, f"one of {', '.join(map(repr, allowed))}")
         for field in ("qk_factor", "ffn_factor", "gate_soft_cap", "logit_soft_cap", "norm_eps", "head_norm_eps"):
             value = getattr(self, field)
-            _require(_is_number(value) and value > 0, field, value, f"a number above 0 and at most {LARGEST}")
+            _require(_is_number(value) and value > 0, field, value, f"a number above 0 and at most {MAX_SIZE}")
         _require(
-            _is_number(self.input_gate_bias), "input_gate_bias", self.input_gate_bias, f"a number of at most {LARGEST}"
+            _is_number(self.input_gate_bias), "input_gate_bias", self.input_gate_bias, f"a number of at most {MAX_SIZE}"
         )
         pair = self.forget_gate_bias
         _require(
@@ -149,34 +128,34 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """dhv, the channels of a head's values."""
+        """The value dimension of a head, dhv."""
         return self.d_model // self.num_heads
 
     @property
     def qk_head_dim(self) -> int:
-        """dqk, the channels of a head's queries and keys; head_dim for attention."""
+        """The query and key dimension of a head, dqk; head_dim for attention."""
         return self.head_dim if self.mixer == "attention" else int(self.qk_factor * self.head_dim)
 
     @property
     def ffn_dim(self) -> int:
-        """Hidden width of the SwiGLU."""
-        # Rounded first: a product such as 8/3 * 768 may lie a hair above its multiple.
+        """The hidden width of the SwiGLU."""
+        # A product such as 8/3 * 768 may exceed its multiple by a rounding error.
         return self.ffn_multiple * math.ceil(round(self.ffn_factor * self.d_model, 6) / self.ffn_multiple)
 
     @classmethod
     def named(
         cls, name: str, num_heads: int | None = None, mixer: Mixer = "mlstm_exp", **overrides: Any
     ) -> ModelConfig:
-        """One of the paper's models (table 4), or xLSTM-7B.
+        """Return the config of one of the paper's models (table 4), or of xLSTM-7B.
 
         Args:
             name: "160M" (6 or 12 heads), "400M" (8 or 16), "1.4B" (8, 4 or 16) or "7B" (8, vocabulary of 50304).
-            num_heads: one of the model's; None is the first one given above: 6, 8, 8, 8.
-            mixer: see the class.
-            overrides: any other field.
+            num_heads: one of the numbers above; None is the first of them.
+            mixer: the sequence mixer.
+            overrides: values of other fields.
 
         Raises:
-            ValueError: no such name, or no such number of heads; the message lists those there are.
+            ValueError: there is no model of that name, or none with so many heads; the message lists the models.
         """
         _require(isinstance(name, str) and name in SIZES, "name", name, f"one of {', '.join(map(repr, SIZES))}")
         size = SIZES[name]
@@ -190,10 +169,10 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
-        """The config that :meth:`to_dict` gave.
+        """Return the config whose :meth:`to_dict` is given.
 
         Raises:
-            TypeError: fields are no mapping.
+            TypeError: fields is not a mapping.
             ValueError: a field is unknown, missing or out of range.
         """
         if not isinstance(fields, Mapping):
@@ -206,5 +185,28 @@ class ModelConfig:
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, as JSON can hold them."""
+        """Return all fields as values that JSON can hold."""
         return dataclasses.asdict(self) | {"forget_gate_bias": list(self.forget_gate_bias)}
+
+
+def check_config(config: object, *mixers: str) -> None:
+    """Raise unless config is a ModelConfig with one of these mixers."""
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"config: got {type(config).__name__}, expected a ModelConfig")
+    _require(config.mixer in mixers, "config.mixer", config.mixer, f"one of {', '.join(map(repr, mixers))}")
+
+
+def _require(ok: bool, field: str, given: object, allowed: str) -> None:
+    """Raise ValueError, with a message that names the field, unless ``ok``."""
+    if not ok:
+        raise ValueError(f"{field}: got {given!r}, expected {allowed}")
+
+
+def _is_number(x: object) -> bool:
+    """Return whether x is a finite number of at most MAX_SIZE."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= MAX_SIZE  # false for NaN
+
+
+def _is_count(x: object) -> bool:
+    """Return whether x is an int from 1 to MAX_SIZE."""
+    return isinstance(x, int) and not isinstance(x, bool) and 1 <= x <= MAX_SIZE

@@ -1,4 +1,7 @@
-"""The language model's step for one sequence, in six launches a block (:mod:`.step_kernels`)."""
+"""The language model's step for one sequence, in six launches per block.
+
+The kernels and their equations are in :mod:`tfla.nn.step_kernels`.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +10,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla.backends.triton import INSTALLED, INTERPRETED
-from tfla.nn.block import Block
 from tfla.nn.layers import GatePreactivation, HeadNorm, Projection
 from tfla.nn.mlstm import MLSTM
-from tfla.nn.model import LanguageModel, ModelState
+from tfla.nn.model import Block, LanguageModel, ModelState
 from tfla.ops.signature import autocast_dtype
 from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
 
-WIDEST = 16_384  # a row of a weight matrix, which one program holds
-KINDS = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactivation, HeadNorm)  # what the kernels stand for
+MAX_COLUMNS = 16_384  # of a weight matrix, since one program loads a whole row
+KINDS = (
+    nn.Embedding,
+    nn.RMSNorm,
+    nn.SiLU,
+    Projection,
+    GatePreactivation,
+    HeadNorm,
+)  # the modules that the kernels implement
 
 
 def unsupported(model: LanguageModel, state: ModelState) -> str | None:
-    """Why the model cannot take this step, or None. Modules that were changed or watched are left to themselves."""
+    """Return why :class:`FusedStep` cannot replace the model's own step, or None if it can.
+
+    A model with forward hooks or with modules of other types keeps its own step.
+    """
     weight = model.embedding.weight
     if not INSTALLED or not (weight.is_cuda or INTERPRETED):
         return "it needs Triton and an NVIDIA GPU"
-    if not all(isinstance(part, State) and len(part.C) == 1 for part in state):
+    if not all(isinstance(block_state, State) and len(block_state.C) == 1 for block_state in state):
         return "it is for one sequence and mLSTMs"
     if autocast_dtype(weight.device.type) is not None:
-        return "it knows no autocast"
-    if max(model.config.d_model, model.config.ffn_dim) > WIDEST:
-        return f"it takes rows of up to {WIDEST} weights"
+        return "it does not support autocast"
+    if max(model.config.d_model, model.config.ffn_dim) > MAX_COLUMNS:
+        return f"it takes rows of up to {MAX_COLUMNS} weights"
     for name, parameter in model.named_parameters():
         if parameter.dtype != weight.dtype or not parameter.is_contiguous() or parameter.device != weight.device:
             return f"{name} is not contiguous, or unlike the embedding"
@@ -43,18 +55,14 @@ def unsupported(model: LanguageModel, state: ModelState) -> str | None:
     return None
 
 
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _warps(width: int) -> int:
-    """Of a program with a row of so many columns."""
-    return 4 if width <= 4096 else 8
-
-
 class FusedStep:
-    """What ``model.step(ids, state, in_place=True)`` does for one sequence, for a model that :func:`unsupported` lets
-    pass. Sums are float32 and are rounded less often than in the model's own step."""
+    """A callable that computes ``model.step(ids, state, in_place=True)`` for one sequence.
+
+    Sums are float32 and are rounded less often than in the model's own step.
+
+    Args:
+        model: a model for which :func:`unsupported` returns None.
+    """
 
     def __init__(self, model: LanguageModel) -> None:
         from tfla.nn import step_kernels
@@ -70,20 +78,30 @@ class FusedStep:
         self.out = weight.new_empty(1, config.vocab_size, dtype=torch.float32)
 
     def __call__(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """ids (1,) int64 -> logits (1, vocab_size), which the next call overwrites, and the new state."""
+        """Advance the sequence by one token.
+
+        Args:
+            ids: (1,) int64.
+            state: the state before the token. Its C is overwritten.
+
+        Returns:
+            logits (1, vocab_size) float32, which the next call overwrites, and the new state.
+        """
         model, kernels = self.model, self.kernels
         x = F.embedding(ids, model.embedding.weight)
         new = tuple(self._block(block, x, before) for block, before in zip(model.blocks, state, strict=True))  # type: ignore[arg-type]
+        # (7) soft-capped logits
         kernels.logits[(model.config.vocab_size,)](
             x, model.norm.weight, self.eps, model.unembedding.weight, model.config.logit_soft_cap, self.out, **self.row
         )
         return self.out, new
 
     def _block(self, block: Block, x: Tensor, state: State) -> State:
-        """Adds to x (1, d_model) in place."""
+        """Add a block's output to x (1, d_model) in place and return its new state."""
         mixer, ffn, kernels = block.mixer, block.ffn, self.kernels
         assert isinstance(mixer, MLSTM)
         D, DQ, H = self.D, self.DQ, self.H
+        # (1)-(3) RMSNorm, q, k, v, o and the gates
         kernels.mixer_inputs[(2 * H + 2 * DQ + 2 * D,)](
             x, block.mixer_norm.weight, self.eps, mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight,
             mixer.output_gate.weight, mixer.input_gate.weight, mixer.input_gate.bias, mixer.forget_gate.weight,
@@ -94,14 +112,26 @@ class FusedStep:
             q.view(1, H, -1), k.view(1, H, -1), v.view(1, H, -1), self.gates[0], self.gates[1], state,
             input_gate=mixer.input_gate_kind, in_place=True,
         )  # fmt: skip
+        # (4) x <- x + W_out (sigmoid(o) * NORM(h))
         norm, d = mixer.head_norm, mixer.head_dim
         kernels.gated_heads[(H,)](
             h, o, norm.weight, norm.eps, self.mixed, D=d, BD=power_of_two(d), LAYER=norm.kind == "layer", num_warps=4
         )
         kernels.add_product[(D,)](mixer.out_proj.weight, self.mixed, x, **self.row)
+        # (5), (6) x <- x + W_down (silu(W_gate z) * W_up z) for z = RMSNorm(x)
         kernels.swiglu[(self.hidden,)](
             x, block.ffn_norm.weight, self.eps, ffn.gate_proj.weight, ffn.up_proj.weight, self.inner, **self.row
         )
         wide = {"D": self.hidden, "BD": power_of_two(self.hidden), "num_warps": _warps(self.hidden)}
         kernels.add_product[(D,)](ffn.down_proj.weight, self.inner, x, **wide)
         return new
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _warps(width: int) -> int:
+    """Return the number of warps of a program that loads rows of ``width`` columns."""
+    return 4 if width <= 4096 else 8

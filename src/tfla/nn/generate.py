@@ -1,4 +1,4 @@
-"""Text, token by token."""
+"""Sampling of tokens from a language model, one token per sequence at a time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from tfla.nn.arguments import SEEDS, check_int, check_vocabulary
-from tfla.nn.decode import Decoder, check_graph
+from tfla.nn.decode import Decoder, check_cuda_graph
 from tfla.nn.model import LanguageModel
+from tfla.nn.validation import SEEDS, check_int, check_vocabulary
 
-# Tokens of the prompt that are read at once: bounds the memory of activations, whatever the prompt's length.
+# Tokens of a prompt that are processed in one call, which bounds the memory of activations.
 PREFILL = 16_384
-# Below it float32 has no exact numbers any more, and sampling is taking the likeliest token.
+# Below the smallest normal float32, sampling becomes taking the likeliest token.
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 
@@ -31,30 +31,34 @@ def generate(
     stop_token: int | None = None,
     cuda_graph: bool | None = None,
 ) -> Iterator[Tensor]:
-    """Continue prompts; yields the new tokens of all sequences, one (B,) int64 tensor at a time.
+    """Continue prompts: return an iterator over the new tokens of all sequences, one (B,) int64 tensor per step.
 
-    The prompt is read through :meth:`LanguageModel.hidden`, then every token through a :class:`Decoder`: with an mLSTM,
-    memory does not grow with the length of either. No gradients are kept.
+    The prompt goes through :meth:`LanguageModel.hidden`, each new token through a :class:`Decoder`. With an mLSTM,
+    memory grows with the length of neither. No gradients are recorded.
 
     Args:
-        model: the model; its device is that of ids.
+        model: the model, on the device of ids.
         ids: (B, T) int64 prompts of equal length, T >= 1.
-        max_new_tokens: how many tokens to yield at most, at least 1.
+        max_new_tokens: the largest number of tokens to yield, at least 1.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: sample among the k likeliest tokens only; None: among all.
-        top_p: of these, sample among the likeliest ones that together reach this probability; None: among all.
-        seed: of a fresh random generator: same seed, same text. None uses ``generator``, or torch's global one.
-        generator: on the model's device; instead of a seed.
-        stop_token: a sequence that yields it repeats it from then on; the iterator ends once all sequences did.
-        cuda_graph: whether decoding is captured in a CUDA graph; None: where it can be, an mLSTM on a GPU.
+        top_k: sample among the k likeliest tokens; None samples among all.
+        top_p: of these, sample among the likeliest tokens that together reach this probability; None keeps all.
+        seed: seed of a new random generator. None uses ``generator``, or torch's global one.
+        generator: a random generator on the model's device, in place of a seed.
+        stop_token: a sequence that yields this token repeats it from then on; the iteration ends once all sequences
+            have yielded it.
+        cuda_graph: whether to capture decoding in a CUDA graph; None captures where possible, for an mLSTM on a GPU.
+
+    Returns:
+        an iterator over tensors (B,) int64 on the model's device.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed. Raised by
-            the call itself, not by the first token.
-        ValueError: the logits of a sequence are not finite, because weights or a state are not. Raised in place of the
-            first token; for a later token it is raised in its place on a CPU and, on a GPU, with ``stop_token``.
-            Without ``stop_token`` a GPU is not waited for, and the error comes once the host has seen it, at the end of
-            the iteration at the latest.
+        ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed. The
+            call itself raises it, not the first token.
+        ValueError: the logits of a sequence are not finite, because weights or a state are not. It is raised in place
+            of the first token. For a later token it is raised in its place on a CPU, and on a GPU with ``stop_token``;
+            on a GPU without ``stop_token`` it is raised once the host has read the flag, without a synchronization,
+            and at the latest at the end of the iteration.
     """
     if not isinstance(model, nn.Module) or not hasattr(model, "initial_state"):
         raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel")
@@ -85,56 +89,8 @@ def generate(
             raise ValueError("seed: got it together with generator, expected at most one of them")
         check_int("seed", seed, *SEEDS)
         generator = torch.Generator(ids.device).manual_seed(seed)
-    check_graph(cuda_graph, model.config.mixer != "attention", device)
+    check_cuda_graph(cuda_graph, model.config.mixer != "attention", device)
     return _tokens(model, ids, max_new_tokens, temperature, top_k, top_p, generator, stop_token, cuda_graph)
-
-
-def _number(name: str, value: object, expected: str) -> float:
-    """Return a number as a float; a tensor of one number is one, a string and a bool are not."""
-    if not isinstance(value, bool | str | bytes) and hasattr(value, "__float__"):
-        try:
-            return float(value)
-        except (
-            TypeError,
-            ValueError,
-            RuntimeError,
-            OverflowError,
-        ):  # a tensor of several numbers, an int of 400 digits
-            pass
-    raise TypeError(f"{name}: got {value!r}, expected {expected}")
-
-
-def _check_generator(generator: object, device: torch.device) -> None:
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator: got {type(generator).__name__}, expected a torch.Generator or None")
-    if generator.device.type != device.type:
-        raise ValueError(f"generator: got device {generator.device}, expected that of the model, {device}")
-
-
-class FiniteWatch:
-    """The check that tokens come from finite logits, which does not wait for a GPU.
-
-    A GPU copies its verdict into memory of the host, where it is read without a synchronization: it is current as soon
-    as the token that it belongs to has been read.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.broken = torch.zeros((), dtype=torch.bool, device=device)
-        self.waits = device.type != "cuda"
-        self.seen = self.broken if self.waits else torch.zeros((), dtype=torch.bool, pin_memory=True)
-
-    def note(self, finite: Tensor) -> None:
-        """Take note of which sequences of a step had finite logits: bool, any shape."""
-        self.broken.logical_or_(finite.logical_not().any())
-        if not self.waits:
-            self.seen.copy_(self.broken, non_blocking=True)
-
-    def check(self, wait: bool) -> None:
-        """Raise ValueError where a step is known to have had other logits; ``wait`` for the GPU to know of all."""
-        if bool(self.broken if wait else self.seen):
-            raise ValueError(
-                "logits: got NaN or infinity, expected finite numbers: the model's weights or its state are not finite"
-            )
 
 
 @torch.no_grad()
@@ -150,52 +106,100 @@ def _tokens(
     cuda_graph: bool | None,
 ) -> Iterator[Tensor]:
     state = model.initial_state(len(ids))
-    for piece in ids.split(PREFILL, 1):
-        hidden, state = model.hidden(piece, state, return_state=True)
+    for part in ids.split(PREFILL, 1):
+        hidden, state = model.hidden(part, state, return_state=True)
     logits = model.logits(hidden[:, -1])
     decoder = Decoder(model, state, cuda_graph=cuda_graph)
     del state, hidden
     stopped = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    watch = FiniteWatch(ids.device)
+    finite_check = FiniteCheck(ids.device)
     for count in range(1, max_new_tokens + 1):
-        new, finite = _pick(logits, temperature, top_k, top_p, generator)
-        watch.note(finite | stopped)
+        new, finite = _sample(logits, temperature, top_k, top_p, generator)
+        finite_check.record(finite | stopped)
         if stop_token is not None:
             new = torch.where(stopped, stop_token, new)
             stopped |= new == stop_token
         last = count == max_new_tokens or (stop_token is not None and bool(stopped.all()))
-        # Waiting for the first token costs a synchronization per call; with a stop token the device was waited for.
-        watch.check(wait=count == 1 or stop_token is not None)
+        # The first token costs one synchronization per call; with a stop token each step has synchronized already.
+        finite_check.check(wait=count == 1 or stop_token is not None)
         yield new
         if last:
-            watch.check(wait=True)
+            finite_check.check(wait=True)
             return
         logits = decoder.step(new)
 
 
-def pick(
+def sample_tokens(
     logits: Tensor,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draw tokens (B,) int64 from logits (B, vocab_size); arguments as in :func:`generate`."""
-    return _pick(logits, temperature, top_k, top_p, generator)[0]
+    """Draw tokens (B,) int64 from logits (B, vocab_size); the other arguments are those of :func:`generate`."""
+    return _sample(logits, temperature, top_k, top_p, generator)[0]
 
 
-def _pick(
+def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Draw tokens (B,) int64; return them, and of which rows the largest logit is finite, (B,) bool."""
-    top, likeliest = logits.max(-1)  # NaN where any logit is
+    """Return drawn tokens (B,) int64, and whether the logits of each row are finite, (B,) bool."""
+    top, likeliest = logits.max(-1)  # NaN if any logit is NaN
     finite = top.isfinite()
     if temperature < SMALLEST_TEMPERATURE:
         return likeliest, finite
-    # Less the largest, so that no temperature makes infinity of a finite logit.
+    # The largest logit is subtracted, so that no temperature overflows a finite logit.
     ranked, tokens = ((logits - top[:, None]) / temperature).sort(dim=-1, descending=True, stable=True)
     p = ranked[:, : logits.shape[-1] if top_k is None else min(top_k, logits.shape[-1])].softmax(-1)
     if top_p is not None:
-        p = p * (p.cumsum(-1) - p < top_p)  # what lies before a token has not reached top_p yet
-    p = torch.where(finite[:, None], p, 1.0)  # of NaN a GPU draws nothing, and ends the process
+        p = p * (p.cumsum(-1) - p < top_p)  # keep a token if those before it have not reached top_p
+    p = torch.where(finite[:, None], p, 1.0)  # a GPU ends the process when it is to draw from NaN
     return tokens.gather(-1, torch.multinomial(p, 1, generator=generator)).squeeze(-1), finite
+
+
+class FiniteCheck:
+    """A check that all logits are finite, without a synchronization with a GPU.
+
+    The GPU copies its flag into pinned memory of the host after each step. The host reads it there without waiting; it
+    is up to date once the host has read the token of that step.
+
+    Args:
+        device: device of the logits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.flag = torch.zeros((), dtype=torch.bool, device=device)
+        self.on_host = device.type != "cuda"
+        self.host_flag = self.flag if self.on_host else torch.zeros((), dtype=torch.bool, pin_memory=True)
+
+    def record(self, finite: Tensor) -> None:
+        """Record which sequences of a step have finite logits: bool, any shape."""
+        self.flag.logical_or_(finite.logical_not().any())
+        if not self.on_host:
+            self.host_flag.copy_(self.flag, non_blocking=True)
+
+    def check(self, wait: bool) -> None:
+        """Raise ValueError if logits of a step were not finite; ``wait`` includes steps still running on the GPU."""
+        if bool(self.flag if wait else self.host_flag):
+            raise ValueError(
+                "logits: got NaN or infinity, expected finite numbers: the model's weights or its state are not finite"
+            )
+
+
+def _number(name: str, value: object, expected: str) -> float:
+    """Return a number, or a tensor of one number, as a float; raise TypeError for all else, strings and bools too."""
+    if not isinstance(value, bool | str | bytes) and hasattr(value, "__float__"):
+        try:
+            return float(value)
+        # A tensor of several numbers, or an int of 400 digits.
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            pass
+    raise TypeError(f"{name}: got {value!r}, expected {expected}")
+
+
+def _check_generator(generator: object, device: torch.device) -> None:
+    """Raise unless ``generator`` is a random generator for ``device``."""
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: got {type(generator).__name__}, expected a torch.Generator or None")
+    if generator.device.type != device.type:
+        raise ValueError(f"generator: got device {generator.device}, expected that of the model, {device}")

@@ -26,17 +26,18 @@ from tfla.ops.steps import mlstm_step
 
 
 class MLSTM(SequenceMixer):
-    """mLSTMexp, (1)-(8), or mLSTMsig, (22)-(24), between projections: h_t = sigmoid(o~_t) * NORM(h~_t), equation (8).
+    """The mLSTM layer: projections, the mLSTM operator, a norm over each head, and an output gate.
 
-    ``input_gate`` and ``forget_gate`` give the pre-activations (5), soft-capped by (110); a forward hook sees them as
-    (B, T, heads), float32 or better. Queries, keys, values and the output gate have no bias. The state is a
-    :class:`tfla.State`. See :class:`SequenceMixer` for shapes.
+    The operator is mLSTMexp, equations (1)-(8), or mLSTMsig, (22)-(24). Its output h~ is normalized and gated,
+    h_t = sigmoid(o~_t) * NORM(h~_t), equation (8). The modules ``input_gate`` and ``forget_gate`` give the
+    pre-activations (5), soft-capped by (110), as (B, T, heads) in float32 or float64. Queries, keys, values and the
+    output gate have no bias. The state is a :class:`tfla.State`. See :class:`SequenceMixer` for shapes.
 
     Args:
-        config: with mixer "mlstm_exp" or "mlstm_sig".
+        config: a config with mixer "mlstm_exp" or "mlstm_sig".
 
     Raises:
-        TypeError, ValueError: it is no ModelConfig, or one with another mixer.
+        TypeError, ValueError: config is not a ModelConfig, or has another mixer.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -58,19 +59,6 @@ class MLSTM(SequenceMixer):
         self.head_norm = HeadNorm(heads, self.head_dim, config.head_norm_eps, config.head_norm)
         self.out_proj = Projection(d, d, output_std(d, config.num_blocks))
 
-    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """q, k, v (..., heads, dim) and the pre-activations i, f (..., heads) of x (..., d_model), equation (5)."""
-        q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return q, k, v, self.input_gate(x), self.forget_gate(x)
-
-    def _output(self, x: Tensor, h: Tensor) -> Tensor:
-        """Equation (8) and the out projection: x (..., d_model), h (..., heads, dhv) -> (..., d_model)."""
-        return self.out_proj(recomputed(self._gated_norm, self.output_gate(x), h))
-
-    def _gated_norm(self, gate: Tensor, h: Tensor) -> Tensor:
-        """Return sigmoid(gate) * NORM(h), equation (8), in h's dtype: gate (..., d_model), h (..., heads, dhv)."""
-        return (torch.sigmoid(at_least_float32(gate)) * self.head_norm(h).flatten(-2)).to(h.dtype)
-
     def forward(
         self,
         x: Tensor,
@@ -80,7 +68,7 @@ class MLSTM(SequenceMixer):
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
     ) -> tuple[Tensor, State | None]:
-        """See :meth:`SequenceMixer.forward`; with cu_seqlens, states hold one row for each packed sequence."""
+        """Run :meth:`SequenceMixer.forward`; with cu_seqlens, a state has a row per packed sequence."""
         q, k, v, i, f = self._inputs(x)
         if document_start is not None:
             f = reset_forget_gate(f, document_start)
@@ -97,14 +85,27 @@ class MLSTM(SequenceMixer):
         return self._output(x, h), new
 
     def step(self, x: Tensor, state: State, in_place: bool = False) -> tuple[Tensor, State]:
-        """See :meth:`SequenceMixer.step`."""
+        """Run :meth:`SequenceMixer.step`."""
         h, new = mlstm_step(*self._inputs(x), state, input_gate=self.input_gate_kind, in_place=in_place)
         return self._output(x, h), new
 
     def initial_state(self, batch_size: int, device: torch.device) -> State:
-        """Zeros: float64 where the weights are, float32 otherwise."""
+        """Return a state of zeros: float64 if the weights are float64, else float32."""
         dtype = torch.float64 if self.q_proj.weight.dtype == torch.float64 else torch.float32
         return State.zeros(
             batch_size, self.num_heads, self.qk_head_dim, self.head_dim,
             normalize=self.input_gate_kind == "exp", dtype=dtype, device=device,
         )  # fmt: skip
+
+    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k, v (..., heads, dim) and the gate pre-activations i, f (..., heads), equation (5)."""
+        q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return q, k, v, self.input_gate(x), self.forget_gate(x)
+
+    def _output(self, x: Tensor, h: Tensor) -> Tensor:
+        """Apply equation (8) and the output projection: x (..., d_model), h (..., heads, dhv) -> (..., d_model)."""
+        return self.out_proj(recomputed(self._gated_norm, self.output_gate(x), h))
+
+    def _gated_norm(self, gate: Tensor, h: Tensor) -> Tensor:
+        """Return sigmoid(gate) * NORM(h), equation (8), in h's dtype: gate (..., d_model), h (..., heads, dhv)."""
+        return (torch.sigmoid(at_least_float32(gate)) * self.head_norm(h).flatten(-2)).to(h.dtype)

@@ -1,4 +1,8 @@
-"""The language model."""
+"""The language model: embedding, blocks and unembedding.
+
+:mod:`tfla.nn.mlstm` and :mod:`tfla.nn.attention` hold the sequence mixers of the blocks, :mod:`tfla.nn.layers` the
+layers that they share. Equation numbers are those of the paper.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +11,45 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla._util.device import check_device
 from tfla.nn import pretrained
-from tfla.nn.arguments import check_ids, check_int, check_vocabulary, kind_of
-from tfla.nn.attention import KeyValues
-from tfla.nn.block import Block
+from tfla.nn.attention import Attention, KeyValues
 from tfla.nn.config import ModelConfig
-from tfla.nn.layers import Projection, at_least_float32, input_std, soft_cap
-from tfla.nn.states import check_entries
+from tfla.nn.layers import (
+    Projection,
+    SequenceMixer,
+    at_least_float32,
+    cast_for_autocast,
+    input_std,
+    output_std,
+    recomputed,
+    soft_cap,
+)
+from tfla.nn.mlstm import MLSTM
+from tfla.nn.validation import check_ids, check_int, check_num_entries, check_vocabulary, describe
 from tfla.ops.state import State
 
-# One entry a block: tfla.State for the mLSTM, KeyValues for attention.
+MIXERS: dict[str, type[MLSTM] | type[Attention]] = {"mlstm_exp": MLSTM, "mlstm_sig": MLSTM, "attention": Attention}
+
+# One entry per block: tfla.State for the mLSTM, KeyValues for attention.
 ModelState = tuple[State | KeyValues, ...]
 
 
 class LanguageModel(nn.Module):
-    """Embedding, blocks, RMSNorm and an untied unembedding with soft-capped logits (appendix E.2, (110)).
+    """The language model of appendix E.2: embedding, blocks, RMSNorm and an untied unembedding with soft-capped logits.
 
-    The same logits come from one call over whole sequences, from calls over pieces that hand on the state, and from
-    :meth:`step` token by token.
+    One call over whole sequences, calls over consecutive parts that pass the state on, and :meth:`step` token by token
+    give the same logits.
 
     Args:
-        config: what it is made of. Weights start as :mod:`tfla.nn.layers` says, from torch's global generator.
+        config: the architecture. Weights are drawn from torch's global generator with the standard deviations of
+            :func:`~tfla.nn.layers.input_std` and :func:`~tfla.nn.layers.output_std`.
 
     Raises:
-        TypeError: config is no ModelConfig.
+        TypeError: config is not a ModelConfig.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -57,12 +73,12 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
     ) -> tuple[Tensor, ModelState]:
-        """Everything but the unembedding: :meth:`logits` of its first result are those of :meth:`forward`.
+        """Return the residual stream after the last block, for callers that cannot hold all logits at once.
 
-        For callers that cannot hold (B, T, vocab_size) logits at once. Arguments and errors of :meth:`forward`.
+        ``logits(hidden(ids)[0])`` equals ``forward(ids)``. Arguments and errors are those of :meth:`forward`.
 
         Returns:
-            (B, T, d_model) in the dtype of the residual stream, and the state behind the last token, empty unless
+            the residual stream (B, T, d_model), and the state after the last token, which is empty without
             return_state.
         """
         self._check(ids, state, document_start, cu_seqlens)
@@ -74,7 +90,7 @@ class LanguageModel(nn.Module):
         return x, tuple(states) if return_state else ()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """RMSNorm, unembedding and soft-cap (110): (..., d_model) -> (..., vocab_size), float32 or better."""
+        """Apply RMSNorm, unembedding and soft cap (110): (..., d_model) -> (..., vocab_size), float32 or float64."""
         logits = self.unembedding(self.norm(hidden))
         return soft_cap(at_least_float32(logits), self.config.logit_soft_cap)
 
@@ -107,23 +123,24 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
     ) -> Tensor | tuple[Tensor, ModelState]:
-        """Logits of the token that follows each token.
+        """Return, for each token, the logits of the token after it.
 
         Args:
-            ids: (B, T) int64 tokens, T >= 1. On a CPU they are checked against the vocabulary; on a GPU they are not
-                read, so that nothing waits for it, and must be right.
-            state: what an earlier call returned, or :meth:`initial_state`; None is the start of a document.
-            document_start: (B, T) bool, True at documents' first tokens, which see nothing before them: the mLSTM's
-                forget gate is closed there. A carried state belongs to the document that goes on.
-            cu_seqlens: (sequences + 1,) int, for B = 1: where packed sequences start and, last, T. An mLSTM's state
-                then holds one row for each sequence; attention takes and gives none.
-            return_state: also return the state behind the last token.
+            ids: (B, T) int64 tokens, T >= 1. On a CPU their values are checked against the vocabulary; on a GPU that
+                would be a synchronization, so they must be valid.
+            state: the state that an earlier call returned, or :meth:`initial_state`; None is the start of a document.
+            document_start: (B, T) bool, True at the first token of each document. A document does not depend on the
+                tokens before it: the mLSTM's forget gate is closed there. A state belongs to the document that the
+                first tokens continue.
+            cu_seqlens: (num_sequences + 1,) int, for B = 1: the offsets of the packed sequences, from 0 to T. An
+                mLSTM's state then has a row per sequence; attention neither takes nor returns one.
+            return_state: whether to return the state after the last token.
 
         Returns:
-            logits (B, T, vocab_size), soft-capped, float32 or better; with return_state also the state.
+            logits (B, T, vocab_size), soft-capped, float32 or float64; with return_state also the state.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+            ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
         x, new = self.hidden(
             ids, state, document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state
@@ -132,15 +149,22 @@ class LanguageModel(nn.Module):
         return (logits, new) if return_state else logits
 
     def step(self, ids: Tensor, state: ModelState, *, in_place: bool = False) -> tuple[Tensor, ModelState]:
-        """One token a sequence: ids (B,) int64 -> logits (B, vocab_size), as :meth:`forward` gives, and the new state.
+        """Advance every sequence by one token.
 
-        in_place lets the mLSTM overwrite its C, as :func:`tfla.mlstm_step` does; the old state is then of no use.
+        Args:
+            ids: (B,) int64 tokens.
+            state: the state before the tokens.
+            in_place: let the mLSTM overwrite C of ``state``, as :func:`tfla.mlstm_step` does. The old state must not be
+                used afterwards.
+
+        Returns:
+            logits (B, vocab_size), equal to those of :meth:`forward`, and the new state.
 
         Raises:
-            ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+            ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
         """
         check_ids(ids, "(B,)", 1)
-        check_entries(state, len(self.blocks))
+        check_num_entries(state, len(self.blocks))
         x = self._embed(ids)
         states = []
         for block, before in zip(self.blocks, state, strict=True):
@@ -149,25 +173,29 @@ class LanguageModel(nn.Module):
         return self.logits(x), tuple(states)
 
     def initial_state(self, batch_size: int, device: torch.device | str | None = None) -> ModelState:
-        """The state before the first token of batch_size sequences: one tuple entry a block, on the model's device.
+        """Return the state before the first token: a tuple with an entry per block.
 
-        It is a pytree of tensors: constant in size for the mLSTM, growing with every token for attention.
+        It is a pytree of tensors. Its size is constant for the mLSTM and grows with every token for attention.
+
+        Args:
+            batch_size: number of sequences.
+            device: device of the tensors; None is the model's.
 
         Raises:
-            TypeError, ValueError: batch_size is no int of at least 1, or there is no such device here.
+            TypeError, ValueError: batch_size is not an int of at least 1, or this machine has no such device.
         """
         check_int("batch_size", batch_size, 1)
         at = self.embedding.weight.device if device is None else check_device(device)
         return tuple(block.mixer.initial_state(batch_size, at) for block in self.blocks)
 
     def num_parameters(self) -> int:
-        """How many numbers the weights are, frozen ones included."""
+        """Return the number of parameters, frozen ones included."""
         return sum(p.numel() for p in self.parameters())
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Write config.json and model.safetensors into a directory, which is made if it is not there.
+        """Write config.json and model.safetensors into a directory, which is created if needed.
 
-        Each file is replaced in one go: a crash leaves the old one or the new one.
+        Each file is replaced atomically: a crash leaves the old one or the new one.
 
         Raises:
             ImportError: safetensors is not installed.
@@ -183,25 +211,25 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype | None = None,
         **overrides: Any,
     ) -> LanguageModel:
-        """The model that :meth:`save_pretrained` wrote.
+        """Load the model that :meth:`save_pretrained` wrote.
 
         Args:
-            directory: where it is.
-            device: to put it on; None is the CPU.
-            dtype: of the weights; None is the stored one.
-            overrides: fields of the config to change, such as ``backend=None`` on another machine.
+            directory: the directory of the model.
+            device: device of the weights; None is the CPU.
+            dtype: dtype of the weights; None is the stored one.
+            overrides: fields of the config to replace, such as ``backend=None`` on another machine.
 
         Raises:
             FileNotFoundError: a file is missing; the message names it.
-            ValueError: a file is broken, or the weights do not fit the config; the message names it. Or there is no
-                such device here, weights cannot be in that dtype, or the directory has a model of another layout, such
-                as xLSTM-7B's, which :func:`tfla.integrations.transformers.load_xlstm` loads.
+            ValueError: a file is broken or the weights do not fit the config, this machine has no such device, weights
+                cannot have that dtype, or the directory holds a model of another layout, such as xLSTM-7B's, which
+                :func:`tfla.integrations.transformers.load_xlstm` loads.
             ImportError: safetensors is not installed.
         """
         return pretrained.load(cls, directory, device, dtype, overrides)
 
     def _embed(self, ids: Tensor) -> Tensor:
-        """Look the tokens up: (...) -> (..., d_model); ValueError names tokens that there are not, on a CPU."""
+        """Return the embeddings of tokens (...): (..., d_model). On a CPU, unknown tokens are a ValueError."""
         try:
             return self.embedding(ids)
         except IndexError:
@@ -211,18 +239,75 @@ class LanguageModel(nn.Module):
     def _check(
         self, ids: Tensor, state: ModelState | None, document_start: Tensor | None, cu_seqlens: Tensor | None
     ) -> None:
+        """Raise unless the arguments of :meth:`forward` fit together."""
         check_ids(ids, "(B, T)", 2)
         if ids.shape[1] < 1:
             raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected T of at least 1")
         if state is not None:
-            check_entries(state, len(self.blocks))
+            check_num_entries(state, len(self.blocks))
         if document_start is None:
             return
         if cu_seqlens is not None:
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
         if not isinstance(document_start, Tensor) or document_start.dtype != torch.bool:
-            raise TypeError(f"document_start: got {kind_of(document_start)}, expected a bool tensor")
+            raise TypeError(f"document_start: got {describe(document_start)}, expected a bool tensor")
         if document_start.shape != ids.shape:
             raise ValueError(
                 f"document_start: got shape {tuple(document_start.shape)}, expected that of ids, {tuple(ids.shape)}"
             )
+
+
+class Block(nn.Module):
+    """A block of appendix E.2: x + MIX(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)). The config names the mixer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.mixer: SequenceMixer = MIXERS[config.mixer](config)
+        self.ffn_norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.ffn = SwiGLU(config)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        document_start: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """Run the block on whole sequences, as :meth:`SequenceMixer.forward`."""
+        mixed, new = self.mixer(
+            cast_for_autocast(self.mixer_norm(x)), state,
+            document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state,
+        )  # fmt: skip
+        return self._add_residuals(x, mixed), new
+
+    def step(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Any]:
+        """Run the block on one token of each sequence, as :meth:`SequenceMixer.step`."""
+        mixed, new = self.mixer.step(cast_for_autocast(self.mixer_norm(x)), state, in_place)
+        return self._add_residuals(x, mixed), new
+
+    def _add_residuals(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """Add the output of the mixer to the residual stream, then that of the feed-forward network."""
+        x = x + mixed
+        return x + self.ffn(cast_for_autocast(self.ffn_norm(x)))
+
+
+class SwiGLU(nn.Module):
+    """The feed-forward network W_down (silu(W_gate x) * W_up x) (Shazeer, 2020) on x (..., d_model), without biases."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        d, hidden = config.d_model, config.ffn_dim
+        self.gate_proj = Projection(d, hidden, input_std(d))
+        self.up_proj = Projection(d, hidden, input_std(d))
+        self.down_proj = Projection(hidden, d, output_std(d, config.num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(recomputed(_silu_gate, self.gate_proj(x), self.up_proj(x)))
+
+
+def _silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up, elementwise."""
+    return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""A model as a directory: config.json and model.safetensors."""
+"""Saving and loading of models: a directory with config.json and model.safetensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tfla._util.device import check_device
 from tfla._util.files import write_atomically
-from tfla.nn.arguments import check_weights_dtype
 from tfla.nn.config import ModelConfig
+from tfla.nn.validation import check_weights_dtype
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -22,16 +22,8 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-def need_safetensors() -> ModuleType:
-    try:
-        import safetensors.torch
-    except ImportError as error:
-        raise ImportError('saving and loading models needs safetensors: pip install "tfla[train]"') from error
-    return safetensors
-
-
 def save(model: LanguageModel, directory: str | Path) -> None:
-    """See :meth:`LanguageModel.save_pretrained`."""
+    """Write a model into a directory, as :meth:`LanguageModel.save_pretrained` says."""
     safetensors = need_safetensors()
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -43,12 +35,29 @@ def save(model: LanguageModel, directory: str | Path) -> None:
     write_atomically(directory / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
 
 
+def load(
+    cls: type[LanguageModel],
+    directory: str | Path,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    overrides: dict[str, Any],
+) -> LanguageModel:
+    """Load a model from a directory, as :meth:`LanguageModel.from_pretrained` says."""
+    check_weights_dtype(dtype)
+    device = check_device("cpu" if device is None else device)
+    config_path, weights_path = Path(directory) / CONFIG, Path(directory) / WEIGHTS
+    config = read_config(Path(directory), overrides)
+    _need_file(weights_path)
+    tensors = read_tensors(weights_path, device)
+    return build(cls, config, tensors, dtype, f"{weights_path}: its tensors do not fit {config_path}")
+
+
 def read_config(directory: Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
-    """Return the config of a model that was saved in a directory, with some fields replaced.
+    """Return the config of a saved model, with some fields replaced.
 
     Raises:
-        FileNotFoundError: there is no config.json.
-        ValueError: it is broken, or that of another kind of model.
+        FileNotFoundError: the directory has no config.json.
+        ValueError: config.json is broken or describes another kind of model.
     """
     path = directory / CONFIG
     _need_file(path)
@@ -63,40 +72,8 @@ def read_config(directory: Path, overrides: dict[str, Any] | None = None) -> Mod
         raise ValueError(f"{path}: {error}") from error
 
 
-def _other_layout(model_type: object) -> str:
-    """Say what to do with a config of transformers, whose own fields start with the kind of model."""
-    got = (
-        f"got a config of transformers with model_type {model_type!r}, expected what save_pretrained of tfla.nn writes"
-    )
-    if model_type == "xlstm":
-        got += "; tfla.integrations.transformers.load_xlstm loads it (xLSTM-7B's layout)"
-    return got
-
-
-def _need_file(path: Path) -> None:
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected what save_pretrained writes, {CONFIG} and {WEIGHTS}")
-
-
-def load(
-    cls: type[LanguageModel],
-    directory: str | Path,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    overrides: dict[str, Any],
-) -> LanguageModel:
-    """See :meth:`LanguageModel.from_pretrained`."""
-    check_weights_dtype(dtype)
-    device = check_device("cpu" if device is None else device)
-    config_path, weights_path = Path(directory) / CONFIG, Path(directory) / WEIGHTS
-    config = read_config(Path(directory), overrides)
-    _need_file(weights_path)
-    tensors = read_tensors(weights_path, device)
-    return build(cls, config, tensors, dtype, f"{weights_path}: its tensors do not fit {config_path}")
-
-
 def read_tensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file by name; ValueError names a broken one."""
+    """Return the tensors of a safetensors file by name; ValueError if the file is broken."""
     safetensors = need_safetensors()
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path, device=str(device or "cpu"))
@@ -108,11 +85,47 @@ def read_tensors(path: Path, device: torch.device | str | None) -> dict[str, Ten
 def build(
     cls: type[LanguageModel], config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None, misfit: str
 ) -> LanguageModel:
-    """The model of that config with these tensors for weights, by name; ``misfit`` starts the error if they differ."""
-    with torch.device("meta"):  # no time and memory for weights that are replaced
+    """Build a model whose parameters are the given tensors.
+
+    Args:
+        cls: the class of the model.
+        config: its architecture.
+        tensors: its parameters by name; they are used without a copy.
+        dtype: dtype of the parameters; None leaves it.
+        misfit: start of the error message if the tensors do not fit the config.
+
+    Raises:
+        ValueError: the tensors do not fit the config.
+    """
+    with torch.device("meta"):  # the initial weights would be replaced at once
         model = cls(config)
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{misfit}: {error}") from error
     return model.to(dtype=dtype)
+
+
+def need_safetensors() -> ModuleType:
+    """Return the module safetensors, or raise an ImportError that says how to install it."""
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError('saving and loading models needs safetensors: pip install "tfla[train]"') from error
+    return safetensors
+
+
+def _need_file(path: Path) -> None:
+    """Raise FileNotFoundError unless ``path`` is a file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected what save_pretrained writes, {CONFIG} and {WEIGHTS}")
+
+
+def _other_layout(model_type: object) -> str:
+    """Return the error message for a config.json of the library transformers."""
+    got = (
+        f"got a config of transformers with model_type {model_type!r}, expected what save_pretrained of tfla.nn writes"
+    )
+    if model_type == "xlstm":
+        got += "; tfla.integrations.transformers.load_xlstm loads it (xLSTM-7B's layout)"
+    return got

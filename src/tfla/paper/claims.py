@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tfla._util.files import table, write_atomically
+from tfla._util.files import write_atomically
+from tfla._util.markdown import table
 from tfla.paper.claims_template import introduction
 from tfla.paper.report_types import Claim, Options
 from tfla.paper.sections import SECTIONS

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tfla._util.options import check_count
 from tfla.paper import style
 from tfla.paper.algorithms import get
 from tfla.paper.algorithms.optimum import flop_optimal_chunk
@@ -14,7 +15,6 @@ from tfla.paper.algorithms.symbols import Direction, Gate
 from tfla.paper.counting_claims import claims
 from tfla.paper.profiled_traffic import draw_profiled_traffic
 from tfla.paper.report_types import Figure, Missing, Options, write
-from tfla.train.ranges import check_count
 
 __all__ = ["Config", "claims", "figures"]
 

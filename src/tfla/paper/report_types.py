@@ -20,9 +20,9 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from tfla._util import outputs
 from tfla._util.files import write_atomically
 from tfla.bench import results as stored_results
-from tfla.train import outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Drawing

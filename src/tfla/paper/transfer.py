@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tfla._util.options import check_range, is_number, require
 from tfla.nn.layers import soft_cap
 from tfla.ops.gates import INPUT_GATES, InputGate
 from tfla.paper.claims_template import Values, fill
 from tfla.paper.gain import EPSILONS, NORMALIZERS, VARIANTS, Gains, Normalizer, gains, transition
 from tfla.paper.report_types import Claim, Figure, Missing, Options, write
 from tfla.paper.style import panels
-from tfla.train.ranges import check_range, is_number, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Training a language model on text: ``tfla train``, ``tfla generate``, ``tfla demo``.
+"""Training of language models on text: ``tfla train``, ``tfla generate``, ``tfla demo``.
 
 Needs the extra ``train``: ``pip install "tfla[train]"``.
 """

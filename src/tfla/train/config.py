@@ -1,22 +1,21 @@
-"""Everything that can be set for a training run, in one place; the command line is made from these classes."""
+"""The options of training, generation and the demo. The command line is made from these classes."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from tfla._util.errors import UserError
+from tfla._util.options import MAX_INT, check_count, check_range, check_threads, is_number, require
 from tfla.backends import BACKENDS
 from tfla.nn import ModelConfig
-from tfla.train.ranges import LARGEST, check_count, check_range, is_number, require
 
-# Changing one of these leaves what is learned alone, so a run may go on with another value.
-FREE = frozenset(
+# Options that do not change what is learned, so that a run may continue with other values.
+RESUMABLE_FIELDS = frozenset(
     {"run", "device", "threads", "compile", "eval_every", "eval_windows"}
     | {"checkpoint_every", "keep_last", "keep_every", "tensorboard"}
 )
@@ -26,39 +25,39 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Data:
-    """Where the text comes from and how it becomes tokens."""
+    """The text and its tokenizer."""
 
     paths: tuple[Path, ...] = ()
     """Text files in UTF-8, each one document; .jsonl files, each line a document; folders with such files."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".rst", ".py")
-    """Which files of a folder are read; a file named in paths always is."""
+    """Endings of the files that are read from folders; a file named in paths is always read."""
     exclude: tuple[str, ...] = ()
-    """Names of folders that are left out."""
+    """Names of folders that are skipped."""
     dataset: str | None = None
     """Hugging Face dataset instead of paths: a name, or a folder that save_to_disk wrote. Needs tfla[datasets]."""
     dataset_config: str | None = None
-    """Which configuration of the dataset."""
+    """The configuration of the dataset."""
     dataset_files: tuple[str, ...] = ()
     """Files for a generic dataset such as json, csv or parquet."""
     dataset_split: str = "train"
-    """Which split of the dataset to read; the held-out part is cut from it."""
+    """The split of the dataset to read; the held-out part is taken from it."""
     dataset_field: str = "text"
     """The column of a dataset, or the field in each line of a .jsonl file, that holds the text."""
     binary: bool = False
-    """Accept files that are not text, byte for byte; for the tokenizer bytes."""
+    """Accept files that are not text; for the tokenizer bytes only."""
     tokenizer: str = "bytes"
     """"bytes", a tokenizer.json, or the name of a Hugging Face tokenizer."""
     bos_token: str | None = None
-    """The tokenizer's token that starts a document; None looks for a usual one. Bytes have their own, number 256."""
+    """The tokenizer's token that starts a document; None looks for a common one. Bytes have their own, number 256."""
     heldout: float = 0.05
-    """Part of the documents that is held out; of each document, where that would be fewer than ten documents."""
+    """Fraction of the documents to hold out; if fewer than ten would be held out, the end of each document."""
     split_seed: int = 0
-    """Draws which documents are held out."""
+    """Seed of the choice of the held-out documents."""
 
     def check(self) -> None:
         """Raise UserError where a value is out of range or options contradict each other; the message names them."""
         check_range("data.heldout", self.heldout, 0, 1, with_low=False, with_high=False)
-        check_count("data.split_seed", self.split_seed, -LARGEST)
+        check_count("data.split_seed", self.split_seed, -MAX_INT)
         if self.paths and self.dataset is not None:
             raise UserError("data.paths, data.dataset: got both, expected one of them")
         if not self.paths and self.dataset is None:
@@ -76,33 +75,33 @@ class Data:
 
 @dataclass(frozen=True)
 class Model:
-    """Architecture; what is None is the paper's, or that of the size."""
+    """The architecture; a field that is None has the paper's value, or that of the size."""
 
     size: Literal["160M", "400M", "1.4B", "7B"] | None = None
-    """One of the paper's sizes; the fields below override it."""
+    """One of the paper's sizes; the fields below override its values."""
     d_model: int | None = None
-    """Width; 256 without a size."""
+    """Width of the residual stream; 256 without a size."""
     num_blocks: int | None = None
-    """Blocks; 4 without a size."""
+    """Number of blocks; 4 without a size."""
     num_heads: int | None = None
-    """Heads; 4 without a size."""
+    """Number of heads; 4 without a size."""
     mixer: Literal["mlstm_exp", "mlstm_sig", "attention"] = "mlstm_exp"
-    """The sequence mix: mLSTM with exponential or sigmoid input gate, or attention."""
+    """The sequence mixer: mLSTM with exponential or sigmoid input gate, or attention."""
     input_gate_bias: float | None = None
-    """Of the input gates at the start."""
+    """Initial bias of the input gates."""
     input_gate_trainable: bool = True
-    """Whether the input gates learn."""
+    """Whether the input gates are trained."""
     head_norm: Literal["layer", "rms"] | None = None
-    """Norm over each head."""
+    """The norm over each head."""
     head_norm_eps: float | None = None
     """Epsilon of the norm over each head."""
     chunk_size: int | None = None
-    """Steps between stored states; None picks it."""
+    """Steps between stored states; None lets the operator choose."""
     backend: str | None = None
-    """Of the kernels; None picks what is fastest here."""
+    """Backend of the operator; None lets it choose."""
 
     def build(self, vocab_size: int) -> ModelConfig:
-        """The model's config for that many tokens.
+        """Return the config of the model for a vocabulary of ``vocab_size`` tokens.
 
         Raises:
             UserError: the fields do not fit together.
@@ -117,33 +116,33 @@ class Model:
             raise UserError(f"model: {error}") from error
 
     def check(self) -> None:
-        """Raise UserError for what no model can have; the rest is checked with the model's other fields."""
+        """Raise UserError for values that no model can have; :meth:`build` checks how the fields fit together."""
         if self.backend is not None and self.backend not in BACKENDS:
             raise UserError(f"model.backend: got {self.backend!r}, allowed are {', '.join(map(repr, BACKENDS))}")
         if self.input_gate_bias is not None:
-            check_range("model.input_gate_bias", self.input_gate_bias, -1e30, 1e30)  # float32 holds it
+            check_range("model.input_gate_bias", self.input_gate_bias, -1e30, 1e30)  # float32 can hold it
 
 
 @dataclass(frozen=True)
 class Optim:
-    """The paper's recipe (appendix E.2): AdamW, warm-up, cosine, cooldown."""
+    """The optimizer of the paper (appendix E.2): AdamW with warm-up, cosine and cooldown."""
 
     lr: float = 3e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
+    """Betas of AdamW."""
     eps: float = 1e-8
-    """Of AdamW."""
+    """Epsilon of AdamW."""
     weight_decay: float = 0.1
-    """On the weights of linear layers, the last one too; none on biases, norms and embeddings."""
+    """Weight decay of linear layers, the unembedding included; none for biases, norms and embeddings."""
     clip: float = 0.5
-    """Largest norm of the gradient; inf leaves gradients as they are."""
+    """Largest norm of the gradient; inf does not clip."""
     warmup_steps: int | None = None
-    """Linear warm-up; None is 750 steps, but a tenth of a short run."""
+    """Steps of linear warm-up; None is 750, or a tenth of the run if that is shorter."""
     cooldown_steps: int | None = None
-    """Linear cooldown to 0 at the end; None is 1000 steps, but a tenth of a short run."""
+    """Steps of linear cooldown to 0; None is 1000, or a tenth of the run if that is shorter."""
     final_fraction: float = 0.1
-    """Of the peak, where the cosine ends and the cooldown begins."""
+    """Fraction of the peak at which the cosine ends and the cooldown begins."""
 
     def check(self) -> None:
         """Raise UserError where a value is out of range; the message names it."""
@@ -169,50 +168,50 @@ class TrainConfig:
     """Train a language model on text. A run that was stopped continues when it is started again."""
 
     run: Path = Path("runs/train")
-    """Folder of the run: configuration, tokens, checkpoints, metrics, curves."""
+    """Folder of the run, with its configuration, tokens, checkpoints, metrics and curves."""
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
     init_from: Path | None = None
-    """Start a new run from the weights of a run, a checkpoint or a saved model, with a new optimizer: fine-tuning.
-    Architecture and tokenizer are the saved model's; options that name others are errors."""
+    """Fine-tuning: start a new run from the weights of a run, a checkpoint or a saved model, with a new optimizer.
+    Architecture and tokenizer are those of the saved model; options that name others are errors."""
     steps: int = 2000
-    """Updates of the weights; more of them continue a finished run.
-    Its learning rate is from there on that of a run of the new length, so it rises at once after the cooldown."""
+    """Number of updates of the weights. A larger number continues a finished run; its learning rate is then that of a
+    run of the new length, so that it rises at once after the cooldown."""
     batch_size: int = 32
-    """Sequences in one update."""
+    """Number of sequences in an update."""
     accumulate: int = 1
-    """Passes in which one update's sequences are computed, for less memory: gradient accumulation."""
+    """Gradient accumulation: number of passes in which an update's sequences are computed, which saves memory."""
     context: int = 512
-    """Tokens in a sequence."""
+    """Number of tokens in a sequence."""
     reset: Literal["gate", "cu_seqlens"] = "gate"
-    """How the memory is reset at the start of a document: a closed forget gate, or sequences packed by cu_seqlens."""
+    """Reset of the memory at the start of a document: a closed forget gate, or sequences packed by cu_seqlens."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """bfloat16 is autocast; auto uses it on a GPU."""
+    """bfloat16 is autocast to it; auto is bfloat16 on a GPU, else float32."""
     compile: bool = False
-    """Run the model through torch.compile, which gets one block for all of them."""
+    """Run the model through torch.compile, with one graph for all blocks."""
     device: str = "auto"
     """auto is the GPU if there is one."""
     threads: int | None = None
-    """CPU threads; None leaves torch's choice. Results are bit for bit the same only for the same number."""
+    """CPU threads; None is torch's choice. Results are bitwise equal only for the same number."""
     seed: int = 0
-    """Of the weights and of the order of the text."""
+    """Seed of the weights and of the order of the text."""
     eval_every: int = 200
     """Steps between evaluations on the held-out part."""
     eval_windows: int | None = 256
-    """Sequences of an evaluation, spread over the held-out part; None is all of it."""
+    """Number of sequences in an evaluation, spread evenly over the held-out part; None is all of it."""
     checkpoint_every: int = 200
     """Steps between checkpoints."""
     keep_last: int = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of the newest checkpoints to keep."""
     keep_every: int | None = None
-    """Checkpoints at multiples of this many steps are kept for good."""
+    """Checkpoints at multiples of this many steps are never deleted."""
     tensorboard: bool = True
-    """Also write the metrics for TensorBoard."""
+    """Write the metrics for TensorBoard as well."""
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences that are computed at once."""
+        """The number of sequences that are computed at once."""
         return self.batch_size // self.accumulate
 
     def check(self) -> None:
@@ -232,22 +231,22 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Continue a prompt with a trained model, as a stream; an mLSTM needs the same memory however long it gets."""
+    """Continue a prompt with a trained model. With an mLSTM, memory does not grow with the length of the text."""
 
     checkpoint: Path
-    """A run's folder (its newest checkpoint), a checkpoint, or a model that save_pretrained wrote."""
+    """The folder of a run (its newest checkpoint), a checkpoint, or a model that save_pretrained wrote."""
     tokenizer: str | None = None
-    """bytes, a tokenizer.json or a folder with one; None: the one beside the model."""
+    """bytes, a tokenizer.json or a folder with one; None is the tokenizer that is saved with the model."""
     prompt: str = ""
-    """What the text begins with; by default the model starts a document."""
+    """Start of the text; by default the model starts a document."""
     max_new_tokens: int = 500
-    """Tokens at most; the end of the document ends it earlier."""
+    """Largest number of tokens; the end of the document ends the text earlier."""
     temperature: float = 0.8
-    """0 takes the likeliest token every time."""
+    """Divides the logits; 0 takes the likeliest token every time."""
     top_k: int | None = None
-    """Sample among the k likeliest tokens."""
+    """Sample among the k likeliest tokens; None samples among all."""
     top_p: float | None = None
-    """Sample among the likeliest tokens that together have this probability."""
+    """Sample among the likeliest tokens that together reach this probability; None samples among all."""
     seed: int | None = None
     """The same seed gives the same text."""
     device: str = "auto"
@@ -256,14 +255,14 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Train a small mLSTMexp model on the source of Python's standard library and compare it with counting."""
+    """Train a small mLSTMexp model on the source of Python's standard library and compare it with a trigram model."""
 
     run: Path = Path("runs/demo")
-    """Folder of the run; with a number behind it if a finished run is there already."""
+    """Folder of the run; a number is appended if it holds a finished run."""
     seconds: float = 120.0
-    """For the training, about: a few steps are timed beforehand to choose how many, 400 at least and 1200 at most."""
+    """About the duration of the training. A few steps are timed to choose their number, from 400 to 1200."""
     steps: int | None = None
-    """Updates of the weights; None leaves it to `seconds`."""
+    """Number of updates of the weights; None chooses it by `seconds`."""
     threads: int = 1
     """CPU threads. Two are up to 1.6 times as fast on idle cores, but many times slower where one of them is busy."""
 
@@ -275,27 +274,22 @@ class DemoConfig:
         check_threads(self.threads)
 
 
-def check_threads(threads: int | None) -> None:
-    """Raise UserError for a number of CPU threads that this machine cannot be expected to start."""
-    if threads is not None:
-        check_count("threads", threads, 1, max(64, 4 * (os.cpu_count() or 1)))
-
-
 def to_json(config: Any) -> str:
-    """A config as JSON text, fields in order."""
+    """Return a config as JSON text, fields in order."""
     return json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n"
 
 
 def from_json(kind: type[C], text: str) -> C:
-    """The config that :func:`to_json` gave.
+    """Return the config of type ``kind`` that :func:`to_json` has written.
 
     Raises:
-        ValueError: the text is no JSON object, or has a field that does not exist.
+        ValueError: the text is not a JSON object, or it has a field that does not exist.
     """
     return _revive(kind, json.loads(text))
 
 
 def _revive(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as an instance of a dataclass, a tuple, a path or itself, as its type says."""
     if dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         unknown = sorted(set(value) - set(hints))
@@ -310,7 +304,7 @@ def _revive(kind: Any, value: Any) -> Any:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Where two configs differ: dotted field name -> (old value, new value)."""
+    """Return where two configs differ: dotted field name -> (old value, new value)."""
     found: dict[str, tuple[Any, Any]] = {}
     for f in dataclasses.fields(old):
         a, b = getattr(old, f.name), getattr(new, f.name)

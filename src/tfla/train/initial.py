@@ -1,4 +1,4 @@
-"""What a run's model is: its architecture, from options or a saved model, and the weights that it starts from."""
+"""The start of a run: the architecture of its model, from options or a saved model, and its initial weights."""
 
 from __future__ import annotations
 
@@ -13,43 +13,48 @@ from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.config import SIZES
 from tfla.nn.pretrained import WEIGHTS, read_config
 from tfla.ops.explain import explain
-from tfla.train import tokenizer as tokenizers
 from tfla.train.checkpoint import find_model
 from tfla.train.config import Data, Model, TrainConfig
-from tfla.train.tokenizer import HUGGING_FACE, INFO, HuggingFaceTokenizer, Tokenizer
+from tfla.train.tokenizer import (
+    INFO_FILE,
+    TOKENIZER_FILE,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 
-# What a run may choose for itself without changing what the saved model computes.
-OWN = ("size", "backend", "chunk_size", "input_gate_trainable")
+# Options of the model that a run may set although it starts from a saved model, since they change no result.
+OVERRIDABLE = ("size", "backend", "chunk_size", "input_gate_trainable")
 
 
 def saved_options(path: Path) -> tuple[Model, Data]:
-    """Return options of a run with the architecture and the tokenizer of a saved model.
+    """Return the options of a run that has the architecture and the tokenizer of a saved model.
 
     Args:
         path: a run, a checkpoint or a saved model.
 
     Raises:
-        UserError: there is no such model, or it is broken.
+        UserError: there is no saved model at the path, or it is broken.
     """
     folder = find_model(path)
     saved = _read(folder)
     fields = {f.name: getattr(saved, f.name) for f in dataclasses.fields(Model) if f.name not in ("size", "backend")}
-    beside = _tokenizer(folder)
-    if not isinstance(beside, HuggingFaceTokenizer):
+    saved_tokenizer = _tokenizer(folder)
+    if not isinstance(saved_tokenizer, HuggingFaceTokenizer):
         return Model(**fields), Data()
-    return Model(**fields), Data(tokenizer=str(folder / HUGGING_FACE), bos_token=beside.bos_token)
+    return Model(**fields), Data(tokenizer=str(folder / TOKENIZER_FILE), bos_token=saved_tokenizer.bos_token)
 
 
 def architecture(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Path | None) -> ModelConfig:
     """Return the architecture of a run's model: that of its options, or with init_from that of the saved model.
 
     Args:
-        config: of the run.
-        tokenizer: of the run.
-        checkpoint: the run's own newest one, if it has been started already.
+        config: the options of the run.
+        tokenizer: the tokenizer of the run.
+        checkpoint: the newest checkpoint of the run, None if it has none.
 
     Raises:
-        UserError: options do not fit together, or not to the saved model; the message names them.
+        UserError: options fit neither each other nor the saved model; the message names them.
     """
     if config.init_from is None:
         return config.model.build(tokenizer.vocab_size)
@@ -64,9 +69,9 @@ def architecture(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Path | N
             f"data.tokenizer: got {tokenizer.vocab_size} tokens, expected at most the {saved.vocab_size} of "
             f"{config.init_from}"
         )
-    own = {name: getattr(config.model, name) for name in OWN if name != "size"}
+    overrides = {name: getattr(config.model, name) for name in OVERRIDABLE if name != "size"}
     try:
-        return dataclasses.replace(saved, **own)
+        return dataclasses.replace(saved, **overrides)
     except ValueError as error:
         raise UserError(f"model: {error}") from error
 
@@ -75,36 +80,38 @@ def load_weights(model: LanguageModel, path: Path) -> None:
     """Copy the weights of a saved model into one of the same architecture.
 
     Raises:
-        UserError: they cannot be read, or they do not fit.
+        UserError: the weights cannot be read, or they do not fit.
     """
     folder = find_model(path)
     try:
         model.load_state_dict(load_file(folder / WEIGHTS))
-    except Exception as error:  # each of the libraries has its own kind
+    except Exception as error:  # each library has its own errors
         raise UserError(f"{folder / WEIGHTS}: cannot be read: {one_line(error)}") from error
     notice(f"starts from the weights in {folder}")
 
 
 def check_backend(model: ModelConfig, device: torch.device, packed: bool) -> None:
-    """Refuse a backend or a chunk size that the operator does not take for this model's heads, on this device.
+    """Raise unless the operator supports the backend and the chunk size of a model for its heads on a device.
+
+    The check depends on autocast, which must be enabled as for training.
 
     Args:
         model: the architecture.
-        device: where it runs; whether autocast is enabled there matters too.
+        device: the device of the training.
         packed: whether sequences are packed by cu_seqlens.
 
     Raises:
-        UserError: the operator refuses them; the message says why.
+        UserError: the operator does not support them; the message says why.
     """
     if model.mixer == "attention":
         return
     heads, steps = (1, 16, model.num_heads), 16
     q, v = (torch.empty(*heads, dim, device=device) for dim in (model.qk_head_dim, model.head_dim))
     gate = torch.empty(heads, device=device)
-    borders = torch.tensor([0, steps], dtype=torch.int32, device=device) if packed else None
+    cu_seqlens = torch.tensor([0, steps], dtype=torch.int32, device=device) if packed else None
     try:
         explain(
-            q, q, v, gate, gate, input_gate="exp" if model.mixer == "mlstm_exp" else "sigmoid", cu_seqlens=borders,
+            q, q, v, gate, gate, input_gate="exp" if model.mixer == "mlstm_exp" else "sigmoid", cu_seqlens=cu_seqlens,
             chunk_size=model.chunk_size, backend=model.backend,
         )  # fmt: skip
     except (TypeError, ValueError) as error:
@@ -112,6 +119,7 @@ def check_backend(model: ModelConfig, device: torch.device, packed: bool) -> Non
 
 
 def _read(folder: Path) -> ModelConfig:
+    """Return the architecture of a saved model; its backend may be missing here and is left out."""
     try:
         return read_config(folder, {"backend": None})
     except (OSError, ValueError) as error:
@@ -119,25 +127,32 @@ def _read(folder: Path) -> ModelConfig:
 
 
 def _tokenizer(folder: Path) -> Tokenizer | None:
-    there = any((folder / name).is_file() for name in (INFO, HUGGING_FACE))
-    return tokenizers.load(folder) if there else None
+    """Return the tokenizer that is saved with a model, or None."""
+    exists = any((folder / name).is_file() for name in (INFO_FILE, TOKENIZER_FILE))
+    return load_tokenizer(folder) if exists else None
 
 
 def _check_model(given: Model, saved: ModelConfig, path: Path) -> None:
+    """Raise UserError if an option of the model differs from the saved model."""
     size = {} if given.size is None else {name: getattr(SIZES[given.size], name) for name in ("d_model", "num_blocks")}
-    fields = {name: value for name, value in dataclasses.asdict(given).items() if name not in OWN and value is not None}
+    fields = {
+        name: value
+        for name, value in dataclasses.asdict(given).items()
+        if name not in OVERRIDABLE and value is not None
+    }
     for name, value in (*size.items(), *fields.items()):
         if getattr(saved, name) != value:
             raise UserError(f"model.{name}: got {value!r}, expected {getattr(saved, name)!r}, which {path} has")
 
 
 def _check_tokenizer(config: TrainConfig, tokenizer: Tokenizer, folder: Path) -> None:
-    beside = _tokenizer(folder)
-    if beside is None:
+    """Raise UserError if the tokenizer differs from the one that is saved with a model."""
+    saved_tokenizer = _tokenizer(folder)
+    if saved_tokenizer is None:
         notice(
             f"{folder}: no tokenizer beside the model; {config.data.tokenizer} is taken for the one it was made with"
         )
-    elif tokenizer.table() != beside.table() or tokenizer.bos != beside.bos:
+    elif tokenizer.vocabulary() != saved_tokenizer.vocabulary() or tokenizer.bos != saved_tokenizer.bos:
         raise UserError(
             f"data.tokenizer: got {config.data.tokenizer}, whose tokens are not those of {config.init_from}; "
             "leave it out to take the tokenizer that is saved with the model"

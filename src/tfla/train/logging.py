@@ -1,4 +1,4 @@
-"""What a run logs: metrics as JSON lines, TensorBoard, and its curves as a figure."""
+"""The metrics of a run: lines of JSON, event files of TensorBoard, and a figure of the curves."""
 
 from __future__ import annotations
 
@@ -12,99 +12,59 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tfla._util.files import write_atomically
 
-
-class Board:
-    """Appends scalars to a new event file in a folder.
-
-    Unlike ``torch.utils.tensorboard`` it has no thread of its own, so a full disk is an error where something is
-    written, not a traceback from elsewhere.
-
-    Args:
-        directory: made if needed; TensorBoard reads all event files in it as one run.
-        step: where the run goes on; TensorBoard drops what other files have beyond it.
-    """
-
-    def __init__(self, directory: Path, step: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        name = f"events.out.tfevents.{time.time_ns() / 1e9:.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.file = open(directory / name, "wb")  # noqa: SIM115 - closed by close()
-        self.records = RecordWriter(self.file)
-        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        start = SessionLog(status=SessionLog.START)
-        self._append(Event(wall_time=time.time(), step=step + 1, session_log=start))
-
-    def write(self, step: int, scalars: dict[str, float]) -> None:
-        """Append values of a step; they survive the process from here on."""
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-    def _append(self, event: Event) -> None:
-        self.records.write(event.SerializeToString())
-        self.file.flush()
-
-
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Appends to ``metrics.jsonl`` in a run's folder.
+    """A writer that appends to ``metrics.jsonl`` in the folder of a run.
 
-    Records have ``kind`` "train" (one a step: step, loss in nats per token, lr, grad_norm before clipping,
+    Records have ``kind`` "train" (one per step, with step, loss in nats per token, lr, grad_norm before clipping,
     max_input_gate, tokens_per_s, elapsed in s) or "eval" (step, loss, perplexity, bits_per_byte, tokens, bytes).
 
     Args:
-        directory: of the run.
-        step: where the run goes on; records of later steps, and a line that was cut off, are dropped.
-        tensorboard: also write event files into ``tensorboard/``.
+        directory: the folder of the run.
+        step: the step from which the run continues. Records of later steps, and a truncated last line, are deleted.
+        tensorboard: whether to write event files into ``tensorboard/`` as well.
     """
 
     def __init__(self, directory: Path, step: int, tensorboard: bool) -> None:
-        path = directory / FILE
-        kept = [json.dumps(record) + "\n" for record in read(directory) if record["step"] <= step] if step else []
+        path = directory / METRICS_FILE
+        kept = (
+            [json.dumps(record) + "\n" for record in read_metrics(directory) if record["step"] <= step] if step else []
+        )
         write_atomically(path, lambda temporary: temporary.write_text("".join(kept)))
         self.file = open(path, "a")  # noqa: SIM115 - closed by close()
-        self.board: Board | None = None
-        if tensorboard:
-            pass
-
-            self.board = Board(directory / "tensorboard", step)
+        self.events = EventFile(directory / "tensorboard", step) if tensorboard else None
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append a record; it survives the process from here on.
+        """Append a record, which is then safe from a crash of the process.
 
         Raises:
             OSError: the disk is full.
         """
         self.file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self.file.flush()
-        if self.board is not None:
-            self.board.write(step, {f"{kind}/{name}": value for name, value in values.items() if value is not None})
+        if self.events is not None:
+            self.events.write(step, {f"{kind}/{name}": value for name, value in values.items() if value is not None})
 
     def sync(self) -> None:
-        """Bring all records to the disk, so that they survive the machine."""
+        """Flush all records to disk, where they are safe from a crash of the machine."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        """Close the files. All records were written before; a full disk has been reported then."""
-        for file in (self.file, self.board):
+        """Close the files. Errors are ignored, since :meth:`write` has flushed every record."""
+        for file in (self.file, self.events):
             if file is not None:
                 with suppress(OSError):
                     file.close()
 
 
-def read(directory: Path) -> list[dict[str, Any]]:
-    """All records of a run, in order; a last line that was cut off is left out, and no file is no records."""
-    path = directory / FILE
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return all records of a run in order, without a truncated last line; none if there is no file."""
+    path = directory / METRICS_FILE
     if not path.exists():
         return []
     records = []
@@ -118,26 +78,66 @@ def read(directory: Path) -> list[dict[str, Any]]:
     return records
 
 
+class EventFile:
+    """A new event file of TensorBoard, to which scalars are appended.
+
+    Unlike the writer of ``torch.utils.tensorboard`` it has no thread, so that a full disk raises where it is written.
+
+    Args:
+        directory: the folder of the file, created if needed. TensorBoard reads all event files in it as one run.
+        step: the step from which the run continues. TensorBoard drops later values of the other files.
+    """
+
+    def __init__(self, directory: Path, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() / 1e9:.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.file = open(directory / name, "wb")  # noqa: SIM115 - closed by close()
+        self.records = RecordWriter(self.file)
+        self._append(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        start = SessionLog(status=SessionLog.START)
+        self._append(Event(wall_time=time.time(), step=step + 1, session_log=start))
+
+    def write(self, step: int, scalars: dict[str, float]) -> None:
+        """Append the values of a step, which are then safe from a crash of the process."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def _append(self, event: Any) -> None:
+        self.records.write(event.SerializeToString())
+        self.file.flush()
+
+
+# The ticks of the axis of losses, in bits per byte.
 TICKS = [0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20]
 INK, TRAIN, HELDOUT = "#333333", "#7aa6c2", "#c1440e"
 
 
 def plot_curves(run: Path, target: Path, *, clip: float, baselines: dict[str, float]) -> None:
-    """Draw the metrics of a run: loss in training and held out, gradient norm, learning rate, input gates.
+    """Plot the metrics of a run: training and held-out loss, gradient norm, learning rate and input gates.
 
-    Training losses are shown in bits per byte too: the run's held-out tokens say how many bytes a token stands for.
+    Both losses are in bits per byte; the held-out tokens give the mean number of bytes per token for the training loss.
 
     Args:
-        run: folder of the run.
-        target: the PNG to write.
-        clip: the gradient's largest norm, drawn as a line.
+        run: the folder of the run.
+        target: the PNG file to write.
+        clip: the norm to which gradients are clipped, drawn as a line.
         baselines: name -> bits per byte, drawn as lines.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
-    records = read(run)
+    records = read_metrics(run)
     steps = [r for r in records if r["kind"] == "train"]
     evals = [r for r in records if r["kind"] == "eval"]
     if not steps or not evals:
@@ -194,11 +194,12 @@ def plot_curves(run: Path, target: Path, *, clip: float, baselines: dict[str, fl
 
 
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
+    """Return one value of all records, NaN for None."""
     return np.array([np.nan if r[name] is None else r[name] for r in records], float)
 
 
 def _smooth(y: np.ndarray) -> tuple[np.ndarray, int]:
-    """Means of a 40th of the run, centred, fewer at the ends, and how many that is."""
+    """Return centered means over a 40th of the steps, over fewer at the ends, and the number of steps in a mean."""
     width = max(1, len(y) // 40)
     box = np.ones(width)
     return np.convolve(y, box, "same") / np.convolve(np.ones(len(y)), box, "same"), width

@@ -1,8 +1,7 @@
-"""The training loop."""
+"""The training loop: from a config to a trained model and the files of its run."""
 
 from __future__ import annotations
 
-import math
 import signal
 import sys
 import threading
@@ -10,196 +9,111 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from tfla._util.errors import UserError, notice, pick_device, reason
+from tfla._util.device import pick_device
+from tfla._util.errors import UserError, notice, reason
 from tfla._util.files import remove_directory
 from tfla.nn import GatePreactivation, LanguageModel, ModelConfig
-from tfla.train.checkpoint import (
-    CHECKPOINTS,
-    CURVES,
-    TOKENS,
-    Checkpoints,
-    check_changes,
-    open_run,
-    read_config,
-    restore,
-    step_of,
-    write_config,
-)
+from tfla.train.checkpoint import Checkpoints, restore, step_of
 from tfla.train.config import TrainConfig
-from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepare
+from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepare_tokens
+from tfla.train.evaluation import Evaluation, evaluate, token_losses
 from tfla.train.initial import architecture, check_backend, load_weights
 from tfla.train.logging import Metrics, plot_curves
 from tfla.train.memory import check_memory
 from tfla.train.recipe import Schedule, clipped_gradients, optimizer
-from tfla.train.tokenizer import create as create_tokenizer
-from tfla.train.tokenizer import load as load_tokenizer
+from tfla.train.run_folder import (
+    CHECKPOINTS_FOLDER,
+    CURVES_FILE,
+    TOKENS_FOLDER,
+    check_changes,
+    open_run,
+    read_run_config,
+    write_run_config,
+)
+from tfla.train.tokenizer import create_tokenizer, load_tokenizer
 
 
 class Trained(NamedTuple):
-    """What a run left behind."""
+    """The result of a run."""
 
     step: int
-    """Updates done; fewer than asked for if the run was stopped."""
+    """The number of updates done, fewer than requested if the run was stopped."""
     model: LanguageModel
     tokens: Tokens
     run: Path
+    """The folder of the run."""
     signal: int | None = None
-    """The number of the signal that stopped the run before its last step; None if it is finished."""
+    """The number of the signal that stopped the run before its last step; None if the run is finished."""
 
     @property
     def exit_code(self) -> int:
-        """What a command that was stopped so returns by convention: 130 after Ctrl-C, 143 when terminated, else 0."""
+        """The conventional exit code of a command: 0, or 128 + signal: 130 after Ctrl-C, 143 when terminated."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] | None = None) -> Trained:
-    """Train as the config says, from the run's last checkpoint if it has one.
+    """Train a model, from the run's last checkpoint if it has one.
 
     Args:
-        config: see there.
-        baselines: gives horizontal lines for the plot, name -> bits per byte.
+        config: the options of the run.
+        baselines: returns horizontal lines for the figure of the curves: name -> bits per byte.
 
     Raises:
-        UserError: something the user can mend: text, options, a full disk; checkpoints that were whole still are.
+        UserError: an error that the user can correct, in the text, the options or the disk. Checkpoints that were
+            complete still are.
     """
     config.check()
     device = pick_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with open_run(config) as run:
-        checkpoints = Checkpoints(run / CHECKPOINTS, config.keep_last, config.keep_every)
+        checkpoints = Checkpoints(run / CHECKPOINTS_FOLDER, config.keep_last, config.keep_every)
         latest = checkpoints.latest()
-        tokens, model_config = _validate(config, run, latest, device)
-        batches = Batches(tokens, config.context, config.batch_size, config.seed)
-        schedule = Schedule(config.optim, config.steps)
-
-        torch.manual_seed(config.seed)
-        model = LanguageModel(model_config).to(device)
-        if latest is None and config.init_from is not None:
-            load_weights(model, config.init_from)
-        adamw = optimizer(model, config.optim)
-        step = 0
-        progress: dict[str, Any] = {"elapsed": 0.0}
-        if latest is not None:
-            step, progress = restore(latest, model, adamw)
-        text = fingerprint(run / TOKENS)
-        if text != progress.setdefault("tokens", text):
-            notice(
-                f"{run / TOKENS}: not the tokens that this run was trained on up to step {step}: its text has changed"
-            )
-            progress["tokens"] = text
-        watch = InputGateWatch(model)
-        forward: Callable[..., Tensor] = compiled(model) if config.compile else model
-        metrics = Metrics(run, step, config.tensorboard)
+        tokens, model_config = _prepare(config, run, latest, device)
+        training = _Training(config, device, tokens, model_config, checkpoints, latest)
         lines = baselines(tokens) if baselines is not None else {}
-        _announce(config, model, tokens, device, step)
-
-        def losses(windows: Tensor) -> Tensor:
-            with _precision(config, device):
-                return token_losses(forward, windows, tokens.tokenizer.bos, config.reset)
-
-        def measure(step: int) -> Evaluation:
-            with _precision(config, device):
-                found = evaluate(
-                    forward, tokens, config.context,
-                    batch_size=config.micro_batch_size, most=config.eval_windows, reset=config.reset, device=device,
-                )  # fmt: skip
-            watch.take()
-            metrics.write("eval", step, **found._asdict())
-            return found
-
-        def save(step: int) -> int:
-            metrics.sync()
-            checkpoints.save(step, model, adamw, tokens.tokenizer, progress)
-            return step
-
-        try:
-            saved = step
-            heldout = measure(0).bits_per_byte if step == 0 else None
-            bar = tqdm(
-                total=config.steps, initial=step, unit="step", desc="train", dynamic_ncols=True,
-                mininterval=0.2 if sys.stderr.isatty() else 10,
-            )  # fmt: skip
-            with bar, _stop_signals() as stop:
-                while step < config.steps and not stop:
-                    started = time.perf_counter()
-                    for group in adamw.param_groups:
-                        group["lr"] = schedule(step)
-                    parts = batches(step).to(device).split(config.micro_batch_size)
-                    loss, norm = clipped_gradients(model, losses, parts, config.optim.clip)
-                    if not (abs(loss) < float("inf") and norm < float("inf")):
-                        raise UserError(
-                            f"step {step + 1}: loss {loss}, gradient norm {norm}: training has failed; "
-                            f"try a lower optim.lr. {checkpoints.last_good()}"
-                        )
-                    adamw.step()
-                    step += 1
-
-                    seconds = time.perf_counter() - started
-                    progress["elapsed"] += seconds
-                    speed = config.batch_size * config.context / seconds
-                    metrics.write(
-                        "train", step, loss=loss, lr=schedule(step - 1), grad_norm=norm, max_input_gate=watch.take(),
-                        tokens_per_s=speed, elapsed=progress["elapsed"],
-                    )  # fmt: skip
-                    if step % config.eval_every == 0 or step == config.steps:
-                        heldout = measure(step).bits_per_byte
-                    if step % config.checkpoint_every == 0:
-                        saved = save(step)
-                    shown = {"loss": f"{loss:.3f}", "tokens/s": f"{speed:,.0f}"}
-                    if heldout is not None:
-                        shown["held-out bits/byte"] = f"{heldout:.3f}"
-                    bar.set_postfix(shown, refresh=False)
-                    bar.update()
-            if saved != step:
-                saved = save(step)
-        except OSError as error:
-            raise UserError(f"{error.filename or run}: {error.strerror or error}; {checkpoints.last_good()}") from error
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-                raise
-            raise UserError(
-                f"step {step + 1}: out of memory on {device}: {reason(error)}; a larger accumulate, a smaller "
-                f"batch_size or a shorter context needs less. {checkpoints.last_good()}"
-            ) from error
-        finally:
-            metrics.close()
-        if step < config.steps:
-            notice(f"stopped at step {step} of {config.steps}, which is saved; the same command continues from there")
-        plot_curves(run, run / CURVES, clip=config.optim.clip, baselines=lines)
-    return Trained(step, model, tokens, run, stop[0] if step < config.steps else None)
+        _announce(config, training.model, tokens, device, training.step)
+        stopped_by = training.run()
+        if stopped_by is not None:
+            notice(
+                f"stopped at step {training.step} of {config.steps}, which is saved; "
+                "the same command continues from there"
+            )
+        plot_curves(run, run / CURVES_FILE, clip=config.optim.clip, baselines=lines)
+    return Trained(step=training.step, model=training.model, tokens=tokens, run=run, signal=stopped_by)
 
 
-def _validate(config: TrainConfig, run: Path, latest: Path | None, device: torch.device) -> tuple[Tokens, ModelConfig]:
-    """Examine all that can be wrong with a run, then write its configuration and its tokens: nothing is written before.
+def _prepare(config: TrainConfig, run: Path, latest: Path | None, device: torch.device) -> tuple[Tokens, ModelConfig]:
+    """Check all options of a run, then write its tokens and its configuration. Nothing is written before the checks.
 
     Args:
-        config: of the run.
-        run: its folder.
-        latest: its newest checkpoint, None if there is none.
-        device: where it will be trained.
+        config: the options of the run.
+        run: the folder of the run.
+        latest: the newest checkpoint of the run, None if it has none.
+        device: the device of the training.
 
     Returns:
-        the tokens and the architecture.
+        the tokens and the architecture of the model.
 
     Raises:
-        UserError: something is wrong; the folder is as it was.
+        UserError: an option does not fit; the folder is as it was.
     """
-    old = read_config(run)
+    old = read_run_config(run)
     check_changes(old, config, None if latest is None else step_of(latest))
-    other_text = old is not None and (old.data, old.init_from) != (config.data, config.init_from)
-    made = (run / TOKENS).exists() and not other_text
-    tokenizer = load_tokenizer(run / TOKENS) if made else create_tokenizer(config.data.tokenizer, config.data.bos_token)
+    text_changed = old is not None and (old.data, old.init_from) != (config.data, config.init_from)
+    reuse_tokens = (run / TOKENS_FOLDER).exists() and not text_changed
+    if reuse_tokens:
+        tokenizer = load_tokenizer(run / TOKENS_FOLDER)
+    else:
+        tokenizer = create_tokenizer(config.data.tokenizer, config.data.bos_token)
     model = architecture(config, tokenizer, latest)
-    Schedule(config.optim, config.steps)
+    Schedule(config.optim, config.steps)  # raises if its lengths do not fit
     pass_tokens, bfloat16 = config.micro_batch_size * config.context, _is_bfloat16(config, device)
     warning = check_memory(model, pass_tokens, bfloat16, device)
     with _precision(config, device):
@@ -208,25 +122,173 @@ def _validate(config: TrainConfig, run: Path, latest: Path | None, device: torch
     def accept(tokens: Tokens) -> None:
         Batches(tokens, config.context, config.batch_size, config.seed)
         heldout_windows(tokens, config.context, config.eval_windows)
-        write_config(old, config)
+        write_run_config(old, config)
 
-    if (run / TOKENS).exists() and not made:
-        remove_directory(run / TOKENS)  # of a run that never got to a checkpoint
-    tokens = prepare(config.data, run / TOKENS, accept, tokenizer)
+    if (run / TOKENS_FOLDER).exists() and not reuse_tokens:
+        remove_directory(run / TOKENS_FOLDER)  # left by a run without checkpoints
+    tokens = prepare_tokens(config.data, run / TOKENS_FOLDER, accept, tokenizer)
     if warning is not None:
         notice(warning)
     return tokens, model
 
 
+class _Training:
+    """A run between its steps: the model, the optimizer, the number of updates done, and the files that are written.
+
+    Args:
+        config: the options of the run.
+        device: the device of the training.
+        tokens: the token streams.
+        model_config: the architecture of the model.
+        checkpoints: the checkpoints of the run.
+        latest: the checkpoint to continue from; None starts at step 0.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        device: torch.device,
+        tokens: Tokens,
+        model_config: ModelConfig,
+        checkpoints: Checkpoints,
+        latest: Path | None,
+    ) -> None:
+        self.config, self.device, self.tokens, self.checkpoints = config, device, tokens, checkpoints
+        self.batches = Batches(tokens, config.context, config.batch_size, config.seed)
+        self.schedule = Schedule(config.optim, config.steps)
+
+        torch.manual_seed(config.seed)
+        self.model = LanguageModel(model_config).to(device)
+        if latest is None and config.init_from is not None:
+            load_weights(self.model, config.init_from)
+        self.optimizer = optimizer(self.model, config.optim)
+        self.step = 0
+        self.progress: dict[str, Any] = {"elapsed": 0.0}
+        if latest is not None:
+            self.step, self.progress = restore(latest, self.model, self.optimizer)
+        self._compare_text()
+        self.input_gates = InputGateMonitor(self.model)
+        self.forward: Callable[..., Tensor] = compiled(self.model) if config.compile else self.model
+        self.metrics = Metrics(config.run, self.step, config.tensorboard)
+
+    def run(self) -> int | None:
+        """Train until the last step or a signal; return the signal's number, or None after the last step.
+
+        Raises:
+            UserError: the loss is not finite, the disk is full, or the memory does not suffice.
+        """
+        try:
+            return self._run()
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or self.config.run}: {error.strerror or error}; {self.checkpoints.last_good()}"
+            ) from error
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+                raise
+            raise UserError(
+                f"step {self.step + 1}: out of memory on {self.device}: {reason(error)}; a larger accumulate, a "
+                f"smaller batch_size or a shorter context needs less. {self.checkpoints.last_good()}"
+            ) from error
+        finally:
+            self.metrics.close()
+
+    def _run(self) -> int | None:
+        config = self.config
+        saved_step = self.step
+        bits_per_byte = self._evaluate().bits_per_byte if self.step == 0 else None
+        bar = tqdm(
+            total=config.steps, initial=self.step, unit="step", desc="train", dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 10,
+        )  # fmt: skip
+        with bar, _stop_signals() as stop:
+            while self.step < config.steps and not stop:
+                loss, tokens_per_s = self._update()
+                if self.step % config.eval_every == 0 or self.step == config.steps:
+                    bits_per_byte = self._evaluate().bits_per_byte
+                if self.step % config.checkpoint_every == 0:
+                    saved_step = self._save()
+                shown = {"loss": f"{loss:.3f}", "tokens/s": f"{tokens_per_s:,.0f}"}
+                if bits_per_byte is not None:
+                    shown["held-out bits/byte"] = f"{bits_per_byte:.3f}"
+                bar.set_postfix(shown, refresh=False)
+                bar.update()
+        if saved_step != self.step:
+            self._save()
+        return stop[0] if self.step < config.steps else None
+
+    def _update(self) -> tuple[float, float]:
+        """Update the weights once; return the loss and the tokens per second."""
+        config = self.config
+        started = time.perf_counter()
+        lr = self.schedule(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        micro_batches = self.batches(self.step).to(self.device).split(config.micro_batch_size)
+        loss, norm = clipped_gradients(self.model, self._losses, micro_batches, config.optim.clip)
+        if not (abs(loss) < float("inf") and norm < float("inf")):
+            raise UserError(
+                f"step {self.step + 1}: loss {loss}, gradient norm {norm}: training has failed; "
+                f"try a lower optim.lr. {self.checkpoints.last_good()}"
+            )
+        self.optimizer.step()
+        self.step += 1
+
+        seconds = time.perf_counter() - started
+        self.progress["elapsed"] += seconds
+        tokens_per_s = config.batch_size * config.context / seconds
+        self.metrics.write(
+            "train", self.step, loss=loss, lr=lr, grad_norm=norm, max_input_gate=self.input_gates.take(),
+            tokens_per_s=tokens_per_s, elapsed=self.progress["elapsed"],
+        )  # fmt: skip
+        return loss, tokens_per_s
+
+    def _losses(self, windows: Tensor) -> Tensor:
+        """Return the loss of every token of windows (B, T + 1): (B, T)."""
+        with _precision(self.config, self.device):
+            return token_losses(self.forward, windows, self.tokens.tokenizer.bos, self.config.reset)
+
+    def _evaluate(self) -> Evaluation:
+        """Evaluate the model on the held-out windows and record the result."""
+        config = self.config
+        with _precision(config, self.device):
+            result = evaluate(
+                self.forward, self.tokens, config.context, batch_size=config.micro_batch_size,
+                max_windows=config.eval_windows, reset=config.reset, device=self.device,
+            )  # fmt: skip
+        self.input_gates.take()  # the metric is that of training
+        self.metrics.write("eval", self.step, **result._asdict())
+        return result
+
+    def _save(self) -> int:
+        """Write a checkpoint of the current step and return the step."""
+        self.metrics.sync()
+        self.checkpoints.save(self.step, self.model, self.optimizer, self.tokens.tokenizer, self.progress)
+        return self.step
+
+    def _compare_text(self) -> None:
+        """Print a notice if the tokens of the run are not those that it was trained on so far."""
+        folder = self.config.run / TOKENS_FOLDER
+        digest = fingerprint(folder)
+        if digest != self.progress.setdefault("tokens", digest):
+            notice(
+                f"{folder}: not the tokens that this run was trained on up to step {self.step}: its text has changed"
+            )
+            self.progress["tokens"] = digest
+
+
 def _is_bfloat16(config: TrainConfig, device: torch.device) -> bool:
+    """Return whether the model runs under autocast to bfloat16."""
     return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
 
 
 def _precision(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """Return the autocast context of the run's precision."""
     return torch.autocast(device.type, torch.bfloat16, enabled=_is_bfloat16(config, device))
 
 
 def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, device: torch.device, step: int) -> None:
+    """Print the sizes of the run, and the step from which it continues."""
     notice(
         f"{model.num_parameters():,} parameters on {device}; {len(tokens.train):,} tokens to train on, "
         f"{len(tokens.heldout):,} held out; {config.batch_size * config.context:,} tokens a step"
@@ -237,7 +299,10 @@ def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, device:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """A list that gets the number of the signal when the process is asked to end, once: the step is finished first."""
+    """Catch SIGINT and SIGTERM: yield a list that receives the signal's number, so that the step can be finished first.
+
+    A second signal ends the process at once. Outside of the main thread no signal is caught.
+    """
     stop: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -246,7 +311,7 @@ def _stop_signals() -> Iterator[list[int]]:
 
     def ask(number: int, frame: Any) -> None:
         stop.append(number)
-        signal.signal(number, before[signal.Signals(number)])  # asked twice, it ends at once
+        signal.signal(number, before[signal.Signals(number)])  # the next one ends the process
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -258,13 +323,14 @@ def _stop_signals() -> Iterator[list[int]]:
 
 
 def compiled(model: LanguageModel, backend: Any = "inductor") -> Callable[..., Tensor]:
-    """The model's forward: ids -> logits, and what else it takes but states.
+    """Return the model's forward through torch.compile: ids -> logits, with the model's keyword arguments but no state.
 
-    A block is compiled once for all of them, which as one graph would take many times as long; so are the logits. The
-    blocks stay compiled: also the model's own forward runs them so from here on.
+    The blocks share one graph, since a graph of the whole model would take many times as long to compile; the logits
+    are another. The blocks stay compiled, so that the model's own forward uses them from here on.
 
     Args:
-        backend: of torch.compile.
+        model: the model.
+        backend: the backend of torch.compile.
     """
     for block in model.blocks:
         block.compile(backend=backend)
@@ -276,110 +342,23 @@ def compiled(model: LanguageModel, backend: Any = "inductor") -> Callable[..., T
     return forward
 
 
-class Evaluation(NamedTuple):
-    """Over all predicted tokens of the held-out windows."""
+class InputGateMonitor:
+    """A record of the largest input-gate pre-activation, taken by forward hooks.
 
-    loss: float
-    """Nats per token."""
-    perplexity: float
-    """exp(loss)."""
-    bits_per_byte: float
-    """All nats over the bytes of text that the tokens stand for: the same unit for every tokenizer."""
-    tokens: int
-    bytes: int
-
-
-def summarize(nats: float, tokens: int, size: int) -> Evaluation:
-    """The evaluation of a sum of losses in nats over that many tokens and bytes."""
-    loss = nats / tokens
-    return Evaluation(loss, math.exp(min(loss, 700.0)), nats / math.log(2) / max(size, 1), tokens, size)
-
-
-@torch.no_grad()
-def evaluate(
-    model: Callable[..., Tensor],
-    tokens: Tokens,
-    context: int,
-    *,
-    batch_size: int,
-    most: int | None = None,
-    reset: Reset = "gate",
-    device: torch.device | str = "cpu",
-) -> Evaluation:
-    """Predict the held-out windows, each from empty memory; the same windows every time.
-
-    Args:
-        model: ids -> logits, a LanguageModel.
-        context: tokens a window predicts.
-        batch_size: windows at once.
-        most: how many windows, evenly spread; None is all of the held-out part.
-
-    Raises:
-        UserError: nothing is held out.
+    Nothing synchronizes with the device before :meth:`take`.
     """
-    windows = heldout_windows(tokens, context, most)
-    nats, count, size = 0.0, 0, 0
-    for first in range(0, len(windows), batch_size):
-        group = windows[first : first + batch_size]
-        for length in sorted({w.stop - w.start for w in group}, reverse=True):  # only the last window may be shorter
-            same = [w for w in group if w.stop - w.start == length]
-            rows = np.stack([tokens.heldout[w] for w in same]).astype(np.int64)
-            losses = token_losses(model, torch.from_numpy(rows).to(device), tokens.tokenizer.bos, reset)
-            nats += math.fsum(losses.flatten().tolist())
-            count += losses.numel()
-            size += sum(int(tokens.heldout_bytes[w][1:].sum()) for w in same)
-    return summarize(nats, count, size)
-
-
-class InputGateWatch:
-    """Watches the input gates of a model through forward hooks; nothing waits for the device until :meth:`take`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.largest: Tensor | None = None
         for name, module in model.named_modules():
             if isinstance(module, GatePreactivation) and name.endswith("input_gate"):
-                module.register_forward_hook(self._see)
+                module.register_forward_hook(self._record)
 
-    def _see(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def _record(self, module: nn.Module, args: Any, output: Tensor) -> None:
         largest = output.detach().amax()
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
     def take(self) -> float | None:
-        """The largest value since the last call; None if there was none, as in a model without such gates."""
+        """Return the largest value since the last call, and forget it; None for a model without input gates."""
         largest, self.largest = self.largest, None
         return None if largest is None else largest.item()
-
-
-Reset = Literal["gate", "cu_seqlens"]
-
-
-def document_borders(ids: Tensor, bos: int) -> Tensor:
-    """cu_seqlens of a batch whose rows are laid end to end: rows and documents each start a sequence.
-
-    ids: (B, T). Returns (sequences + 1,) int32, from 0 to B T.
-    """
-    start = ids == bos
-    start[:, 0] = True
-    edge = torch.tensor([ids.numel()], device=ids.device)
-    return torch.cat([start.flatten().nonzero()[:, 0], edge]).int()
-
-
-def token_losses(model: Callable[..., Tensor], windows: Tensor, bos: int, reset: Reset = "gate") -> Tensor:
-    """Cross-entropy in nats of every token but the first of each row, given those before it in its document.
-
-    Args:
-        model: ids -> logits, a LanguageModel.
-        windows: (B, T + 1) int64; a row starts with empty memory.
-        bos: the token that starts a document.
-        reset: how the model is told where documents start.
-
-    Returns:
-        (B, T) in the dtype of the logits, float32 or better.
-    """
-    ids, targets = windows[:, :-1], windows[:, 1:]
-    if reset == "gate":
-        logits = model(ids, document_start=ids == bos)
-    else:
-        logits = model(ids.reshape(1, -1), cu_seqlens=document_borders(ids, bos))
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.unflatten(0, ids.shape)

@@ -1,4 +1,4 @@
-"""The paper's training recipe (appendix E.2): which weights decay, the gradients of a step and its learning rate."""
+"""The paper's training recipe (appendix E.2): weight decay, clipped gradients and the learning rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfla.train.config import Optim
 
 
 def optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
-    """AdamW with weight decay on the weights of linear layers, none on anything else that learns."""
+    """Return AdamW with weight decay on the weights of linear layers and on no other parameter."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
     learning = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -24,32 +24,34 @@ def optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
 
 
 def clipped_gradients(
-    model: nn.Module, losses: Callable[[Tensor], Tensor], parts: Sequence[Tensor], clip: float
+    model: nn.Module, losses: Callable[[Tensor], Tensor], micro_batches: Sequence[Tensor], clip: float
 ) -> tuple[float, float]:
-    """Gradients of a batch's mean loss in place of those that the weights have, scaled down to a norm of ``clip``.
+    """Set the gradients of the parameters to those of a batch's mean loss, clipped to a norm of ``clip``.
 
     Args:
+        model: the model; its earlier gradients are discarded.
         losses: windows -> the loss of every token.
-        parts: the batch, in as many equal parts as it is computed in.
+        micro_batches: the batch in parts of equal size, whose gradients are accumulated.
+        clip: the largest norm of all gradients together.
 
     Returns:
-        the loss, and the norm before it was clipped.
+        the mean loss, and the norm before clipping.
     """
     model.zero_grad()
     loss = 0.0
-    for windows in parts:
-        part = losses(windows).mean()
-        (part / len(parts)).backward()
-        loss += part.item() / len(parts)
+    for windows in micro_batches:
+        mean = losses(windows).mean()
+        (mean / len(micro_batches)).backward()
+        loss += mean.item() / len(micro_batches)
     return loss, torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
 
 
 class Schedule:
-    """Linear warm-up to the peak, cosine to a fraction of it, linear cooldown to 0.
+    """The learning rates of a run: linear warm-up to the peak, cosine to a fraction of it, linear cooldown to 0.
 
     Args:
         config: the peak and the lengths.
-        steps: of the whole run.
+        steps: the number of steps of the run.
 
     Raises:
         UserError: warm-up and cooldown do not fit into the run.
@@ -66,7 +68,7 @@ class Schedule:
             )
 
     def __call__(self, step: int) -> float:
-        """The learning rate of a step, counted from 0; it would reach 0 at the step behind the last one."""
+        """Return the learning rate of a step, counted from 0; it would reach 0 at the step after the last one."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         left = self.steps - step

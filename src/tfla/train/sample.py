@@ -1,4 +1,4 @@
-"""Text from a trained model."""
+"""Generation of text with a trained model."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from tfla._util.errors import UserError, one_line, pick_device
+from tfla._util.device import pick_device
+from tfla._util.errors import UserError, one_line
 from tfla.nn import LanguageModel, generate
 from tfla.nn.pretrained import read_config
-from tfla.train import tokenizer as tokenizers
 from tfla.train.checkpoint import find_model
 from tfla.train.config import GenerateConfig
-from tfla.train.tokenizer import Document, Tokenizer
+from tfla.train.documents import Document
+from tfla.train.tokenizer import Tokenizer, find_tokenizer
 
 
 def sample(config: GenerateConfig) -> Iterator[str]:
-    """Continue the prompt, piece by piece as the text becomes certain.
+    """Return an iterator over the text that continues the prompt, each part as soon as its characters are complete.
 
     Raises:
-        UserError: there is no model, or an option is out of range; the call itself raises it. The iteration does where
-            the model's weights or state are not finite.
+        UserError: there is no model, or an option is out of range; the call itself raises it. The iteration raises it
+            if the model's weights or state are not finite.
     """
     device = pick_device(config.device)
     try:
         directory = find_model(config.checkpoint)
-        # Before the tokenizer, since it names other layouts.
+        # Read before the tokenizer, because its error names the layouts of other libraries.
         vocab_size = read_config(directory, {"backend": None}).vocab_size
-        tokenizer = tokenizers.find(directory, config.tokenizer)
+        tokenizer = find_tokenizer(directory, config.tokenizer)
         if tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"tokenizer: got one of {tokenizer.vocab_size} tokens, expected at most {vocab_size}, the model's"
             )
-        # The backend that trained it may be missing here.
+        # The backend of the training may be missing on this machine.
         model = LanguageModel.from_pretrained(directory, device, backend=None)
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: out of memory
         raise UserError(one_line(error)) from error
@@ -41,8 +42,8 @@ def sample(config: GenerateConfig) -> Iterator[str]:
 
 
 def continue_text(model: LanguageModel, tokenizer: Tokenizer, config: GenerateConfig) -> Iterator[str]:
-    """:func:`sample` with a model that is in memory; config's checkpoint and device are not used."""
-    # A command line hands over bytes that are no UTF-8 as surrogates.
+    """Return what :func:`sample` does, for a loaded model; the checkpoint and the device of config are not used."""
+    # Python decodes bytes of a command line that are not UTF-8 as surrogates.
     prompt = Document("prompt", config.prompt.encode("utf-8", "surrogateescape"))
     ids = torch.from_numpy(tokenizer.encode([prompt])[0].astype(np.int64))[None].to(model.embedding.weight.device)
     try:
@@ -56,6 +57,7 @@ def continue_text(model: LanguageModel, tokenizer: Tokenizer, config: GenerateCo
 
 
 def _decoded(tokens: Iterator[torch.Tensor], decode: Callable[[int], str]) -> Iterator[str]:
+    """Return the text of each token, and turn errors of the model into UserErrors."""
     try:
         for token in tokens:
             yield decode(int(token))

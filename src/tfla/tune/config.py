@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from tfla._util.options import check_count, check_range, require
 from tfla.measure.problem import Problem
 from tfla.ops.gates import InputGate
-from tfla.train.ranges import check_count, check_range, require
 
 LARGEST = 2**31 - 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tfla._util.files import table
+from tfla._util.markdown import table
 from tfla.measure.problem import Problem
 from tfla.ops.gates import InputGate
 from tfla.ops.tuned import Entry

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from tfla._util.errors import UserError, pick_device
+from tfla._util import outputs
+from tfla._util.device import pick_device
+from tfla._util.errors import UserError
 from tfla.measure import accelerators
 from tfla.measure.machine import environment
 from tfla.measure.problem import Problem
 from tfla.ops.gates import InputGate
 from tfla.ops.tuned import Entry, device_name, user_file
-from tfla.train import outputs
 from tfla.tune import store
 from tfla.tune.choose import best
 from tfla.tune.config import TuneConfig

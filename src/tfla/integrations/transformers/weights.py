@@ -16,8 +16,8 @@ from torch import Tensor
 from tfla._util.device import check_device
 from tfla._util.files import write_atomically
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.arguments import check_weights_dtype
 from tfla.nn.pretrained import build, need_safetensors, read_tensors
+from tfla.nn.validation import check_weights_dtype
 
 WeightMode = Literal["single", "fused"]
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -9,9 +9,9 @@ import torch
 
 from tfla.nn import LanguageModel
 from tfla.paper.experiments.plans import Variant
-from tfla.train.checkpoint import CHECKPOINTS
 from tfla.train.config import TrainConfig
-from tfla.train.logging import read
+from tfla.train.logging import read_metrics
+from tfla.train.run_folder import CHECKPOINTS_FOLDER
 from tfla.train.tokenizer import ByteTokenizer
 
 FAILED = "failed.txt"
@@ -20,7 +20,7 @@ EVERY = 10  # steps between points of the curves, but for the gradient norm, who
 
 def finished(config: TrainConfig) -> bool:
     """Whether nothing is left to do: the last step was saved, or training failed."""
-    last = config.run / CHECKPOINTS / f"step-{config.steps:08d}"
+    last = config.run / CHECKPOINTS_FOLDER / f"step-{config.steps:08d}"
     return last.exists() or (config.run / FAILED).exists()
 
 
@@ -30,7 +30,7 @@ def _digits(values: list[Any], digits: int) -> list[Any]:
 
 def outcome(variant: Variant, config: TrainConfig) -> dict[str, Any]:
     """The variant, its evaluations, its curves and, where training failed, why."""
-    records = read(config.run)
+    records = read_metrics(config.run)
     steps = [r for r in records if r["kind"] == "train"]
     coarse = [r for r in steps if r["step"] % EVERY == 0]
     failed = config.run / FAILED

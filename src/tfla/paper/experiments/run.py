@@ -8,16 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tfla._util.errors import UserError, pick_device
+from tfla._util import outputs
+from tfla._util.device import pick_device
+from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
+from tfla._util.options import check_count, check_range
 from tfla.measure.machine import environment
 from tfla.paper.experiments.outcome import outcome
 from tfla.paper.experiments.plans import EXPERIMENTS, SIZES, Variant, unique
 from tfla.paper.experiments.worker_pool import default_processes, say, train_all
-from tfla.train import outputs
 from tfla.train.config import TrainConfig, to_json
-from tfla.train.data import prepare
-from tfla.train.ranges import check_count, check_range
+from tfla.train.data import prepare_tokens
 
 ALL = "all"
 MOST = 1024  # processes
@@ -73,7 +74,7 @@ def run(name: str, config: ExperimentConfig) -> Path:
     chosen = EXPERIMENTS if name == ALL else {name: EXPERIMENTS[name]}
     wanted = configure(unique(v for e in chosen.values() for v in e.at(size)))
     tokens = folder / "tokens"
-    text = prepare(wanted[0][1].data, tokens)
+    text = prepare_tokens(wanted[0][1].data, tokens)
     say(f"{name}, {config.size}: {len(wanted)} models of {size.steps} steps on {device}")
     say(f"{len(text.train):,} bytes to train on, {len(text.heldout):,} held out; runs in {folder}")
     left = train_all(

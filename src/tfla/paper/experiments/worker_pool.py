@@ -15,8 +15,8 @@ from typing import Any
 
 from tfla._util.errors import UserError
 from tfla.paper.experiments.outcome import FAILED, finished
-from tfla.train.checkpoint import TOKENS
 from tfla.train.config import TrainConfig
+from tfla.train.run_folder import TOKENS_FOLDER
 
 
 def work(jobs: Any, results: Any, stop: Any, tokens: Path, log: Path) -> None:
@@ -30,9 +30,9 @@ def work(jobs: Any, results: Any, stop: Any, tokens: Path, log: Path) -> None:
                 return
             why = None
             try:
-                if not (config.run / TOKENS).exists():
+                if not (config.run / TOKENS_FOLDER).exists():
                     config.run.mkdir(parents=True, exist_ok=True)
-                    shutil.copytree(tokens, config.run / TOKENS)
+                    shutil.copytree(tokens, config.run / TOKENS_FOLDER)
                 step = train(config).step
             except UserError as error:
                 step, why = config.steps, str(error)

@@ -17,11 +17,11 @@ import torch
 
 from tfla._util.device import check_device
 from tfla._util.errors import UserError
+from tfla._util.options import check_count
+from tfla._util.outputs import check_file
 from tfla.measure.machine import environment
 from tfla.paper.numerics.measure import Grid, Row, measure, ways
 from tfla.paper.numerics.problem import REGIMES
-from tfla.train.outputs import check_file
-from tfla.train.ranges import check_count
 
 ON_CPU = Grid(T=2048, chunk_sizes=(64, 128, 256, 512, 1024, 2048), lengths=(512, 2048, 8192), heads=1)
 

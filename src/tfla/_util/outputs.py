@@ -1,4 +1,4 @@
-"""The check that what a command will write can be written, before it computes anything."""
+"""Checks that the output files of a command can be written, made before the command computes anything."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tfla._util.errors import UserError, reason
 
 
 def check_file(name: str, path: Path) -> None:
-    """Raise UserError unless a file can be written at that path; nothing is left there.
+    """Raise UserError unless a file can be written at ``path``. Nothing is left there.
 
     Args:
-        name: of the option, for the message.
-        path: of the file, which may be there already; folders above it need not be.
+        name: the name of the option in the message.
+        path: the file, which may exist; its parent folders need not exist.
     """
     try:
         if path.exists() and not path.is_file():
@@ -24,7 +24,7 @@ def check_file(name: str, path: Path) -> None:
 
 
 def check_folder(name: str, path: Path) -> None:
-    """Raise UserError unless files can be written into that folder, which need not be there; nothing is left."""
+    """Raise UserError unless files can be written into a folder, which need not exist. Nothing is left there."""
     try:
         _check_place(path)
     except (OSError, ValueError) as error:
@@ -32,7 +32,7 @@ def check_folder(name: str, path: Path) -> None:
 
 
 def _check_place(folder: Path) -> None:
-    """Try a temporary file in the folder, or in the first folder above it that there is: rights alone do not tell."""
+    """Create a temporary file in a folder or its nearest existing parent, since permission bits do not tell."""
     if "\0" in str(folder):
         raise ValueError("it has a null character")
     while not folder.exists() and folder != folder.parent:

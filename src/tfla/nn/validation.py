@@ -1,0 +1,110 @@
+"""Checks of arguments; every message names the argument, what was given and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tfla.ops.state import State
+
+if TYPE_CHECKING:
+    from tfla.nn.attention import KeyValues
+    from tfla.nn.model import LanguageModel
+
+
+SEEDS = (-(2**63), 2**64 - 1)  # the range of torch.Generator.manual_seed
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # allowed for weights
+
+
+def check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raise unless value is an int from low to high."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+    if value < low or (high is not None and value > high):
+        raise ValueError(
+            f"{name}: got {value}, expected at least {low}" + ("" if high is None else f" and at most {high}")
+        )
+
+
+def check_number(name: str, value: object, above: float | None = None) -> None:
+    """Raise unless value is a finite int or float, and greater than ``above`` unless that is None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
+    if not math.isfinite(value) or (above is not None and value <= above):
+        raise ValueError(f"{name}: got {value}, expected a finite number{'' if above is None else f' above {above:g}'}")
+
+
+def check_ids(ids: object, shape: str, dims: int) -> None:
+    """Raise unless ids is an integer tensor with ``dims`` dimensions. Its values are not read."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids: got {describe(ids)}, expected an int64 tensor")
+    if ids.dim() != dims:
+        raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {shape}")
+
+
+def check_vocabulary(ids: Tensor, vocab_size: int) -> None:
+    """Raise unless all ids are in the vocabulary. Their values are read, which synchronizes with a GPU."""
+    low, high = (int(x) for x in torch.aminmax(ids))
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"ids: got tokens from {low} to {high}, expected from 0 to {vocab_size - 1}, the vocabulary")
+
+
+def check_weights_dtype(dtype: object) -> None:
+    """Raise unless dtype is None or a dtype that weights may have."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: got {dtype!r}, expected a torch.dtype or None")
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype: got {dtype}, expected one of {', '.join(map(str, DTYPES))}")
+
+
+def check_num_entries(state: object, blocks: int) -> None:
+    """Raise unless state is a tuple with one entry for each block."""
+    if not isinstance(state, tuple | list) or hasattr(state, "_fields"):  # a NamedTuple is the state of one block
+        raise TypeError(f"state: got {type(state).__name__}, expected a tuple with one entry a block")
+    if len(state) != blocks:
+        raise ValueError(f"state: got {len(state)} entries, expected one for each of the {blocks} blocks")
+
+
+def check_model_state(model: LanguageModel, state: object, name: str = "state") -> int:
+    """Return the batch size of a state after a check that its types, shapes and devices are those of the model.
+
+    Raises:
+        TypeError, ValueError: the message names the first entry that does not fit, what it is and what is expected.
+    """
+    check_num_entries(state, len(model.blocks))
+    batch: int | None = None
+    for number, (given, expected) in enumerate(zip(state, model.initial_state(1, "meta"), strict=True)):  # type: ignore[call-overload]
+        batch = _check_block(f"{name}[{number}]", given, expected, batch, model.embedding.weight)
+    assert batch is not None
+    return batch
+
+
+def _check_block(at: str, given: object, expected: State | KeyValues, batch: int | None, weight: Tensor) -> int:
+    """Raise unless ``given`` fits ``expected`` and the batch size of earlier blocks; return the batch size."""
+    if type(given) is not type(expected):
+        raise TypeError(f"{at}: got {type(given).__name__}, expected {type(expected).__name__}")
+    for part in ("C", "n", "m") if isinstance(expected, State) else ("k", "v"):
+        x, like = getattr(given, part), getattr(expected, part)
+        if like is None:
+            if x is not None:
+                raise TypeError(f"{at}.{part}: got {describe(x)}, expected None: mLSTMsig has no normalizer")
+            continue
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{at}.{part}: got {describe(x)}, expected a float tensor")
+        if x.device != weight.device:
+            raise ValueError(f"{at}.{part}: got device {x.device}, expected that of the model, {weight.device}")
+        batch = len(x) if batch is None and x.dim() else batch
+        # Attention's keys and values may have any number of tokens.
+        shape = (batch, *like.shape[1:]) if isinstance(expected, State) else (batch, *x.shape[1:2], *like.shape[2:])
+        if x.shape != shape:
+            raise ValueError(f"{at}.{part}: got shape {tuple(x.shape)}, expected {shape}")
+    assert batch is not None
+    return batch
+
+
+def describe(x: object) -> str:
+    """Return the phrase with which an error message describes a value of the wrong type."""
+    return f"a tensor of {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

@@ -1,0 +1,120 @@
+"""The loss of each token, and the evaluation of a model on the held-out tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tfla.train.data import Tokens, heldout_windows
+
+Reset = Literal["gate", "cu_seqlens"]
+
+
+def token_losses(model: Callable[..., Tensor], windows: Tensor, bos: int, reset: Reset = "gate") -> Tensor:
+    """Return the cross-entropy in nats of every token but the first of each row, given the tokens before it in its
+    document.
+
+    Args:
+        model: ids -> logits, such as a LanguageModel.
+        windows: (B, T + 1) int64. The memory is empty at the start of a row.
+        bos: the token that starts a document.
+        reset: how the model learns where documents start: "gate" closes the forget gate there, "cu_seqlens" packs them
+            as sequences.
+
+    Returns:
+        (B, T) in the dtype of the logits, float32 or float64.
+    """
+    ids, targets = windows[:, :-1], windows[:, 1:]
+    if reset == "gate":
+        logits = model(ids, document_start=ids == bos)
+    else:
+        logits = model(ids.reshape(1, -1), cu_seqlens=document_cu_seqlens(ids, bos))
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.unflatten(0, ids.shape)
+
+
+def document_cu_seqlens(ids: Tensor, bos: int) -> Tensor:
+    """Return cu_seqlens of the rows of a batch, laid end to end, in which rows and documents each start a sequence.
+
+    Args:
+        ids: (B, T) int64.
+        bos: the token that starts a document.
+
+    Returns:
+        (num_sequences + 1,) int32, from 0 to B T.
+    """
+    start = ids == bos
+    start[:, 0] = True
+    end = torch.tensor([ids.numel()], device=ids.device)
+    return torch.cat([start.flatten().nonzero()[:, 0], end]).int()
+
+
+class Evaluation(NamedTuple):
+    """The result of an evaluation, over all predicted tokens of the held-out windows."""
+
+    loss: float
+    """Nats per token."""
+    perplexity: float
+    """exp(loss)."""
+    bits_per_byte: float
+    """The sum of the losses in bits, divided by the bytes of text that the tokens stand for. Models with different
+    tokenizers can be compared by it."""
+    tokens: int
+    bytes: int
+
+
+@torch.no_grad()
+def evaluate(
+    model: Callable[..., Tensor],
+    tokens: Tokens,
+    context: int,
+    *,
+    batch_size: int,
+    max_windows: int | None = None,
+    reset: Reset = "gate",
+    device: torch.device | str = "cpu",
+) -> Evaluation:
+    """Evaluate a model on the held-out windows, each from empty memory. The windows are the same every time.
+
+    Args:
+        model: ids -> logits, such as a LanguageModel.
+        tokens: the token streams.
+        context: number of tokens that a window predicts.
+        batch_size: number of windows in a batch.
+        max_windows: the largest number of windows, evenly spread; None is all of the held-out part.
+        reset: as in :func:`token_losses`.
+        device: device of the model.
+
+    Raises:
+        UserError: nothing is held out.
+    """
+    windows = heldout_windows(tokens, context, max_windows)
+    nats, count, size = 0.0, 0, 0
+    for first in range(0, len(windows), batch_size):
+        group = windows[first : first + batch_size]
+        for length in sorted({w.stop - w.start for w in group}, reverse=True):  # only the last window may be shorter
+            same = [w for w in group if w.stop - w.start == length]
+            rows = np.stack([tokens.heldout[w] for w in same]).astype(np.int64)
+            losses = token_losses(model, torch.from_numpy(rows).to(device), tokens.tokenizer.bos, reset)
+            nats += math.fsum(losses.flatten().tolist())
+            count += losses.numel()
+            size += sum(int(tokens.heldout_bytes[w][1:].sum()) for w in same)
+    return summarize(nats, count, size)
+
+
+def summarize(nats: float, tokens: int, size: int) -> Evaluation:
+    """Return the evaluation for a sum of losses in nats over ``tokens`` tokens and ``size`` bytes."""
+    loss = nats / tokens
+    return Evaluation(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700.0)),  # exp overflows beyond
+        bits_per_byte=nats / math.log(2) / max(size, 1),
+        tokens=tokens,
+        bytes=size,
+    )
