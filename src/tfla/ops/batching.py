@@ -26,10 +26,11 @@ def _map(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence
     """
     args = [_first(t, dim, size) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims, strict=True)]
     if args[packed] is not None:
-        calls = [operator(*(t[j] if isinstance(t, Tensor) else t for t in args)) for j in range(size)]
+        calls = [operator(*(t[j].contiguous() if isinstance(t, Tensor) else t for t in args)) for j in range(size)]
         found = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
         return found, (0,) * len(found)
-    found = operator(*(t.flatten(0, 1) if isinstance(t, Tensor) else t for t in args))
+    # What a forward has stored is dense for kernels, but a tensor that is not mapped is repeated by a stride of 0.
+    found = operator(*(t.flatten(0, 1).contiguous() if isinstance(t, Tensor) else t for t in args))
     missing = [t.dim() == 1 and t.shape[0] == 0 for t in found]
     mapped = tuple(t if none else _split(t, size) for t, none in zip(found, missing, strict=True))
     return mapped, tuple(None if none else 0 for none in missing)
