@@ -1,4 +1,4 @@
-"""Gains before and after the norm: both gates, every normaliser, where the input is passed."""
+"""Gains before and after the norm: both gates, every normalizer, where the input is passed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_only_bounded_normalizers_let_the_input_gate_decide(gate: str) -> None:
 
 
 def test_bounded_normalizer_is_that_of_mlstm_exp() -> None:
-    """The unnormalised form divided by max(|n q|, 1) is (4)."""
+    """The unnormalized form divided by max(|n q|, 1) is (4)."""
     q, k, v = draw()
     i, f = torch.full((1, T, 1), -1.0), torch.full((1, T, 1), 3.0)
     log_f = torch.nn.functional.logsigmoid(f)

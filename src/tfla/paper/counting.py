@@ -66,8 +66,8 @@ def over_chunk_size(config: Config) -> Figure:
             "parallel, F_causal 0.5": (get("parallel", "sig").flops(**shape), style.PURPLE),
             "tfla fused, at any chunk size": (get("fused", "sig").flops(L=TILE, **shape), style.RED),
         }
-        for label, (value, colour) in flat.items():
-            axes.axhline(value, color=colour, label=label)
+        for label, (value, color) in flat.items():
+            axes.axhline(value, color=color, label=label)
         rows += [
             {"dqk": dqk, "dhv": dhv, "form": "chunkwise", "F_causal": c, "L": int(s), "flops": float(y)}
             for c, values in curves.items()
@@ -99,9 +99,9 @@ def optimal_chunk(config: Config) -> Figure:
     drawing, [axes_row] = style.panels(1, 2, sharey=True, width=4.0)
     rows: list[dict[str, Any]] = []
     for axes, p in zip(axes_row, (0.5, 1.0), strict=True):
-        for c, colour in ((0.5, style.BLUE), (0.66, style.GREEN), (1.0, style.RED)):
+        for c, color in ((0.5, style.BLUE), (0.66, style.GREEN), (1.0, style.RED)):
             best = np.array([flop_optimal_chunk(dhv, p, c) for dhv in widths])
-            axes.plot(widths, best, color=colour, label=f"F_causal {c:g}")
+            axes.plot(widths, best, color=color, label=f"F_causal {c:g}")
             rows += [
                 {"pqk": p, "F_causal": c, "dhv": float(d), "L": float(y)} for d, y in zip(widths, best, strict=True)
             ]
@@ -128,20 +128,20 @@ def all_forms(config: Config) -> Figure:
     for axes_row, direction in zip(grid, directions, strict=True):
         flops, moved = axes_row
         gates: tuple[tuple[Gate, str, float], ...] = (("sig", style.SIG, -0.2), ("exp", style.EXP, 0.2))
-        for gate, colour, shift in gates:
+        for gate, color, shift in gates:
             for place, (name, (label, own)) in enumerate(WAYS.items()):
                 form = get(name, gate, direction)
                 sizes: dict[str, Any] = shape | own
                 products, every = form.matrix_flops(**sizes), form.flops(**sizes)
                 row: dict[str, Any] = {"form": label, "gate": f"mLSTM{gate}", "direction": direction}
                 row |= {"matrix product FLOPs": float(products), "FLOPs": float(every)}
-                flops.barh(place + shift, every / 1e9, 0.36, color=colour, label=f"mLSTM{gate}" if not place else None)
+                flops.barh(place + shift, every / 1e9, 0.36, color=color, label=f"mLSTM{gate}" if not place else None)
                 text = f"{every / 1e9:.2f} ({100 * (1 - products / every):.1f} %)"
                 flops.text(every / 1e9 * 1.1, place + shift, text, va="center", fontsize=7.5, color=style.INK)
                 if form.byte_parts is not None:
                     row["bytes"] = float(form.bytes(**sizes))
                     mebibytes = row["bytes"] / 2**20
-                    moved.barh(place + shift, mebibytes, 0.36, color=colour)
+                    moved.barh(place + shift, mebibytes, 0.36, color=color)
                     moved.text(
                         mebibytes * 1.1, place + shift, f"{mebibytes:,.1f}", va="center", fontsize=7.5, color=style.INK
                     )

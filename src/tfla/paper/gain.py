@@ -18,7 +18,7 @@ T, HEAD_DIM = 512, 128  # Appendix D.2
 EPSILONS = (1e-2, 1e-6, 1e-8)
 Normalizer = Literal["bounded", "absolute", "plain", "none"]
 NORMALIZERS: dict[Normalizer, str] = {
-    "bounded": "max(|nᵀq|, 1)",  # in stabilised form max(|n̄ᵀq|, exp(-m)), (4)
+    "bounded": "max(|nᵀq|, 1)",  # in stabilized form max(|n̄ᵀq|, exp(-m)), (4)
     "absolute": "|nᵀq|",
     "plain": "nᵀq",
     "none": "1",
@@ -51,8 +51,8 @@ def draw(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 def outputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, gate: InputGate, normalizer: Normalizer) -> Tensor:
     """h before the norm; q, k, v (B, T, H, d), pre-activations i, f (B, T, H). float32 or better.
 
-    The defaults are :func:`tfla.mlstm`. The others are the unnormalised form with a column of ones in v, which gives
-    the normaliser's dot product n^T q.
+    The defaults are :func:`tfla.mlstm`. The others are the unnormalized form with a column of ones in v, which gives
+    the normalizer's dot product n^T q.
     """
     if normalizer == VARIANTS[gate][0]:
         return tfla.mlstm(q, k, v, i, f, input_gate=gate)
@@ -84,7 +84,7 @@ def over_input_gates(
 ) -> Iterator[Tensor]:
     """h for one input gate after the other, all of the forget gates f (F,) at once: (F, T, 1, d).
 
-    Without a normaliser in the operator a constant input gate is a factor, so that it runs once.
+    Without a normalizer in the operator a constant input gate is a factor, so that it runs once.
     """
     if normalizer == VARIANTS[gate][0]:
         for values in torch.tensor(i).split(max(1, PER_CALL // len(f))):
@@ -110,7 +110,7 @@ def gains(
     """Gains on the grid of constant pre-activations i and f.
 
     Raises:
-        ValueError: the gate or the normaliser is unknown.
+        ValueError: the gate or the normalizer is unknown.
     """
     if gate not in INPUT_GATES:
         raise ValueError(f"gate: got {gate!r}, allowed are {', '.join(map(repr, INPUT_GATES))}")

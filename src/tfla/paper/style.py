@@ -1,4 +1,4 @@
-"""How figures look: colours that colour-blind readers tell apart, sizes, axes, legends."""
+"""How figures look: colors that color-blind readers tell apart, sizes, axes, legends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours.
+# Okabe and Ito's colors.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#999999"
 INK = "#333333"
 CYCLE = (BLUE, RED, GREEN, ORANGE, PURPLE, SKY, INK)  # yellow is too pale for lines
 EXP, SIG = BLUE, RED  # mLSTMexp, mLSTMsig
 MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
-SEQUENTIAL, DIVERGING = "viridis", "PuOr"  # colour maps
+SEQUENTIAL, DIVERGING = "viridis", "PuOr"  # color maps
 DPI = 130
 
 STYLE: dict[Any, Any] = {

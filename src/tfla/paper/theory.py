@@ -26,7 +26,7 @@ COMMAND = "tfla analyze theory"
 HEADS = BATCH * H
 SIZES = np.geomspace(16, 8192, 91)
 TICKS = [2**n for n in range(4, 14, 2)]
-COLOURS = dict(zip(ACCELERATORS, (style.ORANGE, style.GREEN, style.BLUE, style.RED, style.PURPLE), strict=True))
+COLORS = dict(zip(ACCELERATORS, (style.ORANGE, style.GREEN, style.BLUE, style.RED, style.PURPLE), strict=True))
 
 
 @dataclass
@@ -57,10 +57,10 @@ def accelerators(config: Config, names: Sequence[str]) -> dict[str, Accelerator]
 
 
 def looks(found: dict[str, Accelerator]) -> Iterator[tuple[Accelerator, dict[str, Any]]]:
-    """Each with its colour and dashes."""
+    """Each with its color and dashes."""
     dashes = cycle(("--", ":", "-."))
     for name, accelerator in found.items():
-        look = {"color": COLOURS[name], "ls": "-"} if name in COLOURS else {"color": style.INK, "ls": next(dashes)}
+        look = {"color": COLORS[name], "ls": "-"} if name in COLORS else {"color": style.INK, "ls": next(dashes)}
         yield accelerator, look
 
 
@@ -89,7 +89,7 @@ def runtime(config: Config) -> Figure:
             for s, y in zip(SIZES, values, strict=True)
         ]
     walks = seconds(ACCELERATORS["H200"], HEADS, get("segments", "sig"), L=TILE, segment=SIZES, **SHAPE)
-    axes.plot(SIZES, walks * 1e3, color=COLOURS["H200"], ls="--", label="theory of walks in segments, H200")
+    axes.plot(SIZES, walks * 1e3, color=COLORS["H200"], ls="--", label="theory of walks in segments, H200")
     rows += [
         {"what": "theory of walks, H200", "L": float(s), "seconds": float(y)} for s, y in zip(SIZES, walks, strict=True)
     ]
@@ -260,9 +260,9 @@ def over_intensity(config: Config) -> Figure:
     x = np.linspace(0, 600, 121)
     drawing, [[axes]] = style.panels(1, 1, width=7.2, height=3.8)
     rows: list[dict[str, Any]] = []
-    for dhv, colour in ((128, style.SKY), (256, style.BLUE), (512, style.GREEN), (1024, style.RED)):
+    for dhv, color in ((128, style.SKY), (256, style.BLUE), (512, style.GREEN), (1024, style.RED)):
         best = runtime_optimal_chunk(dhv, 0.5, x)
-        axes.plot(x, best, color=colour, label=f"dhv {dhv}")
+        axes.plot(x, best, color=color, label=f"dhv {dhv}")
         rows += [{"dhv": dhv, "FLOP/byte": float(i), "L": float(y)} for i, y in zip(x, best, strict=True)]
     top = float(np.max(best)) * 1.08
     shared: dict[int, list[str]] = {}

@@ -147,7 +147,7 @@ def spread(found: Found) -> float:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table: a label, whose colour, and its runs."""
+    """A row of a table: a label, whose color, and its runs."""
 
     label: str
     mixer: Mixer

@@ -1,4 +1,4 @@
-"""Transfer behaviour of the mLSTM (Section 4.2, Appendix D.2): Figures 3, 6 and 7, and where a model starts on them."""
+"""Transfer behavior of the mLSTM (Section 4.2, Appendix D.2): Figures 3, 6 and 7, and where a model starts on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EPS = 1e-6
 NAMES: dict[InputGate, str] = {"exp": "mLSTMexp", "sigmoid": "mLSTMsig"}
 I_RANGE, F_RANGE = (-12.0, 8.0), (-5.0, 12.0)
 SMALLEST_STEP = 0.01  # maps of 3.4 million gains, each the result of a sequence
-LOWEST, HIGHEST = 1e-4, 1e2  # of the colours before the norm, where gains span many decades
+LOWEST, HIGHEST = 1e-4, 1e2  # of the colors before the norm, where gains span many decades
 
 
 @dataclass
@@ -79,7 +79,7 @@ def rows_of(found: Gains, gate: InputGate, normalizer: Normalizer) -> list[dict[
 
 
 def heat(axes: Axes, found: Gains, values: Any, *, logarithmic: bool) -> Any:
-    """One map: forget gate on x, input gate on y, gain as colour."""
+    """One map: forget gate on x, input gate on y, gain as color."""
     from matplotlib.colors import LogNorm, Normalize
 
     norm = LogNorm(LOWEST, HIGHEST) if logarithmic else Normalize(0, 1)
@@ -99,7 +99,7 @@ def figure(
     config: Config, name: str, title: str, caption: str, lines: Sequence[tuple[InputGate, Normalizer]],
     found: dict[tuple[InputGate, Normalizer], Gains], epsilons: Sequence[float],
 ) -> Figure:  # fmt: skip
-    """A row of maps for each gate and normaliser: before the norm, then after it for every epsilon."""
+    """A row of maps for each gate and normalizer: before the norm, then after it for every epsilon."""
     drawing, axes = panels(len(lines), 1 + len(epsilons), width=3.0, height=2.6, sharex=True, sharey=True)
     before: Any = None
     after: Any = None
@@ -213,14 +213,14 @@ def figures(config: Config) -> list[Figure | Missing]:
             defaults, found, (EPS,),
         ),
         figure(
-            config, "fig6", "Figure 6: gain of mLSTMexp by normaliser and epsilon",
-            "Only the normaliser that is bounded from below (first row) lets the input gate decide; without the bound "
+            config, "fig6", "Figure 6: gain of mLSTMexp by normalizer and epsilon",
+            "Only the normalizer that is bounded from below (first row) lets the input gate decide; without the bound "
             "the gate cancels in the ratio and the cell passes everything. A larger epsilon moves the transition up.",
             [("exp", n) for n in VARIANTS["exp"]], found, EPSILONS,
         ),
         figure(
-            config, "fig7", "Figure 7: gain of mLSTMsig by normaliser and epsilon",
-            "No normaliser (first row, the default) and the bounded one (second) give the same map after the norm; "
+            config, "fig7", "Figure 7: gain of mLSTMsig by normalizer and epsilon",
+            "No normalizer (first row, the default) and the bounded one (second) give the same map after the norm; "
             "the two without a bound lose the input gate, as for mLSTMexp.",
             [("sigmoid", n) for n in VARIANTS["sigmoid"]], found, EPSILONS,
         ),

@@ -37,9 +37,9 @@ BLOCK = 1024  # steps whose states the chunkwise backend keeps at once: only wha
 
 
 def gates(gate: Gate) -> sp.Expr:
-    """Log-gates, sums over the tile, weights of state and updates, the decay; with a normaliser m, F, I, exp(-m)."""
-    normaliser = L * (VEC * 4 + MAX + EXP) if gate == "exp" else 0
-    return L * log_gates(gate) + VEC * 5 * L + 2 * L * EXP + EXP + normaliser
+    """Log-gates, sums over the tile, weights of state and updates, the decay; with a normalizer m, F, I, exp(-m)."""
+    normalizer = L * (VEC * 4 + MAX + EXP) if gate == "exp" else 0
+    return L * log_gates(gate) + VEC * 5 * L + 2 * L * EXP + EXP + normalizer
 
 
 def weighted(product: sp.Expr) -> sp.Expr:
@@ -61,7 +61,7 @@ def fused_forward(gate: Gate) -> Parts:
         "state": update(NV * DQK),
     }
     if gate == "exp":
-        parts["normaliser"] = NV * (CAUSAL * VEC * L**2 + 4 * L * DQK + L * (VEC * 2 + ABS + MAX)) + VEC * L * DHV
+        parts["normalizer"] = NV * (CAUSAL * VEC * L**2 + 4 * L * DQK + L * (VEC * 2 + ABS + MAX)) + VEC * L * DHV
     return parts
 
 
@@ -80,7 +80,7 @@ def fused_backward(gate: Gate) -> Parts:
         "dk": row,
     }
     if gate == "exp":
-        parts["normaliser"] = of_denominator(L) + NK * 2 * CAUSAL * VEC * L**2 + 4 * L * DQK + VEC * 5 * L * DQK
+        parts["normalizer"] = of_denominator(L) + NK * 2 * CAUSAL * VEC * L**2 + 4 * L * DQK + VEC * 5 * L * DQK
     return parts
 
 
@@ -116,5 +116,5 @@ def segmented_backward(gate: Gate) -> Parts:
         "states of a chunk again": (1 - BLOCK / S) * update(),
     }
     if gate == "exp":
-        parts["normaliser"] = of_denominator(L) + CAUSAL * VEC * L**2 + VEC * 9 * L * DQK
+        parts["normalizer"] = of_denominator(L) + CAUSAL * VEC * L**2 + VEC * 9 * L * DQK
     return parts

@@ -1,4 +1,4 @@
-"""Chunk sizes that minimise FLOPs (111) or runtime (121), solved from the counts of the parts."""
+"""Chunk sizes that minimize FLOPs (111) or runtime (121), solved from the counts of the parts."""
 
 from __future__ import annotations
 
