@@ -54,7 +54,7 @@ def read_benchmark(config: Options) -> None:
     benchmark_claims.claims(config)
     sig_forward(config)
     for result in load(config.results, complete=True).values():
-        time_bounds.compared(result)
+        time_bounds.compare_with_bounds(result)
 
 
 def read_training(config: Options) -> None:

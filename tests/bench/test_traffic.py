@@ -9,7 +9,7 @@ import pytest
 
 from tfla.bench import traffic
 from tfla.paper.algorithms import get
-from tfla.paper.profiled_traffic import claim_values, compared, draw_profiled_traffic
+from tfla.paper.profiled_traffic import claim_values, compare_with_counts, draw_profiled_traffic
 from tfla.paper.report_types import Missing, Options
 
 REPORT = """==PROF== Connected to process 7
@@ -61,7 +61,7 @@ def test_comparison(tmp_path: Path) -> None:
     rows = [call("forward", parts, counted["forward"], counted["forward"] / 2),
             call("backward", parts, counted["backward"], 0), call("forward", {}, 1, 1)]  # fmt: skip
     env = {"device": "a GPU", "date": "2026-01-01"}
-    found = compared({"rows": rows})
+    found = compare_with_counts({"rows": rows})
     assert [r["measured / counted"] for r in found] == pytest.approx([1.5, 1.0])
     assert [r["counted"] for r in found] == pytest.approx([counted["forward"], counted["backward"]])
     config = Options(out=tmp_path, results=tmp_path)

@@ -29,7 +29,7 @@ def folder(tmp_path):
 
 def test_what_is_stored_is_drawn_and_what_is_not_is_said(tmp_path, folder):
     found = benchmarks.figures(benchmarks.Config(out=tmp_path, results=folder))
-    assert [f.name for f in found] == list(benchmarks.SEEN)
+    assert [f.name for f in found] == list(benchmarks.CAPTIONS)
     (drawn,) = (f for f in found if isinstance(f, Figure))
     assert drawn.name == "fig4"
     missing = {f.name: f.why for f in found if isinstance(f, Missing)}

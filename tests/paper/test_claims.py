@@ -105,7 +105,7 @@ def test_attention_is_beaten_from_where_on(tmp_path):
         ({"name": "fla simple_gla chunk"}, None),
     ],
 )  # fmt: skip
-def test_contenders_are_counted_as_what_they_are(row, expected):
+def test_implementations_are_counted_by_their_algorithms(row, expected):
     row = row | {"T": 512}
     assert algorithm_of(row) == expected
 
@@ -114,8 +114,8 @@ def test_bounds_are_those_of_the_form():
     gpu = Accelerator("x", 1e12, 1e9, "test")
     row = {"name": "mlstm_kernels mLSTMsig xl_chunk 128", "direction": "forward + backward"}
     shape = {"T": 512, "dqk": 16, "dhv": 32}
-    forms = [get("chunkwise", "sig", direction) for direction in ("forward", "backward")]
+    algorithms = [get("chunkwise", "sig", direction) for direction in ("forward", "backward")]
     least, most = bounds(row | shape | {"B": 3, "H": 5}, gpu)
-    times = [(f.flops(L=128, **shape) / 1e12, f.bytes(L=128, **shape) / 1e9) for f in forms]
+    times = [(f.flops(L=128, **shape) / 1e12, f.bytes(L=128, **shape) / 1e9) for f in algorithms]
     assert least == pytest.approx(15 * sum(map(max, times)))
     assert most == pytest.approx(15 * sum(map(sum, times)))

@@ -1,4 +1,4 @@
-"""Figures 15 and 16, and the comparison of all forms."""
+"""Figures 15 and 16, and the comparison of all algorithms."""
 
 from __future__ import annotations
 

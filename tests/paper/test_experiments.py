@@ -19,7 +19,7 @@ from tfla.paper.experiments.run import ExperimentConfig
 from tfla.paper.experiments.worker_pool import train_all
 from tfla.paper.report_types import Missing
 from tfla.paper.training import Config, claims, figures
-from tfla.paper.training_runs import Found, load, running_median, spikes, table_of, text, title_of
+from tfla.paper.training_runs import TrainingRuns, load, mean_text, running_median, spikes, table_of, title_of
 from tfla.train.config import TrainConfig
 from tfla.train.data import prepare_tokens
 
@@ -120,11 +120,11 @@ def test_bad_options(tmp_path: Path) -> None:
 def test_what_runs_found(trained: tuple[Path, list[Variant]], tmp_path: Path) -> None:
     folder, (good, bad) = trained
     rows = [outcome(v, config(v, folder)) for v in (good, bad)]
-    found = Found({"size": {"steps": TINY.steps}, "runs": rows})
+    found = TrainingRuns({"size": {"steps": TINY.steps}, "runs": rows})
     assert found.last(good, "bits_per_byte") == rows[0]["evals"][-1]["bits_per_byte"]
     assert found.last(bad, "bits_per_byte") is None
     assert found.all_of([good, bad, Variant("attention")]) == [rows[0]["evals"][-1]["bits_per_byte"]]
-    assert text([1.0, 3.0], 1) == "2.0 ± 1.4"
+    assert mean_text([1.0, 3.0], 1) == "2.0 ± 1.4"
 
 
 def test_runs_that_were_stopped_are_compared_where_all_of_them_are() -> None:
@@ -133,7 +133,7 @@ def test_runs_that_were_stopped_are_compared_where_all_of_them_are() -> None:
         return {"parameters": 10**6, "evals": evals} | dataclasses.asdict(variant)
 
     exp, sig, attention = (v for v in EXPERIMENTS["table5"].variants)
-    found = Found({"size": {"steps": 6}, "runs": [row(exp, 0, 2, 4), row(sig, 0, 2), row(attention, 0)]})
+    found = TrainingRuns({"size": {"steps": 6}, "runs": [row(exp, 0, 2, 4), row(sig, 0, 2), row(attention, 0)]})
     assert found.reached([exp, sig, attention]) == 2
     assert found.reached([exp]) == 4
     assert found.reached([attention]) == 0
@@ -141,7 +141,7 @@ def test_runs_that_were_stopped_are_compared_where_all_of_them_are() -> None:
     assert found.all_of([exp, sig]) == []
     assert [line[0] for line in table_of(found).rows] == ["Table 5, 4 times the context; after 2 of 6 steps"] * 2
     assert title_of("x", found, 6) == "x"
-    assert Found({"size": {"steps": 4}, "runs": [row(exp, 0, 2, 4), row(sig, 0, 2)]}).reached([exp, sig]) == 4
+    assert TrainingRuns({"size": {"steps": 4}, "runs": [row(exp, 0, 2, 4), row(sig, 0, 2)]}).reached([exp, sig]) == 4
 
 
 def test_spikes_stand_out_from_the_steps_around_them() -> None:

@@ -1,4 +1,4 @@
-"""The counts of walks against the matrix products, loads and stores that Triton's interpreter sees."""
+"""The counts of fused scans against the matrix products, loads and stores that Triton's interpreter sees."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tfla.paper.numerics import run
-from tfla.paper.numerics.figures import Config, beside_the_paper, by, claims, figures, flat
-from tfla.paper.numerics.measure import ROUNDING, Grid, measure, ways
+from tfla.paper.numerics.figures import Config, claims, compare_with_the_paper, csv_rows, draw_errors, figures
+from tfla.paper.numerics.measure import ROUNDING, Grid, implementations, measure
 from tfla.paper.numerics.problem import REGIMES, Setting, draw, relative_errors, rounded, solve
 from tfla.paper.report_types import Missing, stored
 
@@ -52,19 +52,21 @@ def test_what_a_way_raises_is_its_row() -> None:
     assert all("cannot run these inputs" in row["failed"] for row in rows)
 
 
-def test_ways() -> None:
-    found = ways("cpu")
+def test_implementations() -> None:
+    found = implementations("cpu")
     assert ("chunkwise segmented", "float64") in found
     assert (ROUNDING, "bfloat16") in found
-    assert not any(way.startswith("hopper") for way, _ in found)
+    assert not any(implementation.startswith("hopper") for implementation, _ in found)
 
 
 def test_run_writes_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "ways", lambda device: [(ROUNDING, "bfloat16"), ("chunkwise segmented", "bfloat16")])
+    monkeypatch.setattr(
+        run, "implementations", lambda device: [(ROUNDING, "bfloat16"), ("chunkwise segmented", "bfloat16")]
+    )
     result = run.run("cpu", SMALL, 1)
     assert result["environment"]["device"]
     assert {row["way"] for row in result["rows"]} == {ROUNDING, "chunkwise segmented"}
-    assert len(flat(result["rows"])) == len(result["rows"])
+    assert len(csv_rows(result["rows"])) == len(result["rows"])
 
 
 def test_no_such_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,9 +81,11 @@ def test_figures_of_the_stored_result(tmp_path: Path) -> None:
     config = Config(out=tmp_path)
     result = stored(config, "numerics")
     rows = [row for row in result["rows"] if row["regime"] == "model" and row["dtype"] == "bfloat16"]
-    by(config, result, "lengths", "title", "caption", rows, lambda row: row["T"], [512, 2048, 8192, 32768, 65536], "T")
+    draw_errors(
+        config, result, "lengths", "title", "caption", rows, lambda row: row["T"], [512, 2048, 8192, 32768, 65536], "T"
+    )
     assert len((tmp_path / "lengths.csv").read_text().splitlines()) == 1 + len(rows)
-    beside_the_paper(config, result)
+    compare_with_the_paper(config, result)
     assert "the paper's authors" in (tmp_path / "numerics_paper.csv").read_text()
 
 

@@ -17,35 +17,40 @@ __all__ = ["Config", "claims", "figures"]
 
 COMMAND = "tfla analyze benchmarks"
 COLUMNS = ("seconds", "min", "max", "samples", "sustained_seconds", "floor_seconds", "peak_bytes", "state_bytes")
-SEEN = {  # what to see in each figure, apart from its numbers
-    "fig4": """The number of tokens is constant: what is linear in T is flat, attention doubles with T. mLSTM steps up
-where there are too few sequences to give every multiprocessor whole walks, and walks are cut into segments.""",
+CAPTIONS = {  # by suite, apart from the numbers
+    "fig4": """The number of tokens is constant: the time of linear RNNs is flat, that of attention doubles with T.
+The time of mLSTM has a step where there are fewer sequences than multiprocessors and the sequences are cut into
+segments.""",
     "fig5": """Kernels that are quadratic inside a chunk (`triton tfla`, `xl_chunk`) save memory with larger chunks
-until the quadratic part costs too much time: the paper's trade-off. Walks lose nothing by larger chunks, neither time
-nor memory.""",
-    "fig12": """The head dims of the 7B model, 8 heads; the number of tokens is constant, so linear is flat.""",
-    "fig13": """Lightning Attention has a constant decay for each head, mLSTM gates for each step. Two head dims, below
-each other; the number of tokens is constant.""",
-    "fig14": """dqk = dhv, with as many heads as make 4,096 in all: larger heads are fewer, larger states.""",
+until the quadratic part costs too much time: this is the paper's trade-off. The fused scans save both time and memory
+with larger chunks.""",
+    "fig12": """The head dims of the 7B model, with 8 heads. The number of tokens is constant, so that the time of
+linear RNNs is flat.""",
+    "fig13": """Lightning Attention has a constant decay for each head, mLSTM has gates for each step. The rows are two
+head dims; the number of tokens is constant.""",
+    "fig14": """dqk = dhv, and all heads together have 4,096 dims: larger heads are fewer and have larger states.""",
     "mamba": """Mamba-2's shape, with its own kernels and with this library behind the same interface.""",
-    "decode": """One step of generation moves the state once in and out: the floor is a copy of it.""",
+    "decode": """One step of generation loads and stores the state once: a copy of the state bounds its time.""",
 }  # fmt: skip
 
 
 @dataclass
 class Config(Options):
-    """The paper's benchmark figures from stored measurements."""
+    """The options of `tfla analyze benchmarks`, which draws the paper's benchmark figures."""
 
 
 def numbers(rows: list[dict[str, Any]]) -> list[Row]:
-    """What was timed, one row a contender, direction and place on the axis."""
+    """Return the timed rows: one for each implementation, direction and place on the axis."""
     first = ("name", "group", "direction", "x", "B", "T", "H", "dqk", "dhv", "way")
     return [{key: r[key] for key in (*first, *COLUMNS) if key in r} for r in rows if "seconds" in r]
 
 
 def standing(result: dict[str, Any]) -> str:
-    """What this library runs by default and its kernels of the paper's kind beside the fastest of each other library,
-    in the middle of the axis."""
+    """Return sentences with the times in the middle of the axis.
+
+    They name what this library runs by default, its kernels of the paper's algorithm, and the fastest implementation of
+    each other library.
+    """
     sentences = []
     for group in dict.fromkeys(r.get("group", "") for r in result["rows"]):
         for direction in (FORWARD, BOTH):
@@ -69,10 +74,10 @@ def standing(result: dict[str, Any]) -> str:
 
 
 def figures(config: Config) -> list[Figure | Missing]:
-    """One for each suite and device that was measured."""
+    """Draw one figure for each measured suite and device."""
     found: list[Figure | Missing] = []
     results = load(config.results, complete=True)
-    for suite, seen in SEEN.items():
+    for suite, seen in CAPTIONS.items():
         mine = {name: r for name, r in results.items() if r["suite"] == suite}
         if not mine:
             path = config.results / f"{suite}.json"
@@ -85,8 +90,8 @@ def figures(config: Config) -> list[Figure | Missing]:
                 f"{stem}.json: {run['environment']['device']}, {run['environment']['date']}"
                 for stem, run in result["runs"].items()
             )
-            peers = any("seconds" in r and not r["name"].startswith("tfla") for r in result["rows"])
-            alone = "" if peers else " Only this library was timed: its peers' times are not there."
+            baselines = any("seconds" in r and not r["name"].startswith("tfla") for r in result["rows"])
+            alone = "" if baselines else " Only this library was timed: there are no times of other libraries."
             found.append(
                 write(
                     config, name, drawing, numbers(result["rows"]), title=result["title"], command=COMMAND,

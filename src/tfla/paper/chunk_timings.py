@@ -1,4 +1,4 @@
-"""Stored measurements of mLSTMsig's forward over the chunk size: the setup of Figures 5, 17, 19, 20 and 21."""
+"""The stored times of the forward of mLSTMsig by chunk size, in the setup of Figures 5, 17, 19, 20 and 21."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ TILE = 64  # a chunk of one tile is the paper's limit_chunk
 
 @dataclass
 class ChunkTimings:
-    """Seconds by chunk size of everything that was measured."""
+    """The seconds of each measured implementation by chunk size."""
 
     where: str = ""
     accelerator: Accelerator | None = None
-    """The GPU, with its rates measured in the same run."""
+    """The GPU with the rates that were measured in the same run."""
     curves: dict[str, dict[int, float]] = field(default_factory=dict)
 
     @property
-    def papers(self) -> dict[str, dict[int, float]]:
-        """Of kernels that are quadratic inside a chunk, as the paper's are."""
+    def quadratic(self) -> dict[str, dict[int, float]]:
+        """Return the curves of the kernels that are quadratic inside a chunk, as the paper's are."""
         return {name: curve for name, curve in self.curves.items() if name.endswith(" tfla") or "xl_chunk" in name}
 
 
 def sig_forward(config: Options) -> ChunkTimings:
-    """Return what is stored; empty where nothing is."""
+    """Return the stored times; no curves where there is no stored result."""
     path = config.results / f"{SUITE}.json"
     if not path.exists():
         return ChunkTimings()
@@ -45,6 +45,7 @@ def sig_forward(config: Options) -> ChunkTimings:
     return found
 
 
-def missing(config: Options, name: str, title: str) -> Missing:
+def missing_figure(config: Options, name: str, title: str) -> Missing:
+    """Return the entry of a figure that needs these times where they are missing."""
     path = config.results / f"{SUITE}.json"
     return Missing(name, title, f"no measurement in {path}: `tfla bench gpu {SUITE} --out {path}`")

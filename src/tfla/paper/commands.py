@@ -1,4 +1,4 @@
-"""`tfla analyze SECTION` and `tfla analyze all`."""
+"""The command `tfla analyze`, for one section, for all of them, and for the page of claims."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tfla._util.errors import wrong_word
 from tfla.paper.report_types import Figure, Missing, Options
 from tfla.paper.sections import SECTIONS
 
-CLAIMS = "what the paper claims beside what was found, as a page: claims.md"
+CLAIMS = "the page claims.md: what the paper claims and what was found here"
 ALL = "all sections, and one self-contained HTML report of their figures"
 
 
 def usage() -> str:
-    """What `tfla analyze --help` prints."""
+    """Return the text of `tfla analyze --help`."""
     names = {name: section.help for name, section in SECTIONS.items()} | {"claims": CLAIMS, "all": ALL}
     lines = [f"  {name:<12}{text}" for name, text in names.items()]
     return "\n".join(
@@ -24,11 +24,12 @@ def usage() -> str:
 
 
 def sentence(text: str) -> str:
+    """Return a text with a capital at its start and a full stop."""
     return f"{text[0].upper()}{text[1:]}."
 
 
 def analyze(args: Sequence[str]) -> int:
-    """Draw the figures of a section, or of all; returns the exit code."""
+    """Run `tfla analyze` with these arguments; return the exit code."""
     name, rest = (args[0], list(args[1:])) if args else ("", [])
     if name in ("-h", "--help", ""):
         print(usage(), file=sys.stdout if name else sys.stderr)
@@ -65,7 +66,7 @@ def analyze(args: Sequence[str]) -> int:
 
 
 def not_drawn(missing: Sequence[Missing]) -> int:
-    """Print which figures were asked for and not drawn, and why; return the exit code, a failure if there are any."""
+    """Print which figures are missing, and why; return the exit code, a failure if there are any."""
     for figure in missing:
         print(f"not drawn: {figure.title}: {figure.why}", file=sys.stderr)
     return 1 if missing else 0

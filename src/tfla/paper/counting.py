@@ -1,4 +1,4 @@
-"""Counting (appendix F): FLOPs and bytes of every form, Figures 15 and 16."""
+"""Counting (appendix F): the FLOPs and bytes of every algorithm, Figures 15 and 16."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tfla.paper.report_types import Figure, Missing, Options, write
 __all__ = ["Config", "claims", "figures"]
 
 COMMAND = "tfla analyze counting"
-TILE = 64  # of this library's walks
+TILE = 64  # steps of a tile of this library's fused scans
 LARGEST = 2**30
-WAYS = {  # form -> what it is called, and its sizes beside T, dqk, dhv
+COMPARED = {  # algorithm -> its label, and its sizes besides T, dqk, dhv
     "recurrent": ("recurrent", {}),
     "parallel": ("parallel", {}),
     "chunkwise": ("chunkwise, L 128", {"L": 128}),
@@ -33,14 +33,14 @@ WAYS = {  # form -> what it is called, and its sizes beside T, dqk, dhv
 
 @dataclass
 class Config(Options):
-    """FLOPs and bytes of every form."""
+    """The options of `tfla analyze counting`: the sizes for which the algorithms are compared."""
 
     T: int = 8192
     """Steps of the sequence."""
     dqk: int = 128
-    """Head dim of q and k in the comparison of all forms."""
+    """Head dim of q and k in the comparison of all algorithms."""
     dhv: int = 256
-    """Head dim of v in the comparison of all forms."""
+    """Head dim of v in the comparison of all algorithms."""
 
     def check(self) -> None:
         """Raise UserError where a value is out of range."""
@@ -50,7 +50,7 @@ class Config(Options):
 
 
 def over_chunk_size(config: Config) -> Figure:
-    """Figure 15."""
+    """Draw Figure 15: FLOPs over the chunk size."""
     heads = ((256, 512), (128, 256), (64, 128))
     sizes = 2 ** np.arange(0, int(np.log2(config.T)) + 1)
     drawing, [axes_row] = style.panels(1, len(heads), sharey=True, width=3.6)
@@ -83,18 +83,18 @@ def over_chunk_size(config: Config) -> Figure:
     style.legend_beside(drawing, axes_row[0])
     return write(
         config, "fig15", drawing, rows, title="Figure 15: FLOPs over the chunk size", command=COMMAND,
-        caption="""Forward FLOPs of mLSTMsig. The chunkwise form goes from the recurrent one's FLOPs at L = 1
-through a shallow minimum, near L = 16, to the parallel one's at L = T; what it costs beyond the minimum is the
-quadratic part, and there the causal factor (how much of the future is computed and thrown away) decides. Smaller
-heads shift everything down.
+        caption="""FLOPs of the forward of mLSTMsig. The chunkwise algorithm has the FLOPs of the recurrent one at
+L = 1, a shallow minimum near L = 16, and the FLOPs of the parallel one at L = T. Beyond the minimum the quadratic part
+dominates, which is proportional to the causal factor (the computed part of each square). Smaller heads shift all curves
+down.
 
-The flat red line is this library's: the state goes from tile to tile on chip, so the distance between stored states
-(`chunk_size`) does not enter the FLOPs.""",
+The flat red line is that of this library's fused scans: the state is passed on from tile to tile on chip, so the
+distance between stored states (`chunk_size`) does not affect the FLOPs.""",
     )  # fmt: skip
 
 
 def optimal_chunk(config: Config) -> Figure:
-    """Figure 16."""
+    """Draw Figure 16: the chunk size with the fewest FLOPs over the head dim."""
     widths = np.linspace(32, 2048, 127)
     drawing, [axes_row] = style.panels(1, 2, sharey=True, width=4.0)
     rows: list[dict[str, Any]] = []
@@ -110,36 +110,36 @@ def optimal_chunk(config: Config) -> Figure:
     axes_row[0].legend(loc="upper left")
     return write(
         config, "fig16", drawing, rows, title="Figure 16: the chunk size with the fewest FLOPs", command=COMMAND,
-        caption="""It grows with the square root of the head dim and stays small: near 16 for dhv = 512. FLOPs alone
-would ask for chunks too small to keep a GPU busy; bytes ask for larger ones (Figures 17 to 22).
+        caption="""It grows with the square root of the head dim and is small: near 16 for dhv = 512. Chunks of this
+size would be too small to keep a GPU busy; the bytes are fewer with larger ones (Figures 17 to 22).
 
-The curve is the minimum of the parts' sum (Table 8), found by sympy. Equation (111) comes from Table 17, whose
-constant is 5 where the parts add up to 1: no difference that could be seen.""",
+The curve is the minimum of the sum of the parts (Table 8), solved by sympy. Equation (111) comes from Table 17, whose
+constant is 5 where the parts add up to 1, which makes no visible difference.""",
     )  # fmt: skip
 
 
-def all_forms(config: Config) -> Figure:
-    """FLOPs and bytes of every form, forward and backward, both gates."""
+def all_algorithms(config: Config) -> Figure:
+    """Draw the FLOPs and bytes of every algorithm, forward and backward, for both gates."""
     shape = {"T": config.T, "dqk": config.dqk, "dhv": config.dhv}
     drawing, grid = style.panels(2, 2, width=5.0, height=3.0, sharey=True)
     rows: list[dict[str, Any]] = []
-    labels = [label for label, _ in WAYS.values()]
+    labels = [label for label, _ in COMPARED.values()]
     directions: tuple[Direction, ...] = ("forward", "backward")
     for axes_row, direction in zip(grid, directions, strict=True):
         flops, moved = axes_row
         gates: tuple[tuple[Gate, str, float], ...] = (("sig", style.SIG, -0.2), ("exp", style.EXP, 0.2))
         for gate, color, shift in gates:
-            for place, (name, (label, own)) in enumerate(WAYS.items()):
-                form = get(name, gate, direction)
+            for place, (name, (label, own)) in enumerate(COMPARED.items()):
+                algorithm = get(name, gate, direction)
                 sizes: dict[str, Any] = shape | own
-                products, every = form.matrix_flops(**sizes), form.flops(**sizes)
+                products, every = algorithm.matrix_flops(**sizes), algorithm.flops(**sizes)
                 row: dict[str, Any] = {"form": label, "gate": f"mLSTM{gate}", "direction": direction}
                 row |= {"matrix product FLOPs": float(products), "FLOPs": float(every)}
                 flops.barh(place + shift, every / 1e9, 0.36, color=color, label=f"mLSTM{gate}" if not place else None)
                 text = f"{every / 1e9:.2f} ({100 * (1 - products / every):.1f} %)"
                 flops.text(every / 1e9 * 1.1, place + shift, text, va="center", fontsize=7.5, color=style.INK)
-                if form.byte_parts is not None:
-                    row["bytes"] = float(form.bytes(**sizes))
+                if algorithm.byte_parts is not None:
+                    row["bytes"] = float(algorithm.bytes(**sizes))
                     mebibytes = row["bytes"] / 2**20
                     moved.barh(place + shift, mebibytes, 0.36, color=color)
                     moved.text(
@@ -152,23 +152,29 @@ def all_forms(config: Config) -> Figure:
         flops.set_xlim(0.5, 500)
         moved.set_xlim(5, 15000)
     grid[0][0].invert_yaxis()
-    grid[1][0].set_xlabel("GFLOP (part that is no matrix product)")
+    grid[1][0].set_xlabel("GFLOP (part outside of matrix products)")
     grid[1][1].set_xlabel("MiB loaded and stored")
     style.legend_beside(drawing, grid[0][0])
     drawing.suptitle(f"One head, T = {config.T:,}, dqk {config.dqk}, dhv {config.dhv}, 16-bit inputs, float32 states")
     return write(
-        config, "forms", drawing, rows, title="What each form costs", command=COMMAND,
-        caption="""FLOPs and bytes of every way to compute the operator, by the same counting rules; the paper
-counts the forward only. The recurrent form, which stores its state after every step as in generation, moves sixty
-times the bytes of the chunkwise one and more, and most of its FLOPs are no matrix products. The parallel form moves
-least and has by far the most FLOPs.
+        config, "forms", drawing, rows, title="FLOPs and bytes of each algorithm", command=COMMAND,
+        caption="""FLOPs and bytes of every algorithm that computes the operator, by the same counting rules; the
+paper counts the forward pass alone. The recurrent algorithm, which stores its state after every step as in generation,
+moves more than sixty times the bytes of the chunkwise one, and most of its FLOPs are outside of matrix products. The
+parallel algorithm moves the fewest bytes and has by far the most FLOPs.
 
-Walks that keep the state on chip move hardly more bytes than the parallel form forward, a third of those of the
-chunkwise form. Backward they are three walks (dv, dq, dk) which all read q or k, v and dh, so the gap is smaller:
-what a faster backward has to save is bytes. The exponential gate adds next to nothing in FLOPs; backward it reads h
-and dh once more. Bytes on a CPU are not counted: its caches decide.""",
+In the forward pass, the fused scans keep the state on chip and move hardly more bytes than the parallel algorithm, a
+third of those of the chunkwise one. The backward pass consists of three scans (dv, dq, dk), which all read q or k, v
+and dh, so that the gap is smaller: a faster backward pass has to move fewer bytes. The exponential gate adds few FLOPs;
+its backward pass reads h and dh once more. Bytes on a CPU are not counted, because they depend on its caches.""",
     )  # fmt: skip
 
 
 def figures(config: Config) -> list[Figure | Missing]:
-    return [over_chunk_size(config), optimal_chunk(config), all_forms(config), draw_profiled_traffic(config, COMMAND)]
+    """Draw Figures 15 and 16, the comparison of all algorithms, and counted beside measured bytes."""
+    return [
+        over_chunk_size(config),
+        optimal_chunk(config),
+        all_algorithms(config),
+        draw_profiled_traffic(config, COMMAND),
+    ]

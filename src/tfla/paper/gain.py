@@ -1,4 +1,4 @@
-"""Gain of the mLSTM for constant gates, before and after the norm (26), by the library's own operator and norm."""
+"""The gain of the mLSTM for constant gates, before and after the norm (26), by this library's operator and norm."""
 
 from __future__ import annotations
 
@@ -32,27 +32,33 @@ PER_CALL = 128  # points of the grid at once
 
 @dataclass(frozen=True)
 class Gains:
-    """Averages over time of max|h| / max|v| and of max|NORM(h)| / max|v|, for a grid of gate pre-activations."""
+    """The averages over time of max|h| / max|v| and max|NORM(h)| / max|v|, for a grid of gate pre-activations."""
 
     i: tuple[float, ...]
     f: tuple[float, ...]
     before: Tensor
-    """(input gates, forget gates), float64."""
+    """The gains before the norm, (input gates, forget gates), float64."""
     after: dict[float, Tensor]
-    """Likewise, by the norm's epsilon."""
+    """The gains after the norm by its epsilon, (input gates, forget gates), float64."""
 
 
 def draw(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v ~ N(0, 1), (1, T, 1, 128), float32."""
+    """Draw q, k, v ~ N(0, 1), each (1, T, 1, 128), float32."""
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(1, T, 1, HEAD_DIM, generator=generator) for _ in range(3))  # type: ignore[return-value]
 
 
 def outputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, gate: InputGate, normalizer: Normalizer) -> Tensor:
-    """h before the norm; q, k, v (B, T, H, d), pre-activations i, f (B, T, H). float32 or better.
+    """Return h before the norm, (B, T, H, dhv).
 
-    The defaults are :func:`tfla.mlstm`. The others are the unnormalized form with a column of ones in v, which gives
-    the normalizer's dot product n^T q.
+    The default normalizer of a gate is that of :func:`tfla.mlstm`. For the others, the unnormalized operator runs with
+    a column of ones in v, which gives n^T q.
+
+    Args:
+        q, k, v: (B, T, H, d), float32 or float64.
+        i, f: pre-activations of the gates (B, T, H).
+        gate: the input gate.
+        normalizer: the normalizer.
     """
     if normalizer == VARIANTS[gate][0]:
         return tfla.mlstm(q, k, v, i, f, input_gate=gate)
@@ -61,13 +67,14 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, gate: InputGa
 
 
 def unnormalized(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor) -> Tensor:
-    """C^T q and, behind it, n^T q: (B, T, H, d + 1)."""
+    """Return C^T q and n^T q, concatenated to (B, T, H, dhv + 1)."""
     out = tfla.linear_attention(q, k, torch.cat([v, torch.ones_like(v[..., :1])], -1), log_f, log_i)
     assert isinstance(out, Tensor)
     return out
 
 
 def normalized(out: Tensor, normalizer: Normalizer) -> Tensor:
+    """Divide C^T q by the normalizer of n^T q: (B, T, H, dhv + 1) -> (B, T, H, dhv)."""
     h, d = out[..., :-1], out[..., -1:]
     if normalizer == "bounded":
         d = d.abs().clamp(min=1)
@@ -75,16 +82,16 @@ def normalized(out: Tensor, normalizer: Normalizer) -> Tensor:
 
 
 def gain(h: Tensor, v: Tensor) -> Tensor:
-    """max|h_t| / max|v_t| averaged over time (26): h (B, T, H, d) -> (B,), float64."""
+    """Return max|h_t| / max|v_t| averaged over time and heads (26): (B, T, H, d) -> (B,), float64."""
     return (h.abs().amax(-1) / v.abs().amax(-1)).double().mean((1, 2))
 
 
 def over_input_gates(
     q: Tensor, k: Tensor, v: Tensor, i: Sequence[float], f: Tensor, gate: InputGate, normalizer: Normalizer
 ) -> Iterator[Tensor]:
-    """h for one input gate after the other, all of the forget gates f (F,) at once: (F, T, 1, d).
+    """Yield h for one input gate after the other, for all forget gates f (F,) at once: (F, T, 1, d).
 
-    Without a normalizer in the operator a constant input gate is a factor, so that it runs once.
+    Without a normalizer in the operator, a constant input gate is a factor, so that the operator runs once.
     """
     if normalizer == VARIANTS[gate][0]:
         for values in torch.tensor(i).split(max(1, PER_CALL // len(f))):
@@ -107,7 +114,16 @@ def gains(
     gate: InputGate, normalizer: Normalizer, i: Sequence[float], f: Sequence[float], epsilons: Sequence[float],
     kind: Literal["rms", "layer"] = "rms", seed: int = 0,
 ) -> Gains:  # fmt: skip
-    """Gains on the grid of constant pre-activations i and f.
+    """Return the gains on the grid of constant pre-activations i and f.
+
+    Args:
+        gate: the input gate.
+        normalizer: the normalizer.
+        i: pre-activations of the input gate.
+        f: pre-activations of the forget gate.
+        epsilons: the epsilons of the norm.
+        kind: the norm over the dims of a head.
+        seed: the seed of q, k, v.
 
     Raises:
         ValueError: the gate or the normalizer is unknown.
@@ -134,9 +150,9 @@ def gains(
 
 
 def transition(found: Gains, eps: float) -> list[float | None]:
-    """For each forget gate, the input gate at which the gain after the norm is half of its largest; None: nowhere.
+    """Return, for each forget gate, the input gate at which the gain after the norm is half of its maximum.
 
-    Between grid points it is interpolated.
+    It is interpolated between grid points, and None where the gain does not cross half of its maximum.
     """
     at: list[float | None] = []
     for column in found.after[eps].T.tolist():

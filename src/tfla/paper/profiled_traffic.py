@@ -1,4 +1,4 @@
-"""Counted bytes beside those that a profiler saw a GPU's memory move."""
+"""The counted bytes beside those that a GPU's memory moved, as a profiler measured them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MEASURE = "python -m tfla.bench.traffic --out benchmarks/results/traffic.json"
 Row = dict[str, Any]
 
 
-def compared(result: Row) -> list[Row]:
-    """Of every call: bytes counted for its form, and read and written by all of its kernels."""
+def compare_with_counts(result: Row) -> list[Row]:
+    """Return, for each call, the counted bytes of its algorithm and those that its kernels read and wrote."""
     found = []
     for row in result["rows"]:
         known = algorithm_of(row | {"name": row["way"]})
         if known is None:
             continue
         name, sizes = known
-        form = get(name, "exp" if row["gate"] == "exp" else "sig", row["direction"])
-        counted = row["B"] * row["H"] * float(form.bytes(T=row["T"], dqk=row["dqk"], dhv=row["dhv"], **sizes))
+        algorithm = get(name, "exp" if row["gate"] == "exp" else "sig", row["direction"])
+        counted = row["B"] * row["H"] * float(algorithm.bytes(T=row["T"], dqk=row["dqk"], dhv=row["dhv"], **sizes))
         read, written = (sum(kernel[what] for kernel in row["kernels"]) for what in ("read", "written"))
         found.append(
             {key: row[key] for key in ("way", "gate", "direction")}
@@ -35,11 +35,11 @@ def compared(result: Row) -> list[Row]:
 
 
 def draw_profiled_traffic(config: Options, command: str) -> Figure | Missing:
-    """Bytes read and written as bars, the count as a line across."""
+    """Draw the bytes read and written as bars, and the count as a line across them."""
     result = stored(config, NAME)
     if result is None:
         return Missing(NAME, TITLE, f"no {config.results / f'{NAME}.json'}: `{MEASURE}`")
-    rows = compared(result)
+    rows = compare_with_counts(result)
     labels = list(dict.fromkeys(f"{r['way']}, mLSTM{r['gate'][:3]}" for r in rows))
     drawing, [axes_row] = style.panels(1, 2, width=4.8, height=0.9 + 0.36 * len(labels), sharey=True)
     for axes, direction in zip(axes_row, ("forward", "backward"), strict=True):
@@ -66,9 +66,10 @@ def draw_profiled_traffic(config: Options, command: str) -> Figure | Missing:
     return write(
         config, NAME, drawing, rows, title=TITLE, command=command,
         caption=f"""{row["B"]} sequences of {row["T"]:,} steps, {row["H"]} heads, dqk {row["dqk"]}, dhv {row["dhv"]},
-16-bit inputs ({env["device"]}, {env["date"]}): what the memory read and wrote for all kernels of a call, by Nsight
-Compute, and the form's counted bytes (Tables 8 to 13 and their like for walks). The count has what every kernel loads
-and stores once; a cache saves some of it, and what a kernel has to load again comes on top.""",
+16-bit inputs ({env["device"]}, {env["date"]}). Bars are the bytes that the memory read and wrote for all kernels of a
+call, measured by Nsight Compute; lines are the counted bytes of the algorithm (Tables 8 to 13, and by their rules those
+of the fused scans). The count has everything that a kernel loads or stores once. Caches save some of it; what a kernel
+loads again adds to it.""",
     )  # fmt: skip
 
 
@@ -77,7 +78,7 @@ def claim_values(config: Options) -> Values:
     result = stored(config, NAME)
     if result is None:
         return {"profiled": False, "device": None, "date": None}
-    rows = compared(result)
+    rows = compare_with_counts(result)
     table = []
     for implementation in dict.fromkeys(r["way"] for r in rows):
         cells = []

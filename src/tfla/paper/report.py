@@ -1,4 +1,4 @@
-"""All figures in one HTML file that needs no other."""
+"""The report: all figures and claims in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -47,23 +47,24 @@ td p {{ margin: 0 0 .4rem }}
 </html>
 """
 INTRO = """Figures of Tiled Flash Linear Attention, drawn from formulas, from this library's own operator and from
-stored measurements, which name the machine, the date and the versions. Below each figure stands what to see in it, the
-command that draws it, and its numbers."""
+stored measurements, which name the machine, the date and the versions. Each figure has a caption, the command that
+draws it, and its numbers."""
 
 
 def text(plain: str) -> str:
-    """Plain text as HTML: paragraphs at empty lines, code in backticks."""
+    """Return plain text as HTML, with paragraphs at empty lines and code in backticks."""
     paragraphs = (escape(part.strip()) for part in plain.strip().split("\n\n"))
     marked = (re.sub(r"`([^`]+)`", r"<code>\1</code>", part) for part in paragraphs)
     return "".join(f"<p>{part}</p>" for part in marked)
 
 
 def data_url(path: Path) -> str:
+    """Return the content of a file as a data URL."""
     return f"data:{MIME[path.suffix]};base64,{base64.b64encode(path.read_bytes()).decode()}"
 
 
 def block(figure: Figure | Missing) -> str:
-    """One figure with its caption, or why it is not there."""
+    """Return one figure with its caption, or the reason why it is missing."""
     head = f'<h3 id="{escape(figure.name)}">{escape(figure.title)}</h3>'
     if isinstance(figure, Missing):
         return f'{head}<div class="missing">{text("Not drawn: " + figure.why)}</div>'
@@ -76,7 +77,7 @@ def block(figure: Figure | Missing) -> str:
 
 
 def table(claims: list[Claim]) -> str:
-    """What the paper claims beside what was found; below it the numbers that a claim has as a table of their own."""
+    """Return the table of claims, followed by the tables of numbers that claims have."""
     rows = "\n".join(
         f"<tr><th>{escape(c.title)}</th><td>{text(c.paper)}</td><td>{text(c.here)}<p><code>{escape(c.command)}</code></p>"
         "</td></tr>"
@@ -87,6 +88,8 @@ def table(claims: list[Claim]) -> str:
 
 
 def numbers(title: str, given: Table) -> str:
+    """Return one table of numbers with a heading."""
+
     def line(cells: list[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
@@ -95,7 +98,7 @@ def numbers(title: str, given: Table) -> str:
 
 
 class Written(NamedTuple):
-    """The report: where it is, how many figures it has, and which it has not."""
+    """The written report: its path, the number of its figures, and the missing ones."""
 
     path: Path
     drawn: int
@@ -103,7 +106,7 @@ class Written(NamedTuple):
 
 
 def write(config: Options) -> Written:
-    """Draw every section with these options and write the report."""
+    """Draw all sections with these options and write the report."""
     contents, sections, everything = [], [], list[Figure | Missing]()
     for name, section in SECTIONS.items():
         began = time.monotonic()

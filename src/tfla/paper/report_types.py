@@ -1,14 +1,16 @@
-"""What a section of `tfla analyze` is made of.
+"""The options and results that the sections of `tfla analyze` share: figures, tables and claims.
 
 A section is a module with a dataclass ``Config`` (:class:`Options` or a subclass) and a function
 
     figures(config: Config) -> list[Figure | Missing]
 
-which draws with :mod:`tfla.paper.style` and hands every picture with its numbers to :func:`write`. It may have
+which draws with :mod:`tfla.paper.style` and writes each picture with its numbers by :func:`write`. A module can also
+have a function
 
     claims(config: Config) -> list[Claim]
 
-too: what the paper claims about the section beside what is counted or measured here, from the same sources.
+with the claims of the paper about this section and what was counted or measured here
+(:mod:`tfla.paper.claims_template`).
 """
 
 from __future__ import annotations
@@ -32,14 +34,14 @@ Row = Mapping[str, Any]
 
 @dataclass
 class Options:
-    """Options of every section."""
+    """The options that all sections share."""
 
     out: Path = Path("analysis")
     """Folder for the figures (PNG or SVG) and their numbers (CSV)."""
     results: Path = field(default_factory=stored_results.default_folder)
     """Folder of stored measurements."""
     format: Literal["png", "svg"] = "png"
-    """Of the figures."""
+    """The file format of the figures."""
 
     def check(self) -> None:
         """Raise UserError where an option does not fit, the folder cannot be written to, or there are no results."""
@@ -48,7 +50,7 @@ class Options:
 
 
 class Table(NamedTuple):
-    """Numbers to read: a header, and rows of as many cells."""
+    """A table of texts: a header, and rows of as many cells."""
 
     header: list[str]
     rows: list[list[str]]
@@ -59,19 +61,19 @@ class Figure:
     """A figure that was drawn."""
 
     name: str
-    """Of its files, and its anchor in the report."""
+    """The name of its files, and its anchor in the report."""
     title: str
     caption: str
-    """What to see in it. Plain text: an empty line between paragraphs, code in backticks."""
+    """What the figure shows, as plain text with empty lines between paragraphs and code in backticks."""
     command: str
-    """What reproduces it."""
+    """The command that reproduces it."""
     path: Path
     data_path: Path
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A figure that was not drawn, since a measurement is not there."""
+    """A figure that was not drawn, because a measurement is missing."""
 
     name: str
     title: str
@@ -81,26 +83,32 @@ class Missing:
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper claims, beside what was counted or measured here. Texts may have code in backticks."""
+    """A claim of the paper beside what was counted or measured here. Texts can have code in backticks."""
 
     title: str
     paper: str
-    """What it says, and where."""
+    """The paper's claim, and where it stands."""
     here: str
-    """What was found, with numbers; what is not measured is said."""
+    """What was found, with numbers, or that it was not measured."""
     command: str
-    """What reproduces it."""
+    """The command that reproduces it."""
     table: Table | None = None
-    """The numbers behind the text, where they are many."""
+    """A table of numbers that follows the text."""
 
 
 def write(
     config: Options, name: str, drawing: Drawing, rows: Sequence[Row], *, title: str, caption: str, command: str
 ) -> Figure:
-    """Writes ``name.png`` (or ``.svg``) and the numbers behind it as ``name.csv`` into the folder of the options.
+    """Write ``name.png`` (or ``.svg``) and its numbers as ``name.csv`` into the folder of the options.
 
     Args:
-        rows: one mapping of column to value for each point; columns are those of all rows.
+        config: the options.
+        name: the name of the files.
+        drawing: the picture.
+        rows: one mapping of column to value for each point; the columns are those of all rows.
+        title: the title of the figure.
+        caption: what the figure shows.
+        command: the command that reproduces the figure.
 
     Raises:
         ValueError: there are no numbers.
@@ -121,10 +129,10 @@ def write(
 
 
 def stored(config: Options, name: str) -> Any | None:
-    """Read the stored result ``name.json``, whose kind is ``name``; None where there is none.
+    """Return the stored result ``name.json``, whose kind is ``name``; None where there is none.
 
     Raises:
-        UserError: the file is there but no such result.
+        UserError: the file is not such a result.
     """
     path = config.results / f"{name}.json"
     return stored_results.read_rows(path, name) if path.exists() else None

@@ -1,5 +1,6 @@
-"""The paper's theory of the runtime (appendix G) for mLSTMsig's forward, and by the same rules for every counted form:
-FLOPs at the accelerator's rate plus bytes at its rate, nothing overlapped.
+"""The paper's theory of the runtime (appendix G), for every counted algorithm.
+
+The runtime is the time of the FLOPs at the accelerator's rate plus the time of the bytes at its rate.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ from tfla.paper.algorithms import Algorithm, get
 SIG = get("chunkwise", "sig")
 
 
-def seconds(accelerator: Accelerator, heads: float, form: Algorithm = SIG, **sizes: Any) -> Any:
-    """Runtime (113), (116).
+def seconds(accelerator: Accelerator, heads: float, algorithm: Algorithm = SIG, **sizes: Any) -> Any:
+    """Return the runtime without overlap of computation and memory traffic (113), (116), in seconds.
 
     Args:
-        heads: batch times heads.
-        form: what computes it.
-        sizes: as for :meth:`tfla.paper.algorithms.Algorithm.flops`: T, L, dqk, dhv and where they are not the defaults
-            segment, causal (1/2), state_bytes (4), nv, nk. Numbers or arrays.
+        accelerator: the rates.
+        heads: batch size times heads.
+        algorithm: the counted algorithm.
+        sizes: the sizes of :meth:`tfla.paper.algorithms.Algorithm.flops`, numbers or arrays.
     """
-    return heads * (form.flops(**sizes) / accelerator.flops + form.bytes(**sizes) / accelerator.bandwidth)
+    return heads * (algorithm.flops(**sizes) / accelerator.flops + algorithm.bytes(**sizes) / accelerator.bandwidth)
 
 
-def least_seconds(accelerator: Accelerator, heads: float, form: Algorithm = SIG, **sizes: Any) -> Any:
-    """Runtime where computing and moving overlap entirely (114)."""
+def least_seconds(accelerator: Accelerator, heads: float, algorithm: Algorithm = SIG, **sizes: Any) -> Any:
+    """Return the runtime with full overlap of computation and memory traffic (114), in seconds."""
     import numpy as np
 
-    return heads * np.maximum(form.flops(**sizes) / accelerator.flops, form.bytes(**sizes) / accelerator.bandwidth)
+    return heads * np.maximum(
+        algorithm.flops(**sizes) / accelerator.flops, algorithm.bytes(**sizes) / accelerator.bandwidth
+    )
 
 
-def intensity(form: Algorithm = SIG, **sizes: Any) -> Any:
-    """FLOP/byte (117), (118)."""
-    return form.flops(**sizes) / form.bytes(**sizes)
+def intensity(algorithm: Algorithm = SIG, **sizes: Any) -> Any:
+    """Return the arithmetic intensity in FLOP per byte (117), (118)."""
+    return algorithm.flops(**sizes) / algorithm.bytes(**sizes)

@@ -11,7 +11,7 @@ from tfla.paper.report_types import Claim, Figure, Missing, Options
 
 
 class Section(NamedTuple):
-    """A module with ``Config`` and ``figures``, perhaps ``claims``; its heading in the report, one line of help."""
+    """A section: its module with ``Config``, ``figures`` and possibly ``claims``, its heading, one line of help."""
 
     module: str
     title: str
@@ -19,15 +19,16 @@ class Section(NamedTuple):
 
     @property
     def config(self) -> type[Options]:
+        """Return the class of its options."""
         found: type[Options] = importlib.import_module(self.module).Config
         return found
 
     def defaults(self, config: Options) -> Options:
-        """Its options with what all sections share taken from the config."""
+        """Return its options, with those that all sections share taken from the config."""
         return self.config(**{f.name: getattr(config, f.name) for f in fields(Options)})
 
     def draw(self, config: Options) -> list[Figure | Missing]:
-        """Draws and writes its figures, in the style of all."""
+        """Draw and write its figures, in the style of all sections."""
         from matplotlib import rc_context
 
         from tfla.paper.style import STYLE
@@ -37,13 +38,13 @@ class Section(NamedTuple):
             return figures(config)
 
     def claims(self, config: Options) -> list[Claim]:
-        """What the paper claims about it; empty where it claims nothing."""
+        """Return its claims; none where the paper claims nothing about it."""
         found = getattr(importlib.import_module(self.module), "claims", None)
         return found(config) if found is not None else []
 
 
 SECTIONS: dict[str, Section] = {
-    "counting": Section("tfla.paper.counting", "Counting", "FLOPs and bytes of every form (Figures 15, 16)"),
+    "counting": Section("tfla.paper.counting", "Counting", "FLOPs and bytes of every algorithm (Figures 15, 16)"),
     "theory": Section("tfla.paper.theory", "Theory of the runtime", "runtime by chunk size, GPU (Figures 17 to 22)"),
     "benchmarks": Section("tfla.paper.benchmarks", "Benchmarks", "stored measurements (Figures 4, 5, 12, 13, 14)"),
     "transfer": Section("tfla.paper.transfer", "Transfer behavior", "gain before and after the norm (Figures 3, 6, 7)"),

@@ -1,4 +1,4 @@
-"""How figures look: colors that color-blind readers tell apart, sizes, axes, legends."""
+"""The style of the figures: colors that color-blind readers can distinguish, sizes, axes, legends."""
 
 from __future__ import annotations
 
@@ -45,10 +45,14 @@ STYLE: dict[Any, Any] = {
 def panels(
     rows: int = 1, columns: int = 1, *, width: float = 4.4, height: float = 3.3, **more: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure with a grid of axes of that size in inches, apart from legends; no window, no global state.
+    """Return a figure with a grid of axes, without a window or global state.
 
     Args:
-        more: goes to ``Figure.subplots`` (sharex, sharey, width_ratios).
+        rows: the rows of the grid.
+        columns: the columns of the grid.
+        width: the width of one panel in inches; legends add to the width of the figure.
+        height: the height of one panel in inches.
+        more: arguments of ``Figure.subplots`` (sharex, sharey, width_ratios).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -59,7 +63,7 @@ def panels(
 
 
 def power_of_two_axis(axes: Axes, values: Sequence[int], label: str) -> None:
-    """A logarithmic x axis with a tick at each of the values, thousands as k."""
+    """Set a logarithmic x axis with a tick at each of the values, with thousands as k."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.set_xscale("log", base=2)
@@ -70,7 +74,7 @@ def power_of_two_axis(axes: Axes, values: Sequence[int], label: str) -> None:
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Of a logarithmic axis that has its data: 1, 2, 5, 10 instead of powers of ten; over many decades 1, 10, 100."""
+    """Set the ticks of a logarithmic axis with data to 1, 2, 5, 10, or over many decades to 1, 10, 100, as numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
@@ -80,12 +84,12 @@ def plain_ticks(axis: Axis) -> None:
 
 
 def short(x: int) -> str:
-    """8192 as 8k."""
+    """Return a number as text, with 8192 as 8k."""
     return f"{x // 1024}k" if x >= 1024 and x % 1024 == 0 else str(x)
 
 
 def legend_beside(figure: Figure, *axes: Axes) -> None:
-    """One legend for all axes, right of them; what has the same label is there once."""
+    """Add one legend for all axes to the right of them, with each label once."""
     handles: dict[str, Any] = {}
     for one in axes:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):

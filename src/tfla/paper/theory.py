@@ -1,4 +1,4 @@
-"""Theory of the runtime (appendix G): Figures 17 to 22, with measured points where the paper has its own."""
+"""The theory of the runtime (appendix G): Figures 17 to 22, with measured points where the paper has some."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfla.measure.accelerators import ACCELERATORS, Accelerator, measured
 from tfla.paper import style
 from tfla.paper.algorithms import get
 from tfla.paper.algorithms.optimum import flop_optimal_chunk, runtime_optimal_chunk
-from tfla.paper.chunk_timings import BATCH, SHAPE, TILE, H, missing, sig_forward
+from tfla.paper.chunk_timings import BATCH, SHAPE, TILE, H, missing_figure, sig_forward
 from tfla.paper.report_types import Figure, Missing, Options, write
 from tfla.paper.runtime import SIG, intensity, seconds
 from tfla.paper.theory_claims import claims
@@ -31,19 +31,19 @@ COLORS = dict(zip(ACCELERATORS, (style.ORANGE, style.GREEN, style.BLUE, style.RE
 
 @dataclass
 class Config(Options):
-    """Runtime of mLSTMsig's forward as the paper's theory has it, beside measurements."""
+    """The options of `tfla analyze theory`: the runtime of the forward of mLSTMsig in theory and as measured."""
 
     own: tuple[tuple[str, float, float], ...] = ()
-    """Accelerators of your own: name, FLOP/s in 16 bits, byte/s."""
+    """Additional accelerators: name, FLOP/s in 16 bits, byte/s."""
     measure: Literal["cpu", "cuda"] | None = None
-    """Measure the rates of this machine and add it."""
+    """Measure the rates of this machine and add it to the figures."""
 
 
 def accelerators(config: Config, names: Sequence[str]) -> dict[str, Accelerator]:
-    """Those of a figure: the named ones and the user's own.
+    """Return the accelerators of a figure: the named ones and those of the options.
 
     Raises:
-        UserError: a rate of the user's is none, or there is no device to measure.
+        UserError: a rate of the options is not positive, or there is no device to measure.
     """
     found = {name: ACCELERATORS[name] for name in names}
     try:
@@ -57,7 +57,7 @@ def accelerators(config: Config, names: Sequence[str]) -> dict[str, Accelerator]
 
 
 def looks(found: dict[str, Accelerator]) -> Iterator[tuple[Accelerator, dict[str, Any]]]:
-    """Each with its color and dashes."""
+    """Yield each accelerator with its color and dashes."""
     dashes = cycle(("--", ":", "-."))
     for name, accelerator in found.items():
         look = {"color": COLORS[name], "ls": "-"} if name in COLORS else {"color": style.INK, "ls": next(dashes)}
@@ -65,6 +65,7 @@ def looks(found: dict[str, Accelerator]) -> Iterator[tuple[Accelerator, dict[str
 
 
 def look_of(place: int) -> dict[str, Any]:
+    """Return the marker of the measured implementation at that place of the legend."""
     return {
         "color": style.INK,
         "ls": "",
@@ -75,7 +76,7 @@ def look_of(place: int) -> dict[str, Any]:
 
 
 def runtime(config: Config) -> Figure:
-    """Figure 17."""
+    """Draw Figure 17: the runtime over the chunk size."""
     found, points = accelerators(config, ["A100", "H100", "H200", "B200"]), sig_forward(config)
     drawing, [[axes]] = style.panels(1, 1, width=8.4, height=4.0)
     rows: list[dict[str, Any]] = []
@@ -88,10 +89,11 @@ def runtime(config: Config) -> Figure:
             {"what": f"theory, {accelerator.name}", "L": float(s), "seconds": float(y)}
             for s, y in zip(SIZES, values, strict=True)
         ]
-    walks = seconds(ACCELERATORS["H200"], HEADS, get("segments", "sig"), L=TILE, segment=SIZES, **SHAPE)
-    axes.plot(SIZES, walks * 1e3, color=COLORS["H200"], ls="--", label="theory of walks in segments, H200")
+    scans = seconds(ACCELERATORS["H200"], HEADS, get("segments", "sig"), L=TILE, segment=SIZES, **SHAPE)
+    axes.plot(SIZES, scans * 1e3, color=COLORS["H200"], ls="--", label="theory of fused scans, H200")
     rows += [
-        {"what": "theory of walks, H200", "L": float(s), "seconds": float(y)} for s, y in zip(SIZES, walks, strict=True)
+        {"what": "theory of fused scans, H200", "L": float(s), "seconds": float(y)}
+        for s, y in zip(SIZES, scans, strict=True)
     ]
     for place, (name, curve) in enumerate(points.curves.items()):
         axes.plot(list(curve), [y * 1e3 for y in curve.values()], label=f"measured, {name}", **look_of(place))
@@ -103,17 +105,18 @@ def runtime(config: Config) -> Figure:
     where = f"Points were measured ({points.where})." if points.curves else "There are no measured points here."
     return write(
         config, "fig17", drawing, rows, title="Figure 17: runtime over the chunk size", command=COMMAND,
-        caption=f"""Lines: the time to compute plus the time to move (116), states in float32; a tick marks the optimum
-(121). The valley gets flatter from one generation to the next. {where}
+        caption=f"""A line is the time of the FLOPs plus the time of the bytes (116), with states in float32; a tick
+marks the optimum (121). The valley gets flatter from one generation to the next. {where}
 
-Kernels of the paper's kind (`triton tfla`, `xl_chunk`) are quadratic inside a chunk: they follow the theory's shape
-above it, small chunks paying for states and large ones for the quadratic part. Walks are another algorithm (dashed):
-nothing in them grows with the chunk, so their time only falls, and the chunk size is there for memory alone.""",
+The kernels of the paper's algorithm (`triton tfla`, `xl_chunk`) are quadratic inside a chunk. They have the shape of
+the theory and lie above it: small chunks cost time for states, large ones for the quadratic part. The fused scans are
+another algorithm (dashed): none of their costs grows with the chunk, so their time only falls, and the chunk size
+affects the memory alone.""",
     )  # fmt: skip
 
 
 def arithmetic_intensity(config: Config) -> Figure:
-    """Figure 18."""
+    """Draw Figure 18: the arithmetic intensity over the chunk size."""
     found = accelerators(config, ["V100", "A100", "H100", "H200", "B200"])
     drawing, [axes_row] = style.panels(1, 2, sharey=True, width=4.4)
     rows: list[dict[str, Any]] = []
@@ -137,19 +140,19 @@ def arithmetic_intensity(config: Config) -> Figure:
     style.legend_beside(drawing, axes_row[0])
     return write(
         config, "fig18", drawing, rows, title="Figure 18: arithmetic intensity over the chunk size", command=COMMAND,
-        caption="""FLOPs for each byte moved by mLSTMsig's forward (118), dqk = dhv / 2. Where a curve is above an
-accelerator's line, matrix products are the bound there, below it memory is. Larger chunks cross the line; states in
-16 bits cross it at half the chunk size. The H200 has the H100's arithmetic and more bandwidth, so its line is
-lower: it is content with smaller chunks. The B200's ratio is the H100's.""",
+        caption="""FLOPs per byte of the forward of mLSTMsig (118), for dqk = dhv / 2. Where a curve is above an
+accelerator's line, matrix products bound the runtime, below it the memory does. Curves of larger chunks are above the
+line; with states in 16 bits they cross it at half the chunk size. The H200 has the arithmetic of the H100 and more
+bandwidth, so that its line is lower and smaller chunks suffice. The B200 has the ratio of the H100.""",
     )  # fmt: skip
 
 
 def roofline(config: Config) -> Figure | Missing:
-    """Figure 19."""
+    """Draw Figure 19: the roofline with measured points."""
     title = "Figure 19: roofline"
     points = sig_forward(config)
     if points.accelerator is None or not points.curves:
-        return missing(config, "fig19", title)
+        return missing_figure(config, "fig19", title)
     found = accelerators(config, ["V100", "A100", "H100", "H200", "B200"])
     found[points.accelerator.name] = points.accelerator
     drawing, [[axes]] = style.panels(1, 1, width=8.4, height=4.2)
@@ -159,12 +162,12 @@ def roofline(config: Config) -> Figure | Missing:
         axes.plot(x, accelerator.attainable(x) / 1e12, label=f"roof of {accelerator.name}", **look)
         rows.append({"what": accelerator.name, "FLOP/s": accelerator.flops, "byte/s": accelerator.bandwidth})
     for place, (name, curve) in enumerate(points.curves.items()):
-        papers = name in points.papers
-        form = SIG if papers else get("segments", "sig")
+        quadratic = name in points.quadratic
+        algorithm = SIG if quadratic else get("segments", "sig")
         at: list[tuple[float, float]] = []
         for L, time in curve.items():
-            sizes: dict[str, Any] = SHAPE | ({"L": L} if papers else {"L": TILE, "segment": L})
-            point = float(intensity(form, **sizes)), float(form.flops(**sizes)) * HEADS / time
+            sizes: dict[str, Any] = SHAPE | ({"L": L} if quadratic else {"L": TILE, "segment": L})
+            point = float(intensity(algorithm, **sizes)), float(algorithm.flops(**sizes)) * HEADS / time
             at.append(point)
             rows.append({"what": name, "L": L, "FLOP/byte": point[0], "FLOP/s": point[1], "where": points.where})
         axes.plot([a for a, _ in at], [b / 1e12 for _, b in at], label=name, **look_of(place) | {"ls": ":", "lw": 0.8})
@@ -177,26 +180,26 @@ def roofline(config: Config) -> Figure | Missing:
     style.legend_beside(drawing, axes)
     return write(
         config, "fig19", drawing, rows, title=title, command=COMMAND,
-        caption="""What mLSTMsig's forward reaches (points: counted FLOPs over measured seconds) under what its
-counted FLOPs per byte would allow (119). 8 heads, dqk 256, dhv 512, T 8,192, batch 8; one point a chunk size. Small
-chunks of the paper's form lie under the sloping, memory-bound part, large ones under the flat part and further from
-it. The paper's kernels are far below the roof too. The dashed roof is the same GPU with the rates of a large matrix
+        caption="""A point has the counted FLOPs of the forward of mLSTMsig over the measured seconds, for one chunk
+size (8 heads, dqk 256, dhv 512, T 8,192, batch 8). The lines are the rooflines (119). Small chunks of the chunkwise
+algorithm lie under the sloping, memory-bound part, large ones under the flat part and further from it. The paper's
+kernels are far below the roofline too. The dashed roofline is that of the same GPU, with the rates of a large matrix
 product and a device copy measured in the same run.""",
     )  # fmt: skip
 
 
 def rate_and_time(config: Config) -> Figure | Missing:
-    """Figure 20."""
+    """Draw Figure 20: FLOP/s, FLOPs and runtime over the chunk size."""
     title = "Figure 20: FLOP/s, FLOPs and runtime over the chunk size"
     points = sig_forward(config)
-    if not points.papers:
-        return missing(config, "fig20", title)
+    if not points.quadratic:
+        return missing_figure(config, "fig20", title)
     drawing, [axes_row] = style.panels(1, 3, width=3.5)
     rows: list[dict[str, Any]] = []
-    xs = sorted({x for curve in points.papers.values() for x in curve})
+    xs = sorted({x for curve in points.quadratic.values() for x in curve})
     flops = {x: float(SIG.flops(L=x, **SHAPE)) * HEADS for x in xs}
     axes_row[1].plot(xs, [flops[x] / 1e12 for x in xs], color=style.INK, marker=".", label="counted")
-    for place, (name, curve) in enumerate(points.papers.items()):
+    for place, (name, curve) in enumerate(points.quadratic.items()):
         look: dict[str, Any] = {"color": style.CYCLE[place], "marker": style.MARKERS[place]}
         axes_row[0].plot(list(curve), [flops[x] / t / 1e12 for x, t in curve.items()], label=name, **look)
         axes_row[2].plot(list(curve), [t * 1e3 for t in curve.values()], **look)
@@ -210,14 +213,14 @@ def rate_and_time(config: Config) -> Figure | Missing:
     style.legend_beside(drawing, *axes_row)
     return write(
         config, "fig20", drawing, rows, title=title, command=COMMAND,
-        caption="""Kernels of the paper's kind, mLSTMsig forward, as in Figure 19. FLOP/s rise with the chunk size,
-but so do the FLOPs, and the time (right) has its minimum long before the rate has its maximum: time is what to
-choose a chunk size by.""",
+        caption="""The kernels of the paper's algorithm, forward of mLSTMsig, as in Figure 19. FLOP/s rise with the
+chunk size, but so do the FLOPs. The time (right) has its minimum long before the rate has its maximum, so a chunk size
+has to be chosen by its time.""",
     )  # fmt: skip
 
 
 def over_head_dim(config: Config) -> Figure:
-    """Figure 21."""
+    """Draw Figure 21: the runtime-optimal chunk size over the head dim."""
     found = accelerators(config, ["A100", "H100", "H200", "B200"])
     widths = np.linspace(32, 2048, 127)
     drawing, [axes_row] = style.panels(1, 2, sharey=True, width=4.4)
@@ -236,7 +239,7 @@ def over_head_dim(config: Config) -> Figure:
         axes.set(title=f"states in {what}", xlabel="head dim dhv", xlim=(0, 2100), xticks=range(0, 2049, 512))
     axes_row[0].set(ylabel="runtime-optimal chunk size", ylim=(0, None))
     points = sig_forward(config)
-    for place, (name, curve) in enumerate(points.papers.items()):
+    for place, (name, curve) in enumerate(points.quadratic.items()):
         best_at = min((x for x in curve if x > TILE), key=lambda x: curve[x], default=None)
         if best_at is not None:
             axes_row[0].plot(SHAPE["dhv"], best_at, label=f"measured, {name}", **look_of(place))
@@ -245,17 +248,18 @@ def over_head_dim(config: Config) -> Figure:
     return write(
         config, "fig21", drawing, rows, title="Figure 21: runtime-optimal chunk size over the head dim",
         command=COMMAND,
-        caption="""The chunk size at which mLSTMsig's forward takes least time in theory (121), dqk = dhv / 2. It
-grows with the square root of the head dim and lies far above the chunk size of fewest FLOPs. H100 and B200 lie on
-one line: their ratios of arithmetic to bandwidth are equal.
+        caption="""The chunk size at which the forward of mLSTMsig takes the least time in theory (121), for
+dqk = dhv / 2. It grows with the square root of the head dim and lies far above the chunk size of the fewest FLOPs. H100
+and B200 share one line, because their ratios of arithmetic to bandwidth are equal.
 
-The paper's kernels had their measured optimum at 256 on an H100, below the theory's: real kernels come nearer to the
-memory's rate than to the peak of matrix products. Points are optima measured here, among chunks of several tiles.""",
+The paper's kernels had their measured optimum at 256 on an H100, below that of the theory: real kernels come nearer to
+the rate of the memory than to the peak of matrix products. Points are optima measured here, among chunks of several
+tiles.""",
     )  # fmt: skip
 
 
 def over_intensity(config: Config) -> Figure:
-    """Figure 22."""
+    """Draw Figure 22: the runtime-optimal chunk size over the accelerator's FLOP per byte."""
     found = accelerators(config, list(ACCELERATORS))
     x = np.linspace(0, 600, 121)
     drawing, [[axes]] = style.panels(1, 1, width=7.2, height=3.8)
@@ -280,13 +284,14 @@ def over_intensity(config: Config) -> Figure:
     return write(
         config, "fig22", drawing, rows, title="Figure 22: runtime-optimal chunk size over the accelerator",
         command=COMMAND,
-        caption="""States in float32, dqk = dhv / 2. The optimal chunk (121) grows with the square root of what the
-accelerator can compute for each byte it moves. Newer GPUs have not all moved right: the H200 needs smaller chunks
-than the H100, since its memory got faster and its arithmetic did not.""",
+        caption="""States in float32, dqk = dhv / 2. The optimal chunk size (121) grows with the square root of the
+accelerator's FLOP per byte. Newer GPUs do not always have more of it: the H200 needs smaller chunks than the H100,
+because its memory is faster and its arithmetic is the same.""",
     )  # fmt: skip
 
 
 def figures(config: Config) -> list[Figure | Missing]:
+    """Draw Figures 17 to 22, and the measured times beside their bounds."""
     return [
         runtime(config),
         arithmetic_intensity(config),

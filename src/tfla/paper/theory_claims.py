@@ -11,7 +11,7 @@ from tfla.paper.chunk_timings import BATCH, SHAPE, SUITE, TILE, ChunkTimings, H,
 from tfla.paper.claims_template import Values, fill
 from tfla.paper.report_types import Claim, Options, Table
 from tfla.paper.runtime import SIG, intensity
-from tfla.paper.time_bounds import AT, compared
+from tfla.paper.time_bounds import AT, compare_with_bounds
 from tfla.paper.time_bounds import SUITE as BOUNDS_SUITE
 
 
@@ -45,7 +45,7 @@ def _newer_hardware() -> Values:
 def _measured_optimum(timings: ChunkTimings) -> Values:
     gpu = "H200" if "H200" in timings.where else "H100"
     rows = []
-    for name, curve in timings.papers.items():
+    for name, curve in timings.quadratic.items():
         several = {x: t for x, t in curve.items() if x > TILE}
         if several:
             best = min(several, key=lambda x: several[x])
@@ -68,7 +68,7 @@ def _measured_optimum(timings: ChunkTimings) -> Values:
 
 def _flop_rate(timings: ChunkTimings) -> Values:
     rows = []
-    for name, curve in timings.papers.items():
+    for name, curve in timings.quadratic.items():
         fastest, largest = min(curve, key=lambda x: curve[x]), max(curve)
         rates = {L: float(SIG.flops(L=L, **SHAPE)) * BATCH * H / curve[L] for L in (fastest, largest)}
         assert timings.accelerator is not None
@@ -92,7 +92,7 @@ def _flop_rate(timings: ChunkTimings) -> Values:
 
 def _time_bounds(config: Options) -> Values:
     result = next((r for r in load(config.results, complete=True).values() if r["suite"] == BOUNDS_SUITE), None)
-    rows = [r for r in compared(result) if r["x"] == AT] if result is not None else []
+    rows = [r for r in compare_with_bounds(result) if r["x"] == AT] if result is not None else []
     by_name: dict[str, list[str]] = {}
     for r in rows:
         if "," not in r["name"] or r["name"].endswith(" tfla"):

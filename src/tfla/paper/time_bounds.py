@@ -1,4 +1,4 @@
-"""What counting explains of measured times: FLOPs and bytes of each contender at the rates measured in the same run."""
+"""The measured times beside the bounds by counted FLOPs and bytes, at rates measured in the same run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Row = dict[str, Any]
 
 
 def algorithm_of(row: Row) -> tuple[str, dict[str, int]] | None:
-    """Which counted form a contender is, and its sizes; None where it is none of them."""
+    """Return the counted algorithm of an implementation and its sizes; None where it is not counted."""
     details = row.get("details", {})
     if "chunk" in details:
         return "chunkwise", {"L": int(details["chunk"])}
     if row.get("way", "").endswith("fused") and {"segment", "tile"} <= set(details):
         segment = int(details["segment"])
-        form = "fused" if segment >= row["T"] else "segments"
-        return form, {"L": int(details["tile"]), "segment": segment}
+        algorithm = "fused" if segment >= row["T"] else "segments"
+        return algorithm, {"L": int(details["tile"]), "segment": segment}
     size = row["name"].rpartition(" ")[2]
     if row["name"].startswith("mlstm_kernels") and size.isdigit():
         return "chunkwise", {"L": int(size)}
@@ -35,7 +35,7 @@ def algorithm_of(row: Row) -> tuple[str, dict[str, int]] | None:
 
 
 def bounds(row: Row, accelerator: Accelerator) -> tuple[float, float] | None:
-    """Seconds where computing and moving overlap entirely (114) and where they do not at all (113)."""
+    """Return the seconds with full overlap of computation and memory traffic (114), and without overlap (113)."""
     known = algorithm_of(row) if set(row) >= set(SHAPE) else None
     if known is None:
         return None
@@ -43,16 +43,16 @@ def bounds(row: Row, accelerator: Accelerator) -> tuple[float, float] | None:
     gate: Gate = "exp" if "mLSTMexp" in row["name"] else "sig"
     directions: tuple[Direction, ...] = ("forward",) if row["direction"] == FORWARD else ("forward", "backward")
     shape = {"T": row["T"], "dqk": row["dqk"], "dhv": row["dhv"], **sizes}
-    forms: list[Algorithm] = [get(name, gate, direction) for direction in directions]
+    algorithms: list[Algorithm] = [get(name, gate, direction) for direction in directions]
     least, most = (
-        sum(float(rule(accelerator, row["B"] * row["H"], form, **shape)) for form in forms)
+        sum(float(rule(accelerator, row["B"] * row["H"], algorithm, **shape)) for algorithm in algorithms)
         for rule in (least_seconds, seconds)
     )
     return least, most
 
 
-def compared(result: Row) -> list[Row]:
-    """Every timed row of a counted form with its bounds."""
+def compare_with_bounds(result: Row) -> list[Row]:
+    """Return each timed row of a counted algorithm with its bounds."""
     rows = []
     for row in result["rows"]:
         found = bounds(row, of_result(result)) if "seconds" in row else None
@@ -67,10 +67,10 @@ def compared(result: Row) -> list[Row]:
 
 
 def draw_time_bounds(config: Options, command: str) -> Figure | Missing:
-    """The bounds as bars, the measurement as a point."""
+    """Draw the bounds as bars and the measured times as points."""
     title = "What FLOPs and bytes explain of measured times"
     result = next((r for r in load(config.results, complete=True).values() if r["suite"] == SUITE), None)
-    rows = compared(result) if result is not None else []
+    rows = compare_with_bounds(result) if result is not None else []
     if result is None or not any(r["x"] == AT for r in rows):
         path = config.results / f"{SUITE}.json"
         return Missing("explained", title, f"no measurement in {path}: `tfla bench gpu {SUITE} --out {path}`")
@@ -94,10 +94,11 @@ def draw_time_bounds(config: Options, command: str) -> Figure | Missing:
     return write(
         config, "explained", drawing, rows, title=title, command=command,
         caption=f"""65,536 tokens in sequences of {AT:,}, 16 heads, dqk 128, dhv 256 ({env["device"]}, {env["date"]}).
-Bars: the form's counted FLOPs and bytes at the rates of a matrix product and a device copy measured in the same run,
-from all overlapped (114) to nothing overlapped (113). Points: measured, and how many times the lower end.
+A bar goes from the time of full overlap (114) to the time without overlap (113) of the algorithm's counted FLOPs and
+bytes, at the rates of a matrix product and a device copy measured in the same run. A point is the measured time; the
+number is its ratio to the lower end.
 
-The bytes are those that a form's kernels move, not the least that any could (the floor of the benchmarks). Walks run
-close to what theirs allow, so a faster walk has to move fewer; kernels of the paper's kind take a multiple of what
-their bytes and FLOPs would.""",
+The bytes are those that an algorithm's kernels move, and not the least that any could move (the roofline bound of the
+benchmarks). The fused scans run close to their lower bound, so that a faster scan has to move fewer bytes. The kernels
+that are quadratic inside a chunk take a multiple of theirs.""",
     )  # fmt: skip

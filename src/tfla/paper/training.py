@@ -1,4 +1,4 @@
-"""What small training runs found: Tables 2, 3, 5 and 6, Figures 8 to 11, from the file that `tfla experiment` wrote."""
+"""The results of small training runs, as `tfla experiment` writes them: Tables 2, 3, 5, 6 and Figures 8 to 11."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tfla.paper.training_runs import (
     SPIKE,
     TABLES,
     Config,
-    Found,
     Row,
+    TrainingRuns,
     load,
+    mean_text,
     reached,
     running_median,
     spikes,
     spread,
-    text,
     title_of,
 )
 
@@ -32,8 +32,8 @@ COMMAND = "tfla analyze training"
 COLORS: dict[Mixer, str] = {"mlstm_exp": EXP, "mlstm_sig": SIG, "attention": GREEN}
 
 
-def tables(config: Config, found: Found) -> Figure:
-    """All tables as dots: a dot for each run, and its number."""
+def tables(config: Config, found: TrainingRuns) -> Figure:
+    """Draw all tables with a dot for each run, and the numbers beside them."""
     steps = {title: reached(found, lines) for title, lines in TABLES.items()}
     present = {
         title: [line for line in TABLES[title] if found.all_of(line.variants, step=step)]
@@ -51,8 +51,8 @@ def tables(config: Config, found: Found) -> Figure:
             perplexities = found.all_of(line.variants, "perplexity", step)
             one.plot(values, [y] * len(values), ls="", marker="o", color=COLORS[line.mixer], alpha=0.8)
             one.annotate(
-                f"{text(values)}, perplexity {text(perplexities)}", (1.01, y), xycoords=("axes fraction", "data"),
-                va="center", fontsize=8.5,
+                f"{mean_text(values)}, perplexity {mean_text(perplexities)}", (1.01, y),
+                xycoords=("axes fraction", "data"), va="center", fontsize=8.5,
             )  # fmt: skip
             table += [
                 {"table": title, "model": line.label, "seed": v.seed, "step": step,
@@ -69,14 +69,14 @@ def tables(config: Config, found: Found) -> Figure:
         config, "training_tables", drawing, table,
         title="Tables 2, 3, 5 and 6: held-out text at equal size and tokens",
         caption="A dot is a run; with several seeds the number is their mean ± standard deviation. Perplexity is per "
-        f"byte. {found.where}. Differences within the spread of seeds say nothing. Axes differ. Where runs ended early "
-        "they are compared at the last evaluation that all have, at a learning rate that is still high.",
+        f"byte. {found.where}. Differences within the spread of seeds say nothing. The axes differ. Runs that ended "
+        "early are compared at the last evaluation that all of them have, where the learning rate is still high.",
         command=COMMAND,
     )  # fmt: skip
 
 
-def gate_biases(config: Config, found: Found, mixer: Mixer, name: str, title: str) -> Figure:
-    """Figures 8 and 9: held-out text and gradient norm by the input gate's bias, trainable and fixed."""
+def gate_biases(config: Config, found: TrainingRuns, mixer: Mixer, name: str, title: str) -> Figure:
+    """Draw Figure 8 or 9: held-out text and gradient norm by the input gate's bias, learnable and fixed."""
     drawing, axes = panels(2, 2, width=5.0, height=3.2, sharex=True, sharey="row")
     table: list[Row] = []
     for column, trainable in enumerate((True, False)):
@@ -109,15 +109,16 @@ def gate_biases(config: Config, found: Found, mixer: Mixer, name: str, title: st
     axes[1][0].set_ylabel("gradient norm")
     return write(
         config, name, drawing, table, title=title,
-        caption="Above, held-out text; the number is at the end. Below, the norm of the gradient before clipping: thin "
-        f"at every step, thick the running median. A spike is a step above {SPIKE} times that; spikes and the largest "
-        f"norm are those after the first {SETTLED} steps. {found.where}, seed 0.",
+        caption="The upper panels show the held-out text, with its last value in the legend. The lower panels show the "
+        f"norm of the gradient before clipping (thin) and its running median (thick). A spike is a step whose norm is "
+        f"above {SPIKE} times the median; spikes and largest norms are those after the first {SETTLED} steps. "
+        f"{found.where}, seed 0.",
         command=COMMAND,
     )  # fmt: skip
 
 
-def grid(config: Config, found: Found) -> Figure | Missing:
-    """Figure 10: held-out text by norm epsilon and input gate bias."""
+def grid(config: Config, found: TrainingRuns) -> Figure | Missing:
+    """Draw Figure 10: held-out text by norm epsilon and input gate bias."""
     import numpy as np
 
     at = {(eps, bias): found.last(Variant("mlstm_exp", eps=eps, bias=bias), "bits_per_byte")
@@ -147,8 +148,8 @@ def grid(config: Config, found: Found) -> Figure | Missing:
     )  # fmt: skip
 
 
-def gates_over_training(config: Config, found: Found) -> Figure | Missing:
-    """Figure 11: the largest input gate pre-activation."""
+def gates_over_training(config: Config, found: TrainingRuns) -> Figure | Missing:
+    """Draw Figure 11: the largest pre-activation of the input gates over training."""
     title = "Figure 11: largest input gate pre-activation over training"
     runs = [(v, found.runs[v]) for v in EXPERIMENTS["fig11"].variants if found.runs.get(v, {}).get("step")]
     if not runs:
@@ -172,7 +173,7 @@ def gates_over_training(config: Config, found: Found) -> Figure | Missing:
 
 
 def figures(config: Config) -> list[Figure | Missing]:
-    """Everything that the runs of the file can show."""
+    """Draw the tables and figures for which the file has runs."""
     found = load(config)
     if found is None:
         why = f"no {config.results}/training.json: `{MEASURE}` trains the models"

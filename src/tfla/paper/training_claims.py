@@ -13,13 +13,13 @@ from tfla.paper.training_runs import (
     SETTLED,
     SPIKE,
     Config,
-    Found,
+    TrainingRuns,
     load,
+    mean_text,
     seeds,
     spikes,
     spread,
     table_of,
-    text,
 )
 
 SMOKE = "training_smoke.json"  # the same experiments at the smoke size, where the reference can train
@@ -35,29 +35,29 @@ def _mean(values: list[float]) -> float:
     return statistics.mean(values) if values else math.nan
 
 
-def _equal_gates(found: Found) -> Values:
+def _equal_gates(found: TrainingRuns) -> Values:
     exp, sig = (found.all_of(seeds(Variant(m))) for m in MLSTMS)
     exp_4, sig_4 = (found.all_of([Variant(m, heads=4)]) for m in MLSTMS)
     return {
         "holds": bool(exp and sig) and abs(_mean(exp) - _mean(sig)) < 2 * max(spread(found), 1e-9),
-        "exp": text(exp),
-        "sig": text(sig),
+        "exp": mean_text(exp),
+        "sig": mean_text(sig),
         "seeds": str(len(exp)),
-        "exp_4": text(exp_4),
-        "sig_4": text(sig_4),
+        "exp_4": mean_text(exp_4),
+        "sig_4": mean_text(sig_4),
         "where": found.where,
     }
 
 
-def _attention_model(found: Found) -> Values:
+def _attention_model(found: TrainingRuns) -> Values:
     values: dict[str, Value] = {"table": table_of(found)}
     for name, mixer in (("attention", "attention"), ("exp", "mlstm_exp")):
         for heads in (2, 4):
-            values[f"{name}_{heads}"] = text(found.all_of(seeds(Variant(mixer, heads=heads))))  # type: ignore[arg-type]
+            values[f"{name}_{heads}"] = mean_text(found.all_of(seeds(Variant(mixer, heads=heads))))  # type: ignore[arg-type]
     return values
 
 
-def _learnable_gate(found: Found) -> Values:
+def _learnable_gate(found: TrainingRuns) -> Values:
     bits = {
         f"{name}_{kind}": found.last(Variant(mixer, trainable=kind == "learnable"), "bits_per_byte")
         for name, mixer in zip(("exp", "sig"), MLSTMS, strict=True)
@@ -71,7 +71,7 @@ def _learnable_gate(found: Found) -> Values:
     }
 
 
-def _gate_bias(found: Found) -> Values:
+def _gate_bias(found: TrainingRuns) -> Values:
     rows, fewest, failed = [], dict.fromkeys(BOUNDS, 0), False
     for mixer in MLSTMS:
         for trainable in (True, False):
@@ -99,7 +99,7 @@ def _gate_bias(found: Found) -> Values:
     }
 
 
-def _epsilon_and_bias(found: Found) -> Values:
+def _epsilon_and_bias(found: TrainingRuns) -> Values:
     at = {
         (eps, bias): found.last(Variant("mlstm_exp", eps=eps, bias=bias), "bits_per_byte")
         for eps in EPSILONS for bias in BIASES
@@ -119,7 +119,7 @@ def _epsilon_and_bias(found: Found) -> Values:
     }
 
 
-def _below_zero(found: Found) -> Values:
+def _below_zero(found: TrainingRuns) -> Values:
     trained = [row for v in EXPERIMENTS["fig11"].variants if (row := found.trained(v)) is not None]
     curves = [[x for x in row["max_input_gate"] if x is not None] for row in trained]
     curves = [curve for curve in curves if curve]
@@ -135,7 +135,7 @@ def _below_zero(found: Found) -> Values:
     }
 
 
-def _bits_so_far(found: Found, name: str) -> tuple[int, dict[Variant, float]]:
+def _bits_so_far(found: TrainingRuns, name: str) -> tuple[int, dict[Variant, float]]:
     """Return the step at which the runs of an experiment are compared, and their bits per byte there."""
     variants = EXPERIMENTS[name].variants
     step = found.reached(variants)
@@ -143,7 +143,7 @@ def _bits_so_far(found: Found, name: str) -> tuple[int, dict[Variant, float]]:
     return step, bits
 
 
-def _settled(found: Found, step: int, holds: bool, settled: bool) -> dict[str, Value]:
+def _settled(found: TrainingRuns, step: int, holds: bool, settled: bool) -> dict[str, Value]:
     """Return the values that say whether runs settle a claim, and where they were stopped."""
     return {
         "settled": settled,
@@ -154,7 +154,7 @@ def _settled(found: Found, step: int, holds: bool, settled: bool) -> dict[str, V
     }
 
 
-def _kernels(found: Found, smoke: Found | None) -> Values:
+def _kernels(found: TrainingRuns, smoke: TrainingRuns | None) -> Values:
     step, bits = _bits_so_far(found, "table3")
     small = _bits_so_far(smoke, "table3")[1] if smoke is not None else {}
     backends = list(dict.fromkeys(str(v.backend) for v in (*bits, *small)))
@@ -175,14 +175,14 @@ def _kernels(found: Found, smoke: Found | None) -> Values:
     }
 
 
-def _contexts(found: Found) -> Values:
+def _contexts(found: TrainingRuns) -> Values:
     step, bits = _bits_so_far(found, "table5")
     long = {v.mixer: x for v, x in bits.items()}
     short = {mixer: found.all_of(seeds(Variant(mixer))) for mixer in MIXERS}
     exp, sig, attention = (long.get(mixer, math.nan) for mixer in MIXERS)
     attention_is_worse = _mean(short["attention"]) > _mean(short["mlstm_exp"])
     holds = abs(exp - sig) < 2 * spread(found) and (attention > exp) == attention_is_worse
-    rows = [[NAMES[mixer], text(short[mixer]), _number(long.get(mixer))] for mixer in MIXERS]
+    rows = [[NAMES[mixer], mean_text(short[mixer]), _number(long.get(mixer))] for mixer in MIXERS]
     return {
         **_settled(found, step, holds, step == found.steps),
         "longer": str(LONGER),

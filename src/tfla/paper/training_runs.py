@@ -1,4 +1,4 @@
-"""The file that `tfla experiment` writes: its runs, and the tables that they make."""
+"""The runs in the file that `tfla experiment` writes, and their tables."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NAMES: dict[Mixer, str] = {"mlstm_exp": "mLSTMexp", "mlstm_sig": "mLSTMsig", "at
 
 @dataclass
 class Config(Options):
-    """Options of `tfla analyze training`."""
+    """The options of `tfla analyze training`."""
 
     training: Path | None = None
-    """What `tfla experiment` wrote; None: training.json among the stored measurements."""
+    """The file that `tfla experiment` wrote; None is training.json among the stored measurements."""
 
 
-class Found:
-    """The runs of one file by variant."""
+class TrainingRuns:
+    """The training runs of one file by variant."""
 
     def __init__(self, result: Row) -> None:
         self.result = result
@@ -37,30 +37,34 @@ class Found:
         self.runs = {Variant(**{name: row[name] for name in fields}): row for row in result["runs"]}
 
     def trained(self, variant: Variant) -> Row | None:
-        """The run if it went to its end."""
+        """Return the run of a variant that was trained to its end; None for others."""
         row = self.runs.get(variant)
         done = row is not None and "failed" not in row and bool(row.get("evals"))
         return row if row is not None and done and row["evals"][-1]["step"] == self.steps else None
 
     @property
     def steps(self) -> int:
+        """Return the steps of a whole run."""
         return int(self.result["size"]["steps"])
 
     def at(self, variant: Variant, name: str, step: int) -> float | None:
-        """Of the evaluation on the held-out part at that step: bits_per_byte, perplexity or loss."""
+        """Return bits_per_byte, perplexity or loss on the held-out part at that step; None where there is none."""
         row = self.runs.get(variant, {})
         return next((e[name] for e in row.get("evals", ()) if e["step"] == step and "failed" not in row), None)
 
     def last(self, variant: Variant, name: str) -> float | None:
-        """Of the last evaluation of a run that went to its end."""
+        """Return the value of the last evaluation of a run that was trained to its end; None for others."""
         return self.at(variant, name, self.steps)
 
     def all_of(self, variants: Iterable[Variant], name: str = "bits_per_byte", step: int | None = None) -> list[float]:
-        """Of those that have it; None is the last step."""
+        """Return the values of the variants that have one at that step; None is the last step."""
         return [x for v in variants if (x := self.at(v, name, self.steps if step is None else step)) is not None]
 
     def reached(self, variants: Iterable[Variant]) -> int:
-        """The end where a run got there, else the last evaluation that all which got to one have; 0 for none."""
+        """Return the step at which variants are compared.
+
+        It is the last step where a run got there, else the last evaluation that all evaluated runs have, else 0.
+        """
         steps = [{e["step"] for e in self.runs.get(v, {}).get("evals", ()) if e["step"]} for v in variants]
         there = [found for found in steps if found]
         if any(self.steps in found for found in there):
@@ -69,6 +73,7 @@ class Found:
 
     @property
     def where(self) -> str:
+        """Return the setting of the runs as text: model, data, device and date."""
         size, env = self.result["size"], self.result["environment"]
         tokens = size["steps"] * size["batch_size"] * size["context"]
         amount = f"{tokens / 1e6:.1f} million" if tokens >= 1e6 else f"{tokens:,}"
@@ -79,11 +84,11 @@ class Found:
         )
 
 
-def load(config: Config) -> Found | None:
-    """The file of the options; None if it is not there.
+def load(config: Config) -> TrainingRuns | None:
+    """Return the training runs of the options' file; None where there is no file.
 
     Raises:
-        UserError: it is there but no such file, or was named and is not there.
+        UserError: the file does not hold training runs, or the options name a file that does not exist.
     """
     path = config.training or config.results / "training.json"
     if not path.exists() and config.training is None:
@@ -93,7 +98,7 @@ def load(config: Config) -> Found | None:
         if not isinstance(result, dict) or result.get("kind") != "training":
             raise ValueError("not what tfla experiment writes")
         _check(result)
-        return Found(result)
+        return TrainingRuns(result)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"training: {path} cannot be read: {reason(error)}") from error
     except KeyError as error:
@@ -101,7 +106,7 @@ def load(config: Config) -> Found | None:
 
 
 def _check(result: Row) -> None:
-    """Raise ValueError where a field is not what figures and claims need."""
+    """Raise ValueError where a field that figures and claims need is missing or has a wrong type."""
     objects = dict.fromkeys(("size", "environment", "config"), schema.OBJECT)
     schema.check_fields(result, "", objects | {"runs": schema.list_of(schema.OBJECT)})
     schema.check_fields(result["size"], "size.", schema.SIZE)
@@ -115,8 +120,8 @@ def _check(result: Row) -> None:
             schema.check_fields(evaluation, f"runs[{n}].evals[{m}].", schema.EVALUATION)
 
 
-def text(values: Sequence[float], digits: int = 3) -> str:
-    """The mean, with the standard deviation of several."""
+def mean_text(values: Sequence[float], digits: int = 3) -> str:
+    """Return the mean as text, with the standard deviation where there are several values."""
     if not values:
         return "-"
     mean = f"{statistics.mean(values):.{digits}f}"
@@ -124,43 +129,44 @@ def text(values: Sequence[float], digits: int = 3) -> str:
 
 
 def running_median(values: list[float], width: int = 21) -> list[float]:
-    """Of the steps around each."""
+    """Return the median of the values around each value."""
     half = width // 2
     return [statistics.median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
 
 
 def spikes(norms: list[float], above: float = SPIKE) -> list[float]:
-    """Gradient norms far above those around them, once training has settled."""
+    """Return the gradient norms after the first SETTLED steps that are above that multiple of their running median."""
     usual = running_median(norms)
     return [x for n, x in enumerate(norms) if n >= SETTLED and x > above * usual[n]]
 
 
 def seeds(variant: Variant) -> tuple[Variant, ...]:
+    """Return the variant with each of the seeds."""
     return tuple(replace(variant, seed=seed) for seed in SEEDS)
 
 
-def spread(found: Found) -> float:
-    """Standard deviation over the seeds of the default mLSTMexp; nan with fewer than two."""
+def spread(found: TrainingRuns) -> float:
+    """Return the standard deviation over the seeds of the default mLSTMexp; nan with fewer than two."""
     values = found.all_of(seeds(Variant("mlstm_exp")))
     return statistics.stdev(values) if len(values) > 1 else float("nan")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table: a label, whose color, and its runs."""
+    """A row of a table: its label, the mixer that sets its color, and its runs."""
 
     label: str
     mixer: Mixer
     variants: tuple[Variant, ...]
 
 
-def reached(found: Found, lines: Iterable[Line]) -> int:
-    """The step at which the runs of a table are compared."""
+def reached(found: TrainingRuns, lines: Iterable[Line]) -> int:
+    """Return the step at which the runs of a table are compared."""
     return found.reached(v for line in lines for v in line.variants)
 
 
-def title_of(name: str, found: Found, step: int) -> str:
-    """With the step where that is not the last."""
+def title_of(name: str, found: TrainingRuns, step: int) -> str:
+    """Return the title, with the step where that is not the last."""
     return name if step == found.steps else f"{name}; after {step} of {found.steps} steps"
 
 
@@ -182,8 +188,8 @@ TABLES: dict[str, list[Line]] = {
 }  # fmt: skip
 
 
-def table_of(found: Found) -> Table:
-    """Every table's rows: bits per byte and perplexity, with their standard deviation over seeds."""
+def table_of(found: TrainingRuns) -> Table:
+    """Return the rows of all tables: bits per byte and perplexity, with their standard deviations over seeds."""
     rows = []
     for name, lines in TABLES.items():
         step = reached(found, lines)
@@ -194,6 +200,6 @@ def table_of(found: Found) -> Table:
                 parameters = next(found.runs[v]["parameters"] for v in line.variants if found.at(v, "perplexity", step))
                 rows.append([
                     f"{label[0]}, {label[2]}", line.label, f"{parameters / 1e6:.2f} million", str(len(bits)),
-                    text(bits), text(perplexity),
+                    mean_text(bits), mean_text(perplexity),
                 ])  # fmt: skip
     return Table(["", "model", "parameters", "seeds", "bits per byte", "perplexity"], rows)

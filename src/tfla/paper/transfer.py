@@ -1,4 +1,4 @@
-"""Transfer behavior of the mLSTM (Section 4.2, Appendix D.2): Figures 3, 6 and 7, and where a model starts on them."""
+"""The transfer behavior of the mLSTM (Section 4.2, Appendix D.2): Figures 3, 6 and 7, and the start of a model."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ LOWEST, HIGHEST = 1e-4, 1e2  # of the colors before the norm, where gains span m
 
 @dataclass
 class Config(Options):
-    """Options of `tfla analyze transfer`; the defaults of the last three are the paper's model."""
+    """The options of `tfla analyze transfer`; the defaults of the last three are those of the paper's model."""
 
     step: float = 1.0
-    """Distance of the grid's pre-activations."""
+    """Distance between the pre-activations of the grid."""
     eps: float = EPS
-    """Of the norm over the heads' outputs, for the map that shows where a model starts."""
+    """Epsilon of the norm over the outputs of a head, for the map that shows where a model starts."""
     input_gate_bias: float = -10.0
-    """Where its input gates start."""
+    """Bias of its input gates at the start."""
     forget_gate_bias: tuple[float, float] = (3.0, 6.0)
-    """Where its forget gates start: first and last head."""
+    """Biases of its forget gates at the start, of the first and the last head."""
     gate_soft_cap: float = 15.0
-    """Soft-cap of its gates' pre-activations (110): a bias of -10 is a pre-activation of -8.7."""
+    """Soft cap of the pre-activations of its gates (110): a bias of -10 is a pre-activation of -8.7."""
 
     @property
     def start(self) -> tuple[float, tuple[float, float]]:
-        """Pre-activations at the start: weights are 0, biases are soft-capped."""
+        """Return the pre-activations at the start, which are the soft-capped biases, because the weights are 0."""
         i, *f = (
             soft_cap(torch.tensor(x), self.gate_soft_cap).item() for x in (self.input_gate_bias, *self.forget_gate_bias)
         )
@@ -62,12 +62,13 @@ class Config(Options):
 
 
 def axis(ends: tuple[float, float], step: float) -> tuple[float, ...]:
-    """From one end to the other."""
+    """Return the points from one end to the other."""
     low, high = ends
     return tuple(low + n * step for n in range(round((high - low) / step) + 1))
 
 
 def rows_of(found: Gains, gate: InputGate, normalizer: Normalizer) -> list[dict[str, Any]]:
+    """Return the rows of the CSV file for one gate and normalizer."""
     return [
         {
             "input_gate": NAMES[gate], "normalizer": NORMALIZERS[normalizer], "i": i, "f": f,
@@ -79,7 +80,7 @@ def rows_of(found: Gains, gate: InputGate, normalizer: Normalizer) -> list[dict[
 
 
 def heat(axes: Axes, found: Gains, values: Any, *, logarithmic: bool) -> Any:
-    """One map: forget gate on x, input gate on y, gain as color."""
+    """Draw one map: the forget gate on x, the input gate on y, the gain as color."""
     from matplotlib.colors import LogNorm, Normalize
 
     norm = LogNorm(LOWEST, HIGHEST) if logarithmic else Normalize(0, 1)
@@ -89,6 +90,7 @@ def heat(axes: Axes, found: Gains, values: Any, *, logarithmic: bool) -> Any:
 
 
 def label(axes: Sequence[Sequence[Axes]]) -> None:
+    """Label the outer axes of the maps."""
     for one in axes[-1]:
         one.set_xlabel("forget gate f̃")
     for row in axes:
@@ -99,7 +101,7 @@ def figure(
     config: Config, name: str, title: str, caption: str, lines: Sequence[tuple[InputGate, Normalizer]],
     found: dict[tuple[InputGate, Normalizer], Gains], epsilons: Sequence[float],
 ) -> Figure:  # fmt: skip
-    """A row of maps for each gate and normalizer: before the norm, then after it for every epsilon."""
+    """Draw a row of maps for each gate and normalizer: before the norm, then after it for each epsilon."""
     drawing, axes = panels(len(lines), 1 + len(epsilons), width=3.0, height=2.6, sharex=True, sharey=True)
     before: Any = None
     after: Any = None
@@ -150,18 +152,18 @@ def describe_start(found: Gains, config: Config) -> str:
 
 
 def full_column(config: Config, f: tuple[float, ...]) -> Gains:
-    """Gains of mLSTMexp over all input gates, at these forget gates."""
+    """Return the gains of mLSTMexp over all input gates, at these forget gates."""
     return gains("exp", "bounded", axis((-20.0, 8.0), 0.5), f, (config.eps,))
 
 
 def start(config: Config) -> Gains:
-    """Gains at the start alone."""
+    """Return the gains at the start of a model with the config's biases."""
     i, f = config.start
     return gains("exp", "bounded", (i,), f, (config.eps,))
 
 
 def draw_start(config: Config, found: dict[tuple[InputGate, Normalizer], Gains]) -> Figure:
-    """Both gates after the norm, with the line on which a model's heads start; the maps have the config's epsilon."""
+    """Draw the maps of both gates after the norm with the config's epsilon, and the line on which heads start."""
     drawing, axes = panels(1, 2, width=3.9, height=3.4, sharey=True)
     numbers: list[dict[str, Any]] = []
     at, ends = config.start
@@ -199,7 +201,7 @@ def draw_start(config: Config, found: dict[tuple[InputGate, Normalizer], Gains])
 
 
 def figures(config: Config) -> list[Figure | Missing]:
-    """Figures 3, 6, 7 and the start of a model."""
+    """Draw Figures 3, 6 and 7, and the start of a model."""
     config.check()
     i, f = axis(I_RANGE, config.step), axis(F_RANGE, config.step)
     epsilons = tuple(dict.fromkeys((*EPSILONS, config.eps)))
@@ -208,20 +210,20 @@ def figures(config: Config) -> list[Figure | Missing]:
     return [
         figure(
             config, "fig3", "Figure 3: gain of mLSTMexp and mLSTMsig before and after the norm",
-            "Before the norm (left, logarithmic) the two cells differ: mLSTMsig is bounded where ĩ is large. After it "
-            "(right) the maps are the same: from suppressing (0) to passing (1) the input near ĩ = -8.",
+            "Before the norm (left, logarithmic) the two cells differ: mLSTMsig is bounded where ĩ is large. After the "
+            "norm (right) the maps are equal: near ĩ = -8 they pass from suppressing (0) to passing (1) the input.",
             defaults, found, (EPS,),
         ),
         figure(
             config, "fig6", "Figure 6: gain of mLSTMexp by normalizer and epsilon",
-            "Only the normalizer that is bounded from below (first row) lets the input gate decide; without the bound "
+            "Only with the normalizer that is bounded from below (first row) the input gate decides. Without the bound "
             "the gate cancels in the ratio and the cell passes everything. A larger epsilon moves the transition up.",
             [("exp", n) for n in VARIANTS["exp"]], found, EPSILONS,
         ),
         figure(
             config, "fig7", "Figure 7: gain of mLSTMsig by normalizer and epsilon",
-            "No normalizer (first row, the default) and the bounded one (second) give the same map after the norm; "
-            "the two without a bound lose the input gate, as for mLSTMexp.",
+            "No normalizer (first row, the default) and the bounded one (second) give the same map after the norm. "
+            "With the two that have no bound, the input gate has no effect, as for mLSTMexp.",
             [("sigmoid", n) for n in VARIANTS["sigmoid"]], found, EPSILONS,
         ),
         draw_start(config, found),

@@ -1,6 +1,6 @@
-"""FLOPs and bytes of every way to compute the operator, counted from parts.
+"""The counted FLOPs and bytes of every algorithm that computes the operator.
 
-forms.get("chunkwise", "sig").flops(T=8192, L=128, dqk=128, dhv=256)
+algorithms.get("chunkwise", "sig").flops(T=8192, L=128, dqk=128, dhv=256)
 """
 
 from tfla.paper.algorithms.algorithm import ALGORITHMS, Algorithm, get

@@ -1,4 +1,4 @@
-"""A form of the operator: its parts for one unit, and how many units a sequence has."""
+"""An algorithm by the counts of its parts for one unit of work, and the number of units of a sequence."""
 
 from __future__ import annotations
 
@@ -33,48 +33,52 @@ NAMES = {"T": T, "L": L, "segment": S, "dqk": DQK, "dhv": DHV, "causal": CAUSAL,
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Counts of one head and one sequence."""
+    """The counts of an algorithm, for one head and one sequence."""
 
     name: str
     gate: Gate
     direction: Direction
     units: sp.Expr
-    """Chunks, tiles or steps of a sequence."""
+    """The number of units of a sequence: chunks, tiles or steps."""
     flop_parts: Parts
-    """Of one unit."""
+    """The FLOPs of one unit by part."""
     byte_parts: Parts | None
+    """The bytes of one unit by part; None where they are not counted."""
 
     @property
     def flops_expr(self) -> sp.Expr:
-        """Of a sequence, every operation's cost a symbol."""
+        """Return the FLOPs of a sequence, with the cost of each kind of operation as a symbol."""
         return self.units * sum(self.flop_parts.values(), sp.Integer(0))
 
     @property
     def bytes_expr(self) -> sp.Expr:
-        """Of a sequence.
+        """Return the bytes of a sequence.
 
         Raises:
-            ValueError: the form's bytes are not counted.
+            ValueError: the bytes of this algorithm are not counted.
         """
         if self.byte_parts is None:
             raise ValueError(f"bytes of {self.name}: not counted, caches of a CPU decide")
         return self.units * sum(self.byte_parts.values(), sp.Integer(0))
 
     def flops(self, **sizes: Any) -> Any:
-        """FLOPs of a sequence, every operation counting one.
+        """Return the FLOPs of a sequence, counting each operation as one.
 
         Args:
             sizes: T, L (steps of a chunk or tile), segment, dqk, dhv, causal (1/2), state_bytes (4), nv and nk
                 (programs that share a head's state, 1): numbers or arrays.
+
+        Raises:
+            TypeError: a size is unknown, or one that the count needs is missing.
         """
         return self._numbers(at_unit_cost, "flops_expr", sizes)
 
     def matrix_flops(self, **sizes: Any) -> Any:
-        """Those of matrix products."""
+        """Return the FLOPs of the matrix products of a sequence; the sizes are those of :meth:`flops`."""
         return self._numbers(matrix_products, "flops_expr", sizes)
 
     def bytes(self, **sizes: Any) -> Any:
-        """Bytes of a sequence, q, k, v and the gates in 16 bits."""
+        """Return the bytes of a sequence, with 16-bit q, k, v and gates; the sizes are those of :meth:`flops`."""
         return self._numbers(sp.expand, "bytes_expr", sizes)
 
     def _numbers(self, reduce: Callable[[sp.Expr], sp.Expr], what: str, sizes: dict[str, Any]) -> Any:
@@ -91,6 +95,8 @@ class Algorithm:
 
 
 class _Counts(NamedTuple):
+    """The counts of one algorithm: units of a sequence, FLOPs and bytes of a unit by direction."""
+
     units: sp.Expr
     flops: dict[str, Callable[[Gate], Parts]]
     bytes: dict[str, Callable[[Gate], Parts]]
@@ -128,10 +134,10 @@ ALGORITHMS = {
 
 @cache
 def get(name: str, gate: Gate, direction: Direction = "forward") -> Algorithm:
-    """A form by name.
+    """Return an algorithm by its name.
 
     Raises:
-        ValueError: there is no such form, gate or direction.
+        ValueError: there is no such algorithm, gate or direction.
     """
     for what, got, allowed in (
         ("name", name, tuple(ALGORITHMS)),
@@ -140,9 +146,9 @@ def get(name: str, gate: Gate, direction: Direction = "forward") -> Algorithm:
     ):
         if got not in allowed:
             raise ValueError(f"{what}: got {got!r}, allowed are {', '.join(allowed)}")
-    ways = ALGORITHMS[name]
-    counted = ways.bytes.get(direction)
-    return Algorithm(name, gate, direction, ways.units, ways.flops[direction](gate), counted and counted(gate))
+    counts = ALGORITHMS[name]
+    counted = counts.bytes.get(direction)
+    return Algorithm(name, gate, direction, counts.units, counts.flops[direction](gate), counted and counted(gate))
 
 
 @cache

@@ -1,8 +1,9 @@
-"""FLOPs of the paper's forms, backward, which the paper does not count. By its rules: what one kernel computes twice
-counts once, what two kernels compute counts twice.
+"""The FLOPs of the backward pass of the paper's algorithms, which the paper does not count.
 
-The gradients are the exact ones of docs/mathematics.md, through the denominator too. `do` is the cotangent of the
-numerator, `dd` of the denominator, `dP = do v^T + dd`; gradients of the gates come from sums of q dq and k dk.
+They follow the paper's rules: a quantity that one kernel computes twice counts once, a quantity that two kernels
+compute counts twice. The gradients are the exact ones of docs/mathematics.md, including the denominator's. `do` is the
+cotangent of the numerator and `dd` that of the denominator, `dP = do v^T + dd`. The gradients of the gates follow from
+sums of q dq and k dk.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from tfla.paper.algorithms.symbols import (
 
 
 def of_denominator(steps: sp.Expr) -> sp.Expr:
-    """do and dd from dh: h dh, two divisions, and max(|d|, exp(-m)) again."""
+    """Count do and dd from dh: the product h dh, two divisions, and the recomputation of max(|d|, exp(-m))."""
     return steps * (VEC * (3 * DHV + 3) + ABS + MAX + EXP)
 
 
 def of_gates(gate: Gate, steps: sp.Expr) -> sp.Expr:
-    """q dq and k dk, their running sum, and the derivative of each logsigmoid."""
+    """Count q dq and k dk, their running sum, and the derivative of each logsigmoid."""
     return VEC * 4 * steps * DQK + running_sums(steps) + steps * ((1 if gate == "exp" else 2) * (VEC + SIG) + VEC)
 
 
 def gate_matrix(gate: Gate) -> sp.Expr:
-    """Of a chunk, the max state being known from the forward."""
+    """Count the gate matrix of a chunk, with the max state from the forward pass."""
     return CAUSAL * L**2 * ((3 if gate == "exp" else 2) * VEC + EXP)
 
 
 def chunkwise(gate: Gate) -> Parts:
-    """One chunk of L steps: the states' cotangents, then a kernel each for dq, dk and dv (Table 1)."""
+    """Count one chunk of L steps: the cotangents of the states, then a kernel each for dq, dk and dv (Table 1)."""
     exp = gate == "exp"
     gates = running_sums(L) + L * log_gates(gate) + gate_matrix(gate)
     from_dP = CAUSAL * (2 * L**2 * (DHV + DQK) + VEC * (3 if exp else 2) * L**2) + 2 * L * DD + VEC * 2 * L * DQK
@@ -62,7 +63,7 @@ def chunkwise(gate: Gate) -> Parts:
 
 
 def parallel(gate: Gate) -> Parts:
-    """A sequence; the logits again, since T x T of them are not kept."""
+    """Count a sequence, with the recomputation of the T x T logits, which are not stored."""
     exp = gate == "exp"
     parts = {
         "cumulative forget gates": running_sums(T) + T * log_gates(gate),
@@ -80,7 +81,7 @@ def parallel(gate: Gate) -> Parts:
 
 
 def recurrent(gate: Gate) -> Parts:
-    """One step, with the state of every step at hand."""
+    """Count one step, with the states of all steps stored."""
     parts = {
         "cotangent of the state": VEC * (3 * DD + DQK),
         "dq": 2 * DD + VEC * DQK,

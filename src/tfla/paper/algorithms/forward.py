@@ -1,6 +1,7 @@
-"""FLOPs of the paper's forms, forward, part by part: Tables 8, 10 and 12 with every operation's cost as a symbol.
+"""The FLOPs of the forward pass of the paper's algorithms by part (Tables 8, 10 and 12).
 
-Additions and multiplications that are no matrix product's are times VEC, which the paper takes as 1.
+The cost of each kind of operation is a symbol. Additions and multiplications outside of matrix products cost VEC, which
+is 1 in the paper.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tfla.paper.algorithms.symbols import (
 
 
 def running_sums(steps: sp.Expr) -> sp.Expr:
-    """Cumulative sums over a chunk, each summed for itself, as the paper counts them."""
+    """Count the cumulative sums over a chunk, each summed separately, as the paper does."""
     return VEC * steps * (steps + 1) / 2
 
 
 def chunkwise(gate: Gate) -> Parts:
-    """Table 8, one chunk of L steps."""
+    """Count one chunk of L steps (Table 8)."""
     both = {
         "states: numerator": VEC * 2 * DD + 2 * L * DD + VEC * L * DQK,
         "outputs: cumulative forget gates": running_sums(L) + L * log_gates(gate),
@@ -56,7 +57,7 @@ def chunkwise(gate: Gate) -> Parts:
 
 
 def parallel(gate: Gate) -> Parts:
-    """Table 10, a sequence. The paper counts a maximum in mLSTMsig's gate matrix too, which has none."""
+    """Count a sequence (Table 10). The paper counts a maximum in the gate matrix of mLSTMsig, which has none."""
     both = {
         "cumulative forget gates": running_sums(T) + T * log_gates(gate),
         "gate matrix": T**2 * (3 * VEC + EXP + MAX + MASK),
@@ -69,7 +70,7 @@ def parallel(gate: Gate) -> Parts:
 
 
 def recurrent(gate: Gate) -> Parts:
-    """Table 12, one step."""
+    """Count one step (Table 12)."""
     both = {"memory cell update": VEC * 4 * DD, "output": 2 * DD + VEC * DQK}
     if gate == "exp":
         return both | {

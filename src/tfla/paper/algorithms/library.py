@@ -1,11 +1,12 @@
-"""FLOPs of this library's own ways, part by part, by the same rules as the paper's forms. L is a tile, S a segment.
+"""The FLOPs of this library's own algorithms by part, counted by the paper's rules. L is a tile, S a segment.
 
-fused      walks on a GPU, the state on chip from tile to tile: one walk forward, one each for dq, dk and dv backward.
-           N_v programs share out the columns of a head's state, N_k its rows, and each makes the products inside tiles
-segments   the same, in segments of S steps from states that one more walk makes, and `join`
-segmented  the chunkwise backend on a CPU: products inside tiles once for all gradients, states stored every S steps
+fused      the fused scans on a GPU, which keep the state on chip from tile to tile: one scan in the forward pass, one
+           each for dq, dk and dv in the backward pass. N_v programs share the columns of a head's state, N_k programs
+           share its rows, and each of them computes the products inside tiles
+segments   the fused scans over segments of S steps, from states that one more scan computes and state passing combines
+segmented  the chunkwise backend on a CPU: the products inside tiles once for all gradients, states stored every S steps
 
-Gates are made once, by scans, with the max state known before the walks: they carry no running maximum.
+The gate kernels compute the max state before the scans, which need no running maximum.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from tfla.paper.algorithms.symbols import (
     log_gates,
 )
 
-BLOCK = 1024  # steps whose states the chunkwise backend keeps at once: only what lies before them is walked again
+BLOCK = 1024  # steps whose states the chunkwise backend keeps at once; only earlier states are recomputed
 
 
 def gates(gate: Gate) -> sp.Expr:
-    """Log-gates, sums over the tile, weights of state and updates, the decay; with a normalizer m, F, I, exp(-m)."""
+    """Count the log-gates, sums over the tile, weights of state and updates, the decay; for mLSTMexp m and exp(-m)."""
     normalizer = L * (VEC * 4 + MAX + EXP) if gate == "exp" else 0
     return L * log_gates(gate) + VEC * 5 * L + 2 * L * EXP + EXP + normalizer
 
 
 def weighted(product: sp.Expr) -> sp.Expr:
-    """A product inside the tile, times the gate matrix exp(row + column)."""
+    """Count a product inside the tile and its multiplication by the gate matrix exp(row + column)."""
     return CAUSAL * (product + L**2 * (VEC * 2 + EXP))
 
 
 def update(width: sp.Expr = DQK) -> sp.Expr:
-    """Weight a tile's rows, decay the state, add their product."""
+    """Count the update of the state: weights of the tile's rows, the decay of the state, the product."""
     return 2 * L * DD + VEC * (L * width + DD)
 
 
 def fused_forward(gate: Gate) -> Parts:
-    """One tile."""
+    """Count one tile."""
     parts = {
         "gates": gates(gate),
         "P": NV * weighted(2 * L**2 * DQK),
@@ -66,12 +67,12 @@ def fused_forward(gate: Gate) -> Parts:
 
 
 def of_gates(gate: Gate) -> sp.Expr:
-    """q dq and k dk, their running sum by a scan, and the derivative of each logsigmoid."""
+    """Count q dq and k dk, their running sum by a scan, and the derivative of each logsigmoid."""
     return VEC * 4 * L * DQK + L * (VEC * 2 + (1 if gate == "exp" else 2) * (VEC + SIG))
 
 
 def fused_backward(gate: Gate) -> Parts:
-    """One tile: dv is a walk over columns, dq and dk are walks over rows."""
+    """Count one tile: the scan for dv holds columns of the state, the scans for dq and dk hold rows."""
     row = NK * weighted(2 * L**2 * DHV) + CAUSAL * 2 * L**2 * DQK + 2 * L * DD + VEC * L * DQK + update()
     parts = {
         "gates": gates(gate) + of_gates(gate),
@@ -84,28 +85,33 @@ def fused_backward(gate: Gate) -> Parts:
     return parts
 
 
-def boundaries(gate: Gate) -> sp.Expr:
-    """Of one tile: the walk that only makes states, but not the one behind the last segment, which nobody wants, and
-    its share of joining them, one a segment."""
-    walked = update() + (2 * L * DQK if gate == "exp" else 0)
-    joined = VEC * 2 * (DD + (DQK if gate == "exp" else 0)) * L / S
-    return (1 - S / T) * walked + joined
+def segment_states(gate: Gate) -> sp.Expr:
+    """Count the states at segment starts, for one tile.
+
+    A scan computes what each segment but the last adds to the state; state passing combines one state a segment.
+    """
+    scanned = update() + (2 * L * DQK if gate == "exp" else 0)
+    passed = VEC * 2 * (DD + (DQK if gate == "exp" else 0)) * L / S
+    return (1 - S / T) * scanned + passed
 
 
 def segments_forward(gate: Gate) -> Parts:
-    return fused_forward(gate) | {"states of segments": boundaries(gate)}
+    """Count one tile of the forward pass in segments."""
+    return fused_forward(gate) | {"states of segments": segment_states(gate)}
 
 
 def segments_backward(gate: Gate) -> Parts:
-    return fused_backward(gate) | {"cotangents of segments": boundaries(gate)}
+    """Count one tile of the backward pass in segments."""
+    return fused_backward(gate) | {"cotangents of segments": segment_states(gate)}
 
 
 def segmented_forward(gate: Gate) -> Parts:
+    """Count one tile of the forward pass of the chunkwise backend."""
     return {name: part.subs({NV: 1}) for name, part in fused_forward(gate).items()}
 
 
 def segmented_backward(gate: Gate) -> Parts:
-    """One tile; S is at least BLOCK."""
+    """Count one tile of the backward pass of the chunkwise backend; S is at least BLOCK."""
     parts = {
         "gates": gates(gate) + of_gates(gate),
         "P and dS": weighted(2 * L**2 * DQK) + CAUSAL * (2 * L**2 * DHV + VEC * L**2),

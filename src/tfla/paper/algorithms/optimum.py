@@ -1,4 +1,4 @@
-"""Chunk sizes that minimize FLOPs (111) or runtime (121), solved from the counts of the parts."""
+"""The chunk sizes that minimize FLOPs (111) or runtime (121), solved from the counts of the parts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ INTENSITY = sp.Symbol("I_acc", nonnegative=True)  # of the accelerator, FLOP/byt
 
 @cache
 def optimum() -> sp.Expr:
-    """The chunk size where mLSTMsig's forward takes least time, for an accelerator of so many FLOP/byte, in 16 bits.
+    """Return the chunk size at which the forward of mLSTMsig takes the least time, with 16-bit inputs.
 
-    With an intensity of 0, where bytes are free, it is that of the fewest FLOPs.
+    It depends on the accelerator's FLOP per byte. An intensity of 0, where bytes are free, gives the fewest FLOPs.
     """
-    form = get("chunkwise", "sig")
-    seconds = simplified(form.flops_expr) + INTENSITY * form.bytes_expr  # times the accelerator's FLOP/s
+    algorithm = get("chunkwise", "sig")
+    seconds = simplified(algorithm.flops_expr) + INTENSITY * algorithm.bytes_expr  # times the accelerator's FLOP/s
     seconds = sp.expand(seconds.subs({DQK: P * DHV, B_QKV: 2, B_IF: 2}))
     (best,) = (root for root in sp.solve(sp.diff(seconds, L), L) if root.could_extract_minus_sign() is False)
     return best
@@ -34,21 +34,24 @@ def _compiled() -> Callable[..., Any]:
 
 
 def flop_optimal_chunk(dhv: Any, pqk: Any, causal: float = 0.5) -> Any:
-    """L_opt,FLOP of mLSTMsig's forward (111).
+    """Return L_opt,FLOP of the forward of mLSTMsig (111).
 
     Args:
         dhv: head dim of v, a number or an array.
         pqk: dqk / dhv.
-        causal: part of each square that is computed, at least 1/2.
+        causal: the computed part of each square of the gate matrix, at least 1/2.
     """
     return _compiled()(dhv, pqk, causal, 0.0, 0.0)
 
 
 def runtime_optimal_chunk(dhv: Any, pqk: Any, intensity: Any, causal: float = 0.5, state_bytes: float = 4) -> Any:
-    """L_opt,Runtime of mLSTMsig's forward (121), by paper's model: no overlap of computing and moving.
+    """Return L_opt,Runtime of the forward of mLSTMsig (121), without overlap of computation and memory traffic.
 
     Args:
-        intensity: of the accelerator, FLOP/byte (117).
-        state_bytes: of one element of a stored state.
+        dhv: head dim of v, a number or an array.
+        pqk: dqk / dhv.
+        intensity: the accelerator's FLOP per byte (117).
+        causal: the computed part of each square of the gate matrix, at least 1/2.
+        state_bytes: the bytes of one element of a stored state.
     """
     return _compiled()(dhv, pqk, causal, intensity, state_bytes)

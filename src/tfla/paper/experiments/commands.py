@@ -10,7 +10,7 @@ from tfla.paper.experiments.plans import EXPERIMENTS
 
 
 def usage() -> str:
-    """What `tfla experiment --help` prints."""
+    """Return the text of `tfla experiment --help`."""
     names = {name: e.title for name, e in EXPERIMENTS.items()} | {"all": "all of them"}
     lines = [f"  {name:<8}{text}" for name, text in names.items()]
     return "\n".join(
@@ -19,7 +19,7 @@ def usage() -> str:
 
 
 def experiment(args: Sequence[str]) -> int:
-    """``tfla experiment NAME``; returns the exit code."""
+    """Run `tfla experiment NAME`; return the exit code."""
     name, rest = (args[0], list(args[1:])) if args else ("", [])
     if name in ("-h", "--help", ""):
         print(usage(), file=sys.stdout if name else sys.stderr)

@@ -1,4 +1,4 @@
-"""What a training run left behind, small enough to be kept in a repository."""
+"""The results of a training run, small enough to be kept in a repository."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERY = 10  # steps between points of the curves, but for the gradient norm, who
 
 
 def finished(config: TrainConfig) -> bool:
-    """Whether nothing is left to do: the last step was saved, or training failed."""
+    """Return whether a run is finished: its last step was saved, or training failed."""
     last = config.run / CHECKPOINTS_FOLDER / f"step-{config.steps:08d}"
     return last.exists() or (config.run / FAILED).exists()
 
@@ -29,7 +29,7 @@ def _digits(values: list[Any], digits: int) -> list[Any]:
 
 
 def outcome(variant: Variant, config: TrainConfig) -> dict[str, Any]:
-    """The variant, its evaluations, its curves and, where training failed, why."""
+    """Return the variant, its evaluations, its curves and, where training failed, the reason."""
     records = read_metrics(config.run)
     steps = [r for r in records if r["kind"] == "train"]
     coarse = [r for r in steps if r["step"] % EVERY == 0]

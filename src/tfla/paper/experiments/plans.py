@@ -1,4 +1,4 @@
-"""The experiments as data: which models are trained, and at which size."""
+"""The experiments as data: their models and sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGER = 4  # times the context in Table 5; the paper doubles it
 
 @dataclass(frozen=True)
 class Size:
-    """What all runs of an experiment share; the recipe is the paper's, appendix E.2."""
+    """The sizes that all runs of an experiment share; the recipe is that of the paper's appendix E.2."""
 
     d_model: int
     num_blocks: int
@@ -33,7 +33,7 @@ class Size:
     lr: float
     eval_windows: int
     references: bool
-    """Whether the step-by-step reference is among the backends of Table 3: not at sizes where it takes hours."""
+    """Whether Table 3 includes the step-by-step reference, which takes hours at larger sizes."""
 
 
 SIZES = {
@@ -45,7 +45,7 @@ HEADS = 2  # where an experiment does not vary them
 
 @dataclass(frozen=True)
 class Variant:
-    """One model: how it differs from the paper's default at the same size."""
+    """A model, by its differences from the paper's default at the same size."""
 
     mixer: Mixer
     heads: int = HEADS
@@ -53,13 +53,13 @@ class Variant:
     trainable: bool = True
     eps: float = 1e-6
     longer: int = 1
-    """Times the context, at the same number of tokens a step."""
+    """The factor of the context, at the same number of tokens in a step."""
     backend: str | None = None
     seed: int = 0
 
     @property
     def name(self) -> str:
-        """Of its folder: the same model in two experiments is one run."""
+        """Return the name of the run's folder; a model of two experiments has one run."""
         parts = [self.mixer, f"heads{self.heads}"]
         if self.mixer != "attention":
             parts += [f"bias{self.bias:g}", "trainable" if self.trainable else "fixed", f"eps{self.eps:g}"]
@@ -68,7 +68,7 @@ class Variant:
         return "-".join([*parts, f"seed{self.seed}"])
 
     def config(self, size: Size, folder: Path, device: str) -> TrainConfig:
-        """The training run; the text is the source of Python's standard library, byte by byte."""
+        """Return the training run; its text is the source of Python's standard library, tokenized into bytes."""
         if size.batch_size % self.longer:
             raise ValueError(f"longer: got {self.longer}, expected a divisor of the batch size, {size.batch_size}")
         return TrainConfig(
@@ -91,13 +91,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A figure or table of the paper, in small."""
+    """A small version of a figure or table of the paper."""
 
     title: str
     variants: tuple[Variant, ...]
 
     def at(self, size: Size) -> tuple[Variant, ...]:
-        """Those that are run at that size."""
+        """Return the variants that are trained at that size."""
         return tuple(v for v in self.variants if size.references or v.backend != "reference")
 
 
@@ -139,5 +139,5 @@ EXPERIMENTS = {
 
 
 def unique(variants: Iterable[Variant]) -> list[Variant]:
-    """Each once, in order."""
+    """Return each variant once, in the order of first appearance."""
     return list(dict.fromkeys(variants))

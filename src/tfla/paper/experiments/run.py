@@ -1,4 +1,4 @@
-"""`tfla experiment NAME`: trains the runs of an experiment that are not finished, then writes what they found."""
+"""`tfla experiment NAME`: training of the runs that are not finished, and the file of their results."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ MOST = 1024  # processes
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """Train small models as the paper's figures and tables have them. Stopped at any moment, the same command goes on.
+    """Train small versions of the paper's models. After an interruption, the same command continues.
 
-    "smoke" takes minutes on a CPU and shows that everything runs; "small" takes minutes on one GPU.
+    The size "smoke" takes minutes on a CPU and shows that everything runs; "small" takes minutes on one GPU.
     """
 
     size: Literal["smoke", "small"] = "smoke"
-    """Of the models and of the runs."""
+    """The size of the models and of the runs."""
     folder: Path = Path("runs/experiments")
-    """The runs are in a folder of it for each size; a model that two experiments have is trained once."""
+    """The folder of the runs, with a folder for each size; a model of two experiments is trained once."""
     device: str = "auto"
-    """auto is the GPU if there is one."""
+    """The device; auto is the GPU if there is one."""
     processes: int | None = None
-    """Runs at once; None: one a core, up to 16, on a GPU, half of the cores on a CPU."""
+    """The number of runs at once; None is one a core, up to 16, on a GPU, and half of the cores on a CPU."""
     budget: float | None = None
-    """Seconds after which the runs save where they are and end."""
+    """The seconds after which the runs save a checkpoint and end."""
     out: Path | None = None
-    """JSON file for what was found, from which `tfla analyze training` draws; None: training.json beside the runs."""
+    """The JSON file of the results, which `tfla analyze training` reads; None is training.json beside the runs."""
 
     def check(self) -> None:
-        """Raise UserError where a value is out of range, or what is found cannot be written."""
+        """Raise UserError where a value is out of range, or the results cannot be written."""
         if self.processes is not None:
             check_count("processes", self.processes, 1, MOST)
         if self.budget is not None:
@@ -56,7 +56,7 @@ class ExperimentConfig:
 
 
 def run(name: str, config: ExperimentConfig) -> Path:
-    """Runs one experiment, or all; returns the file with what the runs of this size have found so far.
+    """Run one experiment, or all; return the file with the results of all runs of this size so far.
 
     Raises:
         UserError: there is no such experiment or device, or the options do not fit.
@@ -97,7 +97,7 @@ def run(name: str, config: ExperimentConfig) -> Path:
 
 
 def compact(found: dict[str, Any]) -> str:
-    """JSON with a line for each run."""
+    """Return the results as JSON with a line for each run."""
     head = json.dumps({name: value for name, value in found.items() if name != "runs"}, indent=1)
     runs = ",\n".join(f"  {json.dumps(row)}" for row in found["runs"])
     return f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n'

@@ -1,4 +1,4 @@
-"""Training runs in several processes at once, which all end in good order."""
+"""The pool of worker processes that train several models at once and save them when they are stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfla.train.run_folder import TOKENS_FOLDER
 
 
 def work(jobs: Any, results: Any, stop: Any, tokens: Path, log: Path) -> None:
-    """Trains one run after the other until a job is None or someone asks to stop; in a process of its own."""
+    """Train one run after the other in this worker process, until a job is None or `stop` is set."""
     with open(log, "a", buffering=1) as file, contextlib.redirect_stderr(file):
         from tfla.train.loop import train
 
@@ -48,11 +48,14 @@ def work(jobs: Any, results: Any, stop: Any, tokens: Path, log: Path) -> None:
 def train_all(
     configs: list[TrainConfig], tokens: Path, processes: int, budget: float | None, say: Callable[[str], None]
 ) -> int:
-    """Trains what is not finished, `processes` at a time; returns how many are left when the budget is spent.
+    """Train the runs that are not finished; return how many are left when the budget is spent.
 
     Args:
+        configs: the runs.
         tokens: folder of the tokens that all runs share.
-        budget: seconds after which runs save where they are and end; they continue next time. None is no limit.
+        processes: the number of runs at once.
+        budget: seconds after which runs save a checkpoint and end; they continue next time. None is no limit.
+        say: prints a line on the progress.
     """
     todo = [config for config in configs if not finished(config)]
     if len(todo) < len(configs):
@@ -76,7 +79,7 @@ def train_all(
     try:
         while any(process.is_alive() for process in pool) or not results.empty():
             if budget is not None and time.monotonic() - start > budget and not stop.is_set():
-                say(f"the budget of {budget:.0f} s is spent: runs save where they are")
+                say(f"the budget of {budget:.0f} s is spent: runs save a checkpoint")
                 stop.set()
                 for process in pool:
                     process.terminate()
@@ -96,9 +99,10 @@ def train_all(
 
 
 def default_processes(device: str) -> int:
-    """A GPU is shared by a process for each core, up to 16; on a CPU every run has one core."""
+    """Return the number of runs at once: one a core, up to 16, on a GPU, and half of the cores on a CPU."""
     return min(16, os.cpu_count() or 1) if device.startswith("cuda") else max(1, (os.cpu_count() or 2) // 2)
 
 
 def say(text: str) -> None:
+    """Print a line to stderr."""
     print(text, file=sys.stderr, flush=True)

@@ -1,1 +1,1 @@
-"""How far results are from float64, forward and every gradient, beside what rounding to a dtype alone costs."""
+"""The errors of the output and of all gradients against float64, beside those of rounding to a dtype alone."""

@@ -1,4 +1,4 @@
-"""Errors of one way to compute the operator over a grid of settings."""
+"""The errors of one implementation of the operator over a grid of settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from tfla.backends import BACKENDS, Inputs
 from tfla.ops.gates import INPUT_GATES, InputGate
-from tfla.paper.numerics.problem import REGIMES, Leaves, Regime, Setting, draw, relative_errors, rounded, solve
+from tfla.paper.numerics.problem import REGIMES, Regime, Setting, Tensors, draw, relative_errors, rounded, solve
 
 Row = dict[str, Any]
 ROUNDING = "rounding"  # computed in float64, from inputs and to outputs rounded to the dtype
@@ -22,10 +22,10 @@ RECURRENCE_UP_TO = 2048  # step by step from Python: longer ones take minutes
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: three axes through one point, for both gates.
+    """The grid of settings: an axis of chunk sizes, one of regimes and one of lengths, for both gates.
 
-    The point is T steps of the regime "gaussian" (by chunk size) or "model" (by length), at the default chunk size
-    where that is not the axis.
+    The other parameters are T steps, the regime "gaussian" on the axis of chunk sizes and "model" on the axis of
+    lengths, and the default chunk size.
     """
 
     T: int = 8192
@@ -35,10 +35,10 @@ class Grid:
     dqk: int = 128
     dhv: int = 256
 
-    def points(self, way: str, dtype: str) -> Iterator[tuple[Setting, int | None]]:
-        """Settings with their chunk size; only those up to RECURRENCE_UP_TO steps for float64."""
+    def points(self, implementation: str, dtype: str) -> Iterator[tuple[Setting, int | None]]:
+        """Yield the settings with their chunk size; those in float64 have at most RECURRENCE_UP_TO steps."""
         wanted: list[tuple[Regime, int, int | None]] = []
-        if way != ROUNDING:
+        if implementation != ROUNDING:
             wanted += [("gaussian", self.T, L) for L in self.chunk_sizes]
         wanted += [(regime, self.T, None) for regime in REGIMES]
         wanted += [("model", T, None) for T in self.lengths if T != self.T]
@@ -49,8 +49,12 @@ class Grid:
                 yield Setting(cast(InputGate, gate), regime, T, self.heads, self.dqk, self.dhv), L
 
 
-def ways(device: str) -> list[tuple[str, str]]:
-    """(way, dtype) of what can run on the device: "backend kernel", and ROUNDING. float64 measures the truth itself."""
+def implementations(device: str) -> list[tuple[str, str]]:
+    """Return the implementations that run on the device, each with a dtype.
+
+    An implementation is named "backend kernel"; ROUNDING is rounding alone. One of them in float64 is the truth that
+    the others are compared with.
+    """
     found = [(ROUNDING, dtype) for dtype in DTYPES] + [("chunkwise segmented", "float64")]
     for backend in BACKENDS.values():
         if backend.name == "reference":
@@ -63,36 +67,37 @@ def ways(device: str) -> list[tuple[str, str]]:
     return found
 
 
-def measure(way: str, dtype: str, grid: Grid, device: str) -> Iterator[Row]:
-    """A row for every point: relative errors by quantity, the mean absolute error of h, seconds it took.
+def measure(implementation: str, dtype: str, grid: Grid, device: str) -> Iterator[Row]:
+    """Yield a row for each point: relative errors by quantity, the mean absolute error of h, and the seconds.
 
-    The truth starts from the inputs as rounded to the dtype, so an error is the computation's own; for ROUNDING it
-    starts from the unrounded ones. It is the chunkwise form in float64, and for that itself, the recurrence.
+    The truth is computed from the inputs as rounded to the dtype, so that an error is that of the computation alone;
+    for ROUNDING it is computed from the inputs that are not rounded. The truth is the chunkwise form in float64; that
+    form itself is compared with the recurrence.
     """
     kind = getattr(torch, dtype)
 
     @lru_cache(2)
-    def problem(setting: Setting) -> tuple[Leaves, Leaves]:
+    def problem(setting: Setting) -> tuple[Tensors, Tensors]:
         whole = {name: t.to(device) for name, t in draw(setting).items()}
         x = rounded(whole, kind)
-        start = whole if way == ROUNDING else {name: t.double() for name, t in x.items()}
+        start = whole if implementation == ROUNDING else {name: t.double() for name, t in x.items()}
         if dtype == "float64":
             return x, solve(start, setting.gate, "reference", "recurrent")
         return x, solve(start, setting.gate, "chunkwise")
 
-    backend, _, kernel = way.partition(" ")
-    for setting, chunk_size in grid.points(way, dtype):
-        row: Row = {"way": way, "dtype": dtype, **asdict(setting), "chunk_size": chunk_size}
+    backend, _, kernel = implementation.partition(" ")
+    for setting, chunk_size in grid.points(implementation, dtype):
+        row: Row = {"way": implementation, "dtype": dtype, **asdict(setting), "chunk_size": chunk_size}
         begin = time.perf_counter()
         try:
             x, truth = problem(setting)
-            if way == ROUNDING:
+            if implementation == ROUNDING:
                 wide = solve({name: t.double() for name, t in x.items()}, setting.gate, "chunkwise")
                 out = {name: t.to(x[name.removeprefix("d")].dtype if name != "h" else kind) for name, t in wide.items()}
             else:
                 out = solve(x, setting.gate, backend, kernel, chunk_size)
             row["error"] = relative_errors(out, truth)
             row["mean_absolute_error_h"] = (out["h"].double() - truth["h"]).abs().mean().item()
-        except Exception as failure:  # whatever a way raises is its result
+        except Exception as failure:  # whatever an implementation raises is its result
             row["failed"] = f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[:200]
         yield row | {"seconds": round(time.perf_counter() - begin, 3)}

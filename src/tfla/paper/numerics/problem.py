@@ -1,4 +1,4 @@
-"""Inputs to measure errors on, and the float64 truth."""
+"""The inputs on which errors are measured, and the float64 truth."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ REGIMES: dict[Regime, str] = {
 }
 DOCUMENT = 512
 EXTREMES = (1e4, -1e4, float("inf"), -float("inf"))
-Leaves = dict[str, Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One problem: batch 1, heads and dims, gate kind and what the gates are like."""
+    """A problem of batch size 1: the input gate, the regime of the gates, the sizes and the seed."""
 
     gate: InputGate
     regime: Regime
@@ -37,12 +37,12 @@ class Setting:
 
     @property
     def carried(self) -> bool:
-        """Whether it starts from a state that is not zero; the paper's measurement does not."""
+        """Return whether there is an initial state; the paper's measurement has none."""
         return self.regime != "gaussian"
 
 
-def draw(setting: Setting) -> Leaves:
-    """q, k, v, i, f, the initial state where there is one, and the cotangent dh of the output; float64, on the CPU."""
+def draw(setting: Setting) -> Tensors:
+    """Draw q, k, v, i, f, the initial state where there is one, and the cotangent dh, in float64 on the CPU."""
     generator = torch.Generator().manual_seed(setting.seed)
 
     def normal(*shape: int) -> Tensor:
@@ -67,16 +67,16 @@ def draw(setting: Setting) -> Leaves:
     return x
 
 
-def rounded(x: Leaves, dtype: torch.dtype) -> Leaves:
-    """As a model has them: q, k, v and dh in that dtype, gates and states in float32 (float64 with float64)."""
+def rounded(x: Tensors, dtype: torch.dtype) -> Tensors:
+    """Round q, k, v and dh to the dtype, gates and states to float32 (to float64 where the dtype is float64)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return {name: t.to(dtype if name in ("q", "k", "v", "dh") else wide) for name, t in x.items()}
 
 
 def solve(
-    x: Leaves, gate: InputGate, backend: str | None, kernel: str | None = None, chunk_size: int | None = None
-) -> Leaves:
-    """h and the gradients of all inputs, "dq" and so on, computed that way."""
+    x: Tensors, gate: InputGate, backend: str | None, kernel: str | None = None, chunk_size: int | None = None
+) -> Tensors:
+    """Compute h and the gradients of all inputs, "dq" and so on, with this backend, kernel and chunk size."""
     leaves = {name: t.detach().clone().requires_grad_() for name, t in x.items() if name != "dh"}
     state = tfla.State(leaves["C"], leaves.get("n"), leaves.get("m")) if "C" in leaves else None
     h = tfla.mlstm(
@@ -87,6 +87,6 @@ def solve(
     return {"h": h.detach()} | {f"d{name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
-def relative_errors(out: Leaves, truth: Leaves) -> dict[str, float]:
-    """||out - truth|| / ||truth|| of every quantity."""
+def relative_errors(out: Tensors, truth: Tensors) -> dict[str, float]:
+    """Return ||out - truth|| / ||truth|| of each quantity."""
     return {n: ((out[n].double() - t).norm() / t.norm()).item() for n, t in truth.items()}

@@ -1,4 +1,4 @@
-"""Measures errors on this machine and writes them as JSON: `python -m tfla.paper.numerics.run --help`."""
+"""The measurement of errors on this machine, written as JSON: `python -m tfla.paper.numerics.run --help`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ from tfla._util.errors import UserError
 from tfla._util.options import check_count
 from tfla._util.outputs import check_file
 from tfla.measure.machine import environment
-from tfla.paper.numerics.measure import Grid, Row, measure, ways
+from tfla.paper.numerics.measure import Grid, Row, implementations, measure
 from tfla.paper.numerics.problem import REGIMES
 
 ON_CPU = Grid(T=2048, chunk_sizes=(64, 128, 256, 512, 1024, 2048), lengths=(512, 2048, 8192), heads=1)
 
 
-def _measure_all(way: str, dtype: str, grid: Grid, device: str) -> list[Row]:
+def _measure_all(implementation: str, dtype: str, grid: Grid, device: str) -> list[Row]:
     torch.set_num_threads(1)
-    return list(measure(way, dtype, grid, device))
+    return list(measure(implementation, dtype, grid, device))
 
 
 def run(device: str, grid: Grid, processes: int) -> dict[str, Any]:
-    """All ways that can run on the device, several at a time: most of their time is compiling and launching."""
+    """Measure all implementations that run on the device, in several processes: most of the time is compilation."""
     begin = time.perf_counter()
-    todo = ways(device)
+    todo = implementations(device)
     rows: dict[tuple[str, str], list[Row]] = {}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        jobs = {pool.submit(_measure_all, way, dtype, grid, device): (way, dtype) for way, dtype in todo}
+        jobs = {
+            pool.submit(_measure_all, implementation, dtype, grid, device): (implementation, dtype)
+            for implementation, dtype in todo
+        }
         for job in as_completed(jobs):
             rows[jobs[job]] = job.result()
             failed = sum("failed" in row for row in rows[jobs[job]])
@@ -50,11 +53,13 @@ def run(device: str, grid: Grid, processes: int) -> dict[str, Any]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 where the device cannot be used."""
+    """Measure and write the result; return the exit code, 2 where the device cannot be used."""
     parser = argparse.ArgumentParser("python -m tfla.paper.numerics.run", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where to measure")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
-    parser.add_argument("--processes", type=int, help="how many ways at a time (default: 12 on a GPU, 1 on a CPU)")
+    parser.add_argument(
+        "--processes", type=int, help="how many implementations at a time (default: 12 on a GPU, 1 on a CPU)"
+    )
     given = parser.parse_args(args)
     try:
         check_file("out", given.out)
