@@ -1,4 +1,4 @@
-"""`tfla support`: what is supported where, asked of the code. Nothing is computed, and no GPU is needed."""
+"""`tfla support`: a table of what is supported where, derived from the code without a GPU or any computation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def inputs(
     carried: bool = False,
     steps: int = T,
 ) -> Inputs:
-    """A call of these sizes."""
+    """Return the inputs of a call of these sizes."""
     rows = 1 if packed else B
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -68,23 +68,25 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def _for_sequences(x: Inputs) -> Callable[[Any], str | None]:
+    """Return a function that says why a backend does not support a call on sequences."""
     return lambda backend: backend.unsupported(x)
 
 
 def _for_steps(x: Inputs) -> Callable[[Any], str | None]:
+    """Return a function that says why a backend does not support a decoding step."""
     q, k, v, i, f, C, n, m, _ = x
     assert C is not None
     return lambda backend: backend.steps_unsupported(StepInputs(q, k, v, i, f, C, n, m, None))
 
 
 def _names(why_not: Callable[[Any], str | None]) -> str:
-    """Backends that can, the one that is taken first; the equations as they are written can everything."""
+    """Return the backends that support a call, the preferred one first; the reference backend supports every call."""
     able = [b.name for b in BACKENDS.values() if b.name != "reference" and why_not(b) is None]
     return ", ".join(able) if able else "plain PyTorch"
 
 
 def backends_table() -> str:
-    """Backends by kind of call and device."""
+    """Return the table of backends by kind of call and device."""
     columns = []
     for device, capability in WHERE.values():
         with FakeTensorMode(), mock.patch.object(torch.cuda, "get_device_capability", lambda *_, c=capability: c):
@@ -95,13 +97,13 @@ def backends_table() -> str:
 
 
 def _says(function: Callable[..., Any]) -> str:
-    """Return what the first sentence of the docstring says that `function` computes."""
+    """Return the object of "Compute ..." in the first sentence of a function's docstring."""
     text = " ".join(re.sub(r":func:`(\w+)`", r"`\1`", inspect.getdoc(function) or "").split("\n\n")[0].split())
     return text.partition("; as ``")[0].partition(". ")[0].rstrip(".").removeprefix("Compute ").replace("|", "/")
 
 
 def functions_table(module: str) -> str:
-    """Public functions of an integration, and what of sequences and states their arguments offer."""
+    """Return the table of an integration's public functions, with their arguments for states and packed sequences."""
     found = importlib.import_module(f"tfla.integrations.{module}")
     rows = []
     for name in found.__all__:
@@ -115,7 +117,7 @@ def functions_table(module: str) -> str:
 
 
 def kernels_table() -> str:
-    """Names of mlstm_kernels, by what computes them."""
+    """Return the table of the kernel names of mlstm_kernels."""
     from tfla.integrations.mlstm_kernels.kernels import KERNELS, SEQUENCE_KERNELS, STEP_KERNELS
 
     rows = [
@@ -130,7 +132,7 @@ def kernels_table() -> str:
 
 
 def page() -> str:
-    """docs/support.md."""
+    """Return the content of docs/support.md."""
     return "\n\n".join(
         [
             "# What is supported where",
@@ -150,7 +152,7 @@ def page() -> str:
 
 
 def support(args: Sequence[str]) -> int:
-    """Print the page; returns the exit code."""
+    """Print the page; return the exit code."""
     if args and args[0] in ("-h", "--help"):
         print(USAGE)
         return 0

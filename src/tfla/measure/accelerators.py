@@ -1,4 +1,4 @@
-"""Accelerators as data: what a matrix product and a copy can reach."""
+"""The accelerators and their rates: FLOP/s of matrix products and byte/s of the memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Two rates, and where they are from."""
+    """The two rates of an accelerator, and their source."""
 
     name: str
     flops: float
@@ -25,11 +25,11 @@ class Accelerator:
 
     @property
     def intensity(self) -> float:
-        """FLOP/byte from which on matrix products are the bound (117)."""
+        """Return the FLOP per byte above which matrix products are the bound (117)."""
         return self.flops / self.bandwidth
 
     def attainable(self, intensity: Any) -> Any:
-        """The roofline (119): FLOP/s that a kernel of so many FLOP/byte can reach, a number or an array."""
+        """Return the roofline (119): the FLOP/s that a kernel of so many FLOP per byte can reach, number or array."""
         import numpy as np
 
         return np.minimum(self.bandwidth * intensity, self.flops)
@@ -49,7 +49,7 @@ ACCELERATORS = {
 
 
 def of_result(result: dict[str, Any]) -> Accelerator:
-    """What a stored benchmark measured on its machine: a large matrix product and a device copy, rested."""
+    """Return the rates of a stored benchmark's machine: a large matrix product and a device copy, rested."""
     rates, env = result["rates"], result["environment"]
     name = f"{env['device'].removeprefix('NVIDIA ')}, measured"
     return Accelerator(name, rates["gemm"]["rested"], rates["copy"]["rested"], f"tfla bench gpu, {env['date']}")
@@ -57,7 +57,7 @@ def of_result(result: dict[str, Any]) -> Accelerator:
 
 @cache
 def measured(device: str) -> Accelerator:
-    """This machine, measured on the spot: a second or two.
+    """Measure the rates of this machine, in a second or two.
 
     Args:
         device: "cpu" or a CUDA device.

@@ -1,4 +1,4 @@
-"""What a run happened on: names and versions, and the rates that floors are counted with."""
+"""The machine of a measurement: its names and versions, and the rates of its roofline."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _driver() -> str | None:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """GPU (or CPU), driver, versions, date."""
+    """Return the GPU or CPU, the driver, the versions of packages and the date."""
     cuda = device.startswith("cuda")
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
@@ -59,7 +59,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def rates(device: str, sampling: Sampling) -> dict[str, dict[str, float]]:
-    """Byte/s of a device copy, both directions counted, and FLOP/s of a large matrix product, rested and sustained."""
+    """Measure byte/s of a device copy, counting reads and writes, and FLOP/s of a large matrix product."""
     cuda = device.startswith("cuda")
     size, dtype = (8192, torch.bfloat16) if cuda else (256, torch.float32)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Peak memory of a call."""
+"""The peak memory of a call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tfla.measure.problem import Call
 
 
 def peak_bytes(call: Call, device: str) -> int | None:
-    """What the allocator held at most during the call beyond what it held before: results are counted, inputs not.
+    """Return the peak of the allocated bytes during the call, less those before it: results count, inputs do not.
 
-    None where the device does not count.
+    It is None on devices other than GPUs, where PyTorch does not count allocations.
     """
     if not device.startswith("cuda"):
         return None

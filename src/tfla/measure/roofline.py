@@ -1,5 +1,7 @@
-"""What a form must cost at least: its floating-point operations, with exact causal halves and tiles of L steps, and its
-bytes, every tensor moved once."""
+"""The roofline bound of the operator.
+
+FLOPs count exact causal halves and tiles of L steps; bytes count each tensor once.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,20 @@ __all__ = ["TILE", "backward_bytes", "backward_flops", "floor_seconds", "forward
 
 
 def forward_bytes(T: int, heads: int, dqk: int, dhv: int, itemsize: int = 2) -> int:
-    """q, k, v in, h out; the gates, one number a head and step, are left out."""
+    """Return the bytes of q, k, v and h; those of the gates, one number a head and step, are negligible."""
     return heads * T * (2 * dqk + 2 * dhv) * itemsize
 
 
 def backward_bytes(T: int, heads: int, dqk: int, dhv: int, itemsize: int = 2, normalizer: bool = False) -> int:
-    """q, k, v, dh in, dq, dk, dv out; with a normaliser h too, which the denominator's gradient needs."""
+    """Return the bytes of q, k, v, dh, dq, dk, dv, and with a normalizer of h, which its gradient needs."""
     return heads * T * (4 * dqk + (4 if normalizer else 3) * dhv) * itemsize
 
 
 def step_bytes(heads: int, dqk: int, dhv: int, normalizer: bool = False, itemsize: int = 4) -> int:
-    """One step of decoding: the state in and out."""
+    """Return the bytes of one step of decoding: the state is loaded and stored."""
     return 2 * heads * dqk * (dhv + normalizer) * itemsize
 
 
 def floor_seconds(flops: float, moved: float, gemm: float, copy: float) -> float:
-    """The longer of computing at ``gemm`` FLOP/s and moving at ``copy`` byte/s."""
+    """Return the seconds of the FLOPs at ``gemm`` FLOP/s or of the bytes at ``copy`` byte/s, whichever is larger."""
     return max(flops / gemm, moved / copy)

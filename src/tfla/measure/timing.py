@@ -1,4 +1,4 @@
-"""Seconds of a call: rested, a pause before each sample, and sustained, back to back."""
+"""The seconds of a call: rested, with a pause before each sample, and sustained, back to back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from tfla.measure.problem import Call
 
 FEWEST = 5
-LEAD_SECONDS = 2e-3  # what the host is ahead of the device, so that its own time is not measured
+LEAD_SECONDS = 2e-3  # the lead of the host over the device, so that the time of the host is not measured
 LEAD = int(LEAD_SECONDS * 2e9)  # in cycles of the GPU
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a call is timed. Long calls get fewer samples: after ``patience`` seconds FEWEST are enough."""
+    """The number of samples of a call. Long calls get fewer: after ``patience`` seconds FEWEST samples suffice."""
 
     repeats: int = 30
     warmup: int = 10
@@ -29,20 +29,20 @@ class Sampling:
 
 
 class Clock(Protocol):
-    """Time as a device has it."""
+    """A clock of one kind of device."""
 
     def now(self) -> float:
-        """Seconds on the host, for deciding when it is enough."""
+        """Return the seconds of the host, which bound the number of samples."""
 
     def rest(self, seconds: float) -> None:
-        """Leave the device alone."""
+        """Leave the device idle for so many seconds."""
 
     def series(self, call: Call, count: int) -> float:
-        """Seconds of so many calls back to back."""
+        """Return the seconds of so many calls back to back."""
 
 
 class HostClock:
-    """For what runs on the CPU."""
+    """The clock of calls that run on the CPU."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -58,7 +58,7 @@ class HostClock:
 
 
 class CudaClock(HostClock):
-    """CUDA events around the calls. The GPU first spins, so that the host can enqueue ahead of it."""
+    """The clock of a GPU: CUDA events around the calls. The GPU spins first, so that the host enqueues ahead of it."""
 
     def series(self, call: Call, count: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -72,7 +72,7 @@ class CudaClock(HostClock):
 
 
 class EnqueueingClock(HostClock):
-    """What the host takes to hand calls to the GPU, which has little to do and keeps up."""
+    """The clock of the host's time to enqueue calls on a GPU that has little to do."""
 
     def series(self, call: Call, count: int) -> float:
         torch.cuda.synchronize()
@@ -82,14 +82,14 @@ class EnqueueingClock(HostClock):
 
 
 def clock_of(device: str, host: bool = False) -> Clock:
-    """`host`: for its time instead of the GPU's."""
+    """Return the clock of a device; with `host`, that of the time to enqueue calls on it."""
     if not device.startswith("cuda"):
         return HostClock()
     return EnqueueingClock() if host else CudaClock()
 
 
 def _in_a_row(call: Call, clock: Clock, seconds: float) -> float:
-    """About how long a call takes back to back: of short ones the host may be slower than the device."""
+    """Estimate the seconds of a call back to back: for short calls the host can be slower than the device."""
     if seconds > 2 * LEAD_SECONDS:
         return seconds
     count = min(100, math.ceil(0.02 / max(seconds, 1e-6)))
@@ -99,7 +99,7 @@ def _in_a_row(call: Call, clock: Clock, seconds: float) -> float:
 
 
 def measure(call: Call, clock: Clock, sampling: Sampling, sustained: bool = True) -> dict[str, Any]:
-    """Median, min and max of the samples, how many there are, and the mean of a sustained run."""
+    """Return the median, minimum, maximum and number of the samples, and the mean of a sustained run."""
     clock.series(call, 1)  # compiles and tunes
     start, warm = clock.now(), 0
     while warm < sampling.warmup and (warm < 2 or clock.now() - start < sampling.patience / 3):
