@@ -1,4 +1,4 @@
-"""`tfla support`: a table of what is supported where, derived from the code without a GPU or any computation."""
+"""The page of `tfla support`: what is supported where, derived from the code without a GPU or any computation."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class Accelerator:
 
 PAPER = "the paper's Table 18"
 ACCELERATORS = {
-    known.name: known
-    for known in (
+    accelerator.name: accelerator
+    for accelerator in (
         Accelerator("V100", 120e12, 0.9e12, PAPER),
         Accelerator("A100", 312e12, 1.935e12, PAPER),
         Accelerator("H100", 989e12, 3.35e12, PAPER),

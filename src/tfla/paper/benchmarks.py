@@ -45,7 +45,7 @@ def numbers(rows: list[dict[str, Any]]) -> list[Row]:
     return [{key: r[key] for key in (*first, *COLUMNS) if key in r} for r in rows if "seconds" in r]
 
 
-def standing(result: dict[str, Any]) -> str:
+def describe_times(result: dict[str, Any]) -> str:
     """Return sentences with the times in the middle of the axis.
 
     They name what this library runs by default, its kernels of the paper's algorithm, and the fastest implementation of
@@ -77,12 +77,12 @@ def figures(config: Config) -> list[Figure | Missing]:
     """Draw one figure for each measured suite and device."""
     found: list[Figure | Missing] = []
     results = load(config.results, complete=True)
-    for suite, seen in CAPTIONS.items():
-        mine = {name: r for name, r in results.items() if r["suite"] == suite}
-        if not mine:
+    for suite, caption in CAPTIONS.items():
+        selected = {name: r for name, r in results.items() if r["suite"] == suite}
+        if not selected:
             path = config.results / f"{suite}.json"
             found.append(Missing(suite, SUITES[suite].title, f"no {path}: `tfla bench gpu {suite} --out {path}`"))
-        for name, result in mine.items():
+        for name, result in selected.items():
             drawing = figure_of(result)
             if drawing is None:
                 continue
@@ -95,8 +95,8 @@ def figures(config: Config) -> list[Figure | Missing]:
             found.append(
                 write(
                     config, name, drawing, numbers(result["rows"]), title=result["title"], command=COMMAND,
-                    caption=f"{seen}{alone}\n\n{standing(result)}\n\n"
-                    f"Medians, resting before each sample. ChunkTimings: {runs}.",
+                    caption=f"{caption}{alone}\n\n{describe_times(result)}\n\n"
+                    f"Medians, with a rest before each sample. Measurements: {runs}.",
                 )
             )  # fmt: skip
     return found

@@ -1,4 +1,4 @@
-"""`tfla analyze claims`: the page of what the paper claims and what was found here, as Markdown."""
+"""The page that `tfla analyze claims` writes: what the paper claims and what was found here, as Markdown."""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ PAGE = Path(__file__).with_name("claims_template.md")
 CONDITION = re.compile(r"\[(not )?(\w+)\] ")
 Value = str | bool | Table | None
 Values = Mapping[str, Value]
-"""The values of one claim by name; the value `table`, if there is one, follows the text."""
+"""The values of one claim by name; the value `table`, if holds is one, follows the text."""
 
 
 class Template(NamedTuple):
-    """One claim of the page, before its values are inserted."""
+    """A claim of the page, before its values are inserted."""
 
     title: str
     paper: str
@@ -79,8 +79,8 @@ def insert(text: str, values: Values) -> str:
         condition = CONDITION.match(line)
         if condition is not None:
             line = line[condition.end() :]
-            there = values[condition[2]] not in (None, False)
-            if there == bool(condition[1]):
+            holds = values[condition[2]] not in (None, False)
+            if holds == bool(condition[1]):
                 continue
         names = [name for _, name, _, _ in Formatter().parse(line) if name]
         if all(values[name] is not None for name in names):

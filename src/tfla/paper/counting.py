@@ -1,4 +1,4 @@
-"""Counting (appendix F): the FLOPs and bytes of every algorithm, Figures 15 and 16."""
+"""The counted FLOPs and bytes of every algorithm (appendix F): Figures 15 and 16."""
 
 from __future__ import annotations
 

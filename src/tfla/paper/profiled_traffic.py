@@ -19,10 +19,10 @@ def compare_with_counts(result: Row) -> list[Row]:
     """Return, for each call, the counted bytes of its algorithm and those that its kernels read and wrote."""
     found = []
     for row in result["rows"]:
-        known = algorithm_of(row | {"name": row["way"]})
-        if known is None:
+        counted_as = algorithm_of(row | {"name": row["way"]})
+        if counted_as is None:
             continue
-        name, sizes = known
+        name, sizes = counted_as
         algorithm = get(name, "exp" if row["gate"] == "exp" else "sig", row["direction"])
         counted = row["B"] * row["H"] * float(algorithm.bytes(T=row["T"], dqk=row["dqk"], dhv=row["dhv"], **sizes))
         read, written = (sum(kernel[what] for kernel in row["kernels"]) for what in ("read", "written"))
@@ -43,8 +43,8 @@ def draw_profiled_traffic(config: Options, command: str) -> Figure | Missing:
     labels = list(dict.fromkeys(f"{r['way']}, mLSTM{r['gate'][:3]}" for r in rows))
     drawing, [axes_row] = style.panels(1, 2, width=4.8, height=0.9 + 0.36 * len(labels), sharey=True)
     for axes, direction in zip(axes_row, ("forward", "backward"), strict=True):
-        mine = [r for r in rows if r["direction"] == direction]
-        for n, r in enumerate(mine):
+        selected = [r for r in rows if r["direction"] == direction]
+        for n, r in enumerate(selected):
             place = labels.index(f"{r['way']}, mLSTM{r['gate'][:3]}")
             read, written, counted = (r[key] / 2**30 for key in ("read", "written", "counted"))
             axes.barh(place, read, 0.6, color=style.SKY, label=None if n else "read")

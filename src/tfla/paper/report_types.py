@@ -125,7 +125,7 @@ def write(
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(data_path, lambda temporary: temporary.write_text(table.getvalue(), encoding="utf-8"))
-    return Figure(name, title, caption, command, path, data_path)
+    return Figure(name=name, title=title, caption=caption, command=command, path=path, data_path=data_path)
 
 
 def stored(config: Options, name: str) -> Any | None:

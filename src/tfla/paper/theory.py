@@ -56,7 +56,7 @@ def accelerators(config: Config, names: Sequence[str]) -> dict[str, Accelerator]
     return found
 
 
-def looks(found: dict[str, Accelerator]) -> Iterator[tuple[Accelerator, dict[str, Any]]]:
+def line_styles(found: dict[str, Accelerator]) -> Iterator[tuple[Accelerator, dict[str, Any]]]:
     """Yield each accelerator with its color and dashes."""
     dashes = cycle(("--", ":", "-."))
     for name, accelerator in found.items():
@@ -64,7 +64,7 @@ def looks(found: dict[str, Accelerator]) -> Iterator[tuple[Accelerator, dict[str
         yield accelerator, look
 
 
-def look_of(place: int) -> dict[str, Any]:
+def marker_style(place: int) -> dict[str, Any]:
     """Return the marker of the measured implementation at that place of the legend."""
     return {
         "color": style.INK,
@@ -80,7 +80,7 @@ def runtime(config: Config) -> Figure:
     found, points = accelerators(config, ["A100", "H100", "H200", "B200"]), sig_forward(config)
     drawing, [[axes]] = style.panels(1, 1, width=8.4, height=4.0)
     rows: list[dict[str, Any]] = []
-    for accelerator, look in looks(found):
+    for accelerator, look in line_styles(found):
         values = seconds(accelerator, HEADS, SIG, L=SIZES, **SHAPE)
         axes.plot(SIZES, values * 1e3, label=f"theory, {accelerator.name}", **look)
         best = float(runtime_optimal_chunk(SHAPE["dhv"], 0.5, accelerator.intensity))
@@ -89,14 +89,14 @@ def runtime(config: Config) -> Figure:
             {"what": f"theory, {accelerator.name}", "L": float(s), "seconds": float(y)}
             for s, y in zip(SIZES, values, strict=True)
         ]
-    scans = seconds(ACCELERATORS["H200"], HEADS, get("segments", "sig"), L=TILE, segment=SIZES, **SHAPE)
-    axes.plot(SIZES, scans * 1e3, color=COLORS["H200"], ls="--", label="theory of fused scans, H200")
+    scan_seconds = seconds(ACCELERATORS["H200"], HEADS, get("segments", "sig"), L=TILE, segment=SIZES, **SHAPE)
+    axes.plot(SIZES, scan_seconds * 1e3, color=COLORS["H200"], ls="--", label="theory of fused scans, H200")
     rows += [
         {"what": "theory of fused scans, H200", "L": float(s), "seconds": float(y)}
-        for s, y in zip(SIZES, scans, strict=True)
+        for s, y in zip(SIZES, scan_seconds, strict=True)
     ]
     for place, (name, curve) in enumerate(points.curves.items()):
-        axes.plot(list(curve), [y * 1e3 for y in curve.values()], label=f"measured, {name}", **look_of(place))
+        axes.plot(list(curve), [y * 1e3 for y in curve.values()], label=f"measured, {name}", **marker_style(place))
         rows += [{"what": f"measured, {name}", "L": x, "seconds": y, "where": points.where} for x, y in curve.items()]
     axes.set(yscale="log", ylabel="forward, ms", title="mLSTMsig, 8 heads, dqk 256, dhv 512, T 8,192, batch 8")
     style.plain_ticks(axes.yaxis)
@@ -128,7 +128,7 @@ def arithmetic_intensity(config: Config) -> Figure:
                 {"state bytes": bytes_, "dhv": dhv, "L": float(s), "FLOP/byte": float(y)}
                 for s, y in zip(SIZES, values, strict=True)
             ]
-        for accelerator, look in looks(found):
+        for accelerator, look in line_styles(found):
             shares = accelerator.name == "B200"  # its line is the H100's
             axes.axhline(
                 accelerator.intensity, label=accelerator.name, **look | ({"ls": (0, (4, 4))} if shares else {})
@@ -158,7 +158,7 @@ def roofline(config: Config) -> Figure | Missing:
     drawing, [[axes]] = style.panels(1, 1, width=8.4, height=4.2)
     x = np.geomspace(20, 4000, 200)
     rows: list[dict[str, Any]] = []
-    for accelerator, look in looks(found):
+    for accelerator, look in line_styles(found):
         axes.plot(x, accelerator.attainable(x) / 1e12, label=f"roof of {accelerator.name}", **look)
         rows.append({"what": accelerator.name, "FLOP/s": accelerator.flops, "byte/s": accelerator.bandwidth})
     for place, (name, curve) in enumerate(points.curves.items()):
@@ -170,7 +170,9 @@ def roofline(config: Config) -> Figure | Missing:
             point = float(intensity(algorithm, **sizes)), float(algorithm.flops(**sizes)) * HEADS / time
             at.append(point)
             rows.append({"what": name, "L": L, "FLOP/byte": point[0], "FLOP/s": point[1], "where": points.where})
-        axes.plot([a for a, _ in at], [b / 1e12 for _, b in at], label=name, **look_of(place) | {"ls": ":", "lw": 0.8})
+        axes.plot(
+            [a for a, _ in at], [b / 1e12 for _, b in at], label=name, **marker_style(place) | {"ls": ":", "lw": 0.8}
+        )
         for (a, b), L in zip(at, curve, strict=True):
             if L in (min(curve), max(curve)):
                 axes.annotate(f"L {L}", (a, b / 1e12), (4, -11), textcoords="offset points", fontsize=7.5)
@@ -227,7 +229,8 @@ def over_head_dim(config: Config) -> Figure:
     rows: list[dict[str, Any]] = []
     for axes, (bytes_, what) in zip(axes_row, ((4, "float32"), (2, "bfloat16")), strict=True):
         curves = [
-            (a.name, runtime_optimal_chunk(widths, 0.5, a.intensity, 0.5, bytes_), look) for a, look in looks(found)
+            (a.name, runtime_optimal_chunk(widths, 0.5, a.intensity, 0.5, bytes_), look)
+            for a, look in line_styles(found)
         ]
         fewest = ("fewest FLOPs (Figure 16)", flop_optimal_chunk(widths, 0.5), {"color": style.GREY, "ls": "--"})
         for name, best, look in [*curves, fewest]:
@@ -242,7 +245,7 @@ def over_head_dim(config: Config) -> Figure:
     for place, (name, curve) in enumerate(points.quadratic.items()):
         best_at = min((x for x in curve if x > TILE), key=lambda x: curve[x], default=None)
         if best_at is not None:
-            axes_row[0].plot(SHAPE["dhv"], best_at, label=f"measured, {name}", **look_of(place))
+            axes_row[0].plot(SHAPE["dhv"], best_at, label=f"measured, {name}", **marker_style(place))
             rows.append({"what": f"measured, {name}", "dhv": SHAPE["dhv"], "L": best_at, "where": points.where})
     style.legend_beside(drawing, axes_row[0])
     return write(

@@ -36,10 +36,10 @@ def algorithm_of(row: Row) -> tuple[str, dict[str, int]] | None:
 
 def bounds(row: Row, accelerator: Accelerator) -> tuple[float, float] | None:
     """Return the seconds with full overlap of computation and memory traffic (114), and without overlap (113)."""
-    known = algorithm_of(row) if set(row) >= set(SHAPE) else None
-    if known is None:
+    counted_as = algorithm_of(row) if set(row) >= set(SHAPE) else None
+    if counted_as is None:
         return None
-    name, sizes = known
+    name, sizes = counted_as
     gate: Gate = "exp" if "mLSTMexp" in row["name"] else "sig"
     directions: tuple[Direction, ...] = ("forward",) if row["direction"] == FORWARD else ("forward", "backward")
     shape = {"T": row["T"], "dqk": row["dqk"], "dhv": row["dhv"], **sizes}
@@ -77,13 +77,13 @@ def draw_time_bounds(config: Options, command: str) -> Figure | Missing:
     drawing, [axes_row] = style.panels(1, 2, width=5.4, height=3.6, sharey=True)
     names = list(dict.fromkeys(r["name"] for r in rows if r["x"] == AT))
     for axes, direction in zip(axes_row, (FORWARD, BOTH), strict=True):
-        mine = [r for r in rows if r["x"] == AT and r["direction"] == direction]
-        for n, r in enumerate(mine):
+        selected = [r for r in rows if r["x"] == AT and r["direction"] == direction]
+        for n, r in enumerate(selected):
             place, (low, high, at) = names.index(r["name"]), (r[key] * 1e3 for key in SECONDS)
             axes.barh(place, high - low, 0.55, low, color=style.SKY, label=None if n else "counted, overlapped to not")
             axes.plot(at, place, "D", color=style.RED, ms=5, ls="", label=None if n else "measured")
             axes.text(at * 1.06, place - 0.3, f"{r['measured / overlapped']:.2f} ×", va="center", fontsize=7.5)
-        least, most = (pick(r[key] * 1e3 for key in SECONDS for r in mine) for pick in (min, max))
+        least, most = (pick(r[key] * 1e3 for key in SECONDS for r in selected) for pick in (min, max))
         axes.set_xlim(least * 0.8, most * 1.4)
         axes.set(title=direction, xlabel="ms", yticks=range(len(names)), yticklabels=names, xscale="log")
         style.plain_ticks(axes.xaxis)

@@ -66,10 +66,10 @@ class TrainingRuns:
         It is the last step where a run got there, else the last evaluation that all evaluated runs have, else 0.
         """
         steps = [{e["step"] for e in self.runs.get(v, {}).get("evals", ()) if e["step"]} for v in variants]
-        there = [found for found in steps if found]
-        if any(self.steps in found for found in there):
+        evaluated = [found for found in steps if found]
+        if any(self.steps in found for found in evaluated):
             return self.steps
-        return max(set.intersection(*there), default=0) if there else 0
+        return max(set.intersection(*evaluated), default=0) if evaluated else 0
 
     @property
     def where(self) -> str:

@@ -37,8 +37,12 @@ class Size:
 
 
 SIZES = {
-    "smoke": Size(64, 1, 64, 8, 40, 4e-3, 32, references=True),
-    "small": Size(256, 4, 512, 32, 450, 3e-3, 512, references=False),
+    "smoke": Size(
+        d_model=64, num_blocks=1, context=64, batch_size=8, steps=40, lr=4e-3, eval_windows=32, references=True
+    ),
+    "small": Size(
+        d_model=256, num_blocks=4, context=512, batch_size=32, steps=450, lr=3e-3, eval_windows=512, references=False
+    ),
 }
 HEADS = 2  # where an experiment does not vary them
 

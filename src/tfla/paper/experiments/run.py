@@ -1,4 +1,4 @@
-"""`tfla experiment NAME`: training of the runs that are not finished, and the file of their results."""
+"""The training of an experiment's unfinished runs, and the file of their results (`tfla experiment NAME`)."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def run(name: str, config: ExperimentConfig) -> Path:
         return [(v, v.config(size, folder, device)) for v in variants]
 
     chosen = EXPERIMENTS if name == ALL else {name: EXPERIMENTS[name]}
-    wanted = configure(unique(v for e in chosen.values() for v in e.at(size)))
+    runs = configure(unique(v for e in chosen.values() for v in e.at(size)))
     tokens = folder / "tokens"
-    text = prepare_tokens(wanted[0][1].data, tokens)
-    say(f"{name}, {config.size}: {len(wanted)} models of {size.steps} steps on {device}")
+    text = prepare_tokens(runs[0][1].data, tokens)
+    say(f"{name}, {config.size}: {len(runs)} models of {size.steps} steps on {device}")
     say(f"{len(text.train):,} bytes to train on, {len(text.heldout):,} held out; runs in {folder}")
     left = train_all(
-        [c for _, c in wanted], tokens, config.processes or default_processes(device), config.budget, say
+        [c for _, c in runs], tokens, config.processes or default_processes(device), config.budget, say
     )  # fmt: skip
     if left:
         say(f"{left} runs are not finished; the same command goes on with them")

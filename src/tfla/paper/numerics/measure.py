@@ -37,16 +37,17 @@ class Grid:
 
     def points(self, implementation: str, dtype: str) -> Iterator[tuple[Setting, int | None]]:
         """Yield the settings with their chunk size; those in float64 have at most RECURRENCE_UP_TO steps."""
-        wanted: list[tuple[Regime, int, int | None]] = []
+        points: list[tuple[Regime, int, int | None]] = []
         if implementation != ROUNDING:
-            wanted += [("gaussian", self.T, L) for L in self.chunk_sizes]
-        wanted += [(regime, self.T, None) for regime in REGIMES]
-        wanted += [("model", T, None) for T in self.lengths if T != self.T]
+            points += [("gaussian", self.T, L) for L in self.chunk_sizes]
+        points += [(regime, self.T, None) for regime in REGIMES]
+        points += [("model", T, None) for T in self.lengths if T != self.T]
         if dtype == "float64":
-            wanted = list(dict.fromkeys((regime, min(T, RECURRENCE_UP_TO), None) for regime, T, _ in wanted))
+            points = list(dict.fromkeys((regime, min(T, RECURRENCE_UP_TO), None) for regime, T, _ in points))
         for gate in INPUT_GATES:
-            for regime, T, L in wanted:
-                yield Setting(cast(InputGate, gate), regime, T, self.heads, self.dqk, self.dhv), L
+            for regime, T, L in points:
+                sizes = {"heads": self.heads, "dqk": self.dqk, "dhv": self.dhv}
+                yield Setting(gate=cast(InputGate, gate), regime=regime, T=T, **sizes), L
 
 
 def implementations(device: str) -> list[tuple[str, str]]:
