@@ -189,15 +189,13 @@ def test_torch_counts_the_products_of_the_chunkwise_form(gate):
     args, state = inputs(HEADS, **SIZES)
     normalize = gate == "exp"
     forward, (h, _, end) = counted(lambda: reference.chunkwise(*args, state, 1.0, normalize, chunk_size=4))
-    # The reference makes n by a sum of weighted keys, which the paper counts as a product.
-    sums = 2 * SIZES["T"] * SIZES["dqk"] * normalize
-    assert forward == HEADS * (products("chunkwise", gate, "forward", L=4, **SIZES) - sums)
+    assert forward == HEADS * products("chunkwise", gate, "forward", L=4, **SIZES)
     loss = h.sum() + end[0].square().sum() + end[1].square().sum() * normalize
     backward, _ = counted(loss.backward)
     # Each of the paper's kernels makes its own P or dP: autograd keeps P and makes one dP.
     again = 2 * 4 * (SIZES["dqk"] + SIZES["dhv"]) * SIZES["T"]
-    # The outer product of the denominators' cotangents with n is a product of matrices to torch.
-    outer = 2 * SIZES["T"] * SIZES["dqk"] * normalize
+    # The outer products of the denominators' cotangents with n and dn are products of matrices to torch.
+    outer = 4 * SIZES["T"] * SIZES["dqk"] * normalize
     assert backward == HEADS * (products("chunkwise", gate, "backward", L=4, **SIZES) - again + outer)
 
 
