@@ -1,4 +1,4 @@
-"""What cannot be written is found before anything is computed, and nothing is left behind."""
+"""Outputs that cannot be written are found before anything is computed, and nothing is left over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models with all weights in play: as they start, gates see no input and blocks hardly add anything."""
+"""Tiny models for the tests. Random numbers are added to their weights, so that gates depend on the input."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def ids() -> Tensor:
 
 @pytest.fixture
 def document_start() -> Tensor:
-    """Documents of many lengths, also of one token; row 0 does not start with a new one, row 1 does."""
+    """Return starts of documents of many lengths, one token included; row 0 continues a document, row 1 starts one."""
     starts = torch.zeros(2, 19, dtype=torch.bool)
     starts[0, [3, 4, 11]] = True
     starts[1, [0, 8, 18]] = True

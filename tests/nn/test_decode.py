@@ -1,4 +1,4 @@
-"""Decoding with a state that stays where it is."""
+"""Decoder: steps, states of single sequences and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_steps_are_those_of_the_model(mixer: str, make_model: Make, close: Calla
 
 @torch.no_grad()
 @pytest.mark.parametrize("mixer", MLSTM)
-def test_sequences_come_and_go(mixer: str, make_model: Make, close: Callable, ids: Tensor) -> None:
-    """A sequence leaves its place to another and goes on elsewhere; each has what it has alone."""
+def test_sequences_can_be_replaced_and_moved(mixer: str, make_model: Make, close: Callable, ids: Tensor) -> None:
+    """A sequence is replaced by another and continued in another row; each gives what it gives alone."""
     model = make_model(mixer)
     alone = model(ids)
     decoder = Decoder(model, model.initial_state(3))
@@ -50,7 +50,7 @@ def test_sequences_come_and_go(mixer: str, make_model: Make, close: Callable, id
     close(second[2], alone[0, 5:11])
 
 
-def test_attention_has_no_single_states(make_model: Make) -> None:
+def test_rows_of_attention_caches_cannot_be_replaced(make_model: Make) -> None:
     model = make_model("attention")
     decoder = Decoder(model, model.initial_state(2))
     for call in (lambda: decoder.gather([0]), lambda: decoder.reset([0]), lambda: decoder.scatter([0], ())):
@@ -115,12 +115,14 @@ def test_a_state_of_another_model_is_refused(
         ("attention", "attention", {"num_heads": 4}, r"^state\[0\]\.k: got shape \(2, 0, 4, 8\)"),
     ],
 )
-def test_other_mixers_refuse_too(make_model: Make, mixer: str, other: str, fields: dict, message: str) -> None:
+def test_states_of_other_mixers_are_refused(
+    make_model: Make, mixer: str, other: str, fields: dict, message: str
+) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Decoder(make_model(mixer), make_model(other, torch.float32, **fields).initial_state(2))
 
 
-def test_states_that_are_none_are_refused(make_model: Make) -> None:
+def test_values_of_other_types_are_refused_as_states(make_model: Make) -> None:
     model = make_model()
     state = model.initial_state(2)
     one, two = state[0], model.initial_state(3)[1]
@@ -140,7 +142,7 @@ def test_states_that_are_none_are_refused(make_model: Make) -> None:
         Decoder(model, state, cuda_graph="no")
 
 
-def test_ids_that_are_none_are_refused(mixer: str, make_model: Make) -> None:
+def test_invalid_ids_are_refused(mixer: str, make_model: Make) -> None:
     model = make_model(mixer)
     decoder = Decoder(model, model.initial_state(2))
     for wrong, kind, message in (

@@ -1,4 +1,4 @@
-"""The fused step of one sequence is the model's step."""
+"""The fused step of one sequence equals the model's step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_steps_are_those_of_the_model(make_model: Make, close: Callable, ids: Te
 @runs
 @pytest.mark.gpu
 @pytest.mark.interpreter
-def test_what_it_leaves_to_the_model(make_model: Make) -> None:
+def test_unsupported_models_keep_their_own_step(make_model: Make) -> None:
     def why(model: LanguageModel, batch: int = 1) -> str | None:
         return unsupported(model, model.initial_state(batch))
 
@@ -64,7 +64,7 @@ def test_what_it_leaves_to_the_model(make_model: Make) -> None:
     changed.blocks[0].ffn.up_proj = torch.nn.Linear(32, 88, bias=False, device=DEVICE)
     assert why(changed) == "blocks.0.ffn.up_proj is a Linear"
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert why(make()) == "it knows no autocast"
+        assert why(make()) == "it does not support autocast"
     mixed = make()
     mixed.norm.bfloat16()
     assert why(mixed) == "norm.weight is not contiguous, or unlike the embedding"

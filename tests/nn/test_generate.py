@@ -1,4 +1,4 @@
-"""Generation of text."""
+"""generate: sampling, its arguments and logits that are not finite."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_greedy_is_the_argmax_of_whole_forwards(mixer: str, make_model: Make, id
     assert torch.equal(text(model, ids, top_p=1e-9), greedy)
 
 
-def test_a_prompt_read_in_pieces_gives_the_same_text(
+def test_a_prompt_in_parts_gives_the_same_text(
     mixer: str, make_model: Make, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(mixer)
@@ -139,14 +139,14 @@ def test_wrong_arguments_are_named_at_the_call(
         (ValueError, "cuda_graph", {"cuda_graph": True}),
     ],
 )
-def test_wrong_kinds_of_arguments_are_named_at_the_call(
+def test_arguments_of_wrong_types_are_named_at_the_call(
     make_model: Make, ids: Tensor, kind: type[Exception], name: str, options: dict[str, Any]
 ) -> None:
     with pytest.raises(kind, match=rf"^{name}: got .*expected "):
         generate(**{"model": make_model(), "ids": ids, "max_new_tokens": 3} | options)
 
 
-def test_numbers_of_other_kinds_are_numbers(make_model: Make, ids: Tensor) -> None:
+def test_numbers_of_other_types_are_accepted(make_model: Make, ids: Tensor) -> None:
     model = make_model()
     plain = text(model, ids, seed=0, temperature=0.5, top_p=0.5)
     assert torch.equal(text(model, ids, seed=0, temperature=torch.tensor(0.5), top_p=torch.tensor(0.5)), plain)
@@ -171,8 +171,10 @@ def test_weights_that_are_not_finite_give_no_token(make_model: Make, ids: Tensor
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_later_token_that_is_not_finite_is_not_given(make_model: Make, ids: Tensor, stops: bool) -> None:
-    """The logits for the third token of one of two sequences are not; that it has stopped before is another matter."""
+def test_a_later_token_from_logits_that_are_not_finite_is_not_yielded(
+    make_model: Make, ids: Tensor, stops: bool
+) -> None:
+    """The third token of one of two sequences has logits that are not finite; a stopped sequence does not matter."""
     model, steps = make_model(), 0
     greedy = text(model, ids, 2, temperature=0)
     stop = min(set(range(23)) - set(greedy.flatten().tolist())) if stops else None
@@ -193,7 +195,7 @@ def test_a_later_token_that_is_not_finite_is_not_given(make_model: Make, ids: Te
     assert len(list(generate(model, ids, 3, temperature=0, stop_token=int(greedy[1, 0])))) == 3
 
 
-def test_a_gpu_is_not_waited_for_and_its_verdict_comes_late() -> None:
+def test_the_finite_check_does_not_wait_for_a_gpu() -> None:
     """On a GPU the host reads its own copy where it must not wait, and the device's flag where it may."""
     finite_check = FiniteCheck(torch.device("cpu"))
     finite_check.host_flag = torch.zeros((), dtype=torch.bool)  # as pinned memory that nothing was copied to yet

@@ -1,4 +1,4 @@
-"""The language model: the same logits whichever way they are computed."""
+"""LanguageModel: whole sequences, parts, steps, documents and packed sequences give the same logits."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def by_steps(model: LanguageModel, ids: Tensor, state: Any) -> Tensor:
     return torch.stack(logits, 1)
 
 
-def test_whole_pieces_and_steps_agree(
+def test_whole_sequences_parts_and_steps_agree(
     mixer: str, dtype: torch.dtype, make_model: Make, close: Close, ids: Tensor
 ) -> None:
     model = make_model(mixer, dtype)
@@ -65,7 +65,7 @@ def test_whole_pieces_and_steps_agree(
     close(by_steps(model, ids[:, 11:], state), whole[:, 11:])
 
 
-def test_documents_are_as_alone(
+def test_documents_are_independent(
     mixer: str, dtype: torch.dtype, make_model: Make, close: Close, ids: Tensor, document_start: Tensor
 ) -> None:
     model = make_model(mixer, dtype)
@@ -82,7 +82,7 @@ def test_a_carried_state_belongs_to_the_document_that_goes_on(
     model = make_model(mixer, dtype)
     whole = model(ids, document_start=document_start)
     close(in_pieces(model, ids, [3, 6, 18], document_start), whole)
-    # Pieces and steps in which nothing starts need not say so, whatever the state has seen.
+    # Parts and steps in which no document starts need no document_start.
     _, state = model(ids[:, :9], document_start=document_start[:, :9], return_state=True)
     middle, _ = model(ids[:, 9:11], state, return_state=True)
     close(middle, whole[:, 9:11])
@@ -122,7 +122,7 @@ def test_attention_keeps_no_state_of_packed_sequences(make_model: Make, ids: Ten
         model(ids[:1], cu_seqlens=torch.tensor([0, 19]), return_state=True)
 
 
-def test_nothing_flows_back_across_documents(mixer: str, make_model: Make, ids: Tensor) -> None:
+def test_no_gradient_crosses_documents(mixer: str, make_model: Make, ids: Tensor) -> None:
     model = make_model(mixer)
     x: list[Tensor] = []
     model.embedding.register_forward_hook(lambda _, __, out: x.append(out))
@@ -220,7 +220,7 @@ def test_compile_without_graph_breaks(make_model: Make, close: Close, ids: Tenso
     close(*grads)
 
 
-def test_every_way_traces_without_graph_breaks(
+def test_all_methods_trace_without_graph_breaks(
     mixer: str, make_model: Make, close: Close, ids: Tensor, document_start: Tensor
 ) -> None:
     torch._dynamo.reset()
@@ -296,7 +296,7 @@ def test_tokens_outside_the_vocabulary_are_named(mixer: str, make_model: Make) -
 
 
 @pytest.mark.parametrize("device", ["foo", "", "cpu:x", *([] if torch.cuda.is_available() else ["cuda", "cuda:0"])])
-def test_devices_that_there_are_not_are_named(make_model: Make, tmp_path: Path, device: str) -> None:
+def test_missing_devices_are_named(make_model: Make, tmp_path: Path, device: str) -> None:
     model = make_model()
     model.save_pretrained(tmp_path)
     for call in (
@@ -312,7 +312,7 @@ def test_devices_that_there_are_not_are_named(make_model: Make, tmp_path: Path, 
         model.initial_state(1, 0)
 
 
-def test_what_is_missing_for_cuda_is_said(make_model: Make) -> None:
+def test_the_error_says_why_cuda_is_missing(make_model: Make) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=r"'cpu': PyTorch (finds no GPU|\S+ was built without CUDA)$"):

@@ -1,4 +1,4 @@
-"""Layers against their equations, written out token by token."""
+"""The layers equal their equations, evaluated token by token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = torch.randn(9, 32, dtype=torch.float64, generator=torch.Generator().manual_s
 
 
 def mlstm_by_equations(layer: MLSTM, x: Tensor, exponential: bool, kind: str) -> Tensor:
-    """(5), (110), (1)-(8) or (22)-(24), head by head, not stabilised; x (T, d_model)."""
+    """Return the layer's output for x (T, d_model) by (5), (110) and (1)-(8) or (22)-(24), without stabilization."""
     w = {name: p.detach() for name, p in layer.named_parameters()}
     heads = layer.num_heads
     q, k, v = (x @ w[f"{n}_proj.weight"].T for n in "qkv")
@@ -49,13 +49,13 @@ def mlstm_by_equations(layer: MLSTM, x: Tensor, exponential: bool, kind: str) ->
 
 @pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig"])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_mlstm_is_its_equations(mixer: str, kind: str, make_model: Make, close: Close) -> None:
+def test_mlstm_equals_its_equations(mixer: str, kind: str, make_model: Make, close: Close) -> None:
     layer = make_model(mixer, head_norm=kind).blocks[0].mixer
     assert isinstance(layer, MLSTM)
     close(layer(X[None])[0][0], mlstm_by_equations(layer, X, mixer == "mlstm_exp", kind))
 
 
-def test_attention_is_its_equations(make_model: Make, close: Close) -> None:
+def test_attention_equals_its_equations(make_model: Make, close: Close) -> None:
     layer = make_model("attention").blocks[0].mixer
     assert isinstance(layer, Attention)
     heads, d = layer.num_heads, layer.head_dim
@@ -116,7 +116,7 @@ def test_gates_and_norms_stay_wide_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_weights_start_as_the_paper_says(heads: int) -> None:
+def test_initial_weights_are_those_of_the_paper(heads: int) -> None:
     torch.manual_seed(0)
     config = ModelConfig(d_model=64, num_blocks=5, num_heads=heads, vocab_size=500)
     model = LanguageModel(config)

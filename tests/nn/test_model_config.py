@@ -1,4 +1,4 @@
-"""ModelConfig: named sizes, parameter counts, and what it refuses."""
+"""ModelConfig: named sizes, numbers of parameters, and invalid fields."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_from_dict_refuses(change: dict, words: list[str]) -> None:
         ModelConfig.from_dict({"d_model": 8, "num_blocks": 1})
 
 
-def test_other_kinds_are_refused() -> None:
+def test_values_of_other_types_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^fields: got list, expected a mapping"):
         ModelConfig.from_dict(["d_model"])
     with pytest.raises(ValueError, match=r"^name: got \['7B'\], expected one of '160M'"):

@@ -20,7 +20,7 @@ from tfla.nn import LanguageModel
 Make = Callable[..., LanguageModel]
 
 
-def test_a_loaded_model_is_the_saved_one(tmp_path: Path, mixer: str, make_model: Make, ids: Tensor) -> None:
+def test_a_loaded_model_equals_the_saved_one(tmp_path: Path, mixer: str, make_model: Make, ids: Tensor) -> None:
     model = make_model(mixer, torch.float32)
     model.save_pretrained(tmp_path / "new" / "model")
     assert sorted(p.name for p in (tmp_path / "new" / "model").iterdir()) == ["config.json", "model.safetensors"]
@@ -42,7 +42,7 @@ def test_device_dtype_and_overrides(tmp_path: Path, make_model: Make, ids: Tenso
     torch.testing.assert_close(loaded(ids).float(), model(ids), rtol=1e-4, atol=1e-4)
 
 
-def test_files_are_replaced_whole(tmp_path: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_replaced_atomically(tmp_path: Path, make_model: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     old = make_model(seed=0)
     old.save_pretrained(tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
@@ -141,7 +141,7 @@ def test_without_safetensors_the_extra_is_named(
 
 @pytest.mark.parametrize("weights", [["model.safetensors"], ["model.safetensors.index.json"]])
 def test_another_layout_is_named_with_what_loads_it(tmp_path: Path, weights: list[str]) -> None:
-    """A download of xLSTM-7B, whose weights are in shards, and a smaller one."""
+    """The directories are a download of xLSTM-7B, whose weights are in shards, and of a smaller model."""
     config = {"architectures": ["xLSTMForCausalLM"], "model_type": "xlstm", "embedding_dim": 4096, "num_blocks": 32}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for name in weights:

@@ -1,4 +1,4 @@
-"""The example that serves requests that come and go."""
+"""The example of a server that adds and removes requests between steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def serve() -> ModuleType:
     return module
 
 
-def test_every_request_gets_what_it_gets_alone(serve: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_request_is_answered_as_if_alone(serve: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     done = serve.main(["--slots", "3", "--requests", "7", "--device", "cpu"])
     assert sorted(request.name for request in done) == [f"request {n}" for n in range(7)]
     model = serve.load(None, "cpu")

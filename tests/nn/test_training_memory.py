@@ -1,4 +1,4 @@
-"""What a block keeps for its backward, and that recomputing it changes no digit."""
+"""The memory that a block saves for its backward, and the exactness of recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny text and a tiny model that all tests of training share."""
+"""Tiny texts, configs and a tokenizer that the tests of training share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _one_thread():
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    """A folder of 30 short texts."""
+    """Return a folder of 30 short texts."""
     folder = tmp_path / "texts"
     folder.mkdir()
     draw = random.Random(0)
@@ -36,7 +36,7 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tiny(texts: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Makes a config that trains in well under a second; arguments replace its fields."""
+    """Return a function that makes a config of a run that takes less than a second; arguments replace its fields."""
 
     def make(**changes: object) -> TrainConfig:
         fields = {
@@ -59,7 +59,7 @@ def tiny(texts: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 
 @pytest.fixture(scope="session")
 def bpe_file(tmp_path_factory):
-    """A byte-level BPE trained on a few words, with a token that ends texts."""
+    """Return the file of a byte-level BPE tokenizer, trained on a few words, with a token that ends texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     inner = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there."""
+"""Checkpoints are complete or absent, and restoring them gives everything back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tfla.train.tokenizer import ByteTokenizer
 
 
 class Run:
-    """A model in training, as far as checkpoints see it."""
+    """A model and an optimizer with a few steps of training."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -60,7 +60,7 @@ def test_everything_comes_back(tmp_path):
     assert torch.equal(noise, torch.rand(3))  # the random state is that of the moment of saving
 
 
-def test_the_last_and_every_so_manyth_are_kept(tmp_path):
+def test_keep_last_and_keep_every(tmp_path):
     run, checkpoints = Run(), Checkpoints(tmp_path, keep_last=2, keep_every=4)
     for step in range(1, 8):
         run.save(checkpoints, step)
@@ -69,7 +69,7 @@ def test_the_last_and_every_so_manyth_are_kept(tmp_path):
 
 @pytest.mark.parametrize("file", ["model.safetensors", "training.pt", "manifest.json"])
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
-def test_broken_checkpoints_are_passed_over(tmp_path, capsys, file, damage):
+def test_broken_checkpoints_are_skipped(tmp_path, capsys, file, damage):
     run, checkpoints = Run(), Checkpoints(tmp_path)
     run.save(checkpoints, 1)
     run.save(checkpoints, 2)
@@ -88,7 +88,7 @@ def test_broken_checkpoints_are_passed_over(tmp_path, capsys, file, damage):
 
 
 def damage(path) -> None:
-    """Cut the weights of a checkpoint in two."""
+    """Truncate the weights of a checkpoint to half."""
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
 
@@ -118,8 +118,8 @@ def test_broken_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, cap
     events=st.lists(st.one_of(st.just("save"), st.just("start"), st.integers(0, 5)), max_size=12),
     keep_last=st.integers(1, 3),
 )
-def test_whatever_breaks_the_last_whole_checkpoint_stays(events, keep_last):
-    """Numbers damage one of the checkpoints; what was saved last and not damaged since is there."""
+def test_the_last_complete_checkpoint_is_never_deleted(events, keep_last):
+    """An event that is a number damages one of the checkpoints; the last one saved and not damaged since must exist."""
     run = Run()
     with tempfile.TemporaryDirectory() as name:
         checkpoints, step, whole = Checkpoints(Path(name), keep_last), 0, set()
@@ -158,8 +158,8 @@ def test_a_run_whose_checkpoints_are_all_broken_does_not_start_from_the_beginnin
     assert steps(checkpoints) == [1, 2]
 
 
-def test_a_process_that_dies_while_saving_leaves_a_whole_checkpoint(tmp_path):
-    """Killed at its first, second, third, … call to the file system, until one try comes through."""
+def test_a_process_killed_while_saving_leaves_a_complete_checkpoint(tmp_path):
+    """The process is killed at its first, second, third, … call to the file system, until one attempt succeeds."""
     run = Run()
     outcomes = []
     for calls in range(1, 300):
@@ -221,7 +221,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, limit):
     assert restore(tmp_path / "step-00000001", run.model, run.optimizer)[0] == 1
 
 
-def test_no_space_is_said_in_its_words(tmp_path, monkeypatch):
+def test_a_full_disk_is_named_as_the_system_names_it(tmp_path, monkeypatch):
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -231,7 +231,7 @@ def test_no_space_is_said_in_its_words(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_path_means(tmp_path):
+def test_find_model_accepts_runs_checkpoints_and_models(tmp_path):
     run = Run()
     with pytest.raises(UserError, match="neither a run nor a checkpoint nor a saved model"):
         find_model(tmp_path)

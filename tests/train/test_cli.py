@@ -1,4 +1,4 @@
-"""The command line."""
+"""The commands of training, from their options to their exit codes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_an_interrupted_run_says_so_and_fails(texts, tmp_path, monkeypatch, caps
 
 
 def test_a_killed_run_goes_on_bit_for_bit(texts, tmp_path):
-    """kill -9 at random moments, then the same command again, against a run that was left alone."""
+    """A run killed by SIGKILL at random moments and started again must equal an undisturbed run."""
 
     def start(run: str) -> subprocess.Popen:
         args = ["train", "--run", str(tmp_path / run), "--data.paths", str(texts), "--steps", "120", *TINY]

@@ -1,4 +1,4 @@
-"""A model that was compiled block by block."""
+"""A model whose blocks are compiled with one graph."""
 
 import pytest
 import torch
@@ -28,10 +28,10 @@ def test_losses_and_gradients_are_the_same_with_one_graph_for_all_blocks(mixer, 
         torch.testing.assert_close(token_losses(compiled(model, counter), windows, 19, reset), found[0][0].detach())
 
 
-def test_watching_the_gates_takes_one_graph_more():
+def test_monitoring_the_gates_takes_one_graph_more():
     torch.compiler.reset()
     model = LanguageModel(ModelConfig(d_model=16, num_blocks=4, num_heads=2, vocab_size=20))
-    watch, counter = InputGateMonitor(model), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    monitor, counter = InputGateMonitor(model), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled(model, counter)(torch.randint(0, 20, (2, 9)))
-    assert counter.frame_count == 3  # the first block finds nothing seen
-    assert watch.take() == pytest.approx(15 * torch.tensor(-10 / 15).tanh().item(), rel=1e-5)
+    assert counter.frame_count == 3  # in the first block, the monitor has no value yet
+    assert monitor.take() == pytest.approx(15 * torch.tensor(-10 / 15).tanh().item(), rel=1e-5)

@@ -1,4 +1,4 @@
-"""The demo, cut short."""
+"""The demo, with short runs on small texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tfla.train.tokenizer import ByteTokenizer
 
 @pytest.fixture
 def short(monkeypatch, texts):
-    """The demo on tiny texts, with a tiny model."""
+    """Make the demo train a tiny model on tiny texts."""
     real = demo_config
 
     def make(config: DemoConfig):
@@ -59,7 +59,7 @@ def test_the_demo_reports_what_it_promises(short, tmp_path, capsys):
     assert trained.run == tmp_path / "demo"
 
 
-def test_a_demo_that_was_broken_off_goes_on(short, tmp_path, monkeypatch, capsys):
+def test_an_unfinished_demo_continues(short, tmp_path, monkeypatch, capsys):
     config = DemoConfig(run=tmp_path / "demo", steps=20, threads=1)
     with monkeypatch.context() as patch:
         patch.setattr(demo_module, "ByteTrigram", None)  # fails before the first step
@@ -102,13 +102,13 @@ def test_options_out_of_range_are_named(short, tmp_path, changes, message):
     assert not (tmp_path / "demo").exists()
 
 
-def test_a_demo_may_be_where_one_is(short, tmp_path, monkeypatch):
+def test_folders_of_demos_are_numbered(short, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert demo(DemoConfig(run=Path("."), steps=20)).run == tmp_path / "here-2"
 
 
-def test_the_demo_takes_as_many_steps_as_it_has_time_for(short, tmp_path, monkeypatch):
+def test_the_number_of_steps_fits_the_time(short, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_module, "MIN_STEPS", 3)
     monkeypatch.setattr(demo_module, "MAX_STEPS", 50)
     config = demo_module.demo_config(DemoConfig(run=tmp_path / "demo", threads=1))
@@ -119,7 +119,7 @@ def test_the_demo_takes_as_many_steps_as_it_has_time_for(short, tmp_path, monkey
     assert affordable_steps(config, 20) == 20 * demo_module.TRAINING_SHARE
 
 
-def test_a_broken_off_demo_keeps_its_steps_on_a_slower_machine(short, tmp_path, monkeypatch):
+def test_an_unfinished_demo_keeps_its_steps_on_a_slower_machine(short, tmp_path, monkeypatch):
     monkeypatch.setattr(demo_module, "MIN_STEPS", 5)
     monkeypatch.setattr(demo_module, "MAX_STEPS", 20)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Finding and reading text."""
+"""Documents: the files that are found, lines of JSON, pipes and datasets."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def test_lines_of_json_are_documents(tmp_path):
         ("[" * 100_000, r"line 2: expected a JSON object"),
     ],
 )
-def test_lines_that_are_no_documents_are_named(tmp_path, line, message):
+def test_invalid_lines_of_json_are_named(tmp_path, line, message):
     (tmp_path / "rows.ndjson").write_text(f'{{"text": "fine"}}\n{line}\n')
     with pytest.raises(UserError, match=message) as caught:
         list(Documents(Data(paths=(tmp_path / "rows.ndjson",))))
     assert "\n" not in str(caught.value)
 
 
-def test_parts_of_files_are_read_where_they_lie(tmp_path):
+def test_parts_of_files_are_read_from_the_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 2000)
     whole = next(iter(Documents(Data(paths=(tmp_path,)))))
     assert whole.content == bytes(range(256)) * 2000

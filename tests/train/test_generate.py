@@ -1,4 +1,4 @@
-"""Text from a trained model."""
+"""Generation of text with a trained model, and ``tfla generate``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfla.train.tokenizer import ByteTokenizer
 
 @pytest.fixture
 def run(tiny):
-    """A run whose model has learned that letters are more likely than other bytes."""
+    """Return a run whose model has learned that letters are more likely than other bytes."""
     return train(tiny(steps=40, optim=Optim(lr=1e-2, warmup_steps=2, cooldown_steps=2), eval_every=40)).run
 
 
@@ -40,7 +40,7 @@ def test_text_follows_the_prompt_and_the_model(run):
     assert set(letters) <= set("abcdefghijklmnopqrstuvwxyz \n")
 
 
-def test_every_kind_of_path_works(run):
+def test_runs_checkpoints_and_models_work(run):
     checkpoint = next((run / "checkpoints").glob("step-00000040"))
     assert text(run, seed=0) == text(checkpoint, seed=0)
 
@@ -65,7 +65,7 @@ def test_options_out_of_range_are_named(run, capsys, options, message):
     assert err.count("\n") == 1
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path, capsys):
+def test_a_missing_model_is_named(tmp_path, capsys):
     assert main(["generate", "--checkpoint", str(tmp_path / "nowhere")]) == 1
     assert f"{tmp_path / 'nowhere'}: neither a run" in capsys.readouterr().err
     LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=257)).save_pretrained(tmp_path)
@@ -78,8 +78,8 @@ def test_the_end_of_the_document_ends_the_text():
     with torch.no_grad():
         model.norm.weight.zero_()  # all tokens alike
     config = GenerateConfig("", max_new_tokens=100_000, seed=0)
-    pieces = list(continue_text(model, ByteTokenizer(), config))
-    assert 1 < len(pieces) < 10_000  # 1 in 257 ends it
+    parts = list(continue_text(model, ByteTokenizer(), config))
+    assert 1 < len(parts) < 10_000  # 1 in 257 ends it
 
 
 def test_memory_does_not_grow_with_the_text():
@@ -88,10 +88,10 @@ def test_memory_does_not_grow_with_the_text():
     with torch.no_grad():
         model.unembedding.weight[256] = 0
         model.norm.weight.mul_(30)  # so that the end is never drawn
-    pieces = continue_text(model, ByteTokenizer(), GenerateConfig("", prompt="a", max_new_tokens=10**9, seed=0))
+    parts = continue_text(model, ByteTokenizer(), GenerateConfig("", prompt="a", max_new_tokens=10**9, seed=0))
     alive = []
     for _ in range(3):
-        assert len(list(itertools.islice(pieces, 200))) == 200
+        assert len(list(itertools.islice(parts, 200))) == 200
         gc.collect()
         alive.append(sorted(x.numel() for x in gc.get_objects() if type(x) is torch.Tensor))
     assert alive[0] == alive[1] == alive[2]
@@ -99,7 +99,7 @@ def test_memory_does_not_grow_with_the_text():
 
 @pytest.fixture
 def saved(tmp_path):
-    """What save_pretrained wrote, without a tokenizer beside it."""
+    """Return a saved model without a tokenizer."""
     torch.manual_seed(0)
     folder = tmp_path / "saved"
     model = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=300))
@@ -109,7 +109,7 @@ def saved(tmp_path):
 
 @pytest.fixture
 def words(tmp_path):
-    """A tokenizer.json of another library."""
+    """Return a tokenizer.json of another library."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     inner = Tokenizer(models.WordLevel({"<s>": 0, "state": 1, "gate": 2, "[UNK]": 3}, unk_token="[UNK]"))
@@ -119,7 +119,7 @@ def words(tmp_path):
     return tmp_path / "words" / "tokenizer.json"
 
 
-def test_a_saved_model_needs_its_tokenizer_named_or_beside_it(saved, words, capsys):
+def test_a_saved_model_needs_a_tokenizer(saved, words, capsys):
     options = {"device": "cpu", "seed": 0, "max_new_tokens": 9}
     assert isinstance("".join(sample(GenerateConfig(saved, tokenizer="bytes", **options))), str)
     named = list(sample(GenerateConfig(saved, tokenizer=str(words), **options)))
@@ -135,7 +135,7 @@ def test_a_saved_model_needs_its_tokenizer_named_or_beside_it(saved, words, caps
 
 
 def refused(capsys, *args) -> str:
-    """What `tfla generate` says in its one line."""
+    """Return the one-line error of ``tfla generate``."""
     assert main(["generate", *map(str, args)]) == 1
     out, err = capsys.readouterr()
     assert out == ""
@@ -160,7 +160,7 @@ def test_tokenizers_that_do_not_fit_are_named(saved, words, tmp_path, capsys):
         assert "tokenizer_info.json: cannot be read" in refused(capsys, *at)
 
 
-def test_devices_that_there_are_not_are_named(saved, capsys):
+def test_missing_devices_are_named(saved, capsys):
     for device in ("foo", "meta", *([] if torch.cuda.is_available() else ["cuda"])):
         message = f"device: got '{device}'"
         assert message in refused(capsys, "--checkpoint", saved, "--tokenizer", "bytes", "--device", device)

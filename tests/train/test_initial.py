@@ -23,13 +23,13 @@ BARE = {"qk_factor": 1.0, "norm_eps": 1e-5, "forget_gate_bias": (1.0, 2.0)}  # w
 
 @pytest.fixture
 def base(tiny, tmp_path):
-    """A finished run that no default would give."""
+    """Return a finished run whose options all differ from the defaults."""
     return train(tiny(run=tmp_path / "base", model=Model(d_model=32, num_blocks=1, num_heads=2, **CHANGED))).run
 
 
 @pytest.fixture
 def words_file(texts, tmp_path):
-    """A tokenizer whose tokens are words."""
+    """Return the file of a tokenizer whose tokens are words."""
     tokenizers = pytest.importorskip("tokenizers")
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -51,7 +51,7 @@ def first_loss(run) -> float:
 
 
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "model"])
-def test_what_is_not_given_is_the_saved_models(base, texts, tmp_path, kind, capsys):
+def test_missing_options_are_those_of_the_saved_model(base, texts, tmp_path, kind, capsys):
     checkpoint = base / "checkpoints" / "step-00000008"
     model = LanguageModel.from_pretrained(checkpoint)
     model.save_pretrained(tmp_path / "model")
@@ -68,7 +68,7 @@ def test_what_is_not_given_is_the_saved_models(base, texts, tmp_path, kind, caps
     assert main(command(texts, tmp_path / "tuned")) == 0  # its own folder names all it needs
 
 
-def test_a_fine_tuned_run_goes_on_bit_for_bit(base, tiny, texts, tmp_path, monkeypatch):
+def test_a_fine_tuned_run_continues_bit_for_bit(base, tiny, texts, tmp_path, monkeypatch):
     model = Model(d_model=32, num_blocks=1, num_heads=2, **CHANGED)
     optim = Optim(lr=1e-3, warmup_steps=1, cooldown_steps=1)
     whole = tiny(run=tmp_path / "whole", init_from=base, model=model, optim=optim)
@@ -91,7 +91,7 @@ def test_a_fine_tuned_run_goes_on_bit_for_bit(base, tiny, texts, tmp_path, monke
     assert [r["loss"] for r in read_metrics(killed.run)] == [r["loss"] for r in read_metrics(whole.run)]
 
 
-def test_what_options_do_not_name_is_the_saved_models_too(texts, tmp_path):
+def test_fields_without_an_option_are_those_of_the_saved_model(texts, tmp_path):
     saved = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=300, **BARE)
     LanguageModel(saved).save_pretrained(tmp_path / "model")
     run = tmp_path / "run"
@@ -137,7 +137,7 @@ def test_a_tokenizer_comes_with_its_model(tiny, texts, tmp_path, words_file, cap
     assert "whose tokens are not those of" in capsys.readouterr().err
 
 
-def test_a_run_that_has_begun_keeps_its_beginning(base, tiny):
+def test_a_started_run_does_not_start_again_from_the_saved_model(base, tiny):
     config = tiny()
     train(config)
     with pytest.raises(UserError, match=r"this run's init_from is None, not .*base"):

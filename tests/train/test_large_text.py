@@ -1,4 +1,4 @@
-"""Text that is larger than what may be in memory: what tokenization adds to the memory of a process is bounded."""
+"""Tokenization of a text that is larger than the memory that it may take."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path, kind, mebibytes, lines, mo
 
 
 def words(folder: Path) -> Path:
-    """A tokenizer of the library ``tokenizers`` whose tokens are words, which is fast."""
+    """Return the file of a tokenizer of the library ``tokenizers`` whose tokens are words, which is fast."""
     import tokenizers
 
     vocabulary = {word: n for n, word in enumerate(["[BOS]", "[UNK]", *sorted(set(LINE.decode().split()))])}

@@ -1,4 +1,4 @@
-"""Training: it learns, it goes on bit for bit where it was stopped, and it says what is wrong."""
+"""Training: the loss falls, a stopped run continues bit for bit, and errors are named."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tfla.train.run_folder import read_run_config
 
 
 def losses(run) -> list[tuple]:
-    """What must be the same bit for bit, in order."""
+    """Return the records of a run that must be bitwise equal, in order."""
     return [(r["kind"], r["step"], r["loss"], r.get("grad_norm"), r.get("max_input_gate")) for r in read_metrics(run)]
 
 
 @pytest.fixture
 def fail_at(monkeypatch):
-    """Makes the process fail as the given step is recorded, as if it had been killed there."""
+    """Return a function that makes the process fail when it records a step, as if it had been killed there."""
 
     def arrange(step: int, error: BaseException) -> None:
         write = Metrics.write
@@ -44,7 +44,7 @@ def fail_at(monkeypatch):
     return arrange
 
 
-def test_it_learns_and_writes_everything_down(tiny):
+def test_it_learns_and_records_everything(tiny):
     config = tiny(steps=60, eval_every=30, checkpoint_every=20, tensorboard=True)
     trained = train(config)
     records = read_metrics(config.run)
@@ -83,7 +83,7 @@ def small(**changes) -> Model:
     ids=["exp", "sig, packed, accumulated", "attention, bfloat16"],
 )
 @pytest.mark.parametrize("step", [1, 6])
-def test_a_run_that_broke_off_goes_on_bit_for_bit(tiny, tmp_path, fail_at, monkeypatch, changes, step):
+def test_an_unfinished_run_continues_bit_for_bit(tiny, tmp_path, fail_at, monkeypatch, changes, step):
     whole, broken = tiny(run=tmp_path / "whole", **changes), tiny(run=tmp_path / "broken", **changes)
     train(whole)
     fail_at(step, SystemExit())
@@ -91,7 +91,7 @@ def test_a_run_that_broke_off_goes_on_bit_for_bit(tiny, tmp_path, fail_at, monke
         train(broken)
     monkeypatch.undo()
     assert len(losses(broken.run)) < len(losses(whole.run))
-    torch.rand(7)  # whatever the process did before
+    torch.rand(7)  # the state of the random generator must not matter
     train(broken)
     assert losses(broken.run) == losses(whole.run)
 
@@ -114,7 +114,7 @@ def test_accumulation_gives_the_same_updates(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_stop_it_saves_first(tiny, tmp_path, monkeypatch, number):
+def test_a_signal_saves_a_checkpoint_first(tiny, tmp_path, monkeypatch, number):
     whole, stopped = tiny(run=tmp_path / "whole"), tiny(run=tmp_path / "stopped", checkpoint_every=100)
     train(dataclasses.replace(whole))
     write = Metrics.write
@@ -133,7 +133,7 @@ def test_asked_to_stop_it_saves_first(tiny, tmp_path, monkeypatch, number):
 
 
 def test_a_run_whose_checkpoints_were_damaged_keeps_what_it_saves(tiny, tmp_path, capsys):
-    """Those that are whole count, wherever the damaged ones stand."""
+    """The complete checkpoints count, wherever the damaged ones are."""
     whole, run = (
         tiny(run=tmp_path / "whole", steps=12),
         tiny(run=tmp_path / "run", steps=12, checkpoint_every=1, keep_every=4),
@@ -165,7 +165,7 @@ def test_a_run_with_nothing_but_broken_checkpoints_ends_with_one_line(tiny):
     assert losses(config.run) == before
 
 
-def test_a_run_without_a_number_ends_before_it_is_saved(tiny, monkeypatch):
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tiny, monkeypatch):
     config = tiny()
     real = loop.token_losses
     calls = []
@@ -239,8 +239,8 @@ def test_a_first_attempt_with_a_mistake_leaves_nothing(tiny, monkeypatch, tmp_pa
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_a_run_that_never_got_to_a_checkpoint_may_change(tiny, texts, fail_at, monkeypatch, capsys):
-    """A second attempt, with other options and another text, is what it would have been as the first one."""
+def test_a_run_without_checkpoints_may_change(tiny, texts, fail_at, monkeypatch, capsys):
+    """A second attempt with other options and another text must equal a first one."""
     fail_at(1, SystemExit())
     with pytest.raises(SystemExit):
         train(tiny(optim=Optim(lr=1.0), model=small(mixer="attention")))
@@ -256,7 +256,7 @@ def test_a_run_that_never_got_to_a_checkpoint_may_change(tiny, texts, fail_at, m
 
 
 def test_a_finished_run_can_be_extended(tiny, tmp_path, fail_at, monkeypatch):
-    """It goes on with the learning rates of the new length, killed or not."""
+    """The run continues with the learning rates of the new length, killed or not."""
     optim = Optim(warmup_steps=2, cooldown_steps=3)
     config = tiny(optim=optim)
     train(config)
@@ -271,7 +271,7 @@ def test_a_finished_run_can_be_extended(tiny, tmp_path, fail_at, monkeypatch):
     assert read_run_config(config.run).steps == 20
 
     killed = dataclasses.replace(longer, run=tmp_path / "killed")
-    for step in (9, 13):  # before and behind a checkpoint
+    for step in (9, 13):  # before and after a checkpoint
         with monkeypatch.context():
             fail_at(step, SystemExit())
             with pytest.raises(SystemExit):
@@ -283,7 +283,7 @@ def test_a_finished_run_can_be_extended(tiny, tmp_path, fail_at, monkeypatch):
         train(dataclasses.replace(config, steps=19))
 
 
-def test_tokens_that_were_made_anew_from_another_text_are_mentioned(tiny, texts, capsys):
+def test_tokens_of_another_text_are_mentioned(tiny, texts, capsys):
     config = tiny()
     train(config)
     (config.run / "tokens" / "train.bin").write_bytes(b"ab")
@@ -316,7 +316,7 @@ def test_too_little_text_is_named(tiny, texts):
         train(tiny(context=20_000))
 
 
-def test_devices_that_are_not_here_are_named(tiny):
+def test_missing_devices_are_named(tiny):
     with pytest.raises(UserError, match="device: got 'nonsense', expected 'cpu'"):
         train(tiny(device="nonsense"))
 

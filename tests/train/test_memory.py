@@ -1,4 +1,4 @@
-"""What a run needs of memory, and what is said where it does not fit."""
+"""The memory that a run needs, and the errors and warnings if it does not suffice."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_gpu_has_what_is_free_and_what_torch_keeps_for_reuse(monkeypatch):
         check_memory(config(), 10, True, torch.device("cuda"))
 
 
-def test_devices_that_do_not_say_are_not_refused(monkeypatch):
+def test_devices_of_unknown_memory_are_not_refused(monkeypatch):
     monkeypatch.setattr(memory, "memory_of", lambda device: Memory(None, None))
     assert check_memory(config(), 10**12, False, CPU) is None
 

@@ -1,4 +1,4 @@
-"""Metrics, and their picture."""
+"""Metrics and the figure of the curves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_records_are_lines_of_json_with_exact_floats(tmp_path):
     }  # fmt: skip
 
 
-def test_going_on_drops_what_came_later_and_cut_lines(tmp_path):
+def test_continuing_deletes_later_records_and_truncated_lines(tmp_path):
     metrics = Metrics(tmp_path, 0, tensorboard=False)
     for step in range(5):
         metrics.write("train", step, loss=step / 3)
@@ -55,25 +55,25 @@ def test_tensorboard_shows_the_same_numbers(tmp_path):
 @pytest.mark.parametrize(
     "how", [lambda m: m, lambda m: torch.compile(m, backend="eager"), lambda m: compiled(m, "eager")]
 )
-def test_the_largest_input_gate_is_seen(how):
+def test_the_largest_input_gate_is_recorded(how):
     model = LanguageModel(ModelConfig(d_model=16, num_blocks=2, num_heads=2, vocab_size=9, input_gate_bias=-3.0))
     with torch.no_grad():
         model.blocks[1].mixer.input_gate.bias[1] = 2.0
-    watch = InputGateMonitor(model)
+    monitor = InputGateMonitor(model)
     forward = how(model)
     for _ in range(2):
         forward(torch.randint(0, 9, (2, 5)))
-        assert watch.take() == pytest.approx(15 * torch.tensor(2 / 15).tanh().item(), rel=1e-5)
-    assert watch.take() is None
+        assert monitor.take() == pytest.approx(15 * torch.tensor(2 / 15).tanh().item(), rel=1e-5)
+    assert monitor.take() is None
 
 
 def test_models_without_gates_have_no_largest():
-    watch = InputGateMonitor(nn.Linear(2, 2))
-    assert watch.take() is None
+    monitor = InputGateMonitor(nn.Linear(2, 2))
+    assert monitor.take() is None
 
 
 @pytest.mark.parametrize("gates", [True, False])
-def test_the_picture_shows_the_run(tmp_path, gates):
+def test_the_figure_shows_the_run(tmp_path, gates):
     image = pytest.importorskip("matplotlib.image")
     metrics = Metrics(tmp_path, 0, tensorboard=False)
     metrics.write("eval", 0, loss=5.5, bits_per_byte=8.1, tokens=100, bytes=98)
@@ -91,6 +91,6 @@ def test_the_picture_shows_the_run(tmp_path, gates):
     assert (a != b).any()  # the line of the baseline
 
 
-def test_no_metrics_make_no_picture(tmp_path):
+def test_no_metrics_make_no_figure(tmp_path):
     plot_curves(tmp_path, tmp_path / "a.png", clip=0.5, baselines={})
     assert not (tmp_path / "a.png").exists()

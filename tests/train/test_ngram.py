@@ -14,7 +14,7 @@ TRAIN = np.array([BOS, *b"abcabdabcab", BOS, *b"bcbc", BOS, BOS, *b"aab"])
 
 
 def by_hand(train: np.ndarray, stream: list[int], at: int) -> float:
-    """p of stream[at] with Witten-Bell backoff, straight from its definition."""
+    """Return p of stream[at] with Witten-Bell backoff, straight from its definition."""
 
     def context(tokens: list[int], i: int, length: int) -> tuple[int, ...]:
         two = (BOS if i < 2 or tokens[i - 1] == BOS else tokens[i - 2], tokens[i - 1])

@@ -17,7 +17,7 @@ BOS = 9
 
 
 def model(mixer: str, dtype: torch.dtype, backend: str | None = None) -> LanguageModel:
-    """A model whose gates and memory matter."""
+    """Return a model whose logits depend on its gates and its memory."""
     torch.manual_seed(0)
     sizes = {"d_model": 16, "num_blocks": 2, "num_heads": 2, "vocab_size": 10}
     net = LanguageModel(ModelConfig(**sizes, mixer=mixer, input_gate_bias=0, backend=backend))
@@ -28,7 +28,7 @@ def model(mixer: str, dtype: torch.dtype, backend: str | None = None) -> Languag
 
 
 def windows() -> torch.Tensor:
-    """Rows whose documents start at the beginning, in the middle, twice in a row, at the end, nowhere."""
+    """Return rows whose documents start at the beginning, in the middle, twice in a row, at the end, and nowhere."""
     ids = torch.randint(0, 9, (5, 13), generator=torch.Generator().manual_seed(1))
     ids[0, 0] = ids[1, 5] = ids[2, 4] = ids[2, 5] = ids[3, 11] = ids[3, 12] = BOS
     return ids
@@ -51,7 +51,7 @@ def test_both_resets_give_the_same_losses_and_gradients(mixer, backend, dtype, t
 
 @pytest.mark.parametrize("mixer", ["mlstm_exp", "mlstm_sig", "attention"])
 @pytest.mark.parametrize("reset", ["gate", "cu_seqlens"])
-def test_a_document_does_not_see_the_one_before(mixer, reset):
+def test_a_document_does_not_depend_on_the_one_before(mixer, reset):
     net, ids = model(mixer, torch.float32), windows()
     other = ids.clone()
     other[1, :5] = (ids[1, :5] + 1) % 9
@@ -61,7 +61,7 @@ def test_a_document_does_not_see_the_one_before(mixer, reset):
         assert not torch.allclose(leaky[1, 5:], net(other[:, :-1])[1, 5:], rtol=1e-3)  # it would without the reset
 
 
-def test_borders_are_rows_and_documents():
+def test_rows_and_documents_start_sequences():
     assert document_cu_seqlens(windows()[:4, :-1], BOS).tolist() == [0, 12, 17, 24, 28, 29, 36, 47, 48]
 
 

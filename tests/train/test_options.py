@@ -1,4 +1,4 @@
-"""Every option of `tfla train` and `tfla demo` with bad values: one line that says why, and nothing is written."""
+"""Bad values of every option of ``tfla train`` and ``tfla demo`` give one line that says why, and write nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REACHED = -1  # a code for commands that would have begun their work
 
 
 class Reached(Exception):
-    """Raised in place of a run's first evaluation: its options passed all checks."""
+    """The exception in place of a run's first evaluation, which shows that its options passed all checks."""
 
 
 BASE = {
@@ -70,7 +70,7 @@ NAMED = [
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text that is enough for a few batches."""
+    """Return a text that suffices for a few batches."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("a query, a key and a value at the gate of a chunk\n" * 40)
     return path
@@ -78,7 +78,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_training(text: Path) -> Iterator[None]:
-    """Runs end where the first evaluation would begin, ask no server, and the demo reads a small text."""
+    """End runs before their first evaluation, allow no server, and let the demo read a small text."""
 
     def reached(*args: object, **kwargs: object) -> None:
         raise Reached
@@ -111,7 +111,7 @@ def until_it_begins(arguments: list[str]) -> int:
 
 
 def command(name: str, text: Path, arguments: list[str]) -> tuple[int, str, list[Path]]:
-    """Run a command in an empty folder. Returns its code, what it printed to stderr, and what it left there."""
+    """Run a command in an empty folder; return its exit code, its output to stderr, and the files that it left."""
     base = {} if name == "demo" else {**BASE, "data.paths": str(text)}
     flags = {word.partition("=")[0] for word in arguments}
     given = [word for flag, value in base.items() if f"--{flag}" not in flags for word in (f"--{flag}", value)]
@@ -123,7 +123,7 @@ def command(name: str, text: Path, arguments: list[str]) -> tuple[int, str, list
 
 
 def check_refusal(code: int, said: str, left: list[Path]) -> None:
-    """A command that did not begin says why, in one line or in the parser's box, and leaves nothing."""
+    """Check that a refused command says why, in one line or in the parser's box, and leaves nothing."""
     if code in (0, REACHED):
         return
     assert not left

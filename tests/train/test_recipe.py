@@ -1,4 +1,4 @@
-"""The paper's recipe."""
+"""The optimizer, the gradients and the learning rates of the paper's recipe."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def test_linear_weights_decay_and_nothing_else():
     assert decaying_names | other_names == set(names.values())
 
 
-def test_what_does_not_learn_is_left_alone():
+def test_frozen_weights_are_not_updated():
     model = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=7, input_gate_trainable=False))
     given = sum(len(group["params"]) for group in optimizer(model, Optim()).param_groups)
     assert given == sum(p.requires_grad for p in model.parameters()) < len(list(model.parameters()))
 
 
-def test_adamw_is_the_papers():
+def test_adamw_has_the_options_of_the_paper():
     group = optimizer(torch.nn.Linear(2, 2), Optim()).param_groups[0]
     assert (group["betas"], group["eps"], group["lr"]) == ((0.9, 0.95), 1e-8, 3e-3)
 
 
-@pytest.mark.parametrize("parts", [1, 3])
-def test_gradients_are_those_of_the_mean_loss_with_the_norm_clipped(parts):
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_gradients_are_those_of_the_mean_loss_with_the_norm_clipped(micro_batches):
     model = torch.nn.Linear(4, 5)
     model.weight.grad = torch.ones_like(model.weight)  # of the step before
     x = torch.randn(6, 4)
     expected = torch.autograd.grad(model(x).square().mean(), [model.weight, model.bias])
     norm = torch.cat([g.flatten() for g in expected]).norm().item()
-    found = clipped_gradients(model, lambda x: model(x).square(), x.chunk(parts), norm / 2)
+    found = clipped_gradients(model, lambda x: model(x).square(), x.chunk(micro_batches), norm / 2)
     assert found == pytest.approx((model(x).square().mean().item(), norm), rel=1e-5)
     for p, g in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, g / 2, rtol=1e-4, atol=1e-6)

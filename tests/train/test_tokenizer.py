@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""Tokenizers: bytes and those of the library ``tokenizers``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_bytes_are_tokens_and_documents_start_with_256():
 def test_bytes_stream_back_as_whole_characters():
     tokenizer = ByteTokenizer()
     decode = tokenizer.decoder()
-    pieces = [decode(int(t)) for t in tokenizer.encode([Document("x", TEXT.encode())])[0]]
-    assert "".join(pieces) == TEXT
-    assert "�" not in pieces
-    assert "你" in pieces
+    parts = [decode(int(t)) for t in tokenizer.encode([Document("x", TEXT.encode())])[0]]
+    assert "".join(parts) == TEXT
+    assert "�" not in parts
+    assert "你" in parts
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_bytes_behind_tokens_add_up_to_the_document(kind, bpe_file):
+def test_byte_lengths_of_tokens_add_up_to_the_document(kind, bpe_file):
     tokenizer = create_tokenizer("bytes" if kind == "bytes" else str(bpe_file), None)
     for text in (TEXT, "a", "the"):
         ids, lengths = tokenizer.encode_with_lengths([Document("x", text.encode())])[0]
@@ -39,7 +39,7 @@ def test_bytes_behind_tokens_add_up_to_the_document(kind, bpe_file):
         assert np.array_equal(ids, tokenizer.encode([Document("x", text.encode())])[0])
 
 
-def test_documents_are_cut_behind_words_or_at_least_characters(bpe_file):
+def test_documents_are_split_after_words_or_at_least_characters(bpe_file):
     split = create_tokenizer(str(bpe_file), None).split
     one = TEXT.encode()
     assert list(split([one])) == [one]
@@ -47,7 +47,7 @@ def test_documents_are_cut_behind_words_or_at_least_characters(bpe_file):
     for n in (1, 2, 4, 5):
         text = "你好🙂".encode()
         assert b"".join(split([text[:n], text[n:]])) == text
-        assert all(piece.decode() for piece in split([text[:n], text[n:]]))
+        assert all(part.decode() for part in split([text[:n], text[n:]]))
 
 
 def test_a_hugging_face_tokenizer_gives_the_text_back(bpe_file):
@@ -74,10 +74,10 @@ def test_errors_name_what_is_wrong(bpe_file, tmp_path):
     with pytest.raises(UserError, match=r"bad\.txt: not UTF-8 at byte 2"):
         create_tokenizer(str(bpe_file), None).encode([Document("bad.txt", b"ab\xff")])
     blocks = [b"ab cd " * 3, b"ef gh \xff"]
-    pieces = list(create_tokenizer(str(bpe_file), None).split(blocks))
-    assert b"".join(pieces) == b"".join(blocks)
+    parts = list(create_tokenizer(str(bpe_file), None).split(blocks))
+    assert b"".join(parts) == b"".join(blocks)
     with pytest.raises(UserError, match=r"bad\.txt: not UTF-8 at byte 24"):
-        create_tokenizer(str(bpe_file), None).encode([Document("bad.txt", pieces[1], len(pieces[0]))])
+        create_tokenizer(str(bpe_file), None).encode([Document("bad.txt", parts[1], len(parts[0]))])
     with pytest.raises(UserError, match=r"data\.bos_token: tokenizer .*bpe\.json has none of <start>"):
         create_tokenizer(str(bpe_file), "<start>")
     (tmp_path / "broken.json").write_text("{")
@@ -93,6 +93,6 @@ def test_a_hugging_face_tokenizer_takes_another_start(bpe_file):
     assert tokenizer.bos == tokenizer.inner.token_to_id("the")
 
 
-def test_tokens_that_are_no_bytes_are_shown_as_such():
+def test_tokens_that_are_not_bytes_become_replacement_characters():
     decode = create_tokenizer("bytes", None).decoder()
     assert "".join(decode(t) for t in (97, 300, 98)) == "a\ufffdb"

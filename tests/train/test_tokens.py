@@ -1,4 +1,4 @@
-"""Streams of tokens, the held-out split, batches."""
+"""Token streams, the held-out split and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfla.train.tokenizer import ByteTokenizer
 
 
 def stream(n: int, heldout: int = 50) -> Tokens:
-    """Tokens that are their own position, so that windows show where they are from."""
+    """Return streams whose tokens are their positions, so that windows show where they come from."""
     return Tokens(np.arange(n), np.arange(heldout), np.ones(heldout, int), ByteTokenizer(), "here.txt")
 
 
@@ -34,7 +34,7 @@ def test_streams_hold_every_document_once(texts, tmp_path):
     assert tokens.heldout_bytes.sum() == (tokens.heldout != 256).sum()
 
 
-def test_a_run_keeps_the_tokens_it_began_with(texts, tmp_path):
+def test_a_run_keeps_its_first_tokens(texts, tmp_path):
     config = Data(paths=(texts,))
     first = np.array(prepare_tokens(config, tmp_path / "tokens").train)
     (texts / "later.txt").write_text("something new")
@@ -51,7 +51,7 @@ def test_whether_a_document_is_held_out_depends_on_its_content_and_the_seed():
     assert held != [h for _, h in split_heldout(documents, 0.25, 1)]
 
 
-def test_of_few_documents_each_gives_its_end():
+def test_the_ends_of_few_documents_are_held_out():
     documents = [Document("a", "x" * 79 + "ü" + "y" * 19), Document("b", "z" * 10)]
     parts = list(split_heldout([Document(d.name, d.content.encode()) for d in documents], 0.2, 0))
     assert [(d.name, d.content.decode(), held) for d, held in parts] == [
@@ -83,7 +83,9 @@ def test_damaged_tokens_are_not_trained_on(texts, tmp_path, file, damage):
         # An even number of bytes, so that what is left is whole tokens.
         cut = content[: len(content) // 4 * 2]
         path.write_bytes({"cut": cut, "changed": content[:-1] + b"\x01", "longer": content * 2}[damage])
-    with pytest.raises(UserError, match=rf"tokens: its tokens cannot be read: {file}.*; remove it to make them anew"):
+    with pytest.raises(
+        UserError, match=rf"tokens: its tokens cannot be read: {file}.*; delete it to tokenize the text again"
+    ):
         prepare_tokens(config, tmp_path / "tokens")
 
 
@@ -137,7 +139,7 @@ def test_tokens_that_are_refused_are_dropped(texts, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"PK\x03\x04\x14\x00\x08", b"x" * 300_000 + b"\0", "utf-16".encode("utf-16")])
-@pytest.mark.parametrize("more", [0, 300])  # documents: few are cut in two, of many some are held out
+@pytest.mark.parametrize("more", [0, 300])  # documents: few are split, of many some are held out
 def test_binary_files_are_named(texts, tmp_path, content, more):
     for number in range(more):
         (texts / f"{number}.md").write_text(f"text {number}")
@@ -167,7 +169,7 @@ def test_text_that_is_not_utf8_is_mentioned(texts, tmp_path, capsys):
 
 @pytest.mark.parametrize("heldout", [0.2, 0.001])
 def test_large_documents_give_the_tokens_of_the_whole(texts, tmp_path, bpe_file, heldout):
-    """The text of a document that is tokenized in pieces, with a tokenizer that splits at white space."""
+    """Documents are tokenized in spans, by a tokenizer that splits at white space."""
     draw = random.Random(0)
     words = ["the", "then", "theme", "gate", "gates", "Grüße", "你好 🙂", "12.5", "\n", "\n\n ", "  x"]
     text = "".join(draw.choice(words) + " " * draw.randint(0, 1) for _ in range(200_000))

@@ -1,4 +1,4 @@
-"""Configurations, their JSON, and the folder of a run."""
+"""The options of a run, their JSON, and the folder of the run."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_run_that_fails_before_it_begins_leaves_nothing(tiny, tmp_path, there)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_run_belongs_to_one_process(tiny):
+def test_a_run_is_locked_by_one_process(tiny):
     config = tiny()
     ready, go = os.pipe()
     with open_run(config):
@@ -117,7 +117,7 @@ def test_a_run_belongs_to_one_process(tiny):
         assert run.is_dir()
 
 
-def test_what_a_killed_process_left_is_cleared(tiny):
+def test_temporary_files_of_killed_processes_are_deleted(tiny):
     with open_run(tiny()) as run:
         write_run_config(None, tiny())
         (run / ".tmp-tokens-1").mkdir()

@@ -1,4 +1,4 @@
-"""Training on a GPU: bfloat16 by default, and a run that goes on."""
+"""Training on a GPU: bfloat16 by default, and a run that continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("reset", ["gate", "cu_seqlens"])
-def test_it_learns_on_a_gpu_and_goes_on(tiny, monkeypatch, reset):
+def test_it_learns_on_a_gpu_and_continues(tiny, monkeypatch, reset):
     config = tiny(
         device="auto", reset=reset, accumulate=2, steps=60, eval_every=30, checkpoint_every=20,
         optim=Optim(lr=1e-2, warmup_steps=2, cooldown_steps=2),

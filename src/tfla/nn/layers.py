@@ -84,13 +84,15 @@ class Projection(nn.Linear):
 
 
 def input_std(d_model: int) -> float:
-    """Return sqrt(2 / (5 d_model)): the standard deviation of the embedding, of the unembedding and of all projections
-    that read the residual stream."""
+    """Return sqrt(2 / (5 d_model)), the initial standard deviation of all weights that read the residual stream.
+
+    The embedding and the unembedding have the same.
+    """
     return math.sqrt(2 / (5 * d_model))
 
 
 def output_std(d_model: int, num_blocks: int) -> float:
-    """Return 2 / (num_blocks sqrt(d_model)): the standard deviation of projections that add to the residual stream."""
+    """Return 2 / (num_blocks sqrt(d_model)), the same for projections that add to the residual stream."""
     return 2 / (num_blocks * math.sqrt(d_model))
 
 
@@ -129,6 +131,7 @@ class GatePreactivation(nn.Linear):
             self.bias.copy_(torch.linspace(*self.bias_range, self.out_features))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the pre-activations (..., heads) of x (..., d_model)."""
         # Gates are exponentiated, or summed over the whole sequence: bfloat16 is too coarse for that.
         with without_autocast(x.device.type):
             return recomputed(self._float32_gate, x) if x.element_size() == 2 else self._float32_gate(x)
@@ -169,6 +172,7 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(num_heads * head_dim))
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return the normalized h (..., heads, head_dim)."""
         norm = F.layer_norm if self.kind == "layer" else F.rms_norm
         return norm(at_least_float32(h), h.shape[-1:], eps=self.eps) * self.weight.view(h.shape[-2:])
 

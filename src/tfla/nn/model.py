@@ -305,6 +305,7 @@ class SwiGLU(nn.Module):
         self.down_proj = Projection(hidden, d, output_std(d, config.num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output (..., d_model) for x (..., d_model)."""
         return self.down_proj(recomputed(_silu_gate, self.gate_proj(x), self.up_proj(x)))
 
 

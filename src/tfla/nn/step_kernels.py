@@ -59,13 +59,9 @@ def mixer_inputs(
 ):  # fmt: skip
     """Compute one entry of (1)-(3): the first 2 H programs the gates, the others q, k, v and o.
 
-    Args:
-        X: x (D,).
-        norm, eps: weight (D,) and epsilon of the RMSNorm.
-        Q, K, V, O: weights (DQ, D), (DQ, D), (DV, D) and (DV, D).
-        I, I_bias, F, F_bias, cap: weights (H, D) and biases (H,) of the gates, and their soft cap.
-        Out: q, k, v and o, one after the other: (2 DQ + 2 DV,).
-        Gates: i and f, one after the other: (2 H,) float32.
+    X is x (D,); norm (D,) and eps belong to the RMSNorm. Q, K (DQ, D), V and O (DV, D) are the weights of the
+    projections; I and F (H, D), I_bias and F_bias (H,) those of the gates, and cap is their soft cap. Out
+    (2 DQ + 2 DV,) receives q, k, v and o, one after the other, and Gates (2 H,) float32 receives i and f.
     """
     row = tl.program_id(0)
     if row < 2 * H:
@@ -91,9 +87,8 @@ def mixer_inputs(
 def gated_heads(h, o, weight, eps, Out, D: tl.constexpr, BD: tl.constexpr, LAYER: tl.constexpr):
     """Compute sigmoid(o) * NORM(h) of one head, in (4).
 
-    Args:
-        h, o, weight, Out: (H D,), for D channels per head.
-        LAYER: whether NORM is LayerNorm; else it is RMSNorm.
+    h, o, the weight of the norm and Out are (H D,), for D channels per head. With LAYER, NORM is LayerNorm, else
+    RMSNorm.
     """
     at = tl.program_id(0) * D
     x = load_vector(h + at, D, BD)  # (BD,)
@@ -108,10 +103,7 @@ def gated_heads(h, o, weight, eps, Out, D: tl.constexpr, BD: tl.constexpr, LAYER
 def swiglu(X, norm, eps, W_gate, W_up, Out, D: tl.constexpr, BD: tl.constexpr):
     """Compute one entry of silu(W_gate z) * W_up z for z = RMSNorm(x), (5) and (6).
 
-    Args:
-        X, norm: (D,).
-        W_gate, W_up: (hidden, D).
-        Out: (hidden,).
+    X and norm are (D,), W_gate and W_up (hidden, D), and Out is (hidden,).
     """
     row = tl.program_id(0)
     at = row.to(tl.int64) * D

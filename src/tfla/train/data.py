@@ -88,7 +88,7 @@ def _load(config: Data, directory: Path) -> Tokens:
             notice(f"{directory}: compares {size_text(size)} of tokens with their digests")
         broken = verify_manifest(directory)
         if broken is not None:
-            raise UserError(f"{directory}: its tokens cannot be read: {broken}; remove it to make them anew")
+            raise UserError(f"{directory}: its tokens cannot be read: {broken}; delete it to tokenize the text again")
     else:
         notice(f"{directory}: made by an earlier version, so nothing shows whether its tokens are whole")
     return _read(config, directory)
@@ -106,7 +106,7 @@ def _read(config: Data, directory: Path) -> Tokens:
             raise ValueError(f"{FILES[1]} has {len(streams[1])} entries, {FILES[2]} has {len(streams[2])}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{directory}: its tokens cannot be read: {reason(error)}; remove it to make them anew"
+            f"{directory}: its tokens cannot be read: {reason(error)}; delete it to tokenize the text again"
         ) from error
     return Tokens(streams[0], streams[1], streams[2], load_tokenizer(directory), source)
 

@@ -17,8 +17,9 @@ Reset = Literal["gate", "cu_seqlens"]
 
 
 def token_losses(model: Callable[..., Tensor], windows: Tensor, bos: int, reset: Reset = "gate") -> Tensor:
-    """Return the cross-entropy in nats of every token but the first of each row, given the tokens before it in its
-    document.
+    """Return the cross-entropy in nats of every token but the first of each row.
+
+    A token is predicted from the tokens before it in its document.
 
     Args:
         model: ids -> logits, such as a LanguageModel.
