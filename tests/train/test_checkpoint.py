@@ -80,7 +80,7 @@ def test_broken_checkpoints_are_skipped(tmp_path, capsys, file, damage):
     else:
         path.write_bytes(content[: len(content) // 2] if damage == "cut" else b"?" + content[1:])
     assert latest_checkpoint(tmp_path).name == "step-00000001"
-    assert "step-00000002: passed over: " in capsys.readouterr().err
+    assert "step-00000002: skipped: " in capsys.readouterr().err
     with pytest.raises(UserError, match="step-00000002: "):
         find_model(tmp_path / "step-00000002")
     run.save(checkpoints, 2)  # the run comes by again
@@ -108,7 +108,7 @@ def test_broken_checkpoints_do_not_count_among_those_that_are_kept(tmp_path, cap
         assert again.latest().name == "step-00000004"
         err = capsys.readouterr().err
         for step in (8, 9):
-            assert err.count(f"step-0000000{step}: passed over: model.safetensors has ") == 1
+            assert err.count(f"step-0000000{step}: skipped: model.safetensors has ") == 1
     run.save(again, 10)
     run.save(again, 11)
     assert steps(again) == [10, 11]
@@ -151,7 +151,8 @@ def test_a_run_whose_checkpoints_are_all_broken_does_not_start_from_the_beginnin
     damage(tmp_path / "step-00000001")
     (tmp_path / "step-00000002" / "training.pt").unlink()
     why = (
-        r"no checkpoint is whole.*step-00000001: model\.safetensors has \d+ bytes, not \d+; step-00000002: training\.pt"
+        r"no checkpoint is complete.*step-00000001: model\.safetensors has \d+ bytes, not \d+; "
+        r"step-00000002: training\.pt"
     )
     with pytest.raises(UserError, match=why):
         Checkpoints(tmp_path).latest()
@@ -237,7 +238,7 @@ def test_find_model_accepts_runs_checkpoints_and_models(tmp_path):
         find_model(tmp_path)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.directory.mkdir()
-    with pytest.raises(UserError, match="a run without a whole checkpoint"):
+    with pytest.raises(UserError, match="a run without a complete checkpoint"):
         find_model(tmp_path)
     run.save(checkpoints, 3)
     inside = tmp_path / "checkpoints" / "step-00000003"

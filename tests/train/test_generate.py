@@ -186,7 +186,7 @@ def test_a_model_whose_weights_are_not_finite_writes_nothing(saved, capsys):
 def test_broken_files_are_named(saved, capsys):
     args = ["--checkpoint", saved, "--tokenizer", "bytes", "--device", "cpu"]
     (saved / "model.safetensors").write_bytes(b"no")
-    assert "model.safetensors: not a whole safetensors file" in refused(capsys, *args)
+    assert "model.safetensors: not a complete safetensors file" in refused(capsys, *args)
     LanguageModel(ModelConfig(d_model=32, num_blocks=1, num_heads=2, vocab_size=300)).save_pretrained(saved / "other")
     (saved / "other" / "model.safetensors").replace(saved / "model.safetensors")
     assert "its tensors do not fit" in refused(capsys, *args)

@@ -149,7 +149,7 @@ def test_a_run_whose_checkpoints_were_damaged_keeps_what_it_saves(tiny, tmp_path
     train(run)
     assert losses(run.run) == losses(whole.run)
     assert sorted(p.name[-3:] for p in folder.iterdir()) == ["004", "008", "011", "012", "111", "112"]
-    assert "step-00000111: passed over: model.safetensors has 0 bytes" in capsys.readouterr().err
+    assert "step-00000111: skipped: model.safetensors has 0 bytes" in capsys.readouterr().err
 
 
 def test_a_run_with_nothing_but_broken_checkpoints_ends_with_one_line(tiny):
@@ -159,7 +159,7 @@ def test_a_run_with_nothing_but_broken_checkpoints_ends_with_one_line(tiny):
         (path / "training.pt").unlink()
     before = losses(config.run)
     with pytest.raises(
-        UserError, match=r"no checkpoint is whole, .*step-00000006: training\.pt cannot be read: No such"
+        UserError, match=r"no checkpoint is complete, .*step-00000006: training\.pt cannot be read: No such"
     ):
         train(config)
     assert losses(config.run) == before

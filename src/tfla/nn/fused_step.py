@@ -18,14 +18,8 @@ from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
 
 MAX_COLUMNS = 16_384  # of a weight matrix, since one program loads a whole row
-KINDS = (
-    nn.Embedding,
-    nn.RMSNorm,
-    nn.SiLU,
-    Projection,
-    GatePreactivation,
-    HeadNorm,
-)  # the modules that the kernels implement
+# The modules that the kernels implement.
+SUPPORTED_MODULES = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactivation, HeadNorm)
 
 
 def unsupported(model: LanguageModel, state: ModelState) -> str | None:
@@ -50,7 +44,7 @@ def unsupported(model: LanguageModel, state: ModelState) -> str | None:
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{name} has hooks"
-        if not any(module.children()) and type(module) not in KINDS:
+        if not any(module.children()) and type(module) not in SUPPORTED_MODULES:
             return f"{name} is a {type(module).__name__}"
     return None
 

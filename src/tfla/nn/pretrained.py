@@ -24,7 +24,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 def save(model: LanguageModel, directory: str | Path) -> None:
     """Write a model into a directory, as :meth:`LanguageModel.save_pretrained` says."""
-    safetensors = need_safetensors()
+    safetensors = import_safetensors()
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
@@ -49,7 +49,7 @@ def load(
     config = read_config(Path(directory), overrides)
     _need_file(weights_path)
     tensors = read_tensors(weights_path, device)
-    return build(cls, config, tensors, dtype, f"{weights_path}: its tensors do not fit {config_path}")
+    return build_model(cls, config, tensors, dtype, f"{weights_path}: its tensors do not fit {config_path}")
 
 
 def read_config(directory: Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
@@ -74,15 +74,15 @@ def read_config(directory: Path, overrides: dict[str, Any] | None = None) -> Mod
 
 def read_tensors(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file by name; ValueError if the file is broken."""
-    safetensors = need_safetensors()
+    safetensors = import_safetensors()
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path, device=str(device or "cpu"))
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+        raise ValueError(f"{path}: not a complete safetensors file: {error}") from error
     return tensors
 
 
-def build(
+def build_model(
     cls: type[LanguageModel], config: ModelConfig, tensors: dict[str, Tensor], dtype: torch.dtype | None, misfit: str
 ) -> LanguageModel:
     """Build a model whose parameters are the given tensors.
@@ -106,7 +106,7 @@ def build(
     return model.to(dtype=dtype)
 
 
-def need_safetensors() -> ModuleType:
+def import_safetensors() -> ModuleType:
     """Return the module safetensors, or raise an ImportError that says how to install it."""
     try:
         import safetensors.torch

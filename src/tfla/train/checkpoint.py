@@ -92,7 +92,7 @@ class Checkpoints:
             return None
         found = "; ".join(f"{path.name}: {self._broken[path]}" for _, path in steps)
         raise UserError(
-            f"{self.directory}: no checkpoint is whole, so the run cannot continue ({found}); "
+            f"{self.directory}: no checkpoint is complete, so the run cannot continue ({found}); "
             "take another run, or move this folder away to start from the beginning"
         )
 
@@ -111,7 +111,7 @@ class Checkpoints:
         if self._broken.get(path) is None:
             self._broken[path] = verify_manifest(path, contents=path not in self._broken)
             if self._broken[path] is not None:
-                notice(f"{path}: passed over: {self._broken[path]}")
+                notice(f"{path}: skipped: {self._broken[path]}")
         return self._broken[path] is None
 
     def _prune(self) -> None:
@@ -152,7 +152,7 @@ def latest_checkpoint(directory: Path) -> Path | None:
         broken = verify_manifest(path)
         if broken is None:
             return path
-        notice(f"{path}: passed over: {broken}")
+        notice(f"{path}: skipped: {broken}")
     return None
 
 
@@ -165,7 +165,7 @@ def find_model(path: Path) -> Path:
     if (path / "checkpoints").is_dir():
         latest = latest_checkpoint(path / "checkpoints")
         if latest is None:
-            raise UserError(f"{path}: a run without a whole checkpoint")
+            raise UserError(f"{path}: a run without a complete checkpoint")
         return latest
     if not (path / "model.safetensors").is_file():
         if (path / "model.safetensors.index.json").is_file():

@@ -90,7 +90,7 @@ def _load(config: Data, directory: Path) -> Tokens:
         if broken is not None:
             raise UserError(f"{directory}: its tokens cannot be read: {broken}; delete it to tokenize the text again")
     else:
-        notice(f"{directory}: made by an earlier version, so nothing shows whether its tokens are whole")
+        notice(f"{directory}: made by an earlier version, so nothing shows whether its tokens are complete")
     return _read(config, directory)
 
 
@@ -108,10 +108,17 @@ def _read(config: Data, directory: Path) -> Tokens:
         raise UserError(
             f"{directory}: its tokens cannot be read: {reason(error)}; delete it to tokenize the text again"
         ) from error
-    return Tokens(streams[0], streams[1], streams[2], load_tokenizer(directory), source)
+    return Tokens(
+        train=streams[0],
+        heldout=streams[1],
+        heldout_bytes=streams[2],
+        tokenizer=load_tokenizer(directory),
+        source=source,
+    )
 
 
 def _map(path: Path, dtype: np.dtype) -> NDArray[np.integer]:
+    """Return the numbers of a file as a memory map."""
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype, "r")
@@ -156,6 +163,7 @@ def _tokenize(config: Data, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _append(file: BinaryIO, values: NDArray[np.integer], dtype: np.dtype) -> None:
+    """Write numbers to a file in a dtype."""
     file.write(values.astype(dtype).tobytes())
 
 

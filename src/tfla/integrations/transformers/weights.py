@@ -16,7 +16,7 @@ from torch import Tensor
 from tfla._util.device import check_device
 from tfla._util.files import write_atomically
 from tfla.nn import LanguageModel, ModelConfig
-from tfla.nn.pretrained import build, need_safetensors, read_tensors
+from tfla.nn.pretrained import build_model, import_safetensors, read_tensors
 from tfla.nn.validation import check_weights_dtype
 
 WeightMode = Literal["single", "fused"]
@@ -110,7 +110,7 @@ def load_xlstm(
         named = _rename_tensors(_split_fused(tensors, config), config)
     except ValueError as error:
         raise ValueError(f"{misfit}: {error}") from error
-    return build(LanguageModel, config, named, dtype, misfit)
+    return build_model(LanguageModel, config, named, dtype, misfit)
 
 
 def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightMode = "single") -> None:
@@ -131,7 +131,7 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
         raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel of tfla.nn")
     if weight_mode not in get_args(WeightMode):
         raise ValueError(f"weight_mode: got {weight_mode!r}, expected 'single' or 'fused'")
-    safetensors = need_safetensors()
+    safetensors = import_safetensors()
     config = model.config
     for field, allowed in (("mixer", "mlstm_exp"), ("head_norm", "layer"), ("head_norm_eps", config.norm_eps)):
         if getattr(config, field) != allowed:
