@@ -22,11 +22,11 @@ def text(model: LanguageModel, ids: Tensor, n: int = 9, **options: Any) -> Tenso
 
 def test_greedy_is_the_argmax_of_whole_forwards(mixer: str, make_model: Make, ids: Tensor) -> None:
     model = make_model(mixer)
-    seen = ids
+    sequence = ids
     for _ in range(9):
-        seen = torch.cat([seen, model(seen)[:, -1].argmax(-1)[:, None]], 1)
+        sequence = torch.cat([sequence, model(sequence)[:, -1].argmax(-1)[:, None]], 1)
     greedy = text(model, ids, temperature=0)
-    assert torch.equal(greedy, seen[:, 19:])
+    assert torch.equal(greedy, sequence[:, 19:])
     assert torch.equal(text(model, ids, top_k=1), greedy)
     assert torch.equal(text(model, ids, top_p=1e-9), greedy)
 
@@ -164,10 +164,10 @@ def test_weights_that_are_not_finite_give_no_token(make_model: Make, ids: Tensor
     model = make_model()
     with torch.no_grad():
         model.embedding.weight[int(ids[1, 4])] = torch.nan
-    seen = []
+    received = []
     with pytest.raises(ValueError, match=r"^logits: got NaN or infinity, expected finite numbers"):
-        seen.extend(generate(model, ids, 5, **options))
-    assert seen == []
+        received.extend(generate(model, ids, 5, **options))
+    assert received == []
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -187,10 +187,10 @@ def test_a_later_token_from_logits_that_are_not_finite_is_not_yielded(
         return (torch.where(torch.arange(2)[:, None] == 1, torch.nan, logits) if steps == 2 else logits), state
 
     model.step = breaks  # type: ignore[method-assign]
-    seen = []
+    received = []
     with pytest.raises(ValueError, match=r"^logits: got NaN"):
-        seen.extend(generate(model, ids, 9, temperature=0, stop_token=stop))
-    assert len(seen) == 2
+        received.extend(generate(model, ids, 9, temperature=0, stop_token=stop))
+    assert len(received) == 2
     steps = 0
     assert len(list(generate(model, ids, 3, temperature=0, stop_token=int(greedy[1, 0])))) == 3
 
@@ -212,7 +212,7 @@ def test_weights_that_are_not_finite_give_no_token_on_a_gpu(make_model: Make, id
     model = make_model(dtype=torch.float32).cuda()
     with torch.no_grad():
         model.unembedding.weight[3] = torch.nan
-    seen = []
+    received = []
     with pytest.raises(ValueError, match=r"^logits: got NaN"):
-        seen.extend(generate(model, ids.cuda(), 5, **options))
-    assert seen == []
+        received.extend(generate(model, ids.cuda(), 5, **options))
+    assert received == []

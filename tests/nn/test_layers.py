@@ -84,21 +84,21 @@ def test_a_hook_sees_the_soft_capped_preactivations_that_the_operator_gets(
 ) -> None:
     layer = make_model(gate_soft_cap=2.0).blocks[0].mixer
     assert isinstance(layer, MLSTM)
-    seen: dict[str, Tensor] = {}
+    recorded: dict[str, Tensor] = {}
     for name in ("input_gate", "forget_gate"):
         gate = getattr(layer, name)
         assert isinstance(gate, GatePreactivation)
-        gate.register_forward_hook(lambda _, __, out, name=name: seen.__setitem__(name, out))
+        gate.register_forward_hook(lambda _, __, out, name=name: recorded.__setitem__(name, out))
 
     def operator(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, **_: object) -> Tensor:
-        assert i is seen["input_gate"]
-        assert f is seen["forget_gate"]
+        assert i is recorded["input_gate"]
+        assert f is recorded["forget_gate"]
         return v
 
     monkeypatch.setattr("tfla.nn.mlstm.mlstm", operator)
     layer(10 * X[None])
-    assert seen["input_gate"].shape == (1, 9, 2)
-    assert 1.9 < seen["input_gate"].abs().max() < 2.0
+    assert recorded["input_gate"].shape == (1, 9, 2)
+    assert 1.9 < recorded["input_gate"].abs().max() < 2.0
 
 
 def test_gates_and_norms_stay_wide_under_autocast() -> None:

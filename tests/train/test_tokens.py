@@ -28,8 +28,12 @@ def test_streams_hold_every_document_once(texts, tmp_path):
     found = set()
     for part in (tokens.train, tokens.heldout):
         assert part[0] == 256
-        found |= {bytes(piece.astype(np.uint8)) for piece in np.split(part, np.flatnonzero(part == 256)) if len(piece)}
-    assert {piece[1:] for piece in found} == {path.read_bytes() for path in texts.iterdir()}
+        found |= {
+            bytes(document.astype(np.uint8))
+            for document in np.split(part, np.flatnonzero(part == 256))
+            if len(document)
+        }
+    assert {document[1:] for document in found} == {path.read_bytes() for path in texts.iterdir()}
     assert 5 <= (tokens.heldout == 256).sum() <= 25
     assert tokens.heldout_bytes.sum() == (tokens.heldout != 256).sum()
 

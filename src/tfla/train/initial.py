@@ -23,7 +23,7 @@ from tfla.train.tokenizer import (
     load_tokenizer,
 )
 
-# Options of the model that a run may set although it starts from a saved model, since they change no result.
+# Options of the model that a run with init_from may set, since they do not change what the saved model computes.
 OVERRIDABLE = ("size", "backend", "chunk_size", "input_gate_trainable")
 
 
