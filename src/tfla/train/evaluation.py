@@ -67,7 +67,9 @@ class Evaluation(NamedTuple):
     """The sum of the losses in bits, divided by the bytes of text that the tokens stand for. Models with different
     tokenizers can be compared by it."""
     tokens: int
+    """The number of predicted tokens."""
     bytes: int
+    """The number of bytes that they stand for."""
 
 
 @torch.no_grad()

@@ -57,19 +57,19 @@ class ByteTokenizer:
     vocab_size, bos = 257, 256
 
     def encode(self, documents: Sequence[Document]) -> list[Ids]:
-        """Implement :class:`Tokenizer`."""
+        """Return the tokens of each document, bos first."""
         return [np.concatenate([[self.bos], np.frombuffer(d.content, np.uint8)]) for d in documents]
 
     def encode_with_lengths(self, documents: Sequence[Document]) -> list[tuple[Ids, Ids]]:
-        """Implement :class:`Tokenizer`."""
+        """Return the tokens of each document and the number of bytes of each."""
         return [(ids, (ids != self.bos).astype(np.int64)) for ids in self.encode(documents)]
 
     def vocabulary(self) -> dict[str, int]:
-        """Implement :class:`Tokenizer`."""
+        """Return the id of each token by its text."""
         return {f"byte {number}": number for number in range(256)}
 
     def split(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
-        """Implement :class:`Tokenizer`."""
+        """Split a document into spans that can be tokenized one by one."""
         return iter(blocks)
 
     def decoder(self) -> Callable[[int], str]:
@@ -79,7 +79,7 @@ class ByteTokenizer:
         return lambda token: "" if token == self.bos else decode(bytes([min(token, 0xFF)]))
 
     def save(self, directory: Path) -> None:
-        """Implement :class:`Tokenizer`."""
+        """Write the files that :func:`load_tokenizer` reads."""
         (directory / INFO_FILE).write_text(json.dumps({"kind": "bytes"}) + "\n")
 
 
@@ -112,7 +112,7 @@ class HuggingFaceTokenizer:
         self.bos: int = inner.token_to_id(self.bos_token)
 
     def encode(self, documents: Sequence[Document]) -> list[Ids]:
-        """Implement :class:`Tokenizer`.
+        """Return the tokens of each document, bos first.
 
         Raises:
             UserError: a document is not UTF-8; the message names it.
@@ -120,7 +120,7 @@ class HuggingFaceTokenizer:
         return [self._ids(encoding) for _, encoding in self._encode(documents)]
 
     def encode_with_lengths(self, documents: Sequence[Document]) -> list[tuple[Ids, Ids]]:
-        """Implement :class:`Tokenizer`; errors are those of :meth:`encode`."""
+        """Return the tokens of each document and the number of bytes of each; errors are those of :meth:`encode`."""
         return [
             (self._ids(encoding), np.concatenate([[0], _byte_lengths(text, encoding.offsets)]))
             for text, encoding in self._encode(documents)
@@ -144,11 +144,11 @@ class HuggingFaceTokenizer:
             ) from error
 
     def vocabulary(self) -> dict[str, int]:
-        """Implement :class:`Tokenizer`."""
+        """Return the id of each token by its text."""
         return self.inner.get_vocab()
 
     def split(self, blocks: Iterable[bytes]) -> Iterator[bytes]:
-        """Implement :class:`Tokenizer`.
+        """Split a document into spans that can be tokenized one by one.
 
         A single block is one span. Of several blocks, each span ends before the last white space that follows a letter,
         so that a tokenizer that first splits text at white space gives the tokens of the whole text. A tokenizer that
@@ -163,14 +163,14 @@ class HuggingFaceTokenizer:
         yield text
 
     def decoder(self) -> Callable[[int], str]:
-        """Implement :class:`Tokenizer`."""
+        """Return a function that turns tokens into text one by one."""
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=True)
         return lambda token: stream.step(self.inner, token) or ""
 
     def save(self, directory: Path) -> None:
-        """Implement :class:`Tokenizer`."""
+        """Write the files that :func:`load_tokenizer` reads."""
         self.inner.save(str(directory / TOKENIZER_FILE))
         (directory / INFO_FILE).write_text(json.dumps({"kind": "huggingface", "bos_token": self.bos_token}) + "\n")
 
