@@ -288,7 +288,7 @@ def test_tokens_of_another_text_are_mentioned(tiny, texts, capsys):
     train(config)
     (config.run / "tokens" / "train.bin").write_bytes(b"ab")
     with pytest.raises(
-        UserError, match=r"tokens: its tokens cannot be read: train\.bin has 2 bytes, not \d+; remove it"
+        UserError, match=r"tokens: its tokens cannot be read: train\.bin has 2 bytes, not \d+; delete it"
     ):
         train(config)
     shutil.rmtree(config.run / "tokens")
