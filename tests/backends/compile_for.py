@@ -62,7 +62,7 @@ class AbsentGPU:
 
 def unequal_sums(ptx: str) -> int:
     """Additions of what threads exchange that take in a thread's own product, unrounded, so that each thread gets
-    another sum: see `times` in tfla.backends.triton.sums."""
+    another sum: see `times` in tfla.backends.gpu.state_passing."""
     count, exchanged = 0, set()
     for line in ptx.splitlines():
         exchange = re.match(r"\s*shfl\.sync\.bfly\.b32\s+(%\w+)", line)
@@ -171,7 +171,7 @@ def other_lengths(found: dict[str, dict[str, Any]], *case: str) -> None:
     """Leaves in `found` what is not compiled for the first of them."""
     chunk_size = T if "tfla" in case else 1 << 20
     first: set[str] = set()
-    with mock.patch("tfla.backends.triton.launch.processors", return_value=PROCESSORS):
+    with mock.patch("tfla.backends.gpu.config.processors", return_value=PROCESSORS):
         for B, steps in LENGTHS:
             forward_and_backward((1, B * steps) if "packed" in case else (B, steps), chunk_size, *case)
             first = first or set(found)

@@ -35,13 +35,13 @@ def test_chunk_size_picked_at_the_call(
     """As traced graphs have it: no state is stored, the backward makes those of its segments again."""
     if way.backend not in ("triton", "hopper") or way.kernel != "fused":
         pytest.skip("has no segments picked by length")
-    from tfla.backends import triton
+    from tfla.backends.gpu import runtime
     from tfla.backends.triton import launch
 
     picked = []
     monkeypatch.setattr(launch, "best_chunk_size", lambda x, kind: picked.append(kind) or 64)
     p = problem(form, dtype=way.widest, T=131, lengths=lengths, Hq=1, H=2, carried=carried)
-    check(solve(p, way, chunk_size=triton.LATER), truth(p), p.dtype)
+    check(solve(p, way, chunk_size=runtime.LATER), truth(p), p.dtype)
     assert len(picked) == 2  # forward and backward
 
 
@@ -74,17 +74,18 @@ def test_denominators_of_sequences_cut(
 def chosen(B: int, T: int, H: int, sequences: int | None, monkeypatch: pytest.MonkeyPatch) -> int:
     """The chunk size for heads of 128 x 256 on 132 multiprocessors; sequences: packed ones."""
     pytest.importorskip("triton")
+    from tfla.backends.gpu import config, segmentation
     from tfla.backends.triton import launch
 
     class Kind(launch.Call):
-        plan_for = classmethod(lambda cls, x: launch.plan_of(128, 256, 2, "tf32", 90))
+        plan_for = classmethod(lambda cls, x: config.plan_of(128, 256, 2, "tf32", 90))
         programs = classmethod(lambda cls, x: 1)
 
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(segmentation, "processors", lambda device: 132)
     with FakeTensorMode():
         q, v, g = (torch.empty(B, T, H, *d, device="cuda") for d in ((128,), (256,), ()))
         ends = None if sequences is None else torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
-        return launch.best_chunk_size(Inputs(q, q, v, g, g, None, None, None, ends), Kind)
+        return segmentation.best_chunk_size(Inputs(q, q, v, g, g, None, None, None, ends), Kind)
 
 
 @pytest.mark.parametrize(

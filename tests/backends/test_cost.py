@@ -15,19 +15,20 @@ MEASURED = [(128, 256, "fused"), (256, 512, "tfla")]
 
 @pytest.mark.parametrize(("dqk", "dhv", "faster"), MEASURED)
 def test_as_measured(dqk: int, dhv: int, faster: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tfla.backends.triton import cost, launch
+    from tfla.backends.gpu import config
+    from tfla.backends.triton import kernel_choice
 
-    monkeypatch.setattr(launch, "architecture", lambda device: 90)
-    cost.cheapest.cache_clear()
+    monkeypatch.setattr(config, "architecture", lambda device: 90)
+    kernel_choice.cheapest.cache_clear()
     try:
-        assert cost.cheapest(dqk, dhv, 2, 256, torch.device("cpu")) == faster
+        assert kernel_choice.cheapest(dqk, dhv, 2, 256, torch.device("cpu")) == faster
     finally:
-        cost.cheapest.cache_clear()
+        kernel_choice.cheapest.cache_clear()
 
 
 def test_large_chunks_are_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tfla.backends.triton import cost
+    from tfla.backends.triton import kernel_choice
 
-    costs = [cost.papers(256, 512, 2, chunk_size) for chunk_size in (256, 1024, 65536)]
+    costs = [kernel_choice.papers(256, 512, 2, chunk_size) for chunk_size in (256, 1024, 65536)]
     assert costs == sorted(costs)
-    assert cost.papers(256, 512, 2, 16) > costs[0]  # states
+    assert kernel_choice.papers(256, 512, 2, 16) > costs[0]  # states

@@ -12,7 +12,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tfla.backends.triton import at_exit, compiled
+from tfla.backends.gpu import replay
+from tfla.backends.triton import at_exit
 
 # On one core the backward's thread has hardly a turn between handing over the gradients and the end of the process.
 SCRIPT = """
@@ -44,14 +45,14 @@ def test_only_threads_of_backwards_are_waited_for(monkeypatch: pytest.MonkeyPatc
     registered: list[torch.device] = []
     monkeypatch.setattr(atexit, "register", lambda settle, device: registered.append(device))
     monkeypatch.setattr(torch, "zeros", lambda *_, device: None)
-    monkeypatch.setattr(compiled, "_THREAD", compiled._Thread())
+    monkeypatch.setattr(replay, "_THREAD", replay._Thread())
     at_exit.settle_at_exit.cache_clear()
     gpu = torch.device("cuda", 0)
     try:
-        compiled._make_context_current(gpu)
+        replay._make_context_current(gpu)
         assert not registered
         for _ in range(2):
-            thread = threading.Thread(target=compiled._make_context_current, args=(gpu,))
+            thread = threading.Thread(target=replay._make_context_current, args=(gpu,))
             thread.start()
             thread.join()
         assert registered == [gpu]

@@ -35,7 +35,7 @@ FAULTS: dict[str, tuple[type[Exception], str]] = {
 
 def kernel() -> Any:
     names = [f"tfla.backends.hopper.{name}" for name in ("scheduler", "pipeline", "mma", "gate_warp")]
-    return simulated(["tfla.backends.triton.gates", *names, "gluon_simulator.example"])[
+    return simulated(["tfla.backends.gpu.gate_kernels", *names, "gluon_simulator.example"])[
         "gluon_simulator.example"
     ].squares
 

@@ -15,8 +15,8 @@ import triton
 
 from tfla._util import caching
 from tfla.backends.base import static
-from tfla.backends.triton import compiled
-from tfla.backends.triton.compiled import Bound, Program, Tape, program, repeated
+from tfla.backends.gpu import replay
+from tfla.backends.gpu.replay import Bound, Program, Tape, program, repeated
 
 Log = list[Any]
 
@@ -155,9 +155,9 @@ def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profilers set them; without one a launch goes past what prepares for them."""
     log: Log = []
     launch = Bound(CompiledAsNow("plain", log), (7, 2))
-    launch(11, compiled._heard(), ["x", 5])
+    launch(11, replay._heard(), ["x", 5])
     assert log.pop() == ("plain", (7, 2, 1), ("x", 5))
-    launch(11, compiled._heard(), ["x", 5])
+    launch(11, replay._heard(), ["x", 5])
     assert log.pop() == ("at once", 7, 2, 1, 11, "function", "metadata", None, None, None, "x", 5)
     knobs = triton.knobs.runtime
     for name in ("launch_enter_hook", "launch_exit_hook"):
@@ -166,13 +166,13 @@ def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(knobs, name, print)
         else:
             chain.add(print)
-        launch(11, compiled._heard(), ["x", 5])
+        launch(11, replay._heard(), ["x", 5])
         if chain is None:
             monkeypatch.setattr(knobs, name, None)
         else:
             chain.remove(print)
         assert log.pop() == ("plain", (7, 2, 1), ("x", 5))
-    launch(11, compiled._heard(), ["x", 5])
+    launch(11, replay._heard(), ["x", 5])
     assert log.pop()[0] == "at once"
     assert not log
 

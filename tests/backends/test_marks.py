@@ -24,9 +24,9 @@ def test_any_place(
     """In float32: they are kept in the inputs' dtype."""
     if (way.backend, way.kernel) != ("triton", "fused"):
         pytest.skip("has no marks")
-    from tfla.backends.triton import marks
+    from tfla.backends.gpu import checkpoints
 
-    monkeypatch.setattr(marks, "APART", {4: 32})
+    monkeypatch.setattr(checkpoints, "APART", {4: 32})
     p = problem(form, dtype=torch.float32, T=90, lengths=lengths, Hq=1, H=2, carried=carried)
     check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
 

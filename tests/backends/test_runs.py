@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from tfla.backends.triton.runs import RUN, put, running_max, running_sum, steps_of, total_of  # noqa: E402
+from tfla.backends.gpu.scan import RUN, put, running_max, running_sum, steps_of, total_of  # noqa: E402
 
 WAYS = [
     pytest.param(

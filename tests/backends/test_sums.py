@@ -14,7 +14,7 @@ tl = triton.language
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tfla.backends.triton.sums import times  # noqa: E402
+from tfla.backends.gpu.state_passing import times  # noqa: E402
 
 unequal_sums = runpy.run_path(str(SCRIPT))["unequal_sums"]
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")

@@ -12,7 +12,7 @@ import torch
 driver = pytest.importorskip("triton.backends.nvidia.driver")
 pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)  # older Tritons
 
-from tfla.backends.triton.tensor_maps import MOST, Encoded, remember, remembering  # noqa: E402
+from tfla.backends.gpu.descriptors import MOST, Encoded, remember, remembering  # noqa: E402
 
 KIND = {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [64, 64], "fp4_padded": False}
 SIGNATURE = {"x": "tensordesc<fp16[64, 64]>", "number": "i32", "y": "tensordesc<fp16[64, 64]>", "pointer": "*fp32"}

@@ -25,8 +25,8 @@ def test_any_tiling(
 ) -> None:
     if way.kernel != "tfla":
         pytest.skip("has no tiling to choose")
-    from tfla.backends.triton import tfla_launch
+    from tfla.backends.triton.paper import launch
 
-    monkeypatch.setattr(tfla_launch, "tiling", lambda x, chunk_size: tfla_launch.Tiling(*tiling))
+    monkeypatch.setattr(launch, "tiling", lambda x, chunk_size: launch.Tiling(*tiling))
     p = problem(form, dtype=way.widest, lengths=(90, 0, 141), Hq=1, H=2, K=40, V=70)
     check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)

@@ -31,7 +31,7 @@ def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
     """
     from tfla.backends.hopper import launch
 
-    names = ["tfla.backends.triton.gates", *(f"{HOPPER}.{name}" for name in (*SHARED_MODULES, *KERNELS))]
+    names = ["tfla.backends.gpu.gate_kernels", *(f"{HOPPER}.{name}" for name in (*SHARED_MODULES, *KERNELS))]
     modules = simulated(names, {f"{HOPPER}.{name}": file for name, file in (files or {}).items()})
     caching.clear_caches()  # launches recorded with other kernels
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla.backends.triton import INTERPRETED
+from tfla.backends.gpu.runtime import INTERPRETED
 from tfla.nn import LanguageModel
 from tfla.nn.fused_step import FusedStep, unsupported
 

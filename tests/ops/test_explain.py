@@ -107,8 +107,8 @@ def test_how_float32_is_multiplied(
     set_to: Callable[[str], None], value: str, products: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As PyTorch is set."""
-    launch = pytest.importorskip("tfla.backends.triton.launch", reason="Triton is not installed")
-    monkeypatch.setattr(launch, "architecture", lambda device: 80)  # there may be no GPU
+    config = pytest.importorskip("tfla.backends.gpu.config", reason="Triton is not installed")
+    monkeypatch.setattr(config, "architecture", lambda device: 80)  # there may be no GPU
     x = Inputs(*(torch.zeros(1, 5, 1, *d) for d in ((16,), (16,), (16,), (), ())), None, None, None, None)
     before = torch.get_float32_matmul_precision()
     set_to(value)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tfla
 from tfla._util import caching
 from tfla._util.caching import CallCache, clear_caches
-from tfla.ops.signature import signature
+from tfla.ops.dispatch import signature
 
 Run = Callable[..., list[Tensor]]
 

@@ -76,7 +76,7 @@ def test_walks_compute_and_move_what_is_counted(
     monkeypatch: pytest.MonkeyPatch, segment: int, K: int, V: int, programs: int
 ) -> None:
     """Forward and backward of mLSTMsig, whole or in segments; tiles are squares, so all of each is computed."""
-    from tfla.backends.triton.launch import plan
+    from tfla.backends.gpu.config import plan
 
     B, steps, H = 1, 64, 2
     q, k, v = (torch.randn(B, steps, H, d) for d in (K, K, V))

@@ -9,7 +9,7 @@ from torch import Tensor
 import tfla
 from tfla.backends import Inputs
 from tfla.measure.problem import Problem, Work
-from tfla.ops.choice import choose
+from tfla.ops.dispatch import choose
 
 
 def mlstm(

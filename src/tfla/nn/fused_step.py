@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tfla.backends.triton import INSTALLED, INTERPRETED
+from tfla.backends.gpu.runtime import INSTALLED, INTERPRETED
 from tfla.nn.layers import GatePreactivation, HeadNorm, Projection
 from tfla.nn.mlstm import MLSTM
 from tfla.nn.model import Block, LanguageModel, ModelState
-from tfla.ops.signature import autocast_dtype
+from tfla.ops.dispatch import autocast_dtype
 from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
 

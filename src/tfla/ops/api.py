@@ -11,10 +11,9 @@ from tfla._util.caching import CallCache
 from tfla.backends import Backend, Inputs
 from tfla.backends.base import Again, Gates, Spec
 from tfla.ops import checks
-from tfla.ops.choice import choose
+from tfla.ops.dispatch import autocast_dtype, choose, signature
 from tfla.ops.gates import InputGate, clamp, log_gates
-from tfla.ops.operator import attend
-from tfla.ops.signature import autocast_dtype, signature
+from tfla.ops.registration import attend
 from tfla.ops.state import State
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tfla.backends.base import packed_bounds
+from tfla.ops.dispatch import autocast_dtype
 from tfla.ops.gates import INPUT_GATES
-from tfla.ops.signature import autocast_dtype
 from tfla.ops.state import State
 from tfla.ops.transforms import forward_mode, observed
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tfla.backends.base import TILE, Inputs, Outputs, Spec, input_gate, sequence_bounds
 from tfla.backends.reference import bounded_denominator
+from tfla.ops.dispatch import without_autocast
 from tfla.ops.gates import clamp, log_gates
-from tfla.ops.signature import without_autocast
 
 BLOCK = 16 * TILE  # steps whose weights are in memory at once
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tfla.backends import BACKENDS, Backend, Inputs
 from tfla.ops import checks, tuned
 from tfla.ops.api import prepare
-from tfla.ops.choice import choose
+from tfla.ops.dispatch import choose
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
 

@@ -14,10 +14,10 @@ from tfla.backends.reference import bounded_denominator
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
 from tfla.ops.api import autocast
+from tfla.ops.dispatch import signature, without_autocast
 from tfla.ops.gates import InputGate, clamp, log_gates
-from tfla.ops.signature import signature, without_autocast
+from tfla.ops.registration import checked_lengths, steps, steps_
 from tfla.ops.state import State
-from tfla.ops.step_operator import checked_lengths, steps, steps_
 from tfla.ops.transforms import observed, transforms_active
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tfla.backends.triton import constant
+from tfla.backends.gpu.runtime import constant
 
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 

@@ -19,7 +19,7 @@ import torch
 
 from tfla._util import caching
 from tfla.backends import BACKENDS, Inputs
-from tfla.backends.triton import constant
+from tfla.backends.gpu.runtime import constant
 
 SHIPPED = Path(__file__).with_name("chunk_sizes.json")
 VERSION = 1

@@ -16,7 +16,7 @@ from tfla._util.errors import UserError
 from tfla.backends import BACKENDS, Backend, Inputs
 from tfla.measure.problem import Problem
 from tfla.ops import tuned
-from tfla.ops.choice import choose
+from tfla.ops.dispatch import choose
 from tfla.ops.tuned import SHIPPED, Entry, device_name
 
 # Multiprocessors, from data sheets, and compute capabilities of accelerators that need not be here.

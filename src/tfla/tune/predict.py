@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from tfla.backends.gpu.checkpoints import steps_between
 from tfla.backends.hopper import padded_head_dims
-from tfla.backends.triton.marks import steps_between
 from tfla.measure.problem import Problem
 from tfla.measure.roofline import TILE, backward_bytes, backward_flops, forward_bytes, forward_flops
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec
+from tfla.backends.gpu.runtime import LATER, constant
 from tfla.backends.triton import BACKEND as TRITON
-from tfla.backends.triton import LATER, constant
 
 if TYPE_CHECKING:
     from tfla.backends.triton.launch import Call
@@ -110,9 +110,9 @@ class Hopper(Backend):
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         if torch.compiler.is_compiling():  # a choice by length would make one graph for each
             return LATER
-        from tfla.backends.triton import launch
+        from tfla.backends.gpu import segmentation
 
-        return launch.best_chunk_size(x, _launch_class(x))
+        return segmentation.best_chunk_size(x, _launch_class(x))
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
         return _launch_class(x).details(x, chunk_size)

@@ -48,6 +48,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tfla.backends.gpu.gate_kernels import DELTA_P, FLOOR
 from tfla.backends.hopper.checkpoints import checkpoint_dots, store_checkpoint
 from tfla.backends.hopper.gate_warp import RECOMPUTED, GateBuffers, GateSource, GateWarpConfig, run_gate_warp
 from tfla.backends.hopper.mma import (
@@ -111,7 +112,6 @@ from tfla.backends.hopper.store_warp import (
     full_arrivals,
     run_store_warp,
 )
-from tfla.backends.triton.gates import DELTA_P, FLOOR
 
 
 class Config(NamedTuple):

@@ -25,18 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from tfla.backends.hopper.mma import split_in_three
-from tfla.backends.hopper.pipeline import (
-    COLUMN_EXPONENT,
-    ROW_EXPONENT,
-    STATE_WEIGHT,
-    TILE_DECAY,
-    barrier,
-    producer_tail,
-    stage_and_phase,
-)
-from tfla.backends.hopper.scheduler import get_work_tile, num_tiles
-from tfla.backends.triton.gates import (
+from tfla.backends.gpu.gate_kernels import (
     CLOSED,
     COLUMN,
     DECAY,
@@ -48,6 +37,17 @@ from tfla.backends.triton.gates import (
     exponent,
     finite_log_gate,
 )
+from tfla.backends.hopper.mma import split_in_three
+from tfla.backends.hopper.pipeline import (
+    COLUMN_EXPONENT,
+    ROW_EXPONENT,
+    STATE_WEIGHT,
+    TILE_DECAY,
+    barrier,
+    producer_tail,
+    stage_and_phase,
+)
+from tfla.backends.hopper.scheduler import get_work_tile, num_tiles
 
 
 class GateBuffers(NamedTuple):

@@ -12,6 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tfla.backends.base import Inputs, Outputs, Spec
+from tfla.backends.gpu.config import Plan, ceil_div, plan_of, processors, products
+from tfla.backends.gpu.descriptors import Encoded, Remembered
+from tfla.backends.gpu.replay import Tape
 from tfla.backends.hopper import padded_dims_of
 from tfla.backends.hopper.dk_dv import dk_dv_kernel
 from tfla.backends.hopper.dq_dk import dq_dk_kernel
@@ -21,9 +24,7 @@ from tfla.backends.hopper.scheduler import FIELDS, VIRTUAL_ROWS, schedule_packed
 from tfla.backends.hopper.segment_states import segment_states_kernel
 from tfla.backends.hopper.small_head import small_head_kernel
 from tfla.backends.hopper.split_reduce import PAIR
-from tfla.backends.triton.compiled import Tape
-from tfla.backends.triton.launch import Call, Pair, Plan, ceil_div, plan_of, processors, products
-from tfla.backends.triton.tensor_maps import Encoded, Remembered
+from tfla.backends.triton.launch import Call, Pair
 
 # A program of `dq_dk_kernel` has STATE_ROWS rows of a state by up to MAX_STATE_COLUMNS columns.
 STATE_ROWS = 128

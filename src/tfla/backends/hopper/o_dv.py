@@ -45,6 +45,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tfla.backends.gpu.gate_kernels import FLOOR
 from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateWarpConfig, run_gate_warp
 from tfla.backends.hopper.mma import (
     accumulator_layout,
@@ -104,7 +105,6 @@ from tfla.backends.hopper.store_warp import (
     full_arrivals,
     run_store_warp,
 )
-from tfla.backends.triton.gates import FLOOR
 
 
 class Config(NamedTuple):

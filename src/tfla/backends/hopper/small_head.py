@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tfla.backends.gpu.gate_kernels import DELTA_P, FLOOR, VECTORS
 from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateWarpConfig, run_gate_warp
 from tfla.backends.hopper.mma import (
     accumulator_layout,
@@ -77,7 +78,6 @@ from tfla.backends.hopper.scheduler import (
     state_index,
     tile_coordinates,
 )
-from tfla.backends.triton.gates import DELTA_P, FLOOR, VECTORS
 
 
 class Config(NamedTuple):

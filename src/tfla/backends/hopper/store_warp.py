@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tfla.backends.gpu.gate_kernels import DELTA_P, VECTORS
 from tfla.backends.hopper.pipeline import barrier, producer_tail, stage_and_phase
 from tfla.backends.hopper.scheduler import get_work_tile
-from tfla.backends.triton.gates import DELTA_P, VECTORS
 
 # Values of RESULT: what the store warp stores.
 NO_RESULT = gl.constexpr(0)

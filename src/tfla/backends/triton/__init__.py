@@ -7,10 +7,7 @@ Triton is imported on first use.
 from __future__ import annotations
 
 import functools
-import importlib.util
-import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,20 +16,11 @@ from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec, Ste
 
 if TYPE_CHECKING:
     from tfla.backends.triton.launch import Call
+from tfla.backends.gpu.runtime import INSTALLED, INTERPRETED, LATER, constant
 
 LARGEST_DQK, LARGEST_DHV = 1024, 1024
 WIDEST_WALK = 512  # keys of a state that a program of the walks can hold some columns of
-F = TypeVar("F", bound=Callable[..., Any])
-LATER = 1 << 30  # a chunk size that no sequence reaches: each call picks one, and its backward makes the states again
 TFLA_CHUNK = 256  # where the paper's Figure 5 has its optimum
-INSTALLED = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def constant(fn: F) -> F:
-    """torch.compiler.assume_constant_result without its import, which takes longer than that of all the rest."""
-    fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return fn
 
 
 @constant
@@ -42,15 +30,16 @@ def _ampere_or_newer(device: torch.device) -> bool:
 
 @constant
 def _cheapest(dqk: int, dhv: int, itemsize: int, chunk_size: int, device: torch.device) -> str:
-    from tfla.backends.triton import cost
+    from tfla.backends.triton import kernel_choice
 
-    return cost.cheapest(dqk, dhv, itemsize, chunk_size, device)
+    return kernel_choice.cheapest(dqk, dhv, itemsize, chunk_size, device)
 
 
 @functools.cache  # an import inside a function takes a microsecond
 def _walks(kernel: str) -> type[Call]:
     """What computes them."""
-    from tfla.backends.triton import launch, tfla_launch
+    from tfla.backends.triton import launch
+    from tfla.backends.triton.paper import launch as tfla_launch
 
     return tfla_launch.Chunks if kernel == "tfla" else launch.Call
 
@@ -103,21 +92,24 @@ class Triton(Backend):
             return TFLA_CHUNK
         if torch.compiler.is_compiling():  # a choice by length would make one graph for each
             return LATER
+        from tfla.backends.gpu import segmentation
         from tfla.backends.triton import launch
 
-        return launch.best_chunk_size(x)
+        return segmentation.best_chunk_size(x, launch.Call)
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
-        from tfla.backends.triton import launch, tfla_launch
+        from tfla.backends.gpu import config
+        from tfla.backends.triton import launch
+        from tfla.backends.triton.paper import launch as tfla_launch
 
-        products: dict[str, object] = {"float32": launch.float32_products()} if x.q.dtype == torch.float32 else {}
+        products: dict[str, object] = {"float32": config.float32_products()} if x.q.dtype == torch.float32 else {}
         if kernel == "tfla":
             return tfla_launch.details(x, chunk_size) | products
         return launch.Call.details(x, chunk_size) | products
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         if kernel == "tfla":
-            from tfla.backends.triton import tfla_launch
+            from tfla.backends.triton.paper import launch as tfla_launch
 
             return super().stored_states(x, tfla_launch.chunk_steps(x, chunk_size), kernel)
         if chunk_size >= LATER:
@@ -146,14 +138,15 @@ class Triton(Backend):
         return launch.backward(x, out, dh, dC, dn, spec, _walks(spec.kernel))
 
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
-        from tfla.backends.triton import step_launch
+        from tfla.backends.triton import decode
 
-        return step_launch.run(x, spec, into)
+        return decode.run(x, spec, into)
 
     def steps_again(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Again | None:
-        from tfla.backends.triton import compiled, step_launch
+        from tfla.backends.gpu import replay
+        from tfla.backends.triton import decode
 
-        return compiled.program(step_launch.call_of(x, spec, into))
+        return replay.program(decode.call_of(x, spec, into))
 
 
 BACKEND = Triton()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,120 +12,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stored_dtype
-from tfla.backends.triton import INTERPRETED, LATER, WIDEST_WALK, walk
-from tfla.backends.triton import gate_gradients as gradient_kernels
-from tfla.backends.triton import gates as gate_kernels
+from tfla.backends.gpu import gate_gradients as gradient_kernels
+from tfla.backends.gpu import gate_kernels
+from tfla.backends.gpu import state_passing as sum_kernels
+from tfla.backends.gpu.checkpoints import steps_between
+from tfla.backends.gpu.config import SHORTEST_SEGMENT, Plan, ceil_div, plan, power_of_two, processors, products
+from tfla.backends.gpu.replay import Tape, program, repeated
+from tfla.backends.gpu.runtime import LATER
+from tfla.backends.gpu.segmentation import best_chunk_size
+from tfla.backends.triton import WIDEST_WALK, fused_kernels
 from tfla.backends.triton import sequences as sequence_kernels
-from tfla.backends.triton import sums as sum_kernels
-from tfla.backends.triton.compiled import Tape, program, repeated
-from tfla.backends.triton.marks import steps_between
 
 CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of one program of the gate kernels
 OFFSETS, MOST_CLEARED = 512, 5  # of packed sequences, read at once; tensors that a launch clears
-SHORTEST_SEGMENT = 512
-# What segments cost on an H200, in steps of a walk: to begin one; the walk for their states beside the others; bytes of
-# an element of a state that joining them reads and writes; two or three launches more. They are worth it where they
-# take less than BETTER.
-BEGIN, BOTH_WALKS, JOINED, LAUNCHES, BETTER = 384, 1.4, 16, 128, 0.9
-ALONE = 0.75  # of the time of a walk, when few others move bytes
-EULER = 0.577  # the longest of n exponentially distributed lengths is log n + EULER times their mean
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Sizes of one walk, whose state is split x width, as blocks of columns."""
-
-    split: int  # of the dim that programs share out, what one has
-    block: int
-    blocks: int
-    warps: int
-    stages: int
-
-
-@dataclass(frozen=True, eq=False)  # `plan_of` has one of each, which are told apart in no time
-class Plan:
-    """How the walks of one call run. Chosen by measurement on an H200, elsewhere by what fits."""
-
-    L: int  # steps of a tile
-    columns: Tiles
-    rows: Tiles
-    descriptors: bool  # tiles of other walks than rows go by tensor descriptors, where strides allow it
-    lean: bool  # rows as Hopper's MMAs like them, their tiles by descriptors, too
-    together: int = 1  # programs of a walk that a multiprocessor takes at once
-    plain_rows: Tiles | None = None  # instead of rows where no normaliser takes registers
-
-
-def power_of_two(n: int) -> int:
-    """The least of at least n, and of what an MMA takes."""
-    return max(16, 1 << (n - 1).bit_length())
-
-
-def ceil_div(a: int, b: int) -> int:
-    """As triton.cdiv, which is slow outside of kernels."""
-    return (a + b - 1) // b
-
-
-@functools.cache
-def architecture(device: torch.device) -> int:
-    """Compute capability of a GPU, like 90; that of an Ampere GPU for what is none of NVIDIA's."""
-    if device.type == "cuda" and torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability(device)
-        return 10 * major + minor
-    if INTERPRETED:
-        return 80
-    target = triton.runtime.driver.active.get_current_target()  # what is only compiled for
-    return target.arch if target.backend == "cuda" else 80
-
-
-def plan(x: Inputs) -> Plan:
-    return plan_of(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), products(x), architecture(x.q.device))
-
-
-@functools.cache
-def plan_of(dqk: int, dhv: int, itemsize: int, products: str, architecture: int) -> Plan:
-    """L does not depend on `products`."""
-    K, V = power_of_two(dqk), power_of_two(dhv)
-    fits = itemsize == 2 and max(K, V) <= 256 and dqk % 8 == 0 and dhv % 8 == 0
-    if fits and architecture == 90:  # MMAs of four warps, operands in shared memory
-        if K == 128 and V <= 64:  # the heads of Mamba-2: a multiprocessor holds two whole states
-            return Plan(64, Tiles(V, V, 1, 4, 2), Tiles(64, V, 1, 4, 2), True, True, 2, Tiles(K, V, 1, 4, 2))
-        split = min(V, 256 if K <= 128 else 64)
-        blocks = 2 if split > 128 else 1
-        columns = Tiles(split, split // blocks, blocks, 8 if split * K > 8192 else 4, 3 if K <= 128 else 2)
-        blocks = 2 if V > 128 else 1
-        rows = Tiles(min(K, 64), V // blocks, blocks, 4, 2)
-        return Plan(64, columns, rows, True, True)
-    # MMAs of one warp, operands in registers; IEEE float32 has none. Two blocks need fewer registers at once than one.
-    L = 32 if itemsize == 2 and K <= 256 and V <= 512 else 16
-    aligned = dqk % 8 == 0 and dhv % 8 == 0  # other rows take registers for their addresses
-    elements = 16384 if itemsize == 2 and aligned else 8192  # of a program's state
-    most = 32 if products in ("tf32", "tf32x3") and itemsize == 4 else 512  # MMAs of four warps misread 16 columns
-    split = max(16, min(V, most, elements // K))
-    blocks = 2 if itemsize == 2 and split > 64 and aligned else 1
-    # Keys of which shared memory holds two tiles.
-    widest = 512 if itemsize == 2 else 256 if architecture in (80, 90) else 128
-    stages = 2 if widest >= K else 1
-    columns = Tiles(split, split // blocks, blocks, 4 if most == 32 else 8, stages)
-    blocks = 2 if (512 if architecture == 100 and itemsize == 2 else 64) < V and aligned else 1
-    least = 32 if products == "ieee" and itemsize == 4 else 16  # keys, for threads of eight warps to share
-    elements //= 2 if architecture == 120 and itemsize == 2 else 1
-    split = max(16, min(K, most, max(least, elements // V)))
-    few = products == "ieee" and itemsize == 4 and V == 256 and aligned  # 4.2 instead of 5.6 ms, dqk 128 on an H200
-    rows = Tiles(split, V // blocks, blocks, 4 if few else 8, 1)
-    return Plan(L, columns, rows, architecture == 90 and itemsize == 2 and K <= 256, False)
-
-
-def float32_products() -> str:
-    """How float32 is multiplied, as PyTorch is set: "highest" is "ieee", "high" "tf32x3", "medium" "tf32"."""
-    try:
-        return {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}[torch.get_float32_matmul_precision()]
-    except RuntimeError:  # set by `torch.backends.cuda.matmul.fp32_precision`, which is then the one to read
-        return "tf32x3" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-def products(x: Inputs) -> str:
-    """How these inputs are multiplied; bfloat16 and float16 in one way, whatever it is called."""
-    return float32_products() if x.q.dtype == torch.float32 else "tf32"
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
@@ -339,7 +236,7 @@ class Call:
         """Fills out, or with None only the final states and the decays, with `skip` not of the last segments."""
         tiles = self.plan.columns
         written = y if out is None else out
-        self.launch(walk.columns, (ceil_div(self.V, tiles.split), self.segments * self.H),
+        self.launch(fused_kernels.columns, (ceil_div(self.V, tiles.split), self.segments * self.H),
             x, y, z, written, gates, self.cu, gates if state is None else state, gates if final is None else final,
             gates if decays is None else decays, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(written),
@@ -387,7 +284,7 @@ class Call:
         most = 128 if output and not self.plan.descriptors else 256  # keys for which four warps have registers
         pieces = self.parts_of_n()
         parts = self.new(pieces, self.H, self.tiles, self.L) if output and pieces > 1 else gates
-        self.launch(walk.normaliser, (segments * self.H, pieces),
+        self.launch(fused_kernels.normaliser, (segments * self.H, pieces),
             x, z, gates, self.cu, parts if decays is None else decays, gates if d is None else d,
             gates if n is None else n, gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H,
             self.group, steps or self.steps, *_strides(x), *_strides(z),
@@ -398,7 +295,7 @@ class Call:
             num_warps=8 if self.exact or most < self.K else 4,
         )  # fmt: skip
         if output and pieces > 1:
-            self.launch(walk.denominators, (self.slots(self.L), self.H),
+            self.launch(fused_kernels.denominators, (self.slots(self.L), self.H),
                 parts, gates, gates if d is None else d, self.cu, self.x.sequences, self.T, self.tiles, self.H,
                 PARTS=pieces, L=self.L, PACKED=self.packed, SAVE_D=d is not None, EXACT=self.exact, num_warps=2,
             )  # fmt: skip
@@ -422,7 +319,7 @@ class Call:
         C, n = state
         C_out, n_out = final
         marks, n_marks = self.new_marks(sums)
-        self.launch(walk.rows, (parts, self.segments * self.H),
+        self.launch(fused_kernels.rows, (parts, self.segments * self.H),
             x, y, z, w, out, gates, self.cu, sums, gates if C is None else C,
             gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
             marks, n_marks, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
@@ -578,40 +475,6 @@ class Call:
             self.H, steps or self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=given is not None,
             FINAL=final is not None, num_warps=4,
         )  # fmt: skip
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; one where it is simulated."""
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def best_chunk_size(x: Inputs, kind: type[Call] = Call) -> int:
-    """Segments only where whole sequences leave multiprocessors idle: waves of programs times steps of each.
-
-    Lengths of packed sequences are not read: the longest is taken to be what it is in the mean among as many that are
-    exponentially distributed. It takes ALONE of its time, the others being done.
-    """
-    T, heads = x.v.shape[1], x.sequences * x.v.shape[2]
-    if not x.q.is_cuda:
-        return max(1, T)
-    programs, plan = heads * kind.programs(x), kind.plan_for(x)
-    available = processors(x.q.device) * plan.together
-    length, longest = T, 1.0
-    if x.cu_seqlens is not None:
-        length, longest = T // x.sequences, ALONE * (math.log(x.sequences) + EULER)
-    K, V = x.q.shape[3], x.v.shape[3]
-    # In steps: of as many programs as there is room for, reading and writing, each moves the bytes of one.
-    join = JOINED * heads * K * V / (2 * available * (K + V) * x.q.element_size())
-    best, best_cost = T, BETTER * max(longest, float(ceil_div(programs, available))) * (length + BEGIN)
-    for pieces in range(2, min(length // SHORTEST_SEGMENT, 2 * ceil_div(available, max(1, programs))) + 1):
-        steps = ceil_div(ceil_div(length, pieces), plan.L) * plan.L
-        cost = BOTH_WALKS * ceil_div(programs * pieces, available) * (steps + BEGIN) + join * pieces + LAUNCHES
-        if cost < best_cost:
-            best, best_cost = steps, cost
-    return max(1, best)
 
 
 def call_of(direction: str, kind: type[Call], spec: Spec, x: Inputs, *more: Tensor | None) -> Hashable:

@@ -13,8 +13,8 @@ from tfla.integrations.mamba.scan import check_dt_limit, check_sequence_ids, mam
 from tfla.integrations.mamba.terms import check_devices, check_groups
 from tfla.nn.layers import at_least_float32, recomputed
 from tfla.ops.checks import check_float, check_shape
+from tfla.ops.dispatch import autocast_dtype, without_autocast
 from tfla.ops.gates import cast
-from tfla.ops.signature import autocast_dtype, without_autocast
 
 ACTIVATIONS = (None, "silu", "swish")
 

@@ -20,8 +20,8 @@ from tfla.integrations.mamba.terms import (
     step_sizes,
 )
 from tfla.ops.checks import check_chunk_size, check_cu_seqlens, check_float, check_shape
+from tfla.ops.dispatch import without_autocast
 from tfla.ops.gates import cast
-from tfla.ops.signature import without_autocast
 
 
 def check_dt_limit(dt_limit: Sequence[float]) -> tuple[float, float]:

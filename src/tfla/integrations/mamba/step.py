@@ -19,8 +19,8 @@ from tfla.integrations.mamba.terms import (
     step_sizes,
 )
 from tfla.ops.checks import check_float, check_shape
+from tfla.ops.dispatch import observed, signature, without_autocast
 from tfla.ops.gates import cast
-from tfla.ops.signature import observed, signature, without_autocast
 
 # From the signatures of calls that have passed the checks to whether dt, A and dt_bias have one number a head.
 _PER_HEAD: CallCache[bool] = CallCache()

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from tfla.ops.api import linear_attention, prepare
 from tfla.ops.checks import check_inputs
-from tfla.ops.choice import choose
-from tfla.ops.signature import without_autocast
+from tfla.ops.dispatch import choose, without_autocast
 from tfla.ops.state import State
 from tfla.ops.transforms import transforms_active
 

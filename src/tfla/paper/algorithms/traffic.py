@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sympy as sp
 
-from tfla.backends.triton.marks import APART
+from tfla.backends.gpu.checkpoints import APART
 from tfla.paper.algorithms.symbols import B_C, B_IF, B_QKV, B_VEC, DD, DHV, DQK, Gate, L, Parts, S, T
 
 # Steps between the state checkpoints for the gradients of the gates; those of mLSTMsig's Triton kernels are closer.

@@ -8,8 +8,8 @@ of a head, which compute them alike; the first of them writes them.
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import TINY, clamped, finite_log_gate
-from tfla.backends.triton.sums import times
+from tfla.backends.gpu.gate_kernels import TINY, clamped, finite_log_gate
+from tfla.backends.gpu.state_passing import times
 
 
 @triton.jit

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import HIGHEST, LOWEST, locate, segment
-from tfla.backends.triton.sums import times
+from tfla.backends.gpu.gate_kernels import HIGHEST, LOWEST, locate, segment
+from tfla.backends.gpu.state_passing import times
 
 
 @triton.jit

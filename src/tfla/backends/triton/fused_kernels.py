@@ -24,7 +24,7 @@ import inspect
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import (
+from tfla.backends.gpu.gate_kernels import (
     COLUMN,
     COLUMN_LOW,
     DECAY,
@@ -40,7 +40,7 @@ from tfla.backends.triton.gates import (
     locate,
     segment,
 )
-from tfla.backends.triton.sums import times
+from tfla.backends.gpu.state_passing import times
 
 
 def as_far_as_known(kernel):

@@ -8,8 +8,8 @@ back      | q, dh | INTER            | dC, dn behind its last step
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import DECAY, DELTA_P, INTER, UPDATE, VECTORS, segment
-from tfla.backends.triton.walk import load_tile
+from tfla.backends.gpu.gate_kernels import DECAY, DELTA_P, INTER, UPDATE, VECTORS, segment
+from tfla.backends.triton.fused_kernels import load_tile
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "steps"])

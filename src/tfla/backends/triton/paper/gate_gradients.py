@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gate_gradients import mark_dot, of_gate, start_dot
-from tfla.backends.triton.gates import first_tile, load_gate, locate
+from tfla.backends.gpu.gate_gradients import mark_dot, of_gate, start_dot
+from tfla.backends.gpu.gate_kernels import first_tile, load_gate, locate
 
 
 @triton.jit

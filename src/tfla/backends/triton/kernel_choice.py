@@ -2,7 +2,7 @@
 cores and memory do.
 
 A choice by head dims alone, so that a traced call stays one graph for all lengths. How many programs there are against
-multiprocessors decides about segments, `launch.best_chunk_size`.
+multiprocessors decides about segments, `best_chunk_size`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 
 import torch
 
-from tfla.backends.triton import launch
+from tfla.backends.gpu import config
 
 BYTE = 190  # FLOPs that tensor cores of an H200 compute while it moves a byte; 160 to 300 on other GPUs
 # Shares of the tensor cores' rate that kernels reach on an H200, from fig4, fig5 and fig14 in benchmarks/results: walks
@@ -20,10 +20,10 @@ BYTE = 190  # FLOPs that tensor cores of an H200 compute while it moves a byte; 
 NARROW, WIDE, WARPS, PAPERS = 0.38, 0.24, 0.09, 0.39
 
 
-def walks(K: int, V: int, itemsize: int, plan: launch.Plan, architecture: int) -> float:
+def walks(K: int, V: int, itemsize: int, plan: config.Plan, architecture: int) -> float:
     """Cost of "fused": programs that share a head's state all make P, and load what they do not share out."""
     L = plan.L
-    columns, rows = launch.ceil_div(V, plan.columns.split), launch.ceil_div(K, plan.rows.split)
+    columns, rows = config.ceil_div(V, plan.columns.split), config.ceil_div(K, plan.rows.split)
     flops = 2 * (columns * 2 * L * K + 2 * L * V + 4 * K * V) + 2 * (rows * 2 * L * V + 2 * L * K + 4 * K * V)
     moved = 2 * (columns * 2 * K + 2 * V) + 2 * (rows * 2 * V + 3 * K)
     if plan.lean:
@@ -45,6 +45,6 @@ def cheapest(K: int, V: int, itemsize: int, chunk_size: int, device: torch.devic
     """The kernel for head dims K and V on a GPU; `chunk_size` is that of the paper's kernels."""
     if itemsize != 2:  # no measurement says that the paper's kernels are ever faster
         return "fused"
-    architecture = launch.architecture(device)
-    walk = walks(K, V, itemsize, launch.plan_of(K, V, itemsize, "tf32", architecture), architecture)
+    architecture = config.architecture(device)
+    walk = walks(K, V, itemsize, config.plan_of(K, V, itemsize, "tf32", architecture), architecture)
     return "fused" if walk <= papers(K, V, itemsize, chunk_size) else "tfla"

@@ -10,8 +10,8 @@ nothing, so that walks need no masks and one address.
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.runs import RUN, put, running_max, running_sum, steps_of, total_of
-from tfla.backends.triton.sums import times
+from tfla.backends.gpu.scan import RUN, put, running_max, running_sum, steps_of, total_of
+from tfla.backends.gpu.state_passing import times
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CLOSED = tl.constexpr(-150.0)

@@ -1,16 +1,12 @@
-"""The operator as PyTorch knows it: registered with torch.library, traceable, with a closed-form backward.
+"""The operators as PyTorch sees them: registered with torch.library, traceable, with a closed-form backward.
 
-Where nobody but eager PyTorch sees a call it goes past the dispatcher, whose wrappers of operators written in Python
-take the host longer than all the rest of a call does.
-
-What transforms do with it (docs/transforms.md): reverse mode calls the backward of the backend; its derivatives, and
-forward mode, are those of the plain PyTorch form (:mod:`tfla.ops.differentiable`); vmap makes one batch of two
-(:mod:`tfla.ops.batching`).
+Calls that only eager PyTorch sees go past the dispatcher, whose wrappers of operators written in Python
+cost more host time than the rest of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +15,11 @@ from torch._functorch.utils import enable_single_level_autograd_function, unwrap
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from tfla.backends import BACKENDS, Inputs
-from tfla.backends.base import Again, Outputs, Spec, packed_bounds
+from tfla.backends import BACKENDS, Inputs, StepInputs
+from tfla.backends.base import Again, Gates, Outputs, Spec, StepSpec, packed_bounds
 from tfla.ops import batching, differentiable, flops
-from tfla.ops.signature import without_autocast
+from tfla.ops.checks import check_values_of_lengths
+from tfla.ops.dispatch import without_autocast
 from tfla.ops.transforms import forward_mode, observed
 
 
@@ -347,3 +344,139 @@ def attend(x: Inputs, backend: str, spec: Spec, alone: bool = False, again: Agai
         scale, normalize, normalizer_grad, chunk_size, kernel, *rest = spec
         return torch.ops.tfla.attend(*x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, *rest)
     return _Direct.apply(backend, spec, again, *x) if spec.save else _forward(x, backend, spec, again)
+
+
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? i, Tensor f, {}, Tensor? n, Tensor? m, Tensor? lengths"
+OPTIONS = "float scale, str gates, str backend"
+torch.library.define("tfla::steps", f"({INPUTS.format('Tensor C')}, {OPTIONS}, bool final_state, float eps=0.0) "
+                                    "-> (Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
+torch.library.define(
+    "tfla::steps_", f"({INPUTS.format('Tensor(a!) C')}, {OPTIONS}, float eps=0.0) -> (Tensor, Tensor, Tensor)"
+)
+steps, steps_ = torch.ops.tfla.steps.default, torch.ops.tfla.steps_.default
+
+torch.library.define(
+    "tfla::checked_lengths", "(Tensor lengths, SymInt T) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+checked_lengths = torch.ops.tfla.checked_lengths.default
+
+
+@torch.library.impl("tfla::checked_lengths", "default")
+@torch._disable_dynamo
+def _(lengths: Tensor, T: int) -> Tensor:
+    """Return the lengths of steps once their values have been checked, which a traced call leaves to its graph."""
+    check_values_of_lengths(lengths, T)
+    return lengths.clone()
+
+
+@torch.library.register_fake("tfla::checked_lengths")
+def _(lengths: Tensor, T: int) -> Tensor:
+    return torch.empty_like(lengths)
+
+
+@torch.library.register_vmap("tfla::checked_lengths")
+@torch._disable_dynamo
+def _(info: Any, in_dims: Sequence[int | None], lengths: Tensor, T: int) -> tuple[Tensor, int | None]:
+    return checked_lengths(lengths, T), in_dims[0]
+
+
+@torch.library.impl("tfla::steps", "default")
+@torch._disable_dynamo
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    C: Tensor,
+    n: Tensor | None,
+    m: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    gates: Gates,
+    backend: str,
+    final_state: bool,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_lengths(lengths, v)
+    out = BACKENDS[backend].steps(
+        StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, final_state, eps), None
+    )
+    return out.h, *(t if t.numel() else torch.empty_like(t) for t in out[1:])  # type: ignore[return-value]
+
+
+def _check_lengths(lengths: Tensor | None, v: Tensor) -> None:
+    """Check what traced calls could not: on the CPU the values cost nothing to read."""
+    if lengths is not None and lengths.device.type == "cpu":
+        check_values_of_lengths(lengths, v.shape[1])
+
+
+@torch.library.register_fake("tfla::steps")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    C: Tensor,
+    n: Tensor | None,
+    m: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    gates: Gates,
+    backend: str,
+    final_state: bool,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x = StepInputs(q, k, v, i, f, C, n, m, lengths)
+
+    def new(like: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return q.new_empty((0,) if like is None or not final_state else like.shape, dtype=dtype)
+
+    new_n = new(n, q.dtype if n is None or not final_state else x.kept_dtype(n))
+    new_C = new(C, x.kept_dtype(C) if final_state else q.dtype)
+    return v.new_empty(v.shape), new_C, new_n, new(m, x.acc_dtype if n is not None and final_state else q.dtype)
+
+
+@torch.library.impl("tfla::steps_", "default")
+@torch._disable_dynamo
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    C: Tensor,
+    n: Tensor | None,
+    m: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    gates: Gates,
+    backend: str,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_lengths(lengths, v)
+    out = BACKENDS[backend].steps(StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, True, eps), C)
+    return out.h, *(t if t.numel() else torch.empty_like(t) for t in out[2:])  # type: ignore[return-value]
+
+
+@torch.library.register_fake("tfla::steps_")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor | None,
+    f: Tensor,
+    C: Tensor,
+    n: Tensor | None,
+    m: Tensor | None,
+    lengths: Tensor | None,
+    scale: float,
+    gates: Gates,
+    backend: str,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = StepInputs(q, k, v, i, f, C, n, m, lengths)
+    new_n = q.new_empty(0) if n is None else q.new_empty(n.shape, dtype=x.kept_dtype(n))
+    new_m = q.new_empty(0) if m is None else q.new_empty(m.shape, dtype=x.acc_dtype)
+    return v.new_empty(v.shape), new_n, new_m

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from tfla.backends.base import StepInputs, StepOutputs, StepSpec, static
-from tfla.backends.triton import step
-from tfla.backends.triton.compiled import Tape, repeated
+from tfla.backends.gpu.replay import Tape, repeated
+from tfla.backends.triton import decode_kernels
 
 PRECISION = "tf32x3"  # what is exact to about float32
 
@@ -88,11 +88,12 @@ def _launch(tape: Tape, x: StepInputs, spec: StepSpec, into: Tensor | None) -> S
     if several:
         strides = (s for t in (q, k, v, i, x.f) for s in t.stride()[:3])
         tape.launch(
-            step.several_steps, grid, *tensors, C if lengths is None else lengths, *sizes, *strides, *of_C, T=T,
-            BT=max(16, power_of_two(T)), LENGTHS=lengths is not None, FINAL=spec.final_state, PRECISION=PRECISION,
+            decode_kernels.several_steps, grid, *tensors, C if lengths is None else lengths, *sizes, *strides, *of_C,
+            T=T, BT=max(16, power_of_two(T)), LENGTHS=lengths is not None, FINAL=spec.final_state,
+            PRECISION=PRECISION,
             **constants,
         )  # fmt: skip
     else:
         strides = (t.stride(d) for t in (q, k, v, i, x.f) for d in (0, 2))
-        tape.launch(step.one_step, grid, *tensors, *sizes, *strides, *of_C, **constants)
+        tape.launch(decode_kernels.one_step, grid, *tensors, *sizes, *strides, *of_C, **constants)
     return out

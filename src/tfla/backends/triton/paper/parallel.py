@@ -17,7 +17,7 @@ The max state being in the gate vectors already, both loops of Algorithm 1 need 
 import triton
 import triton.language as tl
 
-from tfla.backends.triton.gates import (
+from tfla.backends.gpu.gate_kernels import (
     COLUMN,
     COLUMN_LOW,
     DECAY,
@@ -30,8 +30,8 @@ from tfla.backends.triton.gates import (
     VECTORS,
     segment,
 )
-from tfla.backends.triton.sums import times
-from tfla.backends.triton.walk import load_tile, store_tile
+from tfla.backends.gpu.state_passing import times
+from tfla.backends.triton.fused_kernels import load_tile, store_tile
 
 
 @triton.jit

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tfla.backends.base import Inputs, Outputs, Spec
-from tfla.backends.triton import tfla_gates, tfla_parallel, tfla_states
-from tfla.backends.triton.compiled import Tape
-from tfla.backends.triton.launch import Call, Pair, _strides, architecture, ceil_div, power_of_two, products
+from tfla.backends.gpu.config import architecture, ceil_div, power_of_two, products
+from tfla.backends.gpu.replay import Tape
+from tfla.backends.triton.launch import Call, Pair, _strides
+from tfla.backends.triton.paper import gate_gradients, recurrent
+from tfla.backends.triton.paper import parallel as tfla_parallel
 
 STEPS = 1024  # that a program of the gate gradients takes at once
 
@@ -92,7 +94,7 @@ class Chunks(Call):
         sizes = self.tiling
         BK, BV = min(sizes.key_block, padded(self.K)), min(sizes.value_block, padded(self.V))
         pieces = ceil_div(self.K, BK) * ceil_div(self.V, BV) * self.x.sequences * self.H
-        self.launch(tfla_states.states, (pieces,),
+        self.launch(recurrent.states, (pieces,),
             x, y, gates, self.cu, *(gates if t is None else t for t in (*given, C, n, *final)), self.x.sequences,
             self.T, self.tiles, self.H, self.group, self.steps, *_strides(x), *_strides(y),
             DK=self.K, DV=self.V, BK=BK, BV=BV, L=self.L, BACK=back, NORMALIZE=self.spec.normalize, DELTA=delta,
@@ -137,7 +139,7 @@ class Chunks(Call):
         q_dq = self.parallel(dh, x.v, x.k, dq, gates, False, start, x.q, delta)
         k_dk = self.parallel(x.v, dh, x.q, dk, gates, True, end, x.k, delta)
         pointers = (gates if t is None else t for t in (*start, *end, *first, self.cu, *self.given_gates, di, df))
-        self.launch(tfla_gates.chunk_gate_gradients, (self.segments * self.H,),
+        self.launch(gate_gradients.chunk_gate_gradients, (self.segments * self.H,),
             x.q, q_dq, k_dk, *pointers, x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K,
             *self.gate_strides,
             PARTS=q_dq.shape[0], L=self.L, STEPS=min(STEPS, power_of_two(self.steps)), BLOCK=2048,
