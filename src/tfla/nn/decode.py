@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tfla.nn import fused_step
 from tfla.nn.model import LanguageModel, ModelState
-from tfla.nn.validation import check_ids, check_model_state
+from tfla.nn.validation import check_ids, check_model, check_model_state
 from tfla.ops.state import State
 
 
@@ -30,8 +30,7 @@ class Decoder:
     """
 
     def __init__(self, model: LanguageModel, state: ModelState, *, cuda_graph: bool | None = None) -> None:
-        if not isinstance(model, nn.Module) or not hasattr(model, "initial_state"):
-            raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel")
+        check_model(model)
         self.model = model
         device = model.embedding.weight.device
         self.batch = check_model_state(model, state)

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tfla.nn.decode import Decoder, check_cuda_graph
 from tfla.nn.model import LanguageModel
-from tfla.nn.validation import SEEDS, check_int, check_vocabulary
+from tfla.nn.validation import SEEDS, check_ids, check_int, check_model, check_vocabulary
 
 # Tokens of a prompt that are processed in one call, which bounds the memory of activations.
 PREFILL = 16_384
@@ -60,11 +60,9 @@ def generate(
             on a GPU without ``stop_token`` it is raised once the host has read the flag, without a synchronization,
             and at the latest at the end of the iteration.
     """
-    if not isinstance(model, nn.Module) or not hasattr(model, "initial_state"):
-        raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel")
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids: got {ids.dtype if isinstance(ids, Tensor) else type(ids).__name__}, expected int64")
-    if ids.dim() != 2 or 0 in ids.shape:
+    check_model(model)
+    check_ids(ids, "(B, T)", 2)
+    if 0 in ids.shape:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected (B, T), both at least 1")
     vocab, device = model.config.vocab_size, model.embedding.weight.device
     if ids.device != device:

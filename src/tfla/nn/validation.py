@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tfla.ops.state import State
 
@@ -58,6 +58,12 @@ def check_weights_dtype(dtype: object) -> None:
         raise TypeError(f"dtype: got {dtype!r}, expected a torch.dtype or None")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype: got {dtype}, expected one of {', '.join(map(str, DTYPES))}")
+
+
+def check_model(model: object) -> None:
+    """Raise unless model is a language model: a module with a state."""
+    if not isinstance(model, nn.Module) or not hasattr(model, "initial_state"):
+        raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel")
 
 
 def check_num_entries(state: object, blocks: int) -> None:
