@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tfla
 from tfla._util import caching
 from tfla._util.caching import CallCache, clear_caches
-from tfla.ops.dispatch import signature
+from tfla.ops.dispatch import call_signature
 
 Run = Callable[..., list[Tensor]]
 
@@ -150,16 +150,17 @@ def test_what_distinguishes_calls() -> None:
     x = torch.zeros(2, 4)
     state = tfla.State(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        autocast = signature((x,), None, None)
+        autocast = call_signature((x,), None, None)
     with torch.no_grad():
-        without = signature((x.clone().requires_grad_(),), None, None)
+        without = call_signature((x.clone().requires_grad_(),), None, None)
     found = [
-        signature((x,), None, None), signature((x.clone().requires_grad_(),), None, None), autocast,
-        signature((x,), None, None, 1), signature((x,), state, None), signature((x.T,), None, None),
-        signature((x.half(),), None, None), signature((x, None), None, None), signature((x[:, 1:],), None, None),
+        call_signature((x,), None, None), call_signature((x.clone().requires_grad_(),), None, None), autocast,
+        call_signature((x,), None, None, 1), call_signature((x,), state, None), call_signature((x.T,), None, None),
+        call_signature((x.half(),), None, None), call_signature((x, None), None, None),
+        call_signature((x[:, 1:],), None, None),
     ]  # fmt: skip
     assert len(set(found)) == len(found)
-    assert without == found[0] == signature((torch.ones(2, 4),), None, None)
+    assert without == found[0] == call_signature((torch.ones(2, 4),), None, None)
 
 
 class Mode(TorchDispatchMode):
@@ -175,11 +176,11 @@ def test_what_others_see_has_none() -> None:
     x = torch.zeros(2, 4)
     seen = []
     with Mode():
-        seen.append(signature((x,), None, None))
-    torch.vmap(lambda t: (seen.append(signature((t,), None, None)), t)[1])(x)
-    torch.jit.trace(lambda t: (seen.append(signature((t,), None, None)), t + 1)[1], x, check_trace=False)
-    seen += [signature((t,), None, None) for t in (x.as_subclass(Special), x.to("meta"), None, 3)]
-    seen += [signature((x,), (x,), None), signature((x,), None, torch.tensor([0, 2]))]
+        seen.append(call_signature((x,), None, None))
+    torch.vmap(lambda t: (seen.append(call_signature((t,), None, None)), t)[1])(x)
+    torch.jit.trace(lambda t: (seen.append(call_signature((t,), None, None)), t + 1)[1], x, check_trace=False)
+    seen += [call_signature((t,), None, None) for t in (x.as_subclass(Special), x.to("meta"), None, 3)]
+    seen += [call_signature((x,), (x,), None), call_signature((x,), None, torch.tensor([0, 2]))]
     assert seen == [None] * len(seen)
     assert len(seen) >= 9
 

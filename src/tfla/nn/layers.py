@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tfla.nn.validation import check_int, check_number
 from tfla.ops.dispatch import autocast_dtype, without_autocast
-from tfla.ops.transforms import observed
+from tfla.ops.transforms import needs_dispatcher
 
 # The forget gate's pre-activation at the first token of a document; its sigmoid is 0 in every dtype.
 CLOSED_GATE = -1e4
@@ -204,6 +204,6 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     than their 16-bit inputs. Under torch.compile, torch.func and tracers the function is called without it: a compiler
     decides by itself what to recompute, and torch.func does not support the hooks of a checkpoint.
     """
-    if not torch.is_grad_enabled() or observed(inputs):
+    if not torch.is_grad_enabled() or needs_dispatcher(inputs):
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)

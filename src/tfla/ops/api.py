@@ -11,7 +11,7 @@ from tfla._util.caching import CallCache
 from tfla.backends import Backend, Inputs
 from tfla.backends.base import Again, Gates, Spec
 from tfla.ops import checks
-from tfla.ops.dispatch import autocast_dtype, choose, signature
+from tfla.ops.dispatch import autocast_dtype, call_signature, choose
 from tfla.ops.gates import InputGate, clamp, log_gates
 from tfla.ops.registration import attend
 from tfla.ops.state import State
@@ -86,7 +86,7 @@ def _run(
     checks.check_store_dtype(store_dtype)
     checks.check_chunk_size(chunk_size)
     scale = checks.check_scale(scale)
-    call = signature(
+    call = call_signature(
         (q, k, v, i, f), initial_state, cu_seqlens, gates, normalize, return_state, chunk_size, scale, backend, kernel,
         normalizer_grad, store_dtype,
     )  # fmt: skip

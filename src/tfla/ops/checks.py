@@ -12,7 +12,7 @@ from tfla.backends.base import packed_bounds
 from tfla.ops.dispatch import autocast_dtype
 from tfla.ops.gates import INPUT_GATES
 from tfla.ops.state import State
-from tfla.ops.transforms import forward_mode, observed
+from tfla.ops.transforms import forward_mode, needs_dispatcher
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 STORE_DTYPES = (None, torch.float32, torch.bfloat16)
@@ -95,7 +95,7 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
         raise ValueError(f"q: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, expected that of q, {q.device}")
-    if cu_seqlens.device.type == "cpu" and not observed((cu_seqlens,)):
+    if cu_seqlens.device.type == "cpu" and not needs_dispatcher((cu_seqlens,)):
         packed_bounds(cu_seqlens, q.shape[1])
 
 
@@ -168,7 +168,7 @@ def check_lengths(lengths: object, v: Tensor) -> None:
     check_shape("lengths", lengths, (v.shape[0],))
     if lengths.device != v.device:
         raise ValueError(f"lengths: got device {lengths.device}, expected that of v, {v.device}")
-    if lengths.device.type == "cpu" and not observed((lengths,)):
+    if lengths.device.type == "cpu" and not needs_dispatcher((lengths,)):
         check_values_of_lengths(lengths, v.shape[1])
 
 

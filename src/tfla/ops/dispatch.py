@@ -13,17 +13,48 @@ from tfla.backends import Backend, Inputs, select
 from tfla.backends.base import static
 from tfla.ops import tuned
 from tfla.ops.state import State
-from tfla.ops.transforms import observed
+from tfla.ops.transforms import needs_dispatcher
 
 Find = Callable[[Inputs, str, str | None, bool], tuned.Entry | None]
+
+
+def call_signature(
+    given: tuple[Tensor | None, ...], state: State | None, lengths: Tensor | None, *options: Hashable
+) -> Hashable:
+    """Return everything that the checks and the choice of a call depend on, or None where the call cannot be cached.
+
+    A call cannot be cached where the dispatcher has to see it, where an argument is no tensor or no State, and where
+    ``lengths`` is on a CPU, since the checks then depend on its values.
+
+    Args:
+        given: the tensors of the call; the first one is present in every valid call.
+        state: the initial state.
+        lengths: `cu_seqlens` of packed sequences, or the lengths of decoding steps.
+        options: every other argument of the call.
+    """
+    if type(state) is not State and state is not None:
+        return None
+    tensors = *given, *(state or (None, None, None)), lengths
+    if needs_dispatcher(tensors) or given[0] is None or (lengths is not None and lengths.device.type == "cpu"):
+        return None
+    autocast = autocast_dtype(given[0].device.type)
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return autocast, recorded, options, static(*tensors)
 
 
 def choose(
     x: Inputs, normalize: bool, backend: str | None, kernel: str | None, chunk_size: int | None, find: Find = tuned.find
 ) -> tuple[Backend, str, int]:
-    """Backend, kernel and chunk size, None being what is left to choose: what `tfla tune` found, else the backend's.
+    """Choose what runs a call, in this order: what the caller asks for, what `tfla tune` found, the backend's default.
 
-    ``find`` looks a shape up among what was found.
+    Args:
+        x: the inputs of the call.
+        normalize: whether the call has a normalizer.
+        backend, kernel, chunk_size: what the caller asks for; None leaves the choice open.
+        find: the function that looks up the tuned entry of a shape.
+
+    Returns:
+        the backend, the name of its kernel and the chunk size.
 
     Raises:
         ValueError: no backend or kernel has that name, or it cannot run these inputs (the message says why).
@@ -49,20 +80,8 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """torch.autocast(device, enabled=False), which takes the host a while, where that changes anything."""
+    """Return a context without autocast on this type of device.
+
+    Where autocast is off already the context does nothing, because entering `torch.autocast` costs host time.
+    """
     return torch.autocast(device, enabled=False) if autocast_dtype(device) else contextlib.nullcontext()
-
-
-def signature(
-    given: tuple[Tensor | None, ...], state: State | None, lengths: Tensor | None, *options: Hashable
-) -> Hashable:
-    """All that checks and choices ask for; None where they have to be made: of a call that is observed, of what are no
-    tensors, and of lengths that can be read."""
-    if type(state) is not State and state is not None:
-        return None
-    tensors = *given, *(state or (None, None, None)), lengths
-    if observed(tensors) or given[0] is None or (lengths is not None and lengths.device.type == "cpu"):
-        return None
-    autocast = autocast_dtype(given[0].device.type)
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return autocast, recorded, options, static(*tensors)

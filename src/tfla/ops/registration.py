@@ -20,7 +20,7 @@ from tfla.backends.base import Again, Gates, Outputs, Spec, StepSpec, packed_bou
 from tfla.ops import batching, differentiable, flops
 from tfla.ops.checks import check_values_of_lengths
 from tfla.ops.dispatch import without_autocast
-from tfla.ops.transforms import forward_mode, observed
+from tfla.ops.transforms import forward_mode, needs_dispatcher
 
 
 def _forward(x: Inputs, backend: str, spec: Spec, again: Again | None = None) -> Outputs:
@@ -200,7 +200,7 @@ def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor
     tensors, (h, d, chunk_C, chunk_n) = saved[:9], saved[9:]
     dh = torch.zeros_like(h) if dh is None else dh
     # With a graph of its own the backward is the registered operator, which knows its derivative.
-    if torch.is_grad_enabled() or observed((*tensors, dh, dC, dn)):
+    if torch.is_grad_enabled() or needs_dispatcher((*tensors, dh, dC, dn)):
         if forward_mode((*tensors, dh, dC, dn)):
             return [*differentiable.gradients(Inputs(*tensors), dh, dC, dn, ctx.spec), None]
         scale, normalize, normalizer_grad, chunk_size, kernel, _, _, store_dtype, gates = ctx.spec
@@ -337,7 +337,7 @@ def attend(x: Inputs, backend: str, spec: Spec, alone: bool = False, again: Agai
 
     alone: it is known that nobody else sees the call; again: what does the forward for such x.
     """
-    if not alone and observed(x):
+    if not alone and needs_dispatcher(x):
         if x.cu_seqlens is not None and forward_ad._current_level >= 0 and torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # forward mode reads the offsets
         flops.register()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla._util.device import check_device
-from tfla.ops.transforms import observed
+from tfla.ops.transforms import needs_dispatcher
 
 MASK = ": the indices of a mask are mask.nonzero().flatten()"
 
@@ -133,7 +133,7 @@ class State(NamedTuple):
             raise TypeError(f"rows: got dtype {rows.dtype}, expected int64{MASK * (rows.dtype == torch.bool)}")
         if rows.dim() != 1:
             raise ValueError(f"rows: got shape {tuple(rows.shape)}, expected one dimension")
-        if rows.device.type == "cpu" and not observed((rows,)):
+        if rows.device.type == "cpu" and not needs_dispatcher((rows,)):
             given = rows.tolist()
             wrong = [row for row in given if not 0 <= row < self.C.shape[0]]
             if wrong:

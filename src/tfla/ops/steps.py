@@ -14,11 +14,11 @@ from tfla.backends.reference import bounded_denominator
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
 from tfla.ops.api import autocast
-from tfla.ops.dispatch import signature, without_autocast
+from tfla.ops.dispatch import call_signature, without_autocast
 from tfla.ops.gates import InputGate, clamp, log_gates
 from tfla.ops.registration import checked_lengths, steps, steps_
 from tfla.ops.state import State
-from tfla.ops.transforms import observed, transforms_active
+from tfla.ops.transforms import needs_dispatcher, transforms_active
 
 
 def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
@@ -37,7 +37,7 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
     now = kept = x.C.to(dtype), n, m
     hs = []
     lengths = x.lengths
-    if lengths is not None and lengths.device.type == "cpu" and observed((lengths,)):
+    if lengths is not None and lengths.device.type == "cpu" and needs_dispatcher((lengths,)):
         lengths = checked_lengths(lengths, x.v.shape[1])
     with without_autocast(x.q.device.type):
         for t in range(x.v.shape[1]):
@@ -79,7 +79,7 @@ def _steps(
 ) -> tuple[Tensor, State]:
     """Tensors q, k, v and the gates, (B, ...) or with time (B, T, ...), from the state on."""
     scale = checks.check_scale(scale)
-    call = signature(given, state, lengths, time, scale, gates, normalize, return_state, in_place, backend, eps)
+    call = call_signature(given, state, lengths, time, scale, gates, normalize, return_state, in_place, backend, eps)
     known = None if call is None else _KNOWN.get(call)
     if known is None:
         checks.check_flags(normalize=normalize, return_state=return_state, in_place=in_place)

@@ -1,4 +1,4 @@
-"""What else than eager PyTorch sees a call: tracers, modes, transforms, forward-mode AD."""
+"""The queries whether a tracer, a dispatch mode, a transform or forward-mode AD takes part in a call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from tfla.backends.gpu.runtime import constant
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def observed(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator."""
+def needs_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Return whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator.
+
+    Other calls are plain eager ones, which skip PyTorch's dispatcher.
+    """
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -27,7 +30,7 @@ def observed(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def forward_mode(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether tangents are computed: some level of torch.func does so, or a tensor has a tangent of its own."""
+    """Return whether tangents are computed: by a level of torch.func, or because a tensor carries a tangent."""
     if torch._C._are_functorch_transforms_active():
         levels = torch._C._functorch.get_interpreter_stack() or ()
         return any(level.key() == torch._C._functorch.TransformType.Jvp for level in levels)
@@ -36,5 +39,5 @@ def forward_mode(tensors: Sequence[Tensor | None]) -> bool:
 
 @constant
 def transforms_active() -> bool:
-    """Whether a transform of torch.func or a level of forward-mode AD is active, at the call or while it is traced."""
+    """Return whether a torch.func transform or a level of forward-mode AD is active, at the call or during tracing."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0

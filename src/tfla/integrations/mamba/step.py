@@ -19,7 +19,7 @@ from tfla.integrations.mamba.terms import (
     step_sizes,
 )
 from tfla.ops.checks import check_float, check_shape
-from tfla.ops.dispatch import observed, signature, without_autocast
+from tfla.ops.dispatch import call_signature, needs_dispatcher, without_autocast
 from tfla.ops.gates import cast
 
 # From the signatures of calls that have passed the checks to whether dt, A and dt_bias have one number a head.
@@ -65,7 +65,7 @@ def _check_slots(slots: Tensor, batch: int, state: Tensor) -> None:
         raise TypeError(f"{name}: got {got}, expected an int32 or int64 tensor")
     check_shape(name, slots, (batch,))
     check_devices(state, {name: slots}, "state")
-    if batch and slots.device.type == "cpu" and not observed((slots,)) and slots.max() >= state.shape[0]:
+    if batch and slots.device.type == "cpu" and not needs_dispatcher((slots,)) and slots.max() >= state.shape[0]:
         raise ValueError(
             f"{name}: got {int(slots.max())}, expected at most {state.shape[0] - 1}, or less than 0 to skip"
         )
@@ -190,7 +190,7 @@ def selective_state_update(
     if isinstance(state, Tensor) and state.dim() == 3:
         operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
         return _step_without_heads(state, operands, dt_softplus, state_batch_indices)
-    call = signature((x, state, dt, A, B, C, D, z, dt_bias), None, state_batch_indices)
+    call = call_signature((x, state, dt, A, B, C, D, z, dt_bias), None, state_batch_indices)
     per_head = None if call is None else _PER_HEAD.get(call)
     if per_head is None:
         per_head = _check(state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices)
