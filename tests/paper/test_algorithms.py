@@ -1,4 +1,4 @@
-"""Counts against the paper's tables, torch's FLOP counter and the benchmarks' floor."""
+"""The counts of algorithms against the paper's tables, PyTorch's FLOP counter and the roofline of the benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode, bmm_flop
 
 from tfla.backends import BACKENDS, reference
 from tfla.backends.base import Inputs, Spec
-from tfla.measure import roofline as floor
+from tfla.measure import roofline
 from tfla.paper.algorithms import ALGORITHMS, get
 from tfla.paper.algorithms.symbols import (
     B_C,
@@ -137,7 +137,7 @@ def test_bytes_are_those_of_tables_9_11_and_13(gate):
 
 @EQUAL
 def test_chunks_of_one_step_and_of_all_steps_are_the_other_forms(gate):
-    """In the leading terms, as Figure 15 shows."""
+    """Compare the leading terms, as in Figure 15."""
     products = sp.expand(total("chunkwise", gate))
     recurrent = sp.expand(total("recurrent", gate))
     assert sp.Poly(products.subs(L, 1), DQK, DHV).coeff_monomial(DD) == 6 * T
@@ -148,7 +148,7 @@ def test_chunks_of_one_step_and_of_all_steps_are_the_other_forms(gate):
 
 
 def test_the_exponential_gate_adds_few_flops():
-    """Section F.3: less than 2 % with dqk = dhv = 64, about 0.2 % with 512."""
+    """Check the claim of Section F.3: less than 2 % with dqk = dhv = 64, about 0.2 % with 512."""
     for d, most in ((64, 0.02), (512, 0.0025)):
         for name in ("chunkwise", "parallel", "recurrent"):
             exp, sig = (get(name, gate).flops(T=8192, L=64, dqk=d, dhv=d) for gate in ("exp", "sig"))
@@ -212,7 +212,7 @@ def test_torch_counts_the_products_of_the_recurrent_form(gate):
 
 
 def test_torch_counts_the_products_of_the_parallel_form():
-    """The reference reads and makes states as well, as a chunk of all steps does."""
+    """Count the reference's products, which include those of the states, as in a chunk of all steps."""
     args, state = inputs(HEADS, **SIZES)
     forward, _ = counted(lambda: reference.parallel(*args, state, 1.0, False))
     states = sum(
@@ -236,16 +236,16 @@ def test_torch_counts_the_products_of_the_chunkwise_backend(steps, chunk_size):
     assert backward == H * products("segmented", "sig", "backward", **sizes)
 
 
-def test_the_floor_of_the_benchmarks_is_the_segmented_form_in_one_chunk():
+def test_the_roofline_of_the_benchmarks_is_the_segmented_form_in_one_chunk():
     sizes = {"T": 8192, "L": 64, "dqk": 128, "dhv": 256}
-    for direction, of in (("forward", floor.forward_flops), ("backward", floor.backward_flops)):
+    for direction, of in (("forward", roofline.forward_flops), ("backward", roofline.backward_flops)):
         ours = get("segmented", "sig", direction).matrix_flops(segment=1024, **sizes)
         assert ours == of(sizes["T"], 1, sizes["dqk"], sizes["dhv"])
 
 
 @EQUAL
 def test_segments_cost_flops_that_do_not_grow_with_them(gate):
-    """chunk_size is a memory knob only: states shrink, FLOPs stay, while the paper's grow with the chunk."""
+    """Check that chunk_size affects the memory alone: the FLOPs of the paper's algorithm grow with it."""
     sizes = {"T": 65536, "dqk": 128, "dhv": 256}
     ours = [get("segments", gate).flops(L=64, segment=s, **sizes) for s in (512, 4096)]
     papers = [get("chunkwise", gate).flops(L=s, **sizes) for s in (512, 4096)]

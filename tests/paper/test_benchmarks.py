@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 @pytest.fixture
 def folder(tmp_path):
-    """Stored results of one figure, as if measured in two runs."""
+    """Return a folder with the results of one figure, as of two runs."""
     target = tmp_path / "results"
     target.mkdir()
     stored = json.loads((RESULTS / "fig4.json").read_text())

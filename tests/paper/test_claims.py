@@ -1,4 +1,4 @@
-"""Claims read stored results as they are, and say what is not there."""
+"""The claims: values from stored results, sentences for missing results, and the page."""
 
 from __future__ import annotations
 

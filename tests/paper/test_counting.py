@@ -1,4 +1,4 @@
-"""Figures 15 and 16, and the comparison of all algorithms."""
+"""The figures of `tfla analyze counting`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The packages are imported by their earlier names too, with a warning."""
+"""The earlier names of packages, which can be imported with a warning."""
 
 from __future__ import annotations
 

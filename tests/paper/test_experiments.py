@@ -1,4 +1,4 @@
-"""Small versions of the paper's training experiments: what is run, that it goes on, what is kept of it."""
+"""The small training experiments: their plans, interrupted runs, and the results that are stored."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TINY = replace(SIZES["smoke"], d_model=16, context=16, batch_size=4, steps=4, ev
 
 
 def config(variant: Variant, folder: Path) -> TrainConfig:
-    """A run of seconds, on a text of this repository's own."""
+    """Return the configuration of a run of seconds, on the text of this repository."""
     found = variant.config(TINY, folder, "cpu")
     return replace(found, data=replace(found.data, paths=(Path(__file__).parent.parent,)), eval_every=2)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Variant]]:
-    """Two runs in a process of their own, one of which fails."""
+    """Train two runs in a worker process, one of which fails."""
     folder = tmp_path_factory.mktemp("experiments")
     variants = [Variant("mlstm_exp", heads=1), Variant("mlstm_sig", heads=1, backend="hopper")]
     configs = [config(v, folder) for v in variants]
@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Varian
 
 @pytest.mark.parametrize("size", SIZES)
 def test_plans(size: str) -> None:
-    """Every variant makes a training configuration that holds; names tell runs apart."""
+    """Check that every variant has a valid training configuration and a name of its own."""
     for experiment in EXPERIMENTS.values():
         for variant in experiment.at(SIZES[size]):
             found = variant.config(SIZES[size], Path("runs"), "cpu")
@@ -96,7 +96,7 @@ def test_a_spent_budget_leaves_runs_that_go_on(tmp_path: Path, trained: tuple[Pa
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file that the command writes is what is drawn; nothing is trained here."""
+    """Check the file that the command writes, without training."""
     monkeypatch.setattr(runner, "train_all", lambda *args: 0)
     out = tmp_path / "training.json"
     assert main(["experiment", "table6", "--device", "cpu", "--folder", str(tmp_path), "--out", str(out)]) == 0
@@ -168,7 +168,7 @@ def test_claims_of_the_stored_runs() -> None:
 
 
 def test_a_run_that_failed_at_once_has_no_figure(tmp_path: Path) -> None:
-    """The only one of an experiment, without a step: its figure is missing, and not an error."""
+    """Check that an experiment whose only run has no step has no figure, and raises nothing."""
     stored = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "training.json").read_text())
     variant = EXPERIMENTS["fig8"].variants[0]
     row = {"name": variant.name, **dataclasses.asdict(variant), "failed": "no"}

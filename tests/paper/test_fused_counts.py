@@ -1,4 +1,4 @@
-"""The counts of fused scans against the matrix products, loads and stores that Triton's interpreter sees."""
+"""The counts of fused scans against the products, loads and stores in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Counter:
         self.addresses.append(at.data[mask.data.astype(bool)])  # `a & b` of the interpreter is an int
 
     def take(self, *tensors: Tensor) -> tuple[int, int]:
-        """FLOPs, and bytes of these tensors, since the last time."""
+        """Return the FLOPs, and the bytes of these tensors, since the last call."""
         every = np.concatenate(self.addresses)
         moved = 0
         for x in tensors:
@@ -65,17 +65,17 @@ class Counter:
 
 
 def of_large_tensors(form: str, direction: Any, sizes: dict[sp.Symbol, float]) -> float:
-    """Counted bytes of q, k, v, h and their gradients in float32, states and marks left out."""
+    """Return the counted bytes of q, k, v, h and their gradients in float32, without states and checkpoints."""
     expr = sp.expand(get(form, "sig", direction).bytes_expr).coeff(B_QKV)
     terms = [term for term in sp.Add.make_args(sp.expand(expr)) if not {DQK, DHV} <= term.free_symbols]
     return float(4 * sum(terms).subs(sizes))
 
 
 @pytest.mark.parametrize(("segment", "K", "V", "programs"), [(64, 32, 64, 1), (32, 32, 64, 1), (64, 128, 128, 2)])
-def test_walks_compute_and_move_what_is_counted(
+def test_fused_scans_compute_and_move_what_is_counted(
     monkeypatch: pytest.MonkeyPatch, segment: int, K: int, V: int, programs: int
 ) -> None:
-    """Forward and backward of mLSTMsig, whole or in segments; tiles are squares, so all of each is computed."""
+    """Run forward and backward of mLSTMsig, whole or in segments; all of each square tile is computed."""
     from tfla.backends.gpu.config import plan
 
     B, steps, H = 1, 64, 2

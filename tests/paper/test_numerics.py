@@ -1,4 +1,4 @@
-"""Measuring errors against float64, and what is drawn of them."""
+"""The measurement of errors against float64, and its figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = Grid(T=96, chunk_sizes=(32, 64), lengths=(48, 96), heads=1, dqk=8, dhv=8
 
 
 def test_errors_of_a_dtype() -> None:
-    """Every setting has all quantities; float32 and bfloat16 are as far from the truth as they should be."""
+    """Check that every setting has all quantities, with errors of the size of the dtype's rounding."""
     for dtype, bound in (("float32", 1e-4), ("bfloat16", 0.1)):
         rows = list(measure("chunkwise segmented", dtype, SMALL, "cpu"))
         assert not any("failed" in row for row in rows)
@@ -36,7 +36,7 @@ def test_the_truth_is_the_recurrence() -> None:
 
 
 def test_rounding_alone() -> None:
-    """In float64 from rounded inputs to rounded outputs: at least the rounding of the output."""
+    """Compare with a computation in float64 from rounded inputs to rounded outputs."""
     setting = Setting("sigmoid", "model", 32, 1, 4, 4)
     (row,) = [r for r in measure(ROUNDING, "bfloat16", Grid(32, (), (), 1, 4, 4), "cpu") if r["regime"] == "model"
               and r["gate"] == "sigmoid"]  # fmt: skip
@@ -77,7 +77,7 @@ def test_no_such_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_figures_of_the_stored_result(tmp_path: Path) -> None:
-    """One of each kind: drawing takes longest."""
+    """Draw one figure of each kind, because drawing takes long."""
     config = Config(out=tmp_path)
     result = stored(config, "numerics")
     rows = [row for row in result["rows"] if row["regime"] == "model" and row["dtype"] == "bfloat16"]

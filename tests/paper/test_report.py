@@ -1,4 +1,4 @@
-"""What all sections share: files of a figure, the command, the report."""
+"""The parts that all sections share: the files of a figure, the command, the report."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ GRID = [(dhv, p, c) for dhv in (64, 256, 512) for p in (0.5, 1.0) for c in (0.5,
 
 
 def paper_flops(L, dhv, p, c):
-    """The bracket of (116)."""
+    """Return the FLOPs in the bracket of (116)."""
     return (
         L**2 * c * (2 * dhv * p + 2 * dhv + 6)
         + L**2
@@ -36,7 +36,7 @@ def paper_flops(L, dhv, p, c):
 
 @pytest.mark.parametrize(("dhv", "p", "c"), GRID)
 def test_runtime_and_intensity_are_those_of_116_and_118(dhv, p, c):
-    """But for what Table 17's sum has too little: one FLOP a step, and four a chunk too many."""
+    """Compare up to the error in the sum of Table 17: one FLOP a step too few, four FLOPs a chunk too many."""
     gpu, L, T = ACCELERATORS["H100"], 128, 8192
     flops, moved = paper_flops(L, dhv, p, c) + L - 4, 6 * L * dhv * (1 + p) + 8 * L + 2 * 4 * dhv**2 * p
     sizes = {"T": T, "L": L, "dqk": p * dhv, "dhv": dhv, "causal": c}

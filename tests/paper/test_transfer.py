@@ -1,4 +1,4 @@
-"""Gains before and after the norm: both gates, every normalizer, where the input is passed."""
+"""The gains before and after the norm, for both gates and every normalizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GATES = list(VARIANTS)
 
 
 def closed_form_transition(f: float, eps: float) -> float:
-    """Where the mean square of h is a third of epsilon: exp(2 i) (1 + s^2 + s^4 + ...), s the open part of f."""
+    """Return the i at which the mean square of h, exp(2 i) / (1 - sigmoid(f)^2), is a third of epsilon."""
     s = 1 / (1 + math.exp(-f))
     return 0.5 * math.log(eps / 3 * (1 - s * s))
 
@@ -26,7 +26,7 @@ def closed_form_transition(f: float, eps: float) -> float:
 @pytest.mark.parametrize("eps", EPSILONS[1:])
 @pytest.mark.parametrize("gate", GATES)
 def test_transition(gate: str, eps: float) -> None:
-    """Near -8 for the paper's epsilon; half of the gain is lost where h falls below the root of epsilon."""
+    """Compare with the closed form; for the paper's epsilon the transition is near -8."""
     f = (0.0, 2.0, 4.0)
     found = transition(gains(gate, VARIANTS[gate][0], axis((-12, 0), 1.0), f, (eps,)), eps)
     for at, forget in zip(found, f, strict=True):
@@ -49,7 +49,7 @@ def test_only_bounded_normalizers_let_the_input_gate_decide(gate: str) -> None:
 
 
 def test_bounded_normalizer_is_that_of_mlstm_exp() -> None:
-    """The unnormalized form divided by max(|n q|, 1) is (4)."""
+    """Compare with the unnormalized operator divided by max(|n q|, 1), which is (4)."""
     q, k, v = draw()
     i, f = torch.full((1, T, 1), -1.0), torch.full((1, T, 1), 3.0)
     log_f = torch.nn.functional.logsigmoid(f)
@@ -72,13 +72,13 @@ def test_gain_follows_its_definition() -> None:
 
 
 def test_layer_norm_gives_the_same_map() -> None:
-    """As the paper says: means are zero here."""
+    """Check the paper's remark that the norms agree, because the means are zero."""
     rms, layer = (gains("exp", "bounded", (-9.0, 0.0), (3.0,), (1e-6,), kind) for kind in ("rms", "layer"))
     torch.testing.assert_close(rms.after[1e-6], layer.after[1e-6], rtol=0.02, atol=0)
 
 
 def test_a_choice_of_ones_own() -> None:
-    """Suppressed far below the transition, passed far above it."""
+    """Check that the input is suppressed far below the transition and passed far above it."""
     words = {}
     for bias in (-18.0, 0.0):
         config = Config(eps=1e-6, input_gate_bias=bias, gate_soft_cap=1e3)
@@ -95,7 +95,7 @@ def test_biases_are_soft_capped() -> None:
 
 
 def test_figures(tmp_path: Path) -> None:
-    """The rows of maps are tested with one row: drawing takes longest."""
+    """Draw one row of maps, because drawing takes long."""
     config = Config(out=tmp_path, eps=1e-4, input_gate_bias=-5.0)
     i, f = (-12.0, 8.0), (-5.0, 12.0)
     found = {(gate, VARIANTS[gate][0]): gains(gate, VARIANTS[gate][0], i, f, (1e-6, 1e-4)) for gate in GATES}
