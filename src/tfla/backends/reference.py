@@ -100,9 +100,10 @@ def gate_matrix(log_i: Tensor, log_f: Tensor, m: Tensor, normalize: bool) -> tup
             rows.append(torch.maximum(log_f[t] + rows[-1], log_i[t]))
         before, after = torch.stack(rows[:-1]).detach(), torch.stack(rows[1:]).detach()
         log_f, log_i = log_f + (before - after), log_i - after
-    decay = log_f.T[:, :, None].expand(-1, T, T).masked_fill(~causal.tril(-1), 0.0).cumsum(1)
+    wide = torch.float64 if log_f.is_cuda else log_f.dtype  # CPUs sum float32 in float64 by themselves
+    decay = log_f.T[:, :, None].expand(-1, T, T).masked_fill(~causal.tril(-1), 0.0).cumsum(1, dtype=wide)
     D = (decay + log_i.T[:, None, :]).masked_fill(~causal, -torch.inf)
-    return D, log_f.cumsum(0), after if normalize else torch.zeros_like(log_f)
+    return D, log_f.cumsum(0, dtype=wide), after if normalize else torch.zeros_like(log_f)
 
 
 def weigh(x: Tensor, log_weight: Tensor) -> Tensor:
