@@ -12,8 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tfla.backends.gpu import replay
-from tfla.backends.triton import at_exit
+from tfla.backends.gpu import at_exit, replay
 
 # On one core the backward's thread has hardly a turn between handing over the gradients and the end of the process.
 SCRIPT = """

@@ -19,8 +19,8 @@ import triton
 from torch import Tensor
 
 from tfla._util.caching import CallCache
+from tfla.backends.gpu.at_exit import settle_at_exit
 from tfla.backends.gpu.descriptors import remember
-from tfla.backends.triton.at_exit import settle_at_exit
 
 AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable: "1" before the first call has Triton time warps and stages
 
