@@ -78,7 +78,7 @@ def chosen(B: int, T: int, H: int, sequences: int | None, monkeypatch: pytest.Mo
     from tfla.backends.triton import launch
 
     class Kind(launch.Call):
-        plan_for = classmethod(lambda cls, x: config.plan_of(128, 256, 2, "tf32", 90))
+        kernel_config_for = classmethod(lambda cls, x: config.choose_kernel_config(128, 256, 2, "tf32", 90))
         programs = classmethod(lambda cls, x: 1)
 
     monkeypatch.setattr(segmentation, "processors", lambda device: 132)

@@ -16,7 +16,13 @@ import triton
 from tfla._util import caching
 from tfla.backends.base import static
 from tfla.backends.gpu import replay
-from tfla.backends.gpu.replay import Bound, Program, Tape, program, repeated
+from tfla.backends.gpu.replay import (
+    CompiledLaunch,
+    LaunchRecorder,
+    RecordedLaunches,
+    record_or_replay,
+    recorded_launches,
+)
 
 Log = list[Any]
 
@@ -63,14 +69,14 @@ def test_kernels_are_looked_up_once() -> None:
     log: Log = []
     one, two = Kernel("one", log), Kernel("two", log)
 
-    def first(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        out = tape.new(3)
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        out = recorder.new(3)
         for kernel, x in ((one, given[0]), (two, out)):
-            tape.launch(kernel, (7, 2), x, given[1], 5, num_warps=4, WIDTH=64, BACK=True)
+            recorder.launch(kernel, (7, 2), x, given[1], 5, num_warps=4, WIDTH=64, BACK=True)
         return [out]
 
     calls = [(torch.zeros(3), torch.ones(3)) for _ in range(2)]
-    (a,), (b,) = (repeated("like this", given, first) for given in calls)
+    (a,), (b,) = (record_or_replay("like this", given, first) for given in calls)
     x, y = calls[0]
     constants = {"WIDTH": 64, "BACK": True}
     assert log[:2] == [
@@ -79,17 +85,17 @@ def test_kernels_are_looked_up_once() -> None:
     x, y = calls[1]
     assert log[2:] == [("one", (7, 2, 1), (x, y, 5, 64, True)), ("two", (7, 2, 1), (b, y, 5, 64, True))]
     assert a is not b
-    repeated("another", calls[0], first)
+    record_or_replay("another", calls[0], first)
     assert log[4][0] == "looked up one"
 
 
-def add(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+def add(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """What is done by PyTorch, in place and not; the second of what is given may be None."""
     x, y = given
     assert x is not None
-    dense = tape.do(Tensor.contiguous, x)
-    total = tape.do(Tensor.copy_, tape.new(*x.shape), dense)
-    return [tape.do(Tensor.add_, total, dense if y is None else y), total, dense]
+    dense = recorder.do(Tensor.contiguous, x)
+    total = recorder.do(Tensor.copy_, recorder.new(*x.shape), dense)
+    return [recorder.do(Tensor.add_, total, dense if y is None else y), total, dense]
 
 
 @pytest.mark.parametrize("second", ["another", "the same", None])
@@ -97,9 +103,9 @@ def test_tensors_are_those_of_each_call(second: str | None) -> None:
     """A tensor that is given twice is two to the next call of these sizes."""
     x = torch.randn(4, 3).T
     y = {"another": torch.randn(3, 4), "the same": x, None: None}[second]
-    repeated("like this", (x, y), add)
+    record_or_replay("like this", (x, y), add)
     other = torch.randn(4, 3).T, None if y is None else torch.randn(4, 3).T
-    found = repeated("like this", other, lambda *_: pytest.fail("not repeated"))
+    found = record_or_replay("like this", other, lambda *_: pytest.fail("not repeated"))
     expected = other[0] + (other[0] if other[1] is None else other[1])
     assert torch.equal(found[0], expected)
     assert found[0] is found[1]
@@ -108,42 +114,44 @@ def test_tensors_are_those_of_each_call(second: str | None) -> None:
 
 
 def test_nothing_is_kept_of_a_failure() -> None:
-    def fails(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        tape.new(3)
+    def fails(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        recorder.new(3)
         raise RuntimeError("no memory")
 
     with pytest.raises(RuntimeError, match="no memory"):
-        repeated("like this", [torch.zeros(3)], fails)
-    assert program("like this") is None
-    repeated("like this", [torch.zeros(3)], lambda tape, given: [tape.new(3)])
-    assert isinstance(program("like this"), Program)
+        record_or_replay("like this", [torch.zeros(3)], fails)
+    assert recorded_launches("like this") is None
+    record_or_replay("like this", [torch.zeros(3)], lambda recorder, given: [recorder.new(3)])
+    assert isinstance(recorded_launches("like this"), RecordedLaunches)
 
 
 def test_tensors_that_the_tape_did_not_see_are_refused() -> None:
-    tape = Tape([torch.zeros(3)])
+    recorder = LaunchRecorder([torch.zeros(3)])
     with pytest.raises(KeyError):
-        tape.launch(Kernel("one", []), (1,), torch.ones(3), num_warps=4)
+        recorder.launch(Kernel("one", []), (1,), torch.ones(3), num_warps=4)
     with pytest.raises(AssertionError, match="tensors come first"):
-        tape.launch(Kernel("one", []), (1,), tape.new(3), 5, tape.new(3), num_warps=4)
+        recorder.launch(Kernel("one", []), (1,), recorder.new(3), 5, recorder.new(3), num_warps=4)
 
 
-def test_writing_without_the_tape_is_refused() -> None:
-    def first(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        return [tape.new(3).zero_()]
+def test_writing_outside_of_the_recorder_is_refused() -> None:
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        return [recorder.new(3).zero_()]
 
-    with pytest.raises(AssertionError, match="written without it"):
-        repeated("like this", [torch.zeros(3)], first)
+    with pytest.raises(AssertionError, match="written outside of the recorder"):
+        record_or_replay("like this", [torch.zeros(3)], first)
     with torch.inference_mode():
-        repeated("inference", [torch.zeros(3)], lambda tape, given: [tape.do(Tensor.zero_, tape.new(3))])
+        record_or_replay(
+            "inference", [torch.zeros(3)], lambda recorder, given: [recorder.do(Tensor.zero_, recorder.new(3))]
+        )
 
 
 def test_nothing_is_one_tensor_and_a_graph_may_keep_it() -> None:
-    def first(tape: Tape, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        return [tape.nothing(0, 3), tape.nothing(0, 3, dtype=torch.float16)]
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        return [recorder.placeholder(0, 3), recorder.placeholder(0, 3, dtype=torch.float16)]
 
     with torch.inference_mode():
-        found = repeated("like this", [torch.zeros(3)], first)
-    again = repeated("like this", [torch.zeros(3)], lambda *_: pytest.fail("not repeated"))
+        found = record_or_replay("like this", [torch.zeros(3)], first)
+    again = record_or_replay("like this", [torch.zeros(3)], lambda *_: pytest.fail("not repeated"))
     for a, b, dtype in zip(found, again, (torch.float32, torch.float16), strict=True):
         assert a is b
         assert a.shape == (0, 3)
@@ -154,10 +162,10 @@ def test_nothing_is_one_tensor_and_a_graph_may_keep_it() -> None:
 def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profilers set them; without one a launch goes past what prepares for them."""
     log: Log = []
-    launch = Bound(CompiledAsNow("plain", log), (7, 2))
-    launch(11, replay._heard(), ["x", 5])
+    launch = CompiledLaunch(CompiledAsNow("plain", log), (7, 2))
+    launch(11, replay.launch_hooks_active(), ["x", 5])
     assert log.pop() == ("plain", (7, 2, 1), ("x", 5))
-    launch(11, replay._heard(), ["x", 5])
+    launch(11, replay.launch_hooks_active(), ["x", 5])
     assert log.pop() == ("at once", 7, 2, 1, 11, "function", "metadata", None, None, None, "x", 5)
     knobs = triton.knobs.runtime
     for name in ("launch_enter_hook", "launch_exit_hook"):
@@ -166,20 +174,20 @@ def test_hooks_hear_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(knobs, name, print)
         else:
             chain.add(print)
-        launch(11, replay._heard(), ["x", 5])
+        launch(11, replay.launch_hooks_active(), ["x", 5])
         if chain is None:
             monkeypatch.setattr(knobs, name, None)
         else:
             chain.remove(print)
         assert log.pop() == ("plain", (7, 2, 1), ("x", 5))
-    launch(11, replay._heard(), ["x", 5])
+    launch(11, replay.launch_hooks_active(), ["x", 5])
     assert log.pop()[0] == "at once"
     assert not log
 
 
 def test_a_triton_that_keeps_things_elsewhere() -> None:
     log: Log = []
-    launch = Bound(Compiled("plain", log), (7,))
+    launch = CompiledLaunch(Compiled("plain", log), (7,))
     for _ in range(2):
         launch(11, False, ["x", 5])
         assert log.pop() == ("plain", (7, 1, 1), ("x", 5))

@@ -76,19 +76,19 @@ def test_fused_scans_compute_and_move_what_is_counted(
     monkeypatch: pytest.MonkeyPatch, segment: int, K: int, V: int, programs: int
 ) -> None:
     """Run forward and backward of mLSTMsig, whole or in segments; all of each square tile is computed."""
-    from tfla.backends.gpu.config import plan
+    from tfla.backends.gpu.config import kernel_config
 
     B, steps, H = 1, 64, 2
     q, k, v = (torch.randn(B, steps, H, d) for d in (K, K, V))
     log_i, log_f = (torch.nn.functional.logsigmoid(torch.randn(B, steps, H)) for _ in range(2))
     x = Inputs(q, k, v, log_i, log_f, None, None, None, None)
     spec = Spec(1.0, False, True, segment, "fused", True, False)
-    tiles = plan(x)
+    config = kernel_config(x)
     form = "fused" if segment >= steps else "segments"
-    sizes: dict[str, int] = {"T": steps, "L": tiles.L, "dqk": K, "dhv": V, "segment": segment, "causal": 1}
-    sizes |= {"nv": -(-V // tiles.columns.split), "nk": -(-K // tiles.rows.split)}
+    sizes: dict[str, int] = {"T": steps, "L": config.tile_steps, "dqk": K, "dhv": V, "segment": segment, "causal": 1}
+    sizes |= {"nv": -(-V // config.o_dv.split), "nk": -(-K // config.dq_dk.split)}
     assert sizes["nv"] == sizes["nk"] == programs
-    symbols: dict[sp.Symbol, float] = {T: steps, L: tiles.L, DQK: K, DHV: V, S: segment}
+    symbols: dict[sp.Symbol, float] = {T: steps, L: config.tile_steps, DQK: K, DHV: V, S: segment}
 
     counter = Counter(monkeypatch)
     out = BACKENDS["triton"].forward(x, spec)

@@ -1,8 +1,9 @@
-"""Calls that take the host little time.
+"""The recording of a call's launches, and their replay on other tensors.
 
-Triton looks a kernel up by every argument of every launch, and what a call allocates and launches takes the host longer
-to work out than small sequences take the GPU. It follows from the sizes of what the call reads: a call notes it on a
-`Tape`, and calls like it do what the tape has, in its order, for their own tensors.
+Triton looks a kernel up by every argument of every launch. For short sequences this look-up, and the work of deriving
+allocations and launches from the inputs, takes longer than the GPU takes to compute. All of it depends only on the
+signature of the call: shapes, strides, dtypes, alignments and options. The first call with a signature therefore runs
+with a :class:`LaunchRecorder`; later calls replay its steps on their own tensors (:class:`RecordedLaunches`).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from tfla._util.caching import CallCache
 from tfla.backends.gpu.at_exit import settle_at_exit
 from tfla.backends.gpu.descriptors import remember
 
-AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable: "1" before the first call has Triton time warps and stages
+AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable; set to "1" before the first call, it turns autotuning on
 
 
 @functools.cache
 def autotuned(kernel: Any, constants: tuple[str, ...], stages: int) -> Any:
-    """By Triton's autotuner, once for all of these constants: four configurations."""
+    """Return the kernel under Triton's autotuner with four configurations, tuned once for each set of constants."""
     configs = [triton.Config({"STAGES": n}, num_warps=warps) for warps in (4, 8) for n in (stages, stages + 1)]
     return triton.autotune(configs, key=[name for name in constants if name != "STAGES"])(kernel)
 
@@ -40,21 +41,25 @@ _THREAD = _Thread()
 
 
 def _make_context_current(device: torch.device) -> None:
-    """CUDA's, in a thread that has none yet: allocating from PyTorch's cache does not, and Triton does it when a kernel
-    is launched, by when tensor descriptors have been encoded, which needs one."""
+    """Make the CUDA context of `device` current in this thread, if none is.
+
+    The encoding of TMA descriptors needs a current context. An allocation from PyTorch's cache does not make it
+    current, and Triton does so only at the launch, which comes after the encoding.
+    """
     if device.type == "cuda" and not _THREAD.has_context:
         torch.zeros(1, device=device)
         _THREAD.has_context = True
-        if threading.current_thread() is not threading.main_thread():  # one of PyTorch's backwards, mostly
+        if threading.current_thread() is not threading.main_thread():  # such as PyTorch's backward thread
             settle_at_exit(device)
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Allocate the global memory in which a kernel makes its TMA descriptors, as Triton asks for it."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _heard() -> bool:
-    """Whether a hook is set that wants to know of launches; later Tritons have chains of them, which may be empty."""
+def launch_hooks_active() -> bool:
+    """Return whether a launch hook is set; later versions of Triton have chains of hooks, which may be empty."""
     knobs = triton.knobs.runtime
     return bool(
         getattr(knobs.launch_enter_hook, "calls", knobs.launch_enter_hook)
@@ -62,67 +67,85 @@ def _heard() -> bool:
     )
 
 
-class Bound:
-    """Launches a compiled kernel on a grid. Past Triton's own way, which asks for the stream each time and describes
-    the launch to hooks, unless there are some."""
+class CompiledLaunch:
+    """A compiled kernel with its grid.
+
+    A call launches it directly through the driver, past Triton's launcher, which asks for the stream each time and
+    describes the launch to hooks. Where a hook is set, the launch goes through Triton's launcher.
+    """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...]) -> None:
         self.kernel, self.grid = kernel, (*grid, 1, 1)[:3]
-        self.way: tuple[Any, Any, Any] | None = None  # known once it has been loaded
+        # The driver's launch function, the kernel's handle and its metadata; None until the kernel has been loaded.
+        self.driver_launch: tuple[Any, Any, Any] | None = None
 
-    def __call__(self, stream: int, heard: bool, args: list[Any]) -> None:
-        """On this stream; `heard`: there are hooks."""
-        if heard or self.way is None:
+    def __call__(self, stream: int, hooks_active: bool, args: list[Any]) -> None:
+        """Launch the kernel on `stream`; with `hooks_active` through Triton's launcher, which calls the hooks."""
+        if hooks_active or self.driver_launch is None:
             self.kernel[self.grid](*args, stream=stream)
             remember(self.kernel)
-            with contextlib.suppress(AttributeError):  # in a Triton that keeps them elsewhere
-                self.way = self.kernel.run, self.kernel.function, self.kernel.packed_metadata
+            with contextlib.suppress(AttributeError):  # other versions of Triton name these otherwise
+                self.driver_launch = self.kernel.run, self.kernel.function, self.kernel.packed_metadata
             return
-        run, function, metadata = self.way
+        run, function, metadata = self.driver_launch
         run(*self.grid, stream, function, metadata, None, None, None, *args)
 
 
 @functools.cache
-def _nothing(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # a graph may keep it
+def _shared_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the one empty tensor of this shape, dtype and device that all calls share."""
+    with torch.inference_mode(False):  # a normal tensor, since an autograd graph may keep it
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-# What is called; places of what it reads; of a launch the other arguments, else whether it makes a tensor.
+# A recorded step: the function, the numbers of the operands that it reads, and for a launch the remaining arguments;
+# for any other step whether the result is a tensor (else it is a tensor descriptor).
 Step = tuple[Callable[..., Any], tuple[int, ...], list[Any] | bool]
 
 
-class Tape:
-    """What a call does with tensors, while it does so: each step reads tensors by their places, first those that are
-    given, then what steps made. Nothing else may touch them."""
+class LaunchRecorder:
+    """A recorder of the allocations, tensor operations and kernel launches of one call.
+
+    Operands are numbered: the given tensors first, then each result in the order of its creation. Every step reads its
+    operands by number, so that it can be replayed on other tensors of the same shapes. All that the call does with
+    tensors has to go through the recorder.
+
+    Args:
+        given: the inputs of the call, None for those that are left out.
+    """
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         self.device = next(t.device for t in given if t is not None)
         self.made: list[Any] = []
-        self.places: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         self.steps: list[Step] = []
         self.versions: dict[int, int] = {}
         for t in given:
-            self._place(t)
+            self._number(t)
 
-    def _place(self, x: Any) -> None:
+    def _number(self, x: Any) -> None:
+        """Give the next number to operand x."""
         if x is not None:
-            self.places.setdefault(id(x), len(self.made))
-        self.made.append(x)  # held, so that no other gets its id
+            self.numbers.setdefault(id(x), len(self.made))
+        self.made.append(x)  # keeps x alive, so that its id stays unique
 
-    def _note(self, fn: Callable[..., Any], read: Sequence[Any], rest: list[Any] | bool) -> None:
-        self.steps.append((fn, tuple([self.places[id(x)] for x in read]), rest))
+    def _record(self, fn: Callable[..., Any], read: Sequence[Any], rest: list[Any] | bool) -> None:
+        """Append a step that reads the operands `read`."""
+        self.steps.append((fn, tuple([self.numbers[id(x)] for x in read]), rest))
 
     def do(self, fn: Callable[..., Any], *read: Any) -> Any:
-        """fn(*read), a tensor or a tensor descriptor, which may be one that it wrote in place."""
+        """Call fn(*read), record the step and return the result.
+
+        The result is a tensor or a tensor descriptor. It may be one of `read`, written in place.
+        """
         made = fn(*read)
-        self._note(fn, read, isinstance(made, Tensor))
-        self._place(made)
+        self._record(fn, read, isinstance(made, Tensor))
+        self._number(made)
         self.versions |= {id(x): x._version for x in (made, *read) if isinstance(x, Tensor) and not x.is_inference()}
         return made
 
-    def untouched(self) -> bool:
-        """Whether nothing but `do` wrote what steps made, as far as PyTorch counts that."""
+    def only_recorded_writes(self) -> bool:
+        """Return whether, by PyTorch's version counters, no tensor was written outside of recorded steps."""
         return all(
             self.versions.get(id(x), x._version) == x._version
             for x in self.made
@@ -130,24 +153,31 @@ class Tape:
         )
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Allocate a tensor of this shape."""
         made: Tensor = self.do(functools.partial(torch.empty, shape, dtype=dtype, device=self.device))
         return made
 
-    def nothing(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """For what was not asked for, of no elements: one tensor for all calls."""
-        nothing = _nothing(shape, dtype, self.device)
-        found: Tensor = self.do(lambda: nothing)
+    def placeholder(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor without elements for a result that was not requested; all calls share it."""
+        empty = _shared_empty(shape, dtype, self.device)
+        found: Tensor = self.do(lambda: empty)
         return found
 
     def launch(
         self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False, **constants: Any
     ) -> None:
-        """As kernel[grid](*args, num_warps=num_warps, **constants), the constants being the last parameters and
-        tensors and their descriptors the first.
+        """Launch and record kernel[grid](*args, num_warps=num_warps, **constants).
 
-        tunable: its warps and stages are free, and it may run twice, since it reads nothing that it writes.
+        Args:
+            kernel: the Triton kernel.
+            grid: the number of programs along each axis.
+            args: tensors and tensor descriptors, then numbers.
+            num_warps: warps of a program, unless the autotuner chooses them.
+            tunable: whether the autotuner may choose the warps and the constant STAGES. The kernel then runs several
+                times, so it must not read what it writes.
+            constants: the constexpr parameters, which are the last ones of the kernel.
         """
-        options = {"enable_fp_fusion": True}  # which Triton 3.10 no longer does unasked
+        options = {"enable_fp_fusion": True}  # off by default from Triton 3.10 on
         if tunable and os.environ.get(AUTOTUNE) == "1":
             chosen = {name: x for name, x in constants.items() if name != "STAGES"}
             run = functools.partial(autotuned(kernel, tuple(constants), constants["STAGES"])[grid], **options, **chosen)
@@ -157,27 +187,29 @@ class Tape:
         count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
         assert all(isinstance(x, int | float) for x in args[count:]), "tensors come first"
         if compiled is None:  # interpreted
-            self._note(lambda stream, heard, args: run(*args), args[:count], [*args[count:]])
-        else:  # constants are compiled in, and passed in whatever order
-            self._note(Bound(compiled, grid), args[:count], [*args[count:], *constants.values()])
+            self._record(lambda stream, hooks_active, args: run(*args), args[:count], [*args[count:]])
+        else:  # constants are compiled in; the launch ignores their values and order
+            self._record(CompiledLaunch(compiled, grid), args[:count], [*args[count:], *constants.values()])
 
 
 def _itself(x: Tensor) -> Tensor:
+    """Return x, which is the form in which Triton's interpreter takes tensors."""
     return x
 
 
-class Program:
-    """The steps of a tape, for other tensors of the same sizes."""
+class RecordedLaunches:
+    """The recorded steps of one call, to be replayed on other tensors with the same call signature."""
 
-    def __init__(self, tape: Tape, results: Sequence[Tensor]) -> None:
-        self.steps = tape.steps
-        self.results = [tape.places[id(t)] for t in results]
-        self.device = tape.device
-        self.index = tape.device.index if tape.device.type == "cuda" else None
-        # As compiled kernels take tensors, and Triton's interpreter.
+    def __init__(self, recorder: LaunchRecorder, results: Sequence[Tensor]) -> None:
+        self.steps = recorder.steps
+        self.results = [recorder.numbers[id(t)] for t in results]
+        self.device = recorder.device
+        self.index = recorder.device.index if recorder.device.type == "cuda" else None
+        # Compiled kernels take addresses, Triton's interpreter takes tensors.
         self.address: Callable[[Tensor], Any] = _itself if self.index is None else Tensor.data_ptr
 
     def __call__(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """Replay the steps on the given tensors and return the results."""
         if self.index is None or self.index == torch.cuda.current_device():
             return self._run(given)
         with torch.cuda.device(self.index):
@@ -186,46 +218,55 @@ class Program:
     def _run(self, given: Sequence[Tensor | None]) -> list[Tensor]:
         _make_context_current(self.device)
         triton.set_allocator(_allocate)
-        heard, stream = _heard(), 0 if self.index is None else torch._C._cuda_getCurrentRawStream(self.index)
+        hooks_active = launch_hooks_active()
+        stream = 0 if self.index is None else torch._C._cuda_getCurrentRawStream(self.index)
         address: Callable[[Any], Any] = self.address
-        made: list[Any] = [*given]
-        addresses: list[Any] = [None if x is None else address(x) for x in made]
+        operands: list[Any] = [*given]
+        addresses: list[Any] = [None if x is None else address(x) for x in operands]
         for fn, read, rest in self.steps:
             if rest is True or rest is False:
-                x = fn(*[made[place] for place in read])
-                made.append(x)
+                x = fn(*[operands[n] for n in read])
+                operands.append(x)
                 addresses.append(address(x) if rest else x)
             else:
-                fn(stream, heard, [addresses[place] for place in read] + rest)
-        return [made[place] for place in self.results]
+                fn(stream, hooks_active, [addresses[n] for n in read] + rest)
+        return [operands[n] for n in self.results]
 
 
-_PROGRAMS: CallCache[Program] = CallCache()
+_RECORDED: CallCache[RecordedLaunches] = CallCache()
 
 
-def program(call: Hashable) -> Program | None:
-    """What calls like this one do, if there has been one."""
-    return _PROGRAMS.get(call)
+def recorded_launches(call: Hashable) -> RecordedLaunches | None:
+    """Return the recorded launches of calls with this signature, or None before the first such call."""
+    return _RECORDED.get(call)
 
 
-def repeated(
-    call: Hashable, given: Sequence[Tensor | None], first: Callable[[Tape, list[Tensor | None]], Sequence[Tensor]]
+def record_or_replay(
+    call: Hashable,
+    given: Sequence[Tensor | None],
+    first: Callable[[LaunchRecorder, list[Tensor | None]], Sequence[Tensor]],
 ) -> Sequence[Tensor]:
-    """`first` of a tape and the given tensors, or what it noted at a former call like this one.
+    """Return the results of a call: replay its recorded launches, or run `first` with a recorder.
 
-    call: all that it depends on, :func:`~tfla.backends.base.static` of what is given included.
+    Args:
+        call: the signature of the call, with :func:`~tfla.backends.base.static` of all given tensors.
+        given: the inputs of the call.
+        first: the launch code, called with the recorder and the inputs; it returns the results.
+
+    Returns:
+        The results in the order of `first`.
     """
-    known = program(call)
-    if known is not None:
-        return known(given)
-    apart: list[Tensor | None] = []  # a tensor that is given twice is two to the next call
+    recorded = recorded_launches(call)
+    if recorded is not None:
+        return recorded(given)
+    distinct: list[Tensor | None] = []  # a tensor given twice gets two numbers: the next call may give two tensors
     for t in given:
-        apart.append(t.detach() if t is not None and any(t is other for other in apart) else t)
-    tape = Tape(apart)
+        distinct.append(t.detach() if t is not None and any(t is other for other in distinct) else t)
+    recorder = LaunchRecorder(distinct)
     triton.set_allocator(_allocate)
-    with torch.cuda.device(tape.device) if tape.device.type == "cuda" else contextlib.nullcontext():
-        _make_context_current(tape.device)
-        results = first(tape, apart)
-    assert tape.untouched(), "what a tape made was written without it"
-    _PROGRAMS.add(call, Program(tape, results))
+    with torch.cuda.device(recorder.device) if recorder.device.type == "cuda" else contextlib.nullcontext():
+        _make_context_current(recorder.device)
+        results = first(recorder, distinct)
+    assert recorder.only_recorded_writes(), "a recorded tensor was written outside of the recorder"
+    _RECORDED.add(call, RecordedLaunches(recorder, results))
     return results

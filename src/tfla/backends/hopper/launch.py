@@ -12,9 +12,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tfla.backends.base import Inputs, Outputs, Spec
-from tfla.backends.gpu.config import Plan, ceil_div, plan_of, processors, products
+from tfla.backends.gpu.config import KernelConfig, ceil_div, choose_kernel_config, processors, products
 from tfla.backends.gpu.descriptors import Encoded, Remembered
-from tfla.backends.gpu.replay import Tape
+from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.hopper import padded_dims_of
 from tfla.backends.hopper.dk_dv import dk_dv_kernel
 from tfla.backends.hopper.dq_dk import dq_dk_kernel
@@ -98,8 +98,8 @@ class HopperLaunch(Call):
     close_marks = False
     values_last = False
 
-    def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
-        super().__init__(tape, x, spec)
+    def __init__(self, recorder: LaunchRecorder, x: Inputs, spec: Spec) -> None:
+        super().__init__(recorder, x, spec)
         self.whole_rows = self.K <= STATE_ROWS  # a program of `o_dv_kernel` has a whole row of the state
         self.blocks = 2 if self.V % 256 == 0 else 1
         self.finds_delta = self.whole_rows and 128 * self.blocks == self.V  # one program has all of dh . h
@@ -153,9 +153,9 @@ class HopperLaunch(Call):
         return super().details(x, chunk_size) | ({"filled up to": f"{K} x {V}"} if filled else {})
 
     @classmethod
-    def plan_for(cls, x: Inputs) -> Plan:
+    def kernel_config_for(cls, x: Inputs) -> KernelConfig:
         """Of the Triton kernels beside the walks: tiles of 64 steps whatever the head dims."""
-        return plan_of(STATE_ROWS, STATE_ROWS, x.q.element_size(), products(x), 90)
+        return choose_kernel_config(STATE_ROWS, STATE_ROWS, x.q.element_size(), products(x), 90)
 
     @classmethod
     def programs(cls, x: Inputs) -> int:
@@ -342,8 +342,8 @@ GATE_VECTOR_BYTES = 1_536  # bytes of the gate vectors of a head in a stage
 
 
 @functools.cache
-def small_head_config(K: int, V: int, itemsize: int, multiplied: str, heads: int) -> Plan:
-    return dataclasses.replace(plan_of(K, V, itemsize, multiplied, 90), together=heads)
+def small_head_config(K: int, V: int, itemsize: int, multiplied: str, heads: int) -> KernelConfig:
+    return dataclasses.replace(choose_kernel_config(K, V, itemsize, multiplied, 90), programs_per_sm=heads)
 
 
 def max_stages(K: int, V: int, reads: int, writes: int, heads: int, shared: bool, states: int) -> int:
@@ -363,14 +363,14 @@ def make_state_descriptor(states: Tensor) -> TensorDescriptor:
 class SmallHeadLaunch(HopperLaunch):
     """As `HopperLaunch`, with one kernel for all walks, that for dk doing dv as well."""
 
-    def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
-        super().__init__(tape, x, spec)
+    def __init__(self, recorder: LaunchRecorder, x: Inputs, spec: Spec) -> None:
+        super().__init__(recorder, x, spec)
         self.finds_delta, self.fused_dk_dv, self.pieces = True, True, 1
         fits = max_stages(self.K, self.V, 2, 2, 2, True, 2) >= 2  # that of the walk for dk, which has most
         self.together = 2 if self.group % 2 == 0 and fits else 1
 
     @classmethod
-    def plan_for(cls, x: Inputs) -> Plan:
+    def kernel_config_for(cls, x: Inputs) -> KernelConfig:
         heads = 2 - int(x.v.shape[2]) % 2
         return small_head_config(*cls.frame(x), x.q.element_size(), products(x), heads)
 

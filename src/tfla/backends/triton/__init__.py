@@ -146,7 +146,7 @@ class Triton(Backend):
         from tfla.backends.gpu import replay
         from tfla.backends.triton import decode
 
-        return replay.program(decode.call_of(x, spec, into))
+        return replay.recorded_launches(decode.call_of(x, spec, into))
 
 
 BACKEND = Triton()

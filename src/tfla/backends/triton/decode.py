@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tfla.backends.base import StepInputs, StepOutputs, StepSpec, static
-from tfla.backends.gpu.replay import Tape, repeated
+from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay
 from tfla.backends.triton import decode_kernels
 
 PRECISION = "tf32x3"  # what is exact to about float32
@@ -46,15 +46,15 @@ def call_of(x: StepInputs, spec: StepSpec, into: Tensor | None) -> Hashable:
 def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
     """One launch. The new C goes to ``into``, which may be that of x, or with None to a new tensor."""
 
-    def first(tape: Tape, given: Sequence[Tensor | None]) -> StepOutputs:
-        return _launch(tape, StepInputs(*given[:-1]), spec, given[-1])  # type: ignore[arg-type]
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> StepOutputs:
+        return _launch(recorder, StepInputs(*given[:-1]), spec, given[-1])  # type: ignore[arg-type]
 
-    return StepOutputs(*repeated(call_of(x, spec, into), (*x, into), first))
+    return StepOutputs(*record_or_replay(call_of(x, spec, into), (*x, into), first))
 
 
-def _launch(tape: Tape, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
+def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
     def dense(t: Tensor, whole: bool = True) -> Tensor:
-        found: Tensor = t if (t.is_contiguous() if whole else t.stride(-1) == 1) else tape.do(Tensor.contiguous, t)
+        found: Tensor = t if (t.is_contiguous() if whole else t.stride(-1) == 1) else recorder.do(Tensor.contiguous, t)
         return found
 
     B, T, H, V = x.v.shape
@@ -62,13 +62,13 @@ def _launch(tape: Tape, x: StepInputs, spec: StepSpec, into: Tensor | None) -> S
     q, k, v = (dense(t, whole=False) for t in (x.q, x.k, x.v))
     C = x.C
     n, m, lengths = (None if t is None else dense(t) for t in (x.n, x.m, x.lengths))
-    h = tape.new(B, T, H, V, dtype=v.dtype)
+    h = recorder.new(B, T, H, V, dtype=v.dtype)
     new_C = new_n = new_m = h
     if spec.final_state:
-        new_C = into if into is not None else tape.new(B, H, K, V, dtype=x.kept_dtype(C))
+        new_C = into if into is not None else recorder.new(B, H, K, V, dtype=x.kept_dtype(C))
     if spec.final_state and n is not None and m is not None:
-        new_n, new_m = tape.new(B, H, K, dtype=x.kept_dtype(n)), tape.new(B, H)
-    none = h if spec.final_state and n is not None else tape.nothing(0, dtype=v.dtype)
+        new_n, new_m = recorder.new(B, H, K, dtype=x.kept_dtype(n)), recorder.new(B, H)
+    none = h if spec.final_state and n is not None else recorder.placeholder(0, dtype=v.dtype)
     out = StepOutputs(h, *(none if t is h else t for t in (new_C, new_n, new_m)))
     if B == 0:
         return out
@@ -87,7 +87,7 @@ def _launch(tape: Tape, x: StepInputs, spec: StepSpec, into: Tensor | None) -> S
     of_C = *C.stride(), *target.stride()
     if several:
         strides = (s for t in (q, k, v, i, x.f) for s in t.stride()[:3])
-        tape.launch(
+        recorder.launch(
             decode_kernels.several_steps, grid, *tensors, C if lengths is None else lengths, *sizes, *strides, *of_C,
             T=T, BT=max(16, power_of_two(T)), LENGTHS=lengths is not None, FINAL=spec.final_state,
             PRECISION=PRECISION,
@@ -95,5 +95,5 @@ def _launch(tape: Tape, x: StepInputs, spec: StepSpec, into: Tensor | None) -> S
         )  # fmt: skip
     else:
         strides = (t.stride(d) for t in (q, k, v, i, x.f) for d in (0, 2))
-        tape.launch(decode_kernels.one_step, grid, *tensors, *sizes, *strides, *of_C, **constants)
+        recorder.launch(decode_kernels.one_step, grid, *tensors, *sizes, *strides, *of_C, **constants)
     return out

@@ -20,13 +20,13 @@ BYTE = 190  # FLOPs that tensor cores of an H200 compute while it moves a byte; 
 NARROW, WIDE, WARPS, PAPERS = 0.38, 0.24, 0.09, 0.39
 
 
-def walks(K: int, V: int, itemsize: int, plan: config.Plan, architecture: int) -> float:
+def walks(K: int, V: int, itemsize: int, plan: config.KernelConfig, architecture: int) -> float:
     """Cost of "fused": programs that share a head's state all make P, and load what they do not share out."""
-    L = plan.L
-    columns, rows = config.ceil_div(V, plan.columns.split), config.ceil_div(K, plan.rows.split)
+    L = plan.tile_steps
+    columns, rows = config.ceil_div(V, plan.o_dv.split), config.ceil_div(K, plan.dq_dk.split)
     flops = 2 * (columns * 2 * L * K + 2 * L * V + 4 * K * V) + 2 * (rows * 2 * L * V + 2 * L * K + 4 * K * V)
     moved = 2 * (columns * 2 * K + 2 * V) + 2 * (rows * 2 * V + 3 * K)
-    if plan.lean:
+    if plan.wgmma_dq_dk:
         share = NARROW if K <= 128 else WIDE
     else:
         share = WARPS if architecture == 90 else PAPERS
@@ -46,5 +46,5 @@ def cheapest(K: int, V: int, itemsize: int, chunk_size: int, device: torch.devic
     if itemsize != 2:  # no measurement says that the paper's kernels are ever faster
         return "fused"
     architecture = config.architecture(device)
-    walk = walks(K, V, itemsize, config.plan_of(K, V, itemsize, "tf32", architecture), architecture)
+    walk = walks(K, V, itemsize, config.choose_kernel_config(K, V, itemsize, "tf32", architecture), architecture)
     return "fused" if walk <= papers(K, V, itemsize, chunk_size) else "tfla"

@@ -16,8 +16,16 @@ from tfla.backends.gpu import gate_gradients as gradient_kernels
 from tfla.backends.gpu import gate_kernels
 from tfla.backends.gpu import state_passing as sum_kernels
 from tfla.backends.gpu.checkpoints import steps_between
-from tfla.backends.gpu.config import SHORTEST_SEGMENT, Plan, ceil_div, plan, power_of_two, processors, products
-from tfla.backends.gpu.replay import Tape, program, repeated
+from tfla.backends.gpu.config import (
+    SHORTEST_SEGMENT,
+    KernelConfig,
+    ceil_div,
+    kernel_config,
+    power_of_two,
+    processors,
+    products,
+)
+from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
 from tfla.backends.gpu.runtime import LATER
 from tfla.backends.gpu.segmentation import best_chunk_size
 from tfla.backends.triton import WIDEST_WALK, fused_kernels
@@ -56,16 +64,21 @@ class Call:
     together = 1  # heads whose parts of dq and dk are one
     few_vectors = False  # whether those who read gate vectors make what they can of them
 
-    def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
+    def __init__(self, recorder: LaunchRecorder, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
-        self.new, self.nothing, self.do, self.launch = tape.new, tape.nothing, tape.do, tape.launch
+        self.new, self.placeholder, self.do, self.launch = (
+            recorder.new,
+            recorder.placeholder,
+            recorder.do,
+            recorder.launch,
+        )
         self.B, self.T, self.H = x.v.shape[:3]
         self.K, self.V = self.frame(x)
         self.filled = (x.q.shape[3], x.v.shape[3]) != (self.K, self.V)
         self.packed = x.cu_seqlens is not None
         self.cu = x.cu_seqlens if x.cu_seqlens is not None else x.log_f
-        self.plan = self.plan_for(x)
-        self.L = self.plan.L
+        self.config = self.kernel_config_for(x)
+        self.L = self.config.tile_steps
         self.marks = self.marks_of(x, spec)
         self.exact = x.q.dtype == torch.float32
         self.precision = products(x)
@@ -93,29 +106,32 @@ class Call:
         return x.q.shape[3], x.v.shape[3]
 
     @classmethod
-    def plan_for(cls, x: Inputs) -> Plan:
-        return plan(x)
+    def kernel_config_for(cls, x: Inputs) -> KernelConfig:
+        return kernel_config(x)
 
     @classmethod
     def programs(cls, x: Inputs) -> int:
         """That share a piece of a sequence."""
-        return ceil_div(x.v.shape[3], cls.plan_for(x).columns.split)
+        return ceil_div(x.v.shape[3], cls.kernel_config_for(x).o_dv.split)
 
     @classmethod
     def segment_steps(cls, x: Inputs, chunk_size: int) -> int:
         """chunk_size in whole tiles."""
-        L = cls.plan_for(x).L
+        L = cls.kernel_config_for(x).tile_steps
         return ceil_div(chunk_size, L) * L
 
     @classmethod
     def details(cls, x: Inputs, chunk_size: int) -> dict[str, object]:
         """For :func:`tfla.explain`."""
-        return {"tile": cls.plan_for(x).L, "segment": min(cls.segment_steps(x, chunk_size), x.v.shape[1])}
+        return {
+            "tile": cls.kernel_config_for(x).tile_steps,
+            "segment": min(cls.segment_steps(x, chunk_size), x.v.shape[1]),
+        }
 
     @classmethod
     def tuning(cls, x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
         """What is chosen, not given."""
-        return plan(x), cls.marks_of(x, spec), products(x)
+        return kernel_config(x), cls.marks_of(x, spec), products(x)
 
     @classmethod
     def marks_of(cls, x: Inputs, spec: Spec) -> int:
@@ -234,7 +250,7 @@ class Call:
         final: Tensor | None, decays: Tensor | None = None, skip: bool = False,
     ) -> None:  # fmt: skip
         """Fills out, or with None only the final states and the decays, with `skip` not of the last segments."""
-        tiles = self.plan.columns
+        tiles = self.config.o_dv
         written = y if out is None else out
         self.launch(fused_kernels.columns, (ceil_div(self.V, tiles.split), self.segments * self.H),
             x, y, z, written, gates, self.cu, gates if state is None else state, gates if final is None else final,
@@ -243,8 +259,8 @@ class Call:
             DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, BACK=back,
             OUTPUT=out is not None, PACKED=self.packed, SEGMENTED=self.segmented, STATE=state is not None,
             FINAL=final is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=self.plan.descriptors and _describable(x, y, z, written), STAGES=tiles.stages, SKIP=skip,
-            num_warps=tiles.warps, tunable=True,
+            TMA=self.config.descriptors and _describable(x, y, z, written), STAGES=tiles.stages, SKIP=skip,
+            num_warps=tiles.num_warps, tunable=True,
         )  # fmt: skip
 
     def denominators(
@@ -279,9 +295,9 @@ class Call:
         over segments. Those are of `steps`, or as others."""
         segmented, segments = (True, self.slots(steps)) if steps else (self.segmented, self.segments)
         stages = 1 if self.exact else 2  # what registers and shared memory hold
-        if self.plan.descriptors:
+        if self.config.descriptors:
             stages = 3 if self.K <= 256 else 1
-        most = 128 if output and not self.plan.descriptors else 256  # keys for which four warps have registers
+        most = 128 if output and not self.config.descriptors else 256  # keys for which four warps have registers
         pieces = self.parts_of_n()
         parts = self.new(pieces, self.H, self.tiles, self.L) if output and pieces > 1 else gates
         self.launch(fused_kernels.normaliser, (segments * self.H, pieces),
@@ -291,7 +307,7 @@ class Call:
             DK=x.shape[3], DN=self.K, BK=power_of_two(self.K) // pieces, L=self.L, BACK=back, OUTPUT=output, DELTA=back,
             PACKED=self.packed, SEGMENTED=segmented, STATE=n is not None, FINAL=final is not None,
             SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=self.plan.descriptors and _describable(x, z), STAGES=stages, SKIP=skip, DECAYS=decays is not None,
+            TMA=self.config.descriptors and _describable(x, z), STAGES=stages, SKIP=skip, DECAYS=decays is not None,
             num_warps=8 if self.exact or most < self.K else 4,
         )  # fmt: skip
         if output and pieces > 1:
@@ -312,9 +328,9 @@ class Call:
         state: Pair, final: Pair,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Fills out; returns sums of w . out, (parts, H, tiles, pieces, L), and the marks of the state and of n."""
-        tiles = self.plan.rows if self.spec.normalize else self.plan.plain_rows or self.plan.rows
+        tiles = self.config.dq_dk if self.spec.normalize else self.config.dq_dk_unnormalized or self.config.dq_dk
         parts = ceil_div(self.K, tiles.split)
-        each = tiles.split // 16 if self.plan.lean else 1  # 16 are those of a warp: no exchange between warps
+        each = tiles.split // 16 if self.config.wgmma_dq_dk else 1  # 16 are those of a warp: no exchange between warps
         sums = self.new(parts, self.H, self.tiles, each, self.L)
         C, n = state
         C_out, n_out = final
@@ -327,8 +343,9 @@ class Call:
             DK=self.K, DV=self.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, NP=each, BACK=back,
             NORMALIZE=self.spec.normalize, DELTA=delta, PACKED=self.packed, SEGMENTED=self.segmented,
             STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
-            PRECISION=self.precision, TMA=self.plan.lean and _describable(x, y, z, w, out), STAGES=tiles.stages,
-            LEAN=self.plan.lean, MARKS=self.marks, num_warps=tiles.warps, tunable=True,
+            PRECISION=self.precision, TMA=self.config.wgmma_dq_dk and _describable(x, y, z, w, out),
+            STAGES=tiles.stages, LEAN=self.config.wgmma_dq_dk, MARKS=self.marks, num_warps=tiles.num_warps,
+            tunable=True,
         )  # fmt: skip
         return sums, marks, n_marks
 
@@ -485,15 +502,15 @@ def call_of(direction: str, kind: type[Call], spec: Spec, x: Inputs, *more: Tens
 def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
     """`kind` says what computes the walks."""
 
-    def first(tape: Tape, given: Sequence[Tensor | None]) -> Outputs:
-        return _forward(kind(tape, Inputs(*given), spec))  # type: ignore[arg-type]
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Outputs:
+        return _forward(kind(recorder, Inputs(*given), spec))  # type: ignore[arg-type]
 
-    return Outputs(*repeated(call_of("forward", kind, spec, x), x, first))
+    return Outputs(*record_or_replay(call_of("forward", kind, spec, x), x, first))
 
 
 def again(x: Inputs, spec: Spec, kind: type[Call]) -> Again | None:
     """What a former `forward` of these sizes noted; float32 is multiplied as PyTorch is set at each."""
-    return None if x.q.dtype == torch.float32 else program(call_of("forward", kind, spec, x))
+    return None if x.q.dtype == torch.float32 else recorded_launches(call_of("forward", kind, spec, x))
 
 
 def _forward(call: Call) -> Outputs:
@@ -519,23 +536,23 @@ def _forward(call: Call) -> Outputs:
     if not (spec.save and call.keeps_states):
         chunk_C = chunk_n = None
     if spec.save and chunk_C is None:
-        chunk_C = call.nothing(0, H, x.q.shape[3], x.v.shape[3], dtype=stored_dtype(x, spec))
-        chunk_n = call.nothing(0, H, x.q.shape[3]) if spec.normalize else None
+        chunk_C = call.placeholder(0, H, x.q.shape[3], x.v.shape[3], dtype=stored_dtype(x, spec))
+        chunk_n = call.placeholder(0, H, x.q.shape[3]) if spec.normalize else None
     C, n = call.cut_off(C, n)
     parts = C, n, m, d, chunk_C, chunk_n
-    none = call.nothing(0)
+    none = call.placeholder(0)
     return Outputs(h, *(none if t is None else t for t in parts))
 
 
 def backward(
     x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec, kind: type[Call] = Call
 ) -> Grads:
-    def first(tape: Tape, given: Sequence[Tensor | None]) -> Grads:
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Grads:
         x, cotangents, (h, d, chunk_C, chunk_n) = Inputs(*given[:9]), given[9:12], given[12:]  # type: ignore[arg-type]
-        return _backward(kind(tape, x, spec), out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n), *cotangents)  # type: ignore[arg-type]
+        return _backward(kind(recorder, x, spec), out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n), *cotangents)  # type: ignore[arg-type]
 
     given = *x, dh, dC, dn, out.h, out.d, out.chunk_C, out.chunk_n
-    return Grads(*repeated(call_of("backward", kind, spec, x, *given[9:]), given, first))
+    return Grads(*record_or_replay(call_of("backward", kind, spec, x, *given[9:]), given, first))
 
 
 def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None) -> Grads:
@@ -568,5 +585,5 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
         dq, dk = (call.sum_of_groups(t, shares) for t in (dq, dk))
     dC0, dn0 = call.cut_off(dC0, dn0)
     parts = di, df, dC0, dn0
-    none = call.nothing(0)
+    none = call.placeholder(0)
     return Grads(dq, dk, dv, *(none if t is None else t for t in parts))

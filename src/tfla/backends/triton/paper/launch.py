@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.gpu.config import architecture, ceil_div, power_of_two, products
-from tfla.backends.gpu.replay import Tape
+from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.triton.launch import Call, Pair, _strides
 from tfla.backends.triton.paper import gate_gradients, recurrent
 from tfla.backends.triton.paper import parallel as tfla_parallel
@@ -73,8 +73,8 @@ def details(x: Inputs, chunk_size: int) -> dict[str, object]:
 class Chunks(Call):
     """As `Call`, but what lies between two stored states is computed in parallel instead of walked."""
 
-    def __init__(self, tape: Tape, x: Inputs, spec: Spec) -> None:
-        super().__init__(tape, x, spec)
+    def __init__(self, recorder: LaunchRecorder, x: Inputs, spec: Spec) -> None:
+        super().__init__(recorder, x, spec)
         self.tiling = tiling(x, spec.chunk_size)
         self.L = self.tiling.L
         self.tiles = self.slots(self.L)
