@@ -1,11 +1,25 @@
-"""What each segment adds to a state: (dqk, dhv), from zero to behind the segment, and the decay over it.
+"""What each segment adds to the state: a fused scan of every segment from zeros, without outputs.
 
-The partitions, and who waits for whom, are those of :mod:`.o_dv`, but a consumer is done with a tile when
+For each segment the kernel stores the state that its steps alone leave, (dqk, dhv), and the decay over the segment.
+`state_passing.py` computes from these the states at the segment boundaries. With NORMALIZE the kernel does the same for
+n. A program computes 128 rows of the state by WIDTH columns, 128 or 256, of each of its work tiles. Two consumers hold
+64 of the rows each, in registers. The operands, with the gate weights of `docs/mathematics.md`:
 
-    C = decay C + (x w)^T y
+    state   scan           x    y     w
+    C       with time      k    v     UPDATE
+    dC      against time   q    do    INTER (a')
 
-is, 64 rows of it by 128 or 256 columns; x, y are k, v, and walking back, for the cotangent, q, do. With a normaliser
-there is one more column, n, of which y is 1.
+The steps of a tile n:
+
+    (1)  total <- g total                  the decay from the start of the work tile
+    (2)  n <- g n + x^T w                  (64), only with NORMALIZE, (T6)
+    (3)  C <- g C + (x * w)^T y            (64, WIDTH) = (64, L) (L, WIDTH), (T5), (T12)
+    (4)  (x * w)^T and x^T w of tile n + 1 (64, L) and (64), while the product of step (3) runs
+    (5)  the stage of tile n is empty
+
+Who waits for whom:
+
+    load warp, gate warps --full[s]--> consumers 0 and 1 --empty[s]--> load warp, gate warps
 """
 
 from typing import Any, NamedTuple
@@ -48,47 +62,56 @@ from tfla.backends.hopper.scheduler import (
 
 
 class Config(NamedTuple):
-    """Constants of a kernel."""
+    """The constants of the kernel."""
 
-    DX: Any
-    DY: Any
-    NUM_SPLITS: Any  # programs that share the columns
+    DX: Any  # rows of the state, dqk
+    DY: Any  # columns of the state, dhv
+    NUM_SPLITS: Any  # programs that share the columns of the state
     L: Any  # steps of a tile
-    STAGES: Any
-    REVERSE: Any  # from the last tile to the first
-    IS_SEGMENTED: Any
-    NORMALIZE: Any
-    SKIP_LAST: Any  # nothing of the last segment of a sequence
+    STAGES: Any  # stages of the ring
+    REVERSE: Any  # scan against time, for dC
+    IS_SEGMENTED: Any  # sequences are cut into segments, each a work tile
+    NORMALIZE: Any  # compute n
+    SKIP_LAST: Any  # the last segment of a sequence has no tiles, see `num_tiles`
 
 
 class GlobalPointers(NamedTuple):
-    """What consumers write in memory."""
+    """The tensors in global memory that consumers write."""
 
-    state_out: Any
-    n_out: Any
-    decays: Any
+    state_out: Any  # (segments, H, dqk, dhv)
+    n_out: Any  # (segments, H, dqk)
+    decays: Any  # (segments, H)
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory, in STAGES stages."""
+    """The shared memory of a program, a ring of STAGES stages."""
 
-    x: Any
-    y: Any
-    g: Any
-    u: Any
-    full: Any
-    empty: Any
+    x: Any  # (STAGES, L, 128)
+    y: Any  # (STAGES, L, WIDTH)
+    g: Any  # gate vectors, (STAGES, NUM_GATE_VECTORS L); STATE_WEIGHT has w in float32
+    u: Any  # update weights w, (STAGES, 2 L)
+    full: Any  # barriers, (STAGES)
+    empty: Any  # barriers, (STAGES)
 
 
 @gluon.jit
 def run_load_warp(X, Y, shared, params, group_size, config):
-    """The loader: one warp."""
+    """Load the tiles of x and y to shared memory by TMA.
+
+    Args:
+        X: TMA descriptor of x, in tiles (L, 128).
+        Y: TMA descriptor of y, in tiles (L, WIDTH).
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        group_size: Heads of y that share a head of x.
+        config: Constants.
+    """
     L: gl.constexpr = config.L
     n = 0
     row = gl.program_id(1) // config.NUM_SPLITS * 128
     column = gl.program_id(1) % config.NUM_SPLITS * Y.block_type.shape[-1]
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED)
+        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if config.REVERSE else i) * L
@@ -105,21 +128,24 @@ def run_load_warp(X, Y, shared, params, group_size, config):
 
 @gluon.jit
 def load_left_operand(shared, s, half: gl.constexpr, config):
-    """(x w)^T of the tile in stage s, and with a normaliser its sums."""
+    """Return (x * w)^T of the tile in stage s, (64, L), and with NORMALIZE x^T w, (64), else zeros, step (4)."""
     L: gl.constexpr = config.L
+    # (64, L)
     x_t = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0)).load(accumulator_layout(L))
     sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, accumulator_layout(L)))
     if config.NORMALIZE:
-        # Not of what is rounded: outputs are divided by q . n, which can be small beside q and n.
-        w = shared.g.index(s).slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, accumulator_layout(L)))
+        # From w in float32: outputs are divided by q . n, which can be far smaller than q and n.
+        w = shared.g.index(s).slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, accumulator_layout(L)))  # (L)
         sums = gl.sum(x_t.to(gl.float32) * gl.expand_dims(w, 0), 1)
     return scale_by_gates(x_t, shared.u.index(s), L, gl.DotOperandLayout(0, accumulator_layout(128), 2)), sums
 
 
 @gluon.jit
 def run_consumer(half: gl.constexpr, gmem, shared, params, config):
-    """One warpgroup, with 64 rows. The left operand of a tile is made while the products of that before are on their
-    way."""
+    """Run one consumer warpgroup, with 64 rows of the state, over all work tiles of the program.
+
+    It computes the left operand of a tile while the product of the tile before runs, also across work tiles.
+    """
     L: gl.constexpr = config.L
     WIDTH: gl.constexpr = config.DY // config.NUM_SPLITS
     of_state: gl.constexpr = accumulator_layout(128)
@@ -132,32 +158,37 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     B, sums = load_left_operand(shared, 0, half, config)
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        _b, _h, start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+        _b, _h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         C0 = gl.zeros([64, 128], gl.float32, of_state)
         C1 = gl.zeros([64, 128], gl.float32, of_state)
         N = gl.zeros([64], gl.float32, gl.SliceLayout(1, accumulator_layout(L)))
         total = one.to(gl.float32) + 1.0
         for _ in range(0, num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)):
             y = shared.y.index(s).reshape([L, WIDTH])
+            # (1) total <- g total
             decay = shared.g.index(s).slice(TILE_DECAY * L, 1, 0)
-            of_tile = decay.load(gl.SliceLayout(0, of_state))
+            of_tile = decay.load(gl.SliceLayout(0, of_state))  # (1)
             tile_decay = gl.expand_dims(of_tile, 0)
             total = total * of_tile
+            # (2) n <- g n + x^T w
             if config.NORMALIZE:
                 N = N * gl.max(decay.load(gl.SliceLayout(0, accumulator_layout(L))), 0) + sums
+            # (3) C <- g C + (x * w)^T y
             C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * tile_decay, is_async=True)
             if WIDTH == 256:
                 C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * tile_decay, is_async=True)
+            # (4) The left operand of the next tile, or of the stage without data after the last one.
             done = s
             s, phase = advance(s, phase, config.STAGES)
             mbarrier.wait(shared.full.index(s), phase)
-            later, sums = load_left_operand(shared, s, half, config)
+            next_B, sums = load_left_operand(shared, s, half, config)
             if WIDTH == 256:
                 C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
             else:
                 C0, B = warpgroup_mma_wait(0, deps=[C0, B])
-            B = later
-            barrier()  # no warp reads the tile any more
+            B = next_B
+            # (5) The stage is empty: all warps have read the tile.
+            barrier()
             mbarrier.arrive(shared.empty.index(done), count=1)
         store_segment_state(C0, C1, N, total, one, state_index(index, params), row, column, gmem, config)
         index = next_work_tile(index)
@@ -165,7 +196,22 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
 
 @gluon.jit
 def store_segment_state(C0, C1, N, total, one, at, row, column, gmem, config):
-    """What a segment adds to C, to n, and its decay, each by one program."""
+    """Store what a segment adds to C, to n, and its decay.
+
+    Of the programs that share a state, those with the first columns store n, and one consumer stores the decay.
+
+    Args:
+        C0: The first 128 columns of the consumer's rows, (64, 128).
+        C1: The columns after these, (64, 128), with WIDTH 256.
+        N: The consumer's elements of n, (64).
+        total: The decay over the segment, (1).
+        one: The index of its only element, 0, (1).
+        at: Index of the states of the work tile.
+        row: First row of the consumer.
+        column: First column of the program.
+        gmem: Tensors in global memory.
+        config: Constants.
+    """
     state_out = gmem.state_out
     dtype: gl.constexpr = state_out.dtype.element_ty
     of_state: gl.constexpr = C0.type.layout
@@ -188,22 +234,51 @@ def segment_states_kernel(
     IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr,
     SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
-    """Fills states, and with a normaliser n, and the decays."""
+    """Compute what segments add to the state, and with NORMALIZE to n, and the decay over each.
+
+    Args:
+        X: TMA descriptor of x, in tiles (L, 128).
+        Y: TMA descriptor of y, in tiles (L, WIDTH).
+        gates: Gate vectors, (H, tiles, VECTORS, L).
+        i_gate: Input gates, (B, T, H).
+        f_gate: Forget gates, (B, T, H).
+        state_out: Output, (segments, H, dqk, dhv).
+        n_out: Output, (segments, H, dqk), with NORMALIZE.
+        decays: Output, (segments, H).
+        schedule: Schedule of packed sequences, with IS_VARLEN.
+        T: Tokens of a batch row.
+        tiles_per_head: Tiles of one head over all batch rows.
+        H: Heads.
+        group_size: Heads of v that share a head of q and k.
+        segment_steps: Steps of a segment.
+        num_work_tiles: Work tiles.
+        stride_ib, stride_it, stride_ih: Strides of the input gates.
+        stride_fb, stride_ft, stride_fh: Strides of the forget gates.
+        scale: The factor of q.
+        log_scale: Its logarithm in base 2.
+    """
     partitions(
         X, Y,
         GateSource(
-            gates, i_gate, f_gate, stride_ib, stride_it, stride_ih, stride_fb, stride_ft, stride_fh, scale, log_scale,
-            GATES, INPUT_GATE, SIGMOID_I, SIGMOID_F
+            vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
+            stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
+            GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
         ),
         tiles_per_head, group_size, GlobalPointers(state_out, n_out, decays),
-        SchedulerParams(T, H, segment_steps, num_work_tiles, schedule if IS_VARLEN else None),
-        Config(DX, DY, NUM_SPLITS, L, STAGES, REVERSE, IS_SEGMENTED, NORMALIZE, SKIP_LAST),
+        SchedulerParams(
+            T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
+            schedule=schedule if IS_VARLEN else None,
+        ),
+        Config(
+            DX=DX, DY=DY, NUM_SPLITS=NUM_SPLITS, L=L, STAGES=STAGES, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
+            NORMALIZE=NORMALIZE, SKIP_LAST=SKIP_LAST,
+        ),
     )  # fmt: skip
 
 
 @gluon.jit
 def partitions(X, Y, source, tiles_per_head, group_size, gmem, params, config):
-    """Gives them shared memory, and starts them."""
+    """Allocate shared memory and start the partitions of the program: consumers, load and gate warps."""
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
     x = allocate_tiles(X, STAGES)
@@ -212,10 +287,16 @@ def partitions(X, Y, source, tiles_per_head, group_size, gmem, params, config):
     u = allocate_vectors(X.dtype, STAGES, 2 * L)
     full, empty = allocate_full_empty(STAGES, 2, 2)
     fence_async_shared()
-    shared = SharedStorage(x, y, g, u, full, empty)
+    shared = SharedStorage(x=x, y=y, g=g, u=u, full=full, empty=empty)
     buffers = GateBuffers(g, u)
     gate_config: gl.constexpr = GateWarpConfig(
-        L, STAGES, config.REVERSE, config.IS_SEGMENTED, SKIP_LAST=config.SKIP_LAST, GATE_WARPS=2, HAS_OUTPUT=False
+        L=L,
+        STAGES=STAGES,
+        REVERSE=config.REVERSE,
+        IS_SEGMENTED=config.IS_SEGMENTED,
+        SKIP_LAST=config.SKIP_LAST,
+        GATE_WARPS=2,
+        HAS_OUTPUT=False,
     )
     gl.warp_specialize(
         [
