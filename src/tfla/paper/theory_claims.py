@@ -11,7 +11,7 @@ from tfla.paper.chunk_timings import BATCH, SHAPE, SUITE, TILE, ChunkTimings, H,
 from tfla.paper.claims_template import Values, fill
 from tfla.paper.report_types import Claim, Options, Table
 from tfla.paper.runtime import SIG, intensity
-from tfla.paper.time_bounds import AT, compare_with_bounds
+from tfla.paper.time_bounds import LENGTH, compare_with_bounds
 from tfla.paper.time_bounds import SUITE as BOUNDS_SUITE
 
 
@@ -92,7 +92,7 @@ def _flop_rate(timings: ChunkTimings) -> Values:
 
 def _time_bounds(config: Options) -> Values:
     result = next((r for r in load(config.results, complete=True).values() if r["suite"] == BOUNDS_SUITE), None)
-    rows = [r for r in compare_with_bounds(result) if r["x"] == AT] if result is not None else []
+    rows = [r for r in compare_with_bounds(result) if r["x"] == LENGTH] if result is not None else []
     by_name: dict[str, list[str]] = {}
     for r in rows:
         if "," not in r["name"] or r["name"].endswith(" tfla"):
@@ -104,7 +104,7 @@ def _time_bounds(config: Options) -> Values:
     if result is None or not by_name:
         return {"missing": _missing(BOUNDS_SUITE)}
     env = result["environment"]
-    return {"T": f"{AT:,}", "where": f"{env['device']}, {env['date']}", "table": table}
+    return {"T": f"{LENGTH:,}", "where": f"{env['device']}, {env['date']}", "table": table}
 
 
 def claims(config: Options) -> list[Claim]:

@@ -14,7 +14,7 @@ from tfla.paper.algorithms.symbols import Direction, Gate
 from tfla.paper.report_types import Figure, Missing, Options, write
 from tfla.paper.runtime import least_seconds, seconds
 
-SUITE, AT = "fig4", 8192
+SUITE, LENGTH = "fig4", 8192
 SECONDS = ("overlapped", "not overlapped", "seconds")
 Row = dict[str, Any]
 
@@ -68,16 +68,16 @@ def compare_with_bounds(result: Row) -> list[Row]:
 
 def draw_time_bounds(config: Options, command: str) -> Figure | Missing:
     """Draw the bounds as bars and the measured times as points."""
-    title = "What FLOPs and bytes explain of measured times"
+    title = "Measured times beside their bounds by FLOPs and bytes"
     result = next((r for r in load(config.results, complete=True).values() if r["suite"] == SUITE), None)
     rows = compare_with_bounds(result) if result is not None else []
-    if result is None or not any(r["x"] == AT for r in rows):
+    if result is None or not any(r["x"] == LENGTH for r in rows):
         path = config.results / f"{SUITE}.json"
         return Missing("explained", title, f"no measurement in {path}: `tfla bench gpu {SUITE} --out {path}`")
     drawing, [axes_row] = style.panels(1, 2, width=5.4, height=3.6, sharey=True)
-    names = list(dict.fromkeys(r["name"] for r in rows if r["x"] == AT))
+    names = list(dict.fromkeys(r["name"] for r in rows if r["x"] == LENGTH))
     for axes, direction in zip(axes_row, (FORWARD, BOTH), strict=True):
-        selected = [r for r in rows if r["x"] == AT and r["direction"] == direction]
+        selected = [r for r in rows if r["x"] == LENGTH and r["direction"] == direction]
         for n, r in enumerate(selected):
             place, (low, high, at) = names.index(r["name"]), (r[key] * 1e3 for key in SECONDS)
             axes.barh(place, high - low, 0.55, low, color=style.SKY, label=None if n else "counted, overlapped to not")
@@ -93,7 +93,7 @@ def draw_time_bounds(config: Options, command: str) -> Figure | Missing:
     env = result["environment"]
     return write(
         config, "explained", drawing, rows, title=title, command=command,
-        caption=f"""65,536 tokens in sequences of {AT:,}, 16 heads, dqk 128, dhv 256 ({env["device"]}, {env["date"]}).
+        caption=f"""65,536 tokens in sequences of {LENGTH:,}, 16 heads, dqk 128, dhv 256 ({env["device"]}, {env["date"]}).
 A bar goes from the time of full overlap (114) to the time without overlap (113) of the algorithm's counted FLOPs and
 bytes, at the rates of a matrix product and a device copy measured in the same run. A point is the measured time; the
 number is its ratio to the lower end.
