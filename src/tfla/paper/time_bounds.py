@@ -93,10 +93,10 @@ def draw_time_bounds(config: Options, command: str) -> Figure | Missing:
     env = result["environment"]
     return write(
         config, "explained", drawing, rows, title=title, command=command,
-        caption=f"""65,536 tokens in sequences of {LENGTH:,}, 16 heads, dqk 128, dhv 256 ({env["device"]}, {env["date"]}).
-A bar goes from the time of full overlap (114) to the time without overlap (113) of the algorithm's counted FLOPs and
-bytes, at the rates of a matrix product and a device copy measured in the same run. A point is the measured time; the
-number is its ratio to the lower end.
+        caption=f"""65,536 tokens in sequences of {LENGTH:,}, 16 heads, dqk 128, dhv 256 ({env["device"]},
+{env["date"]}). A bar goes from the time of full overlap (114) to the time without overlap (113) of the algorithm's
+counted FLOPs and bytes, at the rates of a matrix product and a device copy measured in the same run. A point is the
+measured time; the number is its ratio to the lower end.
 
 The bytes are those that an algorithm's kernels move, and not the least that any could move (the roofline bound of the
 benchmarks). The fused scans run close to their lower bound, so that a faster scan has to move fewer bytes. The kernels
