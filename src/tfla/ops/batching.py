@@ -1,4 +1,4 @@
-"""The operator under torch.vmap: the mapped dimension becomes part of the batch."""
+"""The rules of the operators for torch.vmap: the mapped dimension becomes part of the batch."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ def _split(t: Tensor, size: int) -> Tensor:
 
 
 def _map(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any], packed: int) -> Any:
-    """Call an operator whose tensors all have the batch first, and args[packed] the offsets of packed sequences.
+    """Call an operator on a mapped dimension that is merged into the batch, the first dimension of every tensor.
 
-    Packed sequences are a batch already, so their calls follow each other.
+    Where args[packed], cu_seqlens, is given, B is 1 and cannot take a second batch: the operator is called once for each
+    index of the mapped dimension.
     """
     args = [_first(t, dim, size) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims, strict=True)]
     if args[packed] is not None:
         calls = [operator(*(t[j].contiguous() if isinstance(t, Tensor) else t for t in args)) for j in range(size)]
         found = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
         return found, (0,) * len(found)
-    # What a forward has stored is dense for kernels, but a tensor that is not mapped is repeated by a stride of 0.
+    # Backwards read what a forward stored as dense tensors, but a tensor that is not mapped is expanded with stride 0.
     found = operator(*(t.flatten(0, 1).contiguous() if isinstance(t, Tensor) else t for t in args))
-    missing = [t.dim() == 1 and t.shape[0] == 0 for t in found]
-    mapped = tuple(t if none else _split(t, size) for t, none in zip(found, missing, strict=True))
-    return mapped, tuple(None if none else 0 for none in missing)
+    empty = [t.dim() == 1 and t.shape[0] == 0 for t in found]
+    mapped = tuple(t if none else _split(t, size) for t, none in zip(found, empty, strict=True))
+    return mapped, tuple(None if none else 0 for none in empty)
 
 
 def attend(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    """Call tfla::attend under torch.vmap."""
     return _map(torch.ops.tfla.attend, info.batch_size, in_dims, args, packed=8)
 
 
 def attend_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
+    """Call tfla::attend_backward under torch.vmap."""
     return _map(torch.ops.tfla.attend_backward, info.batch_size, in_dims, args, packed=8)

@@ -1,4 +1,7 @@
-"""What the public operators accept. Every message names the argument, what was given and what is allowed."""
+"""The checks of the arguments of public operators.
+
+Each raises ValueError or TypeError, whose message names the argument, what was given and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ STORE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
 def check_float(name: str, x: object) -> None:
+    """Check that an argument is a tensor of a float dtype that the operators support."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
     if x.dtype not in FLOATS:
@@ -30,20 +34,29 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def check_shape(name: str, x: Tensor, allowed: tuple[int | str, ...]) -> None:
+    """Check the shape of a tensor; a string in ``allowed`` stands for any size and names it in the message."""
     shape = x.shape
-    if shape == allowed:  # by far the fastest, and so for most
+    if shape == allowed:  # first, because it is much faster and holds for most
         return
     if len(shape) != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, shape, strict=True)):
         raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected ({', '.join(map(str, allowed))})")
 
 
 def check_input_gate(input_gate: object) -> None:
+    """Check the name of an input gate."""
     if not isinstance(input_gate, str) or input_gate not in INPUT_GATES:
         raise ValueError(f"input_gate: got {input_gate!r}, allowed are {', '.join(map(repr, INPUT_GATES))}")
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], state: object, time: bool) -> None:
-    """Shapes, dtypes and devices of one call; ``time``: sequences (B, T, H, d) rather than single steps (B, H, d)."""
+    """Check shapes, dtypes and devices of one call.
+
+    Args:
+        q, k, v: (B, T, Hq, dqk), (B, T, Hq, dqk), (B, T, H, dhv), or without T.
+        gates: (B, T, H) or (B, H), by name.
+        state: unused.
+        time: whether tensors have the dimension T.
+    """
     for name, x in {"q": q, "k": k, "v": v, **gates}.items():
         check_float(name, x)
     lead: tuple[str, ...] = ("B", "T") if time else ("B",)
@@ -59,7 +72,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], stat
         check_shape(name, x, tuple(v.shape[:-1]))
     low = autocast_dtype(q.device.type)
     for name, x in {"k": k, "v": v}.items():
-        # Autocast casts all but float64, and makes dtypes equal that are not yet.
+        # Autocast casts all dtypes but float64 to one, so that they may differ before.
         if x.dtype != q.dtype and (low is None or torch.float64 in (x.dtype, q.dtype)):
             raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
     for name, x in {"k": k, "v": v, **gates}.items():
@@ -68,6 +81,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], stat
 
 
 def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: bool, name: str) -> None:
+    """Check type, shapes, dtypes and devices of a state for the given number of sequences."""
     if not isinstance(state, State):
         raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.State")
     heads, dqk, dhv = v.shape[-2], q.shape[-1], v.shape[-1]
@@ -85,7 +99,11 @@ def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: 
 
 
 def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
-    """On a GPU its values are not read, so nothing waits for the device; of traced calls the operator reads them."""
+    """Check the offsets of packed sequences.
+
+    Their values are checked on a CPU only: reading them from a GPU would make the host wait. In a traced call the
+    operator checks them.
+    """
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: got {got}, expected an int32 or int64 tensor")
@@ -100,6 +118,7 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
 
 
 def check_store_dtype(store_dtype: object) -> None:
+    """Check the dtype of the states that are stored for the backward."""
     if store_dtype is not None and not isinstance(store_dtype, torch.dtype):
         raise TypeError(f"store_dtype: got {type(store_dtype).__name__}, expected a torch.dtype or None")
     if store_dtype not in STORE_DTYPES:
@@ -107,7 +126,7 @@ def check_store_dtype(store_dtype: object) -> None:
 
 
 def check_scale(scale: object) -> float | None:
-    """Return the scale as a float, or None."""
+    """Check the scale and return it as a float, or None."""
     if scale is None or (type(scale) is float and -math.inf < scale < math.inf):
         return scale
     if isinstance(scale, Tensor):
@@ -131,12 +150,14 @@ def check_scale(scale: object) -> float | None:
 
 
 def check_flags(**flags: object) -> None:
+    """Check options that are True or False; the integers 0 and 1 are accepted too."""
     for name, flag in flags.items():
         if type(flag) is not bool and not (isinstance(flag, numbers.Integral) and flag in (0, 1)):
             raise TypeError(f"{name}: got {flag!r}, expected True or False")
 
 
 def check_chunk_size(chunk_size: object) -> None:
+    """Check the distance between stored states."""
     if chunk_size is None:
         return
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int | torch.SymInt):
@@ -145,10 +166,11 @@ def check_chunk_size(chunk_size: object) -> None:
         raise ValueError(f"chunk_size: got {chunk_size}, expected at least 1")
 
 
-LONGEST_STEPS = 32
+LONGEST_STEPS = 32  # T of one call of several decoding steps
 
 
 def check_few_steps(v: Tensor, return_state: bool, lengths: object, in_place: bool) -> None:
+    """Check the number of decoding steps, and that options of the new state are given only if it is returned."""
     if not 1 <= v.shape[1] <= LONGEST_STEPS:
         raise ValueError(
             f"v: got T = {v.shape[1]}, expected from 1 to {LONGEST_STEPS} steps; the sequence forms read more"
@@ -159,7 +181,11 @@ def check_few_steps(v: Tensor, return_state: bool, lengths: object, in_place: bo
 
 
 def check_lengths(lengths: object, v: Tensor) -> None:
-    """On a GPU their values are not read, so nothing waits for the device; of traced calls operators read them."""
+    """Check the lengths of decoding steps, (B,).
+
+    Their values are checked on a CPU only: reading them from a GPU would make the host wait. In a traced call the
+    operator checks them.
+    """
     if lengths is None:
         return
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
@@ -173,6 +199,7 @@ def check_lengths(lengths: object, v: Tensor) -> None:
 
 
 def check_values_of_lengths(lengths: Tensor, T: int) -> None:
+    """Check that the lengths of decoding steps are from 0 to T, which reads their values."""
     if not lengths.numel():
         return
     low, high = int(lengths.min()), int(lengths.max())
@@ -181,6 +208,7 @@ def check_values_of_lengths(lengths: Tensor, T: int) -> None:
 
 
 def check_in_place(state: State, dtype: torch.dtype, recorded: bool, transformed: bool) -> None:
+    """Check that C of a state can be overwritten in place: no gradients, no transform, the right dtype, no overlap."""
     if transformed:
         raise ValueError("in_place: got True while a transform or forward-mode AD is active, expected it outside")
     if recorded:

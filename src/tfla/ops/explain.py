@@ -1,4 +1,4 @@
-"""What a call would run, and why not something else."""
+"""The explanation of a call: what it would run, and why no other backend does."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tfla.ops.state import State
 
 @dataclass(frozen=True)
 class Explanation:
-    """What :func:`explain` found; printed, one line each."""
+    """The choices of one call; its string has one line for each."""
 
     backend: str
     kernel: str
-    chunk_size: int  # as asked for or picked; backends round it up to whole tiles
-    stored_states: int  # of every head, kept for the backward
-    details: Mapping[str, object]  # what else the backend decides
-    not_taken: Mapping[str, str]  # every other backend, and why not
-    tuned: bool = False  # kernel and chunk size are what `tfla tune` found
+    chunk_size: int  # as given or chosen; backends round it up to whole tiles
+    stored_states: int  # of each head, stored for the backward
+    details: Mapping[str, object]  # further choices of the backend, by name
+    not_taken: Mapping[str, str]  # each other backend, and why it does not run the call
+    tuned: bool = False  # kernel and chunk size come from `tfla tune`
 
     def __str__(self) -> str:
         lines = {
@@ -41,6 +41,7 @@ class Explanation:
 
 
 def _why_not(other: Backend, chosen: Backend, asked_for: bool, x: Inputs) -> str:
+    """Return why a backend other than the chosen one does not run the call."""
     why = other.unsupported(x)
     if why is None:
         why = f"it could, but {chosen.name!r} " + ("was asked for" if asked_for else "comes before it")
@@ -65,11 +66,16 @@ def explain(
     normalizer_grad: bool = True,
     store_dtype: torch.dtype | None = None,
 ) -> Explanation:
-    """What :func:`tfla.mlstm` would run, given the same arguments. Computes nothing.
+    """Return what :func:`tfla.mlstm` would run for the same arguments, without running it.
+
+    Args:
+        q, k, v, i, f: as in :func:`tfla.mlstm`; only their shapes, dtypes, strides and devices matter.
+        input_gate, initial_state, return_state, cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad,
+            store_dtype: as in :func:`tfla.mlstm`.
 
     Returns:
-        the backend, the kernel and the chunk size it picks, with what else that backend decides, and for every other
-        backend why it was not taken.
+        the chosen backend, kernel and chunk size, the further choices of that backend, and for each other backend why
+        it does not run the call.
 
     Raises:
         ValueError, TypeError: as :func:`tfla.mlstm`.

@@ -1,4 +1,4 @@
-"""From what a model computes to the log-gates that every backend reads."""
+"""The log-gates that backends read, computed from the pre-activations of a model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ from tfla.backends.base import Gates
 InputGate = Literal["exp", "sigmoid"]
 INPUT_GATES: tuple[str, ...] = get_args(InputGate)
 
-# Infinite gates act like these: closed for every input gate that is accepted, and sums of them stay exact.
+# Log-gates are clamped to this range. The minimum closes a forget gate over every input gate up to the maximum, and
+# sums of such gates stay exact (docs/mathematics.md).
 LOG_GATE_MIN, LOG_GATE_MAX = -1e5, 5e4
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x.to(dtype), which takes the host a while even where there is nothing to do."""
+    """Return x.to(dtype), without its host time where x has that dtype already."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def clamp(log_gate: Tensor) -> Tensor:
-    """log_gate in at least float32, infinities made finite; NaN stays."""
+    """Return a log-gate clamped to the allowed range, in float64 or else float32; NaN stays NaN."""
     wide = log_gate if log_gate.dtype == torch.float64 else log_gate.float()
     return wide.clamp(LOG_GATE_MIN, LOG_GATE_MAX)
 
 
 def log_gates(i: Tensor, f: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:
-    """log_i and log_f of the mLSTM from its pre-activations, exp (6), (7) or sigmoid (22), or from log-gates."""
+    """Return the clamped log_i and log_f, in float64 or else float32.
+
+    Args:
+        i, f: the gates, any shape and float dtype.
+        gates: what they are: "exp" pre-activations of mLSTMexp, (6), (7); "sigmoid" those of mLSTMsig, (22); "log"
+            log-gates.
+    """
     i, f = (t if t.dtype == torch.float64 else t.float() for t in (i, f))
     return clamp(F.logsigmoid(i) if gates == "sigmoid" else i), clamp(f if gates == "log" else F.logsigmoid(f))

@@ -1,7 +1,12 @@
 """The operators as PyTorch sees them: registered with torch.library, traceable, with a closed-form backward.
 
-Calls that only eager PyTorch sees go past the dispatcher, whose wrappers of operators written in Python
-cost more host time than the rest of a call.
+    tfla::attend            a whole sequence, forward
+    tfla::attend_backward   its backward
+    tfla::steps, steps_     a few decoding steps; steps_ overwrites the state C in place
+    tfla::checked_lengths   the check of the lengths of decoding steps inside a graph
+
+Plain eager calls skip the dispatcher, whose wrappers of operators written in Python cost more host time than the rest
+of a call.
 """
 
 from __future__ import annotations
@@ -23,36 +28,113 @@ from tfla.ops.dispatch import without_autocast
 from tfla.ops.transforms import forward_mode, needs_dispatcher
 
 
-def _forward(x: Inputs, backend: str, spec: Spec, again: Again | None = None) -> Outputs:
-    if again is not None:
-        return Outputs(*again(x))
+def attend(x: Inputs, backend: str, spec: Spec, eager: bool = False, replay: Again | None = None) -> tuple[Tensor, ...]:
+    """Run the operator on the backend of that name.
+
+    Args:
+        x: the inputs of the call.
+        backend: the name of the backend.
+        spec: the options of the call.
+        eager: the caller has made sure that :func:`needs_dispatcher` is False for x.
+        replay: the recorded forward of calls of this signature; None calls the backend.
+
+    Returns:
+        h, and if ``spec.final_state`` also the final C, n and m; more parts may follow, which callers ignore.
+    """
+    if not eager and needs_dispatcher(x):
+        if x.cu_seqlens is not None and forward_ad._current_level >= 0 and torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # forward mode reads the offsets
+        flops.register()
+        scale, normalize, normalizer_grad, chunk_size, kernel, *rest = spec
+        return torch.ops.tfla.attend(*x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, *rest)
+    return _EagerAttend.apply(backend, spec, replay, *x) if spec.save else _forward(x, backend, spec, replay)
+
+
+class _EagerAttend(torch.autograd.Function):
+    """The operator as a node of autograd for plain eager calls, which skip the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, backend: str, spec: Spec, replay: Again | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        out = _forward(Inputs(*tensors), backend, spec, replay)  # type: ignore[arg-type]
+        _save_for_backward(ctx, tensors, out, backend, spec)
+        return out[: (4 if spec.normalize else 2) if spec.final_state else 1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, None, None, *_gradients(ctx, *grads[:3])
+
+
+def _forward(x: Inputs, backend: str, spec: Spec, replay: Again | None = None) -> Outputs:
+    """Run a recorded forward where there is one, else the forward of the backend."""
+    if replay is not None:
+        return Outputs(*replay(x))
     with without_autocast(x.q.device.type):
         return BACKENDS[backend].forward(x, spec)
-
-
-def _like(d: Tensor, t: Tensor) -> Tensor:
-    """A gradient in the dtype of t, dense; most are."""
-    return d if d.dtype == t.dtype and d.is_contiguous() else d.to(t.dtype).contiguous()
 
 
 def _backward(
     x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, backend: str, spec: Spec
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, log_i, log_f and of the initial C, n, m; None for an input that is None."""
+    """Return the gradients of q, k, v, log_i, log_f and of the initial C, n, m; None for an input that is None.
+
+    The true initial state is exp(m) C and exp(m) n, hence dm = <C, dC> + <n, dn> of each head.
+    """
     with without_autocast(x.q.device.type):
         g = BACKENDS[backend].backward(x, out, dh, dC, dn, spec)
-        # The true initial state is exp(m) C, exp(m) n.
         dm = None
         if x.m is not None and x.C is not None and x.n is not None:
             dm = (x.C * g.C).sum((-2, -1)) + (x.n * g.n).sum(-1)
         found = (g.q, g.k, g.v, g.log_i, g.log_f, g.C, g.n, dm)
-        return tuple([None if t is None or d is None else _like(d, t) for d, t in zip(found, x[:8], strict=True)])
+        return tuple(
+            [None if t is None or d is None else _match_dtype(d, t) for d, t in zip(found, x[:8], strict=True)]
+        )
 
 
-def _check_packed(x: Inputs) -> None:
-    """Check what traced calls could not: on the CPU the values of cu_seqlens cost nothing to read."""
-    if x.cu_seqlens is not None and x.cu_seqlens.device.type == "cpu":
-        packed_bounds(x.cu_seqlens, x.v.shape[1])
+def _match_dtype(d: Tensor, t: Tensor) -> Tensor:
+    """Return a gradient in the dtype of t and dense, without a copy where it is so already."""
+    return d if d.dtype == t.dtype and d.is_contiguous() else d.to(t.dtype).contiguous()
+
+
+def _save_for_backward(
+    ctx: Any, tensors: tuple[Tensor | None, ...], out: tuple[Tensor, ...], backend: str, spec: Spec
+) -> None:
+    """Save what the backward reads: the inputs, and of the outputs h, d and the states of chunks."""
+    h, _, _, _, d, chunk_C, chunk_n = out
+    ctx.save_for_backward(*tensors, h, d, chunk_C, chunk_n)
+    ctx.backend, ctx.spec = backend, spec
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor | None = None) -> list[Tensor | None]:
+    """Return the gradients of the nine tensors of :class:`Inputs` from the cotangents of h and of the final C, n."""
+    saved = unwrap_dead_wrappers(ctx.saved_tensors)  # once: activation checkpointing recomputes them at each access
+    tensors, (h, d, chunk_C, chunk_n) = saved[:9], saved[9:]
+    dh = torch.zeros_like(h) if dh is None else dh
+    # A backward that is itself recorded or traced is the registered operator, which has a derivative.
+    if torch.is_grad_enabled() or needs_dispatcher((*tensors, dh, dC, dn)):
+        if forward_mode((*tensors, dh, dC, dn)):
+            return [*differentiable.gradients(Inputs(*tensors), dh, dC, dn, ctx.spec), None]
+        scale, normalize, normalizer_grad, chunk_size, kernel, _, _, store_dtype, gates = ctx.spec
+        flops.register()
+        grads = torch.ops.tfla.attend_backward(
+            *tensors, h, d, chunk_C, chunk_n, dh, dC, dn, scale, normalize, normalizer_grad, chunk_size, ctx.backend,
+            kernel, store_dtype, gates,
+        )  # fmt: skip
+        return [None if t is None else g for t, g in zip(tensors, (*grads, None), strict=True)]
+    out = Outputs(h, d, d, d, d, chunk_C, chunk_n)
+    return [*_backward(Inputs(*tensors), out, dh, dC, dn, ctx.backend, ctx.spec), None]
+
+
+def _backward_spec(
+    scale: float, normalize: bool, normalizer_grad: bool, chunk_size: int, kernel: str, *rest: Any
+) -> Spec:
+    """Return the options of the forward that a backward belongs to."""
+    return Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False, *rest)
+
+
+# The registered operators of whole sequences: implementations and shapes.
 
 
 def _attend(
@@ -76,16 +158,11 @@ def _attend(
     store_dtype: torch.dtype | None = None,
     gates: str = "log",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Forward; see `backends.base.Outputs` for what it returns."""
+    """Compute the forward; returns the tensors of :class:`Outputs`. The annotations are the operator's schema."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     _check_packed(x)
     spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype, gates)  # type: ignore[arg-type]
     return _distinct(_forward(x, backend, spec))  # type: ignore[return-value]
-
-
-def _distinct(out: Outputs) -> tuple[Tensor, ...]:
-    """Outputs of which no two are one tensor, which PyTorch does not allow; empty parts may be."""
-    return tuple(t if t.numel() else torch.empty_like(t) for t in out)
 
 
 def _attend_shapes(
@@ -109,6 +186,7 @@ def _attend_shapes(
     store_dtype: torch.dtype | None = None,
     gates: str = "log",
 ) -> tuple[Tensor, ...]:
+    """Return empty tensors of the shapes and dtypes of :func:`_attend`."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     N, H, K, V = x.sequences, v.shape[2], q.shape[3], v.shape[3]
     rows = BACKENDS[backend].stored_states(x, chunk_size, kernel) if save else 0
@@ -153,7 +231,7 @@ def _attend_backward(
     store_dtype: torch.dtype | None = None,
     gates: str = "log",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_i, log_f and of the initial C, n, m; shape (0,) for an input that is None."""
+    """Compute the gradients of q, k, v, log_i, log_f and of the initial C, n, m; shape (0,) where the input is None."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     _check_packed(x)
     spec = _backward_spec(scale, normalize, normalizer_grad, chunk_size, kernel, store_dtype, gates)
@@ -161,13 +239,6 @@ def _attend_backward(
     out = Outputs(h, none, none, none, d, chunk_C, chunk_n)
     grads = _backward(x, out, dh, dC, dn, backend, spec)
     return tuple(d.new_empty(0) if g is None else g for g in grads)  # type: ignore[return-value]
-
-
-def _backward_spec(
-    scale: float, normalize: bool, normalizer_grad: bool, chunk_size: int, kernel: str, *rest: Any
-) -> Spec:
-    """The options of the forward that a backward belongs to."""
-    return Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, False, *rest)
 
 
 def _attend_backward_shapes(
@@ -184,69 +255,91 @@ def _attend_backward_shapes(
     d: Tensor,
     *_: Any,
 ) -> tuple[Tensor, ...]:
+    """Return empty tensors of the shapes and dtypes of :func:`_attend_backward`."""
     return tuple(d.new_empty(0) if t is None else t.new_empty(t.shape) for t in (q, k, v, log_i, log_f, C, n, m))
 
 
-def _keep(ctx: Any, tensors: tuple[Tensor | None, ...], out: tuple[Tensor, ...], backend: str, spec: Spec) -> None:
-    h, _, _, _, d, chunk_C, chunk_n = out
-    ctx.save_for_backward(*tensors, h, d, chunk_C, chunk_n)
-    ctx.backend, ctx.spec = backend, spec
-    ctx.set_materialize_grads(False)
+def _check_packed(x: Inputs) -> None:
+    """Check the values of cu_seqlens on a CPU, which a call that is traced cannot read."""
+    if x.cu_seqlens is not None and x.cu_seqlens.device.type == "cpu":
+        packed_bounds(x.cu_seqlens, x.v.shape[1])
 
 
-def _gradients(ctx: Any, dh: Tensor | None, dC: Tensor | None = None, dn: Tensor | None = None) -> list[Tensor | None]:
-    """Of all tensors that the operator reads."""
-    saved = unwrap_dead_wrappers(ctx.saved_tensors)  # once: activation checkpointing recomputes them at each access
-    tensors, (h, d, chunk_C, chunk_n) = saved[:9], saved[9:]
-    dh = torch.zeros_like(h) if dh is None else dh
-    # With a graph of its own the backward is the registered operator, which knows its derivative.
-    if torch.is_grad_enabled() or needs_dispatcher((*tensors, dh, dC, dn)):
-        if forward_mode((*tensors, dh, dC, dn)):
-            return [*differentiable.gradients(Inputs(*tensors), dh, dC, dn, ctx.spec), None]
-        scale, normalize, normalizer_grad, chunk_size, kernel, _, _, store_dtype, gates = ctx.spec
-        flops.register()
-        grads = torch.ops.tfla.attend_backward(
-            *tensors, h, d, chunk_C, chunk_n, dh, dC, dn, scale, normalize, normalizer_grad, chunk_size, ctx.backend,
-            kernel, store_dtype, gates,
-        )  # fmt: skip
-        return [None if t is None else g for t, g in zip(tensors, (*grads, None), strict=True)]
-    out = Outputs(h, d, d, d, d, chunk_C, chunk_n)
-    return [*_backward(Inputs(*tensors), out, dh, dC, dn, ctx.backend, ctx.spec), None]
+def _distinct(out: Outputs) -> tuple[Tensor, ...]:
+    """Return outputs of which no two are the same tensor.
+
+    PyTorch does not allow that of an operator, but the empty parts of :class:`Outputs` may be one tensor.
+    """
+    return tuple(t if t.numel() else torch.empty_like(t) for t in out)
 
 
-class _Direct(torch.autograd.Function):
-    """The same, past the dispatcher."""
-
-    @staticmethod
-    def forward(ctx: Any, backend: str, spec: Spec, again: Again | None, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        out = _forward(Inputs(*tensors), backend, spec, again)  # type: ignore[arg-type]
-        _keep(ctx, tensors, out, backend, spec)
-        return out[: (4 if spec.normalize else 2) if spec.final_state else 1]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, None, None, *_gradients(ctx, *grads[:3])
+# Autograd of the registered operators.
 
 
-class _Node(_SingleLevelFunction):
-    """A node of the graph of one level of transforms, which `torch.library.register_autograd` does not make under
-    torch.func (pytorch issue 170834)."""
+def _attend_autograd(keys: Any, *args: Any) -> Any:
+    """Call tfla::attend under autograd; under forward-mode AD compute it in plain PyTorch."""
+    if not forward_mode(args[:9]):
+        return _call_with_node(_AttendNode, torch.ops.tfla.attend.default, keys, args)
+    scale, normalize, normalizer_grad, chunk_size, _, kernel, *rest = args[9:]
+    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, *rest)
+    return _distinct(differentiable.attend(Inputs(*args[:9]), spec))
+
+
+def _attend_backward_autograd(keys: Any, *args: Any) -> Any:
+    """Call tfla::attend_backward under autograd.
+
+    Raises:
+        NotImplementedError: an argument has a tangent: forward-mode AD needs the forward inside of it as well.
+    """
+    if forward_mode(args[:16]):
+        raise NotImplementedError(
+            "forward-mode AD: this backward is of a forward that was computed outside of it; compute both inside, "
+            "as torch.func.jvp(torch.func.grad(f), ...) does"
+        )
+    return _call_with_node(_AttendBackwardNode, torch.ops.tfla.attend_backward.default, keys, args)
+
+
+def _call_with_node(node: type[_SingleLevelNode], operator: Any, keys: Any, args: tuple[Any, ...]) -> Any:
+    """Call the operator with a node of the graph where gradients are recorded."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
+        with enable_single_level_autograd_function():
+            return node.apply(keys, *args)  # type: ignore[attr-defined]
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+def _call_below_autograd(operator: Any, keys: Any, args: tuple[Any, ...]) -> Any:
+    """Call the operator below autograd of this level of transforms.
+
+    The forward of a node turns gradients off; they are turned on, because outer levels record the call.
+    """
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+class _SingleLevelNode(_SingleLevelFunction):
+    """A node of autograd for one level of torch.func transforms.
+
+    `torch.library.register_autograd` makes no such node under torch.func (pytorch issue 170834).
+    """
 
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[int]:
         return (ctx._autograd_function_id,)
 
 
-class _Attend(_Node):
-    """The operator; its arguments follow the dispatcher's keys."""
+class _AttendNode(_SingleLevelNode):
+    """The node of tfla::attend; its arguments are the dispatcher's keys, then those of the operator."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, *args: Any) -> tuple[Tensor, ...]:
         tensors, (scale, normalize, normalizer_grad, chunk_size, backend, kernel, _, *rest) = args[:9], args[9:]
-        # A graph that was traced without gradients stores nothing for the backward that is now wanted.
+        # save = True: a graph that was traced without gradients has False, but a backward follows this call.
         args = (*args[:15], True, *args[16:])
-        out = _below(torch.ops.tfla.attend.default, keys, args)
-        _keep(ctx, tensors, out, backend, Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, *rest))
+        out = _call_below_autograd(torch.ops.tfla.attend.default, keys, args)
+        _save_for_backward(
+            ctx, tensors, out, backend, Spec(scale, normalize, normalizer_grad, chunk_size, kernel, True, *rest)
+        )
         return out
 
     @staticmethod
@@ -254,8 +347,8 @@ class _Attend(_Node):
         return None, *_gradients(ctx, *grads[:3]), *[None] * (len(ctx.needs_input_grad) - 10)
 
 
-class _AttendBackward(_Node):
-    """The backward of the operator; its own derivative is that of plain PyTorch."""
+class _AttendBackwardNode(_SingleLevelNode):
+    """The node of tfla::attend_backward; its derivative is computed by differentiating plain PyTorch."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -263,7 +356,7 @@ class _AttendBackward(_Node):
         ctx.spec = _backward_spec(scale, normalize, normalizer_grad, chunk_size, kernel, *rest)
         ctx.save_for_backward(*args[:9], *args[13:16])
         ctx.set_materialize_grads(False)
-        return _below(torch.ops.tfla.attend_backward.default, keys, args)
+        return _call_below_autograd(torch.ops.tfla.attend_backward.default, keys, args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -273,45 +366,16 @@ class _AttendBackward(_Node):
         return None, *found[:8], *[None] * 5, *found[8:], *[None] * (len(ctx.needs_input_grad) - 17)
 
 
-def _below(operator: Any, keys: Any, args: tuple[Any, ...]) -> Any:
-    """Call the operator below autograd of this level of transforms; outer levels record, though a node does not."""
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-
-def _differentiated(node: type[_Node], operator: Any, keys: Any, args: tuple[Any, ...]) -> Any:
-    """Call the operator with a node of the graph where gradients are recorded."""
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
-        with enable_single_level_autograd_function():
-            return node.apply(keys, *args)  # type: ignore[attr-defined]
-    with torch._C._AutoDispatchBelowAutograd():
-        return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-
-def _attend_autograd(keys: Any, *args: Any) -> Any:
-    if not forward_mode(args[:9]):
-        return _differentiated(_Attend, torch.ops.tfla.attend.default, keys, args)
-    scale, normalize, normalizer_grad, chunk_size, _, kernel, *rest = args[9:]
-    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, *rest)
-    return _distinct(differentiable.attend(Inputs(*args[:9]), spec))
-
-
-def _attend_backward_autograd(keys: Any, *args: Any) -> Any:
-    if forward_mode(args[:16]):
-        raise NotImplementedError(
-            "forward-mode AD: this backward is of a forward that was computed outside of it; compute both inside, "
-            "as torch.func.jvp(torch.func.grad(f), ...) does"
-        )
-    return _differentiated(_AttendBackward, torch.ops.tfla.attend_backward.default, keys, args)
+LIBRARY = torch.library.Library("tfla", "FRAGMENT")
 
 
 def _register(
     name: str, forward: Callable[..., Any], shapes: Callable[..., Any], autograd: Callable[..., Any],
     batched: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """Define an operator by the annotations of its forward, for every device.
+    """Define an operator for every device; the annotations of ``forward`` are its schema.
 
-    A function that torch.compile runs uncompiled would have it look into what the dispatcher calls.
+    torch.compile must not trace into what the dispatcher calls, so each function is hidden from it.
     """
     schema = torch.library.infer_schema(forward, mutates_args=())
     torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -321,7 +385,6 @@ def _register(
     torch.library.register_vmap(name, torch._disable_dynamo(batched))
 
 
-LIBRARY = torch.library.Library("tfla", "FRAGMENT")
 _register("tfla::attend", _attend, _attend_shapes, _attend_autograd, batching.attend)
 _register(
     "tfla::attend_backward",
@@ -332,52 +395,20 @@ _register(
 )
 
 
-def attend(x: Inputs, backend: str, spec: Spec, alone: bool = False, again: Again | None = None) -> tuple[Tensor, ...]:
-    """h, and if asked for the final C, n and m.
+# The operators of decoding steps.
 
-    alone: it is known that nobody else sees the call; again: what does the forward for such x.
-    """
-    if not alone and needs_dispatcher(x):
-        if x.cu_seqlens is not None and forward_ad._current_level >= 0 and torch.compiler.is_compiling():
-            torch._dynamo.graph_break()  # forward mode reads the offsets
-        flops.register()
-        scale, normalize, normalizer_grad, chunk_size, kernel, *rest = spec
-        return torch.ops.tfla.attend(*x, scale, normalize, normalizer_grad, chunk_size, backend, kernel, *rest)
-    return _Direct.apply(backend, spec, again, *x) if spec.save else _forward(x, backend, spec, again)
-
-
-INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? i, Tensor f, {}, Tensor? n, Tensor? m, Tensor? lengths"
-OPTIONS = "float scale, str gates, str backend"
-torch.library.define("tfla::steps", f"({INPUTS.format('Tensor C')}, {OPTIONS}, bool final_state, float eps=0.0) "
-                                    "-> (Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
+STEP_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? i, Tensor f, {}, Tensor? n, Tensor? m, Tensor? lengths"
+STEP_OPTIONS = "float scale, str gates, str backend"
 torch.library.define(
-    "tfla::steps_", f"({INPUTS.format('Tensor(a!) C')}, {OPTIONS}, float eps=0.0) -> (Tensor, Tensor, Tensor)"
+    "tfla::steps",
+    f"({STEP_INPUTS.format('Tensor C')}, {STEP_OPTIONS}, bool final_state, float eps=0.0)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "tfla::steps_",
+    f"({STEP_INPUTS.format('Tensor(a!) C')}, {STEP_OPTIONS}, float eps=0.0) -> (Tensor, Tensor, Tensor)",
 )
 steps, steps_ = torch.ops.tfla.steps.default, torch.ops.tfla.steps_.default
-
-torch.library.define(
-    "tfla::checked_lengths", "(Tensor lengths, SymInt T) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-checked_lengths = torch.ops.tfla.checked_lengths.default
-
-
-@torch.library.impl("tfla::checked_lengths", "default")
-@torch._disable_dynamo
-def _(lengths: Tensor, T: int) -> Tensor:
-    """Return the lengths of steps once their values have been checked, which a traced call leaves to its graph."""
-    check_values_of_lengths(lengths, T)
-    return lengths.clone()
-
-
-@torch.library.register_fake("tfla::checked_lengths")
-def _(lengths: Tensor, T: int) -> Tensor:
-    return torch.empty_like(lengths)
-
-
-@torch.library.register_vmap("tfla::checked_lengths")
-@torch._disable_dynamo
-def _(info: Any, in_dims: Sequence[int | None], lengths: Tensor, T: int) -> tuple[Tensor, int | None]:
-    return checked_lengths(lengths, T), in_dims[0]
 
 
 @torch.library.impl("tfla::steps", "default")
@@ -403,12 +434,6 @@ def _(
         StepInputs(q, k, v, i, f, C, n, m, lengths), StepSpec(scale, gates, final_state, eps), None
     )
     return out.h, *(t if t.numel() else torch.empty_like(t) for t in out[1:])  # type: ignore[return-value]
-
-
-def _check_lengths(lengths: Tensor | None, v: Tensor) -> None:
-    """Check what traced calls could not: on the CPU the values cost nothing to read."""
-    if lengths is not None and lengths.device.type == "cpu":
-        check_values_of_lengths(lengths, v.shape[1])
 
 
 @torch.library.register_fake("tfla::steps")
@@ -480,3 +505,34 @@ def _(
     new_n = q.new_empty(0) if n is None else q.new_empty(n.shape, dtype=x.kept_dtype(n))
     new_m = q.new_empty(0) if m is None else q.new_empty(m.shape, dtype=x.acc_dtype)
     return v.new_empty(v.shape), new_n, new_m
+
+
+def _check_lengths(lengths: Tensor | None, v: Tensor) -> None:
+    """Check the values of lengths on a CPU, which a call that is traced cannot read."""
+    if lengths is not None and lengths.device.type == "cpu":
+        check_values_of_lengths(lengths, v.shape[1])
+
+
+torch.library.define(
+    "tfla::checked_lengths", "(Tensor lengths, SymInt T) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+checked_lengths = torch.ops.tfla.checked_lengths.default
+
+
+@torch.library.impl("tfla::checked_lengths", "default")
+@torch._disable_dynamo
+def _(lengths: Tensor, T: int) -> Tensor:
+    """Check the values of lengths and return a copy: a traced call puts this check into its graph."""
+    check_values_of_lengths(lengths, T)
+    return lengths.clone()
+
+
+@torch.library.register_fake("tfla::checked_lengths")
+def _(lengths: Tensor, T: int) -> Tensor:
+    return torch.empty_like(lengths)
+
+
+@torch.library.register_vmap("tfla::checked_lengths")
+@torch._disable_dynamo
+def _(info: Any, in_dims: Sequence[int | None], lengths: Tensor, T: int) -> tuple[Tensor, int | None]:
+    return checked_lengths(lengths, T), in_dims[0]

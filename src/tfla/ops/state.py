@@ -1,4 +1,4 @@
-"""The recurrent state."""
+"""The recurrent state of the operators."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ MASK = ": the indices of a mask are mask.nonzero().flatten()"
 
 
 class State(NamedTuple):
-    """The state of gated linear attention, stabilised: the true state is ``exp(m) C`` and ``exp(m) n``.
+    """The stabilized state of gated linear attention; the true state is ``exp(m) C`` and ``exp(m) n``.
 
-    C: (B, H, dqk, dhv), n: (B, H, dqk), m: (B, H); float32, or float64 where q is. n and m are None without a
-    normaliser. With ``cu_seqlens``, B is the number of sequences. For decoding C and n may be kept in 16 bits.
+    With ``cu_seqlens``, B is the number of sequences. All tensors are float32, or float64 if q is float64. For
+    decoding, C and n may also be bfloat16 or float16. The value of m is a choice of the computation and cancels out of every
+    result. Gradients reach the true state through C and n; a returned m carries none.
 
-    m is a number the computation is free to choose and cancels out of every result. Gradients reach the true state
-    through C and n; a returned m carries none.
+    Attributes:
+        C: (B, H, dqk, dhv).
+        n: (B, H, dqk), the normalizer; None without one.
+        m: (B, H), the max state; None without a normalizer.
     """
 
     C: Tensor
@@ -40,7 +43,15 @@ class State(NamedTuple):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> State:
-        """Return the state before the first step.
+        """Return the state before the first step, which is zero.
+
+        Args:
+            batch: the number of sequences.
+            heads: the number of heads of v.
+            dqk, dhv: the sizes of a head of q and k, and of v.
+            normalize: whether the state has a normalizer n and a max state m.
+            dtype: a float dtype.
+            device: the device; None is PyTorch's default.
 
         Raises:
             TypeError, ValueError: a size is no int or below 1 (batch: below 0), dtype is no float dtype, or there is no
@@ -60,11 +71,11 @@ class State(NamedTuple):
         return State(C, C.new_zeros(batch, heads, dqk), C.new_zeros(batch, heads)) if normalize else State(C)
 
     def detach(self) -> State:
-        """The same state, cut from the graph."""
+        """Return the same state, detached from the graph of autograd."""
         return self._each(Tensor.detach)
 
     def to(self, device: torch.device | str) -> State:
-        """Return the same state on another device.
+        """Return the same state on the given device.
 
         Raises:
             TypeError, ValueError: there is no such device here.
@@ -73,42 +84,52 @@ class State(NamedTuple):
         return self._each(lambda t: t.to(device))
 
     def clone(self) -> State:
-        """A copy, which steps in place leave alone."""
+        """Return a copy, which does not change when steps overwrite this state in place."""
         return self._each(Tensor.clone)
 
     def gather(self, rows: Tensor | Sequence[int]) -> State:
-        """A copy of the states of some sequences of the batch, in the order of their indices, repeats allowed.
+        """Return a copy of the states of some sequences of the batch.
+
+        Args:
+            rows: (R,) integers, the indices of the sequences, in any order; an index may occur more than once.
 
         Raises:
-            TypeError, ValueError: rows are no one-dimensional list or tensor of integers, or out of range. A mask is
-                none: it says with its length what indices say with their values.
+            TypeError, ValueError: rows are no one-dimensional list or tensor of integers, or out of range. A boolean
+                mask is not accepted.
         """
         index = self._index(rows)
         return self._each(lambda t: t.index_select(0, index))
 
     def scatter(self, rows: Tensor | Sequence[int], states: State) -> None:
-        """Overwrites the states of some sequences, in place: sequence rows[j] gets the j-th of ``states``.
+        """Overwrite the states of some sequences in place.
+
+        Args:
+            rows: (R,) integers, the indices of the sequences, each at most once.
+            states: the new states, with batch R; sequence rows[j] gets the j-th one.
 
         Raises:
-            TypeError, ValueError: as :meth:`gather`; or rows name a sequence twice; or ``states`` are not as many, or
-                not of this kind.
+            TypeError, ValueError: as :meth:`gather`; or rows contain an index twice; or ``states`` is no State, or has other
+                shapes apart from the batch R, or n and m where this state has none, or the reverse.
         """
         if not isinstance(states, State):
             raise TypeError(f"states: got {type(states).__name__}, expected tfla.State")
         index = self._index(rows, once=True)
-        for name, mine, theirs in zip(self._fields, self, states, strict=True):
-            if (mine is None) != (theirs is None):
-                got, wanted = ("None", "a tensor") if theirs is None else ("a tensor", "None")
+        for name, own, given in zip(self._fields, self, states, strict=True):
+            if (own is None) != (given is None):
+                got, wanted = ("None", "a tensor") if given is None else ("a tensor", "None")
                 raise ValueError(f"states.{name}: got {got}, expected {wanted}")
-            if mine is None or theirs is None:
+            if own is None or given is None:
                 continue
-            shape = (index.shape[0], *mine.shape[1:])
-            if theirs.shape != shape:
-                raise ValueError(f"states.{name}: got shape {tuple(theirs.shape)}, expected {shape}")
-            mine.index_copy_(0, index, theirs.to(mine))
+            shape = (index.shape[0], *own.shape[1:])
+            if given.shape != shape:
+                raise ValueError(f"states.{name}: got shape {tuple(given.shape)}, expected {shape}")
+            own.index_copy_(0, index, given.to(own))
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:
-        """Puts some sequences before their first step, in place.
+        """Reset some sequences in place to the state before the first step.
+
+        Args:
+            rows: (R,) integers, the indices of the sequences.
 
         Raises:
             TypeError, ValueError: as :meth:`gather`.
@@ -119,10 +140,14 @@ class State(NamedTuple):
                 t.index_fill_(0, index, 0.0)
 
     def _each(self, fn: Callable[[Tensor], Tensor]) -> State:
+        """Return the state of fn of each tensor."""
         return State(*(None if t is None else fn(t) for t in self))  # type: ignore[arg-type]
 
     def _index(self, rows: object, once: bool = False) -> Tensor:
-        """On a GPU the values of a tensor are not read, so that nothing waits for the device."""
+        """Check rows and return them as a tensor on the device of the state.
+
+        The values of a tensor on a GPU are not checked, because the host would wait for the device.
+        """
         if not isinstance(rows, Tensor):
             if not isinstance(rows, Sequence) or not all(isinstance(row, numbers.Integral) for row in rows):
                 raise TypeError(f"rows: got {rows!r}, expected a tensor or a list of integers")

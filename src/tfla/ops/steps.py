@@ -1,4 +1,4 @@
-"""Decoding: one step or a few at once, from a state to the next."""
+"""The public operators for decoding: one step, or a few steps in one call, from a given state to the next."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from tfla.ops.transforms import needs_dispatcher, transforms_active
 
 
 def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
-    """Step by step, differentiable."""
+    """Compute the steps one after another with the reference: differentiable, on any device.
+
+    Equations (1)-(8) or (22)-(24); `spec.eps` is added to the denominator that is stabilized by exp(-m).
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype, and the state after `x.lengths` steps of each sequence (after all T where None).
+    """
     dtype, group = x.acc_dtype, x.v.shape[2] // x.q.shape[2]
     q, k = (t.repeat_interleave(group, 2).to(dtype) if group > 1 else t.to(dtype) for t in (x.q, x.k))
     if spec.gates != "log":
@@ -60,8 +66,8 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
     return torch.stack(hs, 1), State(C) if x.n is None else State(C, n.to(x.kept_dtype(x.n)), m)
 
 
-# Calls that have passed the checks, and what does their steps at once, if anything.
-_KNOWN: CallCache[tuple[Again | None]] = CallCache()
+# Calls that have passed the checks, each with its recorded launches where it has any.
+_CALLS: CallCache[tuple[Again | None]] = CallCache()
 
 
 def _steps(
@@ -77,18 +83,30 @@ def _steps(
     backend: str | None,
     eps: float = 0.0,
 ) -> tuple[Tensor, State]:
-    """Tensors q, k, v and the gates, (B, ...) or with time (B, T, ...), from the state on."""
+    """Check a call, or find it among those that have passed the checks, and run it from the given state.
+
+    Args:
+        given: q, k, v and the two gates, (B, ...) for one step, or (B, T, ...) with ``time``.
+        time: whether ``given`` has a dimension of time.
+        state, lengths, scale, return_state, in_place, backend: as in :func:`mlstm_steps`.
+        gates: what the gates are, as in :class:`Spec`.
+        normalize: whether the state has n and m.
+        eps: is added to the stabilized denominator.
+
+    Returns:
+        h, with a dimension of time where ``given`` has one, and the new state (of empty tensors without return_state).
+    """
     scale = checks.check_scale(scale)
     call = call_signature(given, state, lengths, time, scale, gates, normalize, return_state, in_place, backend, eps)
-    known = None if call is None else _KNOWN.get(call)
-    if known is None:
+    cached = None if call is None else _CALLS.get(call)
+    if cached is None:
         checks.check_flags(normalize=normalize, return_state=return_state, in_place=in_place)
         _check(given, time, state, gates, normalize)
         if time:
             checks.check_few_steps(given[2], return_state, lengths, in_place)
         checks.check_lengths(lengths, given[2])
-    if known is not None and known[0] is not None:
-        h, C, n, m = known[0]((*given, *state, lengths, state.C if in_place else None))
+    if cached is not None and cached[0] is not None:
+        h, C, n, m = cached[0]((*given, *state, lengths, state.C if in_place else None))
         return h if time else h.squeeze(1), State(C, n, m) if normalize else State(C)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*given, *state))
     transformed = transforms_active()
@@ -98,8 +116,8 @@ def _steps(
     if in_place:
         checks.check_in_place(state, x.kept_dtype(state.C), recorded, transformed)
     chosen = select_steps(backend, x)
-    again = None
-    if chosen is None or recorded or transformed:  # kernels have no rule for transforms
+    replay = None
+    if chosen is None or recorded or transformed:  # the kernels have no rules for transforms
         h, new = _by_reference(x, spec)
         if in_place:
             new = State(state.C.copy_(new.C), new.n, new.m)
@@ -112,8 +130,8 @@ def _steps(
             h, C, n, m = steps(*x, *options, return_state, eps)
         new = State(C, n, m) if normalize else State(C)
         if call is not None and all(a is b for a, b in zip(parts, given, strict=True)):
-            again = chosen.steps_again(x, spec, C if in_place else None)
-    _KNOWN.add(call, (again,))
+            replay = chosen.steps_again(x, spec, C if in_place else None)
+    _CALLS.add(call, (replay,))
     return h if time else h.squeeze(1), new
 
 
@@ -124,9 +142,14 @@ def _check(
     gates: Gates,
     normalize: bool,
 ) -> None:
+    """Check shapes, dtypes and devices of the inputs and of the state.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+    """
     q, k, v, *rest = given
     names = ("log_i", "log_f") if gates == "log" else ("i", "f")
-    # An input gate may be left out where it is a log-gate.
+    # Of all gates only log_i may be None.
     present = {name: x for name, x in zip(names, rest, strict=True) if x is not None or name != "log_i"}
     checks.check_inputs(q, k, v, present, state, time=time)  # type: ignore[arg-type]
     checks.check_state(state, q.shape[0], q, v, normalize, "state")
@@ -145,20 +168,29 @@ def mlstm_step(
     in_place: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
-    """One step of :func:`mlstm`, for decoding: one kernel on an NVIDIA GPU where no gradients are recorded.
+    """Compute one step of :func:`mlstm`, for decoding.
+
+    On an NVIDIA GPU the step is one kernel if no gradients are recorded. With m_t = max(log_f_t + m_{t-1}, log_i_t),
+    (1), the stored state is
+
+        C_t = exp(log_f_t + m_{t-1} - m_t) C_{t-1} + exp(log_i_t - m_t) k_t v_t^T        n_t likewise, of k_t alone
+        h_t = scale C_t^T q_t / max(abs(scale n_t^T q_t), exp(-m_t))
+
+    and for the sigmoid input gate that of :func:`mlstm`, without m and the denominator.
 
     Args:
         q, k, v: (B, Hq, dqk), (B, Hq, dqk), (B, H, dhv), as one step of :func:`mlstm`.
-        i, f: (B, H), pre-activations.
-        state: :meth:`State.zeros`, or what :func:`mlstm` or the last step returned. C and n may be kept in bfloat16 or
-            float16 and then stay so; the arithmetic is in float32, or float64 where q is.
+        i, f: (B, H), pre-activations, any float dtype.
+        state: :meth:`State.zeros`, or the state that :func:`mlstm` or the last step returned. C and n may be bfloat16
+            or float16, and the new ones then are too; the arithmetic is in float32, or in float64 if q is float64.
         input_gate, scale: as in :func:`mlstm`.
-        in_place: overwrite ``state.C``, by far the largest part of the state, with the new one; n and m, which all
-            programs of a head read, are new tensors. Only where no gradients are recorded.
-        backend: whose kernel; None, or a backend that has none, picks.
+        in_place: overwrite ``state.C``, by far the largest part of the state, with the new C. The new n and m are new
+            tensors, because every program of a head reads the old ones. Gradients must not be recorded.
+        backend: the name of the backend whose kernel is used; None, or a backend without a kernel for these steps,
+            leaves the choice open.
 
     Returns:
-        h (B, H, dhv) in v's dtype, and the new state.
+        h (B, H, dhv) in v's dtype, and the new :class:`State`.
 
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
@@ -171,7 +203,7 @@ def mlstm_step(
 def step_with_offset(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: State, eps: float
 ) -> tuple[Tensor, State]:
-    """:func:`mlstm_step` with exponential gate and eps added to the denominator, which is stabilised by exp(-m)."""
+    """Compute :func:`mlstm_step` with an exponential gate and the denominator max(abs(scale n^T q), exp(-m)) + eps."""
     return _steps((q, k, v, i, f), False, state, None, None, "exp", True, True, False, None, eps)
 
 
@@ -188,7 +220,21 @@ def linear_attention_step(
     in_place: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
-    """One step of :func:`linear_attention`, log-gates (B, H); all else is as in :func:`mlstm_step`."""
+    """Compute one step of :func:`linear_attention`, for decoding.
+
+    Args:
+        q, k, v: (B, Hq, dqk), (B, Hq, dqk), (B, H, dhv).
+        log_f, log_i: (B, H), log-gates, any float dtype; log_i None is 0.
+        state: as in :func:`mlstm_step`; without ``normalize`` its n and m are None.
+        normalize, scale: as in :func:`linear_attention`.
+        in_place, backend: as in :func:`mlstm_step`.
+
+    Returns:
+        h (B, H, dhv) in v's dtype, and the new :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
     given = q, k, v, log_i, log_f
     return _steps(given, False, state, None, scale, "log", normalize, True, in_place, backend)
 
@@ -240,23 +286,25 @@ def mlstm_steps(
     in_place: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, State] | Tensor:
-    """A handful of steps at once, the state being read once and written once, as speculative decoding wants them.
+    """Compute up to 32 steps of :func:`mlstm` in one call, for speculative decoding.
 
-    Tokens that another model proposes are verified with ``return_state=False``, which writes no state. When it is
-    known how many of them each sequence keeps, the same call with ``lengths`` gives the state behind those.
+    The state is read once and written once. Proposed tokens are verified with ``return_state=False``, which writes no
+    state. Once it is clear how many of them each sequence accepts, the same call with ``lengths`` returns the state
+    after the accepted ones. The equations are those of :func:`mlstm_step`.
 
     Args:
-        q, k, v, i, f: (B, T, ...), as in :func:`mlstm`, T from 1 to 32.
+        q, k, v: (B, T, Hq, dqk), (B, T, Hq, dqk), (B, T, H, dhv), as in :func:`mlstm`, T from 1 to 32.
+        i, f: (B, T, H), pre-activations, any float dtype.
         state: as in :func:`mlstm_step`.
-        return_state: also return the new state; else the state stays as it is.
-        lengths: (B,) int32 or int64, from 0 to T: how many steps of each sequence the new state has behind it; None is
-            all of them. Outputs are of all T steps whatever it says. On a CPU other values are an error, in compiled
-            functions too; on a GPU they are not read on the host, so that nothing waits for the device, and are clamped
-            to [0, T].
+        return_state: also return the new state.
+        lengths: (B,) int32 or int64, from 0 to T: the new state is the one after this many steps of each sequence; None
+            is T. Outputs are computed for all T steps in any case. On a CPU, values out of range are an error, in
+            compiled functions too; on a GPU they are not read on the host, so that the call does not wait for the
+            device, and are clamped to [0, T].
         input_gate, scale, in_place, backend: as in :func:`mlstm_step`.
 
     Returns:
-        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new state.
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
 
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
@@ -282,7 +330,21 @@ def linear_attention_steps(
     in_place: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, State] | Tensor:
-    """A handful of steps of :func:`linear_attention`, as :func:`mlstm_steps` does them; log-gates (B, T, H)."""
+    """Compute up to 32 steps of :func:`linear_attention` in one call.
+
+    Args:
+        q, k, v: (B, T, Hq, dqk), (B, T, Hq, dqk), (B, T, H, dhv), T from 1 to 32.
+        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0.
+        state: as in :func:`linear_attention_step`.
+        normalize, scale: as in :func:`linear_attention`.
+        return_state, lengths, in_place, backend: as in :func:`mlstm_steps`.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
     given = q, k, v, log_i, log_f
     found = _steps(given, True, state, lengths, scale, "log", normalize, return_state, in_place, backend)
     return found if return_state else found[0]

@@ -1,7 +1,7 @@
-"""Kernels and chunk sizes that `tfla tune` found, for calls that leave the choice open.
+"""The table of kernels and chunk sizes that `tfla tune` found, for calls that leave the choice open.
 
-Two JSON files of the same form: one that comes with the library, for the paper's shapes, and the user's, which goes
-first. They are read once a process.
+It is read once a process from two JSON files of the same form: the user's, which comes first, and one that is part of
+the library and has the paper's shapes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ VERSION = 1
 
 
 class Entry(NamedTuple):
-    """What was fastest for one shape on one device, forward and backward, within a limit of memory."""
+    """The fastest kernel and chunk size for forward and backward of one shape on one device, within a memory limit."""
 
-    device: str  # as `device_name` has it
+    device: str  # as `device_name` returns it
     backend: str
     dtype: str
     normalize: bool
@@ -39,16 +39,16 @@ class Entry(NamedTuple):
     dhv: int
     kernel: str
     chunk_size: int
-    asked: bool  # the kernel was asked for: no choice for calls that leave it open
+    asked: bool  # tuned for this kernel alone: does not apply to calls that leave the kernel open
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What there is one entry of."""
+        """What identifies an entry: the table has one entry a key."""
         return (*self[:9], self.kernel if self.asked else None)
 
 
 def user_file() -> Path:
-    """Where the user's entries are: in $TFLA_CACHE_DIR, else in the folder that the system has for caches."""
+    """Return the path of the user's file: in $TFLA_CACHE_DIR, else in the system's folder for caches."""
     if given := os.environ.get("TFLA_CACHE_DIR"):
         return Path(given) / SHIPPED.name
     if sys.platform == "win32":
@@ -61,10 +61,10 @@ def user_file() -> Path:
 
 
 def parse(text: str) -> list[Entry]:
-    """The entries of a file's text.
+    """Return the entries of a file's text.
 
     Raises:
-        ValueError: it is not such a file; the message says what is wrong.
+        ValueError: the text has another form; the message says what is wrong.
     """
     found = json.loads(text)
     if not isinstance(found, dict) or found.get("version") != VERSION:
@@ -76,6 +76,11 @@ def parse(text: str) -> list[Entry]:
 
 
 def _entry(row: Any) -> Entry:
+    """Check one object of a file and return it as an entry.
+
+    Raises:
+        ValueError: a field is missing or has another type.
+    """
     kinds = get_type_hints(Entry)
     if not isinstance(row, dict):
         raise ValueError(f"an entry is {type(row).__name__}, expected an object")
@@ -89,8 +94,10 @@ def _entry(row: Any) -> Entry:
 
 @functools.cache
 def load() -> tuple[Entry, ...]:
-    """The user's entries, then the library's; a file that cannot be read, or an entry of what there is not, is reported
-    once and left out."""
+    """Return the user's entries, then the library's, one a key.
+
+    A file that cannot be read, and an entry of an unknown backend or kernel, is skipped with a warning.
+    """
     found: dict[tuple[Any, ...], Entry] = {}
     for path in (user_file(), SHIPPED):
         try:
@@ -107,7 +114,7 @@ def load() -> tuple[Entry, ...]:
 
 
 def _unknown(entry: Entry) -> str | None:
-    """Say what this version has not, of an entry that another version or a person wrote; None where it has all."""
+    """Return which name of an entry this version of the library does not have, or None where it has both."""
     if entry.backend not in BACKENDS:
         return f"backend: got {entry.backend!r}, allowed are {', '.join(map(repr, BACKENDS))}"
     kernels = BACKENDS[entry.backend].kernels
@@ -118,14 +125,14 @@ def _unknown(entry: Entry) -> str | None:
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    """The GPU's name; of a CPU the model's where the system tells it."""
+    """Return the name of a GPU, the model of a CPU, or else the type of the device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_name() if device.type == "cpu" else device.type
 
 
 def cpu_name() -> str:
-    """The model of this machine's CPU, or its architecture."""
+    """Return the model of this machine's CPU, or its architecture where the system does not tell the model."""
     import platform
 
     info = Path("/proc/cpuinfo")
@@ -136,7 +143,7 @@ def cpu_name() -> str:
 
 @constant
 def entries(device: torch.device, backend: str, dtype: torch.dtype, normalize: bool) -> tuple[Entry, ...]:
-    """Those for this device, backend, dtype and form; torch.compile takes them for constants."""
+    """Return the entries for this device, backend, dtype and normalizer; a constant for torch.compile."""
     return _entries(device, backend, dtype, normalize)
 
 
@@ -149,12 +156,12 @@ def _entries(device: torch.device, backend: str, dtype: torch.dtype, normalize: 
 
 
 def find(x: Inputs, backend: str, kernel: str | None, normalize: bool) -> Entry | None:
-    """The entry for exactly this shape; None where there is none, or where a compiled graph serves many lengths."""
+    """Return the entry for exactly this shape; None where there is none, or where a compiled graph has dynamic shapes."""
     return among(entries(x.q.device, backend, x.q.dtype, normalize), x, kernel)
 
 
 def among(mine: Sequence[Entry], x: Inputs, kernel: str | None) -> Entry | None:
-    """Return the entry for exactly this shape among those of its device, backend, dtype and form; see :func:`find`."""
+    """Return the entry for exactly this shape among those of its device, backend and dtype; see :func:`find`."""
     if not mine or x.cu_seqlens is not None or x.q.shape[2] != x.v.shape[2]:
         return None
     (B, T, H, dhv), dqk = x.v.shape, x.q.shape[3]
@@ -172,7 +179,7 @@ def among(mine: Sequence[Entry], x: Inputs, kernel: str | None) -> Entry | None:
 
 
 def forget() -> None:
-    """Read the files again at the next call; graphs that are compiled keep what they have."""
+    """Clear the table, so that the next call reads the files; compiled graphs keep their choices."""
     load.cache_clear()
     _entries.cache_clear()
     caching.clear_caches()
