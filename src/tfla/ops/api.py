@@ -106,7 +106,7 @@ def _run(
         names = ("log_i", "log_f") if gates == "log" else ("i", "f")
         # Of all gates only log_i may be None.
         given = {name: t for name, t in zip(names, (i, f), strict=True) if t is not None or name != "log_i"}
-        checks.check_inputs(q, k, v, given, None, time=True)  # type: ignore[arg-type]
+        checks.check_inputs(q, k, v, given, time=True)  # type: ignore[arg-type]
         x = prepare(q, k, v, i, f, normalize, initial_state, cu_seqlens, chunk_size)
         chosen, kernel, steps = choose(x, normalize, backend, kernel, chunk_size)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)

@@ -22,8 +22,8 @@ def _split(t: Tensor, size: int) -> Tensor:
 def _map(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any], packed: int) -> Any:
     """Call an operator on a mapped dimension that is merged into the batch, the first dimension of every tensor.
 
-    Where args[packed], cu_seqlens, is given, B is 1 and cannot take a second batch: the operator is called once for each
-    index of the mapped dimension.
+    Where args[packed], cu_seqlens, is given, B is 1 and cannot take a second batch: the operator is called once for
+    each index of the mapped dimension.
     """
     args = [_first(t, dim, size) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims, strict=True)]
     if args[packed] is not None:

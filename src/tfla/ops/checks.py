@@ -48,13 +48,12 @@ def check_input_gate(input_gate: object) -> None:
         raise ValueError(f"input_gate: got {input_gate!r}, allowed are {', '.join(map(repr, INPUT_GATES))}")
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], state: object, time: bool) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], time: bool) -> None:
     """Check shapes, dtypes and devices of one call.
 
     Args:
         q, k, v: (B, T, Hq, dqk), (B, T, Hq, dqk), (B, T, H, dhv), or without T.
         gates: (B, T, H) or (B, H), by name.
-        state: unused.
         time: whether tensors have the dimension T.
     """
     for name, x in {"q": q, "k": k, "v": v, **gates}.items():

@@ -81,7 +81,7 @@ def explain(
         ValueError, TypeError: as :func:`tfla.mlstm`.
     """
     checks.check_input_gate(input_gate)
-    checks.check_inputs(q, k, v, {"i": i, "f": f}, None, time=True)
+    checks.check_inputs(q, k, v, {"i": i, "f": f}, time=True)
     checks.check_store_dtype(store_dtype)
     checks.check_scale(scale)
     checks.check_flags(return_state=return_state, normalizer_grad=normalizer_grad)

@@ -19,8 +19,8 @@ class State(NamedTuple):
     """The stabilized state of gated linear attention; the true state is ``exp(m) C`` and ``exp(m) n``.
 
     With ``cu_seqlens``, B is the number of sequences. All tensors are float32, or float64 if q is float64. For
-    decoding, C and n may also be bfloat16 or float16. The value of m is a choice of the computation and cancels out of every
-    result. Gradients reach the true state through C and n; a returned m carries none.
+    decoding, C and n may also be bfloat16 or float16. The value of m is a choice of the computation and cancels out of
+    every result. Gradients reach the true state through C and n; a returned m carries none.
 
     Attributes:
         C: (B, H, dqk, dhv).
@@ -108,8 +108,8 @@ class State(NamedTuple):
             states: the new states, with batch R; sequence rows[j] gets the j-th one.
 
         Raises:
-            TypeError, ValueError: as :meth:`gather`; or rows contain an index twice; or ``states`` is no State, or has other
-                shapes apart from the batch R, or n and m where this state has none, or the reverse.
+            TypeError, ValueError: as :meth:`gather`; or rows contain an index twice; or ``states`` is no State, or has
+                other shapes apart from the batch R, or n and m where this state has none, or the reverse.
         """
         if not isinstance(states, State):
             raise TypeError(f"states: got {type(states).__name__}, expected tfla.State")

@@ -151,7 +151,7 @@ def _check(
     names = ("log_i", "log_f") if gates == "log" else ("i", "f")
     # Of all gates only log_i may be None.
     present = {name: x for name, x in zip(names, rest, strict=True) if x is not None or name != "log_i"}
-    checks.check_inputs(q, k, v, present, state, time=time)  # type: ignore[arg-type]
+    checks.check_inputs(q, k, v, present, time=time)  # type: ignore[arg-type]
     checks.check_state(state, q.shape[0], q, v, normalize, "state")
 
 

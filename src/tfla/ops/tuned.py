@@ -156,7 +156,7 @@ def _entries(device: torch.device, backend: str, dtype: torch.dtype, normalize: 
 
 
 def find(x: Inputs, backend: str, kernel: str | None, normalize: bool) -> Entry | None:
-    """Return the entry for exactly this shape; None where there is none, or where a compiled graph has dynamic shapes."""
+    """Return the entry for exactly this shape; None if there is none or a compiled graph has dynamic shapes."""
     return among(entries(x.q.device, backend, x.q.dtype, normalize), x, kernel)
 
 

@@ -191,7 +191,7 @@ def attend_with_offset(
     Raises:
         ValueError, TypeError: an input does not fit; the message names it, what it is and what is allowed.
     """
-    check_inputs(q, k, v, {"i": log_i, "f": log_f}, None, time=True)
+    check_inputs(q, k, v, {"i": log_i, "f": log_f}, time=True)
     x = prepare(q, k, v, log_i, log_f, True, state, None, None)
     dtype = x.acc_dtype
     if transforms_active():
