@@ -1,31 +1,47 @@
-"""o, dq, or dk and dv together, of heads so narrow that one warpgroup has a whole state C, (dqk, dhv), in registers.
+"""o, dq, or dk and dv together, of heads so small that one warpgroup holds a whole state C, (dqk, dhv), in registers.
 
-    loader, gaters --full[s]--> consumers --free[s]--> loader, gaters
-    loader --full_m[head]--> consumer --free_m[head]--> loader        with MARKED, walking back
-    consumer 1 --given--> consumer 0 --taken--> consumer 1            with SHARED and KEYS
+A program computes HEADS heads of each of its work tiles, two where shared memory holds their tiles, with a consumer for
+each head. The operands by result, with the gate weights of `docs/mathematics.md`:
 
-    loader     tiles of x, y, zk, zv by TMA to stage s of a ring of STAGES stages, and the states of marks
-    gaters     the gate vectors of the heads in turn to the same stage
-    consumers  a head each. C, rounded, is in shared memory, a right operand. Per tile (`process_tile`)
-        out_v = zk C, weighted, + P y        P = zk x^T, weighted              with VALUES
-        out_k = zv C^T, weighted, + P x      P = (zv y^T + delta), weighted    with KEYS; dq's finds delta
-        C     = decay C + (x w)^T y
-        out_v overwrites y, with KEYS zv, and out_k zk, and they leave by TMA; when they have left, a tile later, the
-        stage is free
+    result   scan           x    y     zk   zv    out_v   out_k   a        update weights u
+    o        with time      k    v     q    -     o       -       INTER    UPDATE
+    dq       with time      k    v     q    do    -       dq      INTER    UPDATE
+    dk, dv   against time   q    do    k    v     dv      dk      UPDATE   INTER (a')
+    state    either         k,q  v,do  -    -     -       -       -        as above
 
-    result   | x, y  | zk, zv
-    o        | k, v  | q
-    dq       | k, v  | q, do
-    dk, dv   | q, do | k, v     walking back
-    a state  | k, v  |          or q, do, its cotangent: what a segment adds to it
+The last row is what a segment adds to the state, as in `segment_states.py`. C stands for dC against time.
 
-A program has HEADS heads at a time, two where shared memory holds their tiles. Where both have the same q and k,
-SHARED, a stage has those once, and what both add to dq or dk leaves as one. n is summed in float32.
+The steps of a tile (`process_tile`); (2) to (4) with OUTPUT_V, (6) to (8) with OUTPUT_K:
 
-For the gradients of the gates, with KEYS, the sums over dqk of zk . out_k go to memory, which are those of q . dq or
-k . dk. With MARKED the walk for dq leaves the state before every MARKS-th step of a piece but the first, by TMA as it
-lies in shared memory. The loader of the walk back brings those of a tile after the tile, one for each consumer, into a
-place that is free once the consumer has added up <C, dC> of the one before, which is what that walk leaves.
+    (1)   wait for the tile
+    (2)   S <- zk x^T, out_v <- zk C           (L, L), and (L, dhv) = (L, dqk) (dqk, dhv), (T1), (T2), (T11)
+    (3)   P <- S * D, masked                   (L, L), (T1), (T11); for o with a normalizer d <- a * (zk n) + P 1, (T3)
+    (4)   out_v <- out_v * a + P y             (L, dhv), (T2), (T11)
+    (5)   the stage of the previous tile is empty: its outputs have left shared memory
+    (6)   S <- zv y^T, out_k <- zv C^T         (L, L), and (L, dqk) = (L, dhv) (dhv, dqk), (T8), (T9), (T10)
+    (7)   delta <- -u (do . h)                 (L), only for dq with a normalizer, (T7)
+    (8)   P <- (S + delta) * D, masked         (L, L), (T8);
+          out_k <- (out_k + n) * a + P x       (L, dqk), (T10), or with delta n^T for n (T9)
+    (9)   C <- g C + (x * u)^T y               (dqk, dhv) = (dqk, L) (L, dhv), (T5), (T12)
+    (10)  n <- g n + x^T u                     (dqk), (T6), against time with u * delta for u (T13)
+    (11)  out_v <- out_v / max(|d|, exp(-m))   only for o with a normalizer, (T4);
+          zk . out_k                           (L), to global memory: q . dq or k . dk of (B5)
+    (12)  out_v over y, or with OUTPUT_K over zv; out_k over zk; from there to global memory by TMA; C, rounded, and n
+          to shared memory, where the next tile reads them
+    (13)  checkpoint                           dq stores C and n, dk the inner product <C, dC> with them, (B5)
+
+Who waits for whom:
+
+    load warp, gate warps --full[s]--> consumers --empty[s]--> load warp, gate warps
+    load warp --full_checkpoint[head]--> consumer --empty_checkpoint[head]--> load warp    with HAS_CHECKPOINTS, REVERSE
+    consumer 1 --part_full--> consumer 0 --part_empty--> consumer 1                        with SHARED_QK, OUTPUT_K
+
+Where both heads share q and k (SHARED_QK), a stage has those once, and the sum of what both add to dq or dk is stored.
+C is a right operand in shared memory, so that a product can contract either side of it. n is summed in float32.
+
+Checkpoints go to memory by TMA, as the state lies in shared memory. Against time the load warp loads that of a tile
+after the tile itself, for each consumer to a buffer of its own, which is empty when the consumer has computed <C, dC>
+with the checkpoint before.
 """
 
 from typing import Any, NamedTuple
@@ -81,127 +97,140 @@ from tfla.backends.hopper.scheduler import (
 
 
 class Config(NamedTuple):
-    """Constants of a kernel."""
+    """The constants of the kernel."""
 
-    HEADS: Any  # of a program
-    SHARED_QK: Any  # they share q and k
-    QK_COPIES: Any  # of tiles of q or k in a stage
-    DK: Any
-    DV: Any
+    HEADS: Any  # heads of a program, 1 or 2: one for each consumer
+    SHARED_QK: Any  # both heads share q and k
+    QK_COPIES: Any  # tiles of q or k in a stage: 1 with SHARED_QK, else HEADS
+    DK: Any  # dqk
+    DV: Any  # dhv
     L: Any  # steps of a tile
-    STAGES: Any
-    CHECKPOINT_STEPS: Any  # steps between marks
-    REVERSE: Any  # from the last tile to the first
-    IS_SEGMENTED: Any
-    USE_INITIAL_STATE: Any  # pieces start from states that are given, not from zeros
-    STORE_FINAL_STATE: Any  # states behind pieces are wanted
-    SKIP_LAST: Any  # nothing of the last segment of a sequence
-    OUTPUT_V: Any  # out_v is wanted
-    OUTPUT_K: Any  # out_k is wanted
-    HAS_OUTPUT: Any  # one of them is
-    NORMALIZE: Any
-    SAVE_D: Any  # d is wanted
-    USE_DP_OFFSET: Any  # delta is not zero
-    COMPUTE_DP_OFFSET: Any  # walking forth: it is not known yet, the gate vector DELTA_P has -u
-    HAS_CHECKPOINTS: Any  # there are marks
+    STAGES: Any  # stages of the ring
+    CHECKPOINT_STEPS: Any  # steps between checkpoints
+    REVERSE: Any  # scan against time
+    IS_SEGMENTED: Any  # sequences are cut into segments, each a work tile
+    USE_INITIAL_STATE: Any  # start work tiles from `state_in` and `n_in`, not from zeros
+    STORE_FINAL_STATE: Any  # store the states after work tiles to `state_out` and `n_out`
+    SKIP_LAST: Any  # the last segment of a sequence has no tiles, see `num_tiles`
+    OUTPUT_V: Any  # compute out_v: o or dv
+    OUTPUT_K: Any  # compute out_k: dq or dk
+    HAS_OUTPUT: Any  # OUTPUT_V or OUTPUT_K
+    NORMALIZE: Any  # the state has n
+    SAVE_D: Any  # store d to `d_out`
+    USE_DP_OFFSET: Any  # add delta of (T7) to zv y^T
+    COMPUTE_DP_OFFSET: Any  # compute delta in the scan for dq: the gate vector DELTA_P holds -u before
+    HAS_CHECKPOINTS: Any  # store states at checkpoints, or against time read them
 
 
 class GlobalPointers(NamedTuple):
-    """What consumers read and write in memory."""
+    """The tensors in global memory that consumers access."""
 
-    out_v: Any
-    out_k: Any
-    checkpoints: Any
-    state_in: Any
-    state_out: Any
-    n_in: Any
-    n_out: Any
-    n_checkpoints: Any
-    decays: Any
-    w_out: Any
-    d_out: Any
-    dots: Any
-    gates: Any
+    out_v: Any  # TMA descriptor
+    out_k: Any  # TMA descriptor
+    checkpoints: Any  # TMA descriptor
+    state_in: Any  # (segments, H, dqk, dhv)
+    state_out: Any  # (segments, H, dqk, dhv)
+    n_in: Any  # (segments, H, dqk)
+    n_out: Any  # (segments, H, dqk)
+    n_checkpoints: Any  # (checkpoints, H, dqk)
+    decays: Any  # (segments, H)
+    w_out: Any  # sums zk . out_k, (H, tiles, L)
+    d_out: Any  # (B, T, H)
+    dots: Any  # <C, dC>, (checkpoints, H), float64
+    gates: Any  # gate vectors, (H, tiles, VECTORS, L)
 
 
 class SharedStorage(NamedTuple):
-    """Shared memory; what a walk does not have is another of them."""
+    """The shared memory of a program. A field that the constants say is not used is an alias of another one."""
 
-    x: Any  # COPIES tiles a stage
-    y: Any  # HEADS tiles a stage
-    zk: Any
-    zv: Any
-    c: Any  # C of each head, rounded
-    n: Any
-    full: Any
-    empty: Any
-    part: Any  # of dq or dk, of the second head, which the first adds to its own
-    part_full: Any  # it is there
-    part_empty: Any  # it has been read
-    checkpoint_state: Any  # states at a mark, one for each head
-    full_checkpoint: Any
-    empty_checkpoint: Any
+    # The ring:
+    x: Any  # (QK_COPIES STAGES, L, dqk)
+    y: Any  # (HEADS STAGES, L, dhv)
+    zk: Any  # (QK_COPIES STAGES, L, dqk), with HAS_OUTPUT
+    zv: Any  # (HEADS STAGES, L, dhv), with OUTPUT_K
+    # The state of each head, as the next tile reads it:
+    c: Any  # C, rounded, (HEADS, dqk, dhv), with HAS_OUTPUT
+    n: Any  # n, float32, (HEADS, dqk), with NORMALIZE
+    full: Any  # barriers, (STAGES)
+    empty: Any  # barriers, (STAGES)
+    # With SHARED_QK and OUTPUT_K:
+    part: Any  # out_k of the second head, which the first consumer adds to its own, (1, L, dqk)
+    part_full: Any  # barrier: `part` is stored
+    part_empty: Any  # barrier: `part` has been read
+    # With HAS_CHECKPOINTS against time:
+    checkpoint_state: Any  # the state at a checkpoint, (HEADS, dqk, dhv)
+    full_checkpoint: Any  # barriers, (HEADS)
+    empty_checkpoint: Any  # barriers, (HEADS)
 
 
 class Accumulators(NamedTuple):
-    """Of a head, in registers."""
+    """The state of one head that a consumer holds in registers, in float32."""
 
-    C: Any
-    n: Any
-    decay: Any  # since it was zero
+    C: Any  # (dqk, dhv)
+    n: Any  # (dqk)
+    decay: Any  # from the start of the work tile to this tile, (1), without outputs
 
 
 class PipelineState(NamedTuple):
-    """Of a tile."""
+    """The position of a consumer in the ring."""
 
-    index: Any  # its stage
-    phase: Any  # of the barriers of the stage
-    count: Any  # tiles before it
-    num_checkpoints: Any  # marks before it
+    index: Any  # stage of the current tile
+    phase: Any  # phase of the stage's barriers for this tile
+    count: Any  # number of tiles before this one, over all work tiles of the program
+    num_checkpoints: Any  # number of checkpoints read before this tile, over all work tiles of the program
 
 
 class WorkTile(NamedTuple):
-    """Of work, of one head."""
+    """The work tile of one head."""
 
     b: Any  # batch row
-    head_group: Any  # which HEADS heads
-    h: Any  # which head
-    start: Any  # its first step
-    steps: Any
-    tiles: Any
-    first_step: Any  # `start` among the steps of all batch rows
-    first_tile: Any  # its first tile among those of all heads
+    head_group: Any  # group of HEADS heads
+    h: Any  # head
+    start: Any  # first token in the batch row
+    steps: Any  # number of steps
+    tiles: Any  # number of tiles
+    first_step: Any  # first token, counted over all batch rows
+    first_tile: Any  # first tile, counted over all heads
 
 
 class TileViews(NamedTuple):
-    """In shared memory, of one head."""
+    """The views of a tile of one head in shared memory."""
 
-    c: Any
-    n: Any
-    part: Any
-    x: Any
-    y: Any
-    zk: Any
-    zv: Any
-    g: Any
-    u: Any
-    e: Any  # exp(-m), or delta
+    c: Any  # C before the tile, rounded, (dqk, dhv)
+    n: Any  # n before the tile, (dqk)
+    part: Any  # out_k of the second head, (L, dqk)
+    x: Any  # (L, dqk)
+    y: Any  # (L, dhv)
+    zk: Any  # (L, dqk)
+    zv: Any  # (L, dhv)
+    g: Any  # gate vectors, (NUM_GATE_VECTORS L)
+    u: Any  # update weights, (2 L)
+    e: Any  # exp(-m) for o, -u for dq, delta for dk and dv, (L)
 
 
 class FragmentIds(NamedTuple):
-    """Indices in layouts of a consumer's registers."""
+    """The indices of what a consumer holds."""
 
-    i: Any  # steps, which read
-    j: Any  # steps that update
-    rk: Any  # of n
-    rl: Any  # steps of out_k
-    rd: Any  # steps of out_v
-    one: Any  # a single zero
+    i: Any  # rows of P, steps of the outputs, (L)
+    j: Any  # columns of P, steps of the updates, (L)
+    rk: Any  # elements of n, (dqk)
+    rl: Any  # steps of out_k, (L)
+    rd: Any  # steps of out_v, (L)
+    one: Any  # the index of the only element of a vector, 0, (1)
 
 
 @gluon.jit
 def run_load_warp(tensors, shared, params, group_size, config):
-    """The loader: one warp."""
+    """Load the tiles of x, y, zk and zv to shared memory by TMA, and against time the states at checkpoints.
+
+    Args:
+        tensors: TMA descriptors of x and zk, in tiles (L, dqk), of y and zv, in tiles (L, dhv), and of checkpoints:
+            (x, y, zk, zv, checkpoints).
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        group_size: Heads of v that share a head of q and k.
+        config: Constants.
+    """
     X, Y, ZK, ZV, Checkpoints = tensors
     L: gl.constexpr = config.L
     HEADS: gl.constexpr = config.HEADS
@@ -211,7 +240,7 @@ def run_load_warp(tensors, shared, params, group_size, config):
     n = 0
     num_checkpoints = 0
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, _tile0 = get_work_tile(index, params, L, config.IS_SEGMENTED)
+        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         for i in range(0, tiles):
             step = (tiles - 1 - i if config.REVERSE else i) * L
@@ -248,7 +277,16 @@ def run_load_warp(tensors, shared, params, group_size, config):
 
 @gluon.jit
 def checkpoint_index(b, start, step, h, params, config):
-    """Which mark of which head, the piece of b having begun with step `start`."""
+    """Return the index, in (checkpoints, H), of the checkpoint of head h before step `step` of a work tile.
+
+    Args:
+        b: Batch row.
+        start: First token of the work tile in the batch row.
+        step: Step of the work tile, a multiple of CHECKPOINT_STEPS.
+        h: Head.
+        params: The numbers of the scheduler.
+        config: Constants.
+    """
     heads = params.H * config.HEADS
     return (
         (b.to(gl.int64) * params.T + start) // config.CHECKPOINT_STEPS - 1 + step // config.CHECKPOINT_STEPS
@@ -257,34 +295,45 @@ def checkpoint_index(b, start, step, h, params, config):
 
 @gluon.jit
 def opaque_index(ring, index: gl.constexpr, n):
-    """The index-th of a ring. The compiler is not to know that no tile n changes it: what it would find out early about
-    its addresses takes registers all the way."""
+    """Return `ring.index(index)`, at an address that the compiler cannot compute before the loop over tiles.
+
+    For every tile n, n >> 30 is 0, which the compiler cannot assume. It would otherwise hold addresses in registers
+    throughout the loop.
+    """
     return ring.index(index + (n >> 30))
 
 
 @gluon.jit
 def view_tile(shared, buffers, s, n, head: gl.constexpr, config):
-    """The n-th, in stage s."""
+    """Return views of tile n of one head, in stage s, and of the state before it."""
     L: gl.constexpr = config.L
     copy: gl.constexpr = 0 if config.SHARED_QK else head
     gate_slot = head * config.STAGES + s
     return TileViews(
-        opaque_index(shared.c, head, n),
-        opaque_index(shared.n, head, n),
-        opaque_index(shared.part, 0, n),
-        shared.x.index(config.QK_COPIES * s + copy).reshape([L, config.DK]),
-        shared.y.index(config.HEADS * s + head).reshape([L, config.DV]),
-        shared.zk.index(config.QK_COPIES * s + copy).reshape([L, config.DK]),
-        shared.zv.index(config.HEADS * s + head).reshape([L, config.DV]),
-        buffers.vectors.index(gate_slot),
-        buffers.weights.index(gate_slot),
-        buffers.extra.index(gate_slot),
+        c=opaque_index(shared.c, head, n),
+        n=opaque_index(shared.n, head, n),
+        part=opaque_index(shared.part, 0, n),
+        x=shared.x.index(config.QK_COPIES * s + copy).reshape([L, config.DK]),
+        y=shared.y.index(config.HEADS * s + head).reshape([L, config.DV]),
+        zk=shared.zk.index(config.QK_COPIES * s + copy).reshape([L, config.DK]),
+        zv=shared.zv.index(config.HEADS * s + head).reshape([L, config.DV]),
+        g=buffers.vectors.index(gate_slot),
+        u=buffers.weights.index(gate_slot),
+        e=buffers.extra.index(gate_slot),
     )
 
 
 @gluon.jit
 def store_shared_state(C, N, c, n, NORMALIZE: gl.constexpr):
-    """Where the next tile reads it."""
+    """Store the state to shared memory, where the next tile reads it.
+
+    Args:
+        C: (dqk, dhv), rounded here.
+        N: n, (dqk).
+        c: Where C goes in shared memory, (dqk, dhv).
+        n: Where n goes in shared memory, (dqk).
+        NORMALIZE: Whether there is n.
+    """
     c.store(C.to(c.dtype))
     if NORMALIZE:
         n.store(N)
@@ -294,7 +343,7 @@ def store_shared_state(C, N, c, n, NORMALIZE: gl.constexpr):
 
 @gluon.jit
 def load_initial_state(index, ids, gmem, params, head: gl.constexpr, config):
-    """That a piece of work starts from."""
+    """Return the state before the first step of work tile `index`: zeros, or loaded with USE_INITIAL_STATE."""
     of_v: gl.constexpr = accumulator_layout(config.DV)
     C = gl.zeros([config.DK, config.DV], gl.float32, of_v)
     N = gl.zeros([config.DK], gl.float32, gl.SliceLayout(1, accumulator_layout(config.L)))
@@ -303,15 +352,15 @@ def load_initial_state(index, ids, gmem, params, head: gl.constexpr, config):
         at = state_index(index, params) * config.HEADS + head
         C = gl.load(
             state_pointers(gmem.state_in, at, 0, 0, config.DK, config.DV, False, of_v, config.DK, config.DV)
-        ).to(gl.float32)  # fmt: skip
+        ).to(gl.float32)  # (dqk, dhv)  # fmt: skip
         if config.NORMALIZE:
-            N = gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk)
+            N = gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk)  # (dqk)
     return Accumulators(C, N, total)
 
 
 @gluon.jit
 def store_final_state(acc, index, ids, gmem, params, head: gl.constexpr, config):
-    """That a piece of work ends with, or what it adds to one, with the decay over it."""
+    """Store the state after the last step of work tile `index`, and without outputs the decay over it."""
     C, N, total = acc
     state_out = gmem.state_out
     at = state_index(index, params) * config.HEADS + head
@@ -328,10 +377,10 @@ def store_final_state(acc, index, ids, gmem, params, head: gl.constexpr, config)
 
 @gluon.jit
 def compute_denominators(P, tile, weight, config):
-    """d: zk . n, weighted, and the sums of P."""
+    """Return d = a * (zk n) + P 1, (L), step (3)."""
     of_v: gl.constexpr = weight.type.layout
     of_k: gl.constexpr = accumulator_layout(config.DK)
-    row = gl.expand_dims(tile.n.load(gl.SliceLayout(0, of_k)), 0)
+    row = gl.expand_dims(tile.n.load(gl.SliceLayout(0, of_k)), 0)  # (1, dqk)
     dot = gl.sum(tile.zk.load(of_k).to(gl.float32) * row, 1)
     d = gl.convert_layout(gl.sum(P, 1), of_v, assert_trivial=True)
     return d + gl.convert_layout(dot, of_v, assert_trivial=True) * weight
@@ -339,7 +388,7 @@ def compute_denominators(P, tile, weight, config):
 
 @gluon.jit
 def divide_by_denominators(V, d, t, tile, work_tile, ids, gmem, params, config):
-    """By max(|d|, exp(-m))."""
+    """Return `V` / max(|d|, exp(-m)), (L, dhv), step (11), and store d with SAVE_D."""
     if config.SAVE_D:
         heads = params.H * config.HEADS
         gl.store(
@@ -350,15 +399,31 @@ def divide_by_denominators(V, d, t, tile, work_tile, ids, gmem, params, config):
 
 @gluon.jit
 def compute_dp_offset(S, K, D, t, tile, work_tile, ids, gmem, config):
-    """-u (do . h): do . h is zk . (zv C^T), weighted, and the sums of the rows of (S, weighted) * (zk x^T)."""
+    """Return delta = -u (do . h), (L), and store it as the gate vector DELTA_P, step (7).
+
+    No h is needed: by (T2), do . h is q . (do C^T) * a' plus the row sums of P * (do v^T), where P = (q k^T) * D'. The
+    code multiplies (do v^T) by D' instead.
+
+    Args:
+        S: zv y^T = do v^T, (L, L).
+        K: zv C^T = do C^T, (L, dqk).
+        D: The gate matrix D', (L, L).
+        t: First step of the tile in the work tile.
+        tile: Views of the tile.
+        work_tile: The work tile.
+        ids: Indices of what the consumer holds.
+        gmem: Tensors in global memory.
+        config: Constants.
+    """
     L: gl.constexpr = config.L
     of_k: gl.constexpr = K.type.layout
+    # (L, L)
     R = warpgroup_mma_wait(0, deps=[issue_mma(tile.zk, tile.x.permute((1, 0)))])
-    dot = gl.sum(K * tile.zk.load(of_k).to(gl.float32), 1)
+    dot = gl.sum(K * tile.zk.load(of_k).to(gl.float32), 1)  # (L)
     dot *= tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, of_k))
     scores = gl.sum(apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE) * R, 1)
     dot += gl.convert_layout(scores, dot.type.layout, assert_trivial=True)
-    u = tile.e.load(dot.type.layout)
+    u = tile.e.load(dot.type.layout)  # -u, (L)
     delta = gl.where(u == 0.0, 0.0, u * dot)
     gl.store(gmem.gates + ((work_tile.first_tile + t // L) * VECTORS + DELTA_P) * L + ids.rl, delta)
     return delta
@@ -366,7 +431,22 @@ def compute_dp_offset(S, K, D, t, tile, work_tile, ids, gmem, config):
 
 @gluon.jit
 def issue_k_output(S, K, D, t, tile, work_tile, ids, gmem, config):
-    """zv C^T to out_k: starts to add P x, P = (zv y^T + delta) weighted."""
+    """Start out_k <- (out_k + n) * a + P x: (L, dqk) + (L, L) @ (L, dqk), steps (7) and (8).
+
+    Args:
+        S: zv y^T, (L, L), not yet waited for.
+        K: zv C^T, (L, dqk), not yet waited for.
+        D: The gate matrix, (L, L).
+        t: First step of the tile in the work tile.
+        tile: Views of the tile.
+        work_tile: The work tile.
+        ids: Indices of what the consumer holds.
+        gmem: Tensors in global memory.
+        config: Constants.
+
+    Returns:
+        out_k, and the left operand P in registers. Both must be waited for.
+    """
     L: gl.constexpr = config.L
     if config.COMPUTE_DP_OFFSET:
         S, K = warpgroup_mma_wait(0, deps=[S, K])
@@ -377,14 +457,14 @@ def issue_k_output(S, K, D, t, tile, work_tile, ids, gmem, config):
         if config.USE_DP_OFFSET:
             S += gl.expand_dims(tile.e.load(gl.SliceLayout(0, S.type.layout)), 0)
     if config.OUTPUT_V:
-        D = load_gate_matrix(tile.g, L, 0, accumulator_layout(L), 1)  # again: kept, it takes registers that out_v needs
+        D = load_gate_matrix(tile.g, L, 0, accumulator_layout(L), 1)  # reloaded: out_v needs its registers
     P = apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE)
     A = to_left_operand(P.to(tile.x.dtype), config.DK)
-    weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, accumulator_layout(config.DK)))
+    weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, accumulator_layout(config.DK)))  # (L)
     if not config.COMPUTE_DP_OFFSET:
         K = warpgroup_mma_wait(0, deps=[K])
     if config.NORMALIZE:
-        row = gl.expand_dims(tile.n.load(gl.SliceLayout(0, K.type.layout)), 0)
+        row = gl.expand_dims(tile.n.load(gl.SliceLayout(0, K.type.layout)), 0)  # (1, dqk)
         if config.REVERSE:
             K += row
         elif config.COMPUTE_DP_OFFSET:
@@ -394,13 +474,20 @@ def issue_k_output(S, K, D, t, tile, work_tile, ids, gmem, config):
 
 @gluon.jit
 def update_n(N, x_t, tile, config):
-    """decay n + x w."""
+    """Return g n + x^T u, (dqk), or against time g dn + x^T (u * delta), step (10).
+
+    Args:
+        N: n, (dqk).
+        x_t: x^T, (dqk, L), in registers.
+        tile: Views of the tile.
+        config: Constants.
+    """
     L: gl.constexpr = config.L
     layout: gl.constexpr = gl.SliceLayout(0, x_t.type.layout)
     N = N * gl.max(tile.g.slice(TILE_DECAY * L, 1, 0).load(layout), 0)
     if config.USE_DP_OFFSET or not config.REVERSE:
-        # Not of the left operand, which is rounded: outputs are divided by q . n, which can be small beside q and n.
-        update = load_update_weights(tile.u, L, layout)
+        # From unrounded products: outputs are divided by q . n, which can be far smaller than q and n.
+        update = load_update_weights(tile.u, L, layout)  # (L)
         if config.REVERSE:
             update = update * tile.e.load(layout)
         N += gl.sum(x_t.to(gl.float32) * gl.expand_dims(update, 0), 1)
@@ -409,7 +496,11 @@ def update_n(N, x_t, tile, config):
 
 @gluon.jit
 def reduce_head_pair(K, part, shared, n, head: gl.constexpr):
-    """In the first consumer, which waits for the part of the second; that waits until its part before is read."""
+    """Return out_k, (L, dqk), summed over both heads in consumer 0.
+
+    Consumer 1 stores its part to shared memory, after consumer 0 has read the part of the tile before. Consumer 0 waits
+    for it and adds it to its own.
+    """
     if head == 1:
         mbarrier.wait(shared.part_empty, (n & 1) ^ 1)
         part.store(K.to(part.dtype))
@@ -425,7 +516,7 @@ def reduce_head_pair(K, part, shared, n, head: gl.constexpr):
 
 @gluon.jit
 def store_outputs(s, t, work_tile, gmem, shared, params, head: gl.constexpr, config):
-    """The outputs of the tile in stage s."""
+    """Start the TMA stores of the outputs of the tile in stage s, at step `t` of a work tile, step (12)."""
     copy: gl.constexpr = 0 if config.SHARED_QK else head
     if config.OUTPUT_V:
         of_out = (shared.zv if config.OUTPUT_K else shared.y).index(config.HEADS * s + head)
@@ -450,7 +541,11 @@ def store_outputs(s, t, work_tile, gmem, shared, params, head: gl.constexpr, con
 
 @gluon.jit
 def at_checkpoint(C, N, c, t, n, num_checkpoints, work_tile, ids, gmem, shared, params, head: gl.constexpr, config):
-    """The state that `store_shared_state` has put, where it is one at a mark, or walking back <C, dC>."""
+    """Store the state or its inner product with the checkpoint, step (13), where a tile ends at one.
+
+    Returns:
+        The number of checkpoints read so far, over all work tiles of the program.
+    """
     step = t if config.REVERSE else t + config.L
     if step % config.CHECKPOINT_STEPS == 0 and step < work_tile.steps and step > 0:
         checkpoint = checkpoint_index(work_tile.b, work_tile.start, step, work_tile.h, params, config)
@@ -466,7 +561,10 @@ def at_checkpoint(C, N, c, t, n, num_checkpoints, work_tile, ids, gmem, shared, 
 
 @gluon.jit
 def store_checkpoint_dots(dC, dN, checkpoint, n, num_checkpoints, ids, gmem, shared, head: gl.constexpr, config):
-    """<C, dC> at a mark, of C that the loader brings; n in float32 with it."""
+    """Store the inner product of the cotangent with the state at a checkpoint, <C, dC> of (B5), step (13).
+
+    The load warp has loaded C to shared memory. The product of dn with n, in float32, is part of the sum.
+    """
     of_row: gl.constexpr = ids.rk.type.layout
     C = opaque_index(shared.checkpoint_state, head, n)
     full = shared.full_checkpoint.index(head)
@@ -474,6 +572,7 @@ def store_checkpoint_dots(dC, dN, checkpoint, n, num_checkpoints, ids, gmem, sha
     phase = num_checkpoints & 1
     one = gl.arange(0, 1, gl.SliceLayout(0, dC.type.layout))
     mbarrier.wait(full, phase)
+    # C is (dqk, dhv), the sum over its columns (dqk).
     both = gl.convert_layout(gl.sum(dC * C.load(dC.type.layout).to(gl.float32), 1), of_row, assert_trivial=True)
     barrier()
     mbarrier.arrive(empty, count=1)
@@ -484,7 +583,24 @@ def store_checkpoint_dots(dC, dN, checkpoint, n, num_checkpoints, ids, gmem, sha
 
 @gluon.jit
 def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, buffers, head: gl.constexpr, config):
-    """A tile, from its arrival to the departure of its outputs."""
+    """Process a tile: everything from step (1) to (13) of the module's docstring.
+
+    Args:
+        acc: The state before the tile in the direction of the scan.
+        pipe_state: Position of the tile in the ring.
+        step: Number of the tile in its work tile, in the direction of the scan.
+        work_tile: The work tile.
+        ids: Indices of what the consumer holds.
+        gmem: Tensors in global memory.
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        buffers: Shared memory of the gate vectors.
+        head: Which head of the program, and which consumer.
+        config: Constants.
+
+    Returns:
+        The state after the tile, and the position of the next tile.
+    """
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
     copy: gl.constexpr = 0 if config.SHARED_QK else head
@@ -494,48 +610,57 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
     s, phase, n, num_checkpoints = pipe_state
     tile = view_tile(shared, buffers, s, n, head, config)
     t = (work_tile.tiles - 1 - step if config.REVERSE else step) * L
+    # (1) The tile has arrived.
     mbarrier.wait(shared.full.index(s), phase)
+    # (2) S <- zk x^T and out_v <- zk C, or without out_v (6)
     if config.OUTPUT_V:
         S = issue_mma(tile.zk, tile.x.permute((1, 0)))
         V = issue_mma(tile.zk, tile.c)
     elif config.OUTPUT_K:
         S = issue_mma(tile.zv, tile.y.permute((1, 0)))
         K = issue_mma(tile.zv, tile.c.permute((1, 0)))
+    # (3) P <- S * D, and d
     if config.HAS_OUTPUT:
-        D = load_gate_matrix(tile.g, L, 0, of_p, 1)
+        D = load_gate_matrix(tile.g, L, 0, of_p, 1)  # (L, L)
     if config.OUTPUT_V:
-        weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, accumulator_layout(config.DV)))
+        weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, accumulator_layout(config.DV)))  # (L)
         S = warpgroup_mma_wait(1, deps=[S])
         P = apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE)
         if config.NORMALIZE and not config.REVERSE:
             d = compute_denominators(P, tile, weight, config)
+        # (4) out_v <- out_v * a + P y
         A = to_left_operand(P.to(dtype), config.DV)
         V = warpgroup_mma_wait(0, deps=[V])
         V = warpgroup_mma(A, tile.y, V * gl.expand_dims(weight, 1), is_async=True)
+        # (6) S <- zv y^T
         if config.OUTPUT_K:
             S = issue_mma(tile.zv, tile.y.permute((1, 0)))
     if config.HAS_OUTPUT:
-        # The stage of the previous tile is free once its outputs have left.
+        # (5) The stage of the previous tile is empty after its outputs have left.
         tma.store_wait(0)
         mbarrier.arrive(shared.empty.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
     if config.OUTPUT_K:
         if config.OUTPUT_V:
             V, A = warpgroup_mma_wait(1, deps=[V, A])
             out_v = V.to(dtype)
+            # (6) out_k <- zv C^T
             K = issue_mma(tile.zv, tile.c.permute((1, 0)))
+        # (7) delta, and (8) out_k <- out_k * a + P x
         K, A_k = issue_k_output(S, K, D, t, tile, work_tile, ids, gmem, config)
         if config.OUTPUT_V:
-            barrier()  # no warp's MMA reads zv any more
+            barrier()  # the MMAs of all warps have read zv
             tile.zv.store(out_v)
-    # The state behind the tile, while the outputs are on their way.
-    x_t = tile.x.permute((1, 0)).load(of_p)
+    # (9) C <- g C + (x * u)^T y
+    x_t = tile.x.permute((1, 0)).load(of_p)  # (dqk, L)
     B = scale_by_gates(x_t, tile.u, L, gl.DotOperandLayout(0, accumulator_layout(config.DV), 2))
-    decay = tile.g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, C.type.layout))
+    decay = tile.g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, C.type.layout))  # (1)
     C = warpgroup_mma(B, tile.y, C * gl.expand_dims(decay, 0), is_async=True)
     if not config.HAS_OUTPUT:
         total = total * decay
+    # (10) n <- g n + x^T u
     if config.NORMALIZE:
         N = update_n(N, x_t, tile, config)
+    # (11) The division of o, and zk . out_k
     if config.OUTPUT_V and not config.OUTPUT_K:
         V, A = warpgroup_mma_wait(1, deps=[V, A])
         if config.NORMALIZE and not config.REVERSE:
@@ -548,8 +673,9 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
         if config.SHARED_QK:
             K = reduce_head_pair(K, tile.part, shared, n, head)
         out_k = K.to(dtype)
+    # (12) Outputs over y, zv and zk and on their way to memory, and the state for the next tile.
     C, B = warpgroup_mma_wait(0, deps=[C, B])
-    barrier()  # no warp's MMA reads the tiles any more
+    barrier()  # the MMAs of all warps have read the tiles
     if config.OUTPUT_V and not config.OUTPUT_K:
         tile.y.store(out_v)
     if config.OUTPUT_K and copy == head:
@@ -559,6 +685,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
     else:
         mbarrier.arrive(shared.empty.index(s), count=1)
     store_outputs(s, t, work_tile, gmem, shared, params, head, config)
+    # (13) Checkpoint
     if config.HAS_CHECKPOINTS:
         num_checkpoints = at_checkpoint(
             C, N, tile.c, t, n, num_checkpoints, work_tile, ids, gmem, shared, params, head, config
@@ -569,7 +696,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
 
 @gluon.jit
 def run_consumer(head: gl.constexpr, gmem, shared, params, tiles_per_head, buffers, config):
-    """One warpgroup, with one head."""
+    """Run one consumer warpgroup, with one head, over all work tiles of the program."""
     L: gl.constexpr = config.L
     i = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(L)))
     j = gl.arange(0, L, gl.SliceLayout(0, accumulator_layout(L)))
@@ -577,7 +704,7 @@ def run_consumer(head: gl.constexpr, gmem, shared, params, tiles_per_head, buffe
     rl = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(config.DK)))
     rd = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(config.DV)))
     one = gl.arange(0, 1, gl.SliceLayout(0, accumulator_layout(config.DV)))
-    ids = FragmentIds(i, j, rk, rl, rd, one)
+    ids = FragmentIds(i=i, j=j, rk=rk, rl=rl, rd=rd, one=one)
     pipe_state = PipelineState(0, 0, 0, 0)
     index = gl.program_id(0)
     while index < params.num_work_tiles:
@@ -585,7 +712,10 @@ def run_consumer(head: gl.constexpr, gmem, shared, params, tiles_per_head, buffe
         h = head_group * config.HEADS + head
         tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         first = b.to(gl.int64) * params.T + start
-        work_tile = WorkTile(b, head_group, h, start, steps, tiles, first, h.to(gl.int64) * tiles_per_head + tile)
+        work_tile = WorkTile(
+            b=b, head_group=head_group, h=h, start=start, steps=steps, tiles=tiles, first_step=first,
+            first_tile=h.to(gl.int64) * tiles_per_head + tile,
+        )  # fmt: skip
         acc = load_initial_state(index, ids, gmem, params, head, config)
         if config.HAS_OUTPUT:
             n = pipe_state.count
@@ -616,7 +746,43 @@ def small_head_kernel(
     HAS_CHECKPOINTS: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr,
     SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
-    """H is how often HEADS heads there are; with SHARED OutK has so many."""
+    """Compute o (OUTPUT_V), dq (OUTPUT_K), dk and dv (both, with REVERSE), or final states and decays (neither).
+
+    Shapes below are in heads of v, of which there are H times HEADS. Tensors that the constants say are not used may be
+    any.
+
+    Args:
+        X: TMA descriptor of x, in tiles (L, dqk).
+        Y: TMA descriptor of y, in tiles (L, dhv).
+        ZK: TMA descriptor of zk, in tiles (L, dqk).
+        ZV: TMA descriptor of zv, in tiles (L, dhv).
+        OutV: TMA descriptor of out_v, in tiles (L, dhv).
+        OutK: TMA descriptor of out_k, in tiles (L, dqk); with SHARED_QK it has H heads, else H times HEADS.
+        Checkpoints: TMA descriptor of states at checkpoints, (checkpoints heads dqk, dhv), in tiles (dqk, dhv).
+        gates: Gate vectors, (heads, tiles, VECTORS, L).
+        i_gate: Input gates, (B, T, heads).
+        f_gate: Forget gates, (B, T, heads).
+        w_out: Sums zk . out_k, (heads, tiles, L), with OUTPUT_K.
+        d_out: d, (B, T, heads), with SAVE_D.
+        dots: <C, dC>, (checkpoints, heads), float64.
+        state_in: Initial states, (segments, heads, dqk, dhv), with USE_INITIAL_STATE.
+        state_out: Final states, (segments, heads, dqk, dhv), with STORE_FINAL_STATE.
+        n_in: Initial n, (segments, heads, dqk).
+        n_out: Final n, (segments, heads, dqk).
+        n_checkpoints: n at checkpoints, (checkpoints, heads, dqk).
+        decays: Decays over segments, (segments, heads), without outputs.
+        schedule: Schedule of packed sequences, with IS_VARLEN.
+        T: Tokens of a batch row.
+        tiles_per_head: Tiles of one head over all batch rows.
+        H: Groups of HEADS heads.
+        group_size: Heads of v that share a head of q and k.
+        segment_steps: Steps of a segment.
+        num_work_tiles: Work tiles, each of HEADS heads.
+        stride_ib, stride_it, stride_ih: Strides of the input gates.
+        stride_fb, stride_ft, stride_fh: Strides of the forget gates.
+        scale: The factor of q.
+        log_scale: Its logarithm in base 2.
+    """
     HAS_OUTPUT: gl.constexpr = OUTPUT_V or OUTPUT_K
     EXTRA: gl.constexpr = (
         (DELTA_P if USE_DP_OFFSET else None) if OUTPUT_K else (FLOOR if NORMALIZE and HAS_OUTPUT else None)
@@ -624,29 +790,37 @@ def small_head_kernel(
     partitions(
         (X, Y, ZK, ZV, Checkpoints),
         GateSource(
-            gates, i_gate, f_gate, stride_ib, stride_it, stride_ih, stride_fb, stride_ft, stride_fh, scale, log_scale,
-            GATES, INPUT_GATE, SIGMOID_I, SIGMOID_F
+            vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
+            stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
+            GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
         ),
         tiles_per_head, group_size,
         GlobalPointers(
-            OutV, OutK, Checkpoints, state_in, state_out, n_in, n_out, n_checkpoints, decays, w_out, d_out, dots, gates,
+            out_v=OutV, out_k=OutK, checkpoints=Checkpoints, state_in=state_in, state_out=state_out, n_in=n_in,
+            n_out=n_out, n_checkpoints=n_checkpoints, decays=decays, w_out=w_out, d_out=d_out, dots=dots, gates=gates,
         ),
-        SchedulerParams(T, H, segment_steps, num_work_tiles, schedule if IS_VARLEN else None),
+        SchedulerParams(
+            T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
+            schedule=schedule if IS_VARLEN else None,
+        ),
         Config(
-            HEADS, SHARED_QK, 1 if SHARED_QK else HEADS, DK, DV, L, STAGES, CHECKPOINT_STEPS, REVERSE, IS_SEGMENTED,
-            USE_INITIAL_STATE, STORE_FINAL_STATE, SKIP_LAST, OUTPUT_V, OUTPUT_K, HAS_OUTPUT, NORMALIZE, SAVE_D,
-            USE_DP_OFFSET, USE_DP_OFFSET and not REVERSE, HAS_CHECKPOINTS,
+            HEADS=HEADS, SHARED_QK=SHARED_QK, QK_COPIES=1 if SHARED_QK else HEADS, DK=DK, DV=DV, L=L, STAGES=STAGES,
+            CHECKPOINT_STEPS=CHECKPOINT_STEPS, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
+            USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, SKIP_LAST=SKIP_LAST,
+            OUTPUT_V=OUTPUT_V, OUTPUT_K=OUTPUT_K, HAS_OUTPUT=HAS_OUTPUT, NORMALIZE=NORMALIZE, SAVE_D=SAVE_D,
+            USE_DP_OFFSET=USE_DP_OFFSET, COMPUTE_DP_OFFSET=USE_DP_OFFSET and not REVERSE,
+            HAS_CHECKPOINTS=HAS_CHECKPOINTS,
         ),
         GateWarpConfig(
-            L, STAGES, REVERSE, IS_SEGMENTED, EXTRA, SKIP_LAST=SKIP_LAST, HEADS=HEADS,
-            GATE_WARPS=HEADS if OUTPUT_K else HEADS + 1,
+            L=L, STAGES=STAGES, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED, EXTRA=EXTRA, SKIP_LAST=SKIP_LAST,
+            HEADS=HEADS, GATE_WARPS=HEADS if OUTPUT_K else HEADS + 1,
         ),
     )  # fmt: skip
 
 
 @gluon.jit
 def partitions(tensors, source, tiles_per_head, group_size, gmem, params, config, gate_config):
-    """Gives them shared memory, and starts them."""
+    """Allocate shared memory and start the partitions of the program: consumers, load and gate warps."""
     shared = allocate(tensors, config)
     full = shared.full
     empty = shared.empty
@@ -679,8 +853,8 @@ def partitions(tensors, source, tiles_per_head, group_size, gmem, params, config
 
 @gluon.jit
 def allocate(tensors, config):
-    """Shared memory and its barriers."""
-    X, Y, ZK, ZV, _marks = tensors
+    """Return shared memory and its barriers, as `SharedStorage`."""
+    X, Y, ZK, ZV, _checkpoints = tensors
     STAGES: gl.constexpr = config.STAGES
     dtype: gl.constexpr = X.dtype
     x = allocate_tiles(X, config.QK_COPIES * STAGES)
@@ -705,26 +879,14 @@ def allocate(tensors, config):
         full_checkpoint, empty_checkpoint = allocate_full_empty(config.HEADS, 1, 1)
     fence_async_shared()
     return SharedStorage(
-        x,
-        y,
-        zk,
-        zv,
-        c,
-        n,
-        full,
-        empty,
-        part,
-        part_full,
-        part_empty,
-        checkpoint_state,
-        full_checkpoint,
-        empty_checkpoint,
-    )
+        x=x, y=y, zk=zk, zv=zv, c=c, n=n, full=full, empty=empty, part=part, part_full=part_full, part_empty=part_empty,
+        checkpoint_state=checkpoint_state, full_checkpoint=full_checkpoint, empty_checkpoint=empty_checkpoint,
+    )  # fmt: skip
 
 
 @gluon.jit
 def allocate_gate_buffers(dtype: gl.constexpr, gate_config):
-    """Those of `GateBuffers`."""
+    """Return shared memory for the gate vectors: vectors, weights and extra of `GateBuffers`."""
     STAGES: gl.constexpr = gate_config.STAGES * gate_config.HEADS
     g = allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * gate_config.L)
     u = allocate_vectors(dtype, STAGES, 2 * gate_config.L)
