@@ -114,7 +114,7 @@ def compile_only(found: dict[str, dict[str, Any]]) -> None:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        name = self.__name__ + (" back" if kwargs.get("BACK") or kwargs.get("REVERSE") else "")
+        name = self.__name__ + (" back" if kwargs.get("REVERSE") else "")
         name += "" if kwargs.get("OUTPUT", True) else " states"
         found[kernel.hash] = {"kernel": name, **resources(kernel)}
         return kernel

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from tfla.backends.gpu.scan import RUN, put, running_max, running_sum, steps_of, total_of  # noqa: E402
+from tfla.backends.gpu.scan import RUN, running_max, running_sum, step_indices, store_steps, total_sum  # noqa: E402
 
 WAYS = [
     pytest.param(
@@ -30,15 +30,15 @@ def scans(x, first, sums, totals, before, upto, HEADS: tl.constexpr, TILES: tl.c
     """Of x (HEADS, TILES * L): maxima over all steps, and sums over those of each tile."""
     CHUNK: tl.constexpr = TILES * L
     h = tl.arange(0, HEADS)
-    values = tl.load(x + h[:, None, None] * CHUNK + steps_of(CHUNK))
+    values = tl.load(x + h[:, None, None] * CHUNK + step_indices(CHUNK))
     at = h[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     there = at >= 0
     before_each, upto_each = running_max(values.to(tl.float32), tl.load(first + h)[:, None])
-    put(before + at, before_each, there)
-    put(upto + at, upto_each, there)
+    store_steps(before + at, before_each, there)
+    store_steps(upto + at, upto_each, there)
     values = tl.reshape(values, (HEADS, TILES, L // RUN, RUN))
-    put(sums + at, running_sum(values), there)
-    tl.store(totals + h[:, None] * TILES + tl.arange(0, TILES)[None, :], total_of(values))
+    store_steps(sums + at, running_sum(values), there)
+    tl.store(totals + h[:, None] * TILES + tl.arange(0, TILES)[None, :], total_sum(values))
 
 
 @pytest.mark.parametrize("device", WAYS)

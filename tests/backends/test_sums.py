@@ -14,7 +14,7 @@ tl = triton.language
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tfla.backends.gpu.state_passing import times  # noqa: E402
+from tfla.backends.gpu.state_passing import rounded_product  # noqa: E402
 
 unequal_sums = runpy.run_path(str(SCRIPT))["unequal_sums"]
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles")
@@ -28,7 +28,7 @@ def sums_of_rows(X, Y, Out, ROUNDED: tl.constexpr):
     y = tl.load(Y + at)
     products = x * y
     if ROUNDED:
-        products = times(x, y)
+        products = rounded_product(x, y)
     tl.store(Out + r, tl.sum(products, 1))
 
 

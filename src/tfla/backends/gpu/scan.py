@@ -7,13 +7,13 @@ RUN = tl.constexpr(4)
 
 
 @triton.jit
-def steps_of(CHUNK: tl.constexpr):
+def step_indices(CHUNK: tl.constexpr):
     """(1, CHUNK // RUN, RUN)."""
     return tl.arange(0, CHUNK // RUN)[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
 
 
 @triton.jit
-def put(to, x, held):
+def store_steps(to, x, held):
     """Stores x at `to`, which has no axis for runs."""
     tl.store(to, tl.reshape(x, to.shape), mask=held)
 
@@ -29,13 +29,13 @@ def _max(a, b):
 
 
 @triton.jit
-def _max_with_before(before_a, upto_a, before_b, upto_b):
+def _combine_maxima(before_a, upto_a, before_b, upto_b):
     """Joins the maxima of two stretches: over all but the last step of each, and over all."""
     return tl.maximum(upto_a, before_b), tl.maximum(upto_a, upto_b)
 
 
 @triton.jit
-def _of_run_before(x, first):
+def _previous_run(x, first):
     """What x (..., runs) is one run earlier."""
     AXIS: tl.constexpr = len(x.shape) - 1
     run = tl.zeros(x.shape, tl.int32) + tl.arange(0, x.shape[AXIS])
@@ -43,7 +43,7 @@ def _of_run_before(x, first):
 
 
 @triton.jit
-def total_of(x):
+def total_sum(x):
     """The sum over all steps."""
     AXIS: tl.constexpr = len(x.shape) - 1
     return tl.sum(tl.sum(x, AXIS), AXIS - 1)
@@ -54,13 +54,13 @@ def running_sum(x):
     """The sum up to each step."""
     AXIS: tl.constexpr = len(x.shape) - 1
     upto = tl.associative_scan(tl.sum(x, AXIS), AXIS - 1, _add)
-    return tl.associative_scan(x, AXIS, _add) + tl.expand_dims(_of_run_before(upto, 0.0), AXIS)
+    return tl.associative_scan(x, AXIS, _add) + tl.expand_dims(_previous_run(upto, 0.0), AXIS)
 
 
 @triton.jit
 def running_max(x, first):
     """Of x (heads, runs, RUN) and `first` (heads, 1): the maximum before each step, and with it."""
     upto = tl.associative_scan(tl.max(x, 2), 1, _max)
-    first = tl.maximum(first, _of_run_before(upto, float("-inf")))[:, :, None]
-    before, upto = tl.associative_scan((tl.full(x.shape, float("-inf"), tl.float32), x), 2, _max_with_before)
+    first = tl.maximum(first, _previous_run(upto, float("-inf")))[:, :, None]
+    before, upto = tl.associative_scan((tl.full(x.shape, float("-inf"), tl.float32), x), 2, _combine_maxima)
     return tl.maximum(first, before), tl.maximum(first, upto)

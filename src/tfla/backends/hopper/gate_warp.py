@@ -34,7 +34,7 @@ from tfla.backends.gpu.gate_kernels import (
     TOTAL,
     UPDATE,
     VECTORS,
-    exponent,
+    base2_exponent,
     finite_log_gate,
 )
 from tfla.backends.hopper.mma import split_in_three
@@ -230,9 +230,9 @@ def compute_gate_vectors(
         SIGMOID_I: Whether log i is logsigmoid(i), not i.
         SIGMOID_F: Whether log f is logsigmoid(f), not f.
     """
-    f = tl.where(inside, exponent(finite_log_gate(f, SIGMOID_F, True).to(tl.float64)), 0.0)
+    f = tl.where(inside, base2_exponent(finite_log_gate(f, SIGMOID_F, True).to(tl.float64)), 0.0)
     if INPUT_GATE:
-        i = tl.where(inside, exponent(finite_log_gate(i, SIGMOID_I, True).to(tl.float64)), CLOSED)
+        i = tl.where(inside, base2_exponent(finite_log_gate(i, SIGMOID_I, True).to(tl.float64)), CLOSED)
     else:
         i = tl.where(inside, 0.0, CLOSED)
     b = tl.associative_scan(f, 0, _add)

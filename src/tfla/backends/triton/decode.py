@@ -89,7 +89,7 @@ def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tenso
         strides = (s for t in (q, k, v, i, x.f) for s in t.stride()[:3])
         recorder.launch(
             decode_kernels.several_steps, grid, *tensors, C if lengths is None else lengths, *sizes, *strides, *of_C,
-            T=T, BT=max(16, power_of_two(T)), LENGTHS=lengths is not None, FINAL=spec.final_state,
+            T=T, BT=max(16, power_of_two(T)), LENGTHS=lengths is not None, STORE_FINAL_STATE=spec.final_state,
             PRECISION=PRECISION,
             **constants,
         )  # fmt: skip

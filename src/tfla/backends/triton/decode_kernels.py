@@ -8,8 +8,8 @@ of a head, which compute them alike; the first of them writes them.
 import triton
 import triton.language as tl
 
-from tfla.backends.gpu.gate_kernels import TINY, clamped, finite_log_gate
-from tfla.backends.gpu.state_passing import times
+from tfla.backends.gpu.gate_kernels import TINY, clamp_gate, finite_log_gate
+from tfla.backends.gpu.state_passing import rounded_product
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def one_step(
     in_v = rv < DV
     m = 0.0
     if NORMALIZE:
-        m = clamped(tl.load(M + row).to(tl.float32))
+        m = clamp_gate(tl.load(M + row).to(tl.float32))
     f, i, m = decays(F + b * fb + h * fh, I + b * ib + h * ih, m, NORMALIZE, INPUT_GATE, SIGMOID_I, SIGMOID_F)
     v = tl.load(V + b * vb + h * vh + rv, in_v, 0.0).to(tl.float32)
     num = tl.zeros([BV], tl.float32)
@@ -77,10 +77,10 @@ def one_step(
         k = i * tl.load(K + b * kb + hq * kh + rk, in_k, 0.0).to(tl.float32)
         c = f * c + k[:, None] * v[None, :]  # (2)
         tl.store(C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv, c.to(C_out.dtype.element_ty), inside)
-        num += tl.sum(times(c, q[:, None]), 0)
+        num += tl.sum(rounded_product(c, q[:, None]), 0)
         if NORMALIZE:
             n = f * tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32) + k  # (3)
-            d += tl.sum(times(n, q), 0)
+            d += tl.sum(rounded_product(n, q), 0)
             if part == 0:
                 tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
     num *= scale
@@ -97,7 +97,7 @@ def several_steps(
     qb, qt, qh, kb, kt, kh, vb, vt, vh, ib, it, ih, fb, ft, fh, cb, ch, ck, cv, sb, sh, sk, sv,
     DK: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
-    EPS: tl.constexpr, LENGTHS: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
+    EPS: tl.constexpr, LENGTHS: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Out (B, T, H, DV) and the state behind step T, or behind the step that `lengths` says of each sequence.
 
@@ -119,7 +119,7 @@ def several_steps(
         length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), T).to(tl.int32)
     m = 0.0
     if NORMALIZE:
-        m = clamped(tl.load(M + row).to(tl.float32))
+        m = clamp_gate(tl.load(M + row).to(tl.float32))
     m_last = m
     weight = 1.0  # of the state, and of each update so far, in the output of step t
     update = tl.zeros([BT], tl.float32)
@@ -161,15 +161,15 @@ def several_steps(
         S += tl.dot(q, k, input_precision=PRECISION)
         num += tl.dot(q, c, input_precision=PRECISION)
         k = tl.where(kept[None, :], k * update_last[None, :], 0.0)
-        if FINAL:
+        if STORE_FINAL_STATE:
             c = weight_last * c + tl.dot(k, v_kept, input_precision=PRECISION)
             tl.store(
                 C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv, c.to(C_out.dtype.element_ty), inside
             )
         if NORMALIZE:
             n = tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32)
-            den += tl.sum(times(q, n[None, :]), 1)
-            if FINAL and part == 0:
+            den += tl.sum(rounded_product(q, n[None, :]), 1)
+            if STORE_FINAL_STATE and part == 0:
                 n = weight_last * n + tl.sum(k, 1)
                 tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
     S = tl.where(rt[:, None] >= rt[None, :], S * D, 0.0)
@@ -177,7 +177,7 @@ def several_steps(
     if NORMALIZE:
         den = (den * weights + tl.sum(S, 1)) * scale
         num /= denominator(den, floor, EPS)[:, None]
-        if FINAL and part == 0:
+        if STORE_FINAL_STATE and part == 0:
             tl.store(M_out + row, m_last)
     out = Out + ((b * T + rt[:, None]) * H + h) * DV + rv[None, :]
     tl.store(out, num.to(Out.dtype.element_ty), in_t[:, None] & in_v[None, :])

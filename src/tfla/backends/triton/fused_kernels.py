@@ -37,13 +37,13 @@ from tfla.backends.gpu.gate_kernels import (
     UPDATE,
     VECTORS,
     first_tile,
-    locate,
-    segment,
+    locate_chunk,
+    locate_segment,
 )
-from tfla.backends.gpu.state_passing import times
+from tfla.backends.gpu.state_passing import rounded_product
 
 
-def as_far_as_known(kernel):
+def without_unknown_options(kernel):
     """Loops of walks leave invariants in the loop: what addresses are made of takes fewer registers than they do. Not
     in float32, without MMAs. Triton before 3.5 knows no disable_licm."""
     if isinstance(kernel, triton.JITFunction) and "disable_licm" not in inspect.signature(tl.range).parameters:
@@ -52,7 +52,7 @@ def as_far_as_known(kernel):
 
 
 @triton.jit
-def rows_of(base, length, width, stride, L: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+def tile_access(base, length, width, stride, L: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
     """Where tiles of a (length, width) matrix are read and written: a tensor descriptor if strides allow one."""
     if TMA:
         return tl.make_tensor_descriptor(base, [length.to(tl.int32), width], [stride, 1], [L, W])
@@ -84,22 +84,26 @@ def store_tile(at, x, t, c, length, width, stride, L: tl.constexpr, W: tl.conste
 
 
 @triton.jit
-def tiles_to_walk(
-    cu, sequences, T, slot, length, steps, L: tl.constexpr, BACK: tl.constexpr, PACKED: tl.constexpr, SKIP: tl.constexpr
-):
-    """How many; with SKIP none of a sequence's last segment, or walking back first: nobody wants the state behind."""
+def count_tiles(
+    cu, sequences, T, slot, length, steps, L: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr,
+    SKIP_LAST: tl.constexpr,
+):  # fmt: skip
+    """Return the number of tiles of a scan.
+
+    With SKIP_LAST it is 0 for the segment that the scan of a sequence reaches last, whose final state is not read.
+    """
     tiles = tl.cdiv(steps, L).to(tl.int32)
-    if SKIP:
-        _, _, whole, start, _ = locate(cu, sequences, T, slot, length, PACKED)
-        if start + steps >= whole and not BACK:
+    if SKIP_LAST:
+        _, _, whole, start, _ = locate_chunk(cu, sequences, T, slot, length, IS_VARLEN)
+        if start + steps >= whole and not REVERSE:
             tiles *= 0
-        if start == 0 and BACK:
+        if start == 0 and REVERSE:
             tiles *= 0
     return tiles
 
 
 @triton.jit
-def product(a, b, PRECISION: tl.constexpr):
+def matmul(a, b, PRECISION: tl.constexpr):
     """a b. IEEE float32 has no MMAs: threads take whole rows and columns to registers, so a piece of each at a time."""
     M: tl.constexpr = a.shape[0]
     K: tl.constexpr = a.shape[1]
@@ -113,7 +117,7 @@ def product(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def in_two(w, place, dtype: tl.constexpr):
+def split_rounding(w, place, dtype: tl.constexpr):
     """w, (L,), as a (16, L) operand that keeps its digits: at place 0 rounded to `dtype`, at 1 what that cut off."""
     high = w.to(dtype)
     low = (w - high).to(dtype)
@@ -121,7 +125,7 @@ def in_two(w, place, dtype: tl.constexpr):
 
 
 @triton.jit
-def in_range(w, dtype: tl.constexpr, DELTA: tl.constexpr):
+def scale_to_range(w, dtype: tl.constexpr, DELTA: tl.constexpr):
     """w, and 1; what delta makes of weights float16 may not hold, so that of those w over the largest, and that."""
     if DELTA and dtype == tl.float16:
         top = tl.maximum(tl.max(tl.abs(w), 0), TINY)
@@ -131,68 +135,69 @@ def in_range(w, dtype: tl.constexpr, DELTA: tl.constexpr):
 
 
 @triton.jit
-def weights(gate, r, L: tl.constexpr, BACK: tl.constexpr, EXACT: tl.constexpr):
+def gate_matrix(gate, r, L: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr):
     """The gate matrix as [update, read]: zero where the reading step does not see the update."""
-    update: tl.constexpr = ROW if BACK else COLUMN
-    read: tl.constexpr = COLUMN if BACK else ROW
+    update: tl.constexpr = ROW if REVERSE else COLUMN
+    read: tl.constexpr = COLUMN if REVERSE else ROW
     e = tl.load(gate + update * L + r)[:, None] + tl.load(gate + read * L + r)[None, :]
     if EXACT:
-        u = tl.load(gate + (ROW_LOW if BACK else COLUMN_LOW) * L + r)
-        e += u[:, None] + tl.load(gate + (COLUMN_LOW if BACK else ROW_LOW) * L + r)[None, :]
-    if BACK:
+        u = tl.load(gate + (ROW_LOW if REVERSE else COLUMN_LOW) * L + r)
+        e += u[:, None] + tl.load(gate + (COLUMN_LOW if REVERSE else ROW_LOW) * L + r)[None, :]
+    if REVERSE:
         return tl.where(r[:, None] >= r[None, :], tl.exp2(e), 0.0)
     else:
         return tl.where(r[:, None] <= r[None, :], tl.exp2(e), 0.0)
 
 
-# LEAN: what keeps `rows` within half the shared memory and all registers of a Hopper multiprocessor, so that two
-# programs fit (0.7 instead of 1.1 ms). Triton gives tiles that only MMAs read one more buffer: touch() is another read,
-# settled() has the MMAs done before the next load. read() keeps the scaled tile out of the registers.
+# WGMMA arranges `rows` so that it needs at most half of the shared memory and of the registers of a Hopper
+# multiprocessor, which then runs two programs. Triton gives a tile that only MMAs read one buffer more than its
+# pipeline needs; touch_tile() is another read and avoids it. wait_for_mma() completes the MMAs before the next load.
+# load_opaque() keeps the scaled tile out of the registers.
 
 
 @triton.jit
-def _first(a, b):
+def _take_first(a, b):
     return a
 
 
 @triton.jit
-def touch(x):
-    return tl.reduce(x, 1, _first)
+def touch_tile(x):
+    return tl.reduce(x, 1, _take_first)
 
 
 @triton.jit
-def settled(x):
+def wait_for_mma(x):
     return tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def read(p):
+def load_opaque(p):
     return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [p], dtype=tl.float32, is_pure=True, pack=1)
 
 
-@as_far_as_known
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def columns(
     X, Y, Z, Out, gates, cu, state_in, state_out, decays,
     sequences, T, tiles_of_head, H, GROUP, length,
     xb, xt, xh, yb, yt, yh, zb, zt, zh, ob, ot, oh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
-    BACK: tl.constexpr, OUTPUT: tl.constexpr, PACKED: tl.constexpr, SEGMENTED: tl.constexpr, STATE: tl.constexpr,
-    FINAL: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, SKIP: tl.constexpr,
+    REVERSE: tl.constexpr, OUTPUT: tl.constexpr, IS_VARLEN: tl.constexpr, IS_SEGMENTED: tl.constexpr,
+    USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, SKIP_LAST: tl.constexpr,
 ):  # fmt: skip
     """o, or walking back dv: one program has BLOCKS x BV columns of one head of one segment."""
     part = tl.program_id(0)
     slot = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    _, steps, b, t_first, tile0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
+    _, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, length, L, IS_SEGMENTED, IS_VARLEN)
     col = part * BV * BLOCKS
     hx = (h // GROUP).to(tl.int64)
     hv = h.to(tl.int64)
-    x_at = rows_of(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
-    z_at = rows_of(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
-    y_at = rows_of(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)
-    o_at = rows_of(Out + b * ob + t_first * ot + hv * oh, steps, DV, ot, L, BV, TMA)
+    x_at = tile_access(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
+    z_at = tile_access(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
+    y_at = tile_access(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)
+    o_at = tile_access(Out + b * ob + t_first * ot + hv * oh, steps, DV, ot, L, BV, TMA)
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
     state_row = tl.program_id(1).to(tl.int64)
     rk = tl.arange(0, BK)
@@ -202,15 +207,15 @@ def columns(
     inside1 = (rv + BV < DV)[:, None] & (rk < DK)[None, :]
     S0 = tl.zeros([BV, BK], tl.float32)
     S1 = tl.zeros([BV, BK], tl.float32)
-    if STATE:
+    if USE_INITIAL_STATE:
         S0 = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
         if BLOCKS == 2:
             S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0).to(tl.float32)
     r = tl.arange(0, L)
-    tiles = tiles_to_walk(cu, sequences, T, slot, length, steps, L, BACK, PACKED, SKIP)
+    tiles = count_tiles(cu, sequences, T, slot, length, steps, L, REVERSE, IS_VARLEN, SKIP_LAST)
     total = 1.0
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
-        t = (tiles - 1 - step if BACK else step) * L
+        t = (tiles - 1 - step if REVERSE else step) * L
         gate = gates + t * VECTORS
         x = load_tile(x_at, t, 0, steps, DK, xt, L, BK, TMA)
         if OUTPUT:
@@ -219,20 +224,20 @@ def columns(
         if BLOCKS == 2:
             y1 = load_tile(y_at, t, col + BV, steps, DV, yt, L, BV, TMA)
         decay = tl.load(gate + DECAY * L)
-        wx = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
+        wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
         x_up = (x * wx[:, None]).to(x.dtype)
         if OUTPUT:
-            P = product(x, tl.trans(z), PRECISION)
-            P = P * weights(gate, r, L, BACK, EXACT)
+            P = matmul(x, tl.trans(z), PRECISION)
+            P = P * gate_matrix(gate, r, L, REVERSE, EXACT)
             if NEGATIVE:
                 P = -P
             P = P.to(x.dtype)
-            out = product(S0.to(x.dtype), tl.trans(z), PRECISION)
-            wz = tl.load(gate + (UPDATE if BACK else INTER) * L + r)
+            out = matmul(S0.to(x.dtype), tl.trans(z), PRECISION)
+            wz = tl.load(gate + (UPDATE if REVERSE else INTER) * L + r)
             out = tl.dot(tl.trans(y0), P, out * wz[None, :], input_precision=PRECISION)
             store_tile(o_at, tl.trans(out).to(x.dtype), t, col, steps, DV, ot, L, BV, TMA)
             if BLOCKS == 2:
-                out = product(S1.to(x.dtype), tl.trans(z), PRECISION)
+                out = matmul(S1.to(x.dtype), tl.trans(z), PRECISION)
                 out = tl.dot(tl.trans(y1), P, out * wz[None, :], input_precision=PRECISION)
                 store_tile(o_at, tl.trans(out).to(x.dtype), t, col + BV, steps, DV, ot, L, BV, TMA)
         else:
@@ -240,7 +245,7 @@ def columns(
         S0 = tl.dot(tl.trans(y0), x_up, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(tl.trans(y1), x_up, S1 * decay, input_precision=PRECISION)
-    if FINAL:
+    if STORE_FINAL_STATE:
         tl.store(state_out + state_at, S0, mask=inside)
         if BLOCKS == 2:
             tl.store(state_out + state_at + BV, S1, mask=inside1)
@@ -249,43 +254,45 @@ def columns(
 
 
 @triton.jit
-def put_mark(marks, at, S, rk, rv, DK: tl.constexpr, DV: tl.constexpr):
+def store_checkpoint(marks, at, S, rk, rv, DK: tl.constexpr, DV: tl.constexpr):
     inside = (rk < DK)[:, None] & (rv < DV)[None, :]
     tl.store(marks + (at + rk[:, None]) * DV + rv[None, :], S.to(marks.dtype.element_ty), mask=inside)
 
 
-@as_far_as_known
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def rows(
     X, Y, Z, W, Out, gates, cu, w_out, state_in, state_out, n_in, n_out, marks, n_marks,
     sequences, T, tiles_of_head, H, GROUP, length,
     xb, xt, xh, yb, yt, yh, zb, zt, zh, wb, wt, wh, ob, ot, oh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
-    NP: tl.constexpr, BACK: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, PACKED: tl.constexpr,
-    SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, LEAN: tl.constexpr, MARKS: tl.constexpr,
+    NP: tl.constexpr, REVERSE: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, IS_VARLEN: tl.constexpr,
+    IS_SEGMENTED: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, EXACT: tl.constexpr,
+    NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, WGMMA: tl.constexpr,
+    CHECKPOINT_STEPS: tl.constexpr,
 ):  # fmt: skip
     """dq, or walking back dk: one program has BK of the key dims of one head of one segment.
 
-    marks get the state before, or walking back its cotangent at, every MARKS-th step of the segment but the first.
+    marks get the state before, or walking back its cotangent at,
+    every CHECKPOINT_STEPS-th step of the segment but the first.
 
     w is q for dq and k for dk: w_out gets the sums of w . out over NP pieces of the dims, (parts, H, tiles, NP, L).
     """
     part = tl.program_id(0)
     slot = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    first, steps, b, t_first, tile0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
+    first, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, length, L, IS_SEGMENTED, IS_VARLEN)
     col = part * BK
     hx = (h // GROUP).to(tl.int64)
     hv = h.to(tl.int64)
-    x_at = rows_of(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
-    w_at = rows_of(W + b * wb + t_first * wt + hx * wh, steps, DK, wt, L, BK, TMA)
-    y_at = rows_of(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)
-    z_at = rows_of(Z + b * zb + t_first * zt + hv * zh, steps, DV, zt, L, BV, TMA)
-    o_at = rows_of(Out + b * ob + t_first * ot + hv * oh, steps, DK, ot, L, BK, TMA)
+    x_at = tile_access(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
+    w_at = tile_access(W + b * wb + t_first * wt + hx * wh, steps, DK, wt, L, BK, TMA)
+    y_at = tile_access(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)
+    z_at = tile_access(Z + b * zb + t_first * zt + hv * zh, steps, DV, zt, L, BV, TMA)
+    o_at = tile_access(Out + b * ob + t_first * ot + hv * oh, steps, DK, ot, L, BK, TMA)
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
     w_out += ((part * H + hv) * tiles_of_head + tile0) * NP * L
-    mark0 = first // MARKS - 1
+    mark0 = first // CHECKPOINT_STEPS - 1
     state_row = tl.program_id(1).to(tl.int64)
     rk = col + tl.arange(0, BK)
     rv = tl.arange(0, BV)
@@ -297,7 +304,7 @@ def rows(
     S1 = tl.zeros([BK, BV], tl.float32)
     rc = tl.arange(0, 16)
     N = tl.zeros([BK, 16], tl.float32)
-    if STATE:
+    if USE_INITIAL_STATE:
         S0 = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
         if BLOCKS == 2:
             S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0).to(tl.float32)
@@ -308,7 +315,7 @@ def rows(
     tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
         # T is never less, but a step that no loop optimiser sees through needs no registers of its own in each address.
-        t = tl.minimum((tiles - 1 - step if BACK else step) * L, T)
+        t = tl.minimum((tiles - 1 - step if REVERSE else step) * L, T)
         gate = gates + t * VECTORS
         x = load_tile(x_at, t, col, steps, DK, xt, L, BK, TMA)
         y0 = load_tile(y_at, t, 0, steps, DV, yt, L, BV, TMA)
@@ -317,72 +324,72 @@ def rows(
             y1 = load_tile(y_at, t, BV, steps, DV, yt, L, BV, TMA)
             z1 = load_tile(z_at, t, BV, steps, DV, zt, L, BV, TMA)
         decay = tl.load(gate + DECAY * L)
-        if LEAN:
-            u = touch(y0 + z0)
+        if WGMMA:
+            u = touch_tile(y0 + z0)
             if BLOCKS == 2:
-                u += touch(y1 + z1)
+                u += touch_tile(y1 + z1)
             if T < 0:  # never
                 decay += tl.sum(u.to(tl.float32), 0)
-        if LEAN:
-            wx = read(gate + (INTER if BACK else UPDATE) * L + r)
+        if WGMMA:
+            wx = load_opaque(gate + (INTER if REVERSE else UPDATE) * L + r)
         else:
-            wx = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
+            wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
         x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)
-        P = product(y0, tl.trans(z0), PRECISION)
+        P = matmul(y0, tl.trans(z0), PRECISION)
         if BLOCKS == 2:
-            P += product(y1, tl.trans(z1), PRECISION)
+            P += matmul(y1, tl.trans(z1), PRECISION)
         if DELTA:
-            if BACK:
+            if REVERSE:
                 P += tl.load(gate + DELTA_P * L + r)[:, None]
             else:
                 P += tl.load(gate + DELTA_P * L + r)[None, :]
-        P = P * weights(gate, r, L, BACK, EXACT)
+        P = P * gate_matrix(gate, r, L, REVERSE, EXACT)
         if NEGATIVE:
             P = -P
         P = P.to(x.dtype)
-        out = product(S0.to(x.dtype), tl.trans(z0), PRECISION)
+        out = matmul(S0.to(x.dtype), tl.trans(z0), PRECISION)
         if BLOCKS == 2:
-            out += product(S1.to(x.dtype), tl.trans(z1), PRECISION)
+            out += matmul(S1.to(x.dtype), tl.trans(z1), PRECISION)
         if NORMALIZE:
             n = tl.sum(N, 1)
-            before = t + L if BACK else t
-            if before % MARKS == 0 and before > 0 and before < steps:
-                tl.store(n_marks + ((mark0 + before // MARKS) * H + h) * DK + rk, n, mask=rk < DK)
+            before = t + L if REVERSE else t
+            if before % CHECKPOINT_STEPS == 0 and before > 0 and before < steps:
+                tl.store(n_marks + ((mark0 + before // CHECKPOINT_STEPS) * H + h) * DK + rk, n, mask=rk < DK)
             n = n[:, None]
-            if BACK:
+            if REVERSE:
                 out += n
             elif DELTA:
                 out += n * tl.load(gate + DELTA_P * L + r)[None, :]
-        out = out * tl.load(gate + (UPDATE if BACK else INTER) * L + r)[None, :]
+        out = out * tl.load(gate + (UPDATE if REVERSE else INTER) * L + r)[None, :]
         out = tl.dot(tl.trans(x), P, out, input_precision=PRECISION)
         out = tl.trans(out)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
         w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)
-        sums = tl.sum(tl.reshape(times(out, w), (L, NP, BK // NP)), 2)
+        sums = tl.sum(tl.reshape(rounded_product(out, w), (L, NP, BK // NP)), 2)
         tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
         if NORMALIZE:
             N = N * decay
-            if DELTA or not BACK:
-                wn = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
-                if BACK:
+            if DELTA or not REVERSE:
+                wn = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
+                if REVERSE:
                     wn *= tl.load(gate + DELTA_P * L + r)
-                wn, top = in_range(wn, x.dtype, BACK)
-                W_n = tl.trans(in_two(wn, rc[:, None], x.dtype))
+                wn, top = scale_to_range(wn, x.dtype, REVERSE)
+                W_n = tl.trans(split_rounding(wn, rc[:, None], x.dtype))
                 N += top * tl.dot(tl.trans(x), W_n, input_precision=PRECISION)
         S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
-        if LEAN:
-            S0 = settled(S0)
+        if WGMMA:
+            S0 = wait_for_mma(S0)
             if BLOCKS == 2:
-                S1 = settled(S1)
-        seen = t if BACK else t + L
-        if seen % MARKS == 0 and seen > 0 and seen < steps:
-            at = ((mark0 + seen // MARKS) * H + h) * DK
-            put_mark(marks, at, S0, rk, rv, DK, DV)
+                S1 = wait_for_mma(S1)
+        seen = t if REVERSE else t + L
+        if seen % CHECKPOINT_STEPS == 0 and seen > 0 and seen < steps:
+            at = ((mark0 + seen // CHECKPOINT_STEPS) * H + h) * DK
+            store_checkpoint(marks, at, S0, rk, rv, DK, DV)
             if BLOCKS == 2:
-                put_mark(marks, at, S1, rk, rv + BV, DK, DV)
-    if FINAL:
+                store_checkpoint(marks, at, S1, rk, rv + BV, DK, DV)
+    if STORE_FINAL_STATE:
         tl.store(state_out + state_at, S0, mask=inside)
         if BLOCKS == 2:
             tl.store(state_out + state_at + BV, S1, mask=inside1)
@@ -391,7 +398,7 @@ def rows(
 
 
 @triton.jit
-def divide(gate, r, inter, d, L: tl.constexpr, EXACT: tl.constexpr):
+def fold_denominators(gate, r, inter, d, L: tl.constexpr, EXACT: tl.constexpr):
     """The gate matrix of a tile, and the weight of the state in its outputs, by the denominators."""
     D = tl.maximum(tl.abs(d), tl.load(gate + FLOOR * L + r))
     row_at = gate + (ROW_LOW if EXACT else ROW) * L + r  # rows can be large: what is added to them is cut off
@@ -402,31 +409,31 @@ def divide(gate, r, inter, d, L: tl.constexpr, EXACT: tl.constexpr):
 @triton.jit(do_not_specialize=["sequences", "T", "tiles"])
 def denominators(
     parts, gates, d_out, cu, sequences, T, tiles, H,
-    PARTS: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr,
+    PARTS: tl.constexpr, L: tl.constexpr, IS_VARLEN: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Adds up the parts that :func:`normaliser` left."""
     h = tl.program_id(1).to(tl.int64)
-    s, first, length, start, _ = locate(cu, sequences, T, tl.program_id(0), L, PACKED)
+    s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0), L, IS_VARLEN)
     if start < length:
         r = tl.arange(0, L)
-        row = h * tiles + first_tile(first, s, T, L, PACKED) + start // L
+        row = h * tiles + first_tile(first, s, T, L, IS_VARLEN) + start // L
         d = tl.zeros([L], tl.float32)
         for part in tl.static_range(PARTS):
             d += tl.load(parts + (part * H * tiles + row) * L + r)
         if SAVE_D:
             tl.store(d_out + (first + start + r) * H + h, d, mask=start + r < length)
         gate = gates + row * VECTORS * L
-        divide(gate, r, tl.load(gate + INTER * L + r), d, L, EXACT)
+        fold_denominators(gate, r, tl.load(gate + INTER * L + r), d, L, EXACT)
 
 
-@as_far_as_known
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def normaliser(
     X, Z, gates, cu, parts, d_out, n_in, n_out, sequences, T, tiles_of_head, H, GROUP, length, xb, xt, xh, zb, zt, zh,
-    DK: tl.constexpr, DN: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, BACK: tl.constexpr, OUTPUT: tl.constexpr,
-    DELTA: tl.constexpr, PACKED: tl.constexpr, SEGMENTED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr,
-    SAVE_D: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, SKIP: tl.constexpr, DECAYS: tl.constexpr,
+    DK: tl.constexpr, DN: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, REVERSE: tl.constexpr, OUTPUT: tl.constexpr,
+    DELTA: tl.constexpr, IS_VARLEN: tl.constexpr, IS_SEGMENTED: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
+    STORE_FINAL_STATE: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, SKIP_LAST: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
     """The column of ones alone: the denominators, by which the gate matrix is divided, and the states n.
 
@@ -438,10 +445,10 @@ def normaliser(
     """
     slot = tl.program_id(0) // H
     h = tl.program_id(0) % H
-    first, steps, b, t_first, tile0 = segment(cu, sequences, T, slot, length, L, SEGMENTED, PACKED)
+    first, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, length, L, IS_SEGMENTED, IS_VARLEN)
     hx = (h // GROUP).to(tl.int64)
-    x_at = rows_of(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
-    z_at = rows_of(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
+    x_at = tile_access(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
+    z_at = tile_access(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
     gates += (h.to(tl.int64) * tiles_of_head + tile0) * VECTORS * L
     k0 = 0
     if BK < DN:
@@ -450,41 +457,41 @@ def normaliser(
     row = tl.arange(0, 16)[:, None]
     n_at = tl.program_id(0).to(tl.int64) * DN + rk
     N = tl.zeros([16, BK], tl.float32)
-    if STATE:
+    if USE_INITIAL_STATE:
         N = tl.where(row % 8 == 0, tl.load(n_in + n_at, mask=rk < DN, other=0.0)[None, :], 0.0)
     r = tl.arange(0, L)
     total = 1.0
-    tiles = tiles_to_walk(cu, sequences, T, slot, length, steps, L, BACK, PACKED, SKIP)
+    tiles = count_tiles(cu, sequences, T, slot, length, steps, L, REVERSE, IS_VARLEN, SKIP_LAST)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
-        t = (tiles - 1 - step if BACK else step) * L
+        t = (tiles - 1 - step if REVERSE else step) * L
         gate = gates + t * VECTORS
         x = load_tile(x_at, t, k0, steps, DK, xt, L, BK, TMA)
-        wx = tl.load(gate + (INTER if BACK else UPDATE) * L + r)
+        wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
         if DELTA:
             wx *= tl.load(gate + DELTA_P * L + r)
         if OUTPUT:
             z = load_tile(z_at, t, k0, steps, DK, zt, L, BK, TMA)
             inter = tl.load(gate + INTER * L + r)
-            P = times(tl.dot(z, tl.trans(x), input_precision=PRECISION), weights(gate, r, L, True, EXACT))
+            P = rounded_product(tl.dot(z, tl.trans(x), input_precision=PRECISION), gate_matrix(gate, r, L, True, EXACT))
             if NEGATIVE:
                 P = -P
             high = N.to(x.dtype)
             low = (N - high).to(x.dtype)
-            read_n = product(z, tl.trans(tl.where(row < 8, high, low)), PRECISION)
+            read_n = matmul(z, tl.trans(tl.where(row < 8, high, low)), PRECISION)
             d = tl.sum(P, 1) + tl.sum(read_n, 1) * inter
             if BK < DN:
                 tl.store(parts + ((tl.program_id(1) * H + h).to(tl.int64) * tiles_of_head + tile0) * L + t + r, d)
             else:
                 if SAVE_D:
                     tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
-                divide(gate, r, inter, d, L, EXACT)
+                fold_denominators(gate, r, inter, d, L, EXACT)
         decay = tl.load(gate + DECAY * L)
         N = N * decay
         if DECAYS:
             total *= decay
-        wx, top = in_range(wx, x.dtype, DELTA)
-        N += top * tl.dot(in_two(wx, row % 8, x.dtype), x, input_precision=PRECISION)
-    if FINAL:
+        wx, top = scale_to_range(wx, x.dtype, DELTA)
+        N += top * tl.dot(split_rounding(wx, row % 8, x.dtype), x, input_precision=PRECISION)
+    if STORE_FINAL_STATE:
         tl.store(n_out + n_at, tl.sum(tl.where(row < 8, N, 0.0), 0), mask=rk < DN)
     if DECAYS:
         tl.store(parts + tl.program_id(0), total, mask=k0 == 0)

@@ -212,7 +212,13 @@ class Call:
         summaries = 4 * self.H * slots if spec.normalize else 0  # one allocation: each takes the host a while
         out = self.new(self.H * self.tiles * size + summaries)
         grid = (slots, ceil_div(self.H, heads))
-        shared: dict[str, Any] = {"CHUNK": CHUNK, "HEADS": heads, "L": self.L, "PACKED": self.packed, **self.gate_forms}
+        shared: dict[str, Any] = {
+            "CHUNK": CHUNK,
+            "HEADS": heads,
+            "L": self.L,
+            "IS_VARLEN": self.packed,
+            **self.gate_forms,
+        }
         shared["num_warps"] = WARPS
         if spec.normalize and (self.packed or CHUNK < self.T):
             self.launch(gate_kernels.chunk_summary, grid,
@@ -223,8 +229,8 @@ class Call:
             *self.given_gates, out if m is None else m, self.cu, out if d is None else d, out,
             out if m_final is None else m_final, x.sequences, self.T, self.tiles, self.H, *self.gate_strides,
             *_strides(x.log_f if d is None else d), *self.scales, slots,
-            NORMALIZE=spec.normalize, STATE=x.m is not None, FINAL=m_final is not None, FOLD=d is not None,
-            EXACT=self.exact, FEW=self.few_vectors, **shared,
+            NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.m is not None, STORE_FINAL_STATE=m_final is not None,
+            FOLD_DENOMINATOR=d is not None, EXACT=self.exact, TOTAL_ONLY=self.few_vectors, **shared,
         )  # fmt: skip
         return out
 
@@ -234,7 +240,7 @@ class Call:
         block = 128 if V % 16 == 0 else 32  # rows that are not aligned take more registers
         self.launch(gate_kernels.find_delta, (self.slots(self.L), self.H),
             gates, h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, V, *_strides(h), *_strides(dh),
-            L=self.L, BLOCK_V=min(block, power_of_two(V)), PACKED=self.packed, num_warps=8,
+            L=self.L, BLOCK_V=min(block, power_of_two(V)), IS_VARLEN=self.packed, num_warps=8,
         )  # fmt: skip
 
     def end_cotangents(self, dC: Tensor | None, dn: Tensor | None) -> Pair:
@@ -256,11 +262,11 @@ class Call:
             x, y, z, written, gates, self.cu, gates if state is None else state, gates if final is None else final,
             gates if decays is None else decays, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(written),
-            DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, BACK=back,
-            OUTPUT=out is not None, PACKED=self.packed, SEGMENTED=self.segmented, STATE=state is not None,
-            FINAL=final is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=self.config.descriptors and _describable(x, y, z, written), STAGES=tiles.stages, SKIP=skip,
-            num_warps=tiles.num_warps, tunable=True,
+            DK=self.K, DV=self.V, BK=power_of_two(self.K), BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, REVERSE=back,
+            OUTPUT=out is not None, IS_VARLEN=self.packed, IS_SEGMENTED=self.segmented,
+            USE_INITIAL_STATE=state is not None, STORE_FINAL_STATE=final is not None, EXACT=self.exact,
+            NEGATIVE=self.spec.scale < 0, PRECISION=self.precision, TMA=self.config.descriptors and _describable(x, y,
+            z, written), STAGES=tiles.stages, SKIP_LAST=skip, num_warps=tiles.num_warps, tunable=True,
         )  # fmt: skip
 
     def denominators(
@@ -304,16 +310,16 @@ class Call:
             x, z, gates, self.cu, parts if decays is None else decays, gates if d is None else d,
             gates if n is None else n, gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H,
             self.group, steps or self.steps, *_strides(x), *_strides(z),
-            DK=x.shape[3], DN=self.K, BK=power_of_two(self.K) // pieces, L=self.L, BACK=back, OUTPUT=output, DELTA=back,
-            PACKED=self.packed, SEGMENTED=segmented, STATE=n is not None, FINAL=final is not None,
-            SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
-            TMA=self.config.descriptors and _describable(x, z), STAGES=stages, SKIP=skip, DECAYS=decays is not None,
-            num_warps=8 if self.exact or most < self.K else 4,
+            DK=x.shape[3], DN=self.K, BK=power_of_two(self.K) // pieces, L=self.L, REVERSE=back, OUTPUT=output,
+            DELTA=back, IS_VARLEN=self.packed, IS_SEGMENTED=segmented, USE_INITIAL_STATE=n is not None,
+            STORE_FINAL_STATE=final is not None, SAVE_D=d is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
+            PRECISION=self.precision, TMA=self.config.descriptors and _describable(x, z), STAGES=stages,
+            SKIP_LAST=skip, DECAYS=decays is not None, num_warps=8 if self.exact or most < self.K else 4,
         )  # fmt: skip
         if output and pieces > 1:
             self.launch(fused_kernels.denominators, (self.slots(self.L), self.H),
                 parts, gates, gates if d is None else d, self.cu, self.x.sequences, self.T, self.tiles, self.H,
-                PARTS=pieces, L=self.L, PACKED=self.packed, SAVE_D=d is not None, EXACT=self.exact, num_warps=2,
+                PARTS=pieces, L=self.L, IS_VARLEN=self.packed, SAVE_D=d is not None, EXACT=self.exact, num_warps=2,
             )  # fmt: skip
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
@@ -340,12 +346,12 @@ class Call:
             gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
             marks, n_marks, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(w), *_strides(out),
-            DK=self.K, DV=self.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, NP=each, BACK=back,
-            NORMALIZE=self.spec.normalize, DELTA=delta, PACKED=self.packed, SEGMENTED=self.segmented,
-            STATE=C is not None, FINAL=C_out is not None, EXACT=self.exact, NEGATIVE=self.spec.scale < 0,
-            PRECISION=self.precision, TMA=self.config.wgmma_dq_dk and _describable(x, y, z, w, out),
-            STAGES=tiles.stages, LEAN=self.config.wgmma_dq_dk, MARKS=self.marks, num_warps=tiles.num_warps,
-            tunable=True,
+            DK=self.K, DV=self.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=self.L, NP=each, REVERSE=back,
+            NORMALIZE=self.spec.normalize, DELTA=delta, IS_VARLEN=self.packed, IS_SEGMENTED=self.segmented,
+            USE_INITIAL_STATE=C is not None, STORE_FINAL_STATE=C_out is not None, EXACT=self.exact,
+            NEGATIVE=self.spec.scale < 0, PRECISION=self.precision, TMA=self.config.wgmma_dq_dk and _describable(x, y,
+            z, w, out), STAGES=tiles.stages, WGMMA=self.config.wgmma_dq_dk, CHECKPOINT_STEPS=self.marks,
+            num_warps=tiles.num_warps, tunable=True,
         )  # fmt: skip
         return sums, marks, n_marks
 
@@ -402,10 +408,10 @@ class Call:
         self.launch(gradient_kernels.gate_gradients, (*places, ceil_div(self.H, heads)),
             q_dq, k_dk, dots, *bounds, self.cu, *self.given_gates, gates if di is None else di, df,
             x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K, *self.gate_strides,
-            PARTS=q_dq.shape[0], NP=q_dq.shape[3], MARKS=self.marks, BLOCK=256 * warps // heads,
+            PARTS=q_dq.shape[0], NP=q_dq.shape[3], CHECKPOINT_STEPS=self.marks, BLOCK=256 * warps // heads,
             BLOCK_N=power_of_two(self.K), L=self.L, HEADS=heads, DOTS=dots.shape[1],
-            SEGMENTED=self.segmented, PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
-            END=end[0] is not None, **self.gate_forms, num_warps=warps,
+            IS_SEGMENTED=self.segmented, IS_VARLEN=self.packed, NORMALIZE=self.spec.normalize,
+            USE_INITIAL_STATE=x.C is not None, USE_FINAL_STATE=end[0] is not None, **self.gate_forms, num_warps=warps,
         )  # fmt: skip
 
     def queries_gradient(
@@ -489,8 +495,8 @@ class Call:
         block = min(1024, power_of_two(size))
         self.launch(sum_kernels.join, (ceil_div(size, block), self.x.sequences, self.H),
             states, decays, states if given is None else given, states if final is None else final, self.cu, self.T,
-            self.H, steps or self.steps, size, BLOCK=block, BACK=back, PACKED=self.packed, GIVEN=given is not None,
-            FINAL=final is not None, num_warps=4,
+            self.H, steps or self.steps, size, BLOCK=block, REVERSE=back, IS_VARLEN=self.packed,
+            USE_INITIAL_STATE=given is not None, STORE_FINAL_STATE=final is not None, num_warps=4,
         )  # fmt: skip
 
 

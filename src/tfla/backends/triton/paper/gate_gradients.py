@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from tfla.backends.gpu.gate_gradients import mark_dot, of_gate, start_dot
-from tfla.backends.gpu.gate_kernels import first_tile, load_gate, locate
+from tfla.backends.gpu.gate_gradients import checkpoint_dot, gate_gradient_of, segment_start_dot
+from tfla.backends.gpu.gate_kernels import first_tile, load_gate, locate_chunk
 
 
 @triton.jit
@@ -23,36 +23,37 @@ def chunk_gate_gradients(
     q, q_dq, k_dk, C, n, dC, dn, dC_first, dn_first, cu, i_gate, f_gate, di, df, sequences, T, tiles, H, steps, SIZE,
     SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    PACKED: tl.constexpr, NORMALIZE: tl.constexpr, START: tl.constexpr, END: tl.constexpr, INPUT_GATE: tl.constexpr,
-    SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
+    IS_VARLEN: tl.constexpr, NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr,
+    INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at one end of a chunk to that at
     the other, which takes off in even steps what rounding has added up to. dq is of C, dk of dC, rounded as q is: so
     are C of the one end and dC of the other, else what that cuts off would add up from step to step.
 
-    C to dn_first are as in `start_dot`. A sequence ends with zero unless somebody reads its final state (END).
+    C to dn_first are as in `segment_start_dot`. A sequence ends with zero unless its final state has a cotangent
+    (USE_FINAL_STATE).
     q_dq, k_dk (PARTS, H, tiles, L); outputs (B, T, H).
     """
     slot = tl.program_id(0) // H
     h = tl.zeros([1, 1], tl.int64) + tl.program_id(0) % H
-    s, first, length, start, slot0 = locate(cu, sequences, T, slot, steps, PACKED)
+    s, first, length, start, slot0 = locate_chunk(cu, sequences, T, slot, steps, IS_VARLEN)
     count = tl.maximum(tl.minimum(length - start, steps), 0).to(tl.int32)
     if count <= 0:
         return
     mark = slot.to(tl.int64) * H + h
     row = H.to(tl.int64)  # of states
-    top = start_dot(
-        C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, START,
-        q.dtype.element_ty,
+    top = segment_start_dot(
+        C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE,
+        USE_INITIAL_STATE, q.dtype.element_ty,
     )  # fmt: skip
     end = top * 0
     known = start + steps < length
     if known:
         C_at, n_at = C + row * SIZE, n + row * SIZE_N
-        end = mark_dot(
+        end = checkpoint_dot(
             C_at, n_at, dC, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, DC_AS=q.dtype.element_ty
         )  # fmt: skip
-    at = (h * tiles + first_tile(first, s, T, L, PACKED)) * L + start
+    at = (h * tiles + first_tile(first, s, T, L, IS_VARLEN)) * L + start
     to = (first + start) * H + h
     r = tl.arange(0, STEPS)[None, :]
     size = H.to(tl.int64) * tiles * L
@@ -61,16 +62,16 @@ def chunk_gate_gradients(
         of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
         total += (of_q - of_k).to(tl.float64)
     rounding = top * 0
-    if known or not END:
+    if known or not USE_FINAL_STATE:
         rounding = (top - tl.sum(total, 1)[:, None] - end) / count
     for t in range(0, count, STEPS):
         inside = t + r < count
         of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, inside, PARTS)
         falls = (of_q - of_k).to(tl.float64)
         before = top - (tl.cumsum(falls, 1) - falls) - rounding * (t + r).to(tl.float64)
-        f = load_gate(f_gate + h * fh, s, first, start + t + r, fb, ft, inside, PACKED)
-        tl.store(df + to + (t + r) * H, of_gate(before.to(tl.float32), f, SIGMOID_F), mask=inside)
+        f = load_gate(f_gate + h * fh, s, first, start + t + r, fb, ft, inside, IS_VARLEN)
+        tl.store(df + to + (t + r) * H, gate_gradient_of(before.to(tl.float32), f, SIGMOID_F), mask=inside)
         if INPUT_GATE:
-            i = load_gate(i_gate + h * ih, s, first, start + t + r, ib, it, inside, PACKED)
-            tl.store(di + to + (t + r) * H, of_gate(of_k, i, SIGMOID_I), mask=inside)
+            i = load_gate(i_gate + h * ih, s, first, start + t + r, ib, it, inside, IS_VARLEN)
+            tl.store(di + to + (t + r) * H, gate_gradient_of(of_k, i, SIGMOID_I), mask=inside)
         top -= tl.sum(falls, 1)[:, None]

@@ -97,9 +97,9 @@ class Chunks(Call):
         self.launch(recurrent.states, (pieces,),
             x, y, gates, self.cu, *(gates if t is None else t for t in (*given, C, n, *final)), self.x.sequences,
             self.T, self.tiles, self.H, self.group, self.steps, *_strides(x), *_strides(y),
-            DK=self.K, DV=self.V, BK=BK, BV=BV, L=self.L, BACK=back, NORMALIZE=self.spec.normalize, DELTA=delta,
-            PACKED=self.packed, GIVEN=given[0] is not None, FINAL=final[0] is not None, PRECISION=self.precision,
-            STAGES=sizes.stages, num_warps=sizes.warps, tunable=True,
+            DK=self.K, DV=self.V, BK=BK, BV=BV, L=self.L, REVERSE=back, NORMALIZE=self.spec.normalize, DELTA=delta,
+            IS_VARLEN=self.packed, USE_INITIAL_STATE=given[0] is not None, STORE_FINAL_STATE=final[0] is not None,
+            PRECISION=self.precision, STAGES=sizes.stages, num_warps=sizes.warps, tunable=True,
         )  # fmt: skip
         return C, n
 
@@ -118,10 +118,10 @@ class Chunks(Call):
             a, b, y, used, out, gates, self.cu, *(gates if t is None else t for t in (*states, d)), sums,
             self.x.sequences, self.T, self.tiles, self.H, group_a, group_y, self.steps, tiles, *_strides(a),
             *_strides(b), *_strides(y), *_strides(used), *_strides(out),
-            DA=contracted, DO=width, BA=sizes.contracted_block(contracted), BO=BO, L=self.L, LI=sizes.inner, BACK=back,
-            OF_QK=w is not None, NORMALIZE=self.spec.normalize, DELTA=delta, SAVE_D=d is not None, PACKED=self.packed,
-            EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision, STAGES=sizes.stages,
-            num_warps=sizes.warps, tunable=True,
+            DA=contracted, DO=width, BA=sizes.contracted_block(contracted), BO=BO, L=self.L, LI=sizes.inner,
+            REVERSE=back, OF_QK=w is not None, NORMALIZE=self.spec.normalize, DELTA=delta, SAVE_D=d is not None,
+            IS_VARLEN=self.packed, EXACT=self.exact, NEGATIVE=self.spec.scale < 0, PRECISION=self.precision,
+            STAGES=sizes.stages, num_warps=sizes.warps, tunable=True,
         )  # fmt: skip
         return sums
 
@@ -143,6 +143,6 @@ class Chunks(Call):
             x.q, q_dq, k_dk, *pointers, x.sequences, self.T, self.tiles, self.H, self.steps, self.K * self.V, self.K,
             *self.gate_strides,
             PARTS=q_dq.shape[0], L=self.L, STEPS=min(STEPS, power_of_two(self.steps)), BLOCK=2048,
-            BLOCK_N=power_of_two(self.K), PACKED=self.packed, NORMALIZE=self.spec.normalize, START=x.C is not None,
-            END=end_is_read, **self.gate_forms, num_warps=4,
+            BLOCK_N=power_of_two(self.K), IS_VARLEN=self.packed, NORMALIZE=self.spec.normalize,
+            USE_INITIAL_STATE=x.C is not None, USE_FINAL_STATE=end_is_read, **self.gate_forms, num_warps=4,
         )  # fmt: skip

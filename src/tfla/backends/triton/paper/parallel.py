@@ -4,9 +4,9 @@ All four results have one shape, out = (A B^T o D) Y + (weight of the chunk's st
 
     result | A, B, Y   | parallel over | loops over | inner tiles   | S
     h      | q, k, v   | L_hq, dhv     | L_kv, dqk  | before        | C before the chunk
-    dv     | k, q, dh  | L_kv, dhv     | L_hq, dqk  | behind (BACK) | dC behind the chunk
+    dv     | k, q, dh  | L_kv, dhv     | L_hq, dqk  | behind (REVERSE) | dC behind the chunk
     dq     | dh, v, k  | L_hq, dqk     | L_kv, dhv  | before        | C^T
-    dk     | v, dh, q  | L_kv, dqk     | L_hq, dhv  | behind (BACK) | dC^T
+    dk     | v, dh, q  | L_kv, dqk     | L_hq, dhv  | behind (REVERSE) | dC^T
 
 A program has L steps and BO columns of a result, loops over inner tiles of LI steps, and over the contracted dim in
 blocks of BA. Inside its own tile the gate matrix D is the exponential of sums from the tile's start. Between two tiles
@@ -28,32 +28,32 @@ from tfla.backends.gpu.gate_kernels import (
     ROW_LOW,
     UPDATE,
     VECTORS,
-    segment,
+    locate_segment,
 )
-from tfla.backends.gpu.state_passing import times
+from tfla.backends.gpu.state_passing import rounded_product
 from tfla.backends.triton.fused_kernels import load_tile, store_tile
 
 
 @triton.jit
-def gate_matrix(gate, i, j, L: tl.constexpr, BACK: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr):
+def gate_matrix(gate, i, j, L: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr):
     """(i, j) of a tile's gate matrix, or walking back of its transpose."""
-    outer: tl.constexpr = COLUMN if BACK else ROW
-    inner: tl.constexpr = ROW if BACK else COLUMN
+    outer: tl.constexpr = COLUMN if REVERSE else ROW
+    inner: tl.constexpr = ROW if REVERSE else COLUMN
     e = tl.load(gate + outer * L + i)[:, None] + tl.load(gate + inner * L + j)[None, :]
     if EXACT:
-        low = tl.load(gate + (COLUMN_LOW if BACK else ROW_LOW) * L + i)
-        e += low[:, None] + tl.load(gate + (ROW_LOW if BACK else COLUMN_LOW) * L + j)[None, :]
+        low = tl.load(gate + (COLUMN_LOW if REVERSE else ROW_LOW) * L + i)
+        e += low[:, None] + tl.load(gate + (ROW_LOW if REVERSE else COLUMN_LOW) * L + j)[None, :]
     D = tl.exp2(e)
     if NEGATIVE:
         D = -D
-    if BACK:
+    if REVERSE:
         return tl.where(i[:, None] <= j[None, :], D, 0.0)
     else:
         return tl.where(i[:, None] >= j[None, :], D, 0.0)
 
 
 @triton.jit
-def product(
+def matmul(
     a, A, B, t, u, steps, at, bt, L: tl.constexpr, LI: tl.constexpr, DA: tl.constexpr, BA: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -76,16 +76,18 @@ def parallel(
     sequences, T, tiles_of_head, H, GROUP_A, GROUP_Y, steps, tiles_of_chunk,
     ab, at, ah, bb, bt, bh, yb, yt, yh, wb, wt, wh, ob, ot, oh,
     DA: tl.constexpr, DO: tl.constexpr, BA: tl.constexpr, BO: tl.constexpr, L: tl.constexpr, LI: tl.constexpr,
-    BACK: tl.constexpr, OF_QK: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, SAVE_D: tl.constexpr,
-    PACKED: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    REVERSE: tl.constexpr, OF_QK: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, SAVE_D: tl.constexpr,
+    IS_VARLEN: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """h, or BACK dv, or OF_QK dq or dk, whose products with w (q or k) are left in w_out, (parts, H, tiles, L)."""
+    """h, or REVERSE dv, or OF_QK dq or dk, whose products with w (q or k) are left in w_out, (parts, H, tiles, L)."""
     PARTS: tl.constexpr = (DO + BO - 1) // BO
     part = tl.program_id(0) % PARTS
     tile = tl.program_id(0) // PARTS % tiles_of_chunk
     state = (tl.program_id(0) // PARTS // tiles_of_chunk).to(tl.int64)  # of a chunk's head
     h = state % H
-    first, length, b, t_first, tile0 = segment(cu, sequences, T, (state // H).to(tl.int32), steps, L, True, PACKED)
+    first, length, b, t_first, tile0 = locate_segment(
+        cu, sequences, T, (state // H).to(tl.int32), steps, L, True, IS_VARLEN
+    )
     own = tile * L
     if own >= length:
         return
@@ -99,39 +101,41 @@ def parallel(
     gate = gates + own * VECTORS
     r = tl.arange(0, L)
     ri = tl.arange(0, LI)
-    DENOMINATOR: tl.constexpr = NORMALIZE and not BACK and not OF_QK
-    outer = tl.load(gate + (UPDATE if BACK else INTER) * L + r)
+    DENOMINATOR: tl.constexpr = NORMALIZE and not REVERSE and not OF_QK
+    outer = tl.load(gate + (UPDATE if REVERSE else INTER) * L + r)
     a = load_tile(a_at, own, 0, length, DA, at, L, BA, False)
     out = tl.zeros([L, BO], tl.float32)
     d = tl.zeros([L], tl.float32)
-    if DELTA and not BACK:
+    if DELTA and not REVERSE:
         delta = tl.load(gate + DELTA_P * L + r)
     # Its own tile.
     for u in tl.range(0, L, LI, num_stages=1):
-        S = product(a, a_at, b_at, own, own + u, length, at, bt, L, LI, DA, BA, PRECISION, STAGES)
+        S = matmul(a, a_at, b_at, own, own + u, length, at, bt, L, LI, DA, BA, PRECISION, STAGES)
         if DELTA:
-            S += tl.load(gate + DELTA_P * L + u + ri)[None, :] if BACK else delta[:, None]
-        S = times(S, gate_matrix(gate, r, u + ri, L, BACK, EXACT, NEGATIVE))
+            S += tl.load(gate + DELTA_P * L + u + ri)[None, :] if REVERSE else delta[:, None]
+        S = rounded_product(S, gate_matrix(gate, r, u + ri, L, REVERSE, EXACT, NEGATIVE))
         if DENOMINATOR:
             d += tl.sum(S, 1)
         y = load_tile(y_at, own + u, o, length, DO, yt, LI, BO, False)
         out = tl.dot(S.to(y.dtype), y, out, input_precision=PRECISION)
     # From there to the start of the chunk, or back to its end; `decay` is that of the tiles passed.
     decay = 1.0
-    others = (tl.cdiv(length, L).to(tl.int32) - 1 - tile if BACK else tile) * (L // LI)
+    others = (tl.cdiv(length, L).to(tl.int32) - 1 - tile if REVERSE else tile) * (L // LI)
     for step in tl.range(0, others, num_stages=STAGES if BA >= DA else 1):
-        u = own + L + step * LI if BACK else own - (step + 1) * LI
+        u = own + L + step * LI if REVERSE else own - (step + 1) * LI
         far = gates + u // L * (VECTORS * L)
-        S = product(a, a_at, b_at, own, u, length, at, bt, L, LI, DA, BA, PRECISION, STAGES)
+        S = matmul(a, a_at, b_at, own, u, length, at, bt, L, LI, DA, BA, PRECISION, STAGES)
         if DELTA:
-            S += tl.load(far + DELTA_P * L + u % L + ri)[None, :] if BACK else delta[:, None]
-        inner = tl.load(far + (INTER if BACK else UPDATE) * L + u % L + ri) * decay
-        S = times(S * outer[:, None], inner[None, :])  # the product of both weights may be too large for float32
+            S += tl.load(far + DELTA_P * L + u % L + ri)[None, :] if REVERSE else delta[:, None]
+        inner = tl.load(far + (INTER if REVERSE else UPDATE) * L + u % L + ri) * decay
+        S = rounded_product(
+            S * outer[:, None], inner[None, :]
+        )  # the product of both weights may be too large for float32
         if DENOMINATOR:
             d += tl.sum(S, 1)
         y = load_tile(y_at, u, o, length, DO, yt, LI, BO, False)
         out = tl.dot(S.to(y.dtype), y, out, input_precision=PRECISION)
-        passed = u % L == (L - LI if BACK else 0)
+        passed = u % L == (L - LI if REVERSE else 0)
         decay *= tl.where(passed, tl.load(far + DECAY * L), 1.0)
     # The rest of the sequence, by the chunk's state, (dqk, dhv).
     rows = tl.zeros([L, BO], tl.float32)
@@ -149,12 +153,12 @@ def parallel(
         rows = tl.dot(weighted, S.to(a.dtype), rows, input_precision=PRECISION)
         if DENOMINATOR:
             column = tl.load(n + state * DA + ra, mask=ra < DA, other=0.0)
-            of_n += tl.sum(times(a, column[None, :]), 1)
+            of_n += tl.sum(rounded_product(a, column[None, :]), 1)
     if OF_QK and NORMALIZE:
         column = tl.load(n + state * DO + ro, mask=ro < DO, other=0.0)[None, :]
         if EXACT:
             column = column * outer[:, None]
-        if BACK:
+        if REVERSE:
             rows += column
         elif DELTA:
             rows += delta[:, None] * column
@@ -170,5 +174,5 @@ def parallel(
         out /= tl.where(tl.abs(d) < floor, floor, tl.abs(d))[:, None]  # unlike a maximum this keeps NaN
     if OF_QK:
         w = load_tile(W + b * wb + t_first * wt + h // GROUP_Y * wh, own, o, length, DO, wt, L, BO, False)
-        tl.store(w_out + (part * H * tiles_of_head + tile0) * L + own + r, tl.sum(times(out, w), 1))
+        tl.store(w_out + (part * H * tiles_of_head + tile0) * L + own + r, tl.sum(rounded_product(out, w), 1))
     store_tile(o_at, out.to(Out.dtype.element_ty), own, o, length, DO, ot, L, BO, False)
