@@ -1,4 +1,4 @@
-"""The ways to compute the operator: every module here with a ``BACKEND`` is one (:mod:`tfla.backends.base`)."""
+"""The backends of the operator: every module of this package with a ``BACKEND`` (:mod:`tfla.backends.base`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from tfla.backends.base import Backend, Inputs, StepInputs
 
 
 def _load() -> dict[str, Backend]:
+    """Import every backend and return them by name, the highest priority first."""
     modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
     found: list[Backend] = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
     return {b.name: b for b in sorted(found, key=lambda b: -b.priority)}
@@ -18,7 +19,7 @@ BACKENDS = _load()
 
 
 def select(name: str | None, x: Inputs) -> Backend:
-    """The backend of that name, or the best one for these inputs.
+    """Return the backend of that name, or for None the one of the highest priority that supports these inputs.
 
     Raises:
         ValueError: no backend has that name, or it cannot run these inputs (the message says why).
@@ -28,7 +29,7 @@ def select(name: str | None, x: Inputs) -> Backend:
         for backend in BACKENDS.values():  # a loop, since torch.compile has no max with a key
             if backend.unsupported(x) is None and (best is None or backend.priority > best.priority):
                 best = backend
-        assert best is not None, "the reference takes everything"
+        assert best is not None, "the reference supports all inputs"
         return best
     if not isinstance(name, str) or name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, allowed are None and {', '.join(map(repr, BACKENDS))}")
@@ -39,7 +40,9 @@ def select(name: str | None, x: Inputs) -> Backend:
 
 
 def select_steps(name: str | None, x: StepInputs) -> Backend | None:
-    """Who has a kernel for these steps: the backend of that name, or the best one; None if nobody has.
+    """Return the backend whose kernel computes these steps, or None where none has such a kernel.
+
+    With a name only that backend is considered, without one the backend of the highest priority.
 
     Raises:
         ValueError: no backend has that name.

@@ -1,13 +1,13 @@
-"""The contract between the operator and the ways to compute it.
+"""The interface between the operator and its backends.
 
 A backend is a module of this package with an object ``BACKEND``. It computes, for every head (docs/mathematics.md),
 
     C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T        n_t = exp(log_f_t) n_{t-1} + exp(log_i_t) k_t
-    h_t = scale C_t^T q_t / max(|scale n_t^T q_t|, 1)          without normaliser: h_t = scale C_t^T q_t
+    h_t = scale C_t^T q_t / max(|scale n_t^T q_t|, 1)          without normalizer: h_t = scale C_t^T q_t
 
-with states stabilised by ``m_t = max(log_f_t + m_{t-1}, log_i_t)`` where there is a normaliser, by ``m = 0`` where not.
-It sees log-gates, finite ones, or with `takes_gates` what a model has (`Spec.gates`), and then does the same as
-:func:`tfla.ops.gates.log_gates`.
+With a normalizer, states are stabilized by ``m_t = max(log_f_t + m_{t-1}, log_i_t)``, without one by ``m = 0``. A
+backend gets finite log-gates. One with `takes_gates` gets the gates of the model (`Spec.gates`) and turns them into
+log-gates as :func:`tfla.ops.gates.log_gates` does.
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-TILE = 64  # steps that every backend but the reference takes together, whatever chunk_size is
+TILE = 64  # steps of one tile in every backend but the reference, whatever chunk_size is
 
 
 def static(*tensors: Tensor | None) -> Hashable:
-    """All that tensors are but for their values and where exactly they lie."""
-    # At once, since a call of a function for each takes half as long again.
+    """Return the dtype, shape, strides, alignment to 16 bytes and device of each tensor, None for None."""
+    # One comprehension, because a function call for each tensor takes half as much host time again.
     return tuple([None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device) for x in tensors])
 
 
-Again = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]  # a call on other tensors of equal `static`
+# Replays a recorded call on other tensors of equal `static`.
+Again = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
 
 
 class Inputs(NamedTuple):
-    """q, k (B, T, Hq, dqk); v (B, T, H, dhv), Hq divides H; state as in :class:`tfla.State`; log-gates (B, T, H), or
-    what `Spec.gates` says."""
+    """The tensors of one call; Hq divides H, and N is the number of sequences."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_i: Tensor | None  # None: all zero
-    log_f: Tensor
-    C: Tensor | None  # initial state, None: all zero
-    n: Tensor | None
-    m: Tensor | None
-    cu_seqlens: Tensor | None  # (sequences + 1,) int; then B = 1 and states have one row a sequence
+    q: Tensor  # (B, T, Hq, dqk)
+    k: Tensor  # (B, T, Hq, dqk)
+    v: Tensor  # (B, T, H, dhv)
+    log_i: Tensor | None  # (B, T, H), log-gate, or as `Spec.gates` says; None: all zero
+    log_f: Tensor  # (B, T, H), the same
+    C: Tensor | None  # (N, H, dqk, dhv), initial state as in tfla.State; None: all zero
+    n: Tensor | None  # (N, H, dqk)
+    m: Tensor | None  # (N, H)
+    cu_seqlens: Tensor | None  # (N + 1,) int, of packed sequences, where B = 1; None: N = B
 
     @property
     def sequences(self) -> int:
+        """The number of sequences."""
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
@@ -60,33 +61,33 @@ Gates = Literal["exp", "sigmoid", "log"]
 
 
 class Spec(NamedTuple):
-    """What to compute, apart from the tensors."""
+    """The options of one call."""
 
-    scale: float
-    normalize: bool
-    normalizer_grad: bool  # False: the paper's convention, no gradient through the denominator
-    chunk_size: int  # distance between stored states
-    kernel: str
-    save: bool  # keep what the backward needs
-    final_state: bool
+    scale: float  # factor of the queries
+    normalize: bool  # with n, m and the denominator
+    normalizer_grad: bool  # False: no gradient through the denominator, as in the paper
+    chunk_size: int  # distance in steps between stored states
+    kernel: str  # one of `Backend.kernels`
+    save: bool  # store what the backward needs
+    final_state: bool  # return the final state
     store_dtype: torch.dtype | None = None  # of chunk_C; None: that of accumulators
-    gates: Gates = "log"  # pre-activations of mLSTMexp, of mLSTMsig, or log-gates; not clamped yet
+    gates: Gates = "log"  # what the gates are: pre-activations of mLSTMexp or mLSTMsig, or log-gates; not clamped yet
 
 
 class Outputs(NamedTuple):
-    """What a forward returns; parts that were not asked for have shape (0,), and may be one tensor."""
+    """The results of a forward. Parts that the options do not ask for have shape (0,), and may be the same tensor."""
 
-    h: Tensor  # like v
-    C: Tensor  # final states
-    n: Tensor
-    m: Tensor
-    d: Tensor  # stabilised denominators exp(-m_t) d_t, (B, T, H)
-    chunk_C: Tensor  # states at the starts of chunks, (stored_states, H, dqk, dhv)
-    chunk_n: Tensor
+    h: Tensor  # (B, T, H, dhv), dtype of v
+    C: Tensor  # (N, H, dqk, dhv), final states
+    n: Tensor  # (N, H, dqk)
+    m: Tensor  # (N, H)
+    d: Tensor  # (B, T, H), stabilized denominators exp(-m_t) d_t
+    chunk_C: Tensor  # (stored_states, H, dqk, dhv), states at the starts of chunks
+    chunk_n: Tensor  # (stored_states, H, dqk)
 
 
 class Grads(NamedTuple):
-    """Gradients with respect to :class:`Inputs`, in any float dtype; those of missing inputs are ignored."""
+    """The gradients with respect to :class:`Inputs`, in any float dtype; those of inputs that are None are ignored."""
 
     q: Tensor
     k: Tensor
@@ -98,18 +99,17 @@ class Grads(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """A few steps of every sequence: q, k (B, T, Hq, dqk); v (B, T, H, dhv), Hq divides H; gates (B, T, H) of any float
-    dtype, as :class:`StepSpec` says; a state of any float dtype, without a normaliser C alone."""
+    """The tensors of a few decoding steps of every sequence; Hq divides H."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    i: Tensor | None  # None: log-gates that are all zero
-    f: Tensor
-    C: Tensor
-    n: Tensor | None
-    m: Tensor | None
-    lengths: Tensor | None  # (B,) int: steps of each sequence that the returned state has behind it; None: all
+    q: Tensor  # (B, T, Hq, dqk)
+    k: Tensor  # (B, T, Hq, dqk)
+    v: Tensor  # (B, T, H, dhv)
+    i: Tensor | None  # (B, T, H), any float dtype, as `StepSpec.gates` says; None: log-gates that are all zero
+    f: Tensor  # (B, T, H), the same
+    C: Tensor  # (B, H, dqk, dhv), any float dtype
+    n: Tensor | None  # (B, H, dqk); None without a normalizer
+    m: Tensor | None  # (B, H); None without a normalizer
+    lengths: Tensor | None  # (B,) int: the new state is the one after this many steps; None: after all
 
     @property
     def acc_dtype(self) -> torch.dtype:
@@ -117,21 +117,24 @@ class StepInputs(NamedTuple):
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def kept_dtype(self, given: Tensor) -> torch.dtype:
-        """Of a new C or n: what is kept in 16 bits stays so."""
+        """Return the dtype of a new C or n: that of the old one if it has 16 bits, else that of the arithmetic."""
         return given.dtype if given.dtype.itemsize == 2 else self.acc_dtype
 
 
 class StepSpec(NamedTuple):
-    """What to compute, apart from the tensors."""
+    """The options of a call of a few decoding steps."""
 
-    scale: float
-    gates: Gates  # of what i and f are: pre-activations of mLSTMexp, of mLSTMsig, or log-gates; not clamped yet
-    final_state: bool
-    eps: float = 0.0  # added to the stabilised denominator, max(exp(-m) |d|, exp(-m))
+    scale: float  # factor of the queries
+    gates: Gates  # what i and f are: pre-activations of mLSTMexp or mLSTMsig, or log-gates; not clamped yet
+    final_state: bool  # return the new state
+    eps: float = 0.0  # added to the stabilized denominator, max(exp(-m) |d|, exp(-m))
 
 
 class StepOutputs(NamedTuple):
-    """h like v, dense, and the new state; parts that were not asked for have shape (0,), and may be one tensor."""
+    """The results of a few steps: h, dense and of the dtype of v, and the new state.
+
+    Parts that the options do not ask for have shape (0,), and may be the same tensor.
+    """
 
     h: Tensor
     C: Tensor
@@ -140,61 +143,74 @@ class StepOutputs(NamedTuple):
 
 
 class Backend(ABC):
-    """One way to compute the operator."""
+    """An implementation of the operator."""
 
     name: str
-    priority: int  # `backend=None` takes the highest that can run
+    priority: int  # `backend=None` takes the backend of the highest priority that supports the inputs
     kernels: tuple[str, ...]
-    takes_gates = False  # as a model has them, of any float dtype
+    takes_gates = False  # reads the gates of the model, of any float dtype, instead of log-gates
 
     @abstractmethod
     def unsupported(self, x: Inputs) -> str | None:
-        """Why these inputs cannot run here, or None."""
+        """Return why the backend cannot run these inputs, or None."""
 
     def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
-        """What `kernel=None` takes, chunk_size being None where that is left open too."""
+        """Return the kernel for `kernel=None`; chunk_size is None where the caller leaves it open too."""
         return self.kernels[0]
 
     def kernel_unsupported(self, x: Inputs, kernel: str) -> str | None:
-        """Why this kernel cannot run these inputs where another one of this backend can, or None."""
+        """Return why this kernel cannot run inputs that the backend supports, or None."""
         return None
 
     @abstractmethod
-    def default_chunk_size(self, x: Inputs, kernel: str) -> int: ...
+    def default_chunk_size(self, x: Inputs, kernel: str) -> int:
+        """Return the chunk size for `chunk_size=None`."""
 
     @abstractmethod
-    def forward(self, x: Inputs, spec: Spec) -> Outputs: ...
+    def forward(self, x: Inputs, spec: Spec) -> Outputs:
+        """Compute h, and what the options ask for."""
 
     def again(self, x: Inputs, spec: Spec) -> Again | None:
-        """After `forward`: what does the same at once for others like x, whatever PyTorch's settings are, or None."""
+        """Return a function that replays the last `forward` on other inputs of the same signature, or None.
+
+        It must not depend on settings of PyTorch that may have changed since.
+        """
         return None
 
     @abstractmethod
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
-        """From the cotangents of h and of the final state; ``out`` holds h, d and the chunk states of the forward."""
+        """Compute the gradients from the cotangents of h and of the final state.
+
+        Args:
+            x: the inputs of the forward.
+            out: h, d and the stored states of the forward; its other parts are not read.
+            dh: (B, T, H, dhv), the cotangent of h.
+            dC, dn: the cotangents of the stabilized final state; None is zero.
+            spec: the options of the forward.
+        """
 
     def steps_unsupported(self, x: StepInputs) -> str | None:
-        """Why these steps cannot run here, or None."""
+        """Return why the backend cannot run these steps, or None."""
         return "it has no kernel for single steps"
 
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
-        """A few steps without gradients; the new C goes to ``into``, which may be that of x, or to a new tensor."""
+        """Compute a few steps without gradients; the new C goes to ``into``, which may be x.C, or to a new tensor."""
         raise NotImplementedError
 
     def steps_again(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Again | None:
-        """After `steps`: what does the same at once for others like x and into, or None."""
+        """Return a function that replays the last `steps` on other inputs of the same signature, or None."""
         return None
 
     def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
-        """Steps of a tile, whose inner products are quadratic in them, for sequences of T steps."""
+        """Return the steps of a tile for sequences of T steps; the products inside a tile are quadratic in them."""
         return min(TILE, chunk_size, T)
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
-        """What else it decides for these inputs, by name; shown by :func:`tfla.explain`."""
+        """Return the further choices for these inputs, by name; :func:`tfla.explain` shows them."""
         return {}
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
-        """Rows of `Outputs.chunk_C`; for packed sequences an upper bound known without reading their lengths."""
+        """Return the rows of `Outputs.chunk_C`; for packed sequences an upper bound, which does not read lengths."""
         B, T = x.v.shape[:2]
         if x.cu_seqlens is None:
             return B * ((T + chunk_size - 1) // chunk_size)
@@ -202,12 +218,12 @@ class Backend(ABC):
 
 
 def stored_dtype(x: Inputs, spec: Spec) -> torch.dtype:
-    """Of `Outputs.chunk_C`."""
+    """Return the dtype of `Outputs.chunk_C`."""
     return x.acc_dtype if spec.store_dtype is None else spec.store_dtype
 
 
 def sequence_slot(x: Inputs, chunk_size: int, s: int, start: int) -> int:
-    """The row of the first chunk of sequence s, which starts at token ``start``; its other chunks follow."""
+    """Return the row of `Outputs.chunk_C` of the first chunk of sequence s; ``start`` is the sequence's first token."""
     if x.cu_seqlens is None:
         return s * ((x.v.shape[1] + chunk_size - 1) // chunk_size)
     return start // chunk_size + s
@@ -228,19 +244,22 @@ def packed_bounds(cu_seqlens: Tensor, T: int) -> list[int]:
 
 
 def sequence_bounds(x: Inputs) -> list[tuple[int, int, int]]:
-    """(batch row, first token, one past the last token) of every sequence. Reads cu_seqlens: host backends only."""
+    """Return (row of the batch, first token, one past the last token) of every sequence.
+
+    cu_seqlens are read on the host.
+    """
     if x.cu_seqlens is None:
         return [(b, 0, x.v.shape[1]) for b in range(x.v.shape[0])]
     return [(0, a, b) for a, b in itertools.pairwise(packed_bounds(x.cu_seqlens, x.v.shape[1]))]
 
 
 def own(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A contiguous copy that may be written."""
+    """Return a contiguous copy that may be written."""
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def initial_state(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
-    """The initial state as fresh tensors of the accumulator's dtype; zeros where none was given."""
+    """Return the initial state as new tensors of the accumulators' dtype; zeros where none is given."""
     N, H, K, V = x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3]
 
     def start(given: Tensor | None, *shape: int) -> Tensor:
@@ -254,5 +273,5 @@ def initial_state(x: Inputs, spec: Spec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def input_gate(x: Inputs) -> Tensor:
-    """log_i, or the zeros it stands for."""
+    """Return log_i, or zeros where it is None."""
     return torch.zeros_like(x.log_f) if x.log_i is None else x.log_i

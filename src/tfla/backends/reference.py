@@ -1,9 +1,9 @@
-"""The paper's equations as they are written, the truth of all tests: recurrent (1)-(8), parallel (27)-(35),
-chunkwise (36)-(56).
+"""The paper's equations as they are written: recurrent (1)-(8), parallel (27)-(35), chunkwise (36)-(56).
 
-Functions take one sequence of one head group: q, k (T, H, dqk), v (T, H, dhv), log-gates (T, H), state (H, ...),
-all of one dtype. Two things are more general than the paper: the normaliser can be off (mLSTMsig (22)-(24), any
-scalar-gated linear attention), and every form starts from a given state. Without normaliser the max state is 0.
+All tests compare with this backend in float64. Functions take one sequence: q, k (T, H, dqk), v (T, H, dhv), log-gates
+(T, H), state (H, ...), all of one dtype. They generalize the paper in two points: the normalizer can be off (mLSTMsig
+(22)-(24), any scalar-gated linear attention), and every form starts from a given state. Without a normalizer the max
+state is 0.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tfla.backends.base import (
     sequence_bounds,
 )
 
-Triple = tuple[Tensor, Tensor, Tensor]  # C, n, m; without normaliser n and m are ignored
+Triple = tuple[Tensor, Tensor, Tensor]  # C, n, m; without a normalizer n and m are ignored
 
 
 def bounded_denominator(d: Tensor, m: Tensor) -> Tensor:
-    """max(|d|, exp(-m)), the denominator of (4) and (34) for a stabilised d; 0 / 0 is 0 where both underflow."""
+    """Return max(|d|, exp(-m)), the denominator of (4) and (34) for a stabilized d, but never 0, so that 0 / 0 is 0."""
     floor = torch.exp(-m).clamp(min=torch.finfo(m.dtype).tiny)
     return torch.where(d.abs() > floor, d.abs(), floor)
 
@@ -46,10 +46,13 @@ def step(
     scale: float,
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Triple]:
-    """One time step, (1)-(8), over any leading dims. Returns h, the stabilised d = n^T q scale, and the new state.
+    """Compute one time step, (1)-(8), over any leading dimensions.
 
-    m cancels out of h and of the true state exp(m) C, so it is a constant for autograd. It may be large: gates are
-    added to differences of m, which are small where it matters.
+    m cancels out of h and of the true state exp(m) C, so it is a constant for autograd. It may be large, but exponents
+    contain only differences of m.
+
+    Returns:
+        h (..., dhv), the stabilized d = scale n^T q (...), and the new state.
     """
     if not normalize:  # (22)-(24)
         C = log_f.exp()[..., None, None] * C + log_i.exp()[..., None, None] * k[..., :, None] * v[..., None, :]
@@ -76,7 +79,7 @@ def recurrent(
     normalize: bool,
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Triple]:
-    """Step by step; returns h (T, H, dhv), d (T, H) and the final state."""
+    """Compute the recurrent form, (1)-(8): h (T, H, dhv), d (T, H) and the final state."""
     h, d = [], []
     for t in range(q.shape[0]):
         h_t, d_t, state = step(q[t], k[t], v[t], log_i[t], log_f[t], *state, scale, normalize)
@@ -107,7 +110,10 @@ def gate_matrix(log_i: Tensor, log_f: Tensor, m: Tensor, normalize: bool) -> tup
 
 
 def weigh(x: Tensor, log_weight: Tensor) -> Tensor:
-    """Return exp(log_weight) x. The weight of a state that grew may be larger than float32 holds where x is small."""
+    """Return exp(log_weight) x.
+
+    Half of the exponent is applied twice, because the weight alone may exceed float32 where the product does not.
+    """
     root = torch.exp(log_weight / 2).to(x.dtype)
     return x * root * root
 
@@ -123,7 +129,10 @@ def parallel(
     normalize: bool,
     chunk_size: int = 0,
 ) -> tuple[Tensor, Tensor, Triple]:
-    """All steps at once, (27)-(35), the initial state being one more (oldest) key and value. Quadratic in T."""
+    """Compute the parallel form, (27)-(35), quadratic in T: h (T, H, dhv), d (T, H) and the final state.
+
+    The initial state contributes like one more key and value before the first step.
+    """
     C, n, m_start = state
     D, inter, m = gate_matrix(log_i, log_f, m_start, normalize)
     S = weigh(torch.einsum("ihk,jhk->hij", q, k) * scale, D)  # (31)-(33)
@@ -149,8 +158,11 @@ def chunkwise(
     normalize: bool,
     chunk_size: int = 64,
 ) -> tuple[Tensor, Tensor, Triple]:
-    """Chunk after chunk, (36)-(56): inside a chunk the parallel form with the state C_{k-1} in front, (44)-(56);
-    its last row of weights is exp(a_k - m_k), so the state it returns is (39)-(43)."""
+    """Compute the chunkwise form, (36)-(56): h (T, H, dhv), d (T, H) and the final state.
+
+    Each chunk is the parallel form with initial state C_{k-1}, (44)-(56). Its last row of weights is exp(a_k - m_k), so
+    the state it returns is that of (39)-(43).
+    """
     h, d = [], []
     for c in range(0, q.shape[0], chunk_size):
         part = slice(c, c + chunk_size)
@@ -172,10 +184,18 @@ def recurrent_backward(
     dn: Tensor,
     spec: Spec,
 ) -> tuple[Tensor, ...]:
-    """The exact gradients, step by step backwards (docs/mathematics.md), one head group of one sequence.
+    """Compute the exact gradients of one sequence, from the last step to the first (docs/mathematics.md).
 
-    dC, dn: cotangents of the stabilised final state. They are carried as exp(m_t) dL/dC_t, so no exponent is positive.
-    Returns dq, dk, dv, dlog_i, dlog_f and the cotangents of the initial C, n.
+    The cotangents of states are stored as exp(m_t) dL/dC_t, so that no exponent is positive.
+
+    Args:
+        q, k, v, log_i, log_f, state: the inputs of the forward.
+        dh: (T, H, dhv), the cotangent of h.
+        dC, dn: (H, dqk, dhv), (H, dqk), the cotangents of the stabilized final state.
+        spec: the options of the forward.
+
+    Returns:
+        dq, dk, dv, dlog_i, dlog_f and the cotangents of the initial C and n.
     """
     T = q.shape[0]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -221,7 +241,7 @@ FORMS: dict[str, Callable[..., tuple[Tensor, Tensor, Triple]]] = {
 
 
 class Reference(Backend):
-    """Loops over sequences and calls the forms above; q and k are repeated for the heads of their group."""
+    """The backend that calls one of the forms above for each sequence, with q and k repeated for the heads of v."""
 
     name = "reference"
     priority = -10
@@ -240,6 +260,7 @@ class Reference(Backend):
         return {"recurrent": 0, "parallel": T, "chunkwise": min(chunk_size, T)}[kernel]
 
     def _heads(self, x: Inputs) -> tuple[Tensor, ...]:
+        """Return q, k, v, log_i and log_f with equal numbers of heads, in the dtype of the arithmetic."""
         group = x.v.shape[2] // x.q.shape[2]
         dtype = x.acc_dtype
         q, k = (t.to(dtype).repeat_interleave(group, 2) for t in (x.q, x.k))
@@ -263,7 +284,7 @@ class Reference(Backend):
                 n[s], m[s] = new[1:]
         none = C.new_empty(0)
         d = d if spec.normalize and spec.save else none.clone()
-        # No states are stored: the backward runs the recurrence again.
+        # No states are stored, because the backward repeats the recurrence.
         kept = C[:0].clone() if spec.save else none.clone()
         kept_n = n[:0].clone() if spec.save and spec.normalize else none.clone()
         if not spec.final_state:
