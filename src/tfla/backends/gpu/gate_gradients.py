@@ -1,4 +1,14 @@
-"""The gradients of the gates: of sums of q . dq and k . dk, which the walks leave, and of <C, dC> where it is known."""
+"""The gradients of the gates, from sums that the scans for dq and dk leave.
+
+For every head, with the notation and numbers of docs/mathematics.md,
+
+    dlog_i_t = k_t . dk_t                                                                         (D1)
+    dlog_f_{t+1} = dlog_f_t - q_t . dq_t + k_t . dk_t                                             (D2), from (B5)
+    dlog_f_{t+1} = X_t = <C_t, dC_t> (+ <n_t, dn_t> with a normalizer)                            (D3), from (B4)
+
+Here dC_t is the cotangent of the state after step t that comes from later steps only. C_t and dC_t are stored at
+checkpoints, at segment starts and at the starts and ends of sequences; there the sum (D2) starts again from (D3).
+"""
 
 import triton
 import triton.language as tl
@@ -9,7 +19,7 @@ from tfla.backends.gpu.state_passing import rounded_product
 
 @triton.jit
 def gate_gradient_of(grad, x, SIGMOID: tl.constexpr):
-    """The gradient of a gate x from that of its finite log-gate."""
+    """Return the gradient of gate x from the gradient of its log-gate; it is 0 where the log-gate was clamped."""
     x = x.to(tl.float32)
     if SIGMOID:
         grad = grad / (1.0 + tl.exp(x))
@@ -22,7 +32,11 @@ def checkpoint_dot(
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, C_AS: tl.constexpr = tl.float32,
     DC_AS: tl.constexpr = tl.float32,
 ):  # fmt: skip
-    """<C, dC> of some marks, (HEADS, 1), of those that are there; C and dC rounded to C_AS and DC_AS."""
+    """Return <C, dC>, with NORMALIZE plus <n, dn>, of checkpoints `mark`, (HEADS, 1) float64; 0 where not `there`.
+
+    states and cotangents are (checkpoints, SIZE), n and dn (checkpoints, SIZE_N). C and dC are rounded to C_AS and
+    DC_AS before the products.
+    """
     total = tl.zeros([mark.shape[0], BLOCK], tl.float32)
     for c in range(0, SIZE, BLOCK):
         e = c + tl.arange(0, BLOCK)[None, :]
@@ -42,7 +56,7 @@ def checkpoint_dot(
 def mark_dots(
     states, n, cotangents, dn, dots, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr
 ):  # fmt: skip
-    """<C, dC> at each mark of each head."""
+    """Store <C, dC> of each checkpoint of each head; states (marks, H, SIZE), dots (marks, H). Grid: (marks * H)."""
     mark = tl.zeros([1, 1], tl.int64) + tl.program_id(0)
     dot = checkpoint_dot(states, n, cotangents, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
     tl.store(dots + mark, dot)
@@ -54,15 +68,17 @@ def segment_start_dot(
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
     C_AS: tl.constexpr = tl.float32,
 ):  # fmt: skip
-    """<C, dC> where a segment starts: there the one before it ends, or the sequence starts, zero by default.
+    """Return <C, dC> at the start of segment `slot`, (HEADS, 1) float64.
 
-    C, n are those before each segment, dC, dn those behind each, dC_first, dn_first those before each sequence.
+    C and n are the states before each segment, dC and dn the cotangents of the states after each segment, dC_first and
+    dn_first the cotangents of the initial states of the sequences. At the first segment of a sequence the result is 0
+    without an initial state (USE_INITIAL_STATE).
     """
-    row = H.to(tl.int64)  # of states
+    row = H.to(tl.int64)  # states of one segment
     mark = slot * row + h
     dot = tl.zeros([h.shape[0], 1], tl.float64)
     if slot > slot0:
-        behind, n_behind = dC - row * SIZE, dn - row * SIZE_N  # in another dtype, maybe, than the cotangents below
+        behind, n_behind = dC - row * SIZE, dn - row * SIZE_N  # dtype may differ from that of dC_first
         dot = checkpoint_dot(C, n, behind, n_behind, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
     elif USE_INITIAL_STATE:
         shift = (s - slot) * row
@@ -73,6 +89,7 @@ def segment_start_dot(
 
 @triton.jit
 def sum_parts(x, row, there, PARTS: tl.constexpr):
+    """Return the sum of the PARTS partial sums of each row of x, (rows, PARTS), as (HEADS, 1) float64."""
     parts = tl.load(x + row * PARTS + tl.arange(0, PARTS)[None, :], there, 0.0)
     return tl.sum(parts.to(tl.float64), 1)[:, None]
 
@@ -86,17 +103,30 @@ def gate_gradients(
     NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr, INPUT_GATE: tl.constexpr,
     SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
-    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, at each mark and where segments start
-    starting again from <C, dC>.
+    """Store the gradients of the gates, (D1) to (D3).
 
-    What rounding has added up to at the next mark or segment is taken off in even steps; behind a last step whose state
-    nobody reads (no USE_FINAL_STATE) the sum is zero.
+    A program computes the steps of HEADS heads between two checkpoints. The rounding errors that (D2) has accumulated
+    at the next checkpoint or segment start are distributed evenly over the steps. After the last step of a sequence
+    whose final state has no cotangent (no USE_FINAL_STATE) the sum is 0.
 
-    q_dq, k_dk (PARTS, H, tiles, NP, L); dots (marks, H, DOTS); C to dn_first as in `start_dot`; outputs (B, T, H).
+    The grid is (segments, checkpoints of a segment, H / HEADS), for packed whole sequences (checkpoint intervals, 1,
+    H / HEADS).
+
+    Args:
+        q_dq: sums of q . dq over parts of dqk, (PARTS, H, tiles, NP, L) float32.
+        k_dk: sums of k . dk, of the same shape.
+        dots: <C, dC> of the checkpoints, (checkpoints, H, DOTS) float64.
+        C: the states before each segment, see `segment_start_dot`, which also describes n_start to dn_first.
+        cu: the offsets of packed sequences, (sequences + 1).
+        i_gate: the input gate as the caller gave it, (B, T, H).
+        f_gate: the forget gate, (B, T, H).
+        di: the gradient of i_gate, (B, T, H).
+        df: the gradient of f_gate, (B, T, H).
+        steps: the number of steps of a segment.
     """
     slot = tl.program_id(0)
     part = tl.program_id(1)
-    if IS_VARLEN and not IS_SEGMENTED:  # of a longest sequence that nobody knows most programs would have nothing
+    if IS_VARLEN and not IS_SEGMENTED:  # the grid has no axis for the unknown longest length
         slot, _, _, begin, _ = locate_chunk(cu, sequences, T, slot, CHECKPOINT_STEPS, IS_VARLEN)
         part = begin // CHECKPOINT_STEPS
     t = (part * CHECKPOINT_STEPS + tl.arange(0, CHECKPOINT_STEPS))[None, :]
@@ -104,7 +134,7 @@ def gate_gradients(
     first, length, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, steps, L, IS_SEGMENTED, IS_VARLEN)
     if part * CHECKPOINT_STEPS < length:
         mark = (first // CHECKPOINT_STEPS + part - 1) * H + h
-        start = tl.zeros([HEADS, 1], tl.float64)
+        start = tl.zeros([HEADS, 1], tl.float64)  # (D3) before the first step of this program
         if part > 0:
             start = sum_parts(dots, mark, h < H, DOTS)
         elif IS_SEGMENTED:
@@ -122,18 +152,21 @@ def gate_gradients(
         f = tl.load(f_gate + b * fb + (t_first + t) * ft + h * fh, mask=inside, other=0.0)
         if INPUT_GATE:
             i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
+        # (1) <k, dk> and <q, dq> of each step, (HEADS, CHECKPOINT_STEPS).
         k = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
         q = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
-        for n in tl.range(0, PARTS * NP, loop_unroll_factor=2):  # with more of them on their way registers run out
+        for n in tl.range(0, PARTS * NP, loop_unroll_factor=2):  # more loads in flight need too many registers
             each = n // NP * size + n % NP * L
             k += tl.load(k_dk + each + at, mask=inside, other=0.0)
             q += tl.load(q_dq + each + at, mask=inside, other=0.0)
+        # (2) dlog_i, (D1).
         falls = (q - k).to(tl.float64)
         to = (first + t) * H + h
         if INPUT_GATE:
             tl.store(di + to, gate_gradient_of(k, i, SIGMOID_I), mask=inside)
+        # (3) dlog_f by a prefix sum of (D2) from `start`, (D3).
         before = start - (tl.cumsum(falls, 1) - falls)
-        end = tl.zeros([HEADS, 1], tl.float64)
+        end = tl.zeros([HEADS, 1], tl.float64)  # (D3) after its last step
         known = (part + 1) * CHECKPOINT_STEPS < length
         if known:
             end = sum_parts(dots, mark + H, h < H, DOTS)
@@ -145,6 +178,7 @@ def gate_gradients(
                     C, n_start, dC, dn_end, dC_first, dn_first, s, slot + 1, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
                     NORMALIZE, USE_INITIAL_STATE,
                 )  # fmt: skip
+        # (4) Subtract the accumulated rounding error evenly.
         if known or not USE_FINAL_STATE:
             rounding = start - tl.sum(falls, 1)[:, None] - end
             share = tl.arange(0, CHECKPOINT_STEPS).to(tl.float64) / tl.minimum(

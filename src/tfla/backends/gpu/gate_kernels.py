@@ -1,10 +1,22 @@
-"""Gate kernels: the max state, the decays inside tiles, the denominator folded into them.
+"""Gate kernels: the max state m, the gate vectors of each tile, and the denominators that are folded into them.
 
-With F_t = log_f_t + m_{t-1} - m_t and I_t = log_i_t - m_t, (6) and (7), the stabilised operator is one without max
-state, so the walks of :mod:`.walk` know none. Both are at most 0, but for the rounding of m, which is float32's: what
-is below CLOSED is zero in float32 however the rest adds up. Sums are float64, exponents base 2. Gate vectors are (H,
-tiles, VECTORS, L) float32: the tiles of all sequences in a row, the last of each filled up with steps that weigh
-nothing, so that walks need no masks and one address.
+With stabilized log-gates (equations (6) and (7) of arXiv 2503.14376)
+
+    F_t = log_f_t + m_{t-1} - m_t,    I_t = log_i_t - m_t,    m_t = max(log_f_t + m_{t-1}, log_i_t)    (G1)
+
+the stabilized operator is an operator without max state, so the fused scans need no max state. For step i of a tile and
+the prefix sums b_i = F_1 + ... + F_i inside the tile, with g = b_L, all of the tile's gates follow from
+
+    gate matrix    D_ij = exp(b_i - b_j + I_j) for j <= i                                              (G2)
+    inter weight   exp(b_i), the weight of the state before the tile in the output of step i            (G3)
+    update weight  exp(g - b_j + I_j), the weight of step j in the state after the tile                 (G4)
+    decay          exp(g), of the state over the tile                                                   (G5)
+
+Exponents are in base 2, sums are float64. F_t and I_t are at most 0 up to the rounding of m to float32. Exponents below
+CLOSED are clamped to it, because exp2 of them is 0 in float32 whatever is added. Without a normalizer m is 0.
+
+Gate vectors are (H, tiles, VECTORS, L) float32, with the tiles of all sequences in a row. The last tile of a sequence
+is padded with steps of weight 0, so that the scans need no masks and only one address.
 """
 
 import triton
@@ -14,71 +26,77 @@ from tfla.backends.gpu.scan import RUN, running_max, running_sum, step_indices, 
 from tfla.backends.gpu.state_passing import rounded_product
 
 LOG2E = tl.constexpr(1.4426950408889634)
-CLOSED = tl.constexpr(-150.0)
-TINY, HUGE = tl.constexpr(1.1754943508222875e-38), tl.constexpr(3.4028234663852886e38)  # of float32
-# Rows of the gate vectors. The gate matrix of a tile is exp2(ROW_i + COLUMN_j); LOW parts are what float32 cuts off.
+CLOSED = tl.constexpr(-150.0)  # the smallest exponent in base 2
+# The smallest positive normal number and the largest number of float32.
+TINY, HUGE = tl.constexpr(1.1754943508222875e-38), tl.constexpr(3.4028234663852886e38)
+# Indices of the gate vectors. The gate matrix (G2) of a tile is exp2(ROW_i + COLUMN_j). The LOW vectors hold what is
+# cut off when ROW and COLUMN are rounded to float32.
 ROW = tl.constexpr(0)
 COLUMN = tl.constexpr(1)
-INTER = tl.constexpr(2)  # weight of the state before the tile in an output, times scale
-UPDATE = tl.constexpr(3)  # weight of a step in the state behind the tile
-DECAY = tl.constexpr(4)  # of the state over the whole tile, the same at each of its steps
-TOTAL = tl.constexpr(4)  # its exponent, one word, in the place of DECAY where readers make that
+INTER = tl.constexpr(2)  # (G3), times scale
+UPDATE = tl.constexpr(3)  # (G4)
+DECAY = tl.constexpr(4)  # (G5), repeated for each step of the tile
+TOTAL = tl.constexpr(4)  # with TOTAL_ONLY: the exponent g of (G5), one number, in the place of DECAY
 ROW_LOW = tl.constexpr(5)
 COLUMN_LOW = tl.constexpr(6)
-FLOOR = tl.constexpr(7)  # exp(-m), the least denominator, neither 0 nor infinite
-DELTA_P = tl.constexpr(7)  # what the normaliser adds to dP, in the place of what the backward has no more use for
-VECTORS = tl.constexpr(8)
+FLOOR = tl.constexpr(7)  # in the forward: exp(-m), the lower bound of the denominator, clamped to [TINY, HUGE]
+DELTA_P = tl.constexpr(7)  # in the backward: delta[t], which the normalizer adds to dP (docs/mathematics.md)
+VECTORS = tl.constexpr(8)  # the number of gate vectors
 
 
-# As in tfla.ops.gates, for kernels.
+# The bounds of finite log-gates, the same as in tfla.ops.gates.
 LOWEST = tl.constexpr(-1e5)
 HIGHEST = tl.constexpr(5e4)
 
 
 @triton.jit
 def clamp_gate(x):
-    """NaN stays."""
+    """Return x clamped to [LOWEST, HIGHEST]; NaN stays NaN."""
     x = tl.where(x < LOWEST, LOWEST, x)
     return tl.where(x > HIGHEST, HIGHEST, x)
 
 
 @triton.jit
 def finite_log_gate(x, SIGMOID: tl.constexpr, SERIES: tl.constexpr = False):
-    """The clamped log-gate, from itself or from its pre-activation; NaN stays.
+    """Return the clamped log-gate; NaN stays NaN.
 
-    SERIES: without a logarithm, which takes more instructions and mostly fewer registers.
+    Args:
+        x: the log-gate, or with SIGMOID its pre-activation, of which logsigmoid is taken.
+        SIGMOID: whether x is a pre-activation.
+        SERIES: whether logsigmoid is computed by a series in place of a logarithm, which takes more instructions and
+            mostly fewer registers.
     """
     if SIGMOID:
         x = x.to(tl.float32)
         e = tl.exp(-tl.abs(x))
-        if SERIES:  # log(1 + e) = 2 artanh(z) = 2 (z + z^3 / 3 + ...), z^2 being at most 1/9
+        if SERIES:  # log(1 + e) = 2 artanh(z) = 2 (z + z^3 / 3 + ...) with z = e / (2 + e) <= 1/3
             z = e / (2.0 + e)
             zz = z * z
             series = 1 / 9 + zz * (1 / 11 + zz * (1 / 13))
             series = 1.0 + zz * (1 / 3 + zz * (1 / 5 + zz * (1 / 7 + zz * series)))
             x = tl.where(x > 0.0, 0.0, x) - 2.0 * z * series
         else:
-            u = 1.0 + e  # log(1 + e), to the last digit of a small e
+            u = 1.0 + e  # log(1 + e), exact to the last digit for small e
             x = tl.where(x > 0.0, 0.0, x) - tl.where(u == 1.0, e, tl.log(u) * e / tl.where(u == 1.0, 1.0, u - 1.0))
     return clamp_gate(x)
 
 
 @triton.jit
 def base2_exponent(x):
-    """That of exp(x), base 2, or CLOSED; unlike a maximum this keeps NaN."""
+    """Return the exponent of exp(x) in base 2, at least CLOSED. Unlike tl.maximum it keeps NaN."""
     return tl.where(x * LOG2E < CLOSED, CLOSED, x * LOG2E)
 
 
 @triton.jit
 def _exp2(x):
-    """2^x in float32, of a float64 x."""
+    """Return 2^x in float32 for a float64 x."""
     high = x.to(tl.float32)
     return tl.exp2(high) * tl.exp2((x - high.to(tl.float64)).to(tl.float32))
 
 
 @triton.jit
 def find_sequence(cu, sequences, slot, chunk):
-    """The packed sequence a chunk slot belongs to: the last s with cu[s] // chunk + s <= slot."""
+    """Return the packed sequence of a chunk by bisection: the last s with cu[s] // chunk + s <= slot."""
     low = 0
     high = sequences
     while high - low > 1:
@@ -92,14 +110,21 @@ def find_sequence(cu, sequences, slot, chunk):
 
 @triton.jit
 def locate_chunk(cu, sequences, T, slot, chunk, IS_VARLEN: tl.constexpr):
-    """Of a chunk slot: sequence, its first token, its length, the chunk's first step, the slot of its first chunk."""
+    """Return where chunk number `slot` lies.
+
+    Chunks of all sequences are numbered in a row. Packed sequence s starts with chunk number cu[s] // chunk + s, so
+    some numbers have no steps.
+
+    Returns:
+        The sequence, its first token, its length, the first step of the chunk in it, the number of its first chunk.
+    """
     if IS_VARLEN:
         s = find_sequence(cu, sequences, slot, chunk)
         first = tl.load(cu + s).to(tl.int64)
         length = tl.load(cu + s + 1).to(tl.int64) - first
         slot0 = first // chunk + s
-        # Slots before the first sequence have no steps of it: they begin behind all of them, in multiples of a chunk
-        # as others, so that what is loaded from there on stays aligned for the compiler.
+        # Chunk numbers before the first sequence have no steps: they start after all steps, at a multiple of `chunk`,
+        # so that the compiler still finds all starts aligned.
         count = slot - slot0
         start = tl.where(count < 0, T, count) * chunk
     else:
@@ -114,7 +139,7 @@ def locate_chunk(cu, sequences, T, slot, chunk, IS_VARLEN: tl.constexpr):
 
 @triton.jit
 def first_tile(first, s, T, L: tl.constexpr, IS_VARLEN: tl.constexpr):
-    """The tile that sequence s begins with, its first token being `first`."""
+    """Return the number of the first tile of sequence s, whose first token is `first`."""
     if IS_VARLEN:
         return first // L + s
     else:
@@ -123,8 +148,11 @@ def first_tile(first, s, T, L: tl.constexpr, IS_VARLEN: tl.constexpr):
 
 @triton.jit
 def locate_segment(cu, sequences, T, slot, steps, L: tl.constexpr, IS_SEGMENTED: tl.constexpr, IS_VARLEN: tl.constexpr):
-    """What a walk covers, a whole sequence or `steps` steps of one: its first token, how many, batch row and step of
-    the first, its first tile."""
+    """Return what one scan covers: sequence `slot`, or with IS_SEGMENTED segment number `slot` of `steps` steps.
+
+    Returns:
+        The first token, the number of steps, the batch row, the step of the first token in that row, the first tile.
+    """
     if IS_SEGMENTED:
         s, first, length, start, _ = locate_chunk(cu, sequences, T, slot, steps, IS_VARLEN)
         length = tl.maximum(tl.minimum(length - start, steps), 0)
@@ -146,7 +174,7 @@ def locate_segment(cu, sequences, T, slot, steps, L: tl.constexpr, IS_SEGMENTED:
 
 @triton.jit
 def load_gate(gate, s, first, t, stride_b, stride_t, inside, IS_VARLEN: tl.constexpr):
-    """Steps t of sequence s, which begins at token `first`, of the heads gate points to, as the model has them."""
+    """Load steps t of a gate of sequence s, whose first token is `first`; `gate` points to the head, 0 outside."""
     if IS_VARLEN:
         at = gate + (first + t) * stride_t
     else:
@@ -164,13 +192,16 @@ def _load_log_gate(
 
 @triton.jit
 def summaries_of(gates, H, tiles, L: tl.constexpr):
-    """Where those of chunks are, (H, chunks, 2) float64: behind the gate vectors."""
+    """Return the address of the chunk summaries, (H, chunks, 2) float64, which lie after the gate vectors."""
     return (gates + H.to(tl.int64) * tiles * (VECTORS * L)).to(tl.pointer_type(tl.float64))
 
 
 @triton.jit
 def _heads(H, HEADS: tl.constexpr):
-    """Of this program, several since (B, T, H) has them side by side; of more than there are the last one, again."""
+    """Return the HEADS heads of this program; numbers past the last head repeat it.
+
+    A program computes several heads because adjacent heads are adjacent in memory, (B, T, H).
+    """
     return tl.minimum(tl.program_id(1) * HEADS + tl.arange(0, HEADS), H - 1)
 
 
@@ -180,7 +211,10 @@ def chunk_summary(
     CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, IS_VARLEN: tl.constexpr, INPUT_GATE: tl.constexpr,
     SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
-    """Of each chunk: the sum of log_f, and the max state behind it if it started from minus infinity."""
+    """Store the summary of each chunk: the sum of log_f, and the max state after it from one of minus infinity before.
+
+    The grid is (chunks, H / HEADS). The summaries are stored after the gate vectors `out`, see `summaries_of`.
+    """
     slot = tl.program_id(0)
     heads = _heads(H, HEADS)
     s, first, length, start, _ = locate_chunk(cu, sequences, T, slot, CHUNK, IS_VARLEN)
@@ -200,7 +234,7 @@ def chunk_summary(
 
 @triton.jit
 def _max_before(summary, m, h, slot0, slot, slots, BLOCK: tl.constexpr):
-    """The max state (HEADS, 1) before chunk `slot` from that before chunk `slot0` and the summaries between."""
+    """Return the max state before chunk `slot`, (HEADS, 1), from m before chunk `slot0` and the summaries between."""
     for c in range(slot0, slot, BLOCK):
         at = c + step_indices(BLOCK)
         inside = at < slot
@@ -221,13 +255,24 @@ def chunk_gates(
     USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, FOLD_DENOMINATOR: tl.constexpr,
     EXACT: tl.constexpr, TOTAL_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """The gate vectors of one chunk of some heads; with a normaliser also the max state behind the sequence.
+    """Store the gate vectors of one chunk of HEADS heads, and with NORMALIZE the max state after the sequence.
 
-    TOTAL_ONLY: without INTER and UPDATE, and TOTAL for DECAY, of which with ROW and COLUMN readers make them.
+    The grid is (chunks, H / HEADS).
 
-    FOLD_DENOMINATOR, for the backward: rows of the gate matrix are divided by the denominator max(|d|, exp(-m)),
-    and DELTA_P is -u, which times dh . h becomes delta, what is added to dP: -1 or 1 by the sign of d,
-    and 0 where exp(-m) is larger.
+    Args:
+        i_gate: log_i or its pre-activation, (B, T, H).
+        f_gate: log_f or its pre-activation, (B, T, H).
+        m0: the max states before the sequences, (sequences, H) float32; read with USE_INITIAL_STATE.
+        cu: the offsets of packed sequences, (sequences + 1).
+        d: the denominators d of the forward before the lower bound, (B, T, H); read with FOLD_DENOMINATOR.
+        out: the gate vectors, (H, tiles, VECTORS, L) float32, and after them the chunk summaries.
+        m_final: the max states after the sequences, (sequences, H); written with STORE_FINAL_STATE.
+        TOTAL_ONLY: whether INTER and UPDATE are left out and TOTAL is stored in place of DECAY. The Hopper kernels
+            compute all three from ROW, COLUMN and TOTAL.
+        FOLD_DENOMINATOR: whether ROW and INTER are divided by the denominator max(|d|, exp(-m)), for the backward.
+            DELTA_P is then -u, with u the sign of d where |d| > exp(-m) and 0 elsewhere; `find_delta` multiplies it by
+            <dh, h>.
+        EXACT: whether the LOW vectors are stored, for float32.
     """
     slot = tl.program_id(0)
     heads = _heads(H, HEADS)[:, None]
@@ -238,7 +283,7 @@ def chunk_gates(
     tile0 = first_tile(first, s, T, L, IS_VARLEN) + start // L
     f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, IS_VARLEN, SIGMOID_F)
     if FOLD_DENOMINATOR:
-        den = load_gate(d + h * dh, s, first, t, db, dt, inside, IS_VARLEN)
+        den = load_gate(d + h * dh, s, first, t, db, dt, inside, IS_VARLEN)  # (HEADS, CHUNK // RUN, RUN)
     i = tl.where(inside, tl.zeros_like(f), -1e9)
     if INPUT_GATE:
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, -1e9, IS_VARLEN, SIGMOID_I)
@@ -250,16 +295,17 @@ def chunk_gates(
         if USE_INITIAL_STATE:
             m_start = tl.load(m0 + s * H + heads).to(tl.float64)
         m_start = _max_before(summaries_of(out, H, tiles, L), m_start, h, slot0, slot, slots, 128)
-        # m less the sum of log_f since the chunk's start, and that of the step before.
+        # (1) Max state m_t = b_t + max(m_start, max over s <= t of i_s - b_s), with b the prefix sum of log_f. The scan
+        # is in float32: the result does not depend on m, as long as every use of it has the same value.
         b = running_sum(f)
-        # Any max state is as good as that in float64, if it is the same in all that follows and in the next chunk.
         before, upto = running_max((i - b).to(tl.float32), m_start)
         m = b + upto
-        # The state leaves with m in float32, so that is the m to scale it by.
+        # The final state is stored with m in float32, so it is scaled by the rounded m.
         last = t == length - 1
         m = tl.where(last, m.to(tl.float32).to(tl.float64), m)
         if STORE_FINAL_STATE:
             tl.store(m_final + s * H + h + t * 0, m.to(tl.float32), mask=last)
+        # (2) Stabilized log-gates F and I, (G1).
         f = tl.where(inside, b + before - m, 0.0)
         i = tl.where(inside, i - m, -1e9)
         floor = tl.minimum(tl.maximum(_exp2(m * -LOG2E), TINY), HUGE)
@@ -271,11 +317,13 @@ def chunk_gates(
             floor = tl.reshape(floor, (HEADS, CHUNK // L, L // RUN, RUN))
         else:
             store_steps(at + FLOOR * L, floor, held)
+    # (3) Prefix sums b and their total g inside each tile, (HEADS, tiles of the chunk, L // RUN, RUN).
     f = tl.reshape(base2_exponent(f), (HEADS, CHUNK // L, L // RUN, RUN))
     i = tl.reshape(base2_exponent(i), (HEADS, CHUNK // L, L // RUN, RUN))
     b = running_sum(f)
     total = total_sum(f)
     g = total[:, :, None, None]
+    # (4) Exponents and weights, (G2) to (G5).
     column = i - b
     update = tl.exp2((g + column).to(tl.float32))
     column += log_scale
@@ -308,7 +356,10 @@ def find_delta(
     gates, h_out, dh, cu, sequences, T, tiles, H, D_HV, hb, ht, hh, gb, gt, gh,
     L: tl.constexpr, BLOCK_V: tl.constexpr, IS_VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """DELTA_P, which is -u, times dh . h."""
+    """Replace DELTA_P, which holds -u, by delta[t] = -u[t] <dh[t], h[t]>.
+
+    The grid is (tiles, H); h_out and dh are (B, T, H, D_HV).
+    """
     h = tl.program_id(1).to(tl.int64)
     s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0), L, IS_VARLEN)
     t = start + tl.arange(0, L)
@@ -323,8 +374,8 @@ def find_delta(
     for v in range(0, D_HV, BLOCK_V):
         c = v + tl.arange(0, BLOCK_V)
         mask = inside[:, None] & (c < D_HV)[None, :]
-        a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)
-        b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)
+        a = tl.load(h_out + row * hb + h * hh + (t * ht)[:, None] + c[None, :], mask, 0.0)  # (L, BLOCK_V)
+        b = tl.load(dh + row * gb + h * gh + (t * gt)[:, None] + c[None, :], mask, 0.0)  # (L, BLOCK_V)
         dot += tl.sum(rounded_product(a.to(tl.float32), b.to(tl.float32)), 1)
-    u = tl.load(at + DELTA_P * L, mask=inside, other=0.0)
+    u = tl.load(at + DELTA_P * L, mask=inside, other=0.0)  # (L)
     tl.store(at + DELTA_P * L, tl.where(u == 0.0, 0.0, u * dot), mask=inside)

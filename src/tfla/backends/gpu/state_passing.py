@@ -1,4 +1,12 @@
-"""Sums: over threads, of segments to the states between them, and of heads that share q and k."""
+"""State passing: from what each segment adds to the state to the state at each segment boundary.
+
+For a segment c with decay a_c, the product of its forget gates, and the contribution S_c, the state that it reaches
+from a zero initial state, the state after it is
+
+    C_c = a_c C_{c-1} + S_c.    (S)
+
+The cotangent dC obeys the same recurrence in reverse order. The states n are passed in the same way.
+"""
 
 import triton
 import triton.language as tl
@@ -6,15 +14,17 @@ import triton.language as tl
 
 @triton.jit
 def rounded_product(a, b):
-    """a b, rounded, for sums over threads. An addition that takes in its product has more digits of a thread's own than
-    of what it is sent, so threads that share a sum would each have another, and any of them may be the one to store it.
+    """Return a b rounded to float32, so that the compiler cannot fuse the product with a later addition.
+
+    In a sum over threads each thread adds its own products to rounded partial sums of other threads. A fused
+    multiply-add would keep more digits of its own product, and threads that share a sum would get different results.
     """
     return tl.fma(a, b, 0.0)
 
 
 @triton.jit
 def _load_segment(states, decays, row, e, SIZE, there):
-    """What a segment adds to a state, and its decay."""
+    """Load elements e of the contribution S_c of a segment and its decay a_c; return zeros where not `there`."""
     adds = tl.load(states + row * SIZE + e, mask=e < tl.where(there, SIZE, 0), other=0.0)
     return adds.to(tl.float32), tl.load(decays + row, mask=there, other=0.0)
 
@@ -25,7 +35,22 @@ def join(
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
     STORE_FINAL_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Turns what each segment adds to the state into the state that it starts from, or walking back ends with."""
+    """Replace the contribution of each segment by the state at its start, or with REVERSE by the cotangent at its end.
+
+    Args:
+        states: contributions S_c, (segments, H, SIZE); overwritten by the states.
+        decays: decays a_c, (segments, H) float32.
+        given: the initial states of the sequences, or with REVERSE the cotangents of their final states,
+            (sequences, H, SIZE) float32; read with USE_INITIAL_STATE.
+        final: the states after the last segments, of the shape of `given`; written with STORE_FINAL_STATE.
+        cu: offsets of packed sequences, (sequences + 1); read with IS_VARLEN.
+        T: the number of steps.
+        H: the number of heads.
+        steps: the number of steps of a segment.
+        SIZE: the number of elements of a state.
+
+    The grid is (SIZE / BLOCK, sequences, H).
+    """
     s = tl.program_id(1)
     h = tl.program_id(2)
     if IS_VARLEN:
@@ -37,17 +62,17 @@ def join(
         slot0 = s * count
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = e < SIZE
-    S = tl.zeros([BLOCK], tl.float32)
+    S = tl.zeros([BLOCK], tl.float32)  # (BLOCK), some elements of the running state
     if USE_INITIAL_STATE:
         S = tl.load(given + (s * H + h).to(tl.int64) * SIZE + e, mask=inside, other=0.0)
     row = (slot0 + (count - 1 if REVERSE else 0)) * H + h
     step = -H if REVERSE else H
     adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
     for c in range(0, count):
-        # Read before what is written here, which for all the compiler knows might be the same.
+        # The next contribution is loaded before this store, since the compiler must assume that the two may overlap.
         later, later_decay = _load_segment(states, decays, row + step, e, SIZE, c + 1 < count)
         tl.store(states + row * SIZE + e, S.to(states.dtype.element_ty), mask=inside)
-        S = S * decay + adds
+        S = S * decay + adds  # (S)
         adds, decay = later, later_decay
         row += step
     if STORE_FINAL_STATE:
@@ -56,7 +81,7 @@ def join(
 
 @triton.jit(do_not_specialize=["rows"])
 def sum_of_groups(X, Out, rows, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """out[r, d] = the sum over g of x[r, g, d], added up in float32."""
+    """Sum groups of heads: out[r, d] = sum over g of x[r, g, d], with x (rows, GROUP, D), accumulated in float32."""
     r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = (r < rows) & (d < D)
