@@ -1,4 +1,4 @@
-"""Hopper: the walks of :mod:`tfla.backends.triton` with asynchronous copies, warpgroup MMAs and specialised warps."""
+"""The Hopper backend: fused scans with TMA, warpgroup MMAs and specialized warps, see docs/hopper.md."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (128, 256, 512, 1024)
-SMALL_HEADS = ((64, 64), (64, 128), (128, 64))  # dqk, dhv
+SMALL_HEADS = ((64, 64), (64, 128), (128, 64))  # (dqk, dhv)
 PADDED_DIMS = (*SMALL_HEADS, *itertools.product(DIMS, DIMS))
 
 
 @constant
 def _is_hopper(device: torch.device) -> bool:
+    """Return whether `device` is a GPU of compute capability 9.0."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
 def _cannot_build() -> str | None:
-    """Why the installed Triton cannot, said once."""
+    """Return why the installed Triton cannot build the kernels, or None. A reason is also given as a warning, once."""
     try:
         from tfla.backends.hopper import launch  # noqa: F401
     except (ImportError, AttributeError) as error:
@@ -41,14 +42,17 @@ def _cannot_build() -> str | None:
 
 
 def _aligned(x: Tensor) -> bool:
-    """What the copy engine asks of addresses and strides: multiples of 16 bytes, none zero."""
+    """Return whether TMA can address `x`: positive strides that are multiples of 16 bytes."""
     return all(s > 0 and s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
 
 
 def padded_head_dims(dqk: int, dhv: int) -> tuple[int, int] | None:
-    """Head dims of the kernels that take such heads: the copy engine fills them up with zeros, which it does not write.
-    None where those would be more than half of a side."""
-    if dqk % 8 or dhv % 8:  # rows of what is written have to be multiples of 16 bytes
+    """Return the head dims of the kernels that take heads of `dqk` and `dhv`, or None where there are none.
+
+    TMA reads zeros where heads of the kernels are wider than those of the inputs, and does not write there. dqk
+    and dhv are at least half of those of the kernels.
+    """
+    if dqk % 8 or dhv % 8:  # TMA needs rows that are multiples of 16 bytes
         return None
     for K, V in PADDED_DIMS:
         if K <= 2 * dqk <= 2 * K and V <= 2 * dhv <= 2 * V:
@@ -57,18 +61,19 @@ def padded_head_dims(dqk: int, dhv: int) -> tuple[int, int] | None:
 
 
 def supports(dqk: int, dhv: int) -> bool:
-    """Whether heads of these sizes."""
+    """Return whether the backend takes heads of `dqk` and `dhv`."""
     return padded_head_dims(dqk, dhv) is not None
 
 
 def padded_dims_of(x: Inputs) -> tuple[int, int]:
-    """Of inputs that the backend takes."""
+    """Return the head dims of the kernels for inputs that the backend takes."""
     found = padded_head_dims(int(x.q.shape[3]), int(x.v.shape[3]))
     assert found is not None, "heads of other sizes are unsupported"
     return found
 
 
 def _launch_class(x: Inputs) -> type[Call]:
+    """Return the class that launches the kernels for inputs `x`."""
     if padded_dims_of(x) in SMALL_HEADS:
         from tfla.backends.hopper.launch import SmallHeadLaunch
 
@@ -79,11 +84,16 @@ def _launch_class(x: Inputs) -> type[Call]:
 
 
 def _with_positive_scale(x: Inputs, spec: Spec) -> tuple[Inputs, Spec]:
-    """With the sign of scale in q: weights inside tiles are powers of two."""
+    """Return inputs and spec of the same result with a scale that is not negative; its sign is moved to q.
+
+    The kernels compute the gate matrix as powers of two, which contain the scale.
+    """
     return (x, spec) if spec.scale >= 0 else (x._replace(q=-x.q), spec._replace(scale=-spec.scale))
 
 
 class Hopper(Backend):
+    """The backend of GPUs of compute capability 9.0, with scans in Gluon and all other kernels in Triton."""
+
     name = "hopper"
     priority = 20
     kernels = ("fused",)
@@ -108,7 +118,7 @@ class Hopper(Backend):
         return None
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
-        if torch.compiler.is_compiling():  # a choice by length would make one graph for each
+        if torch.compiler.is_compiling():  # a choice by length would compile a graph for each length
             return LATER
         from tfla.backends.gpu import segmentation
 
@@ -118,10 +128,9 @@ class Hopper(Backend):
         return _launch_class(x).details(x, chunk_size)
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
-        if chunk_size >= LATER or padded_dims_of(x) != (
-            x.q.shape[3],
-            x.v.shape[3],
-        ):  # states have the size of the frame
+        if chunk_size >= LATER:
+            return 0
+        if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):  # the states have the shape of the padded heads
             return 0
         steps = _launch_class(x).segment_steps(x, chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
