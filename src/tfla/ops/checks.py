@@ -89,7 +89,7 @@ def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: 
         x = getattr(state, part)
         if part != "C" and not normalize:
             if x is not None:
-                raise ValueError(f"{name}.{part}: got a tensor, expected None: this form has no normaliser")
+                raise ValueError(f"{name}.{part}: got a tensor, expected None: this form has no normalizer")
             continue
         check_float(f"{name}.{part}", x)
         check_shape(f"{name}.{part}", x, shape)

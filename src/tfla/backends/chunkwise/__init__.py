@@ -1,11 +1,11 @@
-"""Chunkwise in plain PyTorch: for CPUs and every device PyTorch runs on.
+"""The chunkwise backend in plain PyTorch, for CPUs and every device that PyTorch runs on.
 
 It is tested on CPUs and NVIDIA GPUs. Inputs in float32, bfloat16 and float16 are computed without float64, which tests
 check, since some devices have none. Such devices are expected to work and are not tested: Apple's GPUs ("mps") need a
 PyTorch that has `cummax` there, or PYTORCH_ENABLE_MPS_FALLBACK=1. Inputs in float64 need a device that has float64.
 
-A sequence is cut into chunks of `chunk_size` steps, whose first states are stored for the backward; a chunk is walked
-in blocks of tiles (:mod:`.block`). So a large chunk costs the FLOPs of a small one, and stores as little as it should.
+A sequence is divided into chunks of `chunk_size` steps, and the state before each chunk is stored for the backward. A
+chunk is computed in blocks of tiles of 64 steps (:mod:`.block`), so that its FLOPs do not depend on its size.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from tfla.backends.chunkwise.gates import GROWTH, TileGates, max_state, stabiliz
 from tfla.backends.chunkwise.workspace import Workspace, empty
 
 TILE = 64
-MAX_TILES = 16
-STATE_BYTES = 1 << 19  # states walked together: what stays in the cores' caches
+MAX_TILES = 16  # of one block
+STATE_BYTES = 1 << 19  # of the states that are computed together, so that they stay in the caches of the cores
 
 
 class Span(NamedTuple):
-    """Sequences computed together: rows of a dense batch, or one packed sequence."""
+    """The sequences that are computed together: all rows of a dense batch, or one packed sequence."""
 
     rows: slice  # of the batch
     start: int
     stop: int
     states: slice  # rows of the state
-    slots: list[int]  # first chunk state of each
+    slots: list[int]  # row in `Outputs.chunk_C` of the first chunk of each sequence
 
 
 class Part(NamedTuple):
-    """One block: n tiles of L steps from step t on."""
+    """The block of n tiles of L steps that starts at step t."""
 
     t: int
     n: int
@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 def spans(x: Inputs, chunk_size: int) -> list[Span]:
-    """Packed sequences one by one, equal ones all together."""
+    """Return one span for each packed sequence that is not empty, or one for a whole dense batch."""
     bounds = sequence_bounds(x)
     slots = [sequence_slot(x, chunk_size, s, a) for s, (_, a, _) in enumerate(bounds)]
     if x.cu_seqlens is None:
@@ -70,7 +70,7 @@ def spans(x: Inputs, chunk_size: int) -> list[Span]:
 
 
 def parts(start: int, stop: int, tile: int) -> Iterator[Part]:
-    """Return the blocks of a chunk: as many whole tiles as fit, then what is left as a tile of its own."""
+    """Yield the blocks of a chunk: as many whole tiles as fit, then the remaining steps as one shorter tile."""
     tile = min(tile, stop - start)
     while stop - start >= tile:
         n = min(MAX_TILES, (stop - start) // tile)
@@ -81,48 +81,53 @@ def parts(start: int, stop: int, tile: int) -> Iterator[Part]:
 
 
 class Group(NamedTuple):
-    """Heads computed together: all of some rows, or some of one row; heads that share a q and k are never parted."""
+    """The heads that are computed together: all heads of some rows, or some heads of one row.
+
+    Heads of v that share a head of q and k are always in the same group. N is the number of heads of v times that of
+    rows. Block tensors are (n, N, L, d), as in :class:`Part`.
+    """
 
     rows: slice
     heads: slice
     qk_heads: slice
-    share: int  # heads of v to one of q and k
+    share: int  # heads of v for each head of q and k
 
     def qk(self, x: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-        """q or k of a block, (n, N, L, dqk). A copy only where heads share one, or there are several rows."""
+        """Return q or k of a block, (n, N, L, dqk); a view where no heads share one and there is one row."""
         tiles = _tiles(x[self.rows, part.t : part.stop, self.qk_heads], part).to(dtype)
         return tiles if self.share == 1 else tiles.repeat_interleave(self.share, 1)
 
     def v(self, x: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-        """v, h or a cotangent of it, (n, N, L, dhv)."""
+        """Return v, h or a cotangent of it, (n, N, L, dhv)."""
         return _tiles(x[self.rows, part.t : part.stop, self.heads], part).to(dtype)
 
     def state(self, states: Tensor, slots: list[int]) -> Tensor:
-        """Chunk states (N, ...) from where the rows' sequences have theirs."""
+        """Load the stored states (N, ...) of one chunk of each row."""
         return states[slots[self.rows], self.heads].flatten(0, 1)
 
-    def put_state(self, states: Tensor, slots: list[int], x: Tensor) -> None:
-        """Stores (N, ...) where `state` would read it."""
+    def store_state(self, states: Tensor, slots: list[int], x: Tensor) -> None:
+        """Store the states (N, ...) of one chunk of each row."""
         x = x.view(-1, self.heads.stop - self.heads.start, *x.shape[1:])
         states[slots[self.rows], self.heads] = x.to(states.dtype)
 
-    def put(self, out: Tensor, part: Part, x: Tensor, divisor: Tensor | None = None) -> None:
-        """Stores (n, N, L, d), divided, where `v` would read it."""
-        _put(out[self.rows, part.t : part.stop, self.heads], part, x, divisor)
+    def store(self, out: Tensor, part: Part, x: Tensor, divisor: Tensor | None = None) -> None:
+        """Store a block (n, N, L, d) of h or of a gradient, divided by ``divisor`` (n, N, L, 1) if there is one."""
+        _store(out[self.rows, part.t : part.stop, self.heads], part, x, divisor)
 
-    def put_qk(self, out: Tensor, part: Part, x: Tensor) -> None:
-        """Stores (n, N, L, dqk), summed over the heads that share it, where `qk` would read it."""
+    def store_qk(self, out: Tensor, part: Part, x: Tensor) -> None:
+        """Store a block (n, N, L, dqk) of the gradient of q or k, summed over the heads that share one."""
         if self.share > 1:
             x = x.unflatten(1, (-1, self.share)).sum(2)
-        _put(out[self.rows, part.t : part.stop, self.qk_heads], part, x, None)
+        _store(out[self.rows, part.t : part.stop, self.qk_heads], part, x, None)
 
 
 def _tiles(x: Tensor, part: Part) -> Tensor:
-    """(B, n L, H, d) as (n, B H, L, d)."""
+    """Return (B, n L, H, d) as (n, B H, L, d)."""
     return x.unflatten(1, (part.n, part.L)).permute(1, 0, 3, 2, 4).flatten(1, 2)
 
 
-def _put(out: Tensor, part: Part, x: Tensor, divisor: Tensor | None) -> None:
+def _store(out: Tensor, part: Part, x: Tensor, divisor: Tensor | None) -> None:
+    """Store (n, B H, L, d), divided by (n, B H, L, 1), to (B, n L, H, d)."""
     out = out.unflatten(1, (part.n, part.L)).permute(1, 0, 3, 2, 4)
     x = x.unflatten(1, out.shape[1:3])
     if divisor is None:
@@ -132,7 +137,10 @@ def _put(out: Tensor, part: Part, x: Tensor, divisor: Tensor | None) -> None:
 
 
 def groups(rows: int, x: Inputs) -> list[Group]:
-    """As large as the caches allow: all heads of as many rows, or where not even one row fits, some heads of one."""
+    """Return the groups of heads, as large as the caches allow.
+
+    A group has all heads of as many rows as fit, or some heads of one row where not even one row fits.
+    """
     H, share = x.v.shape[2], x.v.shape[2] // x.q.shape[2]
     state = x.q.shape[3] * x.v.shape[3] * x.acc_dtype.itemsize
     sets = H // share
@@ -145,8 +153,8 @@ def groups(rows: int, x: Inputs) -> list[Group]:
     return [Group(row, slice(a * share, b * share), slice(a, b), share) for row, a, b in found]
 
 
-class Walk:
-    """One group of heads of one span, from end to end: what forward and backward share."""
+class Scan:
+    """The scan over the chunks of one span for one group of heads, in both directions."""
 
     def __init__(self, x: Inputs, spec: Spec, span: Span, group: Group, m: Tensor) -> None:
         self.spec, self.span, self.group, self.dtype = spec, span, group, x.acc_dtype
@@ -163,20 +171,20 @@ class Walk:
             m_start = self.of_group(m).flatten()
             self.m = max_state(self.log_i, self.log_f, m_start)
             self.log_i, self.log_f = stabilized(self.log_i, self.log_f, self.m, m_start)
-        # With a normalizer no weight exceeds 1.
+        # With a normalizer no weight exceeds 1, so that the state cannot grow.
         self.grows = not spec.normalize and bool((self.log_f > 0.0).any() | (self.log_i > GROWTH).any())
 
     def of_group(self, states: Tensor) -> Tensor:
-        """The group's rows and heads of (sequences, H, ...): a view."""
+        """Return the group's rows and heads of (sequences, H, ...), a view."""
         return states[self.states[0] : self.states[1], self.group.heads]
 
     def chunks(self) -> list[tuple[int, int, list[int]]]:
-        """(first step, one past the last, slots of its states)."""
+        """Return (first step, one past the last step, rows of the stored states) of each chunk."""
         a, b, c = self.span.start, self.span.stop, self.spec.chunk_size
         return [(t, min(t + c, b), [s + n for s in self.span.slots]) for n, t in enumerate(range(a, b, c))]
 
     def parts(self, start: int, stop: int) -> Iterator[Part]:
-        """Return the blocks of a chunk, whose tiles are shorter where its state grows fast."""
+        """Return the blocks of a chunk; tiles are shorter where the state grows fast."""
         tile = TILE
         if self.grows:
             at = slice(start - self.span.start, stop - self.span.start)
@@ -184,6 +192,8 @@ class Walk:
         return parts(start, stop, tile)
 
     def gates(self, part: Part) -> TileGates:
+        """Return the weights of the tiles of a block."""
+
         def tiles(x: Tensor) -> Tensor:
             return x[:, part.t - self.span.start : part.stop - self.span.start].unflatten(1, (part.n, part.L))
 
@@ -191,44 +201,52 @@ class Walk:
         return tile_gates(tiles(self.log_i), tiles(self.log_f), m, self.spec.scale)
 
     def forward(self, out: Outputs, work: Workspace) -> None:
-        """Fills the walk's part of `out`, whose C, n and m hold the initial state."""
+        """Compute this scan's part of `out`.
+
+        `out.C`, `out.n` and `out.m` have the initial state before the call and the final state after it.
+        """
         spec, group, span = self.spec, self.group, self.span
         C = self.of_group(out.C).flatten(0, 1).clone()
         n = self.of_group(out.n).flatten(0, 1).clone() if spec.normalize else out.n
         for start, stop, slots in self.chunks():
             if spec.save:
-                group.put_state(out.chunk_C, slots, C)
+                group.store_state(out.chunk_C, slots, C)
                 if spec.normalize:
-                    group.put_state(out.chunk_n, slots, n)
+                    group.store_state(out.chunk_n, slots, n)
             for part in self.parts(start, stop):
                 gates = self.gates(part)
                 q, k = (group.qk(t, part, self.dtype) for t in (self.q, self.k))
                 v = group.v(self.v, part, self.dtype)
                 h, d, n = block.forward(q, k, v, gates, C, n, spec, work)
                 if d is None:
-                    group.put(out.h[span.rows], part, h)
+                    group.store(out.h[span.rows], part, h)
                     continue
-                group.put(out.h[span.rows], part, h, torch.maximum(d.abs(), gates.floor))
+                group.store(out.h[span.rows], part, h, torch.maximum(d.abs(), gates.floor))
                 if spec.save:
-                    group.put(out.d[span.rows].unsqueeze(-1), part, d)
-        self.put_state(out.C, C)
+                    group.store(out.d[span.rows].unsqueeze(-1), part, d)
+        self.store_state(out.C, C)
         if self.m is not None:
-            self.put_state(out.n, n)
-            self.put_state(out.m, self.m[:, -1])
+            self.store_state(out.n, n)
+            self.store_state(out.m, self.m[:, -1])
 
-    def put_state(self, states: Tensor, x: Tensor) -> None:
-        mine = self.of_group(states)
-        mine.copy_(x.view(mine.shape))
+    def store_state(self, states: Tensor, x: Tensor) -> None:
+        """Store (N, ...) to the group's part of (sequences, H, ...)."""
+        target = self.of_group(states)
+        target.copy_(x.view(target.shape))
 
     def backward(self, out: Outputs, dh: Tensor, grads: Grads, work: Workspace) -> None:
-        """Fills the walk's part of `grads`, whose C and n hold the cotangent of the final state."""
+        """Compute this scan's part of `grads`, from the last chunk to the first.
+
+        The states before the blocks of a chunk are computed again from the stored one. `grads.C` and `grads.n` have the
+        cotangent of the final state before the call and that of the initial state after it.
+        """
         spec, group, span = self.spec, self.group, self.span
         dC = self.of_group(grads.C).flatten(0, 1).clone()
         dn = self.of_group(grads.n).flatten(0, 1).clone() if spec.normalize else grads.n
         for start, stop, slots in reversed(self.chunks()):
             C = group.state(out.chunk_C, slots).to(self.dtype)
             n = group.state(out.chunk_n, slots) if spec.normalize else dn
-            blocks = []  # with the states before each
+            blocks = []  # each with its gates and the state before it
             for part in self.parts(start, stop):
                 gates = self.gates(part)
                 blocks.append((part, gates, C, n))
@@ -241,23 +259,26 @@ class Walk:
                 d = group.v(out.d[span.rows].unsqueeze(-1), part, self.dtype) if spec.normalize else h
                 grad = block.backward(q, k, v, gates, C, n, h, d, g, dC, dn, spec, work)
                 dn = grad.n
-                group.put_qk(grads.q[span.rows], part, grad.q)
-                group.put_qk(grads.k[span.rows], part, grad.k)
-                group.put(grads.v[span.rows], part, grad.v)
+                group.store_qk(grads.q[span.rows], part, grad.q)
+                group.store_qk(grads.k[span.rows], part, grad.k)
+                group.store(grads.v[span.rows], part, grad.v)
                 for gate, tiles in ((grads.log_i, grad.log_i), (grads.log_f, grad.log_f)):
-                    group.put(gate[span.rows].unsqueeze(-1), part, tiles.unsqueeze(-1))
-        self.put_state(grads.C, dC)
+                    group.store(gate[span.rows].unsqueeze(-1), part, tiles.unsqueeze(-1))
+        self.store_state(grads.C, dC)
         if spec.normalize:
-            self.put_state(grads.n, dn)
+            self.store_state(grads.n, dn)
 
 
-def walks(x: Inputs, spec: Spec, m: Tensor) -> Iterator[Walk]:
+def scans(x: Inputs, spec: Spec, m: Tensor) -> Iterator[Scan]:
+    """Yield the scans of a call, from its inputs and the initial max state m."""
     for span in spans(x, spec.chunk_size):
         for group in groups(span.rows.stop - span.rows.start, x):
-            yield Walk(x, spec, span, group, m)
+            yield Scan(x, spec, span, group, m)
 
 
 class Chunkwise(Backend):
+    """The chunkwise form, (36)-(56), in plain PyTorch."""
+
     name = "chunkwise"
     priority = 0
     kernels = ("segmented",)
@@ -281,8 +302,8 @@ class Chunkwise(Backend):
         d = torch.empty(x.log_f.shape, dtype=C.dtype, device=C.device) if spec.normalize and spec.save else none.clone()
         out = Outputs(h, C, n, m, d, chunk_C, chunk_n)
         work = Workspace(x.q, C.dtype)
-        for walk in walks(x, spec, m.clone()):
-            walk.forward(out, work)
+        for scan in scans(x, spec, m.clone()):
+            scan.forward(out, work)
         return out if spec.final_state else out._replace(C=none.clone(), n=none.clone(), m=none.clone())
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
@@ -293,8 +314,8 @@ class Chunkwise(Backend):
         dlog_i, dlog_f = (torch.empty(x.log_f.shape, dtype=C0.dtype, device=C0.device) for _ in range(2))
         grads = Grads(dq, dk, dv, dlog_i, dlog_f, dC, dn)
         work = Workspace(x.q, C0.dtype)
-        for walk in walks(x, spec, m):
-            walk.backward(out, dh, grads, work)
+        for scan in scans(x, spec, m):
+            scan.backward(out, dh, grads, work)
         return grads
 
 

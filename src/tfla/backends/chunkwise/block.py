@@ -1,8 +1,8 @@
-"""The work on a block: n successive tiles of L steps for N heads. Products of N heads run as one batch.
+"""The forward and the backward of one block: n successive tiles of L steps for N heads, whose products are batched.
 
 Tensors are (n, N, L, d). Every output is a product inside the tile (quadratic in L) plus one with a state, (44)-(56)
 forward, and backward the same with the roles of q, k, v and their cotangents exchanged. The state is one buffer
-(N, dqk, dhv) walked from tile to tile, so it stays in the cache.
+(N, dqk, dhv) that is updated from tile to tile, so that it stays in the cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfla.backends.chunkwise.workspace import Workspace
 
 
 def normalizer_states(k_up: Tensor, gates: TileGates, n: Tensor) -> Tensor:
-    """Return n before each tile and after the last, (n + 1, N, 1, dqk). k_up is k weighted by `update`."""
+    """Return the normalizer before each tile and after the last one, (n + 1, N, 1, dqk); k_up is k times `update`."""
     states = [n]
     for decay, added in zip(gates.decay[..., 0], k_up.sum(2), strict=True):
         states.append(torch.addcmul(added, decay, states[-1]))
@@ -27,8 +27,13 @@ def normalizer_states(k_up: Tensor, gates: TileGates, n: Tensor) -> Tensor:
 
 
 def normalizer_cotangents(added: Tensor | None, gates: TileGates, dn: Tensor) -> Tensor:
-    """Return the cotangents of what `normalizer_states` returns, from that after the last tile. `added`: q dd, (n, N,
-    L, dqk)."""
+    """Return the cotangents of the result of `normalizer_states`, (n + 1, N, 1, dqk).
+
+    Args:
+        added: q dd, (n, N, L, dqk), or None where dd is zero.
+        gates: the weights of the tiles.
+        dn: the cotangent of the normalizer after the last tile, (N, dqk).
+    """
     states = [dn]
     sums = torch.zeros_like(dn).expand(gates.decay.shape[0], *dn.shape) if added is None else added.sum(2)
     for decay, tile in zip(gates.decay[..., 0].flip(0), sums.flip(0), strict=True):
@@ -37,14 +42,14 @@ def normalizer_cotangents(added: Tensor | None, gates: TileGates, dn: Tensor) ->
 
 
 def advance(C: Tensor, decay: Tensor, k_up: Tensor, v: Tensor) -> None:
-    """Turn C before a tile into that after it, (39)-(43), in place."""
+    """Update C over one tile in place, C <- decay C + k_up^T v, (39)-(43)."""
     C.mul_(decay).baddbmm_(k_up.mT, v)
 
 
 def final_state(
     k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, spec: Spec, work: Workspace
 ) -> tuple[Tensor, Tensor]:
-    """Only the state behind the block."""
+    """Return the state (C, n) after the block, without its outputs."""
     k_up = work.mul("k_up", k, gates.update)
     C = C.clone()
     for tile in zip(gates.decay, k_up, v, strict=True):
@@ -55,7 +60,11 @@ def final_state(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, spec: Spec, work: Workspace
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Numerators (n, N, L, dhv), stabilised d (n, N, L, 1), n behind the block; C becomes that behind the block."""
+    """Compute the forward of a block, (44)-(56), and update C in place to the one after the block.
+
+    Returns:
+        the numerators (n, N, L, dhv), the stabilized denominators d (n, N, L, 1), and n after the block.
+    """
     q_in, k_up = work.mul("q_in", q, gates.inter), work.mul("k_up", k, gates.update)
     if gates.all_factored:
         q, k = q_in, k_up
@@ -76,7 +85,7 @@ def forward(
 
 
 class Gradients(NamedTuple):
-    """Cotangents of one block, in the workspace: q, k, v like the inputs, log-gates (n, N, L), n before it."""
+    """The gradients of one block in the workspace: of q, k, v, the log-gates (n, N, L), and n before the block."""
 
     q: Tensor
     k: Tensor
@@ -90,10 +99,18 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, gates: TileGates, C: Tensor, n: Tensor, h: Tensor, d: Tensor, dh: Tensor,
     dC: Tensor, dn: Tensor, spec: Spec, work: Workspace,
 ) -> Gradients:  # fmt: skip
-    """Return the exact gradients of a block from the state before it and the cotangents of its outputs and of the state
-    after it; dC becomes that of the state before.
+    """Compute the exact gradients of a block, and update dC in place to the cotangent of the state before the block.
 
-    do, dd are the cotangents of the stabilized numerator and denominator; states' cotangents are exp(m) dL/dC.
+    do and dd are the cotangents of the stabilized numerator and denominator. Cotangents of states are exp(m) dL/dC.
+
+    Args:
+        q, k, v, gates: the inputs of the block.
+        C, n: the state before the block.
+        h, d: the outputs of the forward.
+        dh: the cotangent of h.
+        dC, dn: the cotangents of the state after the block.
+        spec: the options of the call.
+        work: the buffers.
     """
     do, dd = dh, None
     if spec.normalize:
@@ -113,14 +130,14 @@ def backward(
 
     weights = gates.inside(work)
     P = work.bmm("P", q, k.mT).mul_(weights).tril_()
-    # First what tiles have to do with states, then what is inside of them.
+    # First the products with the states between tiles, then those inside each tile.
     dq, dk, dv = work("dq", *q.shape), work("dk", *k.shape), work("dv", *v.shape)
     starts, ends = [C], work("states", q.shape[0], *C.shape)
     for out, g, k_in, vt, decay, end in zip(dq, do_in, k_up, v, gates.decay, ends, strict=True):
         torch.bmm(g, starts[-1].mT, out=out)
         torch.mul(starts[-1], decay, out=end)
         starts.append(end.baddbmm_(k_in.mT, vt))
-    passing = []  # <C, dC> of the state before a tile and what remains of the cotangent after it
+    passing = []  # <C, decay dC> of the state before a tile and the cotangent after it
     each = zip(dv, dk, P.mT, q, do, do_in, k_up, v_up, gates.decay, starts[:-1], strict=True)
     for out_v, out_k, Pt, qt, g, g_in, k_in, v_in, decay, start in reversed(list(each)):
         torch.bmm(Pt, g, out=out_v)

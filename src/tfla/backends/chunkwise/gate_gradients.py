@@ -1,11 +1,12 @@
-"""Gradients of log-gates as sums over the pairs of steps that each gate lies between.
+"""The gradients of log-gates, as sums over pairs of steps.
 
-What step i reads of what step j wrote has the weight exp(log_f_{j+1} + ... + log_f_i + log_i_j). So dlog_i_j is the sum
-over all i >= j, and dlog_f_t that over all i >= t > j, of the terms with such a weight: both steps may lie in the tile
-of t, or one of them, or none. Every sum is of its own terms, whose rounding is as small as they are.
+The contribution of step j to the output of step i has the weight exp(log_f_{j+1} + ... + log_f_i + log_i_j). Hence
+dlog_i_j is the sum of these terms over all i >= j, and dlog_f_t their sum over all i >= t > j. Both steps of a pair may
+lie in the tile of t, or one of them, or none. Each sum contains only its own terms, so that its rounding error is
+relative to them.
 
-The sums of q . dq and k . dk over all later steps are the same but for rounding: they also have the pairs of a step
-with itself, which cancel, and where gates are closed their rounding would be all there is of dlog_f.
+dlog_f is also the sum over all later steps of q . dq - k . dk (docs/mathematics.md). That sum contains the pairs of a
+step with itself too, which cancel except for rounding; where gates are closed, this rounding would be all of dlog_f.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def onward(x: Tensor) -> Tensor:
 def crossing(rows: Tensor, columns: Tensor) -> Tensor:
     """Return the sums over i >= t > j of a strictly lower matrix, (..., L), from the sums of its rows and columns.
 
-    Each is the one before plus a column less a row. What is left after the last step is rounding, which is spread.
+    Each is the one before plus a column minus a row. The sum after the last step is 0 except for rounding, which is
+    spread evenly over the steps.
     """
     L = rows.shape[-1]
     gains = columns - rows
@@ -39,14 +41,17 @@ def crossing(rows: Tensor, columns: Tensor) -> Tensor:
 def log_gate_gradients(terms: Tensor, reads: Tensor, writes: Tensor, between: Tensor) -> tuple[Tensor, Tensor]:
     """Return dlog_i and dlog_f, (n, N, L).
 
-    `terms` (n, N, L, L) are those of pairs inside a tile, 0 above the diagonal; they are overwritten. `reads` and
-    `writes`, (n, N, L), are what each step reads of the state before its tile, and what later tiles read of it.
-    `between` (n, N) is what later tiles read of the state before a tile. Where a sequence starts without a state, all
-    that dlog_f of its first step is made of is exactly 0.
+    Args:
+        terms: (n, N, L, L), the terms of pairs inside a tile, 0 above the diagonal; the diagonal is overwritten.
+        reads: (n, N, L), the terms of each step with all steps before its tile.
+        writes: (n, N, L), the terms of each step with all steps after its tile.
+        between: (n, N), the terms of steps before a tile with steps after it.
+
+    Where a sequence starts without a state, dlog_f of its first step is exactly 0.
     """
     diagonal = terms.diagonal(dim1=-2, dim2=-1)
-    own = diagonal.clone()
+    diagonal_terms = diagonal.clone()
     diagonal.zero_()
     columns = terms.sum(-2)
     dlog_f = between.unsqueeze(-1) + onward(reads) + before(writes) + crossing(terms.sum(-1), columns)
-    return writes + columns + own, dlog_f
+    return writes + columns + diagonal_terms, dlog_f

@@ -1,9 +1,9 @@
-"""Gate arithmetic of tiles: equations (36)-(38), stabilized, with every exponent a sum of small numbers.
+"""The weights of tiles from log-gates: equations (36)-(38), stabilized, with every exponent a sum of small numbers.
 
-Everything has the dtype of states: Apple's GPUs, among others, have no float64. A sum of closed gates is so large that
-float32 would lose what differences of such sums are made of. Therefore sums are pairs, a rounded number and what
-rounding took from it (double-float arithmetic). They start at the tile's first step, so no rounding is carried from
-tile to tile.
+Everything has the dtype of states, because some devices, such as Apple's GPUs, have no float64. A sum of closed gates
+is so large that in float32 the difference of two such sums would lose the gates themselves. Each sum is therefore a
+pair of a rounded number and its rounding error (double-float arithmetic). Sums start at the first step of a tile, so
+that rounding errors do not add up from tile to tile.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tfla.backends.chunkwise.workspace import Workspace
 
-FACTORS = -40.0  # the least logarithm of a factor of a gate: the product of three stays far inside float32
-GROWING_FACTORS = 20.0  # the largest: so do products of two with the reciprocal of the least
-GROWTH = 60.0  # the largest logarithm of a weight in a tile: float32 ends at 88, and q, k and v need some of that
+FACTORS = (
+    -40.0
+)  # the least log-weight of a factored tile, so that a product of three weights is in the range of float32
+GROWING_FACTORS = 20.0  # the largest one, so that a product of two with the reciprocal of the least is too
+GROWTH = 60.0  # the largest log-weight in a tile: float32 ends at exp(88), and q, k and v need part of its range
 FINE = 2.0**17  # fractions of log-gates are summed in units of 1 / FINE
 
 Pair = tuple[Tensor, Tensor]  # a number as the sum of a rounded one and a small one
 
 
 def two_sum(a: Tensor, b: Tensor) -> Pair:
-    """Return a + b without any loss: the rounded sum, and what rounding took from it."""
+    """Return a + b exactly, as the rounded sum and its rounding error."""
     total = a + b
     of_b = total - a
     return total, (a - (total - of_b)) + (b - of_b)
@@ -36,7 +38,7 @@ def cumulative_sum(x: Tensor) -> Pair:
     """Return the cumulative sums over the last dim of up to 128 log-gates, exact to about 2^-36.
 
     Sums of the whole numbers in them stay below 2^24, and of fractions in units of 1 / FINE below 2^24 units. Float32
-    holds both exactly, whatever the order of additions; what is left is tiny.
+    holds both exactly, whatever the order of additions; the sum of the remainders is tiny.
     """
     whole = x.round()
     fine = ((x - whole) * FINE).round() / FINE
@@ -48,14 +50,15 @@ def cumulative_sum(x: Tensor) -> Pair:
 def max_state(log_i: Tensor, log_f: Tensor, m: Tensor) -> Tensor:
     """Return m_t = max(log_f_t + m_{t-1}, log_i_t), (1), for all steps at once: (N, T) from the initial m (N,).
 
-    Rounding is that of sums over stretches of 64 steps. The stabilizer is free to choose as long as all that follows
-    uses the same one.
+    The rounding error is that of sums over 64 steps. Any m near the maximum serves, because it cancels out of results
+    as long as all later computations use the same one.
     """
     T = log_i.shape[-1]
     log_i, log_f = (F.pad(x, (0, -T % 64)).unflatten(-1, (-1, 64)) for x in (log_i, log_f))
     total = log_f.cumsum(-1)
-    inside = total + (log_i - total).cummax(-1).values  # from m = -inf at the start of the stretch
-    # The same between stretches, by doubling: `starts` from the 1, 2, 4, ... stretches before, `grown` their sums.
+    inside = total + (log_i - total).cummax(-1).values  # from m = -inf at the start of these 64 steps
+    # The same between groups of 64 steps, by doubling: `starts` is m from the 1, 2, 4, ... groups before,
+    # `grown` the sums of log_f over them.
     starts, grown, step = torch.cat([m[:, None], inside[:, :-1, -1]], -1), F.pad(total[:, :-1, -1], (1, 0)), 1
     while step < starts.shape[-1]:
         later = torch.maximum(starts[:, step:], grown[:, step:] + starts[:, :-step])
@@ -66,9 +69,9 @@ def max_state(log_i: Tensor, log_f: Tensor, m: Tensor) -> Tensor:
 
 
 def stabilized(log_i: Tensor, log_f: Tensor, m: Tensor, m_start: Tensor) -> Pair:
-    """Return log-gates of the states divided by exp(m), both at most about 0: what (6) and (7) are exponentials of.
+    """Return the stabilized log-gates I = log_i - m_t and F = log_f + m_{t-1} - m_t, the exponents of (7) and (6).
 
-    All are (N, T), the initial max state (N,).
+    Both are at most about 0. All are (N, T), and the initial max state m_start is (N,).
     """
     total, lost = two_sum(log_f, torch.cat([m_start[:, None], m[:, :-1]], -1))
     return log_i - m, (total - m) + lost
@@ -77,7 +80,7 @@ def stabilized(log_i: Tensor, log_f: Tensor, m: Tensor, m_start: Tensor) -> Pair
 def steps_of_a_tile(log_i: Tensor, log_f: Tensor, most: int) -> int:
     """Return how many steps tiles may have so that no weight in one exceeds exp(GROWTH), from log-gates (N, T).
 
-    A tile of one step has no weights but exp(log_i) and exp(log_f): it is as good as the recurrence.
+    Tiles of one step need no such bound: their weights are exp(log_i) and exp(log_f), as in the recurrence.
     """
     rises, first = log_f.clamp(min=0.0), log_i.amax().clamp(min=0.0)
     while most > 1:
@@ -89,25 +92,26 @@ def steps_of_a_tile(log_i: Tensor, log_f: Tensor, most: int) -> int:
 
 
 class TileGates(NamedTuple):
-    """Weights of n successive tiles of L steps for N heads; leading dims (n, N).
+    """The weights of n successive tiles of L steps for N heads.
 
-    A weight inside a tile, scale D_ij = exp(row_i + column_j), i >= j, is also inter_i update_j / decay: the way from
-    step j to the tile's end and that from its start to step i, less the whole tile. In `factored` tiles none of the
-    three is too small or too large: there q and k carry the weights, and where all tiles are such D is not made.
+    A weight inside a tile, scale D_ij = scale exp(row_i + column_j) for i >= j, equals inter_i update_j / decay: the
+    gates from step j to the end of the tile, times those from its start to step i, divided by those of the whole tile.
+    In `factored` tiles none of the three factors is too small or too large, so that q and k are multiplied by the
+    weights. If all tiles are factored, D is not computed.
     """
 
     row: Pair  # (n, N, L), without scale
     column: Pair  # (n, N, L)
     inter: Tensor  # (n, N, L, 1): weight of the state before the tile in row i, times scale
     update: Tensor  # (n, N, L, 1): weight of step j in the state after the tile, exp(a_j)
-    decay: Tensor  # (n, N, 1, 1): of the state over each tile
-    floor: Tensor  # (n, N, L, 1): exp(-m), never 0, or empty without normalizer
+    decay: Tensor  # (n, N, 1, 1): weight of the state before each tile in the one after it
+    floor: Tensor  # (n, N, L, 1): exp(-m), never 0; empty without a normalizer
     scale: float
-    factored: Tensor  # (n, N, 1, 1)
+    factored: Tensor  # (n, N, 1, 1), bool
     all_factored: bool
 
     def inside(self, work: Workspace) -> Tensor:
-        """Return what products inside tiles are multiplied by, (n, N, L or 1, L or 1); it is finite everywhere."""
+        """Return the factor of the products q k^T inside tiles, (n, N, L or 1, L or 1); it is finite everywhere."""
         if self.all_factored:
             return self.decay.reciprocal()
         shape = (*self.row[0].shape, self.row[0].shape[-1])
@@ -118,20 +122,23 @@ class TileGates(NamedTuple):
         return torch.where(self.factored, self.decay.reciprocal(), D)
 
     def shares(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `inter` or `update` in factored tiles and elsewhere, each 1 where the other has it."""
+        """Split `inter` or `update` into its values in factored tiles and those in others, with 1 elsewhere."""
         one = weight.new_ones(())
         return torch.where(self.factored, weight, one), torch.where(self.factored, one, weight)
 
 
 def tile_gates(log_i: Tensor, log_f: Tensor, m: Tensor | None, scale: float) -> TileGates:
-    """Return the weights of tiles from log-gates (N, n, L): `stabilized` ones, and max states m, with a normalizer."""
+    """Return the weights of tiles from log-gates (N, n, L).
+
+    With a normalizer the log-gates are `stabilized` ones, and m (N, n, L) are the max states.
+    """
     log_i, log_f = log_i.transpose(0, 1), log_f.transpose(0, 1)
     b, b_low = cumulative_sum(log_f)
     a, a_low = two_sum(log_i, -b)
     a_low = a_low - b_low
     inter = b + b_low
     update = (b[..., -1:] + a) + (b_low[..., -1:] + a_low)
-    # The last of inter is the decay.
+    # The last weight of `inter`, without scale, is the decay.
     factored = torch.minimum(inter, update).amin(-1) > FACTORS
     factored &= torch.maximum(inter, update).amax(-1) < GROWING_FACTORS
     decay = inter[..., -1:].exp().unsqueeze(-1)
