@@ -1,22 +1,31 @@
-"""The operator and its gradients as walks: tile after tile in one direction, the state on chip.
+"""Fused scans: o, dv, dq and dk, each by one kernel that keeps the state on chip from tile to tile.
 
-All four large results have one shape. Per tile of L steps, x updates the state, z reads it, y is the other side of it,
-and P = x z^T (or y z^T) is weighted by the gate matrix and masked to the past (or, walking back, to the future):
+All four large results have one shape. In each tile of L steps x and y update the state, z reads it, and the product
+P = z x^T (o, dv) or z y^T (dq, dk) inside the tile is multiplied by the gate matrix and masked to the past, or with
+REVERSE to the future. Operands, with the equations of docs/mathematics.md:
 
-    result | kernel  | direction | x, y, z   | state          | split over
-    o      | columns | forward   | k, v, q   | C^T (dhv, dqk) | dhv
-    dv     | columns | back      | q, do, k  | dC^T           | dhv
-    dq     | rows    | forward   | k, v, do  | C (dqk, dhv)   | dqk
-    dk     | rows    | back      | q, do, v  | dC             | dqk
+    result | kernel  | order    | x, y, z   | state          | split over | a      | w      | equations
+    o      | columns | forward  | k, v, q   | C^T (dhv, dqk) | dhv        | INTER  | UPDATE | (T1) to (T5)
+    dv     | columns | REVERSE  | q, do, k  | dC^T           | dhv        | UPDATE | INTER  | (T11), (T12)
+    dq     | rows    | forward  | k, v, do  | C (dqk, dhv)   | dqk        | INTER  | UPDATE | (T8), (T9), (T5)
+    dk     | rows    | REVERSE  | q, do, v  | dC             | dqk        | UPDATE | INTER  | (T8), (T10), (T12)
 
-No split needs partial results of another. `rows` also leaves q . dq and k . dk, which the gate gradients are made of.
-The normaliser is one more column of v, all ones, and its cotangent (delta) one more column of do.
+a is the weight of the state in the output, w the weight of a step in the state. The kernels compute outputs transposed,
+so that the state is the left operand of an MMA, from registers. One tile of `columns`, and of `rows`:
 
-A program walks one sequence, or one segment of it from the state at the segment's start. Those states come from
-`columns` without outputs, which leaves what a segment adds to the state, and from `join`.
+    (1)  P^T <- x z^T * D^T                        (L, L), rows: (y z^T + delta) * D^T
+    (2)  out^T <- (S z^T) * a + operand^T P^T      (dims of the output, L); operand is y, or x for rows
+    (3)  S <- g S + y^T (x * w)                    the state, rows: (x * w)^T y
+    (4)  N <- g N + x^T w                          the normalizer state n, rows only, (T6), (T13)
 
-The state is two blocks of columns, S0 and S1, where it is wide (BLOCKS = 2): each is the left operand of an MMA, from
-registers, and the output is made transposed. Gates are loaded just before their use: registers are what is scarce.
+The programs that share a head split the output, so none needs partial results of another. `rows` also stores the sums
+q . dq and k . dk, from which the gate gradients are computed. The normalizer acts as one more column of v of all ones,
+whose cotangent is delta, (T7).
+
+A program scans one sequence, or one segment of a sequence from the state at the segment's start. The states at segment
+starts come from `columns` or `normaliser` without outputs, which store what each segment adds to the state, and from
+state passing. A wide state is held as two blocks of columns, S0 and S1 (BLOCKS = 2). Gates are loaded right before
+their use, because registers are scarce.
 """
 
 import inspect
@@ -44,8 +53,11 @@ from tfla.backends.gpu.state_passing import rounded_product
 
 
 def without_unknown_options(kernel):
-    """Loops of walks leave invariants in the loop: what addresses are made of takes fewer registers than they do. Not
-    in float32, without MMAs. Triton before 3.5 knows no disable_licm."""
+    """Remove the option disable_licm from the loops of a kernel where Triton, before 3.5, does not have it.
+
+    With disable_licm loop invariants stay in the loop: the parts of an address take fewer registers than the address.
+    IEEE float32 (EXACT) uses no MMAs and is compiled without it.
+    """
     if isinstance(kernel, triton.JITFunction) and "disable_licm" not in inspect.signature(tl.range).parameters:
         kernel._unsafe_update_src(kernel.src.replace(", disable_licm=not EXACT", ""))
     return kernel
@@ -53,7 +65,7 @@ def without_unknown_options(kernel):
 
 @triton.jit
 def tile_access(base, length, width, stride, L: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
-    """Where tiles of a (length, width) matrix are read and written: a tensor descriptor if strides allow one."""
+    """Return a TMA descriptor of a (length, width) matrix in tiles (L, W), or without TMA its address."""
     if TMA:
         return tl.make_tensor_descriptor(base, [length.to(tl.int32), width], [stride, 1], [L, W])
     else:
@@ -62,7 +74,7 @@ def tile_access(base, length, width, stride, L: tl.constexpr, W: tl.constexpr, T
 
 @triton.jit
 def load_tile(at, t, c, length, width, stride, L: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
-    """(L, W) from row t, column c; zero outside."""
+    """Load the tile (L, W) at row t and column c; elements outside of the matrix are 0."""
     if TMA:
         return at.load([t, c])
     else:
@@ -75,6 +87,7 @@ def load_tile(at, t, c, length, width, stride, L: tl.constexpr, W: tl.constexpr,
 
 @triton.jit
 def store_tile(at, x, t, c, length, width, stride, L: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+    """Store the tile x, (L, W), at row t and column c; elements outside of the matrix are left out."""
     if TMA:
         at.store([t, c], x)
     else:
@@ -104,21 +117,25 @@ def count_tiles(
 
 @triton.jit
 def matmul(a, b, PRECISION: tl.constexpr):
-    """a b. IEEE float32 has no MMAs: threads take whole rows and columns to registers, so a piece of each at a time."""
+    """Return the matrix product a b, (M, N).
+
+    IEEE float32 has no MMAs: a thread loads whole rows of a and columns of b into registers. The product is therefore
+    summed over slices of the contracted dim.
+    """
     M: tl.constexpr = a.shape[0]
     K: tl.constexpr = a.shape[1]
     N: tl.constexpr = b.shape[1]
-    PIECE: tl.constexpr = 64 if K <= 256 else 32
-    if PRECISION == "ieee" and K > PIECE:
-        a = tl.permute(tl.reshape(a, (M, K // PIECE, PIECE)), (1, 0, 2))
-        return tl.sum(tl.dot(a, tl.reshape(b, (K // PIECE, PIECE, N)), input_precision=PRECISION), 0)
+    SLICE: tl.constexpr = 64 if K <= 256 else 32
+    if PRECISION == "ieee" and K > SLICE:
+        a = tl.permute(tl.reshape(a, (M, K // SLICE, SLICE)), (1, 0, 2))
+        return tl.sum(tl.dot(a, tl.reshape(b, (K // SLICE, SLICE, N)), input_precision=PRECISION), 0)
     else:
         return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
 def split_rounding(w, place, dtype: tl.constexpr):
-    """w, (L,), as a (16, L) operand that keeps its digits: at place 0 rounded to `dtype`, at 1 what that cut off."""
+    """Return w, (L), as an MMA operand (16, L): row 0 is w rounded to `dtype`, row 1 the rounding error, the rest 0."""
     high = w.to(dtype)
     low = (w - high).to(dtype)
     return tl.where(place == 0, high[None, :], tl.where(place == 1, low[None, :], 0.0)).to(dtype)
@@ -126,7 +143,7 @@ def split_rounding(w, place, dtype: tl.constexpr):
 
 @triton.jit
 def scale_to_range(w, dtype: tl.constexpr, DELTA: tl.constexpr):
-    """w, and 1; what delta makes of weights float16 may not hold, so that of those w over the largest, and that."""
+    """Return w and 1, or with DELTA and float16 w / max |w| and max |w|, since weights times delta can exceed float16."""
     if DELTA and dtype == tl.float16:
         top = tl.maximum(tl.max(tl.abs(w), 0), TINY)
         return w / top, top
@@ -136,7 +153,7 @@ def scale_to_range(w, dtype: tl.constexpr, DELTA: tl.constexpr):
 
 @triton.jit
 def gate_matrix(gate, r, L: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr):
-    """The gate matrix as [update, read]: zero where the reading step does not see the update."""
+    """Return the transposed gate matrix, [updating step, reading step], (L, L); 0 where the update comes later."""
     update: tl.constexpr = ROW if REVERSE else COLUMN
     read: tl.constexpr = COLUMN if REVERSE else ROW
     e = tl.load(gate + update * L + r)[:, None] + tl.load(gate + read * L + r)[None, :]
@@ -186,7 +203,23 @@ def columns(
     USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, SKIP_LAST: tl.constexpr,
 ):  # fmt: skip
-    """o, or walking back dv: one program has BLOCKS x BV columns of one head of one segment."""
+    """Compute o, or with REVERSE dv: a program computes BLOCKS * BV columns of dhv of one head of one segment.
+
+    The grid is (dhv / (BLOCKS * BV), segments * H). Operands and equations are in the module docstring.
+
+    Args:
+        X, Z: x and z, (B, T, H / GROUP, DK).
+        Y: y, (B, T, H, DV).
+        Out: the output, (B, T, H, DV); written with OUTPUT.
+        gates: the gate vectors, (H, tiles, VECTORS, L) float32.
+        cu: the offsets of packed sequences, (sequences + 1).
+        state_in: the states that scans start from, (segments, H, DK, DV); read with USE_INITIAL_STATE.
+        state_out: the states that scans end with, of the same shape; written with STORE_FINAL_STATE.
+        decays: the decay over each segment, (segments, H) float32; written without OUTPUT.
+        length: the number of steps of a segment.
+        NEGATIVE: whether the scale is negative; the gate vectors hold its absolute value.
+        SKIP_LAST: see `count_tiles`.
+    """
     part = tl.program_id(0)
     slot = tl.program_id(1) // H
     h = tl.program_id(1) % H
@@ -205,7 +238,7 @@ def columns(
     state_at = (state_row * DK + rk[None, :]) * DV + rv[:, None]
     inside = (rv < DV)[:, None] & (rk < DK)[None, :]
     inside1 = (rv + BV < DV)[:, None] & (rk < DK)[None, :]
-    S0 = tl.zeros([BV, BK], tl.float32)
+    S0 = tl.zeros([BV, BK], tl.float32)  # a block of C^T or dC^T
     S1 = tl.zeros([BV, BK], tl.float32)
     if USE_INITIAL_STATE:
         S0 = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
@@ -217,23 +250,25 @@ def columns(
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
         t = (tiles - 1 - step if REVERSE else step) * L
         gate = gates + t * VECTORS
-        x = load_tile(x_at, t, 0, steps, DK, xt, L, BK, TMA)
+        x = load_tile(x_at, t, 0, steps, DK, xt, L, BK, TMA)  # (L, BK)
         if OUTPUT:
-            z = load_tile(z_at, t, 0, steps, DK, zt, L, BK, TMA)
-        y0 = load_tile(y_at, t, col, steps, DV, yt, L, BV, TMA)
+            z = load_tile(z_at, t, 0, steps, DK, zt, L, BK, TMA)  # (L, BK)
+        y0 = load_tile(y_at, t, col, steps, DV, yt, L, BV, TMA)  # (L, BV)
         if BLOCKS == 2:
             y1 = load_tile(y_at, t, col + BV, steps, DV, yt, L, BV, TMA)
         decay = tl.load(gate + DECAY * L)
-        wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
+        wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)  # (L), w
         x_up = (x * wx[:, None]).to(x.dtype)
         if OUTPUT:
-            P = matmul(x, tl.trans(z), PRECISION)
+            # (1) P^T <- x z^T * D^T
+            P = matmul(x, tl.trans(z), PRECISION)  # (L, L)
             P = P * gate_matrix(gate, r, L, REVERSE, EXACT)
             if NEGATIVE:
                 P = -P
             P = P.to(x.dtype)
-            out = matmul(S0.to(x.dtype), tl.trans(z), PRECISION)
-            wz = tl.load(gate + (UPDATE if REVERSE else INTER) * L + r)
+            # (2) out^T <- (S z^T) * a + y^T P^T
+            out = matmul(S0.to(x.dtype), tl.trans(z), PRECISION)  # (BV, L)
+            wz = tl.load(gate + (UPDATE if REVERSE else INTER) * L + r)  # (L), a
             out = tl.dot(tl.trans(y0), P, out * wz[None, :], input_precision=PRECISION)
             store_tile(o_at, tl.trans(out).to(x.dtype), t, col, steps, DV, ot, L, BV, TMA)
             if BLOCKS == 2:
@@ -242,6 +277,7 @@ def columns(
                 store_tile(o_at, tl.trans(out).to(x.dtype), t, col + BV, steps, DV, ot, L, BV, TMA)
         else:
             total *= decay
+        # (3) S <- g S + y^T (x * w)
         S0 = tl.dot(tl.trans(y0), x_up, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(tl.trans(y1), x_up, S1 * decay, input_precision=PRECISION)
@@ -255,6 +291,7 @@ def columns(
 
 @triton.jit
 def store_checkpoint(marks, at, S, rk, rv, DK: tl.constexpr, DV: tl.constexpr):
+    """Store the block S of a state, rows rk and columns rv, in the checkpoint at row `at` of marks, (rows, DV)."""
     inside = (rk < DK)[:, None] & (rv < DV)[None, :]
     tl.store(marks + (at + rk[:, None]) * DV + rv[None, :], S.to(marks.dtype.element_ty), mask=inside)
 
@@ -271,12 +308,24 @@ def rows(
     NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, WGMMA: tl.constexpr,
     CHECKPOINT_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """dq, or walking back dk: one program has BK of the key dims of one head of one segment.
+    """Compute dq, or with REVERSE dk: a program computes BK of the dims of dqk of one head of one segment.
 
-    marks get the state before, or walking back its cotangent at,
-    every CHECKPOINT_STEPS-th step of the segment but the first.
+    The grid is (dqk / BK, segments * H). Operands and equations are in the module docstring.
 
-    w is q for dq and k for dk: w_out gets the sums of w . out over NP pieces of the dims, (parts, H, tiles, NP, L).
+    Args:
+        X, W: x, and the operand w of the sums w . out, which is q for dq and k for dk, (B, T, H / GROUP, DK).
+        Y, Z: y and z, (B, T, H, DV).
+        Out: the output, (B, T, H, DK).
+        gates: the gate vectors, (H, tiles, VECTORS, L) float32.
+        cu: the offsets of packed sequences, (sequences + 1).
+        w_out: the sums w . out over NP parts of the BK dims of each program, (dqk / BK, H, tiles, NP, L) float32.
+        state_in, n_in: the states that scans start from, (segments, H, DK, DV) and (segments, H, DK).
+        state_out, n_out: the states that scans end with, of the same shapes.
+        marks, n_marks: the checkpoints, (checkpoints, H, DK, DV) and (checkpoints, H, DK): the state before, or with
+            REVERSE its cotangent at, every CHECKPOINT_STEPS-th step of the segment but the first.
+        length: the number of steps of a segment.
+        DELTA: whether the normalizer adds delta to P.
+        WGMMA: see above.
     """
     part = tl.program_id(0)
     slot = tl.program_id(1) // H
@@ -300,10 +349,10 @@ def rows(
     inside = (rk < DK)[:, None] & (rv < DV)[None, :]
     inside1 = (rk < DK)[:, None] & (rv + BV < DV)[None, :]
     n_at = state_row * DK + rk
-    S0 = tl.zeros([BK, BV], tl.float32)
+    S0 = tl.zeros([BK, BV], tl.float32)  # a block of C or dC
     S1 = tl.zeros([BK, BV], tl.float32)
     rc = tl.arange(0, 16)
-    N = tl.zeros([BK, 16], tl.float32)
+    N = tl.zeros([BK, 16], tl.float32)  # n is the sum of the columns: an MMA has at least 16 columns
     if USE_INITIAL_STATE:
         S0 = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
         if BLOCKS == 2:
@@ -314,12 +363,13 @@ def rows(
     rp = tl.arange(0, NP)
     tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
-        # T is never less, but a step that no loop optimiser sees through needs no registers of its own in each address.
+        # T is never smaller. The minimum hides the induction variable from LLVM, which otherwise steps each address in
+        # registers of its own.
         t = tl.minimum((tiles - 1 - step if REVERSE else step) * L, T)
         gate = gates + t * VECTORS
-        x = load_tile(x_at, t, col, steps, DK, xt, L, BK, TMA)
-        y0 = load_tile(y_at, t, 0, steps, DV, yt, L, BV, TMA)
-        z0 = load_tile(z_at, t, 0, steps, DV, zt, L, BV, TMA)
+        x = load_tile(x_at, t, col, steps, DK, xt, L, BK, TMA)  # (L, BK)
+        y0 = load_tile(y_at, t, 0, steps, DV, yt, L, BV, TMA)  # (L, BV)
+        z0 = load_tile(z_at, t, 0, steps, DV, zt, L, BV, TMA)  # (L, BV)
         if BLOCKS == 2:
             y1 = load_tile(y_at, t, BV, steps, DV, yt, L, BV, TMA)
             z1 = load_tile(z_at, t, BV, steps, DV, zt, L, BV, TMA)
@@ -328,14 +378,15 @@ def rows(
             u = touch_tile(y0 + z0)
             if BLOCKS == 2:
                 u += touch_tile(y1 + z1)
-            if T < 0:  # never
+            if T < 0:  # never true: it keeps the reads of touch_tile()
                 decay += tl.sum(u.to(tl.float32), 0)
         if WGMMA:
             wx = load_opaque(gate + (INTER if REVERSE else UPDATE) * L + r)
         else:
             wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
         x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)
-        P = matmul(y0, tl.trans(z0), PRECISION)
+        # (1) P^T <- (y z^T + delta) * D^T
+        P = matmul(y0, tl.trans(z0), PRECISION)  # (L, L)
         if BLOCKS == 2:
             P += matmul(y1, tl.trans(z1), PRECISION)
         if DELTA:
@@ -347,11 +398,12 @@ def rows(
         if NEGATIVE:
             P = -P
         P = P.to(x.dtype)
-        out = matmul(S0.to(x.dtype), tl.trans(z0), PRECISION)
+        # (2) out^T <- (S z^T) * a + x^T P^T
+        out = matmul(S0.to(x.dtype), tl.trans(z0), PRECISION)  # (BK, L)
         if BLOCKS == 2:
             out += matmul(S1.to(x.dtype), tl.trans(z1), PRECISION)
         if NORMALIZE:
-            n = tl.sum(N, 1)
+            n = tl.sum(N, 1)  # (BK)
             before = t + L if REVERSE else t
             if before % CHECKPOINT_STEPS == 0 and before > 0 and before < steps:
                 tl.store(n_marks + ((mark0 + before // CHECKPOINT_STEPS) * H + h) * DK + rk, n, mask=rk < DK)
@@ -364,9 +416,10 @@ def rows(
         out = tl.dot(tl.trans(x), P, out, input_precision=PRECISION)
         out = tl.trans(out)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
-        w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)
+        w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)  # (L, BK)
         sums = tl.sum(tl.reshape(rounded_product(out, w), (L, NP, BK // NP)), 2)
         tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
+        # (4) N <- g N + x^T w
         if NORMALIZE:
             N = N * decay
             if DELTA or not REVERSE:
@@ -376,6 +429,7 @@ def rows(
                 wn, top = scale_to_range(wn, x.dtype, REVERSE)
                 W_n = tl.trans(split_rounding(wn, rc[:, None], x.dtype))
                 N += top * tl.dot(tl.trans(x), W_n, input_precision=PRECISION)
+        # (3) S <- g S + (x * w)^T y
         S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
@@ -399,9 +453,9 @@ def rows(
 
 @triton.jit
 def fold_denominators(gate, r, inter, d, L: tl.constexpr, EXACT: tl.constexpr):
-    """The gate matrix of a tile, and the weight of the state in its outputs, by the denominators."""
+    """Divide the gate matrix of a tile and INTER by the denominators max(|d|, exp(-m)), d (L), in the gate vectors."""
     D = tl.maximum(tl.abs(d), tl.load(gate + FLOOR * L + r))
-    row_at = gate + (ROW_LOW if EXACT else ROW) * L + r  # rows can be large: what is added to them is cut off
+    row_at = gate + (ROW_LOW if EXACT else ROW) * L + r  # ROW can be so large that adding to it loses digits
     tl.store(row_at, tl.load(row_at) - tl.log2(D))
     tl.store(gate + INTER * L + r, inter / D)
 
@@ -411,7 +465,10 @@ def denominators(
     parts, gates, d_out, cu, sequences, T, tiles, H,
     PARTS: tl.constexpr, L: tl.constexpr, IS_VARLEN: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts that :func:`normaliser` left."""
+    """Sum the partial denominators of :func:`normaliser` and fold them into the gate vectors.
+
+    The grid is (tiles, H). parts is (PARTS, H, tiles, L) float32, d_out (B, T, H), written with SAVE_D.
+    """
     h = tl.program_id(1).to(tl.int64)
     s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0), L, IS_VARLEN)
     if start < length:
@@ -435,13 +492,25 @@ def normaliser(
     STORE_FINAL_STATE: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, SKIP_LAST: tl.constexpr, DECAYS: tl.constexpr,
 ):  # fmt: skip
-    """The column of ones alone: the denominators, by which the gate matrix is divided, and the states n.
+    """Compute the denominators d, (T3), fold them into the gate vectors, and compute the states n, (T6), or dn, (T13).
 
-    Without outputs it leaves what a segment adds to n, or walking back to its cotangent, and with DECAYS in `parts` the
-    decay over it. n, of DN keys, from DK on zeros, is the sum of rows of N, 16 being the least an MMA takes: 0 and 1 of
-    updates with weights rounded and with what that cuts off, 8 and 9 the same again, to be read with what rounding n
-    cuts off. Where several programs share the keys, BK < DN, they leave parts of the denominators, (DN / BK, H, tiles,
-    L), for :func:`denominators`.
+    The grid is (segments * H, DN / BK). Without OUTPUT the kernel computes only what a segment adds to n, or with
+    REVERSE to dn, and with DECAYS stores the decay over each segment in `parts`.
+
+    N, (16, BK), holds n as a sum of rows, because an MMA takes at least 16 rows. Rows 0 and 1 are updated with the
+    weights rounded to the inputs' dtype and with the rounding errors of the weights. Rows 8 and 9 are the same again:
+    rows below 8 are read rounded, the others as the rounding errors of n.
+
+    Args:
+        X, Z: x (k, or q with REVERSE) and z (q), (B, T, H / GROUP, DK).
+        gates: the gate vectors, (H, tiles, VECTORS, L) float32, updated in place.
+        cu: the offsets of packed sequences, (sequences + 1).
+        parts: partial denominators, (DN / BK, H, tiles, L) float32, where several programs share the keys (BK < DN);
+            :func:`denominators` sums them.
+        d_out: d, (B, T, H); written with SAVE_D.
+        n_in, n_out: the states n before and after the scans, (segments, H, DN); zero from DK on.
+        length: the number of steps of a segment.
+        DELTA: whether updates are weighted by delta as well, as those of dn are.
     """
     slot = tl.program_id(0) // H
     h = tl.program_id(0) % H
