@@ -143,7 +143,7 @@ def split_rounding(w, place, dtype: tl.constexpr):
 
 @triton.jit
 def scale_to_range(w, dtype: tl.constexpr, DELTA: tl.constexpr):
-    """Return w and 1, or with DELTA and float16 w / max |w| and max |w|, since weights times delta can exceed float16."""
+    """Return w and 1, or with DELTA and float16 w / max |w| and max |w|: weights times delta can exceed float16."""
     if DELTA and dtype == tl.float16:
         top = tl.maximum(tl.max(tl.abs(w), 0), TINY)
         return w / top, top
