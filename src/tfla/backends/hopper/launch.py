@@ -278,8 +278,10 @@ class HopperLaunch(Call):
         partials = num_partials(self.K)
         to = out if partials == 1 else self.new(self.B, self.T, self.H * partials, out.shape[3], dtype=out.dtype)
         sums = d if fuse_normalizer and d is not None else gates
-        marks = (gates,) * 3
-        self._launch_dq_dk(x, y, z, out, to, gates, sums, marks, False, reverse, state, final, True, fuse_normalizer)
+        checkpoints = (gates,) * 3
+        self._launch_dq_dk(
+            x, y, z, out, to, gates, sums, checkpoints, False, reverse, state, final, True, fuse_normalizer
+        )
         if partials > 1:
             self.clear(to)
             self.sum_of_groups(to, partials, out)
@@ -304,11 +306,11 @@ class HopperLaunch(Call):
         n: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Launch `segment_states_kernel`: what segments add to C, and with `n` to n, and the decays over them."""
-        shared, grid = self._segment_states_grid(skip)
+        splits, grid = self._segment_states_grid(skip)
         self.launch(segment_states_kernel, grid,
-            self.descriptor(x, STATE_ROWS), self.descriptor(y, self.V // shared), gates, *self.given_gates, states_out,
+            self.descriptor(x, STATE_ROWS), self.descriptor(y, self.V // splits), gates, *self.given_gates, states_out,
             decays if n is None else n, decays, self.schedule, self.T, self.tiles, self.H, self.group, self.steps,
-            self.segments * self.H, *self.gate_scalars, DX=self.K, DY=self.V, NUM_SPLITS=shared, L=self.L,
+            self.segments * self.H, *self.gate_scalars, DX=self.K, DY=self.V, NUM_SPLITS=splits, L=self.L,
             STAGES=SEGMENT_STATES_STAGES, REVERSE=reverse, IS_SEGMENTED=self.segmented, NORMALIZE=n is not None,
             SKIP_LAST=skip, IS_VARLEN=self.packed, **self.gate_constants, num_warps=4,
         )  # fmt: skip
@@ -320,11 +322,11 @@ class HopperLaunch(Call):
         last segments of sequences have no work and do not count.
         """
         segments, of_rows = self.segments - (self.x.sequences if skip else 0), self.K // STATE_ROWS
-        shared = num_splits(self.V)
-        halves = self.V // shared == MAX_STATE_COLUMNS and not self.packed
-        if halves and 2 * segments * self.H * of_rows * shared <= processors(self.x.q.device):
-            return 2 * shared, (self.segments * self.H, of_rows * 2 * shared)
-        return shared, self.grid(of_rows * shared)
+        splits = num_splits(self.V)
+        halves = self.V // splits == MAX_STATE_COLUMNS and not self.packed
+        if halves and 2 * segments * self.H * of_rows * splits <= processors(self.x.q.device):
+            return 2 * splits, (self.segments * self.H, of_rows * 2 * splits)
+        return splits, self.grid(of_rows * splits)
 
     def _num_programs(self) -> int:
         """Return how many programs of `dq_dk_kernel` share a state: each leaves partial sums for the gate gradients."""
@@ -339,13 +341,13 @@ class HopperLaunch(Call):
             The sums q . dq, (programs of a head, H, tiles, 1, L), and the checkpoints of C and n.
         """
         x, q_dq = self.x, self.new(self._num_programs(), self.H, self.tiles, 1, self.L)
-        marks = self.new_marks(q_dq)
+        checkpoints = self.new_marks(q_dq)
         if self.segmented and delta:
             self.segment_dn = self.new(self.segments, self.H, self.K)
         self._launch_dq_dk(
-            x.k, x.v, dh, x.q, dq, gates, q_dq, (*marks, gates), delta, False, start, (None, self.segment_dn)
+            x.k, x.v, dh, x.q, dq, gates, q_dq, (*checkpoints, gates), delta, False, start, (None, self.segment_dn)
         )
-        return q_dq, marks
+        return q_dq, checkpoints
 
     def boundary_n(
         self, x: Tensor, gates: Tensor, reverse: bool, given: Tensor | None, final: Tensor | None, decays: Tensor,
@@ -358,8 +360,8 @@ class HopperLaunch(Call):
         return self.segment_dn
 
     def keys_gradient(
-        self, gates: Tensor, dh: Tensor, dk: Tensor, dv: Tensor, marks: tuple[Tensor, Tensor], end: Pair, first: Pair,
-        delta: bool,
+        self, gates: Tensor, dh: Tensor, dk: Tensor, dv: Tensor, checkpoints: tuple[Tensor, Tensor], end: Pair,
+        first: Pair, delta: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute dk, and dv where one kernel computes both.
 
@@ -368,11 +370,11 @@ class HopperLaunch(Call):
             (checkpoints H, parts).
         """
         x, k_dk = self.x, self.new(self._num_programs(), self.H, self.tiles, 1, self.L)
-        dots = self.new(marks[0].shape[0] * self.H, CONSUMER_WARPS * self._num_programs())
+        dots = self.new(checkpoints[0].shape[0] * self.H, CONSUMER_WARPS * self._num_programs())
         if self.fused_dk_dv:
-            self._launch_dk_dv(dh, dk, dv, gates, k_dk, marks[0], dots, end[0], first[0])
+            self._launch_dk_dv(dh, dk, dv, gates, k_dk, checkpoints[0], dots, end[0], first[0])
         else:
-            self._launch_dq_dk(x.q, dh, x.v, x.k, dk, gates, k_dk, (*marks, dots), delta, True, end, first)
+            self._launch_dq_dk(x.q, dh, x.v, x.k, dk, gates, k_dk, (*checkpoints, dots), delta, True, end, first)
         return k_dk, dots
 
     def _launch_dk_dv(
@@ -404,7 +406,7 @@ class HopperLaunch(Call):
 
     def _launch_dq_dk(
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, sums: Tensor,
-        marks: tuple[Tensor, Tensor, Tensor], delta: bool, reverse: bool, state: Pair, final: Pair,
+        checkpoints: tuple[Tensor, Tensor, Tensor], delta: bool, reverse: bool, state: Pair, final: Pair,
         transposed: bool = False, fuse_normalizer: bool = False,
     ) -> None:  # fmt: skip
         """Launch `dq_dk_kernel`.
@@ -414,7 +416,7 @@ class HopperLaunch(Call):
             out: Output like x.
             gates: Gate vectors.
             sums: Output for w . out; with `transposed` for d, or `gates` for neither.
-            marks: C and n at checkpoints, and the output for the parts of <C, dC>.
+            checkpoints: C and n at checkpoints, and the output for the parts of <C, dC>.
             delta: Whether to add delta.
             reverse: Whether the scan goes against time.
             state: Initial states of work tiles, C and n, or None for zeros.
@@ -424,16 +426,16 @@ class HopperLaunch(Call):
         """
         C, n, C_out, n_out = (gates if t is None else t for t in (*state, *final))
         L, (DX, DY) = self.L, (self.V, self.K) if transposed else (self.K, self.V)
-        shared = num_splits(DY)
-        grid = self.grid(DX // STATE_ROWS * shared)
-        cleared = gates
-        if shared > 1:
-            cleared = self.do(Tensor.zero_, self.new(grid[0] * grid[1] // PAIR.value, dtype=torch.int32))
+        splits = num_splits(DY)
+        grid = self.grid(DX // STATE_ROWS * splits)
+        zero_counts = gates
+        if splits > 1:
+            zero_counts = self.do(Tensor.zero_, self.new(grid[0] * grid[1] // PAIR.value, dtype=torch.int32))
         self.launch(dq_dk_kernel, grid,
-            self.descriptor(x, STATE_ROWS), self.descriptor(y, DY // shared), self.descriptor(z, DY // shared),
+            self.descriptor(x, STATE_ROWS), self.descriptor(y, DY // splits), self.descriptor(z, DY // splits),
             self.descriptor(w, 64), self.descriptor(out, 64), gates, *self.given_gates, sums, C, C_out, n,
-            n_out, *marks, cleared, self.schedule, self.T, self.tiles, self.H, self.group, self.steps,
-            self.segments * self.H, *self.gate_scalars, DX=DX, DY=DY, NUM_SPLITS=shared, L=L, STAGES=DQ_DK_STAGES,
+            n_out, *checkpoints, zero_counts, self.schedule, self.T, self.tiles, self.H, self.group, self.steps,
+            self.segments * self.H, *self.gate_scalars, DX=DX, DY=DY, NUM_SPLITS=splits, L=L, STAGES=DQ_DK_STAGES,
             CHECKPOINT_STEPS=self.marks, REVERSE=reverse, IS_SEGMENTED=self.segmented,
             USE_INITIAL_STATE=state[0] is not None, STORE_FINAL_STATE=final[0] is not None,
             NORMALIZE=self.spec.normalize and not transposed, USE_DP_OFFSET=delta, TRANSPOSED=transposed,
@@ -516,30 +518,31 @@ class SmallHeadLaunch(HopperLaunch):
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Compute dq, and with a normalizer delta; return the sums q . dq and the checkpoints of C and n."""
         x, q_dq = self.x, self.new(1, self.H, self.tiles, 1, self.L)
-        marks = self.new_marks(q_dq)
+        checkpoints = self.new_marks(q_dq)
         self._launch_small_head(
-            x.k, x.v, x.q, dh, gates, False, start, (None, None), keys=dq, sums=q_dq, marks=marks, delta=delta
-        )
-        return q_dq, marks
+            x.k, x.v, x.q, dh, gates, False, start, (None, None), keys=dq, sums=q_dq, checkpoints=checkpoints,
+            delta=delta,
+        )  # fmt: skip
+        return q_dq, checkpoints
 
     def keys_gradient(
-        self, gates: Tensor, dh: Tensor, dk: Tensor, dv: Tensor, marks: tuple[Tensor, Tensor], end: Pair, first: Pair,
-        delta: bool,
+        self, gates: Tensor, dh: Tensor, dk: Tensor, dv: Tensor, checkpoints: tuple[Tensor, Tensor], end: Pair,
+        first: Pair, delta: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute dk and dv; return the sums k . dk and <C, dC> at checkpoints."""
         x, k_dk = self.x, self.new(1, self.H, self.tiles, 1, self.L)
-        dots = self.new(marks[0].shape[0] * self.H, 1, dtype=torch.float64)
+        dots = self.new(checkpoints[0].shape[0] * self.H, 1, dtype=torch.float64)
         self._launch_small_head(
-            x.q, dh, x.k, x.v, gates, True, end, first, values=dv, keys=dk, sums=k_dk, marks=marks, dots=dots,
-            delta=delta,
+            x.q, dh, x.k, x.v, gates, True, end, first, values=dv, keys=dk, sums=k_dk, checkpoints=checkpoints,
+            dots=dots, delta=delta,
         )  # fmt: skip
         return k_dk, dots
 
     def _launch_small_head(
         self, x: Tensor, y: Tensor, zk: Tensor | None, zv: Tensor | None, gates: Tensor, reverse: bool, state: Pair,
         final: Pair, *, values: Tensor | None = None, keys: Tensor | None = None, sums: Tensor | None = None,
-        marks: Pair = (None, None), dots: Tensor | None = None, d: Tensor | None = None, decays: Tensor | None = None,
-        delta: bool = False, skip: bool = False, normalize: bool | None = None,
+        checkpoints: Pair = (None, None), dots: Tensor | None = None, d: Tensor | None = None,
+        decays: Tensor | None = None, delta: bool = False, skip: bool = False, normalize: bool | None = None,
     ) -> None:  # fmt: skip
         """Launch `small_head_kernel`, which fills `values` and `keys`, or without them only `final` and `decays`.
 
@@ -552,7 +555,7 @@ class SmallHeadLaunch(HopperLaunch):
             values: Output o or dv, or None.
             keys: Output dq or dk, or None.
             sums: Output for q . dq or k . dk.
-            marks: C and n at checkpoints.
+            checkpoints: C and n at checkpoints.
             dots: Output for <C, dC>.
             d: Output for the denominators, or None.
             decays: Output for the decays over segments.
@@ -562,9 +565,9 @@ class SmallHeadLaunch(HopperLaunch):
         """
         L, K, V, H = self.L, self.K, self.V, self.H
         qk_tiles, v_tiles = (1 if zk is None else 2), (1 if zv is None else 2)
-        if marks[0] is None or marks[0].shape[0] == 0:  # no segment is that long
-            marks, dots = (None, None), None
-        states, n_marks = marks
+        if checkpoints[0] is None or checkpoints[0].shape[0] == 0:  # no segment is that long
+            checkpoints, dots = (None, None), None
+        states, n_checkpoints = checkpoints
         of_states = None if states is None else self.do(descriptor_factory(make_state_descriptor(states)), states)
         num_states = 2 if states is not None and reverse else 1
         shared = self.together == 2
@@ -572,7 +575,7 @@ class SmallHeadLaunch(HopperLaunch):
         shared = shared and heads == 2
         of_k, of_v = (lambda t: self.descriptor(t, K)), (lambda t: self.descriptor(t, V))
         X, Y = of_k(x), of_v(y)
-        rest = (sums, d, dots, state[0], final[0], state[1], final[1], n_marks, decays)
+        rest = (sums, d, dots, state[0], final[0], state[1], final[1], n_checkpoints, decays)
         count = self.segments * H // heads
         self.launch(small_head_kernel, (self.programs_for(count, 1),),
             X, Y, X if zk is None else of_k(zk), Y if zv is None else of_v(zv), Y if values is None else of_v(values),
