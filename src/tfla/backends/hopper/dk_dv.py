@@ -28,8 +28,8 @@ Who waits for whom:
     load, gate and store warps --full[s]----> consumers 0 and 1 --empty[s]----> load, gate and store warps k, do, gates
     consumer 0 <--ready (5), consumed (11)--> consumer 1
 
-q and v have a ring of their own, since their stages are empty before step (8). The stages of k and do are empty one tile
-later, when the results that overwrite them have left.
+q and v have a ring of their own, since their stages are empty before step (8). The stages of k and do are empty one
+tile later, when the results that overwrite them have left.
 """
 
 from typing import Any, NamedTuple
