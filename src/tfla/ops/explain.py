@@ -70,8 +70,8 @@ def explain(
 
     Args:
         q, k, v, i, f: as in :func:`tfla.mlstm`; only their shapes, dtypes, strides and devices matter.
-        input_gate, initial_state, return_state, cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad,
-            store_dtype: as in :func:`tfla.mlstm`.
+        input_gate, initial_state, return_state, cu_seqlens, chunk_size, scale: as in :func:`tfla.mlstm`.
+        backend, kernel, normalizer_grad, store_dtype: as in :func:`tfla.mlstm`.
 
     Returns:
         the chosen backend, kernel and chunk size, the further choices of that backend, and for each other backend why
