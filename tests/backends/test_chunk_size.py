@@ -60,8 +60,10 @@ def test_denominators_of_sequences_cut(
     monkeypatch.setattr(launch, "processors", lambda device: 132)
     monkeypatch.setattr(launch, "SHORTEST_SEGMENT", 128)
     walked = []
-    normaliser = launch.Call.normaliser
-    monkeypatch.setattr(launch.Call, "normaliser", lambda *args, **options: walked.append(normaliser(*args, **options)))
+    normalizer_scan = launch.Call.normalizer_scan
+    monkeypatch.setattr(
+        launch.Call, "normalizer_scan", lambda *args, **options: walked.append(normalizer_scan(*args, **options))
+    )
     caching.clear_caches()
     try:
         p = problem(dtype=way.widest, T=290, lengths=lengths, Hq=1, H=2, K=K, V=256, carried=carried)

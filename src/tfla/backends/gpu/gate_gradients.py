@@ -53,7 +53,7 @@ def checkpoint_dot(
 
 
 @triton.jit
-def mark_dots(
+def checkpoint_dots(
     states, n, cotangents, dn, dots, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr
 ):  # fmt: skip
     """Store <C, dC> of each checkpoint of each head; states (marks, H, SIZE), dots (marks, H). Grid: (marks * H)."""

@@ -270,8 +270,8 @@ def chunk_gates(
         TOTAL_ONLY: whether INTER and UPDATE are left out and TOTAL is stored in place of DECAY. The Hopper kernels
             compute all three from ROW, COLUMN and TOTAL.
         FOLD_DENOMINATOR: whether ROW and INTER are divided by the denominator max(|d|, exp(-m)), for the backward.
-            DELTA_P is then -u, with u the sign of d where |d| > exp(-m) and 0 elsewhere; `find_delta` multiplies it by
-            <dh, h>.
+            DELTA_P is then -u, with u the sign of d where |d| > exp(-m) and 0 elsewhere; `compute_delta`
+            multiplies it by dh . h.
         EXACT: whether the LOW vectors are stored, for float32.
     """
     slot = tl.program_id(0)
@@ -352,7 +352,7 @@ def chunk_gates(
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles"])
-def find_delta(
+def compute_delta(
     gates, h_out, dh, cu, sequences, T, tiles, H, D_HV, hb, ht, hh, gb, gt, gh,
     L: tl.constexpr, BLOCK_V: tl.constexpr, IS_VARLEN: tl.constexpr,
 ):  # fmt: skip

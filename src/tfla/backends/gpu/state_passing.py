@@ -30,7 +30,7 @@ def _load_segment(states, decays, row, e, SIZE, there):
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
-def join(
+def pass_states(
     states, decays, given, final, cu, T, H, steps, SIZE,
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
     STORE_FINAL_STATE: tl.constexpr,

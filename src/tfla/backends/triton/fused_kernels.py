@@ -4,27 +4,27 @@ All four large results have one shape. In each tile of L steps x and y update th
 P = z x^T (o, dv) or z y^T (dq, dk) inside the tile is multiplied by the gate matrix and masked to the past, or with
 REVERSE to the future. Operands, with the equations of docs/mathematics.md:
 
-    result | kernel  | order    | x, y, z   | state          | split over | a      | w      | equations
-    o      | columns | forward  | k, v, q   | C^T (dhv, dqk) | dhv        | INTER  | UPDATE | (T1) to (T5)
-    dv     | columns | REVERSE  | q, do, k  | dC^T           | dhv        | UPDATE | INTER  | (T11), (T12)
-    dq     | rows    | forward  | k, v, do  | C (dqk, dhv)   | dqk        | INTER  | UPDATE | (T8), (T9), (T5)
-    dk     | rows    | REVERSE  | q, do, v  | dC             | dqk        | UPDATE | INTER  | (T8), (T10), (T12)
+    result | kernel     | order   | x, y, z  | state          | split over | a      | w      | equations
+    o      | o_dv_scan  | forward | k, v, q  | C^T (dhv, dqk) | dhv        | INTER  | UPDATE | (T1), (T2), (T5)
+    dv     | o_dv_scan  | REVERSE | q, do, k | dC^T           | dhv        | UPDATE | INTER  | (T11), (T12)
+    dq     | dq_dk_scan | forward | k, v, do | C (dqk, dhv)   | dqk        | INTER  | UPDATE | (T8), (T9), (T5)
+    dk     | dq_dk_scan | REVERSE | q, do, v | dC             | dqk        | UPDATE | INTER  | (T8), (T10), (T12)
 
 a is the weight of the state in the output, w the weight of a step in the state. The kernels compute outputs transposed,
-so that the state is the left operand of an MMA, from registers. One tile of `columns`, and of `rows`:
+so that the state is the left operand of an MMA, from registers. One tile of `o_dv_scan`, and of `dq_dk_scan`:
 
-    (1)  P^T <- x z^T * D^T                        (L, L), rows: (y z^T + delta) * D^T
-    (2)  out^T <- (S z^T) * a + operand^T P^T      (dims of the output, L); operand is y, or x for rows
-    (3)  S <- g S + y^T (x * w)                    the state, rows: (x * w)^T y
-    (4)  N <- g N + x^T w                          the normalizer state n, rows only, (T6), (T13)
+    (1)  P^T <- x z^T * D^T                        (L, L), dq_dk_scan: (y z^T + delta) * D^T
+    (2)  out^T <- (S z^T) * a + operand^T P^T      (dims of the output, L); operand is y, or x for dq_dk_scan
+    (3)  S <- g S + y^T (x * w)                    the state, dq_dk_scan: (x * w)^T y
+    (4)  N <- g N + x^T w                          the normalizer state n, dq_dk_scan only, (T6), (T13)
 
-The programs that share a head split the output, so none needs partial results of another. `rows` also stores the sums
-q . dq and k . dk, from which the gate gradients are computed. The normalizer acts as one more column of v of all ones,
-whose cotangent is delta, (T7).
+The programs that share a head split the output, so none needs partial results of another. `dq_dk_scan` also stores the
+sums q . dq and k . dk, from which the gate gradients are computed. The normalizer acts as one more column of v of all
+ones, whose cotangent is delta, (T7).
 
 A program scans one sequence, or one segment of a sequence from the state at the segment's start. The states at segment
-starts come from `columns` or `normaliser` without outputs, which store what each segment adds to the state, and from
-state passing. A wide state is held as two blocks of columns, S0 and S1 (BLOCKS = 2). Gates are loaded right before
+starts come from `o_dv_scan` or `normalizer_scan` without outputs, which store what each segment adds to the state, and
+from state passing. A wide state is held as two blocks of columns, S0 and S1 (BLOCKS = 2). Gates are loaded right before
 their use, because registers are scarce.
 """
 
@@ -166,7 +166,7 @@ def gate_matrix(gate, r, L: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.const
         return tl.where(r[:, None] <= r[None, :], tl.exp2(e), 0.0)
 
 
-# WGMMA arranges `rows` so that it needs at most half of the shared memory and of the registers of a Hopper
+# WGMMA arranges `dq_dk_scan` so that it needs at most half of the shared memory and of the registers of a Hopper
 # multiprocessor, which then runs two programs. Triton gives a tile that only MMAs read one buffer more than its
 # pipeline needs; touch_tile() is another read and avoids it. wait_for_mma() completes the MMAs before the next load.
 # load_opaque() keeps the scaled tile out of the registers.
@@ -194,7 +194,7 @@ def load_opaque(p):
 
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
-def columns(
+def o_dv_scan(
     X, Y, Z, Out, gates, cu, state_in, state_out, decays,
     sequences, T, tiles_of_head, H, GROUP, length,
     xb, xt, xh, yb, yt, yh, zb, zt, zh, ob, ot, oh,
@@ -298,7 +298,7 @@ def store_checkpoint(marks, at, S, rk, rv, DK: tl.constexpr, DV: tl.constexpr):
 
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
-def rows(
+def dq_dk_scan(
     X, Y, Z, W, Out, gates, cu, w_out, state_in, state_out, n_in, n_out, marks, n_marks,
     sequences, T, tiles_of_head, H, GROUP, length,
     xb, xt, xh, yb, yt, yh, zb, zt, zh, wb, wt, wh, ob, ot, oh,
@@ -461,11 +461,11 @@ def fold_denominators(gate, r, inter, d, L: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles"])
-def denominators(
+def sum_denominators(
     parts, gates, d_out, cu, sequences, T, tiles, H,
     PARTS: tl.constexpr, L: tl.constexpr, IS_VARLEN: tl.constexpr, SAVE_D: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Sum the partial denominators of :func:`normaliser` and fold them into the gate vectors.
+    """Sum the partial denominators of :func:`normalizer_scan` and fold them into the gate vectors.
 
     The grid is (tiles, H). parts is (PARTS, H, tiles, L) float32, d_out (B, T, H), written with SAVE_D.
     """
@@ -485,7 +485,7 @@ def denominators(
 
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
-def normaliser(
+def normalizer_scan(
     X, Z, gates, cu, parts, d_out, n_in, n_out, sequences, T, tiles_of_head, H, GROUP, length, xb, xt, xh, zb, zt, zh,
     DK: tl.constexpr, DN: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, REVERSE: tl.constexpr, OUTPUT: tl.constexpr,
     DELTA: tl.constexpr, IS_VARLEN: tl.constexpr, IS_SEGMENTED: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
@@ -506,7 +506,7 @@ def normaliser(
         gates: the gate vectors, (H, tiles, VECTORS, L) float32, updated in place.
         cu: the offsets of packed sequences, (sequences + 1).
         parts: partial denominators, (DN / BK, H, tiles, L) float32, where several programs share the keys (BK < DN);
-            :func:`denominators` sums them.
+            :func:`sum_denominators` sums them.
         d_out: d, (B, T, H); written with SAVE_D.
         n_in, n_out: the states n before and after the scans, (segments, H, DN); zero from DK on.
         length: the number of steps of a segment.

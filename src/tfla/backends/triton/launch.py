@@ -57,7 +57,7 @@ Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
 class Call:
     """What all launches of one forward or backward share."""
 
-    close_marks = True  # without a normaliser
+    close_marks = True  # without a normalizer
     values_last = True  # dv is made behind dq and dk, and its memory has marks till then
     finds_delta = False  # whether a walk does, before others want it
     pieces = 1  # how many parts of each dq and dk of a head there are, to be summed
@@ -234,11 +234,11 @@ class Call:
         )  # fmt: skip
         return out
 
-    def find_delta(self, gates: Tensor, h: Tensor, dh: Tensor) -> None:
+    def compute_delta(self, gates: Tensor, h: Tensor, dh: Tensor) -> None:
         """What the gradient of the denominators adds to dP, into the gate vectors."""
         V = h.shape[3]
         block = 128 if V % 16 == 0 else 32  # rows that are not aligned take more registers
-        self.launch(gate_kernels.find_delta, (self.slots(self.L), self.H),
+        self.launch(gate_kernels.compute_delta, (self.slots(self.L), self.H),
             gates, h, dh, self.cu, self.x.sequences, self.T, self.tiles, self.H, V, *_strides(h), *_strides(dh),
             L=self.L, BLOCK_V=min(block, power_of_two(V)), IS_VARLEN=self.packed, num_warps=8,
         )  # fmt: skip
@@ -258,7 +258,7 @@ class Call:
         """Fills out, or with None only the final states and the decays, with `skip` not of the last segments."""
         tiles = self.config.o_dv
         written = y if out is None else out
-        self.launch(fused_kernels.columns, (ceil_div(self.V, tiles.split), self.segments * self.H),
+        self.launch(fused_kernels.o_dv_scan, (ceil_div(self.V, tiles.split), self.segments * self.H),
             x, y, z, written, gates, self.cu, gates if state is None else state, gates if final is None else final,
             gates if decays is None else decays, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
             *_strides(x), *_strides(y), *_strides(z), *_strides(written),
@@ -275,25 +275,25 @@ class Call:
         """Divides the gate matrix by them. Whole sequences are cut where they leave most multiprocessors idle."""
         programs, available = self.B * self.H * self.parts_of_n(), processors(z.device)
         if self.segmented or (self.packed and 2 * programs > available):
-            self.normaliser(x, z, gates, False, n, final, d)
+            self.normalizer_scan(x, z, gates, False, n, final, d)
             return
         steps = ceil_div(max(ceil_div(self.T * programs, available), SHORTEST_SEGMENT), self.L) * self.L
         if 2 * steps > self.T and not self.packed:  # in one piece, by the kernel of those that are cut
             starts = self.zeros(self.B, self.H, self.K) if n is None else n
-            self.normaliser(x, z, gates, False, starts, final, d, steps=ceil_div(self.T, self.L) * self.L)
+            self.normalizer_scan(x, z, gates, False, starts, final, d, steps=ceil_div(self.T, self.L) * self.L)
             return
         segments = self.slots(steps)
         starts, decays = self.new(segments, self.H, self.K), self.new(segments, self.H)
-        self.normaliser(x, x, gates, False, None, starts, None, False, final is None, steps, decays)
+        self.normalizer_scan(x, x, gates, False, None, starts, None, False, final is None, steps, decays)
         self.join(starts, decays, False, n, final, steps)
         ends = None if final is None else self.new(segments, self.H, self.K)  # which nobody reads
-        self.normaliser(x, z, gates, False, starts, ends, d, steps=steps)
+        self.normalizer_scan(x, z, gates, False, starts, ends, d, steps=steps)
 
     def parts_of_n(self) -> int:
         """Programs that share one; float32 takes twice the shared memory."""
         return ceil_div(self.K, WIDEST_WALK // 2 if self.exact else WIDEST_WALK)
 
-    def normaliser(
+    def normalizer_scan(
         self, x: Tensor, z: Tensor, gates: Tensor, back: bool, n: Tensor | None, final: Tensor | None,
         d: Tensor | None = None, output: bool = True, skip: bool = False, steps: int = 0, decays: Tensor | None = None,
     ) -> None:  # fmt: skip
@@ -306,7 +306,7 @@ class Call:
         most = 128 if output and not self.config.descriptors else 256  # keys for which four warps have registers
         pieces = self.parts_of_n()
         parts = self.new(pieces, self.H, self.tiles, self.L) if output and pieces > 1 else gates
-        self.launch(fused_kernels.normaliser, (segments * self.H, pieces),
+        self.launch(fused_kernels.normalizer_scan, (segments * self.H, pieces),
             x, z, gates, self.cu, parts if decays is None else decays, gates if d is None else d,
             gates if n is None else n, gates if final is None else final, self.x.sequences, self.T, self.tiles, self.H,
             self.group, steps or self.steps, *_strides(x), *_strides(z),
@@ -317,13 +317,13 @@ class Call:
             SKIP_LAST=skip, DECAYS=decays is not None, num_warps=8 if self.exact or most < self.K else 4,
         )  # fmt: skip
         if output and pieces > 1:
-            self.launch(fused_kernels.denominators, (self.slots(self.L), self.H),
+            self.launch(fused_kernels.sum_denominators, (self.slots(self.L), self.H),
                 parts, gates, gates if d is None else d, self.cu, self.x.sequences, self.T, self.tiles, self.H,
                 PARTS=pieces, L=self.L, IS_VARLEN=self.packed, SAVE_D=d is not None, EXACT=self.exact, num_warps=2,
             )  # fmt: skip
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
-        """Fills h, and with a normaliser d."""
+        """Fills h, and with a normalizer d."""
         x = self.x
         if self.spec.normalize:
             self.denominators(x.k, x.q, gates, state[1], final[1], d)
@@ -341,7 +341,7 @@ class Call:
         C, n = state
         C_out, n_out = final
         marks, n_marks = self.new_marks(sums)
-        self.launch(fused_kernels.rows, (parts, self.segments * self.H),
+        self.launch(fused_kernels.dq_dk_scan, (parts, self.segments * self.H),
             x, y, z, w, out, gates, self.cu, sums, gates if C is None else C,
             gates if C_out is None else C_out, gates if n is None else n, gates if n_out is None else n_out,
             marks, n_marks, self.x.sequences, self.T, self.tiles, self.H, self.group, self.steps,
@@ -427,17 +427,17 @@ class Call:
         delta: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Fills dk, and with one walk for both also dv, whose `values_gradient` is then none; returns sums of k . dk
-        as those of q . dq, and <C, dC> at marks, as `mark_dots` has them."""
+        as those of q . dq, and <C, dC> at marks, as `checkpoint_dots` has them."""
         x = self.x
         k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
-        return k_dk, self.mark_dots(*marks, *cotangents)
+        return k_dk, self.checkpoint_dots(*marks, *cotangents)
 
-    def mark_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
+    def checkpoint_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
         """<C, dC> at each mark of each head, that of n and dn with it, in parts."""
         marks = C.shape[0] * C.shape[1]
         dots = self.new(marks, 1, dtype=torch.float64)
         if marks:
-            self.launch(gradient_kernels.mark_dots, (marks,),
+            self.launch(gradient_kernels.checkpoint_dots, (marks,),
                 C, n, dC, dn, dots, self.K * self.V, self.K, BLOCK=4096, BLOCK_N=power_of_two(self.K),
                 NORMALIZE=self.spec.normalize, num_warps=8,
             )  # fmt: skip
@@ -476,7 +476,7 @@ class Call:
         if back and not delta:
             self.do(Tensor.zero_, n)
         else:
-            self.normaliser(x, x, gates, back, None, n, output=False, skip=final is None)
+            self.normalizer_scan(x, x, gates, back, None, n, output=False, skip=final is None)
         self.join(n, decays, back, given, final)
         return n
 
@@ -493,7 +493,7 @@ class Call:
         from."""
         size = states[0, 0].numel()
         block = min(1024, power_of_two(size))
-        self.launch(sum_kernels.join, (ceil_div(size, block), self.x.sequences, self.H),
+        self.launch(sum_kernels.pass_states, (ceil_div(size, block), self.x.sequences, self.H),
             states, decays, states if given is None else given, states if final is None else final, self.cu, self.T,
             self.H, steps or self.steps, size, BLOCK=block, REVERSE=back, IS_VARLEN=self.packed,
             USE_INITIAL_STATE=given is not None, STORE_FINAL_STATE=final is not None, num_warps=4,
@@ -576,7 +576,7 @@ def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tenso
     gates = call.gates(None, out.d if spec.normalize else None)
     delta = spec.normalize and spec.normalizer_grad
     if delta and not call.finds_delta:
-        call.find_delta(gates, out.h, dh)
+        call.compute_delta(gates, out.h, dh)
     start = call.filled_up(x.C, x.n)
     end = call.end_cotangents(dC, dn)
     first: Pair = (dC0, dn0)
