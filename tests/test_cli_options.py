@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 import tfla.paper.experiments.run as experiments
 import tfla.tune.run as tune
 from tfla.bench import cpu, gpu
-from tfla.bench.crew import Died
 from tfla.bench.report import Report
 from tfla.bench.tune_command import TuneOptions
+from tfla.bench.worker_pool import WorkerDied
 from tfla.cli import main
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.ops import tuned
@@ -38,7 +38,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def died(*args: Any) -> None:
-    raise Died("it is not run here")
+    raise WorkerDied("it is not run here")
 
 
 @pytest.fixture(scope="module", autouse=True)

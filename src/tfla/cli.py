@@ -1,4 +1,4 @@
-"""The command ``tfla``. Every subcommand is a function of its arguments that is imported when it is called."""
+"""The command ``tfla``; the function of a subcommand is imported only when the subcommand is called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A subcommand: module and function (arguments -> exit code), the extra that it needs, one line of help."""
+    """A subcommand: its module and function (arguments -> exit code), the extra that it needs, and a line of help."""
 
     module: str
     function: str
@@ -34,21 +34,21 @@ COMMANDS = {
 
 
 def usage() -> str:
-    """What ``tfla --help`` prints."""
+    """Return the text of ``tfla --help``."""
     lines = [f"  {name:<12}{command.help}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: tfla COMMAND [options]", "", *lines, "", "tfla COMMAND --help lists the options."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code. What the user can mend is printed as one line."""
+    """Run a subcommand and return its exit code; an error that the user can correct is printed as one line."""
     args = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
             return _dispatch(args)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, where a reader that is gone is caught, and not while the interpreter ends
-    except BrokenPipeError:  # the reader of the output has seen enough
+                sys.stdout.flush()  # here, where a closed pipe is caught, and not when the interpreter exits
+    except BrokenPipeError:  # the reader of the output has closed it
         _discard_output()
         return 0
     except OSError as error:  # a full disk behind the output, a file that a command could not read
@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(args: Sequence[str]) -> int:
+    """Run the subcommand that the arguments name, or print help or the version."""
     if not args or args[0] in ("-h", "--help"):
         print(usage())
         return 0 if args else 2
@@ -75,6 +76,7 @@ def _dispatch(args: Sequence[str]) -> int:
 
 
 def _run(command: Command, args: Sequence[str]) -> int:
+    """Import and call the function of a subcommand; turn errors of the user into one line."""
     from tfla._util.errors import UserError, one_line
 
     try:
@@ -93,7 +95,7 @@ def _run(command: Command, args: Sequence[str]) -> int:
 
 
 def _discard_output() -> None:
-    """Point stdout at nothing, so that the interpreter does not fail as it flushes what is left."""
+    """Redirect stdout to the null device, so that the interpreter does not fail when it flushes it at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a stdout without a file, as in tests
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

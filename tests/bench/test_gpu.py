@@ -12,10 +12,10 @@ import torch
 import tfla
 from tfla.bench import gpu, gpu_report, peers, stored
 from tfla.bench.commands import bench
-from tfla.bench.crew import Died
 from tfla.bench.options import GpuBench, parse
 from tfla.bench.suites import SUITES, Entry, Suite
 from tfla.bench.worker import serve
+from tfla.bench.worker_pool import WorkerDied
 from tfla.measure import operator
 from tfla.measure.errors import describe_error
 from tfla.measure.problem import BOTH, FORWARD, STEP, Problem
@@ -95,14 +95,14 @@ class FakeWorker:
 def contender(suite: Suite, answer, **options) -> list[dict]:
     run = gpu.Run(GpuBench("fakes", device="cpu", **options), suite, lambda text: None)
     run.rates = RATES
-    run.crew.of = lambda key: FakeWorker(answer)
+    run.pool.of = lambda key: FakeWorker(answer)
     return list(run.contender(suite.entries[0]))
 
 
 def test_a_crash_in_the_backward_keeps_the_forward():
     def answer(job):
         yield {"direction": FORWARD, "seconds": 1.0}
-        raise Died("the process ended with SIGSEGV")
+        raise WorkerDied("the process ended with SIGSEGV")
 
     rows = contender(fake_suite("works", xs=(7,)), answer)
     assert rows[0]["seconds"] == 1.0
@@ -115,7 +115,7 @@ def test_after_two_crashes_in_a_row_a_contender_is_left_alone():
     def answer(job):
         tried.append(job["problem"]["T"])
         if job["problem"]["T"] != 2:
-            raise Died("the process ended with SIGABRT")
+            raise WorkerDied("the process ended with SIGABRT")
         yield from ({"direction": d, "seconds": 1.0} for d in job["directions"])
 
     rows = contender(fake_suite("works", xs=(1, 2, 3, 4, 5)), answer)
@@ -140,7 +140,7 @@ def test_a_short_budget_shortens_the_samples():
 
 def test_a_configuration_that_takes_too_long_is_given_up(one_thread):
     run = gpu.Run(GpuBench("fakes", device="cpu", limit=1.0), fake_suite("hangs", xs=(1,)), lambda text: None)
-    with run.crew:
+    with run.pool:
         forward, both = run.contender(run.suite.entries[0])
     assert forward["error"] == "stopped after 1 s"
     assert both["error"] == "not run: its process had ended"
@@ -157,11 +157,11 @@ def test_all_compile_beforehand_and_other_libraries_are_timed_in_a_new_process()
     def answer(job):
         assert job["only_compile"]
         if job["make"] == "fakes:aborts":
-            raise Died("the process ended with SIGABRT")
+            raise WorkerDied("the process ended with SIGABRT")
         yield from ()
 
-    run.crew.of = lambda key: workers.setdefault(key, FakeWorker(answer))
-    run.crew.dismiss = dismissed.append
+    run.pool.of = lambda key: workers.setdefault(key, FakeWorker(answer))
+    run.pool.dismiss = dismissed.append
     run.compile([ours, each, *run.suite.entries])
     assert {key: [job["problem"]["T"] for job, _ in w.jobs] for key, w in workers.items()} == {
         "tfla mLSTMsig": [1, 2], "peer works (1, 2)": [1, 2], "peer aborts (1, 2)": [1],
@@ -191,7 +191,7 @@ def test_contenders_that_fill_the_device_do_not_compile_side_by_side(monkeypatch
 
     suite = replace(fake_suite("works", xs=(4,)), directions=(STEP,), alone=True)
     run = gpu.Run(GpuBench("fakes"), suite, lambda text: None)
-    run.crew.of = lambda key: FakeWorker(answer)
+    run.pool.of = lambda key: FakeWorker(answer)
     (row,) = run.rows(list(suite.entries))
     assert jobs == [False]
     assert (row["tokens_per_second"], row["operator_share"]) == (4 / 0.5, 0.1 / 0.5)

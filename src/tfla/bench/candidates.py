@@ -1,4 +1,4 @@
-"""Autotuned Triton kernels: their candidates are compiled side by side, then compared in turn, but briefly."""
+"""The autotuning of Triton kernels in benchmarks: configurations are compiled in parallel and timed briefly."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any
 
-WARMUP, SAMPLES = 5, 20  # milliseconds for a candidate; Triton takes 25 and 100, minutes for kernels with many
-PATIENCE = 120.0  # seconds after which what still compiles is left to this process
+WARMUP, SAMPLES = 5, 20  # milliseconds for a configuration; with Triton's 25 and 100 a kernel with many takes minutes
+PATIENCE = 120.0  # seconds after which this process compiles the remaining configurations
 
 
 class Forked(Executor):
-    """Compiles in forked processes: threads would wait for each other, as Triton's front end is Python.
+    """An executor that compiles in forked processes.
 
-    What they compiled lies in Triton's cache when this process asks for it. They touch no GPU, which a forked process
-    could not.
+    Triton's front end is Python, so that threads would wait for each other. The processes leave their results in
+    Triton's cache on disk, where this process finds them. They do not use the GPU, which a forked process cannot.
     """
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Callable[[], Any], Future[Any]]] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Queue a call until :meth:`finish`."""
         self.waiting.append((functools.partial(fn, *args, **kwargs), Future()))
         return self.waiting[-1][1]
 
     def finish(self) -> None:
-        """All that was submitted; a candidate that fails does so again here, and is what its future holds."""
+        """Compile everything that was submitted; the future of a configuration that fails holds its exception."""
         count = min(len(self.waiting), os.cpu_count() or 1)
         _wait([_fork([work for work, _ in self.waiting[n::count]]) for n in range(count)])
         for work, future in self.waiting:
@@ -38,6 +39,7 @@ class Forked(Executor):
 
 
 def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Call ``work`` and set its result, or its exception, in the future."""
     try:
         future.set_result(work())
     except Exception as failed:
@@ -45,6 +47,7 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 def _fork(works: list[Callable[[], Any]]) -> int:
+    """Make all calls in a forked process and return its id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -52,11 +55,12 @@ def _fork(works: list[Callable[[], Any]]) -> int:
                 with contextlib.suppress(Exception):
                     work()
         finally:
-            os._exit(0)  # nothing of the parent's is to be tidied up
+            os._exit(0)  # without the exit handlers of the parent
     return pid
 
 
 def _wait(children: list[int]) -> None:
+    """Wait for processes, and kill those that take longer than PATIENCE."""
     end = time.monotonic() + PATIENCE
     while children and time.monotonic() < end:
         children = [pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)]
@@ -68,11 +72,10 @@ def _wait(children: list[int]) -> None:
 
 @contextlib.contextmanager
 def compiled_together() -> Iterator[None]:
-    """Within, the first call of an autotuned kernel waits once for all of its candidates, not for each in turn, and
-    times each for as long as decides between them.
+    """Compile the configurations of autotuned kernels in parallel inside this context, and time each only briefly.
 
-    Without effect before Triton 3.5, which compiles in one thread. A candidate that fails does so again, and says how,
-    where Triton compares it.
+    It has no effect before Triton 3.5, which has no asynchronous compilation. A configuration that fails to compile
+    fails again, with its error, where Triton times it.
     """
     try:
         from triton import AsyncCompileMode
@@ -85,7 +88,7 @@ def compiled_together() -> Iterator[None]:
 
     def prune_and_compile(self: Any, kwargs: dict[str, Any]) -> list[Any]:
         found: list[Any] = prune(self, kwargs)
-        if self._do_bench is None:  # the library does not say how
+        if self._do_bench is None:  # the library leaves the timing to Triton
             self.do_bench = functools.partial(do_bench, warmup=WARMUP, rep=SAMPLES)
         given = self.nargs | {name: value for name, value in kwargs.items() if name != "warmup"}
         forked = Forked()

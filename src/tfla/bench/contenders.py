@@ -1,4 +1,4 @@
-"""This library's contenders."""
+"""The implementations of this library that the benchmarks time, beside the operator over sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfla.measure.problem import Problem, Work
 def step(
     problem: Problem, gate: Literal["exp", "sigmoid"], in_place: bool = False, state_dtype: str = "float32"
 ) -> Work:
-    """`tfla.mlstm_step`, or with T > 1 `tfla.mlstm_steps`, from a state that is not zero."""
+    """Return a call of `tfla.mlstm_step`, or with T > 1 of `tfla.mlstm_steps`, from a state that is not zero."""
     inputs = [*problem.qkv(), *problem.gates()]
     C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype=state_dtype)
     state = tfla.State(C)
@@ -28,7 +28,10 @@ def step(
 
 
 def mamba2(problem: Problem, groups: int) -> Work:
-    """Mamba-2 by mamba_ssm's interface; dqk is the state, one B and C for each group of heads."""
+    """Return a call of Mamba-2 through mamba_ssm's interface.
+
+    dqk is the size of the state, and each group of heads has one B and C.
+    """
     from tfla.integrations.mamba import mamba_chunk_scan_combined
 
     def run(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -38,7 +41,7 @@ def mamba2(problem: Problem, groups: int) -> Work:
 
 
 def copy_state(problem: Problem, dtype: str = "float32") -> Work:
-    """A device copy of the states, which a step has to read and to write."""
+    """Return a copy of the states on the device, as a bound: a step has to read and write them too."""
     C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype=dtype)
     target = torch.empty_like(C)
     return Work(target.copy_, [C])

@@ -23,9 +23,9 @@ from tfla._util.device import check_device
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
 from tfla._util.outputs import check_file
-from tfla.bench.crew import Crew, Died
 from tfla.bench.options import GpuBench, parse
 from tfla.bench.suites import SUITES, Entry, Suite
+from tfla.bench.worker_pool import WorkerDied, WorkerPool
 from tfla.measure.problem import FORWARD, STEP, Problem
 from tfla.measure.roofline import (
     backward_bytes,
@@ -95,7 +95,7 @@ class Run:
         self.config, self.suite, self.say = config, suite, say
         self.xs = config.lengths or suite.xs
         self.end = time.monotonic() + config.budget
-        self.crew = Crew()
+        self.pool = WorkerPool()
         self.rates: dict[str, dict[str, float]] = {}
         self.waiting = 0  # configurations still to time
         self.seen: dict[str, set[str]] = {}  # entry of backend=None -> the ways it went
@@ -125,7 +125,7 @@ class Run:
         """Environment and rates, from the process in which the first contender will run."""
         job = {"kind": "machine", "device": self.config.device, "sampling": asdict(self.config.sampling)}
         self.say("device copy and matrix product")
-        (found,) = self.crew.of(entry.key).ask(job, self.config.limit)
+        (found,) = self.pool.of(entry.key).ask(job, self.config.limit)
         self.rates = found["rates"]
         return found
 
@@ -143,11 +143,11 @@ class Run:
             try:
                 for x in xs:
                     if (left := end - time.monotonic()) > 0:
-                        list(self.crew.of(name).ask(self.job(entry, x, only_compile=True), left))
-            except Died:
-                self.crew.dismiss(name)
+                        list(self.pool.of(name).ask(self.job(entry, x, only_compile=True), left))
+            except WorkerDied:
+                self.pool.dismiss(name)
             if not entry.ours:
-                self.crew.dismiss(name)
+                self.pool.dismiss(name)
 
         jobs = [(entry, xs) for entry in entries for xs in ([(x,) for x in self.xs] if entry.each else [self.xs])]
         self.say("compiling")
@@ -170,18 +170,18 @@ class Run:
                 self.waiting -= 1
                 continue
             try:
-                for found in self.crew.of(entry.key).ask(self.job(entry, x), self.allowance()):
+                for found in self.pool.of(entry.key).ask(self.job(entry, x), self.allowance()):
                     yield self.finish(entry, x, missing.pop(0) | found)
                     self.say(f"{entry.key}, {self.suite.axis} {x:,}")
                 crashes.clear()
-            except Died as died:
-                self.crew.dismiss(entry.key)
+            except WorkerDied as died:
+                self.pool.dismiss(entry.key)
                 if missing:
                     crashes.append(x)
                     yield missing.pop(0) | {"error": str(died)}
                 yield from (row | {"error": "not run: its process had ended"} for row in missing)
             self.waiting -= 1
-        self.crew.dismiss(entry.key)
+        self.pool.dismiss(entry.key)
 
     def finish(self, entry: Entry, x: int, row: Row) -> Row:
         """The row with its sizes, its floor and the ratio to that."""
@@ -219,12 +219,12 @@ class Run:
                 yield named(entry) | {"error": f"not installed ({entry.needs})"}
                 continue
             if self.repeats(entry):
-                self.crew.dismiss(entry.key)
+                self.pool.dismiss(entry.key)
                 self.waiting -= len(self.xs)
                 continue
             following = there[there.index(entry) + 1 :]
             if ahead and following and self.left() > 0:
-                self.crew.of(following[0].key)
+                self.pool.of(following[0].key)
             yield from self.contender(entry)
 
 
@@ -262,10 +262,10 @@ def run(config: GpuBench, suite: Suite | None = None) -> Row:
     entries, going = chosen(config, suite), Run(config, suite, _status)
     result: Row = {"suite": config.suite, "title": suite.title, "axis": suite.axis, "panels": suite.panels}
     result |= {"note": suite.note} if suite.note else {}
-    with going.crew:
+    with going.pool:
         try:
             result |= going.machine(entries[0])
-        except Died as died:
+        except WorkerDied as died:
             raise RuntimeError(f"{config.device}: {died}") from None
         result["config"] = {f.name: getattr(config, f.name) for f in fields(config)} | {"out": None}
         result["rows"] = []

@@ -1,6 +1,6 @@
-"""The process in which one contender runs: jobs come in as lines of JSON, rows go out as such.
+"""The process in which one implementation is timed: it reads jobs and writes rows, both as lines of JSON.
 
-A crash of a contender ends this process alone; :mod:`tfla.bench.crew` sees it and says how.
+A crash of an implementation ends this process alone; :mod:`tfla.bench.worker_pool` reports it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from tfla.measure.problem import Problem, Work, call_of
 from tfla.measure.timing import Sampling, clock_of, measure
 
 Send = Callable[[dict[str, Any]], None]
-BROKEN = 3  # exit code after an error that the device does not recover from
+BROKEN = 3  # exit code after an error from which the device does not recover
 
 
 def _usable(device: str) -> bool:
+    """Free cached memory of the device and return whether it can still be used."""
     try:
         if device.startswith("cuda"):
             torch.cuda.synchronize()
@@ -37,7 +38,7 @@ def _usable(device: str) -> bool:
 
 
 def time_it(job: dict[str, Any], send: Send) -> None:
-    """A row for every direction of the job; a contender that raises is a row with its error."""
+    """Time an implementation and send one row for each direction of the job, with the error where it raises one."""
     problem, sampling = Problem(**job["problem"]), Sampling(**job["sampling"])
     work: Work | None = None
     for direction in job["directions"]:
@@ -54,7 +55,7 @@ def time_it(job: dict[str, Any], send: Send) -> None:
             row |= work.facts
             peak = None if job["host"] else peak_bytes(call, problem.device)
             row |= {} if peak is None else {"peak_bytes": peak}
-        except Exception as error:  # whatever a contender raises is its result
+        except Exception as error:  # whatever the implementation raises is its result
             row["error"] = describe_error(error)
             del error
         call = None  # type: ignore[assignment]  # frees the cotangent
@@ -68,6 +69,7 @@ def time_it(job: dict[str, Any], send: Send) -> None:
 
 
 def serve(job: dict[str, Any], send: Send) -> None:
+    """Do one job and send its rows."""
     if job["kind"] == "machine":
         found = {"environment": environment(job["device"])}
         send(found | {"rates": rates(job["device"], Sampling(**job["sampling"]))})
@@ -78,7 +80,8 @@ def serve(job: dict[str, Any], send: Send) -> None:
 
 
 def main() -> None:
-    # What a contender prints must not get between the rows.
+    """Do the jobs that arrive on stdin, until it is closed."""
+    # stdout is redirected to stderr, so that what an implementation prints does not mix with the rows.
     rows = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     with compiled_together():

@@ -1,11 +1,10 @@
-"""The operator as plain differentiable PyTorch, for transforms of which the kernels have no rule: forward-mode AD and
+"""The operator in plain differentiable PyTorch, for transforms that the kernels do not support: forward-mode AD and
 derivatives of the backward.
 
-The chunkwise form, (36)-(56), without a product that is written in place, so that every transform of PyTorch composes
-with it. Steps are processed in tiles of L steps, whose states pass from tile to tile by a recurrence. Every logarithm
-of a weight is a sum of log-gates inside one tile, added up directly: neither it nor its tangent is the difference of
-two long sums, so both stay exact over sequences of any length. States, sums and tangents are float32, or float64 where
-q is.
+It is the chunkwise form, (36)-(56), without operations in place, so that every transform of PyTorch composes with it.
+Steps are processed in tiles of L steps, and states pass from tile to tile by a recurrence. The logarithm of every weight
+is a sum of log-gates inside one tile, added up directly and never the difference of two long sums. Weights and their
+tangents are therefore exact over sequences of any length. States, sums and tangents are float32, or float64 if q is.
 """
 
 from __future__ import annotations
@@ -116,15 +115,16 @@ def _scan(x: Sequences, state: Carried, spec: Spec) -> tuple[Tensor, Tensor | No
 
 
 def attend(x: Inputs, spec: Spec) -> Outputs:
-    """Compute what a backend's `forward` does, but for the states of chunks, as a differentiable function of x.
+    """Compute the results of a backend's `forward`, without stored states, as a differentiable function of x.
 
-    Packed sequences are computed one by one, for which cu_seqlens are read.
+    Packed sequences are computed one after another, so that cu_seqlens are read on the host.
     """
     with without_autocast(x.q.device.type):
         return _attend(x, spec)
 
 
 def _attend(x: Inputs, spec: Spec) -> Outputs:
+    """Compute :func:`attend` with autocast off."""
     dtype, heads = x.acc_dtype, (x.q.shape[2], x.v.shape[2] // x.q.shape[2])
     if spec.gates == "log":
         log_f = clamp(x.log_f)
@@ -172,7 +172,7 @@ def _attend(x: Inputs, spec: Spec) -> Outputs:
 
 
 def _initial_state(x: Inputs, spec: Spec) -> Carried:
-    """Return the initial state of all sequences, its m a constant: what changes with m goes to C and n."""
+    """Return the initial state of all sequences, with a constant m; derivatives in m go through C and n."""
     dtype, heads = x.acc_dtype, (x.q.shape[2], x.v.shape[2] // x.q.shape[2])
     shape = x.sequences, *heads
 
@@ -193,7 +193,7 @@ Found = tuple[Tensor | None, ...]
 
 
 def _spread(names: Sequence[int], tensors: Sequence[Tensor], size: int) -> list[Tensor | None]:
-    """Put tensors at their places among `size`, None at the others."""
+    """Return a list of the given size with tensors at the given indices and None elsewhere."""
     found: list[Tensor | None] = [None] * size
     for j, t in zip(names, tensors, strict=True):
         found[j] = t
@@ -201,6 +201,7 @@ def _spread(names: Sequence[int], tensors: Sequence[Tensor], size: int) -> list[
 
 
 def _present(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Return the indices of the tensors that are not None."""
     return [j for j, t in enumerate(tensors) if t is not None]
 
 

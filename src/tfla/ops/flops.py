@@ -1,4 +1,4 @@
-"""Floating-point operations of the operator, as `torch.utils.flop_counter.FlopCounterMode` counts them."""
+"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tfla.backends.base import TILE
 
 
 def forward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int:
-    """Output and state of every tile, 4 T dqk dhv, and half of both products inside tiles."""
+    """Return the FLOPs of a forward: output and state of every tile, and the causal half of both products inside it."""
     return heads * (4 * T * dqk * dhv + T * L * (dqk + dhv))
 
 
 def backward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int:
-    """dq, dk, dv, their states' cotangents and the states once more; five products inside tiles."""
+    """Return the FLOPs of a backward: dq, dk, dv, dC and the states once more; the causal half of five products."""
     return heads * (10 * T * dqk * dhv + T * L * (3 * dqk + 2 * dhv))
 
 
@@ -39,6 +39,7 @@ def attend_backward_flops(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = N
 
 def _count(flops: Any, q: Any, v: Any, scale: float, normalize: bool, _: bool, chunk_size: int, backend: str,
            kernel: str, *rest: Any) -> int:  # fmt: skip
+    """Return the FLOPs of a call with the tile of its backend, from the shapes of q and v and the options."""
     B, T, H, dhv = v
     return int(B * flops(T, H, q[3], dhv, BACKENDS[backend].tile_steps(T, chunk_size, kernel)))
 
@@ -59,9 +60,9 @@ def steps_in_place_flops(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = No
 
 
 def register() -> None:
-    """Tell PyTorch's counter, and those that count now, how to count the operators.
+    """Register the formulas with PyTorch's counter and with every counter that is active.
 
-    At a call that a mode sees, rather than at the import: the counter's module imports Triton.
+    This happens at a call under a dispatch mode and not at the import, because the counter's module imports Triton.
     """
     if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
         return
@@ -80,5 +81,5 @@ def register() -> None:
     for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", mode)
         if isinstance(counter, counting.FlopCounterMode):
-            for operator in formulas:  # a counter copies the registry when it is made
+            for operator in formulas:  # an active counter has its own copy of the registry
                 counter.flop_registry.setdefault(operator, counting.flop_registry[operator])

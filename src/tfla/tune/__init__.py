@@ -1,1 +1,1 @@
-"""`tfla tune`: the kernel and chunk size for a shape, predicted, measured where that matters, kept for later calls."""
+"""The implementation of `tfla tune`, which predicts and measures the fastest kernel and chunk size for a shape."""

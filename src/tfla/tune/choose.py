@@ -1,4 +1,4 @@
-"""Which candidates are worth measuring, and which one wins."""
+"""The choice of the candidates to measure, and of the best one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,22 @@ from typing import TypeVar
 from tfla.tune.measure import Measured
 from tfla.tune.predict import Candidate
 
-NOISE = 1.02  # times that are this close are equal: then less memory wins
+NOISE = 1.02  # times within this factor count as equal, and the candidate with less memory is better
 C = TypeVar("C", Candidate, Measured)
 
 
 def shortlist(
     candidates: Sequence[Candidate], default: tuple[str, int], limit: int | None, most: int
 ) -> list[Candidate]:
-    """The fastest few of every kernel that should fit the limit, and the default, which they have to beat.
+    """Return the fastest candidates of every kernel by prediction, and the default.
 
-    A prediction may be a little wrong on memory, too, so what is up to a tenth over the limit is still tried.
+    Predicted memory is not exact, so candidates up to a tenth over the limit are included.
+
+    Args:
+        candidates: all candidates, with predicted time and memory.
+        default: kernel and chunk size of the default.
+        limit: bytes of memory; None for any.
+        most: the number of candidates of each kernel.
     """
     fitting = [c for c in candidates if limit is None or c.peak_bytes <= 1.1 * limit]
     chosen = {(c.kernel, c.chunk_size): c for c in candidates if (c.kernel, c.chunk_size) == default}
@@ -28,7 +34,7 @@ def shortlist(
 
 
 def best(found: Sequence[C], limit: int | None) -> C | None:
-    """The fastest within the limit, and of equally fast ones the smallest; None if none is within."""
+    """Return the fastest candidate within the limit, of equally fast ones that with the least memory, or None."""
 
     def memory(c: C) -> int:
         return c.memory if isinstance(c, Measured) else c.peak_bytes

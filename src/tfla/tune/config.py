@@ -32,28 +32,28 @@ class TuneConfig:
     dhv: int = 256
     """Head dimension of v."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of q, k and v."""
+    """Dtype of q, k and v."""
     gate: Literal["exp", "sigmoid", "both"] = "exp"
     """The input gate."""
     device: str = "auto"
-    """auto is the GPU if there is one."""
+    """Device; auto is the GPU if there is one."""
     backend: str | None = None
-    """None takes what the operator would take."""
+    """Backend; None takes the one that the operator would choose."""
     kernel: str | None = None
-    """None compares the backend's kernels; one that is named is tuned for calls that name it."""
+    """Kernel, which is tuned for calls that name it; None compares all kernels of the backend."""
     memory_limit: float | None = None
     """GiB that forward and backward may take beyond the inputs."""
     predict: bool = False
     """Predict only; nothing is measured or kept."""
     accelerator: str | None = None
-    """Predict for one that is not here, such as H100."""
+    """Predict for an accelerator that this machine does not have, such as H100."""
     again: bool = False
-    """Measure although there is an entry."""
+    """Measure a shape even if it has an entry."""
     repeats: int = 10
-    """Samples of a candidate."""
+    """Samples of each candidate."""
     budget: float = 600.0
-    """Seconds that measuring may take: the default is measured first, then the others in the order of what is predicted
-    for them; what there is no time for is said. A call that has begun is not interrupted."""
+    """Seconds that measuring may take. The default is measured first, then the others in the order of their predicted
+    times; those for which no time is left are reported. A call that has begun is not interrupted."""
     file: Path | None = None
     """Keep the winners in this file; None: the user's."""
 
@@ -64,11 +64,12 @@ class TuneConfig:
 
     @property
     def problems(self) -> list[Problem]:
-        """The shapes to tune for, each once, in the dtype of the options."""
+        """The shapes to tune for, without duplicates, in the dtype of the options."""
         return list(dict.fromkeys(replace(p, dtype=self.dtype) for p in self.shapes))
 
     @property
     def gates(self) -> tuple[InputGate, ...]:
+        """The input gates to tune for."""
         return ("exp", "sigmoid") if self.gate == "both" else (self.gate,)
 
     @property

@@ -1,4 +1,4 @@
-"""What a call takes that leaves the choice open, where `tfla tune` has found nothing: the operator's own choice."""
+"""The kernel and chunk size that the operator chooses by itself, without the entries of `tfla tune`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from tfla.ops import tuned
 from tfla.ops.dispatch import choose
 from tfla.ops.tuned import SHIPPED, Entry, device_name
 
-# Multiprocessors, from data sheets, and compute capabilities of accelerators that need not be here.
+# Multiprocessors, from data sheets, and compute capabilities of accelerators that this machine need not have.
 PROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "H200": 132, "B200": 148}
 CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
-FIRST_ABSENT = 64  # index of a device that is on no machine, so that what is cached of it meets none that is
+FIRST_ABSENT = 64  # index of a device that no machine has, so that caches by device do not mix it with a real one
 
 
 @functools.cache
 def _shipped() -> tuple[Entry, ...]:
+    """Return the entries that are part of the library."""
     return tuple(tuned.parse(SHIPPED.read_text(encoding="utf-8")))
 
 
 def _found(x: Inputs, backend: str, kernel: str | None, normalize: bool) -> Entry | None:
-    """Return the entry for a shape in the table that comes with the library; what a user has tuned is left out."""
+    """Return the entry for a shape in the table that is part of the library, ignoring the user's file."""
     dtype, device = str(x.q.dtype).removeprefix("torch."), device_name(x.q.device)
     mine = [e for e in _shipped() if (e.device, e.backend, e.dtype, e.normalize) == (device, backend, dtype, normalize)]
     return tuned.among(mine, x, kernel)
@@ -39,7 +40,7 @@ def _found(x: Inputs, backend: str, kernel: str | None, normalize: bool) -> Entr
 
 @contextmanager
 def _absent(accelerator: str) -> Iterator[None]:
-    """Inside, GPUs are of that kind as far as the choice of a kernel asks."""
+    """Let the choice of a kernel see GPUs of that kind inside this context."""
     name = f"NVIDIA {accelerator}"
     properties = SimpleNamespace(multi_processor_count=PROCESSORS[accelerator], name=name)
     with (
@@ -51,7 +52,7 @@ def _absent(accelerator: str) -> Iterator[None]:
 
 
 def inputs(p: Problem) -> Inputs:
-    """Make tensors of a shape, under FakeTensorMode without memory: what backends decide by."""
+    """Return inputs of a shape, by which backends choose; under FakeTensorMode they take no memory."""
     dtype = getattr(torch, p.dtype)
     q, v = (torch.empty(p.B, p.T, p.H, d, dtype=dtype, device=p.device) for d in (p.dqk, p.dhv))
     gate = torch.empty(p.B, p.T, p.H, device=p.device)
@@ -66,8 +67,8 @@ def untuned(
     Args:
         p: the shape.
         normalize: whether the form has a normalizer.
-        backend, kernel: what the call names; None leaves it open.
-        accelerator: a GPU that need not be here, in place of the problem's device.
+        backend, kernel: as given to the call; None leaves the choice open.
+        accelerator: a GPU that this machine need not have, in place of the problem's device.
 
     Raises:
         UserError: the backend or the kernel that is named cannot be used.
@@ -88,7 +89,7 @@ def untuned(
 
 
 def _without_triton(p: Problem, backend: str | None, kernel: str | None, accelerator: str) -> tuple[Backend, str, int]:
-    """Guess the choice on a GPU where the modules that make it cannot be imported."""
+    """Return a guess of the choice on a GPU, where the modules that make the choice cannot be imported."""
     name = backend or "triton"
     if name not in BACKENDS:
         raise UserError(f"backend: got {name!r}, allowed are {', '.join(map(repr, BACKENDS))}")

@@ -1,4 +1,4 @@
-"""What was found for a shape: as text, and as what is kept of it."""
+"""The result of tuning for one shape, as text and as an entry of the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfla.tune.predict import Candidate, Machine
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found for one shape."""
+    """The result of tuning for one shape."""
 
     problem: Problem
     gate: InputGate
@@ -26,19 +26,20 @@ class Tuned:
     default: tuple[str, int]
     winner: Candidate | Measured | None
     left_out: list[Candidate] = field(default_factory=list)
-    """What there was no time to measure."""
+    """The candidates for which the budget left no time."""
 
     @property
     def compared(self) -> bool:
-        """Whether more than one candidate was measured, where there are more."""
+        """Whether more than one candidate was measured, or there is only one."""
         return len(self.measured) > 1 or not self.left_out
 
     @property
     def chosen(self) -> Candidate | None:
+        """The candidate that won."""
         return self.winner.candidate if isinstance(self.winner, Measured) else self.winner
 
     def text(self, machine: Machine, config: TuneConfig) -> str:
-        """A table of all candidates, and lines on the winner and on what was not measured."""
+        """Return a table of all candidates, and lines on the winner and on candidates that were not measured."""
         p, found = self.problem, {(m.candidate.kernel, m.candidate.chunk_size): m for m in self.measured}
         rows = []
         for c in self.candidates:
@@ -72,7 +73,7 @@ class Tuned:
         return "\n".join([*lines, said if self.measured else said + ", by prediction alone"])
 
     def why_not(self, config: TuneConfig) -> str:
-        """Say why there is no winner."""
+        """Return why there is no winner."""
         if self.left_out and not self.measured:
             return "nothing is kept: nothing was measured"
         if self.measured and all(m.error is not None for m in self.measured):
@@ -80,7 +81,7 @@ class Tuned:
         return f"nothing is within {gib(config.limit or 0)} GiB"
 
     def row(self, machine: Machine, config: TuneConfig) -> dict[str, Any]:
-        """What is kept of it."""
+        """Return the winner as a row of the file: its entry, and how it was measured."""
         assert isinstance(self.winner, Measured)
         p, best = self.problem, self.winner.candidate
         found = {(m.candidate.kernel, m.candidate.chunk_size): m for m in self.measured}

@@ -1,4 +1,4 @@
-"""Which candidates are measured for which shape, in which order, and how long that should take."""
+"""The plan of tuning: the candidates to measure for each shape, their order, and the time that they should take."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tfla.tune.choose import shortlist
 from tfla.tune.measure import predicted_seconds
 from tfla.tune.predict import Candidate
 
-MOST = 3  # candidates of a kernel that are measured
+MOST = 3  # candidates of each kernel that are measured
 ADDRESSABLE = 2**47
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The candidates of one shape, the default among them, and those that are worth measuring, in their order."""
+    """The candidates of one shape including the default, and the few that are measured, in their order."""
 
     problem: Problem
     gate: InputGate
@@ -30,28 +30,31 @@ class Plan:
     few: list[Candidate]
 
     def seconds(self, repeats: int) -> float:
-        """Return how long measuring should take."""
+        """Return the predicted time to measure the candidates of the plan."""
         return sum(predicted_seconds(c, repeats, self.problem.device) for c in self.few)
 
 
 def ordered(candidates: list[Candidate], default: tuple[str, int], limit: int | None) -> list[Candidate]:
-    """Return the candidates worth measuring: the default, which the others have to beat, then by predicted merit."""
+    """Return the candidates to measure: the default first, the others by predicted time."""
     few = shortlist(candidates, default, limit, MOST)
     return sorted(few, key=lambda c: ((c.kernel, c.chunk_size) != default, c.seconds, c.peak_bytes))
 
 
 def inputs_bytes(p: Problem) -> int:
-    """Return the bytes of q, k, v and of the gates."""
+    """Return the bytes of q, k, v and the gates."""
     return p.B * p.T * p.H * ((2 * p.dqk + p.dhv) * p.itemsize + 8)
 
 
 def check_memory(p: Problem, total: int | None, name: str = "length") -> None:
-    """Raise UserError, which names the option of the length, where the inputs alone do not fit the memory.
+    """Check that the inputs of a shape fit into memory.
 
     Args:
         p: the shape.
-        total: bytes of the memory; None is one of any size.
-        name: of the option.
+        total: bytes of the memory; None for any.
+        name: the option of the length, for the message.
+
+    Raises:
+        UserError: the inputs alone do not fit.
     """
     needed, most = inputs_bytes(p), ADDRESSABLE if total is None else total
     if needed > most:
@@ -62,17 +65,18 @@ def check_memory(p: Problem, total: int | None, name: str = "length") -> None:
 
 
 def too_large(p: Problem, candidate: Candidate, total: int | None) -> str | None:
-    """Say that a candidate should take more memory than there is, or return None."""
+    """Return why a candidate does not fit into memory by prediction, or None."""
     needed = inputs_bytes(p) + candidate.peak_bytes
     return None if total is None or needed <= total else f"needs about {gib(needed)} GiB, there are {gib(total)}"
 
 
 def gib(size: int) -> str:
+    """Return a number of bytes in GiB as text."""
     return f"{size / 2**30:,.2f}"
 
 
 def memory_of(device: str) -> int | None:
-    """Return the bytes of a device's memory; None where the system does not say."""
+    """Return the bytes of a device's memory, or None where the system does not tell."""
     if device.startswith("cuda"):
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -82,7 +86,7 @@ def memory_of(device: str) -> int | None:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as a person says it."""
+    """Return a number of seconds as text, in s, min or h."""
     if math.isinf(seconds):
         return "no bound"
     if seconds < 120:

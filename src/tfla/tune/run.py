@@ -1,4 +1,4 @@
-"""`tfla tune`: one shape, or those of a benchmark suite."""
+"""The command `tfla tune` for one shape or several."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tfla.tune.predict import Candidate, Machine, chunk_sizes, predict
 
 
 def this_machine(device: str) -> Machine:
-    """Rates as measured, in a second or two."""
+    """Measure the rates of this machine, which takes a second or two."""
     rates = accelerators.measured(device)
     cuda = device.startswith("cuda")
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else os.cpu_count() or 1
@@ -42,10 +42,10 @@ def this_machine(device: str) -> Machine:
 
 
 def known_machine(name: str) -> Machine:
-    """An accelerator that need not be here.
+    """Return an accelerator of the table, which this machine need not have.
 
     Raises:
-        UserError: it is not known.
+        UserError: the table has no accelerator of that name.
     """
     if name not in PROCESSORS:
         raise UserError(f"accelerator: got {name!r}, allowed are {', '.join(PROCESSORS)}")
@@ -54,7 +54,7 @@ def known_machine(name: str) -> Machine:
 
 
 def plan(p: Problem, gate: InputGate, config: TuneConfig, machine: Machine) -> Plan:
-    """Predict every candidate of a shape and choose those that may win.
+    """Predict every candidate of a shape and choose those to measure.
 
     Raises:
         UserError: the backend or the kernel that is named cannot be used.
@@ -77,7 +77,7 @@ def plan(p: Problem, gate: InputGate, config: TuneConfig, machine: Machine) -> P
 
 
 class Budget:
-    """The time that measuring may take, and how far predictions are off."""
+    """The time that measuring may take, and the error of the predictions."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -85,14 +85,15 @@ class Budget:
         self.factor = 1.0  # measured over predicted seconds of the last candidate
 
     def left(self) -> float:
+        """Return the seconds that are left."""
         return self.end - time.monotonic()
 
     def allows(self, candidate: Candidate) -> bool:
-        """Whether there is time for a forward and backward of the candidate, or of two."""
+        """Return whether there is time to measure the candidate."""
         return LEAST * self.factor * candidate.seconds < self.left()
 
     def learn(self, found: Measured) -> None:
-        """Take note of how far a prediction was off."""
+        """Update the ratio of measured to predicted time."""
         if found.error is None:
             self.factor = found.seconds / max(found.candidate.seconds, 1e-9)
 
@@ -115,7 +116,7 @@ def tune(found: Plan, config: TuneConfig, budget: Budget, step: Callable[[Candid
 
 
 def run(config: TuneConfig) -> int:
-    """Print what is found and keep the winners; return the exit code, a failure where a shape has no winner.
+    """Tune, print the results and store the winners; return the exit code, 1 where a shape has no winner.
 
     Raises:
         UserError: an option does not fit, or the file cannot be written.
@@ -142,7 +143,7 @@ def run(config: TuneConfig) -> int:
 
 
 def _measure(config: TuneConfig, file: Path, machine: Machine, problems: list[Problem]) -> int:
-    """Measure what is not in the file yet."""
+    """Measure the shapes that are not in the file yet; return the exit code."""
     rows, why = store.read(file)
     if why is not None:
         print(f"{file} cannot be used and is written anew: {why}")
@@ -188,10 +189,12 @@ def _measure(config: TuneConfig, file: Path, machine: Machine, problems: list[Pr
 
 
 def _shape(p: Problem, gate: InputGate) -> str:
+    """Return a shape as text."""
     return f"mLSTM{gate[:3]}, {p.dtype}: B {p.B}, T {p.T:,}, {p.H} heads, dqk {p.dqk}, dhv {p.dhv}"
 
 
 def _key(machine: Machine, found: Plan, config: TuneConfig) -> tuple[Any, ...]:
+    """Return the key of the entry that a plan leads to."""
     p, backend = found.problem, found.candidates[0].backend
     asked = config.kernel is not None
     return Entry(

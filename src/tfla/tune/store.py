@@ -1,4 +1,4 @@
-"""The file that calls with ``chunk_size=None`` look into."""
+"""The file of tuned entries, which calls with ``chunk_size=None`` read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfla.ops.tuned import VERSION, Entry
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], str | None]:
-    """The rows of a file, and where it is there but cannot be used, why."""
+    """Return the rows of a file, and why it cannot be used, or None; a missing file has no rows."""
     if not path.exists():
         return [], None
     try:
@@ -27,14 +27,15 @@ def read(path: Path) -> tuple[list[dict[str, Any]], str | None]:
 
 
 def entry(row: dict[str, Any]) -> Entry:
+    """Return the entry of a row."""
     return Entry(**{name: row[name] for name in Entry._fields})
 
 
 def add(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Puts rows into the file, in place of those of the same key; the file is replaced in one go.
+    """Add rows to the file, in place of rows with the same key; the file is replaced atomically.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     new = {entry(row).key for row in rows}
     kept = [row for row in read(path)[0] if entry(row).key not in new]

@@ -1,4 +1,4 @@
-"""The processes that contenders run in, as the one that compares them sees it."""
+"""The pool of processes in which implementations are timed, as seen by the process that compares them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-SAYS_WHY = ("error", "assert", "exception", "fault", "unsupported")
+ERROR_WORDS = ("error", "assert", "exception", "fault", "unsupported")
 
 
-class Died(Exception):
-    """The process ended, or was ended, before its job was done; the message says how."""
+class WorkerDied(Exception):
+    """An error: the process ended, or was stopped, before its job was done; the message says how."""
 
 
 class Worker:
-    """A process of :mod:`tfla.bench.worker`. It is started at once and imports while others still run."""
+    """A process of :mod:`tfla.bench.worker`, which starts at once, so that it imports while others still run."""
 
     def __init__(self) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
@@ -35,50 +35,51 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
+        """Put the lines of the process into the queue, then None."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)
         self._lines.put(None)
 
     def ask(self, job: dict[str, Any], limit: float) -> Iterator[dict[str, Any]]:
-        """The rows of one job as they come.
+        """Yield the rows of one job as they arrive.
 
         Raises:
-            Died: the process crashed, or the job took longer than ``limit`` seconds and the process was ended.
+            WorkerDied: the process crashed, or the job took longer than ``limit`` seconds and the process was ended.
         """
         assert self._process.stdin is not None
         deadline = time.monotonic() + limit
         try:
             print(json.dumps(job), file=self._process.stdin, flush=True)
         except BrokenPipeError:
-            raise Died(self._ending()) from None
+            raise WorkerDied(self._ending()) from None
         while True:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 self.stop()
-                raise Died(f"stopped after {limit:.0f} s") from None
+                raise WorkerDied(f"stopped after {limit:.0f} s") from None
             if line is None:
-                raise Died(self._ending())
+                raise WorkerDied(self._ending())
             row: dict[str, Any] = json.loads(line)
             if row.get("done"):
                 return
             yield row
 
     def _ending(self) -> str:
-        """The exit status, and of what the process wrote to stderr the line that says most."""
+        """Return the exit status of the process and the line of its stderr that is likeliest to name the error."""
         code = self._process.wait()
         self._stderr.seek(0)
         lines = [x.strip() for x in self._stderr.read().decode(errors="replace").splitlines() if x.strip()]
-        telling = [x for x in lines if any(word in x.lower() for word in SAYS_WHY)]
+        telling = [x for x in lines if any(word in x.lower() for word in ERROR_WORDS)]
         said = (telling or lines or ["nothing on stderr"])[-1 if code > 0 else 0]
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"the process ended with {name}: {said}"[:300]
 
     def stop(self) -> None:
-        """End the process and what it started."""
+        """Kill the process and all processes that it started."""
         if self._process.poll() is None:
-            if os.name == "posix":  # its session is its own
+            if os.name == "posix":  # the process leads a session of its own
                 os.killpg(self._process.pid, signal.SIGKILL)
             else:
                 self._process.kill()
@@ -89,13 +90,13 @@ class Worker:
                     stream.close()
 
 
-class Crew:
-    """The workers of a run, by the contender each belongs to."""
+class WorkerPool:
+    """The workers of a run by name, one for each implementation."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -103,13 +104,13 @@ class Crew:
             self.dismiss(name)
 
     def of(self, name: str) -> Worker:
-        """The contender's process; a new one where there is none."""
+        """Return the worker of an implementation, which is started where there is none."""
         if name not in self._workers:
             self._workers[name] = Worker()
         return self._workers[name]
 
     def dismiss(self, name: str) -> None:
-        """End the contender's process, if there is one."""
+        """Stop the worker of an implementation, if there is one."""
         worker = self._workers.pop(name, None)
         if worker is not None:
             worker.stop()
