@@ -41,7 +41,7 @@ def test_chunk_size_picked_at_the_call(
     picked = []
     monkeypatch.setattr(launch, "best_chunk_size", lambda x, kind: picked.append(kind) or 64)
     p = problem(form, dtype=way.widest, T=131, lengths=lengths, Hq=1, H=2, carried=carried)
-    check(solve(p, way, chunk_size=runtime.LATER), truth(p), p.dtype)
+    check(solve(p, way, chunk_size=runtime.DEFERRED_CHUNK_SIZE), truth(p), p.dtype)
     assert len(picked) == 2  # forward and backward
 
 

@@ -261,7 +261,7 @@ def test_nothing_leaks_into_neighbours(form: str, changed: int, value: float, ch
 def test_checkpoints_of_packed_sequences(form: str, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from tfla.backends.gpu import checkpoints
 
-    monkeypatch.setattr(checkpoints, "APART", {2: 128})
+    monkeypatch.setattr(checkpoints, "CHECKPOINT_STEPS", {2: 128})
     check(wide(form, dtype=DTYPE, lengths=(300, 70, 129, 0, 128), H=1, Hq=1, V=V))
 
 

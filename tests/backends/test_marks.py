@@ -26,7 +26,7 @@ def test_any_place(
         pytest.skip("has no marks")
     from tfla.backends.gpu import checkpoints
 
-    monkeypatch.setattr(checkpoints, "APART", {4: 32})
+    monkeypatch.setattr(checkpoints, "CHECKPOINT_STEPS", {4: 32})
     p = problem(form, dtype=torch.float32, T=90, lengths=lengths, Hq=1, H=2, carried=carried)
     check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
 

@@ -12,7 +12,7 @@ import torch
 driver = pytest.importorskip("triton.backends.nvidia.driver")
 pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)  # older Tritons
 
-from tfla.backends.gpu.descriptors import MOST, Encoded, remember, remembering  # noqa: E402
+from tfla.backends.gpu.descriptors import MAX_ADDRESSES, EncodedDescriptor, cache_descriptors, with_descriptor_cache  # noqa: E402
 
 KIND = {"swizzle": 1, "elem_size": 2, "elem_type": 6, "block_size": [64, 64], "fp4_padded": False}
 SIGNATURE = {"x": "tensordesc<fp16[64, 64]>", "number": "i32", "y": "tensordesc<fp16[64, 64]>", "pointer": "*fp32"}
@@ -22,7 +22,7 @@ BASE = 13 if hasattr(driver, "_BASE_ARGS_FORMAT_LEN") else 15  # what a launcher
 class Descriptor(SimpleNamespace):
     """Of a tensor, as those that the kernels' launches make."""
 
-    def __init__(self, base: torch.Tensor, remembered: dict[int, Encoded]) -> None:
+    def __init__(self, base: torch.Tensor, remembered: dict[int, EncodedDescriptor]) -> None:
         super().__init__(
             base=base, shape=[*base.shape], strides=[*base.stride()], padding="zero", round_f32_to_tf32=False,
             block_shape=[64, 64], layout=None, remembered=remembered,
@@ -47,7 +47,7 @@ def launchers() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:
     """Triton's of a kernel with two descriptors, that which remembers, and what launches got."""
     launches: list[Any] = []
     plain = driver.wrap_handle_tensordesc(lambda *args: launches.append(args), SIGNATURE, [KIND, KIND])
-    return plain, remembering(plain), launches
+    return plain, with_descriptor_cache(plain), launches
 
 
 def launch(launcher: Callable[..., Any], *args: Any) -> None:
@@ -57,8 +57,8 @@ def launch(launcher: Callable[..., Any], *args: Any) -> None:
 def test_same_arguments(encoded: list[int]) -> None:
     plain, ours, launches = launchers()
     x, y = torch.zeros(128, 64, dtype=torch.float16), torch.zeros(64, 64, dtype=torch.float16)
-    of_x: dict[int, Encoded] = {}
-    of_y: dict[int, Encoded] = {}
+    of_x: dict[int, EncodedDescriptor] = {}
+    of_y: dict[int, EncodedDescriptor] = {}
     launch(plain, Descriptor(x, of_x), 5, Descriptor(y, of_y), 7)
     launch(ours, Descriptor(x, of_x), 5, Descriptor(y, of_y), 7)
     assert encoded == 2 * [x.data_ptr(), y.data_ptr()]
@@ -72,12 +72,12 @@ def test_same_arguments(encoded: list[int]) -> None:
 
 def test_remembers_so_many(encoded: list[int]) -> None:
     _, ours, _ = launchers()
-    remembered: dict[int, Encoded] = {}
-    rows = torch.zeros(MOST + 9, 64, dtype=torch.float16)
+    remembered: dict[int, EncodedDescriptor] = {}
+    rows = torch.zeros(MAX_ADDRESSES + 9, 64, dtype=torch.float16)
     for row in rows:
         launch(ours, Descriptor(row[None], remembered), 5, Descriptor(row[None], {}), 7)
         assert row.data_ptr() in remembered
-        assert len(remembered) <= MOST
+        assert len(remembered) <= MAX_ADDRESSES
     assert len(encoded) == 2 * len(rows)
 
 
@@ -86,5 +86,5 @@ def test_other_launchers_stay() -> None:
 
     for run in (SimpleNamespace(launch=plain), SimpleNamespace(launch=print), SimpleNamespace()):
         kernel, before = SimpleNamespace(run=run), vars(run).copy()
-        remember(kernel)
+        cache_descriptors(kernel)
         assert vars(run) == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from tfla.backends.gpu.checkpoints import steps_between
+from tfla.backends.gpu.checkpoints import checkpoint_interval
 from tfla.backends.hopper import padded_head_dims
 from tfla.measure.problem import Problem
 from tfla.measure.roofline import TILE, backward_bytes, backward_flops, forward_bytes, forward_flops
@@ -87,7 +87,7 @@ def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: 
         p.dqk,
         p.dhv,
     )  # padded, as in states
-    checkpoint_steps = steps_between(p.dqk, p.dhv, p.itemsize, dqk * dhv, backend == "triton" and not normalize)
+    checkpoint_steps = checkpoint_interval(p.dqk, p.dhv, p.itemsize, dqk * dhv, backend == "triton" and not normalize)
     if fused and min(chunk_size, p.T) > checkpoint_steps:
         each = heads * (p.T // checkpoint_steps) * dqk * dhv * p.itemsize
         of_dv = heads * p.T * dhv * p.itemsize  # memory that Triton's fused kernels use for both, or for one of them

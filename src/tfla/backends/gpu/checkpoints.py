@@ -1,28 +1,40 @@
-"""Marks: steps before which the fused backward keeps the state and its cotangent.
+"""The distance of state checkpoints: steps at which the fused backward stores the state C and its cotangent dC.
 
-There dlog_f, a running sum, starts again from <C, dC>, without the rounding that has added up (docs/mathematics.md).
+At a checkpoint dlog_f, a running sum over steps, starts again from <C, dC>, free of the rounding errors that the sum
+has accumulated (docs/mathematics.md, and docs/tuning-log.md for the measured errors).
 """
 
-APART = {2: 1024, 4: 128}  # steps between them, by bytes of an input; in float32 at least
-# Without a normaliser rounding adds up faster: at 1,024 steps dlog_f has up to 2.5 times the error of rounded inputs,
-# at 256 1.2 times. Those of the Hopper walks are further apart: they are bound by bytes, and marks are bytes.
-CLOSER, OF_CLOSER = 256, 128 * 256  # of states with up to so many elements, of larger ones as many bytes for each step
-SMALL = 8192  # elements of a state that costs little to keep
-CLOSE = 64  # steps between those of rounded inputs then: sums of dlog_f, like the gradient of Mamba-2's A, need them
+# Steps between two checkpoints, by bytes of an input element. For float32 this is the minimum.
+CHECKPOINT_STEPS = {2: 1024, 4: 128}
+# Steps between two checkpoints of Triton kernels without a normalizer, for states of at most CLOSER_STATE elements.
+# Larger states have the same number of checkpoint bytes per step. The Hopper kernels are bound by bytes and use
+# CHECKPOINT_STEPS.
+CLOSER_STEPS, CLOSER_STATE = 256, 128 * 256
+SMALL_STATE = 8192  # elements of a state that is cheap to store
+# Steps between two checkpoints of small states with 16-bit inputs. Sums of dlog_f, like the gradient of Mamba-2's A,
+# need them.
+SMALL_STATE_STEPS = 64
 
 
-def steps_between(dqk: int, dhv: int, itemsize: int, kept: int | None = None, closer: bool = False) -> int:
-    """Steps between marks of heads with dqk and dhv, inputs having `itemsize` bytes; kept: elements of a state as it
-    is kept, where zeros fill it up; between marks of a small one the longer of its inputs then has about as many.
-    closer: of rounded inputs as CLOSER says.
+def checkpoint_interval(dqk: int, dhv: int, itemsize: int, kept: int | None = None, closer: bool = False) -> int:
+    """Return the number of steps between two checkpoints.
 
-    In float32 the running sum gathers about as much rounding over 128 steps as dlog_f itself has. Its walks are bound
-    by arithmetic, so marks cost little time; with 2 dqk steps between them those of C and dC fit into the memory of dv.
+    In float32 the running sum accumulates about as much rounding over 128 steps as dlog_f itself has. The float32 scans
+    are bound by arithmetic, so checkpoints cost little time. With 2 dqk steps between them the checkpoints of C and dC
+    fit into the memory of dv.
+
+    Args:
+        dqk: the dim of q and k of a head.
+        dhv: the dim of v of a head.
+        itemsize: bytes of an element of q, k and v.
+        kept: the number of elements of a stored state, where it is padded. For small states a checkpoint is then about
+            as large as the larger of the inputs between two checkpoints.
+        closer: whether 16-bit inputs use CLOSER_STEPS.
     """
     size = kept or dqk * dhv
     if itemsize == 4:
-        return max(APART[4], 2 << (dqk - 1).bit_length())
-    if size > SMALL:
-        times = 1 << max(0, (size // OF_CLOSER).bit_length() - 1)  # a power of two
-        return min(CLOSER * times, APART[2]) if closer else APART[2]
-    return CLOSE * max(1, (kept or 0) // (CLOSE * max(dqk, dhv)))
+        return max(CHECKPOINT_STEPS[4], 2 << (dqk - 1).bit_length())
+    if size > SMALL_STATE:
+        factor = 1 << max(0, (size // CLOSER_STATE).bit_length() - 1)  # a power of two
+        return min(CLOSER_STEPS * factor, CHECKPOINT_STEPS[2]) if closer else CHECKPOINT_STEPS[2]
+    return SMALL_STATE_STEPS * max(1, (kept or 0) // (SMALL_STATE_STEPS * max(dqk, dhv)))

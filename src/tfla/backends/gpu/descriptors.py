@@ -1,7 +1,7 @@
-"""Tensor descriptors as kernels take them, encoded once for each address.
+"""The cache of encoded TMA descriptors, by address.
 
-Triton encodes them at each launch, which takes the host longer than the rest of it. All but the address is the same in
-calls of a kind, and the memory that PyTorch keeps comes back at the same addresses.
+Triton encodes the TMA descriptors of a kernel at each launch, which takes the host longer than the rest of the launch.
+In calls with the same signature only the address changes, and PyTorch's allocator returns the same addresses again.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-MOST = 256  # addresses that are remembered of a kind of descriptor
+MAX_ADDRESSES = 256  # of one descriptor shape; the cache is cleared when it is full
 
 
-class Encoded:
-    """What a launcher makes of a descriptor: arguments of a kernel."""
+class EncodedDescriptor:
+    """An encoded descriptor: the kernel arguments that Triton's launcher makes of it."""
 
     __slots__ = ("arguments",)
 
@@ -23,22 +23,24 @@ class Encoded:
         self.arguments = arguments
 
 
-Remembered = dict[int, Encoded]  # by address; descriptors of a kind share one, as `remembered`
+# By address. The descriptors that differ only in the address share one cache, their attribute `remembered`.
+DescriptorCache = dict[int, EncodedDescriptor]
 
 
 def _encode(descriptor: Any, encode: Callable[..., list[Any]], kind: Any, rest: tuple[Any, ...]) -> list[Any]:
+    """Encode a descriptor, add it to its cache and return the kernel arguments."""
     arguments = encode(descriptor, kind, *rest)
-    if len(descriptor.remembered) >= MOST:
+    if len(descriptor.remembered) >= MAX_ADDRESSES:
         descriptor.remembered.clear()
-    descriptor.remembered[descriptor.base.data_ptr()] = Encoded(arguments)
+    descriptor.remembered[descriptor.base.data_ptr()] = EncodedDescriptor(arguments)
     return arguments
 
 
-def remembering(launch: Callable[..., None]) -> Callable[..., None]:
-    """Triton's launcher of a kernel, without encoding what it has encoded before.
+def with_descriptor_cache(launch: Callable[..., None]) -> Callable[..., None]:
+    """Return a launcher like Triton's `launch` of a kernel that takes encoded descriptors as well.
 
     Raises:
-        LookupError: the launcher is not one that encodes descriptors, in a way known here.
+        LookupError: `launch` does not encode descriptors in one of the supported ways.
     """
     inner = inspect.getclosurevars(launch)
     launcher, kinds = inner.nonlocals["launcher"], inner.nonlocals["tensordesc_meta"]
@@ -49,7 +51,7 @@ def remembering(launch: Callable[..., None]) -> Callable[..., None]:
         places, encode, rest = inner.nonlocals["relevant_paths"], inner.nonlocals["make_tensordesc_arg"], ((),)
     kind_of = dict(zip(sorted(places), kinds, strict=True))
     others = max(places) + 1
-    flat = inner.globals.get("_BASE_ARGS_FORMAT_LEN")  # before Triton 3.7: the kernel's arguments come behind so many
+    flat = inner.globals.get("_BASE_ARGS_FORMAT_LEN")  # before Triton 3.7: kernel arguments follow this many others
 
     def launched(*args: Any) -> None:
         given = args[-1] if flat is None else args[flat:]
@@ -57,7 +59,7 @@ def remembering(launch: Callable[..., None]) -> Callable[..., None]:
         for n, x in enumerate(given[:others]):
             if n not in kind_of:
                 found.append(x)
-            elif type(x) is Encoded:
+            elif type(x) is EncodedDescriptor:
                 found += x.arguments
             else:
                 found += _encode(x, encode, kind_of[n], rest)
@@ -70,7 +72,7 @@ def remembering(launch: Callable[..., None]) -> Callable[..., None]:
     return launched
 
 
-def remember(kernel: Any) -> None:
-    """Has a compiled kernel do so from now on, where Triton launches it in a way known here."""
+def cache_descriptors(kernel: Any) -> None:
+    """Replace the launcher of a compiled kernel by one that caches descriptors, if it is of a supported kind."""
     with contextlib.suppress(AttributeError, LookupError, TypeError):
-        kernel.run.launch = remembering(kernel.run.launch)
+        kernel.run.launch = with_descriptor_cache(kernel.run.launch)

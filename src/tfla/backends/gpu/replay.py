@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tfla._util.caching import CallCache
 from tfla.backends.gpu.at_exit import settle_at_exit
-from tfla.backends.gpu.descriptors import remember
+from tfla.backends.gpu.descriptors import cache_descriptors
 
 AUTOTUNE = "TFLA_AUTOTUNE"  # environment variable; set to "1" before the first call, it turns autotuning on
 
@@ -83,7 +83,7 @@ class CompiledLaunch:
         """Launch the kernel on `stream`; with `hooks_active` through Triton's launcher, which calls the hooks."""
         if hooks_active or self.driver_launch is None:
             self.kernel[self.grid](*args, stream=stream)
-            remember(self.kernel)
+            cache_descriptors(self.kernel)
             with contextlib.suppress(AttributeError):  # other versions of Triton name these otherwise
                 self.driver_launch = self.kernel.run, self.kernel.function, self.kernel.packed_metadata
             return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec
-from tfla.backends.gpu.runtime import LATER, constant
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant
 from tfla.backends.triton import BACKEND as TRITON
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Hopper(Backend):
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         if torch.compiler.is_compiling():  # a choice by length would compile a graph for each length
-            return LATER
+            return DEFERRED_CHUNK_SIZE
         from tfla.backends.gpu import segmentation
 
         return segmentation.best_chunk_size(x, _launch_class(x))
@@ -128,7 +128,7 @@ class Hopper(Backend):
         return _launch_class(x).details(x, chunk_size)
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
-        if chunk_size >= LATER:
+        if chunk_size >= DEFERRED_CHUNK_SIZE:
             return 0
         if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):  # the states have the shape of the padded heads
             return 0

@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tfla.backends.base import Inputs, Outputs, Spec
 from tfla.backends.gpu.config import KernelConfig, ceil_div, choose_kernel_config, processors, products
-from tfla.backends.gpu.descriptors import Encoded, Remembered
+from tfla.backends.gpu.descriptors import DescriptorCache, EncodedDescriptor
 from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.hopper import padded_dims_of
 from tfla.backends.hopper.dk_dv import dk_dv_kernel
@@ -65,16 +65,16 @@ def balanced_programs(count: int, most: int) -> int:
     return ceil_div(count, max(1, ceil_div(count, most)))
 
 
-def descriptor_factory(descriptor: TensorDescriptor) -> Callable[[Tensor], TensorDescriptor | Encoded]:
+def descriptor_factory(descriptor: TensorDescriptor) -> Callable[[Tensor], TensorDescriptor | EncodedDescriptor]:
     """Return a function that makes the TMA descriptors of other tensors of the same shape and strides.
 
     It skips Triton's checks, which are slow, and returns the encoded descriptor where a launch has encoded one for the
     same address.
     """
-    remembered: Remembered = {}
+    remembered: DescriptorCache = {}
     known = vars(descriptor) | {"base": None, "remembered": remembered}
 
-    def of(base: Tensor) -> TensorDescriptor | Encoded:
+    def of(base: Tensor) -> TensorDescriptor | EncodedDescriptor:
         encoded = remembered.get(base.data_ptr())
         if encoded is not None:
             return encoded
@@ -165,7 +165,7 @@ class HopperLaunch(Call):
             self.gate_constants["GATES"] = PARTIAL.value
         return super().gates(m_final, d)
 
-    def descriptor(self, x: Tensor, width: int) -> TensorDescriptor | Encoded:
+    def descriptor(self, x: Tensor, width: int) -> TensorDescriptor | EncodedDescriptor:
         """Return the TMA descriptor of `x`, (B, T, H, d), in tiles (L, width)."""
         return self.do(descriptor_factory(make_descriptor(x, self.L, width, self.packed)), x)
 

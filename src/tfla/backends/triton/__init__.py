@@ -16,7 +16,7 @@ from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec, Ste
 
 if TYPE_CHECKING:
     from tfla.backends.triton.launch import Call
-from tfla.backends.gpu.runtime import INSTALLED, INTERPRETED, LATER, constant
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant
 
 LARGEST_DQK, LARGEST_DHV = 1024, 1024
 WIDEST_WALK = 512  # keys of a state that a program of the walks can hold some columns of
@@ -91,7 +91,7 @@ class Triton(Backend):
         if kernel == "tfla":
             return TFLA_CHUNK
         if torch.compiler.is_compiling():  # a choice by length would make one graph for each
-            return LATER
+            return DEFERRED_CHUNK_SIZE
         from tfla.backends.gpu import segmentation
         from tfla.backends.triton import launch
 
@@ -112,7 +112,7 @@ class Triton(Backend):
             from tfla.backends.triton.paper import launch as tfla_launch
 
             return super().stored_states(x, tfla_launch.chunk_steps(x, chunk_size), kernel)
-        if chunk_size >= LATER:
+        if chunk_size >= DEFERRED_CHUNK_SIZE:
             return 0
         from tfla.backends.triton import launch
 

@@ -15,7 +15,7 @@ from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stor
 from tfla.backends.gpu import gate_gradients as gradient_kernels
 from tfla.backends.gpu import gate_kernels
 from tfla.backends.gpu import state_passing as sum_kernels
-from tfla.backends.gpu.checkpoints import steps_between
+from tfla.backends.gpu.checkpoints import checkpoint_interval
 from tfla.backends.gpu.config import (
     SHORTEST_SEGMENT,
     KernelConfig,
@@ -26,7 +26,7 @@ from tfla.backends.gpu.config import (
     products,
 )
 from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
-from tfla.backends.gpu.runtime import LATER
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.backends.gpu.segmentation import best_chunk_size
 from tfla.backends.triton import WIDEST_WALK, fused_kernels
 from tfla.backends.triton import sequences as sequence_kernels
@@ -84,7 +84,7 @@ class Call:
         self.precision = products(x)
         self.group = self.H // x.q.shape[2]
         self.tiles = self.slots(self.L)
-        chosen = spec.chunk_size < LATER
+        chosen = spec.chunk_size < DEFERRED_CHUNK_SIZE
         self.keeps_states = chosen and not self.filled
         chunk_size = spec.chunk_size if chosen else best_chunk_size(x, type(self))
         self.steps = self.segment_steps(x, chunk_size)
@@ -138,7 +138,7 @@ class Call:
         """Steps between marks."""
         closer = cls.close_marks and not spec.normalize
         dims = int(x.q.shape[3]), int(x.v.shape[3])
-        return steps_between(*dims, x.q.element_size(), math.prod(cls.frame(x)), closer)
+        return checkpoint_interval(*dims, x.q.element_size(), math.prod(cls.frame(x)), closer)
 
     def begin(self, *results: Tensor) -> None:
         """Bound the offsets of packed sequences, and clear steps of no sequence in `results` (1, T, ...), dense."""

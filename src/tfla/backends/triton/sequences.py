@@ -1,8 +1,9 @@
-"""Packed sequences whose offsets no host has read: they are bounded, and steps of no sequence get zeros.
+"""The kernel that bounds the offsets of packed sequences and clears the results of steps outside of all sequences.
 
-A GPU is not waited for, so malformed offsets cannot be refused. The offsets that all other kernels read are therefore
-those of the caller, clamped to [0, T] and each at least as large as the one before it. Sequences then neither leave the
-tensors nor overlap, and the steps outside of all of them are those before the first offset and those from the last on.
+The host does not read the offsets, because it would have to wait for the GPU, so it cannot refuse malformed ones. The
+offsets that all other kernels read are therefore the caller's, clamped to [0, T] and each at least as large as the one
+before it. Sequences then neither leave the tensors nor overlap, and the steps outside of all of them are those before
+the first offset and those from the last one on.
 """
 
 import triton

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sympy as sp
 
-from tfla.backends.gpu.checkpoints import APART
+from tfla.backends.gpu.checkpoints import CHECKPOINT_STEPS as STEPS
 from tfla.paper.algorithms.symbols import B_C, B_IF, B_QKV, B_VEC, DD, DHV, DQK, Gate, L, Parts, S, T
 
 # Steps between the state checkpoints for the gradients of the gates; those of mLSTMsig's Triton kernels are closer.
-CHECKPOINT_STEPS = APART[2]
+CHECKPOINT_STEPS = STEPS[2]
 DIMS_PER_SUM = 16  # dims of q dq and k dk that a fused scan sums before it stores them
 
 
