@@ -1,4 +1,4 @@
-"""`tfla bench cpu`, `tfla bench gpu` and `tfla bench report`."""
+"""The commands `tfla bench cpu`, `tfla bench gpu` and `tfla bench report`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USAGE = """usage: tfla bench {cpu,gpu,report} [options]
 
 
 def bench(args: Sequence[str]) -> int:
-    """Run a benchmark; returns the exit code."""
+    """Run the benchmark that the arguments name and return the exit code."""
     name, rest = (args[0], list(args[1:])) if args else ("", [])
     if name == "cpu":
         import tyro

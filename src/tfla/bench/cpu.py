@@ -1,6 +1,7 @@
-"""`tfla bench cpu`: the operator on this machine's CPU, beside the matrix-multiply floor, attention and mlstm_kernels.
+"""The command `tfla bench cpu`, which times the operator on this machine's CPU, attention and mlstm_kernels.
 
-Everything is timed in one run, the contenders taking turns, so that a slow moment of the machine meets all of them.
+Each time is compared with the roofline at the rate of a matrix product. All implementations are timed in turn in one
+run, so that a slow moment of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tfla.ops.tuned import cpu_name
 from tfla.tune.plan import check_memory, memory_of
 
 H, DQK, DHV = 4, 128, 256
-LONGEST = 2**31 - 1  # of lengths and numbers of samples
+LONGEST = 2**31 - 1  # allowed value of lengths and numbers of samples
 LONG = 8.0  # seconds: a call that takes longer is timed once
 Call = Callable[[], Any]
 
@@ -69,14 +70,14 @@ class CpuBench:
 
 
 def inputs(T: int, grad: bool = True) -> list[Tensor]:
-    """q, k, v, i, f of one sequence, with the gates of a model at the start of training."""
+    """Return random q, k, v, i, f of one sequence, with the gates of a model at the start of training."""
     q, k, v = (torch.randn(1, T, H, d) for d in (DQK, DQK, DHV))
     i, f = torch.randn(1, T, H) - 2, torch.randn(1, T, H) + 4.5
     return [x.requires_grad_(grad) for x in (q, k, v, i, f)]
 
 
 def both(run: Callable[..., Tensor], xs: list[Tensor], cotangent: Tensor) -> tuple[Call, Call]:
-    """Forward alone, and forward with backward."""
+    """Return a call of the forward alone, and one of forward and backward."""
 
     def forward() -> None:
         with torch.no_grad():
@@ -86,11 +87,12 @@ def both(run: Callable[..., Tensor], xs: list[Tensor], cotangent: Tensor) -> tup
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal softmax attention, q, k, v (B, H, T, d)."""
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def contenders(T: int, config: CpuBench) -> dict[str, tuple[Call, Call] | str]:
-    """Name -> its two calls, or why it cannot run."""
+    """Return the two calls of each implementation by name, or why it cannot run."""
     xs = inputs(T)
     dh = torch.randn(1, T, H, DHV)
     found: dict[str, tuple[Call, Call] | str] = {}
@@ -110,7 +112,7 @@ def contenders(T: int, config: CpuBench) -> dict[str, tuple[Call, Call] | str]:
 
 
 def gemm_rate(size: int = 2048) -> float:
-    """FLOP/s of one large float32 matrix product, now."""
+    """Measure the FLOP/s of one large float32 matrix product."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     start = time.perf_counter()
     torch.mm(a, b)
@@ -118,13 +120,19 @@ def gemm_rate(size: int = 2048) -> float:
 
 
 def timed(call: Call) -> float:
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def measure(T: int, config: CpuBench, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """One row for each contender and direction: seconds, and the ratio to the floor at the rate of the same moments."""
+    """Time all implementations at one length.
+
+    Returns:
+        one row for each implementation and direction, with the seconds and their ratio to the roofline at the rate of
+        matrix products that are timed in between.
+    """
     runs: dict[tuple[str, str], Call] = {}
     rows: list[dict[str, Any]] = []
     for name, calls in contenders(T, config).items():
@@ -134,11 +142,11 @@ def measure(T: int, config: CpuBench, progress: Callable[[str], None]) -> list[d
             runs |= {(name, "forward"): calls[0], (name, "forward + backward"): calls[1]}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     rates = [gemm_rate() for _ in range(3)][1:]
-    for key, call in list(runs.items()):  # warm-up; what is too long to repeat keeps this one sample
+    for key, call in list(runs.items()):  # warm-up; a call that is too long to repeat keeps this one sample
         progress(f"T {T}: warm-up {key[0]}, {key[1]}")
         try:
             took = timed(call)
-        except Exception as error:  # a peer that fails is a row that says how
+        except Exception as error:  # the error of an implementation is its row
             rows.append(
                 {"T": T, "name": key[0], "direction": key[1], "error": f"{type(error).__name__}: {error}"[:200]}
             )
@@ -165,19 +173,24 @@ def measure(T: int, config: CpuBench, progress: Callable[[str], None]) -> list[d
 
 
 def peak_memory(T: int) -> int:
-    """Bytes a forward + backward of mLSTMexp needs beyond inputs, output and gradients; Linux, fresh process."""
+    """Measure the bytes that forward and backward of mLSTMexp need beyond inputs, output and gradients.
+
+    It runs in a new process, on Linux only.
+    """
     code = f"from tfla.bench.cpu import _peak_memory; print(_peak_memory({T}))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return int(done.stdout.split()[-1])
 
 
 def _resident(key: str) -> int:
+    """Return a field of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(key))
 
 
 def _peak_memory(T: int) -> int:
-    torch.autograd.grad(tfla.mlstm(*(small := inputs(256))).sum(), small)  # loads what is loaded once
+    """Do the work of :func:`peak_memory` in this process."""
+    torch.autograd.grad(tfla.mlstm(*(small := inputs(256))).sum(), small)  # so that libraries are loaded
     xs, dh = inputs(T), torch.randn(1, T, H, DHV)
     before = _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
@@ -188,6 +201,8 @@ def _peak_memory(T: int) -> int:
 
 
 def environment(config: CpuBench) -> dict[str, Any]:
+    """Return the machine, the versions and the shape, which are stored with the results."""
+
     def installed(name: str) -> str | None:
         try:
             return version(name)
@@ -202,6 +217,7 @@ def environment(config: CpuBench) -> dict[str, Any]:
 
 
 def row_text(row: dict[str, Any]) -> str:
+    """Return a row as a line of text."""
     head = f"{row['T']:>6}  {row['name']:<28}{row.get('direction', ''):<20}"
     if "error" in row:
         return head + row["error"]
@@ -209,7 +225,7 @@ def row_text(row: dict[str, Any]) -> str:
 
 
 def run(config: CpuBench) -> dict[str, Any]:
-    """Measures, prints a table as it grows and returns (and writes) everything."""
+    """Run the benchmark: print each row when it is measured, write all rows to the file, and return them."""
     from tqdm import tqdm
 
     config.check()

@@ -1,4 +1,4 @@
-"""Stored results of `tfla bench cpu` as a section of docs/performance.md."""
+"""The section of docs/performance.md from stored results of `tfla bench cpu`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tfla._util.markdown import table
 
 
 def milliseconds(row: dict[str, Any] | None) -> str:
+    """Return the cell of a row: milliseconds and the ratio to the floor, or its error."""
     if row is None:
         return "-"
     if "error" in row:
@@ -16,7 +17,7 @@ def milliseconds(row: dict[str, Any] | None) -> str:
 
 
 def section(result: dict[str, Any]) -> str:
-    """The table of `tfla bench cpu`."""
+    """Return the section of one result."""
     env = result["environment"]
     versions = ", ".join(f"{name} {v}" for name, v in env["versions"].items() if v)
     shape = env["shape"]

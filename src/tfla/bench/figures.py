@@ -1,4 +1,4 @@
-"""The paper's figures from stored results."""
+"""The figures of docs/performance.md from stored results, in the form of the paper's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfla.measure.problem import BOTH, FORWARD
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, one for each library; its contenders differ in markers and dashes.
+# Okabe and Ito's colors, one for each library; implementations of one library differ in markers and dashes.
 FAMILIES = {
     "tfla mLSTMsig": "#D55E00",
     "tfla mLSTMexp": "#0072B2",
@@ -22,18 +22,19 @@ FAMILIES = {
     "device copy": "#999999",
 }
 INK = "#333333"
-NARROW = 5  # the largest over the smallest below which an axis starts at 0
+NARROW = 5  # ratio of the largest to the smallest value below which an axis is linear and starts at 0
 MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
 LABELS = {FORWARD: "forward", BOTH: "forward and backward", "memory": "peak memory beyond inputs"}
 Row = dict[str, Any]
 
 
 def family(name: str) -> str:
+    """Return the library of an implementation, a key of FAMILIES."""
     return next((known for known in FAMILIES if name.startswith(known)), "device copy")
 
 
 def styles(names: list[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and dashes by name: this library's lines are wide."""
+    """Return color, marker and dashes of each name; the lines of this library are wider."""
     counts: dict[str, int] = {}
     found = {}
     for name in names:
@@ -48,10 +49,12 @@ def styles(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def short(x: int) -> str:
+    """Return a number as the label of an axis, 8192 as 8k."""
     return f"{x // 1024}k" if x >= 1024 and x % 1024 == 0 else str(x)
 
 
 def _points(rows: list[Row], panel: str, name: str) -> tuple[list[int], list[float]]:
+    """Return the points of one line in one panel, sorted by x: GiB in the panel of memory, else milliseconds."""
     if panel == "memory":
         found = [(r["x"], r["peak_bytes"] / 2**30) for r in rows if r["direction"] != FORWARD and "peak_bytes" in r]
     else:
@@ -61,9 +64,9 @@ def _points(rows: list[Row], panel: str, name: str) -> tuple[list[int], list[flo
 
 
 def figure_of(result: dict[str, Any]) -> Figure | None:
-    """The figure of one result: a row of panels for each group of contenders, time and memory on log axes.
+    """Return the figure of one result, or None where no row was measured.
 
-    None where no row was measured.
+    It has a row of panels for each group of implementations, with time and memory on logarithmic axes.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -127,7 +130,7 @@ def figure_of(result: dict[str, Any]) -> Figure | None:
 
 
 def draw(result: dict[str, Any], target: Path) -> bool:
-    """Writes the figure of one result as PNG; returns False, and writes nothing, where no row was measured."""
+    """Write the figure of one result as PNG and return True; write nothing and return False if no row was measured."""
     figure = figure_of(result)
     if figure is None:
         return False

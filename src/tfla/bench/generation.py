@@ -1,4 +1,4 @@
-"""The whole language model, one token a sequence."""
+"""The benchmark of generation: one step of a whole language model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from tfla.nn import Decoder, LanguageModel, ModelConfig
 
 
 def decode(problem: Problem, mixer: Literal["mlstm_exp", "mlstm_sig"], blocks: int = 32, vocab: int = 50_304) -> Work:
-    """A model of these heads with random weights, as `tfla.nn.generate` steps it.
+    """Return a step of a model with random weights, as `tfla.nn.generate` calls it.
 
-    It has to read all weights once, of the embedding table a row a sequence, and to read and write the states.
+    `moved_bytes` counts all weights once except the embedding table, of which a step reads one row a sequence, and the
+    states twice.
     """
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, problem.dtype))  # weights are made where they stay, in their dtype
+    torch.set_default_dtype(getattr(torch, problem.dtype))  # weights are created on their device in their dtype
     try:
         with torch.device(problem.device):
             config = ModelConfig(

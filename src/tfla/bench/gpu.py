@@ -1,6 +1,6 @@
-"""`tfla bench gpu SUITE`: the paper's setups on this GPU, every contender in a process of its own, in one run.
+"""The command `tfla bench gpu SUITE`, which times the paper's setups on this GPU in one run.
 
-Also `python -m tfla.bench.gpu SUITE`, which needs torch alone.
+Every implementation runs in a process of its own. `python -m tfla.bench.gpu SUITE` does the same and needs torch alone.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from tfla.measure.roofline import (
 )
 from tfla.measure.timing import Sampling
 
-SHARE = 0.6  # of a configuration's time for samples; the rest is for compiling, warming up and the sustained run
-COMPILING = 0.4  # of the budget, at most
-AT_ONCE = max(8, (os.cpu_count() or 8) // 2)  # processes that compile: their tensors share the GPU
+SHARE = 0.6  # of a configuration's time is for samples, the rest for compilation, warm-up and the sustained run
+COMPILING = 0.4  # of the budget is the most that compilation may take
+AT_ONCE = max(8, (os.cpu_count() or 8) // 2)  # processes that compile at the same time; their tensors share the GPU
 NOT_RUN = "not run: the budget was spent"
-ENOUGH = 2  # crashes in a row after which a contender is left alone
+ENOUGH = 2  # crashes in a row after which an implementation is not run any more
 Row = dict[str, Any]
 
 
 def installed(module: str) -> bool:
-    """Whether the module can be found; nothing is imported but its parents."""
+    """Return whether a module can be found; only its parents are imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:
@@ -54,7 +54,7 @@ def installed(module: str) -> bool:
 
 
 def floors(problem: Problem, form: str, direction: str, rates: dict[str, dict[str, float]]) -> Row:
-    """The floor of the form at the rates of a rested and of a busy device."""
+    """Return the roofline of a form at the rates of a rested and of a busy device."""
     H, dqk, dhv = problem.H, problem.dqk, problem.dhv
     normalizer = form.endswith("exp")
     if form.startswith("step"):
@@ -73,10 +73,12 @@ def floors(problem: Problem, form: str, direction: str, rates: dict[str, dict[st
 
 
 def named(entry: Entry) -> Row:
+    """Return the fields of a row that name the implementation."""
     return {"name": entry.name} | ({"group": entry.group} if entry.group else {})
 
 
 def row_text(row: Row) -> str:
+    """Return a row as a line of text."""
     name = f"{row['name']}, {row['group']}" if "group" in row else row["name"]
     head = f"{row['x']:>7,}  {name:<44}{row['direction']:<20}" if "x" in row else f"{'':>9}{name:<44}"
     if "error" in row:
@@ -89,7 +91,7 @@ def row_text(row: Row) -> str:
 
 
 class Run:
-    """One suite on one device."""
+    """The run of one suite on one device."""
 
     def __init__(self, config: GpuBench, suite: Suite, say: Callable[[str], None]) -> None:
         self.config, self.suite, self.say = config, suite, say
@@ -97,22 +99,24 @@ class Run:
         self.end = time.monotonic() + config.budget
         self.pool = WorkerPool()
         self.rates: dict[str, dict[str, float]] = {}
-        self.waiting = 0  # configurations still to time
-        self.seen: dict[str, set[str]] = {}  # entry of backend=None -> the ways it went
+        self.waiting = 0  # configurations that remain to be timed
+        self.seen: dict[str, set[str]] = {}  # entry of backend=None -> backends and kernels that were chosen
 
     def left(self) -> float:
+        """Return the seconds that are left of the budget."""
         return self.end - time.monotonic()
 
     def allowance(self) -> float:
-        """Seconds that one configuration may take."""
+        """Return the seconds that one configuration may take."""
         return max(1.0, min(self.config.limit, self.left()))
 
     def sampling(self) -> Sampling:
-        """As the options say; where the budget is short, samples end earlier so that every configuration gets some."""
+        """Return the sampling of the options, shorter where the budget would not suffice for all configurations."""
         share = self.left() / max(1, self.waiting) / len(self.suite.directions)
         return replace(self.config.sampling, patience=min(self.config.patience, max(0.1, SHARE * share)))
 
     def job(self, entry: Entry, x: int, only_compile: bool = False) -> Row:
+        """Return the job of one configuration, which is sent to a worker."""
         everywhere = self.config.sustained_everywhere or self.suite.sustained_at is None
         return {
             "kind": "time", "make": entry.make, "options": entry.options,
@@ -122,7 +126,7 @@ class Run:
         }  # fmt: skip
 
     def machine(self, entry: Entry) -> Row:
-        """Environment and rates, from the process in which the first contender will run."""
+        """Measure the environment and the rates of the machine, in the worker of the first implementation."""
         job = {"kind": "machine", "device": self.config.device, "sampling": asdict(self.config.sampling)}
         self.say("device copy and matrix product")
         (found,) = self.pool.of(entry.key).ask(job, self.config.limit)
@@ -130,15 +134,16 @@ class Run:
         return found
 
     def compile(self, entries: list[Entry]) -> None:
-        """Every kernel once, before the timing and many at a time: by a process for each contender, for each of its
-        configurations where those have kernels of their own.
+        """Compile every kernel before the timing, many at a time.
 
-        What fails here fails again where it is timed, and is a row there. Other libraries start anew for the timing:
-        what their kernels have tuned themselves to beside others is not what suits them alone.
+        There is one process for each implementation, or for each of its configurations where those have kernels of
+        their own. An error here occurs again in the timing, which reports it. The processes of other libraries are
+        restarted for the timing, because autotuning beside other processes may choose a wrong configuration.
         """
         end = time.monotonic() + COMPILING * self.config.budget
 
         def one(entry: Entry, xs: tuple[int, ...]) -> None:
+            """Compile one implementation for some configurations, while there is time."""
             name = entry.key if entry.ours else f"{entry.key} {xs}"
             try:
                 for x in xs:
@@ -156,7 +161,7 @@ class Run:
                 done.result()
 
     def contender(self, entry: Entry) -> Iterator[Row]:
-        """Its rows; a crash is a row too, and a fresh process goes on behind it."""
+        """Yield the rows of one implementation; a crash is a row too, after which a new process continues."""
         crashes: list[int] = []
         for x in self.xs:
             missing = [named(entry) | {"x": x, "direction": d} for d in self.suite.directions]
@@ -184,13 +189,13 @@ class Run:
         self.pool.dismiss(entry.key)
 
     def finish(self, entry: Entry, x: int, row: Row) -> Row:
-        """The row with its sizes, its floor and the ratio to that."""
+        """Return the row with its sizes, its floor and the ratio to that."""
         problem = self.suite.problem(entry, x, self.config.device)
         row |= {key: getattr(problem, key) for key in ("B", "T", "H", "dqk", "dhv")}
         if "error" not in row and entry.form is not None and not self.suite.host:
             row |= floors(problem, entry.form, row["direction"], self.rates)
             row["ratio"] = row["seconds"] / row["floor_seconds"]
-        if "moved_bytes" in row:  # what only the contender knows
+        if "moved_bytes" in row:  # counted by the implementation itself
             for key, how in (("floor_seconds", "rested"), ("sustained_floor_seconds", "sustained")):
                 row[key] = row["moved_bytes"] / self.rates["copy"][how]
             row["ratio"] = row["seconds"] / row["floor_seconds"]
@@ -203,12 +208,12 @@ class Run:
         return row
 
     def repeats(self, entry: Entry) -> bool:
-        """Whether the entry names the way that the library's own choice went everywhere."""
+        """Return whether an entry names what the library chose everywhere, which is timed already."""
         name, _, way = entry.name.rpartition(", ")
         return entry.ours and self.seen.get(replace(entry, name=name).key) == {way}
 
     def rows(self, entries: list[Entry]) -> Iterator[Row]:
-        """All rows. While one contender is timed the next one's process already imports."""
+        """Yield all rows; while one implementation is timed, the process of the next one already imports."""
         there = [e for e in entries if e.needs is None or installed(e.needs)]
         self.waiting = len(there) * len(self.xs)
         ahead = self.config.device != "cpu"
@@ -229,10 +234,10 @@ class Run:
 
 
 def chosen(config: GpuBench, suite: Suite) -> list[Entry]:
-    """The suite's contenders that the options ask for.
+    """Return the implementations of the suite that the options select.
 
     Raises:
-        ValueError: none is left; the message lists their names.
+        ValueError: none is selected; the message lists their names.
     """
     entries = [e for e in suite.entries if config.peers or e.ours or e.make.endswith(":copy_state")]
     names = [e.key for e in entries]
@@ -244,16 +249,17 @@ def chosen(config: GpuBench, suite: Suite) -> list[Entry]:
 
 
 def _status(text: str) -> None:
+    """Show a line of status in place of the last one, on a terminal only."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def run(config: GpuBench, suite: Suite | None = None) -> Row:
-    """Measures, prints a table as it grows and returns (and writes) everything.
+    """Run a suite: print each row when it is measured, write all rows to the file, and return them.
 
     Raises:
-        ValueError: there is no such suite or contender.
-        RuntimeError: the device cannot be used at all.
+        ValueError: no suite or implementation has that name.
+        RuntimeError: the device cannot be used.
     """
     if suite is None:
         if config.suite not in SUITES:
@@ -284,14 +290,14 @@ def run(config: GpuBench, suite: Suite | None = None) -> Row:
 
 
 def main(args: Sequence[str] | None = None, prog: str = "python -m tfla.bench.gpu") -> int:
-    """Exit code 0; 2 where the options or the device do not fit."""
+    """Run the command and return its exit code, 2 where an option is invalid or the device cannot be used."""
     config = parse(sys.argv[1:] if args is None else args, prog)
     try:
         if config.out is not None:
             check_file("out", config.out)
         chosen(config, SUITES[config.suite])
         if not (config.device.startswith("cuda:") or config.device == "cuda") or not torch.cuda.is_available():
-            check_device(config.device)  # a GPU's memory is left to the processes that are timed
+            check_device(config.device)  # not for GPUs, whose memory is left to the processes that are timed
         run(config)
     except (UserError, ValueError, RuntimeError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Stored results of `tfla bench gpu` as sections of docs/performance.md."""
+"""The sections of docs/performance.md from stored results of `tfla bench gpu`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfla.bench.gpu import NOT_RUN
 from tfla.bench.options import GpuBench
 
 Row = dict[str, Any]
-REFUSES = "cannot run these inputs"  # in what a kernel says that has no form for them
+REFUSES = "cannot run these inputs"  # part of the message of a kernel that does not support the sizes
 METHOD = """## On GPUs
 
 The setups of the paper's benchmark figures. Times are GPU times: medians of samples with a rest before each, and where
@@ -23,28 +23,30 @@ number of the samples are in the files."""
 
 
 class Notes:
-    """Footnotes: texts by number, equal ones once."""
+    """The footnotes of a section; equal texts share a number."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
 
     def mark(self, text: str) -> str:
+        """Add a footnote unless it is there, and return the reference to it."""
         if text not in self.texts:
             self.texts.append(text)
         return f"failed [{self.texts.index(text) + 1}]"
 
     def lines(self) -> str:
+        """Return the footnotes as a numbered list."""
         return "\n".join(f"{n}. {text.replace('|', '/')}" for n, text in enumerate(self.texts, 1))
 
 
 def milliseconds(seconds: float) -> str:
-    """At least three digits."""
+    """Return seconds as milliseconds with at least three digits."""
     digits = next(n for n, least in ((1, 0.1), (2, 1e-2), (3, 1e-4), (4, 0)) if seconds >= least)
     return f"{seconds * 1e3:,.{digits}f}"
 
 
 def time_cell(row: Row | None, key: str, floor: str, notes: Notes) -> str:
-    """Milliseconds and, in brackets, times the floor; a star where there are few samples."""
+    """Return milliseconds with the ratio to the floor in brackets, and a star where there are few samples."""
     if row is None:
         return "-"
     if "error" in row:
@@ -57,10 +59,12 @@ def time_cell(row: Row | None, key: str, floor: str, notes: Notes) -> str:
 
 
 def _names(rows: list[Row]) -> list[str]:
+    """Return the names in the rows, each once, in their order."""
     return list(dict.fromkeys(r["name"] for r in rows))
 
 
 def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
+    """Return a table of times for each direction, and one of sustained times where there are any."""
     parts = []
     for direction in dict.fromkeys(r["direction"] for r in rows):
         for key, floor, how in (
@@ -84,8 +88,11 @@ def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
 
 
 def _other_tables(rows: list[Row], axis: str) -> list[str]:
-    """What the last direction has besides times: memory, stored states where the chunk size is the axis, tokens per
-    second and the operator's part of training steps."""
+    """Return the tables of other measurements of the last direction.
+
+    These are memory, stored states where the chunk size is the axis, tokens per second, and the operator's share of
+    training steps.
+    """
     *_, direction = dict.fromkeys(r["direction"] for r in rows)
     parts = []
     for key, title, digits, unit in (
@@ -105,7 +112,7 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
 
 
 def command(config: dict[str, Any], stem: str) -> str:
-    """The command that repeats the run, with the options that are not the defaults."""
+    """Return the command that repeats the run, with the options that differ from the defaults."""
     words = ["tfla", "bench", "gpu", config["suite"]]
     for option in fields(GpuBench):
         if option.name in ("suite", "out") or option.name not in config:
@@ -122,6 +129,7 @@ def command(config: dict[str, Any], stem: str) -> str:
 
 
 def _conditions(result: dict[str, Any]) -> str:
+    """Return the sentence on device, versions, sampling and rates of a run."""
     env, rates, config = result["environment"], result["rates"], result["config"]
     where = [env["device"], *(f"{key} {env[key]}" for key in ("driver", "cuda", "cudnn") if env.get(key)), env["date"]]
     versions = ", ".join(f"{name} {number}" for name, number in env["versions"].items())
@@ -135,7 +143,7 @@ def _conditions(result: dict[str, Any]) -> str:
 
 
 def _ways(rows: list[Row]) -> str:
-    """What `backend=None` picked, and where, if that is not one thing."""
+    """Return which backend and kernel `backend=None` chose, and at which sizes if there are several."""
     picked: dict[str, dict[str, list[int]]] = {}
     for row in rows:
         if "way" in row and "," not in row["name"]:
@@ -149,18 +157,18 @@ def _ways(rows: list[Row]) -> str:
 
 
 def _unsupported(rows: list[Row]) -> list[str]:
-    """This library's kernels that have no form for any of these sizes."""
+    """Return the kernels of this library that support none of these sizes."""
     mine = [name for name in _names(rows) if name.startswith("tfla")]
     return [n for n in mine if all(REFUSES in r.get("error", "") for r in rows if r["name"] == n)]
 
 
 def _left_out(rows: list[Row]) -> list[str]:
-    """Contenders that no time was left for."""
+    """Return the implementations for which no time was left."""
     return [n for n in _names(rows) if all(r.get("error") == NOT_RUN for r in rows if r["name"] == n)]
 
 
 def section(result: dict[str, Any], image: str | None) -> str:
-    """One result of :mod:`.stored`: conditions, figure, tables, what failed and how, and the commands."""
+    """Return the section of one result of :mod:`.stored`: conditions, figure, tables, errors, and the commands."""
     runs = result["runs"]
     parts = [f"### {result['title']}", *([result["note"]] if "note" in result else [])]
     for run in runs.values():

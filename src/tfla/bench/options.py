@@ -1,4 +1,4 @@
-"""Options of `tfla bench gpu`, from the command line by the standard library alone: GPU machines are often bare."""
+"""The options of `tfla bench gpu`, parsed with the standard library alone, since GPU machines may lack packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N = TypeVar("N", int, float)
 
 @dataclass
 class GpuBench:
-    """Options of `tfla bench gpu`; :func:`parse` says what each means."""
+    """The options of `tfla bench gpu`; :func:`parse` has the help of each."""
 
     suite: str
     only: tuple[str, ...] = ()
@@ -35,6 +35,7 @@ class GpuBench:
 
     @property
     def sampling(self) -> Sampling:
+        """The sampling of one call."""
         return Sampling(self.repeats, self.warmup, self.pause, self.patience, self.sustained)
 
 
@@ -42,31 +43,33 @@ LARGEST = 2**31 - 1
 
 
 def count(text: str) -> int:
-    """Read a number of things, at least one."""
+    """Parse a number of at least 1."""
     return _within(int(text), 1)
 
 
 def count_or_none(text: str) -> int:
-    """Read a number of things, which may be 0."""
+    """Parse a number of at least 0."""
     return _within(int(text), 0)
 
 
 def seconds(text: str) -> float:
-    """Read a time in seconds, which may be 0."""
+    """Parse a time in seconds, at least 0."""
     return _within(float(text), 0.0)
 
 
 def _within(value: N, low: N) -> N:
+    """Return a number that is in range; argparse reports the error otherwise."""
     if not low <= value <= LARGEST:
         raise argparse.ArgumentTypeError(f"got {value}, expected from {low} to {LARGEST}")
     return value
 
 
 def parse(args: Sequence[str], prog: str) -> GpuBench:
-    """The options that the arguments give."""
+    """Parse the arguments and return the options."""
     parser = argparse.ArgumentParser(prog, description="The paper's setups on this GPU.")
 
     def add(name: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> None:
+        """Add an option with the default of its field."""
         default = getattr(GpuBench, name.replace("-", "_"))
         text += f" (default: {default})" if default not in ((), None) else ""
         parser.add_argument(f"--{name}", type=kind, default=default, help=text, **more)

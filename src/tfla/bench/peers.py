@@ -1,4 +1,4 @@
-"""Other libraries' kernels, called as their users do. Each is imported in the process that times it."""
+"""The kernels of other libraries, called as their users call them and imported in the process that times them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from tfla.measure.problem import Problem, Work
 
 
 def _first(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Return a result, or the first one of several."""
     return out if isinstance(out, Tensor) else out[0]
 
 
 def mlstm_kernels(problem: Problem, kernel: str, chunk_size: int | None = None, **options: bool) -> Work:
-    """NX-AI's kernels: heads first, gates as pre-activations; they are told to compute in the inputs' dtype."""
+    """Return a call of NX-AI's kernels, (B, H, T, d), with gates as pre-activations, in the dtype of the inputs."""
     from mlstm_kernels.torch import get_mlstm_kernel
 
     run = get_mlstm_kernel(f"chunkwise--{kernel}")
@@ -31,7 +32,7 @@ def mlstm_kernels(problem: Problem, kernel: str, chunk_size: int | None = None, 
 
 
 def mlstm_kernels_step(problem: Problem, kernel: str) -> Work:
-    """Their decoding step; gates (B, H, 1)."""
+    """Return a call of NX-AI's decoding step, with gates (B, H, 1)."""
     from mlstm_kernels.torch import get_mlstm_step_kernel
 
     run = get_mlstm_step_kernel(kernel)
@@ -44,7 +45,7 @@ def mlstm_kernels_step(problem: Problem, kernel: str) -> Work:
 
 
 def simple_gla(problem: Problem, kernel: str, packed: bool = False) -> Work:
-    """flash-linear-attention's scalar-gated forms: log-gates, no input gate."""
+    """Return a call of flash-linear-attention's scalar-gated kernels, with log-gates and no input gate."""
     run = getattr(importlib.import_module("fla.ops.simple_gla"), f"{kernel}_simple_gla")
     inputs, ends = [*problem.qkv(), problem.log_forget()], {}
     if packed:
@@ -53,7 +54,7 @@ def simple_gla(problem: Problem, kernel: str, packed: bool = False) -> Work:
 
 
 def simple_gla_step(problem: Problem) -> Work:
-    """One step of the recurrent kernel, from a state and to the next."""
+    """Return a call of one step of flash-linear-attention's recurrent kernel, from a state to the next."""
     from fla.ops.simple_gla import fused_recurrent_simple_gla
 
     C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype="float32")
@@ -64,7 +65,7 @@ def simple_gla_step(problem: Problem) -> Work:
 
 
 def simple_gla_constant(problem: Problem) -> Work:
-    """The same with a constant decay per head, which is what Lightning Attention and RetNet have."""
+    """Return a call with a constant decay per head, as in Lightning Attention and RetNet."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     decay = -8 / problem.H * torch.arange(problem.H, device=problem.device, dtype=torch.float32)
@@ -72,7 +73,7 @@ def simple_gla_constant(problem: Problem) -> Work:
 
 
 def gla(problem: Problem, kernel: str) -> Work:
-    """Gated linear attention: a log-gate for every key dimension."""
+    """Return a call of gated linear attention, with a log-gate for every key dimension."""
     run = getattr(importlib.import_module("fla.ops.gla"), f"{kernel}_gla")
     gate = problem.randn(problem.B, problem.T, problem.H, problem.dqk, dtype="float32") + 4.5
     g = torch.nn.functional.logsigmoid(gate).to(getattr(torch, problem.dtype))
@@ -80,14 +81,17 @@ def gla(problem: Problem, kernel: str) -> Work:
 
 
 def lightning(problem: Problem) -> Work:
-    """flash-linear-attention's Lightning Attention, the decays of the first of 24 layers."""
+    """Return a call of flash-linear-attention's Lightning Attention, with the decays of the first of 24 layers."""
     from fla.ops.lightning_attn import chunk_lightning_attn
 
     return Work(lambda q, k, v: chunk_lightning_attn(q=q, k=k, v=v, layer_idx=0, num_layers=24)[0], problem.qkv())
 
 
 def mamba_module(name: str) -> ModuleType:
-    """A module of mamba_ssm, past its package's own imports: those need CUDA extensions that Triton kernels do not."""
+    """Import a module of mamba_ssm without the imports of its package.
+
+    Those need CUDA extensions, which the Triton kernels do without.
+    """
     if "mamba_ssm" not in sys.modules:
         spec = importlib.util.find_spec("mamba_ssm")
         if spec is None:
@@ -98,13 +102,13 @@ def mamba_module(name: str) -> ModuleType:
 
 
 def mamba2(problem: Problem, groups: int) -> Work:
-    """The SSD kernels of Mamba-2; dqk is the state, one B and C for each group of heads."""
+    """Return a call of Mamba-2's SSD kernels; dqk is the size of the state, and each group of heads has one B and C."""
     run = mamba_module("ops.triton.ssd_combined").mamba_chunk_scan_combined
     return Work(lambda *inputs: run(*inputs, chunk_size=256), problem.ssd(groups))
 
 
 def mamba(problem: Problem) -> Work:
-    """The selective scan of Mamba: H channels, dqk is the state."""
+    """Return a call of Mamba's selective scan with H channels; dqk is the size of the state."""
     run = mamba_module("ops.selective_scan_interface").selective_scan_fn
     u = problem.randn(problem.B, problem.H, problem.T)
     delta = torch.nn.functional.softplus(problem.randn(problem.B, problem.H, problem.T) - 4)
@@ -114,7 +118,7 @@ def mamba(problem: Problem) -> Work:
 
 
 def sdpa(problem: Problem, backend: str) -> Work:
-    """torch's causal attention with one of its backends."""
+    """Return a call of PyTorch's causal attention with one of its backends."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     def run(*qkv: Tensor) -> Tensor:
@@ -126,6 +130,6 @@ def sdpa(problem: Problem, backend: str) -> Work:
 
 
 def flash_attention(problem: Problem, module: str) -> Work:
-    """Causal attention of the flash-attention packages."""
+    """Return a call of the causal attention of a flash-attention package."""
     run = importlib.import_module(module).flash_attn_func
     return Work(lambda q, k, v: _first(run(q, k, v, causal=True)), problem.qkv())

@@ -1,5 +1,4 @@
-"""The tables of README.md and of docs/mamba.md, made from stored results, so that their numbers are those of
-docs/performance.md."""
+"""The tables of README.md and docs/mamba.md from stored results, with the same numbers as docs/performance.md."""
 
 from __future__ import annotations
 
@@ -31,11 +30,13 @@ MARK = re.compile(r"(<!-- table: (\w+) -->)\n(?:\|.*\n)*")
 
 
 def _find(result: Row, name: str, x: int, direction: str) -> Row:
+    """Return the row of an implementation, a size and a direction; empty where there is none."""
     rows = [r for r in result["rows"] if (r["name"], r.get("x"), r.get("direction")) == (name, x, direction)]
     return rows[0] if rows else {}
 
 
 def _time(row: Row) -> str:
+    """Return the cell of a time, with its ratio to the floor."""
     if "seconds" not in row:
         return "fails" if "error" in row else "-"
     floor = f" ({row['seconds'] / row['floor_seconds']:.2f} ×)" if "floor_seconds" in row else ""

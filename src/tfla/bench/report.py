@@ -1,4 +1,4 @@
-"""`tfla bench report`: stored results as docs/performance.md and its figures."""
+"""The command `tfla bench report`, which writes docs/performance.md and its figures from stored results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Report:
 def run(config: Report) -> None:
     """Write the page from every result: the CPU's first, then those of GPUs in the order of the suites.
 
-    The tables that pages beside it have marks for are renewed, too.
+    The marked tables of other pages in the same folder are renewed, too.
 
     Raises:
         UserError: there is no result to report, a file is broken, or the page or its figures cannot be written.
@@ -74,7 +74,7 @@ def run(config: Report) -> None:
         if readme.MARK.search(text):
             try:
                 renewed = readme.renew(text, on_gpus)
-            except KeyError as error:  # a suite, a contender or what was measured of it
+            except KeyError as error:  # a suite, an implementation or a measurement
                 raise UserError(
                     f"{page}: the results have nothing of {error.args[0]!r}, which its tables show"
                 ) from error

@@ -1,4 +1,4 @@
-"""The folder of stored results, and the check that a file in it is one."""
+"""The folder of stored results, and the checks of its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHECKOUT = Path("benchmarks") / "results"
 
 
 def default_folder() -> Path:
-    """Return the folder of results: the checkout's that is the working directory, else the installed one.
+    """Return the folder of results: that of the checkout in the working directory, else the installed one.
 
     A wheel has the results inside of the package; an installation in place has them in its checkout.
     """
@@ -27,16 +27,16 @@ def default_folder() -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise UserError where results are asked for from a folder that is none."""
+    """Raise UserError where the folder of results does not exist."""
     if not folder.is_dir():
         raise UserError(f"results: got {str(folder)!r}, expected a folder of JSON files of `tfla bench`")
 
 
 def read(path: Path) -> Row:
-    """Read a JSON object, which results are.
+    """Read a file of results, which is a JSON object.
 
     Raises:
-        UserError: it cannot be read or is none; the message names the file and says what is wrong.
+        UserError: it cannot be read or has another form; the message names the file and says what is wrong.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -48,10 +48,10 @@ def read(path: Path) -> Row:
 
 
 def read_rows(path: Path, kind: str) -> Row:
-    """Read a result of that kind, "traffic" or "numerics", whose rows have all that its figures show.
+    """Read a result of the kind "traffic" or "numerics" and check that its rows have every field that figures show.
 
     Raises:
-        UserError: it is none; the message names the file and says what is wrong.
+        UserError: it is no such result; the message names the file and says what is wrong.
     """
     found = read(path)
     try:
@@ -76,12 +76,12 @@ def read_rows(path: Path, kind: str) -> Row:
 
 
 def check_gpu_result(path: Path, found: Row, complete: bool) -> None:
-    """Raise UserError unless that is a result of `tfla bench gpu`.
+    """Raise UserError unless ``found`` is a result of `tfla bench gpu`.
 
     Args:
-        path: what the error names.
-        found: what was read from it.
-        complete: whether all that a page or a figure shows is needed, and not the times alone.
+        path: the file, for the message.
+        found: the content of the file.
+        complete: whether it must have every field that pages and figures show, and not only the times.
     """
     try:
         schema.check_fields(found, "", {"environment": schema.OBJECT, "config": schema.OBJECT})
@@ -104,7 +104,7 @@ def check_gpu_result(path: Path, found: Row, complete: bool) -> None:
 
 
 def check_cpu_result(path: Path, found: Row) -> None:
-    """Raise UserError, which names the path, unless that is a result of `tfla bench cpu`."""
+    """Raise UserError, which names the path, unless ``found`` is a result of `tfla bench cpu`."""
     try:
         schema.check_fields(
             found, "", dict.fromkeys(("environment", "config"), schema.OBJECT) | {"memory": schema.LIST}
@@ -122,6 +122,7 @@ def check_cpu_result(path: Path, found: Row) -> None:
 
 
 def _rows(found: Row) -> list[Row]:
+    """Return the rows of a result; raise ValueError where it has none."""
     schema.check_fields(found, "", {"rows": schema.LIST})
     rows: list[Row] = found["rows"]
     if not rows:

@@ -1,4 +1,4 @@
-"""What the fields of stored results are: each with what it has to be, and whether it has to be there."""
+"""The schema of stored results: the fields of each object and their types."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """What a field may be: its name for the message, and the test."""
+    """The type of a field: its name for messages, and the test of a value."""
 
     name: str
     fits: Callable[[Any], bool]
 
 
 def _number(x: Any) -> bool:
+    """Return whether a value is a finite number."""
     return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def or_none(kind: Kind) -> Kind:
-    """Return the kind that may be null, too."""
+    """Return the type whose values are those of ``kind`` and null."""
     return Kind(f"{kind.name} or null", lambda x: x is None or kind.fits(x))
 
 
 def list_of(kind: Kind) -> Kind:
-    """Return the kind of lists of it."""
+    """Return the type of lists whose elements are of ``kind``."""
     return Kind(f"a list, each {kind.name}", lambda x: isinstance(x, list) and all(map(kind.fits, x)))
 
 
@@ -50,7 +51,7 @@ Fields = Mapping[str, Kind]
 SHAPE: Fields = dict.fromkeys(("B", "T", "H", "dqk", "dhv"), COUNT)
 ENVIRONMENT: Fields = {"device": TEXT, "date": TEXT}
 RATES: Fields = {"rested": RATE, "sustained": RATE}
-# `tfla bench gpu`: of every row, where it is there; of rows that were timed; of pages and figures.
+# `tfla bench gpu`: optional fields of every row; fields of timed rows; fields that pages and figures show.
 ROW: Fields = {
     "name": TEXT, "group": TEXT, "x": COUNT, "direction": TEXT, "way": TEXT, "error": TEXT, "details": DETAILS, **SHAPE,
     "samples": COUNT, "peak_bytes": or_none(BYTES), "state_bytes": BYTES, "moved_bytes": BYTES,
@@ -70,7 +71,7 @@ CPU_ROW: Fields = {
     "name": TEXT, "T": COUNT, "direction": TEXT, "error": TEXT, "seconds": RATE, "ratio": RATE, "floor_seconds": RATE,
 }  # fmt: skip
 CPU_TIMED = ("direction", "seconds", "ratio", "floor_seconds")
-# Rows of the other kinds of results, all of whose fields are needed.
+# Rows of the other kinds of results, in which all fields are required.
 TRAFFIC: Fields = {
     "gate": TEXT,
     "direction": TEXT,
@@ -99,13 +100,13 @@ EVALUATION: Fields = {"step": BYTES, "bits_per_byte": FLOAT, "perplexity": FLOAT
 
 
 def check_fields(found: Any, at: str, needed: Fields, others: Fields | None = None) -> None:
-    """Raise ValueError unless an object has the needed fields, and those and the others are what they have to be.
+    """Raise ValueError unless an object has the required fields, and these and the optional ones have their types.
 
     Args:
         found: the object.
-        at: where it is in the file, with a dot behind, for the message.
-        needed: fields that have to be there.
-        others: fields that need not be there.
+        at: its place in the file followed by a dot, for the message.
+        needed: the required fields.
+        others: the optional fields.
     """
     if not isinstance(found, dict):
         raise ValueError(f"{at.rstrip('.')}: got {shown(found)}, expected an object")
@@ -118,6 +119,6 @@ def check_fields(found: Any, at: str, needed: Fields, others: Fields | None = No
 
 
 def shown(value: object) -> str:
-    """Return a value as a message has it, in one line of bounded length."""
+    """Return a value as text for a message, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""Stored results of `tfla bench gpu`. What several runs measured of one setup on one device is one result."""
+"""The stored results of `tfla bench gpu`, with several runs of one setup on one device merged into one result."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ Row = dict[str, Any]
 
 
 def _contender(row: Row) -> tuple[str, str]:
+    """Return the name and the group of the implementation of a row."""
     return row["name"], row.get("group", "")
 
 
 def _key(row: Row) -> tuple[Any, ...]:
+    """Return what a row measures: implementation, size and direction."""
     return *_contender(row), row.get("x"), row.get("direction")
 
 
 def merge(runs: dict[str, Row]) -> Row:
-    """One result from those of several runs by file name: as the first, with all contenders and the runs themselves.
+    """Merge the results of several runs, by file name, into one.
 
-    What was measured more than once is taken from the latest run, the last in order of names on one day. Rows have the
-    number of samples that their run was asked for, and its environment.
+    It has the fields of the first run, the rows of all implementations, and the runs themselves. A row that was
+    measured more than once is taken from the latest run; of runs of one day the last name counts. Each row gets the
+    number of samples in the options of its run, and its environment.
     """
     ordered = sorted(runs.items(), key=lambda item: (item[1]["environment"]["date"], item[0]))
-    place: dict[tuple[Any, ...], int] = {}  # what was measured -> the run that its row is from
+    place: dict[tuple[Any, ...], int] = {}  # key of a row -> the run from which it is taken
     for n, (_, run) in enumerate(ordered):
         for row in run["rows"]:
             if "seconds" in row or _key(row) not in place:
@@ -37,9 +40,10 @@ def merge(runs: dict[str, Row]) -> Row:
         (n, row | {"asked": run["config"]["repeats"], "environment": run["environment"]})
         for n, (_, run) in enumerate(ordered)
         for row in run["rows"]
-        if place[_key(row)] == n and ("x" in row or _contender(row) not in there)  # not installed is without x
+        if place[_key(row)] == n
+        and ("x" in row or _contender(row) not in there)  # a row without x says that it was not installed
     ]
-    # What is picked by default is not timed once more by its own name: what has that is of an earlier run.
+    # A kernel that is chosen by default is not timed again under its own name, so such a row is of an earlier run.
     picked = {(f"{row['name']}, {row['way']}", row.get("group", ""), row["x"]): n for n, row in kept if "way" in row}
     rows = [row for n, row in kept if n >= picked.get((*_contender(row), row.get("x")), 0)]
     rows.sort(key=lambda row: (order.index(_contender(row)), row.get("x", 0)))
@@ -47,11 +51,11 @@ def merge(runs: dict[str, Row]) -> Row:
 
 
 def load(folder: Path, complete: bool = False) -> dict[str, Row]:
-    """Return results of GPUs by name, in the order of the suites: that of the first file with a setup and a device.
+    """Load the results of GPUs by name, in the order of the suites; a result has the name of the first of its files.
 
     Args:
-        folder: of the files.
-        complete: whether all that a page or a figure shows has to be there, and not the times alone.
+        folder: the folder of the files.
+        complete: whether it must have every field that pages and figures show, and not only the times.
 
     Raises:
         UserError: a file is broken; the message names it.
@@ -61,7 +65,7 @@ def load(folder: Path, complete: bool = False) -> dict[str, Row]:
         result = read(path)
         if isinstance(result.get("suite"), str) and result["suite"] in SUITES:
             check_gpu_result(path, result, complete)
-            suite = SUITES[result["suite"]]  # as it is called and shown now
+            suite = SUITES[result["suite"]]  # titles and panels of today
             result |= {"title": suite.title, "panels": suite.panels} | ({"note": suite.note} if suite.note else {})
             if suite.host:
                 result["rows"] = [{key: x for key, x in row.items() if "floor" not in key} for row in result["rows"]]

@@ -1,4 +1,4 @@
-"""The paper's benchmark setups (Section 5.2, Appendix E.3) as data: configurations, and who runs them."""
+"""The paper's benchmark setups (Section 5.2, Appendix E.3): configurations and the implementations to time."""
 
 from __future__ import annotations
 
@@ -18,36 +18,38 @@ Heads = tuple[int, int, int]  # H, dqk, dhv
 
 @dataclass(frozen=True)
 class Entry:
-    """A contender: what makes it, module:function of (problem, **options)."""
+    """An implementation to time; ``make`` is the module:function of (problem, **options) that returns its call."""
 
     name: str
     make: str
     options: dict[str, Any] = field(default_factory=dict)
     heads: Heads | None = None
-    """Its own, where they are not those of the suite."""
+    """Its heads, where they differ from those of the suite."""
     needs: str | None = None
     """The package that has to be installed."""
     form: Form | None = None
-    """Whose floor it is compared with."""
+    """The form whose floor it is compared with."""
     each: bool = False
-    """Whether its kernels are compiled for each configuration."""
+    """Whether its kernels are compiled for each configuration separately."""
     group: str = ""
-    """The table and the row of panels it belongs to, where a suite has several."""
+    """The table and the row of panels to which it belongs, where a suite has several."""
     dqk_factor: float = 1.0
-    """Its dqk over that of the suite."""
+    """The ratio of its dqk to that of the suite."""
 
     @property
     def key(self) -> str:
+        """Its name and group."""
         return f"{self.name}, {self.group}" if self.group else self.name
 
     @property
     def ours(self) -> bool:
+        """Whether it is an implementation of this library."""
         return self.needs is None and self.name.startswith("tfla")
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Configurations along one axis."""
+    """The configurations of one setup along one axis, and the implementations to time."""
 
     title: str
     axis: str
@@ -56,18 +58,18 @@ class Suite:
     entries: tuple[Entry, ...]
     directions: tuple[str, ...] = (FORWARD, BOTH)
     sustained_at: tuple[int, ...] | None = None
-    """Where a sustained run is worth its second; None: everywhere."""
+    """The configurations that also get a sustained run; None: all."""
     panels: tuple[str, ...] = (*PANELS, MEMORY)
-    """What its figure shows."""
+    """The panels of its figure."""
     host: bool = False
-    """Times are those of the host, which enqueues: floors, which are the device's, do not bound them."""
+    """Whether times are those of the host to enqueue, which the floors of the device do not bound."""
     alone: bool = False
-    """None compiles beside another: contenders fill the device, or it is the host that is timed."""
+    """Whether nothing is compiled in parallel, because each implementation fills the device or the host is timed."""
     note: str = ""
-    """What else its reader has to know of how it is measured."""
+    """A remark for its section on how it is measured."""
 
     def problem(self, entry: Entry, x: int, device: str) -> Problem:
-        """What the entry is given at x."""
+        """Return the problem of an entry at x."""
         problem = replace(self.at(x), device=device)
         if entry.heads is not None:
             H, dqk, dhv = entry.heads
@@ -76,8 +78,10 @@ class Suite:
 
 
 def _own(papers: bool = True) -> list[Entry]:
-    """mLSTMsig and mLSTMexp as the library picks the way, and by every kernel that is written for GPUs, with `papers`
-    those of the paper too."""
+    """Return mLSTMsig and mLSTMexp by the library's choice, and by every kernel for GPUs.
+
+    The paper's kernels are among them only with `papers`.
+    """
     kernels = [(b.name, k) for b in BACKENDS.values() if b.name not in ("chunkwise", "reference") for k in b.kernels]
     kernels = [(backend, kernel) for backend, kernel in kernels if papers or kernel != "tfla"]
     ways: list[tuple[str | None, str | None]] = [(None, None), *kernels]
@@ -92,7 +96,7 @@ def _own(papers: bool = True) -> list[Entry]:
 
 
 def _nxai(*kernels: str) -> list[Entry]:
-    """mlstm_kernels: "sig 128" is mLSTMsig by xl_chunk with chunk size 128."""
+    """Return implementations of mlstm_kernels; "sig 128" is mLSTMsig by xl_chunk with chunk size 128."""
     made = []
     for kernel in kernels:
         kind, _, size = kernel.partition(" ")
@@ -110,7 +114,7 @@ def _nxai(*kernels: str) -> list[Entry]:
 
 
 def _fla(*kernels: str) -> list[Entry]:
-    """flash-linear-attention: "simple_gla chunk"."""
+    """Return implementations of flash-linear-attention; "simple_gla chunk" is chunk_simple_gla."""
     made = []
     for kernel in kernels:
         form, _, which = kernel.partition(" ")
@@ -140,11 +144,12 @@ ATTENTION = [
 
 
 def _with(entries: Iterable[Entry], heads: Heads, group: str = "") -> list[Entry]:
+    """Return entries with other heads and in another group."""
     return [replace(entry, heads=heads, group=group) for entry in entries]
 
 
 def _packed(entries: Iterable[Entry]) -> list[Entry]:
-    """The same tokens as packed sequences of mixed lengths."""
+    """Return entries for the same tokens as packed sequences of mixed lengths."""
     made = []
     for entry in entries:
         name, comma, way = entry.name.partition(", ")

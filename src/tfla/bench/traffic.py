@@ -1,4 +1,4 @@
-"""Bytes that a GPU's memory moves for each kernel of a call, as Nsight Compute counts them.
+"""The bytes that each kernel of a call moves to and from the GPU's memory, counted by Nsight Compute.
 
 `python -m tfla.bench.traffic --out benchmarks/results/traffic.json` needs `ncu` and the right to read counters.
 """
@@ -28,7 +28,7 @@ from tfla.ops.gates import INPUT_GATES
 PROBLEM = Problem(8, 8192, 16, 128, 256)  # Figure 4's, T 8,192
 WAYS = (("hopper", "fused"), ("triton", "fused"), ("triton", "tfla"))
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
-MARK = "spin_kernel"  # a kernel of torch that is launched between what is told apart
+MARK = "spin_kernel"  # a kernel of torch that is launched as a separator
 DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 NCU = ("--profile-from-start", "off", "--clock-control", "none", "--cache-control", "none", "--print-units", "base",
        "--csv", "--page", "raw", "--metrics", f"{READ},{WRITTEN}")  # fmt: skip
@@ -36,11 +36,12 @@ Row = dict[str, Any]
 
 
 def mark() -> None:
+    """Launch the separator."""
     torch.cuda._sleep(1)
 
 
 def child(target: Path) -> None:
-    """Runs every way, what was compiled before under the profiler, and writes what each was."""
+    """Compile every backend and kernel, write a row for each call, and run the calls under the profiler."""
     rows: list[Row] = []
     calls = []
     for backend, kernel in WAYS:
@@ -61,7 +62,7 @@ def child(target: Path) -> None:
 
 
 def profile(calls: Sequence[tuple[Any, torch.Tensor]]) -> None:
-    """Forward and backward of each, a mark before each of them."""
+    """Run forward and backward of each call under the profiler, each after a separator."""
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     for work, dh in calls:
@@ -74,10 +75,10 @@ def profile(calls: Sequence[tuple[Any, torch.Tensor]]) -> None:
 
 
 def kernels(report: str) -> list[list[Row]]:
-    """What lies between the marks of ncu's CSV: name, bytes read and written of each kernel.
+    """Return the kernels after each separator in ncu's CSV: name, bytes read and bytes written of each.
 
     Raises:
-        ValueError: there are no counters in it.
+        ValueError: the report has no counters.
     """
     lines = report.splitlines()
     start = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -97,10 +98,10 @@ def kernels(report: str) -> list[list[Row]]:
 
 
 def joined(rows: list[Row], report: str) -> list[Row]:
-    """Every call with its kernels.
+    """Return the rows of calls with their kernels.
 
     Raises:
-        ValueError: there are not as many calls in the report.
+        ValueError: the report has another number of calls.
     """
     parts = kernels(report)
     if len(parts) != len(rows):
@@ -109,7 +110,7 @@ def joined(rows: list[Row], report: str) -> list[Row]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 where nothing can be counted."""
+    """Run the command and return its exit code, 2 where nothing can be counted."""
     parser = argparse.ArgumentParser("python -m tfla.bench.traffic", description=__doc__)
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)

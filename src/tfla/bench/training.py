@@ -1,4 +1,4 @@
-"""A training step of a whole language model, as `tfla train` does it."""
+"""The benchmark of training: one step of a whole language model, as in `tfla train`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BRIEF = Sampling(repeats=5, warmup=3, pause=0.0, patience=0.1, sustained=0.1)
 
 
 def model_of(problem: Problem, mixer: Mixer, blocks: int, vocab: int) -> LanguageModel:
-    """A model of these heads with random weights."""
+    """Return a model of these heads with random weights."""
     config = ModelConfig(
         d_model=problem.H * problem.dhv, num_blocks=blocks, num_heads=problem.H, mixer=mixer, vocab_size=vocab,
         qk_factor=problem.dqk / problem.dhv,
@@ -42,7 +42,7 @@ def step(
     blocks: int = 24,
     vocab: int = 50_257,
 ) -> Work:
-    """Forward, loss, backward, clipping and AdamW on random tokens of one document a sequence.
+    """Return a training step: forward, loss, backward, clipping and AdamW on random tokens, one document a sequence.
 
     Weights are in float32, under autocast to the problem's dtype. Beforehand the operator alone is timed at its shapes,
     forward and backward back to back: that, times the blocks, is "operator_seconds".
@@ -65,11 +65,11 @@ def step(
     adamw = optimizer(model, recipe)
     windows = torch.randint(vocab, (problem.B, problem.T + 1), device=problem.device)
     dtype = getattr(torch, problem.dtype)
-    torch.compiler.reset()  # else this batch would be another size of the last one's graphs
+    torch.compiler.reset()  # otherwise this batch would be a dynamic size of the last one's graphs
     logits = model if compiler is None else compiled(model, compiler)
 
     def forward(ids: Tensor, document_start: Tensor) -> Tensor:
-        # No document starts inside: attention told where they could would get a mask, which its fast kernels refuse.
+        # No document starts inside a sequence, so attention needs no mask, which its fast kernels do not support.
         return logits(ids)
 
     def losses(windows: Tensor) -> Tensor:
@@ -82,11 +82,12 @@ def step(
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(f"loss {loss}, gradient norm {norm}: a step that fails is no measure of one")
         adamw.step()
-        adamw.zero_grad()  # what is kept between steps is weights and moments
+        adamw.zero_grad()  # only weights and moments are kept between steps
         return loss
 
     return Work(run, [windows], facts)
 
 
 def _gate(mixer: str) -> Literal["exp", "sigmoid"]:
+    """Return the input gate of a mixer."""
     return "exp" if mixer == "mlstm_exp" else "sigmoid"

@@ -26,13 +26,13 @@ class TuneOptions(TuneConfig):
     """
 
     suite: tuple[str, ...] = ()
-    """Shapes of these suites of `tfla bench gpu` in place of the one above."""
+    """Suites of `tfla bench gpu` whose shapes are tuned, in place of the shape above."""
     stored: Path | None = None
-    """Keep the winners among results of `tfla bench gpu` in this folder; nothing is measured."""
+    """Folder of results of `tfla bench gpu` whose winners are stored; nothing is measured."""
 
     @property
     def shapes(self) -> list[Problem]:
-        """The shapes of the suites, or that of the options where no suite is named."""
+        """The shapes of the suites, or the shape of the options where no suite is named."""
         if not self.suite:
             return super().shapes
         return [
@@ -50,7 +50,7 @@ class TuneOptions(TuneConfig):
 
 
 def run(config: TuneOptions) -> int:
-    """Run :func:`tfla.tune.run.run`, or keep the winners among stored results; return the exit code.
+    """Run :func:`tfla.tune.run.run`, or store the winners of stored results; return the exit code.
 
     Raises:
         UserError: an option does not fit, or the file cannot be written.
@@ -64,7 +64,7 @@ def run(config: TuneOptions) -> int:
 
 
 def _keep_stored(folder: Path, file: Path) -> int:
-    """Keep the winners among stored results."""
+    """Store the winners of stored results and return the exit code."""
     if not folder.is_dir():
         raise UserError(f"stored: got {str(folder)!r}, expected a folder of results of `tfla bench gpu`")
     found = entries(folder)

@@ -1,4 +1,4 @@
-"""Winners among what `tfla bench gpu` measured of this library's kernels: entries without measuring again."""
+"""The tuned entries from stored results of `tfla bench gpu`, without new measurements."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tfla.tune.predict import Candidate
 Row = dict[str, Any]
 SHAPE = ("B", "T", "H", "dqk", "dhv")
 NEEDED = {"seconds", "way", "details", "peak_bytes", *SHAPE}
-NOT_OF_SEQUENCES = ("decode", "steps", "generate", "host")  # suites of steps, and of the host's time
+NOT_OF_SEQUENCES = ("decode", "steps", "generate", "host")  # suites of decoding steps and of host times
 
 
 def candidate(row: Row, axis: str) -> Measured:
-    """What ran, with the chunk size it was given or picked."""
+    """Return the candidate of a row, with the chunk size that was given or chosen."""
     backend, _, kernel = row["way"].partition(" ")
     details = row["details"]
     chunk = row["x"] if axis == "chunk size" else details.get("segment") or details["chunk"]
@@ -29,16 +29,17 @@ def candidate(row: Row, axis: str) -> Measured:
 
 
 def winners(result: Row) -> list[Row]:
-    """An entry for every backend, shape and gate of one result of which two candidates or more were measured.
+    """Return an entry for each backend, shape and gate of one result with two measured candidates or more.
 
-    None where the largest of several chunk sizes wins, and the sequence is longer: what it would be whole is not known.
+    There is no entry where the largest of several chunk sizes wins and the sequence is longer, because larger ones were
+    not measured.
     """
     shapes: dict[tuple[Any, ...], dict[tuple[str, int], tuple[Measured, Row]]] = {}
     for row in result["rows"]:
         if row["name"].startswith("tfla mLSTM") and row.get("direction") == BOTH and set(row) >= NEEDED:
-            if not isinstance(row["details"], dict) or not {"segment", "chunk"} & set(row["details"]):  # of no GPU
+            if not isinstance(row["details"], dict) or not {"segment", "chunk"} & set(row["details"]):  # not of a GPU
                 continue
-            if ", packed" in row["name"]:  # another problem than what has its shape
+            if ", packed" in row["name"]:  # another problem than the dense one of the same shape
                 continue
             one = candidate(row, result.get("axis", ""))
             key = one.candidate.backend, row["name"].removeprefix("tfla mLSTM")[:3], *(row[name] for name in SHAPE)
@@ -66,7 +67,7 @@ def winners(result: Row) -> list[Row]:
 
 
 def entries(folder: Path) -> list[Row]:
-    """Those of all results in a folder; of a shape that several have, the one chosen among most candidates."""
+    """Return the entries of all results in a folder; for a shape in several results, the one with most candidates."""
     found: dict[tuple[Any, ...], Row] = {}
     for result in load(folder).values():
         if result["suite"] not in NOT_OF_SEQUENCES:

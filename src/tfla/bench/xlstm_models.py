@@ -1,4 +1,4 @@
-"""The xLSTM of Hugging Face transformers as a whole model, on this library's operator and on others'."""
+"""The benchmark of a whole xLSTM of Hugging Face transformers, on the operators of several libraries."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tfla.measure.problem import Problem, Work
 Cell = Literal["tfla", "transformers", "mlstm_kernels"]
 
 
-NAMES = {"q": "query", "k": "key", "v": "value", "i": "igate", "f": "fgate"}  # of inputs, in transformers
+NAMES = {"q": "query", "k": "key", "v": "value", "i": "igate", "f": "fgate"}  # names of the inputs in transformers
 
 
 class KernelsCell(nn.Module):
-    """mlstm_kernels' own module behind the names that transformers has for its arguments, from a zero state.
+    """The module of mlstm_kernels, called with transformers' names of the arguments and a zero state.
 
-    With the xlstm package transformers takes that one's layers, which have the names of mlstm_kernels.
+    Where the xlstm package is installed, transformers uses its layers, which have the names of mlstm_kernels.
     """
 
     def __init__(self, kernel: str, chunk_size: int, dtype: str) -> None:
@@ -33,16 +33,17 @@ class KernelsCell(nn.Module):
         )  # fmt: skip
 
     def forward(self, **given: Any) -> Any:
-        # Gates in bfloat16 crash the compiler of its kernels. The state is that of a new cache, zeros: none to read.
+        """Compute the cell from the arguments of either library."""
+        # Gates in bfloat16 crash the compiler of its kernels. The state of a new cache is zero and is not passed on.
         x = {name: given[longer if longer in given else name] for name, longer in NAMES.items()}
         return self.run(**x | {gate: x[gate].float() for gate in "if"})
 
 
 def model(problem: Problem, cell: Cell, blocks: int = 18, vocab_size: int = 50304, **options: Any) -> Work:
-    """A model of random weights: a prefill into a new cache without gradients, with gradients the loss of the tokens.
+    """Return a call of a model with random weights: the loss with gradients, a prefill into a new cache without.
 
     Args:
-        options: for "mlstm_kernels" the kernel and its chunk_size.
+        options: the kernel and chunk_size of "mlstm_kernels".
     """
     from transformers import xLSTMConfig, xLSTMForCausalLM
 
