@@ -121,7 +121,7 @@ OPTIONS: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     (
         {"initial_state": state(), "input_gate": "sigmoid"},
         ValueError,
-        ("initial_state.n:", "tensor", "None", "normaliser"),
+        ("initial_state.n:", "tensor", "None", "normalizer"),
     ),
 ]
 CU_SEQLENS: list[tuple[Any, type[Exception], tuple[str, ...]]] = [

@@ -65,7 +65,7 @@ def test_without_initial_state(way: Way, form: str, T: int) -> None:
     p = problem(form, dtype=way.widest, T=T, carried=False)
     ref = truth(p)
     for name, x in solve(p, way).items():
-        # The first step's h is v for any q, k and gates, where the normaliser is not bounded: gradients of zero.
+        # The first step's h is v for any q, k and gates, where the normalizer is not bounded: gradients of zero.
         assert (x - ref[name]).norm() <= TOLERANCE[p.dtype] * max(ref[name].norm().item(), 1.0), name
 
 
