@@ -1,4 +1,8 @@
-"""Launches of the Triton kernels: tile sizes, strides, and what each walk reads."""
+"""The launches of the Triton kernels of one forward or backward, which the Hopper backend extends.
+
+B, T and H are the sizes of v, (B, T, H, dhv); K and V are dqk and dhv of the states, padded where the kernels need it.
+For packed sequences B is 1. Gradients and results are named as in :mod:`tfla.backends.base`.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +35,21 @@ from tfla.backends.gpu.segmentation import best_chunk_size
 from tfla.backends.triton import WIDEST_WALK, fused_kernels
 from tfla.backends.triton import sequences as sequence_kernels
 
-CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of one program of the gate kernels
-OFFSETS, MOST_CLEARED = 512, 5  # of packed sequences, read at once; tensors that a launch clears
+CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of a program of the gate kernels
+OFFSETS, MOST_CLEARED = 512, 5  # offsets that a program loads at once; most tensors that one launch clears
 
 
 def _strides(x: Tensor) -> tuple[int, int, int]:
-    """Of batch, time and head; zero where there is one sequence, so that a long one needs no kernel with 64 bits."""
+    """Return the strides of batch, time and head of x, (B, T, H, ...).
+
+    The batch stride is 0 for B = 1: it could otherwise exceed 32 bits and require another kernel.
+    """
     b, t, h, *_ = x.stride()
     return b if x.shape[0] > 1 else 0, t, h
 
 
 def _describable(*tensors: Tensor) -> bool:
-    """Whether tensor descriptors can address these: bases and strides in multiples of 16 bytes."""
+    """Return whether TMA descriptors can address these tensors: addresses and strides are multiples of 16 bytes."""
     return all(
         t.data_ptr() % 16 == 0
         and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
@@ -51,18 +58,21 @@ def _describable(*tensors: Tensor) -> bool:
     )
 
 
-Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents
+Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents dC and dn
 
 
 class Call:
-    """What all launches of one forward or backward share."""
+    """The sizes, options and launches of one forward or backward.
 
-    close_marks = True  # without a normalizer
-    values_last = True  # dv is made behind dq and dk, and its memory has marks till then
-    finds_delta = False  # whether a walk does, before others want it
-    pieces = 1  # how many parts of each dq and dk of a head there are, to be summed
-    together = 1  # heads whose parts of dq and dk are one
-    few_vectors = False  # whether those who read gate vectors make what they can of them
+    Subclasses replace single launches, and set the class attributes that say what their kernels do.
+    """
+
+    close_marks = True  # whether checkpoints are closer without a normalizer
+    values_last = True  # whether dv is computed after dq and dk; its memory then holds checkpoints until then
+    finds_delta = False  # whether a scan computes delta before other launches read it
+    pieces = 1  # number of partial dq and dk of a head, which are summed afterwards
+    together = 1  # heads that share one partial dq and dk
+    few_vectors = False  # whether the gate vectors INTER, UPDATE and DECAY are left out (TOTAL_ONLY)
 
     def __init__(self, recorder: LaunchRecorder, x: Inputs, spec: Spec) -> None:
         self.x, self.spec = x, spec
@@ -97,32 +107,33 @@ class Call:
         }  # fmt: skip
         self.scales = spec.scale, math.log2(abs(spec.scale)) if spec.scale else -1e9
         self.longest = min(self.steps, self.T)  # steps of a segment
-        self.spare: Tensor | None = None  # memory that nobody needs yet, of the inputs' dtype
-        self.lent = 0  # how many of its elements are used
+        self.spare: Tensor | None = None  # unused memory in the inputs' dtype: dv before it is computed
+        self.lent = 0  # number of its elements that hold checkpoints
 
     @classmethod
     def frame(cls, x: Inputs) -> tuple[int, int]:
-        """dqk and dhv of states: those of the inputs, or what the walks fill them up to."""
+        """Return dqk and dhv of the states, padded to what the kernels of a subclass support."""
         return x.q.shape[3], x.v.shape[3]
 
     @classmethod
     def kernel_config_for(cls, x: Inputs) -> KernelConfig:
+        """Return the kernel configuration for these inputs."""
         return kernel_config(x)
 
     @classmethod
     def programs(cls, x: Inputs) -> int:
-        """That share a piece of a sequence."""
+        """Return how many programs share the scan of one segment of one head."""
         return ceil_div(x.v.shape[3], cls.kernel_config_for(x).o_dv.split)
 
     @classmethod
     def segment_steps(cls, x: Inputs, chunk_size: int) -> int:
-        """chunk_size in whole tiles."""
+        """Return chunk_size rounded up to whole tiles: the number of steps of a segment."""
         L = cls.kernel_config_for(x).tile_steps
         return ceil_div(chunk_size, L) * L
 
     @classmethod
     def details(cls, x: Inputs, chunk_size: int) -> dict[str, object]:
-        """For :func:`tfla.explain`."""
+        """Return the sizes that :func:`tfla.explain` shows."""
         return {
             "tile": cls.kernel_config_for(x).tile_steps,
             "segment": min(cls.segment_steps(x, chunk_size), x.v.shape[1]),
@@ -130,12 +141,12 @@ class Call:
 
     @classmethod
     def tuning(cls, x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
-        """What is chosen, not given."""
+        """Return the choices that are part of the call signature because the inputs' shapes do not determine them."""
         return kernel_config(x), cls.marks_of(x, spec), products(x)
 
     @classmethod
     def marks_of(cls, x: Inputs, spec: Spec) -> int:
-        """Steps between marks."""
+        """Return the number of steps between checkpoints."""
         closer = cls.close_marks and not spec.normalize
         dims = int(x.q.shape[3]), int(x.v.shape[3])
         return checkpoint_interval(*dims, x.q.element_size(), math.prod(cls.frame(x)), closer)
@@ -163,18 +174,18 @@ class Call:
         )  # fmt: skip
 
     def slots(self, steps: int) -> int:
-        """Places for pieces of so many steps of all sequences."""
+        """Return the number of pieces of `steps` steps of all sequences, empty pieces of packed sequences included."""
         return self.T // steps + self.x.sequences if self.packed else self.B * ceil_div(self.T, steps)
 
     def dense(self, t: Tensor | None) -> Tensor | None:
-        """In float32."""
+        """Return t as a contiguous float32 tensor."""
         if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
             return t
         found: Tensor = self.do(lambda t: t.float().contiguous(), t)
         return found
 
     def filled_up(self, C: Tensor | None, n: Tensor | None) -> Pair:
-        """As the walks have states, in float32."""
+        """Return initial states C, (sequences, H, dqk, dhv), and n padded to K and V, in float32."""
         C, n = self.dense(C), self.dense(n)
         if not self.filled:
             return C, n
@@ -185,7 +196,7 @@ class Call:
         )
 
     def cut_off(self, C: Tensor | None, n: Tensor | None) -> Pair:
-        """As callers have states."""
+        """Return states C, (sequences, H, K, V), and n cut to the head dims of the inputs."""
         if not self.filled:
             return C, n
         k, v = self.x.q.shape[3], self.x.v.shape[3]
@@ -195,18 +206,24 @@ class Call:
         )
 
     def zeros(self, *shape: int) -> Tensor:
+        """Return a float32 tensor of zeros."""
         return self.do(Tensor.zero_, self.new(*shape))
 
     def new_states(self) -> Tensor:
-        """Places for the states of segments."""
+        """Allocate the states of all segments, (segments, H, K, V)."""
         return self.new(self.segments, self.H, self.K, self.V, dtype=stored_dtype(self.x, self.spec))
 
     def heads_of(self, most: int) -> int:
-        """How many a program of the gate kernels has."""
+        """Return how many heads a program of the gate kernels computes, at most `most`."""
         return min(most, triton.next_power_of_2(self.H))
 
     def gates(self, m_final: Tensor | None, d: Tensor | None = None) -> Tensor:
-        """The gate vectors; with the forward's d those of the backward."""
+        """Compute the gate vectors, (H, tiles, VECTORS, L) float32.
+
+        Args:
+            m_final: the max states after the sequences, (sequences, H), to be written, or None.
+            d: the denominators of the forward, (B, T, H), for the gate vectors of the backward.
+        """
         x, spec, m = self.x, self.spec, self.dense(self.x.m)
         slots, heads, size = self.slots(CHUNK), self.heads_of(HEADS), gate_kernels.VECTORS.value * self.L
         summaries = 4 * self.H * slots if spec.normalize else 0  # one allocation: each takes the host a while
@@ -235,7 +252,7 @@ class Call:
         return out
 
     def compute_delta(self, gates: Tensor, h: Tensor, dh: Tensor) -> None:
-        """What the gradient of the denominators adds to dP, into the gate vectors."""
+        """Compute delta, (T7), into the gate vectors."""
         V = h.shape[3]
         block = 128 if V % 16 == 0 else 32  # rows that are not aligned take more registers
         self.launch(gate_kernels.compute_delta, (self.slots(self.L), self.H),
@@ -244,7 +261,7 @@ class Call:
         )  # fmt: skip
 
     def end_cotangents(self, dC: Tensor | None, dn: Tensor | None) -> Pair:
-        """Without a cotangent for n there may still be one for C, and the other way round."""
+        """Return the padded cotangents of the final states; where only one of dC and dn is given, the other is zeros."""
         C, n = self.filled_up(dC, dn)
         if not self.spec.normalize or (C is None) == (n is None):
             return C, n
@@ -255,7 +272,18 @@ class Call:
         self, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, gates: Tensor, back: bool, state: Tensor | None,
         final: Tensor | None, decays: Tensor | None = None, skip: bool = False,
     ) -> None:  # fmt: skip
-        """Fills out, or with None only the final states and the decays, with `skip` not of the last segments."""
+        """Compute o or dv into `out`; with None only the final states of segments and their decays.
+
+        Args:
+            x, y, z: the operands, see the table in :mod:`.fused_kernels`.
+            out: the output, (B, T, H, dhv).
+            gates: the gate vectors.
+            back: whether the scan runs against time.
+            state: the states that scans start from, (segments, H, K, V).
+            final: the states that scans end with, to be written.
+            decays: the decays over segments, (segments, H), to be written.
+            skip: whether the segments that end a scan are left out.
+        """
         tiles = self.config.o_dv
         written = y if out is None else out
         self.launch(fused_kernels.o_dv_scan, (ceil_div(self.V, tiles.split), self.segments * self.H),
@@ -272,13 +300,16 @@ class Call:
     def denominators(
         self, x: Tensor, z: Tensor, gates: Tensor, n: Tensor | None, final: Tensor | None, d: Tensor | None
     ) -> None:
-        """Divides the gate matrix by them. Whole sequences are cut where they leave most multiprocessors idle."""
+        """Compute the denominators and fold them into the gate vectors.
+
+        Where whole sequences leave most multiprocessors idle, this scan alone is cut into segments.
+        """
         programs, available = self.B * self.H * self.parts_of_n(), processors(z.device)
         if self.segmented or (self.packed and 2 * programs > available):
             self.normalizer_scan(x, z, gates, False, n, final, d)
             return
         steps = ceil_div(max(ceil_div(self.T * programs, available), SHORTEST_SEGMENT), self.L) * self.L
-        if 2 * steps > self.T and not self.packed:  # in one piece, by the kernel of those that are cut
+        if 2 * steps > self.T and not self.packed:  # one segment, with the kernel for segments
             starts = self.zeros(self.B, self.H, self.K) if n is None else n
             self.normalizer_scan(x, z, gates, False, starts, final, d, steps=ceil_div(self.T, self.L) * self.L)
             return
@@ -286,21 +317,33 @@ class Call:
         starts, decays = self.new(segments, self.H, self.K), self.new(segments, self.H)
         self.normalizer_scan(x, x, gates, False, None, starts, None, False, final is None, steps, decays)
         self.join(starts, decays, False, n, final, steps)
-        ends = None if final is None else self.new(segments, self.H, self.K)  # which nobody reads
+        ends = None if final is None else self.new(segments, self.H, self.K)  # written but not read
         self.normalizer_scan(x, z, gates, False, starts, ends, d, steps=steps)
 
     def parts_of_n(self) -> int:
-        """Programs that share one; float32 takes twice the shared memory."""
+        """Return how many programs share the keys of one n; float32 takes twice the shared memory."""
         return ceil_div(self.K, WIDEST_WALK // 2 if self.exact else WIDEST_WALK)
 
     def normalizer_scan(
         self, x: Tensor, z: Tensor, gates: Tensor, back: bool, n: Tensor | None, final: Tensor | None,
         d: Tensor | None = None, output: bool = True, skip: bool = False, steps: int = 0, decays: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Divides the gate matrix by the denominators; walking back or without output only the final n, and the decays
-        over segments. Those are of `steps`, or as others."""
+        """Scan n: fold the denominators into the gate vectors, or without `output` compute only final n or dn.
+
+        Args:
+            x, z: k and q, or for dn q twice.
+            gates: the gate vectors.
+            back: whether the scan runs against time, for dn.
+            n: the normalizer states that scans start from, (segments, H, K).
+            final: the states that scans end with, to be written.
+            d: the denominators, (B, T, H), to be written.
+            output: whether denominators are computed.
+            skip: whether the segments that end a scan are left out.
+            steps: the number of steps of a segment, if it differs from that of the other scans.
+            decays: the decays over segments, (segments, H), to be written.
+        """
         segmented, segments = (True, self.slots(steps)) if steps else (self.segmented, self.segments)
-        stages = 1 if self.exact else 2  # what registers and shared memory hold
+        stages = 1 if self.exact else 2  # limited by registers and shared memory
         if self.config.descriptors:
             stages = 3 if self.K <= 256 else 1
         most = 128 if output and not self.config.descriptors else 256  # keys for which four warps have registers
@@ -323,7 +366,7 @@ class Call:
             )  # fmt: skip
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
-        """Fills h, and with a normalizer d."""
+        """Compute h, and with a normalizer d."""
         x = self.x
         if self.spec.normalize:
             self.denominators(x.k, x.q, gates, state[1], final[1], d)
@@ -333,10 +376,16 @@ class Call:
         self, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, gates: Tensor, delta: bool, back: bool,
         state: Pair, final: Pair,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Fills out; returns sums of w . out, (parts, H, tiles, pieces, L), and the marks of the state and of n."""
+        """Compute dq or dk into `out`, (B, T, H, dqk).
+
+        Returns:
+            The sums w . out, (parts, H, tiles, pieces, L), and the checkpoints of the state and of n.
+        """
         tiles = self.config.dq_dk if self.spec.normalize else self.config.dq_dk_unnormalized or self.config.dq_dk
         parts = ceil_div(self.K, tiles.split)
-        each = tiles.split // 16 if self.config.wgmma_dq_dk else 1  # 16 are those of a warp: no exchange between warps
+        each = (
+            tiles.split // 16 if self.config.wgmma_dq_dk else 1
+        )  # sums over the 16 dims of one warp need no exchange between warps
         sums = self.new(parts, self.H, self.tiles, each, self.L)
         C, n = state
         C_out, n_out = final
@@ -356,7 +405,7 @@ class Call:
         return sums, marks, n_marks
 
     def sum_of_groups(self, x: Tensor, group: int, out: Tensor | None = None) -> Tensor:
-        """(B, T, groups * group, D) to (B, T, groups, D), both dense."""
+        """Sum x, (B, T, groups * group, D) dense, over the heads of each group; return (B, T, groups, D)."""
         B, T, heads, D = x.shape
         out = self.new(B, T, heads // group, D, dtype=x.dtype) if out is None else out
         rows, width = B * T * heads // group, power_of_two(D)
@@ -367,7 +416,7 @@ class Call:
         return out
 
     def new_marks(self, unused: Tensor) -> tuple[Tensor, Tensor]:
-        """Places for the marks of a state, and of n."""
+        """Allocate checkpoints of the state and of n; without a normalizer `unused` stands for the latter."""
         places = self.B * self.T // self.marks if self.longest > self.marks else 0
         shape = places, self.H, self.K, self.V
         begin, size = ceil_div(self.lent, CHUNK) * CHUNK, math.prod(shape)
@@ -382,8 +431,19 @@ class Call:
         self, gates: Tensor, out: Outputs, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair,
         start: Pair, end: Pair, first: Pair, delta: bool,
     ) -> None:  # fmt: skip
-        """Fills those of q, k, v, of the gates (of i or None), and `first`, that of the first states; `start` are the
-        states that walks start from, `end` the cotangents of those that sequences end with."""
+        """Compute all gradients.
+
+        Args:
+            gates: the gate vectors of the backward.
+            out: the results of the forward.
+            dh: the cotangent of h, (B, T, H, dhv).
+            results: dq, dk and dv, to be written.
+            of_gates: the gradients of the input gate, or None, and of the forget gate, to be written.
+            start: the states that scans start from.
+            end: the cotangents of the final states of the sequences.
+            first: the cotangents of the initial states of the sequences, to be written.
+            delta: whether the normalizer has a gradient.
+        """
         x, (dq, dk, dv), (di, df) = self.x, results, of_gates
         (dC, dn), decays, last = end, gates, first
         if self.segmented:
@@ -417,7 +477,7 @@ class Call:
     def queries_gradient(
         self, gates: Tensor, dh: Tensor, dq: Tensor, start: Pair, delta: bool
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Fills dq; returns sums of q . dq, (parts, H, tiles, pieces, L), and the marks of the state and of n."""
+        """Compute dq; return the sums q . dq, (parts, H, tiles, pieces, L), and the checkpoints of the states."""
         x = self.x
         q_dq, states, n_states = self.rows(x.k, x.v, dh, x.q, dq, gates, delta, False, start, (None, None))
         return q_dq, (states, n_states)
@@ -426,14 +486,16 @@ class Call:
         self, gates: Tensor, dh: Tensor, dk: Tensor, dv: Tensor, marks: tuple[Tensor, Tensor], end: Pair, first: Pair,
         delta: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Fills dk, and with one walk for both also dv, whose `values_gradient` is then none; returns sums of k . dk
-        as those of q . dq, and <C, dC> at marks, as `checkpoint_dots` has them."""
+        """Compute dk; return the sums k . dk in the shape of q . dq, and <C, dC> at the checkpoints.
+
+        Where one scan computes both dk and dv, it also writes dv, and `values_gradient` launches nothing.
+        """
         x = self.x
         k_dk, *cotangents = self.rows(x.q, dh, x.v, x.k, dk, gates, delta, True, end, first)
         return k_dk, self.checkpoint_dots(*marks, *cotangents)
 
     def checkpoint_dots(self, C: Tensor, n: Tensor, dC: Tensor, dn: Tensor) -> Tensor:
-        """<C, dC> at each mark of each head, that of n and dn with it, in parts."""
+        """Return <C, dC> + <n, dn> at each checkpoint of each head, (checkpoints * H, parts) float64."""
         marks = C.shape[0] * C.shape[1]
         dots = self.new(marks, 1, dtype=torch.float64)
         if marks:
@@ -446,13 +508,13 @@ class Call:
     def values_gradient(
         self, gates: Tensor, out: Outputs, dh: Tensor, dv: Tensor, end: Tensor | None, delta: bool
     ) -> None:  # fmt: skip
-        """Fills dv, and delta where `finds_delta`."""
+        """Compute dv, and delta where `finds_delta`."""
         self.columns(self.x.q, dh, self.x.k, dv, gates, True, end, None)
 
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False
     ) -> Pair:
-        """States that segments start from, or walking back the cotangents of those they end with."""
+        """Compute the states at segment starts, or with `back` the cotangents of the states at segment ends."""
         C, decays = self.boundary_C(x, y, gates, back, given[0], final[0])
         if not self.spec.normalize:
             return C, None
@@ -461,9 +523,11 @@ class Call:
     def boundary_C(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Tensor | None, final: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """`boundary_states` without n; also the decays over segments."""
+        """Compute C of `boundary_states`; return it with the decays over segments, (segments, H)."""
         C, decays = self.new_states(), self.new(self.segments, self.H)
-        self.add_up(x, y, gates, back, C, decays, final is None)  # nobody wants what is behind a last segment
+        self.add_up(
+            x, y, gates, back, C, decays, final is None
+        )  # without `final` the states after last segments are not read
         self.join(C, decays, back, given, final)
         return C, decays
 
@@ -471,7 +535,7 @@ class Call:
         self, x: Tensor, gates: Tensor, back: bool, given: Tensor | None, final: Tensor | None, decays: Tensor,
         delta: bool,
     ) -> Tensor:  # fmt: skip
-        """`boundary_states` of n."""
+        """Compute n of `boundary_states`, (segments, H, K)."""
         n = self.new(self.segments, self.H, self.K)
         if back and not delta:
             self.do(Tensor.zero_, n)
@@ -483,14 +547,16 @@ class Call:
     def add_up(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, states: Tensor, decays: Tensor, skip: bool
     ) -> None:  # fmt: skip
-        """What segments add to states, with `skip` not the last ones, and the decays over them."""
+        """Compute what each segment adds to the state, and its decay; with `skip` the last segments are left out."""
         self.columns(x, y, x, None, gates, back, None, states, decays, skip)
 
     def join(
         self, states: Tensor, decays: Tensor, back: bool, given: Tensor | None, final: Tensor | None, steps: int = 0
     ) -> None:  # fmt: skip
-        """What each segment, of `steps` or as others, adds to a state becomes, in place, the state that it starts
-        from."""
+        """Replace, in place, what each segment adds to the state by the state at its start (state passing).
+
+        `steps` is the number of steps of a segment, if it differs from that of the other scans.
+        """
         size = states[0, 0].numel()
         block = min(1024, power_of_two(size))
         self.launch(sum_kernels.pass_states, (ceil_div(size, block), self.x.sequences, self.H),
@@ -501,12 +567,12 @@ class Call:
 
 
 def call_of(direction: str, kind: type[Call], spec: Spec, x: Inputs, *more: Tensor | None) -> Hashable:
-    """All that a call depends on; `more`: what else is given."""
+    """Return the signature of a call: all that its launches depend on. `more` are further tensors that are given."""
     return direction, kind.__name__, spec, *kind.tuning(x, spec), static(*x, *more)
 
 
 def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
-    """`kind` says what computes the walks."""
+    """Compute the forward, by recording or replaying the launches of `kind`."""
 
     def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Outputs:
         return _forward(kind(recorder, Inputs(*given), spec))  # type: ignore[arg-type]
@@ -515,11 +581,15 @@ def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
 
 
 def again(x: Inputs, spec: Spec, kind: type[Call]) -> Again | None:
-    """What a former `forward` of these sizes noted; float32 is multiplied as PyTorch is set at each."""
+    """Return the recorded launches of an earlier `forward` with this signature, or None.
+
+    It is None for float32, since the precision of float32 products can change from call to call.
+    """
     return None if x.q.dtype == torch.float32 else recorded_launches(call_of("forward", kind, spec, x))
 
 
 def _forward(call: Call) -> Outputs:
+    """Launch the forward."""
     x, spec = call.x, call.spec
     N, H, K, V = x.sequences, call.H, call.K, call.V  # of states
     h = call.new(*x.v.shape, dtype=x.v.dtype)
@@ -528,7 +598,7 @@ def _forward(call: Call) -> Outputs:
     if spec.final_state:
         C = call.new(N, H, K, V)
         if spec.normalize:
-            # Empty sequences have no last step, so theirs stays as it was.
+            # An empty sequence has no last step: its max state keeps the initial value.
             m = call.zeros(N, H) if x.m is None else call.do(Tensor.copy_, call.new(N, H), x.m)
             n = call.new(N, H, K)
     d = call.new(*x.log_f.shape) if spec.normalize and spec.save else None
@@ -553,6 +623,8 @@ def _forward(call: Call) -> Outputs:
 def backward(
     x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec, kind: type[Call] = Call
 ) -> Grads:
+    """Compute the backward, by recording or replaying the launches of `kind`."""
+
     def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Grads:
         x, cotangents, (h, d, chunk_C, chunk_n) = Inputs(*given[:9]), given[9:12], given[12:]  # type: ignore[arg-type]
         return _backward(kind(recorder, x, spec), out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n), *cotangents)  # type: ignore[arg-type]
@@ -562,10 +634,11 @@ def backward(
 
 
 def _backward(call: Call, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None) -> Grads:
+    """Launch the backward."""
     x, spec = call.x, call.spec
     N, H, K, V = x.sequences, call.H, call.K, call.V  # of states
     dh = dh if dh.stride(-1) == 1 else call.do(Tensor.contiguous, dh)
-    # Parts are rounded before they are summed: in float32 they would move twice the bytes of all other gradients.
+    # Partial gradients are rounded before they are summed. In float32 they would take twice the bytes of all others.
     shares = call.group * call.pieces // call.together
     dq, dk = (call.new(call.B, call.T, x.q.shape[2] * shares, x.q.shape[3], dtype=x.q.dtype) for _ in range(2))
     dv = call.new(*x.v.shape, dtype=x.v.dtype)
