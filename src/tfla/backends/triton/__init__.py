@@ -1,6 +1,6 @@
-"""Triton, for NVIDIA GPUs from Ampere on: fused kernels (:mod:`.walk`) and those of the paper (:mod:`.tfla_parallel`),
-and decoding (:mod:`.step`).
+"""The Triton backend, for NVIDIA GPUs from Ampere on.
 
+It has the fused scans (:mod:`.fused_kernels`), the kernels of the paper (:mod:`.paper`) and decoding (:mod:`.decode`).
 Triton is imported on first use.
 """
 
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant
 
 LARGEST_DQK, LARGEST_DHV = 1024, 1024
-WIDEST_WALK = 512  # keys of a state that a program of the walks can hold some columns of
-TFLA_CHUNK = 256  # where the paper's Figure 5 has its optimum
+WIDEST_WALK = 512  # largest dqk for which a program of the fused scans can hold some columns of the state
+TFLA_CHUNK = 256  # the optimum of the paper's Figure 5
 
 
 @constant
 def _ampere_or_newer(device: torch.device) -> bool:
+    """Return whether the GPU has compute capability 8.0 or newer."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @constant
 def _cheapest(dqk: int, dhv: int, itemsize: int, chunk_size: int, device: torch.device) -> str:
+    """Return the kernel with the smallest predicted time, see :mod:`.kernel_choice`."""
     from tfla.backends.triton import kernel_choice
 
     return kernel_choice.cheapest(dqk, dhv, itemsize, chunk_size, device)
@@ -37,7 +39,7 @@ def _cheapest(dqk: int, dhv: int, itemsize: int, chunk_size: int, device: torch.
 
 @functools.cache  # an import inside a function takes a microsecond
 def _walks(kernel: str) -> type[Call]:
-    """What computes them."""
+    """Return the launch class of a kernel."""
     from tfla.backends.triton import launch
     from tfla.backends.triton.paper import launch as tfla_launch
 
@@ -45,6 +47,8 @@ def _walks(kernel: str) -> type[Call]:
 
 
 class Triton(Backend):
+    """The backend of the Triton kernels."""
+
     name = "triton"
     priority = 10
     kernels = ("fused", "tfla")
@@ -63,7 +67,7 @@ class Triton(Backend):
         return self._unsupported(x.q)
 
     def _unsupported(self, q: Tensor) -> str | None:
-        """Why tensors on this device, of this dtype cannot be taken."""
+        """Return why tensors on this device and of this dtype are not supported, or None."""
         if not INSTALLED:
             return 'Triton is not installed: pip install "tfla[triton]"'
         if q.device.type != "cuda" and not INTERPRETED:
@@ -90,7 +94,7 @@ class Triton(Backend):
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
         if kernel == "tfla":
             return TFLA_CHUNK
-        if torch.compiler.is_compiling():  # a choice by length would make one graph for each
+        if torch.compiler.is_compiling():  # a choice by length would compile one graph for each length
             return DEFERRED_CHUNK_SIZE
         from tfla.backends.gpu import segmentation
         from tfla.backends.triton import launch

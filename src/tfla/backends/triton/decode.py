@@ -1,4 +1,4 @@
-"""Launches of :mod:`.step`: strides, and how the state is cut."""
+"""The launches of :mod:`.decode_kernels`: strides, and the part of the state that a program computes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tfla.backends.base import StepInputs, StepOutputs, StepSpec, static
 from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay
 from tfla.backends.triton import decode_kernels
 
-PRECISION = "tf32x3"  # what is exact to about float32
+PRECISION = "tf32x3"  # about as exact as float32
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What a program has of a state: BV columns, BK rows at a time. Measured on an H200."""
+    """The part of a state that a program computes: BV columns, in blocks of BK rows; as measured on an H200."""
 
     BK: int
     BV: int
@@ -26,12 +26,14 @@ class Cut:
 
 
 def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 @functools.cache
 def cut(dqk: int, dhv: int, several: bool) -> Cut:
-    if several:  # what MMAs read goes through shared memory
+    """Return the part of the state of one program; `several` says whether there are several steps."""
+    if several:  # operands of MMAs need shared memory
         return Cut(max(16, min(power_of_two(dqk), 32)), max(16, min(power_of_two(dhv), 64)), 4)
     rows = min(power_of_two(dqk), 256)
     columns = min(power_of_two(dhv), max(16, min(128, 8192 // rows)))
@@ -39,12 +41,12 @@ def cut(dqk: int, dhv: int, several: bool) -> Cut:
 
 
 def call_of(x: StepInputs, spec: StepSpec, into: Tensor | None) -> Hashable:
-    """All that a launch depends on."""
+    """Return the signature of a call: all that its launch depends on."""
     return "steps", spec, static(*x, into)
 
 
 def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
-    """One launch. The new C goes to ``into``, which may be that of x, or with None to a new tensor."""
+    """Compute the steps in one launch; the new C is written to `into`, which may be x.C, or to a new tensor."""
 
     def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> StepOutputs:
         return _launch(recorder, StepInputs(*given[:-1]), spec, given[-1])  # type: ignore[arg-type]
@@ -53,7 +55,10 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
 
 
 def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
+    """Allocate the results and launch the kernel."""
+
     def dense(t: Tensor, whole: bool = True) -> Tensor:
+        """Return t contiguous, or unless `whole` with a contiguous last dim."""
         found: Tensor = t if (t.is_contiguous() if whole else t.stride(-1) == 1) else recorder.do(Tensor.contiguous, t)
         return found
 

@@ -1,8 +1,9 @@
-"""Decoding: one step, or a few, of every sequence in one launch that reads and writes the state once.
+"""Decoding kernels: one step, or a few steps, of every sequence in one launch that reads and writes the state once.
 
-A program has some columns of the state of one head and all its rows, a block at a time. Gates come as the model has
-them: there is one number a head and step, every program works them out. The max state and n are wanted by all programs
-of a head, which compute them alike; the first of them writes them.
+A program computes some columns of the state of one head, all rows, a block of rows at a time. Numbers in parentheses
+are the equations of arXiv 2503.14376. Gates are read as the caller gives them; every program computes them, since there
+is one number for each head and step. All programs of a head need m and n; each computes the same values, and the first
+one stores them.
 """
 
 import triton
@@ -14,14 +15,14 @@ from tfla.backends.gpu.state_passing import rounded_product
 
 @triton.jit
 def log_gate(at, SIGMOID: tl.constexpr):
-    """The clamped log-gate, from itself or from its pre-activation; NaN stays."""
+    """Load a gate and return its clamped log-gate; with SIGMOID the gate is a pre-activation. NaN stays NaN."""
     return finite_log_gate(tl.load(at).to(tl.float32), SIGMOID)
 
 
 @triton.jit
 def decays(f_at, i_at, m, NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr,
            SIGMOID_F: tl.constexpr):  # fmt: skip
-    """Of one step, behind which the max state is the third: weights of the state before it and of its update."""
+    """Return for one step the weight of the state before it, the weight of its update, and the max state after it."""
     log_f = log_gate(f_at, SIGMOID_F)
     log_i = 0.0
     if INPUT_GATE:
@@ -36,7 +37,7 @@ def decays(f_at, i_at, m, NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIG
 
 @triton.jit
 def denominator(d, floor, EPS: tl.constexpr):
-    """max(|d|, exp(-m)), (4), with EPS added."""
+    """Return max(|d|, floor) + EPS, (4); floor is exp(-m)."""
     d = tl.abs(d)
     floor = tl.maximum(floor, TINY)
     d = tl.where(d > floor, d, floor)
@@ -52,7 +53,11 @@ def one_step(
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NORMALIZE: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Out (B, H, DV) and the state behind the step, (1)-(4)."""
+    """Compute one step, (1) to (4): Out, (B, H, DV), and the state after it.
+
+    The grid is (B * H * DV / BV). Q and K are (B, H / GROUP, DK), V (B, H, DV), I and F (B, H), C and C_out (B, H, DK,
+    DV), N and N_out (B, H, DK), M and M_out (B, H).
+    """
     parts: tl.constexpr = (DV + BV - 1) // BV
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64)
@@ -75,7 +80,7 @@ def one_step(
         c = tl.load(C + b * cb + h * ch + rk[:, None] * ck + rv[None, :] * cv, inside, 0.0).to(tl.float32)
         q = tl.load(Q + b * qb + hq * qh + rk, in_k, 0.0).to(tl.float32)
         k = i * tl.load(K + b * kb + hq * kh + rk, in_k, 0.0).to(tl.float32)
-        c = f * c + k[:, None] * v[None, :]  # (2)
+        c = f * c + k[:, None] * v[None, :]  # (2), (BK, BV)
         tl.store(C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv, c.to(C_out.dtype.element_ty), inside)
         num += tl.sum(rounded_product(c, q[:, None]), 0)
         if NORMALIZE:
@@ -99,9 +104,10 @@ def several_steps(
     NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
     EPS: tl.constexpr, LENGTHS: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Out (B, T, H, DV) and the state behind step T, or behind the step that `lengths` says of each sequence.
+    """Compute T steps: Out, (B, T, H, DV), and the state after step lengths[b] of sequence b, or after step T.
 
-    The steps are one tile, (44)-(56): its gate matrix is made by the recurrence, row by row.
+    The steps are one tile, (44) to (56). Its gate matrix is computed row by row by the recurrence of the gates. The
+    grid is (B * H * DV / BV); operands are as in `one_step`, with T after B.
     """
     parts: tl.constexpr = (DV + BV - 1) // BV
     part = tl.program_id(0) % parts
@@ -115,15 +121,15 @@ def several_steps(
     in_t = rt < T
     length = T
     if LENGTHS:
-        # No host reads the values: they are bounded here, before 64 bits become 32.
+        # The host does not read the lengths, so they are clamped here, before they are converted to 32 bits.
         length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), T).to(tl.int32)
     m = 0.0
     if NORMALIZE:
         m = clamp_gate(tl.load(M + row).to(tl.float32))
     m_last = m
-    weight = 1.0  # of the state, and of each update so far, in the output of step t
+    weight = 1.0  # weight of the initial state in the state after step t; `update` has those of the steps
     update = tl.zeros([BT], tl.float32)
-    weight_last = 1.0  # in the returned state
+    weight_last = 1.0  # the same for the returned state
     update_last = tl.zeros([BT], tl.float32)
     weights = tl.zeros([BT], tl.float32)
     D = tl.zeros([BT, BT], tl.float32)
@@ -157,7 +163,7 @@ def several_steps(
         q_at = Q + b * qb + rt[:, None] * qt + hq * qh + rk[None, :]
         q = tl.load(q_at, in_t[:, None] & in_k[None, :], 0.0).to(tl.float32)
         k_at = K + b * kb + rt[None, :] * kt + hq * kh + rk[:, None]
-        k = tl.load(k_at, in_k[:, None] & in_t[None, :], 0.0).to(tl.float32)  # transposed
+        k = tl.load(k_at, in_k[:, None] & in_t[None, :], 0.0).to(tl.float32)  # (BK, BT), transposed
         S += tl.dot(q, k, input_precision=PRECISION)
         num += tl.dot(q, c, input_precision=PRECISION)
         k = tl.where(kept[None, :], k * update_last[None, :], 0.0)

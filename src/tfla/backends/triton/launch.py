@@ -261,7 +261,7 @@ class Call:
         )  # fmt: skip
 
     def end_cotangents(self, dC: Tensor | None, dn: Tensor | None) -> Pair:
-        """Return the padded cotangents of the final states; where only one of dC and dn is given, the other is zeros."""
+        """Return the padded cotangents of the final states; if only one of dC and dn is given, the other is zeros."""
         C, n = self.filled_up(dC, dn)
         if not self.spec.normalize or (C is None) == (n is None):
             return C, n

@@ -1,4 +1,4 @@
-"""Gradients of the gates where states are known at the starts of chunks of any length."""
+"""The gradients of the gates from the states at the starts of chunks."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from tfla.backends.gpu.gate_kernels import first_tile, load_gate, locate_chunk
 
 @triton.jit
 def _falls(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr):
-    """q . dq and k . dk of steps, summed over the parts of the head dim."""
+    """Return q . dq and k . dk of steps, (1, STEPS), summed over the parts of the head dim."""
     q = tl.load(q_dq + at, mask=inside, other=0.0)
     k = tl.load(k_dk + at, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
@@ -26,13 +26,20 @@ def chunk_gate_gradients(
     IS_VARLEN: tl.constexpr, NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
-    """dlog_i = k . dk; dlog_f falls by q . dq - k . dk from step to step, from <C, dC> at one end of a chunk to that at
-    the other, which takes off in even steps what rounding has added up to. dq is of C, dk of dC, rounded as q is: so
-    are C of the one end and dC of the other, else what that cuts off would add up from step to step.
+    """Store the gradients of the gates of one chunk of one head, by (D1) to (D3) of tfla.backends.gpu.gate_gradients.
 
-    C to dn_first are as in `segment_start_dot`. A sequence ends with zero unless its final state has a cotangent
-    (USE_FINAL_STATE).
-    q_dq, k_dk (PARTS, H, tiles, L); outputs (B, T, H).
+    The sum (D2) starts from <C, dC> at the start of the chunk. Its difference from <C, dC> at the end, which is
+    rounding, is distributed evenly over the steps. dq is computed from C, and dk from dC, rounded to the dtype of q. C
+    at the start and dC at the end are therefore rounded in the same way; otherwise the differences would add up from
+    step to step.
+
+    At the end of a sequence <C, dC> is 0 unless the final state has a cotangent (USE_FINAL_STATE). The grid is
+    (chunks * H).
+
+    Args:
+        q_dq, k_dk: the sums q . dq and k . dk, (PARTS, H, tiles, L) float32.
+        C, n, dC, dn, dC_first, dn_first: states and cotangents, see `segment_start_dot`.
+        di, df: the gradients, (B, T, H).
     """
     slot = tl.program_id(0) // H
     h = tl.zeros([1, 1], tl.int64) + tl.program_id(0) % H
@@ -41,7 +48,7 @@ def chunk_gate_gradients(
     if count <= 0:
         return
     mark = slot.to(tl.int64) * H + h
-    row = H.to(tl.int64)  # of states
+    row = H.to(tl.int64)  # states of one chunk
     top = segment_start_dot(
         C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE,
         USE_INITIAL_STATE, q.dtype.element_ty,

@@ -1,4 +1,4 @@
-"""Launches of the paper's kernels: states at the starts of chunks, then everything else in parallel, chunk by chunk."""
+"""The launches of the paper's kernels: states at the starts of chunks, then all results of each chunk in parallel."""
 
 from __future__ import annotations
 
@@ -14,37 +14,41 @@ from tfla.backends.triton.launch import Call, Pair, _strides
 from tfla.backends.triton.paper import gate_gradients, recurrent
 from tfla.backends.triton.paper import parallel as tfla_parallel
 
-STEPS = 1024  # that a program of the gate gradients takes at once
+STEPS = 1024  # steps that a program of the gate gradients loads at once
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Block sizes: B_Lhq and B_Lkv are L for the tile that a program has, inner for those it loops over."""
+    """The block sizes: B_Lhq and B_Lkv of the paper are L for a program's own tile, `inner` for those of its loop."""
 
-    L: int  # also of the gate vectors' tiles
+    L: int  # steps of a tile, also of the gate vectors
     inner: int
-    contracted: int  # a head dim that is summed over goes in one block of at most so much, or in blocks of 64
-    output: int  # largest block of the head dim that programs share out
-    key_block: int  # of the states
-    value_block: int
+    contracted: int  # largest contracted dim that is one block; larger ones have blocks of 64
+    output: int  # largest block of the head dim that is divided among programs
+    key_block: int  # rows of the state of one program
+    value_block: int  # columns of the state of one program
     warps: int
     stages: int
 
     def contracted_block(self, width: int) -> int:
+        """Return the block size of a contracted dim of this width."""
         block = padded(width)
         return block if block <= self.contracted else min(64, self.contracted)
 
 
 def padded(width: int) -> int:
-    """Of a head dim. Operands of 16 columns make Triton's Hopper MMAs read beyond shared memory."""
+    """Return the padded head dim, at least 32.
+
+    With operands of 16 columns the MMAs that Triton generates for Hopper read beyond shared memory.
+    """
     return max(32, power_of_two(width))
 
 
 def tiling(x: Inputs, chunk_size: int) -> Tiling:
-    """By what fits the registers; tiles of 64 steps where a chunk is one (`limit_chunk`), of 128 in larger ones."""
+    """Return the block sizes that fit the registers; tiles have 64 steps in chunks of 64 (`limit_chunk`), else 128."""
     if x.q.element_size() == 4:  # no MMAs
         return Tiling(32, 32, 32, 64, 32, 64, 4, 1)
-    if x.q.shape[3] % 16 or x.v.shape[3] % 16:  # rows that are not aligned are loaded by way of registers
+    if x.q.shape[3] % 16 or x.v.shape[3] % 16:  # unaligned rows are loaded through registers
         return Tiling(64, 32, 64, 64, 64, 64, 8, 2)
     large = chunk_size > 64
     if architecture(x.q.device) in (90, 100):  # MMAs of four warps
@@ -53,13 +57,13 @@ def tiling(x: Inputs, chunk_size: int) -> Tiling:
 
 
 def chunk_steps(x: Inputs, chunk_size: int) -> int:
-    """chunk_size in whole tiles."""
+    """Return chunk_size rounded up to whole tiles."""
     L = tiling(x, chunk_size).L
     return ceil_div(chunk_size, L) * L
 
 
 def details(x: Inputs, chunk_size: int) -> dict[str, object]:
-    """For :func:`tfla.explain`: the paper's names of block sizes, as they are for h."""
+    """Return what :func:`tfla.explain` shows: the block sizes for h under the paper's names."""
     sizes = tiling(x, chunk_size)
     return {
         "chunk": chunk_steps(x, chunk_size),
@@ -71,7 +75,7 @@ def details(x: Inputs, chunk_size: int) -> dict[str, object]:
 
 
 class Chunks(Call):
-    """As `Call`, but what lies between two stored states is computed in parallel instead of walked."""
+    """The launches of the paper's kernels, which compute the steps between two stored states in parallel."""
 
     def __init__(self, recorder: LaunchRecorder, x: Inputs, spec: Spec) -> None:
         super().__init__(recorder, x, spec)
@@ -88,7 +92,7 @@ class Chunks(Call):
     def boundary_states(
         self, x: Tensor, y: Tensor, gates: Tensor, back: bool, given: Pair, final: Pair, delta: bool = False
     ) -> Pair:
-        """States before every chunk, or walking back the cotangents of those behind it."""
+        """Compute the states before every chunk, or with `back` the cotangents of the states after it."""
         C = self.new_states()
         n = self.new(self.segments, self.H, self.K) if self.spec.normalize else None
         sizes = self.tiling
@@ -107,12 +111,12 @@ class Chunks(Call):
         self, a: Tensor, b: Tensor, y: Tensor, out: Tensor, gates: Tensor, back: bool, states: Pair,
         w: Tensor | None = None, delta: bool = False, d: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Fills out; with w (q for dq, k for dk) returns the sums of w . out over blocks of the head dim."""
+        """Compute `out`; with w (q for dq, k for dk) return the sums w . out over blocks of the head dim."""
         sizes, contracted, width = self.tiling, a.shape[3], out.shape[3]
         BO = min(sizes.output, padded(width))
         parts, tiles = ceil_div(width, BO), ceil_div(min(self.steps, self.T), self.L)
         sums = gates if w is None else self.new(parts, self.H, self.tiles, self.L)
-        group_a, group_y = (self.group, 1) if w is None else (1, self.group)  # heads to one of a and b, and of y and w
+        group_a, group_y = (self.group, 1) if w is None else (1, self.group)  # heads that share a and b, and y and w
         used = y if w is None else w
         self.launch(tfla_parallel.parallel, (parts * tiles * self.segments * self.H,),
             a, b, y, used, out, gates, self.cu, *(gates if t is None else t for t in (*states, d)), sums,

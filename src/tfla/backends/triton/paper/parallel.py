@@ -1,17 +1,23 @@
-"""The parallel kernels of the paper, Table 1: two-level tiling of what happens inside a chunk, (44)-(56), (101)-(103).
+"""The parallel kernel of the paper, Table 1: two-level tiling inside a chunk, (44) to (56) and (101) to (103).
 
-All four results have one shape, out = (A B^T o D) Y + (weight of the chunk's state) A S, so one kernel makes them:
+All four results have one shape, out = (A B^T * D) Y + (weight of the chunk's state) A S:
 
-    result | A, B, Y   | parallel over | loops over | inner tiles   | S
-    h      | q, k, v   | L_hq, dhv     | L_kv, dqk  | before        | C before the chunk
-    dv     | k, q, dh  | L_kv, dhv     | L_hq, dqk  | behind (REVERSE) | dC behind the chunk
-    dq     | dh, v, k  | L_hq, dqk     | L_kv, dhv  | before        | C^T
-    dk     | v, dh, q  | L_kv, dqk     | L_hq, dhv  | behind (REVERSE) | dC^T
+    result | A, B, Y   | parallel over | loops over | inner tiles      | S
+    h      | q, k, v   | L_hq, dhv     | L_kv, dqk  | before           | C before the chunk
+    dv     | k, q, dh  | L_kv, dhv     | L_hq, dqk  | after (REVERSE)  | dC after the chunk
+    dq     | dh, v, k  | L_hq, dqk     | L_kv, dhv  | before           | C^T
+    dk     | v, dh, q  | L_kv, dqk     | L_hq, dhv  | after (REVERSE)  | dC^T
 
-A program has L steps and BO columns of a result, loops over inner tiles of LI steps, and over the contracted dim in
-blocks of BA. Inside its own tile the gate matrix D is the exponential of sums from the tile's start. Between two tiles
-it is a product of what each does up to its end, at most 1 all of them: no two sums are subtracted, so none cancel.
-The max state being in the gate vectors already, both loops of Algorithm 1 need no rescaling, for either gate.
+A program computes L steps and BO columns of a result. It loops over inner tiles of LI steps, and over the contracted
+dim in blocks of BA:
+
+    (1)  out <- (A B^T * D) Y inside the program's own tile
+    (2)  out <- out + (a A B^T * w) Y for the other tiles of the chunk
+    (3)  out <- out + a A S for the steps outside of the chunk
+
+Inside its own tile D is the exponential of a difference of sums, (G2). Between two tiles it is a product of the weights
+a, w and the decays of the tiles in between, all at most 1, so nothing cancels. The max state is part of the gate
+vectors, so neither loop of Algorithm 1 rescales, for either input gate.
 """
 
 import triton
@@ -36,7 +42,7 @@ from tfla.backends.triton.fused_kernels import load_tile, store_tile
 
 @triton.jit
 def gate_matrix(gate, i, j, L: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr):
-    """(i, j) of a tile's gate matrix, or walking back of its transpose."""
+    """Return rows i and columns j of the gate matrix of a tile, or with REVERSE of its transpose."""
     outer: tl.constexpr = COLUMN if REVERSE else ROW
     inner: tl.constexpr = ROW if REVERSE else COLUMN
     e = tl.load(gate + outer * L + i)[:, None] + tl.load(gate + inner * L + j)[None, :]
@@ -57,7 +63,7 @@ def matmul(
     a, A, B, t, u, steps, at, bt, L: tl.constexpr, LI: tl.constexpr, DA: tl.constexpr, BA: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(L, LI): L rows of A from t on times LI rows of B from u on. Where one block has all columns, a is that of A."""
+    """Return A B^T, (L, LI), of the rows of A from t and of B from u. If BA >= DA, `a` is that block of A."""
     if BA >= DA:
         b = load_tile(B, u, 0, steps, DA, bt, LI, BA, False)
         return tl.dot(a, tl.trans(b), input_precision=PRECISION)
@@ -79,11 +85,25 @@ def parallel(
     REVERSE: tl.constexpr, OF_QK: tl.constexpr, NORMALIZE: tl.constexpr, DELTA: tl.constexpr, SAVE_D: tl.constexpr,
     IS_VARLEN: tl.constexpr, EXACT: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """h, or REVERSE dv, or OF_QK dq or dk, whose products with w (q or k) are left in w_out, (parts, H, tiles, L)."""
+    """Compute h, with REVERSE dv, with OF_QK dq, or with both dk.
+
+    The grid is (DO / BO * tiles of a chunk * chunks * H).
+
+    Args:
+        A, B: the operands of the first product, (B, T, heads, DA).
+        Y: the right operand, (B, T, heads, DO).
+        W: with OF_QK the operand of the sums w . out, q for dq and k for dk.
+        Out: the result, (B, T, H, DO).
+        gates: the gate vectors, (H, tiles, VECTORS, L) float32.
+        states, n: the states or cotangents of the chunks, (chunks, H, dqk, dhv) and (chunks, H, dqk).
+        d_out: the denominators, (B, T, H); written with SAVE_D.
+        w_out: the sums w . out, (DO / BO, H, tiles, L) float32; written with OF_QK.
+        steps: the number of steps of a chunk.
+    """
     PARTS: tl.constexpr = (DO + BO - 1) // BO
     part = tl.program_id(0) % PARTS
     tile = tl.program_id(0) // PARTS % tiles_of_chunk
-    state = (tl.program_id(0) // PARTS // tiles_of_chunk).to(tl.int64)  # of a chunk's head
+    state = (tl.program_id(0) // PARTS // tiles_of_chunk).to(tl.int64)  # number of the chunk and head
     h = state % H
     first, length, b, t_first, tile0 = locate_segment(
         cu, sequences, T, (state // H).to(tl.int32), steps, L, True, IS_VARLEN
@@ -108,7 +128,7 @@ def parallel(
     d = tl.zeros([L], tl.float32)
     if DELTA and not REVERSE:
         delta = tl.load(gate + DELTA_P * L + r)
-    # Its own tile.
+    # (1) The program's own tile.
     for u in tl.range(0, L, LI, num_stages=1):
         S = matmul(a, a_at, b_at, own, own + u, length, at, bt, L, LI, DA, BA, PRECISION, STAGES)
         if DELTA:
@@ -118,7 +138,7 @@ def parallel(
             d += tl.sum(S, 1)
         y = load_tile(y_at, own + u, o, length, DO, yt, LI, BO, False)
         out = tl.dot(S.to(y.dtype), y, out, input_precision=PRECISION)
-    # From there to the start of the chunk, or back to its end; `decay` is that of the tiles passed.
+    # (2) From there to the start, or with REVERSE to the end, of the chunk; `decay` is that of the tiles in between.
     decay = 1.0
     others = (tl.cdiv(length, L).to(tl.int32) - 1 - tile if REVERSE else tile) * (L // LI)
     for step in tl.range(0, others, num_stages=STAGES if BA >= DA else 1):
@@ -128,16 +148,15 @@ def parallel(
         if DELTA:
             S += tl.load(far + DELTA_P * L + u % L + ri)[None, :] if REVERSE else delta[:, None]
         inner = tl.load(far + (INTER if REVERSE else UPDATE) * L + u % L + ri) * decay
-        S = rounded_product(
-            S * outer[:, None], inner[None, :]
-        )  # the product of both weights may be too large for float32
+        # Multiplied one after the other, since the product of both weights can exceed float32.
+        S = rounded_product(S * outer[:, None], inner[None, :])
         if DENOMINATOR:
             d += tl.sum(S, 1)
         y = load_tile(y_at, u, o, length, DO, yt, LI, BO, False)
         out = tl.dot(S.to(y.dtype), y, out, input_precision=PRECISION)
         passed = u % L == (L - LI if REVERSE else 0)
         decay *= tl.where(passed, tl.load(far + DECAY * L), 1.0)
-    # The rest of the sequence, by the chunk's state, (dqk, dhv).
+    # (3) The rest of the sequence, by the chunk's state, (dqk, dhv).
     rows = tl.zeros([L, BO], tl.float32)
     ro = o + tl.arange(0, BO)
     of_n = tl.zeros([L], tl.float32)
@@ -148,7 +167,8 @@ def parallel(
         in_state = ro[None, :] * DA + ra[:, None] if OF_QK else ra[:, None] * DO + ro[None, :]
         inside = (ra < DA)[:, None] & (ro < DO)[None, :]
         S = tl.load(states + state * DA * DO + in_state, mask=inside, other=0.0)
-        # In float32 one weight goes to each side, so that neither leaves its range where states grow.
+        # In float32 `outer` is applied before and `decay` after the product, so that neither operand leaves its
+        # range where states grow.
         weighted = a * outer[:, None] if EXACT else a
         rows = tl.dot(weighted, S.to(a.dtype), rows, input_precision=PRECISION)
         if DENOMINATOR:

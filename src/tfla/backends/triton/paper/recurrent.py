@@ -1,8 +1,10 @@
-"""The recurrent kernel of the paper: states at the starts of chunks, (39)-(43), and walking back their cotangents.
+"""The recurrent kernel of the paper: states at the starts of chunks, (39) to (43), or with REVERSE their cotangents.
 
-direction | x, y  | weight of a step | left at each chunk
-forward   | k, v  | UPDATE           | C, n before its first step
-back      | q, dh | INTER            | dC, dn behind its last step
+    direction | x, y  | weight of a step | stored for each chunk
+    forward   | k, v  | UPDATE           | C, n before its first step
+    REVERSE   | q, dh | INTER            | dC, dn after its last step
+
+For each tile (docs/mathematics.md): C <- g C + (w k)^T v, (T5), and n <- g n + k^T w, (T6), or (T12) and (T13).
 """
 
 import triton
@@ -20,9 +22,19 @@ def states(
     NORMALIZE: tl.constexpr, DELTA: tl.constexpr, IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
     STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program has BK x BV of the state of one head and sequence, and walks its chunks one after another.
+    """Compute BK x BV of the states of one head of one sequence, chunk after chunk.
 
-    n is kept as L rows, of which it is the sum: rows of different steps need not meet in every tile.
+    The grid is (DK / BK * DV / BV * sequences * H). N, (L, BK), holds n as a sum of rows, so that a tile needs no sum
+    over its steps.
+
+    Args:
+        X: x, (B, T, H / GROUP, DK).
+        Y: y, (B, T, H, DV).
+        gates: the gate vectors, (H, tiles, VECTORS, L) float32.
+        C_given, n_given: the initial states, (sequences, H, DK, DV) and (sequences, H, DK) float32.
+        C_chunks, n_chunks: the results, (chunks, H, DK, DV) and (chunks, H, DK).
+        C_final, n_final: the final states, of the shapes of C_given and n_given.
+        steps: the number of steps of a chunk.
     """
     PARTS: tl.constexpr = (DV + BV - 1) // BV
     part = tl.program_id(0) % (PARTS * ((DK + BK - 1) // BK))
@@ -44,7 +56,7 @@ def states(
     rv = v0 + tl.arange(0, BV)
     at = rk.to(tl.int64)[:, None] * DV + rv[None, :]
     inside = (rk < DK)[:, None] & (rv < DV)[None, :]
-    owner = (rk < DK) & (rk * 0 + v0 == 0)  # of n
+    owner = (rk < DK) & (rk * 0 + v0 == 0)  # the programs that store n
     C = tl.zeros([BK, BV], tl.float32)
     N = tl.zeros([L, BK], tl.float32)
     if USE_INITIAL_STATE:
@@ -64,11 +76,12 @@ def states(
         for step in tl.range(0, tiles, num_stages=STAGES):
             t = begin + (tiles - 1 - step if REVERSE else step) * L
             gate = gates + t * VECTORS
-            x = load_tile(x_at, t, k0, length, DK, xt, L, BK, False)
-            y = load_tile(y_at, t, v0, length, DV, yt, L, BV, False)
+            x = load_tile(x_at, t, k0, length, DK, xt, L, BK, False)  # (L, BK)
+            y = load_tile(y_at, t, v0, length, DV, yt, L, BV, False)  # (L, BV)
             decay = tl.load(gate + DECAY * L)
             w = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
             x_up = (tl.trans(x) * w[None, :]).to(x.dtype)
+            # C <- g C + (w x)^T y
             C = tl.dot(x_up, y, C * decay, input_precision=PRECISION)
             if NORMALIZE:
                 N = N * decay
