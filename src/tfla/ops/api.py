@@ -111,8 +111,10 @@ def _run(
         chosen, kernel, steps = choose(x, normalize, backend, kernel, chunk_size)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        read = gates if chosen.takes_gates else "log"
-        spec = Spec(scale, normalize, normalizer_grad, steps, kernel, save, return_state, store_dtype, read)
+        spec = Spec(
+            scale=scale, normalize=normalize, normalizer_grad=normalizer_grad, chunk_size=steps, kernel=kernel,
+            save=save, final_state=return_state, store_dtype=store_dtype, gates=gates if chosen.takes_gates else "log",
+        )  # fmt: skip
         replay = None
     if not chosen.takes_gates:
         log_i, log_f = (None, clamp(f)) if i is None else log_gates(i, f, gates)

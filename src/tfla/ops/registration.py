@@ -161,7 +161,10 @@ def _attend(
     """Compute the forward; returns the tensors of :class:`Outputs`. The annotations are the operator's schema."""
     x = Inputs(q, k, v, log_i, log_f, C, n, m, cu_seqlens)
     _check_packed(x)
-    spec = Spec(scale, normalize, normalizer_grad, chunk_size, kernel, save, final_state, store_dtype, gates)  # type: ignore[arg-type]
+    spec = Spec(
+        scale=scale, normalize=normalize, normalizer_grad=normalizer_grad, chunk_size=chunk_size, kernel=kernel,
+        save=save, final_state=final_state, store_dtype=store_dtype, gates=gates,  # type: ignore[arg-type]
+    )  # fmt: skip
     return _distinct(_forward(x, backend, spec))  # type: ignore[return-value]
 
 
@@ -289,7 +292,7 @@ def _attend_backward_autograd(keys: Any, *args: Any) -> Any:
     """Call tfla::attend_backward under autograd.
 
     Raises:
-        NotImplementedError: an argument has a tangent: forward-mode AD needs the forward inside of it as well.
+        NotImplementedError: an argument has a tangent, but the forward was computed outside of forward-mode AD.
     """
     if forward_mode(args[:16]):
         raise NotImplementedError(
@@ -300,7 +303,7 @@ def _attend_backward_autograd(keys: Any, *args: Any) -> Any:
 
 
 def _call_with_node(node: type[_SingleLevelNode], operator: Any, keys: Any, args: tuple[Any, ...]) -> Any:
-    """Call the operator with a node of the graph where gradients are recorded."""
+    """Call the operator, and add its node to the graph of autograd if gradients are recorded."""
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args):
         with enable_single_level_autograd_function():
             return node.apply(keys, *args)  # type: ignore[attr-defined]
@@ -311,7 +314,7 @@ def _call_with_node(node: type[_SingleLevelNode], operator: Any, keys: Any, args
 def _call_below_autograd(operator: Any, keys: Any, args: tuple[Any, ...]) -> Any:
     """Call the operator below autograd of this level of transforms.
 
-    The forward of a node turns gradients off; they are turned on, because outer levels record the call.
+    The forward of a node runs with gradients off. They are turned on again, because outer levels record the call.
     """
     with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
         return operator.redispatch(keys & torch._C._after_autograd_keyset, *args)
