@@ -217,11 +217,13 @@ def test_mamba_kernels_without_the_extension_of_their_package(tmp_path, monkeypa
     scan = "def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size): return x * (dt * A)[..., None]"
     (tmp_path / "mamba_ssm" / "ops" / "triton" / "ssd_combined.py").write_text(scan)
     monkeypatch.syspath_prepend(tmp_path)
-    work = peers.mamba2(Problem(1, 4, 8, 16, 2, dtype="float32", device="cpu"), groups=2)
-    assert work.run(*work.inputs).shape == (1, 4, 8, 2)
-    assert work.inputs[3].shape == (1, 4, 2, 16)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "mamba_ssm"]:
-        monkeypatch.delitem(sys.modules, name)
+    try:
+        work = peers.mamba2(Problem(1, 4, 8, 16, 2, dtype="float32", device="cpu"), groups=2)
+        assert work.run(*work.inputs).shape == (1, 4, 8, 2)
+        assert work.inputs[3].shape == (1, 4, 2, 16)
+    finally:  # monkeypatch would put the modules back at its end, and transformers would take them for the package
+        for name in [name for name in sys.modules if name.partition(".")[0] == "mamba_ssm"]:
+            del sys.modules[name]
 
 
 def tiny(problem: Problem) -> dict:

@@ -38,12 +38,12 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """Its name and group."""
+        """The name of the entry with its group."""
         return f"{self.name}, {self.group}" if self.group else self.name
 
     @property
     def ours(self) -> bool:
-        """Whether it is an implementation of this library."""
+        """True for an implementation of this library."""
         return self.needs is None and self.name.startswith("tfla")
 
 

@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What identifies an entry: the table has one entry a key."""
+        """The fields that identify an entry: the table has one entry per key."""
         return (*self[:9], self.kernel if self.asked else None)
 
 

@@ -30,7 +30,7 @@ class Tuned:
 
     @property
     def compared(self) -> bool:
-        """Whether more than one candidate was measured, or there is only one."""
+        """True where more than one candidate was measured, or there is only one."""
         return len(self.measured) > 1 or not self.left_out
 
     @property

@@ -1,4 +1,4 @@
-"""What each segment adds to the state: a fused scan of every segment from zeros, without outputs.
+"""The states that segments add up to: a fused scan of every segment from zeros, without outputs.
 
 For each segment the kernel stores the state that its steps alone leave, (dqk, dhv), and the decay over the segment.
 `state_passing.py` computes from these the states at the segment boundaries. With NORMALIZE the kernel does the same for

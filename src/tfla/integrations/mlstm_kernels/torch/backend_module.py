@@ -105,12 +105,12 @@ class mLSTMBackendConfig:
 
     @property
     def parallel(self) -> bool:
-        """Whether the kernel computes all steps at once, without states."""
+        """True for a kernel that computes all steps at once, without states."""
         return self.chunkwise_kernel.startswith("parallel--")
 
     @property
     def sigmoid(self) -> bool:
-        """Whether the kernel has a sigmoid input gate."""
+        """True for a kernel with a sigmoid input gate."""
         return "siging" in self.chunkwise_kernel
 
 
