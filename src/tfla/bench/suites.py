@@ -176,7 +176,7 @@ def _models(compiler: str | None) -> list[Entry]:
 
 
 def _lengths(H: int, dqk: int, dhv: int) -> Callable[[int], Problem]:
-    """A constant number of tokens: the batch shrinks as T grows."""
+    """Return the problem by T with a constant number of tokens, so that the batch shrinks as T grows."""
     return lambda T: Problem(max(1, TOKENS // T), T, H, dqk, dhv)
 
 
