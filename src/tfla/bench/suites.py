@@ -167,7 +167,7 @@ TRAINING = (
 
 
 def _models(compiler: str | None) -> list[Entry]:
-    """Training steps of language models: the mLSTM's, and Llama's, which has the same width and blocks."""
+    """Return training steps of language models: of the mLSTM, and of a Llama with the same width and blocks."""
     how = ", torch.compile" if compiler else ""
     options = {"compiler": compiler}
     make = "tfla.bench.training:step"
