@@ -3,7 +3,7 @@
 python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any order, its "kernels" one row each
 
 TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped], with commas
-between, gate plain being linear attention without an input gate or a normaliser; of decoding, whose kernel is "steps",
+between, gate plain being linear attention without an input gate or a normalizer; of decoding, whose kernel is "steps",
 backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16. With [lengths] the kernels are those
 that other lengths compile, on a GPU of PROCESSORS multiprocessors.
 """
