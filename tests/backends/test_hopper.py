@@ -133,7 +133,7 @@ def test_small(form: str, sizes: dict[str, Any], chunk_size: int | None) -> None
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("size", ["128 x 128", "64 x 64", "segments", "packed segments"])
+@pytest.mark.parametrize("size", ["128 x 128", "64 x 64", "256 x 256", "segments", "packed segments"])
 def test_states_that_grow(size: str) -> None:
     """By exp(40) and back; in float16, which ends at 65,504, by exp(4)."""
     sizes, chunk_size = SMALL[size]
