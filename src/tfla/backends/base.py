@@ -30,7 +30,7 @@ def static(*tensors: Tensor | None) -> Hashable:
 
 
 # Replays a recorded call on other tensors of equal `static`.
-Again = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
+Replay = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
 
 
 class Inputs(NamedTuple):
@@ -170,7 +170,7 @@ class Backend(ABC):
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         """Compute h, and what the options ask for."""
 
-    def again(self, x: Inputs, spec: Spec) -> Again | None:
+    def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None.
 
         It must not depend on settings of PyTorch that may have changed since.
@@ -197,7 +197,7 @@ class Backend(ABC):
         """Compute a few steps without gradients; the new C goes to ``into``, which may be x.C, or to a new tensor."""
         raise NotImplementedError
 
-    def steps_again(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Again | None:
+    def steps_replay(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Replay | None:
         """Return a function that replays the last `steps` on other inputs of the same signature, or None."""
         return None
 

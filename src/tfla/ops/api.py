@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tfla._util.caching import CallCache
 from tfla.backends import Backend, Inputs
-from tfla.backends.base import Again, Gates, Spec
+from tfla.backends.base import Gates, Replay, Spec
 from tfla.ops import checks
 from tfla.ops.dispatch import autocast_dtype, call_signature, choose
 from tfla.ops.gates import InputGate, clamp, log_gates
@@ -68,7 +68,7 @@ def prepare(
 
 
 # What calls that have passed the checks run: the backend, the options, and the recorded forward where there is one.
-_CALLS: CallCache[tuple[Backend, Spec, Again | None]] = CallCache()
+_CALLS: CallCache[tuple[Backend, Spec, Replay | None]] = CallCache()
 
 
 def _run(
@@ -121,7 +121,7 @@ def _run(
         x = x._replace(log_i=log_i, log_f=log_f)
     h, *state = attend(x, chosen.name, spec, call is not None, replay)
     if cached is None and call is not None:
-        _CALLS.add(call, (chosen, spec, chosen.again(x, spec)))
+        _CALLS.add(call, (chosen, spec, chosen.forward_replay(x, spec)))
     if not return_state:
         return h
     if not normalize:

@@ -21,14 +21,16 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from tfla.backends import BACKENDS, Inputs, StepInputs
-from tfla.backends.base import Again, Gates, Outputs, Spec, StepSpec, packed_bounds
+from tfla.backends.base import Gates, Outputs, Replay, Spec, StepSpec, packed_bounds
 from tfla.ops import batching, differentiable, flops
 from tfla.ops.checks import check_values_of_lengths
 from tfla.ops.dispatch import without_autocast
 from tfla.ops.transforms import forward_mode, needs_dispatcher
 
 
-def attend(x: Inputs, backend: str, spec: Spec, eager: bool = False, replay: Again | None = None) -> tuple[Tensor, ...]:
+def attend(
+    x: Inputs, backend: str, spec: Spec, eager: bool = False, replay: Replay | None = None
+) -> tuple[Tensor, ...]:
     """Run the operator on the backend of that name.
 
     Args:
@@ -55,7 +57,7 @@ class _EagerAttend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, backend: str, spec: Spec, replay: Again | None, *tensors: Tensor | None
+        ctx: Any, backend: str, spec: Spec, replay: Replay | None, *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
         out = _forward(Inputs(*tensors), backend, spec, replay)  # type: ignore[arg-type]
         _save_for_backward(ctx, tensors, out, backend, spec)
@@ -66,7 +68,7 @@ class _EagerAttend(torch.autograd.Function):
         return None, None, None, *_gradients(ctx, *grads[:3])
 
 
-def _forward(x: Inputs, backend: str, spec: Spec, replay: Again | None = None) -> Outputs:
+def _forward(x: Inputs, backend: str, spec: Spec, replay: Replay | None = None) -> Outputs:
     """Run a recorded forward where there is one, else the forward of the backend."""
     if replay is not None:
         return Outputs(*replay(x))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tfla._util.caching import CallCache
 from tfla.backends import StepInputs, select_steps
-from tfla.backends.base import Again, Gates, StepSpec
+from tfla.backends.base import Gates, Replay, StepSpec
 from tfla.backends.reference import bounded_denominator
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
@@ -67,7 +67,7 @@ def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
 
 
 # Calls that have passed the checks, each with its recorded launches where it has any.
-_CALLS: CallCache[tuple[Again | None]] = CallCache()
+_CALLS: CallCache[tuple[Replay | None]] = CallCache()
 
 
 def _steps(
@@ -130,7 +130,7 @@ def _steps(
             h, C, n, m = steps(*x, *options, return_state, eps)
         new = State(C, n, m) if normalize else State(C)
         if call is not None and all(a is b for a, b in zip(parts, given, strict=True)):
-            replay = chosen.steps_again(x, spec, C if in_place else None)
+            replay = chosen.steps_replay(x, spec, C if in_place else None)
     _CALLS.add(call, (replay,))
     return h if time else h.squeeze(1), new
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec
+from tfla.backends.base import Backend, Grads, Inputs, Outputs, Replay, Spec
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant
 from tfla.backends.triton import BACKEND as TRITON
 
@@ -141,10 +141,10 @@ class Hopper(Backend):
         x, spec = _with_positive_scale(x, spec)
         return launch.forward(x, spec, _launch_class(x))
 
-    def again(self, x: Inputs, spec: Spec) -> Again | None:
+    def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         from tfla.backends.triton import launch
 
-        return launch.again(x, spec, _launch_class(x))
+        return launch.forward_replay(x, spec, _launch_class(x))
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         from tfla.backends.triton import launch

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Again, Backend, Grads, Inputs, Outputs, Spec, StepInputs, StepOutputs, StepSpec
+from tfla.backends.base import Backend, Grads, Inputs, Outputs, Replay, Spec, StepInputs, StepOutputs, StepSpec
 
 if TYPE_CHECKING:
     from tfla.backends.triton.launch import Call
@@ -131,10 +131,10 @@ class Triton(Backend):
 
         return launch.forward(x, spec, _walks(spec.kernel))
 
-    def again(self, x: Inputs, spec: Spec) -> Again | None:
+    def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         from tfla.backends.triton import launch
 
-        return launch.again(x, spec, _walks(spec.kernel))
+        return launch.forward_replay(x, spec, _walks(spec.kernel))
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         from tfla.backends.triton import launch
@@ -146,7 +146,7 @@ class Triton(Backend):
 
         return decode.run(x, spec, into)
 
-    def steps_again(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Again | None:
+    def steps_replay(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Replay | None:
         from tfla.backends.gpu import replay
         from tfla.backends.triton import decode
 

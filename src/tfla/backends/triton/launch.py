@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tfla.backends.base import Again, Grads, Inputs, Outputs, Spec, static, stored_dtype
+from tfla.backends.base import Grads, Inputs, Outputs, Replay, Spec, static, stored_dtype
 from tfla.backends.gpu import gate_gradients as gradient_kernels
 from tfla.backends.gpu import gate_kernels
 from tfla.backends.gpu import state_passing as sum_kernels
@@ -580,7 +580,7 @@ def forward(x: Inputs, spec: Spec, kind: type[Call] = Call) -> Outputs:
     return Outputs(*record_or_replay(call_of("forward", kind, spec, x), x, first))
 
 
-def again(x: Inputs, spec: Spec, kind: type[Call]) -> Again | None:
+def forward_replay(x: Inputs, spec: Spec, kind: type[Call]) -> Replay | None:
     """Return the recorded launches of an earlier `forward` with this signature, or None.
 
     It is None for float32, since the precision of float32 products can change from call to call.
