@@ -248,15 +248,19 @@ class Reference(Backend):
     kernels = tuple(FORMS)
 
     def unsupported(self, x: Inputs) -> str | None:
+        """Return None: the backend runs every input."""
         return None
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
+        """Return the steps of a chunk of the chunkwise form; the other forms ignore it."""
         return 64
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
+        """Return 0: the backward repeats the recurrence, so no state is stored."""
         return 0
 
     def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
+        """Return the steps whose products are quadratic: none, the whole sequence or one chunk."""
         return {"recurrent": 0, "parallel": T, "chunkwise": min(chunk_size, T)}[kernel]
 
     def _heads(self, x: Inputs) -> tuple[Tensor, ...]:
@@ -267,6 +271,7 @@ class Reference(Backend):
         return q, k, x.v.to(dtype), input_gate(x).to(dtype), x.log_f.to(dtype)
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
+        """Compute the forward with the form that `spec.kernel` names, one sequence after another."""
         q, k, v, log_i, log_f = self._heads(x)
         C, n, m = initial_state(x, spec)
         h, d = v.new_empty(v.shape), log_f.new_empty(log_f.shape)
@@ -292,6 +297,7 @@ class Reference(Backend):
         return Outputs(h.to(x.v.dtype), C, n, m, d, kept, kept_n)
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
+        """Compute the gradients with the recurrent form, whatever form the forward used."""
         q, k, v, log_i, log_f = self._heads(x)
         C, n, m = initial_state(x, spec)
         dC_all = torch.zeros_like(C) if dC is None else own(dC, C.dtype)

@@ -45,12 +45,15 @@ class HostClock:
     """The clock of calls that run on the CPU."""
 
     def now(self) -> float:
+        """Return the seconds of the host's performance counter."""
         return time.perf_counter()
 
     def rest(self, seconds: float) -> None:
+        """Sleep."""
         time.sleep(seconds)
 
     def series(self, call: Call, count: int) -> float:
+        """Return the seconds from before the first call to after the last."""
         start = time.perf_counter()
         for _ in range(count):
             call()
@@ -61,6 +64,7 @@ class CudaClock(HostClock):
     """The clock of a GPU: CUDA events around the calls. The GPU spins first, so that the host enqueues ahead of it."""
 
     def series(self, call: Call, count: int) -> float:
+        """Return the seconds between an event before the first call and one after the last."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(LEAD)
         start.record()
@@ -75,6 +79,7 @@ class EnqueueingClock(HostClock):
     """The clock of the host's time to enqueue calls on a GPU that has little to do."""
 
     def series(self, call: Call, count: int) -> float:
+        """Return the seconds in which the host enqueues the calls, with an idle GPU before them."""
         torch.cuda.synchronize()
         seconds = super().series(call, count)
         torch.cuda.synchronize()

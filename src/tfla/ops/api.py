@@ -254,7 +254,9 @@ def linear_attention(
     normalizer_grad: bool = True,
     store_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, State]:
-    """Compute scalar-gated linear attention over whole sequences. For every head and step t:
+    """Compute scalar-gated linear attention over whole sequences.
+
+    For every head and step t:
 
         C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T        h_t = scale C_t^T q_t
 

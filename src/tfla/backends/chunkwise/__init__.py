@@ -57,6 +57,7 @@ class Part(NamedTuple):
 
     @property
     def stop(self) -> int:
+        """The step after the last one of the block."""
         return self.t + self.n * self.L
 
 
@@ -284,15 +285,19 @@ class Chunkwise(Backend):
     kernels = ("segmented",)
 
     def unsupported(self, x: Inputs) -> str | None:
+        """Return None: the backend runs every input."""
         return None
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
+        """Return the steps of the largest block, so that a chunk is one block."""
         return TILE * MAX_TILES
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
+        """Return the steps of a tile and the tiles and groups of heads of a block."""
         return {"tile": TILE, "block": f"{MAX_TILES} tiles of {len(groups(1, x))} groups of heads"}
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
+        """Compute the forward, one scan after another."""
         C, n, m = initial_state(x, spec)
         none = C.new_empty(0)
         rows = self.stored_states(x, spec.chunk_size, spec.kernel) if spec.save else 0
@@ -307,6 +312,7 @@ class Chunkwise(Backend):
         return out if spec.final_state else out._replace(C=none.clone(), n=none.clone(), m=none.clone())
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
+        """Compute the gradients, one scan after another; each repeats the states inside its chunks."""
         C0, n0, m = initial_state(x, spec)
         dC = torch.zeros_like(C0) if dC is None else own(dC, C0.dtype)
         dn = torch.zeros_like(n0) if dn is None else own(dn, C0.dtype)

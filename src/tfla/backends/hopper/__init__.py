@@ -100,6 +100,7 @@ class Hopper(Backend):
     takes_gates = True
 
     def unsupported(self, x: Inputs) -> str | None:
+        """Return why the kernels cannot run these inputs, or None."""
         if not _is_hopper(x.q.device):
             return "it needs a Hopper GPU (compute capability 9.0)"
         if (reason := TRITON.unsupported(x)) is not None:
@@ -118,6 +119,7 @@ class Hopper(Backend):
         return None
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
+        """Return the chunk size that the cost model of segments predicts to be the fastest."""
         if torch.compiler.is_compiling():  # a choice by length would compile a graph for each length
             return DEFERRED_CHUNK_SIZE
         from tfla.backends.gpu import segmentation
@@ -125,9 +127,11 @@ class Hopper(Backend):
         return segmentation.best_chunk_size(x, _launch_class(x))
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
+        """Return the segments and the configuration of the kernels for these inputs."""
         return _launch_class(x).details(x, chunk_size)
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
+        """Return the segment boundary states that a forward keeps for its backward."""
         if chunk_size >= DEFERRED_CHUNK_SIZE:
             return 0
         if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):  # the states have the shape of the padded heads
@@ -136,6 +140,7 @@ class Hopper(Backend):
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
+        """Compute the forward with a scale that is not negative."""
         from tfla.backends.triton import launch
 
         x, spec = _with_positive_scale(x, spec)
@@ -147,6 +152,7 @@ class Hopper(Backend):
         return launch.forward_replay(x, spec, _launch_class(x))
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
+        """Compute the gradients with a scale that is not negative and a dh that TMA can address."""
         from tfla.backends.triton import launch
 
         if not _aligned(dh):

@@ -313,8 +313,7 @@ def issue_scores(shared, s, half: gl.constexpr, config):
 
 @gluon.jit
 def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
-    """Store P = (z y^T + delta) * D of tile n, masked, for one half of the columns, and arrive at its barrier, step
-    (11).
+    """Store the masked P = (z y^T + delta) * D of tile n, one half of its columns, and arrive, step (11).
 
     Args:
         S: z y^T, (L, L / 2).

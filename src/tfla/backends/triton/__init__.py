@@ -55,6 +55,7 @@ class Triton(Backend):
     takes_gates = True
 
     def unsupported(self, x: Inputs) -> str | None:
+        """Return why the kernels cannot run these inputs, or None."""
         if why := self._unsupported(x.q):
             return why
         if x.q.shape[-1] > LARGEST_DQK or x.v.shape[-1] > LARGEST_DHV:
@@ -62,6 +63,7 @@ class Triton(Backend):
         return None
 
     def steps_unsupported(self, x: StepInputs) -> str | None:
+        """Return why the decoding kernel cannot run these steps, or None."""
         if x.q.device.type != "cuda" and torch.bfloat16 in (x.C.dtype, None if x.n is None else x.n.dtype):
             return "Triton's interpreter takes bfloat16 for integers"
         return self._unsupported(x.q)
@@ -81,17 +83,20 @@ class Triton(Backend):
         return None
 
     def kernel_unsupported(self, x: Inputs, kernel: str) -> str | None:
+        """Return why the fused scans cannot run these head dims, or None."""
         if kernel == "fused" and x.q.shape[-1] > WIDEST_WALK:
             return f"it takes dqk up to {WIDEST_WALK}"
         return None
 
     def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
+        """Return the kernel that the cost model predicts to be the fastest."""
         dims = int(x.q.shape[-1]), int(x.v.shape[-1])
         if dims[0] > WIDEST_WALK:
             return "tfla"
         return _cheapest(*dims, x.q.element_size(), TFLA_CHUNK if chunk_size is None else chunk_size, x.q.device)
 
     def default_chunk_size(self, x: Inputs, kernel: str) -> int:
+        """Return the paper's optimum, or for fused scans that of the cost model of segments."""
         if kernel == "tfla":
             return TFLA_CHUNK
         if torch.compiler.is_compiling():  # a choice by length would compile one graph for each length
@@ -102,6 +107,7 @@ class Triton(Backend):
         return segmentation.best_chunk_size(x, launch.Call)
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
+        """Return the configuration of the kernels for these inputs."""
         from tfla.backends.gpu import config
         from tfla.backends.triton import launch
         from tfla.backends.triton.paper import launch as tfla_launch
@@ -112,6 +118,7 @@ class Triton(Backend):
         return launch.Call.details(x, chunk_size) | products
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
+        """Return the chunk or segment boundary states that a forward keeps for its backward."""
         if kernel == "tfla":
             from tfla.backends.triton.paper import launch as tfla_launch
 
@@ -124,9 +131,11 @@ class Triton(Backend):
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
+        """Return the steps whose products are quadratic: a chunk of the paper's kernels, else a tile."""
         return min(chunk_size, T) if kernel == "tfla" else super().tile_steps(T, chunk_size, kernel)
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
+        """Compute the forward with the kernels that `spec.kernel` names."""
         from tfla.backends.triton import launch
 
         return launch.forward(x, spec, _walks(spec.kernel))
@@ -137,11 +146,13 @@ class Triton(Backend):
         return launch.forward_replay(x, spec, _walks(spec.kernel))
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
+        """Compute the gradients with the kernels that `spec.kernel` names."""
         from tfla.backends.triton import launch
 
         return launch.backward(x, out, dh, dC, dn, spec, _walks(spec.kernel))
 
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
+        """Compute a few decoding steps in one kernel."""
         from tfla.backends.triton import decode
 
         return decode.run(x, spec, into)

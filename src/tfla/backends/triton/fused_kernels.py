@@ -174,21 +174,25 @@ def gate_matrix(gate, r, L: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.const
 
 @triton.jit
 def _take_first(a, b):
+    """Return the first of two values, for a reduction that only has to read them."""
     return a
 
 
 @triton.jit
 def touch_tile(x):
+    """Read a tile (rows, columns) outside of MMAs and return one number a row."""
     return tl.reduce(x, 1, _take_first)
 
 
 @triton.jit
 def wait_for_mma(x):
+    """Return the accumulator of an MMA unchanged, after the MMA is complete."""
     return tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def load_opaque(p):
+    """Load float32 values through inline assembly, which Triton does not rearrange."""
     return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [p], dtype=tl.float32, is_pure=True, pack=1)
 
 

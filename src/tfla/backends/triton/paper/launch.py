@@ -130,6 +130,7 @@ class Chunks(Call):
         return sums
 
     def outputs(self, h: Tensor, gates: Tensor, state: Pair, final: Pair, d: Tensor | None) -> None:
+        """Launch the kernel of h, and of d where it is given."""
         self.parallel(self.x.q, self.x.k, self.x.v, h, gates, False, state, d=d)
 
     def gradients(
