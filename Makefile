@@ -24,9 +24,10 @@ triton-%: $(VENV)/dev $(VENV)/triton-%
 	PYTHONPATH=$(abspath $(VENV)/triton-$*) $(BIN)/python -m pytest tests/backends/test_triton_compiles.py tests/backends/test_hopper_compiles.py
 	PYTHONPATH=$(abspath $(VENV)/triton-$*) TRITON_INTERPRET=1 $(PYTEST) -m interpreter
 
-lint: $(VENV)/dev  ## formatting, lint, types, layers
+lint: $(VENV)/dev  ## formatting, lint, spelling, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -305,8 +305,8 @@ def test_a_cell_swallows_no_argument(make_xlstm: Make) -> None:
         cell(**given, chunk_size=8)
     with pytest.raises(ValueError, match=r"^c_initial, n_initial, m_initial: got some of them"):
         cell(**given, c_initial=torch.zeros(1, 2, 4, 4))
-    with pytest.raises(ValueError, match=r"^mode: got 'trian'"):
-        cell(**given, mode="trian")
+    with pytest.raises(ValueError, match=r"^mode: got 'serve'"):
+        cell(**given, mode="serve")
 
 
 def test_a_model_inside_another_module(make_xlstm: Make, tokens: Tokens) -> None:

@@ -147,6 +147,7 @@ class Hopper(Backend):
         return launch.forward(x, spec, _launch_class(x))
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
+        """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
         from tfla.backends.triton import launch
 
         return launch.forward_replay(x, spec, _launch_class(x))

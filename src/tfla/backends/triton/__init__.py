@@ -141,6 +141,7 @@ class Triton(Backend):
         return launch.forward(x, spec, _walks(spec.kernel))
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
+        """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
         from tfla.backends.triton import launch
 
         return launch.forward_replay(x, spec, _walks(spec.kernel))
@@ -158,6 +159,7 @@ class Triton(Backend):
         return decode.run(x, spec, into)
 
     def steps_replay(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Replay | None:
+        """Return a function that replays the last `steps` on other inputs of the same signature, or None."""
         from tfla.backends.gpu import replay
         from tfla.backends.triton import decode
 

@@ -87,6 +87,7 @@ class Chunks(Call):
 
     @staticmethod
     def tuning(x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
+        """Return the settings that a recording depends on beside its inputs: block sizes and precision."""
         return tiling(x, spec.chunk_size), products(x)
 
     def boundary_states(
@@ -137,6 +138,7 @@ class Chunks(Call):
         self, gates: Tensor, out: Outputs, dh: Tensor, results: tuple[Tensor, Tensor, Tensor], of_gates: Pair,
         start: Pair, end: Pair, first: Pair, delta: bool,
     ) -> None:  # fmt: skip
+        """Launch the kernels of the gradients: dC of every chunk, dv, dq, dk, and those of the gates."""
         x, (dq, dk, dv), (di, df) = self.x, results, of_gates
         end_is_read = end[0] is not None
         end = self.boundary_states(x.q, dh, gates, True, end, first, delta)
