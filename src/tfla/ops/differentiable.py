@@ -1,9 +1,10 @@
 """The operator in plain differentiable PyTorch, for transforms that the kernels do not support.
 
-These transforms are forward-mode AD and derivatives of the backward. The operator is the chunkwise form, (36)-(56), without operations in place, so that every transform of PyTorch composes with it.
-Steps are processed in tiles of L steps; states pass from tile to tile by a recurrence. The logarithm of a weight
-is a sum of log-gates inside one tile, added up directly and never the difference of two long sums. Weights and their
-tangents are therefore exact over sequences of any length. States, sums and tangents are float32, or float64 if q is.
+These transforms are forward-mode AD and derivatives of the backward. The operator is the chunkwise form, (36)-(56),
+without operations in place, so that every transform of PyTorch composes with it. Steps are processed in tiles of L
+steps; states pass from tile to tile by a recurrence. The logarithm of a weight is a sum of log-gates inside one tile,
+added up directly and never the difference of two long sums. Weights and their tangents are therefore exact over
+sequences of any length. States, sums and tangents are float32, or float64 if q is.
 """
 
 from __future__ import annotations
