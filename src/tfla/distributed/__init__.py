@@ -1,0 +1,1 @@
+"""Several GPUs, on PyTorch's own distributed engine (docs/distributed.md)."""
