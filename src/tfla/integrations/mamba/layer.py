@@ -23,9 +23,10 @@ def _convolve_and_activate(
     x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None
 ) -> Tensor:
     """Return activation(conv(x)), (batch, seqlen, channels), with the causal convolution of :func:`_convolve`."""
-    x = _convolve(x, weight, bias, seq_idx)
-    x = x if activation is None else F.silu(x)
-    return x.contiguous()  # one copy here in place of three in the operator, of x, B and C
+    y = _convolve(x, weight, bias, seq_idx)
+    y = y if activation is None else F.silu(y)
+    # Dense here: one copy in place of three in the operator, of x, B and C.
+    return y.to(x.dtype, memory_format=torch.contiguous_format)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
@@ -33,14 +34,14 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | 
 
         y_t = bias + sum_{0 <= i < width} weight[:, width - 1 - i] x_{t-i}
 
-    With seq_idx (batch, seqlen), terms whose step belongs to another sequence are left out, and the sum is computed in
-    at least float32.
+    With seq_idx (batch, seqlen), terms whose step belongs to another sequence are left out. With a bias or seq_idx the
+    result is at least float32, so that only the activation's result is rounded after it; else it has the dtype of x.
     """
     width = weight.shape[1]
     if seq_idx is None:
-        bias = None if bias is None else cast(bias, x.dtype)
         padded = F.pad(x.transpose(1, 2), (width - 1, 0))
-        return F.conv1d(padded, cast(weight, x.dtype)[:, None], bias, groups=x.shape[-1]).transpose(1, 2)
+        y = F.conv1d(padded, cast(weight, x.dtype)[:, None], groups=x.shape[-1]).transpose(1, 2)
+        return y if bias is None else y + at_least_float32(bias)
     # An index that comes back after another one starts a new sequence, as it does for the scan.
     sequence = F.pad(torch.diff(seq_idx, dim=1) != 0, (1, 0)).cumsum(1)
     wide, weight = at_least_float32(x), at_least_float32(weight)
@@ -48,7 +49,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | 
     for i in range(1, min(width, x.shape[1])):
         differs = (sequence[:, i:] != sequence[:, :-i])[..., None]
         y = y + F.pad(wide[:, :-i].masked_fill(differs, 0.0) * weight[:, -1 - i], (0, 0, i, 0))
-    return cast(y if bias is None else y + bias, x.dtype)
+    return y if bias is None else y + bias
 
 
 def _gated_norm(y: Tensor, z: Tensor, weight: Tensor, eps: float, ngroups: int, norm_before_gate: bool) -> Tensor:
