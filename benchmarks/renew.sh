@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Times this library again on one GPU in the suites below, or in those that are named; rows of peers stay as they are.
+# Times this library again on one GPU in the suites below, or in those that are named; rows of other libraries stay as they are.
 #
 #     [BUDGET=SECONDS] benchmarks/renew.sh [SUITE ...]
 #

@@ -1,8 +1,8 @@
 """What the operator's tests share: random problems, their float64 truth, and one table of tolerances.
 
 A problem is everything one call reads, with a random cotangent for everything it returns. `truth` solves it by the
-paper's recurrence in float64 with autograd through the loop; `solve` by a way (backend, kernel, device) through the
-public functions. Both give the same named quantities, which `check` compares.
+paper's recurrence in float64 with autograd through the loop; `solve` by an implementation (backend, kernel, device)
+through the public functions. Both give the same named quantities, which `check` compares.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FORMS = ("exp", "sigmoid", "plain", "normalized")  # mlstm with either input gat
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to compute the operator."""
+class Implementation:
+    """One implementation of the operator: a backend, one of its kernels, and a device."""
 
     backend: str
     kernel: str
@@ -84,10 +84,14 @@ def params(values: Mapping[str, Any], interpreted: Collection[str]) -> list[Any]
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-def ways() -> list[Way]:
+def implementations() -> list[Implementation]:
     """Every registered backend with every kernel on every device where it can run."""
-    every = [Way(b.name, kernel, device) for device in DEVICES for b in BACKENDS.values() for kernel in b.kernels]
-    return [way for way in every if any(way.refusal(dtype) is None for dtype in DTYPES)]
+    every = [
+        Implementation(b.name, kernel, device) for device in DEVICES for b in BACKENDS.values() for kernel in b.kernels
+    ]
+    return [
+        implementation for implementation in every if any(implementation.refusal(dtype) is None for dtype in DTYPES)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,17 +219,19 @@ def gradients(
     return {name: x.detach().cpu() for name, x in found.items()}
 
 
-def leaves_on(way: Way, p: Problem, layout: Layout = as_it_is) -> dict[str, Tensor]:
-    """Fresh leaves of the autograd graph; skips the test if the way does not take their dtype."""
-    if why := way.refusal(p.dtype):
+def leaves_on(implementation: Implementation, p: Problem, layout: Layout = as_it_is) -> dict[str, Tensor]:
+    """Fresh leaves of the autograd graph; skips the test if the implementation does not take their dtype."""
+    if why := implementation.refusal(p.dtype):
         pytest.skip(why)
-    return {name: layout(x.detach().to(way.device)).requires_grad_() for name, x in p.leaves.items()}
+    return {name: layout(x.detach().to(implementation.device)).requires_grad_() for name, x in p.leaves.items()}
 
 
-def solve(p: Problem, way: Way, *, layout: Layout = as_it_is, **options: Any) -> dict[str, Tensor]:
-    """All quantities of `gradients`, computed that way; `layout` gives tensors other strides."""
-    leaves = leaves_on(way, p, layout)
-    h, state = call(p, leaves, **way.options, **options)
+def solve(
+    p: Problem, implementation: Implementation, *, layout: Layout = as_it_is, **options: Any
+) -> dict[str, Tensor]:
+    """All quantities of `gradients`, computed by that implementation; `layout` gives tensors other strides."""
+    leaves = leaves_on(implementation, p, layout)
+    h, state = call(p, leaves, **implementation.options, **options)
     return gradients(p, leaves, h, state, truth_m(p), layout)
 
 
@@ -329,7 +335,7 @@ def check(out: Mapping[str, Tensor], ref: Mapping[str, Tensor], dtype: torch.dty
     assert not wrong, {name: f"{e:.1e}" for name, e in found.items()}
 
 
-def check_nothing_leaks(p: Problem, way: Way, changed: int, value: float, **options: Any) -> None:
+def check_nothing_leaks(p: Problem, implementation: Implementation, changed: int, value: float, **options: Any) -> None:
     """With all that sequence `changed` is given times `value`, not one bit of another's results is another."""
     assert p.cu_seqlens is not None
     a, b = p.cu_seqlens[changed : changed + 2].tolist()
@@ -343,7 +349,7 @@ def check_nothing_leaks(p: Problem, way: Way, changed: int, value: float, **opti
         for x in state:
             if x is not None:
                 x[changed] *= value
-    before, after = solve(p, way, **options), solve(p.but(**steps, **states), way, **options)
+    before, after = solve(p, implementation, **options), solve(p.but(**steps, **states), implementation, **options)
     own = torch.zeros(p.v.shape[1], dtype=torch.bool)
     own[a:b] = True
     others = torch.arange(p.cu_seqlens.numel() - 1) != changed

@@ -7,7 +7,7 @@ import os
 import gpus  # noqa: F401
 import pytest
 import torch
-from cases import DEVICES, INTERPRETED, Way, ways
+from cases import DEVICES, INTERPRETED, Implementation, implementations
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = 3 if INTERPRETED else 30  # a simulated GPU takes a second a call
@@ -23,13 +23,23 @@ def on(device: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.gpu] if device == "cuda" else []
 
 
-def tested() -> list[Way]:
-    return [way for way in ways() if way.interpreted] if INTERPRETED else ways()
+def tested() -> list[Implementation]:
+    return (
+        [implementation for implementation in implementations() if implementation.interpreted]
+        if INTERPRETED
+        else implementations()
+    )
 
 
-@pytest.fixture(scope="session", params=[pytest.param(way, id=str(way), marks=on(way.device)) for way in tested()])
-def way(request: pytest.FixtureRequest) -> Way:
-    """Every way to compute the operator: backend, kernel, device; under Triton's interpreter what runs in it."""
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(implementation, id=str(implementation), marks=on(implementation.device))
+        for implementation in tested()
+    ],
+)
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    """Every implementation of the operator; under Triton's interpreter those that run in it."""
     return request.param
 
 

@@ -183,7 +183,7 @@ COUNTS = ("0", "-1", "x", "1.5", "nan", "")
             for name in ("pause", "patience", "sustained", "limit", "budget")
         ),
         (["bench", "gpu", "smoke"], "device", ("foo", "")),
-        (["bench", "gpu", "smoke", "--device", "cpu"], "only", ("no such contender",)),
+        (["bench", "gpu", "smoke", "--device", "cpu"], "only", ("no such implementation",)),
         (["bench", "gpu", "smoke", "--device", "cpu"], "out", ("/dev/null", "model")),
         (["bench", "report", "--results", "results"], "out", ("/dev/null", "/dev/null/x", "model")),
         (["bench", "report", "--results", "results"], "images", ("/dev/null", "/dev/null/x")),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,8 @@ SOURCES = Path(tfla.__file__).parent
 FRAGMENT = re.compile(
     r"^(Of|That|Those|Which|As|What|Where|By|To|In|From|Whether|With|For|Behind|And|Is|Its|It|Like|At|On|Who)\b"
 )
+# Earlier names; the terms are implementation, candidate, baseline, worker pool and the warps by what they do.
+OLD_NAMES = re.compile(r"^(ways?|contenders?|crew|gater|carrier|clearer)$", re.IGNORECASE)
 BANNED = re.compile(r"\b(anew|nobody|somebody|gaters?|clearers?|carriers?|homemade)\b", re.IGNORECASE)
 
 
@@ -36,3 +40,14 @@ def test_docstrings_are_not_fragments() -> None:
 
 def test_docstrings_use_words_of_the_field() -> None:
     assert [place for place, text in docstrings() if BANNED.search(text)] == []
+
+
+def test_names_are_words_of_the_field() -> None:
+    files = [*SOURCES.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]
+    places = [
+        f"{path}:{token.start[0]}: {token.string}"
+        for path in sorted(files)
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+        if token.type == tokenize.NAME and OLD_NAMES.match(token.string)
+    ]
+    assert places == []

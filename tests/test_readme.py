@@ -19,13 +19,13 @@ def test_examples_run() -> None:
 
 def test_tables_are_those_of_the_results() -> None:
     pytest.importorskip("tyro")
-    from tfla.bench import readme, stored
+    from tfla.bench import page_tables, stored
 
     results = stored.load(README.parent / "benchmarks" / "results")
-    assert readme.renew(TEXT, results) == TEXT
+    assert page_tables.renew(TEXT, results) == TEXT
     stale = re.sub(r"(?<=mLSTMsig\*\* \| )[0-9.]+", "0.001", TEXT)
     assert stale != TEXT
-    assert readme.renew(stale, results) == TEXT
+    assert page_tables.renew(stale, results) == TEXT
 
 
 def test_links_lead_to_files() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FORMS, Way, check, problem, solve, truth
+from cases import FORMS, Implementation, check, problem, solve, truth
 from torch._subclasses import FakeTensorMode
 
 from tfla.backends import Inputs
@@ -13,16 +13,18 @@ from tfla.backends import Inputs
 @pytest.mark.parametrize("chunk_size", [1, 3, 64, pytest.param(100, marks=pytest.mark.interpreter), 1000])
 @pytest.mark.parametrize("lengths", [None, (0, 70, 1, 60)], ids=["batch", "packed"])
 @pytest.mark.parametrize("form", FORMS)
-def test_any_chunk_size(way: Way, form: str, lengths: tuple[int, ...] | None, chunk_size: int) -> None:
-    p = problem(form, dtype=way.widest, T=131, lengths=lengths, Hq=1, H=2)
-    check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
+def test_any_chunk_size(
+    implementation: Implementation, form: str, lengths: tuple[int, ...] | None, chunk_size: int
+) -> None:
+    p = problem(form, dtype=implementation.widest, T=131, lengths=lengths, Hq=1, H=2)
+    check(solve(p, implementation, chunk_size=chunk_size), truth(p), p.dtype)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 64])
-def test_small_chunks_in_bfloat16(way: Way, chunk_size: int) -> None:
+def test_small_chunks_in_bfloat16(implementation: Implementation, chunk_size: int) -> None:
     """States pass from chunk to chunk unrounded."""
     p = problem(dtype=torch.bfloat16, T=131)
-    check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
+    check(solve(p, implementation, chunk_size=chunk_size), truth(p), p.dtype)
 
 
 @pytest.mark.parametrize("lengths", [None, (0, 70, 1, 60)], ids=["batch", "packed"])
@@ -30,18 +32,22 @@ def test_small_chunks_in_bfloat16(way: Way, chunk_size: int) -> None:
     ("form", "carried"), [pytest.param("exp", True, marks=pytest.mark.interpreter), ("exp", False), ("sigmoid", True)]
 )
 def test_chunk_size_picked_at_the_call(
-    way: Way, form: str, carried: bool, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+    implementation: Implementation,
+    form: str,
+    carried: bool,
+    lengths: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As traced graphs have it: no state is stored, the backward makes those of its segments again."""
-    if way.backend not in ("triton", "hopper") or way.kernel != "fused":
+    if implementation.backend not in ("triton", "hopper") or implementation.kernel != "fused":
         pytest.skip("has no segments picked by length")
     from tfla.backends.gpu import runtime
     from tfla.backends.triton import launch
 
     picked = []
     monkeypatch.setattr(launch, "best_chunk_size", lambda x, kind: picked.append(kind) or 64)
-    p = problem(form, dtype=way.widest, T=131, lengths=lengths, Hq=1, H=2, carried=carried)
-    check(solve(p, way, chunk_size=runtime.DEFERRED_CHUNK_SIZE), truth(p), p.dtype)
+    p = problem(form, dtype=implementation.widest, T=131, lengths=lengths, Hq=1, H=2, carried=carried)
+    check(solve(p, implementation, chunk_size=runtime.DEFERRED_CHUNK_SIZE), truth(p), p.dtype)
     assert len(picked) == 2  # forward and backward
 
 
@@ -49,10 +55,14 @@ def test_chunk_size_picked_at_the_call(
 @pytest.mark.parametrize("K", [pytest.param(24, marks=pytest.mark.interpreter), 256])
 @pytest.mark.parametrize("carried", [pytest.param(True, marks=pytest.mark.interpreter), False])
 def test_denominators_of_sequences_cut(
-    way: Way, carried: bool, K: int, lengths: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+    implementation: Implementation,
+    carried: bool,
+    K: int,
+    lengths: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The walk for n is cut where multiprocessors would be idle, others not."""
-    if way.backend not in ("triton", "hopper") or way.kernel != "fused":
+    if implementation.backend not in ("triton", "hopper") or implementation.kernel != "fused":
         pytest.skip("walks n and the state together")
     from tfla._util import caching
     from tfla.backends.triton import launch
@@ -66,8 +76,8 @@ def test_denominators_of_sequences_cut(
     )
     caching.clear_caches()
     try:
-        p = problem(dtype=way.widest, T=290, lengths=lengths, Hq=1, H=2, K=K, V=256, carried=carried)
-        check(solve(p, way, chunk_size=1000), truth(p), p.dtype)
+        p = problem(dtype=implementation.widest, T=290, lengths=lengths, Hq=1, H=2, K=K, V=256, carried=carried)
+        check(solve(p, implementation, chunk_size=1000), truth(p), p.dtype)
     finally:
         caching.clear_caches()
     assert len(walked) == 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Way, check, problem, solve, truth
+from cases import Implementation, check, problem, solve, truth
 
 from tfla.backends import chunkwise
 from tfla.backends.chunkwise import gates
@@ -30,9 +30,9 @@ def test_cuts(
     monkeypatch.setattr(chunkwise, "MAX_TILES", tiles)
     monkeypatch.setattr(chunkwise, "STATE_BYTES", states_in_a_block * 5 * 7 * 8)
     p = problem(T=50, **shape)
-    way = Way("chunkwise", "segmented", device)
-    check(solve(p, way), truth(p), p.dtype)
-    check(solve(p, way, chunk_size=17), truth(p), p.dtype)
+    implementation = Implementation("chunkwise", "segmented", device)
+    check(solve(p, implementation), truth(p), p.dtype)
+    check(solve(p, implementation, chunk_size=17), truth(p), p.dtype)
 
 
 @pytest.mark.parametrize("least", [1.0, -6.0, -40.0], ids=["never", "in some tiles", "as it is"])
@@ -49,7 +49,7 @@ def test_gates_taken_apart(monkeypatch: pytest.MonkeyPatch, device: str, form: s
     monkeypatch.setattr(gates.TileGates, "inside", inside)
     monkeypatch.setattr(gates, "FACTORS", least)
     p = problem(form, T=300, f_mean=3.0)
-    check(solve(p, Way("chunkwise", "segmented", device)), truth(p), p.dtype)
+    check(solve(p, Implementation("chunkwise", "segmented", device)), truth(p), p.dtype)
     factored = torch.cat([x.flatten() for x in seen])
     assert {1.0: not factored.any(), -6.0: factored.any() and not factored.all(), -40.0: factored.all()}[least]
 
@@ -59,4 +59,4 @@ def test_gates_are_taken_apart_without_loss(device: str, form: str) -> None:
     """Float32 keeps its accuracy where tiles decay by as much as may still be taken apart, and by more."""
     for f_mean in (0.5, 0.2, 0.0):
         p = problem(form, T=300, f_mean=f_mean, dtype=torch.float32)
-        check(solve(p, Way("chunkwise", "segmented", device)), truth(p), p.dtype)
+        check(solve(p, Implementation("chunkwise", "segmented", device)), truth(p), p.dtype)

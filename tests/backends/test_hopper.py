@@ -14,8 +14,8 @@ from cases import (
     FORMS,
     INTERPRETED,
     TOLERANCE,
+    Implementation,
     Problem,
-    Way,
     call,
     check_beside_terms,
     check_nothing_leaks,
@@ -43,7 +43,7 @@ pytestmark = [] if INTERPRETED else on_hopper
 if INTERPRETED:
     pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
 
-WAY = Way("hopper", "fused", "cpu" if INTERPRETED else "cuda")
+WAY = Implementation("hopper", "fused", "cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 DTYPE = DTYPES[0]
 MANY_HEADS = 3 if INTERPRETED else 50
@@ -113,7 +113,9 @@ def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int],
 def refuse_by_dtype_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `leaves_on`, which asks with head dims of 16, look at the dtype only."""
     monkeypatch.setattr(
-        Way, "refusal", lambda way, dtype: None if dtype in hopper.DTYPES else "takes bfloat16 and float16"
+        Implementation,
+        "refusal",
+        lambda implementation, dtype: None if dtype in hopper.DTYPES else "takes bfloat16 and float16",
     )
 
 

@@ -44,9 +44,9 @@ CASES = [
     "plain,64,64,bfloat16",
 ]
 KERNELS = [
-    name + way
+    name + implementation
     for name in ("o_dv_kernel", "dq_dk_kernel", "segment_states_kernel", "small_head_kernel")
-    for way in ("", " back")
+    for implementation in ("", " back")
 ] + ["dk_dv_kernel back"]
 SHARED = 232_448  # bytes of shared memory that a program can have
 SPILLED = 320  # bytes, mostly addresses in the 24 registers of the load and gate warps, and the ends of segments

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, TOLERANCE, Way, check_beside_terms, problem, solve
+from cases import INTERPRETED, TOLERANCE, Implementation, check_beside_terms, problem, solve
 
 from tfla.backends import hopper
 
@@ -70,10 +70,12 @@ def write_without(module: str, line: int, folder: Path) -> Path:
 
 
 def run(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Way, "refusal", lambda way, dtype: None)
+    monkeypatch.setattr(Implementation, "refusal", lambda implementation, dtype: None)
     for form, sizes, chunk_size in cases:
         p = problem(form, **{"B": 1, "T": 130, "H": 2, "Hq": 1, "dtype": torch.float16, **sizes})
-        check_beside_terms(solve(p, Way("hopper", "fused", "cpu"), chunk_size=chunk_size), p, TOLERANCE[p.dtype])
+        check_beside_terms(
+            solve(p, Implementation("hopper", "fused", "cpu"), chunk_size=chunk_size), p, TOLERANCE[p.dtype]
+        )
 
 
 @pytest.mark.parametrize("module", CASES)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import TOLERANCE, Way, error
+from cases import TOLERANCE, Implementation, error
 from gpus import taking_turns
 
 import tfla
@@ -16,15 +16,19 @@ T, TAIL = 2**31 // (H * V) + 1000, 700  # v's last steps lie behind element 2^31
 
 
 @pytest.fixture
-def large(way: Way) -> Iterator[Way]:
-    """Ways that can have such tensors; 30 GB are taken in turns."""
-    if way.device == "cpu" or way.small_only or torch.cuda.get_device_properties(0).total_memory < 60e9:
+def large(implementation: Implementation) -> Iterator[Implementation]:
+    """Implementations that can have such tensors; 30 GB are taken in turns."""
+    if (
+        implementation.device == "cpu"
+        or implementation.small_only
+        or torch.cuda.get_device_properties(0).total_memory < 60e9
+    ):
         pytest.skip("needs a GPU with 60 GB")
     with taking_turns():
-        yield way
+        yield implementation
 
 
-def test_last_steps_of_a_huge_tensor(large: Way) -> None:
+def test_last_steps_of_a_huge_tensor(large: Implementation) -> None:
     """A reset before them makes them a sequence of their own."""
     torch.manual_seed(0)
     leaves = [torch.randn(1, T, *shape, device="cuda", dtype=torch.bfloat16) for shape in ((H, K), (H, K), (H, V))]

@@ -34,7 +34,7 @@ def packed_lengths(*lengths: int, device: str = "cuda") -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
-@pytest.fixture(params=[f"{way} {gate}" for way in WAYS for gate in GATES])
+@pytest.fixture(params=[f"{implementation} {gate}" for implementation in WAYS for gate in GATES])
 def run(request: pytest.FixtureRequest) -> Run:
     """Forward and backward: h and all gradients."""
     backend, kernel, gate = request.param.split()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, PER_STEP, TOLERANCE, Problem, Way, error, problem
+from cases import INTERPRETED, PER_STEP, TOLERANCE, Implementation, Problem, error, problem
 from torch import Tensor
 
 from tfla.backends import BACKENDS, Inputs
@@ -39,28 +39,28 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def run(p: Problem, way: Way, offsets: list[int], chunk_size: int) -> dict[str, Tensor]:
+def run(p: Problem, implementation: Implementation, offsets: list[int], chunk_size: int) -> dict[str, Tensor]:
     """All quantities as the backend returns them; of p no offsets are used."""
     assert p.state is not None
-    leaves = {name: x.to(way.device) for name, x in p.leaves.items()}
-    cu = torch.tensor(offsets, device=way.device)
+    leaves = {name: x.to(implementation.device) for name, x in p.leaves.items()}
+    cu = torch.tensor(offsets, device=implementation.device)
     x = Inputs(*(leaves.get(name) for name in ("q", "k", "v", "i", "f", "C0", "n0", "m0")), cu)  # type: ignore[arg-type]
-    spec = Spec(p.q.shape[3] ** -0.5, p.normalize, True, chunk_size, way.kernel, True, True)
-    backend = BACKENDS[way.backend]
+    spec = Spec(p.q.shape[3] ** -0.5, p.normalize, True, chunk_size, implementation.kernel, True, True)
+    backend = BACKENDS[implementation.backend]
     out = backend.forward(x, spec)
-    dC, dn = (None if t is None else t.to(way.device) for t in p.dstate[:2])
-    grads = backend.backward(x, out, p.dh.to(way.device), dC, dn, spec)
+    dC, dn = (None if t is None else t.to(implementation.device) for t in p.dstate[:2])
+    grads = backend.backward(x, out, p.dh.to(implementation.device), dC, dn, spec)
     found = {"h": out.h, "C": out.C, "n": out.n, "m": out.m}
     found |= {f"d{name}": g for name, g in zip(("q", "k", "v", "i", "f", "C0", "n0"), grads, strict=True)}
     return {name: t.cpu() for name, t in found.items()}
 
 
-def expected(p: Problem, way: Way, offsets: list[int], chunk_size: int) -> dict[str, Tensor]:
+def expected(p: Problem, implementation: Implementation, offsets: list[int], chunk_size: int) -> dict[str, Tensor]:
     """Those of the steps of sequences alone, and zeros around them."""
     first, last = offsets[0], offsets[-1]
     inner = p.but(**{name: getattr(p, name)[:, first:last] for name in ("q", "k", "v", "i", "f", "dh")})
     if first < last:
-        found = run(inner, way, [a - first for a in offsets], chunk_size)
+        found = run(inner, implementation, [a - first for a in offsets], chunk_size)
     else:  # no step: final states are the initial ones, and so are their cotangents
         assert p.state is not None
         found = {"C": p.state.C, "n": p.state.n, "m": p.state.m, "dC0": p.dstate.C, "dn0": p.dstate.n}
@@ -83,15 +83,17 @@ def same(found: dict[str, Tensor], right: dict[str, Tensor], p: Problem, bounds:
             assert error(x, right[name]) <= TOLERANCE[p.dtype], name
 
 
-def check(form: str, way: Way, offsets: list[int], bounds: list[int], chunk_size: int, **sizes: Any) -> None:
+def check(
+    form: str, implementation: Implementation, offsets: list[int], bounds: list[int], chunk_size: int, **sizes: Any
+) -> None:
     p = problem(form, lengths=(T, *[0] * (len(bounds) - 2)), **{"Hq": 1, "H": 2, **sizes})
-    right = expected(p, way, bounds, chunk_size)
+    right = expected(p, implementation, bounds, chunk_size)
     for _ in range(2):  # noted, then replayed
-        same(run(p, way, offsets, chunk_size), right, p, bounds)
+        same(run(p, implementation, offsets, chunk_size), right, p, bounds)
 
 
-def skip_if_it_reads_them(way: Way) -> None:
-    if way.backend not in ("triton", "hopper"):
+def skip_if_it_reads_them(implementation: Implementation) -> None:
+    if implementation.backend not in ("triton", "hopper"):
         pytest.skip("reads the offsets")
 
 
@@ -99,9 +101,11 @@ def skip_if_it_reads_them(way: Way) -> None:
 @pytest.mark.parametrize("chunk_size", [1000, 32], ids=["whole", "segments"])
 @pytest.mark.parametrize("form", ["normalized", "plain"])
 @pytest.mark.parametrize(("offsets", "bounds"), MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed(way: Way, form: str, offsets: list[int], bounds: list[int], chunk_size: int) -> None:
-    skip_if_it_reads_them(way)
-    check(form, way, offsets, bounds, chunk_size, dtype=way.widest)
+def test_malformed(
+    implementation: Implementation, form: str, offsets: list[int], bounds: list[int], chunk_size: int
+) -> None:
+    skip_if_it_reads_them(implementation)
+    check(form, implementation, offsets, bounds, chunk_size, dtype=implementation.widest)
 
 
 ON_HOPPER = [pytest.mark.interpreter] if INTERPRETED else [
@@ -112,8 +116,10 @@ ON_HOPPER = [pytest.mark.interpreter] if INTERPRETED else [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=[pytest.param(Way("hopper", "fused", "cpu" if INTERPRETED else "cuda"), marks=ON_HOPPER)])
-def on_hopper(request: pytest.FixtureRequest) -> Iterator[Way]:
+@pytest.fixture(
+    params=[pytest.param(Implementation("hopper", "fused", "cpu" if INTERPRETED else "cuda"), marks=ON_HOPPER)]
+)
+def on_hopper(request: pytest.FixtureRequest) -> Iterator[Implementation]:
     """The Hopper kernels, under Triton's interpreter in the simulator."""
     pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
     if not INTERPRETED:
@@ -130,7 +136,7 @@ def on_hopper(request: pytest.FixtureRequest) -> Iterator[Way]:
     ("form", "K", "V", "chunk_size"),
     [("normalized", 128, 256, 1000), ("plain", 128, 128, 64), ("normalized", 64, 64, 64), ("plain", 1024, 128, 1000)],
 )
-def test_hopper(on_hopper: Way, form: str, K: int, V: int, chunk_size: int, malformed: str) -> None:
+def test_hopper(on_hopper: Implementation, form: str, K: int, V: int, chunk_size: int, malformed: str) -> None:
     dtype = torch.float16 if INTERPRETED else torch.bfloat16
     heads = 1 if K == 1024 else 2
     check(form, on_hopper, *MALFORMED[malformed], chunk_size, K=K, V=V, H=heads, Hq=heads, dtype=dtype)

@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from cases import Way, check, errors, problem, solve, truth
+from cases import Implementation, check, errors, problem, solve, truth
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -18,38 +18,40 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
     [pytest.param("exp", True, marks=pytest.mark.interpreter), ("exp", False), ("sigmoid", True), ("normalized", True)],
 )
 def test_any_place(
-    way: Way, form: str, carried: bool, lengths: tuple[int, ...] | None, chunk_size: int,
+    implementation: Implementation, form: str, carried: bool, lengths: tuple[int, ...] | None, chunk_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """In float32: they are kept in the inputs' dtype."""
-    if (way.backend, way.kernel) != ("triton", "fused"):
+    if (implementation.backend, implementation.kernel) != ("triton", "fused"):
         pytest.skip("has no marks")
     from tfla.backends.gpu import checkpoints
 
     monkeypatch.setattr(checkpoints, "CHECKPOINT_STEPS", {4: 32})
     p = problem(form, dtype=torch.float32, T=90, lengths=lengths, Hq=1, H=2, carried=carried)
-    check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
+    check(solve(p, implementation, chunk_size=chunk_size), truth(p), p.dtype)
 
 
 @pytest.mark.interpreter
-def test_float32_is_kept_from_adding_up(way: Way) -> None:
+def test_float32_is_kept_from_adding_up(implementation: Implementation) -> None:
     """Over hundreds of steps the gradient of the forget gate stays about as exact as that of the input gate."""
-    if (way.backend, way.kernel) != ("triton", "fused"):
+    if (implementation.backend, implementation.kernel) != ("triton", "fused"):
         pytest.skip("has no marks")
     p = problem("sigmoid", dtype=torch.float32, B=1, T=768, Hq=4, H=4, K=16, V=16, carried=False)
-    found = errors(solve(p, way), truth(p))
+    found = errors(solve(p, implementation), truth(p))
     assert found["df"] <= 6 * found["di"]
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("lengths", [None, (40, 0, 33)], ids=["batch", "packed"])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_nothing_passes_the_first_forget_gate(way: Way, form: str, lengths: tuple[int, ...] | None) -> None:
+def test_nothing_passes_the_first_forget_gate(
+    implementation: Implementation, form: str, lengths: tuple[int, ...] | None
+) -> None:
     """Without an initial state its gradient is zero, exactly."""
-    if way.backend not in ("triton", "hopper"):
+    if implementation.backend not in ("triton", "hopper"):
         pytest.skip("has no marks")
     p = problem(form, dtype=torch.float32, T=73, lengths=lengths, carried=False)
-    df = solve(p, way, chunk_size=32)["df"]
+    df = solve(p, implementation, chunk_size=32)["df"]
     first = [0] if lengths is None else [0, 40]
     assert not df[:, first].any()
     assert df[:, 1:40].any()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Way
+from cases import Implementation
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tfla.backends import BACKENDS, Inputs
@@ -41,15 +41,15 @@ class PeakBytes(TorchDispatchMode):
         self.alive -= size
 
 
-def extra_bytes(way: Way, T: int) -> int:
+def extra_bytes(implementation: Implementation, T: int) -> int:
     """Peak of forward and backward, less h and the gradients."""
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(1, T, H, *shape, device=way.device)
+        return torch.randn(1, T, H, *shape, device=implementation.device)
 
     x = Inputs(draw(K), draw(K), draw(V), draw(), -draw().abs(), None, None, None, None)
-    spec = Spec(0.1, True, True, CHUNK, way.kernel, True, False)
-    backend = BACKENDS[way.backend]
+    spec = Spec(0.1, True, True, CHUNK, implementation.kernel, True, False)
+    backend = BACKENDS[implementation.backend]
     dh = draw(V)
     with PeakBytes(*x, dh) as memory:
         out = backend.forward(x, spec)
@@ -58,10 +58,10 @@ def extra_bytes(way: Way, T: int) -> int:
     return memory.peak - sum(t.numel() * t.element_size() for t in returned)
 
 
-def test_extra_memory_is_stored_states(way: Way) -> None:
-    if way.small_only:
+def test_extra_memory_is_stored_states(implementation: Implementation) -> None:
+    if implementation.small_only:
         pytest.skip("keeps the state of every step")
-    short, long = extra_bytes(way, 8192), extra_bytes(way, 32768)
+    short, long = extra_bytes(implementation, 8192), extra_bytes(implementation, 32768)
     states = 4 * H * K * (V + 1) * (32768 - 8192) // CHUNK
     inputs = 4 * H * (2 * K + V) * (32768 - 8192)
     assert long - short < states + inputs // 10

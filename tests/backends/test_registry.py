@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import check, problem, solve, truth, ways
+from cases import check, implementations, problem, solve, truth
 
 import tfla
 from tfla.backends import BACKENDS, Inputs, select
@@ -42,9 +42,12 @@ def inputs(T: int = 9) -> dict[str, torch.Tensor]:
 
 
 def test_a_backend_is_added_by_putting_it_into_the_registry(mine: Mine) -> None:
-    """All tests that run on every way run on it too."""
-    found = [way for way in ways() if way.backend == "mine"]
-    assert [way.kernel for way in found if way.device == "cpu"] == ["parallel", "recurrent"]
+    """All tests that run on every implementation run on it too."""
+    found = [implementation for implementation in implementations() if implementation.backend == "mine"]
+    assert [implementation.kernel for implementation in found if implementation.device == "cpu"] == [
+        "parallel",
+        "recurrent",
+    ]
     p = problem()
     check(solve(p, found[0]), truth(p), p.dtype)
     assert mine.used == ["parallel"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from cases import Way, check, problem, solve, truth
+from cases import Implementation, check, problem, solve, truth
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -21,12 +21,12 @@ TILINGS = {
 @pytest.mark.parametrize(("form", "chunk_size"), [("exp", 64), ("exp", 1000), ("sigmoid", 128)])
 @pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS.keys())
 def test_any_tiling(
-    way: Way, tiling: tuple[int, ...], form: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch
+    implementation: Implementation, tiling: tuple[int, ...], form: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if way.kernel != "tfla":
+    if implementation.kernel != "tfla":
         pytest.skip("has no tiling to choose")
     from tfla.backends.triton.paper import launch
 
     monkeypatch.setattr(launch, "tiling", lambda x, chunk_size: launch.Tiling(*tiling))
-    p = problem(form, dtype=way.widest, lengths=(90, 0, 141), Hq=1, H=2, K=40, V=70)
-    check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
+    p = problem(form, dtype=implementation.widest, lengths=(90, 0, 141), Hq=1, H=2, K=40, V=70)
+    check(solve(p, implementation, chunk_size=chunk_size), truth(p), p.dtype)

@@ -1,4 +1,4 @@
-"""Contenders that fail in every way, for `tfla.bench.gpu`; imported in the processes that it starts."""
+"""Implementations that work or fail, for `tfla.bench.gpu`; imported in the processes that it starts."""
 
 import os
 import sys

@@ -52,12 +52,12 @@ def test_a_run_and_its_page(tmp_path, capsys):
     assert f"{timed[0]['seconds'] * 1e3:,.1f}" in text
 
 
-def test_a_contender_that_fails_is_a_row_that_says_how(monkeypatch):
+def test_an_implementation_that_fails_is_a_row_that_says_how(monkeypatch):
     def broken(*_):
         raise RuntimeError("no such kernel")
 
     found = {"broken": (broken, broken), "absent": "not installed (absent)"}
-    monkeypatch.setattr(cpu, "contenders", lambda T, config: found)
+    monkeypatch.setattr(cpu, "implementations", lambda T, config: found)
     rows = cpu.measure(64, cpu.CpuBench(repeats=1), lambda text: None)
     assert {r["error"] for r in rows} == {"RuntimeError: no such kernel", "not installed (absent)"}
 

@@ -1,4 +1,4 @@
-"""`tfla bench gpu`: runs on the CPU, contenders that fail, the page and the figures."""
+"""`tfla bench gpu`: runs on the CPU, implementations that fail, the page and the figures."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tfla
-from tfla.bench import gpu, gpu_report, peers, stored
+from tfla.bench import baselines, gpu, gpu_report, stored
 from tfla.bench.commands import bench
 from tfla.bench.options import GpuBench, parse
 from tfla.bench.suites import SUITES, Entry, Suite
@@ -33,22 +33,22 @@ def one_thread(monkeypatch):
 
 
 def fake_suite(*makers: str, xs=(1, 2, 3)) -> Suite:
-    entries = tuple(Entry(f"peer {name}", f"fakes:{name}", needs="torch") for name in makers)
+    entries = tuple(Entry(f"baseline {name}", f"fakes:{name}", needs="torch") for name in makers)
     return Suite("Fakes", "T", xs, lambda T: Problem(1, T, 1, 2, 2, dtype="float32"), entries)
 
 
-def test_failing_contenders_are_rows_that_say_how(one_thread, capfd):
-    """Real processes: one contender raises in its backward, one aborts, one is not installed."""
+def test_failing_implementations_are_rows_that_say_how(one_thread, capfd):
+    """Real processes: one implementation raises in its backward, one aborts, one is not installed."""
     suite = fake_suite("half", "aborts", xs=(4,))
-    absent = Entry("peer absent", "fakes:works", needs="no_such_package")
+    absent = Entry("baseline absent", "fakes:works", needs="no_such_package")
     suite = replace(suite, entries=(*suite.entries, absent))
     result = gpu.run(GpuBench("fakes", device="cpu", repeats=2, warmup=1, pause=0, sustained=0), suite)
     rows = {(r["name"], r.get("direction")): r for r in result["rows"]}
-    assert rows["peer half", FORWARD]["samples"] == 2
-    assert rows["peer half", BOTH]["error"] == "NotImplementedError: no gradient here"
-    assert "SIGABRT: LLVM ERROR: cannot select" in rows["peer aborts", FORWARD]["error"]
-    assert rows["peer aborts", BOTH]["error"] == "not run: its process had ended"
-    assert rows["peer absent", None]["error"] == "not installed (no_such_package)"
+    assert rows["baseline half", FORWARD]["samples"] == 2
+    assert rows["baseline half", BOTH]["error"] == "NotImplementedError: no gradient here"
+    assert "SIGABRT: LLVM ERROR: cannot select" in rows["baseline aborts", FORWARD]["error"]
+    assert rows["baseline aborts", BOTH]["error"] == "not run: its process had ended"
+    assert rows["baseline absent", None]["error"] == "not installed (no_such_package)"
     assert "SIGABRT" in capfd.readouterr().out
 
 
@@ -92,11 +92,11 @@ class FakeWorker:
         pass
 
 
-def contender(suite: Suite, answer, **options) -> list[dict]:
+def rows_of(suite: Suite, answer, **options) -> list[dict]:
     run = gpu.Run(GpuBench("fakes", device="cpu", **options), suite, lambda text: None)
     run.rates = RATES
     run.pool.of = lambda key: FakeWorker(answer)
-    return list(run.contender(suite.entries[0]))
+    return list(run.timed_rows(suite.entries[0]))
 
 
 def test_a_crash_in_the_backward_keeps_the_forward():
@@ -104,12 +104,12 @@ def test_a_crash_in_the_backward_keeps_the_forward():
         yield {"direction": FORWARD, "seconds": 1.0}
         raise WorkerDied("the process ended with SIGSEGV")
 
-    rows = contender(fake_suite("works", xs=(7,)), answer)
+    rows = rows_of(fake_suite("works", xs=(7,)), answer)
     assert rows[0]["seconds"] == 1.0
-    assert rows[1] == {"name": "peer works", "x": 7, "direction": BOTH, "error": "the process ended with SIGSEGV"}
+    assert rows[1] == {"name": "baseline works", "x": 7, "direction": BOTH, "error": "the process ended with SIGSEGV"}
 
 
-def test_after_two_crashes_in_a_row_a_contender_is_left_alone():
+def test_after_two_crashes_in_a_row_an_implementation_is_left_alone():
     tried = []
 
     def answer(job):
@@ -118,14 +118,14 @@ def test_after_two_crashes_in_a_row_a_contender_is_left_alone():
             raise WorkerDied("the process ended with SIGABRT")
         yield from ({"direction": d, "seconds": 1.0} for d in job["directions"])
 
-    rows = contender(fake_suite("works", xs=(1, 2, 3, 4, 5)), answer)
+    rows = rows_of(fake_suite("works", xs=(1, 2, 3, 4, 5)), answer)
     assert tried == [1, 2, 3, 4]
     assert {r["error"] for r in rows if r["x"] == 5} == {"not run: its process ended at 3 and 4"}
     assert len(rows) == 10
 
 
 def test_a_spent_budget_is_said_in_every_row_that_is_missing():
-    rows = contender(fake_suite("works"), lambda job: iter(()), budget=0)
+    rows = rows_of(fake_suite("works"), lambda job: iter(()), budget=0)
     assert len(rows) == 6
     assert {r["error"] for r in rows} == {"not run: the budget was spent"}
 
@@ -141,7 +141,7 @@ def test_a_short_budget_shortens_the_samples():
 def test_a_configuration_that_takes_too_long_is_given_up(one_thread):
     run = gpu.Run(GpuBench("fakes", device="cpu", limit=1.0), fake_suite("hangs", xs=(1,)), lambda text: None)
     with run.pool:
-        forward, both = run.contender(run.suite.entries[0])
+        forward, both = run.timed_rows(run.suite.entries[0])
     assert forward["error"] == "stopped after 1 s"
     assert both["error"] == "not run: its process had ended"
 
@@ -151,7 +151,7 @@ def test_all_compile_beforehand_and_other_libraries_are_timed_in_a_new_process()
     configuration has a process for each."""
     run = gpu.Run(GpuBench("fakes"), fake_suite("works", "aborts", xs=(1, 2)), lambda text: None)
     ours = Entry("tfla mLSTMsig", "fakes:works")
-    each = Entry("peer everywhere", "fakes:works", needs="fakes", each=True)
+    each = Entry("baseline everywhere", "fakes:works", needs="fakes", each=True)
     workers, dismissed = {}, []
 
     def answer(job):
@@ -164,8 +164,8 @@ def test_all_compile_beforehand_and_other_libraries_are_timed_in_a_new_process()
     run.pool.dismiss = dismissed.append
     run.compile([ours, each, *run.suite.entries])
     assert {key: [job["problem"]["T"] for job, _ in w.jobs] for key, w in workers.items()} == {
-        "tfla mLSTMsig": [1, 2], "peer works (1, 2)": [1, 2], "peer aborts (1, 2)": [1],
-        "peer everywhere (1,)": [1], "peer everywhere (2,)": [2],
+        "tfla mLSTMsig": [1, 2], "baseline works (1, 2)": [1, 2], "baseline aborts (1, 2)": [1],
+        "baseline everywhere (1,)": [1], "baseline everywhere (2,)": [2],
     }  # fmt: skip
     assert set(dismissed) == set(workers) - {"tfla mLSTMsig"}
     assert all(limit <= gpu.COMPILING * run.config.budget for w in workers.values() for _, limit in w.jobs)
@@ -182,7 +182,7 @@ def test_the_kernel_that_the_library_picks_is_not_timed_twice():
     assert not run.repeats(named)
 
 
-def test_contenders_that_fill_the_device_do_not_compile_side_by_side(monkeypatch):
+def test_implementations_that_fill_the_device_do_not_compile_side_by_side(monkeypatch):
     jobs = []
 
     def answer(job):
@@ -218,7 +218,7 @@ def test_mamba_kernels_without_the_extension_of_their_package(tmp_path, monkeypa
     (tmp_path / "mamba_ssm" / "ops" / "triton" / "ssd_combined.py").write_text(scan)
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        work = peers.mamba2(Problem(1, 4, 8, 16, 2, dtype="float32", device="cpu"), groups=2)
+        work = baselines.mamba2(Problem(1, 4, 8, 16, 2, dtype="float32", device="cpu"), groups=2)
         assert work.run(*work.inputs).shape == (1, 4, 8, 2)
         assert work.inputs[3].shape == (1, 4, 2, 16)
     finally:  # monkeypatch would put the modules back at its end, and transformers would take them for the package
@@ -235,9 +235,9 @@ def tiny(problem: Problem) -> dict:
 
 
 @pytest.mark.parametrize("make", ["mlstm", "mamba2", "step", "copy_state"])
-def test_own_contenders_run(make):
+def test_own_implementations_run(make):
     rows = []
-    module = "tfla.measure.operator" if make == "mlstm" else "tfla.bench.contenders"
+    module = "tfla.measure.operator" if make == "mlstm" else "tfla.bench.implementations"
     options = {"copy_state": {}, "mamba2": {"groups": 1}}.get(make, {"gate": "exp"})
     directions = [FORWARD, BOTH] if make in ("mlstm", "mamba2") else [FORWARD]
     job = {
@@ -253,7 +253,7 @@ def test_own_contenders_run(make):
         assert {r["state_bytes"] for r in rows} == {2 * 2 * (16 * 16 + 16) * 4}
 
 
-def test_packed_contenders_have_the_same_tokens():
+def test_packed_implementations_have_the_same_tokens():
     """The lengths sum up to all tokens, are mixed, and are the same each time; h is that of each sequence alone."""
     torch.manual_seed(0)
     problem = Problem(5, 12, 2, 4, 6, dtype="float64", device="cpu")
@@ -320,7 +320,7 @@ def test_floors_of_the_papers_setup():
     assert rested == pytest.approx(tokens * 768 / 4e12)
 
 
-def test_what_failed_few_samples_and_absent_peers_on_the_page():
+def test_what_failed_few_samples_and_absent_baselines_on_the_page():
     suite, config = SUITES["fig14"], vars(GpuBench("fig14"))
     sizes = {"direction": FORWARD, "x": 32}
     timed = {"seconds": 0.0123, "samples": 7, "floor_seconds": 0.01, "ratio": 1.23}
@@ -347,11 +347,11 @@ def test_what_failed_few_samples_and_absent_peers_on_the_page():
     assert "`tfla bench gpu fig14 --out benchmarks/results/fig14.json`" in text
 
 
-def test_training_steps_and_ways_on_the_page():
+def test_training_steps_and_implementations_on_the_page():
     rows = [
         {"x": x, "name": name, "direction": STEP, "seconds": 0.25, "samples": 7, "tokens_per_second": 98_304.0,
-         "operator_share": 0.0625, "peak_bytes": 3 * 2**30, "way": way, "group": "dqk = dhv"}
-        for name, x, way in (("tfla mLSTMsig", 64, "triton fused"), ("tfla mLSTMsig", 128, "hopper fused"),
+         "operator_share": 0.0625, "peak_bytes": 3 * 2**30, "way": kernel, "group": "dqk = dhv"}
+        for name, x, kernel in (("tfla mLSTMsig", 64, "triton fused"), ("tfla mLSTMsig", 128, "hopper fused"),
                              ("tfla mLSTMexp", 64, "triton fused"), ("tfla mLSTMsig", 256, "hopper fused"))
     ]  # fmt: skip
     rows.append({"x": 512, "name": "tfla mLSTMexp", "direction": STEP, "error": "out of memory", "group": "dqk = dhv"})

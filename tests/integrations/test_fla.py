@@ -28,7 +28,7 @@ WHERE = {name: next(module for module in MODULES if name.endswith(module)) for n
 
 def theirs(path: str) -> Any:
     """Return the object module.name within fla.ops of the package."""
-    pytest.importorskip("fla", reason='pip install "tfla[peers]"')
+    pytest.importorskip("fla", reason='pip install "tfla[baselines]"')
     module, _, name = f"fla.ops.{path}".rpartition(".")
     return getattr(importlib.import_module(module), name)
 

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import tfla.integrations.mlstm_kernels as ours
 
-theirs = pytest.importorskip("mlstm_kernels.torch", reason='pip install "tfla[peers]"')
+theirs = pytest.importorskip("mlstm_kernels.torch", reason='pip install "tfla[baselines]"')
 CPU_KERNELS = [name for name in ours.get_available_mlstm_kernels() if "triton" not in name]
 TABLES = ["mlstm_kernel", "mlstm_step_kernel", "mlstm_sequence_kernel"]
 

@@ -18,7 +18,7 @@ from heads_first import agree, flat, inputs, states
 import tfla.integrations.mlstm_kernels as ours
 from tfla.integrations.mlstm_kernels.torch import kernel_wrappers
 
-theirs = pytest.importorskip("mlstm_kernels.torch", reason='pip install "tfla[peers]"')
+theirs = pytest.importorskip("mlstm_kernels.torch", reason='pip install "tfla[baselines]"')
 TABLES = ["mlstm_kernel", "mlstm_step_kernel", "mlstm_sequence_kernel"]
 ANY_LENGTH = ["wrap_chunkwise__arbitrary_sequence_length", "wrap_chunkwise__arbitrary_sequence_length_with_padding"]
 
@@ -171,7 +171,7 @@ def test_wrappers_refuse_what_does_not_fit(wrapper: str) -> None:
 
 def large_model(monkeypatch: pytest.MonkeyPatch, backend_module: Any, **options: Any) -> Any:
     """Return a small xLSTMLarge of the xlstm package that uses this backend module, always with the same weights."""
-    pytest.importorskip("xlstm", reason='pip install "tfla[peers]"')
+    pytest.importorskip("xlstm", reason='pip install "tfla[baselines]"')
     monkeypatch.setitem(sys.modules, "mlstm_kernels.torch.backend_module", backend_module)
     monkeypatch.delitem(sys.modules, "xlstm.xlstm_large.model", raising=False)
     module = importlib.import_module("xlstm.xlstm_large.model")

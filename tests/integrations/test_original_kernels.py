@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from cases import INTERPRETED, TOLERANCE, error
 from torch import Tensor
 
-from tfla.bench.candidates import compiled_together
-from tfla.bench.peers import mamba_module
+from tfla.bench.baselines import mamba_module
+from tfla.bench.parallel_compilation import compiled_together
 from tfla.integrations import fla, mamba, mlstm_kernels
 
 ORIGINAL_TOLERANCE = 3e-2  # of kernels that round intermediate results; the error of a wrong function is about 1

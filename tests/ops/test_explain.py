@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Way, leaves_on, problem
+from cases import Implementation, leaves_on, problem
 
 import tfla
 from tfla.backends import BACKENDS, Inputs
@@ -24,11 +24,11 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("chunk_size", [None, 16])
 @pytest.mark.parametrize("shape", CALLS.values(), ids=CALLS.keys())
 def test_says_what_runs(
-    way: Way, shape: dict[str, Any], chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
+    implementation: Implementation, shape: dict[str, Any], chunk_size: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = problem(dtype=way.widest, carried=False, **shape)
-    cu_seqlens = None if p.cu_seqlens is None else p.cu_seqlens.to(way.device)
-    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, **way.options}
+    p = problem(dtype=implementation.widest, carried=False, **shape)
+    cu_seqlens = None if p.cu_seqlens is None else p.cu_seqlens.to(implementation.device)
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, **implementation.options}
     calls = []
 
     def attend(x: Inputs, backend: str, spec: Spec, *_: object) -> Outputs:
@@ -38,20 +38,21 @@ def test_says_what_runs(
         return out
 
     monkeypatch.setattr(api, "attend", attend)
-    leaves = leaves_on(way, p).values()
+    leaves = leaves_on(implementation, p).values()
     tfla.mlstm(*leaves, **options)
     said = tfla.explain(*leaves, **options)
     assert (said.chunk_size, said.backend, said.kernel, said.stored_states) == calls[0]
-    assert (said.backend, said.kernel) == (way.backend, way.kernel)
+    assert (said.backend, said.kernel) == (implementation.backend, implementation.kernel)
     assert chunk_size is None or said.chunk_size == chunk_size
 
 
-def test_every_other_backend_has_a_reason(way: Way) -> None:
-    leaves = leaves_on(way, problem(dtype=way.widest, carried=False)).values()
-    said = tfla.explain(*leaves, **way.options)
-    assert set(said.not_taken) == set(BACKENDS) - {way.backend}
+def test_every_other_backend_has_a_reason(implementation: Implementation) -> None:
+    leaves = leaves_on(implementation, problem(dtype=implementation.widest, carried=False)).values()
+    said = tfla.explain(*leaves, **implementation.options)
+    assert set(said.not_taken) == set(BACKENDS) - {implementation.backend}
     for name, why in said.not_taken.items():
-        assert f"{way.backend!r} was asked for" in why or why.startswith(("it needs", "it takes", "it computes"))
+        other = f"{implementation.backend!r} was asked for"
+        assert other in why or why.startswith(("it needs", "it takes", "it computes"))
         assert any(line.startswith(f"not {name} ") and line.endswith(why) for line in str(said).splitlines())
 
 

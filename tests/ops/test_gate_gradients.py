@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Problem, Way, call, error, errors, leaves_on, problem, solve, truth
+from cases import Implementation, Problem, call, error, errors, leaves_on, problem, solve, truth
 
 import tfla
 
@@ -34,15 +34,17 @@ def float32_problem(form: str, T: int, f_mean: float, carried: bool = False) -> 
 @pytest.mark.parametrize("T", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("f_mean", MEMORIES.values(), ids=MEMORIES.keys())
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_errors_are_those_of_rounding(way: Way, form: str, f_mean: float, T: int, carried: bool) -> None:
+def test_errors_are_those_of_rounding(
+    implementation: Implementation, form: str, f_mean: float, T: int, carried: bool
+) -> None:
     """At most 20 roundings to float32, or three times the errors of dq and dk.
 
     Those are larger where the normalizer makes gradients of differences.
     """
-    if way.small_only and T > 100:
+    if implementation.small_only and T > 100:
         pytest.skip("too slow for long sequences")
     p = float32_problem(form, T, f_mean, carried)
-    found = errors(solve(p, way), truth(p))
+    found = errors(solve(p, implementation), truth(p))
     allowed = max(20 * ROUNDING, 3 * found["dq"], 3 * found["dk"])
     assert max(found["di"], found["df"]) <= allowed, {name: f"{e:.1e}" for name, e in found.items()}
 
@@ -51,22 +53,22 @@ def test_errors_are_those_of_rounding(way: Way, form: str, f_mean: float, T: int
 @pytest.mark.parametrize("lengths", [None, (1, 40, 0, 29)], ids=["batch", "packed"])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_first_forget_gate_has_no_gradient_without_a_state(
-    way: Way, form: str, lengths: tuple[int, ...] | None
+    implementation: Implementation, form: str, lengths: tuple[int, ...] | None
 ) -> None:
     """There is nothing to forget, so the gradient is 0, not something that rounding left."""
     p = problem(form, T=70, lengths=lengths, carried=False, dtype=torch.float32)
     first = [0] if lengths is None else [0, 1, 41]
-    leaves = leaves_on(way, p)
-    h, _ = call(p, leaves, **way.options)
+    leaves = leaves_on(implementation, p)
+    h, _ = call(p, leaves, **implementation.options)
     df = torch.autograd.grad(h, leaves["f"], p.dh.to(h))[0]
     assert not df[:, first].any()
     assert df.any()
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_closed_gates_hide_nothing(way: Way, form: str) -> None:
+def test_closed_gates_hide_nothing(implementation: Implementation, form: str) -> None:
     """The gradient of a closed gate is as small as the gate: its error is no larger than that of open ones."""
     p = float32_problem(form, 100, -20.0)
     exact = truth(p)
     assert exact["df"].norm() < 1e-6 * exact["di"].norm()
-    assert error(solve(p, way)["df"], exact["df"]) <= 20 * ROUNDING
+    assert error(solve(p, implementation)["df"], exact["df"]) <= 20 * ROUNDING

@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, TOLERANCE, Problem, Way, check, check_beside_terms, params, problem, solve, truth
+from cases import (
+    INTERPRETED,
+    TOLERANCE,
+    Implementation,
+    Problem,
+    check,
+    check_beside_terms,
+    params,
+    problem,
+    solve,
+    truth,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -55,21 +66,23 @@ PATHS: dict[str, tuple[Tensor, Tensor | None]] = {
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("path", params(PATHS, interpreted={"steadily", "up and down"}))
 @pytest.mark.parametrize("form", LINEAR)
-def test_growth(way: Way, form: str, path: tuple[Tensor, Tensor | None], lengths: tuple[int, ...] | None) -> None:
+def test_growth(
+    implementation: Implementation, form: str, path: tuple[Tensor, Tensor | None], lengths: tuple[int, ...] | None
+) -> None:
     log_f, log_i = path
     p = growing(form, log_f, log_i, lengths=lengths)
-    found = solve(p, way)
+    found = solve(p, implementation)
     assert all(x.isfinite().all() for x in found.values())
     check_beside_terms(found, p, TOLERANCE[torch.float32])
 
 
-def test_growth_of_a_state_that_was_tiny(way: Way) -> None:
+def test_growth_of_a_state_that_was_tiny(implementation: Implementation) -> None:
     """A state grows by more than the range of float32, from the lower end of that range to the upper one."""
     p = growing("plain", torch.full((64,), 2.0), H=1, Hq=1)
     assert p.state is not None
     p = p.but(k=p.k * 1e-20, v=p.v * 1e-12, dh=p.dh * 1e-24, state=tfla.State(p.state.C * 1e-30))
     p = p.but(dstate=tfla.State(p.dstate.C * 1e-24))
-    check(solve(p, way), truth(p), p.dtype)
+    check(solve(p, implementation), truth(p), p.dtype)
 
 
 @pytest.mark.interpreter
@@ -87,7 +100,7 @@ def test_growth_of_a_state_that_was_tiny(way: Way) -> None:
     [(12, 1.0), (6, -2.0), (1, 0.0), (3, 3.0)], 0.0, False, False, 6, 0
 )  # little passes a tile, but of huge states
 def test_any_growth(
-    way: Way,
+    implementation: Implementation,
     form: str,
     slope: list[tuple[int, float]],
     log_i: float,
@@ -103,6 +116,6 @@ def test_any_growth(
     lengths = (log_f.shape[0] // 3, log_f.shape[0] - log_f.shape[0] // 3) if packed else None
     p = growing(form, log_f, None, lengths=lengths, carried=carried, seed=seed, H=1, Hq=1)
     p = p.but(i=p.i + log_i)
-    found = solve(p, way, chunk_size=chunk_size)
+    found = solve(p, implementation, chunk_size=chunk_size)
     assert all(x.isfinite().all() for x in found.values())
     check_beside_terms(found, p, 4 * TOLERANCE[torch.float32])

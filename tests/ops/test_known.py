@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Layout, Way, as_it_is, params, problem, solve
+from cases import Implementation, Layout, as_it_is, params, problem, solve
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,15 +41,17 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", [as_it_is, transposed])
 @pytest.mark.parametrize("case", params(CASES, {"segments"}))
-def test_other_values_after_a_call_of_these_sizes(way: Way, case: dict[str, Any], layout: Layout) -> None:
+def test_other_values_after_a_call_of_these_sizes(
+    implementation: Implementation, case: dict[str, Any], layout: Layout
+) -> None:
     """Forward and backward."""
     sizes = {name: x for name, x in case.items() if name != "chunk_size"}
-    one, two = (problem(dtype=way.widest, seed=seed, **sizes) for seed in (1, 2))
+    one, two = (problem(dtype=implementation.widest, seed=seed, **sizes) for seed in (1, 2))
     options = {"layout": layout, "chunk_size": case.get("chunk_size")}
-    solve(one, way, **options)
-    found = solve(two, way, **options)
+    solve(one, implementation, **options)
+    found = solve(two, implementation, **options)
     clear_caches()
-    expected = solve(two, way, **options)
+    expected = solve(two, implementation, **options)
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
 
 

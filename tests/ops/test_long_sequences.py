@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Way, call, check, gradients, leaves_on, problem, solve, truth
+from cases import Implementation, call, check, gradients, leaves_on, problem, solve, truth
 from torch import Tensor
 
 import tfla
 
 
 @pytest.fixture
-def long_way(way: Way) -> Way:
-    if way.small_only:
+def long_way(implementation: Implementation) -> Implementation:
+    if implementation.small_only:
         pytest.skip("too slow for long sequences")
-    return way
+    return implementation
 
 
 @pytest.mark.parametrize("reset", [-1e4, -1e5])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_resets_every_few_steps(long_way: Way, form: str, reset: float) -> None:
+def test_resets_every_few_steps(long_way: Implementation, form: str, reset: float) -> None:
     """65,536 steps of documents of a few steps each: errors are those of the same steps without resets.
 
     The exponential of a reset is 0 in float64 too: the truth is that of a batch of stretches, each starting with one.
@@ -47,7 +47,7 @@ def test_resets_every_few_steps(long_way: Way, form: str, reset: float) -> None:
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_nothing_is_forgotten(long_way: Way, form: str) -> None:
+def test_nothing_is_forgotten(long_way: Implementation, form: str) -> None:
     """16,384 steps under an open forget gate."""
     p = problem(form, B=1, T=16384, Hq=1, H=1, K=4, V=4, positive_qk=True, dtype=torch.float32)
     p = p.but(f=torch.full_like(p.f, 10.0))
@@ -56,7 +56,7 @@ def test_nothing_is_forgotten(long_way: Way, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_two_thousand_steps(long_way: Way, form: str, dtype: torch.dtype) -> None:
+def test_two_thousand_steps(long_way: Implementation, form: str, dtype: torch.dtype) -> None:
     p = problem(form, B=1, T=2048, Hq=1, H=2, K=16, V=16, f_mean=5.0, dtype=dtype)
     check(solve(p, long_way), truth(p), dtype)
     check(solve(p, long_way, chunk_size=100), truth(p), dtype)

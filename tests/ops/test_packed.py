@@ -8,8 +8,8 @@ from cases import (
     FORMS,
     PER_STEP,
     TOLERANCE,
+    Implementation,
     Problem,
-    Way,
     check,
     check_nothing_leaks,
     error,
@@ -37,31 +37,31 @@ INTERPRETED = ("middle empty", "single steps", "around half a tile")
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("lengths", params(LENGTHS, INTERPRETED))
-def test_lengths(way: Way, form: str, lengths: tuple[int, ...]) -> None:
-    p = problem(form, dtype=way.widest, lengths=lengths, Hq=1, H=2)
-    check(solve(p, way), truth(p), p.dtype)
+def test_lengths(implementation: Implementation, form: str, lengths: tuple[int, ...]) -> None:
+    p = problem(form, dtype=implementation.widest, lengths=lengths, Hq=1, H=2)
+    check(solve(p, implementation), truth(p), p.dtype)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 16])
-def test_chunks_of_packed_sequences(way: Way, chunk_size: int) -> None:
-    p = problem(dtype=way.widest, lengths=(0, 5, 1, 0, 40, 16, 0))
-    check(solve(p, way, chunk_size=chunk_size), truth(p), p.dtype)
+def test_chunks_of_packed_sequences(implementation: Implementation, chunk_size: int) -> None:
+    p = problem(dtype=implementation.widest, lengths=(0, 5, 1, 0, 40, 16, 0))
+    check(solve(p, implementation, chunk_size=chunk_size), truth(p), p.dtype)
 
 
-def test_many_short_sequences(way: Way) -> None:
+def test_many_short_sequences(implementation: Implementation) -> None:
     lengths = tuple(int(x) for x in torch.randint(0, 5, (60,), generator=torch.Generator().manual_seed(0)))
-    p = problem(dtype=way.widest, lengths=lengths, K=3, V=2)
-    check(solve(p, way), truth(p), p.dtype)
+    p = problem(dtype=implementation.widest, lengths=lengths, K=3, V=2)
+    check(solve(p, implementation), truth(p), p.dtype)
 
 
-def test_without_initial_states(way: Way) -> None:
-    p = problem("sigmoid", dtype=way.widest, lengths=(9, 0, 20), carried=False)
-    check(solve(p, way), truth(p), p.dtype)
+def test_without_initial_states(implementation: Implementation) -> None:
+    p = problem("sigmoid", dtype=implementation.widest, lengths=(9, 0, 20), carried=False)
+    check(solve(p, implementation), truth(p), p.dtype)
 
 
-def test_int32(way: Way) -> None:
-    p = problem(dtype=way.widest, lengths=(9, 0, 20))
-    check(solve(p.but(cu_seqlens=p.cu_seqlens.int()), way), truth(p), p.dtype)
+def test_int32(implementation: Implementation) -> None:
+    p = problem(dtype=implementation.widest, lengths=(9, 0, 20))
+    check(solve(p.but(cu_seqlens=p.cu_seqlens.int()), implementation), truth(p), p.dtype)
 
 
 def alone(p: Problem, s: int) -> Problem:
@@ -72,11 +72,11 @@ def alone(p: Problem, s: int) -> Problem:
     return p.but(**steps, **states, cu_seqlens=None)
 
 
-def test_equals_each_alone(way: Way) -> None:
-    p = problem(dtype=way.widest, lengths=(9, 70, 1))
-    packed = solve(p, way)
+def test_equals_each_alone(implementation: Implementation) -> None:
+    p = problem(dtype=implementation.widest, lengths=(9, 70, 1))
+    packed = solve(p, implementation)
     for s, (a, b) in enumerate([(0, 9), (9, 79), (79, 80)]):
-        for name, x in solve(alone(p, s), way).items():
+        for name, x in solve(alone(p, s), implementation).items():
             part = packed[name][:, a:b] if name in PER_STEP else packed[name][s : s + 1]
             assert error(part, x) <= TOLERANCE[p.dtype], name
 
@@ -84,5 +84,7 @@ def test_equals_each_alone(way: Way) -> None:
 @pytest.mark.parametrize("value", [3.0, torch.nan], ids=["other numbers", "nan"])
 @pytest.mark.parametrize("changed", [0, 1, 2])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_nothing_leaks_into_neighbours(way: Way, form: str, changed: int, value: float) -> None:
-    check_nothing_leaks(problem(form, dtype=way.widest, lengths=(20, 30, 70)), way, changed, value)
+def test_nothing_leaks_into_neighbours(implementation: Implementation, form: str, changed: int, value: float) -> None:
+    check_nothing_leaks(
+        problem(form, dtype=implementation.widest, lengths=(20, 30, 70)), implementation, changed, value
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, FORMS, INTERPRETED, TOLERANCE, Way, problem, size_of_terms, solve, truth
+from cases import DTYPES, FORMS, INTERPRETED, TOLERANCE, Implementation, problem, size_of_terms, solve, truth
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ def shapes(draw: st.DrawFn) -> dict[str, Any]:
     seed=st.integers(0, 1000),
 )
 def test_any_problem(
-    way: Way,
+    implementation: Implementation,
     form: str,
     shape: dict[str, Any],
     dtype: torch.dtype,
@@ -50,9 +50,9 @@ def test_any_problem(
     chunk_size: int | None,
     seed: int,
 ) -> None:
-    assume(way.refusal(dtype) is None)
+    assume(implementation.refusal(dtype) is None)
     i_mean, f_mean = gates
     p = problem(form, dtype=dtype, i_mean=i_mean, f_mean=f_mean, seed=seed, **shape)
     sizes = size_of_terms(p)
-    for name, x in solve(p, way, chunk_size=chunk_size).items():
+    for name, x in solve(p, implementation, chunk_size=chunk_size).items():
         assert (x - truth(p)[name]).norm() <= 4 * TOLERANCE[dtype] * sizes[name], name

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Problem, Way, call, leaves_on, problem
+from cases import Implementation, Problem, call, leaves_on, problem
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -126,17 +126,17 @@ def by_equations(p: Problem, L: int, backward: bool) -> int:
 
 
 @pytest.mark.parametrize("T", [64, 200])
-def test_flop_counter(way: Way, T: int) -> None:
-    if way.small_only:
+def test_flop_counter(implementation: Implementation, T: int) -> None:
+    if implementation.small_only:
         pytest.skip("another tile, counted below")
     p = problem(dtype=torch.float32, T=T)
-    L = min(T, 256) if way.kernel == "tfla" else 64  # the paper's kernels are quadratic in their chunks
-    leaves = leaves_on(way, p)
-    forward = count(lambda: call(p, {name: x.detach() for name, x in leaves.items()}, **way.options))
+    L = min(T, 256) if implementation.kernel == "tfla" else 64  # the paper's kernels are quadratic in their chunks
+    leaves = leaves_on(implementation, p)
+    forward = count(lambda: call(p, {name: x.detach() for name, x in leaves.items()}, **implementation.options))
     assert forward == by_equations(p, L, False)
-    h, _ = call(p, leaves, **way.options)
+    h, _ = call(p, leaves, **implementation.options)
     assert count(lambda: torch.autograd.grad(h.sum(), leaves["q"])) == by_equations(p, L, True)
-    both = count(lambda: call(p, leaves, **way.options)[0].sum().backward())
+    both = count(lambda: call(p, leaves, **implementation.options)[0].sum().backward())
     assert both == by_equations(p, L, False) + by_equations(p, L, True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import Problem, Way, call, check, error, params, problem, recurrence, truth, truth_m
+from cases import Implementation, Problem, call, check, error, params, problem, recurrence, truth, truth_m
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
@@ -28,10 +28,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def leaves_of(p: Problem, way: Way) -> Leaves:
-    if why := way.refusal(p.dtype):
+def leaves_of(p: Problem, implementation: Implementation) -> Leaves:
+    if why := implementation.refusal(p.dtype):
         pytest.skip(why)
-    return {name: x.to(way.device) for name, x in p.leaves.items()}
+    return {name: x.to(implementation.device) for name, x in p.leaves.items()}
 
 
 def tangents_of(p: Problem, seed: int = 1) -> Leaves:
@@ -51,9 +51,9 @@ def values(h: Tensor, state: tfla.State, m: Tensor | None) -> Values:
     return found
 
 
-def of_library(p: Problem, way: Way) -> Callable[[Leaves], Values]:
+def of_library(p: Problem, implementation: Implementation) -> Callable[[Leaves], Values]:
     m = truth_m(p)
-    return lambda leaves: values(*call(p, leaves, **way.options), m)
+    return lambda leaves: values(*call(p, leaves, **implementation.options), m)
 
 
 def tangents_of_truth(p: Problem, tangents: Leaves) -> Values:
@@ -81,10 +81,12 @@ def compiled(fn: Callable[[Leaves], Values], leaves: Leaves, tangents: Leaves) -
 
 
 def jvp_of(
-    p: Problem, way: Way, by: Callable[..., tuple[Values, Values]], tangents: Leaves | None = None
+    p: Problem, implementation: Implementation, by: Callable[..., tuple[Values, Values]], tangents: Leaves | None = None
 ) -> tuple[Values, Values]:
-    leaves, tangents = leaves_of(p, way), tangents_of(p) if tangents is None else tangents
-    return by(of_library(p, way), leaves, {name: x.to(way.device) for name, x in tangents.items()})
+    leaves, tangents = leaves_of(p, implementation), tangents_of(p) if tangents is None else tangents
+    return by(
+        of_library(p, implementation), leaves, {name: x.to(implementation.device) for name, x in tangents.items()}
+    )
 
 
 def check_tangents(found: Values, expected: Values, dtype: torch.dtype) -> None:
@@ -93,37 +95,37 @@ def check_tangents(found: Values, expected: Values, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("by", [by_func, by_dual_tensors])
 @pytest.mark.parametrize("case", params(CASES, {"packed", "grouped heads"}))
-def test_tangents_are_those_of_the_recurrence(way: Way, case: dict[str, Any], by: Any) -> None:
-    p = problem(dtype=way.widest, **case)
-    primal, found = jvp_of(p, way, by)
+def test_tangents_are_those_of_the_recurrence(implementation: Implementation, case: dict[str, Any], by: Any) -> None:
+    p = problem(dtype=implementation.widest, **case)
+    primal, found = jvp_of(p, implementation, by)
     check_tangents(found, tangents_of_truth(p, tangents_of(p)), p.dtype)
     check({name: x.detach().cpu() for name, x in primal.items()}, {name: truth(p)[name] for name in primal}, p.dtype)
 
 
 @pytest.mark.parametrize("case", [{}, {"form": "sigmoid", "Hq": 1}, {"T": 70, "B": 1}], ids=["exp", "grouped", "tiles"])
-def test_tangents_in_a_compiled_function(way: Way, case: dict[str, Any]) -> None:
-    p = problem(dtype=way.widest, **case)
-    _, found = jvp_of(p, way, compiled)
+def test_tangents_in_a_compiled_function(implementation: Implementation, case: dict[str, Any]) -> None:
+    p = problem(dtype=implementation.widest, **case)
+    _, found = jvp_of(p, implementation, compiled)
     check_tangents(found, tangents_of_truth(p, tangents_of(p)), p.dtype)
 
 
-def test_tangents_of_packed_sequences_in_a_compiled_function(way: Way) -> None:
+def test_tangents_of_packed_sequences_in_a_compiled_function(implementation: Implementation) -> None:
     """Lengths are read, for which the graph breaks."""
-    p = problem(dtype=way.widest, lengths=(20, 0, 17))
+    p = problem(dtype=implementation.widest, lengths=(20, 0, 17))
 
     def broken_up(fn: Any, leaves: Leaves, tangents: Leaves) -> Any:
         torch.compiler.reset()
         return torch.compile(lambda x, t: jvp(fn, (x,), (t,)), backend="aot_eager")(leaves, tangents)
 
-    _, found = jvp_of(p, way, broken_up)
+    _, found = jvp_of(p, implementation, broken_up)
     check_tangents(found, tangents_of_truth(p, tangents_of(p)), p.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tangents_of_inputs_of_fewer_bits(way: Way, dtype: torch.dtype) -> None:
+def test_tangents_of_inputs_of_fewer_bits(implementation: Implementation, dtype: torch.dtype) -> None:
     """Sums of tangents are float32: only inputs and results are rounded."""
     p = problem(dtype=dtype, T=150, B=1, carried=False)
-    _, found = jvp_of(p, way, by_func)
+    _, found = jvp_of(p, implementation, by_func)
     assert found["h"].dtype == dtype
     check_tangents(found, tangents_of_truth(p, tangents_of(p)), dtype)
 
@@ -132,72 +134,77 @@ def test_tangents_of_inputs_of_fewer_bits(way: Way, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_tangents_over_a_long_memory(form: str, f_mean: float) -> None:
     """Sums of thousands of tangents of log-gates, some of which close: float32 sees none of them as a difference."""
-    way = Way("chunkwise", "segmented", "cpu")
+    implementation = Implementation("chunkwise", "segmented", "cpu")
     p = problem(form, dtype=torch.float32, T=2000, B=1, H=1, Hq=1, f_mean=f_mean)
     f = p.f.clone()
     f[:, 700:1500:200] = -300.0
     p = p.but(f=f)
     only = {name: x if name in ("f", "i", "m0") else torch.zeros_like(x) for name, x in tangents_of(p).items()}
-    _, found = jvp_of(p, way, by_func, only)
+    _, found = jvp_of(p, implementation, by_func, only)
     check_tangents(found, tangents_of_truth(p, only), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "i", "f", "C0", "n0", "m0"])
 def test_tangents_of_one_input(name: str) -> None:
-    way = Way("chunkwise", "segmented", "cpu")
+    implementation = Implementation("chunkwise", "segmented", "cpu")
     p = problem()
     one = {other: x if other == name else torch.zeros_like(x) for other, x in tangents_of(p).items()}
-    leaves, m = leaves_of(p, way), truth_m(p)
+    leaves, m = leaves_of(p, implementation), truth_m(p)
     with fwAD.dual_level():
         dual = {**leaves, name: fwAD.make_dual(leaves[name], one[name])}
-        out = {part: fwAD.unpack_dual(x) for part, x in values(*call(p, dual, **way.options), m).items()}
+        out = {part: fwAD.unpack_dual(x) for part, x in values(*call(p, dual, **implementation.options), m).items()}
     found = {part: torch.zeros_like(x.primal) if x.tangent is None else x.tangent for part, x in out.items()}
     check_tangents(found, tangents_of_truth(p, one), p.dtype)
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("normalizer_grad", [True, False])
-def test_forward_and_reverse_mode_agree(way: Way, normalizer_grad: bool) -> None:
+def test_forward_and_reverse_mode_agree(implementation: Implementation, normalizer_grad: bool) -> None:
     """<jvp(t), w> = <t, vjp(w)>, whatever the denominator's gradient is."""
-    p = problem(dtype=way.widest).but(normalizer_grad=normalizer_grad)
-    leaves, tangents = leaves_of(p, way), {name: x.to(way.device) for name, x in tangents_of(p).items()}
-    h, found = jvp(lambda x: call(p, x, **way.options)[0], (leaves,), (tangents,))
+    p = problem(dtype=implementation.widest).but(normalizer_grad=normalizer_grad)
+    leaves, tangents = (
+        leaves_of(p, implementation),
+        {name: x.to(implementation.device) for name, x in tangents_of(p).items()},
+    )
+    h, found = jvp(lambda x: call(p, x, **implementation.options)[0], (leaves,), (tangents,))
     cotangent = p.dh.to(h)
-    (gradients,) = vjp(lambda x: call(p, x, **way.options)[0], leaves)[1](cotangent)
+    (gradients,) = vjp(lambda x: call(p, x, **implementation.options)[0], leaves)[1](cotangent)
     forward = (found * cotangent).sum().double()
     reverse = sum((gradients[name].double() * t).sum() for name, t in tangents.items())
     assert abs(forward - reverse) <= 1e-5 * (found.norm() * cotangent.norm())
 
 
 def test_the_paper_s_convention_holds_the_denominator_in_forward_mode() -> None:
-    way = Way("chunkwise", "segmented", "cpu")
+    implementation = Implementation("chunkwise", "segmented", "cpu")
     exact = problem()
     paper = exact.but(normalizer_grad=False)
-    _, found = jvp_of(paper, way, by_func)
+    _, found = jvp_of(paper, implementation, by_func)
     check_tangents(found, tangents_of_truth(paper, tangents_of(paper)), paper.dtype)
     assert error(found["h"], tangents_of_truth(exact, tangents_of(exact))["h"]) > 0.01
 
 
-def test_a_returned_m_has_no_tangent(way: Way) -> None:
-    p = problem(dtype=way.widest)
-    leaves, tangents = leaves_of(p, way), tangents_of(p)
+def test_a_returned_m_has_no_tangent(implementation: Implementation) -> None:
+    p = problem(dtype=implementation.widest)
+    leaves, tangents = leaves_of(p, implementation), tangents_of(p)
     with fwAD.dual_level():
-        _, state = call(p, {n: fwAD.make_dual(x, tangents[n].to(x)) for n, x in leaves.items()}, **way.options)
+        _, state = call(
+            p, {n: fwAD.make_dual(x, tangents[n].to(x)) for n, x in leaves.items()}, **implementation.options
+        )
         assert fwAD.unpack_dual(state.m).tangent is None
         assert fwAD.unpack_dual(state.C).tangent is not None
 
 
 @pytest.mark.interpreter
-def test_tangents_after_calls_without(way: Way) -> None:
+def test_tangents_after_calls_without(implementation: Implementation) -> None:
     """A call in forward mode is not taken for one like it that has no tangents, nor the other way round."""
-    p = problem(dtype=way.widest, carried=False)
-    leaves, tangents = leaves_of(p, way), {n: x.to(way.device) for n, x in tangents_of(p).items()}
-    plain = [call(p, leaves, **way.options)[0] for _ in range(3)]
+    p = problem(dtype=implementation.widest, carried=False)
+    leaves, tangents = leaves_of(p, implementation), {n: x.to(implementation.device) for n, x in tangents_of(p).items()}
+    plain = [call(p, leaves, **implementation.options)[0] for _ in range(3)]
     with fwAD.dual_level():
-        without = call(p, leaves, **way.options)[0]
-        h = call(p, {n: fwAD.make_dual(x, tangents[n]) for n, x in leaves.items()}, **way.options)[0]
+        without = call(p, leaves, **implementation.options)[0]
+        h = call(p, {n: fwAD.make_dual(x, tangents[n]) for n, x in leaves.items()}, **implementation.options)[0]
         assert fwAD.unpack_dual(h).tangent is not None
-    assert all(torch.equal(x, plain[0]) for x in (*plain, without, call(p, leaves, **way.options)[0]))
+    assert all(torch.equal(x, plain[0]) for x in (*plain, without, call(p, leaves, **implementation.options)[0]))
 
 
 STEPS: dict[str, Callable[[Leaves, tfla.State], tuple[Tensor, tfla.State]]] = {
@@ -248,12 +255,12 @@ def test_steps_in_place_are_refused_in_forward_mode(device: str) -> None:
             tfla.mlstm_step(dual, *x[1:], state, in_place=True)
 
 
-def scalar(p: Problem, way: Way, name: str = "q") -> Callable[[Tensor], Tensor]:
+def scalar(p: Problem, implementation: Implementation, name: str = "q") -> Callable[[Tensor], Tensor]:
     """A number that depends on one input, with second derivatives."""
-    leaves = leaves_of(p, way)
+    leaves = leaves_of(p, implementation)
 
     def value(x: Tensor) -> Tensor:
-        h, state = call(p, {**leaves, name: x}, **way.options)
+        h, state = call(p, {**leaves, name: x}, **implementation.options)
         return (h * p.dh.to(h)).sin().sum() + state.C.square().mean()
 
     return value
@@ -274,10 +281,10 @@ SMALL: dict[str, Any] = {"T": 5, "B": 2, "H": 1, "Hq": 1, "K": 2, "V": 2}
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("form", ["exp", "plain"])
-def test_reverse_mode(way: Way, form: str) -> None:
+def test_reverse_mode(implementation: Implementation, form: str) -> None:
     """grad, vjp and jacrev are what autograd gives, on the backend's own kernels."""
-    p = problem(form, dtype=way.widest, **{**SMALL, "T": 3, "B": 1})
-    value, q = scalar(p, way), leaves_of(p, way)["q"]
+    p = problem(form, dtype=implementation.widest, **{**SMALL, "T": 3, "B": 1})
+    value, q = scalar(p, implementation), leaves_of(p, implementation)["q"]
     x = q.clone().requires_grad_()
     (expected,) = torch.autograd.grad(value(x), x)
     assert torch.equal(grad(value)(q), expected)
@@ -285,7 +292,7 @@ def test_reverse_mode(way: Way, form: str) -> None:
     assert error(jacrev(value)(q), expected) < 1e-6
 
     def h(x: Tensor) -> Tensor:
-        return call(p, {**leaves_of(p, way), "q": x}, **way.options)[0]
+        return call(p, {**leaves_of(p, implementation), "q": x}, **implementation.options)[0]
 
     (pulled_back,) = vjp(h, q)[1](p.dh.to(q))
     assert error(torch.einsum("abcdefgh,abcd->efgh", jacrev(h)(q), p.dh.to(q)), pulled_back) < 1e-6
@@ -293,9 +300,9 @@ def test_reverse_mode(way: Way, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid", "plain"])
 @pytest.mark.parametrize("name", ["q", "f", "C0"])
-def test_jacobians_and_hessians(way: Way, form: str, name: str) -> None:
-    p = problem(form, dtype=way.widest, **SMALL)
-    value, x = scalar(p, way, name), leaves_of(p, way)[name]
+def test_jacobians_and_hessians(implementation: Implementation, form: str, name: str) -> None:
+    p = problem(form, dtype=implementation.widest, **SMALL)
+    value, x = scalar(p, implementation, name), leaves_of(p, implementation)[name]
     exact = scalar_of_truth(p, name)
     tolerance = 1e-9 if p.dtype == torch.float64 else 1e-4
     assert hessian(exact)(x.cpu().double()).norm() > 0.1
@@ -307,10 +314,10 @@ def test_jacobians_and_hessians(way: Way, form: str, name: str) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("lengths", [None, (3, 0, 2)], ids=["batch", "packed"])
-def test_double_backward(way: Way, lengths: tuple[int, ...] | None) -> None:
+def test_double_backward(implementation: Implementation, lengths: tuple[int, ...] | None) -> None:
     """Gradients of the norm of a gradient, past the dispatcher and under torch.func."""
-    p = problem(dtype=way.widest, **{**SMALL, "lengths": lengths})
-    leaves = {name: x.clone().requires_grad_() for name, x in leaves_of(p, way).items()}
+    p = problem(dtype=implementation.widest, **{**SMALL, "lengths": lengths})
+    leaves = {name: x.clone().requires_grad_() for name, x in leaves_of(p, implementation).items()}
 
     def penalty(outputs: tuple[Tensor, tfla.State], of: Leaves) -> dict[str, Tensor]:
         h, state = outputs
@@ -319,7 +326,7 @@ def test_double_backward(way: Way, lengths: tuple[int, ...] | None) -> None:
         second = torch.autograd.grad(sum(g.square().sum() for g in grads), list(of.values()))
         return {name: g.detach().cpu() for name, g in zip(of, second, strict=True)}
 
-    found = penalty(call(p, leaves, **way.options), leaves)
+    found = penalty(call(p, leaves, **implementation.options), leaves)
     wide = {name: x.detach().cpu().double().requires_grad_() for name, x in leaves.items()}
     h, state = recurrence(p, wide)
     # As the operator returns it: on the scale of its own m, which is that of the truth but for rounding.
@@ -331,26 +338,26 @@ def test_double_backward(way: Way, lengths: tuple[int, ...] | None) -> None:
 
 
 def test_gradgradcheck() -> None:
-    way = Way("chunkwise", "segmented", "cpu")
+    implementation = Implementation("chunkwise", "segmented", "cpu")
     p = problem("exp", **SMALL)
     leaves = {name: x.clone().requires_grad_() for name, x in p.leaves.items() if name != "m0"}
 
     def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return call(p, {**p.leaves, **dict(zip(leaves, tensors, strict=True))}, **way.options)[0]
+        return call(p, {**p.leaves, **dict(zip(leaves, tensors, strict=True))}, **implementation.options)[0]
 
     assert torch.autograd.gradgradcheck(outputs, tuple(leaves.values()))
     assert torch.autograd.gradcheck(outputs, tuple(leaves.values()), check_forward_ad=True, check_backward_ad=False)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_transforms_of_a_compiled_function(way: Way, backend: str) -> None:
+def test_transforms_of_a_compiled_function(implementation: Implementation, backend: str) -> None:
     """Dual tensors are compiled for; PyTorch runs a function uncompiled that torch.func transforms from outside."""
     torch.compiler.reset()
-    p = problem(dtype=way.widest, **SMALL)
-    q, tangent = leaves_of(p, way)["q"], tangents_of(p)["q"].to(way.device)
+    p = problem(dtype=implementation.widest, **SMALL)
+    q, tangent = leaves_of(p, implementation)["q"], tangents_of(p)["q"].to(implementation.device)
 
     def h(x: Tensor) -> Tensor:
-        return call(p, {**leaves_of(p, way), "q": x}, **way.options)[0]
+        return call(p, {**leaves_of(p, implementation), "q": x}, **implementation.options)[0]
 
     expected = jvp(h, (q,), (tangent,))[1]
     compiled_h = torch.compile(h, backend=backend)
@@ -361,23 +368,23 @@ def test_transforms_of_a_compiled_function(way: Way, backend: str) -> None:
     assert error(grad(lambda x: compiled_h(x).sum())(q), grad(lambda x: h(x).sum())(q)) < 1e-6
 
 
-def test_forward_mode_of_a_pullback(way: Way) -> None:
+def test_forward_mode_of_a_pullback(implementation: Implementation) -> None:
     """A backward is linear in the cotangent: its tangent is the pullback of the cotangent's."""
-    p = problem(dtype=way.widest, **SMALL)
-    leaves = leaves_of(p, way)
-    h, pull_back = vjp(lambda q: call(p, {**leaves, "q": q}, **way.options)[0], leaves["q"])
+    p = problem(dtype=implementation.widest, **SMALL)
+    leaves = leaves_of(p, implementation)
+    h, pull_back = vjp(lambda q: call(p, {**leaves, "q": q}, **implementation.options)[0], leaves["q"])
     direction = torch.randn_like(h)
     (found,) = jvp(lambda c: pull_back(c)[0], (p.dh.to(h),), (direction,))[1:]
     assert error(found, pull_back(direction)[0]) < 1e-5
 
 
-def test_linearize(way: Way) -> None:
-    p = problem(dtype=way.widest, **SMALL)
-    leaves = leaves_of(p, way)
+def test_linearize(implementation: Implementation) -> None:
+    p = problem(dtype=implementation.widest, **SMALL)
+    leaves = leaves_of(p, implementation)
     t = torch.randn_like(leaves["f"])
 
     def of_f(f: Tensor) -> Tensor:
-        return call(p, {**leaves, "f": f}, **way.options)[0]
+        return call(p, {**leaves, "f": f}, **implementation.options)[0]
 
     h, push_forward = linearize(of_f, leaves["f"])
     expected = jvp(of_f, (leaves["f"],), (t,))
@@ -387,15 +394,15 @@ def test_linearize(way: Way) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", [{"T": 9, "B": 1}, {"form": "plain", "lengths": (5, 0, 4)}], ids=["batch", "packed"])
-def test_vmap(way: Way, case: dict[str, Any]) -> None:
+def test_vmap(implementation: Implementation, case: dict[str, Any]) -> None:
     """Over any dimension of some inputs, the others being shared; with gradients inside and outside."""
-    p = problem(dtype=way.widest, H=1, Hq=1, **case)
-    leaves = leaves_of(p, way)
+    p = problem(dtype=implementation.widest, H=1, Hq=1, **case)
+    leaves = leaves_of(p, implementation)
     qs = torch.stack([leaves["q"], 2 * leaves["q"], -leaves["q"]], 3)
     fs = torch.stack([leaves["f"], leaves["f"] - 1, leaves["f"] - 2])
 
     def outputs(q: Tensor, f: Tensor) -> tuple[Tensor, ...]:
-        h, state = call(p, {**leaves, "q": q, "f": f}, **way.options)
+        h, state = call(p, {**leaves, "q": q, "f": f}, **implementation.options)
         return h, state.C
 
     def value(q: Tensor, f: Tensor) -> Tensor:
@@ -440,10 +447,10 @@ def test_vmap_of_steps(device: str) -> None:
 
 
 @pytest.mark.parametrize("transform", [grad, hessian, vmap], ids=["grad", "hessian", "vmap"])
-def test_transforms_in_a_compiled_function(way: Way, transform: Any) -> None:
+def test_transforms_in_a_compiled_function(implementation: Implementation, transform: Any) -> None:
     torch.compiler.reset()
-    p = problem(dtype=way.widest, **SMALL)
-    value, q = scalar(p, way), leaves_of(p, way)["q"]
+    p = problem(dtype=implementation.widest, **SMALL)
+    value, q = scalar(p, implementation), leaves_of(p, implementation)["q"]
     given = torch.stack([q, 2 * q]) if transform is vmap else q
     found = torch.compile(transform(value), fullgraph=True, backend="aot_eager")(given)
     assert error(found, transform(value)(given)) < 1e-6

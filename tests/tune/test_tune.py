@@ -121,7 +121,7 @@ def test_predictions_beside_what_was_measured(suite: str) -> None:
         assert 0.4 < row["seconds"] / found.seconds < 2.5, (row["name"], row["x"], found)
         assert abs(row["peak_bytes"] - found.peak_bytes) < max(0.1 * row["peak_bytes"], 400 * 2**20)
     fastest, first = (min(rows, key=key) for key in (lambda r: r[0]["seconds"], lambda r: r[1].seconds))
-    assert fastest[1].way == first[1].way
+    assert fastest[1].implementation == first[1].implementation
 
 
 def candidate(L: int, seconds: float, size: int, kernel: str = "a") -> Candidate:
@@ -307,7 +307,7 @@ def test_the_shipped_table() -> None:
 
 
 def benchmark(*rows: tuple[str, str, int, float], date: str = "2026-01-02") -> dict[str, Any]:
-    """A result with rows of name, way, chunk size, seconds; a larger chunk takes less memory."""
+    """A result with rows of name, implementation, chunk size, seconds; a larger chunk takes less memory."""
     shape = {"B": 8, "T": 8192, "H": 8, "dqk": 256, "dhv": 512, "direction": "forward + backward"}
     names = ("name", "way", "x", "seconds")
     return {

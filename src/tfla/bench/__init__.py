@@ -1,1 +1,1 @@
-"""Measuring: each suite in one run, interleaved with the floor and the peers it is compared with."""
+"""Benchmarks: each suite times this library, its roofline and baselines in one run, in turn."""

@@ -91,7 +91,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def contenders(T: int, config: CpuBench) -> dict[str, tuple[Call, Call] | str]:
+def implementations(T: int, config: CpuBench) -> dict[str, tuple[Call, Call] | str]:
     """Return the two calls of each implementation by name, or why it cannot run."""
     xs = inputs(T)
     dh = torch.randn(1, T, H, DHV)
@@ -102,12 +102,12 @@ def contenders(T: int, config: CpuBench) -> dict[str, tuple[Call, Call] | str]:
         qkv = [torch.randn(1, 8, T, 128, requires_grad=True) for _ in range(3)]
         found["attention 8 x 128"] = both(attention, qkv, torch.randn(1, 8, T, 128))
     try:
-        from mlstm_kernels.torch.chunkwise.native import mlstm_chunkwise__native_custbw as peer
+        from mlstm_kernels.torch.chunkwise.native import mlstm_chunkwise__native_custbw as baseline
     except ImportError as error:
         found["mlstm_kernels native_custbw"] = f"not installed ({error.name})"
     else:
         heads_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in xs]
-        found["mlstm_kernels native_custbw"] = both(peer, heads_first, dh.transpose(1, 2).contiguous())
+        found["mlstm_kernels native_custbw"] = both(baseline, heads_first, dh.transpose(1, 2).contiguous())
     return found
 
 
@@ -135,7 +135,7 @@ def measure(T: int, config: CpuBench, progress: Callable[[str], None]) -> list[d
     """
     runs: dict[tuple[str, str], Call] = {}
     rows: list[dict[str, Any]] = []
-    for name, calls in contenders(T, config).items():
+    for name, calls in implementations(T, config).items():
         if isinstance(calls, str):
             rows.append({"T": T, "name": name, "error": calls})
         else:

@@ -160,7 +160,7 @@ class Run:
             for done in [pool.submit(one, *job) for job in jobs]:
                 done.result()
 
-    def contender(self, entry: Entry) -> Iterator[Row]:
+    def timed_rows(self, entry: Entry) -> Iterator[Row]:
         """Yield the rows of one implementation; a crash is a row too, after which a new process continues."""
         crashes: list[int] = []
         for x in self.xs:
@@ -209,8 +209,8 @@ class Run:
 
     def repeats(self, entry: Entry) -> bool:
         """Return whether an entry names what the library chose everywhere, which is timed already."""
-        name, _, way = entry.name.rpartition(", ")
-        return entry.ours and self.seen.get(replace(entry, name=name).key) == {way}
+        name, _, implementation = entry.name.rpartition(", ")
+        return entry.ours and self.seen.get(replace(entry, name=name).key) == {implementation}
 
     def rows(self, entries: list[Entry]) -> Iterator[Row]:
         """Yield all rows; while one implementation is timed, the process of the next one already imports."""
@@ -230,7 +230,7 @@ class Run:
             following = there[there.index(entry) + 1 :]
             if ahead and following and self.left() > 0:
                 self.pool.of(following[0].key)
-            yield from self.contender(entry)
+            yield from self.timed_rows(entry)
 
 
 def chosen(config: GpuBench, suite: Suite) -> list[Entry]:

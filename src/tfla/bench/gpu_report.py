@@ -17,9 +17,9 @@ METHOD = """## On GPUs
 The setups of the paper's benchmark figures. Times are GPU times: medians of samples with a rest before each, and where
 a table says sustained, the mean of a run back to back, under which the card lowers its clock. In brackets the ratio to
 the form's floor: the longer of its bytes at the rate of a device copy and its FLOPs at the rate of a large matrix
-product, both measured in the same run. Every contender ran in a process of its own on fresh random inputs, with q, k
-and v in bfloat16. Memory is the allocator's peak beyond the inputs; outputs and gradients count. Minimum, maximum and
-number of the samples are in the files."""
+product, both measured in the same run. Every implementation ran in a process of its own on fresh random inputs, with
+q, k and v in bfloat16. Memory is the allocator's peak beyond the inputs; outputs and gradients count. Minimum, maximum
+and number of the samples are in the files."""
 
 
 class Notes:
@@ -142,7 +142,7 @@ def _conditions(result: dict[str, Any]) -> str:
     )
 
 
-def _ways(rows: list[Row]) -> str:
+def _default_kernels(rows: list[Row]) -> str:
     """Return which backend and kernel `backend=None` chose, and at which sizes if there are several."""
     picked: dict[str, dict[str, list[int]]] = {}
     for row in rows:
@@ -150,9 +150,9 @@ def _ways(rows: list[Row]) -> str:
             xs = picked.setdefault(row["name"], {}).setdefault(row["way"], [])
             xs += [row["x"]] if row["x"] not in xs else []
     said = []
-    for name, ways in picked.items():
-        at = {way: f" at {', '.join(f'{x:,}' for x in xs)}" if len(ways) > 1 else "" for way, xs in ways.items()}
-        said.append(f"{name} is {' and '.join(f'{way}{where}' for way, where in at.items())}")
+    for name, kernels in picked.items():
+        at = {k: f" at {', '.join(f'{x:,}' for x in xs)}" if len(kernels) > 1 else "" for k, xs in kernels.items()}
+        said.append(f"{name} is {' and '.join(f'{kernel}{where}' for kernel, where in at.items())}")
     return "; ".join(said)
 
 
@@ -186,7 +186,7 @@ def section(result: dict[str, Any], image: str | None) -> str:
         title = f" ({group})" if group else ""
         remarks += [f"Not for these sizes{title}: {'; '.join(refused)}."] if refused else []
         remarks += [f"Not run, no time being left{title}: {'; '.join(left_out)}."] if left_out else []
-        remarks += [f"By default{title} {ways}."] if (ways := _ways(mine)) else []
+        remarks += [f"By default{title} {kernels}."] if (kernels := _default_kernels(mine)) else []
         if mine:
             parts += [f"#### {group}"] if group else []
             parts += _time_tables(mine, result["axis"], notes)

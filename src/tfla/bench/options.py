@@ -75,7 +75,7 @@ def parse(args: Sequence[str], prog: str) -> GpuBench:
         parser.add_argument(f"--{name}", type=kind, default=default, help=text, **more)
 
     parser.add_argument("suite", choices=list(SUITES), help="; ".join(f"{k}: {s.title}" for k, s in SUITES.items()))
-    add("only", "contenders whose name contains one of these", nargs="+", metavar="NAME")
+    add("only", "implementations whose name contains one of these", nargs="+", metavar="NAME")
     add("lengths", "values of the suite's axis: T, chunk size, head dim or batch", count, nargs="+", metavar="N")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="time this library alone")
     add("repeats", "samples of a call", count)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tfla._util import outputs
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
-from tfla.bench import cpu_report, gpu_report, readme, stored
+from tfla.bench import cpu_report, gpu_report, page_tables, stored
 from tfla.bench.results import check_cpu_result, check_folder, default_folder, read
 
 INTRO = """# Performance
@@ -71,9 +71,9 @@ def run(config: Report) -> None:
     beside = [page for page in sorted(config.out.parent.glob("*.md")) if page != config.out]
     for page in (*beside, *([config.readme] if config.readme is not None else [])):
         text = page.read_text(encoding="utf-8")
-        if readme.MARK.search(text):
+        if page_tables.MARK.search(text):
             try:
-                renewed = readme.renew(text, on_gpus)
+                renewed = page_tables.renew(text, on_gpus)
             except KeyError as error:  # a suite, an implementation or a measurement
                 raise UserError(
                     f"{page}: the results have nothing of {error.args[0]!r}, which its tables show"

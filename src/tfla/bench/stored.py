@@ -11,14 +11,14 @@ from tfla.bench.suites import SUITES
 Row = dict[str, Any]
 
 
-def _contender(row: Row) -> tuple[str, str]:
+def _implementation(row: Row) -> tuple[str, str]:
     """Return the name and the group of the implementation of a row."""
     return row["name"], row.get("group", "")
 
 
 def _key(row: Row) -> tuple[Any, ...]:
     """Return what a row measures: implementation, size and direction."""
-    return *_contender(row), row.get("x"), row.get("direction")
+    return *_implementation(row), row.get("x"), row.get("direction")
 
 
 def merge(runs: dict[str, Row]) -> Row:
@@ -34,19 +34,19 @@ def merge(runs: dict[str, Row]) -> Row:
         for row in run["rows"]:
             if "seconds" in row or _key(row) not in place:
                 place[_key(row)] = n
-    order = list(dict.fromkeys(_contender(row) for run in runs.values() for row in run["rows"]))
-    there = {_contender(row) for run in runs.values() for row in run["rows"] if "x" in row}
+    order = list(dict.fromkeys(_implementation(row) for run in runs.values() for row in run["rows"]))
+    there = {_implementation(row) for run in runs.values() for row in run["rows"] if "x" in row}
     kept = [
         (n, row | {"asked": run["config"]["repeats"], "environment": run["environment"]})
         for n, (_, run) in enumerate(ordered)
         for row in run["rows"]
         if place[_key(row)] == n
-        and ("x" in row or _contender(row) not in there)  # a row without x says that it was not installed
+        and ("x" in row or _implementation(row) not in there)  # a row without x says that it was not installed
     ]
     # A kernel that is chosen by default is not timed again under its own name, so such a row is of an earlier run.
     picked = {(f"{row['name']}, {row['way']}", row.get("group", ""), row["x"]): n for n, row in kept if "way" in row}
-    rows = [row for n, row in kept if n >= picked.get((*_contender(row), row.get("x")), 0)]
-    rows.sort(key=lambda row: (order.index(_contender(row)), row.get("x", 0)))
+    rows = [row for n, row in kept if n >= picked.get((*_implementation(row), row.get("x")), 0)]
+    rows.sort(key=lambda row: (order.index(_implementation(row)), row.get("x", 0)))
     return next(iter(runs.values())) | {"rows": rows, "runs": runs}
 
 

@@ -84,13 +84,13 @@ def _own(papers: bool = True) -> list[Entry]:
     """
     kernels = [(b.name, k) for b in BACKENDS.values() if b.name not in ("chunkwise", "reference") for k in b.kernels]
     kernels = [(backend, kernel) for backend, kernel in kernels if papers or kernel != "tfla"]
-    ways: list[tuple[str | None, str | None]] = [(None, None), *kernels]
+    implementations: list[tuple[str | None, str | None]] = [(None, None), *kernels]
     return [
         Entry(
             f"tfla mLSTM{gate[:3]}" + (f", {backend} {kernel}" if backend else ""),
             "tfla.measure.operator:mlstm", {"gate": gate, "backend": backend, "kernel": kernel}, form=gate,
         )
-        for backend, kernel in ways
+        for backend, kernel in implementations
         for gate in ("sigmoid", "exp")
     ]  # fmt: skip
 
@@ -108,7 +108,7 @@ def _nxai(*kernels: str) -> list[Entry]:
         label = f"mlstm_kernels {name} {size}".rstrip()
         chunk = {"chunk_size": int(size)} if size else {}
         made.append(
-            Entry(label, "tfla.bench.peers:mlstm_kernels", options | chunk, None, "mlstm_kernels", form, True)  # type: ignore[arg-type, operator]
+            Entry(label, "tfla.bench.baselines:mlstm_kernels", options | chunk, None, "mlstm_kernels", form, True)  # type: ignore[arg-type, operator]
         )
     return made
 
@@ -120,24 +120,24 @@ def _fla(*kernels: str) -> list[Entry]:
         form, _, which = kernel.partition(" ")
         options = {"kernel": which} if which else {}
         floor: Form | None = "sigmoid" if form != "gla" else None
-        made.append(Entry(f"fla {kernel}", f"tfla.bench.peers:{form}", options, None, "fla", floor))
+        made.append(Entry(f"fla {kernel}", f"tfla.bench.baselines:{form}", options, None, "fla", floor))
     return made
 
 
 MAMBA_HEADS = (64, 128, 64)
 MAMBA = [
-    Entry("Mamba-2", "tfla.bench.peers:mamba2", {"groups": 8}, MAMBA_HEADS, "mamba_ssm"),
-    Entry("Mamba", "tfla.bench.peers:mamba", {}, (EMBEDDING, 16, 1), "selective_scan_cuda"),
+    Entry("Mamba-2", "tfla.bench.baselines:mamba2", {"groups": 8}, MAMBA_HEADS, "mamba_ssm"),
+    Entry("Mamba", "tfla.bench.baselines:mamba", {}, (EMBEDDING, 16, 1), "selective_scan_cuda"),
 ]
 ATTENTION = [
-    Entry("attention, FlashAttention-2 (torch)", "tfla.bench.peers:sdpa", {"backend": "FLASH_ATTENTION"}),
-    Entry("attention, cuDNN", "tfla.bench.peers:sdpa", {"backend": "CUDNN_ATTENTION"}),
+    Entry("attention, FlashAttention-2 (torch)", "tfla.bench.baselines:sdpa", {"backend": "FLASH_ATTENTION"}),
+    Entry("attention, cuDNN", "tfla.bench.baselines:sdpa", {"backend": "CUDNN_ATTENTION"}),
     Entry(
-        "attention, FlashAttention-3", "tfla.bench.peers:flash_attention", {"module": "flash_attn_interface"},
+        "attention, FlashAttention-3", "tfla.bench.baselines:flash_attention", {"module": "flash_attn_interface"},
         needs="flash_attn_interface",
     ),
     Entry(
-        "attention, FlashAttention-4", "tfla.bench.peers:flash_attention", {"module": "flash_attn.cute"},
+        "attention, FlashAttention-4", "tfla.bench.baselines:flash_attention", {"module": "flash_attn.cute"},
         needs="flash_attn.cute",
     ),
 ]  # fmt: skip
@@ -152,8 +152,8 @@ def _packed(entries: Iterable[Entry]) -> list[Entry]:
     """Return entries for the same tokens as packed sequences of mixed lengths."""
     made = []
     for entry in entries:
-        name, comma, way = entry.name.partition(", ")
-        made.append(replace(entry, name=f"{name}, packed{comma}{way}", options=entry.options | {"packed": True}))
+        name, comma, kernel = entry.name.partition(", ")
+        made.append(replace(entry, name=f"{name}, packed{comma}{kernel}", options=entry.options | {"packed": True}))
     return made
 
 
@@ -246,43 +246,43 @@ SUITES = {
             *_packed(_fla("simple_gla chunk")),
         ),
         sustained_at=(2048,), panels=PANELS,
-        note="Lengths of packed sequences are exponentially distributed, the same for all contenders.",
+        note="Lengths of packed sequences are exponentially distributed, the same for all implementations.",
     ),
     "decode": Suite(
         "Decoding: one step by batch size, 8 heads, dqk 256, dhv 512", "batch", tuple(2**n for n in range(11)),
         lambda B: Problem(B, 1, 8, 256, 512),
         (
-            Entry("tfla mLSTMsig", "tfla.bench.contenders:step", {"gate": "sigmoid"}, form="step sigmoid"),
-            Entry("tfla mLSTMexp", "tfla.bench.contenders:step", {"gate": "exp"}, form="step exp"),
-            Entry("device copy of C", "tfla.bench.contenders:copy_state", form="step sigmoid"),
+            Entry("tfla mLSTMsig", "tfla.bench.implementations:step", {"gate": "sigmoid"}, form="step sigmoid"),
+            Entry("tfla mLSTMexp", "tfla.bench.implementations:step", {"gate": "exp"}, form="step exp"),
+            Entry("device copy of C", "tfla.bench.implementations:copy_state", form="step sigmoid"),
             Entry(
-                "fla simple_gla fused_recurrent", "tfla.bench.peers:simple_gla_step", needs="fla",
+                "fla simple_gla fused_recurrent", "tfla.bench.baselines:simple_gla_step", needs="fla",
                 form="step sigmoid",
             ),
             Entry(
-                "mlstm_kernels mLSTMexp triton", "tfla.bench.peers:mlstm_kernels_step", {"kernel": "triton"},
+                "mlstm_kernels mLSTMexp triton", "tfla.bench.baselines:mlstm_kernels_step", {"kernel": "triton"},
                 needs="mlstm_kernels", form="step exp",
             ),
             Entry(
-                "mlstm_kernels mLSTMexp native", "tfla.bench.peers:mlstm_kernels_step", {"kernel": "native"},
+                "mlstm_kernels mLSTMexp native", "tfla.bench.baselines:mlstm_kernels_step", {"kernel": "native"},
                 needs="mlstm_kernels", form="step exp",
             ),
             Entry(
-                "tfla mLSTMexp, in place", "tfla.bench.contenders:step", {"gate": "exp", "in_place": True},
+                "tfla mLSTMexp, in place", "tfla.bench.implementations:step", {"gate": "exp", "in_place": True},
                 form="step exp",
             ),
             Entry(
-                "tfla mLSTMexp, state in bfloat16", "tfla.bench.contenders:step",
+                "tfla mLSTMexp, state in bfloat16", "tfla.bench.implementations:step",
                 {"gate": "exp", "state_dtype": "bfloat16"},
             ),
-            Entry("device copy of C in bfloat16", "tfla.bench.contenders:copy_state", {"dtype": "bfloat16"}),
+            Entry("device copy of C in bfloat16", "tfla.bench.implementations:copy_state", {"dtype": "bfloat16"}),
         ),
         directions=(FORWARD,), panels=(FORWARD,),
     ),
     "mamba": Suite(
         f"Mamba-2: runtime and memory by sequence length, {TOKENS:,} tokens, 64 heads of 64, state 128, 8 groups", "T",
         (2048, 8192, TOKENS), _lengths(*MAMBA_HEADS),
-        (Entry("tfla mamba_chunk_scan_combined", "tfla.bench.contenders:mamba2", {"groups": 8}), MAMBA[0]),
+        (Entry("tfla mamba_chunk_scan_combined", "tfla.bench.implementations:mamba2", {"groups": 8}), MAMBA[0]),
     ),
     "transformers": Suite(
         "Hugging Face transformers: prefill (forward) and training step (forward + backward) of an xLSTM, 1.1 billion "
@@ -311,8 +311,8 @@ SUITES = {
         "Decoding: a handful of steps at once, batch 16, 8 heads, dqk 256, dhv 512", "steps", (1, 2, 4, 8, 16, 32),
         lambda T: Problem(16, T, 8, 256, 512),
         (
-            Entry("tfla mLSTMsig", "tfla.bench.contenders:step", {"gate": "sigmoid"}, form="step sigmoid"),
-            Entry("tfla mLSTMexp", "tfla.bench.contenders:step", {"gate": "exp"}, form="step exp"),
+            Entry("tfla mLSTMsig", "tfla.bench.implementations:step", {"gate": "sigmoid"}, form="step sigmoid"),
+            Entry("tfla mLSTMexp", "tfla.bench.implementations:step", {"gate": "exp"}, form="step exp"),
         ),
         directions=(FORWARD,), panels=(FORWARD,),
     ),
@@ -341,7 +341,7 @@ SUITES = {
         lambda T: Problem(2, T, 2, 16, 32, dtype="float32"),
         (
             *_own()[:2],
-            Entry("attention, torch", "tfla.bench.peers:sdpa", {"backend": "MATH"}, heads=(4, 16, 16)),
+            Entry("attention, torch", "tfla.bench.baselines:sdpa", {"backend": "MATH"}, heads=(4, 16, 16)),
         ),
     ),
 }  # fmt: skip

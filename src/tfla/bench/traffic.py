@@ -26,7 +26,7 @@ from tfla.measure.problem import Problem
 from tfla.ops.gates import INPUT_GATES
 
 PROBLEM = Problem(8, 8192, 16, 128, 256)  # Figure 4's, T 8,192
-WAYS = (("hopper", "fused"), ("triton", "fused"), ("triton", "tfla"))
+IMPLEMENTATIONS = (("hopper", "fused"), ("triton", "fused"), ("triton", "tfla"))
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 MARK = "spin_kernel"  # a kernel of torch that is launched as a separator
 DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
@@ -44,7 +44,7 @@ def child(target: Path) -> None:
     """Compile every backend and kernel, write a row for each call, and run the calls under the profiler."""
     rows: list[Row] = []
     calls = []
-    for backend, kernel in WAYS:
+    for backend, kernel in IMPLEMENTATIONS:
         for gate in INPUT_GATES:
             try:
                 work = mlstm(PROBLEM, gate, backend, kernel)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tfla.bench.peers import sdpa
+from tfla.bench.baselines import sdpa
 from tfla.measure.operator import mlstm
 from tfla.measure.problem import BOTH, Problem, Work, call_of
 from tfla.measure.timing import Sampling, clock_of, measure

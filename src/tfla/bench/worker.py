@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tfla.bench.candidates import compiled_together
+from tfla.bench.parallel_compilation import compiled_together
 from tfla.measure.errors import describe_error
 from tfla.measure.machine import environment, rates
 from tfla.measure.memory import peak_bytes

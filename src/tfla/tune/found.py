@@ -47,18 +47,18 @@ class Tuned:
             marks = {"default": (c.kernel, c.chunk_size) == self.default, "best": c == self.chosen}
             mark = ", ".join(name for name, there in marks.items() if there)
             rows.append([
-                c.way, f"{c.chunk_size:,}", f"{c.seconds * 1e3:.3f}", gib(c.peak_bytes),
+                c.implementation, f"{c.chunk_size:,}", f"{c.seconds * 1e3:.3f}", gib(c.peak_bytes),
                 "-" if m is None else m.error or f"{m.seconds * 1e3:.3f}",
                 "-" if m is None or m.peak_bytes is None else gib(m.peak_bytes), mark,
             ])  # fmt: skip
-        header = ["way", "chunk size", "predicted ms", "predicted GiB", "measured ms", "measured GiB", ""]
+        header = ["implementation", "chunk size", "predicted ms", "predicted GiB", "measured ms", "measured GiB", ""]
         lines = [
             f"mLSTM{self.gate[:3]} on {machine.name}, {p.dtype}: B {p.B}, T {p.T:,}, {p.H} heads, dqk {p.dqk}, "
             f"dhv {p.dhv}; forward and backward, memory beyond the inputs",
             "", table(header, rows), "",
         ]  # fmt: skip
         if self.left_out:
-            names = "; ".join(f"{c.way}, chunk size {c.chunk_size:,}" for c in self.left_out)
+            names = "; ".join(f"{c.implementation}, chunk size {c.chunk_size:,}" for c in self.left_out)
             lines += [f"not measured within the budget of {duration(config.budget)} (--budget): {names}", ""]
         if self.winner is None:
             return "\n".join([*lines, self.why_not(config)])
@@ -66,7 +66,7 @@ class Tuned:
             return "\n".join([*lines, "nothing is kept: only one candidate was measured"])
         best = self.chosen
         assert best is not None
-        said = f"best: {best.way}, chunk size {best.chunk_size:,}"
+        said = f"best: {best.implementation}, chunk size {best.chunk_size:,}"
         base = found.get(self.default)
         if isinstance(self.winner, Measured) and base is not None and base.error is None:
             said += f", {base.seconds / self.winner.seconds:.2f} times as fast as the default, {self.default[1]:,}"

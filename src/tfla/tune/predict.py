@@ -42,7 +42,7 @@ class Candidate:
     peak_bytes: int
 
     @property
-    def way(self) -> str:
+    def implementation(self) -> str:
         """The names of backend and kernel."""
         return f"{self.backend} {self.kernel}"
 

@@ -172,7 +172,7 @@ def _measure(config: TuneConfig, file: Path, machine: Machine, problems: list[Pr
     with tqdm(total=count, unit="candidate", file=sys.stderr, disable=None, leave=False) as bar:
 
         def step(candidate: Candidate) -> None:
-            bar.set_postfix_str(f"{candidate.way}, chunk size {candidate.chunk_size:,}")
+            bar.set_postfix_str(f"{candidate.implementation}, chunk size {candidate.chunk_size:,}")
             bar.update()
 
         for found in plans:

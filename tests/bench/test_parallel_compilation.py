@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tfla.bench import candidates
+from tfla.bench import parallel_compilation
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -52,14 +52,14 @@ def test_all_candidates_are_compiled_before_the_first_runs(
     configs = [triton.Config({"BLOCK": size}, num_warps=4) for size in (16, 32, 64)]
 
     def seconds(call, quantiles, **short):
-        assert short == ({} if own else {"warmup": candidates.WARMUP, "rep": candidates.SAMPLES})
+        assert short == ({} if own else {"warmup": parallel_compilation.WARMUP, "rep": parallel_compilation.SAMPLES})
         call()
         return [1.0 / kernel.log[-1][0] + (kernel.log[-1][0] == 64)] * 3
 
     monkeypatch.setattr("triton.testing.do_bench", seconds)
     tuned = Autotuner(kernel, kernel.arg_names, configs, ["n"], None, None, do_bench=seconds if own else None)
     before = Autotuner.prune_configs
-    with candidates.compiled_together():
+    with parallel_compilation.compiled_together():
         tuned.run(object(), n=3, grid=(1,), warmup=False)
         tuned.run(object(), n=3, grid=(1,), warmup=False)  # is not tuned again
     assert Autotuner.prune_configs is before
