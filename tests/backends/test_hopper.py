@@ -43,7 +43,7 @@ pytestmark = [] if INTERPRETED else on_hopper
 if INTERPRETED:
     pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
 
-WAY = Implementation("hopper", "fused", "cpu" if INTERPRETED else "cuda")
+HOPPER = Implementation("hopper", "fused", "cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
 DTYPE = DTYPES[0]
 MANY_HEADS = 3 if INTERPRETED else 50
@@ -120,7 +120,7 @@ def refuse_by_dtype_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(p: Problem, tolerance: float = 1.0, **options: Any) -> None:
-    check_beside_terms(solve(p, WAY, **options), p, tolerance * TOLERANCE[p.dtype])
+    check_beside_terms(solve(p, HOPPER, **options), p, tolerance * TOLERANCE[p.dtype])
 
 
 def wide(form: str, **sizes: Any) -> Problem:
@@ -174,7 +174,7 @@ def test_same_bits_in_whatever_order(form: str, K: int, V: int, monkeypatch: pyt
     runs = []
     for seed in range(3):
         monkeypatch.setattr(language, "SEED", seed)
-        runs.append(solve(p, WAY))
+        runs.append(solve(p, HOPPER))
     for found in runs[1:]:
         assert all(torch.equal(x, runs[0][name]) for name, x in found.items())
 
@@ -242,7 +242,7 @@ def test_states_of_segments_whole_and_in_halves(
 def test_denominators(K: int, V: int, chunk_size: int) -> None:
     """d is exact to float32: where |d| is next to exp(-m), its last digits decide on the whole gradient of it."""
     p = wide("exp", dtype=torch.bfloat16, T=400, B=1, H=1, Hq=1, K=K, V=V, f_mean=7.0, carried=False)
-    inputs = Inputs(*(getattr(p, name).to(WAY.device) for name in "qkvif"), None, None, None, None)
+    inputs = Inputs(*(getattr(p, name).to(HOPPER.device) for name in "qkvif"), None, None, None, None)
     spec = Spec(
         scale=0.1, normalize=True, normalizer_grad=True, chunk_size=chunk_size, kernel="fused", save=True,
         final_state=False, gates="exp",
@@ -258,7 +258,7 @@ def test_denominators(K: int, V: int, chunk_size: int) -> None:
 @pytest.mark.parametrize("changed", [0, 1, 2])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_nothing_leaks_into_neighbours(form: str, changed: int, value: float, chunk_size: int | None) -> None:
-    check_nothing_leaks(wide(form, dtype=DTYPE, lengths=(20, 90, 70)), WAY, changed, value, chunk_size=chunk_size)
+    check_nothing_leaks(wide(form, dtype=DTYPE, lengths=(20, 90, 70)), HOPPER, changed, value, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
@@ -302,10 +302,10 @@ def test_resets_and_nan_stay_where_they_are() -> None:
     f = p.f.clone()
     f[:, 70] = -1e4
     p.v[1, 40] = torch.nan
-    leaves = leaves_on(WAY, p.but(f=f))
-    h, _ = call(p, leaves, **WAY.options)
+    leaves = leaves_on(HOPPER, p.but(f=f))
+    h, _ = call(p, leaves, **HOPPER.options)
     assert h[[0, 2]].isfinite().all()
-    tail = tfla.mlstm(*(leaves[n][:, 70:] for n in "qkvif"), input_gate="sigmoid", **WAY.options)
+    tail = tfla.mlstm(*(leaves[n][:, 70:] for n in "qkvif"), input_gate="sigmoid", **HOPPER.options)
     assert error(h[[0, 2], 70:], tail[[0, 2]]) <= TOLERANCE[p.dtype]
 
 
@@ -320,10 +320,10 @@ def test_resets_and_nan_stay_where_they_are() -> None:
 def test_same_bits_every_time(form: str, K: int, V: int, B: int, H: int) -> None:
     """Results repeat bit for bit, also where every multiprocessor has one head after another and waits are longest."""
     p = wide(form, dtype=DTYPE, B=B, H=H, Hq=H, T=500, K=K, V=V)
-    leaves = leaves_on(WAY, p)
+    leaves = leaves_on(HOPPER, p)
     runs = []
     for _ in range(20):
-        h, state = call(p, leaves, **WAY.options)
+        h, state = call(p, leaves, **HOPPER.options)
         grads = torch.autograd.grad((h * p.dh.to(h)).sum() + state.C.sum(), list(leaves.values()), allow_unused=True)
         runs.append([h, state.C, *(g for g in grads if g is not None)])
     for run in runs[1:]:

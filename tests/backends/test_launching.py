@@ -16,7 +16,7 @@ from tfla.backends import BACKENDS, Inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-WAYS = ("triton fused", "triton tfla", "hopper fused")
+KERNELS = ("triton fused", "triton tfla", "hopper fused")
 GATES = ("exp", "sigmoid")
 H, K, V = 3, 128, 256
 Run = Callable[..., list[Tensor]]
@@ -34,7 +34,7 @@ def packed_lengths(*lengths: int, device: str = "cuda") -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
-@pytest.fixture(params=[f"{implementation} {gate}" for implementation in WAYS for gate in GATES])
+@pytest.fixture(params=[f"{implementation} {gate}" for implementation in KERNELS for gate in GATES])
 def run(request: pytest.FixtureRequest) -> Run:
     """Forward and backward: h and all gradients."""
     backend, kernel, gate = request.param.split()

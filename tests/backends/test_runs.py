@@ -14,7 +14,7 @@ tl = triton.language
 
 from tfla.backends.gpu.scan import RUN, running_max, running_sum, step_indices, store_steps, total_sum  # noqa: E402
 
-WAYS = [
+DEVICES = [
     pytest.param(
         "cpu",
         marks=[pytest.mark.interpreter, pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")],
@@ -41,7 +41,7 @@ def scans(x, first, sums, totals, before, upto, HEADS: tl.constexpr, TILES: tl.c
     tl.store(totals + h[:, None] * TILES + tl.arange(0, TILES)[None, :], total_sum(values))
 
 
-@pytest.mark.parametrize("device", WAYS)
+@pytest.mark.parametrize("device", DEVICES)
 @given(
     heads=st.sampled_from([1, 2, 4]),
     tiles=st.sampled_from([1, 2, 8]),
@@ -69,7 +69,7 @@ def test_as_numpy_has_them(device: str, heads: int, tiles: int, L: int, seed: in
     assert np.array_equal(upto.cpu().numpy(), maxima[:, 1:])
 
 
-@pytest.mark.parametrize("device", WAYS)
+@pytest.mark.parametrize("device", DEVICES)
 def test_nan_is_not_seen_before_it_comes(device: str) -> None:
     x = torch.randn(2, 64, dtype=torch.float64, device=device)
     x[1, 30] = torch.nan
