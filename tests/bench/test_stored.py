@@ -39,15 +39,16 @@ def test_the_latest_run_that_measured_a_cell_has_it() -> None:
 
 def test_what_is_picked_by_default_has_no_older_row_of_its_own() -> None:
     """Neither a time nor a refusal; one of the same run or a later one stays."""
+    by_x, by_y = ({"way": f"{backend} fused"} for backend in "xy")
     refusal = {"error": "ValueError: backend: 'x' cannot run these inputs: why"}
     old = run(
-        "2026-01-01", cell("a", 1, "forward", seconds=1.0, way="y fused"), cell("a, x fused", 1, "forward", **refusal),
+        "2026-01-01", cell("a", 1, "forward", seconds=1.0, **by_y), cell("a, x fused", 1, "forward", **refusal),
         cell("a, x fused", 2, "forward", **refusal), cell("a, x fused", 3, "forward", seconds=3.0),
-        cell("a", 4, "forward", seconds=4.0, way="x fused"),
+        cell("a", 4, "forward", seconds=4.0, **by_x),
     )  # fmt: skip
     new = run(
-        "2026-01-02", cell("a", 1, "forward", seconds=2.0, way="x fused"),
-        cell("a", 3, "forward", seconds=5.0, way="x fused"), cell("a, x fused", 4, "forward", seconds=6.0),
+        "2026-01-02", cell("a", 1, "forward", seconds=2.0, **by_x),
+        cell("a", 3, "forward", seconds=5.0, **by_x), cell("a, x fused", 4, "forward", seconds=6.0),
     )  # fmt: skip
     found = [(r["name"], r["x"], r.get("seconds")) for r in merge({"new": new, "old": old})["rows"]]
     assert sorted(found, key=str) == [
