@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has closed it
         _discard_output()
         return 0
-    except OSError as error:  # a full disk behind the output, a file that a command could not read
+    except OSError as error:  # for example a full disk at the end of a pipe, or a file that cannot be read
         where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
         print(f"tfla: error: {where}{error.strerror or error}", file=sys.stderr)
         _discard_output()

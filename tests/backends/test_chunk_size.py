@@ -61,18 +61,18 @@ def test_denominators_of_sequences_cut(
     lengths: tuple[int, ...] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The walk for n is cut where multiprocessors would be idle, others not."""
+    """The scan for n is divided where multiprocessors would be idle, others are not."""
     if implementation.backend not in ("triton", "hopper") or implementation.kernel != "fused":
-        pytest.skip("walks n and the state together")
+        pytest.skip("n and the state have one scan")
     from tfla._util import caching
     from tfla.backends.triton import launch
 
     monkeypatch.setattr(launch, "processors", lambda device: 132)
     monkeypatch.setattr(launch, "SHORTEST_SEGMENT", 128)
-    walked = []
+    scans = []
     normalizer_scan = launch.Call.normalizer_scan
     monkeypatch.setattr(
-        launch.Call, "normalizer_scan", lambda *args, **options: walked.append(normalizer_scan(*args, **options))
+        launch.Call, "normalizer_scan", lambda *args, **options: scans.append(normalizer_scan(*args, **options))
     )
     caching.clear_caches()
     try:
@@ -80,7 +80,7 @@ def test_denominators_of_sequences_cut(
         check(solve(p, implementation, chunk_size=1000), truth(p), p.dtype)
     finally:
         caching.clear_caches()
-    assert len(walked) == 2
+    assert len(scans) == 2
 
 
 def chosen(B: int, T: int, H: int, sequences: int | None, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -29,6 +29,6 @@ def test_as_measured(dqk: int, dhv: int, faster: str, monkeypatch: pytest.Monkey
 def test_large_chunks_are_quadratic(monkeypatch: pytest.MonkeyPatch) -> None:
     from tfla.backends.triton import kernel_choice
 
-    costs = [kernel_choice.papers(256, 512, 2, chunk_size) for chunk_size in (256, 1024, 65536)]
+    costs = [kernel_choice.paper_cost(256, 512, 2, chunk_size) for chunk_size in (256, 1024, 65536)]
     assert costs == sorted(costs)
-    assert kernel_choice.papers(256, 512, 2, 16) > costs[0]  # states
+    assert kernel_choice.paper_cost(256, 512, 2, 16) > costs[0]  # states

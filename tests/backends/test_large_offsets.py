@@ -12,7 +12,7 @@ from gpus import taking_turns
 import tfla
 
 H, K, V = 16, 128, 256
-T, TAIL = 2**31 // (H * V) + 1000, 700  # v's last steps lie behind element 2^31
+T, TAIL = 2**31 // (H * V) + 1000, 700  # v's last steps lie after element 2^31
 
 
 @pytest.fixture

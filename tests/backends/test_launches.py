@@ -72,13 +72,13 @@ def test_kernels_are_looked_up_once() -> None:
     def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
         out = recorder.new(3)
         for kernel, x in ((one, given[0]), (two, out)):
-            recorder.launch(kernel, (7, 2), x, given[1], 5, num_warps=4, WIDTH=64, BACK=True)
+            recorder.launch(kernel, (7, 2), x, given[1], 5, num_warps=4, WIDTH=64, REVERSE=True)
         return [out]
 
     calls = [(torch.zeros(3), torch.ones(3)) for _ in range(2)]
     (a,), (b,) = (record_or_replay("like this", given, first) for given in calls)
     x, y = calls[0]
-    constants = {"WIDTH": 64, "BACK": True}
+    constants = {"WIDTH": 64, "REVERSE": True}
     assert log[:2] == [
         ("looked up one", (7, 2), (x, y, 5), 4, constants), ("looked up two", (7, 2), (a, y, 5), 4, constants)
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from tfla.bench.commands import bench
 from tfla.measure.roofline import backward_flops, forward_flops
 
 
-def test_floor_is_what_the_products_of_a_tile_cost():
+def test_roofline_is_what_the_products_of_a_tile_cost():
     """Counted again product by product: rows x inner x columns, those inside a tile at half."""
     T, H, K, V, L = 128, 3, 5, 7, 64
 

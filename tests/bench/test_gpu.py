@@ -269,7 +269,7 @@ def test_packed_implementations_have_the_same_tokens():
 
 
 def test_a_model_says_what_a_token_moves():
-    """By hand: all weights but the embedding in, both blocks' states in and out; the floor is that at the rate."""
+    """By hand: all weights but the embedding in, both blocks' states in and out; the roofline is that at the rate."""
     options = {"mixer": "mlstm_exp", "blocks": 2, "vocab": 50}
     problem = {"B": 3, "T": 1, "H": 2, "dqk": 8, "dhv": 16, "dtype": "float32", "device": "cpu"}
     rows = []
@@ -307,7 +307,7 @@ def test_suites_are_the_papers_setups(name):
                 assert problem.H * problem.dhv == 4096
 
 
-def test_floors_of_the_papers_setup():
+def test_rooflines_of_the_papers_setup():
     """16 heads, dqk 128, dhv 256 and 65,536 tokens move 1.6 GB forward and 2.7 GB more backward, by hand."""
     problem = SUITES["fig4"].at(8192)
     tokens = 65_536 * 16 * 2
@@ -316,7 +316,7 @@ def test_floors_of_the_papers_setup():
     more = problem.B * (backward_bytes(8192, 16, 128, 256, normalizer=True) - backward_bytes(8192, 16, 128, 256))
     assert more == tokens * 256
     assert step_bytes(8, 256, 512) == 2 * 8 * 256 * 512 * 4
-    rested = gpu.floors(problem, "sigmoid", FORWARD, RATES)["floor_seconds"]
+    rested = gpu.rooflines(problem, "sigmoid", FORWARD, RATES)["floor_seconds"]
     assert rested == pytest.approx(tokens * 768 / 4e12)
 
 
@@ -361,7 +361,7 @@ def test_training_steps_and_implementations_on_the_page():
     }  # fmt: skip
     text = gpu_report.section(stored.merge({"train": result}), None)
     assert "### t\n\nHow it is done.\n\n" in text
-    assert "| training step, ms, by dhv | 64 | 128 | 256 | 512 |" in text  # also what nobody could run
+    assert "| training step, ms, by dhv | 64 | 128 | 256 | 512 |" in text  # also what no GPU could run
     assert "| tfla mLSTMexp | 250.0\\* | - | - | failed [1] |" in text
     assert "| tokens per second, thousands, by dhv | 64 | 128 | 256 |\n" in text
     assert "| tfla mLSTMsig | 98.3 | 98.3 | 98.3 |\n| tfla mLSTMexp | 98.3 | - | - |" in text

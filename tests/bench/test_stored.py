@@ -56,11 +56,11 @@ def test_what_is_picked_by_default_has_no_older_row_of_its_own() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("suite", "floors"), [("fig4", True), ("host", False)])
-def test_floors_of_the_device_do_not_bound_the_host(suite: str, floors: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("suite", "bounded"), [("fig4", True), ("host", False)])
+def test_rooflines_of_the_device_do_not_bound_the_host(suite: str, bounded: bool, tmp_path: Path) -> None:
     result = run("2026-01-01", cell("a", 1, "forward", seconds=1.0, floor_seconds=0.5, sustained_floor_seconds=0.5))
     result["environment"]["device"] = "a GPU"
     (tmp_path / "found.json").write_text(json.dumps(result | {"suite": suite}))
     (row,) = load(tmp_path)["found"]["rows"]
-    assert ("floor_seconds" in row, "sustained_floor_seconds" in row) == (floors, floors)
+    assert ("floor_seconds" in row, "sustained_floor_seconds" in row) == (bounded, bounded)
     assert row["seconds"] == 1.0

@@ -18,14 +18,14 @@ REPORT = """==PROF== Connected to process 7
 "0","7","before","1","1"
 "1","7","spin_kernel(long)","64","0"
 "2","7","gates(float *)","1,000","24"
-"3","7","walk","3000","2000.0"
+"3","7","scan","3000","2000.0"
 "4","7","void spin_kernel(long)","64","0"
 """
 
 
 def test_kernels_between_marks() -> None:
     first, second = traffic.kernels(REPORT)
-    assert first == [{"name": "gates", "read": 1000, "written": 24}, {"name": "walk", "read": 3000, "written": 2000}]
+    assert first == [{"name": "gates", "read": 1000, "written": 24}, {"name": "scan", "read": 3000, "written": 2000}]
     assert second == []
 
 
@@ -33,7 +33,7 @@ def test_reports_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="ncu counted nothing: ==ERROR== ERR_NVGPUCTRPERM"):
         traffic.kernels("==PROF== x\n==ERROR== ERR_NVGPUCTRPERM\n")
     with pytest.raises(ValueError, match="got 2 calls, expected 1"):
-        traffic.joined([{}], REPORT)
+        traffic.with_kernels([{}], REPORT)
 
 
 def test_without_a_profiler(

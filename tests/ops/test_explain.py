@@ -65,10 +65,10 @@ def test_picks_the_first_that_can_run() -> None:
 
 
 def test_prints_a_line_for_everything() -> None:
-    said = tfla.Explanation("mine", "walk", 64, 3, {"tile": 16}, {"yours": "it is slow"})
+    said = tfla.Explanation("mine", "scan", 64, 3, {"tile": 16}, {"yours": "it is slow"})
     assert str(said).splitlines() == [
         "backend     mine",
-        "kernel      walk",
+        "kernel      scan",
         "chunk_size  64 (3 stored states)",
         "tile        16",
         "not yours   it is slow",
@@ -79,8 +79,8 @@ def test_refuses_what_mlstm_refuses() -> None:
     leaves = problem(carried=False).leaves
     with pytest.raises(ValueError, match="backend: got 'your'"):
         tfla.explain(**leaves, backend="your")
-    with pytest.raises(ValueError, match="kernel: got 'walk', backend 'chunkwise' has"):
-        tfla.explain(**leaves, backend="chunkwise", kernel="walk")
+    with pytest.raises(ValueError, match="kernel: got 'scan', backend 'chunkwise' has"):
+        tfla.explain(**leaves, backend="chunkwise", kernel="scan")
     with pytest.raises(ValueError, match="chunk_size: got 0"):
         tfla.explain(**leaves, chunk_size=0)
     with pytest.raises(ValueError, match="k: got shape"):

@@ -112,7 +112,7 @@ def test_any_shape(stepper: Stepper, form: str, shape: dict[str, Any]) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("form", ["exp", "plain"])
 def test_the_state_behind_as_many_steps_as_are_kept(stepper: Stepper, form: str) -> None:
-    """Speculative decoding: outputs of all proposed tokens, the state behind those that are kept."""
+    """Speculative decoding: outputs of all proposed tokens, the state after those that are kept."""
     p = problem(form, dtype=torch.float32, B=5, T=4, Hq=1, H=1)
     kept = torch.tensor([0, 1, 2, 3, 4], device=stepper.device)
     state = start(p, stepper)

@@ -204,7 +204,7 @@ def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.interpreter
 @pytest.mark.parametrize("eps", [0.0, 1e-2])
 def test_offset_of_the_denominator(device: str, eps: float) -> None:
-    """Beside the formula, from the state behind the step."""
+    """Beside the formula, from the state after the step."""
     from tfla.ops.steps import step_with_offset
 
     for seed in range(2):

@@ -50,7 +50,7 @@ def test_wide_heads_on_gpus(implementation: Implementation, form: str, dtype: to
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 @pytest.mark.parametrize("K", [pytest.param(520, marks=pytest.mark.interpreter), 1024])
-def test_keys_too_wide_for_walks(implementation: Implementation, form: str, K: int) -> None:
+def test_keys_too_wide_for_fused_scans(implementation: Implementation, form: str, K: int) -> None:
     p = problem(form, B=1, T=40, Hq=1, H=1, K=K, V=24, dtype=implementation.widest)
     if implementation.backend == "triton" and implementation.kernel == "fused":
         with pytest.raises(ValueError, match=r"kernel: 'fused' .* takes dqk up to 512"):

@@ -248,7 +248,7 @@ def test_a_broken_file_is_reported_and_left_out(cache: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"kernel": "walk"}, r"kernel: got 'walk', backend 'chunkwise' has 'segmented'"),
+        ({"kernel": "scan"}, r"kernel: got 'scan', backend 'chunkwise' has 'segmented'"),
         ({"backend": "metal"}, r"backend: got 'metal', allowed are .*'chunkwise'"),
         ({"backend": "triton", "kernel": "xl_chunk"}, r"kernel: got 'xl_chunk', backend 'triton' has 'fused', 'tfla'"),
     ],
@@ -278,7 +278,7 @@ def test_a_broken_file_is_written_anew(cache: Path, capsys: pytest.CaptureFixtur
     cache.parent.mkdir()
     cache.write_text("{")
     assert main(["tune", *SHAPE, "--repeats", "1"]) == 0
-    assert "cannot be used and is written anew" in capsys.readouterr().out
+    assert "cannot be used and is replaced" in capsys.readouterr().out
     assert len(tuned.parse(cache.read_text())) == 1
 
 

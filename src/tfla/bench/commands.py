@@ -9,8 +9,8 @@ from tfla._util.errors import wrong_word
 
 USAGE = """usage: tfla bench {cpu,gpu,report} [options]
 
-  cpu     time the operator on this CPU beside its floor, attention and mlstm_kernels
-  gpu     time the paper's setups on this GPU beside their floors and other libraries' kernels
+  cpu     time the operator on this CPU beside its roofline, attention and mlstm_kernels
+  gpu     time the paper's setups on this GPU beside their rooflines and other libraries' kernels
   report  render benchmarks/results into docs/performance.md and its figures"""
 
 

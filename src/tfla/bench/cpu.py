@@ -164,10 +164,10 @@ def measure(T: int, config: CpuBench, progress: Callable[[str], None]) -> list[d
     flops = {"forward": forward_flops(T, H, DQK, DHV)}
     flops["forward + backward"] = flops["forward"] + backward_flops(T, H, DQK, DHV)
     for (name, direction), took_all in seconds.items():
-        took, floor = statistics.median(took_all), flops[direction] / rate
+        took, roofline = statistics.median(took_all), flops[direction] / rate
         rows.append(
             {"T": T, "name": name, "direction": direction, "seconds": took, "min": min(took_all), "max": max(took_all),
-             "samples": len(took_all), "floor_seconds": floor, "ratio": took / floor, "gemm_flops": rate}
+             "samples": len(took_all), "floor_seconds": roofline, "ratio": took / roofline, "gemm_flops": rate}
         )  # fmt: skip
     return rows
 
@@ -221,7 +221,7 @@ def row_text(row: dict[str, Any]) -> str:
     head = f"{row['T']:>6}  {row['name']:<28}{row.get('direction', ''):<20}"
     if "error" in row:
         return head + row["error"]
-    return head + f"{row['seconds'] * 1e3:>9.1f} ms {row['ratio']:>7.2f} x floor"
+    return head + f"{row['seconds'] * 1e3:>9.1f} ms {row['ratio']:>7.2f} x roofline"
 
 
 def run(config: CpuBench) -> dict[str, Any]:

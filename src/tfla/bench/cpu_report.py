@@ -8,7 +8,7 @@ from tfla._util.markdown import table
 
 
 def milliseconds(row: dict[str, Any] | None) -> str:
-    """Return the cell of a row: milliseconds and the ratio to the floor, or its error."""
+    """Return the cell of a row: milliseconds and the ratio to the roofline, or its error."""
     if row is None:
         return "-"
     if "error" in row:
@@ -25,7 +25,7 @@ def section(result: dict[str, Any]) -> str:
         "## On a CPU",
         f"{env['cpu']}, {env['threads']} threads, {env['date']}; {versions}. B {shape['B']}, {shape['H']} heads, "
         f"dqk {shape['dqk']}, dhv {shape['dhv']}, {shape['dtype']}. Median milliseconds, and in brackets the ratio to "
-        "the floor: the FLOPs of the form (`measure/roofline.py`) at the rate of a large matrix product, timed in "
+        "the roofline: the FLOPs of the form (`measure/roofline.py`) at the rate of a large matrix product, timed in "
         "between.",
     ]
     names = list(dict.fromkeys(row["name"] for row in result["rows"]))
@@ -33,14 +33,14 @@ def section(result: dict[str, Any]) -> str:
         found = {(r["T"], r["name"]): r for r in result["rows"] if r.get("direction", direction) == direction}
         lengths = sorted({r["T"] for r in result["rows"]})
         rows = [[name, *(milliseconds(found.get((T, name))) for T in lengths)] for name in names]
-        floor = [
-            "floor",
+        roofline = [
+            "roofline",
             *(
                 f"{next(r['floor_seconds'] for (t, _), r in found.items() if t == T and 'seconds' in r) * 1e3:,.1f}"
                 for T in lengths
             ),
         ]
-        parts.append(table([direction, *(f"T = {T:,}" for T in lengths)], [*rows, floor]))
+        parts.append(table([direction, *(f"T = {T:,}" for T in lengths)], [*rows, roofline]))
     if result["memory"]:
         rows = [
             ["tfla mLSTMexp, forward + backward", *(f"{m['extra_bytes'] / 2**20:,.0f} MiB" for m in result["memory"])]

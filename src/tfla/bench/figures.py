@@ -97,11 +97,11 @@ def figure_of(result: dict[str, Any]) -> Figure | None:
                     handles.setdefault(name, axes.plot(x, y, label=name, **look[name])[0])
             if panel != "memory":
                 for gate, dashes in (("sig", (1, 1)), ("exp", (4, 1.5))):
-                    floor = [r for r in here if r["name"].startswith(f"tfla mLSTM{gate}")]
-                    x, y = _points(floor, panel, "floor_seconds")
+                    bounded = [r for r in here if r["name"].startswith(f"tfla mLSTM{gate}")]
+                    x, y = _points(bounded, panel, "floor_seconds")
                     x, y = list(dict.fromkeys(x)), [dict(zip(x, y, strict=True))[at] for at in dict.fromkeys(x)]
                     if x:
-                        label = f"floor of mLSTM{gate}"
+                        label = f"roofline of mLSTM{gate}"
                         line = axes.plot(x, y, color=INK, lw=1.2, dashes=dashes, label=label, zorder=2)[0]
                         handles.setdefault(label, line)
             title = LABELS[panel] + (f", {group}" if group else "")

@@ -30,9 +30,9 @@ from tfla.measure.problem import FORWARD, STEP, Problem
 from tfla.measure.roofline import (
     backward_bytes,
     backward_flops,
-    floor_seconds,
     forward_bytes,
     forward_flops,
+    roofline_seconds,
     step_bytes,
 )
 from tfla.measure.timing import Sampling
@@ -53,7 +53,7 @@ def installed(module: str) -> bool:
         return False
 
 
-def floors(problem: Problem, form: str, direction: str, rates: dict[str, dict[str, float]]) -> Row:
+def rooflines(problem: Problem, form: str, direction: str, rates: dict[str, dict[str, float]]) -> Row:
     """Return the roofline of a form at the rates of a rested and of a busy device."""
     H, dqk, dhv = problem.H, problem.dqk, problem.dhv
     normalizer = form.endswith("exp")
@@ -66,7 +66,7 @@ def floors(problem: Problem, form: str, direction: str, rates: dict[str, dict[st
             flops += backward_flops(problem.T, H, dqk, dhv)
             moved += backward_bytes(problem.T, H, dqk, dhv, problem.itemsize, normalizer)
     rested, busy = (
-        floor_seconds(problem.B * flops, problem.B * moved, rates["gemm"][how], rates["copy"][how])
+        roofline_seconds(problem.B * flops, problem.B * moved, rates["gemm"][how], rates["copy"][how])
         for how in ("rested", "sustained")
     )
     return {"floor_seconds": rested, "sustained_floor_seconds": busy}
@@ -84,7 +84,7 @@ def row_text(row: Row) -> str:
     if "error" in row:
         return head + row["error"]
     parts = [f"{row['seconds'] * 1e3:>9.3f} ms"]
-    parts.append(f"{row['ratio']:>8.2f} x floor" if "ratio" in row else " " * 16)
+    parts.append(f"{row['ratio']:>8.2f} x roofline" if "ratio" in row else " " * 19)
     parts.append(f"{row['sustained_seconds'] * 1e3:>9.3f} ms sustained" if "sustained_seconds" in row else " " * 22)
     parts.append(f"{row['peak_bytes'] / 2**30:>6.2f} GiB" if "peak_bytes" in row else "")
     return head + "".join(parts).rstrip()
@@ -189,11 +189,11 @@ class Run:
         self.pool.dismiss(entry.key)
 
     def finish(self, entry: Entry, x: int, row: Row) -> Row:
-        """Return the row with its sizes, its floor and the ratio to that."""
+        """Return the row with its sizes, its roofline and the ratio to that."""
         problem = self.suite.problem(entry, x, self.config.device)
         row |= {key: getattr(problem, key) for key in ("B", "T", "H", "dqk", "dhv")}
         if "error" not in row and entry.form is not None and not self.suite.host:
-            row |= floors(problem, entry.form, row["direction"], self.rates)
+            row |= rooflines(problem, entry.form, row["direction"], self.rates)
             row["ratio"] = row["seconds"] / row["floor_seconds"]
         if "moved_bytes" in row:  # counted by the implementation itself
             for key, how in (("floor_seconds", "rested"), ("sustained_floor_seconds", "sustained")):

@@ -16,7 +16,7 @@ METHOD = """## On GPUs
 
 The setups of the paper's benchmark figures. Times are GPU times: medians of samples with a rest before each, and where
 a table says sustained, the mean of a run back to back, under which the card lowers its clock. In brackets the ratio to
-the form's floor: the longer of its bytes at the rate of a device copy and its FLOPs at the rate of a large matrix
+the form's roofline: the longer of its bytes at the rate of a device copy and its FLOPs at the rate of a large matrix
 product, both measured in the same run. Every implementation ran in a process of its own on fresh random inputs, with
 q, k and v in bfloat16. Memory is the allocator's peak beyond the inputs; outputs and gradients count. Minimum, maximum
 and number of the samples are in the files."""
@@ -45,8 +45,8 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.{digits}f}"
 
 
-def time_cell(row: Row | None, key: str, floor: str, notes: Notes) -> str:
-    """Return milliseconds with the ratio to the floor in brackets, and a star where there are few samples."""
+def time_cell(row: Row | None, key: str, bound: str, notes: Notes) -> str:
+    """Return milliseconds with the ratio to the roofline in brackets, and a star where there are few samples."""
     if row is None:
         return "-"
     if "error" in row:
@@ -54,7 +54,7 @@ def time_cell(row: Row | None, key: str, floor: str, notes: Notes) -> str:
     if key not in row:
         return "-"
     few = "\\*" if key == "seconds" and row["samples"] < row["asked"] else ""
-    times = f" ({row[key] / row[floor]:.2f} ×)" if floor in row else ""
+    times = f" ({row[key] / row[bound]:.2f} ×)" if bound in row else ""
     return milliseconds(row[key]) + few + times
 
 
@@ -67,7 +67,7 @@ def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
     """Return a table of times for each direction, and one of sustained times where there are any."""
     parts = []
     for direction in dict.fromkeys(r["direction"] for r in rows):
-        for key, floor, how in (
+        for key, bound, how in (
             ("seconds", "floor_seconds", "ms"),
             ("sustained_seconds", "sustained_floor_seconds", "ms, sustained"),
         ):
@@ -76,12 +76,12 @@ def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
                 continue
             xs = sorted({r["x"] for r in mine if key in r or (key == "seconds" and "error" in r)})
             found = {(r["name"], r["x"]): r for r in mine}
-            body = [[n, *(time_cell(found.get((n, x)), key, floor, notes) for x in xs)] for n in _names(mine)]
+            body = [[n, *(time_cell(found.get((n, x)), key, bound, notes) for x in xs)] for n in _names(mine)]
             for gate in ("sig", "exp"):
-                floors = {r["x"]: r[floor] for r in mine if r["name"].startswith(f"tfla mLSTM{gate}") and floor in r}
-                if floors:
+                bounds = {r["x"]: r[bound] for r in mine if r["name"].startswith(f"tfla mLSTM{gate}") and bound in r}
+                if bounds:
                     body.append(
-                        [f"floor of mLSTM{gate}", *(milliseconds(floors[x]) if x in floors else "-" for x in xs)]
+                        [f"roofline of mLSTM{gate}", *(milliseconds(bounds[x]) if x in bounds else "-" for x in xs)]
                     )
             parts.append(table([f"{direction}, {how}, by {axis}", *(f"{x:,}" for x in xs)], body))
     return parts

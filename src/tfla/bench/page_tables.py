@@ -36,15 +36,15 @@ def _find(result: Row, name: str, x: int, direction: str) -> Row:
 
 
 def _time(row: Row) -> str:
-    """Return the cell of a time, with its ratio to the floor."""
+    """Return the cell of a time, with its ratio to the roofline."""
     if "seconds" not in row:
         return "fails" if "error" in row else "-"
-    floor = f" ({row['seconds'] / row['floor_seconds']:.2f} ×)" if "floor_seconds" in row else ""
-    return milliseconds(row["seconds"]) + floor
+    ratio = f" ({row['seconds'] / row['floor_seconds']:.2f} ×)" if "floor_seconds" in row else ""
+    return milliseconds(row["seconds"]) + ratio
 
 
 def speed(results: dict[str, Row]) -> str:
-    """Return the table of Figure 4's setup at 8,192 steps: milliseconds, ratios to the floor and memory in GiB."""
+    """Return the table of Figure 4's setup at 8,192 steps: milliseconds, ratios to the roofline and memory in GiB."""
     body = []
     for name, label in SPEED_ROWS.items():
         forward, both = (_find(results["fig4"], name, STEPS, direction) for direction in (FORWARD, BOTH))

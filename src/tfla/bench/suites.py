@@ -28,7 +28,7 @@ class Entry:
     needs: str | None = None
     """The package that has to be installed."""
     form: Form | None = None
-    """The form whose floor it is compared with."""
+    """The form whose roofline it is compared with."""
     each: bool = False
     """Whether its kernels are compiled for each configuration separately."""
     group: str = ""
@@ -62,7 +62,7 @@ class Suite:
     panels: tuple[str, ...] = (*PANELS, MEMORY)
     """The panels of its figure."""
     host: bool = False
-    """Whether times are those of the host to enqueue, which the floors of the device do not bound."""
+    """Whether times are those of the host to enqueue, which the rooflines of the device do not bound."""
     alone: bool = False
     """Whether nothing is compiled in parallel, because each implementation fills the device or the host is timed."""
     note: str = ""
@@ -119,8 +119,8 @@ def _fla(*kernels: str) -> list[Entry]:
     for kernel in kernels:
         form, _, which = kernel.partition(" ")
         options = {"kernel": which} if which else {}
-        floor: Form | None = "sigmoid" if form != "gla" else None
-        made.append(Entry(f"fla {kernel}", f"tfla.bench.baselines:{form}", options, None, "fla", floor))
+        bounded_as: Form | None = "sigmoid" if form != "gla" else None
+        made.append(Entry(f"fla {kernel}", f"tfla.bench.baselines:{form}", options, None, "fla", bounded_as))
     return made
 
 

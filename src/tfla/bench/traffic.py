@@ -97,7 +97,7 @@ def kernels(report: str) -> list[list[Row]]:
     return found
 
 
-def joined(rows: list[Row], report: str) -> list[Row]:
+def with_kernels(rows: list[Row], report: str) -> list[Row]:
     """Return the rows of calls with their kernels.
 
     Raises:
@@ -134,7 +134,7 @@ def main(args: Sequence[str] | None = None) -> int:
         try:
             if done.returncode:
                 raise ValueError(f"ncu ended with exit code {done.returncode}")
-            found = joined(json.loads(rows.read_text()), report.read_text())
+            found = with_kernels(json.loads(rows.read_text()), report.read_text())
         except (OSError, ValueError) as error:
             print(f"{parser.prog}: error: {error}", file=sys.stderr)
             return 2

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from tfla.ops.flops import TILE, backward_flops, forward_flops
 
-__all__ = ["TILE", "backward_bytes", "backward_flops", "floor_seconds", "forward_bytes", "forward_flops", "step_bytes"]
+__all__ = [
+    "TILE",
+    "backward_bytes",
+    "backward_flops",
+    "forward_bytes",
+    "forward_flops",
+    "roofline_seconds",
+    "step_bytes",
+]
 
 
 def forward_bytes(T: int, heads: int, dqk: int, dhv: int, itemsize: int = 2) -> int:
@@ -25,6 +33,6 @@ def step_bytes(heads: int, dqk: int, dhv: int, normalizer: bool = False, itemsiz
     return 2 * heads * dqk * (dhv + normalizer) * itemsize
 
 
-def floor_seconds(flops: float, moved: float, gemm: float, copy: float) -> float:
+def roofline_seconds(flops: float, moved: float, gemm: float, copy: float) -> float:
     """Return the seconds of the FLOPs at ``gemm`` FLOP/s or of the bytes at ``copy`` byte/s, whichever is larger."""
     return max(flops / gemm, moved / copy)

@@ -146,7 +146,7 @@ def _measure(config: TuneConfig, file: Path, machine: Machine, problems: list[Pr
     """Measure the shapes that are not in the file yet; return the exit code."""
     rows, why = store.read(file)
     if why is not None:
-        print(f"{file} cannot be used and is written anew: {why}")
+        print(f"{file} cannot be used and is replaced: {why}")
     kept = {store.entry(row).key: row for row in rows}
     plans = []
     for p in problems:

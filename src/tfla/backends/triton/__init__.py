@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant
 
 LARGEST_DQK, LARGEST_DHV = 1024, 1024
-WIDEST_WALK = 512  # largest dqk for which a program of the fused scans can hold some columns of the state
+LARGEST_FUSED_DQK = 512  # largest dqk for which a program of the fused scans can hold some columns of the state
 TFLA_CHUNK = 256  # the optimum of the paper's Figure 5
 
 
@@ -38,7 +38,7 @@ def _cheapest(dqk: int, dhv: int, itemsize: int, chunk_size: int, device: torch.
 
 
 @functools.cache  # an import inside a function takes a microsecond
-def _walks(kernel: str) -> type[Call]:
+def _launch_class(kernel: str) -> type[Call]:
     """Return the launch class of a kernel."""
     from tfla.backends.triton import launch
     from tfla.backends.triton.paper import launch as tfla_launch
@@ -84,14 +84,14 @@ class Triton(Backend):
 
     def kernel_unsupported(self, x: Inputs, kernel: str) -> str | None:
         """Return why the fused scans cannot run these head dims, or None."""
-        if kernel == "fused" and x.q.shape[-1] > WIDEST_WALK:
-            return f"it takes dqk up to {WIDEST_WALK}"
+        if kernel == "fused" and x.q.shape[-1] > LARGEST_FUSED_DQK:
+            return f"it takes dqk up to {LARGEST_FUSED_DQK}"
         return None
 
     def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
         """Return the kernel that the cost model predicts to be the fastest."""
         dims = int(x.q.shape[-1]), int(x.v.shape[-1])
-        if dims[0] > WIDEST_WALK:
+        if dims[0] > LARGEST_FUSED_DQK:
             return "tfla"
         return _cheapest(*dims, x.q.element_size(), TFLA_CHUNK if chunk_size is None else chunk_size, x.q.device)
 
@@ -138,19 +138,19 @@ class Triton(Backend):
         """Compute the forward with the kernels that `spec.kernel` names."""
         from tfla.backends.triton import launch
 
-        return launch.forward(x, spec, _walks(spec.kernel))
+        return launch.forward(x, spec, _launch_class(spec.kernel))
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
         from tfla.backends.triton import launch
 
-        return launch.forward_replay(x, spec, _walks(spec.kernel))
+        return launch.forward_replay(x, spec, _launch_class(spec.kernel))
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """Compute the gradients with the kernels that `spec.kernel` names."""
         from tfla.backends.triton import launch
 
-        return launch.backward(x, out, dh, dC, dn, spec, _walks(spec.kernel))
+        return launch.backward(x, out, dh, dC, dn, spec, _launch_class(spec.kernel))
 
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         """Compute a few decoding steps in one kernel."""

@@ -32,7 +32,7 @@ from tfla.backends.gpu.config import (
 from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.backends.gpu.segmentation import best_chunk_size
-from tfla.backends.triton import WIDEST_WALK, fused_kernels
+from tfla.backends.triton import LARGEST_FUSED_DQK, fused_kernels
 from tfla.backends.triton import sequences as sequence_kernels
 
 CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of a program of the gate kernels
@@ -322,7 +322,7 @@ class Call:
 
     def parts_of_n(self) -> int:
         """Return how many programs share the keys of one n; float32 takes twice the shared memory."""
-        return ceil_div(self.K, WIDEST_WALK // 2 if self.exact else WIDEST_WALK)
+        return ceil_div(self.K, LARGEST_FUSED_DQK // 2 if self.exact else LARGEST_FUSED_DQK)
 
     def normalizer_scan(
         self, x: Tensor, z: Tensor, gates: Tensor, back: bool, n: Tensor | None, final: Tensor | None,

@@ -1,4 +1,4 @@
-"""The gradient of the forget gate starts again at marks: wherever they lie, results are the same."""
+"""The gradient of the forget gate starts again at checkpoints: wherever they lie, results are the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_any_place(
 ) -> None:  # fmt: skip
     """In float32: they are kept in the inputs' dtype."""
     if (implementation.backend, implementation.kernel) != ("triton", "fused"):
-        pytest.skip("has no marks")
+        pytest.skip("has no checkpoints")
     from tfla.backends.gpu import checkpoints
 
     monkeypatch.setattr(checkpoints, "CHECKPOINT_STEPS", {4: 32})
@@ -35,7 +35,7 @@ def test_any_place(
 def test_float32_is_kept_from_adding_up(implementation: Implementation) -> None:
     """Over hundreds of steps the gradient of the forget gate stays about as exact as that of the input gate."""
     if (implementation.backend, implementation.kernel) != ("triton", "fused"):
-        pytest.skip("has no marks")
+        pytest.skip("has no checkpoints")
     p = problem("sigmoid", dtype=torch.float32, B=1, T=768, Hq=4, H=4, K=16, V=16, carried=False)
     found = errors(solve(p, implementation), truth(p))
     assert found["df"] <= 6 * found["di"]
@@ -49,7 +49,7 @@ def test_nothing_passes_the_first_forget_gate(
 ) -> None:
     """Without an initial state its gradient is zero, exactly."""
     if implementation.backend not in ("triton", "hopper"):
-        pytest.skip("has no marks")
+        pytest.skip("has no checkpoints")
     p = problem(form, dtype=torch.float32, T=73, lengths=lengths, carried=False)
     df = solve(p, implementation, chunk_size=32)["df"]
     first = [0] if lengths is None else [0, 40]
