@@ -69,7 +69,7 @@ class Attention(SequenceMixer):
             ValueError: a state is given or requested together with cu_seqlens: the sequences' caches would differ in
                 length.
         """
-        q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, q)
             if state is not None or return_state:

@@ -29,6 +29,8 @@ class SequenceMixer(nn.Module, ABC):
     The state is a NamedTuple whose fields only the layer itself reads.
     """
 
+    num_heads: int
+
     @abstractmethod
     def forward(
         self,

@@ -99,7 +99,9 @@ class MLSTM(SequenceMixer):
 
     def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return q, k, v (..., heads, dim) and the gate pre-activations i, f (..., heads), equation (5)."""
-        q, k, v = (p(x).unflatten(-1, (self.num_heads, -1)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        # Under tensor parallelism a projection returns this process's heads, so their number is read from its output.
+        q, k = (p(x).unflatten(-1, (-1, self.qk_head_dim)) for p in (self.q_proj, self.k_proj))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return q, k, v, self.input_gate(x), self.forget_gate(x)
 
     def _output(self, x: Tensor, h: Tensor) -> Tensor:

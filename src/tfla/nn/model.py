@@ -302,7 +302,7 @@ class SwiGLU(nn.Module):
         d, hidden = config.d_model, config.ffn_dim
         self.gate_proj = Projection(d, hidden, input_std(d))
         self.up_proj = Projection(d, hidden, input_std(d))
-        self.down_proj = Projection(hidden, d, output_std(d, config.num_blocks))
+        self.down_proj: nn.Linear = Projection(hidden, d, output_std(d, config.num_blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (..., d_model) for x (..., d_model)."""

@@ -1,0 +1,278 @@
+"""The distribution of a model over a mesh of processes: tensor, data and context parallelism by PyTorch's own engine.
+
+The steps are those of torchtitan, in its order: tensor parallelism, activation checkpointing, torch.compile, FSDP2.
+Tensor parallelism is over heads: the projections into a mixer are split by columns, its output projection by rows, and
+everything between works on the heads of one process without communication. docs/distributed.md shows how to use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from tfla.nn import MLSTM, HeadNorm, LanguageModel, SequenceMixer, SwiGLU
+
+DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
+Model = TypeVar("Model", bound=nn.Module)
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+def parallelize(
+    model: Model,
+    mesh: DeviceMesh,
+    *,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    activation_checkpointing: bool = False,
+    compile: bool = False,
+    reshard_after_forward: bool | None = None,
+    blocks: Sequence[nn.Module] | None = None,
+    tp_plan: dict[str, ParallelStyle] | None = None,
+) -> Model:
+    """Distribute a model over the processes of a mesh, in place.
+
+    Every process builds the same model, calls this function, and then makes its optimizer of ``model.parameters()``.
+    The names of the mesh's dimensions say what each of them is for; any of them may be missing or have size 1:
+
+    - ``dp_replicate``: processes with different rows of the batch and a copy of the parameters each (HSDP).
+    - ``dp_shard``: processes with different rows of the batch that share the parameters (FSDP2's ``fully_shard`` of
+      each block and of the rest of the model).
+    - ``cp``: processes that share the steps of each sequence, in order of their rank. Every process passes its own
+      part of ``ids`` and ``document_start`` (B, T / cp) to the model. Parameters are sharded over ``dp_shard`` and
+      ``cp`` together.
+    - ``tp``: processes that share the heads of each mixer, the hidden units of each feed-forward network and the
+      vocabulary. They get the same rows and steps, and return the same logits.
+
+    Gradients are averaged over ``dp_replicate``, ``dp_shard`` and ``cp``, as everywhere in PyTorch: with the mean loss
+    over the tokens of this process, and equally many tokens on each, they are those of the mean over all tokens.
+
+    Args:
+        model: a :class:`tfla.nn.LanguageModel`, an xLSTM of transformers after
+            :func:`tfla.integrations.transformers.accelerate`, or a module with layers of :mod:`tfla.nn`.
+        mesh: a DeviceMesh with named dimensions over all processes, as ``init_device_mesh`` returns.
+        mixed_precision: FSDP2's policy on the dtypes of parameters and of the reduction of gradients.
+        activation_checkpointing: keep only the input of each block for the backward, and compute the block again there.
+        compile: compile each block with torch.compile.
+        reshard_after_forward: whether a block's parameters are freed between forward and backward; None lets FSDP2
+            choose.
+        blocks: the parts that are checkpointed, compiled and sharded as a unit; None takes the elements of the model's
+            outermost ModuleLists.
+        tp_plan: styles of torch.distributed.tensor.parallel for further modules, by their names in the model. They
+            replace what this function would do with these modules.
+
+    Returns:
+        the same model.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, such as heads that ``tp`` does not divide; the message names
+            it, what was given and what is allowed. The model is as it was.
+    """
+    sizes = mesh_sizes(mesh)
+    _check_model(model, sizes, tp_plan or {})
+    blocks = _blocks(model) if blocks is None else blocks
+    _check_blocks(model, blocks)
+    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
+        got = type(mixed_precision).__name__
+        raise TypeError(f"mixed_precision: got {got}, expected a torch.distributed.fsdp.MixedPrecisionPolicy")
+    sharded = any(name != "tp" and size > 1 for name, size in sizes.items())
+    if mixed_precision is not None and not sharded:
+        raise ValueError("mixed_precision: got a policy, expected None for a mesh without data parallelism")
+
+    if sizes.get("tp", 1) > 1:
+        _apply_tensor_parallel(model, mesh["tp"], tp_plan or {})
+    for block in blocks:
+        _wrap_forward(block, activation_checkpointing, compile)
+    if sharded:
+        data_mesh = _data_mesh(mesh, sizes)
+        policy = mixed_precision or MixedPrecisionPolicy()
+        for block in blocks:
+            fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+    return model
+
+
+def mesh_sizes(mesh: object) -> dict[str, int]:
+    """Return the sizes of a mesh's dimensions by name.
+
+    Raises:
+        TypeError, ValueError: it is not a mesh, or a dimension has another name than :data:`DIMENSIONS`, or they are in
+            another order.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: got {type(mesh).__name__}, expected a torch.distributed.DeviceMesh")
+    names, allowed = mesh.mesh_dim_names, ", ".join(DIMENSIONS)
+    if not names:
+        raise ValueError(f"mesh: got dimensions without names, expected mesh_dim_names among {allowed}")
+    if [name for name in DIMENSIONS if name in names] != list(names):
+        raise ValueError(f"mesh: got the dimensions {', '.join(names)}, expected some of {allowed}, in this order")
+    if "dp_replicate" in names and "dp_shard" not in names:
+        raise ValueError("mesh: got dp_replicate without dp_shard, expected both; dp_shard may have size 1")
+    return dict(zip(names, mesh.shape, strict=True))
+
+
+def _modules(model: nn.Module, kind: type[Kind]) -> Iterator[Kind]:
+    """Return the modules of a type within a model."""
+    return (module for module in model.modules() if isinstance(module, kind))
+
+
+def _check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, ParallelStyle]) -> None:
+    """Raise unless a model can be distributed over dimensions of these sizes."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError("model: got one whose parameters are distributed already, expected plain tensors")
+    tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
+    mixers = [module for module in model.modules() if isinstance(module, SequenceMixer)]
+    if max(tp, cp) > 1 and not mixers:
+        name, size = ("tp", tp) if tp > 1 else ("cp", cp)
+        raise ValueError(
+            f"mesh: got {name} of size {size}, expected 1 for {type(model).__name__}, which has no mixer of tfla.nn"
+        )
+    for mixer in mixers:
+        if mixer.num_heads % tp:
+            raise ValueError(f"mesh: got tp of size {tp}, expected a divisor of the {mixer.num_heads} heads")
+        if cp > 1:
+            raise ValueError(f"mesh: got cp of size {cp}, expected 1 for {type(mixer).__name__}, which needs all keys")
+    for ffn in _modules(model, SwiGLU):
+        if ffn.down_proj.in_features % tp:
+            raise ValueError(
+                f"mesh: got tp of size {tp}, expected a divisor of the SwiGLU's width, {ffn.down_proj.in_features}"
+            )
+    names = {name for name, _ in model.named_modules()}
+    unknown = sorted(set(tp_plan) - names)
+    if unknown:
+        raise ValueError(f"tp_plan: got {', '.join(unknown)}, expected names of modules of the model")
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the elements of the outermost ModuleLists of a model."""
+    found: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                found.extend(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return found
+
+
+def _check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise unless the blocks are different modules of the model."""
+    inside = set(model.modules())
+    for number, block in enumerate(blocks):
+        if not isinstance(block, nn.Module) or block not in inside or block is model:
+            raise ValueError(f"blocks[{number}]: got {type(block).__name__}, expected a module within the model")
+
+
+def _wrap_forward(block: nn.Module, checkpointing: bool, compile: bool) -> None:
+    """Checkpoint and compile the forward of a block, below its hooks, so that names of parameters stay as they are."""
+    inner: Callable[..., Any] = block.forward
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    if checkpointing or compile:
+        forward = checkpointed if checkpointing else inner
+        block.forward = torch.compile(forward) if compile else forward
+
+
+def _data_mesh(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
+    """Return the mesh of FSDP2: (dp_shard x cp), or (dp_replicate, dp_shard x cp) for HSDP."""
+    names = [name for name in ("dp_shard", "cp") if name in sizes]
+    shard = mesh[tuple(names)]._flatten("dp_shard_cp") if len(names) > 1 else mesh[names[0]]
+    if "dp_replicate" not in sizes:
+        return shard
+    if len(names) == 1:
+        return mesh["dp_replicate", names[0]]
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate([mesh["dp_replicate"], shard])
+    return mesh["dp_replicate", "dp_shard_cp"]  # PyTorch before 2.10
+
+
+def _apply_tensor_parallel(model: nn.Module, tp: DeviceMesh, tp_plan: dict[str, ParallelStyle]) -> None:
+    """Distribute the layers of :mod:`tfla.nn` in a model over heads, hidden units and vocabulary; replicate the rest.
+
+    Every parameter becomes a DTensor on the mesh, so that one optimizer and one norm of gradients can hold them all.
+    """
+    plan: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        at = f"{name}." if name else ""
+        if isinstance(module, SequenceMixer):
+            plan[name] = _Replicated()
+            columns = ["q_proj", "k_proj", "v_proj"]
+            if isinstance(module, MLSTM):
+                columns += ["output_gate", "input_gate", "forget_gate"]
+            plan |= {at + column: ColwiseParallel() for column in columns}
+            plan[at + "out_proj"] = RowwiseParallel()
+        elif isinstance(module, HeadNorm):
+            plan[name] = _HeadsParallel()
+        elif isinstance(module, SwiGLU):
+            plan[name] = _Replicated()
+            plan |= {at + "gate_proj": ColwiseParallel(), at + "up_proj": ColwiseParallel()}
+            plan[at + "down_proj"] = RowwiseParallel()
+        elif isinstance(module, LanguageModel):
+            plan[at + "embedding"] = RowwiseParallel(input_layouts=Replicate())
+            plan[at + "unembedding"] = ColwiseParallel(output_layouts=Replicate())
+    plan |= tp_plan
+    for name, module in model.named_modules():
+        if name not in plan and any(True for _ in module.parameters(recurse=False)):
+            plan[name] = _Replicated()
+    parallelize_module(model, tp, plan)
+
+
+class _LocalStyle(ParallelStyle):
+    """A style with the same placement for a module's parameters, and another for its one input and its output.
+
+    Input and output are plain tensors. They are local parts, so that nothing is communicated.
+    """
+
+    parameters: Placement
+    activations: Placement
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            distributed = distribute_tensor(parameter, device_mesh, [self.parameters])
+            module.register_parameter(key, nn.Parameter(distributed, parameter.requires_grad))
+
+        def wrap(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
+            x, *rest = inputs
+            if isinstance(x, Tensor) and not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, [self.activations], run_check=False)
+            return (x, *rest)
+
+        module.register_forward_pre_hook(wrap)
+        module.register_forward_hook(lambda module, inputs, y: y.to_local() if isinstance(y, DTensor) else y)
+        return module
+
+
+class _Replicated(_LocalStyle):
+    """The style of a module that every process computes in the same way, such as the norm of the residual stream.
+
+    It is also that of a mixer, which makes its input a DTensor once for all of its projections: their gradients for the
+    input are then summed before the one reduction over the processes.
+    """
+
+    parameters = activations = Replicate()
+
+
+class _HeadsParallel(_LocalStyle):
+    """The style of a norm over each head, on the heads of this process: (..., heads, head_dim)."""
+
+    parameters, activations = Shard(0), Shard(-2)

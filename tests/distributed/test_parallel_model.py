@@ -1,0 +1,212 @@
+"""The parity table: loss and gradients of a distributed model are those of one process, for every layout."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from processes import run_on_processes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from tfla.distributed import parallelize
+from tfla.nn import LanguageModel, ModelConfig
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "fsdp": {"dp_shard": 4},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "replicas": {"dp_replicate": 4, "dp_shard": 1},
+    "tp": {"tp": 4},
+    "fsdp-tp": {"dp_shard": 2, "tp": 2},
+    "hsdp-tp": {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+}
+BATCH, CONTEXT = 4, 24
+
+
+class Case(NamedTuple):
+    """A row of the table; the vocabulary of 33 tokens is divided by no number of processes."""
+
+    layout: str
+    dtype: torch.dtype
+    mixer: str = "mlstm_exp"
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+CASES = [
+    *itertools.starmap(Case, itertools.product(LAYOUTS, (torch.float64, torch.float32))),
+    Case("fsdp-tp", torch.float64, "mlstm_sig"),
+    Case("hsdp-tp", torch.float64, "attention"),
+    Case("fsdp", torch.float64, "mlstm_exp", (("activation_checkpointing", True),)),
+    Case("fsdp-tp", torch.float64, "mlstm_exp", (("activation_checkpointing", True),)),
+    Case("fsdp", torch.float32, "mlstm_exp", (("reshard_after_forward", False),)),
+]
+
+
+def make_model(dtype: torch.dtype, mixer: str = "mlstm_exp") -> LanguageModel:
+    """Return a model of random weights, the same on every process."""
+    config = ModelConfig(
+        d_model=32, num_blocks=2, num_heads=4, vocab_size=33, mixer=mixer, ffn_multiple=8, input_gate_bias=-1.0
+    )
+    torch.manual_seed(0)
+    model = LanguageModel(config).to(dtype)
+    with torch.no_grad():  # gates start with weights of 0, which would hide a gradient that is not reduced
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def make_windows() -> Tensor:
+    """Return tokens (B, T + 1); token 0 starts a document."""
+    return torch.randint(33, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(1))
+
+
+def mean_loss(model: nn.Module, windows: Tensor, steps: slice = slice(None)) -> Tensor:
+    """Return the mean loss of the windows' tokens at the given steps."""
+    ids, targets = windows[:, :-1][:, steps], windows[:, 1:][:, steps]
+    return F.cross_entropy(model(ids, document_start=ids == 0).flatten(0, 1), targets.flatten())
+
+
+def whole(x: Tensor) -> Tensor:
+    """Return a tensor without its distribution."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def shares(sizes: dict[str, int], coordinate: dict[str, int]) -> tuple[slice, slice]:
+    """Return the rows and the steps of a batch that a process computes."""
+    data = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+    row = coordinate.get("dp_replicate", 0) * sizes.get("dp_shard", 1) + coordinate.get("dp_shard", 0)
+    rows, steps = BATCH // data, CONTEXT // sizes.get("cp", 1)
+    step = coordinate.get("cp", 0)
+    return slice(row * rows, (row + 1) * rows), slice(step * steps, (step + 1) * steps)
+
+
+class Errors(NamedTuple):
+    """Relative errors of the loss and of every gradient, against one process in float64."""
+
+    one_process: dict[str, float]
+    """Those of one process in the dtype of the case."""
+    distributed: dict[str, float]
+
+
+def one_process(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return loss and gradients of one process in the dtype of a case."""
+    model = make_model(torch.float64, case.mixer).to(case.dtype)
+    loss = mean_loss(model, make_windows())
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def relative_errors(
+    found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]
+) -> dict[str, float]:
+    """Return the relative errors of a loss and gradients."""
+    assert found[1].keys() == expected[1].keys()
+    gradients = {name: float((found[1][name] - g).norm() / g.norm()) for name, g in expected[1].items()}
+    return {"loss": abs(float(found[0] / expected[0]) - 1), **gradients}
+
+
+def compute_errors(cases: list[Case]) -> list[Errors]:
+    """Return the errors of each case; runs on each process."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    found = []
+    for case in cases:
+        windows = make_windows()
+        expected = one_process(case._replace(dtype=torch.float64))
+        sizes = LAYOUTS[case.layout]
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        model = parallelize(make_model(torch.float64, case.mixer).to(case.dtype), mesh, **dict(case.options))
+        rows, steps = shares(sizes, dict(zip(sizes, mesh.get_coordinate(), strict=True)))
+        loss = mean_loss(model, windows[rows], steps)
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        distributed = relative_errors((mean / dist.get_world_size(), gradients), expected)
+        found.append(Errors(relative_errors(one_process(case), expected), distributed))
+    return found
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[Case, Errors]:
+    """Return the errors of every case, computed by the same four processes."""
+    return dict(zip(CASES, run_on_processes(4, compute_errors, CASES), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.layout}-{str(c.dtype)[6:]}-{c.mixer}-{dict(c.options)}")
+def test_loss_and_gradients_are_those_of_one_process(case: Case, errors: dict[Case, Errors]) -> None:
+    found = errors[case]
+    floor = 1e-12 if case.dtype == torch.float64 else 1e-5
+    # The gradients of the input gates' biases nearly cancel, in one process too.
+    wrong = {name: e for name, e in found.distributed.items() if not e < floor + 4 * found.one_process[name]}
+    assert len(found.distributed) > 20
+    assert wrong == {}
+
+
+def _bad_layouts() -> dict[str, str]:
+    """Return the error of each wrong call; runs on four processes."""
+    model = make_model(torch.float32)
+    attention = make_model(torch.float32, "attention")
+
+    def mesh(names: tuple[str, ...] | None, *shape: int) -> Any:
+        return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+    odd = LanguageModel(ModelConfig(d_model=24, num_blocks=1, num_heads=2, vocab_size=8, ffn_multiple=8))
+    narrow = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=4, vocab_size=8, ffn_multiple=1))
+    taken = parallelize(make_model(torch.float32), mesh(("dp_shard",), 4))
+    calls: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "no mesh": (model, "tp", {}),
+        "no names": (model, mesh(None, 4), {}),
+        "unknown name": (model, mesh(("data",), 4), {}),
+        "order": (model, mesh(("tp", "dp_shard"), 2, 2), {}),
+        "replicate alone": (model, mesh(("dp_replicate",), 4), {}),
+        "no model": (3, mesh(("tp",), 4), {}),
+        "twice": (taken, mesh(("dp_shard",), 4), {}),
+        "heads": (odd, mesh(("tp",), 4), {}),
+        "feed-forward": (narrow, mesh(("tp",), 4), {}),
+        "no mixer": (nn.Linear(4, 4), mesh(("tp",), 4), {}),
+        "cp of attention": (attention, mesh(("cp",), 4), {}),
+        "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
+        "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
+        "blocks": (model, mesh(("dp_shard",), 4), {"blocks": [nn.Linear(2, 2)]}),
+        "plan": (model, mesh(("tp",), 4), {"tp_plan": {"blocks.9": None}}),
+    }
+
+    def error_of(module: Any, at: Any, options: dict[str, Any]) -> str:
+        with pytest.raises((TypeError, ValueError)) as raised:
+            parallelize(module, at, **options)
+        return f"{raised.type.__name__} {raised.value}"
+
+    found = {name: error_of(*call) for name, call in calls.items()}
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    return found
+
+
+NAMES = "dp_replicate, dp_shard, cp, tp"
+EXPECTED = {
+    "no mesh": "TypeError mesh: got str, expected a torch.distributed.DeviceMesh",
+    "no names": f"ValueError mesh: got dimensions without names, expected mesh_dim_names among {NAMES}",
+    "unknown name": f"ValueError mesh: got the dimensions data, expected some of {NAMES}, in this order",
+    "order": f"ValueError mesh: got the dimensions tp, dp_shard, expected some of {NAMES}, in this order",
+    "replicate alone": "ValueError mesh: got dp_replicate without dp_shard, expected both; dp_shard may have size 1",
+    "no model": "TypeError model: got int, expected a torch.nn.Module",
+    "twice": "ValueError model: got one whose parameters are distributed already, expected plain tensors",
+    "heads": "ValueError mesh: got tp of size 4, expected a divisor of the 2 heads",
+    "feed-forward": "ValueError mesh: got tp of size 4, expected a divisor of the SwiGLU's width, 43",
+    "no mixer": "ValueError mesh: got tp of size 4, expected 1 for Linear, which has no mixer of tfla.nn",
+    "cp of attention": "ValueError mesh: got cp of size 4, expected 1 for Attention, which needs all keys",
+    "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
+    "policy alone": "ValueError mixed_precision: got a policy, expected None for a mesh without data parallelism",
+    "blocks": "ValueError blocks[0]: got Linear, expected a module within the model",
+    "plan": "ValueError tp_plan: got blocks.9, expected names of modules of the model",
+}
+
+
+def test_bad_layouts_are_named() -> None:
+    assert run_on_processes(4, _bad_layouts) == EXPECTED

@@ -1,0 +1,34 @@
+"""Functions that run on several processes, connected by gloo."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_on_processes(count: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function(*args)`` on ``count`` processes with a process group of gloo; return what rank 0 returns.
+
+    An exception of any process is raised here.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_process, (count, folder, function, args), nprocs=count)
+        return torch.load(Path(folder) / "result.pt", weights_only=False)
+
+
+def _process(rank: int, count: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=120))
+    result = function(*args)
+    if rank == 0:
+        torch.save(result, Path(folder) / "result.pt")
+    dist.barrier()
+    dist.destroy_process_group()
