@@ -28,6 +28,10 @@ def test_tables_are_those_of_the_results() -> None:
     assert page_tables.renew(stale, results) == TEXT
 
 
+def test_is_two_screens() -> None:
+    assert len(TEXT.splitlines()) <= 100
+
+
 def test_links_lead_to_files() -> None:
     links = re.findall(r"\]\((?!http)([^)#]+)\)", TEXT)
     assert len(links) > 8

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/mamba.md from stored results, with the same numbers as docs/performance.md."""
+"""The marked tables of README.md and of pages in docs/, from stored results."""
 
 from __future__ import annotations
 
