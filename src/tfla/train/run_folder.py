@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+
+from filelock import FileLock, Timeout
 
 from tfla._util.errors import UserError, notice, reason
-from tfla._util.files import (
-    remove_temporary,
-    write_atomically,
-)
+from tfla._util.files import remove_temporary, write_atomically
 from tfla.train.config import RESUMABLE_FIELDS, TrainConfig, differences, from_json, to_json
 
 CONFIG_FILE = "config.json"
@@ -20,6 +17,7 @@ TOKENS_FOLDER = "tokens"
 CHECKPOINTS_FOLDER = "checkpoints"
 CURVES_FILE = "curves.png"
 LOCK_FILE = "lock"
+PATIENCE = 0.2  # seconds to wait for the lock: a run that fails removes the file, and the next one tries again
 
 
 @contextmanager
@@ -53,26 +51,15 @@ def open_run(config: TrainConfig) -> Iterator[Path]:
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold a lock of the operating system, which is released however the process ends."""
-    file = _open_locked(path)
-    while os.name == "posix" and os.fstat(file.fileno()).st_nlink == 0:  # a failed run has just removed the file
-        file.close()
-        file = _open_locked(path)
-    with file:
+    lock = FileLock(path, timeout=PATIENCE)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(f"{path.parent}: another process is training there") from error
+    try:
         yield
-
-
-def _open_locked(path: Path) -> TextIO:
-    """Open and lock a file."""
-    file = open(path, "a")  # noqa: SIM115 - closed by the caller
-    if os.name == "posix":
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.close()
-            raise UserError(f"{path.parent}: another process is training there") from error
-    return file
+    finally:
+        lock.release()
 
 
 def read_run_config(directory: Path) -> TrainConfig | None:
