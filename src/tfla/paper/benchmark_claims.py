@@ -58,6 +58,13 @@ class SuiteResult:
         low, high = (f"{pick(found.values()):.2f}" for pick in (min, max))
         return low if low == high else f"{low} to {high}"
 
+    def time_and_memory(self, key: str, slow: str, fast: str, direction: str) -> Values:
+        """Return the ratios of seconds as the value ``key``, and those of bytes as ``key``_memory; see :meth:`span`."""
+        return {
+            key: self.span(slow, fast, direction),
+            f"{key}_memory": self.span(slow, fast, direction, self.bytes),
+        }
+
     def error(self, slow: str, fast: str, direction: str) -> str | None:
         """Return the type of the error of either implementation; None where both were timed or neither was run."""
         if self.ratios(slow, fast, direction):
@@ -79,6 +86,7 @@ class SuiteResult:
 
 
 def _limit_and_xl(t: SuiteResult) -> Values:
+    """Compare limit_chunk of mlstm_kernels with its xl_chunk."""
     if not t.timed(EXP_LIMIT, EXP_XL):
         return t.missing()
     return {
@@ -90,6 +98,7 @@ def _limit_and_xl(t: SuiteResult) -> Values:
 
 
 def _sigmoid_gate(t: SuiteResult) -> Values:
+    """Compare mLSTMexp with mLSTMsig, by the kernels of mlstm_kernels, by ours of the paper, and by the fused ones."""
     if not t.has_rows:
         return t.missing()
     return {
@@ -100,6 +109,7 @@ def _sigmoid_gate(t: SuiteResult) -> Values:
 
 
 def _attention(t: SuiteResult) -> Values:
+    """Compare causal attention with the mLSTM: from which length on it is slower, and by how much at the longest."""
     rows = []
     for name in (SIG_XL, OWN_SIG, OWN_EXP):
         found = t.ratios(ATTENTION, name, BOTH)
@@ -119,6 +129,7 @@ def _attention(t: SuiteResult) -> Values:
 
 
 def _mamba(t: SuiteResult) -> Values:
+    """Compare Mamba-2 with the mLSTM."""
     if not t.timed(MAMBA):
         return {"missing": "This was not measured: `mamba_ssm` was not installed."} if t.has_rows else t.missing()
     names = {"authors": SIG_XL, "sig": OWN_SIG, "exp": OWN_EXP}
@@ -126,6 +137,7 @@ def _mamba(t: SuiteResult) -> Values:
 
 
 def _trade_off(t: SuiteResult) -> Values:
+    """Return time and memory at the fastest, the smallest and the largest chunk size of the paper's kernels."""
     times, memory = t.curve(PAPER_SIG, BOTH), t.curve(PAPER_SIG, BOTH, t.bytes)
     if not times or not set(times) <= set(memory):
         return t.missing()
@@ -140,32 +152,30 @@ def _trade_off(t: SuiteResult) -> Values:
 
 
 def _simple_gla(t: SuiteResult) -> Values:
+    """Compare simple GLA of flash-linear-attention with mLSTMsig."""
     if not t.timed(SIMPLE_GLA, SIG_XL_256):
         return t.missing()
     return {
-        "forward": t.span(SIMPLE_GLA, SIG_XL_256, FORWARD),
-        "forward_memory": t.span(SIMPLE_GLA, SIG_XL_256, FORWARD, t.bytes),
+        **t.time_and_memory("forward", SIMPLE_GLA, SIG_XL_256, FORWARD),
         "both": t.span(SIMPLE_GLA, SIG_XL_256, BOTH),
         "both_error": t.error(SIMPLE_GLA, SIG_XL_256, BOTH),
-        "own": t.span(SIMPLE_GLA, OWN_SIG, FORWARD),
-        "own_memory": t.span(SIMPLE_GLA, OWN_SIG, FORWARD, t.bytes),
+        **t.time_and_memory("own", SIMPLE_GLA, OWN_SIG, FORWARD),
     }
 
 
 def _lightning(t: SuiteResult) -> Values:
+    """Compare Lightning Attention of flash-linear-attention with mLSTMsig."""
     if not t.timed(LIGHTNING, SIG_XL_256):
         return t.missing()
     return {
-        "both": t.span(LIGHTNING, SIG_XL_256, BOTH),
-        "both_memory": t.span(LIGHTNING, SIG_XL_256, BOTH, t.bytes),
-        "own_both": t.span(LIGHTNING, OWN_SIG, BOTH),
-        "own_both_memory": t.span(LIGHTNING, OWN_SIG, BOTH, t.bytes),
-        "forward": t.span(LIGHTNING, SIG_XL_256, FORWARD),
-        "forward_memory": t.span(LIGHTNING, SIG_XL_256, FORWARD, t.bytes),
+        **t.time_and_memory("both", LIGHTNING, SIG_XL_256, BOTH),
+        **t.time_and_memory("own_both", LIGHTNING, OWN_SIG, BOTH),
+        **t.time_and_memory("forward", LIGHTNING, SIG_XL_256, FORWARD),
     }
 
 
 def _head_dims(t: SuiteResult) -> Values:
+    """Return the times by head dim."""
     if not t.has_baselines:
         return t.missing()
     curves = {name: t.curve(name, BOTH) for name in (EXP_LIMIT, EXP_XL, SIG_XL, OWN_SIG, OWN_EXP)}

@@ -102,33 +102,34 @@ class _Counts(NamedTuple):
     bytes: dict[str, Callable[[Gate], Parts]]
 
 
+Counter = Callable[[Gate], Parts]
+
+
+def _counts(units: sp.Expr, flops: tuple[Counter, Counter], moved: tuple[Counter, ...]) -> _Counts:
+    """Return the counts of an algorithm from the functions that count its forward and its backward pass."""
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    return _Counts(units, dict(zip(directions, flops, strict=True)), dict(zip(directions, moved, strict=False)))
+
+
 ALGORITHMS = {
-    "recurrent": _Counts(
-        T,
-        {"forward": forward.recurrent, "backward": backward.recurrent},
-        {"forward": traffic.recurrent_forward, "backward": traffic.recurrent_backward},
+    "recurrent": _counts(
+        T, (forward.recurrent, backward.recurrent), (traffic.recurrent_forward, traffic.recurrent_backward)
     ),
-    "parallel": _Counts(
-        sp.Integer(1),
-        {"forward": forward.parallel, "backward": backward.parallel},
-        {"forward": traffic.parallel_forward, "backward": traffic.parallel_backward},
+    "parallel": _counts(
+        sp.Integer(1), (forward.parallel, backward.parallel), (traffic.parallel_forward, traffic.parallel_backward)
     ),
-    "chunkwise": _Counts(
+    "chunkwise": _counts(
+        T / L, (forward.chunkwise, backward.chunkwise), (traffic.chunkwise_forward, traffic.chunkwise_backward)
+    ),
+    "fused": _counts(
+        T / L, (library.fused_forward, library.fused_backward), (traffic.fused_forward, traffic.fused_backward)
+    ),
+    "segments": _counts(
         T / L,
-        {"forward": forward.chunkwise, "backward": backward.chunkwise},
-        {"forward": traffic.chunkwise_forward, "backward": traffic.chunkwise_backward},
+        (library.segments_forward, library.segments_backward),
+        (traffic.segments_forward, traffic.segments_backward),
     ),
-    "fused": _Counts(
-        T / L,
-        {"forward": library.fused_forward, "backward": library.fused_backward},
-        {"forward": traffic.fused_forward, "backward": traffic.fused_backward},
-    ),
-    "segments": _Counts(
-        T / L,
-        {"forward": library.segments_forward, "backward": library.segments_backward},
-        {"forward": traffic.segments_forward, "backward": traffic.segments_backward},
-    ),
-    "segmented": _Counts(T / L, {"forward": library.segmented_forward, "backward": library.segmented_backward}, {}),
+    "segmented": _counts(T / L, (library.segmented_forward, library.segmented_backward), ()),
 }
 
 
