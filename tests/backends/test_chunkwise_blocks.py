@@ -9,7 +9,7 @@ import torch
 from cases import Implementation, check, problem, solve, truth
 
 from tfla.backends import chunkwise
-from tfla.backends.chunkwise import gates
+from tfla.backends.chunkwise import gates, layout
 
 SHAPES: dict[str, dict[str, Any]] = {
     "heads alone": {"Hq": 4, "H": 4},
@@ -27,8 +27,8 @@ def test_cuts(
     monkeypatch: pytest.MonkeyPatch, device: str, shape: dict[str, Any], tiles: int, tile: int, states_in_a_block: int
 ) -> None:
     monkeypatch.setattr(chunkwise, "TILE", tile)
-    monkeypatch.setattr(chunkwise, "MAX_TILES", tiles)
-    monkeypatch.setattr(chunkwise, "STATE_BYTES", states_in_a_block * 5 * 7 * 8)
+    monkeypatch.setattr(layout, "MAX_TILES", tiles)
+    monkeypatch.setattr(layout, "STATE_BYTES", states_in_a_block * 5 * 7 * 8)
     p = problem(T=50, **shape)
     implementation = Implementation("chunkwise", "segmented", device)
     check(solve(p, implementation), truth(p), p.dtype)

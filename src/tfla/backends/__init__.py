@@ -1,21 +1,29 @@
-"""The backends of the operator: every module of this package with a ``BACKEND`` (:mod:`tfla.backends.base`)."""
+"""The backends, modules of this package.
+
+The object ``BACKEND`` of a module computes the mLSTM and scalar-gated linear attention (:mod:`tfla.backends.base`), its
+``DELTA_BACKEND`` the delta rule and gates for each key channel (:mod:`tfla.backends.delta`).
+"""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import Any
 
 from tfla.backends.base import Backend, Inputs, StepInputs
+from tfla.backends.delta import DeltaBackend
+
+_MODULES = [importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
 
 
-def _load() -> dict[str, Backend]:
-    """Import every backend and return them by name, the highest priority first."""
-    modules = (importlib.import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__))
-    found: list[Backend] = [module.BACKEND for module in modules if hasattr(module, "BACKEND")]
+def _load(attribute: str) -> dict[str, Any]:
+    """Return the backends of all modules under this attribute by name, the highest priority first."""
+    found = [getattr(module, attribute) for module in _MODULES if hasattr(module, attribute)]
     return {b.name: b for b in sorted(found, key=lambda b: -b.priority)}
 
 
-BACKENDS = _load()
+BACKENDS: dict[str, Backend] = _load("BACKEND")
+DELTA_BACKENDS: dict[str, DeltaBackend] = _load("DELTA_BACKEND")
 
 
 def select(name: str | None, x: Inputs) -> Backend:
@@ -57,4 +65,4 @@ def select_steps(name: str | None, x: StepInputs) -> Backend | None:
     return best
 
 
-__all__ = ["BACKENDS", "Backend", "Inputs", "StepInputs", "select", "select_steps"]
+__all__ = ["BACKENDS", "DELTA_BACKENDS", "Backend", "Inputs", "StepInputs", "select", "select_steps"]

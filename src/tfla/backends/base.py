@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,30 @@ def static(*tensors: Tensor | None) -> Hashable:
 
 # Replays a recorded call on other tensors of equal `static`.
 Replay = Callable[[Sequence[Tensor | None]], Sequence[Tensor]]
+
+
+class Sequences(Protocol):
+    """The tensors of a call of any operator that tell where its sequences are."""
+
+    @property
+    def q(self) -> Tensor:
+        """The queries, (B, T, Hq, dqk)."""
+
+    @property
+    def v(self) -> Tensor:
+        """The values, (B, T, H, dhv)."""
+
+    @property
+    def cu_seqlens(self) -> Tensor | None:
+        """The offsets of packed sequences, (N + 1,), or None."""
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences."""
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """The dtype of states and accumulators."""
 
 
 class Inputs(NamedTuple):
@@ -222,7 +246,7 @@ def stored_dtype(x: Inputs, spec: Spec) -> torch.dtype:
     return x.acc_dtype if spec.store_dtype is None else spec.store_dtype
 
 
-def sequence_slot(x: Inputs, chunk_size: int, s: int, start: int) -> int:
+def sequence_slot(x: Sequences, chunk_size: int, s: int, start: int) -> int:
     """Return the row of `Outputs.chunk_C` of the first chunk of sequence s; ``start`` is the sequence's first token."""
     if x.cu_seqlens is None:
         return s * ((x.v.shape[1] + chunk_size - 1) // chunk_size)
@@ -243,7 +267,7 @@ def packed_bounds(cu_seqlens: Tensor, T: int) -> list[int]:
     return at
 
 
-def sequence_bounds(x: Inputs) -> list[tuple[int, int, int]]:
+def sequence_bounds(x: Sequences) -> list[tuple[int, int, int]]:
     """Return (row of the batch, first token, one past the last token) of every sequence.
 
     cu_seqlens are read on the host.

@@ -1,0 +1,208 @@
+"""The interface between the operator of the delta rule and its backends (:mod:`tfla.backends.base` has the mLSTM's).
+
+A backend is a module of this package with an object ``DELTA_BACKEND``. It computes, for each head
+(docs/delta-rule.md),
+
+    C'_t = diag(exp(log_f_t)) C_{t-1}            log_f_t: one number, one per key channel, or none
+    E_t  = v_t - C'_t^T r_t                      r_t the read key; read before the decay: v_t - C_{t-1}^T r_t
+    C_t  = C'_t + beta_t k_t E_t^T               without correction: E_t = v_t, gated linear attention (GLA)
+    h_t  = scale C_t^T q_t
+
+Every backend but the reference divides sequences into tiles of `TILE` steps. The backward reads two tensors of the
+forward: the prediction errors E, and for each tile the matrix X = M (I + B M)^-1, where M_ij is what step i reads of
+the write of step j < i with the decays between them, and B = diag(beta). With X, E = R - X B R for the errors
+R = V - (r decayed) C of the state before the tile.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import TILE, Replay
+
+BetaActivation = Literal["none", "sigmoid", "2sigmoid"]
+GateActivation = Literal["none", "softplus", "sigmoid"]
+
+
+class DeltaInputs(NamedTuple):
+    """The tensors of one call; Hq divides H, and N is the number of sequences."""
+
+    q: Tensor  # (B, T, Hq, dqk)
+    k: Tensor  # (B, T, Hq, dqk), the write keys
+    v: Tensor  # (B, T, H, dhv)
+    beta: Tensor | None  # (B, T, H), any float dtype; None: all 1
+    log_f: Tensor | None  # (B, T, H) or (B, T, H, dqk), float32 or float64; None: no decay
+    read_key: Tensor | None  # (B, T, Hq, dqk); None: k
+    A_log: Tensor | None  # (H,), of the gates' activation
+    dt_bias: Tensor | None  # (H,) or (H, dqk), of the gates' activation
+    C: Tensor | None  # (N, H, dqk, dhv), initial state; None: all zero
+    cu_seqlens: Tensor | None  # (N + 1,) int, of packed sequences, where B = 1; None: N = B
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences."""
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """The dtype of states and accumulators."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def channel_gates(self) -> bool:
+        """True if each key channel has its own gate."""
+        return self.log_f is not None and self.log_f.dim() == 4
+
+
+class DeltaSpec(NamedTuple):
+    """The options of one call.
+
+    Only a backend with `takes_activations` sees other values of the last four than the defaults: for the others the
+    operator applies them before.
+    """
+
+    scale: float  # factor of the queries
+    correct: bool  # subtract what the state predicts; False: E = v, without read_key
+    read_before_decay: bool  # E_t reads C_{t-1} instead of its decayed form
+    chunk_size: int  # distance in steps between stored states
+    kernel: str  # one of `DeltaBackend.kernels`
+    save: bool  # store what the backward needs
+    final_state: bool  # return the final state
+    normalize_qk: bool = False  # divide q and k by sqrt(their squared norm + 1e-6)
+    beta_activation: BetaActivation = "none"  # "2sigmoid": 2 sigmoid(beta)
+    gate_activation: GateActivation = "none"  # see tfla.ops.delta_activations
+    lower_bound: float = 0.0  # of gate_activation "sigmoid"
+
+
+class DeltaOutputs(NamedTuple):
+    """The results of a forward. Parts that the options do not ask for have shape (0,), and may be the same tensor."""
+
+    h: Tensor  # (B, T, H, dhv), dtype of v
+    C: Tensor  # (N, H, dqk, dhv), final states
+    E: Tensor  # (B, T, H, dhv), prediction errors
+    X: Tensor  # (B, T, H, TILE), the rows of X of every tile; columns beyond the tile's steps are not read
+    chunk_C: Tensor  # (rows, H, dqk, dhv), states at the starts of chunks
+
+
+class DeltaGrads(NamedTuple):
+    """The gradients with respect to :class:`DeltaInputs`, in any float dtype; None where the input is None."""
+
+    q: Tensor
+    k: Tensor  # without read_key also what reads by k contribute
+    v: Tensor
+    beta: Tensor | None
+    log_f: Tensor | None
+    read_key: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    C: Tensor | None
+
+
+class DeltaStepInputs(NamedTuple):
+    """The tensors of a few decoding steps of every sequence; Hq divides H."""
+
+    q: Tensor  # (B, T, Hq, dqk)
+    k: Tensor  # (B, T, Hq, dqk)
+    v: Tensor  # (B, T, H, dhv)
+    beta: Tensor | None  # (B, T, H)
+    log_f: Tensor | None  # (B, T, H) or (B, T, H, dqk)
+    read_key: Tensor | None  # (B, T, Hq, dqk)
+    A_log: Tensor | None  # (H,)
+    dt_bias: Tensor | None  # (H,) or (H, dqk)
+    C: Tensor  # (B, H, dqk, dhv), any float dtype
+    lengths: Tensor | None  # (B,) int: the new state is the one after this many steps; None: after all
+
+    @property
+    def acc_dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """The dtype of a new C: that of the old one if it has 16 bits, else that of the arithmetic."""
+        return self.C.dtype if self.C.dtype.itemsize == 2 else self.acc_dtype
+
+
+class Saved(NamedTuple):
+    """The shapes and dtypes of what a forward stores for the backward, for `DeltaOutputs.E`, `X` and `chunk_C`."""
+
+    E: tuple[tuple[int, ...], torch.dtype]
+    X: tuple[tuple[int, ...], torch.dtype]
+    chunk_C: tuple[tuple[int, ...], torch.dtype]
+
+
+class DeltaBackend(ABC):
+    """An implementation of the operator of the delta rule."""
+
+    name: str
+    priority: int  # `backend=None` takes the backend of the highest priority that supports the inputs
+    kernels: tuple[str, ...]
+    takes_activations = False  # applies the activations of q, k, beta and the gates itself, with their gradients
+
+    @abstractmethod
+    def unsupported(self, x: DeltaInputs) -> str | None:
+        """Return why the backend cannot run these inputs, or None."""
+
+    def default_kernel(self, x: DeltaInputs) -> str:
+        """Return the kernel for `kernel=None`."""
+        return self.kernels[0]
+
+    def kernel_unsupported(self, x: DeltaInputs, kernel: str) -> str | None:
+        """Return why this kernel cannot run inputs that the backend supports, or None."""
+        return None
+
+    @abstractmethod
+    def default_chunk_size(self, x: DeltaInputs, kernel: str) -> int:
+        """Return the chunk size for `chunk_size=None`."""
+
+    @abstractmethod
+    def saved(self, x: DeltaInputs, correct: bool, chunk_size: int, kernel: str) -> Saved:
+        """Return what a forward with `save` stores, from the shapes and dtypes of x alone."""
+
+    @abstractmethod
+    def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
+        """Compute h, and what the options ask for."""
+
+    def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
+        """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
+        return None
+
+    @abstractmethod
+    def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
+        """Compute the gradients from the cotangents of h and of the final state.
+
+        Args:
+            x: the inputs of the forward.
+            out: what the forward stored, E, X and chunk_C; its other parts are not read.
+            dh: (B, T, H, dhv), the cotangent of h.
+            dC: (N, H, dqk, dhv), the cotangent of the final state; None is zero.
+            spec: the options of the forward.
+        """
+
+    def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
+        """Return why the backend cannot run these steps, or None."""
+        return "it has no kernel for single steps"
+
+    def steps(self, x: DeltaStepInputs, spec: DeltaSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute a few steps without gradients: h and the new C, which goes to ``into`` or to a new tensor."""
+        raise NotImplementedError
+
+    def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
+        """Return the steps of a tile for sequences of T steps; the products inside a tile are quadratic in them."""
+        return min(TILE, chunk_size, T)
+
+    def details(self, x: DeltaInputs, chunk_size: int, kernel: str) -> dict[str, object]:
+        """Return the further choices for these inputs, by name; :func:`tfla.explain` shows them."""
+        return {}
+
+
+def stored_rows(x: DeltaInputs, chunk_size: int) -> int:
+    """Return the rows of `DeltaOutputs.chunk_C`; for packed sequences an upper bound, which does not read lengths."""
+    B, T = x.v.shape[:2]
+    if x.cu_seqlens is None:
+        return B * ((T + chunk_size - 1) // chunk_size)
+    return T // chunk_size + x.sequences

@@ -1,0 +1,185 @@
+"""What the tests of the delta rule and of vector gates share: random problems and their float64 truth.
+
+As in `cases`, a problem is everything one call reads, with a random cotangent for everything it returns. `truth` solves
+it step by step in float64 with autograd through the loop. The tolerances are those of `cases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tfla.backends.base import sequence_bounds
+from tfla.backends.delta import DeltaInputs, DeltaSpec
+from tfla.backends.reference_delta import step
+
+# Whether the rule subtracts its prediction, has gates by channel (None: no gates), a read key, reads before the decay.
+MODELS: dict[str, tuple[bool, bool | None, bool, bool]] = {
+    "deltanet": (True, None, False, False),
+    "gdn": (True, False, False, False),
+    "kda": (True, True, False, False),
+    "gla": (False, True, False, False),
+    "simple": (False, False, False, False),
+    "comba": (True, False, True, True),
+    "gdn2": (True, True, True, False),
+    "before": (True, True, False, True),
+}
+GATES = ("long", "medium", "short", "closed", "half", "resets")
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaProblem:
+    """Inputs of one call on the CPU, and cotangents of h and of the final state."""
+
+    model: str
+    x: DeltaInputs
+    dh: Tensor
+    dC: Tensor
+    scale: float
+
+    @property
+    def correct(self) -> bool:
+        return MODELS[self.model][0]
+
+    @property
+    def read_before_decay(self) -> bool:
+        return MODELS[self.model][3]
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """Everything that has a gradient, by name."""
+        return {n: t for n, t in zip(self.x._fields[:9], self.x, strict=False) if t is not None}
+
+    def spec(self, kernel: str, chunk_size: int = 1024) -> DeltaSpec:
+        return DeltaSpec(self.scale, self.correct, self.read_before_decay, chunk_size, kernel, True, True)
+
+    def with_leaves(self, leaves: Mapping[str, Tensor]) -> DeltaInputs:
+        return self.x._replace(**leaves)
+
+    def to(self, dtype: torch.dtype) -> DeltaProblem:
+        """The same problem in another dtype; gates, beta and states are at least float32."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        leaves = {n: t.to(dtype if n in ("q", "k", "v", "read_key") else wide) for n, t in self.leaves.items()}
+        return replace(self, x=self.x._replace(**leaves), dh=self.dh.to(dtype), dC=self.dC.to(wide))
+
+
+def draw_gates(how: str, x: Tensor, uniform: Tensor) -> Tensor:
+    """Log-gates from normal and from uniform numbers: long, medium and short memory, all closed, half, now and then."""
+    if how in ("long", "medium", "short"):
+        return F.logsigmoid(x + {"long": 6.0, "medium": 3.0, "short": 0.0}[how])
+    if how == "closed":
+        return torch.full_like(x, -20.0)
+    if how == "half":
+        return torch.where(uniform < 0.5, torch.full_like(x, -20.0), F.logsigmoid(x + 3))
+    assert how == "resets"
+    return torch.where(uniform < 0.03, torch.full_like(x, -1e5), F.logsigmoid(x + 6))
+
+
+@lru_cache(maxsize=128)
+def delta_problem(
+    model: str = "gdn",
+    *,
+    B: int = 2,
+    T: int = 37,
+    Hq: int = 2,
+    H: int = 2,
+    K: int = 8,
+    V: int = 6,
+    lengths: tuple[int, ...] | None = None,
+    carried: bool = True,
+    gates: str = "medium",
+    alike: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> DeltaProblem:
+    """Normal q, v and cotangents, keys of norm 1, beta in (0, 2); `alike`: the cosine of keys with each other."""
+    _, by_channel, reads, _ = MODELS[model]
+    generator = torch.Generator().manual_seed(seed)
+    cu_seqlens = None
+    if lengths is not None:
+        B, T = 1, sum(lengths)
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    q, v = draw(B, T, Hq, K), draw(B, T, H, V)
+    k = F.normalize(draw(B, T, Hq, K), dim=-1)
+    if alike:
+        k = F.normalize(alike**0.5 * F.normalize(draw(B, 1, Hq, K), dim=-1) + (1 - alike) ** 0.5 * k, dim=-1)
+    log_f = None
+    if by_channel is not None:
+        shape = (B, T, H, K) if by_channel else (B, T, H)
+        log_f = draw_gates(gates, draw(*shape), uniform(*shape))
+    read_key = k * uniform(B, T, Hq, K) if reads else None
+    N = B if lengths is None else len(lengths)
+    C = draw(N, H, K, V) if carried else None
+    x = DeltaInputs(
+        q, k, v, 2 * uniform(B, T, H) if model != "gla" else None, log_f, read_key, None, None, C, cu_seqlens
+    )
+    return DeltaProblem(model, x, draw(B, T, H, V), draw(N, H, K, V), K**-0.5).to(dtype)
+
+
+def recurrence(p: DeltaProblem, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """h and the final state, step by step, as a differentiable function of leaves."""
+    x = p.with_leaves(leaves)
+    group = x.v.shape[2] // x.q.shape[2]
+    q, k = (t.repeat_interleave(group, 2) for t in (x.q, x.k))
+    r = k if x.read_key is None else x.read_key.repeat_interleave(group, 2)
+    beta = torch.ones_like(x.v[..., 0]) if x.beta is None else x.beta
+    log_f = torch.zeros_like(beta) if x.log_f is None else x.log_f
+    log_f = log_f if log_f.dim() == 4 else log_f.unsqueeze(-1)
+    C0 = torch.zeros_like(p.dC) if x.C is None else x.C
+    hs, states = [], []
+    if x.cu_seqlens is None:
+        C = C0
+        for now in zip(*(t.unbind(1) for t in (q, k, x.v, beta, log_f, r)), strict=True):
+            h, C = step(*now, C, p.scale, p.correct, p.read_before_decay)
+            hs.append(h)
+        return torch.stack(hs, 1), C
+    for s, (b, start, stop) in enumerate(sequence_bounds(x)):
+        C = C0[s]
+        for t in range(start, stop):
+            now = (each[b, t] for each in (q, k, x.v, beta, log_f, r))
+            h, C = step(*now, C, p.scale, p.correct, p.read_before_decay)
+            hs.append(h)
+        states.append(C)
+    return torch.stack(hs)[None], torch.stack(states)
+
+
+@lru_cache(maxsize=128)
+def truth(p: DeltaProblem) -> dict[str, Tensor]:
+    """h, C and the gradients of all leaves as "d...", by the recurrence in float64 and autograd."""
+    leaves = {name: t.detach().double().requires_grad_() for name, t in p.leaves.items()}
+    h, C = recurrence(p, leaves)
+    return gradients(p, leaves, h, C)
+
+
+def gradients(p: DeltaProblem, leaves: Mapping[str, Tensor], h: Tensor, C: Tensor) -> dict[str, Tensor]:
+    """All quantities of a solved problem."""
+    found = torch.autograd.grad((h, C), list(leaves.values()), (p.dh.to(h), p.dC.to(C)))
+    return {"h": h.detach(), "C": C.detach()} | {f"d{n}": g for n, g in zip(leaves, found, strict=True)}
+
+
+def rounding_of_inputs(p: DeltaProblem, dtype: torch.dtype) -> dict[str, float]:
+    """The relative change of each quantity when inputs, cotangents and outputs alone are rounded to a dtype."""
+    from cases import error
+
+    exact = truth(p)
+    rounded = truth(p.to(dtype).to(torch.float64))
+    kinds = {"h", "dq", "dk", "dv", "dread_key"}
+    return {n: error(t.to(dtype).double() if n in kinds else t, exact[n]) for n, t in rounded.items()}
+
+
+def options(**given: Any) -> dict[str, Any]:
+    """Keyword arguments without those that are None."""
+    return {n: x for n, x in given.items() if x is not None}
