@@ -11,8 +11,9 @@ from cases import Implementation, leaves_on, problem
 
 import tfla
 from tfla.backends import BACKENDS, Inputs
-from tfla.backends.base import Outputs, Spec
+from tfla.backends.base import Outputs
 from tfla.ops import api
+from tfla.ops.dispatch import Plan
 
 CALLS: dict[str, dict[str, Any]] = {
     "long": {"T": 300},
@@ -31,10 +32,10 @@ def test_says_what_runs(
     options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "chunk_size": chunk_size, **implementation.options}
     calls = []
 
-    def attend(x: Inputs, backend: str, spec: Spec, *_: object) -> Outputs:
+    def attend(x: Inputs, plan: Plan) -> Outputs:
         with torch.no_grad():
-            out = BACKENDS[backend].forward(x, spec)
-        calls.append((spec.chunk_size, backend, spec.kernel, out.chunk_C.shape[0]))
+            out: Outputs = plan.backend.forward(x, plan.spec)
+        calls.append((plan.spec.chunk_size, plan.backend.name, plan.spec.kernel, out.chunk_C.shape[0]))
         return out
 
     monkeypatch.setattr(api, "attend", attend)
@@ -61,7 +62,7 @@ def test_picks_the_first_that_can_run() -> None:
     said = tfla.explain(*leaves)
     assert said.backend == "chunkwise"
     assert said.not_taken["reference"] == "it could, but 'chunkwise' comes before it"
-    assert said.not_taken["triton"] == BACKENDS["triton"].unsupported(api.prepare(*leaves, True, None, None, None))
+    assert said.not_taken["triton"] == BACKENDS["triton"].unsupported(Inputs(*leaves, None, None, None, None))
 
 
 def test_prints_a_line_for_everything() -> None:

@@ -13,7 +13,7 @@ from tfla.backends.gpu.runtime import INSTALLED, INTERPRETED
 from tfla.nn.layers import GatePreactivation, HeadNorm, Projection
 from tfla.nn.mlstm import MLSTM
 from tfla.nn.model import Block, LanguageModel, ModelState
-from tfla.ops.dispatch import autocast_dtype
+from tfla.ops.autocast import autocast_dtype
 from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
 

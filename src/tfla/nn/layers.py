@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tfla.nn.validation import check_int, check_number
-from tfla.ops.dispatch import autocast_dtype, without_autocast
+from tfla.ops.autocast import autocast_dtype, without_autocast
 from tfla.ops.transforms import needs_dispatcher
 
 # The forget gate's pre-activation at the first token of a document; its sigmoid is 0 in every dtype.

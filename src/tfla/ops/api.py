@@ -7,127 +7,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from tfla._util.caching import CallCache
-from tfla.backends import Backend, Inputs
-from tfla.backends.base import Gates, Replay, Spec
-from tfla.ops import checks
-from tfla.ops.dispatch import autocast_dtype, call_signature, choose
-from tfla.ops.gates import InputGate, clamp, log_gates
-from tfla.ops.registration import attend
+from tfla.ops.checks import check_input_gate, check_scale
+from tfla.ops.dispatch import Request, plan
+from tfla.ops.gates import InputGate
+from tfla.ops.operators import attend
 from tfla.ops.state import State
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return q, k, v in the dtype of autocast, where it is on and they are not float64.
-
-    As in PyTorch's attention; gates and states keep their dtypes.
-    """
-    dtype = autocast_dtype(tensors[0].device.type)
-    if dtype is None:
-        return tensors
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
-
-
-def _inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor | None,
-    f: Tensor,
-    initial_state: State | None,
-    cu_seqlens: Tensor | None,
-) -> Inputs:
-    """Return the inputs as backends read them: autocast, with a dense last dimension and a clamped initial m."""
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in autocast(q, k, v))
-    C, n, m = initial_state or (None, None, None)
-    return Inputs(q, k, v, i, f, C, n, m if m is None else clamp(m), cu_seqlens)
-
-
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor | None,
-    f: Tensor,
-    normalize: bool,
-    initial_state: State | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-) -> Inputs:
-    """Check the chunk size, the offsets and the initial state of a call, and return the inputs that a backend reads.
-
-    Shapes, dtypes and devices of q, k, v and the gates have been checked before.
-    """
-    checks.check_chunk_size(chunk_size)
-    if cu_seqlens is not None:
-        checks.check_cu_seqlens(cu_seqlens, q)
-    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if initial_state is not None:
-        checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
-    return _inputs(q, k, v, i, f, initial_state, cu_seqlens)
-
-
-# What calls that have passed the checks run: the backend, the options, and the recorded forward where there is one.
-_CALLS: CallCache[tuple[Backend, Spec, Replay | None]] = CallCache()
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    i: Tensor | None,
-    f: Tensor,
-    gates: Gates,
-    normalize: bool,
-    initial_state: State | None,
-    return_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    scale: float | None,
-    backend: str | None,
-    kernel: str | None,
-    normalizer_grad: bool,
-    store_dtype: torch.dtype | None,
-) -> Tensor | tuple[Tensor, State]:
-    """Check a call and choose what runs it, or look both up under its signature, and run it."""
-    checks.check_store_dtype(store_dtype)
-    checks.check_chunk_size(chunk_size)
-    scale = checks.check_scale(scale)
-    call = call_signature(
-        (q, k, v, i, f), initial_state, cu_seqlens, gates, normalize, return_state, chunk_size, scale, backend, kernel,
-        normalizer_grad, store_dtype,
-    )  # fmt: skip
-    cached = None if call is None else _CALLS.get(call)
-    if cached is not None:
-        chosen, spec, replay = cached
-        x = _inputs(q, k, v, i, f, initial_state, cu_seqlens)
-    else:
-        checks.check_flags(normalize=normalize, return_state=return_state, normalizer_grad=normalizer_grad)
-        names = ("log_i", "log_f") if gates == "log" else ("i", "f")
-        # Of all gates only log_i may be None.
-        given = {name: t for name, t in zip(names, (i, f), strict=True) if t is not None or name != "log_i"}
-        checks.check_inputs(q, k, v, given, time=True)  # type: ignore[arg-type]
-        x = prepare(q, k, v, i, f, normalize, initial_state, cu_seqlens, chunk_size)
-        chosen, kernel, steps = choose(x, normalize, backend, kernel, chunk_size)
-        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        spec = Spec(
-            scale=scale, normalize=normalize, normalizer_grad=normalizer_grad, chunk_size=steps, kernel=kernel,
-            save=save, final_state=return_state, store_dtype=store_dtype, gates=gates if chosen.takes_gates else "log",
-        )  # fmt: skip
-        replay = None
-    if not chosen.takes_gates:
-        log_i, log_f = (None, clamp(f)) if i is None else log_gates(i, f, gates)
-        x = x._replace(log_i=log_i, log_f=log_f)
-    h, *state = attend(x, chosen.name, spec, call is not None, replay)
-    if cached is None and call is not None:
-        _CALLS.add(call, (chosen, spec, chosen.forward_replay(x, spec)))
-    if not return_state:
-        return h
-    if not normalize:
-        return h, State(state[0])
-    C, n, m, *_ = state
-    return h, State(C, n, m.detach())
 
 
 @overload
@@ -229,11 +113,12 @@ def mlstm(
     Autograd, derivatives of gradients, forward-mode AD, `torch.func` and `torch.compile` work; docs/transforms.md says
     which of them run on the kernels.
     """
-    checks.check_input_gate(input_gate)
-    return _run(
-        q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
-        backend, kernel, normalizer_grad, store_dtype,
+    check_input_gate(input_gate)
+    request = Request(
+        q, k, v, i, f, initial_state, cu_seqlens, input_gate, input_gate == "exp", return_state, check_scale(scale),
+        backend, chunk_size, kernel, normalizer_grad, store_dtype,
     )  # fmt: skip
+    return attend(*plan(request))
 
 
 def linear_attention(
@@ -281,7 +166,8 @@ def linear_attention(
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
-    return _run(
-        q, k, v, log_i, log_f, "log", normalize, initial_state, return_state, cu_seqlens, chunk_size, scale, backend,
-        kernel, normalizer_grad, store_dtype,
+    request = Request(
+        q, k, v, log_i, log_f, initial_state, cu_seqlens, "log", normalize, return_state, check_scale(scale), backend,
+        chunk_size, kernel, normalizer_grad, store_dtype,
     )  # fmt: skip
+    return attend(*plan(request))

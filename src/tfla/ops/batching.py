@@ -1,4 +1,4 @@
-"""The rules of the operators for torch.vmap: the mapped dimension becomes part of the batch."""
+"""The rule of the operators for torch.vmap: the mapped dimension becomes part of the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _split(t: Tensor, size: int) -> Tensor:
     return t.unflatten(0, (size, t.shape[0] // size))
 
 
-def _map(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any], packed: int) -> Any:
+def call(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any], packed: int) -> Any:
     """Call an operator on a mapped dimension that is merged into the batch, the first dimension of every tensor.
 
     Where args[packed], cu_seqlens, is given, B is 1 and cannot take a second batch: the operator is called once for
@@ -35,13 +35,3 @@ def _map(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence
     empty = [t.dim() == 1 and t.shape[0] == 0 for t in found]
     mapped = tuple(t if none else _split(t, size) for t, none in zip(found, empty, strict=True))
     return mapped, tuple(None if none else 0 for none in empty)
-
-
-def attend(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-    """Call tfla::attend under torch.vmap."""
-    return _map(torch.ops.tfla.attend, info.batch_size, in_dims, args, packed=8)
-
-
-def attend_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-    """Call tfla::attend_backward under torch.vmap."""
-    return _map(torch.ops.tfla.attend_backward, info.batch_size, in_dims, args, packed=8)

@@ -11,8 +11,8 @@ import numbers
 import torch
 from torch import Tensor
 
-from tfla.backends.base import packed_bounds
-from tfla.ops.dispatch import autocast_dtype
+from tfla.backends.base import Gates, packed_bounds
+from tfla.ops.autocast import autocast_dtype
 from tfla.ops.gates import INPUT_GATES
 from tfla.ops.state import State
 from tfla.ops.transforms import forward_mode, needs_dispatcher
@@ -46,6 +46,13 @@ def check_input_gate(input_gate: object) -> None:
     """Check the name of an input gate."""
     if not isinstance(input_gate, str) or input_gate not in INPUT_GATES:
         raise ValueError(f"input_gate: got {input_gate!r}, allowed are {', '.join(map(repr, INPUT_GATES))}")
+
+
+def named_gates(i: Tensor | None, f: Tensor, gates: Gates) -> dict[str, Tensor]:
+    """Return the gates to check by the names that they have for the caller; of all gates log_i alone may be None."""
+    if gates != "log":
+        return {"i": i, "f": f}  # type: ignore[dict-item]
+    return {"log_f": f} if i is None else {"log_i": i, "log_f": f}
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], time: bool) -> None:

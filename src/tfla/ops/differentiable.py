@@ -9,7 +9,7 @@ sequences of any length. States, sums and tangents are float32, or float64 if q 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tfla.backends.base import TILE, Inputs, Outputs, Spec, input_gate, sequence_bounds
 from tfla.backends.reference import bounded_denominator
-from tfla.ops.dispatch import without_autocast
+from tfla.ops.autocast import without_autocast
 from tfla.ops.gates import clamp, log_gates
 
 BLOCK = 16 * TILE  # steps whose weights are in memory at once
@@ -187,60 +187,3 @@ def _initial_state(x: Inputs, spec: Spec) -> Carried:
     n, m = start(x.n, x.q.shape[3]), start(x.m)
     change = (m - m.detach()).exp()
     return Carried(change[..., None, None] * C, change[..., None] * n, m.detach())
-
-
-Found = tuple[Tensor | None, ...]
-
-
-def _spread(names: Sequence[int], tensors: Sequence[Tensor], size: int) -> list[Tensor | None]:
-    """Return a list of the given size with tensors at the given indices and None elsewhere."""
-    found: list[Tensor | None] = [None] * size
-    for j, t in zip(names, tensors, strict=True):
-        found[j] = t
-    return found
-
-
-def _present(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return the indices of the tensors that are not None."""
-    return [j for j, t in enumerate(tensors) if t is not None]
-
-
-def gradients(x: Inputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Found:
-    """Compute the backward by differentiating :func:`attend`, so that every transform composes with it.
-
-    Returns:
-        the gradients of q, k, v, log_i, log_f and of the initial C, n, m; None for an input that is None.
-    """
-    given, cotangents = _present(x[:8]), (dh, dC, dn)
-    read = _present(cotangents)
-    spec = spec._replace(save=False, final_state=len(read) > 1)
-
-    def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        out = attend(Inputs(*_spread(given, tensors, 8), x.cu_seqlens), spec)  # type: ignore[arg-type, call-arg]
-        return tuple(out[j] for j in read)
-
-    pull_back = torch.func.vjp(outputs, *(x[j] for j in given))[1]
-    return tuple(_spread(given, pull_back(tuple(cotangents[j] for j in read)), 8))
-
-
-def second_gradients(
-    x: Inputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, cotangents: Sequence[Tensor | None], spec: Spec
-) -> Found:
-    """Compute the gradients of :func:`gradients` from the cotangents of its results.
-
-    Returns:
-        the gradients of what it reads: of q, k, v, log_i, log_f, the initial C, n, m, dh, dC and dn.
-    """
-    tensors = *x[:8], dh, dC, dn
-    given = _present(tensors)
-    read = [j for j in _present(cotangents) if x[j] is not None]
-    if not read:
-        return (None,) * len(tensors)
-
-    def outputs(*present: Tensor) -> tuple[Tensor, ...]:
-        t = _spread(given, present, len(tensors))
-        found = gradients(Inputs(*t[:8], x.cu_seqlens), t[8], t[9], t[10], spec)  # type: ignore[arg-type, call-arg]
-        return tuple(g for j in read if (g := found[j]) is not None)
-
-    pull_back = torch.func.vjp(outputs, *(tensors[j] for j in given))[1]
-    return tuple(_spread(given, pull_back(tuple(cotangents[j] for j in read)), len(tensors)))

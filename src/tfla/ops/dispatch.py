@@ -1,21 +1,72 @@
-"""The choice of backend, kernel and chunk size of a call, and the call signature under which it is cached."""
+"""The plan of a call: what runs it, found under its call signature or chosen after its checks."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tfla._util.caching import CallCache
 from tfla.backends import Backend, Inputs, select
-from tfla.backends.base import static
-from tfla.ops import tuned
+from tfla.backends.base import Gates, Replay, Spec, static
+from tfla.ops import checks, tuned
+from tfla.ops.autocast import autocast, autocast_dtype
+from tfla.ops.gates import clamp, log_gates
 from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher
 
 Find = Callable[[Inputs, str, str | None, bool], tuned.Entry | None]
+
+
+class Request(NamedTuple):
+    """The arguments of one call of a public operator, unchecked but for `scale` and the name of the input gate.
+
+    The fields after `lengths` are the options, on which the plan depends together with properties of the tensors.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    i: Tensor | None  # the input gate, as `gates` says; None, for log-gates alone: all zero
+    f: Tensor  # the forget gate
+    state: State | None  # the initial state
+    lengths: Tensor | None  # cu_seqlens of packed sequences, or the lengths of decoding steps
+    gates: Gates  # what i and f are
+    normalize: bool
+    return_state: bool
+    scale: float | None
+    backend: str | None
+    # Whole sequences alone have these options,
+    chunk_size: int | None = None
+    kernel: str | None = None
+    normalizer_grad: bool = True
+    store_dtype: torch.dtype | None = None
+    # and decoding steps alone these.
+    time: bool = True  # whether tensors have a dimension of time
+    in_place: bool = False
+    eps: float = 0.0  # added to the stabilized denominator
+
+
+class Plan:
+    """The backend and options of all calls of one signature.
+
+    Attributes:
+        backend: the backend.
+        spec: the options that it gets.
+        use_dispatcher: whether PyTorch's dispatcher has to see the operator.
+        replay: the recorded forward, None where there is none.
+        record: whether to ask the backend for a recorded forward after the next call, which is the first one.
+        convert: whether q, k and v have to be converted before the backend can read them.
+    """
+
+    __slots__ = ("backend", "convert", "record", "replay", "spec", "use_dispatcher")
+
+    def __init__(self, backend: Any, spec: Any, use_dispatcher: bool, record: bool, convert: bool) -> None:
+        self.backend, self.spec, self.use_dispatcher, self.record = backend, spec, use_dispatcher, record
+        self.convert = convert
+        self.replay: Replay | None = None
 
 
 def call_signature(
@@ -37,9 +88,93 @@ def call_signature(
     tensors = *given, *(state or (None, None, None)), lengths
     if needs_dispatcher(tensors) or given[0] is None or (lengths is not None and lengths.device.type == "cpu"):
         return None
-    autocast = autocast_dtype(given[0].device.type)
+    low = autocast_dtype(given[0].device.type)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    return autocast, recorded, options, static(*tensors)
+    return low, recorded, options, static(*tensors)
+
+
+# The plans of calls that have passed the checks.
+_PLANS: CallCache[Plan] = CallCache()
+
+
+def plan(request: Request) -> tuple[Inputs, Plan]:
+    """Look up what runs a call under its signature, or check the call and choose it.
+
+    Returns:
+        the inputs as the backend reads them, and the plan.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid, or no backend or kernel can run the call as it asks.
+    """
+    checks.check_chunk_size(request.chunk_size)  # here, since True equals the valid chunk size 1
+    call = call_signature(request[:5], request.state, request.lengths, request[7:])
+    found = _PLANS.get(call)
+    if found is None:
+        x, found = _check_and_choose(request, cached=call is not None)
+        _PLANS.add(call, found)
+    else:
+        x = _inputs(request, found.convert)
+    if not found.backend.takes_gates:
+        x = _with_log_gates(x, request.gates)
+    return x, found
+
+
+def _inputs(request: Request, convert: bool = True) -> Inputs:
+    """Return the inputs as backends read them: autocast, with a dense last dimension and a clamped initial m."""
+    q, k, v, i, f, state, lengths = request[:7]
+    if convert:
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in autocast(q, k, v))
+    C, n, m = state or (None, None, None)
+    return Inputs(q, k, v, i, f, C, n, m if m is None else clamp(m), lengths)
+
+
+def _with_log_gates(x: Inputs, gates: Gates) -> Inputs:
+    """Return inputs whose gates are log-gates."""
+    log_i, log_f = (None, clamp(x.log_f)) if x.log_i is None else log_gates(x.log_i, x.log_f, gates)
+    return x._replace(log_i=log_i, log_f=log_f)
+
+
+def check(request: Request) -> Inputs:
+    """Check the arguments of a call over whole sequences, apart from the names of backend and kernel.
+
+    Returns:
+        the inputs as backends read them, with the gates as they were given.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+    """
+    q, k, v, i, f, state, cu_seqlens = request[:7]
+    checks.check_store_dtype(request.store_dtype)
+    checks.check_flags(
+        normalize=request.normalize, return_state=request.return_state, normalizer_grad=request.normalizer_grad
+    )
+    checks.check_inputs(q, k, v, checks.named_gates(i, f, request.gates), time=True)
+    checks.check_chunk_size(request.chunk_size)
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, q)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if state is not None:
+        checks.check_state(state, sequences, q, v, request.normalize, "initial_state")
+    return _inputs(request)
+
+
+def _check_and_choose(request: Request, cached: bool) -> tuple[Inputs, Plan]:
+    """Check a call and choose what runs it."""
+    x = check(request)
+    backend, kernel, chunk_size = choose(x, request.normalize, request.backend, request.kernel, request.chunk_size)
+    spec = Spec(
+        scale=x.q.shape[-1] ** -0.5 if request.scale is None else request.scale,
+        normalize=request.normalize,
+        normalizer_grad=request.normalizer_grad,
+        chunk_size=chunk_size,
+        kernel=kernel,
+        save=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x),
+        final_state=request.return_state,
+        store_dtype=request.store_dtype,
+        gates=request.gates if backend.takes_gates else "log",
+    )
+    convert = not backend.takes_gates or any(a is not b for a, b in zip(x[:3], request[:3], strict=True))
+    return x, Plan(backend, spec, not cached and needs_dispatcher(x), cached, convert)
 
 
 def choose(
@@ -70,18 +205,3 @@ def choose(
         return chosen, found.kernel, found.chunk_size
     kernel = chosen.default_kernel(x, chunk_size) if kernel is None else kernel
     return chosen, kernel, chunk_size or chosen.default_chunk_size(x, kernel)
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype that autocast casts to on this type of device, None where it is off or there is none."""
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without autocast on this type of device.
-
-    Where autocast is off already the context does nothing, because entering `torch.autocast` costs host time.
-    """
-    return torch.autocast(device, enabled=False) if autocast_dtype(device) else contextlib.nullcontext()

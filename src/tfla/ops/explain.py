@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends import BACKENDS, Backend, Inputs
-from tfla.ops import checks, tuned
-from tfla.ops.api import prepare
-from tfla.ops.dispatch import choose
+from tfla.ops import checks, dispatch, tuned
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
 
@@ -81,14 +79,13 @@ def explain(
         ValueError, TypeError: as :func:`tfla.mlstm`.
     """
     checks.check_input_gate(input_gate)
-    checks.check_inputs(q, k, v, {"i": i, "f": f}, time=True)
-    checks.check_store_dtype(store_dtype)
-    checks.check_scale(scale)
-    checks.check_flags(return_state=return_state, normalizer_grad=normalizer_grad)
-    x = prepare(q, k, v, i, f, input_gate == "exp", initial_state, cu_seqlens, chunk_size)
-    asked = kernel
-    chosen, kernel, steps = choose(x, input_gate == "exp", backend, kernel, chunk_size)
-    found = chunk_size is None and tuned.find(x, chosen.name, asked, input_gate == "exp") is not None
+    request = dispatch.Request(
+        q, k, v, i, f, initial_state, cu_seqlens, input_gate, input_gate == "exp", return_state,
+        checks.check_scale(scale), backend, chunk_size, kernel, normalizer_grad, store_dtype,
+    )  # fmt: skip
+    x = dispatch.check(request)
+    chosen, chosen_kernel, steps = dispatch.choose(x, request.normalize, backend, kernel, chunk_size)
+    found = chunk_size is None and tuned.find(x, chosen.name, kernel, request.normalize) is not None
     others = {b.name: _why_not(b, chosen, backend is not None, x) for b in BACKENDS.values() if b is not chosen}
-    rows = chosen.stored_states(x, steps, kernel)
-    return Explanation(chosen.name, kernel, steps, rows, chosen.details(x, steps, kernel), others, found)
+    rows = chosen.stored_states(x, steps, chosen_kernel)
+    return Explanation(chosen.name, chosen_kernel, steps, rows, chosen.details(x, steps, chosen_kernel), others, found)

@@ -13,11 +13,11 @@ from tfla.backends.base import Gates, Replay, StepSpec
 from tfla.backends.reference import bounded_denominator
 from tfla.backends.reference import step as reference_step
 from tfla.ops import checks
-from tfla.ops.api import autocast
-from tfla.ops.dispatch import call_signature, without_autocast
+from tfla.ops.autocast import autocast, without_autocast
+from tfla.ops.dispatch import call_signature
 from tfla.ops.gates import InputGate, clamp, log_gates
-from tfla.ops.registration import checked_lengths, steps, steps_
 from tfla.ops.state import State
+from tfla.ops.step_operators import checked_lengths, steps, steps_
 from tfla.ops.transforms import needs_dispatcher, transforms_active
 
 
@@ -147,11 +147,8 @@ def _check(
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    q, k, v, *rest = given
-    names = ("log_i", "log_f") if gates == "log" else ("i", "f")
-    # Of all gates only log_i may be None.
-    present = {name: x for name, x in zip(names, rest, strict=True) if x is not None or name != "log_i"}
-    checks.check_inputs(q, k, v, present, time=time)  # type: ignore[arg-type]
+    q, k, v, i, f = given
+    checks.check_inputs(q, k, v, checks.named_gates(i, f, gates), time=time)
     checks.check_state(state, q.shape[0], q, v, normalize, "state")
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from tfla.integrations.mamba.scan import check_dt_limit, check_sequence_ids, mamba_chunk_scan_combined
 from tfla.integrations.mamba.terms import check_devices, check_groups
 from tfla.nn.layers import at_least_float32, recomputed
+from tfla.ops.autocast import autocast_dtype, without_autocast
 from tfla.ops.checks import check_float, check_shape
-from tfla.ops.dispatch import autocast_dtype, without_autocast
 from tfla.ops.gates import cast
 
 ACTIVATIONS = (None, "silu", "swish")

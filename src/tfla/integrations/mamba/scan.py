@@ -19,8 +19,8 @@ from tfla.integrations.mamba.terms import (
     scale_by_dt,
     step_sizes,
 )
+from tfla.ops.autocast import without_autocast
 from tfla.ops.checks import check_chunk_size, check_cu_seqlens, check_float, check_shape
-from tfla.ops.dispatch import without_autocast
 from tfla.ops.gates import cast
 
 

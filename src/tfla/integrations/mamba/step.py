@@ -18,9 +18,11 @@ from tfla.integrations.mamba.terms import (
     scale_by_dt,
     step_sizes,
 )
+from tfla.ops.autocast import without_autocast
 from tfla.ops.checks import check_float, check_shape
-from tfla.ops.dispatch import call_signature, needs_dispatcher, without_autocast
+from tfla.ops.dispatch import call_signature
 from tfla.ops.gates import cast
+from tfla.ops.transforms import needs_dispatcher
 
 # From the signatures of calls that have passed the checks to whether dt, A and dt_bias have one number a head.
 _PER_HEAD: CallCache[bool] = CallCache()

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla.ops.api import linear_attention, prepare
-from tfla.ops.checks import check_inputs
-from tfla.ops.dispatch import choose, without_autocast
+from tfla.ops.api import linear_attention
+from tfla.ops.autocast import without_autocast
+from tfla.ops.dispatch import Request, check, choose
 from tfla.ops.state import State
 from tfla.ops.transforms import transforms_active
 
@@ -191,8 +191,7 @@ def attend_with_offset(
     Raises:
         ValueError, TypeError: an input does not fit; the message names it, what it is and what is allowed.
     """
-    check_inputs(q, k, v, {"i": log_i, "f": log_f}, time=True)
-    x = prepare(q, k, v, log_i, log_f, True, state, None, None)
+    x = check(Request(q, k, v, log_i, log_f, state, None, "exp", True, True, None, None))
     dtype = x.acc_dtype
     if transforms_active():
         h, C, n = _attend_composed(x[:8], m, offset.to(dtype), normalizer_grad)

@@ -18,9 +18,9 @@ from torch import Tensor
 import tfla
 from tfla.integrations.arguments import check_epsilon, check_flags, check_float_dtype
 from tfla.integrations.mlstm_kernels.denominator import MAX_EXP, attend_with_offset, max_states
+from tfla.ops.autocast import autocast_dtype as enabled_autocast_dtype
+from tfla.ops.autocast import without_autocast
 from tfla.ops.checks import check_float, check_shape
-from tfla.ops.dispatch import autocast_dtype as enabled_autocast_dtype
-from tfla.ops.dispatch import without_autocast
 from tfla.ops.gates import InputGate, cast, log_gates
 from tfla.ops.steps import step_with_offset
 
