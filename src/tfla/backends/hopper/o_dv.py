@@ -2,13 +2,15 @@
 
 A program computes 128 or 256 columns of dhv of each of its work tiles. Two consumers share them: each holds half of the
 columns of the transposed state C^T, (dhv, dqk), in registers, as BLOCKS blocks of 64 x dqk, and computes the transposed
-output, (dhv, L), of one tile after the other. The operands by result, with the gate weights of `docs/mathematics.md`:
+output, (dhv, L), of one tile after the other. The operands by result, with the gate weights of `docs/mathematics.md`;
+INTER and UPDATE are the names of these weights in `gate_kernels.py`:
 
     result   scan           x    y     z    state    a            w
     o        with time      k    v     q    C^T      INTER        UPDATE
     dv       against time   q    do    k    dC^T     UPDATE       INTER (a')
 
-The steps of a tile n (`process_tile`); P is that of tile n, computed during tile n - 1:
+The steps of a tile n (`process_tile`); P is that of tile n, computed during tile n - 1. With two blocks, step (3) comes
+first, then (1) and (2), and from (4) on the steps (5) to (7) and (10) of the first block before (1) of the second:
 
     (1)   out^T <- C^T z^T                              (64, L) = (64, dqk) (dqk, L), first term of (T2), (T11)
     (2)   the stage of tile n - 1 is empty              its output has left shared memory
@@ -29,7 +31,7 @@ Who waits for whom:
     consumer 0 <--ready[n % 2] (P of tile n), initial_n_ready (n at the start of a work tile)--> consumer 1
 
 For dv with a normalizer the load warp also loads h, and the store warp writes delta = -u (do . h): of the scans of the
-backward only this one has time for the bytes of h. Without a normalizer dv of heads of 128 x 128 is computed together
+backward only this one has time for more loads. Without a normalizer dv of heads of 128 x 128 is computed together
 with dk, in `dk_dv.py`.
 """
 
@@ -163,7 +165,7 @@ class Accumulators(NamedTuple):
 
     C0: Any  # first block of C^T, (64, dqk)
     C1: Any  # second block, (64, dqk), with BLOCKS 2
-    n: Any  # half of n, (64, 8): the sum of the first three columns
+    n: Any  # half of n, (64, 8): n is the sum of the first three columns, see `normalizer.py`
 
 
 class WorkTile(NamedTuple):
@@ -179,10 +181,10 @@ class WorkTile(NamedTuple):
 class FragmentIds(NamedTuple):
     """The indices of what a consumer holds."""
 
-    i: Any  # rows of P, steps of the outputs, (L)
-    j: Any  # columns of P, steps of the updates, counted from the consumer's half, (L / 2)
-    rk: Any  # elements of n, (64)
-    column: Any  # first column of dhv
+    i: Any  # rows of P, which are the steps of the outputs, (L)
+    j: Any  # columns of P, which are the steps of the updates, (L / 2); 0 is the first one of the consumer's half
+    rk: Any  # the elements of n that the consumer keeps, (64)
+    column: Any  # the first column of dhv that the consumer computes
 
 
 @gluon.jit
@@ -301,8 +303,8 @@ def transposed_block(y, block: gl.constexpr, config):
 def store_dots(y, y2, to, half: gl.constexpr, config):
     """Store y . y2 of each step, summed over the consumer's columns, (L), step (3) with two blocks.
 
-    They are the diagonal of y2 y^T, which the tensor cores compute as a whole in less time than the CUDA cores need for
-    the diagonal alone.
+    The sums are the diagonal of y2 y^T. The tensor cores compute the whole matrix (L, L) in less time than the CUDA
+    cores take for the diagonal alone.
     """
     WIDTH: gl.constexpr = 64 * config.BLOCKS
     y = y.reshape([config.L, WIDTH])
@@ -466,8 +468,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         store_shared_sums(P, shared, n, half)
         store_shared_n(gl.sum(N, 1), shared.n.index(n % 2), half * 64)
     shared.p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(y.dtype))
-    fence_async_shared()
-    barrier()
+    fence_async_shared()  # MMAs read P and n through the asynchronous proxy
+    barrier()  # all warps of this consumer have stored
     mbarrier.arrive(shared.ready.index(n % 2), count=1)
     if config.BLOCKS == 2:
         return Accumulators(C0, C, N), PipelineState(s, phase, n)
@@ -485,7 +487,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     column = gl.program_id(1) * (128 * config.BLOCKS) + half * (64 * config.BLOCKS)
     ids = FragmentIds(i, j, rk, column)
     pipe_state = PipelineState(0, 0, 0)
-    # (9), (11), (12) of the first tile
+    # (9), (11) and (12) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.full.index(0), 0)
     S = issue_scores(shared, 0, half, config)
     D = load_gate_matrix(shared.g.index(0), L, half, accumulator_layout(L // 2))  # (L, L / 2)
@@ -519,7 +521,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
         index = next_work_tile(index)
     tma.store_wait(0)
     if config.SAVE_D or config.COMPUTE_DP_OFFSET:
-        # The store warp waits for the last tile, too.
+        # (2) of the last tile, for the store warp: it stores the results of that tile when its stage is empty.
         mbarrier.arrive(shared.empty.index((pipe_state.index + config.STAGES - 1) % config.STAGES), count=1)
 
 
