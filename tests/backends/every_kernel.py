@@ -42,20 +42,21 @@ CASES = [
     "hopper,fused,sigmoid,256,128,bfloat16,packed segmented",
 ]
 T, H, LENGTHS, SEGMENT = 150, 2, (70, 0, 1, 79), 64
+DEVICE = "cuda"
 
 
 def rows(T: int, *shape: int) -> Tensor:
-    return torch.randn(1, T, *shape, device="cuda")
+    return torch.randn(1, T, *shape, device=DEVICE)
 
 
 def operator(backend: str, kernel: str, gate: str, K: int, V: int, dtype: torch.dtype, shape: str) -> list[Tensor]:
     """With an initial and a final state, forward and backward."""
     lengths = LENGTHS if "packed" in shape else (T,)
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device="cuda") if "packed" in shape else None
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE) if "packed" in shape else None
     groups = H // 2 if "grouped" in shape else H
     q, k, v = (rows(T, heads, d).to(dtype) for heads, d in ((groups, K), (groups, K), (H, V)))
     i, f = rows(T, H), rows(T, H)
-    C, n, m = (torch.randn(len(lengths), H, *size, device="cuda") for size in ((K, V), (K,), ()))
+    C, n, m = (torch.randn(len(lengths), H, *size, device=DEVICE) for size in ((K, V), (K,), ()))
     leaves = [x.requires_grad_() for x in (q, k, v, i, f, C)]
     h, last = tfla.mlstm(
         q, k, v, i, f, input_gate="exp" if gate == "exp" else "sigmoid", return_state=True, cu_seqlens=cu_seqlens,
@@ -68,7 +69,7 @@ def operator(backend: str, kernel: str, gate: str, K: int, V: int, dtype: torch.
 
 def steps(backend: str, gate: str, K: int, V: int, dtype: torch.dtype, count: int) -> list[Tensor]:
     q, k, v = (rows(count, H, d).to(dtype) for d in (K, K, V))
-    state = tfla.State.zeros(1, H, K, V, normalize=gate == "exp", device="cuda")
+    state = tfla.State.zeros(1, H, K, V, normalize=gate == "exp", device=DEVICE)
     h, last = tfla.mlstm_steps(q, k, v, rows(count, H), rows(count, H), state, input_gate=gate, backend=backend)
     return [h, last.C]
 
@@ -78,8 +79,8 @@ def fused_step(gate: str, width: int, dtype: torch.dtype) -> list[Tensor]:
     config = ModelConfig(
         d_model=width, num_blocks=1, num_heads=H, vocab_size=70, mixer="mlstm_exp" if gate == "exp" else "mlstm_sig"
     )
-    model = LanguageModel(config).to("cuda", dtype)
-    step, state, ids = FusedStep(model), model.initial_state(1), torch.zeros(1, dtype=torch.int64, device="cuda")
+    model = LanguageModel(config).to(DEVICE, dtype)
+    step, state, ids = FusedStep(model), model.initial_state(1), torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with torch.no_grad():
         for _ in range(2):
             out, state = step(ids, state)

@@ -41,11 +41,10 @@ def test_chunk_size_picked_at_the_call(
     """As traced graphs have it: no state is stored, the backward makes those of its segments again."""
     if implementation.backend not in ("triton", "hopper") or implementation.kernel != "fused":
         pytest.skip("has no segments picked by length")
-    from tfla.backends.gpu import runtime
-    from tfla.backends.triton import launch
+    from tfla.backends.gpu import runtime, segmentation
 
     picked = []
-    monkeypatch.setattr(launch, "best_chunk_size", lambda x, kind: picked.append(kind) or 64)
+    monkeypatch.setattr(segmentation, "best_chunk_size", lambda x, *choices: picked.append(choices) or 64)
     p = problem(form, dtype=implementation.widest, T=131, lengths=lengths, Hq=1, H=2, carried=carried)
     check(solve(p, implementation, chunk_size=runtime.DEFERRED_CHUNK_SIZE), truth(p), p.dtype)
     assert len(picked) == 2  # forward and backward
@@ -65,14 +64,14 @@ def test_denominators_of_sequences_cut(
     if implementation.backend not in ("triton", "hopper") or implementation.kernel != "fused":
         pytest.skip("n and the state have one scan")
     from tfla._util import caching
-    from tfla.backends.triton import launch
+    from tfla.backends.triton import fused_kernels
 
-    monkeypatch.setattr(launch, "processors", lambda device: 132)
-    monkeypatch.setattr(launch, "SHORTEST_SEGMENT", 128)
+    monkeypatch.setattr(fused_kernels, "processors", lambda device: 132)
+    monkeypatch.setattr(fused_kernels, "SHORTEST_SEGMENT", 128)
     scans = []
-    normalizer_scan = launch.Call.normalizer_scan
+    launch_normalizer = fused_kernels.launch_normalizer
     monkeypatch.setattr(
-        launch.Call, "normalizer_scan", lambda *args, **options: scans.append(normalizer_scan(*args, **options))
+        fused_kernels, "launch_normalizer", lambda *args, **kw: scans.append(launch_normalizer(*args, **kw))
     )
     caching.clear_caches()
     try:
@@ -87,17 +86,13 @@ def chosen(B: int, T: int, H: int, sequences: int | None, monkeypatch: pytest.Mo
     """The chunk size for heads of 128 x 256 on 132 multiprocessors; sequences: packed ones."""
     pytest.importorskip("triton")
     from tfla.backends.gpu import config, segmentation
-    from tfla.backends.triton import launch
-
-    class Kind(launch.Call):
-        kernel_config_for = classmethod(lambda cls, x: config.choose_kernel_config(128, 256, 2, "tf32", 90))
-        programs = classmethod(lambda cls, x: 1)
 
     monkeypatch.setattr(segmentation, "processors", lambda device: 132)
     with FakeTensorMode():
         q, v, g = (torch.empty(B, T, H, *d, device="cuda") for d in ((128,), (256,), ()))
         ends = None if sequences is None else torch.empty(sequences + 1, dtype=torch.int32, device="cuda")
-        return segmentation.best_chunk_size(Inputs(q, q, v, g, g, None, None, None, ends), Kind)
+        x = Inputs(q, q, v, g, g, None, None, None, ends)
+        return segmentation.best_chunk_size(x, config.choose_kernel_config(128, 256, 2, "tf32", 90), 1)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,14 @@ At a checkpoint dlog_f, a running sum over steps, starts again from <C, dC>, fre
 has accumulated (docs/mathematics.md, and docs/tuning-log.md for the measured errors).
 """
 
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from tfla.backends.gpu.context import LaunchContext
+
 # Steps between two checkpoints, by bytes of an input element. For float32 this is the minimum.
 CHECKPOINT_STEPS = {2: 1024, 4: 128}
 # Steps between two checkpoints of Triton kernels without a normalizer, for states of at most CLOSER_STATE elements.
@@ -38,3 +46,29 @@ def checkpoint_interval(dqk: int, dhv: int, itemsize: int, kept: int | None = No
         factor = 1 << max(0, (size // CLOSER_STATE).bit_length() - 1)  # a power of two
         return min(CLOSER_STEPS * factor, CHECKPOINT_STEPS[2]) if closer else CHECKPOINT_STEPS[2]
     return SMALL_STATE_STEPS * max(1, (kept or 0) // (SMALL_STATE_STEPS * max(dqk, dhv)))
+
+
+def checkpoint_shape(ctx: LaunchContext) -> tuple[int, int, int, int]:
+    """Return the shape of the checkpoints of C, (checkpoints, H, K, V)."""
+    inside = min(ctx.segment_steps, ctx.T) > ctx.checkpoint_steps  # segments have steps that are checkpoints
+    return ctx.B * ctx.T // ctx.checkpoint_steps if inside else 0, ctx.H, ctx.K, ctx.V
+
+
+def new_checkpoints(
+    ctx: LaunchContext, unused: Tensor, memory: Tensor | None = None, offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Allocate checkpoints of C, (checkpoints, H, K, V), and of n, (checkpoints, H, K), or of dC and dn.
+
+    Args:
+        ctx: The context of the call.
+        unused: Stands for the checkpoints of n without a normalizer.
+        memory: A dense tensor in the dtype of q whose memory holds C where it is large enough, or None.
+        offset: Elements of `memory` that are in use.
+    """
+    shape = checkpoint_shape(ctx)
+    size = math.prod(shape)
+    if memory is not None and 0 < size <= memory.numel() - offset:
+        C: Tensor = ctx.do(lambda t: t.view(-1)[offset : offset + size].view(shape), memory)
+    else:
+        C = ctx.new(*shape, dtype=ctx.x.q.dtype)
+    return C, ctx.new(shape[0], ctx.H, ctx.K) if ctx.spec.normalize else unused

@@ -10,10 +10,15 @@ Here dC_t is the cotangent of the state after step t that comes from later steps
 checkpoints, at segment starts and at the starts and ends of sequences; there the sum (D2) starts again from (D3).
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tfla.backends.gpu.config import ceil_div, power_of_two
+from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.gate_kernels import HIGHEST, LOWEST, locate_chunk, locate_segment
+from tfla.backends.gpu.results import Gradients
 from tfla.backends.gpu.state_passing import rounded_product
 
 
@@ -186,3 +191,59 @@ def gate_gradients(
             )
             before -= rounding * share[None, :]
         tl.store(df + to, gate_gradient_of(before.to(tl.float32), f, SIGMOID_F), mask=inside)
+
+
+def launch_checkpoint_dots(
+    ctx: LaunchContext, states: tuple[Tensor, Tensor], cotangents: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Return <C, dC> + <n, dn> at the checkpoints, (checkpoints * H, 1) float64.
+
+    Args:
+        ctx: The context of the call.
+        states: C and n at the checkpoints, (checkpoints, H, K, V) and (checkpoints, H, K).
+        cotangents: dC and dn at the checkpoints, of the same shapes.
+    """
+    count = states[0].shape[0] * states[0].shape[1]
+    dots = ctx.new(count, 1, dtype=torch.float64)
+    if count:
+        ctx.launch(checkpoint_dots, (count,),
+            *states, *cotangents, dots, ctx.K * ctx.V, ctx.K, BLOCK=4096, BLOCK_N=power_of_two(ctx.K),
+            NORMALIZE=ctx.spec.normalize, num_warps=8,
+        )  # fmt: skip
+    return dots
+
+
+def launch(
+    ctx: LaunchContext, gates: Tensor, q_dq: Tensor, k_dk: Tensor, dots: Tensor, starts: Pair, ends: Pair,
+    grads: Gradients, *, final_cotangent: bool,
+) -> None:  # fmt: skip
+    """Compute the gradients of the gates.
+
+    Args:
+        ctx: The context of the call.
+        gates: Any tensor, which stands for those that are None.
+        q_dq: Sums of q . dq over parts of dqk, (PARTS, H, tiles, NP, L) float32.
+        k_dk: Sums of k . dk, of the same shape.
+        dots: Parts of <C, dC> at the checkpoints, (checkpoints * H, DOTS).
+        starts: C and n at the starts of segments or sequences, or None.
+        ends: dC and dn at the ends of segments or sequences, or None.
+        grads: The gradients, of which di and df are written; dC0 and dn0 are read.
+        final_cotangent: Whether the final states have cotangents.
+    """
+    x, spec = ctx.x, ctx.spec
+    states = (gates if t is None else t for t in (*starts, *ends, grads.dC0, grads.dn0))
+    # Intervals between checkpoints. The longest packed sequence is not known on the host.
+    steps = ctx.checkpoint_steps
+    intervals = ctx.segments, ceil_div(min(ctx.segment_steps, ctx.T), steps)
+    if ctx.packed and not ctx.segmented:
+        intervals = ctx.count(steps), 1
+    heads = ctx.heads_per_program(min(8, 4096 // steps))
+    num_warps = max(4, heads * steps // 256)
+    ctx.launch(gate_gradients, (*intervals, ceil_div(ctx.H, heads)),
+        q_dq, k_dk, dots, *states, ctx.cu_seqlens, *ctx.gate_inputs, gates if grads.di is None else grads.di, grads.df,
+        x.sequences, ctx.T, ctx.tiles, ctx.H, ctx.segment_steps, ctx.K * ctx.V, ctx.K, *ctx.gate_strides,
+        PARTS=q_dq.shape[0], NP=q_dq.shape[3], CHECKPOINT_STEPS=steps, BLOCK=256 * num_warps // heads,
+        BLOCK_N=power_of_two(ctx.K), L=ctx.L, HEADS=heads, DOTS=dots.shape[1], IS_SEGMENTED=ctx.segmented,
+        IS_VARLEN=ctx.packed, NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.C is not None,
+        USE_FINAL_STATE=final_cotangent, **ctx.gate_forms, num_warps=num_warps,
+    )  # fmt: skip

@@ -19,9 +19,15 @@ Gate vectors are (H, tiles, VECTORS, L) float32, with the tiles of all sequences
 is padded with steps of weight 0, so that the scans need no masks and only one address.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tfla.backends.gpu.config import ceil_div, power_of_two
+from tfla.backends.gpu.context import LaunchContext, time_strides
+from tfla.backends.gpu.results import dense
 from tfla.backends.gpu.scan import RUN, running_max, running_sum, step_indices, store_steps, total_sum
 from tfla.backends.gpu.state_passing import rounded_product
 
@@ -379,3 +385,51 @@ def compute_delta(
         dot += tl.sum(rounded_product(a.to(tl.float32), b.to(tl.float32)), 1)
     u = tl.load(at + DELTA_P * L, mask=inside, other=0.0)  # (L)
     tl.store(at + DELTA_P * L, tl.where(u == 0.0, 0.0, u * dot), mask=inside)
+
+
+CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of a program of the gate kernels
+
+
+def launch(
+    ctx: LaunchContext, m_final: Tensor | None = None, d: Tensor | None = None, total_only: bool = False
+) -> Tensor:
+    """Compute the gate vectors, (H, tiles, VECTORS, L) float32.
+
+    Args:
+        ctx: The context of the call.
+        m_final: Output for the max states after the sequences, (N, H), or None.
+        d: The denominators of the forward, (B, T, H), for the gate vectors of the backward.
+        total_only: Whether INTER, UPDATE and DECAY are left out, see TOTAL_ONLY of `chunk_gates`.
+    """
+    x, spec = ctx.x, ctx.spec
+    m = dense(ctx, x.m)
+    chunks, heads = ctx.count(CHUNK), ctx.heads_per_program(HEADS)
+    totals = 4 * ctx.H * chunks if spec.normalize else 0  # float64, (H, chunks, 2), after the gate vectors
+    gates = ctx.new(ctx.H * ctx.tiles * VECTORS.value * ctx.L + totals)
+    grid = (chunks, ceil_div(ctx.H, heads))
+    shared: dict[str, Any] = {
+        "CHUNK": CHUNK, "HEADS": heads, "L": ctx.L, "IS_VARLEN": ctx.packed, **ctx.gate_forms, "num_warps": WARPS
+    }  # fmt: skip
+    if spec.normalize and (ctx.packed or CHUNK < ctx.T):
+        ctx.launch(chunk_summary, grid,
+            *ctx.gate_inputs, ctx.cu_seqlens, gates, x.sequences, ctx.T, ctx.tiles, ctx.H, *ctx.gate_strides, chunks,
+            **shared,
+        )  # fmt: skip
+    ctx.launch(chunk_gates, grid,
+        *ctx.gate_inputs, gates if m is None else m, ctx.cu_seqlens, gates if d is None else d, gates,
+        gates if m_final is None else m_final, x.sequences, ctx.T, ctx.tiles, ctx.H, *ctx.gate_strides,
+        *time_strides(x.log_f if d is None else d), *ctx.scales, chunks,
+        NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.m is not None, STORE_FINAL_STATE=m_final is not None,
+        FOLD_DENOMINATOR=d is not None, EXACT=ctx.exact, TOTAL_ONLY=total_only, **shared,
+    )  # fmt: skip
+    return gates
+
+
+def launch_delta(ctx: LaunchContext, gates: Tensor, h: Tensor, dh: Tensor) -> None:
+    """Compute delta, (T7), into the gate vectors; h and its cotangent dh are (B, T, H, dhv)."""
+    V = h.shape[3]
+    block = 128 if V % 16 == 0 else 32  # rows that are not aligned take more registers
+    ctx.launch(compute_delta, (ctx.tiles, ctx.H),
+        gates, h, dh, ctx.cu_seqlens, ctx.x.sequences, ctx.T, ctx.tiles, ctx.H, V, *time_strides(h), *time_strides(dh),
+        L=ctx.L, BLOCK_V=min(block, power_of_two(V)), IS_VARLEN=ctx.packed, num_warps=8,
+    )  # fmt: skip

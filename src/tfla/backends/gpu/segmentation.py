@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from tfla.backends.base import Inputs
-from tfla.backends.gpu.config import SHORTEST_SEGMENT, ceil_div, processors
+from tfla.backends.gpu.config import SHORTEST_SEGMENT, KernelConfig, ceil_div, processors
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ COST = SegmentCost(
 EULER = 0.577  # Euler's constant: the mean of the largest of n exponential variables of mean 1 is about log n + EULER
 
 
-def best_chunk_size(x: Inputs, kind: Any) -> int:
+def best_chunk_size(x: Inputs, config: KernelConfig, programs_per_segment: int) -> int:
     """Return the chunk size with the smallest predicted time; at least the length T means one segment.
 
     The predicted time is the number of waves of programs times the time of the steps of one program. Offsets of packed
@@ -47,12 +46,13 @@ def best_chunk_size(x: Inputs, kind: Any) -> int:
 
     Args:
         x: the inputs; q (B, T, Hq, dqk), v (B, T, H, dhv).
-        kind: the launch class, which gives the kernel configuration and the number of programs that share a head.
+        config: the kernel configuration.
+        programs_per_segment: how many programs share the scan of one segment of one head.
     """
     T, heads = x.v.shape[1], x.sequences * x.v.shape[2]
     if not x.q.is_cuda:
         return max(1, T)
-    programs, config = heads * kind.programs(x), kind.kernel_config_for(x)
+    programs = heads * programs_per_segment
     available = processors(x.q.device) * config.programs_per_sm
     length, longest = T, 1.0
     if x.cu_seqlens is not None:

@@ -10,6 +10,10 @@ The cotangent dC obeys the same recurrence in reverse order. The states n are pa
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from tfla.backends.gpu.config import ceil_div, power_of_two
+from tfla.backends.gpu.context import LaunchContext
 
 
 @triton.jit
@@ -79,13 +83,25 @@ def pass_states(
         tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def sum_of_groups(X, Out, rows, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Sum groups of heads: out[r, d] = sum over g of x[r, g, d], with x (rows, GROUP, D), accumulated in float32."""
-    r = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
-    d = tl.arange(0, BLOCK_D)[None, :]
-    inside = (r < rows) & (d < D)
-    total = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    for g in tl.static_range(GROUP):
-        total += tl.load(X + (r * GROUP + g) * D + d, mask=inside, other=0.0).to(tl.float32)
-    tl.store(Out + r * D + d, total.to(Out.dtype.element_ty), mask=inside)
+def launch(
+    ctx: LaunchContext, states: Tensor, decays: Tensor, given: Tensor | None, final: Tensor | None, *, reverse: bool,
+    steps: int = 0,
+) -> None:  # fmt: skip
+    """Replace, in place, what each segment adds to a state by the state at its start, or with `reverse` at its end.
+
+    Args:
+        ctx: The context of the call.
+        states: What segments add to C, (segments, H, K, V), to n, (segments, H, K), or to their cotangents.
+        decays: The decays over segments, (segments, H) float32.
+        given: The initial states of the sequences, or the cotangents of their final states, (N, H, ...); None: zeros.
+        final: Output for the final states of the sequences, or the cotangents of their initial states, or None.
+        reverse: Whether cotangents are passed.
+        steps: The number of steps of a segment, if it is not that of the context.
+    """
+    size = states[0, 0].numel()
+    block = min(1024, power_of_two(size))
+    ctx.launch(pass_states, (ceil_div(size, block), ctx.x.sequences, ctx.H),
+        states, decays, states if given is None else given, states if final is None else final, ctx.cu_seqlens, ctx.T,
+        ctx.H, steps or ctx.segment_steps, size, BLOCK=block, REVERSE=reverse, IS_VARLEN=ctx.packed,
+        USE_INITIAL_STATE=given is not None, STORE_FINAL_STATE=final is not None, num_warps=4,
+    )  # fmt: skip

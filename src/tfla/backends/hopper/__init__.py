@@ -124,7 +124,8 @@ class Hopper(Backend):
             return DEFERRED_CHUNK_SIZE
         from tfla.backends.gpu import segmentation
 
-        return segmentation.best_chunk_size(x, _launch_class(x))
+        kind = _launch_class(x)
+        return segmentation.best_chunk_size(x, kind.kernel_config_for(x), kind.programs(x))
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
         """Return the segments and the configuration of the kernels for these inputs."""

@@ -1,6 +1,6 @@
 """The Triton backend, for NVIDIA GPUs from Ampere on.
 
-It has the fused scans (:mod:`.fused_kernels`), the kernels of the paper (:mod:`.paper`) and decoding (:mod:`.decode`).
+It has the fused scans (:mod:`.fused`), the kernels of the paper (:mod:`.paper`) and decoding (:mod:`.decode`).
 Triton is imported on first use.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from tfla.backends.base import Backend, Grads, Inputs, Outputs, Replay, Spec, StepInputs, StepOutputs, StepSpec
 
 if TYPE_CHECKING:
-    from tfla.backends.triton.launch import Call
+    from tfla.backends.gpu.context import KernelFamily
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant
 
 LARGEST_DQK, LARGEST_DHV = 1024, 1024
@@ -38,12 +38,12 @@ def _cheapest(dqk: int, dhv: int, itemsize: int, chunk_size: int, device: torch.
 
 
 @functools.cache  # an import inside a function takes a microsecond
-def _launch_class(kernel: str) -> type[Call]:
-    """Return the launch class of a kernel."""
-    from tfla.backends.triton import launch
-    from tfla.backends.triton.paper import launch as tfla_launch
+def _family(kernel: str) -> KernelFamily:
+    """Return the launch code of a kernel."""
+    from tfla.backends.triton import fused
+    from tfla.backends.triton.paper import tfla
 
-    return tfla_launch.Chunks if kernel == "tfla" else launch.Call
+    return tfla.FAMILY if kernel == "tfla" else fused.FAMILY
 
 
 class Triton(Backend):
@@ -101,33 +101,32 @@ class Triton(Backend):
             return TFLA_CHUNK
         if torch.compiler.is_compiling():  # a choice by length would compile one graph for each length
             return DEFERRED_CHUNK_SIZE
-        from tfla.backends.gpu import segmentation
-        from tfla.backends.triton import launch
+        from tfla.backends.triton import fused
 
-        return segmentation.best_chunk_size(x, launch.Call)
+        return fused.best_chunk_size(x)
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
         """Return the configuration of the kernels for these inputs."""
         from tfla.backends.gpu import config
-        from tfla.backends.triton import launch
-        from tfla.backends.triton.paper import launch as tfla_launch
+        from tfla.backends.triton import fused
+        from tfla.backends.triton.paper import block_sizes
 
         products: dict[str, object] = {"float32": config.float32_products()} if x.q.dtype == torch.float32 else {}
         if kernel == "tfla":
-            return tfla_launch.details(x, chunk_size) | products
-        return launch.Call.details(x, chunk_size) | products
+            return block_sizes.details(x, chunk_size) | products
+        return fused.details(x, chunk_size) | products
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         """Return the chunk or segment boundary states that a forward keeps for its backward."""
         if kernel == "tfla":
-            from tfla.backends.triton.paper import launch as tfla_launch
+            from tfla.backends.triton.paper import block_sizes
 
-            return super().stored_states(x, tfla_launch.chunk_steps(x, chunk_size), kernel)
+            return super().stored_states(x, block_sizes.chunk_steps(x, chunk_size), kernel)
         if chunk_size >= DEFERRED_CHUNK_SIZE:
             return 0
-        from tfla.backends.triton import launch
+        from tfla.backends.triton import fused
 
-        steps = launch.Call.segment_steps(x, chunk_size)
+        steps = fused.segment_steps(x, chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
@@ -136,21 +135,15 @@ class Triton(Backend):
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         """Compute the forward with the kernels that `spec.kernel` names."""
-        from tfla.backends.triton import launch
-
-        return launch.forward(x, spec, _launch_class(spec.kernel))
+        return _family(spec.kernel).run_forward(x, spec)
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
-        from tfla.backends.triton import launch
-
-        return launch.forward_replay(x, spec, _launch_class(spec.kernel))
+        return _family(spec.kernel).forward_replay(x, spec)
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """Compute the gradients with the kernels that `spec.kernel` names."""
-        from tfla.backends.triton import launch
-
-        return launch.backward(x, out, dh, dC, dn, spec, _launch_class(spec.kernel))
+        return _family(spec.kernel).run_backward(x, out, dh, dC, dn, spec)
 
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         """Compute a few decoding steps in one kernel."""

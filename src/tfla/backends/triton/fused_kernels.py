@@ -32,7 +32,12 @@ import inspect
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tfla.backends.gpu import state_passing
+from tfla.backends.gpu.checkpoints import new_checkpoints
+from tfla.backends.gpu.config import SHORTEST_SEGMENT, ceil_div, power_of_two, processors
+from tfla.backends.gpu.context import LaunchContext, Pair, time_strides
 from tfla.backends.gpu.gate_kernels import (
     COLUMN,
     COLUMN_LOW,
@@ -49,7 +54,10 @@ from tfla.backends.gpu.gate_kernels import (
     locate_chunk,
     locate_segment,
 )
+from tfla.backends.gpu.results import new_segment_n, new_segment_states
 from tfla.backends.gpu.state_passing import rounded_product
+
+MAX_N = 512  # elements of n of one program of `normalizer_scan`; float32 takes twice the shared memory
 
 
 def without_unknown_options(kernel):
@@ -568,3 +576,207 @@ def normalizer_scan(
         tl.store(n_out + n_at, tl.sum(tl.where(row < 8, N, 0.0), 0), mask=rk < DN)
     if DECAYS:
         tl.store(parts + tl.program_id(0), total, mask=k0 == 0)
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Return whether TMA descriptors can address these tensors: addresses and strides are multiples of 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        and t.shape[-1] * t.element_size() >= 16
+        for t in tensors
+    )
+
+
+def launch_o_dv(
+    ctx: LaunchContext, gates: Tensor, x: Tensor, y: Tensor, z: Tensor, out: Tensor | None, *, reverse: bool,
+    initial: Tensor | None, final: Tensor | None, decays: Tensor | None = None, skip_last: bool = False,
+) -> None:  # fmt: skip
+    """Launch `o_dv_scan`: compute o or dv into `out`; with None only the final states of segments and their decays.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        x, y, z: The operands, in the table of the module: k, v, q for o; q, do, k for dv.
+        out: Output, (B, T, H, dhv), or None.
+        reverse: Whether the scan runs against time.
+        initial: The states C or dC that scans start from, (segments, H, K, V), or None for zeros.
+        final: Output for the states that scans end with, or None.
+        decays: Output for the decays over segments, (segments, H), without `out`.
+        skip_last: Whether the segments that end a scan are left out.
+    """
+    tiles = ctx.config.o_dv
+    written = y if out is None else out
+    ctx.launch(o_dv_scan, (ceil_div(ctx.V, tiles.split), ctx.segments * ctx.H),
+        x, y, z, written, gates, ctx.cu_seqlens, gates if initial is None else initial,
+        gates if final is None else final, gates if decays is None else decays, ctx.x.sequences, ctx.T, ctx.tiles,
+        ctx.H, ctx.group, ctx.segment_steps,
+        *time_strides(x), *time_strides(y), *time_strides(z), *time_strides(written),
+        DK=ctx.K, DV=ctx.V, BK=power_of_two(ctx.K), BV=tiles.block, BLOCKS=tiles.blocks, L=ctx.L, REVERSE=reverse,
+        OUTPUT=out is not None, IS_VARLEN=ctx.packed, IS_SEGMENTED=ctx.segmented,
+        USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, EXACT=ctx.exact,
+        NEGATIVE=ctx.spec.scale < 0, PRECISION=ctx.precision,
+        TMA=ctx.config.descriptors and describable(x, y, z, written), STAGES=tiles.stages, SKIP_LAST=skip_last,
+        num_warps=tiles.num_warps, tunable=True,
+    )  # fmt: skip
+
+
+def launch_segment_states(
+    ctx: LaunchContext, gates: Tensor, x: Tensor, y: Tensor, *, reverse: bool, skip_last: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what each segment adds to C, or with `reverse` to dC, and the decays over segments.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        x, y: k and v, or with `reverse` q and do.
+        reverse: Whether the scan runs against time.
+        skip_last: Whether the segments that end a scan are left out: the states after them are not read.
+
+    Returns:
+        The states, (segments, H, K, V), and the decays, (segments, H) float32.
+    """
+    states, decays = new_segment_states(ctx), ctx.new(ctx.segments, ctx.H)
+    launch_o_dv(
+        ctx, gates, x, y, x, None, reverse=reverse, initial=None, final=states, decays=decays, skip_last=skip_last
+    )  # fmt: skip
+    return states, decays
+
+
+def launch_dq_dk(
+    ctx: LaunchContext, gates: Tensor, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, *, reverse: bool,
+    delta: bool, initial: Pair, final: Pair, memory: Tensor, offset: int = 0,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """Launch `dq_dk_scan`: compute dq or dk into `out`.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        x, y, z: The operands, in the table of the module: k, v, do for dq; q, do, v for dk.
+        w: q for dq, k for dk.
+        out: Output, (B, T, H, dqk).
+        reverse: Whether the scan runs against time.
+        delta: Whether the normalizer adds delta to P.
+        initial: The states that scans start from, (segments, H, K, V) and (segments, H, K), or None for zeros.
+        final: Outputs for the states that scans end with, or None.
+        memory: A tensor whose memory holds checkpoints, see `new_checkpoints`.
+        offset: Elements of `memory` that are in use.
+
+    Returns:
+        The sums w . out, (programs of a head, H, tiles, NP, L), and the checkpoints of the state and of n.
+    """
+    config, normalize = ctx.config, ctx.spec.normalize
+    tiles = config.dq_dk if normalize else config.dq_dk_unnormalized or config.dq_dk
+    programs = ceil_div(ctx.K, tiles.split)
+    # Sums over the 16 dims of one warp need no exchange between warps.
+    parts = tiles.split // 16 if config.wgmma_dq_dk else 1
+    sums = ctx.new(programs, ctx.H, ctx.tiles, parts, ctx.L)
+    checkpoints = new_checkpoints(ctx, sums, memory, offset)
+    (C, n), (C_final, n_final) = initial, final
+    ctx.launch(dq_dk_scan, (programs, ctx.segments * ctx.H),
+        x, y, z, w, out, gates, ctx.cu_seqlens, sums, *(gates if t is None else t for t in (C, C_final, n, n_final)),
+        *checkpoints, ctx.x.sequences, ctx.T, ctx.tiles, ctx.H, ctx.group, ctx.segment_steps,
+        *time_strides(x), *time_strides(y), *time_strides(z), *time_strides(w), *time_strides(out),
+        DK=ctx.K, DV=ctx.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=ctx.L, NP=parts, REVERSE=reverse,
+        NORMALIZE=normalize, DELTA=delta, IS_VARLEN=ctx.packed, IS_SEGMENTED=ctx.segmented,
+        USE_INITIAL_STATE=C is not None, STORE_FINAL_STATE=C_final is not None, EXACT=ctx.exact,
+        NEGATIVE=ctx.spec.scale < 0, PRECISION=ctx.precision,
+        TMA=config.wgmma_dq_dk and describable(x, y, z, w, out), STAGES=tiles.stages, WGMMA=config.wgmma_dq_dk,
+        CHECKPOINT_STEPS=ctx.checkpoint_steps, num_warps=tiles.num_warps, tunable=True,
+    )  # fmt: skip
+    return sums, checkpoints
+
+
+def programs_per_n(ctx: LaunchContext) -> int:
+    """Return how many programs of `normalizer_scan` share the elements of one n."""
+    return ceil_div(ctx.K, MAX_N // 2 if ctx.exact else MAX_N)
+
+
+def launch_normalizer(
+    ctx: LaunchContext, gates: Tensor, x: Tensor, z: Tensor, *, reverse: bool, initial: Tensor | None,
+    final: Tensor | None, d: Tensor | None = None, output: bool = True, skip_last: bool = False, steps: int = 0,
+    decays: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Launch `normalizer_scan`: fold the denominators into the gate vectors; without `output` only compute n or dn.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        x, z: k and q, or for dn q twice.
+        reverse: Whether the scan runs against time, for dn.
+        initial: The states n that scans start from, (segments, H, K), or None for zeros.
+        final: Output for the states that scans end with, or None.
+        d: Output for the denominators, (B, T, H), or None.
+        output: Whether denominators are computed.
+        skip_last: Whether the segments that end a scan are left out.
+        steps: The number of steps of a segment, if it is not that of the context.
+        decays: Output for the decays over segments, (segments, H), or None.
+    """
+    segmented, segments = (True, ctx.count(steps)) if steps else (ctx.segmented, ctx.segments)
+    stages = 1 if ctx.exact else 2  # limited by registers and shared memory
+    if ctx.config.descriptors:
+        stages = 3 if ctx.K <= 256 else 1
+    most = 128 if output and not ctx.config.descriptors else 256  # keys for which four warps have registers
+    programs = programs_per_n(ctx)
+    partial = output and programs > 1
+    parts = ctx.new(programs, ctx.H, ctx.tiles, ctx.L) if partial else gates
+    ctx.launch(normalizer_scan, (segments * ctx.H, programs),
+        x, z, gates, ctx.cu_seqlens, parts if decays is None else decays,
+        *(gates if t is None else t for t in (d, initial, final)), ctx.x.sequences, ctx.T, ctx.tiles, ctx.H, ctx.group,
+        steps or ctx.segment_steps, *time_strides(x), *time_strides(z),
+        DK=x.shape[3], DN=ctx.K, BK=power_of_two(ctx.K) // programs, L=ctx.L, REVERSE=reverse, OUTPUT=output,
+        DELTA=reverse, IS_VARLEN=ctx.packed, IS_SEGMENTED=segmented, USE_INITIAL_STATE=initial is not None,
+        STORE_FINAL_STATE=final is not None, SAVE_D=d is not None, EXACT=ctx.exact, NEGATIVE=ctx.spec.scale < 0,
+        PRECISION=ctx.precision, TMA=ctx.config.descriptors and describable(x, z), STAGES=stages, SKIP_LAST=skip_last,
+        DECAYS=decays is not None, num_warps=8 if ctx.exact or most < ctx.K else 4,
+    )  # fmt: skip
+    if partial:
+        ctx.launch(sum_denominators, (ctx.tiles, ctx.H),
+            parts, gates, gates if d is None else d, ctx.cu_seqlens, ctx.x.sequences, ctx.T, ctx.tiles, ctx.H,
+            PARTS=programs, L=ctx.L, IS_VARLEN=ctx.packed, SAVE_D=d is not None, EXACT=ctx.exact, num_warps=2,
+        )  # fmt: skip
+
+
+def launch_segment_n(ctx: LaunchContext, gates: Tensor, x: Tensor, *, reverse: bool, skip_last: bool) -> Tensor:
+    """Return what each segment adds to n, or with `reverse` to dn, (segments, H, K); x is k, or with `reverse` q."""
+    n = new_segment_n(ctx)
+    launch_normalizer(
+        ctx, gates, x, x, reverse=reverse, initial=None, final=n, output=False, skip_last=skip_last
+    )  # fmt: skip
+    return n
+
+
+def launch_denominators(
+    ctx: LaunchContext, gates: Tensor, initial: Tensor | None, final: Tensor | None, d: Tensor | None
+) -> None:
+    """Compute the denominators (T3) and fold them into the gate vectors.
+
+    Where whole sequences leave most multiprocessors idle, this scan alone is cut into segments.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        initial: The states n that scans start from, (segments, H, K), or None for zeros.
+        final: Output for the states that scans end with, or None.
+        d: Output for the denominators, (B, T, H), or None.
+    """
+    k, q = ctx.x.k, ctx.x.q
+    programs, available = ctx.B * ctx.H * programs_per_n(ctx), processors(q.device)
+    if ctx.segmented or (ctx.packed and 2 * programs > available):
+        launch_normalizer(ctx, gates, k, q, reverse=False, initial=initial, final=final, d=d)
+        return
+    steps = ceil_div(max(ceil_div(ctx.T * programs, available), SHORTEST_SEGMENT), ctx.L) * ctx.L
+    if 2 * steps > ctx.T and not ctx.packed:  # one segment, with the kernel for segments
+        starts = ctx.zeros(ctx.B, ctx.H, ctx.K) if initial is None else initial
+        steps = ceil_div(ctx.T, ctx.L) * ctx.L
+        launch_normalizer(ctx, gates, k, q, reverse=False, initial=starts, final=final, d=d, steps=steps)
+        return
+    segments = ctx.count(steps)
+    starts, decays = ctx.new(segments, ctx.H, ctx.K), ctx.new(segments, ctx.H)
+    launch_normalizer(
+        ctx, gates, k, k, reverse=False, initial=None, final=starts, output=False, skip_last=final is None,
+        steps=steps, decays=decays,
+    )  # fmt: skip
+    state_passing.launch(ctx, starts, decays, initial, final, reverse=False, steps=steps)
+    ends = None if final is None else ctx.new(segments, ctx.H, ctx.K)  # written but not read
+    launch_normalizer(ctx, gates, k, q, reverse=False, initial=starts, final=ends, d=d, steps=steps)

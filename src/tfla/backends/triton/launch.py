@@ -17,7 +17,8 @@ from torch.nn.functional import pad
 
 from tfla.backends.base import Grads, Inputs, Outputs, Replay, Spec, static, stored_dtype
 from tfla.backends.gpu import gate_gradients as gradient_kernels
-from tfla.backends.gpu import gate_kernels
+from tfla.backends.gpu import gate_kernels, reductions, segmentation
+from tfla.backends.gpu import sequences as sequence_kernels
 from tfla.backends.gpu import state_passing as sum_kernels
 from tfla.backends.gpu.checkpoints import checkpoint_interval
 from tfla.backends.gpu.config import (
@@ -31,9 +32,7 @@ from tfla.backends.gpu.config import (
 )
 from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
-from tfla.backends.gpu.segmentation import best_chunk_size
 from tfla.backends.triton import LARGEST_FUSED_DQK, fused_kernels
-from tfla.backends.triton import sequences as sequence_kernels
 
 CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of a program of the gate kernels
 OFFSETS, MOST_CLEARED = 512, 5  # offsets that a program loads at once; most tensors that one launch clears
@@ -96,7 +95,9 @@ class Call:
         self.tiles = self.slots(self.L)
         chosen = spec.chunk_size < DEFERRED_CHUNK_SIZE
         self.keeps_states = chosen and not self.filled
-        chunk_size = spec.chunk_size if chosen else best_chunk_size(x, type(self))
+        chunk_size = (
+            spec.chunk_size if chosen else segmentation.best_chunk_size(x, self.kernel_config_for(x), self.programs(x))
+        )
         self.steps = self.segment_steps(x, chunk_size)
         self.segmented = self.steps < self.T
         self.segments = self.slots(self.steps) if self.segmented else x.sequences
@@ -410,7 +411,7 @@ class Call:
         out = self.new(B, T, heads // group, D, dtype=x.dtype) if out is None else out
         rows, width = B * T * heads // group, power_of_two(D)
         block = max(1, 4096 // width)
-        self.launch(sum_kernels.sum_of_groups, (ceil_div(rows, block),),
+        self.launch(reductions.sum_head_groups, (ceil_div(rows, block),),
             x, out, rows, GROUP=group, D=D, BLOCK=block, BLOCK_D=width, num_warps=4,
         )  # fmt: skip
         return out

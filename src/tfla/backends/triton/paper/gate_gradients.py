@@ -2,9 +2,15 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tfla.backends.gpu.config import power_of_two
+from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.gate_gradients import checkpoint_dot, gate_gradient_of, segment_start_dot
 from tfla.backends.gpu.gate_kernels import first_tile, load_gate, locate_chunk
+from tfla.backends.gpu.results import Gradients
+
+MAX_STEPS = 1024  # steps that a program loads at once
 
 
 @triton.jit
@@ -82,3 +88,29 @@ def chunk_gate_gradients(
             i = load_gate(i_gate + h * ih, s, first, start + t + r, ib, it, inside, IS_VARLEN)
             tl.store(di + to + (t + r) * H, gate_gradient_of(of_k, i, SIGMOID_I), mask=inside)
         top -= tl.sum(falls, 1)[:, None]
+
+
+def launch(
+    ctx: LaunchContext, gates: Tensor, q_dq: Tensor, k_dk: Tensor, starts: Pair, ends: Pair, grads: Gradients, *,
+    final_cotangent: bool,
+) -> None:  # fmt: skip
+    """Compute the gradients of the gates.
+
+    Args:
+        ctx: The context of the call.
+        gates: Any tensor, which stands for those that are None.
+        q_dq, k_dk: The sums q . dq and k . dk, (PARTS, H, tiles, L) float32.
+        starts: C and n before the chunks, (chunks, H, dqk, dhv) and (chunks, H, dqk) or None.
+        ends: dC and dn after the chunks, of the same shapes.
+        grads: The gradients, of which di and df are written; dC0 and dn0 are read.
+        final_cotangent: Whether the final states have cotangents.
+    """
+    x = ctx.x
+    states = (gates if t is None else t for t in (*starts, *ends, grads.dC0, grads.dn0))
+    ctx.launch(chunk_gate_gradients, (ctx.segments * ctx.H,),
+        x.q, q_dq, k_dk, *states, ctx.cu_seqlens, *ctx.gate_inputs, gates if grads.di is None else grads.di, grads.df,
+        x.sequences, ctx.T, ctx.tiles, ctx.H, ctx.segment_steps, ctx.K * ctx.V, ctx.K, *ctx.gate_strides,
+        PARTS=q_dq.shape[0], L=ctx.L, STEPS=min(MAX_STEPS, power_of_two(ctx.segment_steps)), BLOCK=2048,
+        BLOCK_N=power_of_two(ctx.K), IS_VARLEN=ctx.packed, NORMALIZE=ctx.spec.normalize,
+        USE_INITIAL_STATE=x.C is not None, USE_FINAL_STATE=final_cotangent, **ctx.gate_forms, num_warps=4,
+    )  # fmt: skip

@@ -22,7 +22,10 @@ vectors, so neither loop of Algorithm 1 rescales, for either input gate.
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu.context import LaunchContext, Pair, time_strides
 from tfla.backends.gpu.gate_kernels import (
     COLUMN,
     COLUMN_LOW,
@@ -38,6 +41,7 @@ from tfla.backends.gpu.gate_kernels import (
 )
 from tfla.backends.gpu.state_passing import rounded_product
 from tfla.backends.triton.fused_kernels import load_tile, store_tile
+from tfla.backends.triton.paper import block_sizes
 
 
 @triton.jit
@@ -196,3 +200,67 @@ def parallel(
         w = load_tile(W + b * wb + t_first * wt + h // GROUP_Y * wh, own, o, length, DO, wt, L, BO, False)
         tl.store(w_out + (part * H * tiles_of_head + tile0) * L + own + r, tl.sum(rounded_product(out, w), 1))
     store_tile(o_at, out.to(Out.dtype.element_ty), own, o, length, DO, ot, L, BO, False)
+
+
+def launch_output(
+    ctx: LaunchContext, gates: Tensor, a: Tensor, b: Tensor, y: Tensor, out: Tensor, *, reverse: bool, states: Pair,
+    d: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Compute h, or with `reverse` dv, into `out`, (B, T, H, dhv).
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        a, b, y: The operands, in the table of the module: q, k, v for h; k, q, dh for dv.
+        out: Output.
+        reverse: Whether dv is computed.
+        states: C and n before the chunks, or with `reverse` dC and dn after them.
+        d: Output for the denominators, (B, T, H), or None.
+    """
+    _launch(ctx, gates, a, b, y, None, out, gates, reverse, states, False, d)
+
+
+def launch_qk_gradient(
+    ctx: LaunchContext, gates: Tensor, a: Tensor, b: Tensor, y: Tensor, w: Tensor, out: Tensor, *, reverse: bool,
+    states: Pair, delta: bool,
+) -> Tensor:  # fmt: skip
+    """Compute dq, or with `reverse` dk, into `out`, (B, T, H, dqk).
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        a, b, y: The operands, in the table of the module: dh, v, k for dq; v, dh, q for dk.
+        w: q for dq, k for dk.
+        out: Output.
+        reverse: Whether dk is computed.
+        states: C and n before the chunks, or with `reverse` dC and dn after them.
+        delta: Whether the normalizer adds delta.
+
+    Returns:
+        The sums w . out over blocks of dqk, (blocks, H, tiles, L) float32.
+    """
+    blocks = ceil_div(ctx.K, block_sizes.choose(ctx.x, ctx.spec.chunk_size).output_block(ctx.K))
+    sums = ctx.new(blocks, ctx.H, ctx.tiles, ctx.L)
+    _launch(ctx, gates, a, b, y, w, out, sums, reverse, states, delta, None)
+    return sums
+
+
+def _launch(
+    ctx: LaunchContext, gates: Tensor, a: Tensor, b: Tensor, y: Tensor, w: Tensor | None, out: Tensor, sums: Tensor,
+    reverse: bool, states: Pair, delta: bool, d: Tensor | None,
+) -> None:  # fmt: skip
+    """Launch `parallel`, with w for dq or dk."""
+    sizes, contracted, width = block_sizes.choose(ctx.x, ctx.spec.chunk_size), a.shape[3], out.shape[3]
+    BO, of_qk = sizes.output_block(width), w is not None
+    blocks, tiles = ceil_div(width, BO), ceil_div(min(ctx.segment_steps, ctx.T), ctx.L)
+    group_a, group_y = (1, ctx.group) if of_qk else (ctx.group, 1)  # heads that share a and b, and y and w
+    w = y if w is None else w
+    ctx.launch(parallel, (blocks * tiles * ctx.segments * ctx.H,),
+        a, b, y, w, out, gates, ctx.cu_seqlens, *(gates if t is None else t for t in (*states, d)), sums,
+        ctx.x.sequences, ctx.T, ctx.tiles, ctx.H, group_a, group_y, ctx.segment_steps, tiles, *time_strides(a),
+        *time_strides(b), *time_strides(y), *time_strides(w), *time_strides(out),
+        DA=contracted, DO=width, BA=sizes.contracted_block(contracted), BO=BO, L=ctx.L, LI=sizes.inner_steps,
+        REVERSE=reverse, OF_QK=of_qk, NORMALIZE=ctx.spec.normalize, DELTA=delta, SAVE_D=d is not None,
+        IS_VARLEN=ctx.packed, EXACT=ctx.exact, NEGATIVE=ctx.spec.scale < 0, PRECISION=ctx.precision,
+        STAGES=sizes.stages, num_warps=sizes.num_warps, tunable=True,
+    )  # fmt: skip

@@ -9,9 +9,14 @@ For each tile (docs/mathematics.md): C <- g C + (w k)^T v, (T5), and n <- g n + 
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu.context import LaunchContext, Pair, time_strides
 from tfla.backends.gpu.gate_kernels import DECAY, DELTA_P, INTER, UPDATE, VECTORS, locate_segment
+from tfla.backends.gpu.results import new_segment_n, new_segment_states
 from tfla.backends.triton.fused_kernels import load_tile
+from tfla.backends.triton.paper import block_sizes
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "steps"])
@@ -93,3 +98,37 @@ def states(
         tl.store(C_final + state.to(tl.int64) * DK * DV + at, C, mask=inside)
         if NORMALIZE:
             tl.store(n_final + state.to(tl.int64) * DK + rk, tl.sum(N, 0), mask=owner)
+
+
+def launch(
+    ctx: LaunchContext, gates: Tensor, x: Tensor, y: Tensor, *, reverse: bool, initial: Pair, final: Pair,
+    delta: bool = False,
+) -> Pair:  # fmt: skip
+    """Compute C and n before every chunk, or with `reverse` dC and dn after it.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        x, y: k and v, or with `reverse` q and do.
+        reverse: Whether cotangents are computed.
+        initial: The initial states of the sequences, or the cotangents of their final states, or None for zeros.
+        final: Outputs for the states that scans end with, or None.
+        delta: Whether dn is updated with delta.
+
+    Returns:
+        The states, (chunks, H, dqk, dhv) and (chunks, H, dqk), the latter None without a normalizer.
+    """
+    normalize = ctx.spec.normalize
+    C = new_segment_states(ctx)
+    n = new_segment_n(ctx) if normalize else None
+    sizes = block_sizes.choose(ctx.x, ctx.spec.chunk_size)
+    BK, BV = min(sizes.state_rows, block_sizes.padded(ctx.K)), min(sizes.state_columns, block_sizes.padded(ctx.V))
+    blocks = ceil_div(ctx.K, BK) * ceil_div(ctx.V, BV)
+    ctx.launch(states, (blocks * ctx.x.sequences * ctx.H,),
+        x, y, gates, ctx.cu_seqlens, *(gates if t is None else t for t in (*initial, C, n, *final)), ctx.x.sequences,
+        ctx.T, ctx.tiles, ctx.H, ctx.group, ctx.segment_steps, *time_strides(x), *time_strides(y),
+        DK=ctx.K, DV=ctx.V, BK=BK, BV=BV, L=ctx.L, REVERSE=reverse, NORMALIZE=normalize, DELTA=delta,
+        IS_VARLEN=ctx.packed, USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None,
+        PRECISION=ctx.precision, STAGES=sizes.stages, num_warps=sizes.num_warps, tunable=True,
+    )  # fmt: skip
+    return C, n

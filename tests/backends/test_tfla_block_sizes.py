@@ -9,8 +9,10 @@ from cases import Implementation, check, problem, solve, truth
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
-# Tile, inner tile, blocks of the dims summed over and shared out, of the states' dims, warps, stages.
-TILINGS = {
+FIELDS = (
+    "steps", "inner_steps", "max_contracted", "max_output", "state_rows", "state_columns", "num_warps", "stages"
+)  # fmt: skip
+BLOCK_SIZES = {
     "whole": (64, 64, 128, 128, 64, 128, 4, 1),
     "inner tiles": (64, 16, 128, 128, 64, 128, 4, 2),
     "blocks of head dims": (32, 32, 32, 32, 32, 32, 4, 1),
@@ -19,14 +21,15 @@ TILINGS = {
 
 
 @pytest.mark.parametrize(("form", "chunk_size"), [("exp", 64), ("exp", 1000), ("sigmoid", 128)])
-@pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS.keys())
-def test_any_tiling(
-    implementation: Implementation, tiling: tuple[int, ...], form: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("sizes", BLOCK_SIZES.values(), ids=BLOCK_SIZES.keys())
+def test_any_block_sizes(
+    implementation: Implementation, sizes: tuple[int, ...], form: str, chunk_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if implementation.kernel != "tfla":
-        pytest.skip("has no tiling to choose")
-    from tfla.backends.triton.paper import launch
+        pytest.skip("has no block sizes to choose")
+    from tfla.backends.triton.paper import block_sizes
 
-    monkeypatch.setattr(launch, "tiling", lambda x, chunk_size: launch.Tiling(*tiling))
+    chosen = block_sizes.BlockSizes(**dict(zip(FIELDS, sizes, strict=True)))
+    monkeypatch.setattr(block_sizes, "choose", lambda x, chunk_size: chosen)
     p = problem(form, dtype=implementation.widest, lengths=(90, 0, 141), Hq=1, H=2, K=40, V=70)
     check(solve(p, implementation, chunk_size=chunk_size), truth(p), p.dtype)

@@ -1,4 +1,4 @@
-"""The kernel that bounds the offsets of packed sequences and clears the results of steps outside of all sequences.
+"""The bounds of packed sequences: a kernel that clamps offsets and clears results outside of all sequences.
 
 The host does not read the offsets, because it would have to wait for the GPU, so it cannot refuse malformed ones. The
 offsets that all other kernels read are therefore the caller's, clamped to [0, T] and each at least as large as the one
@@ -6,8 +6,18 @@ before it. Sequences then neither leave the tensors nor overlap, and the steps o
 the first offset and those from the last one on.
 """
 
+import dataclasses
+import math
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from tfla.backends.gpu.config import processors
+from tfla.backends.gpu.context import LaunchContext
+
+MAX_TENSORS = 5  # tensors that one launch clears
+STEPS_PER_PROGRAM = 128
 
 
 @triton.jit
@@ -57,3 +67,34 @@ def bound_sequences(
         _clear(x3, w3, first, last, T, BLOCK)
     if TENSORS > 4:
         _clear(x4, w4, first, last, T, BLOCK)
+
+
+def bound(ctx: LaunchContext, *results: Tensor) -> LaunchContext:
+    """Return the context with bounded offsets of packed sequences, and clear steps of no sequence in the results.
+
+    Args:
+        ctx: The context of a call, with the offsets as given.
+        results: At most MAX_TENSORS dense tensors, (1, T, ...), that the call is going to write.
+    """
+    if not ctx.packed:
+        return ctx
+    bounds = ctx.new(*ctx.cu_seqlens.shape, dtype=ctx.cu_seqlens.dtype)
+    _launch(ctx, bounds, results)
+    return dataclasses.replace(ctx, cu_seqlens=bounds)
+
+
+def clear(ctx: LaunchContext, *results: Tensor) -> None:
+    """Clear steps of no sequence in further results, (1, T, ...), after `bound`."""
+    if ctx.packed:
+        _launch(ctx, None, results)
+
+
+def _launch(ctx: LaunchContext, bounds: Tensor | None, results: tuple[Tensor, ...]) -> None:
+    """Launch `bound_sequences`, without `bounds` only to clear."""
+    cu, unused = ctx.cu_seqlens, MAX_TENSORS - len(results)
+    widths = [math.prod(t.shape[2:]) for t in results]
+    programs = max(1, min(processors(cu.device), ctx.T // STEPS_PER_PROGRAM))
+    ctx.launch(bound_sequences, (programs,),
+        cu, cu if bounds is None else bounds, *results, *[cu] * unused, ctx.x.sequences + 1, ctx.T, *widths,
+        *[0] * unused, TENSORS=len(results), BOUND=bounds is not None, ENTRIES=512, BLOCK=1024, num_warps=4,
+    )  # fmt: skip

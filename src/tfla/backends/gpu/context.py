@@ -1,0 +1,212 @@
+"""What all launches of one forward or backward have in common: sizes, options, and the recorder of the launches.
+
+A launcher is a function beside its kernel that takes a :class:`LaunchContext` and operands. Which kernels a call
+launches, and in which order, is written in the functions `forward` and `backward` of each :class:`KernelFamily`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from tfla.backends.base import Grads, Inputs, Outputs, Replay, Spec, static
+from tfla.backends.gpu.config import KernelConfig, ceil_div, products
+from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
+
+Pair = tuple[Tensor | None, Tensor | None]  # C and n, or their cotangents dC and dn
+
+
+def time_strides(x: Tensor) -> tuple[int, int, int]:
+    """Return the strides of batch, time and head of x, (B, T, H, ...).
+
+    The batch stride is 0 for B = 1: it could otherwise exceed 32 bits and require another kernel.
+    """
+    b, t, h, *_ = x.stride()
+    return b if x.shape[0] > 1 else 0, t, h
+
+
+def count_segments(x: Inputs, steps: int) -> int:
+    """Return the number of segments of `steps` steps of all sequences, an upper bound for packed sequences.
+
+    Packed sequence s starts with segment number cu_seqlens[s] // steps + s, so that some numbers have no steps.
+    """
+    B, T = x.v.shape[:2]
+    return T // steps + x.sequences if x.cu_seqlens is not None else B * ceil_div(T, steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchContext:
+    """The sizes and options of one forward or backward, and the recorder that all its launches go through."""
+
+    recorder: LaunchRecorder
+    x: Inputs
+    spec: Spec
+    config: KernelConfig  # of the Triton kernels
+    K: int  # dqk of the states, padded where the kernels need it
+    V: int  # dhv of the states, padded
+    L: int  # steps of a tile
+    segment_steps: int  # steps of a segment, whole tiles
+    segments: int  # segments of all sequences, or sequences where these are not cut
+    checkpoint_steps: int  # steps between state checkpoints
+    cu_seqlens: Tensor  # offsets of packed sequences, bounded by `sequences.bound`; any tensor where there are none
+
+    @property
+    def B(self) -> int:
+        """The batch size of v; 1 for packed sequences."""
+        return int(self.x.v.shape[0])
+
+    @property
+    def T(self) -> int:
+        """The number of steps of v."""
+        return int(self.x.v.shape[1])
+
+    @property
+    def H(self) -> int:
+        """The number of heads of v."""
+        return int(self.x.v.shape[2])
+
+    @property
+    def group(self) -> int:
+        """The number of heads that share q and k."""
+        return self.H // int(self.x.q.shape[2])
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self.x.cu_seqlens is not None
+
+    @property
+    def segmented(self) -> bool:
+        """Whether sequences are cut into segments."""
+        return self.segment_steps < self.T
+
+    @property
+    def tiles(self) -> int:
+        """The number of tiles of one head of all sequences."""
+        return count_segments(self.x, self.L)
+
+    @property
+    def padded(self) -> bool:
+        """Whether the states have other head dims than the inputs."""
+        return (self.x.q.shape[3], self.x.v.shape[3]) != (self.K, self.V)
+
+    @property
+    def stores_segment_states(self) -> bool:
+        """Whether a forward that saves stores the states at segment starts, else the backward computes them again."""
+        return self.spec.chunk_size < DEFERRED_CHUNK_SIZE and not self.padded
+
+    @property
+    def exact(self) -> bool:
+        """Whether exponents are sums of two float32 numbers, for float32 inputs."""
+        return self.x.q.dtype == torch.float32
+
+    @property
+    def precision(self) -> str:
+        """The precision of matrix products."""
+        return products(self.x)
+
+    @property
+    def gate_inputs(self) -> tuple[Tensor, Tensor]:
+        """The input and the forget gate as given, (B, T, H); without an input gate the forget gate twice."""
+        return self.x.log_f if self.x.log_i is None else self.x.log_i, self.x.log_f
+
+    @property
+    def gate_strides(self) -> tuple[int, ...]:
+        """The strides of both gates."""
+        i, f = self.gate_inputs
+        return *time_strides(i), *time_strides(f)
+
+    @property
+    def gate_forms(self) -> dict[str, bool]:
+        """The constants of kernels that read the gates as given."""
+        return {
+            "INPUT_GATE": self.x.log_i is not None,
+            "SIGMOID_I": self.spec.gates == "sigmoid",
+            "SIGMOID_F": self.spec.gates != "log",
+        }
+
+    @property
+    def scales(self) -> tuple[float, float]:
+        """The scale and the logarithm of its absolute value in base 2."""
+        scale = self.spec.scale
+        return scale, math.log2(abs(scale)) if scale else -1e9
+
+    def heads_per_program(self, most: int) -> int:
+        """Return how many adjacent heads a program of a gate kernel computes, at most `most`."""
+        return min(most, triton.next_power_of_2(self.H))
+
+    def count(self, steps: int) -> int:
+        """Return the number of segments of `steps` steps, see :func:`count_segments`."""
+        return count_segments(self.x, steps)
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Allocate a tensor, see :meth:`.LaunchRecorder.new`."""
+        return self.recorder.new(*shape, dtype=dtype)
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Allocate a tensor of zeros."""
+        return self.do(Tensor.zero_, self.new(*shape, dtype=dtype))
+
+    def placeholder(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return a tensor without elements, see :meth:`.LaunchRecorder.placeholder`."""
+        return self.recorder.placeholder(*shape, dtype=dtype)
+
+    def do(self, fn: Callable[..., Any], *read: Any) -> Any:
+        """Call and record fn(*read), see :meth:`.LaunchRecorder.do`."""
+        return self.recorder.do(fn, *read)
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
+        """Launch and record a kernel, see :meth:`.LaunchRecorder.launch`."""
+        self.recorder.launch(kernel, grid, *args, num_warps=num_warps, **constants)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KernelFamily:
+    """The launch code of one family of kernels, which is run once for each call signature and replayed afterwards."""
+
+    name: str
+    # What a call depends on beside shapes, strides, dtypes and options.
+    signature: Callable[[Inputs, Spec], tuple[Hashable, ...]]
+    context: Callable[[LaunchRecorder, Inputs, Spec], LaunchContext]
+    forward: Callable[[LaunchContext], Outputs]
+    backward: Callable[[LaunchContext, Outputs, Tensor, Tensor | None, Tensor | None], Grads]
+
+    def _call_signature(self, direction: str, x: Inputs, spec: Spec, *more: Tensor | None) -> Hashable:
+        """Return all that the launches of a call depend on; `more` are further tensors that are given."""
+        return direction, self.name, spec, *self.signature(x, spec), static(*x, *more)
+
+    def run_forward(self, x: Inputs, spec: Spec) -> Outputs:
+        """Record or replay the launches of the forward."""
+
+        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Outputs:
+            return self.forward(self.context(recorder, Inputs(*given), spec))  # type: ignore[arg-type]
+
+        return Outputs(*record_or_replay(self._call_signature("forward", x, spec), x, first))
+
+    def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
+        """Return the recorded launches of an earlier `run_forward` with this signature, or None.
+
+        It is None for float32, since the precision of float32 products can change from call to call.
+        """
+        return None if x.q.dtype == torch.float32 else recorded_launches(self._call_signature("forward", x, spec))
+
+    def run_backward(
+        self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec
+    ) -> Grads:
+        """Record or replay the launches of the backward."""
+
+        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Grads:
+            ctx = self.context(recorder, Inputs(*given[:9]), spec)  # type: ignore[arg-type]
+            cotangents, (h, d, chunk_C, chunk_n) = given[9:12], given[12:]
+            saved = out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n)  # type: ignore[arg-type]
+            return self.backward(ctx, saved, *cotangents)  # type: ignore[arg-type]
+
+        given = *x, dh, dC, dn, out.h, out.d, out.chunk_C, out.chunk_n
+        return Grads(*record_or_replay(self._call_signature("backward", x, spec, *given[9:]), given, first))

@@ -1,0 +1,162 @@
+"""The launches of the fused scans of Triton: one forward, one backward.
+
+The equations are those of docs/mathematics.md. Gradients and results are named as in :mod:`tfla.backends.base`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from tfla.backends.base import Grads, Inputs, Outputs, Spec
+from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, segmentation, sequences, state_passing
+from tfla.backends.gpu.checkpoints import checkpoint_interval, checkpoint_shape
+from tfla.backends.gpu.config import KernelConfig, ceil_div, kernel_config, products
+from tfla.backends.gpu.context import KernelFamily, LaunchContext, Pair, count_segments
+from tfla.backends.gpu.replay import LaunchRecorder
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
+from tfla.backends.triton import fused_kernels
+
+
+def best_chunk_size(x: Inputs) -> int:
+    """Return the chunk size of the smallest predicted time."""
+    config = kernel_config(x)
+    return segmentation.best_chunk_size(x, config, ceil_div(x.v.shape[3], config.o_dv.split))
+
+
+def segment_steps(x: Inputs, chunk_size: int) -> int:
+    """Return the number of steps of a segment: chunk_size rounded up to whole tiles."""
+    L = kernel_config(x).tile_steps
+    return ceil_div(chunk_size, L) * L
+
+
+def details(x: Inputs, chunk_size: int) -> dict[str, object]:
+    """Return the sizes that :func:`tfla.explain` shows."""
+    return {"tile": kernel_config(x).tile_steps, "segment": min(segment_steps(x, chunk_size), x.v.shape[1])}
+
+
+def checkpoint_steps(x: Inputs, spec: Spec) -> int:
+    """Return the number of steps between checkpoints; without a normalizer they are closer."""
+    dqk, dhv = int(x.q.shape[3]), int(x.v.shape[3])
+    return checkpoint_interval(dqk, dhv, x.q.element_size(), dqk * dhv, not spec.normalize)
+
+
+def signature(x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
+    """Return the choices that shapes, dtypes and options do not determine."""
+    return kernel_config(x), checkpoint_steps(x, spec), products(x)
+
+
+def context(recorder: LaunchRecorder, x: Inputs, spec: Spec) -> LaunchContext:
+    """Return the context of a call."""
+    config: KernelConfig = kernel_config(x)
+    chunk_size = spec.chunk_size if spec.chunk_size < DEFERRED_CHUNK_SIZE else best_chunk_size(x)
+    steps = segment_steps(x, chunk_size)
+    return LaunchContext(
+        recorder=recorder,
+        x=x,
+        spec=spec,
+        config=config,
+        K=x.q.shape[3],
+        V=x.v.shape[3],
+        L=config.tile_steps,
+        segment_steps=steps,
+        segments=count_segments(x, steps) if steps < x.v.shape[1] else x.sequences,
+        checkpoint_steps=checkpoint_steps(x, spec),
+        cu_seqlens=x.log_f if x.cu_seqlens is None else x.cu_seqlens,
+    )
+
+
+def forward(ctx: LaunchContext) -> Outputs:
+    """Launch the forward."""
+    x, spec = ctx.x, ctx.spec
+    h = ctx.new(*x.v.shape, dtype=x.v.dtype)
+    ctx = sequences.bound(ctx, h)
+    C, n, m = final = results.new_final_state(ctx)
+    d = ctx.new(*x.log_f.shape) if spec.normalize and spec.save else None
+    gates = gate_kernels.launch(ctx, m_final=m)
+    starts, ends, stored = results.pad_state(ctx, x.C, x.n), (C, n), results.NO_STATE
+    if ctx.segmented:
+        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends)
+        ends = results.NO_STATE
+    if spec.normalize:
+        fused_kernels.launch_denominators(ctx, gates, initial=starts[1], final=ends[1], d=d)
+    fused_kernels.launch_o_dv(ctx, gates, x.k, x.v, x.q, h, reverse=False, initial=starts[0], final=ends[0])
+    return results.forward_results(ctx, h, d, final, stored)
+
+
+def segment_starts(ctx: LaunchContext, gates: Tensor, initial: Pair, final: Pair) -> Pair:
+    """Compute C and n at the starts of segments, (segments, H, K, V) and (segments, H, K).
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        initial: The initial states of the sequences, (N, H, K, V) and (N, H, K), or None.
+        final: Outputs for the final states of the sequences, or None.
+    """
+    x, skip_last = ctx.x, final[0] is None
+    C, decays = fused_kernels.launch_segment_states(ctx, gates, x.k, x.v, reverse=False, skip_last=skip_last)
+    state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
+    if not ctx.spec.normalize:
+        return C, None
+    n = fused_kernels.launch_segment_n(ctx, gates, x.k, reverse=False, skip_last=skip_last)
+    state_passing.launch(ctx, n, decays, initial[1], final[1], reverse=False)
+    return C, n
+
+
+def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None) -> Grads:
+    """Launch the backward.
+
+    Args:
+        ctx: The context of the call.
+        out: The results of the forward.
+        dh: The cotangent of h, (B, T, H, dhv).
+        dC, dn: The cotangents of the final states, (N, H, dqk, dhv) and (N, H, dqk), or None.
+    """
+    x, normalize = ctx.x, ctx.spec.normalize
+    delta = normalize and ctx.spec.normalizer_grad
+    dh = results.dense_rows(ctx, dh)
+    grads = results.new_gradients(ctx, shares=ctx.group)
+    ctx = sequences.bound(ctx, *grads.of_steps())
+    gates = gate_kernels.launch(ctx, d=out.d if normalize else None)
+    if delta:
+        gate_kernels.launch_delta(ctx, gates, out.h, dh)
+    starts = results.pad_state(ctx, x.C, x.n)
+    dC, dn = dC_ends, dn_ends = results.final_cotangents(ctx, dC, dn)
+    dC_starts, dn_starts = grads.dC0, grads.dn0
+    if ctx.segmented:
+        starts = results.stored_starts(ctx, out) or segment_starts(ctx, gates, starts, results.NO_STATE)
+        dC_ends, decays = fused_kernels.launch_segment_states(
+            ctx, gates, x.q, dh, reverse=True, skip_last=grads.dC0 is None
+        )
+        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        dC_starts = dn_starts = None
+    # The memory of dv, which is computed last, holds checkpoints of C and dC until then.
+    q_dq, checkpoints = fused_kernels.launch_dq_dk(
+        ctx, gates, x.k, x.v, dh, x.q, grads.dq, reverse=False, delta=delta, initial=starts, final=results.NO_STATE,
+        memory=grads.dv,
+    )  # fmt: skip
+    if ctx.segmented and normalize:
+        if delta:
+            dn_ends = fused_kernels.launch_segment_n(ctx, gates, x.q, reverse=True, skip_last=grads.dn0 is None)
+        else:
+            dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K)
+        state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
+    size = math.prod(checkpoint_shape(ctx))
+    k_dk, cotangents = fused_kernels.launch_dq_dk(
+        ctx, gates, x.q, dh, x.v, x.k, grads.dk, reverse=True, delta=delta, initial=(dC_ends, dn_ends),
+        final=(dC_starts, dn_starts), memory=grads.dv, offset=ceil_div(size, 128) * 128,
+    )  # fmt: skip
+    dots = gate_gradients.launch_checkpoint_dots(ctx, checkpoints, cotangents)
+    fused_kernels.launch_o_dv(ctx, gates, x.q, dh, x.k, grads.dv, reverse=True, initial=dC_ends, final=None)
+    gate_gradients.launch(
+        ctx, gates, q_dq, k_dk, dots, starts, (dC_ends, dn_ends), grads, final_cotangent=dC is not None
+    )
+    if 0 < size <= grads.dv.numel():  # checkpoints have overwritten the zeros at steps of no sequence
+        sequences.clear(ctx, grads.dv)
+    dq, dk = (reductions.launch(ctx, t, ctx.group) for t in (grads.dq, grads.dk))
+    return results.backward_results(ctx, dq, dk, grads)
+
+
+FAMILY = KernelFamily(name="triton fused", signature=signature, context=context, forward=forward, backward=backward)
