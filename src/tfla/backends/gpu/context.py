@@ -1,4 +1,4 @@
-"""What all launches of one forward or backward have in common: sizes, options, and the recorder of the launches.
+"""The context that all launches of one forward or backward share: sizes, options, and the recorder of the launches.
 
 A launcher is a function beside its kernel that takes a :class:`LaunchContext` and operands. Which kernels a call
 launches, and in which order, is written in the functions `forward` and `backward` of each :class:`KernelFamily`.
@@ -79,12 +79,12 @@ class LaunchContext:
 
     @property
     def packed(self) -> bool:
-        """Whether sequences are packed."""
+        """True if sequences are packed."""
         return self.x.cu_seqlens is not None
 
     @property
     def segmented(self) -> bool:
-        """Whether sequences are cut into segments."""
+        """True if sequences are cut into segments."""
         return self.segment_steps < self.T
 
     @property
@@ -94,17 +94,17 @@ class LaunchContext:
 
     @property
     def padded(self) -> bool:
-        """Whether the states have other head dims than the inputs."""
+        """True if the states have other head dims than the inputs."""
         return (self.x.q.shape[3], self.x.v.shape[3]) != (self.K, self.V)
 
     @property
     def stores_segment_states(self) -> bool:
-        """Whether a forward that saves stores the states at segment starts, else the backward computes them again."""
+        """True if a forward that saves stores the states at segment starts, else the backward computes them again."""
         return self.spec.chunk_size < DEFERRED_CHUNK_SIZE and not self.padded
 
     @property
     def exact(self) -> bool:
-        """Whether exponents are sums of two float32 numbers, for float32 inputs."""
+        """True if exponents are sums of two float32 numbers, for float32 inputs."""
         return self.x.q.dtype == torch.float32
 
     @property
