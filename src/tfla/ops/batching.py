@@ -19,14 +19,17 @@ def _split(t: Tensor, size: int) -> Tensor:
     return t.unflatten(0, (size, t.shape[0] // size))
 
 
-def call(operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any], packed: int) -> Any:
-    """Call an operator on a mapped dimension that is merged into the batch, the first dimension of every tensor.
+def call(
+    operator: Any, size: int, in_dims: Sequence[int | None], args: Sequence[Any], without_batch: Sequence[int]
+) -> Any:
+    """Call an operator on a mapped dimension that is merged into the batch, the first dimension of tensors.
 
-    Where args[packed], cu_seqlens, is given, B is 1 and cannot take a second batch: the operator is called once for
-    each index of the mapped dimension.
+    Where one of the arguments at the positions `without_batch` is given, that is not possible: it has no dimension of
+    the batch, or, as cu_seqlens, it requires a batch of 1. The operator is then called once for each index of the
+    mapped dimension.
     """
     args = [_first(t, dim, size) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims, strict=True)]
-    if args[packed] is not None:
+    if any(args[j] is not None for j in without_batch):
         calls = [operator(*(t[j].contiguous() if isinstance(t, Tensor) else t for t in args)) for j in range(size)]
         found = tuple(torch.stack(parts) for parts in zip(*calls, strict=True))
         return found, (0,) * len(found)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tfla.backends import BACKENDS
-from tfla.backends.base import TILE
+from tfla.backends.base import TILE, Spec, StepSpec
+from tfla.ops.schema import Schema
 
 
 def forward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int:
@@ -21,42 +23,57 @@ def backward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int
     return heads * (10 * T * dqk * dhv + T * L * (3 * dqk + 2 * dhv))
 
 
-def attend_flops(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def attend_flops(x: Any, backend: str, spec: Spec) -> int:
     """Count the matrix products of the chunkwise form, (36)-(56), in tiles as the backend takes them.
 
     Derived from the equations, a product of (a, b) and (b, c) being 2 a b c: per head and step 4 dqk dhv for output and
     state, and L (dqk + dhv) for both products inside a tile of L steps, of which the causal half counts. Gates and
     normalizer, which grow with dqk alone, are left out, as are products that a kernel forms a second time. Packed
     sequences count as one, since their lengths are not read.
+
+    Args:
+        x: the shapes of :class:`Inputs`.
+        backend: the name of the backend.
+        spec: the options.
     """
-    return _count(forward_flops, q, v, *args[6:])
+    return _count(forward_flops, x, backend, spec)
 
 
-def attend_backward_flops(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def attend_backward_flops(x: Any, backend: str, spec: Spec) -> int:
     """Count as :func:`attend_flops` does, of the backward: per head and step 10 dqk dhv, and L (3 dqk + 2 dhv)."""
-    return _count(backward_flops, q, v, *args[13:])
+    return _count(backward_flops, x, backend, spec)
 
 
-def _count(flops: Any, q: Any, v: Any, scale: float, normalize: bool, _: bool, chunk_size: int, backend: str,
-           kernel: str, *rest: Any) -> int:  # fmt: skip
-    """Return the FLOPs of a call with the tile of its backend, from the shapes of q and v and the options."""
-    B, T, H, dhv = v
-    return int(B * flops(T, H, q[3], dhv, BACKENDS[backend].tile_steps(T, chunk_size, kernel)))
+def _count(flops: Callable[[int, int, int, int, int], int], x: Any, backend: str, spec: Spec) -> int:
+    """Return the FLOPs of a call with the tile of its backend."""
+    B, T, H, dhv = x.v
+    return B * flops(T, H, x.q[3], dhv, BACKENDS[backend].tile_steps(T, spec.chunk_size, spec.kernel))
 
 
-def steps_flops(
-    q: Any, k: Any, v: Any, i: Any, f: Any, C: Any, n: Any, m: Any, lengths: Any, scale: float, gates: str,
-    backend: str, final_state: bool, eps: float = 0.0, out_shape: Any = None, **kwargs: Any,
-) -> int:  # fmt: skip
-    """Count the products of the recurrence, (1)-(8): per head and step 2 dqk dhv for the output, and for the state."""
-    B, T, H, dhv = v
-    return int(B * T * H * q[3] * dhv * (4 if final_state else 2))
+def steps_flops(x: Any, backend: str, spec: StepSpec) -> int:
+    """Count the products of the recurrence, (1)-(8): per head and step 2 dqk dhv for the output, and for the state.
+
+    Args:
+        x: the shapes of :class:`StepInputs`.
+        backend: the name of the backend.
+        spec: the options.
+    """
+    B, T, H, dhv = x.v
+    return int(B * T * H * x.q[3] * dhv * (4 if spec.final_state else 2))
 
 
-def steps_in_place_flops(q: Any, k: Any, v: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count as :func:`steps_flops` does; the state is always written."""
-    B, T, H, dhv = v
-    return int(B * T * H * q[3] * dhv * 4)
+# The formulas by operator, as PyTorch's counter calls them.
+_FORMULAS: dict[Any, Callable[..., int]] = {}
+
+
+def add(operator: Any, schema: Schema[Any, Any], formula: Callable[[Any, str, Any], int]) -> None:
+    """Add the formula of an operator, from the shapes of its inputs, the name of the backend and the options."""
+
+    def flops(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        x, _, backend, spec = schema.unpack(args)
+        return formula(x, backend, spec)
+
+    _FORMULAS[operator] = flops
 
 
 def register() -> None:
@@ -69,17 +86,11 @@ def register() -> None:
     counting = sys.modules.get("torch.utils.flop_counter")
     if counting is None:
         return
-    formulas = {
-        torch.ops.tfla.attend: attend_flops,
-        torch.ops.tfla.attend_backward: attend_backward_flops,
-        torch.ops.tfla.steps: steps_flops,
-        torch.ops.tfla.steps_: steps_in_place_flops,
-    }
-    if torch.ops.tfla.attend not in counting.flop_registry:
-        for operator, formula in formulas.items():
+    for operator, formula in _FORMULAS.items():
+        if operator not in counting.flop_registry:
             counting.register_flop_formula(operator)(formula)
     for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", mode)
         if isinstance(counter, counting.FlopCounterMode):
-            for operator in formulas:  # an active counter has its own copy of the registry
+            for operator in _FORMULAS:  # an active counter has its own copy of the registry
                 counter.flop_registry.setdefault(operator, counting.flop_registry[operator])

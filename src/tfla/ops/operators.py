@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tfla.backends import BACKENDS, Inputs
 from tfla.backends.base import Grads, Outputs, Spec, packed_bounds
-from tfla.ops import differentiable
+from tfla.ops import differentiable, flops
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
 
@@ -69,4 +69,5 @@ attend = DifferentiableOperator(
     "attend", inputs=Inputs, spec=Spec, outputs=Outputs, backend_before="kernel", cotangents=("dh", "dC", "dn"),
     saved=("h", "d", "chunk_C", "chunk_n"), backends=BACKENDS, check=_check, shapes=_shapes, gradients=_gradients,
     num_read=_num_read, results=_results, differentiable=differentiable.attend,
+    flops=(flops.attend_flops, flops.attend_backward_flops),
 )  # fmt: skip

@@ -42,13 +42,14 @@ class DifferentiableOperator(Generic[X, S, Out, R]):
 
     Args:
         name: the operators are `tfla::NAME` and `tfla::NAME_backward`.
-        inputs: the named tuple of the inputs. Its last field, `cu_seqlens`, has no gradient, all others have one.
+        inputs: the named tuple of the inputs. The first result has the shape and dtype of the field `v`. The last
+            field, `cu_seqlens`, has no gradient, all others have one.
         spec: the named tuple of the options. Those named `save` (store what the backward needs) and `final_state` are
             no arguments of the backward.
         outputs: the named tuple of the results of a forward.
         backend_before: the option before which the name of the backend stands in the schemas.
         cotangents: the cotangents of the first results, by name. Only the first one is always given.
-        saved: the results that the backward reads, the first result being the first of them.
+        saved: the results that the backward reads, the last of them in the dtype of the accumulators.
         backends: the backends by name. `forward(x, spec)` returns the results, `backward(x, out, *cotangents, spec)`
             gradients, and `forward_replay(x, spec)` the recorded launches of a forward or None.
         check: checks values of inputs that a traced call cannot read.
@@ -58,6 +59,9 @@ class DifferentiableOperator(Generic[X, S, Out, R]):
         num_read: returns how many of the results a call with these options reads.
         results: returns what the caller gets, from the options and the results that are read.
         differentiable: the forward in plain differentiable PyTorch, for forward-mode AD and second derivatives.
+        flops: the formulas of forward and backward for PyTorch's counter, of the shapes of the inputs, the name of the
+            backend and the options.
+        without_batch: the inputs without a dimension of the batch, apart from `cu_seqlens`.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class DifferentiableOperator(Generic[X, S, Out, R]):
         num_read: Callable[[S], int],
         results: Callable[[S, Sequence[Tensor]], R],
         differentiable: Callable[[X, S], Out],
+        flops: tuple[Callable[[Any, str, S], int], Callable[[Any, str, S], int]],
+        without_batch: Sequence[str] = (),
     ) -> None:
         self.outputs, self.backends, self.check, self.shapes, self.gradients = (
             outputs,
@@ -98,12 +104,14 @@ class DifferentiableOperator(Generic[X, S, Out, R]):
             further=dict.fromkeys(saved, False) | {each: j > 0 for j, each in enumerate(cotangents)},
             fixed={"save": True, "final_state": False},
         )  # fmt: skip
+        alone = [*without_batch, "cu_seqlens"]
         self.forward = _register(
-            name, self.forward_schema, self._forward_kernel, self._forward_shapes, self._forward_autograd
-        )
+            name, self.forward_schema, self._forward_kernel, self._forward_shapes, self._forward_autograd, flops[0],
+            alone,
+        )  # fmt: skip
         self.backward = _register(
             f"{name}_backward", self.backward_schema, self._backward_kernel, self._backward_shapes,
-            self._backward_autograd,
+            self._backward_autograd, flops[1], alone,
         )  # fmt: skip
 
     def __call__(self, x: X, plan: Plan) -> R:
@@ -196,7 +204,7 @@ class DifferentiableOperator(Generic[X, S, Out, R]):
 
 def _register(
     name: str, schema: Schema[Any, Any], kernel: Callable[..., Any], shapes: Callable[..., Any],
-    autograd: Callable[..., Any],
+    autograd: Callable[..., Any], formula: Callable[[Any, str, Any], int], without_batch: Sequence[str],
 ) -> Any:  # fmt: skip
     """Define an operator for every device and return it."""
     qualified = f"tfla::{name}"
@@ -204,10 +212,13 @@ def _register(
     torch.library.impl(qualified, "default", _hidden(kernel))
     torch.library.register_fake(qualified, shapes)
     LIBRARY.impl(name, _hidden(autograd), "Autograd", with_keyset=True)
-    operator = getattr(torch.ops.tfla, name).default
+    packet = getattr(torch.ops.tfla, name)
+    operator = packet.default
+    flops.add(packet, schema, formula)
+    alone = [schema.inputs._fields.index(field) for field in without_batch]
 
     def batched(info: Any, in_dims: Sequence[int | None], *args: Any) -> Any:
-        return batching.call(operator, info.batch_size, in_dims, args, packed=schema.num_inputs - 1)
+        return batching.call(operator, info.batch_size, in_dims, args, alone)
 
     torch.library.register_vmap(qualified, _hidden(batched))
     return operator
@@ -246,7 +257,7 @@ def _gradients(ctx: Any, *grads: Tensor | None) -> list[Tensor | None]:
     x, saved = operator.forward_schema.inputs(*every[: operator.num_inputs]), every[operator.num_inputs :]
     given = [*grads, *[None] * (operator.num_cotangents - len(grads))]
     if given[0] is None:
-        given[0] = torch.zeros_like(saved[0])
+        given[0] = torch.zeros_like(x.v, memory_format=torch.contiguous_format)
     # A backward that is itself recorded or traced is the registered operator, which has a derivative.
     if torch.is_grad_enabled() or needs_dispatcher((*x, *given)):
         if forward_mode((*x, *given)):

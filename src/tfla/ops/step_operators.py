@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tfla.backends import BACKENDS, StepInputs
 from tfla.backends.base import StepSpec
+from tfla.ops import flops
 from tfla.ops.checks import check_values_of_lengths
 from tfla.ops.schema import Schema
 
@@ -31,6 +32,8 @@ torch.library.define(
 )
 steps, steps_ = torch.ops.tfla.steps.default, torch.ops.tfla.steps_.default
 checked_lengths = torch.ops.tfla.checked_lengths.default
+flops.add(torch.ops.tfla.steps, SCHEMA, flops.steps_flops)
+flops.add(torch.ops.tfla.steps_, SCHEMA_IN_PLACE, flops.steps_flops)
 
 
 def _run(schema: Schema[StepInputs, StepSpec], args: Sequence[Any], in_place: bool) -> tuple[Tensor, ...]:

@@ -22,9 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla.backends import Inputs
+from tfla.backends.base import Spec
 from tfla.ops.api import linear_attention
 from tfla.ops.autocast import without_autocast
 from tfla.ops.dispatch import Request, check, choose
+from tfla.ops.operators import attend
 from tfla.ops.state import State
 from tfla.ops.transforms import transforms_active
 
@@ -104,22 +107,22 @@ def _min_denominator(m: Tensor, dtype: torch.dtype) -> Tensor:
 class _AttendWithOffset(torch.autograd.Function):
     """The operator `tfla::attend` with a normalizer and `offset`, which is exp(-m) e.
 
-    Inputs are those of the operator, then the max states m and the offset, both (B, T, H), then the operator's options.
+    Inputs are those of the operator but for cu_seqlens, then the max states m and the offset, both (B, T, H), the name
+    of the backend and its options.
     """
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_i: Tensor, log_f: Tensor, C: Tensor | None,
-        n: Tensor | None, m0: Tensor | None, m: Tensor, offset: Tensor, options: tuple[Any, ...],
+        n: Tensor | None, m0: Tensor | None, m: Tensor, offset: Tensor, backend: str, spec: Spec,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        h, *state, d, chunk_C, chunk_n = torch.ops.tfla.attend(
-            q, k, v, log_i, log_f, C, n, m0, None, *options, True, True
-        )
+        x = Inputs(q, k, v, log_i, log_f, C, n, m0, None)
+        h, *state, d, chunk_C, chunk_n = attend.forward(*attend.forward_schema.pack(x, (), backend, spec))
         denominator = torch.maximum(d.abs(), _min_denominator(m, offset.dtype))
         ratio = denominator / (denominator + offset)
         h.mul_(ratio[..., None])
         ctx.save_for_backward(q, k, v, log_i, log_f, C, n, m0, m, offset, h, d, chunk_C, chunk_n, ratio)
-        ctx.options = options
+        ctx.backend, ctx.spec = backend, spec
         ctx.mark_non_differentiable(state[-1])
         ctx.set_materialize_grads(False)
         return h, *state
@@ -129,17 +132,19 @@ class _AttendWithOffset(torch.autograd.Function):
         *inputs, m, offset, h, d, chunk_C, chunk_n, ratio = ctx.saved_tensors
         dh, dC, dn, _ = cotangents
         if torch.is_grad_enabled():  # create_graph=True: the saved h would be a constant
-            normalizer_grad = ctx.options[2]
-            return *_differentiable_gradients(inputs, m, offset, (dh, dC, dn), normalizer_grad), None
+            normalizer_grad = ctx.spec.normalizer_grad
+            return *_differentiable_gradients(inputs, m, offset, (dh, dC, dn), normalizer_grad), None, None
         dh = torch.zeros_like(h) if dh is None else dh
         d_offset = None
         if ctx.needs_input_grad[9]:
             denominator = torch.maximum(d.abs(), _min_denominator(m, d.dtype)) + offset
             d_offset = -torch.einsum("bthv,bthv->bth", dh, h) / denominator
         dh = dh * ratio[..., None].to(dh.dtype)
-        grads = torch.ops.tfla.attend_backward(*inputs, None, h, d, chunk_C, chunk_n, dh, dC, dn, *ctx.options)
+        further = h, d, chunk_C, chunk_n, dh, dC, dn
+        args = attend.backward_schema.pack(Inputs(*inputs, None), further, ctx.backend, ctx.spec)  # type: ignore[call-arg]
+        grads = attend.backward(*args)
         input_grads = (None if t is None else g for t, g in zip(inputs, grads, strict=True))
-        return *input_grads, None, d_offset, None
+        return *input_grads, None, d_offset, None, None
 
 
 def _differentiable_gradients(
@@ -198,6 +203,9 @@ def attend_with_offset(
         return h, State(C, n, m[:, -1].detach().to(dtype))
     grads = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*x, offset))
     chosen, kernel, steps = choose(x, True, None, None, None if grads else q.shape[1])
-    options = (q.shape[-1] ** -0.5, True, normalizer_grad, steps, chosen.name, kernel)
-    h, C, n, last = _AttendWithOffset.apply(*x[:8], m.detach(), offset.to(dtype), options)
+    spec = Spec(
+        scale=q.shape[-1] ** -0.5, normalize=True, normalizer_grad=normalizer_grad, chunk_size=steps, kernel=kernel,
+        save=True, final_state=True,
+    )  # fmt: skip
+    h, C, n, last = _AttendWithOffset.apply(*x[:8], m.detach(), offset.to(dtype), chosen.name, spec)
     return h, State(C, n, last)
