@@ -27,6 +27,7 @@ PACKAGES = (
 
 
 def _installed(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -34,6 +35,7 @@ def _installed(name: str) -> str | None:
 
 
 def _driver() -> str | None:
+    """Return the version of the NVIDIA driver, or None where there is none."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

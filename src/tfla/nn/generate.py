@@ -103,6 +103,7 @@ def _tokens(
     stop_token: int | None,
     cuda_graph: bool | None,
 ) -> Iterator[Tensor]:
+    """Yield what :func:`generate` does, for arguments that have been checked."""
     state = model.initial_state(len(ids))
     for part in ids.split(PREFILL, 1):
         hidden, state = model.hidden(part, state, return_state=True)

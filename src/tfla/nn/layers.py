@@ -139,6 +139,7 @@ class GatePreactivation(nn.Linear):
             return recomputed(self._float32_gate, x) if x.element_size() == 2 else self._float32_gate(x)
 
     def _float32_gate(self, x: Tensor) -> Tensor:
+        """Return softcap(W x + b) in at least float32."""
         x, weight, bias = map(at_least_float32, (x, self.weight, self.bias))
         return soft_cap(F.linear(x, weight, bias), self.cap)
 

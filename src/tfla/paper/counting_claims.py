@@ -12,6 +12,7 @@ SHAPE = {"T": 8192, "dqk": 256, "dhv": 512}
 
 
 def _exponential_gate() -> Values:
+    """Return how many FLOPs more mLSTMexp has than mLSTMsig, for small and for large heads."""
     algorithms = ("chunkwise", "parallel", "recurrent")
     more: dict[int, list[float]] = {}
     for d in (64, 512):
@@ -25,6 +26,8 @@ def _exponential_gate() -> Values:
 
 
 def _chunk_size_limits() -> Values:
+    """Compare the chunkwise algorithm at L = 1 with the recurrent one, and at L = T with the parallel one."""
+
     def ratio(L: float, name: str) -> str:
         return f"{float(get('chunkwise', 'sig').flops(L=L, **SHAPE) / get(name, 'sig').flops(**SHAPE)):.3f}"
 
@@ -32,11 +35,14 @@ def _chunk_size_limits() -> Values:
 
 
 def _fewest_flops() -> Values:
+    """Return the chunk sizes with the fewest FLOPs, for two causal factors."""
     causal_factors = {"half": 0.5, "two_thirds": 0.66}
     return {name: f"{float(flop_optimal_chunk(512, 0.5, causal)):.1f}" for name, causal in causal_factors.items()}
 
 
 def _larger_chunks() -> Values:
+    """Return how the FLOPs grow from small to large chunks, and from short to long segments."""
+
     def growth(name: str, *sizes: dict[str, int]) -> float:
         few, many = (float(get(name, "sig").flops(**SHAPE, **more)) for more in sizes)
         return many / few
@@ -48,6 +54,7 @@ def _larger_chunks() -> Values:
 
 
 def _totals() -> Values:
+    """Return by how much the paper's table of totals differs from the sum of its parts."""
     T, L = SHAPE["T"], 64
     parts = float(get("chunkwise", "sig").flops(L=L, **SHAPE))
     return {"per_million": f"{1e6 * abs(T - 4 * T / L) / parts:.1f}"}

@@ -21,10 +21,13 @@ def optimal_chunk(dhv: float, flop_per_byte: float) -> float:
 
 
 def _missing(suite: str) -> str:
+    """Return the sentence for a suite that has no stored result."""
     return f"This was not measured: there is no `benchmarks/results/{suite}.json`."
 
 
 def _bound_by() -> Values:
+    """Return the smallest chunk size whose intensity is above that of each accelerator."""
+
     def crossing(name: str) -> str:
         roof = ACCELERATORS[name].intensity
         return f"{next(L for L in range(16, 8192) if intensity(SIG, L=L, **SHAPE) > roof):,}"
@@ -33,16 +36,19 @@ def _bound_by() -> Values:
 
 
 def _optimum_grows() -> Values:
+    """Return the exponents with which the optimal chunk size grows with the head dim and the intensity."""
     by_width = math.log(optimal_chunk(1024, 295) / optimal_chunk(256, 295)) / math.log(4)
     by_intensity = math.log(optimal_chunk(512, 400) / optimal_chunk(512, 100)) / math.log(4)
     return {"by_width": f"{by_width:.2f}", "by_intensity": f"{by_intensity:.2f}"}
 
 
 def _newer_hardware() -> Values:
+    """Return the optimal chunk size on each accelerator."""
     return {name: f"{optimal_chunk(512, a.intensity):.0f}" for name, a in ACCELERATORS.items()}
 
 
 def _measured_optimum(timings: ChunkTimings) -> Values:
+    """Compare the fastest measured chunk sizes with the optimum of the theory."""
     gpu = "H200" if "H200" in timings.where else "H100"
     rows = []
     for name, curve in timings.quadratic.items():
@@ -67,6 +73,7 @@ def _measured_optimum(timings: ChunkTimings) -> Values:
 
 
 def _flop_rate(timings: ChunkTimings) -> Values:
+    """Compare FLOP/s and time at the fastest and at the largest chunk size."""
     rows = []
     for name, curve in timings.quadratic.items():
         fastest, largest = min(curve, key=lambda x: curve[x]), max(curve)
@@ -91,6 +98,7 @@ def _flop_rate(timings: ChunkTimings) -> Values:
 
 
 def _time_bounds(config: Options) -> Values:
+    """Compare the measured times with the bounds by counted FLOPs and bytes."""
     result = next((r for r in load(config.results, complete=True).values() if r["suite"] == BOUNDS_SUITE), None)
     rows = [r for r in compare_with_bounds(result) if r["x"] == LENGTH] if result is not None else []
     by_name: dict[str, list[str]] = {}

@@ -32,10 +32,12 @@ def _number(value: float | None, digits: str = ".3f") -> str:
 
 
 def _mean(values: list[float]) -> float:
+    """Return the mean, NaN of no values."""
     return statistics.mean(values) if values else math.nan
 
 
 def _equal_gates(found: TrainingRuns) -> Values:
+    """Compare mLSTMexp with mLSTMsig, with two and with four heads."""
     exp, sig = (found.all_of(seeds(Variant(m))) for m in MLSTMS)
     exp_4, sig_4 = (found.all_of([Variant(m, heads=4)]) for m in MLSTMS)
     return {
@@ -50,6 +52,7 @@ def _equal_gates(found: TrainingRuns) -> Values:
 
 
 def _attention_model(found: TrainingRuns) -> Values:
+    """Compare the mLSTM with attention."""
     values: dict[str, Value] = {"table": table_of(found)}
     for name, mixer in (("attention", "attention"), ("exp", "mlstm_exp")):
         for heads in (2, 4):
@@ -58,6 +61,7 @@ def _attention_model(found: TrainingRuns) -> Values:
 
 
 def _learnable_gate(found: TrainingRuns) -> Values:
+    """Compare learnable with fixed input gates."""
     bits = {
         f"{name}_{kind}": found.last(Variant(mixer, trainable=kind == "learnable"), "bits_per_byte")
         for name, mixer in zip(("exp", "sig"), MLSTMS, strict=True)
@@ -72,6 +76,7 @@ def _learnable_gate(found: TrainingRuns) -> Values:
 
 
 def _gate_bias(found: TrainingRuns) -> Values:
+    """Count the spikes of the gradient norm by the bias of the input gate."""
     rows, fewest, failed = [], dict.fromkeys(BOUNDS, 0), False
     for mixer in MLSTMS:
         for trainable in (True, False):
@@ -100,6 +105,7 @@ def _gate_bias(found: TrainingRuns) -> Values:
 
 
 def _epsilon_and_bias(found: TrainingRuns) -> Values:
+    """Return the best bias of the input gate for each epsilon of the norm."""
     at = {
         (eps, bias): found.last(Variant("mlstm_exp", eps=eps, bias=bias), "bits_per_byte")
         for eps in EPSILONS for bias in BIASES
@@ -120,6 +126,7 @@ def _epsilon_and_bias(found: TrainingRuns) -> Values:
 
 
 def _below_zero(found: TrainingRuns) -> Values:
+    """Return the largest pre-activation of the input gates over training."""
     trained = [row for v in EXPERIMENTS["fig11"].variants if (row := found.trained(v)) is not None]
     curves = [[x for x in row["max_input_gate"] if x is not None] for row in trained]
     curves = [curve for curve in curves if curve]
@@ -155,6 +162,7 @@ def _settled(found: TrainingRuns, step: int, holds: bool, settled: bool) -> dict
 
 
 def _kernels(found: TrainingRuns, smoke: TrainingRuns | None) -> Values:
+    """Compare the backends, which should train equally well."""
     step, bits = _bits_so_far(found, "table3")
     small = _bits_so_far(smoke, "table3")[1] if smoke is not None else {}
     backends = list(dict.fromkeys(str(v.backend) for v in (*bits, *small)))
@@ -176,6 +184,7 @@ def _kernels(found: TrainingRuns, smoke: TrainingRuns | None) -> Values:
 
 
 def _contexts(found: TrainingRuns) -> Values:
+    """Compare the models at a longer context."""
     step, bits = _bits_so_far(found, "table5")
     long = {v.mixer: x for v, x in bits.items()}
     short = {mixer: found.all_of(seeds(Variant(mixer))) for mixer in MIXERS}

@@ -189,11 +189,13 @@ def _steps(directory: Path) -> list[tuple[int, Path]]:
 
 
 def _random_state() -> dict[str, Any]:
+    """Return the states of the global random generators."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"python": random.getstate(), "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def _set_random_state(state: dict[str, Any]) -> None:
+    """Set the global random generators to the states that :func:`_random_state` returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():

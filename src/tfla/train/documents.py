@@ -113,6 +113,7 @@ class Documents:
         return (document for document in documents if document.size)
 
     def _from_files(self) -> Iterator[AnyDocument]:
+        """Yield the documents of the files."""
         for file in self._files:
             if file.name.endswith(JSON_LINES):
                 yield from _from_json_lines(file, self.config.dataset_field)
@@ -187,6 +188,7 @@ def _from_json_lines(file: AnyDocument, field: str) -> Iterator[Document]:
 
 
 def _lines(file: AnyDocument) -> Iterator[bytes]:
+    """Yield the lines of a file."""
     if isinstance(file, Document):
         yield from file.content.split(b"\n")
         return

@@ -113,6 +113,7 @@ class EventFile:
         self.file.close()
 
     def _append(self, event: Any) -> None:
+        """Append an event and flush it."""
         self.records.write(event.SerializeToString())
         self.file.flush()
 

@@ -194,6 +194,7 @@ class _Training:
             self.metrics.close()
 
     def _run(self) -> int | None:
+        """Train as :meth:`run` does, with the errors of the libraries."""
         config = self.config
         saved_step = self.step
         bits_per_byte = self._evaluate().bits_per_byte if self.step == 0 else None
@@ -355,6 +356,7 @@ class InputGateMonitor:
                 module.register_forward_hook(self._record)
 
     def _record(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        """Update the largest value, as a forward hook."""
         largest = output.detach().amax()
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 

@@ -136,6 +136,7 @@ def size_text(size: float) -> str:
 
 
 def _sizes(config: ModelConfig) -> str:
+    """Return the sizes of a model as text."""
     return f"d_model {config.d_model}, num_blocks {config.num_blocks}, vocabulary {config.vocab_size}"
 
 

@@ -127,14 +127,17 @@ class HuggingFaceTokenizer:
         ]
 
     def _encode(self, documents: Sequence[Document]) -> Iterator[tuple[str, Any]]:
+        """Yield the text of each document and its encoding, without bos."""
         texts = [self._text(document) for document in documents]
         return zip(texts, self.inner.encode_batch(texts, add_special_tokens=False), strict=True)
 
     def _ids(self, encoding: Any) -> Ids:
+        """Return the tokens of an encoding, bos first."""
         return np.array([self.bos, *encoding.ids], np.int64)
 
     @staticmethod
     def _text(document: Document) -> str:
+        """Return the text of a document; UserError if it is not UTF-8."""
         try:
             return document.content.decode()
         except UnicodeDecodeError as error:

@@ -82,6 +82,7 @@ class Algorithm:
         return self._numbers(sp.expand, "bytes_expr", sizes)
 
     def _numbers(self, reduce: Callable[[sp.Expr], sp.Expr], what: str, sizes: dict[str, Any]) -> Any:
+        """Evaluate the attribute `what`, reduced by `reduce`, for these sizes."""
         unknown = set(sizes) - set(NAMES)
         if unknown:
             raise TypeError(f"sizes: got {', '.join(sorted(unknown))}, allowed are {', '.join(NAMES)}")
@@ -156,6 +157,7 @@ def get(name: str, gate: Gate, direction: Direction = "forward") -> Algorithm:
 def _compiled(
     name: str, gate: Gate, direction: Direction, reduce: Callable[[sp.Expr], sp.Expr], what: str
 ) -> tuple[list[str], Callable[..., Any]]:
+    """Return a reduced count as a function of numbers or arrays, with the names of its arguments."""
     expr = reduce(getattr(get(name, gate, direction), what))
     symbols = sorted(expr.free_symbols, key=str)
     return [str(s) for s in symbols], sp.lambdify(symbols, expr, "numpy")

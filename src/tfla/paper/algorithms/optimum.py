@@ -30,6 +30,7 @@ def optimum() -> sp.Expr:
 
 @cache
 def _compiled() -> Callable[..., Any]:
+    """Return the optimal chunk size as a function of dhv, dqk / dhv, the causal factor, intensity and bytes."""
     return sp.lambdify([DHV, P, CAUSAL, INTENSITY, B_C], optimum(), "numpy")
 
 

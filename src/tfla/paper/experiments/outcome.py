@@ -25,6 +25,7 @@ def finished(config: TrainConfig) -> bool:
 
 
 def _digits(values: list[Any], digits: int) -> list[Any]:
+    """Return the values rounded to so many significant digits."""
     return [None if x is None else float(f"{x:.{digits}g}") for x in values]
 
 

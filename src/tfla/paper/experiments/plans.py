@@ -106,6 +106,7 @@ class Experiment:
 
 
 def _gates(mixer: Mixer) -> Iterable[Variant]:
+    """Return a mixer with each bias of its input gate, trainable and fixed."""
     return (Variant(mixer, bias=bias, trainable=trainable) for trainable, bias in product((True, False), BIASES))
 
 

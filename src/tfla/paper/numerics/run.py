@@ -27,6 +27,7 @@ ON_CPU = Grid(T=2048, chunk_sizes=(64, 128, 256, 512, 1024, 2048), lengths=(512,
 
 
 def _measure_all(implementation: str, dtype: str, grid: Grid, device: str) -> list[Row]:
+    """Measure one implementation in a process of the pool, on one thread."""
     torch.set_num_threads(1)
     return list(measure(implementation, dtype, grid, device))
 
