@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from tfla.bench.models import random_model
 from tfla.bench.suites import SUITES
-from tfla.bench.training import model_of, step
+from tfla.bench.training import step
 from tfla.measure.problem import STEP, Problem, call_of
 from tfla.nn import ModelConfig
 
@@ -48,6 +49,6 @@ def test_the_suites_models_are_those_of_table_4():
     suite = SUITES["train"]
     for entry in suite.entries:
         problem, mixer = suite.problem(entry, 2, "meta"), entry.options["mixer"]
-        config = model_of(problem, mixer, blocks=24, vocab=50_257).config
+        config = random_model(problem, mixer, blocks=24, vocab=50_257).config
         assert replace(config, qk_factor=0.5) == ModelConfig.named("1.4B", problem.H, mixer)
         assert (problem.B, problem.T) == (2, 8192)

@@ -82,8 +82,9 @@ def test_figures_of_the_stored_result(tmp_path: Path) -> None:
     result = stored(config, "numerics")
     rows = [row for row in result["rows"] if row["regime"] == "model" and row["dtype"] == "bfloat16"]
     draw_errors(
-        config, result, "lengths", "title", "caption", rows, lambda row: row["T"], [512, 2048, 8192, 32768, 65536], "T"
-    )
+        config, result, "lengths", rows, axis=lambda row: row["T"], places=[512, 2048, 8192, 32768, 65536], label="T",
+        title="title", caption="caption",
+    )  # fmt: skip
     assert len((tmp_path / "lengths.csv").read_text().splitlines()) == 1 + len(rows)
     compare_with_the_paper(config, result)
     assert "the paper's authors" in (tmp_path / "numerics_paper.csv").read_text()

@@ -93,7 +93,7 @@ def test_what_cannot_be_added_is_said(capsys, monkeypatch, tmp_path):
 def test_figures_have_the_stored_points_and_the_users_accelerator(tmp_path):
     config = theory.Config(out=tmp_path, results=RESULTS, own=(("mine", 4e14, 1e12),))
     found = theory.figures(config)
-    assert [f.name for f in found] == [*(f"fig{n}" for n in range(17, 23)), "explained"]
+    assert [f.name for f in found] == [*(f"fig{n}" for n in range(17, 23)), "time_bounds"]
     assert all(isinstance(f, Figure) and f.path.exists() for f in found)
     with (tmp_path / "fig17.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -32,9 +32,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.touch()
-        mode = (
-            temporary.stat().st_mode
-        )  # as the umask sets it; a writer may replace the file by one with other permissions
+        mode = temporary.stat().st_mode  # the umask's; `write` may replace the file by one with other permissions
         write(temporary)
         temporary.chmod(mode)
         _sync(temporary)
@@ -43,6 +41,17 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
     if os.name == "posix":  # a rename is durable once its directory is flushed
         _sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as JSON with a final newline, atomically; folders on the way are created.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    text = json.dumps(value, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 @contextmanager

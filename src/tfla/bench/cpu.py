@@ -6,8 +6,6 @@ run, so that a slow moment of the machine affects all of them.
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import statistics
 import subprocess
@@ -16,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +23,17 @@ from torch import Tensor
 import tfla
 from tfla._util import outputs
 from tfla._util.errors import UserError
-from tfla._util.files import write_atomically
+from tfla._util.files import write_json
 from tfla._util.options import check_count, check_threads
+from tfla.measure.machine import installed_version
 from tfla.measure.problem import Problem
 from tfla.measure.roofline import backward_flops, forward_flops
 from tfla.ops.tuned import cpu_name
 from tfla.tune.plan import check_memory, memory_of
 
 H, DQK, DHV = 4, 128, 256
-LONGEST = 2**31 - 1  # allowed value of lengths and numbers of samples
-LONG = 8.0  # seconds: a call that takes longer is timed once
+LARGEST = 2**31 - 1  # the largest length and the largest number of samples
+LONG = 8.0  # seconds; a call that takes longer is timed once
 Call = Callable[[], Any]
 
 
@@ -61,9 +59,9 @@ class CpuBench:
         if not self.lengths:
             raise UserError("lengths: got none, expected one or more")
         for T in self.lengths:
-            check_count("lengths", T, 1, LONGEST)
+            check_count("lengths", T, 1, LARGEST)
             check_memory(Problem(1, T, H, DQK, DHV, dtype="float32"), memory_of("cpu"), "lengths")
-        check_count("repeats", self.repeats, 1, LONGEST)
+        check_count("repeats", self.repeats, 1, LARGEST)
         check_threads(self.threads)
         if self.out is not None:
             outputs.check_file("out", self.out)
@@ -202,16 +200,9 @@ def _peak_memory(T: int) -> int:
 
 def environment(config: CpuBench) -> dict[str, Any]:
     """Return the machine, the versions and the shape, which are stored with the results."""
-
-    def installed(name: str) -> str | None:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            return None
-
     return {
         "cpu": cpu_name(), "cores": os.cpu_count(), "threads": config.threads, "date": date.today().isoformat(),
-        "versions": {name: installed(name) for name in ("tfla", "torch", "mlstm_kernels")},
+        "versions": {name: installed_version(name) for name in ("tfla", "torch", "mlstm_kernels")},
         "shape": {"B": 1, "H": H, "dqk": DQK, "dhv": DHV, "dtype": "float32"},
     }  # fmt: skip
 
@@ -243,7 +234,5 @@ def run(config: CpuBench) -> dict[str, Any]:
             result["memory"].append({"T": T, "name": "tfla mLSTMexp", "extra_bytes": extra})
             print(f"{T:>6}  peak memory beyond inputs, output, gradients: {extra / 2**20:.0f} MiB", flush=True)
         if config.out is not None:
-            text = json.dumps(result, indent=1)
-            config.out.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(config.out, functools.partial(Path.write_text, data=text, encoding="utf-8"))
+            write_json(config.out, result)
     return result

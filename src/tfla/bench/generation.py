@@ -6,8 +6,9 @@ from typing import Literal
 
 import torch
 
+from tfla.bench.models import random_model
 from tfla.measure.problem import Problem, Work
-from tfla.nn import Decoder, LanguageModel, ModelConfig
+from tfla.nn import Decoder
 
 
 def decode(problem: Problem, mixer: Literal["mlstm_exp", "mlstm_sig"], blocks: int = 32, vocab: int = 50_304) -> Work:
@@ -19,16 +20,7 @@ def decode(problem: Problem, mixer: Literal["mlstm_exp", "mlstm_sig"], blocks: i
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, problem.dtype))  # weights are created on their device in their dtype
     try:
-        with torch.device(problem.device):
-            config = ModelConfig(
-                d_model=problem.H * problem.dhv,
-                num_blocks=blocks,
-                num_heads=problem.H,
-                mixer=mixer,
-                vocab_size=vocab,
-                qk_factor=problem.dqk / problem.dhv,
-            )
-            model = LanguageModel(config)
+        model = random_model(problem, mixer, blocks, vocab)
     finally:
         torch.set_default_dtype(before)
     decoder = Decoder(model, model.initial_state(problem.B))

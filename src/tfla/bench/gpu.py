@@ -5,23 +5,20 @@ Every implementation runs in a process of its own. `python -m tfla.bench.gpu SUI
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tfla._util.device import check_device
 from tfla._util.errors import UserError
-from tfla._util.files import write_atomically
+from tfla._util.files import write_json
 from tfla._util.outputs import check_file
 from tfla.bench.options import GpuBench, parse
 from tfla.bench.suites import SUITES, Entry, Suite
@@ -37,11 +34,11 @@ from tfla.measure.roofline import (
 )
 from tfla.measure.timing import Sampling
 
-SHARE = 0.6  # of a configuration's time is for samples, the rest for compilation, warm-up and the sustained run
-COMPILING = 0.4  # of the budget is the most that compilation may take
+SAMPLING_SHARE = 0.6  # share of a configuration's time for samples; the rest is for warm-up and sustained run
+COMPILING_SHARE = 0.4  # the largest share of the budget for compilation
 AT_ONCE = max(8, (os.cpu_count() or 8) // 2)  # processes that compile at the same time; their tensors share the GPU
 NOT_RUN = "not run: the budget was spent"
-ENOUGH = 2  # crashes in a row after which an implementation is not run any more
+MAX_CRASHES = 2  # crashes in a row after which an implementation is not run any more
 Row = dict[str, Any]
 
 
@@ -100,7 +97,7 @@ class Run:
         self.pool = WorkerPool()
         self.rates: dict[str, dict[str, float]] = {}
         self.waiting = 0  # configurations that remain to be timed
-        self.seen: dict[str, set[str]] = {}  # entry of backend=None -> backends and kernels that were chosen
+        self.defaults: dict[str, set[str]] = {}  # entry of backend=None -> backends and kernels that were chosen
 
     def left(self) -> float:
         """Return the seconds that are left of the budget."""
@@ -113,7 +110,7 @@ class Run:
     def sampling(self) -> Sampling:
         """Return the sampling of the options, shorter where the budget would not suffice for all configurations."""
         share = self.left() / max(1, self.waiting) / len(self.suite.directions)
-        return replace(self.config.sampling, patience=min(self.config.patience, max(0.1, SHARE * share)))
+        return replace(self.config.sampling, patience=min(self.config.patience, max(0.1, SAMPLING_SHARE * share)))
 
     def job(self, entry: Entry, x: int, only_compile: bool = False) -> Row:
         """Return the job of one configuration, which is sent to a worker."""
@@ -140,7 +137,7 @@ class Run:
         their own. An error here occurs again in the timing, which reports it. The processes of other libraries are
         restarted for the timing, because autotuning beside other processes may choose a wrong configuration.
         """
-        end = time.monotonic() + COMPILING * self.config.budget
+        end = time.monotonic() + COMPILING_SHARE * self.config.budget
 
         def one(entry: Entry, xs: tuple[int, ...]) -> None:
             """Compile one implementation for some configurations, while there is time."""
@@ -165,7 +162,7 @@ class Run:
         crashes: list[int] = []
         for x in self.xs:
             missing = [named(entry) | {"x": x, "direction": d} for d in self.suite.directions]
-            if len(crashes) >= ENOUGH:
+            if len(crashes) >= MAX_CRASHES:
                 why = f"not run: its process ended at {' and '.join(f'{c:,}' for c in crashes)}"
                 yield from (row | {"error": why} for row in missing)
                 self.waiting -= 1
@@ -204,13 +201,13 @@ class Run:
         if "operator_seconds" in row:
             row["operator_share"] = row["operator_seconds"] / row["seconds"]
         if "way" in row:
-            self.seen.setdefault(entry.key, set()).add(row["way"])
+            self.defaults.setdefault(entry.key, set()).add(row["way"])
         return row
 
     def repeats(self, entry: Entry) -> bool:
-        """Return whether an entry names what the library chose everywhere, which is timed already."""
+        """Return whether an entry is the kernel that `backend=None` chose at every size, so that it has been timed."""
         name, _, implementation = entry.name.rpartition(", ")
-        return entry.ours and self.seen.get(replace(entry, name=name).key) == {implementation}
+        return entry.ours and self.defaults.get(replace(entry, name=name).key) == {implementation}
 
     def rows(self, entries: list[Entry]) -> Iterator[Row]:
         """Yield all rows; while one implementation is timed, the process of the next one already imports."""
@@ -283,9 +280,7 @@ def run(config: GpuBench, suite: Suite | None = None) -> Row:
             print(row_text(row), flush=True)
             result["rows"].append(row)
             if config.out is not None:
-                text = json.dumps(result, indent=1) + "\n"
-                config.out.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(config.out, functools.partial(Path.write_text, data=text, encoding="utf-8"))
+                write_json(config.out, result)
     return result
 
 

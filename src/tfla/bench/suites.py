@@ -18,11 +18,13 @@ Heads = tuple[int, int, int]  # H, dqk, dhv
 
 @dataclass(frozen=True)
 class Entry:
-    """An implementation to time; ``make`` is the module:function of (problem, **options) that returns its call."""
+    """An implementation to time."""
 
     name: str
     make: str
+    """The module:function of (problem, **options) that returns its call, a :class:`tfla.measure.problem.Work`."""
     options: dict[str, Any] = field(default_factory=dict)
+    """The options of that function."""
     heads: Heads | None = None
     """Its heads, where they differ from those of the suite."""
     needs: str | None = None
@@ -53,10 +55,14 @@ class Suite:
 
     title: str
     axis: str
+    """The name of what varies, such as T or chunk size."""
     xs: tuple[int, ...]
+    """The values on the axis."""
     at: Callable[[int], Problem]
+    """Returns the problem at a value."""
     entries: tuple[Entry, ...]
     directions: tuple[str, ...] = (FORWARD, BOTH)
+    """The directions to time: FORWARD, BOTH or STEP."""
     sustained_at: tuple[int, ...] | None = None
     """The configurations that also get a sustained run; None: all."""
     panels: tuple[str, ...] = (*PANELS, MEMORY)
@@ -95,21 +101,25 @@ def _own(papers: bool = True) -> list[Entry]:
     ]  # fmt: skip
 
 
+NXAI: dict[str, tuple[str, dict[str, Any], Form]] = {  # abbreviation -> name, options, form
+    "limit": ("mLSTMexp limit_chunk", {"kernel": "triton_limit_chunk"}, "exp"),
+    "exp": ("mLSTMexp xl_chunk", {"kernel": "triton_xl_chunk"}, "exp"),
+    "sig": ("mLSTMsig xl_chunk", {"kernel": "triton_xl_chunk_siging", "normalize": False}, "sigmoid"),
+}
+
+
 def _nxai(*kernels: str) -> list[Entry]:
     """Return implementations of mlstm_kernels; "sig 128" is mLSTMsig by xl_chunk with chunk size 128."""
     made = []
     for kernel in kernels:
-        kind, _, size = kernel.partition(" ")
-        name, options, form = {
-            "limit": ("mLSTMexp limit_chunk", {"kernel": "triton_limit_chunk"}, "exp"),
-            "exp": ("mLSTMexp xl_chunk", {"kernel": "triton_xl_chunk"}, "exp"),
-            "sig": ("mLSTMsig xl_chunk", {"kernel": "triton_xl_chunk_siging", "normalize": False}, "sigmoid"),
-        }[kind]
-        label = f"mlstm_kernels {name} {size}".rstrip()
-        chunk = {"chunk_size": int(size)} if size else {}
+        abbreviation, _, size = kernel.partition(" ")
+        name, options, form = NXAI[abbreviation]
         made.append(
-            Entry(label, "tfla.bench.baselines:mlstm_kernels", options | chunk, None, "mlstm_kernels", form, True)  # type: ignore[arg-type, operator]
-        )
+            Entry(
+                f"mlstm_kernels {name} {size}".rstrip(), "tfla.bench.baselines:mlstm_kernels",
+                options | ({"chunk_size": int(size)} if size else {}), needs="mlstm_kernels", form=form, each=True,
+            )
+        )  # fmt: skip
     return made
 
 
@@ -120,14 +130,14 @@ def _fla(*kernels: str) -> list[Entry]:
         form, _, which = kernel.partition(" ")
         options = {"kernel": which} if which else {}
         bounded_as: Form | None = "sigmoid" if form != "gla" else None
-        made.append(Entry(f"fla {kernel}", f"tfla.bench.baselines:{form}", options, None, "fla", bounded_as))
+        made.append(Entry(f"fla {kernel}", f"tfla.bench.baselines:{form}", options, needs="fla", form=bounded_as))
     return made
 
 
 MAMBA_HEADS = (64, 128, 64)
 MAMBA = [
-    Entry("Mamba-2", "tfla.bench.baselines:mamba2", {"groups": 8}, MAMBA_HEADS, "mamba_ssm"),
-    Entry("Mamba", "tfla.bench.baselines:mamba", {}, (EMBEDDING, 16, 1), "selective_scan_cuda"),
+    Entry("Mamba-2", "tfla.bench.baselines:mamba2", {"groups": 8}, heads=MAMBA_HEADS, needs="mamba_ssm"),
+    Entry("Mamba", "tfla.bench.baselines:mamba", heads=(EMBEDDING, 16, 1), needs="selective_scan_cuda"),
 ]
 ATTENTION = [
     Entry("attention, FlashAttention-2 (torch)", "tfla.bench.baselines:sdpa", {"backend": "FLASH_ATTENTION"}),
@@ -172,7 +182,8 @@ def _models(compiler: str | None) -> list[Entry]:
     options = {"compiler": compiler}
     make = "tfla.bench.training:step"
     mine = [Entry(f"tfla mLSTM{gate}{how}", make, options | {"mixer": f"mlstm_{gate}"}) for gate in ("sig", "exp")]
-    return [*mine, Entry(f"Llama, 16 heads of 128, cuDNN{how}", make, options | {"mixer": "attention"}, LLAMA_HEADS)]
+    llama = f"Llama, 16 heads of 128, cuDNN{how}"
+    return [*mine, Entry(llama, make, options | {"mixer": "attention"}, heads=LLAMA_HEADS)]
 
 
 def _lengths(H: int, dqk: int, dhv: int) -> Callable[[int], Problem]:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from tfla._util.errors import UserError
+from tfla._util.files import write_json
 from tfla._util.outputs import check_file
 from tfla.measure.machine import environment
 from tfla.measure.operator import mlstm
@@ -139,8 +140,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"{parser.prog}: error: {error}", file=sys.stderr)
             return 2
     result = {"kind": "traffic", "environment": environment("cuda"), "rows": found}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(given.out, result)
     return 0
 
 

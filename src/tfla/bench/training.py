@@ -11,27 +11,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tfla.bench.baselines import sdpa
+from tfla.bench.models import Mixer, random_model
 from tfla.measure.operator import mlstm
 from tfla.measure.problem import BOTH, Problem, Work, call_of
 from tfla.measure.timing import Sampling, clock_of, measure
-from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.config import Optim
 from tfla.train.evaluation import token_losses
 from tfla.train.loop import compiled
 from tfla.train.recipe import clipped_gradients, optimizer
 
-Mixer = Literal["mlstm_exp", "mlstm_sig", "attention"]
 BRIEF = Sampling(repeats=5, warmup=3, pause=0.0, patience=0.1, sustained=0.1)
-
-
-def model_of(problem: Problem, mixer: Mixer, blocks: int, vocab: int) -> LanguageModel:
-    """Return a model of these heads with random weights."""
-    config = ModelConfig(
-        d_model=problem.H * problem.dhv, num_blocks=blocks, num_heads=problem.H, mixer=mixer, vocab_size=vocab,
-        qk_factor=problem.dqk / problem.dhv,
-    )  # fmt: skip
-    with torch.device(problem.device):
-        return LanguageModel(config)
 
 
 def step(
@@ -60,7 +49,7 @@ def step(
     facts["operator_seconds"] = blocks * row["sustained_seconds"]
     del operator
 
-    model = model_of(problem, mixer, blocks, vocab)
+    model = random_model(problem, mixer, blocks, vocab)
     recipe = Optim(lr=8e-4)  # table 4, 1.4B
     adamw = optimizer(model, recipe)
     windows = torch.randint(vocab, (problem.B, problem.T + 1), device=problem.device)

@@ -26,7 +26,7 @@ PACKAGES = (
 )
 
 
-def _installed(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
     """Return the version of an installed package, or None."""
     try:
         return version(name)
@@ -49,7 +49,7 @@ def environment(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if cuda else cpu_name(),
         "date": date.today().isoformat(),
-        "versions": {name: number for name in PACKAGES if (number := _installed(name))},
+        "versions": {name: number for name in PACKAGES if (number := installed_version(name))},
     }
     if cuda:
         properties = torch.cuda.get_device_properties(device)

@@ -12,20 +12,25 @@ import torch
 
 from tfla.measure.problem import Call
 
-FEWEST = 5
+FEWEST = 5  # samples of a call, however long it takes
 LEAD_SECONDS = 2e-3  # the lead of the host over the device, so that the time of the host is not measured
 LEAD = int(LEAD_SECONDS * 2e9)  # in cycles of the GPU
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The number of samples of a call. Long calls get fewer: after ``patience`` seconds FEWEST samples suffice."""
+    """The number of samples of a call, and the pauses between them."""
 
     repeats: int = 30
+    """Samples."""
     warmup: int = 10
+    """Calls before the samples."""
     pause: float = 0.02
+    """Seconds of rest before a sample."""
     patience: float = 3.0
+    """Seconds of samples after which FEWEST of them suffice."""
     sustained: float = 1.0
+    """Seconds of the run back to back that follows the samples; 0 for none."""
 
 
 class Clock(Protocol):

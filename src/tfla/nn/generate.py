@@ -88,7 +88,10 @@ def generate(
         check_int("seed", seed, *SEEDS)
         generator = torch.Generator(ids.device).manual_seed(seed)
     check_cuda_graph(cuda_graph, model.config.mixer != "attention", device)
-    return _tokens(model, ids, max_new_tokens, temperature, top_k, top_p, generator, stop_token, cuda_graph)
+    return _tokens(
+        model, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator,
+        stop_token=stop_token, cuda_graph=cuda_graph,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -96,6 +99,7 @@ def _tokens(
     model: LanguageModel,
     ids: Tensor,
     max_new_tokens: int,
+    *,
     temperature: float,
     top_k: int | None,
     top_p: float | None,

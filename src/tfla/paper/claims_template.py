@@ -29,7 +29,7 @@ PAGE = Path(__file__).with_name("claims_template.md")
 CONDITION = re.compile(r"\[(not )?(\w+)\] ")
 Value = str | bool | Table | None
 Values = Mapping[str, Value]
-"""The values of one claim by name; the value `table`, if holds is one, follows the text."""
+"""The values of one claim by name; the value `table`, if there is one, follows the text."""
 
 
 class Template(NamedTuple):

@@ -69,12 +69,12 @@ def over_chunk_size(config: Config) -> Figure:
         for label, (value, color) in flat.items():
             axes.axhline(value, color=color, label=label)
         rows += [
-            {"dqk": dqk, "dhv": dhv, "form": "chunkwise", "F_causal": c, "L": int(s), "flops": float(y)}
+            {"dqk": dqk, "dhv": dhv, "algorithm": "chunkwise", "F_causal": c, "L": int(s), "flops": float(y)}
             for c, values in curves.items()
             for s, y in zip(sizes, values, strict=True)
         ]
         rows += [
-            {"dqk": dqk, "dhv": dhv, "form": label, "F_causal": 0.5, "flops": float(value)}
+            {"dqk": dqk, "dhv": dhv, "algorithm": label, "F_causal": 0.5, "flops": float(value)}
             for label, (value, _) in flat.items()
         ]
         axes.set(yscale="log", title=f"dqk {dqk}, dhv {dhv}")
@@ -133,7 +133,7 @@ def all_algorithms(config: Config) -> Figure:
                 algorithm = get(name, gate, direction)
                 sizes: dict[str, Any] = shape | own
                 products, every = algorithm.matrix_flops(**sizes), algorithm.flops(**sizes)
-                row: dict[str, Any] = {"form": label, "gate": f"mLSTM{gate}", "direction": direction}
+                row: dict[str, Any] = {"algorithm": label, "gate": f"mLSTM{gate}", "direction": direction}
                 row |= {"matrix product FLOPs": float(products), "FLOPs": float(every)}
                 flops.barh(place + shift, every / 1e9, 0.36, color=color, label=f"mLSTM{gate}" if not place else None)
                 text = f"{every / 1e9:.2f} ({100 * (1 - products / every):.1f} %)"
@@ -157,7 +157,7 @@ def all_algorithms(config: Config) -> Figure:
     style.legend_beside(drawing, grid[0][0])
     drawing.suptitle(f"One head, T = {config.T:,}, dqk {config.dqk}, dhv {config.dhv}, 16-bit inputs, float32 states")
     return write(
-        config, "forms", drawing, rows, title="FLOPs and bytes of each algorithm", command=COMMAND,
+        config, "algorithms", drawing, rows, title="FLOPs and bytes of each algorithm", command=COMMAND,
         caption="""FLOPs and bytes of every algorithm that computes the operator, by the same counting rules; the
 paper counts the forward pass alone. The recurrent algorithm, which stores its state after every step as in generation,
 moves more than sixty times the bytes of the chunkwise one, and most of its FLOPs are outside of matrix products. The

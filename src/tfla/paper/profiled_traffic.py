@@ -28,7 +28,7 @@ def compare_with_counts(result: Row) -> list[Row]:
         read, written = (sum(kernel[what] for kernel in row["kernels"]) for what in ("read", "written"))
         found.append(
             {key: row[key] for key in ("way", "gate", "direction")}
-            | {"form": name, "counted": counted, "read": read, "written": written,
+            | {"algorithm": name, "counted": counted, "read": read, "written": written,
                "measured / counted": (read + written) / counted}
         )  # fmt: skip
     return found

@@ -73,7 +73,7 @@ def draw_time_bounds(config: Options, command: str) -> Figure | Missing:
     rows = compare_with_bounds(result) if result is not None else []
     if result is None or not any(r["x"] == LENGTH for r in rows):
         path = config.results / f"{SUITE}.json"
-        return Missing("explained", title, f"no measurement in {path}: `tfla bench gpu {SUITE} --out {path}`")
+        return Missing("time_bounds", title, f"no measurement in {path}: `tfla bench gpu {SUITE} --out {path}`")
     drawing, [axes_row] = style.panels(1, 2, width=5.4, height=3.6, sharey=True)
     names = list(dict.fromkeys(r["name"] for r in rows if r["x"] == LENGTH))
     for axes, direction in zip(axes_row, (FORWARD, BOTH), strict=True):
@@ -92,7 +92,7 @@ def draw_time_bounds(config: Options, command: str) -> Figure | Missing:
     style.legend_beside(drawing, axes_row[0])
     env = result["environment"]
     return write(
-        config, "explained", drawing, rows, title=title, command=command,
+        config, "time_bounds", drawing, rows, title=title, command=command,
         caption=f"""65,536 tokens in sequences of {LENGTH:,}, 16 heads, dqk 128, dhv 256 ({env["device"]},
 {env["date"]}). A bar goes from the time of full overlap (114) to the time without overlap (113) of the algorithm's
 counted FLOPs and bytes, at the rates of a matrix product and a device copy measured in the same run. A point is the

@@ -18,9 +18,7 @@ VEC = sp.Symbol("F_vec", nonnegative=True)  # an addition or multiplication outs
 OPERATIONS = (EXP, LOG, SIG, MAX, ABS, MASK, VEC)
 NV, NK = sp.symbols("N_v N_k", positive=True)  # programs that share the columns, the rows of one head's state
 B_QKV, B_IF, B_C = sp.symbols("bytes_qkv bytes_if bytes_Cmn", positive=True)
-B_VEC = sp.Symbol(
-    "bytes_vec", positive=True
-)  # bytes of a number that this library's gate kernels store for its fused scans
+B_VEC = sp.Symbol("bytes_vec", positive=True)  # of a number in this library's gate vectors
 
 DD = DQK * DHV
 DEFAULTS: dict[sp.Symbol, float] = {CAUSAL: 0.5, B_QKV: 2, B_IF: 2, B_C: 4, B_VEC: 4, NV: 1, NK: 1}

@@ -70,10 +70,22 @@ def draw(axes: Axes, rows: list[Row], axis: Axis, places: list[Any], part: str) 
 
 
 def draw_errors(
-    config: Config, result: Row, name: str, title: str, caption: str, rows: list[Row], axis: Axis, places: list[Any],
-    label: str,
+    config: Config, result: Row, name: str, rows: list[Row], *, axis: Axis, places: list[Any], label: str, title: str,
+    caption: str,
 ) -> Figure:  # fmt: skip
-    """Draw three panels: errors of the output, of the gradients of q, k, v and state, and of those of the gates."""
+    """Draw three panels: errors of the output, of the gradients of q, k, v and state, and of those of the gates.
+
+    Args:
+        config: the options.
+        result: the stored result.
+        name: the name of the figure's files.
+        rows: the rows to show.
+        axis: returns the place of a row on the axis.
+        places: the places, in their order.
+        label: the label of the axis.
+        title: the title of the figure.
+        caption: what the figure shows.
+    """
     drawing, [axes] = panels(1, len(PANELS), width=3.9, height=4.2, sharey=True)
     for one, part in zip(axes, PANELS, strict=True):
         draw(one, rows, axis, places, part)
@@ -159,23 +171,23 @@ def figures(config: Config) -> list[Figure | Missing]:
     )
     return [
         draw_errors(
-            config, result, "numerics_chunk", "Error by chunk size",
-            f"Normal inputs, T {T:,}. The errors of the output and of large gradients do not depend on the chunk "
-            "size. The gradient of the forget gate is a running sum over a chunk, so its error grows with the chunks "
-            f"of the fused scans.\n\n{above}",
-            gaussian(result), lambda row: row["chunk_size"], sizes, "chunk size",
+            config, result, "numerics_chunk", gaussian(result), axis=lambda row: row["chunk_size"], places=sizes,
+            label="chunk size", title="Error by chunk size",
+            caption=f"Normal inputs, T {T:,}. The errors of the output and of large gradients do not depend on the "
+            "chunk size. The gradient of the forget gate is a running sum over a chunk, so its error grows with the "
+            f"chunks of the fused scans.\n\n{above}",
         ),
         draw_errors(
-            config, result, "numerics_gates", "Error by regime of the gates",
-            "Resets and gates at ±1e4 and ±inf do not affect the output; the gradients of the gates lose most there. "
-            + "; ".join(f"{name}: {text}" for name, text in result["regimes"].items()) + f".\n\n{above}",
-            regimes, lambda row: row["regime"], list(result["regimes"]), "gates",
+            config, result, "numerics_gates", regimes, axis=lambda row: row["regime"], places=list(result["regimes"]),
+            label="gates", title="Error by regime of the gates",
+            caption="Resets and gates at ±1e4 and ±inf do not affect the output; the gradients of the gates lose most "
+            "there. " + "; ".join(f"{name}: {text}" for name, text in result["regimes"].items()) + f".\n\n{above}",
         ),
         draw_errors(
-            config, result, "numerics_length", "Error by sequence length",
-            "Rounding errors do not accumulate along a sequence. The gates are those of a model early in training."
-            f"\n\n{above}",
-            lengths, lambda row: row["T"], sorted({row["T"] for row in lengths}), "T",
+            config, result, "numerics_length", lengths, axis=lambda row: row["T"],
+            places=sorted({row["T"] for row in lengths}), label="T", title="Error by sequence length",
+            caption="Rounding errors do not accumulate along a sequence. The gates are those of a model early in "
+            f"training.\n\n{above}",
         ),
         compare_with_the_paper(config, result),
     ]  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 
 from tfla._util.device import check_device
 from tfla._util.errors import UserError
+from tfla._util.files import write_json
 from tfla._util.options import check_count
 from tfla._util.outputs import check_file
 from tfla.measure.machine import environment
@@ -75,8 +75,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except (RuntimeError, AssertionError) as error:
         print(f"{parser.prog}: error: {given.device}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(given.out, result)
     return 0
 
 
