@@ -48,53 +48,68 @@ class Candidate:
 
 
 def predict(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: int, machine: Machine) -> Candidate:
-    """Predict time and memory of forward and backward of one call.
+    """Predict time and memory of forward and backward of one call."""
+    fused = backend != "chunkwise" and kernel != "tfla"
+    # Fused kernels over whole sequences store no states.
+    chunks = 0 if fused and chunk_size >= p.T else ceil(p.T / chunk_size)
+    states = p.B * p.H * chunks * p.dqk * (p.dhv + normalize) * STATE_BYTES  # bytes of the stored states
+    seconds = _seconds(p, normalize, backend, kernel, chunk_size, states, machine)
+    return Candidate(
+        backend, kernel, chunk_size, seconds, _peak_bytes(p, normalize, backend, kernel, chunk_size, states)
+    )
+
+
+def _seconds(
+    p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: int, states: int, machine: Machine
+) -> float:
+    """Predict the seconds of forward and backward.
 
     The paper's kernels ("tfla") are quadratic inside a chunk and read all inputs once more for each result; their times
     for FLOPs and bytes add up, as in (116). Fused kernels have the FLOPs of tiles, whatever the chunk size. Segments
     occupy processors that whole sequences leave idle, but first need the states at their starts. Both kinds of kernels
     move the states that they store.
     """
-    heads, chunks = p.B * p.H, ceil(p.T / chunk_size)
-    whole = chunk_size >= p.T
-    fused = backend != "chunkwise" and kernel != "tfla"
-    one = p.dqk * (p.dhv + normalize) * STATE_BYTES
-    states = 0 if fused and whole else heads * chunks * one
-    L = TILE if kernel != "tfla" else min(chunk_size, p.T)
+    heads, whole = p.B * p.H, chunk_size >= p.T
+    L = min(chunk_size, p.T) if kernel == "tfla" else TILE
     flops = p.B * (forward_flops(p.T, p.H, p.dqk, p.dhv, L) + backward_flops(p.T, p.H, p.dqk, p.dhv, L))
     moved = p.B * (
         forward_bytes(p.T, p.H, p.dqk, p.dhv, p.itemsize)
         + backward_bytes(p.T, p.H, p.dqk, p.dhv, p.itemsize, normalize)
     )
     pair = heads * p.T * (p.dqk + p.dhv) * p.itemsize  # bytes of one of q, k and one of v, dh
-    of_states = 0.0  # seconds of segment states, besides the fused kernels
+    reached = REACHED.get((backend, kernel), 1.0)
     if kernel == "tfla":
-        seconds = flops / machine.flops + (10 * pair + 6 * states) / machine.bandwidth
-    elif fused and not whole:
+        return (flops / machine.flops + (10 * pair + 6 * states) / machine.bandwidth) / reached
+    if backend == "chunkwise":
+        return max(flops / machine.flops, (moved + 3 * states) / machine.bandwidth) / reached
+    programs, of_states = heads, 0.0
+    if not whole:
+        programs = heads * ceil(p.T / chunk_size)
         flops += 4 * heads * p.T * p.dqk * p.dhv
-        seconds = max(flops / machine.flops, (moved + 2 * pair) / machine.bandwidth)
+        moved += 2 * pair
         of_states = 8 * states / (REACHED_STATES * machine.bandwidth)
-    else:
-        seconds = max(flops / machine.flops, (moved + 3 * states) / machine.bandwidth)
-    if fused:
-        programs = heads * (1 if whole else chunks)
-        seconds *= machine.processors * ceil(programs / machine.processors) / programs
-    share = REACHED.get((backend, kernel), 1.0)
-    seconds /= REACHED_WIDE if (backend, kernel) == ("triton", "fused") and p.dqk > WIDE_KEYS else share
+    if backend == "triton" and p.dqk > WIDE_KEYS:
+        reached = REACHED_WIDE
+    seconds = max(flops / machine.flops, moved / machine.bandwidth)
+    rounds = ceil(programs / machine.processors)  # the last round may leave processors idle
+    return seconds * machine.processors * rounds / programs / reached + of_states
+
+
+def _peak_bytes(p: Problem, normalize: bool, backend: str, kernel: str, chunk_size: int, states: int) -> int:
+    """Predict the peak memory of forward and backward beyond the inputs: results, states and checkpoints."""
+    heads = p.B * p.H
     results = heads * p.T * ((2 * p.dhv + 2 * p.dqk) * p.itemsize + 3 * STATE_BYTES)
     kept = states if backend == "chunkwise" else 2 * states
-    dqk, dhv = (padded_head_dims(p.dqk, p.dhv) if backend == "hopper" else None) or (
-        p.dqk,
-        p.dhv,
-    )  # padded, as in states
+    # The states of padded heads have the dims of the kernel.
+    dqk, dhv = (padded_head_dims(p.dqk, p.dhv) if backend == "hopper" else None) or (p.dqk, p.dhv)
     checkpoint_steps = checkpoint_interval(p.dqk, p.dhv, p.itemsize, dqk * dhv, backend == "triton" and not normalize)
-    if fused and min(chunk_size, p.T) > checkpoint_steps:
+    if backend != "chunkwise" and kernel != "tfla" and min(chunk_size, p.T) > checkpoint_steps:
         each = heads * (p.T // checkpoint_steps) * dqk * dhv * p.itemsize
         of_dv = heads * p.T * dhv * p.itemsize  # memory that Triton's fused kernels use for both, or for one of them
         kept += each if backend == "hopper" else each * (2 - min(2, of_dv // each))
     if backend == "hopper" and (parts := p.dhv // WIDEST) > 1:
         results += 2 * heads * p.T * parts * p.dqk * p.itemsize
-    return Candidate(backend, kernel, chunk_size, seconds + of_states, results + kept)
+    return results + kept
 
 
 def chunk_sizes(T: int) -> list[int]:
