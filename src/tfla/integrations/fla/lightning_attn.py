@@ -69,4 +69,4 @@ def fused_recurrent_lightning_attn(
     The other arguments, the results and the errors are those of :func:`chunk_lightning_attn`.
     """
     g = _log_decays(q, v, layer_idx, num_layers)
-    return scan(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, reverse)
+    return scan(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, reverse=reverse)

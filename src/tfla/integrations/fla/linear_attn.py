@@ -39,6 +39,7 @@ def _attend(
     output_final_state: bool,
     normalize: bool,
     cu_seqlens: Tensor | None,
+    *,
     reverse: bool = False,
 ) -> tuple[Tensor, LinearAttentionState | None]:
     """Compute linear attention; the arguments and the results are those of :func:`fused_recurrent_linear_attn`."""
@@ -46,13 +47,13 @@ def _attend(
     count_heads(q)
     check_flags(normalize=normalize)
     C, keys = _split_state(initial_state, normalize, q, v)
-    o, last = scan(q, k, v, g, scale, C, output_final_state, cu_seqlens, reverse)
+    o, last = scan(q, k, v, g, scale, C, output_final_state, cu_seqlens, reverse=reverse)
     if not normalize:
         return o, last
     # The denominator is the same recurrence with one value per head, which is 1 at every step.
     ones = torch.ones((), dtype=v.dtype, device=v.device).expand(*v.shape[:3], 1)
     keys = None if keys is None else keys.transpose(1, 2).transpose(-1, -2)
-    d, sums = scan(q, k, ones, g, scale, keys, output_final_state, cu_seqlens, reverse)
+    d, sums = scan(q, k, ones, g, scale, keys, output_final_state, cu_seqlens, reverse=reverse)
     dtype = torch.promote_types(o.dtype, torch.float32)
     o = (o.to(dtype) / (d.to(dtype) + EPSILON)).to(o.dtype)
     if last is None or sums is None:
@@ -127,4 +128,4 @@ def fused_recurrent_linear_attn(
         reverse: C_t and z_t are sums over the steps from the last one back to t, `initial_state` precedes the last step
             in this order, and the final state is the one after the first step.
     """
-    return _attend(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens, reverse)
+    return _attend(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens, reverse=reverse)

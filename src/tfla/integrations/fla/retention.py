@@ -74,7 +74,9 @@ def fused_recurrent_retention(
     state_v_first = read_state_layout(kwargs, state_v_first)
     check_options(fused_recurrent_retention, kwargs)
     g = _log_decays(q, v)
-    return scan(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, reverse, state_v_first)
+    return scan(
+        q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, reverse=reverse, state_v_first=state_v_first
+    )
 
 
 def parallel_retention(

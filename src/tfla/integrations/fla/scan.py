@@ -48,6 +48,7 @@ def scan(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    *,
     reverse: bool = False,
     state_v_first: bool = False,
 ) -> tuple[Tensor, Tensor | None]:

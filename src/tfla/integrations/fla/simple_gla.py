@@ -104,7 +104,9 @@ def fused_recurrent_simple_gla(
     state_v_first = read_state_layout(kwargs, state_v_first)
     check_options(fused_recurrent_simple_gla, kwargs)
     g = log_decays(g, g_gamma, v)
-    return scan(q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, reverse, state_v_first)
+    return scan(
+        q, k, v, g, scale, initial_state, output_final_state, cu_seqlens, reverse=reverse, state_v_first=state_v_first
+    )
 
 
 def parallel_simple_gla(
