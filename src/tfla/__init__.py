@@ -1,8 +1,11 @@
-"""Kernels for gated linear RNNs: the mLSTM of xLSTM and every scalar-gated linear attention."""
+"""Kernels for gated linear RNNs: the mLSTM of xLSTM, gated linear attention and the delta rule."""
 
 import importlib.metadata
 
 from tfla.ops.api import linear_attention, mlstm
+from tfla.ops.delta import delta_product, delta_rule, dplr
+from tfla.ops.delta_explain import explain_delta_rule
+from tfla.ops.delta_steps import delta_rule_step, delta_rule_steps
 from tfla.ops.explain import Explanation, explain
 from tfla.ops.state import State
 from tfla.ops.steps import linear_attention_step, linear_attention_steps, mlstm_step, mlstm_steps
@@ -14,7 +17,13 @@ except importlib.metadata.PackageNotFoundError:  # sources that are not installe
 __all__ = [
     "Explanation",
     "State",
+    "delta_product",
+    "delta_rule",
+    "delta_rule_step",
+    "delta_rule_steps",
+    "dplr",
     "explain",
+    "explain_delta_rule",
     "linear_attention",
     "linear_attention_step",
     "linear_attention_steps",

@@ -400,9 +400,9 @@ def test_it_is_the_default_and_leaves_the_rest_to_others() -> None:
         q, v, g = (torch.zeros(1, 8, 2, *d, device="cuda") for d in ((K,), (256,), ()))
         return Inputs(q.to(dtype), q.to(dtype), v.to(dtype), g, g, None, None, None, None)
 
-    assert select(None, inputs(128, torch.bfloat16)).name == "hopper"
-    assert select(None, inputs(64, torch.bfloat16)).name == "hopper"  # padded to 128 x 256
-    assert select(None, inputs(128, torch.float32)).name == "triton"
+    assert select(None, inputs(128, torch.bfloat16), BACKENDS).name == "hopper"
+    assert select(None, inputs(64, torch.bfloat16), BACKENDS).name == "hopper"  # padded to 128 x 256
+    assert select(None, inputs(128, torch.float32), BACKENDS).name == "triton"
     for refused in (56, 100):  # less than half of a side, no multiple of 8
-        assert select(None, inputs(refused, torch.bfloat16)).name == "triton"
+        assert select(None, inputs(refused, torch.bfloat16), BACKENDS).name == "triton"
         assert BACKENDS["hopper"].unsupported(inputs(refused, torch.bfloat16)) is not None

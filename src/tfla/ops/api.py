@@ -1,4 +1,4 @@
-"""The public operators over whole sequences: the mLSTM and scalar-gated linear attention."""
+"""The public operators over whole sequences: the mLSTM and gated linear attention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from tfla.ops import channel_gates
+from tfla.ops.channel_gates import has_channel_gates
 from tfla.ops.checks import check_input_gate, check_scale
 from tfla.ops.dispatch import Request, plan
 from tfla.ops.gates import InputGate
@@ -139,21 +141,22 @@ def linear_attention(
     normalizer_grad: bool = True,
     store_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, State]:
-    """Compute scalar-gated linear attention over whole sequences.
+    """Compute gated linear attention over whole sequences.
 
     For every head and step t:
 
-        C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T        h_t = scale C_t^T q_t
+        C_t = diag(exp(log_f_t)) C_{t-1} + exp(log_i_t) k_t v_t^T        h_t = scale C_t^T q_t
 
-    RetNet and Lightning Attention have a constant log_f per head, simple GLA has log_f = g, and Mamba-2 has
-    log_f = A dt, log_i = log dt and scale = 1.
+    GLA has a log_f for each key channel. RetNet and Lightning Attention have a constant log_f per head, simple GLA has
+    log_f = g, and Mamba-2 has log_f = A dt, log_i = log dt and scale = 1.
 
     Args:
         q, k, v: as in :func:`mlstm`.
-        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0. They are clamped to [-1e5, 5e4]. Results
-            with gates above 0 are correct as long as the states and the results fit into float32 (at most 3.4e38),
-            which limits one gate to 88. On a GPU, the sum over up to 16 steps of float32 inputs, or up to 128 of 16-bit
-            ones, must not exceed 88 either; float16 inputs hold weights up to 65,504. Beyond these limits results are
+        log_f: (B, T, H), or (B, T, H, dqk) without ``normalize`` and ``store_dtype``: log-gates, any float dtype.
+        log_i: (B, T, H), log-gates, any float dtype; None is 0. All log-gates are clamped to [-1e5, 5e4]. Results with
+            gates above 0 are correct as long as the states and the results fit into float32 (at most 3.4e38), which
+            limits one gate to 88. On a GPU, the sum over up to 16 steps of float32 inputs, or up to 128 of 16-bit ones,
+            must not exceed 88 either; float16 inputs hold weights up to 65,504. Beyond these limits results are
             infinite or NaN. With ``normalize`` the states are stabilized, and only the running maximum m must fit.
         normalize: divide h_t by max(abs(scale n_t^T q_t), 1) with n_t = exp(log_f_t) n_{t-1} + exp(log_i_t) k_t, as
             mLSTMexp does.
@@ -166,6 +169,11 @@ def linear_attention(
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    if has_channel_gates(log_f):
+        return channel_gates.linear_attention(
+            q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, check_scale(scale),
+            backend, kernel, store_dtype,
+        )  # fmt: skip
     request = Request(
         q, k, v, log_i, log_f, initial_state, cu_seqlens, "log", normalize, return_state, check_scale(scale), backend,
         chunk_size, kernel, normalizer_grad, store_dtype,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tfla._util.caching import CallCache
-from tfla.backends import Backend, Inputs, select
+from tfla.backends import BACKENDS, Backend, Inputs, select
 from tfla.backends.base import Gates, Replay, Spec, static
 from tfla.ops import checks, tuned
 from tfla.ops.autocast import autocast, autocast_dtype
@@ -194,7 +194,7 @@ def choose(
     Raises:
         ValueError: no backend or kernel has that name, or it cannot run these inputs (the message says why).
     """
-    chosen = select(backend, x)
+    chosen = select(backend, x, BACKENDS)
     if kernel is not None and (not isinstance(kernel, str) or kernel not in chosen.kernels):
         allowed = ", ".join(map(repr, chosen.kernels))
         raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tfla.backends import BACKENDS, Backend, Inputs
+from tfla.backends import BACKENDS
 from tfla.ops import checks, dispatch, tuned
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
@@ -38,7 +39,7 @@ class Explanation:
         return "\n".join(f"{name:{width}}  {line}" for name, line in lines.items())
 
 
-def _why_not(other: Backend, chosen: Backend, asked_for: bool, x: Inputs) -> str:
+def why_not(other: Any, chosen: Any, asked_for: bool, x: Any) -> str:
     """Return why a backend other than the chosen one does not run the call."""
     why = other.unsupported(x)
     if why is None:
@@ -86,6 +87,6 @@ def explain(
     x = dispatch.check(request)
     chosen, chosen_kernel, steps = dispatch.choose(x, request.normalize, backend, kernel, chunk_size)
     found = chunk_size is None and tuned.find(x, chosen.name, kernel, request.normalize) is not None
-    others = {b.name: _why_not(b, chosen, backend is not None, x) for b in BACKENDS.values() if b is not chosen}
+    others = {b.name: why_not(b, chosen, backend is not None, x) for b in BACKENDS.values() if b is not chosen}
     rows = chosen.stored_states(x, steps, chosen_kernel)
     return Explanation(chosen.name, chosen_kernel, steps, rows, chosen.details(x, steps, chosen_kernel), others, found)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from tfla.backends import BACKENDS
+from tfla.backends import BACKENDS, DELTA_BACKENDS
 from tfla.backends.base import TILE, Spec, StepSpec
+from tfla.backends.delta import DeltaSpec
 from tfla.ops.schema import Schema
 
 
@@ -48,6 +49,42 @@ def _count(flops: Callable[[int, int, int, int, int], int], x: Any, backend: str
     """Return the FLOPs of a call with the tile of its backend."""
     B, T, H, dhv = x.v
     return B * flops(T, H, x.q[3], dhv, BACKENDS[backend].tile_steps(T, spec.chunk_size, spec.kernel))
+
+
+def delta_forward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int:
+    """Return the FLOPs of a forward of the delta rule (docs/delta-rule.md).
+
+    The reads of the state by q and by the read keys, and its update; in each tile the causal half of the products of q
+    and of the read keys with k, of X with R and of P with E, and the solution for X.
+    """
+    return heads * (6 * T * dqk * dhv + 2 * T * L * (dqk + dhv) + T * L * L // 3)
+
+
+def delta_backward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int:
+    """Return the FLOPs of a backward of the delta rule: seven products with states, nine in each tile."""
+    return heads * (14 * T * dqk * dhv + T * L * (5 * dqk + 4 * dhv))
+
+
+def delta_flops(x: Any, backend: str, spec: DeltaSpec) -> int:
+    """Count the matrix products of the delta rule, or without correction of GLA, as :func:`attend_flops` does.
+
+    Args:
+        x: the shapes of :class:`DeltaInputs`.
+        backend: the name of the backend.
+        spec: the options.
+    """
+    return _count_delta(delta_forward_flops if spec.correct else forward_flops, x, backend, spec)
+
+
+def delta_gradient_flops(x: Any, backend: str, spec: DeltaSpec) -> int:
+    """Count as :func:`delta_flops` does, of the backward."""
+    return _count_delta(delta_backward_flops if spec.correct else backward_flops, x, backend, spec)
+
+
+def _count_delta(flops: Callable[[int, int, int, int, int], int], x: Any, backend: str, spec: DeltaSpec) -> int:
+    """Return the FLOPs of a call with the tile of its backend."""
+    B, T, H, dhv = x.v
+    return B * flops(T, H, x.q[3], dhv, DELTA_BACKENDS[backend].tile_steps(T, spec.chunk_size, spec.kernel))
 
 
 def steps_flops(x: Any, backend: str, spec: StepSpec) -> int:

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from tfla._util.caching import CallCache
-from tfla.backends import StepInputs, select_steps
+from tfla.backends import BACKENDS, StepInputs, select_steps
 from tfla.backends.base import Gates, Replay, StepSpec
 from tfla.backends.reference import bounded_denominator
 from tfla.backends.reference import step as reference_step
-from tfla.ops import checks
+from tfla.ops import channel_gates, checks
 from tfla.ops.autocast import autocast, without_autocast
+from tfla.ops.channel_gates import has_channel_gates
 from tfla.ops.dispatch import call_signature
 from tfla.ops.gates import InputGate, clamp, log_gates
 from tfla.ops.state import State
@@ -115,7 +116,7 @@ def _steps(
     spec = StepSpec(x.q.shape[-1] ** -0.5 if scale is None else scale, gates, return_state, eps)
     if in_place:
         checks.check_in_place(state, x.kept_dtype(state.C), recorded, transformed)
-    chosen = select_steps(backend, x)
+    chosen = select_steps(backend, x, BACKENDS)
     replay = None
     if chosen is None or recorded or transformed:  # the kernels have no rules for transforms
         h, new = _by_reference(x, spec)
@@ -221,7 +222,8 @@ def linear_attention_step(
 
     Args:
         q, k, v: (B, Hq, dqk), (B, Hq, dqk), (B, H, dhv).
-        log_f, log_i: (B, H), log-gates, any float dtype; log_i None is 0.
+        log_f: (B, H), or (B, H, dqk) without ``normalize``: log-gates, any float dtype.
+        log_i: (B, H), log-gates, any float dtype; None is 0.
         state: as in :func:`mlstm_step`; without ``normalize`` its n and m are None.
         normalize, scale: as in :func:`linear_attention`.
         in_place, backend: as in :func:`mlstm_step`.
@@ -232,6 +234,9 @@ def linear_attention_step(
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    if has_channel_gates(log_f, time=False):
+        scale = checks.check_scale(scale)
+        return channel_gates.steps(q, k, v, log_f, log_i, normalize, state, None, False, True, in_place, scale, backend)
     given = q, k, v, log_i, log_f
     return _steps(given, False, state, None, scale, "log", normalize, True, in_place, backend)
 
@@ -331,7 +336,8 @@ def linear_attention_steps(
 
     Args:
         q, k, v: (B, T, Hq, dqk), (B, T, Hq, dqk), (B, T, H, dhv), T from 1 to 32.
-        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0.
+        log_f: (B, T, H), or (B, T, H, dqk) without ``normalize``: log-gates, any float dtype.
+        log_i: (B, T, H), log-gates, any float dtype; None is 0.
         state: as in :func:`linear_attention_step`.
         normalize, scale: as in :func:`linear_attention`.
         return_state, lengths, in_place, backend: as in :func:`mlstm_steps`.
@@ -342,6 +348,12 @@ def linear_attention_steps(
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    if has_channel_gates(log_f):
+        scale = checks.check_scale(scale)
+        h, new = channel_gates.steps(
+            q, k, v, log_f, log_i, normalize, state, lengths, True, return_state, in_place, scale, backend
+        )
+        return (h, new) if return_state else h
     given = q, k, v, log_i, log_f
     found = _steps(given, True, state, lengths, scale, "log", normalize, return_state, in_place, backend)
     return found if return_state else found[0]

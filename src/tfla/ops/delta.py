@@ -1,0 +1,269 @@
+"""The public operators of the delta rule over whole sequences."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from tfla.backends.delta import BetaActivation, GateActivation
+from tfla.ops import checks
+from tfla.ops.delta_dispatch import DeltaRequest, plan
+from tfla.ops.delta_operator import delta
+from tfla.ops.state import State
+
+
+@overload
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    return_state: Literal[False] = False,
+    read_key: Tensor | None = ...,
+    read_before_decay: bool = ...,
+    normalize_qk: bool = ...,
+    beta_activation: BetaActivation = ...,
+    gate_activation: GateActivation = ...,
+    A_log: Tensor | None = ...,
+    dt_bias: Tensor | None = ...,
+    lower_bound: float | None = ...,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+) -> Tensor: ...
+@overload
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    return_state: Literal[True],
+    read_key: Tensor | None = ...,
+    read_before_decay: bool = ...,
+    normalize_qk: bool = ...,
+    beta_activation: BetaActivation = ...,
+    gate_activation: GateActivation = ...,
+    A_log: Tensor | None = ...,
+    dt_bias: Tensor | None = ...,
+    lower_bound: float | None = ...,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+) -> tuple[Tensor, State]: ...
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    read_key: Tensor | None = None,
+    read_before_decay: bool = False,
+    normalize_qk: bool = False,
+    beta_activation: BetaActivation = "none",
+    gate_activation: GateActivation = "none",
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, State]:
+    """Compute the gated delta rule over whole sequences.
+
+    For every head and step t, with the read key r_t = k_t:
+
+        C'_t = diag(exp(log_f_t)) C_{t-1}        E_t = v_t - C'_t^T r_t
+        C_t  = C'_t + beta_t k_t E_t^T           h_t = scale C_t^T q_t
+
+    Without log_f it is DeltaNet, with one log-gate for each step Gated DeltaNet, with one for each key channel KDA;
+    Comba has its own read key and ``read_before_decay``, GDN-2 its own read key. docs/delta-rule.md derives the
+    equations and the exact gradients.
+
+    Args:
+        q, k: (B, T, Hq, dqk), float64, float32, bfloat16 or float16. Hq divides H, and each head of q and k serves
+            H / Hq heads of v. The rule needs beta |k|^2 <= 2 to be stable: k is normalized, or see ``normalize_qk``.
+        v: (B, T, H, dhv), dtype of q. Any strides; a dense last dimension is read without a copy. Under autocast q, k,
+            v and read_key are cast to its dtype.
+        beta: (B, T, H), write strengths in any float dtype; None is 1.
+        log_f: (B, T, H) or (B, T, H, dqk), log-gates in any float dtype; None is no decay. They are clamped to
+            [-1e5, 5e4], so that -inf closes a gate.
+        read_key: (B, T, Hq, dqk), dtype of q, the keys by which the state is read; None is k.
+        read_before_decay: E_t = v_t - C_{t-1}^T r_t.
+        normalize_qk: divide q, k and read_key by sqrt(their squared norm + 1e-6).
+        beta_activation: "none", "sigmoid" for sigmoid(beta), or "2sigmoid" for 2 sigmoid(beta).
+        gate_activation: "none"; "softplus" for log-gates -exp(A_log) softplus(log_f + dt_bias); or "sigmoid" for
+            lower_bound sigmoid(exp(A_log) (log_f + dt_bias)).
+        A_log: (H,), of the gates' activation; None is 0, for "sigmoid" alone.
+        dt_bias: (H,), or (H, dqk) with gates for each channel, of the gates' activation; None is 0.
+        lower_bound: the smallest log-gate of "sigmoid".
+        scale: the factor of the queries, a finite number without a gradient; None is 1/sqrt(dqk).
+        initial_state: the state before the first step of each sequence, with n and m None; None is zero.
+        return_state: also return the state after the last step.
+        cu_seqlens: (sequences + 1,) int32 or int64, for B = 1: the offsets of packed sequences, as in
+            :func:`tfla.mlstm`.
+        chunk_size: the distance in steps between the states that are stored for the backward; None chooses it.
+        backend: the name of the implementation; None chooses the fastest one that supports the inputs.
+        kernel: the name of one of the backend's kernels; None chooses it.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
+    """
+    request = DeltaRequest(
+        q, k, v, beta, log_f, read_key, A_log, dt_bias, initial_state, cu_seqlens, True, read_before_decay,
+        normalize_qk, beta_activation, gate_activation, lower_bound, return_state, checks.check_scale(scale),
+        chunk_size, backend, kernel,
+    )  # fmt: skip
+    return delta(*plan(request))
+
+
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    writes: int,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, State]:
+    """Compute (Gated) DeltaProduct over whole sequences: the delta rule with several writes in each step.
+
+    The state decays before the first write of a step and is read by q after the last one. The call is one of
+    :func:`delta_rule` over T x writes steps.
+
+    Args:
+        q: (B, T, Hq, dqk).
+        k: (B, T x writes, Hq, dqk), the keys of a step next to each other.
+        v: (B, T x writes, H, dhv).
+        beta: (B, T x writes, H); None is 1.
+        log_f: (B, T, H) or (B, T, H, dqk); None is no decay.
+        writes: the number of writes in each step.
+        scale, initial_state, return_state, chunk_size, backend, kernel: as in :func:`delta_rule`.
+        cu_seqlens: the offsets of packed sequences in steps, not in writes.
+
+    Returns:
+        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`delta_rule`.
+    """
+    if isinstance(writes, bool) or not isinstance(writes, int | torch.SymInt):
+        raise TypeError(f"writes: got {type(writes).__name__}, expected an int")
+    if writes < 1:
+        raise ValueError(f"writes: got {writes}, expected at least 1")
+    checks.check_float("q", q)
+    checks.check_shape("q", q, ("B", "T", "H", "dqk"))
+    B, T, Hq, dqk = q.shape
+    for name, x, dims in (("k", k, ("H", "dqk")), ("v", v, ("H", "dhv")), ("beta", beta, ("H",))):
+        if x is not None:
+            checks.check_float(name, x)
+            checks.check_shape(name, x, (B, T * writes, *dims))
+    queries = torch.cat([q.new_zeros(B, T, writes - 1, Hq, dqk), q.unsqueeze(2)], 2).flatten(1, 2)
+    if log_f is not None:
+        checks.check_float("log_f", log_f)
+        if log_f.shape[:2] != (B, T):
+            raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected ({B}, {T}, H) or ({B}, {T}, H, {dqk})")
+        open_gates = log_f.new_zeros(B, T, writes - 1, *log_f.shape[2:])
+        log_f = torch.cat([log_f.unsqueeze(2), open_gates], 2).flatten(1, 2)
+    found = delta_rule(
+        queries, k, v, beta, log_f, scale=scale, initial_state=initial_state, return_state=True,
+        cu_seqlens=_stretched(cu_seqlens, writes, q), chunk_size=chunk_size, backend=backend, kernel=kernel,
+    )  # fmt: skip
+    h = found[0][:, writes - 1 :: writes]
+    return (h, found[1]) if return_state else h
+
+
+def dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_f: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, State]:
+    """Compute a recurrence with a diagonal plus low-rank transition over whole sequences.
+
+    For every head and step t:
+
+        C_t = diag(exp(log_f_t)) C_{t-1} + b_t (C_{t-1}^T a_t)^T + k_t v_t^T        h_t = scale C_t^T q_t
+
+    RWKV-7 has a = -kk, b = kk * (its in-context learning rate) and scale = 1. The call is one of :func:`delta_rule`
+    over 2 T steps: b writes what a reads before the decay, then k writes v.
+
+    Args:
+        q, k, a, b: (B, T, Hq, dqk).
+        v: (B, T, H, dhv).
+        log_f: (B, T, H) or (B, T, H, dqk).
+        scale, initial_state, return_state, chunk_size, backend, kernel: as in :func:`delta_rule`.
+        cu_seqlens: the offsets of packed sequences in steps.
+
+    Returns:
+        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`delta_rule`.
+    """
+    given = {"q": q, "k": k, "a": a, "b": b}
+    for name, x in given.items():
+        checks.check_float(name, x)
+        checks.check_shape(name, x, ("B", "T", "H", "dqk") if name == "q" else tuple(q.shape))
+        if x.device != q.device:
+            raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
+    checks.check_float("v", v)
+    checks.check_shape("v", v, (q.shape[0], q.shape[1], "H", "dhv"))
+    checks.check_float("log_f", log_f)
+    zero = torch.zeros_like
+
+    def each(first: Tensor, second: Tensor) -> Tensor:
+        return torch.stack([first, second], 2).flatten(1, 2)
+
+    one = torch.ones(v.shape[:-1], dtype=torch.float32, device=v.device)
+    found = delta_rule(
+        each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)),
+        read_key=each(a, zero(a)), read_before_decay=True, scale=scale, initial_state=initial_state, return_state=True,
+        cu_seqlens=_stretched(cu_seqlens, 2, q), chunk_size=chunk_size, backend=backend, kernel=kernel,
+    )  # fmt: skip
+    h = found[0][:, 1::2]
+    return (h, found[1]) if return_state else h
+
+
+def _stretched(cu_seqlens: Tensor | None, factor: int, q: Tensor) -> Tensor | None:
+    """Return the offsets of packed sequences whose steps are `factor` ones."""
+    if cu_seqlens is None:
+        return None
+    checks.check_cu_seqlens(cu_seqlens, q)
+    return cu_seqlens * factor

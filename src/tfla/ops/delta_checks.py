@@ -1,0 +1,89 @@
+"""The checks of the arguments of the delta rule.
+
+Each raises ValueError or TypeError, whose message names the argument, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from tfla.ops import checks
+from tfla.ops.autocast import autocast_dtype
+from tfla.ops.delta_activations import BETA_ACTIVATIONS, GATE_ACTIVATIONS
+
+
+def check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None,
+    read_key: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    time: bool = True,
+) -> None:
+    """Check shapes, dtypes and devices of one call; tensors have the dimension T with ``time``."""
+    checks.check_inputs(q, k, v, {} if beta is None else {"beta": beta}, time=time)
+    heads, dqk = v.shape[-2], q.shape[-1]
+    if log_f is not None:
+        checks.check_float("log_f", log_f)
+        gates = tuple(v.shape[:-1])
+        if log_f.shape not in (gates, (*gates, dqk)):
+            raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected {gates} or {(*gates, dqk)}")
+    if read_key is not None:
+        checks.check_float("read_key", read_key)
+        checks.check_shape("read_key", read_key, tuple(k.shape))
+        if read_key.dtype != k.dtype and autocast_dtype(q.device.type) is None:
+            raise TypeError(f"read_key: got dtype {read_key.dtype}, expected that of q, {q.dtype}")
+    if A_log is not None:
+        checks.check_float("A_log", A_log)
+        checks.check_shape("A_log", A_log, (heads,))
+    if dt_bias is not None:
+        checks.check_float("dt_bias", dt_bias)
+        by_channel = log_f is not None and log_f.dim() == v.dim()
+        if dt_bias.shape != (heads,) and not (by_channel and dt_bias.shape == (heads, dqk)):
+            allowed = f"({heads},)" + f" or ({heads}, {dqk})" * by_channel
+            raise ValueError(f"dt_bias: got shape {tuple(dt_bias.shape)}, expected {allowed}")
+    for name, x in {"log_f": log_f, "read_key": read_key, "A_log": A_log, "dt_bias": dt_bias}.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
+
+
+def check_activations(
+    beta: Tensor | None,
+    log_f: Tensor | None,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    beta_activation: object,
+    gate_activation: object,
+    lower_bound: object,
+) -> None:
+    """Check the names of activations, and that their parameters are given where they are read."""
+    for name, given, allowed in (
+        ("beta_activation", beta_activation, BETA_ACTIVATIONS),
+        ("gate_activation", gate_activation, GATE_ACTIVATIONS),
+    ):
+        if not isinstance(given, str) or given not in allowed:
+            raise ValueError(f"{name}: got {given!r}, allowed are {', '.join(map(repr, allowed))}")
+    if beta is None and beta_activation != "none":
+        raise ValueError(f"beta: got None with beta_activation={beta_activation!r}, expected a tensor")
+    if log_f is None and gate_activation != "none":
+        raise ValueError(f"log_f: got None with gate_activation={gate_activation!r}, expected a tensor")
+    for name, x in {"A_log": A_log, "dt_bias": dt_bias}.items():
+        if x is not None and gate_activation == "none":
+            raise ValueError(f"{name}: got a tensor with gate_activation='none', expected None")
+    if gate_activation == "softplus" and A_log is None:
+        raise ValueError("A_log: got None with gate_activation='softplus', expected a tensor")
+    if (lower_bound is None) != (gate_activation != "sigmoid"):
+        expected = "a number" if gate_activation == "sigmoid" else "None"
+        raise ValueError(
+            f"lower_bound: got {lower_bound!r} with gate_activation={gate_activation!r}, expected {expected}"
+        )
+    if lower_bound is not None:
+        if isinstance(lower_bound, bool) or not isinstance(lower_bound, int | float):
+            raise TypeError(f"lower_bound: got {type(lower_bound).__name__}, expected a number")
+        if not -math.inf < lower_bound < 0:
+            raise ValueError(f"lower_bound: got {lower_bound}, expected a finite number below 0")

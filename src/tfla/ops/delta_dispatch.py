@@ -1,0 +1,156 @@
+"""The plan of a call of the delta rule: what runs it, found under its call signature or chosen after its checks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla._util.caching import CallCache
+from tfla.backends import DELTA_BACKENDS, DeltaBackend, DeltaInputs, select
+from tfla.backends.delta import BetaActivation, DeltaSpec, GateActivation
+from tfla.ops import checks, delta_checks
+from tfla.ops.autocast import autocast
+from tfla.ops.delta_activations import activated
+from tfla.ops.dispatch import Plan, call_signature
+from tfla.ops.state import State
+from tfla.ops.transforms import needs_dispatcher, transforms_active
+
+
+class DeltaRequest(NamedTuple):
+    """The arguments of one call over whole sequences, unchecked but for `scale`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    log_f: Tensor | None
+    read_key: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    state: State | None
+    cu_seqlens: Tensor | None
+    correct: bool
+    read_before_decay: bool
+    normalize_qk: bool
+    beta_activation: BetaActivation
+    gate_activation: GateActivation
+    lower_bound: float | None
+    return_state: bool
+    scale: float | None
+    chunk_size: int | None
+    backend: str | None
+    kernel: str | None
+
+
+_PLANS: CallCache[Plan] = CallCache()  # of calls that have passed the checks
+
+
+def plan(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
+    """Look up what runs a call under its signature, or check the call and choose it.
+
+    Returns:
+        the inputs as the backend reads them, and the plan.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid, or no backend or kernel can run the call as it asks.
+    """
+    checks.check_chunk_size(request.chunk_size)  # here, since True equals the valid chunk size 1
+    call = call_signature(request[:8], request.state, request.cu_seqlens, request[10:])
+    found = _PLANS.get(call)
+    if found is None:
+        x, found = _check_and_choose(request, cached=call is not None)
+        _PLANS.add(call, found)
+    else:
+        x = _inputs(request)
+    return x if _in_kernel(found.backend) else _activated(x, request), found
+
+
+def _in_kernel(backend: DeltaBackend) -> bool:
+    """Return whether the backend applies the activations of this call."""
+    return backend.takes_activations and not transforms_active()  # A_log and dt_bias have no batch to map over
+
+
+def _activated(x: DeltaInputs, request: DeltaRequest) -> DeltaInputs:
+    """Return inputs with the activations of the call applied."""
+    return activated(
+        x, request.normalize_qk, request.beta_activation, request.gate_activation, request.lower_bound or 0.0
+    )
+
+
+def _inputs(request: DeltaRequest) -> DeltaInputs:
+    """Return the inputs as backends read them: autocast, with a dense last dimension."""
+    q, k, v, beta, log_f, read_key, A_log, dt_bias, state, cu_seqlens = request[:10]
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in autocast(q, k, v))
+    if read_key is not None:
+        (read_key,) = autocast(read_key)
+        read_key = read_key if read_key.stride(-1) == 1 else read_key.contiguous()
+    C = None if state is None else state.C
+    return DeltaInputs(q, k, v, beta, log_f, read_key, A_log, dt_bias, C, cu_seqlens)
+
+
+def check(request: DeltaRequest) -> DeltaInputs:
+    """Check the arguments of a call, apart from the names of backend and kernel.
+
+    Returns:
+        the inputs without activations.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+    """
+    q, k, v, beta, log_f, read_key, A_log, dt_bias, state, cu_seqlens = request[:10]
+    checks.check_flags(
+        read_before_decay=request.read_before_decay, normalize_qk=request.normalize_qk,
+        return_state=request.return_state,
+    )  # fmt: skip
+    delta_checks.check_tensors(q, k, v, beta, log_f, read_key, A_log, dt_bias)
+    delta_checks.check_activations(
+        beta, log_f, A_log, dt_bias, request.beta_activation, request.gate_activation, request.lower_bound
+    )
+    checks.check_chunk_size(request.chunk_size)
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, q)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if state is not None:
+        checks.check_state(state, sequences, q, v, False, "initial_state")
+    return _inputs(request)
+
+
+def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs, Plan]:
+    """Check a call and choose what runs it."""
+    x = check(request)
+    backend, kernel, chunk_size = choose(x, request.backend, request.kernel, request.chunk_size)
+    spec = DeltaSpec(
+        scale=x.q.shape[-1] ** -0.5 if request.scale is None else request.scale,
+        correct=request.correct,
+        read_before_decay=bool(request.read_before_decay),
+        chunk_size=chunk_size,
+        kernel=kernel,
+        save=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x),
+        final_state=bool(request.return_state),
+    )
+    if _in_kernel(backend):
+        spec = spec._replace(
+            normalize_qk=bool(request.normalize_qk), beta_activation=request.beta_activation,
+            gate_activation=request.gate_activation, lower_bound=request.lower_bound or 0.0,
+        )  # fmt: skip
+    return x, Plan(backend, spec, not cached and needs_dispatcher(x), cached, True)
+
+
+def choose(
+    x: DeltaInputs, backend: str | None, kernel: str | None, chunk_size: int | None
+) -> tuple[DeltaBackend, str, int]:
+    """Choose what runs a call: what the caller asks for, else the backend's default.
+
+    Raises:
+        ValueError: no backend or kernel has that name, or it cannot run these inputs (the message says why).
+    """
+    chosen = select(backend, x, DELTA_BACKENDS)
+    if kernel is not None and (not isinstance(kernel, str) or kernel not in chosen.kernels):
+        allowed = ", ".join(map(repr, chosen.kernels))
+        raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
+    if kernel is not None and (why := chosen.kernel_unsupported(x, kernel)) is not None:
+        raise ValueError(f"kernel: {kernel!r} of backend {chosen.name!r} cannot run these inputs: {why}")
+    kernel = chosen.default_kernel(x) if kernel is None else kernel
+    return chosen, kernel, chunk_size or chosen.default_chunk_size(x, kernel)

@@ -1,0 +1,59 @@
+"""The delta rule over whole sequences, registered as `tfla::delta` and `tfla::delta_backward`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tfla.backends import DELTA_BACKENDS, DeltaInputs
+from tfla.backends.base import packed_bounds
+from tfla.backends.delta import DeltaGrads, DeltaOutputs, DeltaSpec
+from tfla.ops import delta_differentiable, flops
+from tfla.ops.registration import DifferentiableOperator
+from tfla.ops.state import State
+
+
+def _check(x: DeltaInputs) -> None:
+    """Check the values of cu_seqlens on a CPU, which a call that is traced cannot read."""
+    if x.cu_seqlens is not None and x.cu_seqlens.device.type == "cpu":
+        packed_bounds(x.cu_seqlens, x.v.shape[1])
+
+
+def _shapes(x: DeltaInputs, backend: str, spec: DeltaSpec) -> tuple[Tensor, ...]:
+    """Return empty tensors of the shapes and dtypes of :class:`DeltaOutputs`."""
+    state = (x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3])
+    saved = DELTA_BACKENDS[backend].saved(x, spec.correct, spec.chunk_size, spec.kernel)
+
+    def new(wanted: bool, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return x.q.new_empty(shape if wanted else (0,), dtype=dtype)
+
+    return (
+        x.v.new_empty(x.v.shape),
+        new(spec.final_state, state, x.acc_dtype),
+        *(new(spec.save, *like) for like in saved),
+    )
+
+
+def _gradients(x: DeltaInputs, g: DeltaGrads) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all inputs but cu_seqlens."""
+    return g
+
+
+def _num_read(spec: DeltaSpec) -> int:
+    """Return how many results a call reads: h, and the final state."""
+    return 2 if spec.final_state else 1
+
+
+def _results(spec: DeltaSpec, out: Sequence[Tensor]) -> Tensor | tuple[Tensor, State]:
+    """Return h, or h and the final state."""
+    return (out[0], State(out[1])) if spec.final_state else out[0]
+
+
+delta = DifferentiableOperator(
+    "delta", inputs=DeltaInputs, spec=DeltaSpec, outputs=DeltaOutputs, backend_before="kernel", cotangents=("dh", "dC"),
+    saved=("h", "E", "X", "chunk_C"), backends=DELTA_BACKENDS, check=_check, shapes=_shapes, gradients=_gradients,
+    num_read=_num_read, results=_results, differentiable=delta_differentiable.delta,
+    flops=(flops.delta_flops, flops.delta_gradient_flops),
+)  # fmt: skip
