@@ -15,7 +15,7 @@ from tfla.ops.autocast import autocast
 from tfla.ops.delta_activations import activated
 from tfla.ops.dispatch import Plan, call_signature
 from tfla.ops.state import State
-from tfla.ops.transforms import needs_dispatcher, transforms_active
+from tfla.ops.transforms import needs_dispatcher
 
 
 class DeltaRequest(NamedTuple):
@@ -64,12 +64,7 @@ def plan(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
         _PLANS.add(call, found)
     else:
         x = _inputs(request)
-    return x if _in_kernel(found.backend) else _activated(x, request), found
-
-
-def _in_kernel(backend: DeltaBackend) -> bool:
-    """Return whether the backend applies the activations of this call."""
-    return backend.takes_activations and not transforms_active()  # A_log and dt_bias have no batch to map over
+    return x if found.backend.takes_activations else _activated(x, request), found
 
 
 def _activated(x: DeltaInputs, request: DeltaRequest) -> DeltaInputs:
@@ -130,7 +125,7 @@ def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs,
         save=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x),
         final_state=bool(request.return_state),
     )
-    if _in_kernel(backend):
+    if backend.takes_activations:
         spec = spec._replace(
             normalize_qk=bool(request.normalize_qk), beta_activation=request.beta_activation,
             gate_activation=request.gate_activation, lower_bound=request.lower_bound or 0.0,

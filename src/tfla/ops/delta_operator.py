@@ -53,7 +53,7 @@ def _results(spec: DeltaSpec, out: Sequence[Tensor]) -> Tensor | tuple[Tensor, S
 
 delta = DifferentiableOperator(
     "delta", inputs=DeltaInputs, spec=DeltaSpec, outputs=DeltaOutputs, backend_before="kernel", cotangents=("dh", "dC"),
-    saved=("h", "E", "X", "chunk_C"), backends=DELTA_BACKENDS, check=_check, shapes=_shapes, gradients=_gradients,
+    saved=("E", "X", "chunk_C"), backends=DELTA_BACKENDS, check=_check, shapes=_shapes, gradients=_gradients,
     num_read=_num_read, results=_results, differentiable=delta_differentiable.delta,
-    flops=(flops.delta_flops, flops.delta_gradient_flops),
+    flops=(flops.delta_flops, flops.delta_gradient_flops), without_batch=("A_log", "dt_bias"),
 )  # fmt: skip
