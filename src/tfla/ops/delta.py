@@ -136,6 +136,42 @@ def delta_rule(
     return delta(*plan(request))
 
 
+@overload
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    return_state: Literal[False] = False,
+    writes: int,
+    normalize_qk: bool = ...,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+) -> Tensor: ...
+@overload
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    return_state: Literal[True],
+    writes: int,
+    normalize_qk: bool = ...,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+) -> tuple[Tensor, State]: ...
 def delta_product(
     q: Tensor,
     k: Tensor,
@@ -144,6 +180,7 @@ def delta_product(
     log_f: Tensor | None = None,
     *,
     writes: int,
+    normalize_qk: bool = False,
     scale: float | None = None,
     initial_state: State | None = None,
     return_state: bool = False,
@@ -164,6 +201,7 @@ def delta_product(
         beta: (B, T x writes, H); None is 1.
         log_f: (B, T, H) or (B, T, H, dqk); None is no decay.
         writes: the number of writes in each step.
+        normalize_qk: divide q and k by sqrt(their squared norm + 1e-6).
         scale, initial_state, return_state, chunk_size, backend, kernel: as in :func:`delta_rule`.
         cu_seqlens: the offsets of packed sequences in steps, not in writes.
 
@@ -192,13 +230,48 @@ def delta_product(
         open_gates = log_f.new_zeros(B, T, writes - 1, *log_f.shape[2:])
         log_f = torch.cat([log_f.unsqueeze(2), open_gates], 2).flatten(1, 2)
     found = delta_rule(
-        queries, k, v, beta, log_f, scale=scale, initial_state=initial_state, return_state=True,
-        cu_seqlens=_stretched(cu_seqlens, writes, q), chunk_size=chunk_size, backend=backend, kernel=kernel,
+        queries, k, v, beta, log_f, normalize_qk=normalize_qk, scale=scale, initial_state=initial_state,
+        return_state=True, cu_seqlens=_stretched(cu_seqlens, writes, q), chunk_size=chunk_size, backend=backend,
+        kernel=kernel,
     )  # fmt: skip
     h = found[0][:, writes - 1 :: writes]
     return (h, found[1]) if return_state else h
 
 
+@overload
+def dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_f: Tensor,
+    *,
+    return_state: Literal[False] = False,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+) -> Tensor: ...
+@overload
+def dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_f: Tensor,
+    *,
+    return_state: Literal[True],
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+) -> tuple[Tensor, State]: ...
 def dplr(
     q: Tensor,
     k: Tensor,

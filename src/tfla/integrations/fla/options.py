@@ -56,3 +56,15 @@ def read_state_layout(options: dict[str, Any], state_v_first: bool) -> bool:
     state_v_first = options.pop("transpose_state_layout")
     check_flags(transpose_state_layout=state_v_first)
     return state_v_first
+
+
+def refuse(**given: object) -> None:
+    """Raise a ValueError for an argument of the package that is not supported, unless it is None or False.
+
+    Raises:
+        ValueError: the message names the argument and what is allowed.
+    """
+    for name, value in given.items():
+        if value is not None and value is not False:
+            got = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"{name}: got {got}, which tfla does not support, expected None or False")

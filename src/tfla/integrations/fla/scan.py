@@ -62,7 +62,7 @@ def scan(
     """
     check_flags(output_final_state=output_final_state, reverse=reverse, state_v_first=state_v_first)
     if initial_state is not None:
-        initial_state = _key_first(initial_state, q, v, cu_seqlens, state_v_first)
+        initial_state = key_first(initial_state, q, v, cu_seqlens, state_v_first)
     if reverse:
         o, last = _scan_reversed(q, k, v, g, scale, initial_state, cu_seqlens)
     else:
@@ -72,7 +72,7 @@ def scan(
     return o, last.transpose(-1, -2) if state_v_first else last
 
 
-def _key_first(state: Tensor, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool) -> Tensor:
+def key_first(state: Tensor, q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_v_first: bool) -> Tensor:
     """Check an initial state and return it as (N, H, K, V)."""
     check_float("initial_state", state)
     count_heads(q)

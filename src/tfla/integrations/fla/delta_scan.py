@@ -1,0 +1,93 @@
+"""The call of tfla's delta rule from the arguments of flash-linear-attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tfla
+from tfla.backends.delta import BetaActivation
+from tfla.integrations.arguments import check_flags
+from tfla.integrations.fla.scan import key_first
+
+
+def beta_activation(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> BetaActivation:
+    """Return the activation of beta that two flags of the package stand for.
+
+    Raises:
+        TypeError: a value is not a flag.
+        ValueError: `allow_neg_eigval` is given without `use_beta_sigmoid_in_kernel`.
+    """
+    check_flags(use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval: got True, expected it with use_beta_sigmoid_in_kernel=True")
+    if not use_beta_sigmoid_in_kernel:
+        return "none"
+    return "2sigmoid" if allow_neg_eigval else "sigmoid"
+
+
+def gate_options(
+    use_gate_in_kernel: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None
+) -> dict[str, Any]:
+    """Return the options of :func:`tfla.delta_rule` for the activation of the gates; none without it.
+
+    Raises:
+        TypeError: `use_gate_in_kernel` is not a flag.
+    """
+    check_flags(use_gate_in_kernel=use_gate_in_kernel)
+    if not use_gate_in_kernel:
+        return {}
+    kind = "softplus" if lower_bound is None else "sigmoid"
+    return {"gate_activation": kind, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound}
+
+
+def delta_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    g: Tensor | None,
+    scale: float | None,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    state_v_first: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the delta rule over whole sequences; a single step without gradients is computed as a decoding step.
+
+    Args:
+        q, k, v, beta, scale, cu_seqlens: as in :func:`tfla.delta_rule`.
+        g: its log-gates.
+        initial_state: (N, HV, K, V), or (N, HV, V, K) with `state_v_first`; zeros if None.
+        output_final_state: also return the final states.
+        state_v_first: the layout of states.
+        options: further options of :func:`tfla.delta_rule`.
+
+    Returns:
+        o (B, T, HV, V), and the final states in the same layout, or None.
+    """
+    check_flags(output_final_state=output_final_state, state_v_first=state_v_first)
+    if initial_state is not None:
+        initial_state = key_first(initial_state, q, v, cu_seqlens, state_v_first)
+    state = None if initial_state is None else tfla.State(initial_state)
+    if q.dim() == 4 and q.shape[1] == 1 and cu_seqlens is None and not torch.is_grad_enabled():  # a decoding step
+        if state is None:
+            dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+            shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])
+            state = tfla.State(torch.zeros(shape, dtype=dtype, device=v.device))
+        o, last = tfla.delta_rule_steps(q, k, v, beta, state, g, scale=scale, **options)
+    else:
+        o, last = tfla.delta_rule(
+            q, k, v, beta, g, scale=scale, initial_state=state, return_state=True, cu_seqlens=cu_seqlens, **options
+        )
+    return o, final_state(last, output_final_state, state_v_first)
+
+
+def final_state(last: tfla.State, output_final_state: bool, state_v_first: bool = False) -> Tensor | None:
+    """Return the final states in the layout of the caller, or None where they are not asked for."""
+    if not output_final_state:
+        return None
+    return last.C.transpose(-1, -2) if state_v_first else last.C

@@ -1,0 +1,129 @@
+"""The functions of Kimi Delta Attention (arXiv 2510.26692), the delta rule with a decay for each key channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tfla.integrations.arguments import check_flags
+from tfla.integrations.fla.delta_scan import beta_activation, delta_scan, gate_options
+from tfla.integrations.fla.options import check_options, read_state_layout, refuse
+
+__all__ = ["chunk_kda", "fused_recurrent_kda"]
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: Any = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute Kimi Delta Attention.
+
+        C'_t = diag(exp(g_t)) C_{t-1}        C_t = C'_t + beta_t k_t (v_t - C'_t^T k_t)^T        o_t = scale C_t^T q_t
+
+    Args:
+        q, k: (B, T, H, K). H divides HV.
+        v: (B, T, HV, V).
+        g: (B, T, HV, K), log-decays in any float dtype; no decay is too small.
+        beta: (B, T, HV).
+        scale: the factor of the queries; None is 1/sqrt(K).
+        initial_state: (N, HV, K, V), or (N, HV, V, K) with `state_v_first`, the states before the first steps; zeros if
+            None.
+        output_final_state: also return the states after the last steps, in the same layout.
+        use_qk_l2norm_in_kernel: divide q and k by sqrt(their squared norm + 1e-6).
+        use_gate_in_kernel: log-decays are -exp(A_log) softplus(g + dt_bias), or with `lower_bound` they are
+            lower_bound sigmoid(exp(A_log) (g + dt_bias)).
+        use_beta_sigmoid_in_kernel: beta is the argument of a sigmoid.
+        allow_neg_eigval: beta is 2 sigmoid(beta), with `use_beta_sigmoid_in_kernel`.
+        lower_bound: the smallest log-decay of `use_gate_in_kernel`.
+        state_v_first: states have V before K.
+        cu_seqlens: (N + 1,) int, for B = 1: the first step of each packed sequence and, last, T.
+        safe_gate, disable_recompute, cu_seqlens_cpu, max_num_seqs: accepted without effect.
+        return_intermediate_states, cp_context, use_graph: not supported; False or None.
+        kwargs: `A_log` (HV,) and `dt_bias` (HV x K,) of `use_gate_in_kernel`; `chunk_size` (a power of 2) and
+            `head_first=False`, accepted without effect; and `transpose_state_layout`, the deprecated name of
+            `state_v_first`.
+
+    Returns:
+        o (B, T, HV, V), and the final state or None.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit or is unknown; the message names it, what it is and what is
+            allowed.
+    """
+    state_v_first = read_state_layout(kwargs, state_v_first)
+    A_log, dt_bias = kwargs.pop("A_log", None), kwargs.pop("dt_bias", None)
+    check_options(chunk_kda, kwargs)
+    check_flags(safe_gate=safe_gate, disable_recompute=disable_recompute)
+    refuse(return_intermediate_states=return_intermediate_states, cp_context=cp_context, use_graph=use_graph)
+    return delta_scan(
+        q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first,
+        normalize_qk=use_qk_l2norm_in_kernel,
+        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        **gate_options(use_gate_in_kernel, _of_heads(A_log), _by_channel(dt_bias, v), lower_bound),
+    )  # fmt: skip
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the same as :func:`chunk_kda`, with `A_log` and `dt_bias` as arguments of their own.
+
+    The other arguments, the results and the errors are those of that function.
+    """
+    state_v_first = read_state_layout(kwargs, state_v_first)
+    check_options(fused_recurrent_kda, kwargs)
+    return delta_scan(
+        q, k, v, beta, g, scale, initial_state, output_final_state, cu_seqlens, state_v_first,
+        normalize_qk=use_qk_l2norm_in_kernel,
+        beta_activation=beta_activation(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        **gate_options(use_gate_in_kernel, _of_heads(A_log), _by_channel(dt_bias, v), lower_bound),
+    )  # fmt: skip
+
+
+def _of_heads(A_log: Tensor | None) -> Tensor | None:
+    """Return A_log as (HV,); models store it with further dimensions of 1."""
+    return None if A_log is None else A_log.flatten()
+
+
+def _by_channel(dt_bias: Tensor | None, v: Tensor) -> Tensor | None:
+    """Return the bias (HV x K,) as (HV, K)."""
+    return None if dt_bias is None else dt_bias.reshape(v.shape[2], -1)

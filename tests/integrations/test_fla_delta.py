@@ -1,0 +1,240 @@
+"""The tests of flash-linear-attention's delta rules and GLA: signatures, results and gradients, and the patch of it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import TOLERANCE, error
+from torch import Tensor
+
+from tfla.integrations import fla as ours
+
+B, T, H, HV, K, V = 2, 70, 2, 4, 8, 6
+WHERE = {
+    "chunk_gla": "gla",
+    "fused_recurrent_gla": "gla",
+    "chunk_delta_rule": "delta_rule",
+    "fused_recurrent_delta_rule": "delta_rule",
+    "chunk_gated_delta_rule": "gated_delta_rule",
+    "fused_recurrent_gated_delta_rule": "gated_delta_rule",
+    "chunk_kda": "kda",
+    "fused_recurrent_kda": "kda",
+    "chunk_comba": "comba",
+    "chunk_gated_delta_product": "gated_delta_product",
+    "chunk_dplr_delta_rule": "generalized_delta_rule",
+    "chunk_rwkv7": "rwkv7",
+}
+
+
+def theirs(path: str) -> Any:
+    """Return the object module.name within fla.ops of the package."""
+    pytest.importorskip("fla", reason='pip install "tfla[baselines]"')
+    module, _, name = f"fla.ops.{path}".rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", WHERE)
+def test_signatures(name: str) -> None:
+    original = inspect.unwrap(theirs(f"{WHERE[name]}.{name}"))
+    own = getattr(importlib.import_module(f"tfla.integrations.fla.{WHERE[name]}"), name)
+    assert own is getattr(ours, name)
+    parameters = [
+        [(p.name, p.kind, p.default) for p in inspect.signature(fn).parameters.values()] for fn in (own, original)
+    ]
+    assert parameters[0] == parameters[1]
+
+
+def inputs(heads: int = H, gates: tuple[int, ...] = (), mean: float = 3.0) -> dict[str, Tensor]:
+    """Float32 inputs with gradients; `gates`: dimensions of log-decays after (B, T, HV)."""
+    torch.manual_seed(0)
+    x = {
+        "q": torch.randn(B, T, heads, K),
+        "k": F.normalize(torch.randn(B, T, heads, K), dim=-1),
+        "v": torch.randn(B, T, HV, V),
+        "g": F.logsigmoid(torch.randn(B, T, HV, *gates) + mean),
+        "beta": torch.rand(B, T, HV) * 2,
+        "state": torch.randn(B, HV, K, V),
+    }
+    return {name: t.requires_grad_() for name, t in x.items()}
+
+
+def agree(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], leaves: list[Tensor]) -> None:
+    """Compare outputs, final states, and gradients of leaves from random cotangents."""
+    cotangents = [torch.randn_like(t) for t in expected]
+    grads = [torch.autograd.grad(outs, leaves, cotangents, retain_graph=True) for outs in (found, expected)]
+    for a, b in zip([*found, *grads[0]], [*expected, *grads[1]], strict=True):
+        assert a.shape == b.shape
+        assert error(a, b) <= TOLERANCE[torch.float32]
+
+
+LAST = {"output_final_state": True}
+
+
+@pytest.mark.parametrize("mean", [3.0, -4.0])
+@pytest.mark.parametrize("run", [ours.chunk_gated_delta_rule, ours.fused_recurrent_gated_delta_rule])
+def test_gated_delta_rule(run: Callable[..., Any], mean: float) -> None:
+    x = inputs(mean=mean)
+    args = x["q"], x["k"], x["v"]
+    naive = theirs("gated_delta_rule.naive.naive_recurrent_gated_delta_rule")
+    wide = [t.repeat_interleave(HV // H, 2) for t in args[:2]]
+    expected = naive(*wide, x["v"], x["beta"], x["g"], initial_state=x["state"], **LAST)
+    agree(run(*args, g=x["g"], beta=x["beta"], initial_state=x["state"], **LAST), expected, list(x.values()))
+
+
+@pytest.mark.parametrize("mean", [3.0, -4.0])
+@pytest.mark.parametrize("run", [ours.chunk_kda, ours.fused_recurrent_kda])
+def test_kda(run: Callable[..., Any], mean: float) -> None:
+    x = inputs(gates=(K,), mean=mean)
+    args = x["q"], x["k"], x["v"], x["g"], x["beta"]
+    expected = theirs("kda.naive.naive_recurrent_kda")(*args, initial_state=x["state"], **LAST)
+    agree(run(*args, initial_state=x["state"], **LAST), expected, list(x.values()))
+
+
+@pytest.mark.parametrize("run", [ours.chunk_gla, ours.fused_recurrent_gla])
+def test_gla(run: Callable[..., Any]) -> None:
+    x = inputs(heads=HV, gates=(K,))
+    args = x["q"], x["k"], x["v"], x["g"]
+    expected = theirs("gla.naive.naive_recurrent_gla")(*args, initial_state=x["state"], **LAST)
+    leaves = [t for name, t in x.items() if name != "beta"]
+    agree(run(*args, initial_state=x["state"], **LAST), expected, leaves)
+
+
+@pytest.mark.parametrize("run", [ours.chunk_delta_rule, ours.fused_recurrent_delta_rule])
+def test_delta_rule(run: Callable[..., Any]) -> None:
+    x = inputs(heads=HV)
+    args = x["q"], x["k"], x["v"], x["beta"]
+    o, last = theirs("delta_rule.naive.delta_rule_recurrence")(
+        *(t.transpose(1, 2) for t in args), initial_state=x["state"], **LAST
+    )
+    leaves = [t for name, t in x.items() if name != "g"]
+    agree(run(*args, initial_state=x["state"], **LAST), (o.transpose(1, 2), last), leaves)
+
+
+def test_comba_reads_before_the_decay() -> None:
+    """The package's kernels and `naive_chunk_comba` do so; its `naive_recurrent_comba` reads after the decay."""
+    x = inputs(heads=HV)
+    p = (x["k"] * torch.rand(B, T, HV, 1)).detach().requires_grad_()
+    args = x["q"], x["k"], x["v"], p, x["g"], x["beta"]
+    expected = theirs("comba.naive.naive_chunk_comba")(*args, initial_state=x["state"], **LAST)
+    found = ours.chunk_comba(*args, initial_state=x["state"], **LAST)
+    agree(found, expected, [*x.values(), p])
+    after = theirs("comba.naive.naive_recurrent_comba")(
+        x["q"], x["k"], x["v"], p, x["beta"], x["g"], initial_state=x["state"], **LAST
+    )
+    assert error(found[0], after[0]) > 1e-3
+
+
+def test_gated_delta_product() -> None:
+    x = inputs(heads=HV)
+    q, g = x["q"][:, :35], x["g"][:, :35]
+    naive = theirs("gated_delta_product.naive.naive_recurrent_gated_delta_product")
+    expected = naive(q, x["k"], x["v"], g, x["beta"], K**-0.5, num_householder=2, initial_state=x["state"], **LAST)
+    found = ours.chunk_gated_delta_product(
+        q, x["k"], x["v"], g, x["beta"], num_householder=2, initial_state=x["state"], **LAST
+    )
+    agree(found, expected, list(x.values()))
+
+
+def test_dplr_and_rwkv7() -> None:
+    x = inputs(heads=HV, gates=(K,))
+    a, b = -x["k"].detach(), (x["k"] * torch.rand(B, T, HV, K)).detach()
+    leaves = [*(x[name] for name in ("q", "k", "v", "g", "state")), a.requires_grad_(), b.requires_grad_()]
+    o, last = theirs("generalized_delta_rule.dplr.naive.dplr_recurrence")(
+        *(t.transpose(1, 2) for t in (x["q"], x["k"], x["v"], a, b, x["g"])), initial_state=x["state"], **LAST
+    )
+    expected = o.transpose(1, 2), last
+    found = ours.chunk_dplr_delta_rule(x["q"], x["k"], x["v"], a, b, x["g"], initial_state=x["state"], **LAST)
+    agree(found, expected, leaves)
+    found = ours.chunk_rwkv7(x["q"], x["g"], x["k"], x["v"], a, b, scale=K**-0.5, initial_state=x["state"], **LAST)
+    agree(found, expected, leaves)
+
+
+def test_activations_of_kda() -> None:
+    x = inputs(gates=(K,))
+    A_log, dt_bias = torch.randn(HV, requires_grad=True), torch.randn(HV * K, requires_grad=True)
+    leaves = [*x.values(), A_log, dt_bias]
+    gate = {"A_log": A_log, "dt_bias": dt_bias, "use_gate_in_kernel": True}
+    flags = {"use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": True}
+    normal = [t / (t.square().sum(-1, keepdim=True) + 1e-6).sqrt() for t in (x["q"], x["k"])]
+    for bound, reference in ((None, "naive_kda_gate"), (-5.0, "naive_kda_lowerbound_gate")):
+        g = theirs(f"kda.gate.{reference}")(x["g"], A_log, dt_bias, *([] if bound is None else [bound]))
+        args = *normal, x["v"], g, 2 * x["beta"].sigmoid()
+        expected = theirs("kda.naive.naive_recurrent_kda")(*args, initial_state=x["state"], **LAST)
+        for run in (ours.chunk_kda, ours.fused_recurrent_kda):
+            found = run(
+                x["q"], x["k"], x["v"], x["g"], x["beta"], initial_state=x["state"], lower_bound=bound, **gate, **flags,
+                **LAST,
+            )  # fmt: skip
+            agree(found, expected, leaves)
+
+
+def test_activations_of_the_gated_delta_rule() -> None:
+    x = inputs()
+    A_log, dt_bias = torch.randn(HV, requires_grad=True), torch.randn(HV, requires_grad=True)
+    g = -A_log.exp() * F.softplus(x["g"] + dt_bias)
+    leaves = [*x.values(), A_log, dt_bias]
+    expected = ours.chunk_gated_delta_rule(
+        x["q"], x["k"], x["v"], g, x["beta"].sigmoid(), initial_state=x["state"], **LAST
+    )
+    for run in (ours.chunk_gated_delta_rule, ours.fused_recurrent_gated_delta_rule):
+        found = run(
+            x["q"], x["k"], x["v"], g=x["g"], beta=x["beta"], initial_state=x["state"], use_gate_in_kernel=True,
+            A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, **LAST,
+        )  # fmt: skip
+        agree(found, expected, leaves)
+
+
+@pytest.mark.parametrize("run", [ours.chunk_gated_delta_rule, ours.chunk_kda])
+def test_layouts_and_packed_sequences(run: Callable[..., Any]) -> None:
+    x = inputs(gates=(K,) if run is ours.chunk_kda else ())
+    args = [x[name] for name in ("q", "k", "v", "g", "beta")]
+    o, last = run(*args, initial_state=x["state"], **LAST)
+    found = run(*args, initial_state=x["state"].mT, state_v_first=True, **LAST)
+    agree((found[0], found[1].mT), (o, last), list(x.values()))
+    flat = [t.flatten(0, 1)[None] for t in args]
+    found = run(*flat, initial_state=x["state"], cu_seqlens=torch.tensor([0, T, 2 * T]), chunk_size=64, **LAST)
+    agree((found[0].view_as(o), found[1]), (o, last), list(x.values()))
+    with torch.no_grad():  # decoding
+        o1, state = run(*(t[:, :-1] for t in args), initial_state=x["state"], **LAST)
+        o2, state = run(*(t[:, -1:] for t in args), initial_state=state, **LAST)
+    assert error(torch.cat([o1, o2], 1), o) < 1e-6
+    assert error(state, last) < 1e-6
+    o2, none = run(*args)
+    assert none is None
+
+
+def test_gla_in_reverse() -> None:
+    x = inputs(heads=HV, gates=(K,))
+    args = x["q"], x["k"], x["v"], x["g"]
+    o, last = ours.fused_recurrent_gla(*args, initial_state=x["state"], reverse=True, **LAST)
+    flipped = ours.fused_recurrent_gla(*(t.flip(1) for t in args), initial_state=x["state"], **LAST)
+    assert error(o, flipped[0].flip(1)) < 1e-6
+    assert error(last, flipped[1]) < 1e-6
+
+
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("chunk_kda", {"cp_context": object()}, ValueError, "cp_context: got .*expected None or False"),
+    ("chunk_kda", {"return_intermediate_states": True}, ValueError, "return_intermediate_states: got True"),
+    ("chunk_kda", {"allow_neg_eigval": True}, ValueError, "allow_neg_eigval: got True, expected it with"),
+    ("chunk_kda", {"use_gate_in_kernel": True}, ValueError, "A_log: got None with gate_activation='softplus'"),
+    ("chunk_kda", {"colour": 1}, TypeError, "colour: got an argument that chunk_kda does not take"),
+    ("chunk_kda", {"chunk_size": 3}, ValueError, "chunk_size: got 3, expected a power of 2"),
+    ("fused_recurrent_gla", {"gv": torch.zeros(1)}, ValueError, "gv: got a tensor, which tfla does not support"),
+    ("chunk_gated_delta_rule", {"head_first": True}, ValueError, "head_first: got True"),
+    ("chunk_gla", {"g": torch.zeros(B, T, HV)}, ValueError, r"g: got shape \(2, 70, 4\), expected \(2, 70, 4, 8\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "changed", "kind", "message"), REFUSED)
+def test_refuses_what_is_not_supported(name: str, changed: dict[str, Any], kind: type[Exception], message: str) -> None:
+    x = inputs(heads=HV, gates=(K,) if "gated" not in name else ())
+    run = getattr(ours, name)
+    given = {n: x[n] for n in ("q", "k", "v", "g", "beta") if n in inspect.signature(run).parameters}
+    with pytest.raises(kind, match=message):
+        run(**(given | changed))
