@@ -1,0 +1,26 @@
+"""The operators of tfla on JAX: `jax.jit`, gradients, `jax.vmap`, meshes, on CPUs, GPUs and TPUs.
+
+Names, arguments, layouts and defaults are those of :mod:`tfla`. No module here uses PyTorch; what it shares with the
+operators for PyTorch are names, limits and checks. docs/jax.md is about its use.
+"""
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as error:
+    raise ImportError('tfla.jax needs JAX: pip install "tfla[jax]"') from error
+
+from tfla.jax.api import linear_attention, mlstm
+from tfla.jax.explain import explain
+from tfla.jax.state import State
+from tfla.jax.steps import linear_attention_step, linear_attention_steps, mlstm_step, mlstm_steps
+
+__all__ = [
+    "State",
+    "explain",
+    "linear_attention",
+    "linear_attention_step",
+    "linear_attention_steps",
+    "mlstm",
+    "mlstm_step",
+    "mlstm_steps",
+]

@@ -1,0 +1,233 @@
+"""The public operators over whole sequences on JAX: the mLSTM and scalar-gated linear attention."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from tfla.jax import checks, chunkwise, reference
+from tfla.jax.gates import clamp, log_gates
+from tfla.jax.inputs import Inputs, Spec, acc_dtype
+from tfla.jax.state import State
+from tfla.ops.checks import check_chunk_size, check_flags, check_input_gate
+from tfla.ops.gates import InputGate
+
+KERNELS: dict[str, tuple[str, ...]] = {"chunkwise": ("segmented",), "reference": reference.KERNELS}
+Offsets = Array | np.ndarray | tuple[int, ...]
+
+
+def choose(backend: object, kernel: object, chunk_size: int | None) -> tuple[str, str, int]:
+    """Return the backend, the kernel and the chunk size of a call.
+
+    Raises:
+        ValueError: no backend or kernel has that name.
+    """
+    if backend is not None and not (isinstance(backend, str) and backend in KERNELS):
+        raise ValueError(f"backend: got {backend!r}, allowed are None, {', '.join(map(repr, KERNELS))}")
+    chosen = "chunkwise" if backend is None else backend
+    kernels = KERNELS[chosen]
+    if kernel is not None and not (isinstance(kernel, str) and kernel in kernels):
+        raise ValueError(f"kernel: got {kernel!r}, backend {chosen!r} has {', '.join(map(repr, kernels))}")
+    default = chunkwise.CHUNK if chosen == "chunkwise" else 64
+    return chosen, kernels[0] if kernel is None else kernel, default if chunk_size is None else chunk_size
+
+
+def prepare(
+    q: Array, k: Array, v: Array, i: Array | None, f: Array, gates: str, normalize: bool, initial_state: State | None,
+    return_state: bool, cu_seqlens: Offsets | None, chunk_size: int | None, scale: float | None, backend: str | None,
+    kernel: str | None, normalizer_grad: bool, store_dtype: Any, context_parallel: str | None,
+) -> tuple[Spec, Inputs]:  # fmt: skip
+    """Check a call and return its options and its arrays as the implementations read them.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
+    store_dtype = checks.check_store_dtype(store_dtype)
+    check_chunk_size(chunk_size)
+    scale = checks.check_scale(scale)
+    check_flags(normalize=normalize, return_state=return_state, normalizer_grad=normalizer_grad)
+    names = ("log_i", "log_f") if gates == "log" else ("i", "f")
+    # Of all gates only log_i may be None.
+    given = {name: t for name, t in zip(names, (i, f), strict=True) if t is not None or name != "log_i"}
+    checks.check_inputs(q, k, v, given, time=True)
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, q)
+    chosen, kernel, chunk_size = choose(backend, kernel, chunk_size)
+    checks.check_context_parallel(context_parallel, cu_seqlens, chosen)
+    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if initial_state is not None:
+        checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
+    q, k, v = map(jnp.asarray, (q, k, v))
+    dtype = acc_dtype(q)
+    if i is None:
+        log_f = clamp(jnp.asarray(f))
+        log_i = jnp.zeros_like(log_f)
+    else:
+        log_i, log_f = log_gates(jnp.asarray(i), jnp.asarray(f), gates)
+    H, K, V = v.shape[2], q.shape[3], v.shape[3]
+    state = (
+        State.zeros(sequences, H, K, V, normalize=normalize, dtype=dtype) if initial_state is None else initial_state
+    )
+    none = jnp.zeros(0, dtype)
+    C, n = jnp.asarray(state.C).astype(dtype), none if state.n is None else jnp.asarray(state.n).astype(dtype)
+    m = none if state.m is None else clamp(jnp.asarray(state.m)).astype(dtype)
+    known = isinstance(cu_seqlens, tuple | np.ndarray)
+    offsets = tuple(int(x) for x in cu_seqlens) if known else None  # type: ignore[union-attr]
+    at = None if known or cu_seqlens is None else jnp.asarray(cu_seqlens)
+    spec = Spec(
+        backend=chosen, kernel=kernel, scale=q.shape[3] ** -0.5 if scale is None else scale, normalize=bool(normalize),
+        normalizer_grad=bool(normalizer_grad), chunk_size=chunk_size, grows=gates == "log" and not normalize,
+        store_dtype=store_dtype, offsets=offsets, axis=context_parallel,
+    )  # fmt: skip
+    return spec, Inputs(q, k, v, log_i.astype(dtype), log_f.astype(dtype), C, n, m, at)
+
+
+def _run(return_state: bool, spec: Spec, x: Inputs) -> Array | tuple[Array, State]:
+    """Compute a call that has been checked."""
+    h, C, n, m = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
+    if not return_state:
+        return h
+    if spec.axis is not None:  # the state after the last device's part, on all devices
+        last = jax.lax.axis_index(spec.axis) == jax.lax.axis_size(spec.axis) - 1
+        C, n, m = (jax.lax.psum(jnp.where(last, t, 0), spec.axis) for t in (C, n, m))
+    return h, State(C, n, jax.lax.stop_gradient(m)) if spec.normalize else State(C)
+
+
+@overload
+def mlstm(
+    q: Array, k: Array, v: Array, i: Array, f: Array, *, return_state: Literal[False] = False,
+    input_gate: InputGate = ..., initial_state: State | None = ..., cu_seqlens: Offsets | None = ...,
+    chunk_size: int | None = ..., scale: float | None = ..., backend: str | None = ..., kernel: str | None = ...,
+    normalizer_grad: bool = ..., store_dtype: Any = ..., context_parallel: str | None = ...,
+) -> Array: ...  # fmt: skip
+@overload
+def mlstm(
+    q: Array, k: Array, v: Array, i: Array, f: Array, *, return_state: Literal[True], input_gate: InputGate = ...,
+    initial_state: State | None = ..., cu_seqlens: Offsets | None = ..., chunk_size: int | None = ...,
+    scale: float | None = ..., backend: str | None = ..., kernel: str | None = ..., normalizer_grad: bool = ...,
+    store_dtype: Any = ..., context_parallel: str | None = ...,
+) -> tuple[Array, State]: ...  # fmt: skip
+def mlstm(
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    *,
+    input_gate: InputGate = "exp",
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Offsets | None = None,
+    chunk_size: int | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+    normalizer_grad: bool = True,
+    store_dtype: Any = None,
+    context_parallel: str | None = None,
+) -> Array | tuple[Array, State]:
+    """Compute the mLSTM over whole sequences: mLSTMexp, equations (1)-(8) of the paper, or mLSTMsig, (22)-(24).
+
+    This is :func:`tfla.mlstm` on arrays of JAX, with the same arguments. For every head and step t, with log_f =
+    logsigmoid(f), and log_i = i (mLSTMexp) or logsigmoid(i) (mLSTMsig):
+
+        C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T        n_t = exp(log_f_t) n_{t-1} + exp(log_i_t) k_t
+        h_t = scale C_t^T q_t / max(abs(scale n_t^T q_t), 1)       mLSTMsig: h_t = scale C_t^T q_t
+
+    Under `jax.jit`, options are static: pass them by `functools.partial` or as ``static_argnames``.
+
+    Args:
+        q, k: (B, T, Hq, dqk), float64, float32, bfloat16 or float16. Hq divides H, and each head of q and k serves
+            H / Hq heads of v.
+        v: (B, T, H, dhv), dtype of q. Float32 is multiplied as `jax.default_matmul_precision` says; arithmetic on
+            bfloat16 and float16 inputs is in float32.
+        i, f: (B, T, H), pre-activations of the input and the forget gate, any float dtype. Infinite ones are allowed
+            and act as fully closed or fully open gates.
+        input_gate: "exp" (mLSTMexp, with a normalizer n and a max state m) or "sigmoid" (mLSTMsig, with neither).
+        initial_state: the state before the first step of each sequence; None is zero.
+        return_state: also return the state after the last step.
+        cu_seqlens: (sequences + 1,) int32 or int64, for B = 1: the first step of each packed sequence and, last, T.
+            Sequences may be empty. An array of JAX may be traced, so that one compiled function serves all lengths;
+            its values are then not checked but clamped to [0, T] and to a sequence that never decreases, and steps
+            outside of all sequences have outputs of zero. A tuple of ints or an array of NumPy is static, and a
+            function is compiled for each.
+        chunk_size: the distance in steps between the states that are stored for the backward; None is 1,024.
+        scale: the factor of the queries, a finite number without a gradient; None is 1/sqrt(dqk).
+        backend: "chunkwise" (the default), or "reference" for the equations as they are written, which also have
+            derivatives in forward mode.
+        kernel: the name of one of the backend's kernels; None chooses it.
+        normalizer_grad: False leaves the denominator of (4) out of the gradient, as the paper does.
+        store_dtype: the dtype of the states stored for the backward. bfloat16 halves their memory and rounds the states
+            from which gradients are computed; None is float32 (float64 with float64 inputs).
+        context_parallel: the name of a mesh axis over whose devices the sequence is divided, in order, inside
+            `jax.shard_map`. Each device passes its own steps. ``initial_state`` is that before the first device's
+            part, and the returned state that after the last device's part, on all devices.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
+    """
+    check_input_gate(input_gate)
+    return _run(
+        return_state,
+        *prepare(
+            q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
+            backend, kernel, normalizer_grad, store_dtype, context_parallel,
+        ),
+    )  # fmt: skip
+
+
+def linear_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_f: Array,
+    log_i: Array | None = None,
+    *,
+    normalize: bool = False,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Offsets | None = None,
+    chunk_size: int | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+    normalizer_grad: bool = True,
+    store_dtype: Any = None,
+    context_parallel: str | None = None,
+) -> Array | tuple[Array, State]:
+    """Compute scalar-gated linear attention over whole sequences. For every head and step t:
+
+        C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T        h_t = scale C_t^T q_t
+
+    This is :func:`tfla.linear_attention` on arrays of JAX, with the same arguments.
+
+    Args:
+        q, k, v: as in :func:`mlstm`.
+        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0. They are clamped to [-1e5, 5e4]. Results
+            with gates above 0 are correct as long as the states and the results fit into float32, and the sum of
+            log-gates over 64 steps is at most 176.
+        normalize: divide h_t by max(abs(scale n_t^T q_t), 1) with n_t = exp(log_f_t) n_{t-1} + exp(log_i_t) k_t, as
+            mLSTMexp does.
+        initial_state, return_state, cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad, store_dtype,
+            context_parallel: as in :func:`mlstm`. Without ``normalize`` a state has n and m None.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
+    return _run(
+        return_state,
+        *prepare(
+            q, k, v, log_i, log_f, "log", normalize, initial_state, return_state, cu_seqlens, chunk_size, scale,
+            backend, kernel, normalizer_grad, store_dtype, context_parallel,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,206 @@
+"""The checks of the arguments of the operators on JAX.
+
+Messages are those of :mod:`tfla.ops.checks`: they name the argument, what was given and what is allowed. Values of
+arrays that are traced cannot be checked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tfla.jax.state import State
+from tfla.ops.checks import LONGEST_STEPS
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+STORE_DTYPES = ("float32", "bfloat16")
+INTS = ("int32", "int64")
+
+
+def is_array(x: object) -> bool:
+    """Return whether x is an array of JAX or NumPy."""
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def is_traced(x: object) -> bool:
+    """Return whether the values of x are unknown, since a transform traces it."""
+    return isinstance(x, jax.core.Tracer)
+
+
+def check_float(name: str, x: object) -> None:
+    """Check that an argument is an array of a float dtype that the operators support."""
+    if not is_array(x):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected an array")
+    dtype = x.dtype  # type: ignore[attr-defined]
+    if str(dtype) not in FLOATS:
+        raise TypeError(f"{name}: got dtype {dtype}, expected a float dtype: {', '.join(FLOATS)}")
+
+
+def check_shape(name: str, x: Any, allowed: tuple[int | str, ...]) -> None:
+    """Check the shape of an array; a string in ``allowed`` stands for any size and names it in the message."""
+    shape = tuple(x.shape)
+    if len(shape) != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, shape, strict=True)):
+        raise ValueError(f"{name}: got shape {shape}, expected ({', '.join(map(str, allowed))})")
+
+
+def check_inputs(q: Any, k: Any, v: Any, gates: dict[str, Any], time: bool) -> None:
+    """Check shapes and dtypes of one call.
+
+    Args:
+        q, k, v: (B, T, Hq, dqk), (B, T, Hq, dqk), (B, T, H, dhv), or without T.
+        gates: (B, T, H) or (B, H), by name.
+        time: whether arrays have the dimension T.
+    """
+    for name, x in {"q": q, "k": k, "v": v, **gates}.items():
+        check_float(name, x)
+    lead: tuple[str, ...] = ("B", "T") if time else ("B",)
+    check_shape("q", q, (*lead, "H", "dqk"))
+    *batch, heads, dqk = q.shape
+    check_shape("k", k, (*batch, heads, dqk))
+    check_shape("v", v, (*batch, "H", "dhv"))
+    if 0 in (*v.shape[1:], *q.shape[1:]):
+        raise ValueError(f"v: got shape {tuple(v.shape)} with q {tuple(q.shape)}, expected no empty dimension but B")
+    if v.shape[-2] % heads:
+        raise ValueError(f"v: got {v.shape[-2]} heads, expected a multiple of the {heads} heads of q and k")
+    for name, x in gates.items():
+        check_shape(name, x, tuple(v.shape[:-1]))
+    for name, x in {"k": k, "v": v}.items():
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
+
+
+def check_state(state: object, sequences: int, q: Any, v: Any, normalize: bool, name: str) -> None:
+    """Check type, shapes and dtypes of a state for the given number of sequences."""
+    if not isinstance(state, State):
+        raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.jax.State")
+    heads, dqk, dhv = v.shape[-2], q.shape[-1], v.shape[-1]
+    shapes = {"C": (sequences, heads, dqk, dhv), "n": (sequences, heads, dqk), "m": (sequences, heads)}
+    for part, shape in shapes.items():
+        x = getattr(state, part)
+        if part != "C" and not normalize:
+            if x is not None:
+                raise ValueError(f"{name}.{part}: got an array, expected None: this form has no normalizer")
+            continue
+        check_float(f"{name}.{part}", x)
+        check_shape(f"{name}.{part}", x, shape)
+
+
+def check_cu_seqlens(cu_seqlens: Any, q: Any) -> None:
+    """Check the offsets of packed sequences: an array, or a tuple of ints. Traced values are not checked."""
+    if isinstance(cu_seqlens, tuple):
+        if not all(isinstance(x, int) and not isinstance(x, bool) for x in cu_seqlens):
+            raise TypeError(f"cu_seqlens: got {cu_seqlens!r}, expected an int32 or int64 array or a tuple of ints")
+        shape: tuple[int, ...] = (len(cu_seqlens),)
+    else:
+        if not is_array(cu_seqlens) or str(cu_seqlens.dtype) not in INTS:
+            got = cu_seqlens.dtype if is_array(cu_seqlens) else type(cu_seqlens).__name__
+            raise TypeError(f"cu_seqlens: got {got}, expected an int32 or int64 array or a tuple of ints")
+        shape = tuple(cu_seqlens.shape)
+    if len(shape) != 1 or shape[0] < 2:
+        raise ValueError(f"cu_seqlens: got shape {shape}, expected (sequences + 1,)")
+    if q.shape[0] != 1:
+        raise ValueError(f"q: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
+    if not is_traced(cu_seqlens):
+        at, T = np.asarray(cu_seqlens).tolist(), q.shape[1]
+        if at[0] != 0 or at[-1] != T:
+            raise ValueError(f"cu_seqlens: goes from {at[0]} to {at[-1]}, expected from 0 to T = {T}")
+        if any(a > b for a, b in itertools.pairwise(at)):
+            raise ValueError(f"cu_seqlens: got {at}, expected values that never fall")
+
+
+def check_store_dtype(store_dtype: Any) -> Any:
+    """Check the dtype of the states that are stored for the backward, and return it as a NumPy dtype or None."""
+    if store_dtype is None:
+        return None
+    try:
+        dtype = jnp.dtype(store_dtype)
+    except TypeError:
+        raise TypeError(f"store_dtype: got {type(store_dtype).__name__}, expected a dtype or None") from None
+    if str(dtype) not in STORE_DTYPES:
+        raise ValueError(f"store_dtype: got {dtype}, allowed are None, {', '.join(STORE_DTYPES)}")
+    return dtype
+
+
+def check_scale(scale: Any) -> float | None:
+    """Check the scale and return it as a float, or None."""
+    if scale is None:
+        return None
+    if is_traced(scale):
+        raise TypeError(
+            "scale: got an array that is traced, expected a number, which has no gradient: multiply q by the array and "
+            "pass scale=1.0"
+        )
+    if is_array(scale):
+        if scale.ndim or str(scale.dtype) not in (*FLOATS, *INTS):
+            got = f"shape {tuple(scale.shape)}" if scale.ndim else f"dtype {scale.dtype}"
+            raise TypeError(f"scale: got an array of {got}, expected a number or None")
+        scale = scale.item()
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale: got {type(scale).__name__}, expected a number or None")
+    value = float(scale)
+    if not math.isfinite(value):
+        raise ValueError(f"scale: got {value}, expected a finite number")
+    return value
+
+
+def check_few_steps(v: Any, return_state: bool, lengths: object) -> None:
+    """Check the number of decoding steps, and that lengths are given only with a state to return."""
+    if not 1 <= v.shape[1] <= LONGEST_STEPS:
+        raise ValueError(
+            f"v: got T = {v.shape[1]}, expected from 1 to {LONGEST_STEPS} steps; the sequence forms read more"
+        )
+    if lengths is not None and not return_state:
+        raise ValueError("lengths: got it with return_state=False, expected it with a state to return")
+
+
+def check_lengths(lengths: Any, v: Any) -> None:
+    """Check the lengths of decoding steps, (B,). Traced values are not checked."""
+    if lengths is None:
+        return
+    if not is_array(lengths) or str(lengths.dtype) not in INTS:
+        got = lengths.dtype if is_array(lengths) else type(lengths).__name__
+        raise TypeError(f"lengths: got {got}, expected an int32 or int64 array")
+    check_shape("lengths", lengths, (v.shape[0],))
+    if not is_traced(lengths) and lengths.size:
+        values = np.asarray(lengths)
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high > v.shape[1]:
+            raise ValueError(f"lengths: got values from {low} to {high}, expected from 0 to T = {v.shape[1]}")
+
+
+def check_in_place(in_place: object) -> None:
+    """Check that a step is not asked to overwrite its state, which arrays of JAX do not allow."""
+    if in_place:
+        raise ValueError(
+            "in_place: got True, expected False: arrays are never overwritten. Donate the state to a jitted function "
+            "instead (jax.jit with donate_argnames)"
+        )
+
+
+def check_context_parallel(axis: object, cu_seqlens: object, backend: str) -> None:
+    """Check the name of the mesh axis over which the sequence is divided.
+
+    Raises:
+        TypeError, ValueError: it is no string, no axis of the `shard_map` around the call, or together with packed
+            sequences or another backend than "chunkwise".
+    """
+    if axis is None:
+        return
+    if not isinstance(axis, str):
+        raise TypeError(f"context_parallel: got {type(axis).__name__}, expected the name of a mesh axis or None")
+    if cu_seqlens is not None:
+        raise ValueError("context_parallel: got it with cu_seqlens, expected at most one of them")
+    if backend != "chunkwise":
+        raise ValueError(f"context_parallel: got it with backend {backend!r}, expected 'chunkwise'")
+    try:
+        jax.lax.axis_size(axis)
+    except NameError:
+        raise ValueError(
+            f"context_parallel: got {axis!r}, expected an axis of the mesh of a jax.shard_map around the call"
+        ) from None

@@ -1,0 +1,344 @@
+"""The chunkwise form on any device: a `lax.scan` over tiles of 64 steps, with the exact closed-form backward.
+
+A sequence is divided into chunks of `chunk_size` steps, and the state before each chunk is stored for the backward,
+which computes the states before the tiles of a chunk again. The equations of a tile are in :mod:`tfla.jax.tile`. With
+`Spec.axis` the sequence is divided over the devices of a mesh axis: :mod:`tfla.jax.spans` has the exchange of states.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tfla.jax import spans, tile
+from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary_alike
+from tfla.jax.tile import Carry, Tile
+from tfla.jax.tiles import Tiling, tiling
+from tfla.jax.weights import TileGates, tile_gates, weights
+from tfla.ops.gates import LOG_GATE_MIN
+
+TILE = 64
+CHUNK = 1024  # the default chunk size
+
+Results = tuple[Array, Array, Array, Array]  # h and the final C, n, m
+
+
+class Problem(NamedTuple):
+    """The tiles of one call, in chunks: leading dims (chunks, tiles of a chunk)."""
+
+    tiles: Tile
+    gates: TileGates
+    sequence: Array  # the sequence of each tile, N where there is none
+    starts: Array  # whether it is the first tile of its sequence
+
+
+class Grid(NamedTuple):
+    """The numbers of chunks and tiles of one call."""
+
+    tiling: Tiling
+    chunks: int
+    per_chunk: int  # tiles
+
+    def chunked(self, x: Array) -> Array:
+        """Return x (n, ...) as (chunks, tiles of a chunk, ...); tiles that are missing are 0."""
+        missing = self.chunks * self.per_chunk - x.shape[0]
+        if missing:
+            x = jnp.concatenate([x, jnp.zeros((missing, *x.shape[1:]), x.dtype)])
+        return x.reshape(self.chunks, self.per_chunk, *x.shape[1:])
+
+    def flat(self, x: Array) -> Array:
+        """Return (chunks, tiles of a chunk, ...) as (n, ...)."""
+        return x.reshape(self.chunks * self.per_chunk, *x.shape[2:])[: self.tiling.tiles]
+
+
+def stored_states(spec: Spec, T: int, rows: int, sequences: int | None) -> int:
+    """Return how many states of each head are stored for the backward; ``sequences`` are packed ones."""
+    steps = min(TILE, spec.chunk_size, T)
+    tiles = -(-T // steps) if sequences is None else T // steps + sequences
+    return rows * -(-tiles // max(1, spec.chunk_size // steps))
+
+
+def _grid(spec: Spec, x: Inputs) -> Grid:
+    """Return the tiles of a call, in chunks of as equal numbers of tiles as possible."""
+    T = x.v.shape[1]
+    cut = tiling(T, min(TILE, spec.chunk_size, T), x.cu_seqlens, spec.offsets)
+    chunks = -(-cut.tiles // max(1, spec.chunk_size // cut.steps))
+    return Grid(cut, chunks, -(-cut.tiles // chunks))
+
+
+def _heads(x: Array, group: int) -> Array:
+    """Return (n, R, H, ...) as (n, R, Hq, group, ...)."""
+    return x.reshape(*x.shape[:2], x.shape[2] // group, group, *x.shape[3:])
+
+
+def _split(grid: Grid, x: Array, group: int = 0, dtype: Any = None) -> Array:
+    """Return (B, T, heads, ...) as tiles in chunks, with a dim of the heads that share q and k where it is given."""
+    tiles = grid.tiling.split(x)
+    tiles = tiles if dtype is None else tiles.astype(dtype)
+    return grid.chunked(_heads(tiles, group) if group else tiles)
+
+
+def _join(grid: Grid, x: Array, grouped: bool) -> Array:
+    """Return tiles in chunks as (B, T, heads, ...)."""
+    x = grid.flat(x)
+    return grid.tiling.join(x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:]) if grouped else x)
+
+
+def _gates(spec: Spec, x: Inputs, grid: Grid, m: Array) -> TileGates:
+    """Return the log-weights of all tiles, in chunks and with groups of heads, from the initial max states m."""
+    log_i, log_f = grid.tiling.split(x.log_i, LOG_GATE_MIN), grid.tiling.split(x.log_f)
+    gates = tile_gates(log_i, log_f, m, grid.tiling, spec.normalize)
+    return jax.tree.map(lambda t: grid.chunked(_heads(t, x.group)) if t.ndim == 4 else grid.chunked(t), gates)
+
+
+def _problem(spec: Spec, x: Inputs, grid: Grid, gates: TileGates) -> Problem:
+    """Return the tiles of a call."""
+    dtype = acc_dtype(x.q)
+    tiles = Tile(
+        _split(grid, x.q, dtype=dtype) * spec.scale, _split(grid, x.k, dtype=dtype), _split(grid, x.v, x.group, dtype)
+    )
+    packing = grid.tiling.packing
+    if packing is None:
+        none = jnp.zeros((grid.tiling.tiles, 0), bool)
+        return Problem(tiles, gates, grid.chunked(none), grid.chunked(none))
+    # Tiles that fill up the last chunk are of no sequence.
+    sequence = grid.chunked(packing.sequence - x.C.shape[0]) + x.C.shape[0]
+    return Problem(tiles, gates, sequence, grid.chunked(packing.starts))
+
+
+def _carry(x: Inputs, C: Array, n: Array) -> Carry:
+    """Return states (N, H, ...) with groups of heads, (N, Hq, group, ...)."""
+    shape = C.shape[0], x.q.shape[2], x.group
+    return Carry(C.reshape(*shape, *C.shape[2:]), n.reshape(*shape, n.shape[2]) if n.ndim == 3 else n)
+
+
+def _states(x: Inputs, carry: Carry) -> tuple[Array, Array]:
+    """Return the C and n of a carry as (N, H, ...)."""
+    return carry.C.reshape(x.C.shape), carry.n.reshape(x.n.shape)
+
+
+class Memory(NamedTuple):
+    """The running state, and with packed sequences the latest state of each of them, at first the initial one."""
+
+    now: Carry
+    every: Carry | None
+
+    @staticmethod
+    def start(states: Carry, packed: bool) -> Memory:
+        """Return the memory before the first tile, from the initial states of all sequences."""
+        if not packed:
+            return Memory(states, None)
+        return Memory(jax.tree.map(lambda t: t[:1] if t.ndim > 1 else t, states), states)
+
+    def load(self, sequence: Array, when: Array) -> Carry:
+        """Return the running state, or that which is kept of the sequence of a tile, where ``when`` is true."""
+        if self.every is None:
+            return self.now
+        known = jnp.minimum(sequence, self.every.C.shape[0] - 1)
+        return jax.tree.map(
+            lambda now, kept: jnp.where(when, kept[known][None], now) if now.ndim > 1 else now, self.now, self.every
+        )
+
+    def store(self, sequence: Array, now: Carry) -> Memory:
+        """Return the memory with a new running state, which is that of the sequence of a tile."""
+        if self.every is None:
+            return Memory(now, None)
+        kept = jax.tree.map(
+            lambda kept, now: kept.at[sequence].set(now[0], mode="drop") if now.ndim > 1 else kept, self.every, now
+        )
+        return Memory(now, kept)
+
+    @property
+    def last(self) -> Carry:
+        """The states of all sequences."""
+        return self.now if self.every is None else self.every
+
+
+def _scan_forward(
+    spec: Spec, p: Problem, memory: Memory, save: bool
+) -> tuple[Memory, tuple[Array, Array], Carry | None]:
+    """Compute all tiles: the last memory, h and d of all tiles, and with ``save`` the states before chunks."""
+    store = spec.store_dtype
+
+    def one(memory: Memory, at: Problem) -> tuple[Memory, tuple[Array, Array]]:
+        w = weights(at.gates, spec.grows)
+        state = memory.load(at.sequence, at.starts)
+        found = tile.outputs(at.tiles, w, state, spec.normalize)
+        return memory.store(at.sequence, tile.advance(at.tiles, w, state, spec.normalize)), found
+
+    def chunk(memory: Memory, at: Problem) -> tuple[Memory, Any]:
+        before = memory.now
+        if store is not None:
+            before = before._replace(C=before.C.astype(store))
+        memory, found = jax.lax.scan(one, memory, at)
+        return memory, (found, before if save else None)
+
+    memory, (found, before) = jax.lax.scan(chunk, memory, p)
+    return memory, found, before
+
+
+class Residuals(NamedTuple):
+    """The results of the forward that the backward needs."""
+
+    x: Inputs
+    m: Array  # (N, H), the max states at the starts of sequences, on this device
+    h: Array
+    d: Array  # of all tiles
+    gates: TileGates
+    before: Carry  # the states before chunks
+
+
+def _forward(spec: Spec, x: Inputs, save: bool) -> tuple[Results, Residuals | None]:
+    """Compute the outputs, the final states and, with ``save``, what the backward needs."""
+    grid = _grid(spec, x)
+    C, n, m = x.C, x.n, x.m
+    if spec.axis is not None:
+        C, n, m = spans.initial_state(spec, x, _span_state(spec, x, grid))
+    gates = _gates(spec, x, grid, m)
+    p = _problem(spec, x, grid, gates)
+    memory = Memory.start(_carry(x, C, n), grid.tiling.packing is not None)
+    memory, (h, d), before = _scan_forward(spec, p, memory, save)
+    h = _join(grid, h, True).astype(x.v.dtype)
+    C, n = _states(x, memory.last)
+    m_end = _last_m(spec, x, grid, gates, m)
+    results = h, C, n, m_end
+    if not save:
+        return results, None
+    assert before is not None
+    return results, Residuals(x, m, h, d, gates, before)
+
+
+def _last_m(spec: Spec, x: Inputs, grid: Grid, gates: TileGates, m: Array) -> Array:
+    """Return the max states after the last step of each sequence, (N, H)."""
+    if not spec.normalize:
+        return m
+    every = grid.flat(gates.m)
+    every = every.reshape(*every.shape[:2], x.v.shape[2], every.shape[-1])
+    packing = grid.tiling.packing
+    if packing is None:
+        return every[-1, :, :, -1]
+    # Steps that a last tile lacks leave m as it is.
+    return jnp.where(packing.empty[:, None], m, every[packing.last, 0, :, -1])
+
+
+def _span_state(spec: Spec, x: Inputs, grid: Grid) -> spans.Span:
+    """Return what this device's part of the sequence does to a state, from k, v and the gates alone.
+
+    The first device starts from the initial state, the others from zero.
+    """
+    first = jax.lax.axis_index(spec.axis) == 0
+    C, n = jnp.where(first, x.C, 0), jnp.where(first, x.n, 0)
+    m = jnp.where(first, x.m, LOG_GATE_MIN)
+    gates = _gates(spec, x, grid, m)
+    p = _problem(spec, x, grid, gates)
+
+    def one(state: Carry, at: Problem) -> tuple[Carry, None]:
+        return tile.advance(at.tiles, weights(at.gates, spec.grows), state, spec.normalize), None
+
+    flat = jax.tree.map(grid.flat, p)
+    last, _ = jax.lax.scan(one, _carry(x, C, n), flat)
+    return spans.Span(x.log_f.sum(1), *_states(x, last), _last_m(spec, x, grid, gates, m))
+
+
+def _span_cotangent(spec: Spec, p: Problem, each: tuple[Array, Array | None], last: Carry) -> tuple[Array, Carry]:
+    """Return the log-decay of this device's part and the cotangent of the state before it, from that after it."""
+
+    def one(cotangent: Carry, at: tuple[Problem, Any]) -> tuple[Carry, Array]:
+        p, (do, dd) = at
+        w = weights(p.gates, spec.grows)
+        return tile.retreat(p.tiles, w, do, dd, cotangent), w.log_decay
+
+    flat = jax.tree.map(lambda t: t.reshape(t.shape[0] * t.shape[1], *t.shape[2:]), (p, each))
+    cotangent, log_decays = jax.lax.scan(one, last, flat, reverse=True)
+    return log_decays.sum(0), cotangent
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(spec: Spec, x: Inputs) -> Results:
+    """Compute h (B, T, H, dhv) and the final C, n and m, of which m carries no gradient.
+
+    With `Spec.axis` the initial state is read on the first device only, and the final one is that of the last device.
+    """
+    return _forward(spec, x, False)[0]
+
+
+def _attend_forward(spec: Spec, x: Inputs) -> tuple[Results, Residuals]:
+    results, kept = _forward(spec, x, True)
+    assert kept is not None
+    return results, kept
+
+
+def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[Inputs]:
+    """Compute the exact gradients, from the last chunk to the first (docs/mathematics.md)."""
+    x, dtype = kept.x, acc_dtype(kept.x.q)
+    dh, dC, dn, _ = cotangents
+    grid = _grid(spec, x)
+    p = _problem(spec, x, grid, kept.gates)
+    h, dh = (_split(grid, t, x.group, dtype) for t in (kept.h, dh))
+    last = _carry(x, dC, dn)
+
+    def cotangents_of(at: Problem, h: Array, d: Array, dh: Array) -> tuple[Array, Array | None]:
+        if not spec.normalize:
+            return dh, None
+        return tile.output_cotangents(h, d, dh, weights(at.gates, spec.grows), spec.normalizer_grad)
+
+    if spec.axis is not None:
+        is_last = jax.lax.axis_index(spec.axis) == jax.lax.axis_size(spec.axis) - 1
+        last = jax.tree.map(lambda t: jnp.where(is_last, t, 0), last)
+        each = jax.vmap(jax.vmap(cotangents_of))(p, h, kept.d, dh)
+        last = spans.final_cotangent(spec, *_span_cotangent(spec, p, each, last), last)
+    packed = grid.tiling.packing is not None
+    memory = Memory.start(last, packed)
+    initial = _carry(x, x.C, x.n)
+
+    def rebuild(state: Carry, at: Problem) -> tuple[Carry, Carry]:
+        state = Memory(state, initial if packed else None).load(at.sequence, at.starts)
+        return tile.advance(at.tiles, weights(at.gates, spec.grows), state, spec.normalize), state
+
+    def one(memory: Memory, at: Any) -> tuple[Memory, tile.Gradients]:
+        p, h, d, dh, state, ends = at
+        cotangent = memory.load(p.sequence, ends)
+        w = weights(p.gates, spec.grows)
+        do, dd = cotangents_of(p, h, d, dh)
+        found = tile.gradients(p.tiles, w, do, dd, state, cotangent)
+        return memory.store(p.sequence, tile.retreat(p.tiles, w, do, dd, cotangent)), found
+
+    def chunk(memory: Memory, at: Any) -> tuple[Memory, tile.Gradients]:
+        p, h, d, dh, before, ends = at
+        before = jax.tree.map(lambda t, like: t.astype(like.dtype), before, memory.now)
+        _, states = jax.lax.scan(rebuild, before, p)
+        return jax.lax.scan(one, memory, (p, h, d, dh, states, ends), reverse=True)
+
+    ends = p.starts
+    if packed:
+        # A tile is the last one of its sequence where the next one is of another.
+        every = p.sequence.ravel()
+        ends = jnp.concatenate([every[1:] != every[:-1], jnp.ones(1, bool)]).reshape(p.sequence.shape)
+    memory, g = jax.lax.scan(chunk, memory, (p, h, kept.d, dh, kept.before, ends), reverse=True)
+    dC0, dn0 = _states(x, memory.last)
+    dm0 = jnp.zeros_like(x.m)
+    if spec.axis is not None:  # the others' initial states are not read
+        first = jax.lax.axis_index(spec.axis) == 0
+        dC0, dn0 = jnp.where(first, dC0, 0), jnp.where(first, dn0, 0)
+    if spec.normalize:
+        dm0 = (x.C * dC0).sum((-2, -1)) + (x.n * dn0).sum(-1)
+    return (
+        Inputs(
+            _join(grid, g.q * spec.scale, False).astype(x.q.dtype), _join(grid, g.k, False).astype(x.k.dtype),
+            _join(grid, g.v, True).astype(x.v.dtype), _join(grid, g.log_i, True), _join(grid, g.log_f, True),
+            dC0, dn0, dm0, None,
+        ),
+    )  # fmt: skip
+
+
+attend.defvjp(_attend_forward, _attend_backward)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def compute(spec: Spec, x: Inputs) -> Results:
+    """Compute :func:`attend` as one compiled function, also where the caller is not compiled."""
+    return attend(spec, Inputs(*vary_alike(*x)))

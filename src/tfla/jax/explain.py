@@ -1,0 +1,62 @@
+"""The explanation of a call on JAX: what it would run, and why no other backend does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from tfla.jax.api import KERNELS, Offsets, prepare
+from tfla.jax.chunkwise import TILE, stored_states
+from tfla.jax.state import State
+from tfla.ops.checks import check_input_gate
+from tfla.ops.explain import Explanation
+from tfla.ops.gates import InputGate
+
+
+def explain(
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    *,
+    input_gate: InputGate = "exp",
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Offsets | None = None,
+    chunk_size: int | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+    normalizer_grad: bool = True,
+    store_dtype: Any = None,
+    context_parallel: str | None = None,
+) -> Explanation:
+    """Return what :func:`mlstm` would run for the same arguments, without running it.
+
+    Args:
+        q, k, v, i, f: as in :func:`mlstm`; only their shapes and dtypes matter.
+        input_gate, initial_state, return_state, cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad,
+            store_dtype, context_parallel: as in :func:`mlstm`.
+
+    Returns:
+        the chosen backend, kernel and chunk size, and for each other backend why it does not run the call.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
+    check_input_gate(input_gate)
+    spec, x = prepare(
+        q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
+        backend, kernel, normalizer_grad, store_dtype, context_parallel,
+    )  # fmt: skip
+    rows, details = 0, {}
+    if spec.backend == "chunkwise":
+        sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
+        rows = stored_states(spec, x.v.shape[1], x.v.shape[0], sequences)
+        details = {"tile": min(TILE, spec.chunk_size, x.v.shape[1])}
+    why = "it could, but {} " + ("was asked for" if backend is not None else "comes before it")
+    others = {name: why.format(repr(spec.backend)) for name in KERNELS if name != spec.backend}
+    others["triton, hopper"] = "kernels for GPUs run from PyTorch; from JAX they do not run yet"
+    return Explanation(spec.backend, spec.kernel, spec.chunk_size, rows, details, others)

@@ -1,0 +1,88 @@
+"""The exchange of states between devices that hold consecutive parts of a sequence: context parallelism.
+
+A span of steps acts on the state by a number and a matrix per head, C -> exp(g) C + S, with g the sum of log_f over the
+span and S what the span alone leaves. Each device computes (g, S) of its span, one all-gather hands them to all, and
+each device composes those before it to the state at its start. The backward does the same with cotangents, from the
+last device to the first. What is exchanged does not depend on the length of the sequence.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tfla.jax.inputs import Inputs, Spec
+from tfla.jax.tile import Carry
+
+
+class Span(NamedTuple):
+    """The effect of a span of steps on a state: its log-decay and the state that it leaves from none."""
+
+    g: Array  # (B, H), the sum of log_f
+    C: Array  # (B, H, dqk, dhv)
+    n: Array  # (B, H, dqk); (0,) without a normalizer
+    m: Array  # (B, H); (0,) without a normalizer
+
+
+def initial_state(spec: Spec, x: Inputs, span: Span) -> tuple[Array, Array, Array]:
+    """Return the state C, n, m before the span of this device: the initial state, then all spans before this one.
+
+    The span of the first device contains the initial state.
+    """
+    assert spec.axis is not None
+    me = jax.lax.axis_index(spec.axis)
+    every = jax.lax.all_gather(span, spec.axis)
+
+    def add(state: tuple[Array, ...], at: tuple[Array, Span]) -> tuple[tuple[Array, ...], None]:
+        rank, s = at
+        C, n, m = state
+        if spec.normalize:
+            m_new = jnp.maximum(m + s.g, s.m)
+            old, new = jnp.exp(m + s.g - m_new), jnp.exp(s.m - m_new)
+            added = (
+                old[..., None, None] * C + new[..., None, None] * s.C, old[..., None] * n + new[..., None] * s.n, m_new
+            )  # fmt: skip
+        else:
+            root = jnp.exp(s.g / 2)[..., None, None]  # applied twice, since the decay of a growing state may overflow
+            added = C * root * root + s.C, n, m
+        first = (every.C[0], every.n[0], every.m[0])
+        taken = tuple(jnp.where(rank == 0, a, b) for a, b in zip(first, added, strict=True))
+        return tuple(jnp.where(rank < me, a, b) for a, b in zip(taken, state, strict=True)), None
+
+    start = x.C, x.n, x.m
+    ranks = jnp.arange(jax.lax.axis_size(spec.axis))
+    (C, n, m), _ = jax.lax.scan(add, start, (ranks, every))
+    return C, n, m
+
+
+def final_cotangent(spec: Spec, log_decay: Array, cotangent: Carry, last: Carry) -> Carry:
+    """Return the cotangent of the state after the span of this device.
+
+    Args:
+        spec: the options.
+        log_decay: (r, h, g), the log-decay of the stabilized state over the span.
+        cotangent: that of the state before the span, from the outputs of the span alone, and on the last device from
+            the final state too.
+        last: the cotangent of the final state on the last device, zero on the others.
+    """
+    assert spec.axis is not None
+    me = jax.lax.axis_index(spec.axis)
+    every = jax.lax.all_gather((log_decay, cotangent), spec.axis)
+
+    def add(after: Carry, at: tuple[Array, tuple[Array, Carry]]) -> tuple[Carry, None]:
+        rank, (g, span) = at
+        root = jnp.exp(g / 2)
+
+        def one(after: Array, span: Array) -> Array:
+            weight = root.reshape(*root.shape, *[1] * (after.ndim - root.ndim)) if after.ndim > 1 else 1
+            added = jnp.where(rank == jax.lax.axis_size(spec.axis) - 1, span, after * weight * weight + span)
+            return jnp.where(rank > me, added, after)
+
+        return jax.tree.map(one, after, span), None
+
+    ranks = jnp.arange(jax.lax.axis_size(spec.axis))
+    found, _ = jax.lax.scan(add, last, (ranks, every), reverse=True)
+    return found

@@ -1,0 +1,88 @@
+"""The recurrent state of the operators on JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+class State(NamedTuple):
+    """The stabilized state of gated linear attention; the true state is ``exp(m) C`` and ``exp(m) n``.
+
+    It has the fields, shapes and meaning of :class:`tfla.State`, and is a pytree. With ``cu_seqlens``, B is the number
+    of sequences. The value of m is a choice of the computation and cancels out of every result. Gradients reach the
+    true state through C and n; a returned m carries none.
+
+    Attributes:
+        C: (B, H, dqk, dhv).
+        n: (B, H, dqk), the normalizer; None without one.
+        m: (B, H), the max state; None without a normalizer.
+    """
+
+    C: Array
+    n: Array | None = None
+    m: Array | None = None
+
+    @staticmethod
+    def zeros(batch: int, heads: int, dqk: int, dhv: int, *, normalize: bool = True, dtype: Any = jnp.float32) -> State:
+        """Return the state before the first step, which is zero.
+
+        Args:
+            batch: the number of sequences.
+            heads: the number of heads of v.
+            dqk, dhv: the sizes of a head of q and k, and of v.
+            normalize: whether the state has a normalizer n and a max state m.
+            dtype: a float dtype.
+
+        Raises:
+            TypeError, ValueError: a size is no int or below 1 (batch: below 0), or dtype is no float dtype.
+        """
+        for name, size in {"batch": batch, "heads": heads, "dqk": dqk, "dhv": dhv}.items():
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name}: got {size!r}, expected an int")
+            if size < 0 or (name != "batch" and size == 0):
+                raise ValueError(f"{name}: got {size}, expected at least {int(name != 'batch')}")
+        try:
+            is_float = jnp.issubdtype(dtype, jnp.floating)
+        except TypeError:
+            is_float = False
+        if not is_float:
+            raise TypeError(f"dtype: got {dtype!r}, expected a float dtype")
+        C = jnp.zeros((batch, heads, dqk, dhv), dtype)
+        return (
+            State(C, jnp.zeros((batch, heads, dqk), dtype), jnp.zeros((batch, heads), dtype)) if normalize else State(C)
+        )
+
+    def stop_gradient(self) -> State:
+        """Return the same state, through which no gradient passes."""
+        return self._each(jax.lax.stop_gradient)
+
+    def gather(self, rows: Any) -> State:
+        """Return the states of some sequences of the batch; ``rows`` are their indices (R,), in any order."""
+        index = jnp.asarray(rows)
+        return self._each(lambda x: x[index])
+
+    def scatter(self, rows: Any, states: State) -> State:
+        """Return a state in which some sequences have been replaced.
+
+        Args:
+            rows: (R,) integers, the indices of the sequences, each at most once.
+            states: the new states, with batch R; sequence rows[j] gets the j-th one.
+        """
+        index = jnp.asarray(rows)
+        pairs = zip(self, states, strict=True)
+        new = (None if a is None or b is None else a.at[index].set(b.astype(a.dtype)) for a, b in pairs)
+        return State(*new)  # type: ignore[arg-type]
+
+    def reset(self, rows: Any) -> State:
+        """Return a state in which some sequences, with indices ``rows`` (R,), are before their first step."""
+        index = jnp.asarray(rows)
+        return self._each(lambda x: x.at[index].set(0))
+
+    def _each(self, fn: Callable[[Array], Array]) -> State:
+        """Return the state of fn of each array."""
+        return State(*(None if x is None else fn(x) for x in self))  # type: ignore[arg-type]

@@ -1,0 +1,281 @@
+"""The public operators for decoding on JAX: one step, or a few steps in one call, from a given state to the next."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tfla.jax import checks
+from tfla.jax.api import choose
+from tfla.jax.gates import clamp, log_gates
+from tfla.jax.inputs import acc_dtype, vary_alike
+from tfla.jax.reference import Triple, step
+from tfla.jax.state import State
+from tfla.ops.checks import check_flags, check_input_gate
+from tfla.ops.gates import InputGate
+
+
+class StepSpec(NamedTuple):
+    """The options of a call, all of them static."""
+
+    scale: float
+    gates: str  # what the gates are, as in tfla.jax.gates.log_gates
+    normalize: bool
+    eps: float  # added to the stabilized denominator
+
+
+Given = tuple[Array, Array, Array, Array | None, Array]  # q, k, v and the gates, with a dim of time
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _compute(spec: StepSpec, given: Given, state: State, lengths: Array | None) -> tuple[Array, State]:
+    """Compute the steps one after another, (1)-(8) or (22)-(24).
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype, and the state after ``lengths`` steps of each sequence (after all where None).
+    """
+    q, k, v, i, f, lengths = vary_alike(*given, lengths)
+    dtype, group, T, out_dtype = acc_dtype(q), v.shape[2] // q.shape[2], v.shape[1], v.dtype
+    if i is None:
+        log_f = clamp(f)
+        log_i = jnp.zeros_like(log_f)
+    else:
+        log_i, log_f = log_gates(i, f, spec.gates)
+    none = jnp.zeros(0, dtype)
+    start = (
+        state.C.astype(dtype),
+        none if state.n is None else state.n.astype(dtype),
+        none if state.m is None else clamp(state.m).astype(dtype),
+    )
+    q, k = (jnp.repeat(t.astype(dtype), group, 2) for t in (q, k))
+    parts = tuple(jnp.moveaxis(t.astype(dtype), 1, 0) for t in (q, k, v, log_i, log_f))
+    C, n, m, *_ = vary_alike(*start, q, lengths)
+    memory: Any = ((C, n, m),) * 2
+
+    def one(memory: tuple[Triple, Triple], at: Any) -> tuple[tuple[Triple, Triple], Array]:
+        (now, kept), (t, part) = memory, at
+        q, k, v, log_i, log_f = part
+        h, now = step(q, k, v, log_i, log_f, now, spec.scale, spec.normalize, eps=spec.eps)
+        if lengths is None:
+            return (now, now), h
+        taken = t < jnp.clip(lengths, 0, T)
+        kept = jax.tree.map(
+            lambda a, b: jnp.where(taken.reshape(-1, *[1] * (a.ndim - 1)), a, b) if a.ndim > 1 else a, now, kept
+        )
+        return (now, kept), h
+
+    (_, (C, n, m)), h = jax.lax.scan(one, memory, (jnp.arange(T), parts))
+    h = jnp.moveaxis(h, 0, 1).astype(out_dtype)
+
+    def as_kept(x: Array, given: Array | None) -> Array:  # a state of 16 bits stays so
+        assert given is not None
+        return x.astype(given.dtype if given.dtype.itemsize == 2 else dtype)
+
+    if state.n is None:
+        return h, State(as_kept(C, state.C))
+    return h, State(as_kept(C, state.C), as_kept(n, state.n), jax.lax.stop_gradient(m))
+
+
+def _steps(
+    given: Given, time: bool, state: State, lengths: Array | None, scale: float | None, gates: str, normalize: bool,
+    return_state: bool, in_place: bool, backend: str | None, eps: float = 0.0,
+) -> tuple[Array, State]:  # fmt: skip
+    """Check a call and compute it.
+
+    Args:
+        given: q, k, v and the two gates, (B, ...) for one step, or (B, T, ...) with ``time``.
+        time: whether ``given`` has a dimension of time.
+        state, lengths, scale, return_state, in_place, backend: as in :func:`mlstm_steps`.
+        gates: what the gates are, as in :func:`tfla.jax.gates.log_gates`.
+        normalize: whether the state has n and m.
+        eps: is added to the stabilized denominator.
+    """
+    scale = checks.check_scale(scale)
+    check_flags(normalize=normalize, return_state=return_state, in_place=in_place)
+    checks.check_in_place(in_place)
+    choose(backend, None, None)
+    q, k, v, i, f = given
+    names = ("log_i", "log_f") if gates == "log" else ("i", "f")
+    # Of all gates only log_i may be None.
+    present = {name: x for name, x in zip(names, (i, f), strict=True) if x is not None or name != "log_i"}
+    checks.check_inputs(q, k, v, present, time=time)
+    checks.check_state(state, q.shape[0], q, v, normalize, "state")
+    if time:
+        checks.check_few_steps(v, return_state, lengths)
+    checks.check_lengths(lengths, v)
+    spec = StepSpec(q.shape[-1] ** -0.5 if scale is None else scale, gates, bool(normalize), eps)
+    arrays = (None if x is None else jnp.asarray(x) for x in given)
+    if not time:
+        arrays = (None if x is None else x[:, None] for x in arrays)
+    h, new = _compute(spec, tuple(arrays), state, None if lengths is None else jnp.asarray(lengths))
+    return h if time else h[:, 0], new
+
+
+def mlstm_step(
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    state: State,
+    *,
+    input_gate: InputGate = "exp",
+    scale: float | None = None,
+    in_place: bool = False,
+    backend: str | None = None,
+) -> tuple[Array, State]:
+    """Compute one step of :func:`mlstm`, for decoding.
+
+    This is :func:`tfla.mlstm_step` on arrays of JAX. With m_t = max(log_f_t + m_{t-1}, log_i_t), (1), the stored state
+    is
+
+        C_t = exp(log_f_t + m_{t-1} - m_t) C_{t-1} + exp(log_i_t - m_t) k_t v_t^T        n_t likewise, of k_t alone
+        h_t = scale C_t^T q_t / max(abs(scale n_t^T q_t), exp(-m_t))
+
+    and for the sigmoid input gate that of :func:`mlstm`, without m and the denominator.
+
+    Args:
+        q, k, v: (B, Hq, dqk), (B, Hq, dqk), (B, H, dhv), as one step of :func:`mlstm`.
+        i, f: (B, H), pre-activations, any float dtype.
+        state: :meth:`State.zeros`, or the state that :func:`mlstm` or the last step returned. C and n may be bfloat16
+            or float16, and the new ones then are too; the arithmetic is in float32, or in float64 if q is float64.
+        input_gate, scale: as in :func:`mlstm`.
+        in_place: must be False, since arrays of JAX are never overwritten. To let XLA use the memory of the old state
+            for the new one, donate it: ``jax.jit(step, donate_argnames="state")``.
+        backend: as in :func:`mlstm`; the steps are the same for all.
+
+    Returns:
+        h (B, H, dhv) in v's dtype, and the new :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
+    check_input_gate(input_gate)
+    given = q, k, v, i, f
+    return _steps(given, False, state, None, scale, input_gate, input_gate == "exp", True, in_place, backend)
+
+
+def step_with_offset(q: Array, k: Array, v: Array, i: Array, f: Array, state: State, eps: float) -> tuple[Array, State]:
+    """Compute :func:`mlstm_step` with an exponential gate and the denominator max(abs(scale n^T q), exp(-m)) + eps."""
+    return _steps((q, k, v, i, f), False, state, None, None, "exp", True, True, False, None, eps)
+
+
+def linear_attention_step(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_f: Array,
+    state: State,
+    log_i: Array | None = None,
+    *,
+    normalize: bool = False,
+    scale: float | None = None,
+    in_place: bool = False,
+    backend: str | None = None,
+) -> tuple[Array, State]:
+    """Compute one step of :func:`linear_attention`, for decoding.
+
+    Args:
+        q, k, v: (B, Hq, dqk), (B, Hq, dqk), (B, H, dhv).
+        log_f, log_i: (B, H), log-gates, any float dtype; log_i None is 0.
+        state: as in :func:`mlstm_step`; without ``normalize`` its n and m are None.
+        normalize, scale: as in :func:`linear_attention`.
+        in_place, backend: as in :func:`mlstm_step`.
+
+    Returns:
+        h (B, H, dhv) in v's dtype, and the new :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
+    given = q, k, v, log_i, log_f
+    return _steps(given, False, state, None, scale, "log", normalize, True, in_place, backend)
+
+
+@overload
+def mlstm_steps(
+    q: Array, k: Array, v: Array, i: Array, f: Array, state: State, *, return_state: Literal[True] = True,
+    lengths: Array | None = ..., input_gate: InputGate = ..., scale: float | None = ..., in_place: bool = ...,
+    backend: str | None = ...,
+) -> tuple[Array, State]: ...  # fmt: skip
+@overload
+def mlstm_steps(
+    q: Array, k: Array, v: Array, i: Array, f: Array, state: State, *, return_state: Literal[False],
+    lengths: Array | None = ..., input_gate: InputGate = ..., scale: float | None = ..., in_place: bool = ...,
+    backend: str | None = ...,
+) -> Array: ...  # fmt: skip
+def mlstm_steps(
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    state: State,
+    *,
+    return_state: bool = True,
+    lengths: Array | None = None,
+    input_gate: InputGate = "exp",
+    scale: float | None = None,
+    in_place: bool = False,
+    backend: str | None = None,
+) -> tuple[Array, State] | Array:
+    """Compute up to 32 steps of :func:`mlstm` in one call, for speculative decoding.
+
+    Args:
+        q, k, v: (B, T, Hq, dqk), (B, T, Hq, dqk), (B, T, H, dhv), as in :func:`mlstm`, T from 1 to 32.
+        i, f: (B, T, H), pre-activations, any float dtype.
+        state: as in :func:`mlstm_step`.
+        return_state: also return the new state.
+        lengths: (B,) int32 or int64, from 0 to T: the new state is the one after this many steps of each sequence; None
+            is T. Outputs are computed for all T steps in any case. Where they are traced, they are clamped to [0, T].
+        input_gate, scale, in_place, backend: as in :func:`mlstm_step`.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
+    check_input_gate(input_gate)
+    given = q, k, v, i, f
+    found = _steps(given, True, state, lengths, scale, input_gate, input_gate == "exp", return_state, in_place, backend)
+    return found if return_state else found[0]
+
+
+def linear_attention_steps(
+    q: Array,
+    k: Array,
+    v: Array,
+    log_f: Array,
+    state: State,
+    log_i: Array | None = None,
+    *,
+    normalize: bool = False,
+    return_state: bool = True,
+    lengths: Array | None = None,
+    scale: float | None = None,
+    in_place: bool = False,
+    backend: str | None = None,
+) -> tuple[Array, State] | Array:
+    """Compute up to 32 steps of :func:`linear_attention` in one call.
+
+    Args:
+        q, k, v: (B, T, Hq, dqk), (B, T, Hq, dqk), (B, T, H, dhv), T from 1 to 32.
+        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0.
+        state: as in :func:`linear_attention_step`.
+        normalize, scale: as in :func:`linear_attention`.
+        return_state, lengths, in_place, backend: as in :func:`mlstm_steps`.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`mlstm`.
+    """
+    given = q, k, v, log_i, log_f
+    found = _steps(given, True, state, lengths, scale, "log", normalize, return_state, in_place, backend)
+    return found if return_state else found[0]

@@ -1,0 +1,164 @@
+"""The forward and the backward of one tile: equations (T1) to (T13) of docs/mathematics.md.
+
+Dims in einsums: r rows, h heads of q and k, g heads of v for each of them, i and j steps, k and v those of a head.
+Queries are scaled. Cotangents of states are those of stabilized states, exp(m) dL/dC.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from tfla.jax.weights import Weights
+
+
+class Tile(NamedTuple):
+    """The arrays of one tile."""
+
+    q: Array  # (r, h, L, dqk), scaled
+    k: Array  # (r, h, L, dqk)
+    v: Array  # (r, h, g, L, dhv)
+
+
+class Carry(NamedTuple):
+    """A state or its cotangent."""
+
+    C: Array  # (r, h, g, dqk, dhv)
+    n: Array  # (r, h, g, dqk); (0,) without a normalizer
+
+
+def outer(a: Array, b: Array, w: Array, roots: bool) -> Array:
+    """Return the sum over steps of w_j a_j b_j^T, from a (r, h, j, k), b (r, h, g, j, v) and w (r, h, g, j)."""
+    b = b * w[..., None]
+    if not roots:
+        return jnp.einsum("rhjk,rhgjv->rhgkv", a, b)
+    return jnp.einsum("rhgjk,rhgjv->rhgkv", a[:, :, None] * w[..., None], b)
+
+
+def advance(tile: Tile, w: Weights, carry: Carry, normalize: bool) -> Carry:
+    """Return the state after the tile, (T5) and (T6), from the state before it."""
+    C = w.scale(carry.C, w.decay) + outer(tile.k, tile.v, w.update, w.roots)
+    if not normalize:
+        return Carry(C, carry.n)
+    return Carry(C, w.scale(carry.n, w.decay) + jnp.einsum("rhjk,rhgj->rhgk", tile.k, w.update))
+
+
+def products(tile: Tile, w: Weights) -> Array:
+    """Return P (T1), (r, h, g, i, j)."""
+    scores = jnp.einsum("rhik,rhjk->rhij", tile.q, tile.k)
+    return lower(w.scale(jnp.broadcast_to(scores[:, :, None], w.D.shape), w.D))
+
+
+def lower(x: Array) -> Array:
+    """Return x (..., L, L) with zeros above the diagonal, whatever has been there."""
+    return jnp.where(jnp.tri(x.shape[-1], dtype=bool), x, 0)
+
+
+def outputs(tile: Tile, w: Weights, carry: Carry, normalize: bool) -> tuple[Array, Array]:
+    """Return h (r, h, g, i, v), (T2) and (T4), and the stabilized denominators d (r, h, g, i), (T3)."""
+    P = products(tile, w)
+    num = w.scale(jnp.einsum("rhik,rhgkv->rhgiv", tile.q, carry.C), w.inter) + jnp.einsum(
+        "rhgij,rhgjv->rhgiv", P, tile.v
+    )
+    if not normalize:
+        return num, w.floor
+    d = w.scale(jnp.einsum("rhik,rhgk->rhgi", tile.q, carry.n), w.inter) + P.sum(-1)
+    return num / jnp.maximum(jnp.abs(d), w.floor)[..., None], d
+
+
+def output_cotangents(h: Array, d: Array, dh: Array, w: Weights, normalizer_grad: bool) -> tuple[Array, Array]:
+    """Return the cotangents of the stabilized numerator (r, h, g, i, v) and denominator (r, h, g, i), (B1)."""
+    D = jnp.maximum(jnp.abs(d), w.floor)
+    dd = jnp.zeros_like(d)
+    if normalizer_grad:
+        dd = jnp.where(jnp.abs(d) > w.floor, -jnp.sign(d) * (dh * h).sum(-1) / D, 0)
+    return dh / D[..., None], dd
+
+
+def retreat(tile: Tile, w: Weights, do: Array, dd: Array | None, carry: Carry) -> Carry:
+    """Return the cotangent of the state before the tile, (T12) and (T13), from that of the state after it."""
+    C = w.scale(carry.C, w.decay) + outer(tile.q, do, w.inter, w.roots)
+    if dd is None:
+        return Carry(C, carry.n)
+    return Carry(C, w.scale(carry.n, w.decay) + jnp.einsum("rhik,rhgi->rhgk", tile.q, w.inter * dd))
+
+
+class Gradients(NamedTuple):
+    """The gradients of the arrays and the log-gates of one tile."""
+
+    q: Array  # (r, h, L, dqk), of the scaled queries
+    k: Array  # (r, h, L, dqk)
+    v: Array  # (r, h, g, L, dhv)
+    log_i: Array  # (r, h, g, L)
+    log_f: Array  # (r, h, g, L)
+
+
+def gradients(tile: Tile, w: Weights, do: Array, dd: Array | None, state: Carry, cotangent: Carry) -> Gradients:
+    """Return the exact gradients of one tile, (T8) to (T11).
+
+    Args:
+        tile: its arrays.
+        w: its weights.
+        do, dd: the cotangents of the stabilized numerator and denominator; dd is None without a normalizer.
+        state: the state before the tile.
+        cotangent: the cotangent of the state after the tile.
+    """
+    q, k, v = tile
+    P = products(tile, w)
+    dP = jnp.einsum("rhgiv,rhgjv->rhgij", do, v)
+    from_state = jnp.einsum("rhgiv,rhgkv->rhgik", do, state.C)
+    to_state = jnp.einsum("rhgjv,rhgkv->rhgjk", v, cotangent.C)
+    # A weight may overflow where a product of it and the two does not.
+    passing = w.scale_root(state.C) * w.scale_root(cotangent.C)
+    between = passing.sum((-2, -1))
+    if dd is not None:
+        dP += dd[..., None]
+        from_state += dd[..., None] * state.n[..., None, :]
+        to_state += cotangent.n[..., None, :]
+        between += (w.scale(state.n, w.decay) * cotangent.n).sum(-1)
+    from_state, to_state = w.scale(from_state, w.inter), w.scale(to_state, w.update)
+    dP = lower(dP)
+    S = w.scale(dP, w.D)
+    reads = jnp.einsum("rhik,rhgik->rhgi", q, from_state)
+    writes = jnp.einsum("rhjk,rhgjk->rhgj", k, to_state)
+    log_i, log_f = log_gate_gradients(P * dP, reads, writes, between)
+    return Gradients(
+        from_state.sum(2) + jnp.einsum("rhgij,rhjk->rhik", S, k),
+        to_state.sum(2) + jnp.einsum("rhgij,rhik->rhjk", S, q),
+        w.scale(jnp.einsum("rhjk,rhgkv->rhgjv", k, cotangent.C), w.update) + jnp.einsum("rhgij,rhgiv->rhgjv", P, do),
+        log_i, log_f,
+    )  # fmt: skip
+
+
+def log_gate_gradients(terms: Array, reads: Array, writes: Array, between: Array) -> tuple[Array, Array]:
+    """Return dlog_i and dlog_f (..., L) as sums over pairs of steps, as in tfla.backends.chunkwise.gate_gradients.
+
+    dlog_i_j is the sum of the terms of pairs (i, j) over all i >= j, and dlog_f_t that over all i >= t > j. Both steps
+    of a pair may lie in the tile of t, or one of them, or none. Each sum contains only its own terms, so that its
+    rounding error is relative to them.
+
+    Args:
+        terms: (..., L, L), the terms of pairs inside the tile, 0 above the diagonal.
+        reads: (..., L), the terms of each step with all steps before its tile.
+        writes: (..., L), the terms of each step with all steps after its tile.
+        between: (...), the terms of steps before the tile with steps after it.
+
+    Where a sequence starts without a state, dlog_f of its first step is exactly 0.
+    """
+    L = terms.shape[-1]
+    strictly_lower = jnp.where(jnp.tri(L, k=-1, dtype=bool), terms, 0)
+    columns, rows = strictly_lower.sum(-2), strictly_lower.sum(-1)
+    # Each sum over i >= t > j is the one before plus a column minus a row. The one after the last step is 0 except for
+    # rounding, which is spread evenly over the steps.
+    gains = columns - rows
+    crossing = before(gains) - jnp.arange(L, dtype=terms.dtype) / L * gains.sum(-1, keepdims=True)
+    onward = jnp.where(jnp.tri(L, dtype=bool).T, reads[..., None, :], 0).sum(-1)
+    diagonal = jnp.diagonal(terms, axis1=-2, axis2=-1)
+    return writes + columns + diagonal, between[..., None] + onward + before(writes) + crossing
+
+
+def before(x: Array) -> Array:
+    """Return the sums over all earlier elements of the last dim, (..., L) from (..., L)."""
+    return jnp.where(jnp.tri(x.shape[-1], k=-1, dtype=bool), x[..., None, :], 0).sum(-1)

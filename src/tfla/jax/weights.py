@@ -1,0 +1,144 @@
+"""The weights of tiles from log-gates: equations (36)-(38), stabilized, with every exponent a sum of small numbers.
+
+As in the chunkwise backend for PyTorch, sums of log-gates start at the first step of a tile, and each is a pair of a
+rounded number and its rounding error, since closed gates make sums so large that in float32 the difference of two of
+them would lose the gates themselves (docs/mathematics.md, "Rounding").
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tfla.jax.tiles import Tiling
+
+FINE = 2.0**17  # fractions of log-gates are summed in units of 1 / FINE
+
+Pair = tuple[Array, Array]  # a number as the sum of a rounded one and a small one
+
+
+def two_sum(a: Array, b: Array) -> Pair:
+    """Return a + b exactly, as the rounded sum and its rounding error."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)
+
+
+def running_sum(x: Array) -> Array:
+    """Return the sums over each element of the last dim and all earlier ones.
+
+    Tiles are short: XLA fuses the mask into one reduction, which compiles and runs faster than a parallel prefix sum.
+    """
+    return jnp.where(jnp.tri(x.shape[-1], dtype=bool), x[..., None, :], 0).sum(-1)
+
+
+def cumulative_sum(x: Array) -> Pair:
+    """Return the cumulative sums over the last dim of up to 128 log-gates, exact to about 2^-36.
+
+    Sums of the whole numbers in them, and of the fractions in units of 1 / FINE, stay below 2^24. Float32 holds both
+    exactly, whatever the order of additions; the sum of the remainders is tiny.
+    """
+    whole = jnp.round(x)
+    fine = jnp.round((x - whole) * FINE) / FINE
+    high, low = two_sum(running_sum(whole), running_sum(fine))
+    return high, low + running_sum(x - whole - fine)
+
+
+class TileGates(NamedTuple):
+    """The log-weights of n tiles, each (n, R, heads, L): D_ij = exp(row_i + column_j) for i >= j, without scale.
+
+    With a normalizer they are stabilized by the max states m.
+    """
+
+    row: Pair
+    column: Pair
+    m: Array  # (n, R, heads, L); (n, 0) without a normalizer
+
+
+def max_states(log_i: Array, log_f: Array, m: Array, tiling: Tiling) -> tuple[Array, Array]:
+    """Return m_t = max(log_f_t + m_{t-1}, log_i_t), (1), and the m before each step, (n, R, heads, L).
+
+    The rounding error is that of sums over a tile. Any m near the maximum serves, because it cancels out of results as
+    long as all later computations use the same one.
+
+    Args:
+        log_i, log_f: (n, R, heads, L).
+        m: (N, heads), the initial max states.
+        tiling: the tiles.
+    """
+    total = running_sum(log_f)
+    causal = jnp.tri(log_f.shape[-1], dtype=bool)
+    # From m = -inf at the start of the tile.
+    inside = total + jnp.where(causal, (log_i - total)[..., None, :], -jnp.inf).max(-1)
+    packing = tiling.packing
+
+    def step(before: Array, tile: tuple[Array, ...]) -> tuple[Array, Array]:
+        total_end, inside_end, *start = tile
+        if start:
+            before = jnp.where(start[1], m[start[0]][None], before)
+        return jnp.maximum(inside_end, total_end + before), before
+
+    ends = total[..., -1], inside[..., -1]
+    if packing is None:
+        _, before = jax.lax.scan(step, m, ends)
+    else:
+        known = jnp.minimum(packing.sequence, m.shape[0] - 1)
+        _, before = jax.lax.scan(step, m[:1], (*ends, known, packing.starts))
+    every = jnp.maximum(inside, total + before[..., None])
+    return every, jnp.concatenate([before[..., None], every[..., :-1]], -1)
+
+
+def tile_gates(log_i: Array, log_f: Array, m: Array, tiling: Tiling, normalize: bool) -> TileGates:
+    """Return the log-weights of tiles from log-gates (n, R, heads, L) and the initial max states m (N, heads)."""
+    every = jnp.zeros((log_f.shape[0], 0), log_f.dtype)
+    if normalize:
+        every, before = max_states(log_i, log_f, m, tiling)
+        log_i, log_f = stabilized(log_i, log_f, every, before)
+    b, b_low = cumulative_sum(log_f)
+    a, a_low = two_sum(log_i, -b)
+    return TileGates((b, b_low), (a, a_low - b_low), every)
+
+
+def stabilized(log_i: Array, log_f: Array, m: Array, before: Array) -> Pair:
+    """Return the stabilized log-gates I = log_i - m_t and F = log_f + m_{t-1} - m_t, the exponents of (7) and (6)."""
+    total, lost = two_sum(log_f, before)
+    return log_i - m, (total - m) + lost
+
+
+class Weights(NamedTuple):
+    """The weights of one tile in R rows, or their square roots where weights may be so large that they overflow."""
+
+    D: Array  # (R, heads, L, L): of step j in output i, 0 above the diagonal
+    inter: Array  # (R, heads, L): of the state before the tile in output i
+    update: Array  # (R, heads, L): of step j in the state after the tile
+    decay: Array  # (R, heads): of the state before the tile in the one after it
+    log_decay: Array  # (R, heads)
+    floor: Array  # (R, heads, L): exp(-m), never 0; (0,) without a normalizer
+    roots: bool
+
+    def scale(self, x: Array, weight: Array) -> Array:
+        """Return x times the weight, which has a dim for each of the first ones of x."""
+        weight = weight.reshape(*weight.shape, *[1] * (x.ndim - weight.ndim))
+        return x * weight * weight if self.roots else x * weight
+
+    def scale_root(self, x: Array) -> Array:
+        """Return x (R, heads, dqk, dhv) times the square root of the decay."""
+        return x * jnp.exp(self.log_decay * 0.5)[..., None, None]
+
+
+def weights(gates: TileGates, roots: bool) -> Weights:
+    """Return the weights of one tile, whose log-weights are (R, heads, L)."""
+    (b, b_low), (a, a_low) = gates.row, gates.column
+    part = 0.5 if roots else 1.0
+    D = (b[..., :, None] + a[..., None, :]) + (b_low[..., :, None] + a_low[..., None, :])
+    causal = jnp.tri(b.shape[-1], dtype=bool)
+    update = (b[..., -1:] + a) + (b_low[..., -1:] + a_low)
+    inter = b + b_low
+    floor = jnp.maximum(jnp.exp(-gates.m), jnp.finfo(b.dtype).tiny)
+    return Weights(
+        jnp.exp(jnp.where(causal, D, -jnp.inf) * part), jnp.exp(inter * part), jnp.exp(update * part),
+        jnp.exp(inter[..., -1] * part), inter[..., -1], floor, roots,
+    )  # fmt: skip

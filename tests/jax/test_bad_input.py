@@ -1,0 +1,174 @@
+"""What does not fit is refused on JAX with the messages of PyTorch's operator."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax_cases import to_jax
+from ops.test_bad_input import CU_SEQLENS, OPTIONS, STEPS, TENSORS, as_log_gates, label, one_step, packed, whole
+from torch import Tensor
+
+import tfla
+import tfla.jax
+
+NOT_IN_JAX = ("meta", "requires a gradient")  # devices are JAX's own affair; gradients are not a property of arrays
+
+
+def converted(x: Any) -> Any:
+    if isinstance(x, tfla.State):
+        return tfla.jax.State(*map(converted, x))
+    if isinstance(x, torch.dtype):
+        return str(x).removeprefix("torch.")
+    return to_jax(x) if isinstance(x, Tensor) else x
+
+
+def in_words_of_jax(text: str) -> str:
+    text = text.replace("torch.dtype", "dtype").replace("torch.", "").replace("tensor", "array")
+    return text.replace("tfla.State", "tfla.jax.State").replace("Tensor", "ArrayImpl").replace("a array", "an array")
+
+
+def same_message(error: type[Exception], torch_function: Any, jax_function: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error) as expected:
+        torch_function(**arguments)
+    with pytest.raises(error) as found:
+        jax_function(**{name: converted(x) for name, x in arguments.items()})
+    expected_text, text = in_words_of_jax(str(expected.value)), str(found.value)
+    if text.startswith(("backend:", "kernel:")):  # there are other backends
+        assert re.match(r"(backend|kernel): got .*, (allowed are|backend '\w+' has) ", text)
+    elif text.startswith("cu_seqlens: got") and "array" in text:
+        assert text == expected_text + " or a tuple of ints"
+    elif text.startswith("store_dtype"):
+        assert text.split(" or")[0] == expected_text.split(" or")[0]
+    else:
+        assert text == expected_text
+
+
+def expressible(cases: list[Any]) -> list[Any]:
+    return [case for case in cases if not any(word in part for word in NOT_IN_JAX for part in case[2])]
+
+
+@pytest.mark.parametrize(("change", "error", "parts"), expressible(TENSORS + OPTIONS), ids=label)
+def test_mlstm(change: dict[str, Any], error: type[Exception], parts: tuple[str, ...]) -> None:
+    same_message(error, tfla.mlstm, tfla.jax.mlstm, whole() | change)
+    with pytest.raises(error):
+        tfla.jax.explain(**{name: converted(x) for name, x in (whole() | change).items()})
+
+
+@pytest.mark.parametrize(("change", "error", "parts"), expressible(TENSORS), ids=label)
+def test_linear_attention(change: dict[str, Any], error: type[Exception], parts: tuple[str, ...]) -> None:
+    same_message(error, tfla.linear_attention, tfla.jax.linear_attention, as_log_gates(whole() | change))
+
+
+@pytest.mark.parametrize(("cu_seqlens", "error", "parts"), expressible(CU_SEQLENS), ids=label)
+def test_cu_seqlens(cu_seqlens: Any, error: type[Exception], parts: tuple[str, ...]) -> None:
+    same_message(error, tfla.mlstm, tfla.jax.mlstm, packed() | {"cu_seqlens": cu_seqlens})
+
+
+@pytest.mark.parametrize(("change", "error", "parts"), expressible(STEPS), ids=label)
+def test_mlstm_step(change: dict[str, Any], error: type[Exception], parts: tuple[str, ...]) -> None:
+    same_message(error, tfla.mlstm_step, tfla.jax.mlstm_step, one_step() | change)
+
+
+def some() -> dict[str, Any]:
+    return {name: converted(x) for name, x in whole().items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"cu_seqlens": (0, 4.0, 9)}, TypeError, "cu_seqlens: got (0, 4.0, 9), expected an int32 or int64 array or a"),
+        ({"cu_seqlens": (0, 4, 9)}, ValueError, "q: got batch 2, expected 1 with cu_seqlens"),
+        ({"q": torch.zeros(2, 9, 4, 5)}, TypeError, "q: got Tensor, expected an array"),
+        ({"store_dtype": "fast"}, TypeError, "store_dtype: got str, expected a dtype or None"),
+        ({"store_dtype": "float16"}, ValueError, "store_dtype: got float16, allowed are None, float32, bfloat16"),
+        ({"context_parallel": 3}, TypeError, "context_parallel: got int, expected the name of a mesh axis or None"),
+        ({"context_parallel": "cp"}, ValueError, "context_parallel: got 'cp', expected an axis of the mesh"),
+        (
+            {"context_parallel": "cp", "backend": "reference"},
+            ValueError,
+            "context_parallel: got it with backend 'reference', expected 'chunkwise'",
+        ),
+        ({"kernel": "recurrent"}, ValueError, "kernel: got 'recurrent', backend 'chunkwise' has 'segmented'"),
+    ],
+    ids=str,
+)
+def test_what_only_jax_has(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    for function in (tfla.jax.mlstm, tfla.jax.explain):
+        with pytest.raises(error, match="^" + re.escape(text)):
+            function(**some() | change)
+
+
+def test_traced_scales_and_steps_in_place() -> None:
+    x = some()
+    with pytest.raises(TypeError, match=r"^scale: got an array that is traced, expected a number.* multiply q"):
+        jax.jit(lambda scale: tfla.jax.mlstm(**x, scale=scale))(2.0)
+    for scale in (2, np.float32(2), jnp.asarray(2.0)):
+        np.testing.assert_array_equal(tfla.jax.mlstm(**x, scale=scale), tfla.jax.mlstm(**x, scale=2.0))
+    step = {name: converted(t) for name, t in one_step().items()}
+    with pytest.raises(ValueError, match=r"^in_place: got True, expected False: .*donate_argnames"):
+        tfla.jax.mlstm_step(**step, in_place=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"lengths": [1, 2]}, TypeError, "lengths: got list, expected an int32 or int64 array"),
+        ({"lengths": np.array([1, 10])}, ValueError, "lengths: got values from 1 to 10, expected from 0 to T = 9"),
+        ({"lengths": np.array([1])}, ValueError, "lengths: got shape (1,), expected (2)"),
+        (
+            {"lengths": np.array([1, 2]), "return_state": False},
+            ValueError,
+            "lengths: got it with return_state=False, expected it with a state to return",
+        ),
+    ],
+    ids=str,
+)
+def test_few_steps(change: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match="^" + re.escape(text)):
+        tfla.jax.mlstm_steps(**some(), state=tfla.jax.State.zeros(2, 4, 5, 7), **change)
+
+
+def test_too_many_steps() -> None:
+    x = {name: np.repeat(np.asarray(t), 4, 1) for name, t in some().items()}
+    with pytest.raises(ValueError, match=r"^v: got T = 36, expected from 1 to 32"):
+        tfla.jax.mlstm_steps(**x, state=tfla.jax.State.zeros(2, 4, 5, 7))
+
+
+def test_sizes_of_states() -> None:
+    with pytest.raises(TypeError, match=r"^batch: got 1.0, expected an int"):
+        tfla.jax.State.zeros(1.0, 1, 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^heads: got 0, expected at least 1"):
+        tfla.jax.State.zeros(1, 0, 1, 1)
+    with pytest.raises(TypeError, match=r"^dtype: got <class 'int'>, expected a float dtype"):
+        tfla.jax.State.zeros(1, 1, 1, 1, dtype=int)
+
+
+def test_explanation() -> None:
+    text = str(tfla.jax.explain(**some(), chunk_size=4))
+    assert re.search(r"^backend +chunkwise$", text, re.MULTILINE)
+    assert re.search(r"^chunk_size +4 \(6 stored states\)$", text, re.MULTILINE)
+    assert "not reference" in text
+    assert tfla.jax.explain(**some(), backend="reference").kernel == "recurrent"
+
+
+def test_the_import_leaves_cuda_alone() -> None:
+    """Nor does a module of tfla.jax use PyTorch by itself."""
+    code = (
+        "import torch, sys\n"
+        "def fail(*a): raise AssertionError('CUDA is initialized')\n"
+        "torch.cuda._lazy_init = fail\n"
+        "import jax.numpy as jnp, tfla.jax\n"
+        "x = jnp.ones((1, 3, 2, 4)); print(tfla.jax.mlstm(x, x, x, x[..., 0], x[..., 0]).shape)\n"
+        "print([name for name, m in sys.modules.items() if name.startswith('tfla.jax') and 'torch' in vars(m)])\n"
+        "print(torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "(1, 3, 2, 4)\n[]\nFalse\n", done.stderr

@@ -1,0 +1,130 @@
+"""Transforms of JAX: jit, vmap, checkpoint, second derivatives, and forward mode with the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import problem
+from jax_cases import SHAPE, leaves_of
+
+import tfla.jax
+
+Arrays = list[Any]
+
+
+def inputs(T: int = 20, **shape: Any) -> Arrays:
+    x = leaves_of(problem(T=T, carried=False, **shape))
+    return [x[name] for name in "qkvif"]
+
+
+def loss(x: Arrays, **options: Any) -> Any:
+    return jnp.sin(tfla.jax.mlstm(*x, **options)).sum()
+
+
+def close(a: Any, b: Any) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
+
+
+def test_jit_and_eager_and_value_and_grad() -> None:
+    x = inputs()
+    value, grads = jax.jit(jax.value_and_grad(loss))(x)
+    close(value, loss(x))
+    close(grads, jax.grad(loss)(x))
+
+
+def test_options_as_static_arguments_of_jit() -> None:
+    x = inputs()
+    state = tfla.jax.State.zeros(2, 2, 5, 7, dtype=jnp.float64)
+    run = jax.jit(tfla.jax.mlstm, static_argnames=("return_state", "input_gate", "chunk_size"))
+    h, new = run(*x, initial_state=state, return_state=True, chunk_size=16)
+    close(h, tfla.jax.mlstm(*x))
+    assert isinstance(new, tfla.jax.State)
+
+
+def test_vmap_folds_a_batch() -> None:
+    x = [jnp.stack([a, 2 * a, -a]) for a in inputs()]
+    h = jax.jit(jax.vmap(tfla.jax.mlstm))(*x)
+    close(h[1], tfla.jax.mlstm(*(a[1] for a in x)))
+    grads = jax.jit(jax.vmap(jax.grad(loss)))(x)
+    close([g[2] for g in grads], jax.grad(loss)([a[2] for a in x]))
+    shared = jax.vmap(tfla.jax.mlstm, in_axes=(0, None, None, None, None))(x[0], *(a[0] for a in x[1:]))
+    close(shared[0], h[0])
+
+
+def test_checkpoint() -> None:
+    x = inputs()
+    close(jax.jit(jax.grad(jax.checkpoint(loss)))(x), jax.grad(loss)(x))
+
+
+def test_scan_over_layers() -> None:
+    x = inputs()
+
+    def layer(v: Any, scale: Any) -> tuple[Any, None]:
+        return tfla.jax.mlstm(x[0], x[1], v * scale, x[3], x[4]), None
+
+    def stack(v: Any, body: Any = layer) -> Any:
+        return jax.lax.scan(body, v, jnp.array([1.0, 2.0]))[0].sum()
+
+    def unrolled(v: Any) -> Any:
+        return layer(layer(v, 1.0)[0], 2.0)[0].sum()
+
+    close(jax.jit(jax.grad(stack))(x[2]), jax.grad(unrolled)(x[2]))
+
+
+def test_derivatives_of_gradients() -> None:
+    """Products with the Hessian are those of the reference, which JAX differentiates twice by itself."""
+    x = inputs(9, Hq=1, H=2)
+    direction = [jnp.cos(a) for a in x]
+
+    def product(**options: Any) -> Any:
+        def slope(x: Arrays) -> Any:
+            return sum((g * d).sum() for g, d in zip(jax.grad(loss)(x, **options), direction, strict=True))
+
+        return jax.jit(jax.grad(slope))(x)
+
+    for a, b in zip(product(), product(backend="reference"), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
+
+
+def test_forward_mode_of_the_reference() -> None:
+    x = inputs(9)
+    direction = [jnp.cos(a) for a in x]
+    _, slope = jax.jit(lambda x, d: jax.jvp(lambda x: loss(x, backend="reference"), (x,), (d,)))(x, direction)
+    grads = jax.grad(loss)(x)
+    close(slope, sum((g * d).sum() for g, d in zip(grads, direction, strict=True)))
+
+
+def test_a_returned_m_carries_no_gradient() -> None:
+    x = inputs(9)
+
+    def of_m(x: Arrays) -> Any:
+        return tfla.jax.mlstm(*x, return_state=True)[1].m.sum()
+
+    for backend in ("chunkwise", "reference"):
+        grads = jax.grad(lambda x, backend=backend: tfla.jax.mlstm(*x, return_state=True, backend=backend)[1].m.sum())(
+            x
+        )
+        assert not any(g.any() for g in grads)
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_repeatable(form: str) -> None:
+    x = [leaves_of(problem(form, **SHAPE))[name] for name in "qkvif"]
+    run = jax.jit(jax.grad(lambda x: loss(x, input_gate=form)))
+    for a, b in zip(run(x), run(x), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_float32_where_x64_is_off() -> None:
+    x = inputs(9)
+    with jax.enable_x64(False):
+        narrow = [jnp.asarray(np.asarray(a)) for a in x]
+        h, state = tfla.jax.mlstm(*narrow, return_state=True)
+        grads = jax.grad(loss)(narrow)
+    assert {str(a.dtype) for a in (h, *state, *grads)} == {"float32"}
+    np.testing.assert_allclose(h, tfla.jax.mlstm(*x), rtol=1e-4, atol=1e-5)
