@@ -1,4 +1,4 @@
-"""How JAX runs in tests: float64, on a CPU that is two devices."""
+"""How JAX runs in tests: float64, on a CPU that is four devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=2",
+        "--xla_force_host_platform_device_count=4",
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
     ]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax_cases import SHAPE, solve
 from ops.test_extreme_gates import EXTREMES, with_extremes
+from ops.test_growing_gates import PATHS, growing
 
 import tfla
 
@@ -182,3 +183,21 @@ def test_no_batch_rows() -> None:
     found = solve(none)
     assert found["h"].shape == (0, 9, 2, 7)
     assert found["dq"].shape == none.q.shape
+
+
+@pytest.mark.parametrize("form", ["plain", "normalized"])
+def test_growth(form: str) -> None:
+    """Log-gates above 0: a state that grows is right as long as float32 holds it."""
+    for log_f, log_i in PATHS.values():
+        p = growing(form, log_f, log_i)
+        found = solve(p)
+        assert all(x.isfinite().all() for x in found.values())
+        check_beside_terms(found, p, TOLERANCE[torch.float32])
+
+
+def test_growth_of_a_state_that_was_tiny() -> None:
+    """A state grows by more than the range of float32, from the lower end of that range to the upper one."""
+    p = growing("plain", torch.full((64,), 2.0))
+    p = p.but(k=p.k * 1e-20, v=p.v * 1e-12, dh=p.dh * 1e-24, state=tfla.State(p.state.C * 1e-30))
+    p = p.but(dstate=tfla.State(p.dstate.C * 1e-24))
+    check(solve(p), truth(p), p.dtype)

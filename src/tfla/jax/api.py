@@ -202,11 +202,11 @@ def linear_attention(
     store_dtype: Any = None,
     context_parallel: str | None = None,
 ) -> Array | tuple[Array, State]:
-    """Compute scalar-gated linear attention over whole sequences. For every head and step t:
+    """Compute scalar-gated linear attention over whole sequences.
+
+    This is :func:`tfla.linear_attention` on arrays of JAX, with the same arguments. For every head and step t:
 
         C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T        h_t = scale C_t^T q_t
-
-    This is :func:`tfla.linear_attention` on arrays of JAX, with the same arguments.
 
     Args:
         q, k, v: as in :func:`mlstm`.

@@ -70,5 +70,7 @@ def vary_alike(*arrays: Array | None) -> tuple[Any, ...]:
 def varying_axes(x: Array) -> frozenset[str]:
     """Return the mesh axes over which an array varies in the `shard_map` that is being traced."""
     kind = jax.typeof(x)
-    axes: frozenset[str] = getattr(getattr(kind, "manual_axis_type", kind), "varying", None) or getattr(kind, "vma", None)
+    axes: frozenset[str] = getattr(getattr(kind, "manual_axis_type", kind), "varying", None) or getattr(
+        kind, "vma", None
+    )
     return axes or frozenset()

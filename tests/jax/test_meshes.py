@@ -1,0 +1,141 @@
+"""Several devices: batch and heads are divided without communication, the sequence with one exchange of states."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from cases import TOLERANCE, problem
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_cases import call, leaves_of
+
+import tfla.jax
+
+COLLECTIVES = ("all-gather(", "all-to-all(", "collective-permute(")
+STEPS, STATES = ("q", "k", "v", "i", "f"), ("C0", "n0", "m0")
+DIVIDED = {"batch": (P("x"), P("x")), "heads": (P(None, None, "x"), P(None, "x"))}
+
+
+def mesh(devices: int, kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=jax.devices()[:devices])
+
+
+def loss(x: dict[str, Any], form: str = "exp", run: Any = None) -> Any:
+    """Return a scalar function of h and of the true final state."""
+    h, state = (functools.partial(call, form) if run is None else run)(x)
+    weight = 1.0 if state.m is None else jnp.exp(state.m)[..., None, None]
+    total = jnp.sin(h).sum() + jnp.cos(state.C * weight).sum()
+    return total if state.n is None else total + jnp.sin(state.n * weight[..., 0]).sum()
+
+
+def agree(found: Any, expected: Any, tolerance: float) -> None:
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
+
+
+def specs(x: dict[str, Any], steps: P, states: P) -> dict[str, P]:
+    return {name: steps if name in STEPS else states for name in x}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("divided", DIVIDED)
+def test_automatic_partitioning(divided: str, kind: AxisType) -> None:
+    """jit divides the work by itself, and the operator needs no communication."""
+    x = leaves_of(problem(T=20, Hq=2, H=4))
+    expected = jax.jit(jax.value_and_grad(loss))(x)
+    devices = mesh(2, kind)
+    with jax.set_mesh(devices):
+        placed = {name: jax.device_put(x[name], NamedSharding(devices, spec)) for name, spec in
+                  specs(x, *DIVIDED[divided]).items()}  # fmt: skip
+        compiled = jax.jit(jax.value_and_grad(loss)).lower(placed).compile()
+        found = compiled(placed)
+    agree(found, expected, 1e-9)
+    assert not any(name in compiled.as_text() for name in COLLECTIVES)
+    assert found[1]["q"].sharding.is_equivalent_to(placed["q"].sharding, 4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("divided", DIVIDED)
+def test_shard_map(divided: str, check_vma: bool) -> None:
+    x = leaves_of(problem("sigmoid", T=20))
+    steps, states = DIVIDED[divided]
+    run = jax.shard_map(
+        functools.partial(call, "sigmoid"), mesh=mesh(2), in_specs=(specs(x, steps, states),),
+        out_specs=(steps, tfla.jax.State(states)), check_vma=check_vma,
+    )  # fmt: skip
+    found = jax.jit(jax.value_and_grad(functools.partial(loss, run=run)))(x)
+    agree(found, jax.value_and_grad(functools.partial(loss, form="sigmoid"))(x), 1e-9)
+
+
+def test_shard_map_without_initial_state() -> None:
+    """What the operator makes by itself, such as states of zero, varies over devices as the inputs do."""
+    x = leaves_of(problem(T=20, carried=False))
+    run = jax.shard_map(lambda x: tfla.jax.mlstm(*x), mesh=mesh(2), in_specs=([P("x")] * 5,), out_specs=P("x"))
+    arguments = [x[name] for name in STEPS]
+    grads = jax.jit(jax.grad(lambda x: jnp.sin(run(x)).sum()))(arguments)
+    agree(grads, jax.grad(lambda x: jnp.sin(tfla.jax.mlstm(*x)).sum())(arguments), 1e-9)
+    step = jax.shard_map(
+        lambda x: tfla.jax.mlstm_step(*(t[:, 0] for t in x), tfla.jax.State.zeros(1, 2, 5, 7))[0],
+        mesh=mesh(2), in_specs=([P("x")] * 5,), out_specs=P("x"),
+    )  # fmt: skip
+    agree(step(arguments), run(arguments)[:, 0], 1e-9)
+
+
+def in_context_parallel(x: dict[str, Any], form: str, devices: int, check_vma: bool = True) -> Any:
+    state = tfla.jax.State(P(), *(P() if name in x else None for name in ("n0", "m0")))
+    return jax.shard_map(
+        functools.partial(call, form, context_parallel="x"), mesh=mesh(devices),
+        in_specs=(specs(x, P(None, "x"), P()),), out_specs=(P(None, "x"), state), check_vma=check_vma,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "devices", "check_vma"),
+    [
+        ("exp", torch.float64, 4, True),
+        ("exp", torch.float64, 2, False),
+        ("plain", torch.float64, 4, True),
+        ("exp", torch.float32, 4, True),
+    ],
+    ids=str,
+)
+def test_context_parallel(form: str, dtype: torch.dtype, devices: int, check_vma: bool) -> None:
+    """Outputs, the final state and all gradients, those of the initial state too, are those of one device."""
+    x = leaves_of(problem(form, T=80, Hq=1, H=2, dtype=dtype, f_mean=4.0))
+    run = in_context_parallel(x, form, devices, check_vma)
+    compiled = jax.jit(jax.value_and_grad(functools.partial(loss, run=run))).lower(x).compile()
+    expected = jax.jit(jax.value_and_grad(functools.partial(loss, form=form)))(x)
+    agree(compiled(x), expected, 10 * TOLERANCE[dtype])
+    assert "all-gather" in compiled.as_text()
+
+
+def test_context_parallel_with_extreme_gates() -> None:
+    """A device whose gates are all closed passes nothing on, and one with huge input gates dominates the next ones."""
+    p = problem(T=80, Hq=1, H=2, dtype=torch.float32, positive_qk=True)
+    i, f = p.i.clone(), p.f.clone()
+    f[:, 25] = -1e4
+    i[:, 40:60] = -torch.inf
+    i[:, 10] = 80.0
+    i[1, 30] = 1e4
+    x = leaves_of(p.but(i=i, f=f))
+    run = jax.jit(in_context_parallel(x, "exp", 4))
+    agree(run(x)[0], jax.jit(functools.partial(call, "exp"))(x)[0], 1e-5)
+    found = jax.jit(jax.grad(lambda x: jnp.sin(run(x)[0]).sum()))(x)
+    assert all(jnp.isfinite(g).all() for g in found.values())
+
+
+def test_context_parallel_takes_no_packed_sequences() -> None:
+    x = leaves_of(problem(T=20, B=1, carried=False))
+    run = jax.shard_map(
+        lambda x: tfla.jax.mlstm(*x, context_parallel="x", cu_seqlens=(0, 4, 10)),
+        mesh=mesh(2), in_specs=([P(None, "x")] * 5,), out_specs=P(None, "x"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"^context_parallel: got it with cu_seqlens, expected at most one of them"):
+        run([x[name] for name in STEPS])
