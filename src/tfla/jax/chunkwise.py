@@ -250,7 +250,7 @@ def _span_cotangent(spec: Spec, p: Problem, each: tuple[Array, Array | None], la
     def one(cotangent: Carry, at: tuple[Problem, Any]) -> tuple[Carry, Array]:
         p, (do, dd) = at
         w = weights(p.gates, spec.grows)
-        return tile.retreat(p.tiles, w, do, dd, cotangent), w.log_decay
+        return tile.retreat(p.tiles, w, do, dd, cotangent), w.log_inter[..., -1]
 
     flat = jax.tree.map(lambda t: t.reshape(t.shape[0] * t.shape[1], *t.shape[2:]), (p, each))
     cotangent, log_decays = jax.lax.scan(one, last, flat, reverse=True)

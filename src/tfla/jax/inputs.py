@@ -70,7 +70,6 @@ def vary_alike(*arrays: Array | None) -> tuple[Any, ...]:
 def varying_axes(x: Array) -> frozenset[str]:
     """Return the mesh axes over which an array varies in the `shard_map` that is being traced."""
     kind = jax.typeof(x)
-    axes: frozenset[str] = getattr(getattr(kind, "manual_axis_type", kind), "varying", None) or getattr(
-        kind, "vma", None
-    )
-    return axes or frozenset()
+    kind = getattr(kind, "manual_axis_type", kind)  # the name differs between versions of JAX
+    axes: frozenset[str] = getattr(kind, "varying", None) or getattr(kind, "vma", None) or frozenset()
+    return axes

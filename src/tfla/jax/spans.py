@@ -8,7 +8,7 @@ last device to the first. What is exchanged does not depend on the length of the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def initial_state(spec: Spec, x: Inputs, span: Span) -> tuple[Array, Array, Arra
     me = jax.lax.axis_index(spec.axis)
     every = jax.lax.all_gather(span, spec.axis)
 
-    def add(state: tuple[Array, ...], at: tuple[Array, Span]) -> tuple[tuple[Array, ...], None]:
+    def add(state: Any, at: tuple[Array, Span]) -> tuple[Any, None]:
         rank, s = at
         C, n, m = state
         if spec.normalize:

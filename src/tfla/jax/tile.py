@@ -37,6 +37,14 @@ def outer(a: Array, b: Array, w: Array, roots: bool) -> Array:
     return jnp.einsum("rhgjk,rhgjv->rhgkv", a[:, :, None] * w[..., None], b)
 
 
+def rows(a: Array, b: Array, w: Array, roots: bool) -> Array:
+    """Return the rows w_i (a b)_i, from a (r, h, i, x) or (r, h, g, i, x), b (r, h, g, x, y) and w (r, h, g, i)."""
+    if roots:
+        a = (a if a.ndim == 5 else a[:, :, None]) * w[..., None]
+    found = jnp.einsum("rhgix,rhgxy->rhgiy" if a.ndim == 5 else "rhix,rhgxy->rhgiy", a, b)
+    return found * w[..., None]
+
+
 def advance(tile: Tile, w: Weights, carry: Carry, normalize: bool) -> Carry:
     """Return the state after the tile, (T5) and (T6), from the state before it."""
     C = w.scale(carry.C, w.decay) + outer(tile.k, tile.v, w.update, w.roots)
@@ -59,9 +67,7 @@ def lower(x: Array) -> Array:
 def outputs(tile: Tile, w: Weights, carry: Carry, normalize: bool) -> tuple[Array, Array]:
     """Return h (r, h, g, i, v), (T2) and (T4), and the stabilized denominators d (r, h, g, i), (T3)."""
     P = products(tile, w)
-    num = w.scale(jnp.einsum("rhik,rhgkv->rhgiv", tile.q, carry.C), w.inter) + jnp.einsum(
-        "rhgij,rhgjv->rhgiv", P, tile.v
-    )
+    num = rows(tile.q, carry.C, w.inter, w.roots) + jnp.einsum("rhgij,rhgjv->rhgiv", P, tile.v)
     if not normalize:
         return num, w.floor
     d = w.scale(jnp.einsum("rhik,rhgk->rhgi", tile.q, carry.n), w.inter) + P.sum(-1)
@@ -107,27 +113,32 @@ def gradients(tile: Tile, w: Weights, do: Array, dd: Array | None, state: Carry,
     """
     q, k, v = tile
     P = products(tile, w)
-    dP = jnp.einsum("rhgiv,rhgjv->rhgij", do, v)
-    from_state = jnp.einsum("rhgiv,rhgkv->rhgik", do, state.C)
-    to_state = jnp.einsum("rhgjv,rhgkv->rhgjk", v, cotangent.C)
+    P_of_dP, D = P, w.D
+    if w.roots:
+        lift = w.lift()[..., None]
+        dP = jnp.einsum("rhgiv,rhgjv->rhgij", do * lift, v)
+        P_of_dP, D = P / lift, D / jnp.sqrt(lift)
+    else:
+        dP = jnp.einsum("rhgiv,rhgjv->rhgij", do, v)
+    from_state = rows(do, state.C.mT, w.inter, w.roots)
+    to_state = rows(v, cotangent.C.mT, w.update, w.roots)
     # A weight may overflow where a product of it and the two does not.
     passing = w.scale_root(state.C) * w.scale_root(cotangent.C)
     between = passing.sum((-2, -1))
     if dd is not None:
         dP += dd[..., None]
-        from_state += dd[..., None] * state.n[..., None, :]
-        to_state += cotangent.n[..., None, :]
+        from_state += (w.inter * dd)[..., None] * state.n[..., None, :]
+        to_state += w.update[..., None] * cotangent.n[..., None, :]
         between += (w.scale(state.n, w.decay) * cotangent.n).sum(-1)
-    from_state, to_state = w.scale(from_state, w.inter), w.scale(to_state, w.update)
     dP = lower(dP)
-    S = w.scale(dP, w.D)
+    S = w.scale(dP, D)
     reads = jnp.einsum("rhik,rhgik->rhgi", q, from_state)
     writes = jnp.einsum("rhjk,rhgjk->rhgj", k, to_state)
-    log_i, log_f = log_gate_gradients(P * dP, reads, writes, between)
+    log_i, log_f = log_gate_gradients(P_of_dP * dP, reads, writes, between)
     return Gradients(
         from_state.sum(2) + jnp.einsum("rhgij,rhjk->rhik", S, k),
         to_state.sum(2) + jnp.einsum("rhgij,rhik->rhjk", S, q),
-        w.scale(jnp.einsum("rhjk,rhgkv->rhgjv", k, cotangent.C), w.update) + jnp.einsum("rhgij,rhgiv->rhgjv", P, do),
+        rows(k, cotangent.C, w.update, w.roots) + jnp.einsum("rhgij,rhgiv->rhgjv", P, do),
         log_i, log_f,
     )  # fmt: skip
 
@@ -149,10 +160,10 @@ def log_gate_gradients(terms: Array, reads: Array, writes: Array, between: Array
     """
     L = terms.shape[-1]
     strictly_lower = jnp.where(jnp.tri(L, k=-1, dtype=bool), terms, 0)
-    columns, rows = strictly_lower.sum(-2), strictly_lower.sum(-1)
+    columns = strictly_lower.sum(-2)
     # Each sum over i >= t > j is the one before plus a column minus a row. The one after the last step is 0 except for
     # rounding, which is spread evenly over the steps.
-    gains = columns - rows
+    gains = columns - strictly_lower.sum(-1)
     crossing = before(gains) - jnp.arange(L, dtype=terms.dtype) / L * gains.sum(-1, keepdims=True)
     onward = jnp.where(jnp.tri(L, dtype=bool).T, reads[..., None, :], 0).sum(-1)
     diagonal = jnp.diagonal(terms, axis1=-2, axis2=-1)

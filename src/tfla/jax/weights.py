@@ -108,6 +108,9 @@ def stabilized(log_i: Array, log_f: Array, m: Array, before: Array) -> Pair:
     return log_i - m, (total - m) + lost
 
 
+MAX_LIFT = 44.0  # a power of e by which a cotangent may be multiplied: float32 ends at exp(88)
+
+
 class Weights(NamedTuple):
     """The weights of one tile in R rows, or their square roots where weights may be so large that they overflow."""
 
@@ -115,7 +118,7 @@ class Weights(NamedTuple):
     inter: Array  # (R, heads, L): of the state before the tile in output i
     update: Array  # (R, heads, L): of step j in the state after the tile
     decay: Array  # (R, heads): of the state before the tile in the one after it
-    log_decay: Array  # (R, heads)
+    log_inter: Array  # (R, heads, L), the exponents of the true `inter`
     floor: Array  # (R, heads, L): exp(-m), never 0; (0,) without a normalizer
     roots: bool
 
@@ -124,9 +127,16 @@ class Weights(NamedTuple):
         weight = weight.reshape(*weight.shape, *[1] * (x.ndim - weight.ndim))
         return x * weight * weight if self.roots else x * weight
 
+    def lift(self) -> Array:
+        """Return the factors (R, heads, L) by which products of cotangents may be multiplied before they are weighted.
+
+        A state that grows has tiny cotangents at its start, whose products would be below the range of float32.
+        """
+        return jnp.exp(jnp.clip(self.log_inter * 0.5, 0.0, MAX_LIFT))
+
     def scale_root(self, x: Array) -> Array:
         """Return x (R, heads, dqk, dhv) times the square root of the decay."""
-        return x * jnp.exp(self.log_decay * 0.5)[..., None, None]
+        return x * jnp.exp(self.log_inter[..., -1] * 0.5)[..., None, None]
 
 
 def weights(gates: TileGates, roots: bool) -> Weights:
@@ -140,5 +150,5 @@ def weights(gates: TileGates, roots: bool) -> Weights:
     floor = jnp.maximum(jnp.exp(-gates.m), jnp.finfo(b.dtype).tiny)
     return Weights(
         jnp.exp(jnp.where(causal, D, -jnp.inf) * part), jnp.exp(inter * part), jnp.exp(update * part),
-        jnp.exp(inter[..., -1] * part), inter[..., -1], floor, roots,
+        jnp.exp(inter[..., -1] * part), inter, floor, roots,
     )  # fmt: skip
