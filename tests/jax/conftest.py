@@ -16,4 +16,5 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 jax = pytest.importorskip("jax", reason='pip install "tfla[jax]"')
+pytest.importorskip("flax", reason='pip install "tfla[jax]"')
 jax.config.update("jax_enable_x64", True)

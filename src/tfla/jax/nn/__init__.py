@@ -1,0 +1,15 @@
+"""Layers and the language model of the paper (appendix E.2) as modules of `flax.nnx`.
+
+They compute what the modules of :mod:`tfla.nn` compute, and load and save the same files.
+"""
+
+try:
+    import flax.nnx as _nnx  # noqa: F401
+except ImportError as error:
+    raise ImportError('tfla.jax.nn needs flax: pip install "tfla[jax]"') from error
+
+from tfla.jax.nn.layers import Frozen, GatePreactivation, HeadNorm
+from tfla.jax.nn.mlstm import MLSTM
+from tfla.jax.nn.model import Block, LanguageModel, SwiGLU
+
+__all__ = ["Block", "Frozen", "GatePreactivation", "HeadNorm", "LanguageModel", "MLSTM", "SwiGLU"]
