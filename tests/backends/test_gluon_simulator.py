@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
+pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)
 from gluon_simulator import language, simulated
 from gluon_simulator.clocks import RaceError
 from gluon_simulator.values import Number

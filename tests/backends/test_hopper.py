@@ -41,7 +41,7 @@ on_hopper = [
 ]
 pytestmark = [] if INTERPRETED else on_hopper
 if INTERPRETED:
-    pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
+    pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)
 
 HOPPER = Implementation("hopper", "fused", "cpu" if INTERPRETED else "cuda")
 DTYPES = [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
@@ -99,10 +99,10 @@ PACKED: dict[str, tuple[int, ...]] = {
 @pytest.fixture
 def multiprocessors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """Return a function that sets how many multiprocessors the backend finds."""
-    from tfla.backends.hopper import launch
+    from tfla.backends.hopper import host
 
     def set_count(count: int) -> None:
-        monkeypatch.setattr(launch, "processors", lambda device: count)
+        monkeypatch.setattr(host, "processors", lambda device: count)
         caching.clear_caches()
 
     yield set_count
@@ -217,9 +217,9 @@ def test_packed_segments(form: str, chunk_size: int | None, K: int, V: int) -> N
 def test_programs_with_many_packed_sequences(
     form: str, carried: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch, multiprocessors: Callable[[int], None]
 ) -> None:
-    from tfla.backends.hopper import launch
+    from tfla.backends.hopper import host
 
-    monkeypatch.setattr(launch, "MAX_PROGRAMS_PER_SM", 1)
+    monkeypatch.setattr(host, "MAX_PROGRAMS_PER_SM", 1)
     multiprocessors(2)
     lengths = (5, 0, 70, 0, 128, 1, 0, 33, 64, 200)
     check(wide(form, dtype=DTYPE, carried=carried, lengths=lengths, Hq=1, K=K, V=V))

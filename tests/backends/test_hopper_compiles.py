@@ -76,8 +76,8 @@ def test_compiles_and_fits(tmp_path: Path) -> None:
 
 
 def test_says_once_that_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tfla.backends.hopper.launch", None)  # importing it fails
-    monkeypatch.delattr(hopper, "launch", raising=False)
+    monkeypatch.setitem(sys.modules, "tfla.backends.hopper.fused", None)  # importing it fails
+    monkeypatch.delattr(hopper, "fused", raising=False)
     hopper._cannot_build.cache_clear()
     try:
         with pytest.warns(UserWarning, match="using the Triton backend"):

@@ -32,9 +32,9 @@ def test_more_padding_and_unaligned_rows_are_refused(dims: tuple[int, int]) -> N
 
 @pytest.mark.parametrize("most", [1, 2, 33, 132])
 def test_fewer_programs_would_need_more_rounds(most: int) -> None:
-    launch = pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
+    host = pytest.importorskip("tfla.backends.hopper.host", exc_type=ImportError)
     for count in range(1, 5 * most + 2):
-        programs, rounds = launch.balanced_programs(count, most), -(-count // most)
+        programs, rounds = host.balanced_programs(count, most), -(-count // most)
         assert programs <= most
         assert -(-count // programs) == rounds
         assert programs == 1 or -(-count // (programs - 1)) > rounds

@@ -80,7 +80,7 @@ def run(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("module", CASES)
 def test_with_all(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
+    pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)
     from gluon_simulator.hopper import on_cpu
 
     with on_cpu():
@@ -95,7 +95,7 @@ def test_with_all(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without(
     module: str, function: str, statement: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
+    pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)
     from gluon_simulator.hopper import on_cpu
 
     redundant = (module, function, statement) in REDUNDANT

@@ -121,7 +121,7 @@ ON_HOPPER = [pytest.mark.interpreter] if INTERPRETED else [
 )
 def on_hopper(request: pytest.FixtureRequest) -> Iterator[Implementation]:
     """The Hopper kernels, under Triton's interpreter in the simulator."""
-    pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)
+    pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)
     if not INTERPRETED:
         yield request.param
         return

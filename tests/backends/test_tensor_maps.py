@@ -10,7 +10,7 @@ import pytest
 import torch
 
 driver = pytest.importorskip("triton.backends.nvidia.driver")
-pytest.importorskip("tfla.backends.hopper.launch", exc_type=ImportError)  # older Tritons
+pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)  # older Tritons
 
 from tfla.backends.gpu.descriptors import MAX_ADDRESSES, EncodedDescriptor, cache_descriptors, with_descriptor_cache  # noqa: E402
 

@@ -46,6 +46,10 @@ class KernelConfig:
     programs_per_sm: int = 1  # programs of a scan that are resident on one multiprocessor
     dq_dk_unnormalized: TileConfig | None = None  # replaces dq_dk where no normalizer state n occupies registers
 
+    def segment_steps(self, chunk_size: int) -> int:
+        """Return the number of steps of a segment: chunk_size rounded up to whole tiles."""
+        return ceil_div(chunk_size, self.tile_steps) * self.tile_steps
+
 
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n and at least 16, the smallest side of an MMA operand."""

@@ -56,6 +56,7 @@ class LaunchContext:
     segments: int  # segments of all sequences, or sequences where these are not cut
     checkpoint_steps: int  # steps between state checkpoints
     cu_seqlens: Tensor  # offsets of packed sequences, bounded by `sequences.bound`; any tensor where there are none
+    schedule: Tensor  # work tiles of packed sequences in their order, on Hopper; any tensor where there is none
 
     @property
     def B(self) -> int:
@@ -165,6 +166,40 @@ class LaunchContext:
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
         """Launch and record a kernel, see :meth:`.LaunchRecorder.launch`."""
         self.recorder.launch(kernel, grid, *args, num_warps=num_warps, **constants)
+
+
+def new_context(
+    recorder: LaunchRecorder, x: Inputs, spec: Spec, *, config: KernelConfig, dims: tuple[int, int], L: int,
+    segment_steps: int, segments: int, checkpoint_steps: int,
+) -> LaunchContext:  # fmt: skip
+    """Return the context of a call whose offsets are not bounded yet; `dims` are dqk and dhv of the states."""
+    unbounded = x.log_f if x.cu_seqlens is None else x.cu_seqlens
+    return LaunchContext(
+        recorder=recorder, x=x, spec=spec, config=config, K=dims[0], V=dims[1], L=L, segment_steps=segment_steps,
+        segments=segments, checkpoint_steps=checkpoint_steps, cu_seqlens=unbounded, schedule=unbounded,
+    )  # fmt: skip
+
+
+def fused_context(
+    recorder: LaunchRecorder, x: Inputs, spec: Spec, *, config: KernelConfig, dims: tuple[int, int],
+    checkpoint_steps: int, best_chunk_size: Callable[[Inputs], int],
+) -> LaunchContext:  # fmt: skip
+    """Return the context of a call of fused scans.
+
+    Args:
+        recorder: The recorder of the call.
+        x: The inputs.
+        spec: The options.
+        config: The kernel configuration.
+        dims: The dqk and dhv of the states.
+        checkpoint_steps: Steps between checkpoints.
+        best_chunk_size: Returns the chunk size of the smallest predicted time, for a call that leaves it open.
+    """
+    steps = config.segment_steps(spec.chunk_size if spec.chunk_size < DEFERRED_CHUNK_SIZE else best_chunk_size(x))
+    return new_context(
+        recorder, x, spec, config=config, dims=dims, L=config.tile_steps, segment_steps=steps,
+        segments=count_segments(x, steps) if steps < x.v.shape[1] else x.sequences, checkpoint_steps=checkpoint_steps,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

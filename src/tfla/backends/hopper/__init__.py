@@ -15,7 +15,7 @@ from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant
 from tfla.backends.triton import BACKEND as TRITON
 
 if TYPE_CHECKING:
-    from tfla.backends.triton.launch import Call
+    from tfla.backends.gpu.context import KernelFamily
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (128, 256, 512, 1024)
@@ -33,7 +33,7 @@ def _is_hopper(device: torch.device) -> bool:
 def _cannot_build() -> str | None:
     """Return why the installed Triton cannot build the kernels, or None. A reason is also given as a warning, once."""
     try:
-        from tfla.backends.hopper import launch  # noqa: F401
+        from tfla.backends.hopper import fused, fused_small_head  # noqa: F401
     except (ImportError, AttributeError) as error:
         reason = f"it needs Triton 3.6 or newer: {error}"
         warnings.warn(f"tfla: the Hopper kernels cannot be built, {reason}; using the Triton backend", stacklevel=2)
@@ -72,15 +72,15 @@ def padded_dims_of(x: Inputs) -> tuple[int, int]:
     return found
 
 
-def _launch_class(x: Inputs) -> type[Call]:
-    """Return the class that launches the kernels for inputs `x`."""
+def _family(x: Inputs) -> KernelFamily:
+    """Return the launch code for inputs `x`."""
     if padded_dims_of(x) in SMALL_HEADS:
-        from tfla.backends.hopper.launch import SmallHeadLaunch
+        from tfla.backends.hopper import fused_small_head
 
-        return SmallHeadLaunch
-    from tfla.backends.hopper.launch import HopperLaunch
+        return fused_small_head.FAMILY
+    from tfla.backends.hopper import fused
 
-    return HopperLaunch
+    return fused.FAMILY
 
 
 def _with_positive_scale(x: Inputs, spec: Spec) -> tuple[Inputs, Spec]:
@@ -122,14 +122,15 @@ class Hopper(Backend):
         """Return the chunk size that the cost model of segments predicts to be the fastest."""
         if torch.compiler.is_compiling():  # a choice by length would compile a graph for each length
             return DEFERRED_CHUNK_SIZE
-        from tfla.backends.gpu import segmentation
+        from tfla.backends.hopper import config
 
-        kind = _launch_class(x)
-        return segmentation.best_chunk_size(x, kind.kernel_config_for(x), kind.programs(x))
+        return config.best_chunk_size(x)
 
     def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
         """Return the segments and the configuration of the kernels for these inputs."""
-        return _launch_class(x).details(x, chunk_size)
+        from tfla.backends.hopper import config
+
+        return config.details(x, chunk_size)
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         """Return the segment boundary states that a forward keeps for its backward."""
@@ -137,30 +138,26 @@ class Hopper(Backend):
             return 0
         if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):  # the states have the shape of the padded heads
             return 0
-        steps = _launch_class(x).segment_steps(x, chunk_size)
+        from tfla.backends.hopper import config
+
+        steps = config.kernel_config(x).segment_steps(chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def forward(self, x: Inputs, spec: Spec) -> Outputs:
         """Compute the forward with a scale that is not negative."""
-        from tfla.backends.triton import launch
-
         x, spec = _with_positive_scale(x, spec)
-        return launch.forward(x, spec, _launch_class(x))
+        return _family(x).run_forward(x, spec)
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
-        from tfla.backends.triton import launch
-
-        return launch.forward_replay(x, spec, _launch_class(x))
+        return _family(x).forward_replay(x, spec)
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """Compute the gradients with a scale that is not negative and a dh that TMA can address."""
-        from tfla.backends.triton import launch
-
         if not _aligned(dh):
             dh = dh.contiguous()
         signed, positive = _with_positive_scale(x, spec)
-        grads = launch.backward(signed, out, dh, dC, dn, positive, _launch_class(x))
+        grads = _family(x).run_backward(signed, out, dh, dC, dn, positive)
         return grads if signed is x else grads._replace(q=-grads.q)
 
 

@@ -34,6 +34,7 @@ tile later, when the results that overwrite them have left.
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -44,9 +45,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tfla.backends.gpu.context import LaunchContext
+from tfla.backends.hopper import host
 from tfla.backends.hopper.checkpoints import checkpoint_dots
 from tfla.backends.hopper.dq_dk import WorkTile
-from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateWarpConfig, run_gate_warp
+from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateVectors, GateWarpConfig, run_gate_warp
 from tfla.backends.hopper.mma import (
     accumulator_layout,
     apply_causal_mask,
@@ -513,3 +516,42 @@ def partitions(tensors, source, w_out, tiles_per_head, group_size, gmem, params,
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
+
+
+def supports(ctx: LaunchContext) -> bool:
+    """Return whether the kernel computes dk and dv of a call: one program has a whole state and no n."""
+    return (ctx.K, ctx.V) == (host.STATE_ROWS, host.STATE_ROWS) and not ctx.spec.normalize
+
+
+def launch(
+    ctx: LaunchContext, gates: GateVectors, dh: Tensor, dk: Tensor, dv: Tensor, checkpoints: Tensor, *,
+    ends: Tensor | None, final: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute dk and dv.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        dh: The cotangent of h, (B, T, H, 128).
+        dk, dv: Outputs, (B, T, H, 128).
+        checkpoints: The checkpoints of C, (checkpoints, H, 128, 128).
+        ends: dC where work tiles end, (segments, H, 128, 128), or None for zeros.
+        final: Output for dC where work tiles start, or None.
+
+    Returns:
+        The sums k . dk, (1, H, tiles, 1, L), and the parts of <C, dC> at the checkpoints, (checkpoints * H, parts).
+    """
+    x, vectors = ctx.x, gates.vectors
+    sums = ctx.new(1, ctx.H, ctx.tiles, 1, ctx.L)
+    dots = ctx.new(checkpoints.shape[0] * ctx.H, host.CONSUMER_WARPS)
+    half = host.STATE_ROWS // 2
+    ctx.launch(dk_dv_kernel, host.grid(ctx, 1),
+        host.descriptor(ctx, x.q, host.STATE_ROWS), host.descriptor(ctx, x.k, half),
+        host.descriptor(ctx, x.v, host.STATE_ROWS), host.descriptor(ctx, dh, half), host.descriptor(ctx, dk, half),
+        host.descriptor(ctx, dv, half), vectors, *ctx.gate_inputs, sums, vectors if ends is None else ends,
+        vectors if final is None else final, checkpoints, dots, ctx.schedule, *host.kernel_scalars(ctx),
+        L=ctx.L, CHECKPOINT_STEPS=ctx.checkpoint_steps, REVERSE=True, IS_SEGMENTED=ctx.segmented,
+        USE_INITIAL_STATE=ends is not None, STORE_FINAL_STATE=final is not None, IS_VARLEN=ctx.packed,
+        **gates.constants, num_warps=4,
+    )  # fmt: skip
+    return sums, dots

@@ -21,10 +21,13 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from tfla.backends.gpu import gate_kernels
+from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.gate_kernels import (
     CLOSED,
     COLUMN,
@@ -290,3 +293,32 @@ def load_gate_vectors(source, tile, r):
     inter = gl.load(at + INTER * L)  # (L)
     update = gl.load(at + UPDATE * L)  # (L)
     return row, column, inter, update, gl.load(at + DECAY * L)
+
+
+class GateVectors(NamedTuple):
+    """The gate vectors of a call, and how the gate warps of its kernels get them."""
+
+    vectors: Tensor  # (H, tiles, VECTORS, L) float32; with RECOMPUTED any tensor
+    constants: dict[str, int]  # GATES, and the forms of the gates where the gate warps read these
+
+
+def launch(ctx: LaunchContext, m_final: Tensor | None = None, d: Tensor | None = None) -> GateVectors:
+    """Compute the gate vectors that the gate warps do not compute themselves.
+
+    The gate warps compute all gate vectors where no two programs would compute the same ones. Otherwise a kernel does
+    not depend on the form of the gates, so that one compiled kernel serves all forms.
+
+    Args:
+        ctx: The context of the call.
+        m_final: Output for the max states after the sequences, (N, H), or None.
+        d: The denominators of the forward, (B, T, H), for the gate vectors of the backward.
+    """
+    one_program = ctx.K <= 128  # has all rows of a state
+    if one_program and not ctx.spec.normalize:
+        return GateVectors(ctx.x.log_f, {"GATES": RECOMPUTED.value, **ctx.gate_forms})
+    # PARTIAL only in the forward: the scans for dq and dk have no time for more exponentials. COLUMN contains the
+    # scale, so that weights cannot be computed from it where the scale is 0.
+    partial = one_program and d is None and ctx.spec.scale != 0
+    vectors = gate_kernels.launch(ctx, m_final=m_final, d=d, total_only=partial)
+    constants = {"GATES": (PARTIAL if partial else LOADED).value}
+    return GateVectors(vectors, constants | dict.fromkeys(ctx.gate_forms, False))

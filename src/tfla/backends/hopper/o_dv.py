@@ -37,6 +37,7 @@ with dk, in `dk_dv.py`.
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -47,8 +48,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.gate_kernels import FLOOR
-from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateWarpConfig, run_gate_warp
+from tfla.backends.hopper import host
+from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateVectors, GateWarpConfig, run_gate_warp
 from tfla.backends.hopper.mma import (
     accumulator_layout,
     apply_causal_mask,
@@ -645,3 +648,48 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
         [4, 1, 1, 1, 1],
         [consumer_registers, producer_registers, producer_registers, producer_registers, producer_registers],
     )  # fmt: skip
+
+
+# Stages of the ring: the widest tiles then take 192 KiB of shared memory.
+RING_STAGES = 3
+RING_STAGES_WITH_H = 2
+
+
+def launch(
+    ctx: LaunchContext, gates: GateVectors, x: Tensor, y: Tensor, z: Tensor, out: Tensor, *, reverse: bool,
+    initial: Pair, final: Pair, d: Tensor | None = None, h: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Compute o with its denominators, or with `reverse` dv, into `out`, (B, T, H, dhv).
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        x, y, z: The operands, in the table of the module: k, v, q for o; q, do, k for dv.
+        out: Output like y.
+        reverse: Whether dv is computed.
+        initial: Initial states of work tiles, (segments, H, K, V) and (segments, H, K), or None for zeros.
+        final: Outputs for the states after work tiles, or None.
+        d: Output for the denominators, (B, T, H), or None.
+        h: The output of the forward, with which delta is computed, or None.
+    """
+    vectors, blocks = gates.vectors, num_blocks(ctx.V)
+    C, n, C_final, n_final, d_out = (vectors if t is None else t for t in (*initial, *final, d))
+    ctx.launch(o_dv_kernel, host.grid(ctx, ctx.V // (128 * blocks)),
+        host.descriptor(ctx, x, ctx.K), host.descriptor(ctx, y, 64 * blocks), host.descriptor(ctx, z, ctx.K),
+        vectors if h is None else host.descriptor(ctx, h, 64 * blocks), host.descriptor(ctx, out, 64 * blocks),
+        vectors, *ctx.gate_inputs, C, C_final, n, n_final, d_out, ctx.schedule, *host.kernel_scalars(ctx),
+        DK=ctx.K, DV=ctx.V, BLOCKS=blocks, L=ctx.L, STAGES=RING_STAGES if h is None else RING_STAGES_WITH_H,
+        REVERSE=reverse, IS_SEGMENTED=ctx.segmented, USE_INITIAL_STATE=initial[0] is not None,
+        STORE_FINAL_STATE=final[0] is not None, NORMALIZE=ctx.spec.normalize and not reverse, SAVE_D=d is not None,
+        COMPUTE_DP_OFFSET=h is not None, IS_VARLEN=ctx.packed, **gates.constants, num_warps=4,
+    )  # fmt: skip
+
+
+def num_blocks(V: int) -> int:
+    """Return how many blocks of 64 columns a consumer has for states of V columns."""
+    return 2 if V % 256 == 0 else 1
+
+
+def finds_delta(ctx: LaunchContext) -> bool:
+    """Return whether the kernel can compute delta with dv: one program has all columns of do and h."""
+    return ctx.K <= host.STATE_ROWS and 128 * num_blocks(ctx.V) == ctx.V

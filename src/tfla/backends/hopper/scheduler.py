@@ -8,12 +8,17 @@ rows of a schedule, which `schedule_packed` writes with the longest work first.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu.context import LaunchContext
 
 # The schedule of packed sequences is (segments, FIELDS), int32. The columns of a row:
 FIELDS = tl.constexpr(8)
@@ -182,10 +187,25 @@ def num_tiles(index, start, steps, params, L: gl.constexpr, REVERSE: gl.constexp
 def tile_coordinates(b, h, t, column, end, params):
     """Return the TMA coordinates of the tile of head `h` whose first row is token `t` and first column `column`.
 
-    The descriptor is one of `tfla.backends.hopper.launch.make_descriptor`. Rows from token `end` of a packed sequence
+    The descriptor is one of `tfla.backends.hopper.host.make_descriptor`. Rows from token `end` of a packed sequence
     on are out of bounds: TMA reads them as zeros and does not write them.
     """
     if params.schedule is not None:
         return VIRTUAL_ROWS, end, h, VIRTUAL_ROWS - end + t, column
     else:
         return b, h, t, column
+
+
+def launch(ctx: LaunchContext) -> LaunchContext:
+    """Return the context with the schedule of packed sequences, after `sequences.bound`.
+
+    Where sequences are not packed, this is `ctx`.
+    """
+    if not ctx.packed:
+        return ctx
+    schedule, block = ctx.new(ctx.segments, FIELDS.value, dtype=torch.int32), 16
+    ctx.launch(schedule_packed, (ceil_div(ctx.segments, block),),
+        ctx.cu_seqlens, schedule, ctx.x.sequences, ctx.segment_steps if ctx.segmented else ctx.T + 1, ctx.segments,
+        L=ctx.L, SEGMENT_BLOCK=block, SEQUENCE_BLOCK=64, num_warps=4,
+    )  # fmt: skip
+    return dataclasses.replace(ctx, schedule=schedule)

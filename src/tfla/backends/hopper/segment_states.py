@@ -24,6 +24,7 @@ Who waits for whom:
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,7 +34,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateWarpConfig, run_gate_warp
+from tfla.backends.gpu.context import LaunchContext
+from tfla.backends.gpu.results import new_segment_n, new_segment_states
+from tfla.backends.hopper import host
+from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateVectors, GateWarpConfig, run_gate_warp
 from tfla.backends.hopper.mma import accumulator_layout, scale_by_gates, state_pointers
 from tfla.backends.hopper.pipeline import (
     CONSUMER_REGISTERS,
@@ -309,3 +313,50 @@ def partitions(X, Y, source, tiles_per_head, group_size, gmem, params, config):
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )  # fmt: skip
+
+
+RING_STAGES = 4
+
+
+def launch(
+    ctx: LaunchContext, gates: GateVectors, x: Tensor, y: Tensor, *, reverse: bool, normalize: bool, skip_last: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return what each segment adds to C, or with `reverse` to dC, and the decays over segments.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        x, y: k and v, or with `reverse` q and do.
+        reverse: Whether the scan goes against time.
+        normalize: Whether what segments add to n is computed as well.
+        skip_last: Whether the last segments of sequences have no work: the states after them are not read.
+
+    Returns:
+        The states, (segments, H, K, V), n, (segments, H, K), or None, and the decays, (segments, H) float32.
+    """
+    C = new_segment_states(ctx)
+    n = new_segment_n(ctx) if normalize else None
+    decays = ctx.new(ctx.segments, ctx.H)
+    splits, grid = _splits_and_grid(ctx, skip_last)
+    ctx.launch(segment_states_kernel, grid,
+        host.descriptor(ctx, x, host.STATE_ROWS), host.descriptor(ctx, y, ctx.V // splits), gates.vectors,
+        *ctx.gate_inputs, C, decays if n is None else n, decays, ctx.schedule, *host.kernel_scalars(ctx),
+        DX=ctx.K, DY=ctx.V, NUM_SPLITS=splits, L=ctx.L, STAGES=RING_STAGES, REVERSE=reverse,
+        IS_SEGMENTED=ctx.segmented, NORMALIZE=normalize, SKIP_LAST=skip_last, IS_VARLEN=ctx.packed, **gates.constants,
+        num_warps=4,
+    )  # fmt: skip
+    return C, n, decays
+
+
+def _splits_and_grid(ctx: LaunchContext, skip_last: bool) -> tuple[int, tuple[int, int]]:
+    """Return how many programs share the columns of a state, and the grid.
+
+    Twice as many share them where at least half of the multiprocessors would be idle otherwise. With `skip_last` the
+    last segments of sequences have no work and do not count.
+    """
+    segments = ctx.segments - (ctx.x.sequences if skip_last else 0)
+    splits, of_rows = host.num_splits(ctx.V), ctx.K // host.STATE_ROWS
+    halves = ctx.V // splits == host.MAX_STATE_COLUMNS and not ctx.packed
+    if halves and 2 * segments * ctx.H * of_rows * splits <= host.processors(ctx.x.q.device):
+        return 2 * splits, (ctx.segments * ctx.H, of_rows * 2 * splits)
+    return splits, host.grid(ctx, of_rows * splits)

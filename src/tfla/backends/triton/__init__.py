@@ -124,9 +124,9 @@ class Triton(Backend):
             return super().stored_states(x, block_sizes.chunk_steps(x, chunk_size), kernel)
         if chunk_size >= DEFERRED_CHUNK_SIZE:
             return 0
-        from tfla.backends.triton import fused
+        from tfla.backends.gpu import config
 
-        steps = fused.segment_steps(x, chunk_size)
+        steps = config.kernel_config(x).segment_steps(chunk_size)
         return super().stored_states(x, steps, kernel) if steps < x.v.shape[1] else 0
 
     def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:

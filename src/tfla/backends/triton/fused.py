@@ -13,10 +13,9 @@ from torch import Tensor
 from tfla.backends.base import Grads, Inputs, Outputs, Spec
 from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, segmentation, sequences, state_passing
 from tfla.backends.gpu.checkpoints import checkpoint_interval, checkpoint_shape
-from tfla.backends.gpu.config import KernelConfig, ceil_div, kernel_config, products
-from tfla.backends.gpu.context import KernelFamily, LaunchContext, Pair, count_segments
+from tfla.backends.gpu.config import ceil_div, kernel_config, products
+from tfla.backends.gpu.context import KernelFamily, LaunchContext, Pair, fused_context
 from tfla.backends.gpu.replay import LaunchRecorder
-from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.backends.triton import fused_kernels
 
 
@@ -26,15 +25,10 @@ def best_chunk_size(x: Inputs) -> int:
     return segmentation.best_chunk_size(x, config, ceil_div(x.v.shape[3], config.o_dv.split))
 
 
-def segment_steps(x: Inputs, chunk_size: int) -> int:
-    """Return the number of steps of a segment: chunk_size rounded up to whole tiles."""
-    L = kernel_config(x).tile_steps
-    return ceil_div(chunk_size, L) * L
-
-
 def details(x: Inputs, chunk_size: int) -> dict[str, object]:
     """Return the sizes that :func:`tfla.explain` shows."""
-    return {"tile": kernel_config(x).tile_steps, "segment": min(segment_steps(x, chunk_size), x.v.shape[1])}
+    config = kernel_config(x)
+    return {"tile": config.tile_steps, "segment": min(config.segment_steps(chunk_size), x.v.shape[1])}
 
 
 def checkpoint_steps(x: Inputs, spec: Spec) -> int:
@@ -50,22 +44,10 @@ def signature(x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
 
 def context(recorder: LaunchRecorder, x: Inputs, spec: Spec) -> LaunchContext:
     """Return the context of a call."""
-    config: KernelConfig = kernel_config(x)
-    chunk_size = spec.chunk_size if spec.chunk_size < DEFERRED_CHUNK_SIZE else best_chunk_size(x)
-    steps = segment_steps(x, chunk_size)
-    return LaunchContext(
-        recorder=recorder,
-        x=x,
-        spec=spec,
-        config=config,
-        K=x.q.shape[3],
-        V=x.v.shape[3],
-        L=config.tile_steps,
-        segment_steps=steps,
-        segments=count_segments(x, steps) if steps < x.v.shape[1] else x.sequences,
-        checkpoint_steps=checkpoint_steps(x, spec),
-        cu_seqlens=x.log_f if x.cu_seqlens is None else x.cu_seqlens,
-    )
+    return fused_context(
+        recorder, x, spec, config=kernel_config(x), dims=(x.q.shape[3], x.v.shape[3]),
+        checkpoint_steps=checkpoint_steps(x, spec), best_chunk_size=best_chunk_size,
+    )  # fmt: skip
 
 
 def forward(ctx: LaunchContext) -> Outputs:
@@ -75,11 +57,12 @@ def forward(ctx: LaunchContext) -> Outputs:
     ctx = sequences.bound(ctx, h)
     C, n, m = final = results.new_final_state(ctx)
     d = ctx.new(*x.log_f.shape) if spec.normalize and spec.save else None
-    gates = gate_kernels.launch(ctx, m_final=m)
+    gates = gate_kernels.launch(ctx, m_final=m)  # (G1) to (G5)
     starts, ends, stored = results.pad_state(ctx, x.C, x.n), (C, n), results.NO_STATE
     if ctx.segmented:
         starts = stored = segment_starts(ctx, gates, initial=starts, final=ends)
         ends = results.NO_STATE
+    # d, (T3), n, (T6); then o and C, (T1), (T2), (T5).
     if spec.normalize:
         fused_kernels.launch_denominators(ctx, gates, initial=starts[1], final=ends[1], d=d)
     fused_kernels.launch_o_dv(ctx, gates, x.k, x.v, x.q, h, reverse=False, initial=starts[0], final=ends[0])
@@ -88,6 +71,8 @@ def forward(ctx: LaunchContext) -> Outputs:
 
 def segment_starts(ctx: LaunchContext, gates: Tensor, initial: Pair, final: Pair) -> Pair:
     """Compute C and n at the starts of segments, (segments, H, K, V) and (segments, H, K).
+
+    A scan computes what each segment adds to the states; state passing turns it into the states at segment starts.
 
     Args:
         ctx: The context of the call.
@@ -120,29 +105,31 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     grads = results.new_gradients(ctx, shares=ctx.group)
     ctx = sequences.bound(ctx, *grads.of_steps())
     gates = gate_kernels.launch(ctx, d=out.d if normalize else None)
-    if delta:
+    if delta:  # (T7)
         gate_kernels.launch_delta(ctx, gates, out.h, dh)
     starts = results.pad_state(ctx, x.C, x.n)
     dC, dn = dC_ends, dn_ends = results.final_cotangents(ctx, dC, dn)
     dC_starts, dn_starts = grads.dC0, grads.dn0
     if ctx.segmented:
+        # C and n at segment starts, and dC at segment ends: what segments add, then state passing.
         starts = results.stored_starts(ctx, out) or segment_starts(ctx, gates, starts, results.NO_STATE)
         dC_ends, decays = fused_kernels.launch_segment_states(
             ctx, gates, x.q, dh, reverse=True, skip_last=grads.dC0 is None
         )
         state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
         dC_starts = dn_starts = None
-    # The memory of dv, which is computed last, holds checkpoints of C and dC until then.
+    # dq, (T8), (T9), with checkpoints of C and n. The memory of dv, which is computed last, holds those of C and dC.
     q_dq, checkpoints = fused_kernels.launch_dq_dk(
         ctx, gates, x.k, x.v, dh, x.q, grads.dq, reverse=False, delta=delta, initial=starts, final=results.NO_STATE,
         memory=grads.dv,
     )  # fmt: skip
-    if ctx.segmented and normalize:
+    if ctx.segmented and normalize:  # dn at segment ends
         if delta:
             dn_ends = fused_kernels.launch_segment_n(ctx, gates, x.q, reverse=True, skip_last=grads.dn0 is None)
         else:
             dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K)
         state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
+    # dk, (T8), (T10), with checkpoints of dC and dn; then dv, (T11), (T12).
     size = math.prod(checkpoint_shape(ctx))
     k_dk, cotangents = fused_kernels.launch_dq_dk(
         ctx, gates, x.q, dh, x.v, x.k, grads.dk, reverse=True, delta=delta, initial=(dC_ends, dn_ends),
@@ -150,6 +137,7 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     )  # fmt: skip
     dots = gate_gradients.launch_checkpoint_dots(ctx, checkpoints, cotangents)
     fused_kernels.launch_o_dv(ctx, gates, x.q, dh, x.k, grads.dv, reverse=True, initial=dC_ends, final=None)
+    # di and df, (D1) to (D3); then sums over the heads that share q and k.
     gate_gradients.launch(
         ctx, gates, q_dq, k_dk, dots, starts, (dC_ends, dn_ends), grads, final_cotangent=dC is not None
     )

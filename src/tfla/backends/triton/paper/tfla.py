@@ -9,7 +9,7 @@ from torch import Tensor
 from tfla.backends.base import Grads, Inputs, Outputs, Spec
 from tfla.backends.gpu import gate_kernels, reductions, results, sequences
 from tfla.backends.gpu.config import kernel_config, products
-from tfla.backends.gpu.context import KernelFamily, LaunchContext, count_segments
+from tfla.backends.gpu.context import KernelFamily, LaunchContext, count_segments, new_context
 from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.triton.paper import block_sizes, gate_gradients, parallel, recurrent
 
@@ -22,19 +22,11 @@ def signature(x: Inputs, spec: Spec) -> tuple[Hashable, ...]:
 def context(recorder: LaunchRecorder, x: Inputs, spec: Spec) -> LaunchContext:
     """Return the context of a call, whose segments are the paper's chunks."""
     steps = block_sizes.chunk_steps(x, spec.chunk_size)
-    return LaunchContext(
-        recorder=recorder,
-        x=x,
-        spec=spec,
-        config=kernel_config(x),
-        K=x.q.shape[3],
-        V=x.v.shape[3],
-        L=block_sizes.choose(x, spec.chunk_size).steps,
-        segment_steps=steps,
-        segments=count_segments(x, steps),
+    return new_context(
+        recorder, x, spec, config=kernel_config(x), dims=(x.q.shape[3], x.v.shape[3]),
+        L=block_sizes.choose(x, spec.chunk_size).steps, segment_steps=steps, segments=count_segments(x, steps),
         checkpoint_steps=steps,  # the starts of chunks are the only checkpoints
-        cu_seqlens=x.log_f if x.cu_seqlens is None else x.cu_seqlens,
-    )
+    )  # fmt: skip
 
 
 def forward(ctx: LaunchContext) -> Outputs:
@@ -44,8 +36,9 @@ def forward(ctx: LaunchContext) -> Outputs:
     ctx = sequences.bound(ctx, h)
     C, n, m = final = results.new_final_state(ctx)
     d = ctx.new(*x.log_f.shape) if spec.normalize and spec.save else None
-    gates = gate_kernels.launch(ctx, m_final=m)
+    gates = gate_kernels.launch(ctx, m_final=m)  # (G1) to (G5)
     initial = results.pad_state(ctx, x.C, x.n)
+    # C and n at the starts of chunks, one chunk after the other; then h and d, all chunks in parallel.
     starts = recurrent.launch(ctx, gates, x.k, x.v, reverse=False, initial=initial, final=(C, n))
     parallel.launch_output(ctx, gates, x.q, x.k, x.v, h, reverse=False, states=starts, d=d)
     return results.forward_results(ctx, h, d, final, starts)
@@ -66,18 +59,21 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     grads = results.new_gradients(ctx, shares=ctx.group)
     ctx = sequences.bound(ctx, *grads.of_steps())
     gates = gate_kernels.launch(ctx, d=out.d if normalize else None)
-    if delta:
+    if delta:  # (T7)
         gate_kernels.launch_delta(ctx, gates, out.h, dh)
     initial, final = results.pad_state(ctx, x.C, x.n), results.final_cotangents(ctx, dC, dn)
+    # C and n at the starts of chunks, dC and dn at their ends.
     starts = results.stored_starts(ctx, out)
     if starts is None:
         starts = recurrent.launch(ctx, gates, x.k, x.v, reverse=False, initial=initial, final=results.NO_STATE)
     ends = recurrent.launch(ctx, gates, x.q, dh, reverse=True, initial=final, final=(grads.dC0, grads.dn0), delta=delta)
+    # dv, dq with q . dq, dk with k . dk.
     parallel.launch_output(ctx, gates, x.k, x.q, dh, grads.dv, reverse=True, states=ends)
     q_dq = parallel.launch_qk_gradient(
         ctx, gates, dh, x.v, x.k, x.q, grads.dq, reverse=False, states=starts, delta=delta
     )
     k_dk = parallel.launch_qk_gradient(ctx, gates, x.v, dh, x.q, x.k, grads.dk, reverse=True, states=ends, delta=delta)
+    # di and df, (D1) to (D3); then sums over the heads that share q and k.
     gate_gradients.launch(ctx, gates, q_dq, k_dk, starts, ends, grads, final_cotangent=final[0] is not None)
     dq, dk = (reductions.launch(ctx, t, ctx.group) for t in (grads.dq, grads.dk))
     return results.backward_results(ctx, dq, dk, grads)

@@ -1,0 +1,123 @@
+"""The launches of the Hopper kernels for heads of at least 128 x 128: one forward, one backward.
+
+The equations are those of docs/mathematics.md. Gradients and results are named as in :mod:`tfla.backends.base`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tfla.backends.base import Grads, Outputs
+from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, sequences, state_passing
+from tfla.backends.gpu.context import KernelFamily, LaunchContext, Pair
+from tfla.backends.hopper import config, dk_dv, dq_dk_launch, gate_warp, o_dv, scheduler, segment_states
+from tfla.backends.hopper.gate_warp import GateVectors
+from tfla.backends.hopper.host import STATE_ROWS, num_partials
+from tfla.backends.triton import fused_kernels
+
+
+def forward(ctx: LaunchContext) -> Outputs:
+    """Launch the forward."""
+    x, spec = ctx.x, ctx.spec
+    h = ctx.new(*x.v.shape, dtype=x.v.dtype)
+    ctx = scheduler.launch(sequences.bound(ctx, h))
+    C, n, m = final = results.new_final_state(ctx)
+    d = ctx.new(*x.log_f.shape) if spec.normalize and spec.save else None
+    gates = gate_warp.launch(ctx, m_final=m)  # (G1) to (G5)
+    starts, ends, stored = results.pad_state(ctx, x.C, x.n), (C, n), results.NO_STATE
+    if ctx.segmented:
+        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends)
+        ends = results.NO_STATE
+    # o and d with C and n, (T1) to (T6).
+    if ctx.K <= STATE_ROWS:
+        o_dv.launch(ctx, gates, x.k, x.v, x.q, h, reverse=False, initial=starts, final=ends, d=d)
+    else:
+        if spec.normalize and not dq_dk_launch.fuses_normalizer(ctx):
+            fused_kernels.launch_denominators(ctx, gates.vectors, initial=starts[1], final=ends[1], d=d)
+        dq_dk_launch.launch_o(ctx, gates, h, d, initial=starts, final=ends)
+    return results.forward_results(ctx, h, d, final, stored)
+
+
+def segment_starts(ctx: LaunchContext, gates: GateVectors, initial: Pair, final: Pair) -> Pair:
+    """Compute C and n at the starts of segments, (segments, H, K, V) and (segments, H, K).
+
+    A scan computes what each segment adds to the states; state passing turns it into the states at segment starts.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        initial: The initial states of the sequences, (N, H, K, V) and (N, H, K), or None.
+        final: Outputs for the final states of the sequences, or None.
+    """
+    C, n, decays = segment_states.launch(
+        ctx, gates, ctx.x.k, ctx.x.v, reverse=False, normalize=ctx.spec.normalize, skip_last=final[0] is None
+    )  # fmt: skip
+    state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
+    if n is not None:
+        state_passing.launch(ctx, n, decays, initial[1], final[1], reverse=False)
+    return C, n
+
+
+def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None) -> Grads:
+    """Launch the backward.
+
+    Args:
+        ctx: The context of the call.
+        out: The results of the forward.
+        dh: The cotangent of h, (B, T, H, dhv).
+        dC, dn: The cotangents of the final states, (N, H, dqk, dhv) and (N, H, dqk), or None.
+    """
+    x, normalize = ctx.x, ctx.spec.normalize
+    delta = normalize and ctx.spec.normalizer_grad
+    delta_with_dv = delta and o_dv.finds_delta(ctx)
+    dh = results.dense_rows(ctx, dh)
+    shares = ctx.group * num_partials(ctx.V)
+    grads = results.new_gradients(ctx, shares=shares)
+    ctx = scheduler.launch(sequences.bound(ctx, *grads.of_steps()))
+    gates = gate_warp.launch(ctx, d=out.d if normalize else None)
+    if delta and not delta_with_dv:  # (T7)
+        gate_kernels.launch_delta(ctx, gates.vectors, out.h, dh)
+    starts = results.pad_state(ctx, x.C, x.n)
+    dC, dn = dC_ends, dn_ends = results.final_cotangents(ctx, dC, dn)
+    dC_starts, dn_starts = grads.dC0, grads.dn0
+    if ctx.segmented:
+        # C and n at segment starts, and dC at segment ends: what segments add, then state passing.
+        starts = results.stored_starts(ctx, out) or segment_starts(ctx, gates, starts, results.NO_STATE)
+        dC_ends, _, decays = segment_states.launch(
+            ctx, gates, x.q, dh, reverse=True, normalize=False, skip_last=grads.dC0 is None
+        )  # fmt: skip
+        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        dC_starts = dn_starts = None
+    # dv, (T11), (T12), unless a kernel computes it with dk.
+    if ctx.K > STATE_ROWS:
+        dq_dk_launch.launch_dv(ctx, gates, dh, grads.dv, ends=dC_ends)
+    elif not dk_dv.supports(ctx):
+        o_dv.launch(
+            ctx, gates, x.q, dh, x.k, grads.dv, reverse=True, initial=(dC_ends, None), final=results.NO_STATE,
+            h=out.h if delta_with_dv else None,
+        )  # fmt: skip
+    # dq, (T8), (T9), with q . dq, checkpoints of C and n, and what segments add to dn.
+    q_dq, checkpoints, dn_segments = dq_dk_launch.launch_dq(ctx, gates, dh, grads.dq, starts=starts, delta=delta)
+    if ctx.segmented and normalize:  # dn at segment ends
+        dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K) if dn_segments is None else dn_segments
+        state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
+    # dk, (T8), (T10), with k . dk and <C, dC> at the checkpoints.
+    if dk_dv.supports(ctx):
+        k_dk, dots = dk_dv.launch(
+            ctx, gates, dh, grads.dk, grads.dv, checkpoints[0], ends=dC_ends, final=dC_starts
+        )  # fmt: skip
+    else:
+        k_dk, dots = dq_dk_launch.launch_dk(
+            ctx, gates, dh, grads.dk, checkpoints, ends=(dC_ends, dn_ends), final=(dC_starts, dn_starts), delta=delta
+        )  # fmt: skip
+    # di and df, (D1) to (D3); then sums over the heads that share q and k, and over programs.
+    gate_gradients.launch(
+        ctx, gates.vectors, q_dq, k_dk, dots, starts, (dC_ends, dn_ends), grads, final_cotangent=dC is not None
+    )
+    dq, dk = (reductions.launch(ctx, t, shares) for t in (grads.dq, grads.dk))
+    return results.backward_results(ctx, dq, dk, grads)
+
+
+FAMILY = KernelFamily(
+    name="hopper", signature=config.signature, context=config.context, forward=forward, backward=backward
+)
