@@ -69,7 +69,7 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     """
     x, normalize = ctx.x, ctx.spec.normalize
     delta = normalize and ctx.spec.normalizer_grad
-    delta_with_dv = delta and o_dv.finds_delta(ctx)
+    delta_with_dv = delta and o_dv.computes_delta(ctx)
     dh = results.dense_rows(ctx, dh)
     shares = ctx.group * num_partials(ctx.V)
     grads = results.new_gradients(ctx, shares=shares)

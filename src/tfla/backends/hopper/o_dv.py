@@ -690,6 +690,6 @@ def num_blocks(V: int) -> int:
     return 2 if V % 256 == 0 else 1
 
 
-def finds_delta(ctx: LaunchContext) -> bool:
+def computes_delta(ctx: LaunchContext) -> bool:
     """Return whether the kernel can compute delta with dv: one program has all columns of do and h."""
     return ctx.K <= host.STATE_ROWS and 128 * num_blocks(ctx.V) == ctx.V

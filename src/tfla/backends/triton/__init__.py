@@ -156,7 +156,7 @@ class Triton(Backend):
         from tfla.backends.gpu import replay
         from tfla.backends.triton import decode
 
-        return replay.recorded_launches(decode.call_of(x, spec, into))
+        return replay.recorded_launches(decode.call_signature(x, spec, into))
 
 
 BACKEND = Triton()

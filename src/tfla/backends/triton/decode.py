@@ -17,12 +17,12 @@ PRECISION = "tf32x3"  # about as exact as float32
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockSizes:
     """The part of a state that a program computes: BV columns, in blocks of BK rows; as measured on an H200."""
 
     BK: int
     BV: int
-    warps: int
+    num_warps: int
 
 
 def power_of_two(n: int) -> int:
@@ -31,16 +31,17 @@ def power_of_two(n: int) -> int:
 
 
 @functools.cache
-def cut(dqk: int, dhv: int, several: bool) -> Cut:
-    """Return the part of the state of one program; `several` says whether there are several steps."""
+def block_sizes(dqk: int, dhv: int, several: bool) -> BlockSizes:
+    """Return the block sizes of one program; `several` says whether there are several steps."""
     if several:  # operands of MMAs need shared memory
-        return Cut(max(16, min(power_of_two(dqk), 32)), max(16, min(power_of_two(dhv), 64)), 4)
+        BK, BV = min(power_of_two(dqk), 32), min(power_of_two(dhv), 64)
+        return BlockSizes(BK=max(16, BK), BV=max(16, BV), num_warps=4)
     rows = min(power_of_two(dqk), 256)
     columns = min(power_of_two(dhv), max(16, min(128, 8192 // rows)))
-    return Cut(rows, columns, 4 if rows * columns > 2048 else 2)
+    return BlockSizes(BK=rows, BV=columns, num_warps=4 if rows * columns > 2048 else 2)
 
 
-def call_of(x: StepInputs, spec: StepSpec, into: Tensor | None) -> Hashable:
+def call_signature(x: StepInputs, spec: StepSpec, into: Tensor | None) -> Hashable:
     """Return the signature of a call: all that its launch depends on."""
     return "steps", spec, static(*x, into)
 
@@ -51,7 +52,7 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
     def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> StepOutputs:
         return _launch(recorder, StepInputs(*given[:-1]), spec, given[-1])  # type: ignore[arg-type]
 
-    return StepOutputs(*record_or_replay(call_of(x, spec, into), (*x, into), first))
+    return StepOutputs(*record_or_replay(call_signature(x, spec, into), (*x, into), first))
 
 
 def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
@@ -80,25 +81,25 @@ def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tenso
     i = x.f if x.i is None else x.i
     target = new_C if spec.final_state else C
     several = T > 1 or lengths is not None or not spec.final_state
-    how = cut(K, V, several)
-    grid = ((V + how.BV - 1) // how.BV * B * H,)
+    sizes = block_sizes(K, V, several)
+    grid = ((V + sizes.BV - 1) // sizes.BV * B * H,)
     tensors = q, k, v, i, x.f, C, C if n is None else n, C if m is None else m, h, target, out.n, out.m
-    sizes = H, H // q.shape[2], spec.scale
+    numbers = H, H // q.shape[2], spec.scale
     constants: dict[str, Any] = {
-        "DK": K, "DV": V, "BK": how.BK, "BV": how.BV, "NORMALIZE": n is not None, "INPUT_GATE": x.i is not None,
+        "DK": K, "DV": V, "BK": sizes.BK, "BV": sizes.BV, "NORMALIZE": n is not None, "INPUT_GATE": x.i is not None,
         "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log", "EPS": spec.eps,
-        "num_warps": how.warps,
+        "num_warps": sizes.num_warps,
     }  # fmt: skip
     of_C = *C.stride(), *target.stride()
     if several:
         strides = (s for t in (q, k, v, i, x.f) for s in t.stride()[:3])
         recorder.launch(
-            decode_kernels.several_steps, grid, *tensors, C if lengths is None else lengths, *sizes, *strides, *of_C,
+            decode_kernels.several_steps, grid, *tensors, C if lengths is None else lengths, *numbers, *strides, *of_C,
             T=T, BT=max(16, power_of_two(T)), LENGTHS=lengths is not None, STORE_FINAL_STATE=spec.final_state,
             PRECISION=PRECISION,
             **constants,
         )  # fmt: skip
     else:
         strides = (t.stride(d) for t in (q, k, v, i, x.f) for d in (0, 2))
-        recorder.launch(decode_kernels.one_step, grid, *tensors, *sizes, *strides, *of_C, **constants)
+        recorder.launch(decode_kernels.one_step, grid, *tensors, *numbers, *strides, *of_C, **constants)
     return out
