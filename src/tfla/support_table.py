@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from tfla._util.markdown import table
-from tfla.backends import BACKENDS, Inputs, StepInputs
+from tfla.backends import BACKENDS, DELTA_BACKENDS, DeltaInputs, Inputs, StepInputs
 
 USAGE = "usage: tfla support\n\nWhat is supported where, as Markdown: backends by GPU, and other libraries' functions."
 WHERE: dict[str, tuple[str, tuple[int, int]]] = {
@@ -85,14 +85,24 @@ def _names(why_not: Callable[[Any], str | None]) -> str:
     return ", ".join(able) if able else "plain PyTorch"
 
 
+def _names_of_delta(device: str, by_channel: bool) -> str:
+    """Return the backends that support the delta rule, the preferred one first."""
+    heads = (1, 128, 8)
+    q = torch.empty(*heads, 128, dtype=torch.bfloat16, device=device)
+    beta, log_f = torch.empty(heads, device=device), torch.empty(*heads, *[128] * by_channel, device=device)
+    x = DeltaInputs(q, q, q, beta, log_f, None, None, None, None, None)
+    return ", ".join(b.name for b in DELTA_BACKENDS.values() if b.name != "reference" and b.unsupported(x) is None)
+
+
 def backends_table() -> str:
     """Return the table of backends by kind of call and device."""
     columns = []
     for device, capability in WHERE.values():
         with FakeTensorMode(), mock.patch.object(torch.cuda, "get_device_capability", lambda *_, c=capability: c):
             cells = [_names(_for_sequences(inputs(device, **call))) for call in CALLS.values()]
-            columns.append([*cells, _names(_for_steps(inputs(device, carried=True, steps=1)))])
-    rows = zip([*CALLS, "decoding steps"], *columns, strict=True)
+            cells.append(_names(_for_steps(inputs(device, carried=True, steps=1))))
+            columns.append([*cells, *(_names_of_delta(device, by_channel) for by_channel in (False, True))])
+    rows = zip([*CALLS, "decoding steps", "delta rule", "delta rule or GLA, gates by channel"], *columns, strict=True)
     return table(["", *WHERE], [list(row) for row in rows])
 
 
@@ -109,6 +119,8 @@ def functions_table(module: str) -> str:
     for name in found.__all__:
         function = getattr(found, name)
         arguments = inspect.signature(function).parameters
+        if not arguments:  # patch and restore
+            continue
         states = [a for a in arguments if "state" in a and "indices" not in a]
         packed = [a for a in ("cu_seqlens", "seq_idx") if a in arguments]
         cells = (", ".join(f"`{a}`" for a in names) or "-" for names in (states, packed))

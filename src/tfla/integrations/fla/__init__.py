@@ -20,6 +20,7 @@ from tfla.integrations.fla.gla import chunk_gla, fused_recurrent_gla
 from tfla.integrations.fla.kda import chunk_kda, fused_recurrent_kda
 from tfla.integrations.fla.lightning_attn import chunk_lightning_attn, fused_recurrent_lightning_attn
 from tfla.integrations.fla.linear_attn import chunk_linear_attn, fused_chunk_linear_attn, fused_recurrent_linear_attn
+from tfla.integrations.fla.replacement import patch, restore
 from tfla.integrations.fla.retention import (
     chunk_retention,
     fused_chunk_retention,
@@ -60,4 +61,6 @@ __all__ = [
     "fused_recurrent_simple_gla",
     "parallel_retention",
     "parallel_simple_gla",
+    "patch",
+    "restore",
 ]

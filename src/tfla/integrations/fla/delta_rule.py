@@ -25,7 +25,9 @@ def chunk_delta_rule(
     cu_seqlens_cpu: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the delta rule, C_t = C_{t-1} + beta_t k_t (v_t - C_{t-1}^T k_t)^T and o_t = scale C_t^T q_t.
+    """Compute the delta rule.
+
+        C_t = C_{t-1} + beta_t k_t (v_t - C_{t-1}^T k_t)^T        o_t = scale C_t^T q_t
 
     Args:
         q, k: (B, T, H, K).
