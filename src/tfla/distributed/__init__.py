@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tfla.ops.context_parallel.group import ContextParallel
+
 if TYPE_CHECKING:
     from tfla.distributed.parallel_model import parallelize
 
-__all__ = ["parallelize"]
+__all__ = ["ContextParallel", "parallelize"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import :func:`parallelize` where it is first used, since the operator imports this package without models."""
+    """Import :func:`parallelize` where it is first used, since it needs models."""
     if name == "parallelize":
         from tfla.distributed.parallel_model import parallelize
 

@@ -1,0 +1,85 @@
+"""The processes that share a sequence, and the order in which they have its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from tfla.backends.gpu.runtime import constant
+from tfla.ops.context_parallel.cuts import CONTIGUOUS, ORDERS, Placement
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    Group = dist.ProcessGroup | DeviceMesh
+
+
+class ContextParallel:
+    """The cut of sequences among the processes of a group, for the argument `context_parallel` of the operators.
+
+    With order "contiguous" process r has the r-th span of steps. With order "zigzag" the steps are cut into 2 R spans
+    for R processes, and process r has spans r and 2 R - 1 - r, one after the other, as context-parallel attention has
+    them for balance.
+
+    Args:
+        group: a process group, or a one-dimensional DeviceMesh such as `mesh["cp"]`.
+        order: "contiguous" or "zigzag".
+        lengths: the steps of each span in the order of time, equal on every process: R numbers, or 2 R with "zigzag".
+            None: a dense batch may be cut contiguously anywhere, since each process knows its own part; packed
+            sequences and "zigzag" are cut into equal spans.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid; the message names it, what was given and what is allowed.
+    """
+
+    def __init__(self, group: Group, *, order: str = CONTIGUOUS, lengths: Sequence[int] | None = None) -> None:
+        if order not in ORDERS:
+            raise ValueError(f"order: got {order!r}, allowed are {', '.join(map(repr, ORDERS))}")
+        process_group = _process_group(group)
+        rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if rank < 0:
+            raise ValueError("group: got a process group without this process, expected one that it is part of")
+        placement = Placement(rank, size, order, ())
+        if lengths is not None:
+            lengths = tuple(lengths)
+            if any(isinstance(n, bool) or not isinstance(n, int) for n in lengths):
+                raise TypeError(f"lengths: got {lengths}, expected ints")
+            if len(lengths) != placement.spans or min(lengths) < 1:
+                raise ValueError(f"lengths: got {lengths}, expected {placement.spans} numbers of at least 1")
+            placement = placement._replace(lengths=lengths)
+        self.placement, self.group_name = placement, process_group.group_name
+
+    def __repr__(self) -> str:
+        rank, size, order, lengths = self.placement
+        return f"ContextParallel(rank {rank} of {size}, order={order!r}, lengths={lengths or None})"
+
+
+def _process_group(group: object) -> dist.ProcessGroup:
+    """Return the process group of a group or of a one-dimensional mesh."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):  # a DeviceMesh, without its import
+        if group.ndim != 1:
+            names = getattr(group, "mesh_dim_names", None)
+            raise ValueError(
+                f"context_parallel: got a DeviceMesh of {group.ndim} dimensions{f' {names}' if names else ''}, "
+                'expected one dimension, such as mesh["cp"]'
+            )
+        return group.get_group()  # type: ignore[no-any-return]
+    raise TypeError(
+        f"context_parallel: got {type(group).__name__}, expected a process group, a one-dimensional DeviceMesh or "
+        "tfla.distributed.ContextParallel"
+    )
+
+
+@constant
+def context_parallel_of(group: object) -> tuple[Placement, str]:
+    """Return the placement and the name of the process group of the argument `context_parallel`.
+
+    Raises:
+        TypeError, ValueError: it is none of what the operators take.
+    """
+    given = group if isinstance(group, ContextParallel) else ContextParallel(group)  # type: ignore[arg-type]
+    return given.placement, given.group_name

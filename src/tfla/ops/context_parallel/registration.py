@@ -1,0 +1,204 @@
+"""Context parallelism as a node of autograd for eager calls, and as operators of PyTorch for traced ones.
+
+    tfla::context_attend            the forward of one process's part
+    tfla::context_attend_backward   its backward
+
+The operators contain their collective. Shapes of their results follow from shapes of the arguments: with packed
+sequences the backend gets as many fragments as there can be, of which some have no step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tfla.backends import BACKENDS, Inputs
+from tfla.backends.base import Spec
+from tfla.ops.context_parallel.cuts import Cut, Placement, cut_dense, cut_packed
+from tfla.ops.context_parallel.operator import Call, Saved, Shape, backward, forward
+
+NUM_INPUTS, NUM_SAVED = len(Inputs._fields), len(Saved._fields)
+
+
+def cut_of(placement: Placement, T: int, cu_seqlens: Tensor | None) -> Cut:
+    """Return the part of this process; offsets are read on the host."""
+    return cut_dense(placement, T) if cu_seqlens is None else cut_packed(placement, T, tuple(cu_seqlens.tolist()))
+
+
+def _without_offsets(tensors: tuple[Any, ...]) -> Inputs:
+    """Return the inputs without the offsets of whole sequences, which the backend must not read."""
+    return Inputs(*tensors[: NUM_INPUTS - 1], None)
+
+
+class _Node(torch.autograd.Function):
+    """The node of autograd of an eager call."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        found = forward(_without_offsets(tensors), call)
+        ctx.save_for_backward(*tensors[: NUM_INPUTS - 1], found.h, found.m, *found.saved)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(found.m)
+        return found[:4]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor | None, dC: Tensor | None, dn: Tensor | None, _: Tensor | None) -> Any:
+        *tensors, h, m = ctx.saved_tensors[: NUM_INPUTS + 1]
+        saved = Saved(*ctx.saved_tensors[NUM_INPUTS + 1 :])
+        dh = torch.zeros_like(h) if dh is None else dh
+        return None, *backward(Inputs(*tensors, None), h, m, saved, dh, dC, dn, ctx.call), None
+
+
+def attend_eagerly(x: Inputs, call: Call) -> tuple[Tensor, ...]:
+    """Return h and the final C, n, m of an eager call."""
+    return _Node.apply(call, *x) if call.spec.save else forward(_without_offsets(x), call)[:4]
+
+
+# The registered operators. Their arguments are the inputs, what a backward reads besides, the options, the backend,
+# the placement and the name of the group.
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? log_i, Tensor log_f, Tensor? C, Tensor? n, Tensor? m, Tensor? cu_seqlens"
+)
+_OPTIONS = (
+    "float scale, bool normalize, bool normalizer_grad, SymInt chunk_size, str kernel, bool save, bool final_state, "
+    "ScalarType? store_dtype, str gates, str backend, int rank, int size, str order, SymInt[] lengths, str group"
+)
+_SAVED = ", ".join(f"Tensor saved_{name}" for name in Saved._fields)
+_COTANGENTS = "Tensor h, Tensor final_m, {}, Tensor dh, Tensor? dC, Tensor? dn"
+NUM_SPEC = len(Spec._fields)
+
+
+def pack(x: Inputs, call_spec: Spec, backend: str, placement: Placement, group: str) -> tuple[Any, ...]:
+    """Return the arguments of tfla::context_attend."""
+    return (*x, *call_spec, backend, *placement, group)
+
+
+def _call(x: Inputs, options: tuple[Any, ...], read: bool) -> Call:
+    """Return the call of a list of options; ``read``: whether the offsets have values that can be read."""
+    spec, (backend, rank, size, order, lengths, group) = Spec(*options[:NUM_SPEC]), options[NUM_SPEC:]
+    placement = Placement(rank, size, order, tuple(lengths))
+    if x.cu_seqlens is None:
+        return Call(cut_dense(placement, x.q.shape[1]), placement, group, backend, spec, None)
+    fragments = x.cu_seqlens.shape[0] - 2 + placement.spans_here
+    # Shapes do not depend on offsets.
+    cut = cut_of(placement, x.q.shape[1], x.cu_seqlens) if read else cut_dense(placement, x.q.shape[1])
+    return Call(cut, placement, group, backend, spec, fragments)
+
+
+def _distinct(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors of which no two are the same and none is a view or None, as PyTorch asks of an operator."""
+    found: list[Tensor] = []
+    for t in tensors:
+        if t is None or not t.numel():
+            found.append(like.new_empty((0,) if t is None else t.shape, dtype=like.dtype if t is None else t.dtype))
+        else:
+            found.append(t.clone() if t._is_view() or any(t is each for each in found) else t)
+    return tuple(found)
+
+
+torch.library.define(
+    "tfla::context_attend",
+    f"({_INPUTS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (4 + NUM_SAVED))})",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "tfla::context_attend_backward",
+    f"({_INPUTS}, {_COTANGENTS.format(_SAVED)}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (NUM_INPUTS - 1))})",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+@torch.library.impl("tfla::context_attend", "default")
+@torch._disable_dynamo
+def _(*args: Any) -> tuple[Tensor, ...]:
+    x = Inputs(*args[:NUM_INPUTS])
+    found = forward(_without_offsets(x), _call(x, args[NUM_INPUTS:], read=True))
+    return _distinct((*found[:4], *found.saved), x.q.new_empty(0, dtype=x.acc_dtype))
+
+
+@torch.library.register_fake("tfla::context_attend")
+def _(*args: Any) -> tuple[Tensor, ...]:
+    x = Inputs(*args[:NUM_INPUTS])
+    return _shapes(x, _call(x, args[NUM_INPUTS:], read=False))
+
+
+def _shapes(x: Inputs, call: Call) -> tuple[Tensor, ...]:
+    """Return empty tensors of the shapes and dtypes of the results of a forward."""
+    spec, (B, _, H, V), K = call.spec, x.v.shape, x.q.shape[3]
+    sequences = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
+    shape = Shape.of(call, B)
+    offsets = None if shape.offsets is None else x.q.new_empty(len(shape.offsets), dtype=torch.int32)
+    local = Inputs(*(None if t is None else shape.view(t) for t in x[:5]), None, None, None, offsets)  # type: ignore[arg-type]
+    rows = BACKENDS[call.backend].stored_states(local, spec.chunk_size, spec.kernel) if spec.save else 0
+    spans, every = call.placement.spans_here, call.placement.spans
+    normalize, final, save = spec.normalize, spec.final_state, spec.save
+
+    def new(wanted: bool, *sizes: int, dtype: torch.dtype = x.acc_dtype) -> Tensor:
+        return x.q.new_empty(sizes if wanted else (0,), dtype=dtype)
+
+    saved = Saved(
+        new(save and normalize, *local.v.shape[:3]),
+        new(save, rows, H, K, V, dtype=spec.store_dtype or x.acc_dtype),
+        new(save and normalize, rows, H, K),
+        new(True, spans, B, H, K, V),
+        new(normalize, spans, B, H, K),
+        new(normalize, spans, B, H),
+        new(save and normalize, B, shape.fragments, H),
+        new(True, every, B, H, dtype=torch.float64),
+        new(final, sequences // B, B, H, dtype=torch.float64),
+    )
+    return (
+        x.v.new_empty(x.v.shape),
+        new(final, sequences, H, K, V),
+        new(final and normalize, sequences, H, K),
+        new(final and normalize, sequences, H),
+        *saved,
+    )
+
+
+_BACKWARD_TENSORS = NUM_INPUTS + 2 + NUM_SAVED + 3
+
+
+@torch.library.impl("tfla::context_attend_backward", "default")
+@torch._disable_dynamo
+def _(*args: Any) -> tuple[Tensor, ...]:
+    x, rest = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:_BACKWARD_TENSORS]
+    h, m, saved, (dh, dC, dn) = rest[0], rest[1], Saved(*rest[2:-3]), rest[-3:]
+    call = _call(x, args[_BACKWARD_TENSORS:], read=True)
+    return _distinct(backward(_without_offsets(x), h, m, saved, dh, dC, dn, call), saved.C)
+
+
+@torch.library.register_fake("tfla::context_attend_backward")
+def _(*args: Any) -> tuple[Tensor, ...]:
+    like = args[NUM_INPUTS + 2 + Saved._fields.index("C")]
+    return tuple(
+        like.new_empty(0) if t is None else t.new_empty(t.shape, dtype=t.dtype) for t in args[: NUM_INPUTS - 1]
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:NUM_INPUTS], output[0], output[3], *output[4:])
+    ctx.options = inputs[NUM_INPUTS:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dh: Tensor | None, dC: Tensor | None, dn: Tensor | None, *_: Tensor | None) -> Any:
+    tensors, h = ctx.saved_tensors, ctx.saved_tensors[NUM_INPUTS]
+    dh = torch.zeros_like(h) if dh is None else dh
+    found = torch.ops.tfla.context_attend_backward(*tensors, dh, dC, dn, *ctx.options)
+    grads = [None if t is None else g for t, g in zip(tensors[: NUM_INPUTS - 1], found, strict=True)]
+    return *grads, None, *[None] * len(ctx.options)
+
+
+torch.library.register_autograd("tfla::context_attend", _backward, setup_context=_setup_context)
+
+
+def attend_traced(x: Inputs, spec: Spec, backend: str, placement: Placement, group: str) -> tuple[Tensor, ...]:
+    """Return h and the final C, n, m of a call that PyTorch's dispatcher has to see."""
+    return torch.ops.tfla.context_attend(*pack(x, spec, backend, placement, group))[:4]  # type: ignore[no-any-return]

@@ -1,0 +1,181 @@
+"""The operators on DTensors that are sharded over the batch or the heads: each process computes its part alone.
+
+Sequences and heads are independent of one another, so that no process needs anything of another one. Arguments are
+checked, the operator runs on the local tensors, and its results get the placements of v. Heads of q and k are sharded
+with those of v, or, where all heads of v share a single one, replicated. Its gradient is then a sum over processes
+(`Partial`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from tfla.ops.state import State
+
+Results = Tensor | tuple[Tensor, State]
+PLAIN_TOO = ("lengths", "cu_seqlens")  # arguments that may be plain tensors
+
+
+class Dims(NamedTuple):
+    """The dimensions of a tensor over which it may be sharded; None where it has none."""
+
+    batch: int | None
+    heads: int | None
+
+    def of(self, placement: Placement) -> str | None:
+        """Return what a placement shards: "batch", "heads", "nothing" where it replicates, or None for all others."""
+        if isinstance(placement, Replicate):
+            return "nothing"
+        if type(placement) is Shard:
+            found = {self.batch: "batch", self.heads: "heads"}
+            return found.get(placement.dim)
+        return None
+
+    def placement(self, shards: str) -> Placement:
+        """Return the placement that shards the batch, the heads or nothing."""
+        dim = {"batch": self.batch, "heads": self.heads}.get(shards)
+        return Replicate() if dim is None else Shard(dim)
+
+    def allowed(self) -> str:
+        """Return the placements of one dimension of the mesh that may be given."""
+        found = [f"Shard({dim}) ({name})" for name, dim in self._asdict().items() if dim is not None]
+        return " or ".join(["Replicate()", *found])
+
+
+def dims_of(time: bool) -> dict[str, Dims]:
+    """Return the dimensions of the arguments by name; ``time``: whether tensors have the dimension T."""
+    of_steps = Dims(0, 2 if time else 1)
+    of_states = Dims(0, 1)
+    return {
+        **dict.fromkeys(("v", "q", "k", "i", "f", "log_i", "log_f"), of_steps),
+        **{f"{name}.{part}": of_states for name in ("initial_state", "state") for part in State._fields},
+        "lengths": Dims(0, None),
+        "cu_seqlens": Dims(None, None),
+    }
+
+
+def _check(name: str, x: DTensor, dims: Dims, wanted: Sequence[str], mesh: Any, shared: bool) -> None:
+    """Check the mesh and the placements of one argument.
+
+    Args:
+        name: its name.
+        x: the argument.
+        dims: the dimensions over which it may be sharded.
+        wanted: what v shards, for each dimension of the mesh.
+        mesh: that of v.
+        shared: it is q or k with a single head, which may be replicated where v's heads are sharded.
+    """
+    if x.device_mesh != mesh:
+        raise ValueError(f"{name}: got a DTensor on {x.device_mesh}, expected one on the mesh of v, {mesh}")
+    for j, placement in enumerate(x.placements):
+        shards = dims.of(placement)
+        if shards is None:
+            raise ValueError(
+                f"{name}: got placements {tuple(x.placements)}, expected {dims.allowed()} on each dimension of the "
+                "mesh: steps and the sizes of heads are not sharded this way (tfla.distributed.ContextParallel cuts "
+                "steps)"
+            )
+        if shards == wanted[j] or dims.placement(wanted[j]) == placement:
+            continue
+        if shared and shards == "nothing" and wanted[j] == "heads":
+            continue
+        raise ValueError(
+            f"{name}: got placements {tuple(x.placements)}, expected {dims.placement(wanted[j])} on dimension {j} of "
+            f"the mesh, where v shards {'no dimension' if wanted[j] == 'nothing' else 'its ' + wanted[j]}"
+        )
+    ways = math.prod(mesh.size(j) for j, placement in enumerate(x.placements) if dims.of(placement) == "heads")
+    if dims.heads is not None and x.shape[dims.heads] % ways:
+        raise ValueError(
+            f"{name}: got {x.shape[dims.heads]} heads sharded over {ways} processes, expected a multiple of {ways}"
+        )
+
+
+def _local(x: DTensor, wanted: Sequence[str], dims: Dims) -> Tensor:
+    """Return the local tensor, whose gradient is a sum over the processes that share a head of q and k."""
+    of_gradient = [
+        Partial() if isinstance(placement, Replicate) and wanted[j] == "heads" and dims.heads is not None else placement
+        for j, placement in enumerate(x.placements)
+    ]
+    return x.to_local(grad_placements=of_gradient)
+
+
+def call_locally(
+    given: Mapping[str, Tensor | None], time: bool, run: Callable[[dict[str, Tensor | None]], Results]
+) -> Results:
+    """Call an operator on local tensors.
+
+    Args:
+        given: the tensors of the call by name, those of a state as "state.C".
+        time: whether they have the dimension T.
+        run: the operator, from tensors by name to h, or to h and the state.
+
+    Returns:
+        what ``run`` returns, as DTensors: h with the placements of v, and the state with the same shards.
+
+    Raises:
+        TypeError: some arguments are DTensors and others are not.
+        ValueError: an argument has another mesh or a placement that would need communication, or heads are not divided
+            evenly; the message names the argument, what was given and what is allowed.
+    """
+    every, v = dims_of(time), given["v"]
+    for name, x in given.items():
+        if x is not None and not isinstance(x, DTensor) and name not in PLAIN_TOO:
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a DTensor, as other arguments are")
+    assert isinstance(v, DTensor)
+    wanted = _shards(v, every["v"])
+    local: dict[str, Tensor | None] = {}
+    for name, x in given.items():
+        dims = every[name]
+        if x is not None and name in PLAIN_TOO:
+            _check_plain(name, x, wanted)
+        if not isinstance(x, DTensor):
+            local[name] = x
+            continue
+        per_head = wanted if dims.heads is not None else ["nothing" if w == "heads" else w for w in wanted]
+        shared = name in ("q", "k") and dims.heads is not None and x.shape[dims.heads] == 1
+        _check(name, x, dims, per_head, v.device_mesh, shared)
+        local[name] = _local(x, per_head, dims)
+    found = run(local)
+    if isinstance(found, Tensor):
+        return _sharded(found, every["v"], wanted, v)
+    h, state = found
+    parts = (None if t is None else _sharded(t, every["state.C"], wanted, v) for t in state)
+    return _sharded(h, every["v"], wanted, v), State(*parts)  # type: ignore[arg-type]
+
+
+def _shards(v: DTensor, dims: Dims) -> list[str]:
+    """Return what v shards on each dimension of the mesh: "batch", "heads" or "nothing"."""
+    found = [dims.of(placement) for placement in v.placements]
+    if None in found:
+        _check("v", v, dims, ["nothing"] * len(found), v.device_mesh, False)
+    return found  # type: ignore[return-value]
+
+
+def _check_plain(name: str, x: Tensor, wanted: Sequence[str]) -> None:
+    """Check `lengths` or `cu_seqlens`, which may be plain tensors, equal on every process."""
+    if "batch" not in wanted:
+        return
+    if name == "cu_seqlens":
+        raise ValueError("cu_seqlens: got it with v sharded over the batch, expected one row of packed sequences")
+    if not isinstance(x, DTensor):
+        raise TypeError(f"{name}: got {type(x).__name__} with v sharded over the batch, expected a DTensor")
+
+
+def _sharded(x: Tensor, dims: Dims, wanted: Sequence[str], v: DTensor) -> DTensor:
+    """Return a local result as a DTensor with the shards of v."""
+    mesh, placements = v.device_mesh, [dims.placement(shards) for shards in wanted]
+    rows, heads = (math.prod(mesh.size(j) for j, w in enumerate(wanted) if w == name) for name in ("batch", "heads"))
+    if v.shape[0] % rows == 0:
+        return DTensor.from_local(x, mesh, placements, run_check=False)
+    # Processes have unequal numbers of rows, from which the global shape cannot be told.
+    assert dims.heads is not None
+    shape = [v.shape[0], *x.shape[1:]]
+    shape[dims.heads] *= heads
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -1,0 +1,152 @@
+"""What ranks compute in the tests of context parallelism."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import Problem, gradients, problem
+from torch import Tensor
+
+import tfla
+from tfla.distributed import ContextParallel
+
+PER_STEP = ("q", "k", "v", "i", "f")
+
+
+def own_steps(rank: int, size: int, order: str, lengths: tuple[int, ...]) -> Tensor:
+    """Return the steps of a rank in the order of its tensors."""
+    spans = list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
+    mine = [spans[rank]] if order == "contiguous" else [spans[rank], spans[2 * size - 1 - rank]]
+    return torch.cat([torch.arange(a, b) for a, b in mine])
+
+
+def part(p: Problem, steps: Tensor, share: float, dtype: torch.dtype | None = None) -> Problem:
+    """Return the problem of one rank; `share`: its share of the cotangents of the final states."""
+    own = {name: x[:, steps] for name in PER_STEP if (x := getattr(p, name)) is not None}
+    dstate = tfla.State(*(None if x is None else x * share for x in p.dstate))
+    return p.but(**own, dh=p.dh[:, steps], dstate=dstate)
+
+
+def solve_part(
+    group: dist.ProcessGroup,
+    *,
+    given: dict[str, Any],
+    order: str,
+    lengths: tuple[int, ...],
+    m: Tensor | None,
+    share: float,
+    backend: str = "chunkwise",
+    dtype: torch.dtype = torch.float64,
+    compiled: bool = False,
+    bare: bool = False,
+    normalizer_grad: bool = True,
+    device: str = "cpu",
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return all quantities of this rank's part.
+
+    Args:
+        group: the ranks.
+        given: the arguments of `problem`.
+        order, lengths: of :class:`ContextParallel`.
+        m: the max state on whose scale final states are compared.
+        share: this rank's share of the cotangents of the final states.
+        backend: the backend.
+        dtype: of q, k and v.
+        compiled: compile the call.
+        bare: pass the group itself, for equal contiguous parts.
+        normalizer_grad: as in the call.
+        device: of the tensors.
+        options: further options of the call.
+    """
+    p = problem(**given, dtype=dtype).but(normalizer_grad=normalizer_grad)
+    steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
+    context = group if bare else ContextParallel(group, order=order, lengths=lengths)
+    mine = part(p, steps, share)
+    leaves = {name: x.detach().to(device, copy=True).requires_grad_() for name, x in mine.leaves.items()}
+
+    def run(leaves: dict[str, Tensor]) -> tuple[Tensor, tfla.State]:
+        return call_part(mine, leaves, context_parallel=context, backend=backend, **options)
+
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    h, state = run(leaves)
+    return gradients(mine, leaves, h, state, m)
+
+
+def call_part(p: Problem, leaves: dict[str, Tensor], **options: Any) -> Any:
+    """Call the public function on these leaves; offsets stay on the CPU."""
+    state = tfla.State(leaves["C0"], leaves.get("n0"), leaves.get("m0")) if "C0" in leaves else None
+    options = {
+        "initial_state": state, "return_state": True, "cu_seqlens": p.cu_seqlens,
+        "normalizer_grad": p.normalizer_grad, **options,
+    }  # fmt: skip
+    q, k, v, i, f = (leaves.get(name) for name in PER_STEP)
+    if p.form in ("plain", "normalized"):
+        return tfla.linear_attention(q, k, v, f, i, normalize=p.normalize, **options)  # type: ignore[arg-type]
+    return tfla.mlstm(q, k, v, i, f, input_gate=p.form, **options)  # type: ignore[call-overload]
+
+
+def outputs_alone(group: dist.ProcessGroup, *, given: dict[str, Any], order: str, lengths: tuple[int, ...]) -> Tensor:
+    """Return h of this rank without gradients and without final states."""
+    p = problem(**given)
+    steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
+    mine = part(p, steps, 0.0)
+    # In a dense batch the initial state is read on the first rank alone.
+    state = None if dist.get_rank(group) and p.cu_seqlens is None else p.state
+    context = ContextParallel(group, order=order, lengths=lengths)
+    with torch.no_grad():
+        found: Tensor = call_part(mine, mine.leaves, initial_state=state, return_state=False, context_parallel=context)
+    return found
+
+
+def collectives(group: dist.ProcessGroup, *, form: str) -> tuple[int, list[int]]:
+    """Return how many collectives a forward and a backward have, and how many numbers a rank gives to each."""
+    p = problem(form, B=2, H=3, Hq=3, K=5, V=7, T=12, carried=False)
+    steps = own_steps(dist.get_rank(group), 2, "contiguous", (6, 6))
+    mine = part(p, steps, 0.0)
+    leaves = [x.clone().requires_grad_() for x in (mine.q, mine.k, mine.v, mine.i, mine.f) if x is not None]
+    with torch.profiler.profile(record_shapes=True) as profile:
+        h = tfla.mlstm(*leaves, input_gate=form, context_parallel=group)  # type: ignore[arg-type]
+        h.backward(mine.dh)
+    gathers = [e for e in profile.events() if e.name == "_c10d_functional::all_gather_into_tensor"]
+    assert len([e for e in profile.events() if e.name.startswith("c10d::")]) == len(gathers)  # nothing else is sent
+    return len(gathers), [math.prod(e.input_shapes[0]) for e in gathers]
+
+
+def captured(group: dist.ProcessGroup, *, form: str) -> bool:
+    """Return whether a captured forward and backward give, on other inputs, what eager ones give."""
+    draw = torch.Generator("cuda").manual_seed(dist.get_rank(group))
+    shapes = [(1, 512, 4, 32), (1, 512, 4, 32), (1, 512, 4, 64), (1, 512, 4), (1, 512, 4)]
+
+    def inputs() -> list[Tensor]:
+        found = [torch.randn(shape, generator=draw, device="cuda") for shape in shapes]
+        return [x.bfloat16() if x.dim() == 4 else x for x in found]
+
+    def run(leaves: list[Tensor]) -> list[Tensor]:
+        h = tfla.mlstm(*leaves, input_gate=form, context_parallel=group)  # type: ignore[arg-type]
+        return [h, *torch.autograd.grad(h.float().square().sum(), leaves)]
+
+    static = [x.requires_grad_() for x in inputs()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run(static)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run(static)
+    given = inputs()
+    with torch.no_grad():
+        for x, new in zip(static, given, strict=True):
+            x.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    exact = run([x.requires_grad_() for x in given])
+    return all(torch.equal(x, y) for x, y in zip(outputs, exact, strict=True))

@@ -1,0 +1,186 @@
+"""One sequence on several processes gives the results of one process, whatever the cuts and the packing."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from cases import FORMS, PER_STEP, Implementation, error, problem, solve, truth_m
+from context_parts import collectives, outputs_alone, own_steps, solve_part
+from hypothesis import given
+from hypothesis import strategies as st
+from process_pool import Pool
+from torch import Tensor
+
+ONE = Implementation("chunkwise", "segmented", "cpu")
+EXACT = 1e-12
+
+
+def whole(found: list[dict[str, Tensor]], order: str, lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    """The quantities of all ranks as those of one process."""
+    size, result = len(found), {}
+    for name, x in found[0].items():
+        every = [part[name] for part in found]
+        if name in PER_STEP:
+            steps = torch.cat([own_steps(rank, size, order, lengths) for rank in range(size)])
+            result[name] = torch.cat(every, 1)[:, steps.argsort()]
+        elif name in ("C", "n"):
+            assert all(torch.equal(x, other) for other in every)  # the final states are equal on every rank
+            result[name] = x
+        else:
+            result[name] = torch.stack(every).sum(0)
+    return result
+
+
+@st.composite
+def cuts(draw: Any, most: int = 9) -> tuple[int, str, tuple[int, ...]]:
+    """The number of processes, the order and the lengths of spans."""
+    size, order = draw(st.integers(2, 4)), draw(st.sampled_from(["contiguous", "zigzag"]))
+    count = size * (2 if order == "zigzag" else 1)
+    return size, order, tuple(draw(st.lists(st.integers(1, most), min_size=count, max_size=count)))
+
+
+@st.composite
+def problems(draw: Any, form: str, total: int) -> dict[str, Any]:
+    """Arguments of `problem` with that many steps: a dense batch or packed sequences."""
+    heads = draw(st.sampled_from([(1, 1), (2, 2), (1, 2), (2, 4)]))
+    chosen = {
+        "form": form,
+        "Hq": heads[0],
+        "H": heads[1],
+        "carried": draw(st.booleans()),
+        "seed": draw(st.integers(0, 99)),
+    }
+    if draw(st.booleans()):
+        return {**chosen, "B": draw(st.integers(1, 2)), "T": total}
+    ends = [0, *sorted(draw(st.lists(st.integers(0, total), max_size=7))), total]
+    return {**chosen, "lengths": tuple(b - a for a, b in itertools.pairwise(ends))}
+
+
+def compare(found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == exact.keys()
+    errors = {name: error(x, exact[name]) for name, x in found.items()}
+    assert all(e <= tolerance for e in errors.values()), {name: f"{e:.1e}" for name, e in errors.items()}
+
+
+def each_share(data: st.DataObject, size: int) -> list[dict[str, float]]:
+    """The shares of ranks in the cotangents of the final states."""
+    if data.draw(st.booleans()):
+        only = data.draw(st.integers(0, size - 1))
+        return [{"share": float(rank == only)} for rank in range(size)]
+    return [{"share": 1.0 / size}] * size
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(data=st.data())
+def test_results_are_those_of_one_process(pool: Pool, form: str, data: st.DataObject) -> None:
+    size, order, lengths = data.draw(cuts())
+    chosen = data.draw(problems(form, sum(lengths)))
+    p = problem(**chosen)
+    exact = solve(p, ONE)
+    found = pool.run(size, solve_part, each_share(data, size), given=chosen, order=order, lengths=lengths, m=truth_m(p))
+    compare(whole(found, order, lengths), exact, EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(data=st.data())
+def test_outputs_without_gradients_and_states(pool: Pool, form: str, data: st.DataObject) -> None:
+    size, order, lengths = data.draw(cuts())
+    chosen = data.draw(problems(form, sum(lengths)))
+    found = pool.run(size, outputs_alone, given=chosen, order=order, lengths=lengths)
+    parts = [{"h": h} for h in found]
+    compare(whole(parts, order, lengths), {"h": solve(problem(**chosen), ONE)["h"]}, EXACT)
+
+
+@pytest.mark.parametrize("form", ["exp", "plain"])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_without_the_gradient_of_the_denominator(pool: Pool, form: str, order: str) -> None:
+    lengths = (5, 8, 3, 4) if order == "zigzag" else (12, 8)
+    chosen = {"form": form, "T": 20, "Hq": 1}
+    p = problem(**chosen).but(normalizer_grad=False)
+    found = pool.run(
+        2, solve_part, given=chosen, order=order, lengths=lengths, m=truth_m(p), share=0.5, normalizer_grad=False
+    )
+    compare(whole(found, order, lengths), solve(p, ONE), EXACT)
+
+
+GATES = {"closing": {"i_mean": -30.0, "f_mean": -20.0}, "large": {"i_mean": 60.0}, "open": {"f_mean": 40.0}}
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_extreme_gates(pool: Pool, form: str, gates: str) -> None:
+    lengths = (7, 1, 9, 4)
+    chosen = {"form": form, "T": 21, "positive_qk": True, **GATES[gates]}
+    p = problem(**chosen)
+    found = pool.run(4, solve_part, given=chosen, order="contiguous", lengths=lengths, m=truth_m(p), share=0.25)
+    compare(whole(found, "contiguous", lengths), solve(p, ONE), 1e-10)  # of cancelling terms
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_float32(pool: Pool, form: str) -> None:
+    lengths, chosen = (40, 70, 20, 61), {"form": form, "T": 191, "K": 16, "V": 16}
+    p = problem(**chosen, dtype=torch.float32)
+    exact = solve(problem(**chosen), ONE)
+    found = pool.run(
+        4, solve_part, given=chosen, order="contiguous", lengths=lengths, m=truth_m(p), share=0.25, dtype=torch.float32
+    )
+    one = {name: error(x, exact[name]) for name, x in solve(p, ONE).items()}
+    for name, x in whole(found, "contiguous", lengths).items():
+        assert error(x, exact[name]) <= 2 * one[name] + 5e-7, name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled(pool: Pool, form: str, packed: bool) -> None:
+    lengths = (6, 6, 6, 6)
+    chosen = {"form": form, "lengths": (3, 0, 10, 11)} if packed else {"form": form, "T": 24}
+    p = problem(**chosen)
+    for order in ("contiguous", "zigzag"):
+        of_spans = lengths if order == "contiguous" else (3,) * 8
+        found = pool.run(
+            4, solve_part, given=chosen, order=order, lengths=of_spans, m=truth_m(p), share=0.25, compiled=True
+        )
+        compare(whole(found, order, of_spans), solve(p, ONE), EXACT)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_group_alone_means_equal_contiguous_parts(pool: Pool, compiled: bool) -> None:
+    p = problem("exp", lengths=(5, 13), H=2)
+    found = pool.run(
+        3, solve_part, given={"form": "exp", "lengths": (5, 13), "H": 2}, order="contiguous", lengths=(6, 6, 6),
+        m=truth_m(p), share=1 / 3, bare=True, compiled=compiled,
+    )  # fmt: skip
+    compare(whole(found, "contiguous", (6, 6, 6)), solve(p, ONE), EXACT)
+
+
+@pytest.mark.parametrize("kernel", ["recurrent", "parallel", "chunkwise"])
+def test_every_backend_takes_it(pool: Pool, kernel: str) -> None:
+    p = problem("exp", T=15)
+    found = pool.run(
+        3, solve_part, given={"form": "exp", "T": 15}, order="contiguous", lengths=(4, 6, 5), m=truth_m(p),
+        share=1 / 3, backend="reference", kernel=kernel,
+    )  # fmt: skip
+    compare(whole(found, "contiguous", (4, 6, 5)), solve(p, ONE), 1e-11)
+
+
+def test_results_repeat_bit_for_bit(pool: Pool) -> None:
+    chosen = {"form": "exp", "lengths": (30, 3, 40), "H": 4, "Hq": 2}
+    m = truth_m(problem(**chosen))
+    for order, lengths in (("contiguous", (20, 30, 23)), ("zigzag", (10, 10, 12, 18, 11, 12))):
+        runs = [
+            pool.run(3, solve_part, given=chosen, order=order, lengths=lengths, m=m, share=1.0, dtype=torch.float32)
+            for _ in range(2)
+        ]
+        for one, two in zip(*runs, strict=True):
+            assert all(torch.equal(x, two[name]) for name, x in one.items())
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_one_collective_forward_and_one_backward(pool: Pool, form: str) -> None:
+    for count, numbers in pool.run(2, collectives, form=form):
+        assert count == 2
+        # Of each head: a state, a log-decay as two numbers, and with a normalizer n and m.
+        assert numbers == [2 * 3 * (5 * 7 + 2 + (6 if form == "exp" else 0))] * 2

@@ -1,0 +1,56 @@
+"""Context parallelism on two GPUs of one host: NCCL, the GPU backends, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import FORMS, PER_STEP, TOLERANCE, error, problem, truth, truth_m
+from context_parts import captured, own_steps, solve_part
+from process_pool import Pool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Pool]:
+    found = Pool(2, "nccl")
+    yield found
+    found.close()
+
+
+LAYOUTS = {"contiguous": (331, 213), "zigzag": (100, 172, 131, 141)}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_results_are_the_truth(gpus: Pool, form: str, dtype: torch.dtype, order: str, packed: bool) -> None:
+    sizes: dict[str, Any] = {"lengths": (100, 0, 300, 144)} if packed else {"T": 544, "B": 2}
+    chosen = {"form": form, "H": 4, "Hq": 2, "K": 32, "V": 64, **sizes}
+    lengths = LAYOUTS[order]
+    p = problem(**chosen, dtype=dtype)
+    exact = truth(p)
+    found = gpus.run(
+        2, solve_part, given=chosen, order=order, lengths=lengths, m=truth_m(p), share=0.5, backend=None, dtype=dtype,
+        device="cuda",
+    )  # fmt: skip
+    steps = torch.cat([own_steps(rank, 2, order, lengths) for rank in range(2)]).argsort()
+    for name, x in exact.items():
+        every = [part[name].double() for part in found]
+        if name in PER_STEP:
+            mine = torch.cat(every, 1)[:, steps]
+        else:
+            mine = every[0] if name in ("C", "n") else every[0] + every[1]
+        assert error(mine, x) <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_captured_in_a_cuda_graph(gpus: Pool, form: str) -> None:
+    assert all(gpus.run(2, captured, form=form))

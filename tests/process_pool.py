@@ -1,0 +1,101 @@
+"""A pool of processes with process groups, of gloo on the CPU or of NCCL with one GPU each, for tests of several ranks.
+
+The processes are started once for all tests of a session, since starting them is slow: a server process imports PyTorch
+once and forks them. A test sends each rank a function by name and its arguments, and gets back what it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 60.0  # seconds until a call counts as hung
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(backend: str, rank: int, count: int, port: int, pipe: Any) -> None:
+    """Answer calls until the pipe is closed."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
+    if backend == "nccl":
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT))
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, count + 1)}
+    while True:
+        try:
+            module, name, size, kwargs = pipe.recv()
+        except EOFError:
+            break
+        try:
+            found = getattr(importlib.import_module(module), name)(groups[size], **kwargs)
+            pipe.send((True, found))
+        except BaseException as error:
+            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class RankError(Exception):
+    """A rank raised an exception: its type and its message."""
+
+
+class Pool:
+    """Processes that wait for calls.
+
+    Args:
+        count: the number of processes; smaller groups have the first ones.
+        backend: of torch.distributed, "gloo" or "nccl".
+    """
+
+    def __init__(self, count: int = 4, backend: str = "gloo") -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "tfla", "torch.distributed.tensor", "process_pool"])
+        port, self.pipes, self.processes = _free_port(), [], []
+        for rank in range(count):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(backend, rank, count, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(
+        self, size: int, fn: Callable[..., Any], each: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call ``fn(group, **kwargs)`` on `size` ranks, with additional arguments `each`, and return the results."""
+        for rank in range(size):
+            own = each[rank] if each is not None else {}
+            self.pipes[rank].send((fn.__module__, fn.__name__, size, {**kwargs, **own}))
+        answers = []
+        for rank in range(size):
+            if not self.pipes[rank].poll(TIMEOUT + 30.0):
+                raise TimeoutError(f"rank {rank} of {size} does not answer")
+            answers.append(self.pipes[rank].recv())
+        for rank, (good, answer) in enumerate(answers):
+            if not good:
+                kind, message, trace = answer
+                raise RankError(f"{kind}: {message}\nrank {rank}:\n{trace}")
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(10.0)
+            if process.is_alive():
+                process.kill()
