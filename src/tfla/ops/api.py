@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,23 @@ from tfla.ops.dispatch import Request, plan
 from tfla.ops.gates import InputGate
 from tfla.ops.operators import attend
 from tfla.ops.state import State
+from tfla.ops.transforms import PLAIN
+
+if TYPE_CHECKING:
+    from tfla.ops.context_parallel.group import Group
+
+
+def _attend_on_processes(request: Request, context_parallel: Group | None) -> Tensor | tuple[Tensor, State]:
+    """Compute a call whose tensors are DTensors, or parts of sequences that several processes share."""
+    if hasattr(request.q, "device_mesh"):
+        from tfla.ops import sharded
+
+        return sharded.attend(request, lambda local: _attend_on_processes(local, context_parallel))
+    if context_parallel is None:
+        return attend(*plan(request))
+    from tfla.ops.context_parallel.call import attend_part
+
+    return attend_part(request, context_parallel)
 
 
 @overload
@@ -34,6 +51,7 @@ def mlstm(
     kernel: str | None = ...,
     normalizer_grad: bool = ...,
     store_dtype: torch.dtype | None = ...,
+    context_parallel: Group | None = ...,
 ) -> Tensor: ...
 @overload
 def mlstm(
@@ -53,6 +71,7 @@ def mlstm(
     kernel: str | None = ...,
     normalizer_grad: bool = ...,
     store_dtype: torch.dtype | None = ...,
+    context_parallel: Group | None = ...,
 ) -> tuple[Tensor, State]: ...
 def mlstm(
     q: Tensor,
@@ -71,6 +90,7 @@ def mlstm(
     kernel: str | None = None,
     normalizer_grad: bool = True,
     store_dtype: torch.dtype | None = None,
+    context_parallel: Group | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute the mLSTM over whole sequences: mLSTMexp, equations (1)-(8) of the paper, or mLSTMsig, (22)-(24).
 
@@ -105,12 +125,19 @@ def mlstm(
         store_dtype: the dtype of the states stored for the backward, and on GPUs also of the states from which
             segments start. torch.bfloat16 halves their memory and rounds the state between chunks; None is float32
             (float64 with float64 inputs).
+        context_parallel: the processes that share the steps of all sequences: a process group, a one-dimensional
+            DeviceMesh, or :class:`tfla.distributed.ContextParallel`. All other arguments are this process's part (T its
+            steps), but for ``cu_seqlens``, the offsets in the whole sequence on the CPU, and ``initial_state``, whose
+            rows are read on the process that has the first step of a sequence. Every process gets the final state; its
+            gradients from all of them are added up. docs/distributed.md says more.
 
     Returns:
         h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
+
+    All tensors may be DTensors that are sharded over B or the heads; results are then sharded like v.
 
     Autograd, derivatives of gradients, forward-mode AD, `torch.func` and `torch.compile` work; docs/transforms.md says
     which of them run on the kernels.
@@ -120,6 +147,8 @@ def mlstm(
         q, k, v, i, f, initial_state, cu_seqlens, input_gate, input_gate == "exp", return_state, check_scale(scale),
         backend, chunk_size, kernel, normalizer_grad, store_dtype,
     )  # fmt: skip
+    if context_parallel is not None or type(q) not in PLAIN:
+        return _attend_on_processes(request, context_parallel)
     return attend(*plan(request))
 
 
@@ -140,6 +169,7 @@ def linear_attention(
     kernel: str | None = None,
     normalizer_grad: bool = True,
     store_dtype: torch.dtype | None = None,
+    context_parallel: Group | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute gated linear attention over whole sequences.
 
@@ -160,8 +190,8 @@ def linear_attention(
             infinite or NaN. With ``normalize`` the states are stabilized, and only the running maximum m must fit.
         normalize: divide h_t by max(abs(scale n_t^T q_t), 1) with n_t = exp(log_f_t) n_{t-1} + exp(log_i_t) k_t, as
             mLSTMexp does.
-        initial_state, return_state, cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad, store_dtype: as in
-            :func:`mlstm`. Without ``normalize`` a state has n and m None.
+        initial_state, return_state, cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad, store_dtype,
+            context_parallel: as in :func:`mlstm`. Without ``normalize`` a state has n and m None.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
@@ -178,4 +208,6 @@ def linear_attention(
         q, k, v, log_i, log_f, initial_state, cu_seqlens, "log", normalize, return_state, check_scale(scale), backend,
         chunk_size, kernel, normalizer_grad, store_dtype,
     )  # fmt: skip
+    if context_parallel is not None or type(q) not in PLAIN:
+        return _attend_on_processes(request, context_parallel)
     return attend(*plan(request))

@@ -25,6 +25,8 @@ def check_float(name: str, x: object) -> None:
     """Check that an argument is a tensor of a float dtype that the operators support."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+    if hasattr(x, "device_mesh"):  # where q is one, only local tensors are checked
+        raise TypeError(f"{name}: got a DTensor, expected a plain tensor, as q is")
     if x.dtype not in FLOATS:
         raise TypeError(f"{name}: got dtype {x.dtype}, expected a float dtype: {', '.join(map(_name, FLOATS))}")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from tfla.ops.dispatch import Request
 from tfla.ops.state import State
 
 Results = Tensor | tuple[Tensor, State]
@@ -179,3 +180,63 @@ def _sharded(x: Tensor, dims: Dims, wanted: Sequence[str], v: DTensor) -> DTenso
     shape[dims.heads] *= heads
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+# The public operators.
+
+
+def _of_state(name: str, state: State | None) -> dict[str, Tensor | None]:
+    """Return the parts of a state by name."""
+    if state is None:
+        return {}
+    return {f"{name}.{part}": t for part, t in zip(State._fields, state, strict=True)}
+
+
+def _state_of(name: str, local: Mapping[str, Tensor | None]) -> State | None:
+    """Return the state of local tensors by name, None where there is none."""
+    parts = [local.get(f"{name}.{part}") for part in State._fields]
+    return None if parts[0] is None else State(*parts)  # type: ignore[arg-type]
+
+
+def attend(request: Request, run: Callable[[Request], Results]) -> Results:
+    """Compute a call over whole sequences by ``run`` on local tensors.
+
+    Raises:
+        ValueError, TypeError: as :func:`call_locally`; or the state is no :class:`tfla.State`.
+    """
+    _check_state("initial_state", request.state)
+    i, f = ("log_i", "log_f") if request.gates == "log" else ("i", "f")
+    given = {"q": request.q, "k": request.k, "v": request.v, i: request.i, f: request.f, "cu_seqlens": request.lengths}
+
+    def locally(local: dict[str, Tensor | None]) -> Results:
+        return run(request._replace(
+            q=local["q"], k=local["k"], v=local["v"], i=local[i], f=local[f], lengths=local["cu_seqlens"],
+            state=_state_of("initial_state", local),
+        ))  # type: ignore[arg-type]  # fmt: skip
+
+    return call_locally({**given, **_of_state("initial_state", request.state)}, True, locally)
+
+
+def steps(
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], gates: str, time: bool, state: State,
+    lengths: Tensor | None, run: Callable[..., Results],
+) -> Results:  # fmt: skip
+    """Compute decoding steps by ``run(given, state, lengths)`` on local tensors.
+
+    Raises:
+        ValueError, TypeError: as :func:`attend`.
+    """
+    _check_state("state", state)
+    names = ("q", "k", "v", "log_i", "log_f") if gates == "log" else ("q", "k", "v", "i", "f")
+    named = dict(zip(names, given, strict=True))
+
+    def locally(local: dict[str, Tensor | None]) -> Results:
+        return run(tuple(local[name] for name in names), _state_of("state", local), local["lengths"])
+
+    return call_locally({**named, "lengths": lengths, **_of_state("state", state)}, time, locally)
+
+
+def _check_state(name: str, state: object) -> None:
+    """Check the type of a state."""
+    if state is not None and not isinstance(state, State):
+        raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.State")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tfla.ops.dispatch import call_signature
 from tfla.ops.gates import InputGate, clamp, log_gates
 from tfla.ops.state import State
 from tfla.ops.step_operators import checked_lengths, steps, steps_
-from tfla.ops.transforms import needs_dispatcher, transforms_active
+from tfla.ops.transforms import PLAIN, needs_dispatcher, transforms_active
 
 
 def _by_reference(x: StepInputs, spec: StepSpec) -> tuple[Tensor, State]:
@@ -97,6 +97,10 @@ def _steps(
     Returns:
         h, with a dimension of time where ``given`` has one, and the new state (of empty tensors without return_state).
     """
+    if type(given[0]) not in PLAIN and hasattr(given[0], "device_mesh"):
+        return _sharded_steps(
+            given, time, state, lengths, scale, gates, normalize, return_state, in_place, backend, eps
+        )
     scale = checks.check_scale(scale)
     call = call_signature(given, state, lengths, time, scale, gates, normalize, return_state, in_place, backend, eps)
     cached = None if call is None else _CALLS.get(call)
@@ -134,6 +138,28 @@ def _steps(
             replay = chosen.steps_replay(x, spec, C if in_place else None)
     _CALLS.add(call, (replay,))
     return h if time else h.squeeze(1), new
+
+
+def _sharded_steps(
+    given: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor],
+    time: bool,
+    state: State,
+    lengths: Tensor | None,
+    scale: float | None,
+    gates: Gates,
+    normalize: bool,
+    return_state: bool,
+    *options: Any,
+) -> tuple[Tensor, State]:
+    """Run :func:`_steps` on the local tensors of DTensors."""
+    from tfla.ops import sharded
+
+    def run(given: Any, state: State, lengths: Tensor | None) -> Tensor | tuple[Tensor, State]:
+        found = _steps(given, time, state, lengths, scale, gates, normalize, return_state, *options)
+        return found if return_state else found[0]
+
+    found = sharded.steps(given, gates, time, state, lengths, run)
+    return (found, state) if isinstance(found, Tensor) else found
 
 
 def _check(

@@ -41,7 +41,7 @@ def _as_the_backend_reads(x: Inputs, call: Call) -> Inputs:
     return Inputs(q, k, v, log_i, log_f, None, None, None, offsets)  # type: ignore[arg-type]
 
 
-def attend(request: Request, context_parallel: object) -> Tensor | tuple[Tensor, State]:
+def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Tensor, State]:
     """Compute the operator on this process's part of the sequence.
 
     Args:

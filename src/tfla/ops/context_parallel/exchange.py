@@ -21,12 +21,12 @@ def start_gather(rows: Tensor, group: str, size: int) -> Tensor:
         group: the name of the process group.
         size: the number of processes.
     """
-    return torch.ops._c10d_functional.all_gather_into_tensor(rows.contiguous(), size, group)  # type: ignore[no-any-return]
+    return torch.ops._c10d_functional.all_gather_into_tensor(rows.contiguous(), size, group)
 
 
 def finish_gather(gathered: Tensor, size: int) -> Tensor:
     """Return the rows of all processes, (size, rows, ...)."""
-    return torch.ops._c10d_functional.wait_tensor(gathered).unflatten(0, (size, -1))  # type: ignore[no-any-return]
+    return torch.ops._c10d_functional.wait_tensor(gathered).unflatten(0, (size, -1))
 
 
 def in_order_of_time(of_ranks: Span, placement: Placement) -> Span:

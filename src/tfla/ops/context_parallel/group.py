@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch.distributed as dist
 
@@ -13,7 +13,6 @@ from tfla.ops.context_parallel.cuts import CONTIGUOUS, ORDERS, Placement
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    Group = dist.ProcessGroup | DeviceMesh
 
 
 class ContextParallel:
@@ -34,7 +33,9 @@ class ContextParallel:
         TypeError, ValueError: an argument is invalid; the message names it, what was given and what is allowed.
     """
 
-    def __init__(self, group: Group, *, order: str = CONTIGUOUS, lengths: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | DeviceMesh, *, order: str = CONTIGUOUS, lengths: Sequence[int] | None = None
+    ) -> None:
         if order not in ORDERS:
             raise ValueError(f"order: got {order!r}, allowed are {', '.join(map(repr, ORDERS))}")
         process_group = _process_group(group)
@@ -56,6 +57,9 @@ class ContextParallel:
         return f"ContextParallel(rank {rank} of {size}, order={order!r}, lengths={lengths or None})"
 
 
+Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | ContextParallel"
+
+
 def _process_group(group: object) -> dist.ProcessGroup:
     """Return the process group of a group or of a one-dimensional mesh."""
     if isinstance(group, dist.ProcessGroup):
@@ -67,7 +71,7 @@ def _process_group(group: object) -> dist.ProcessGroup:
                 f"context_parallel: got a DeviceMesh of {group.ndim} dimensions{f' {names}' if names else ''}, "
                 'expected one dimension, such as mesh["cp"]'
             )
-        return group.get_group()  # type: ignore[no-any-return]
+        return group.get_group()
     raise TypeError(
         f"context_parallel: got {type(group).__name__}, expected a process group, a one-dimensional DeviceMesh or "
         "tfla.distributed.ContextParallel"

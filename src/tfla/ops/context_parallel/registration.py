@@ -30,7 +30,7 @@ def cut_of(placement: Placement, T: int, cu_seqlens: Tensor | None) -> Cut:
 
 def _without_offsets(tensors: tuple[Any, ...]) -> Inputs:
     """Return the inputs without the offsets of whole sequences, which the backend must not read."""
-    return Inputs(*tensors[: NUM_INPUTS - 1], None)
+    return Inputs(*tensors[: NUM_INPUTS - 1], cu_seqlens=None)
 
 
 class _Node(torch.autograd.Function):
@@ -51,7 +51,7 @@ class _Node(torch.autograd.Function):
         *tensors, h, m = ctx.saved_tensors[: NUM_INPUTS + 1]
         saved = Saved(*ctx.saved_tensors[NUM_INPUTS + 1 :])
         dh = torch.zeros_like(h) if dh is None else dh
-        return None, *backward(Inputs(*tensors, None), h, m, saved, dh, dC, dn, ctx.call), None
+        return None, *backward(Inputs(*tensors, cu_seqlens=None), h, m, saved, dh, dC, dn, ctx.call), None
 
 
 def attend_eagerly(x: Inputs, call: Call) -> tuple[Tensor, ...]:
