@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from cases import Problem, gradients, problem
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tfla
 from tfla.distributed import ContextParallel
@@ -150,3 +153,73 @@ def captured(group: dist.ProcessGroup, *, form: str) -> bool:
     torch.cuda.synchronize()
     exact = run([x.requires_grad_() for x in given])
     return all(torch.equal(x, y) for x, y in zip(outputs, exact, strict=True))
+
+
+def refused(group: dist.ProcessGroup, *, what: str) -> str:
+    """Return the message of the exception of a call that is invalid on every rank."""
+    p = problem("exp", B=2, T=6)
+    offsets = {"offsets": [0, 6], "falling": [0, 9, 4, 12], "batch": [0, 12], "steps": None}.get(what)
+    if what in ("offsets", "falling"):
+        p = problem("exp", lengths=(6,), carried=False)
+    if what == "odd":
+        p = problem("exp", B=2, T=5)
+    if what == "state":
+        p = p.but(state=problem("exp", B=3, T=6).state)
+    q, k, v, i, f = (x for name in PER_STEP if (x := p.leaves.get(name)) is not None)
+    options: dict[str, Any] = {"initial_state": p.state}
+    if offsets is not None:
+        options |= {"cu_seqlens": torch.tensor(offsets), "initial_state": None}
+    try:
+        context: Any = group
+        if what == "type":
+            context = "cp"
+        elif what == "mesh":
+            ranks = torch.arange(2).view(1, 2)
+            context = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"), _init_backend=False)
+        elif what == "order":
+            context = ContextParallel(group, order="ring")
+        elif what in ("lengths", "length type"):
+            context = ContextParallel(group, lengths=(3, 4, 5) if what == "lengths" else (3, 4.5))  # type: ignore[arg-type]
+        elif what == "steps":
+            context = ContextParallel(group, lengths=(5, 5))
+            if dist.get_rank(group):
+                return "q: got T = 6, expected 5, the lengths of rank 0: (5,)"
+        elif what == "odd":
+            context = ContextParallel(group, order="zigzag")
+        elif what == "outside":
+            ContextParallel(dist.GroupMember.NON_GROUP_MEMBER)  # type: ignore[arg-type]
+        if what == "transform":
+            torch.func.grad(lambda q: tfla.mlstm(q, k, v, i, f, context_parallel=context).sum())(q)
+        elif what == "twice":
+            q = q.clone().requires_grad_()
+            h = tfla.mlstm(q, k, v, i, f, context_parallel=context)
+            (grad,) = torch.autograd.grad(h.sum(), q, create_graph=True)
+            torch.autograd.grad(grad.square().sum(), q)
+        else:
+            tfla.mlstm(q, k, v, i, f, context_parallel=context, **options)
+    except (TypeError, ValueError, NotImplementedError, RuntimeError) as refusal:
+        return str(refusal)
+    return "accepted"
+
+
+def heads_and_steps(group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Return h and gradients of the whole problem, whose heads and steps are each shared by two of the four ranks."""
+    p = problem("exp", B=2, T=12, H=4, Hq=2)
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("cp", "tp"))
+    steps = torch.arange(6) + 6 * mesh["cp"].get_local_rank()
+    mine = part(p, steps, 0.5)
+
+    def distributed(name: str, x: Tensor) -> DTensor:
+        return distribute_tensor(x.detach(), mesh["tp"], [Shard(1 if name[-1] == "0" else 2)])
+
+    leaves = {name: distributed(name, x).requires_grad_() for name, x in mine.leaves.items()}
+    h, state = call_part(mine, leaves, context_parallel=mesh["cp"])
+    cotangents = [distributed("v", mine.dh), distributed("C0", mine.dstate.C), distributed("n0", mine.dstate.n)]
+    grads = torch.autograd.grad([h, state.C, state.n], list(leaves.values()), cotangents)
+    found = {"h": h, **{f"d{name}": g for name, g in zip(leaves, grads, strict=True)}}
+    result = {}
+    for name, x in found.items():
+        every = funcol.all_gather_tensor(x.full_tensor().contiguous(), 0, mesh["cp"]).chunk(2)
+        every = [part.detach() for part in every]
+        result[name] = torch.cat(every, 1) if name[-1] != "0" else every[0] + every[1]
+    return result

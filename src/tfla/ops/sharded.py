@@ -8,12 +8,12 @@ with those of v, or, where all heads of v share a single one, replicated. Its gr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tfla.ops.dispatch import Request
@@ -61,7 +61,7 @@ def dims_of(time: bool) -> dict[str, Dims]:
     }
 
 
-def _check(name: str, x: DTensor, dims: Dims, wanted: Sequence[str], mesh: Any, shared: bool) -> None:
+def _check(name: str, x: DTensor, dims: Dims, wanted: Sequence[str], mesh: DeviceMesh, shared: bool) -> None:
     """Check the mesh and the placements of one argument.
 
     Args:
@@ -87,14 +87,22 @@ def _check(name: str, x: DTensor, dims: Dims, wanted: Sequence[str], mesh: Any, 
         if shared and shards == "nothing" and wanted[j] == "heads":
             continue
         raise ValueError(
-            f"{name}: got placements {tuple(x.placements)}, expected {dims.placement(wanted[j])} on dimension {j} of "
+            f"{name}: got placements {tuple(x.placements)}, expected {dims.placement(wanted[j])!r} on dimension {j} of "
             f"the mesh, where v shards {'no dimension' if wanted[j] == 'nothing' else 'its ' + wanted[j]}"
         )
-    ways = math.prod(mesh.size(j) for j, placement in enumerate(x.placements) if dims.of(placement) == "heads")
+    ways = _ways(mesh, [dims.of(placement) for placement in x.placements], "heads")
     if dims.heads is not None and x.shape[dims.heads] % ways:
         raise ValueError(
             f"{name}: got {x.shape[dims.heads]} heads sharded over {ways} processes, expected a multiple of {ways}"
         )
+
+
+def _ways(mesh: DeviceMesh, shards: Sequence[str | None], name: str) -> int:
+    """Return how many processes share what is sharded under this name."""
+    found = 1
+    for j, each in enumerate(shards):
+        found *= mesh.size(j) if each == name else 1
+    return found
 
 
 def _local(x: DTensor, wanted: Sequence[str], dims: Dims) -> Tensor:
@@ -171,13 +179,12 @@ def _check_plain(name: str, x: Tensor, wanted: Sequence[str]) -> None:
 def _sharded(x: Tensor, dims: Dims, wanted: Sequence[str], v: DTensor) -> DTensor:
     """Return a local result as a DTensor with the shards of v."""
     mesh, placements = v.device_mesh, [dims.placement(shards) for shards in wanted]
-    rows, heads = (math.prod(mesh.size(j) for j, w in enumerate(wanted) if w == name) for name in ("batch", "heads"))
-    if v.shape[0] % rows == 0:
+    if v.shape[0] % _ways(mesh, wanted, "batch") == 0:
         return DTensor.from_local(x, mesh, placements, run_check=False)
     # Processes have unequal numbers of rows, from which the global shape cannot be told.
     assert dims.heads is not None
     shape = [v.shape[0], *x.shape[1:]]
-    shape[dims.heads] *= heads
+    shape[dims.heads] *= _ways(mesh, wanted, "heads")
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -209,10 +216,9 @@ def attend(request: Request, run: Callable[[Request], Results]) -> Results:
     given = {"q": request.q, "k": request.k, "v": request.v, i: request.i, f: request.f, "cu_seqlens": request.lengths}
 
     def locally(local: dict[str, Tensor | None]) -> Results:
-        return run(request._replace(
-            q=local["q"], k=local["k"], v=local["v"], i=local[i], f=local[f], lengths=local["cu_seqlens"],
-            state=_state_of("initial_state", local),
-        ))  # type: ignore[arg-type]  # fmt: skip
+        q, k, v, input_gate, forget_gate = (local[name] for name in ("q", "k", "v", i, f))
+        state, lengths = _state_of("initial_state", local), local["cu_seqlens"]
+        return run(Request(q, k, v, input_gate, forget_gate, state, lengths, *request[7:]))  # type: ignore[arg-type]
 
     return call_locally({**given, **_of_state("initial_state", request.state)}, True, locally)
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-
 class ContextParallel:
     """The cut of sequences among the processes of a group, for the argument `context_parallel` of the operators.
 
@@ -40,8 +39,6 @@ class ContextParallel:
             raise ValueError(f"order: got {order!r}, allowed are {', '.join(map(repr, ORDERS))}")
         process_group = _process_group(group)
         rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        if rank < 0:
-            raise ValueError("group: got a process group without this process, expected one that it is part of")
         placement = Placement(rank, size, order, ())
         if lengths is not None:
             lengths = tuple(lengths)
@@ -62,6 +59,8 @@ Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | ContextParallel"
 
 def _process_group(group: object) -> dist.ProcessGroup:
     """Return the process group of a group or of a one-dimensional mesh."""
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("context_parallel: got a process group without this process, expected one with it")
     if isinstance(group, dist.ProcessGroup):
         return group
     if hasattr(group, "get_group") and hasattr(group, "ndim"):  # a DeviceMesh, without its import

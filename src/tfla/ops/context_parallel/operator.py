@@ -296,11 +296,12 @@ def _cotangent_rows(
         dC = rows.new_zeros(shape) if dC is None else dC
         if spec.normalize:
             dn = rows.new_zeros(shape[:-1]) if dn is None else dn
-        of_sequences = [
+        final_C, final_n, final_m = (
             None if t is None else t.to(rows.dtype).unflatten(0, (B, -1)).transpose(0, 1)
             for t in (dC, dn, m if spec.normalize else None)
-        ]
-        rows[len(cut.spans) :] = to_rows(*of_sequences, zero.expand(final, B, H))  # type: ignore[arg-type]
+        )
+        assert final_C is not None
+        rows[len(cut.spans) :] = to_rows(final_C, final_n, final_m, zero.expand(final, B, H))
     return rows
 
 

@@ -9,11 +9,11 @@ sequences the backend gets as many fragments as there can be, of which some have
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tfla.backends import BACKENDS, Inputs
 from tfla.backends.base import Spec
@@ -28,9 +28,9 @@ def cut_of(placement: Placement, T: int, cu_seqlens: Tensor | None) -> Cut:
     return cut_dense(placement, T) if cu_seqlens is None else cut_packed(placement, T, tuple(cu_seqlens.tolist()))
 
 
-def _without_offsets(tensors: tuple[Any, ...]) -> Inputs:
+def _without_offsets(tensors: Sequence[Any]) -> Inputs:
     """Return the inputs without the offsets of whole sequences, which the backend must not read."""
-    return Inputs(*tensors[: NUM_INPUTS - 1], cu_seqlens=None)
+    return Inputs(*tensors[: NUM_INPUTS - 1], None)  # type: ignore[call-arg]
 
 
 class _Node(torch.autograd.Function):
@@ -46,12 +46,13 @@ class _Node(torch.autograd.Function):
         return found[:4]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dh: Tensor | None, dC: Tensor | None, dn: Tensor | None, _: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise NotImplementedError("context_parallel: the gradient has no derivative, got create_graph=True")
         *tensors, h, m = ctx.saved_tensors[: NUM_INPUTS + 1]
         saved = Saved(*ctx.saved_tensors[NUM_INPUTS + 1 :])
         dh = torch.zeros_like(h) if dh is None else dh
-        return None, *backward(Inputs(*tensors, cu_seqlens=None), h, m, saved, dh, dC, dn, ctx.call), None
+        return None, *backward(_without_offsets(tensors), h, m, saved, dh, dC, dn, ctx.call), None
 
 
 def attend_eagerly(x: Inputs, call: Call) -> tuple[Tensor, ...]:
@@ -134,7 +135,8 @@ def _shapes(x: Inputs, call: Call) -> tuple[Tensor, ...]:
     sequences = B if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1
     shape = Shape.of(call, B)
     offsets = None if shape.offsets is None else x.q.new_empty(len(shape.offsets), dtype=torch.int32)
-    local = Inputs(*(None if t is None else shape.view(t) for t in x[:5]), None, None, None, offsets)  # type: ignore[arg-type]
+    q, k, v, log_i, log_f = (None if t is None else shape.view(t) for t in x[:5])
+    local = Inputs(q, k, v, log_i, log_f, None, None, None, offsets)  # type: ignore[arg-type]
     rows = BACKENDS[call.backend].stored_states(local, spec.chunk_size, spec.kernel) if spec.save else 0
     spans, every = call.placement.spans_here, call.placement.spans
     normalize, final, save = spec.normalize, spec.final_state, spec.save
@@ -201,4 +203,4 @@ torch.library.register_autograd("tfla::context_attend", _backward, setup_context
 
 def attend_traced(x: Inputs, spec: Spec, backend: str, placement: Placement, group: str) -> tuple[Tensor, ...]:
     """Return h and the final C, n, m of a call that PyTorch's dispatcher has to see."""
-    return torch.ops.tfla.context_attend(*pack(x, spec, backend, placement, group))[:4]  # type: ignore[no-any-return]
+    return torch.ops.tfla.context_attend(*pack(x, spec, backend, placement, group))[:4]

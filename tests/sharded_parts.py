@@ -1,0 +1,163 @@
+"""What ranks compute in the tests of DTensors."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import error, problem
+from context_parts import PER_STEP, call_part
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import tfla
+
+MESHES: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def make_meshes(group: dist.ProcessGroup) -> None:
+    """Make the meshes of all tests. Every process takes part in making each, also of those that it is not in."""
+    for sizes in ((2,), (4,), (1, 2), (2, 2)):
+        names = tuple(f"dim{j}" for j in range(len(sizes)))
+        ranks = torch.arange(math.prod(sizes)).view(sizes)
+        MESHES[sizes] = DeviceMesh("cpu", ranks, mesh_dim_names=names)
+
+
+def distribute(name: str, x: Tensor, mesh: DeviceMesh, shards: tuple[str, ...], heads: int = 2) -> DTensor:
+    """Return a tensor of the call as a DTensor; q and k with one head are replicated over heads."""
+    dims = {"batch": 0, "heads": 1 if name[-1] == "0" else heads}
+    if name in ("q", "k") and x.shape[heads] == 1:
+        dims.pop("heads")
+    placements = [Shard(dims[each]) if each in dims else Replicate() for each in shards]
+    return distribute_tensor(x.detach(), mesh, placements)
+
+
+def collectives_in(profile: Any) -> int:
+    """Return the number of collectives of a profile."""
+    return sum("c10d" in e.name for e in profile.events())
+
+
+def full(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def solve_sharded(
+    group: dist.ProcessGroup,
+    *,
+    given: dict[str, Any],
+    sizes: tuple[int, ...],
+    shards: tuple[str, ...],
+    compiled: bool = False,
+) -> dict[str, float]:
+    """Return the errors of all quantities beside those of plain tensors, and the number of collectives."""
+    p, mesh = problem(**given), MESHES[sizes]
+    plain = {name: x.detach().clone().requires_grad_() for name, x in p.leaves.items()}
+    sharded = {name: distribute(name, x, mesh, shards).requires_grad_() for name, x in p.leaves.items()}
+    cotangents = {name: getattr(p.dstate, name) for name in ("C", "n") if getattr(p.dstate, name) is not None}
+
+    def run(leaves: dict[str, Tensor]) -> Any:
+        return call_part(p, leaves)
+
+    def outputs(h: Tensor, state: tfla.State) -> dict[str, Tensor]:
+        return {"h": h, **{name: getattr(state, name) for name in cotangents}}
+
+    exact = outputs(*run(plain))
+    given_back = {"h": p.dh, **cotangents}
+    truth = torch.autograd.grad(list(exact.values()), list(plain.values()), list(given_back.values()))
+    fn = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    torch._dynamo.reset()
+    each = {name: distribute("v" if name == "h" else f"{name}0", x, mesh, shards) for name, x in given_back.items()}
+    if compiled:
+        fn(sharded)
+    with torch.profiler.profile() as profile:
+        found = outputs(*fn(sharded))
+        grads = torch.autograd.grad(list(found.values()), list(sharded.values()), list(each.values()))
+    count = collectives_in(profile)
+    result = {name: error(full(found[name]), x) for name, x in exact.items()}
+    result |= {f"d{name}": error(full(g), t) for name, g, t in zip(plain, grads, truth, strict=True)}
+    return {**result, "collectives": count}
+
+
+def solve_sharded_steps(
+    group: dist.ProcessGroup, *, given: dict[str, Any], kind: str, compiled: bool
+) -> dict[str, float]:
+    """Return the errors of decoding steps beside those of plain tensors, and the number of collectives."""
+    p, mesh, one = problem(**given), MESHES[2, 2], kind in ("step", "in place")
+    shards = ("batch", "heads")
+    plain = {name: x.detach() for name, x in p.leaves.items()}
+    if one:
+        plain = {name: x[:, 0] if name in PER_STEP else x for name, x in plain.items()}
+    sharded = {name: distribute(name, x, mesh, shards, 1 if one else 2) for name, x in plain.items()}
+    lengths = torch.tensor([0, 3, 1, 2])
+    options: dict[str, Any] = {"in_place": True} if kind == "in place" else {}
+    if kind == "outputs":
+        options["return_state"] = False
+
+    def run(leaves: dict[str, Tensor], lengths: Tensor) -> Any:
+        state = tfla.State(leaves["C0"], leaves.get("n0"), leaves.get("m0"))
+        more = {**options, **({"lengths": lengths} if kind == "lengths" else {})}
+        q, k, v, i, f = (leaves.get(name) for name in PER_STEP)
+        name = "step" if one else "steps"
+        if p.form in ("plain", "normalized"):
+            return getattr(tfla, f"linear_attention_{name}")(q, k, v, f, state, i, normalize=p.normalize, **more)
+        return getattr(tfla, f"mlstm_{name}")(q, k, v, i, f, state, input_gate=p.form, **more)
+
+    def outputs(found: Any) -> list[Tensor]:
+        return [found] if isinstance(found, Tensor) else [found[0], *(x for x in found[1] if x is not None)]
+
+    with torch.no_grad():
+        exact = outputs(run({name: x.clone() for name, x in plain.items()}, lengths))
+        torch._dynamo.reset()
+        fn = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+        placed = distribute_tensor(lengths, mesh, [Shard(0), Replicate()])
+        with torch.profiler.profile() as profile:
+            found = outputs(fn(sharded, placed))
+        count = collectives_in(profile)
+    result: dict[str, float] = {str(j): error(full(x), y) for j, (x, y) in enumerate(zip(found, exact, strict=True))}
+    if kind == "in place":
+        result["C"] = error(full(sharded["C0"]), exact[1])
+    return {**result, "collectives": count}
+
+
+def refused(group: dist.ProcessGroup, *, what: str) -> str:
+    """Return the message of the exception of a call whose placements cannot work."""
+    mesh = MESHES[2,]
+    p = problem("exp", B=2, T=4, H=3 if what == "odd heads" else 2, Hq=1 if what == "odd heads" else 2, K=4, V=4)
+    if what == "packed":
+        p = problem("exp", lengths=(2, 2), K=4, V=4)
+    shards = ("batch",) if what in ("packed", "lengths") else ("heads",)
+    if what == "odd heads":
+        leaves: dict[str, Any] = {
+            name: distribute_tensor(x, mesh, [Shard(1 if name[-1] == "0" else 2) if name not in "qk" else Replicate()])
+            for name, x in p.leaves.items()
+        }
+    else:
+        leaves = {name: distribute(name, x, mesh, shards) for name, x in p.leaves.items()}
+    replaced: dict[str, tuple[str, Any]] = {
+        "steps": ("q", Shard(1)), "sizes": ("k", Shard(3)), "values": ("v", Shard(1)), "mismatch": ("i", Shard(0)),
+        "state": ("C0", Shard(0)), "replicated keys": ("k", Replicate()),
+    }  # fmt: skip
+    if what in replaced:
+        name, placement = replaced[what]
+        leaves[name] = distribute_tensor(p.leaves[name], mesh, [placement])
+    elif what == "partial":
+        leaves["f"] = DTensor.from_local(p.f, mesh, [Partial()], run_check=False)
+    elif what == "plain":
+        leaves["v"] = p.v
+    elif what == "plain q":
+        leaves["q"] = p.q
+    elif what == "mesh":
+        leaves["k"] = distribute_tensor(p.k, MESHES[1, 2], [Replicate(), Shard(2)])
+    try:
+        if what == "lengths":
+            state = tfla.State(leaves["C0"], leaves["n0"], leaves["m0"])
+            steps = (leaves[name] for name in PER_STEP)
+            tfla.mlstm_steps(*steps, state, lengths=torch.tensor([1, 2]))  # type: ignore[misc]
+        else:
+            call_part(p, leaves)
+    except (TypeError, ValueError) as refusal:
+        return str(refusal)
+    return "accepted"
