@@ -90,14 +90,14 @@ def _check(name: str, x: DTensor, dims: Dims, wanted: Sequence[str], mesh: Devic
             f"{name}: got placements {tuple(x.placements)}, expected {dims.placement(wanted[j])!r} on dimension {j} of "
             f"the mesh, where v shards {'no dimension' if wanted[j] == 'nothing' else 'its ' + wanted[j]}"
         )
-    ways = _ways(mesh, [dims.of(placement) for placement in x.placements], "heads")
-    if dims.heads is not None and x.shape[dims.heads] % ways:
+    shares = _num_shares(mesh, [dims.of(placement) for placement in x.placements], "heads")
+    if dims.heads is not None and x.shape[dims.heads] % shares:
         raise ValueError(
-            f"{name}: got {x.shape[dims.heads]} heads sharded over {ways} processes, expected a multiple of {ways}"
+            f"{name}: got {x.shape[dims.heads]} heads sharded over {shares} processes, expected a multiple of {shares}"
         )
 
 
-def _ways(mesh: DeviceMesh, shards: Sequence[str | None], name: str) -> int:
+def _num_shares(mesh: DeviceMesh, shards: Sequence[str | None], name: str) -> int:
     """Return how many processes share what is sharded under this name."""
     found = 1
     for j, each in enumerate(shards):
@@ -179,12 +179,12 @@ def _check_plain(name: str, x: Tensor, wanted: Sequence[str]) -> None:
 def _sharded(x: Tensor, dims: Dims, wanted: Sequence[str], v: DTensor) -> DTensor:
     """Return a local result as a DTensor with the shards of v."""
     mesh, placements = v.device_mesh, [dims.placement(shards) for shards in wanted]
-    if v.shape[0] % _ways(mesh, wanted, "batch") == 0:
+    if v.shape[0] % _num_shares(mesh, wanted, "batch") == 0:
         return DTensor.from_local(x, mesh, placements, run_check=False)
     # Processes have unequal numbers of rows, from which the global shape cannot be told.
     assert dims.heads is not None
     shape = [v.shape[0], *x.shape[1:]]
-    shape[dims.heads] *= _ways(mesh, wanted, "heads")
+    shape[dims.heads] *= _num_shares(mesh, wanted, "heads")
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 

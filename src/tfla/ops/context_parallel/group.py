@@ -59,7 +59,7 @@ Group: TypeAlias = "dist.ProcessGroup | DeviceMesh | ContextParallel"
 
 def _process_group(group: object) -> dist.ProcessGroup:
     """Return the process group of a group or of a one-dimensional mesh."""
-    if group == dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("context_parallel: got a process group without this process, expected one with it")
     if isinstance(group, dist.ProcessGroup):
         return group

@@ -39,7 +39,7 @@ from tfla.ops.gates import clamp, log_gates
 
 
 class Call(NamedTuple):
-    """What a forward and its backward have in common besides tensors."""
+    """The options of a forward and its backward, and this process's part of the sequences."""
 
     cut: Cut
     placement: Placement
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward needs from the forward besides inputs and outputs; parts that do not exist have shape (0,)."""
+    """The tensors that the backward needs besides inputs and outputs; parts that do not exist have shape (0,)."""
 
     d: Tensor  # denominators and states at chunk starts, as the backend leaves them
     chunk_C: Tensor

@@ -33,7 +33,7 @@ class Start(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What the cotangent of a span reads besides q and the gates, for the steps of the span."""
+    """The outputs of a span and their cotangents."""
 
     h: Tensor  # (B, T, H, dhv)
     d: Tensor | None  # (B, T, H), stabilized denominators; None without a normalizer
