@@ -66,16 +66,21 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        for path in sorted(temporary.rglob("*"), reverse=True):
-            _sync(path)
-        _sync(temporary)
-        if target.exists():
-            remove_directory(target)
-        temporary.rename(target)
-        _sync(target.parent)
+        publish_directory(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def publish_directory(temporary: Path, target: Path) -> None:
+    """Flush a folder to disk and rename it to ``target``, which is replaced if it exists."""
+    for path in sorted(temporary.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(temporary)
+    if target.exists():
+        remove_directory(target)
+    temporary.rename(target)
+    _sync(target.parent)
 
 
 def remove_directory(target: Path) -> None:

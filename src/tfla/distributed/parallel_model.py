@@ -7,10 +7,9 @@ everything between works on the heads of one process without communication. docs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,9 +20,9 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
 from tfla.nn import MLSTM, HeadNorm, LanguageModel, SequenceMixer, SwiGLU
+from tfla.nn.layers import wrap_forward
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 Model = TypeVar("Model", bound=nn.Module)
@@ -80,7 +79,7 @@ def parallelize(
             it, what was given and what is allowed. The model is as it was.
     """
     sizes = mesh_sizes(mesh)
-    _check_model(model, sizes, tp_plan or {})
+    check_model(model, sizes, tp_plan)
     blocks = _blocks(model) if blocks is None else blocks
     _check_blocks(model, blocks)
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
@@ -93,7 +92,7 @@ def parallelize(
     if sizes.get("tp", 1) > 1:
         _apply_tensor_parallel(model, mesh["tp"], tp_plan or {})
     for block in blocks:
-        _wrap_forward(block, activation_checkpointing, compile)
+        wrap_forward(block, activation_checkpointing, compile)
     if sharded:
         data_mesh = _data_mesh(mesh, sizes)
         policy = mixed_precision or MixedPrecisionPolicy()
@@ -127,7 +126,7 @@ def _modules(model: nn.Module, kind: type[Kind]) -> Iterator[Kind]:
     return (module for module in model.modules() if isinstance(module, kind))
 
 
-def _check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, ParallelStyle]) -> None:
+def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, ParallelStyle] | None = None) -> None:
     """Raise unless a model can be distributed over dimensions of these sizes."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
@@ -151,7 +150,7 @@ def _check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Parall
                 f"mesh: got tp of size {tp}, expected a divisor of the SwiGLU's width, {ffn.down_proj.in_features}"
             )
     names = {name for name, _ in model.named_modules()}
-    unknown = sorted(set(tp_plan) - names)
+    unknown = sorted(set(tp_plan or {}) - names)
     if unknown:
         raise ValueError(f"tp_plan: got {', '.join(unknown)}, expected names of modules of the model")
 
@@ -179,25 +178,11 @@ def _check_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             raise ValueError(f"blocks[{number}]: got {type(block).__name__}, expected a module within the model")
 
 
-def _wrap_forward(block: nn.Module, checkpointing: bool, compile: bool) -> None:
-    """Checkpoint and compile the forward of a block, below its hooks, so that names of parameters stay as they are."""
-    inner: Callable[..., Any] = block.forward
-
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return inner(*args, **kwargs)
-        return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    if checkpointing or compile:
-        forward = checkpointed if checkpointing else inner
-        block.forward = torch.compile(forward) if compile else forward
-
-
 def _data_mesh(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
     """Return the mesh of FSDP2: (dp_shard x cp), or (dp_replicate, dp_shard x cp) for HSDP."""
-    names = [name for name in ("dp_shard", "cp") if name in sizes]
+    names = [name for name in ("dp_shard", "cp") if sizes.get(name, 1) > 1] or ["dp_shard"]
     shard = mesh[tuple(names)]._flatten("dp_shard_cp") if len(names) > 1 else mesh[names[0]]
-    if "dp_replicate" not in sizes:
+    if sizes.get("dp_replicate", 1) == 1:
         return shard
     if len(names) == 1:
         return mesh["dp_replicate", names[0]]

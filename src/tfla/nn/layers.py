@@ -210,3 +210,17 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or needs_dispatcher(inputs):
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool) -> None:
+    """Checkpoint and compile the forward of a block, below its hooks, so that names of parameters stay as they are."""
+    inner: Callable[..., Any] = block.forward
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    if checkpointing or compile:
+        forward = checkpointed if checkpointing else inner
+        block.forward = torch.compile(forward) if compile else forward

@@ -20,14 +20,17 @@ if TYPE_CHECKING:
     from tfla.nn.model import LanguageModel
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+DISTRIBUTED = ".metadata"  # of a checkpoint of torch.distributed.checkpoint, whose model is under the key "model"
 
 
 def save(model: LanguageModel, directory: str | Path) -> None:
     """Write a model into a directory, as :meth:`LanguageModel.save_pretrained` says."""
     safetensors = import_safetensors()
     directory = Path(directory)
+    tensors = {name: _whole(t.detach()).contiguous() for name, t in model.state_dict().items()}
+    if any(hasattr(t, "full_tensor") for t in model.parameters()) and torch.distributed.get_rank():
+        return  # the first process writes
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items()}
     text = json.dumps(model.config.to_dict(), indent=2) + "\n"
     write_atomically(
         directory / WEIGHTS, lambda path: safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
@@ -45,10 +48,10 @@ def load(
     """Load a model from a directory, as :meth:`LanguageModel.from_pretrained` says."""
     check_weights_dtype(dtype)
     device = check_device("cpu" if device is None else device)
-    config_path, weights_path = Path(directory) / CONFIG, Path(directory) / WEIGHTS
+    config_path, weights_path = Path(directory) / CONFIG, find_weights(Path(directory))
     config = read_config(Path(directory), overrides)
     _need_file(weights_path)
-    tensors = read_tensors(weights_path, device)
+    tensors = read_weights(weights_path, device)
     return build_model(cls, config, tensors, dtype, f"{weights_path}: its tensors do not fit {config_path}")
 
 
@@ -79,6 +82,44 @@ def read_tensors(path: Path, device: torch.device | str | None) -> dict[str, Ten
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path, device=str(device or "cpu"))
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: not a complete safetensors file: {error}") from error
+    return tensors
+
+
+def find_weights(directory: Path) -> Path:
+    """Return the file that tells where the weights of a saved model are: those of WEIGHTS, or of a checkpoint of DCP.
+
+    The file need not exist.
+    """
+    distributed = directory / DISTRIBUTED
+    return distributed if distributed.is_file() and not (directory / WEIGHTS).is_file() else directory / WEIGHTS
+
+
+def read_weights(path: Path, device: torch.device | str | None) -> dict[str, Tensor]:
+    """Return the weights of a model by name, from a file that :func:`find_weights` returns.
+
+    A checkpoint that several processes have written is read by this one alone.
+
+    Raises:
+        ValueError: a file is broken or missing.
+    """
+    if path.name != DISTRIBUTED:
+        return read_tensors(path, device)
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    prefix = "model."
+    try:
+        entries = dcp.FileSystemReader(path.parent).read_metadata().state_dict_metadata
+        tensors = {
+            name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device=device or "cpu")
+            for name, entry in entries.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+        dcp.load({"model": tensors}, storage_reader=dcp.FileSystemReader(path.parent), no_dist=True)
+    except BaseException as error:  # a CheckpointException is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise ValueError(f"{path.parent}: not a complete checkpoint: {error}") from error
     return tensors
 
 
@@ -113,6 +154,11 @@ def import_safetensors() -> ModuleType:
     except ImportError as error:
         raise ImportError('saving and loading models needs safetensors: pip install "tfla[train]"') from error
     return safetensors
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Return a tensor without its distribution; every process has to call this."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # a DTensor
 
 
 def _need_file(path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,17 @@ import torch
 from tfla._util.errors import UserError, notice, reason
 from tfla._util.files import (
     MANIFEST,
+    TEMPORARY,
     atomic_directory,
+    publish_directory,
     remove_directory,
     remove_temporary,
     verify_manifest,
     write_manifest,
 )
 from tfla.nn import LanguageModel
+from tfla.nn.pretrained import CONFIG, WEIGHTS, find_weights
+from tfla.train.ranks import ONE_PROCESS, Ranks
 from tfla.train.tokenizer import Tokenizer
 
 STATE_FILE = "training.pt"
@@ -31,11 +37,19 @@ class Checkpoints:
         directory: the folder of the checkpoints, created with the first one.
         keep_last: the number of the newest complete checkpoints to keep; broken ones do not count.
         keep_every: checkpoints at multiples of this many steps are never deleted.
+        ranks: the processes of the run. Several of them write a checkpoint together, in the background of the training;
+            a checkpoint is complete when the first of them has renamed its folder.
     """
 
-    def __init__(self, directory: Path, keep_last: int = 2, keep_every: int | None = None) -> None:
-        self.directory, self.keep_last, self.keep_every = directory, keep_last, keep_every
-        remove_temporary(directory)
+    def __init__(
+        self, directory: Path, keep_last: int = 2, keep_every: int | None = None, ranks: Ranks = ONE_PROCESS
+    ) -> None:
+        self.directory, self.keep_last, self.keep_every, self.ranks = directory, keep_last, keep_every, ranks
+        if ranks.first:
+            remove_temporary(directory)
+        self._saving: tuple[Path, Future[Any]] | None = None
+        self._group: Any = None  # of the processes, for the thread that writes
+        self._thread = ThreadPoolExecutor(1)  # of the first process, which completes checkpoints; started when used
         self._broken: dict[Path, str | None] = {}  # why each examined checkpoint is broken; None if it is not
 
     def save(
@@ -46,7 +60,7 @@ class Checkpoints:
         tokenizer: Tokenizer,
         progress: dict[str, Any],
     ) -> Path:
-        """Write a checkpoint, then delete those that need not be kept.
+        """Write a checkpoint, then delete those that need not be kept. Several processes only start to write it.
 
         Args:
             step: the number of updates done.
@@ -62,6 +76,9 @@ class Checkpoints:
             UserError: the checkpoint cannot be written; all earlier ones are as they were.
         """
         target = self.directory / f"step-{step:08d}"
+        if self.ranks.size > 1:
+            self._start_saving(target, step, model, optimizer, tokenizer, progress)
+            return target
         state = {"optimizer": optimizer.state_dict(), "random": _random_state(), "progress": progress}
         try:
             with atomic_directory(target) as folder:
@@ -71,12 +88,79 @@ class Checkpoints:
                     torch.save(state, file)
                 write_manifest(folder, step=step)
         except Exception as error:  # each library has its own error for a full disk
-            raise UserError(
-                f"{target}: the checkpoint cannot be written: {reason(error)}; {self.last_good()}"
-            ) from error
+            raise self._not_written(target, error) from error
         self._broken[target] = None
         self._prune()
         return target
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete.
+
+        Raises:
+            UserError: it cannot be written; all earlier ones are as they were.
+        """
+        if self._saving is None:
+            return
+        (target, future), self._saving = self._saving, None
+        try:
+            future.result()
+        except BaseException as error:  # the errors of torch.distributed.checkpoint are no Exceptions
+            from tfla.train.distributed_checkpoint import cause
+
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise self._not_written(target, cause(error)) from cause(error)
+
+    def raise_failure(self) -> None:
+        """Raise the error of a checkpoint that was being written, as :meth:`finish` does, without waiting for it."""
+        if self._saving is not None and self._saving[1].done():
+            self.finish()
+
+    def _start_saving(
+        self,
+        target: Path,
+        step: int,
+        model: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Tokenizer,
+        progress: dict[str, Any],
+    ) -> None:
+        """Start to write a checkpoint together with the other processes, after the one before it is complete."""
+        from tfla.train.distributed_checkpoint import start_saving
+
+        self.finish()
+        if self._group is None:
+            self._group = torch.distributed.new_group(backend="gloo")
+        temporary = target.with_name(f"{TEMPORARY}{target.name}")
+
+        def create() -> None:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+        try:
+            self.ranks.ask_first(create)
+            written = start_saving(temporary, model, optimizer, self._group)
+        except OSError as error:
+            raise self._not_written(target, error) from error
+        state = {"random": _random_state(), "progress": dict(progress)}
+
+        def complete() -> None:
+            written.result()
+            config = json.dumps(model.config.to_dict(), indent=2) + "\n"
+            (temporary / CONFIG).write_text(config, encoding="utf-8")
+            tokenizer.save(temporary)
+            with open(temporary / STATE_FILE, "wb") as file:
+                torch.save(state, file)
+            write_manifest(temporary, step=step)
+            publish_directory(temporary, target)
+            self._broken[target] = None
+            self._prune()
+
+        self._saving = target, self._thread.submit(complete) if self.ranks.first else written
+
+    def _not_written(self, target: Path, error: BaseException) -> UserError:
+        """Return the error for a checkpoint that cannot be written."""
+        return UserError(f"{target}: the checkpoint cannot be written: {reason(error)}; {self.last_good()}")
 
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint; None if there is no checkpoint. A notice names each newer broken one.
@@ -124,8 +208,12 @@ class Checkpoints:
                 remove_directory(path)
 
 
-def restore(path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer) -> tuple[int, dict[str, Any]]:
+def restore(
+    path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks = ONE_PROCESS
+) -> tuple[int, dict[str, Any]]:
     """Load a checkpoint into a model, its optimizer and the global random generators.
+
+    The checkpoint may be of one process or of several, and so may this run be.
 
     Returns:
         the step and the progress that were saved.
@@ -136,13 +224,24 @@ def restore(path: Path, model: LanguageModel, optimizer: torch.optim.Optimizer) 
     from safetensors.torch import load_file
 
     try:
-        # Weights are copied into the existing tensors: with their alignment every rounding is that of an unbroken run.
-        model.load_state_dict(load_file(path / "model.safetensors"))
         state = torch.load(path / STATE_FILE, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
+        if "optimizer" not in state or ranks.size > 1:
+            from tfla.train import distributed_checkpoint
+
+            if "optimizer" not in state:
+                distributed_checkpoint.load(path, model, optimizer)
+            else:
+                distributed_checkpoint.distribute(model, optimizer, load_file(path / WEIGHTS), state["optimizer"])
+        else:
+            # Weights are copied into the existing tensors: with their alignment every rounding is that of an unbroken
+            # run.
+            model.load_state_dict(load_file(path / WEIGHTS))
+            optimizer.load_state_dict(state["optimizer"])
         _set_random_state(state["random"])
         return json.loads((path / MANIFEST).read_text())["step"], state["progress"]
-    except Exception as error:  # each library has its own errors
+    except BaseException as error:  # each library has its own errors, and some are no Exceptions
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise UserError(f"{path}: the checkpoint cannot be read: {reason(error)}") from error
 
 
@@ -167,7 +266,7 @@ def find_model(path: Path) -> Path:
         if latest is None:
             raise UserError(f"{path}: a run without a complete checkpoint")
         return latest
-    if not (path / "model.safetensors").is_file():
+    if not find_weights(path).is_file():
         if (path / "model.safetensors.index.json").is_file():
             return path  # the layout of another library, which the error on loading names
         raise UserError(f"{path}: neither a run nor a checkpoint nor a saved model")

@@ -33,6 +33,8 @@ def train(args: Sequence[str]) -> int:
     defaults = dataclasses.replace(defaults, run=given.run)
     config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=defaults)
     trained = train_run(config)
+    if trained.rank:
+        return trained.exit_code
     if trained.signal is not None:  # the last evaluation is of an earlier step
         return trained.exit_code
     last = next((r for r in reversed(read_metrics(trained.run)) if r["kind"] == "eval"), None)

@@ -17,7 +17,8 @@ from tfla.nn import ModelConfig
 # Options that do not change what is learned, so that a run may continue with other values.
 RESUMABLE_FIELDS = frozenset(
     {"run", "device", "threads", "compile", "eval_every", "eval_windows"}
-    | {"checkpoint_every", "keep_last", "keep_every", "tensorboard"}
+    | {"checkpoint_every", "keep_last", "keep_every", "tensorboard", "activation_checkpointing"}
+    | {f"parallel.{name}" for name in ("dp_replicate", "dp_shard", "cp", "tp")}
 )
 
 C = TypeVar("C")
@@ -164,6 +165,45 @@ class Optim:
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """The layout of the processes that torchrun starts; their number is the product of the four sizes.
+
+    A run may continue with another layout: results are then equal to rounding.
+    """
+
+    dp_replicate: int = 1
+    """Groups of processes with a copy of the model each, and different sequences."""
+    dp_shard: int | None = None
+    """Processes that share one copy of the model (FSDP), with different sequences; None takes all that are left."""
+    cp: int = 1
+    """Processes that share each sequence, a part of its steps each. The model is shared over these as well."""
+    tp: int = 1
+    """Processes that share the heads of each layer; a divisor of num_heads."""
+
+    def sizes(self, processes: int) -> dict[str, int]:
+        """Return the size of each dimension for a number of processes.
+
+        Raises:
+            UserError: a size is no number from 1, or the product of the sizes is not the number of processes.
+        """
+        given = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        for name, value in given.items():
+            if value is not None:
+                check_count(f"parallel.{name}", value)
+        product = math.prod(value for value in given.values() if value is not None)
+        fits = product == processes if self.dp_shard is not None else processes % product == 0
+        text = " x ".join(f"{name} {value}" for name, value in given.items() if value not in (None, 1)) or "1"
+        if not fits and processes == 1:
+            raise UserError(
+                f"parallel: got {text}, expected that many processes: torchrun --nproc-per-node {product} -m tfla train"
+            )
+        if not fits:
+            some = "a divisor of" if self.dp_shard is None else "a product of"
+            raise UserError(f"parallel: got {text}, expected {some} {processes}, the number of processes")
+        return {name: processes // product if value is None else value for name, value in given.items()}
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Train a language model on text. A run that was stopped continues when it is started again."""
 
@@ -172,6 +212,7 @@ class TrainConfig:
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
+    parallel: Parallel = field(default_factory=Parallel)
     init_from: Path | None = None
     """Fine-tuning: start a new run from the weights of a run, a checkpoint or a saved model, with a new optimizer.
     Architecture and tokenizer are those of the saved model; options that name others are errors."""
@@ -190,6 +231,8 @@ class TrainConfig:
     """bfloat16 is autocast to it; auto is bfloat16 on a GPU, else float32."""
     compile: bool = False
     """Run the model through torch.compile, with one graph for all blocks."""
+    activation_checkpointing: bool = False
+    """Keep only the input of each block for the backward, which computes the block again; needs far less memory."""
     device: str = "auto"
     """auto is the GPU if there is one."""
     threads: int | None = None

@@ -74,10 +74,10 @@ def prepare_tokens(
     try:
         with atomic_directory(directory) as folder:
             _tokenize(config, tokenizer, folder)
-            accept(_read(config, folder))
+            accept(read_tokens(config, folder))
     except OSError as error:
         raise UserError(f"{directory}: cannot be written: {reason(error)}") from error
-    return _read(config, directory)
+    return read_tokens(config, directory)
 
 
 def _load(config: Data, directory: Path) -> Tokens:
@@ -91,11 +91,11 @@ def _load(config: Data, directory: Path) -> Tokens:
             raise UserError(f"{directory}: its tokens cannot be read: {broken}; delete it to tokenize the text again")
     else:
         notice(f"{directory}: made by an earlier version, so nothing shows whether its tokens are complete")
-    return _read(config, directory)
+    return read_tokens(config, directory)
 
 
-def _read(config: Data, directory: Path) -> Tokens:
-    """Return the tokens of a directory as memory maps."""
+def read_tokens(config: Data, directory: Path) -> Tokens:
+    """Return the tokens of a directory as memory maps, without a comparison with their digests."""
     source = str(config.dataset) if config.dataset is not None else ", ".join(map(str, config.paths))
     try:
         dtype = np.dtype(json.loads((directory / "meta.json").read_text())["dtype"])

@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.train.data import Tokens, heldout_windows
+from tfla.train.ranks import ONE_PROCESS, Ranks
 
 Reset = Literal["gate", "cu_seqlens"]
 
 
-def token_losses(model: Callable[..., Tensor], windows: Tensor, bos: int, reset: Reset = "gate") -> Tensor:
-    """Return the cross-entropy in nats of every token but the first of each row.
+def token_losses(
+    model: Callable[..., Tensor], windows: Tensor, bos: int, reset: Reset = "gate", steps: tuple[int, int] = (0, 1)
+) -> Tensor:
+    """Return the cross-entropy in nats of every token but the first of each row, at the steps of this process.
 
     A token is predicted from the tokens before it in its document.
 
@@ -27,11 +30,14 @@ def token_losses(model: Callable[..., Tensor], windows: Tensor, bos: int, reset:
         bos: the token that starts a document.
         reset: how the model learns where documents start: "gate" closes the forget gate there, "cu_seqlens" packs them
             as sequences.
+        steps: the number of this process, and of all processes, that share the steps of a row in equal parts.
 
     Returns:
-        (B, T) in the dtype of the logits, float32 or float64.
+        (B, T), with several processes (B, T / processes), in the dtype of the logits, float32 or float64.
     """
-    ids, targets = windows[:, :-1], windows[:, 1:]
+    width = (windows.shape[1] - 1) // steps[1]
+    part = slice(steps[0] * width, (steps[0] + 1) * width)
+    ids, targets = windows[:, :-1][:, part], windows[:, 1:][:, part]
     if reset == "gate":
         logits = model(ids, document_start=ids == bos)
     else:
@@ -82,8 +88,11 @@ def evaluate(
     max_windows: int | None = None,
     reset: Reset = "gate",
     device: torch.device | str = "cpu",
+    ranks: Ranks = ONE_PROCESS,
 ) -> Evaluation:
     """Evaluate a model on the held-out windows, each from empty memory. The windows are the same every time.
+
+    The processes of a run share the windows of a batch, and get the same result.
 
     Args:
         model: ids -> logits, such as a LanguageModel.
@@ -93,6 +102,7 @@ def evaluate(
         max_windows: the largest number of windows, evenly spread; None is all of the held-out part.
         reset: as in :func:`token_losses`.
         device: device of the model.
+        ranks: the processes of the run.
 
     Raises:
         UserError: nothing is held out.
@@ -103,12 +113,35 @@ def evaluate(
         group = windows[first : first + batch_size]
         for length in sorted({w.stop - w.start for w in group}, reverse=True):  # only the last window may be shorter
             same = [w for w in group if w.stop - w.start == length]
-            rows = np.stack([tokens.heldout[w] for w in same]).astype(np.int64)
-            losses = token_losses(model, torch.from_numpy(rows).to(device), tokens.tokenizer.bos, reset)
-            nats += math.fsum(losses.flatten().tolist())
-            count += losses.numel()
+            mine, real = _share(same, length - 1, ranks)
+            rows = np.stack([tokens.heldout[w] for w in mine]).astype(np.int64)
+            rows = np.pad(rows, ((0, 0), (0, -(length - 1) % ranks.steps[1])), constant_values=tokens.tokenizer.bos)
+            losses = token_losses(model, torch.from_numpy(rows).to(device), tokens.tokenizer.bos, reset, ranks.steps)
+            nats += math.fsum(losses[real].flatten().tolist())
+            count += len(same) * (length - 1)
             size += sum(int(tokens.heldout_bytes[w][1:].sum()) for w in same)
+    if ranks.size > 1:
+        nats = math.fsum(part for (part,) in ranks.gather([0.0 if ranks.coordinates.get("tp") else nats]))
     return summarize(nats, count, size)
+
+
+def _share(windows: list[slice], steps: int, ranks: Ranks) -> tuple[list[slice], tuple[slice, slice]]:
+    """Return the windows that a process computes, and which of its rows and steps count.
+
+    Every process computes as many rows and steps, since the model's communication needs all of them: rows are filled up
+    with copies, steps with padding at the end, which no earlier step depends on.
+
+    Args:
+        windows: the windows of a batch.
+        steps: the number of tokens that each of them predicts.
+        ranks: the processes.
+    """
+    (index, parts), (step, step_parts) = ranks.rows, ranks.steps
+    size = -(-len(windows) // parts)
+    mine = windows[index * size : (index + 1) * size]
+    width = -(-steps // step_parts)
+    counted = min(max(steps - step * width, 0), width)
+    return mine + windows[:1] * (size - len(mine)), (slice(len(mine)), slice(counted))
 
 
 def summarize(nats: float, tokens: int, size: int) -> Evaluation:

@@ -6,12 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from tfla._util.errors import UserError, notice, one_line
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.config import SIZES
-from tfla.nn.pretrained import WEIGHTS, read_config
+from tfla.nn.pretrained import find_weights, read_config, read_weights
 from tfla.ops.explain import explain
 from tfla.train.checkpoint import find_model
 from tfla.train.config import Data, Model, TrainConfig
@@ -76,18 +75,20 @@ def architecture(config: TrainConfig, tokenizer: Tokenizer, checkpoint: Path | N
         raise UserError(f"model: {error}") from error
 
 
-def load_weights(model: LanguageModel, path: Path) -> None:
-    """Copy the weights of a saved model into one of the same architecture.
+def load_weights(model: LanguageModel, path: Path, announce: bool = True) -> None:
+    """Copy the weights of a saved model into one of the same architecture, and print a notice if ``announce``.
 
     Raises:
         UserError: the weights cannot be read, or they do not fit.
     """
     folder = find_model(path)
+    weights = find_weights(folder)
     try:
-        model.load_state_dict(load_file(folder / WEIGHTS))
+        model.load_state_dict(read_weights(weights, "cpu"))
     except Exception as error:  # each library has its own errors
-        raise UserError(f"{folder / WEIGHTS}: cannot be read: {one_line(error)}") from error
-    notice(f"starts from the weights in {folder}")
+        raise UserError(f"{weights}: cannot be read: {one_line(error)}") from error
+    if announce:
+        notice(f"starts from the weights in {folder}")
 
 
 def check_backend(model: ModelConfig, device: torch.device, packed: bool) -> None:

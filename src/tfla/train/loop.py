@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +21,15 @@ from tfla._util.device import pick_device
 from tfla._util.errors import UserError, notice, reason
 from tfla._util.files import remove_directory
 from tfla.nn import GatePreactivation, LanguageModel, ModelConfig
+from tfla.nn.layers import wrap_forward
 from tfla.train.checkpoint import Checkpoints, restore, step_of
-from tfla.train.config import TrainConfig
-from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepare_tokens
+from tfla.train.config import TrainConfig, from_json, to_json
+from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepare_tokens, read_tokens
 from tfla.train.evaluation import Evaluation, evaluate, token_losses
 from tfla.train.initial import architecture, check_backend, load_weights
 from tfla.train.logging import Metrics, plot_curves
-from tfla.train.memory import check_memory
+from tfla.train.memory import check_memory, peak_memory
+from tfla.train.ranks import Ranks, join_ranks
 from tfla.train.recipe import Schedule, clipped_gradients, optimizer
 from tfla.train.run_folder import (
     CHECKPOINTS_FOLDER,
@@ -50,6 +54,8 @@ class Trained(NamedTuple):
     """The folder of the run."""
     signal: int | None = None
     """The number of the signal that stopped the run before its last step; None if the run is finished."""
+    rank: int = 0
+    """The number of this process; the first one, 0, writes files and messages."""
 
     @property
     def exit_code(self) -> int:
@@ -72,31 +78,50 @@ def train(config: TrainConfig, baselines: Callable[[Tokens], dict[str, float]] |
     device = pick_device(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    with open_run(config) as run:
-        checkpoints = Checkpoints(run / CHECKPOINTS_FOLDER, config.keep_last, config.keep_every)
-        latest = checkpoints.latest()
-        tokens, model_config = _prepare(config, run, latest, device)
-        training = _Training(config, device, tokens, model_config, checkpoints, latest)
+    with join_ranks(config.parallel, device) as ranks, ExitStack() as stack:
+        device = ranks.device
+        if ranks.first:
+            stack.enter_context(open_run(config))
+        checkpoints = Checkpoints(config.run / CHECKPOINTS_FOLDER, config.keep_last, config.keep_every, ranks)
+        prepared: list[Tokens] = []
+
+        def prepare() -> dict[str, Any]:
+            latest = checkpoints.latest()
+            tokens, model = _prepare(config, config.run, latest, ranks)
+            prepared.append(tokens)
+            return {"config": to_json(config), "model": model.to_dict(), "latest": latest and str(latest)}
+
+        shared = ranks.ask_first(prepare)
+        if not ranks.first:
+            config = from_json(TrainConfig, shared["config"])
+            prepared.append(read_tokens(config.data, config.run / TOKENS_FOLDER))
+        (tokens,), model_config = prepared, ModelConfig.from_dict(shared["model"])
+        latest = None if shared["latest"] is None else Path(shared["latest"])
+        training = _Training(config, ranks, tokens, model_config, checkpoints, latest)
         lines = baselines(tokens) if baselines is not None else {}
-        _announce(config, training.model, tokens, device, training.step)
+        if ranks.first:
+            _announce(config, training.model, tokens, ranks, training.step)
         stopped_by = training.run()
-        if stopped_by is not None:
-            notice(
-                f"stopped at step {training.step} of {config.steps}, which is saved; "
-                "the same command continues from there"
-            )
-        plot_curves(run, run / CURVES_FILE, clip=config.optim.clip, baselines=lines)
-    return Trained(step=training.step, model=training.model, tokens=tokens, run=run, signal=stopped_by)
+        if ranks.first:
+            if stopped_by is not None:
+                notice(
+                    f"stopped at step {training.step} of {config.steps}, which is saved; "
+                    "the same command continues from there"
+                )
+            plot_curves(config.run, config.run / CURVES_FILE, clip=config.optim.clip, baselines=lines)
+    return Trained(
+        step=training.step, model=training.model, tokens=tokens, run=config.run, signal=stopped_by, rank=ranks.rank
+    )
 
 
-def _prepare(config: TrainConfig, run: Path, latest: Path | None, device: torch.device) -> tuple[Tokens, ModelConfig]:
+def _prepare(config: TrainConfig, run: Path, latest: Path | None, ranks: Ranks) -> tuple[Tokens, ModelConfig]:
     """Check all options of a run, then write its tokens and its configuration. Nothing is written before the checks.
 
     Args:
         config: the options of the run.
         run: the folder of the run.
         latest: the newest checkpoint of the run, None if it has none.
-        device: the device of the training.
+        ranks: the processes of the run.
 
     Returns:
         the tokens and the architecture of the model.
@@ -114,8 +139,11 @@ def _prepare(config: TrainConfig, run: Path, latest: Path | None, device: torch.
         tokenizer = create_tokenizer(config.data.tokenizer, config.data.bos_token)
     model = architecture(config, tokenizer, latest)
     Schedule(config.optim, config.steps)  # raises if its lengths do not fit
+    _check_layout(config, model, ranks)
+    device = ranks.device
     pass_tokens, bfloat16 = config.micro_batch_size * config.context, _is_bfloat16(config, device)
-    warning = check_memory(model, pass_tokens, bfloat16, device)
+    pass_tokens //= ranks.rows[1] * ranks.steps[1]
+    warning = check_memory(model, pass_tokens, bfloat16, device, ranks.model_parts)
     with _precision(config, device):
         check_backend(model, device, packed=config.reset == "cu_seqlens")
 
@@ -132,12 +160,33 @@ def _prepare(config: TrainConfig, run: Path, latest: Path | None, device: torch.
     return tokens, model
 
 
+def _check_layout(config: TrainConfig, model: ModelConfig, ranks: Ranks) -> None:
+    """Raise UserError unless the batch, the sequences and the model can be divided among the processes of a run."""
+    rows, steps = ranks.rows[1], ranks.steps[1]
+    if config.micro_batch_size % rows:
+        raise UserError(
+            f"batch_size: got {config.batch_size} with accumulate {config.accumulate}, expected a multiple of "
+            f"{config.accumulate * rows}, since {rows} processes share the sequences of a pass"
+        )
+    if config.context % steps:
+        raise UserError(f"context: got {config.context}, expected a multiple of parallel.cp, {steps}")
+    if ranks.size == 1:
+        return
+    from tfla.distributed.parallel_model import check_model
+
+    try:
+        with torch.device("meta"):
+            check_model(LanguageModel(replace(model, num_blocks=1)), ranks.sizes)
+    except ValueError as error:
+        raise UserError(f"parallel: {error}") from error
+
+
 class _Training:
     """A run between its steps: the model, the optimizer, the number of updates done, and the files that are written.
 
     Args:
         config: the options of the run.
-        device: the device of the training.
+        ranks: the processes of the run.
         tokens: the token streams.
         model_config: the architecture of the model.
         checkpoints: the checkpoints of the run.
@@ -147,29 +196,31 @@ class _Training:
     def __init__(
         self,
         config: TrainConfig,
-        device: torch.device,
+        ranks: Ranks,
         tokens: Tokens,
         model_config: ModelConfig,
         checkpoints: Checkpoints,
         latest: Path | None,
     ) -> None:
-        self.config, self.device, self.tokens, self.checkpoints = config, device, tokens, checkpoints
+        self.config, self.ranks, self.tokens, self.checkpoints = config, ranks, tokens, checkpoints
+        self.device = ranks.device
         self.batches = Batches(tokens, config.context, config.batch_size, config.seed)
         self.schedule = Schedule(config.optim, config.steps)
 
         torch.manual_seed(config.seed)
-        self.model = LanguageModel(model_config).to(device)
+        self.model = LanguageModel(model_config)
         if latest is None and config.init_from is not None:
-            load_weights(self.model, config.init_from)
+            load_weights(self.model, config.init_from, announce=ranks.first)
+        self.forward = _distributed(self.model, config, ranks)
         self.optimizer = optimizer(self.model, config.optim)
         self.step = 0
         self.progress: dict[str, Any] = {"elapsed": 0.0}
         if latest is not None:
-            self.step, self.progress = restore(latest, self.model, self.optimizer)
-        self._compare_text()
+            self.step, self.progress = restore(latest, self.model, self.optimizer, ranks)
+        if ranks.first:
+            self._compare_text()
         self.input_gates = InputGateMonitor(self.model)
-        self.forward: Callable[..., Tensor] = compiled(self.model) if config.compile else self.model
-        self.metrics = Metrics(config.run, self.step, config.tensorboard)
+        self.metrics = Metrics(config.run, self.step, config.tensorboard) if ranks.first else None
 
     def run(self) -> int | None:
         """Train until the last step or a signal; return the signal's number, or None after the last step.
@@ -191,7 +242,8 @@ class _Training:
                 f"smaller batch_size or a shorter context needs less. {self.checkpoints.last_good()}"
             ) from error
         finally:
-            self.metrics.close()
+            if self.metrics is not None:
+                self.metrics.close()
 
     def _run(self) -> int | None:
         """Train as :meth:`run` does, with the errors of the libraries."""
@@ -200,11 +252,13 @@ class _Training:
         bits_per_byte = self._evaluate().bits_per_byte if self.step == 0 else None
         bar = tqdm(
             total=config.steps, initial=self.step, unit="step", desc="train", dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 10,
+            mininterval=0.2 if sys.stderr.isatty() else 10, disable=not self.ranks.first,
         )  # fmt: skip
+        stopped_by = 0
         with bar, _stop_signals() as stop:
-            while self.step < config.steps and not stop:
-                loss, tokens_per_s = self._update()
+            while self.step < config.steps and not stopped_by:
+                loss, tokens_per_s, stopped_by = self._update(stop)
+                self.checkpoints.raise_failure()
                 if self.step % config.eval_every == 0 or self.step == config.steps:
                     bits_per_byte = self._evaluate().bits_per_byte
                 if self.step % config.checkpoint_every == 0:
@@ -214,19 +268,37 @@ class _Training:
                     shown["held-out bits/byte"] = f"{bits_per_byte:.3f}"
                 bar.set_postfix(shown, refresh=False)
                 bar.update()
+                if stop and self.ranks.size == 1:
+                    stopped_by = stop[0]
         if saved_step != self.step:
             self._save()
-        return stop[0] if self.step < config.steps else None
+        self.checkpoints.finish()
+        return stopped_by if self.step < config.steps else None
 
-    def _update(self) -> tuple[float, float]:
-        """Update the weights once; return the loss and the tokens per second."""
+    def _update(self, stop: list[int]) -> tuple[float, float, int]:
+        """Update the weights once.
+
+        Args:
+            stop: the signals that this process has caught.
+
+        Returns:
+            the loss, the tokens per second, and the number of a signal that any process has caught, else 0.
+        """
         config = self.config
         started = time.perf_counter()
         lr = self.schedule(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        micro_batches = self.batches(self.step).to(self.device).split(config.micro_batch_size)
-        loss, norm = clipped_gradients(self.model, self._losses, micro_batches, config.optim.clip)
+        index, parts = self.ranks.rows
+        micro_batches = self.batches(self.step).split(config.micro_batch_size)
+        micro_batches = [rows.chunk(parts)[index].to(self.device) for rows in micro_batches]
+        loss, norm = clipped_gradients(self.model, self._losses, micro_batches, config.optim.clip, self.ranks)
+        gate = self.input_gates.take()
+        gathered = self.ranks.gather(
+            [loss, -math.inf if gate is None else gate, float(stop[0] if stop else 0), peak_memory(self.device)]
+        )
+        losses, gates, signals, peaks = zip(*gathered, strict=True)
+        loss = math.fsum(losses) / len(losses)
         if not (abs(loss) < float("inf") and norm < float("inf")):
             raise UserError(
                 f"step {self.step + 1}: loss {loss}, gradient norm {norm}: training has failed; "
@@ -238,16 +310,18 @@ class _Training:
         seconds = time.perf_counter() - started
         self.progress["elapsed"] += seconds
         tokens_per_s = config.batch_size * config.context / seconds
-        self.metrics.write(
-            "train", self.step, loss=loss, lr=lr, grad_norm=norm, max_input_gate=self.input_gates.take(),
-            tokens_per_s=tokens_per_s, elapsed=self.progress["elapsed"],
+        self._record(
+            "train", self.step, loss=loss, lr=lr, grad_norm=norm, max_input_gate=None if gate is None else max(gates),
+            tokens_per_s=tokens_per_s, tokens_per_s_per_process=tokens_per_s / self.ranks.size,
+            peak_memory=int(max(peaks)), elapsed=self.progress["elapsed"],
         )  # fmt: skip
-        return loss, tokens_per_s
+        return loss, tokens_per_s, int(max(signals))
 
     def _losses(self, windows: Tensor) -> Tensor:
         """Return the loss of every token of windows (B, T + 1): (B, T)."""
         with _precision(self.config, self.device):
-            return token_losses(self.forward, windows, self.tokens.tokenizer.bos, self.config.reset)
+            bos = self.tokens.tokenizer.bos
+            return token_losses(self.forward, windows, bos, self.config.reset, self.ranks.steps)
 
     def _evaluate(self) -> Evaluation:
         """Evaluate the model on the held-out windows and record the result."""
@@ -255,15 +329,21 @@ class _Training:
         with _precision(config, self.device):
             result = evaluate(
                 self.forward, self.tokens, config.context, batch_size=config.micro_batch_size,
-                max_windows=config.eval_windows, reset=config.reset, device=self.device,
+                max_windows=config.eval_windows, reset=config.reset, device=self.device, ranks=self.ranks,
             )  # fmt: skip
         self.input_gates.take()  # the metric is that of training
-        self.metrics.write("eval", self.step, **result._asdict())
+        self._record("eval", self.step, **result._asdict())
         return result
+
+    def _record(self, kind: str, step: int, **values: Any) -> None:
+        """Write a record of the metrics, on the first process."""
+        if self.metrics is not None:
+            self.metrics.write(kind, step, **values)
 
     def _save(self) -> int:
         """Write a checkpoint of the current step and return the step."""
-        self.metrics.sync()
+        if self.metrics is not None:
+            self.metrics.sync()
         self.checkpoints.save(self.step, self.model, self.optimizer, self.tokens.tokenizer, self.progress)
         return self.step
 
@@ -288,10 +368,30 @@ def _precision(config: TrainConfig, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=_is_bfloat16(config, device))
 
 
-def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, device: torch.device, step: int) -> None:
+def _distributed(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> Callable[..., Tensor]:
+    """Move a model to the devices of the processes of a run, and return its forward: ids -> logits."""
+    if ranks.mesh is None:
+        model.to(ranks.device)
+        for block in model.blocks:
+            wrap_forward(block, config.activation_checkpointing, compile=False)
+        return compiled(model) if config.compile else model
+    from tfla.distributed import parallelize
+
+    parallelize(model, ranks.mesh, compile=config.compile, activation_checkpointing=config.activation_checkpointing)
+    model.to(ranks.device)
+    if config.compile:
+        model.logits = torch.compile(model.logits)  # type: ignore[method-assign]
+    return model
+
+
+def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, ranks: Ranks, step: int) -> None:
     """Print the sizes of the run, and the step from which it continues."""
+    where = str(ranks.device)
+    if ranks.size > 1:
+        layout = " x ".join(f"{name} {size}" for name, size in ranks.sizes.items() if size > 1)
+        where = f"{ranks.size} processes ({layout}) on {ranks.device.type}"
     notice(
-        f"{model.num_parameters():,} parameters on {device}; {len(tokens.train):,} tokens to train on, "
+        f"{model.num_parameters():,} parameters on {where}; {len(tokens.train):,} tokens to train on, "
         f"{len(tokens.heldout):,} held out; {config.batch_size * config.context:,} tokens a step"
     )
     if step:

@@ -62,15 +62,16 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def needed(config: ModelConfig, tokens: int, bfloat16: bool) -> Need:
-    """Return the bytes that a training step needs.
+def needed(config: ModelConfig, tokens: int, bfloat16: bool, parts: int = 1) -> Need:
+    """Return the bytes that a training step needs on one device.
 
     Args:
         config: the architecture of the model.
         tokens: the tokens of one pass: context times the sequences that are computed at once.
         bfloat16: whether the model runs under autocast to bfloat16.
+        parts: the number of devices over which the model is divided.
     """
-    parameters, trained = count_parameters(config)
+    parameters, trained = (-(-count // parts) for count in count_parameters(config))
     size = 2 if bfloat16 else FLOAT32
     # A block saves the residual stream in float32; projections, gates and outputs; the two inputs of the SwiGLU.
     block = 4 * config.d_model * FLOAT32 + (10.5 * config.d_model + 2 * config.ffn_dim) * size
@@ -95,7 +96,18 @@ def memory_of(device: torch.device) -> Memory:
     return _memory_of_this_machine() if device.type == "cpu" else Memory(None, None)
 
 
-def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch.device) -> str | None:
+def peak_memory(device: torch.device) -> int:
+    """Return the largest number of bytes that this process has held so far: on a GPU in tensors, else in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    with suppress(ImportError):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return 0
+
+
+def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch.device, parts: int = 1) -> str | None:
     """Raise unless the parameters, gradients and optimizer states of a model fit into the memory of a device.
 
     Args:
@@ -103,6 +115,7 @@ def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch
         tokens: the tokens of one pass.
         bfloat16: whether the model runs under autocast to bfloat16.
         device: the device of the training.
+        parts: the number of devices over which the model is divided.
 
     Returns:
         a warning if the activations, which are only estimated, may not fit as well; else None.
@@ -110,19 +123,19 @@ def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch
     Raises:
         UserError: the memory does not suffice; the message says what is needed and what there is.
     """
-    need, available = needed(config, tokens, bfloat16), memory_of(device)
-    parts = (
+    need, available = needed(config, tokens, bfloat16, parts), memory_of(device)
+    text = (
         f"parameters {size_text(need.parameters)}, gradients {size_text(need.gradients)}, "
         f"optimizer {size_text(need.optimizer)}, activations about {size_text(need.activations)}"
     )
     if available.limit is not None and need.state > available.limit:
         raise UserError(
-            f"model: {_sizes(config)} does not fit on {device}: training needs {parts}, "
+            f"model: {_sizes(config)} does not fit on {device}: training needs {text}, "
             f"and there are {size_text(available.limit)}"
         )
     if available.free is not None and need.state + need.activations > available.free:
         return (
-            f"this may not fit on {device}, where {size_text(available.free)} are free: training needs {parts}; "
+            f"this may not fit on {device}, where {size_text(available.free)} are free: training needs {text}; "
             "a larger accumulate, a smaller batch_size or a shorter context needs less for activations"
         )
     return None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tfla._util.errors import UserError
 from tfla.train.config import Optim
+from tfla.train.ranks import ONE_PROCESS, Ranks
 
 
 def optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
@@ -24,7 +25,11 @@ def optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
 
 
 def clipped_gradients(
-    model: nn.Module, losses: Callable[[Tensor], Tensor], micro_batches: Sequence[Tensor], clip: float
+    model: nn.Module,
+    losses: Callable[[Tensor], Tensor],
+    micro_batches: Sequence[Tensor],
+    clip: float,
+    ranks: Ranks = ONE_PROCESS,
 ) -> tuple[float, float]:
     """Set the gradients of the parameters to those of a batch's mean loss, clipped to a norm of ``clip``.
 
@@ -32,10 +37,11 @@ def clipped_gradients(
         model: the model; its earlier gradients are discarded.
         losses: windows -> the loss of every token.
         micro_batches: the batch in parts of equal size, whose gradients are accumulated.
-        clip: the largest norm of all gradients together.
+        clip: the largest norm of all gradients together, over all processes.
+        ranks: the processes; each computes the losses of its own part of the batch.
 
     Returns:
-        the mean loss, and the norm before clipping.
+        the mean loss of this process, and the norm before clipping.
     """
     model.zero_grad()
     loss = 0.0
@@ -43,7 +49,7 @@ def clipped_gradients(
         mean = losses(windows).mean()
         (mean / len(micro_batches)).backward()
         loss += mean.item() / len(micro_batches)
-    return loss, torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
+    return loss, ranks.clip_gradients(model.parameters(), clip)
 
 
 class Schedule:

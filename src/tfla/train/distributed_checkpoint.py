@@ -1,0 +1,79 @@
+"""Checkpoints that the processes of a run write together, through torch.distributed.checkpoint.
+
+Every process writes its part of the parameters and of the optimizer's states. Any number of processes can read them.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+
+def start_saving(folder: Path, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> Future[Any]:
+    """Copy this process's part of a checkpoint into main memory, and start to write it to an empty folder.
+
+    Args:
+        folder: a folder that every process can write to.
+        model: the distributed model.
+        optimizer: its optimizer.
+        group: all processes, in a group that is used for nothing else, since a thread communicates through it.
+
+    Returns:
+        a future, which is done when the parts of all processes are written, or has the error of any of them.
+    """
+    writer = dcp.FileSystemWriter(folder, overwrite=True)
+    future = dcp.async_save(_state(model, optimizer), storage_writer=writer, process_group=group)
+    assert isinstance(future, Future)
+    return future
+
+
+def load(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Load a checkpoint that any number of processes have written, on any number of processes."""
+    state = _state(model, optimizer)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def distribute(
+    model: nn.Module, optimizer: Optimizer, weights: dict[str, Any], optimizer_state: dict[str, Any]
+) -> None:
+    """Load the whole weights and the state of the optimizer that one process has saved into a distributed model."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    by_index = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    by_name: dict[str, Any] = {
+        "state": {by_index[index]: values for index, values in optimizer_state["state"].items()},
+        "param_groups": [
+            group | {"params": [by_index[index] for index in group["params"]]}
+            for group in optimizer_state["param_groups"]
+        ],
+    }
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, optimizer, by_name, options=options)
+
+
+def cause(error: BaseException) -> BaseException:
+    """Return the error behind one of torch.distributed.checkpoint: that of the first process that has one."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return min(error.failures.items())[1][0]
+    return error
+
+
+def _state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return what a checkpoint holds: parameters and states of the optimizer by name, as DTensors or plain tensors."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
