@@ -54,7 +54,8 @@ def test_it_learns_and_records_everything(tiny):
     assert [r["step"] for r in evals] == [0, 30, 60]
     assert evals[-1]["bits_per_byte"] < 0.75 * evals[0]["bits_per_byte"]
     assert set(steps[0]) == {
-        "kind", "step", "loss", "lr", "grad_norm", "max_input_gate", "tokens_per_s", "elapsed"
+        "kind", "step", "loss", "lr", "grad_norm", "max_input_gate", "tokens_per_s", "tokens_per_s_per_process",
+        "peak_memory", "elapsed",
     }  # fmt: skip
     assert steps[0]["lr"] == pytest.approx(1.5e-3)
     assert -11 < steps[0]["max_input_gate"] < -8  # softcap(-10) = -8.7
