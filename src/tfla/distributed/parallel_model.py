@@ -8,11 +8,12 @@ everything between works on the heads of one process without communication. docs
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -99,7 +100,18 @@ def parallelize(
         for block in blocks:
             fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+        model.register_forward_hook(_reshard_without_backward)
     return model
+
+
+def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:
+    """Free gathered parameters after an evaluation, which no backward does.
+
+    While they are gathered, ``model.parameters()`` returns them, and ``model.zero_grad()`` would clear no gradient.
+    """
+    if not torch.is_grad_enabled():
+        for module in _modules(model, FSDPModule):  # type: ignore[type-var]
+            module.reshard()
 
 
 def mesh_sizes(mesh: object) -> dict[str, int]:

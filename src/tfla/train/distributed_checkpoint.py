@@ -9,17 +9,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 
@@ -49,21 +45,45 @@ def load(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def distribute(
-    model: nn.Module, optimizer: Optimizer, weights: dict[str, Any], optimizer_state: dict[str, Any]
+    model: nn.Module, optimizer: Optimizer, weights: dict[str, Tensor], optimizer_state: dict[str, Any]
 ) -> None:
     """Load the whole weights and the state of the optimizer that one process has saved into a distributed model."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    by_index = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-    by_name: dict[str, Any] = {
-        "state": {by_index[index]: values for index, values in optimizer_state["state"].items()},
-        "param_groups": [
-            group | {"params": [by_index[index] for index in group["params"]]}
-            for group in optimizer_state["param_groups"]
-        ],
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        raise ValueError(f"its weights are those of another model: {', '.join(sorted(own.keys() ^ weights.keys()))}")
+    with torch.no_grad():
+        for name, weight in weights.items():
+            own[name].copy_(_like(own[name], weight))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {
+        index: {name: _like(parameters[index], value) for name, value in values.items()}
+        for index, values in optimizer_state["state"].items()
     }
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, weights, options=options)
-    set_optimizer_state_dict(model, optimizer, by_name, options=options)
+    optimizer.load_state_dict({**optimizer_state, "state": state})
+
+
+def _like(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Return this process's part of a tensor with the shape of a parameter; the tensor itself, if it has another shape.
+
+    FSDP2 divides the part that tensor parallelism leaves, so that dimensions of the mesh are taken from the last one.
+    """
+    if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
+        return whole
+    coordinate = parameter.device_mesh.get_coordinate()
+    assert coordinate is not None
+    local = whole
+    for at, size, placement in reversed(
+        list(zip(coordinate, parameter.device_mesh.shape, parameter.placements, strict=True))
+    ):
+        if not placement.is_replicate():
+            dim = placement.dim  # type: ignore[attr-defined]
+            width = -(-local.shape[dim] // size)
+            start = min(at * width, local.shape[dim])
+            local = local.narrow(dim, start, min(width, local.shape[dim] - start))
+    found = torch.zeros_like(parameter.detach())
+    assert isinstance(found, DTensor)
+    found.to_local().copy_(local)
+    return found
 
 
 def cause(error: BaseException) -> BaseException:

@@ -22,8 +22,8 @@ class Metrics:
     """A writer that appends to ``metrics.jsonl`` in the folder of a run.
 
     Records have ``kind`` "train" (one per step, with step, loss in nats per token, lr, grad_norm before clipping,
-    max_input_gate, tokens_per_s of all processes, tokens_per_s_per_process, peak_memory in bytes of the process that has
-    held most, elapsed in s) or "eval" (step, loss, perplexity, bits_per_byte, tokens, bytes).
+    max_input_gate, tokens_per_s of all processes, tokens_per_s_per_process, peak_memory in bytes of the process that
+    has held most, elapsed in s) or "eval" (step, loss, perplexity, bits_per_byte, tokens, bytes).
 
     Args:
         directory: the folder of the run.

@@ -1,0 +1,223 @@
+"""Training on several processes: the same curve in every layout, and runs that continue in any other one."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from tfla._util.errors import UserError
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.checkpoint import latest_checkpoint
+from tfla.train.config import Data, GenerateConfig, Model, Optim, Parallel, TrainConfig
+from tfla.train.logging import read_metrics
+from tfla.train.loop import _check_layout, train
+from tfla.train.ranks import Ranks
+from tfla.train.sample import sample
+
+WORDS = ["state", "gate", "chunk", "tile", "query", "key", "value", "forget", "input", "norm", "scale", "head", "loss"]
+PROCESSES = 4
+FSDP, HSDP, TP = Parallel(), Parallel(dp_replicate=2), Parallel(tp=2)
+
+
+class Job(NamedTuple):
+    """A run on four processes."""
+
+    config: TrainConfig
+    copy: tuple[Path, int] | None = None
+    """A run that it continues, and the step from which it does."""
+    full_disk: bool = False
+    """Whether the files of process 2 cannot grow after the first checkpoint."""
+
+
+def make_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
+    fields: dict[str, Any] = {
+        "run": folder / name,
+        "data": Data(paths=(folder / "texts",), heldout=0.2),
+        "model": Model(d_model=32, num_blocks=2, num_heads=2),
+        "optim": Optim(warmup_steps=2, cooldown_steps=2),
+        "steps": 6,
+        "batch_size": 8,
+        "context": 24,
+        "eval_every": 3,
+        "eval_windows": 7,  # no multiple of the processes
+        "checkpoint_every": 2,
+        "keep_last": 3,
+        "tensorboard": False,
+        "device": "cpu",
+    }
+    return TrainConfig(**fields | changes)
+
+
+def copy_run(source: Path, target: Path, step: int) -> None:
+    """Copy a run as it was after a step."""
+    shutil.copytree(source, target)
+    for path in (target / "checkpoints").iterdir():
+        if int(path.name[-8:]) > step:
+            shutil.rmtree(path)
+
+
+def _run_jobs(rank: int, jobs: list[Job], ports: list[int], folder: Path) -> None:
+    """Train all jobs as one of four processes; the error of the last job is written to a file."""
+    torch.set_num_threads(1)
+    for number, (job, port) in enumerate(zip(jobs, ports, strict=True)):
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }  # fmt: skip
+        if rank == 0 and job.copy is not None:
+            copy_run(job.copy[0], job.config.run, job.copy[1])
+        if rank == 2 and job.full_disk:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))
+        if number < len(jobs) - 1:
+            train(job.config)
+            continue
+        with pytest.raises(UserError) as raised:
+            train(job.config)
+        (folder / f"error-{rank}").write_text(str(raised.value))
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("localhost", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the run of one process, "one", and with those of four processes."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "texts").mkdir()
+    draw = random.Random(0)
+    for number in range(30):
+        text = " ".join(draw.choice(WORDS) for _ in range(40))
+        (folder / "texts" / f"{number:02d}.txt").write_text(text + "\n")
+    one = make_config(folder, "one", threads=1)
+    train(one)
+    fsdp = make_config(folder, "fsdp", threads=1)
+    four = [
+        Job(fsdp),
+        Job(replace(fsdp, run=folder / "hsdp", parallel=HSDP, accumulate=2, activation_checkpointing=True)),
+        Job(replace(fsdp, run=folder / "tp", parallel=TP)),
+        Job(replace(fsdp, run=folder / "fsdp-fsdp"), copy=(folder / "fsdp", 2)),
+        Job(replace(fsdp, run=folder / "fsdp-tp", parallel=TP), copy=(folder / "fsdp", 2)),
+        Job(replace(fsdp, run=folder / "tp-tp", parallel=TP), copy=(folder / "tp", 4)),
+        Job(replace(fsdp, run=folder / "one-tp", parallel=TP), copy=(folder / "one", 2)),
+        Job(replace(fsdp, run=folder / "full-disk"), copy=(folder / "fsdp", 2), full_disk=True),
+    ]
+    mp.spawn(_run_jobs, (four, free_ports(len(four)), folder), nprocs=PROCESSES)
+    return folder
+
+
+def curve(run: Path) -> dict[tuple[str, int], list[float]]:
+    """Return what a run has measured, by kind and step."""
+    return {
+        (r["kind"], r["step"]): [
+            r[name] for name in ("loss", "grad_norm", "max_input_gate", "bits_per_byte") if name in r
+        ]
+        for r in read_metrics(run)
+    }
+
+
+def weights(run: Path, step: int = 6) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint."""
+    return LanguageModel.from_pretrained(run / "checkpoints" / f"step-{step:08d}").state_dict()
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", "fsdp-fsdp", "fsdp-tp", "tp-tp", "one-tp"])
+def test_every_layout_has_the_curve_of_one_process(runs: Path, name: str) -> None:
+    expected, found = curve(runs / "one"), curve(runs / name)
+    assert list(found) == list(expected)
+    assert len(found) == 6 + 3
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=1e-4), key
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp"])
+def test_a_run_continues_bit_for_bit_in_the_same_layout(runs: Path, name: str) -> None:
+    assert curve(runs / f"{name}-{name}") == curve(runs / name)
+    again, whole = weights(runs / f"{name}-{name}"), weights(runs / name)
+    assert all(torch.equal(again[key], whole[key]) for key in whole)
+    assert len(whole) > 20
+
+
+def test_one_process_continues_a_run_of_four(runs: Path) -> None:
+    copy_run(runs / "tp", runs / "tp-one", 2)
+    train(make_config(runs, "tp-one", threads=1))
+    for key, values in curve(runs / "one").items():
+        assert curve(runs / "tp-one")[key] == pytest.approx(values, rel=1e-4), key
+    assert (runs / "tp-one" / "checkpoints" / "step-00000006" / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_of_four_processes_is_read_on_one_device(runs: Path, tmp_path: Path) -> None:
+    checkpoint = latest_checkpoint(runs / "tp" / "checkpoints")
+    assert checkpoint is not None
+    assert sorted(path.suffix for path in checkpoint.glob("__*")) == [".distcp"] * PROCESSES
+    model = LanguageModel.from_pretrained(checkpoint)
+    model.save_pretrained(tmp_path)
+    same = LanguageModel.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(x, same[name]) for name, x in model.state_dict().items())
+    single = weights(runs / "one")
+    assert {name: tuple(x.shape) for name, x in same.items()} == {name: tuple(x.shape) for name, x in single.items()}
+    options = GenerateConfig(runs / "tp", tokenizer="bytes", prompt="state", seed=0, max_new_tokens=5)
+    assert list(sample(options)) == list(sample(replace(options, checkpoint=tmp_path)))
+    tuned = make_config(runs, "tuned", steps=1, init_from=runs / "tp", model=Model(), optim=Optim(lr=1e-9))
+    assert train(tuned).step == 1
+    assert curve(runs / "tuned")["eval", 0] == pytest.approx(curve(runs / "tp")["eval", 6], rel=1e-5)
+
+
+def test_a_full_disk_of_one_process_ends_all_of_them(runs: Path) -> None:
+    messages = [(runs / f"error-{rank}").read_text() for rank in range(PROCESSES)]
+    target = runs / "full-disk" / "checkpoints"
+    assert all("the checkpoint cannot be written: File too large" in message for message in messages), messages
+    assert all(f"the last good checkpoint is {target / 'step-00000002'}" in message for message in messages)
+    assert [path.name for path in target.glob("step-*")] == ["step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "processes", "message"),
+    [
+        (
+            Parallel(dp_shard=4),
+            1,
+            "parallel: got dp_shard 4, expected that many processes: torchrun --nproc-per-node 4",
+        ),
+        (Parallel(dp_shard=4, cp=2), 4, "parallel: got dp_shard 4 x cp 2, expected a product of 4, the number of proc"),
+        (Parallel(tp=3), 4, "parallel: got tp 3, expected a divisor of 4, the number of processes"),
+        (Parallel(cp=0), 4, "parallel.cp: got 0, expected at least 1"),
+        (Parallel(dp_shard=-1), 4, "parallel.dp_shard: got -1, expected at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(parallel: Parallel, processes: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parallel.sizes(processes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "message"),
+    [
+        ({"dp_shard": 4}, {"batch_size": 6}, "batch_size: got 6 with accumulate 1, expected a multiple of 4"),
+        ({"dp_replicate": 2, "dp_shard": 2}, {"accumulate": 4}, "batch_size: got 8 with accumulate 4, expected a mul"),
+        ({"cp": 4}, {"context": 26}, "context: got 26, expected a multiple of parallel.cp, 4"),
+        ({"tp": 4}, {}, "parallel: mesh: got tp of size 4, expected a divisor of the 2 heads"),
+    ],
+)
+def test_runs_that_cannot_be_divided_are_named(
+    tmp_path: Path, sizes: dict[str, int], changes: dict[str, Any], message: str
+) -> None:
+    model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257)
+    with pytest.raises(UserError, match=message):
+        _check_layout(make_config(tmp_path, "run", **changes), model, Ranks(size=4, sizes=sizes))
