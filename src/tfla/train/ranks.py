@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 import threading
 import time
@@ -199,7 +200,9 @@ def join_ranks(parallel: Parallel, device: torch.device) -> Iterator[Ranks]:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    store = next(iter(dist.rendezvous("env://")))[0]
+    shared = next(iter(dist.rendezvous("env://")))[0]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun may keep the store when it restarts
+    store = dist.PrefixStore(f"tfla{attempt}", shared)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("groups", store), rank=rank, world_size=size,
@@ -214,15 +217,33 @@ def join_ranks(parallel: Parallel, device: torch.device) -> Iterator[Ranks]:
     ranks = Ranks(
         rank, size, sizes, dict(zip(dimensions, coordinate, strict=True)), mesh, device, dist.PrefixStore("run", store)
     )
-    watch = _Watch(ranks, store.clone())
+    watch = _Watch(ranks, dist.PrefixStore(f"tfla{attempt}", shared.clone()))
     watch.start()
-    try:
-        yield ranks
-        dist.barrier()
-    except BaseException as error:
-        _end(ranks, error)
+    with _exit_when_terminated():
+        try:
+            yield ranks
+            dist.barrier()
+        except BaseException as error:
+            _end(ranks, error)
     watch.stop()
     dist.destroy_process_group()
+
+
+@contextmanager
+def _exit_when_terminated() -> Iterator[None]:
+    """Raise SystemExit at SIGTERM: torchrun sends it when another process has failed, which this one then reports."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _end(ranks: Ranks, error: BaseException) -> NoReturn:
@@ -230,7 +251,9 @@ def _end(ranks: Ranks, error: BaseException) -> NoReturn:
 
     The process group is left as it is, since destroying it may wait for processes that are gone.
     """
-    message = type(error).__name__ if isinstance(error, KeyboardInterrupt) else one_line(error)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun kills the process after 30 s at the latest
+    message = one_line(error) if isinstance(error, Exception) else type(error).__name__
     if _may_be_of_others(error):
         with suppress(RuntimeError):
             ranks.raise_failure(2 * BEAT_SECONDS)
@@ -245,9 +268,9 @@ def _end(ranks: Ranks, error: BaseException) -> NoReturn:
 
 
 def _may_be_of_others(error: BaseException | None) -> bool:
-    """Return whether an error, or one that has caused it, may be of a collective whose other end has failed."""
+    """Return whether an error, or one that has caused it, may come from the failure of another process."""
     while error is not None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError | SystemExit):  # a collective has failed, or torchrun ends all processes
             return True
         error = error.__cause__
     return False

@@ -1,0 +1,85 @@
+"""``torchrun -m tfla train``: a killed process ends the others soon, and the same command continues the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tfla.train.logging import read_metrics
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+SIZES = [
+    "--data.heldout", "0.2", "--model.d-model", "32", "--model.num-blocks", "1", "--model.num-heads", "2",
+    "--optim.warmup-steps", "2", "--optim.cooldown-steps", "2", "--steps", "60", "--batch-size", "4", "--context", "24",
+    "--eval-every", "20", "--checkpoint-every", "5", "--no-tensorboard", "--device", "cpu", "--threads", "1",
+]  # fmt: skip
+
+
+def start(folder: Path, name: str, *options: str) -> subprocess.Popen[str]:
+    """Start a run of two processes."""
+    command = [*TORCHRUN, *options, "-m", "--", "tfla", "train", "--run", str(folder / name)]
+    return subprocess.Popen(
+        [*command, "--data.paths", str(folder / "texts"), *SIZES],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    """Wait until a run has recorded a step."""
+    while not any(r["kind"] == "train" and r["step"] >= step for r in read_metrics(run)):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+
+
+def kill_rank(process: subprocess.Popen[str], rank: int) -> None:
+    """Kill one of the processes that torchrun has started."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for child in children:
+        if f"\0RANK={rank}\0" in Path(f"/proc/{child}/environ").read_text():
+            os.kill(int(child), signal.SIGKILL)
+            return
+    pytest.fail(f"no process with rank {rank} among {children}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
+def test_a_killed_process_ends_the_run_and_the_same_command_continues_it(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(30):
+        (tmp_path / "texts" / f"{number:02d}.txt").write_text(f"gate state tile {number} head norm " * 8)
+    whole = start(tmp_path, "whole")
+    output = whole.communicate(timeout=300)[0]
+    assert whole.returncode == 0, output
+    assert output.count("60/60") == 1  # one progress bar
+
+    # Without restarts: process 0 says within a minute that process 1 is gone.
+    run = tmp_path / "killed"
+    killed = start(tmp_path, "killed")
+    wait_for_step(killed, run, 12)
+    kill_rank(killed, 1)
+    began = time.monotonic()
+    output = killed.communicate(timeout=60)[0]
+    assert time.monotonic() - began < 60
+    assert killed.returncode != 0
+    assert "tfla: error: process 0 stops, because process 1 has failed: it has died" in output, output
+    assert json.loads((run / "checkpoints" / "step-00000010" / "manifest.json").read_text())["step"] == 10
+
+    # The same command continues; when process 0 is killed too, torchrun's own restart does.
+    again = start(tmp_path, "killed", "--max-restarts", "1")
+    wait_for_step(again, run, 32)
+    kill_rank(again, 0)
+    output = again.communicate(timeout=300)[0]
+    assert again.returncode == 0, output
+    assert output.count("continues after step") == 2, output
+    same = [
+        [(r["kind"], r["step"], r["loss"], r.get("grad_norm")) for r in read_metrics(tmp_path / name)]
+        for name in ("whole", "killed")
+    ]
+    assert same[0] == same[1]
+    assert len(same[0]) == 60 + 4
