@@ -37,7 +37,7 @@ FAILED, BEAT, SAID = "failed", "beat", "said"
 
 @dataclass
 class Ranks:
-    """The processes of a run; without torchrun there is one, and its methods communicate with nobody.
+    """The processes of a run; without torchrun there is one, and its methods do not communicate.
 
     Attributes:
         rank: the number of this process, from 0.
@@ -59,7 +59,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this process writes the files of the run and its messages."""
+        """True on the process that writes the files of the run and its messages."""
         return self.rank == 0
 
     @property
