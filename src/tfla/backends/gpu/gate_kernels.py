@@ -197,8 +197,8 @@ def _load_log_gate(
 
 
 @triton.jit
-def summaries_of(gates, H, tiles, L: tl.constexpr):
-    """Return the address of the chunk summaries, (H, chunks, 2) float64, which lie after the gate vectors."""
+def aggregates_of(gates, H, tiles, L: tl.constexpr):
+    """Return the address of the chunk aggregates, (H, chunks, 2) float64, which lie after the gate vectors."""
     return (gates + H.to(tl.int64) * tiles * (VECTORS * L)).to(tl.pointer_type(tl.float64))
 
 
@@ -212,14 +212,15 @@ def _heads(H, HEADS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
-def chunk_summary(
+def chunk_aggregates(
     i_gate, f_gate, cu, out, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, slots,
     CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, IS_VARLEN: tl.constexpr, INPUT_GATE: tl.constexpr,
     SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
-    """Store the summary of each chunk: the sum of log_f, and the max state after it from one of minus infinity before.
+    """Store the aggregate of each chunk, from which later chunks compute the max state before them.
 
-    The grid is (chunks, H / HEADS). The summaries are stored after the gate vectors `out`, see `summaries_of`.
+    It is the sum of log_f, and the max state after the chunk if that before it is minus infinity. The aggregates are
+    stored after the gate vectors `out`, see `aggregates_of`. The grid is (chunks, H / HEADS).
     """
     slot = tl.program_id(0)
     heads = _heads(H, HEADS)
@@ -233,18 +234,18 @@ def chunk_summary(
     if INPUT_GATE:
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, 0.0, IS_VARLEN, SIGMOID_I)
     top = tl.where(inside, (i - running_sum(f)).to(tl.float32), float("-inf"))
-    at = summaries_of(out, H, tiles, L) + (heads * slots + slot).to(tl.int64) * 2
+    at = aggregates_of(out, H, tiles, L) + (heads * slots + slot).to(tl.int64) * 2
     tl.store(at, total)
     tl.store(at + 1, total + tl.max(tl.max(top, 2), 1))
 
 
 @triton.jit
-def _max_before(summary, m, h, slot0, slot, slots, BLOCK: tl.constexpr):
-    """Return the max state before chunk `slot`, (HEADS, 1), from m before chunk `slot0` and the summaries between."""
+def _max_before(aggregates, m, h, slot0, slot, slots, BLOCK: tl.constexpr):
+    """Return the max state before chunk `slot`, (HEADS, 1), from m before chunk `slot0` and the aggregates between."""
     for c in range(slot0, slot, BLOCK):
         at = c + step_indices(BLOCK)
         inside = at < slot
-        at = summary + (h * slots + at).to(tl.int64) * 2
+        at = aggregates + (h * slots + at).to(tl.int64) * 2
         total = tl.load(at, mask=inside, other=0.0)
         top = tl.load(at + 1, mask=inside, other=float("-inf"))
         total_all = total_sum(total)[:, None]
@@ -271,7 +272,7 @@ def chunk_gates(
         m0: the max states before the sequences, (sequences, H) float32; read with USE_INITIAL_STATE.
         cu: the offsets of packed sequences, (sequences + 1).
         d: the denominators d of the forward before the lower bound, (B, T, H); read with FOLD_DENOMINATOR.
-        out: the gate vectors, (H, tiles, VECTORS, L) float32, and after them the chunk summaries.
+        out: the gate vectors, (H, tiles, VECTORS, L) float32, and after them the chunk aggregates.
         m_final: the max states after the sequences, (sequences, H); written with STORE_FINAL_STATE.
         TOTAL_ONLY: whether INTER and UPDATE are left out and TOTAL is stored in place of DECAY. The Hopper kernels
             compute all three from ROW, COLUMN and TOTAL.
@@ -300,7 +301,7 @@ def chunk_gates(
         m_start = tl.zeros([HEADS, 1], tl.float64)
         if USE_INITIAL_STATE:
             m_start = tl.load(m0 + s * H + heads).to(tl.float64)
-        m_start = _max_before(summaries_of(out, H, tiles, L), m_start, h, slot0, slot, slots, 128)
+        m_start = _max_before(aggregates_of(out, H, tiles, L), m_start, h, slot0, slot, slots, 128)
         # (1) Max state m_t = b_t + max(m_start, max over s <= t of i_s - b_s), with b the prefix sum of log_f. The scan
         # is in float32: the result does not depend on m, as long as every use of it has the same value.
         b = running_sum(f)
@@ -411,7 +412,7 @@ def launch(
         "CHUNK": CHUNK, "HEADS": heads, "L": ctx.L, "IS_VARLEN": ctx.packed, **ctx.gate_forms, "num_warps": WARPS
     }  # fmt: skip
     if spec.normalize and (ctx.packed or CHUNK < ctx.T):
-        ctx.launch(chunk_summary, grid,
+        ctx.launch(chunk_aggregates, grid,
             *ctx.gate_inputs, ctx.cu_seqlens, gates, x.sequences, ctx.T, ctx.tiles, ctx.H, *ctx.gate_strides, chunks,
             **shared,
         )  # fmt: skip

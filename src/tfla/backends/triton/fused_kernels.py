@@ -302,16 +302,16 @@ def o_dv_scan(
 
 
 @triton.jit
-def store_checkpoint(marks, at, S, rk, rv, DK: tl.constexpr, DV: tl.constexpr):
-    """Store the block S of a state, rows rk and columns rv, in the checkpoint at row `at` of marks, (rows, DV)."""
+def store_checkpoint(checkpoints, at, S, rk, rv, DK: tl.constexpr, DV: tl.constexpr):
+    """Store the block S of a state, rows rk and columns rv, in `checkpoints`, (rows, DV), from row `at`."""
     inside = (rk < DK)[:, None] & (rv < DV)[None, :]
-    tl.store(marks + (at + rk[:, None]) * DV + rv[None, :], S.to(marks.dtype.element_ty), mask=inside)
+    tl.store(checkpoints + (at + rk[:, None]) * DV + rv[None, :], S.to(checkpoints.dtype.element_ty), mask=inside)
 
 
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "length"])
 def dq_dk_scan(
-    X, Y, Z, W, Out, gates, cu, w_out, state_in, state_out, n_in, n_out, marks, n_marks,
+    X, Y, Z, W, Out, gates, cu, w_out, state_in, state_out, n_in, n_out, checkpoints, n_checkpoints,
     sequences, T, tiles_of_head, H, GROUP, length,
     xb, xt, xh, yb, yt, yh, zb, zt, zh, wb, wt, wh, ob, ot, oh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
@@ -333,8 +333,8 @@ def dq_dk_scan(
         w_out: the sums w . out over NP parts of the BK dims of each program, (dqk / BK, H, tiles, NP, L) float32.
         state_in, n_in: the states that scans start from, (segments, H, DK, DV) and (segments, H, DK).
         state_out, n_out: the states that scans end with, of the same shapes.
-        marks, n_marks: the checkpoints, (checkpoints, H, DK, DV) and (checkpoints, H, DK): the state before, or with
-            REVERSE its cotangent at, every CHECKPOINT_STEPS-th step of the segment but the first.
+        checkpoints, n_checkpoints: the state before, or with REVERSE its cotangent at, every CHECKPOINT_STEPS-th step
+            of the segment but the first, (checkpoints, H, DK, DV) and (checkpoints, H, DK).
         length: the number of steps of a segment.
         DELTA: whether the normalizer adds delta to P.
         WGMMA: see above.
@@ -353,7 +353,7 @@ def dq_dk_scan(
     o_at = tile_access(Out + b * ob + t_first * ot + hv * oh, steps, DK, ot, L, BK, TMA)
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
     w_out += ((part * H + hv) * tiles_of_head + tile0) * NP * L
-    mark0 = first // CHECKPOINT_STEPS - 1
+    checkpoint0 = first // CHECKPOINT_STEPS - 1
     state_row = tl.program_id(1).to(tl.int64)
     rk = col + tl.arange(0, BK)
     rv = tl.arange(0, BV)
@@ -418,7 +418,9 @@ def dq_dk_scan(
             n = tl.sum(N, 1)  # (BK)
             before = t + L if REVERSE else t
             if before % CHECKPOINT_STEPS == 0 and before > 0 and before < steps:
-                tl.store(n_marks + ((mark0 + before // CHECKPOINT_STEPS) * H + h) * DK + rk, n, mask=rk < DK)
+                tl.store(
+                    n_checkpoints + ((checkpoint0 + before // CHECKPOINT_STEPS) * H + h) * DK + rk, n, mask=rk < DK
+                )
             n = n[:, None]
             if REVERSE:
                 out += n
@@ -451,10 +453,10 @@ def dq_dk_scan(
                 S1 = wait_for_mma(S1)
         seen = t if REVERSE else t + L
         if seen % CHECKPOINT_STEPS == 0 and seen > 0 and seen < steps:
-            at = ((mark0 + seen // CHECKPOINT_STEPS) * H + h) * DK
-            store_checkpoint(marks, at, S0, rk, rv, DK, DV)
+            at = ((checkpoint0 + seen // CHECKPOINT_STEPS) * H + h) * DK
+            store_checkpoint(checkpoints, at, S0, rk, rv, DK, DV)
             if BLOCKS == 2:
-                store_checkpoint(marks, at, S1, rk, rv + BV, DK, DV)
+                store_checkpoint(checkpoints, at, S1, rk, rv + BV, DK, DV)
     if STORE_FINAL_STATE:
         tl.store(state_out + state_at, S0, mask=inside)
         if BLOCKS == 2:

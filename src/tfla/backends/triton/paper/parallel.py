@@ -81,7 +81,7 @@ def matmul(
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP_A", "GROUP_Y", "steps", "tiles_of_chunk"])
-def parallel(
+def chunk_outputs(
     A, B, Y, W, Out, gates, cu, states, n, d_out, w_out,
     sequences, T, tiles_of_head, H, GROUP_A, GROUP_Y, steps, tiles_of_chunk,
     ab, at, ah, bb, bt, bh, yb, yt, yh, wb, wt, wh, ob, ot, oh,
@@ -249,13 +249,13 @@ def _launch(
     ctx: LaunchContext, gates: Tensor, a: Tensor, b: Tensor, y: Tensor, w: Tensor | None, out: Tensor, sums: Tensor,
     reverse: bool, states: Pair, delta: bool, d: Tensor | None,
 ) -> None:  # fmt: skip
-    """Launch `parallel`, with w for dq or dk."""
+    """Launch `chunk_outputs`, with w for dq or dk."""
     sizes, contracted, width = block_sizes.choose(ctx.x, ctx.spec.chunk_size), a.shape[3], out.shape[3]
     BO, of_qk = sizes.output_block(width), w is not None
     blocks, tiles = ceil_div(width, BO), ceil_div(min(ctx.segment_steps, ctx.T), ctx.L)
     group_a, group_y = (1, ctx.group) if of_qk else (ctx.group, 1)  # heads that share a and b, and y and w
     w = y if w is None else w
-    ctx.launch(parallel, (blocks * tiles * ctx.segments * ctx.H,),
+    ctx.launch(chunk_outputs, (blocks * tiles * ctx.segments * ctx.H,),
         a, b, y, w, out, gates, ctx.cu_seqlens, *(gates if t is None else t for t in (*states, d)), sums,
         ctx.x.sequences, ctx.T, ctx.tiles, ctx.H, group_a, group_y, ctx.segment_steps, tiles, *time_strides(a),
         *time_strides(b), *time_strides(y), *time_strides(w), *time_strides(out),

@@ -20,7 +20,7 @@ from tfla.backends.triton.paper import block_sizes
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "steps"])
-def states(
+def chunk_states(
     X, Y, gates, cu, C_given, n_given, C_chunks, n_chunks, C_final, n_final,
     sequences, T, tiles_of_head, H, GROUP, steps, xb, xt, xh, yb, yt, yh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, REVERSE: tl.constexpr,
@@ -124,7 +124,7 @@ def launch(
     sizes = block_sizes.choose(ctx.x, ctx.spec.chunk_size)
     BK, BV = min(sizes.state_rows, block_sizes.padded(ctx.K)), min(sizes.state_columns, block_sizes.padded(ctx.V))
     blocks = ceil_div(ctx.K, BK) * ceil_div(ctx.V, BV)
-    ctx.launch(states, (blocks * ctx.x.sequences * ctx.H,),
+    ctx.launch(chunk_states, (blocks * ctx.x.sequences * ctx.H,),
         x, y, gates, ctx.cu_seqlens, *(gates if t is None else t for t in (*initial, C, n, *final)), ctx.x.sequences,
         ctx.T, ctx.tiles, ctx.H, ctx.group, ctx.segment_steps, *time_strides(x), *time_strides(y),
         DK=ctx.K, DV=ctx.V, BK=BK, BV=BV, L=ctx.L, REVERSE=reverse, NORMALIZE=normalize, DELTA=delta,
