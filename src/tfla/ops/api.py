@@ -145,7 +145,8 @@ def mlstm(
     check_input_gate(input_gate)
     request = Request(
         q, k, v, i, f, initial_state, cu_seqlens, input_gate, input_gate == "exp", return_state, check_scale(scale),
-        backend, chunk_size, kernel, normalizer_grad, store_dtype,
+        backend, chunk_size=chunk_size, kernel=kernel,
+        normalizer_grad=normalizer_grad, store_dtype=store_dtype,
     )  # fmt: skip
     if context_parallel is not None or type(q) not in PLAIN:
         return _attend_on_processes(request, context_parallel)
@@ -206,7 +207,7 @@ def linear_attention(
         )  # fmt: skip
     request = Request(
         q, k, v, log_i, log_f, initial_state, cu_seqlens, "log", normalize, return_state, check_scale(scale), backend,
-        chunk_size, kernel, normalizer_grad, store_dtype,
+        chunk_size=chunk_size, kernel=kernel, normalizer_grad=normalizer_grad, store_dtype=store_dtype,
     )  # fmt: skip
     if context_parallel is not None or type(q) not in PLAIN:
         return _attend_on_processes(request, context_parallel)

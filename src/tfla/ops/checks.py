@@ -88,8 +88,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], time
             raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
 
 
-def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: bool, name: str) -> None:
-    """Check type, shapes, dtypes and devices of a state for the given number of sequences."""
+def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: bool, name: str) -> State:
+    """Check type, shapes, dtypes and devices of a state for the given number of sequences, and return it."""
     if not isinstance(state, State):
         raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.State")
     heads, dqk, dhv = v.shape[-2], q.shape[-1], v.shape[-1]
@@ -104,6 +104,7 @@ def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: 
         check_shape(f"{name}.{part}", x, shape)
         if x.device != q.device:
             raise ValueError(f"{name}.{part}: got device {x.device}, expected that of q, {q.device}")
+    return state
 
 
 def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:

@@ -12,9 +12,9 @@ from tfla.backends.delta import BetaActivation, DeltaSpec, DeltaStepInputs, Gate
 from tfla.backends.reference_delta import step
 from tfla.ops import checks, delta_checks
 from tfla.ops.autocast import autocast, without_autocast
+from tfla.ops.checked_lengths import checked_lengths
 from tfla.ops.delta_activations import activated
 from tfla.ops.state import State
-from tfla.ops.step_operators import checked_lengths
 from tfla.ops.transforms import needs_dispatcher
 
 

@@ -12,7 +12,7 @@ from tfla._util.caching import CallCache
 from tfla.backends import BACKENDS, Backend, Inputs, select
 from tfla.backends.base import Gates, Replay, Spec, static
 from tfla.ops import checks, tuned
-from tfla.ops.autocast import autocast, autocast_dtype
+from tfla.ops.autocast import autocast
 from tfla.ops.gates import clamp, log_gates
 from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher
@@ -38,15 +38,15 @@ class Request(NamedTuple):
     return_state: bool
     scale: float | None
     backend: str | None
-    # Whole sequences alone have these options,
+    # Decoding steps alone have these options,
+    time: bool = True  # whether tensors have a dimension of time
+    in_place: bool = False
+    eps: float = 0.0  # added to the stabilized denominator
+    # and whole sequences alone these.
     chunk_size: int | None = None
     kernel: str | None = None
     normalizer_grad: bool = True
     store_dtype: torch.dtype | None = None
-    # and decoding steps alone these.
-    time: bool = True  # whether tensors have a dimension of time
-    in_place: bool = False
-    eps: float = 0.0  # added to the stabilized denominator
 
 
 class Plan:
@@ -88,8 +88,14 @@ def call_signature(
     tensors = *given, *(state or (None, None, None)), lengths
     if needs_dispatcher(tensors) or given[0] is None or (lengths is not None and lengths.device.type == "cpu"):
         return None
-    low = autocast_dtype(given[0].device.type)
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    recorded = False
+    if torch.is_grad_enabled():
+        for t in tensors:  # a loop, since a generator takes twice the host time
+            if t is not None and t.requires_grad:
+                recorded = True
+                break
+    device = given[0].device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return low, recorded, options, static(*tensors)
 
 

@@ -1,10 +1,9 @@
 """The operators of decoding steps, registered with PyTorch.
 
-    tfla::steps             a few steps
-    tfla::steps_            the same; it overwrites the state C in place
-    tfla::checked_lengths   the check of the lengths of decoding steps inside a graph
+    tfla::steps    a few steps
+    tfla::steps_   the same; it overwrites the state C in place
 
-They have neither gradients nor rules for transforms.
+They have neither gradients nor rules for transforms; :mod:`.step_reference` has both.
 """
 
 from __future__ import annotations
@@ -15,11 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla.backends import BACKENDS, StepInputs
+from tfla.backends import BACKENDS, Backend, StepInputs
 from tfla.backends.base import StepSpec
 from tfla.ops import flops
 from tfla.ops.checks import check_values_of_lengths
+from tfla.ops.dispatch import Request
 from tfla.ops.schema import Schema
+from tfla.ops.state import State
+from tfla.ops.step_dispatch import StepPlan, step_inputs
+from tfla.ops.step_reference import compute_steps
 
 SCHEMA = Schema(StepInputs, StepSpec, backend_before="final_state", results=4)
 SCHEMA_IN_PLACE = Schema(
@@ -27,13 +30,41 @@ SCHEMA_IN_PLACE = Schema(
 )
 torch.library.define("tfla::steps", SCHEMA.text)
 torch.library.define("tfla::steps_", SCHEMA_IN_PLACE.text)
-torch.library.define(
-    "tfla::checked_lengths", "(Tensor lengths, SymInt T) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
 steps, steps_ = torch.ops.tfla.steps.default, torch.ops.tfla.steps_.default
-checked_lengths = torch.ops.tfla.checked_lengths.default
 flops.add(torch.ops.tfla.steps, SCHEMA, flops.steps_flops)
 flops.add(torch.ops.tfla.steps_, SCHEMA_IN_PLACE, flops.steps_flops)
+
+
+def run(request: Request, plan: StepPlan) -> tuple[Tensor, State]:
+    """Run the steps as planned.
+
+    Returns:
+        h, with a dimension of time where the request has one, and the new state, of empty tensors without return_state.
+    """
+    state = request.state
+    assert state is not None
+    if plan.replay is not None:
+        h, C, n, m = plan.replay((*request[:5], *state, request.lengths, state.C if request.in_place else None))
+    elif plan.backend is None:
+        h, (C, n, m) = compute_steps(step_inputs(request), plan.spec)  # type: ignore[assignment]
+        C = state.C.copy_(C) if request.in_place else C
+    else:
+        h, C, n, m = _run_backend(request, plan, plan.backend)
+    return h if request.time else h.squeeze(1), State(C, n, m) if request.normalize else State(C)
+
+
+def _run_backend(request: Request, plan: StepPlan, backend: Backend) -> Sequence[Tensor]:
+    """Call the registered operator, and keep its recorded launches where that was planned."""
+    x = step_inputs(request)
+    into = x.C if request.in_place else None
+    if into is not None:
+        h, n, m = steps_(*SCHEMA_IN_PLACE.pack(x, (), backend.name, plan.spec))
+        found = h, into, n, m
+    else:
+        found = steps(*SCHEMA.pack(x, (), backend.name, plan.spec))
+    if plan.record:
+        plan.record, plan.replay = False, backend.steps_replay(x, plan.spec, found[1] if request.in_place else None)
+    return found
 
 
 def _run(schema: Schema[StepInputs, StepSpec], args: Sequence[Any], in_place: bool) -> tuple[Tensor, ...]:
@@ -77,22 +108,3 @@ def _shapes(x: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
     n = x.q.new_empty(0) if x.n is None else x.q.new_empty(x.n.shape, dtype=x.kept_dtype(x.n))
     m = x.q.new_empty(0) if x.m is None else x.q.new_empty(x.m.shape, dtype=x.acc_dtype)
     return x.v.new_empty(x.v.shape), n, m
-
-
-@torch.library.impl("tfla::checked_lengths", "default")
-@torch._disable_dynamo
-def _(lengths: Tensor, T: int) -> Tensor:
-    """Check the values of lengths and return a copy: a traced call puts this check into its graph."""
-    check_values_of_lengths(lengths, T)
-    return lengths.clone()
-
-
-@torch.library.register_fake("tfla::checked_lengths")
-def _(lengths: Tensor, T: int) -> Tensor:
-    return torch.empty_like(lengths)
-
-
-@torch.library.register_vmap("tfla::checked_lengths")
-@torch._disable_dynamo
-def _(info: Any, in_dims: Sequence[int | None], lengths: Tensor, T: int) -> tuple[Tensor, int | None]:
-    return checked_lengths(lengths, T), in_dims[0]
