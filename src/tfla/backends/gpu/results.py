@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from tfla.backends.base import Grads, Outputs, stored_dtype
 from tfla.backends.gpu.context import LaunchContext, Pair
 
-NO_STATE: Pair = (None, None)
+NO_STATE: Pair = (None, None)  # scans start from zeros, or do not store their final states
 
 
 def dense(ctx: LaunchContext, x: Tensor | None) -> Tensor | None:
@@ -103,7 +103,15 @@ def forward_results(
         chunk_n = ctx.placeholder(0, ctx.H, x.q.shape[3]) if ctx.spec.normalize else None
     C, n = unpad_state(ctx, C, n)
     none = ctx.placeholder(0)
-    return Outputs(h, *(none if t is None else t for t in (C, n, m, d, chunk_C, chunk_n)))
+    return Outputs(
+        h=h,
+        C=none if C is None else C,
+        n=none if n is None else n,
+        m=none if m is None else m,
+        d=none if d is None else d,
+        chunk_C=none if chunk_C is None else chunk_C,
+        chunk_n=none if chunk_n is None else chunk_n,
+    )
 
 
 def stored_starts(ctx: LaunchContext, out: Outputs) -> Pair | None:
@@ -155,5 +163,12 @@ def backward_results(ctx: LaunchContext, dq: Tensor, dk: Tensor, grads: Gradient
     """Return the results of a backward; dq and dk, (B, T, Hq, dqk), are the sums of partial gradients."""
     dC0, dn0 = unpad_state(ctx, grads.dC0, grads.dn0)
     none = ctx.placeholder(0)
-    others = (none if t is None else t for t in (grads.di, grads.df, dC0, dn0))
-    return Grads(dq, dk, grads.dv, *others)
+    return Grads(
+        q=dq,
+        k=dk,
+        v=grads.dv,
+        log_i=none if grads.di is None else grads.di,
+        log_f=grads.df,
+        C=none if dC0 is None else dC0,
+        n=none if dn0 is None else dn0,
+    )

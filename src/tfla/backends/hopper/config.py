@@ -50,7 +50,7 @@ def best_chunk_size(x: Inputs) -> int:
 def checkpoint_steps(x: Inputs) -> int:
     """Return the number of steps between checkpoints."""
     K, V = padded_dims_of(x)
-    return checkpoint_interval(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), K * V)
+    return checkpoint_interval(int(x.q.shape[3]), int(x.v.shape[3]), x.q.element_size(), kept=K * V)
 
 
 def details(x: Inputs, chunk_size: int) -> dict[str, object]:
