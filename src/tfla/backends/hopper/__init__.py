@@ -15,7 +15,7 @@ from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant
 from tfla.backends.triton import BACKEND as TRITON
 
 if TYPE_CHECKING:
-    from tfla.backends.gpu.context import KernelFamily
+    from tfla.backends.gpu.family import KernelFamily
 
 DTYPES = (torch.bfloat16, torch.float16)
 DIMS = (128, 256, 512, 1024)

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tfla.backends.base import Grads, Outputs
 from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, sequences, state_passing
-from tfla.backends.gpu.context import KernelFamily, LaunchContext, Pair
+from tfla.backends.gpu.context import LaunchContext, Pair
+from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.hopper import config, dk_dv, dq_dk_launch, gate_warp, o_dv, scheduler, segment_states
 from tfla.backends.hopper.gate_warp import GateVectors
 from tfla.backends.hopper.host import STATE_ROWS, num_partials

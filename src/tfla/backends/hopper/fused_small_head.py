@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tfla.backends.base import Grads, Outputs
 from tfla.backends.gpu import gate_gradients, reductions, results, sequences, state_passing
-from tfla.backends.gpu.context import KernelFamily, LaunchContext, Pair
+from tfla.backends.gpu.context import LaunchContext, Pair
+from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.hopper import config, gate_warp, scheduler, small_head_launch
 from tfla.backends.hopper.gate_warp import GateVectors
 from tfla.backends.triton import fused_kernels

@@ -15,7 +15,7 @@ from torch import Tensor
 from tfla.backends.base import Backend, Grads, Inputs, Outputs, Replay, Spec, StepInputs, StepOutputs, StepSpec
 
 if TYPE_CHECKING:
-    from tfla.backends.gpu.context import KernelFamily
+    from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant
 
 LARGEST_DQK, LARGEST_DHV = 1024, 1024

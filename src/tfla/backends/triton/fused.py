@@ -14,7 +14,8 @@ from tfla.backends.base import Grads, Inputs, Outputs, Spec
 from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, segmentation, sequences, state_passing
 from tfla.backends.gpu.checkpoints import checkpoint_interval, checkpoint_shape
 from tfla.backends.gpu.config import ceil_div, kernel_config, products
-from tfla.backends.gpu.context import KernelFamily, LaunchContext, Pair, fused_context
+from tfla.backends.gpu.context import LaunchContext, Pair, fused_context
+from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.triton import fused_kernels
 

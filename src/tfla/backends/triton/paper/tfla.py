@@ -9,7 +9,8 @@ from torch import Tensor
 from tfla.backends.base import Grads, Inputs, Outputs, Spec
 from tfla.backends.gpu import gate_kernels, reductions, results, sequences
 from tfla.backends.gpu.config import kernel_config, products
-from tfla.backends.gpu.context import KernelFamily, LaunchContext, count_segments, new_context
+from tfla.backends.gpu.context import LaunchContext, count_segments, new_context
+from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.triton.paper import block_sizes, gate_gradients, parallel, recurrent
 

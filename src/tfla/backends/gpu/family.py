@@ -1,0 +1,58 @@
+"""A family of kernels: its launch code, which is run once for each call signature and replayed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import Grads, Inputs, Outputs, Replay, Spec, static
+from tfla.backends.gpu.context import LaunchContext
+from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class KernelFamily:
+    """The launch code of one family of kernels: straight lists of the launches of a forward and of a backward."""
+
+    name: str
+    # What a call depends on beside shapes, strides, dtypes and options.
+    signature: Callable[[Inputs, Spec], tuple[Hashable, ...]]
+    context: Callable[[LaunchRecorder, Inputs, Spec], LaunchContext]
+    forward: Callable[[LaunchContext], Outputs]
+    backward: Callable[[LaunchContext, Outputs, Tensor, Tensor | None, Tensor | None], Grads]
+
+    def _call_signature(self, direction: str, x: Inputs, spec: Spec, *more: Tensor | None) -> Hashable:
+        """Return all that the launches of a call depend on; `more` are further tensors that are given."""
+        return direction, self.name, spec, *self.signature(x, spec), static(*x, *more)
+
+    def run_forward(self, x: Inputs, spec: Spec) -> Outputs:
+        """Record or replay the launches of the forward."""
+
+        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Outputs:
+            return self.forward(self.context(recorder, Inputs(*given), spec))  # type: ignore[arg-type]
+
+        return Outputs(*record_or_replay(self._call_signature("forward", x, spec), x, first))
+
+    def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
+        """Return the recorded launches of an earlier `run_forward` with this signature, or None.
+
+        It is None for float32, since the precision of float32 products can change from call to call.
+        """
+        return None if x.q.dtype == torch.float32 else recorded_launches(self._call_signature("forward", x, spec))
+
+    def run_backward(
+        self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec
+    ) -> Grads:
+        """Record or replay the launches of the backward."""
+
+        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Grads:
+            ctx = self.context(recorder, Inputs(*given[:9]), spec)  # type: ignore[arg-type]
+            cotangents, (h, d, chunk_C, chunk_n) = given[9:12], given[12:]
+            saved = out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n)  # type: ignore[arg-type]
+            return self.backward(ctx, saved, *cotangents)  # type: ignore[arg-type]
+
+        given = *x, dh, dC, dn, out.h, out.d, out.chunk_C, out.chunk_n
+        return Grads(*record_or_replay(self._call_signature("backward", x, spec, *given[9:]), given, first))
