@@ -97,6 +97,29 @@ def _run(return_state: bool, spec: Spec, x: Inputs) -> Array | tuple[Array, Stat
     return h, State(C, n, jax.lax.stop_gradient(m)) if spec.normalize else State(C)
 
 
+def compute_with_offset(
+    q: Array, k: Array, v: Array, log_i: Array, log_f: Array, normalize: bool, state: State | None,
+    offset: Array | None, normalizer_grad: bool,
+) -> tuple[Array, State]:  # fmt: skip
+    """Compute linear attention with a number added to its denominator, for interfaces of other libraries.
+
+    Args:
+        q, k, v, log_i, log_f, normalize, normalizer_grad: as in :func:`linear_attention`.
+        state: the initial state, or None.
+        offset: (B, T, H), added to the stabilized denominator max(|d|, exp(-m)); it gets a gradient. None is 0.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype, and the state after the last step.
+    """
+    spec, x = prepare(
+        q, k, v, log_i, log_f, "log", normalize, state, True, None, None, None, None, None, normalizer_grad, None, None
+    )  # fmt: skip
+    found = _run(True, spec, x._replace(offset=None if offset is None else offset.astype(x.log_f.dtype)))
+    assert isinstance(found, tuple)
+    h, last = found
+    return h, last
+
+
 @overload
 def mlstm(
     q: Array, k: Array, v: Array, i: Array, f: Array, *, return_state: Literal[False] = False,

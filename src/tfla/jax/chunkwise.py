@@ -92,6 +92,8 @@ def _gates(spec: Spec, x: Inputs, grid: Grid, m: Array) -> TileGates:
     """Return the log-weights of all tiles, in chunks and with groups of heads, from the initial max states m."""
     log_i, log_f = grid.tiling.split(x.log_i, LOG_GATE_MIN), grid.tiling.split(x.log_f)
     gates = tile_gates(log_i, log_f, m, grid.tiling, spec.normalize)
+    if x.offset is not None:
+        gates = gates._replace(offset=grid.tiling.split(x.offset))
     return jax.tree.map(lambda t: grid.chunked(_heads(t, x.group)) if t.ndim == 4 else grid.chunked(t), gates)
 
 
@@ -324,13 +326,17 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
     if spec.axis is not None:  # the others' initial states are not read
         first = jax.lax.axis_index(spec.axis) == 0
         dC0, dn0 = jnp.where(first, dC0, 0), jnp.where(first, dn0, 0)
+    d_offset = None
+    if x.offset is not None:
+        D = jax.vmap(jax.vmap(lambda gates, d: weights(gates, False).denominator(d)))(kept.gates, kept.d)
+        d_offset = _join(grid, -(dh * h).sum(-1) / D, True)
     if spec.normalize:
         dm0 = (x.C * dC0).sum((-2, -1)) + (x.n * dn0).sum(-1)
     return (
         Inputs(
             _join(grid, g.q * spec.scale, False).astype(x.q.dtype), _join(grid, g.k, False).astype(x.k.dtype),
             _join(grid, g.v, True).astype(x.v.dtype), _join(grid, g.log_i, True), _join(grid, g.log_f, True),
-            dC0, dn0, dm0, None,
+            dC0, dn0, dm0, None, d_offset,
         ),
     )  # fmt: skip
 

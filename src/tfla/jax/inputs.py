@@ -25,6 +25,7 @@ class Inputs(NamedTuple):
     n: Array  # (N, H, dqk); (0,) without a normalizer
     m: Array  # (N, H); (0,) without a normalizer
     cu_seqlens: Array | None  # (N + 1,) int, of packed sequences; None: N = B, or the offsets are in Spec
+    offset: Array | None = None  # (B, T, H), added to the stabilized denominators max(|d|, exp(-m)); "chunkwise" only
 
     @property
     def group(self) -> int:

@@ -29,7 +29,7 @@ def bounded_denominator(d: Array, m: Array) -> Array:
 
 def step(
     q: Array, k: Array, v: Array, log_i: Array, log_f: Array, state: Triple, scale: float, normalize: bool,
-    normalizer_grad: bool = True, eps: float = 0.0,
+    normalizer_grad: bool = True, eps: float = 0.0, m_gradient: bool = False,
 ) -> tuple[Array, Triple]:  # fmt: skip
     """Compute one time step, (1)-(8), over any leading dimensions.
 
@@ -43,6 +43,7 @@ def step(
         normalize: whether there are n, m and the denominator.
         normalizer_grad: False: no gradient through the denominator.
         eps: is added to the stabilized denominator.
+        m_gradient: differentiate m too, which matters where it does not cancel: in a returned m and beside an eps.
 
     Returns:
         h (..., dhv), and the new state.
@@ -51,7 +52,8 @@ def step(
     if not normalize:  # (22)-(24)
         C = jnp.exp(log_f)[..., None, None] * C + jnp.exp(log_i)[..., None, None] * k[..., :, None] * v[..., None, :]
         return jnp.einsum("...kv,...k->...v", C, q) * scale, (C, n, m)
-    m_new = jax.lax.stop_gradient(jnp.maximum(log_f + m, log_i))  # (1)
+    m_new = jnp.maximum(log_f + m, log_i)  # (1)
+    m_new = m_new if m_gradient else jax.lax.stop_gradient(m_new)
     f = jnp.exp(log_f + (m - m_new))  # (6)
     i = jnp.exp(log_i - m_new)  # (7)
     C = f[..., None, None] * C + i[..., None, None] * k[..., :, None] * v[..., None, :]  # (2)

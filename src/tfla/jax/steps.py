@@ -26,6 +26,7 @@ class StepSpec(NamedTuple):
     gates: str  # what the gates are, as in tfla.jax.gates.log_gates
     normalize: bool
     eps: float  # added to the stabilized denominator
+    m_gradient: bool  # differentiate m too
 
 
 Given = tuple[Array, Array, Array, Array | None, Array]  # q, k, v and the gates, with a dim of time
@@ -59,7 +60,7 @@ def _compute(spec: StepSpec, given: Given, state: State, lengths: Array | None) 
     def one(memory: tuple[Triple, Triple], at: Any) -> tuple[tuple[Triple, Triple], Array]:
         (now, kept), (t, part) = memory, at
         q, k, v, log_i, log_f = part
-        h, now = step(q, k, v, log_i, log_f, now, spec.scale, spec.normalize, eps=spec.eps)
+        h, now = step(q, k, v, log_i, log_f, now, spec.scale, spec.normalize, eps=spec.eps, m_gradient=spec.m_gradient)
         if lengths is None:
             return (now, now), h
         taken = t < jnp.clip(lengths, 0, T)
@@ -77,12 +78,12 @@ def _compute(spec: StepSpec, given: Given, state: State, lengths: Array | None) 
 
     if state.n is None:
         return h, State(as_kept(C, state.C))
-    return h, State(as_kept(C, state.C), as_kept(n, state.n), jax.lax.stop_gradient(m))
+    return h, State(as_kept(C, state.C), as_kept(n, state.n), m if spec.m_gradient else jax.lax.stop_gradient(m))
 
 
 def _steps(
     given: Given, time: bool, state: State, lengths: Array | None, scale: float | None, gates: str, normalize: bool,
-    return_state: bool, in_place: bool, backend: str | None, eps: float = 0.0,
+    return_state: bool, in_place: bool, backend: str | None, eps: float = 0.0, m_gradient: bool = False,
 ) -> tuple[Array, State]:  # fmt: skip
     """Check a call and compute it.
 
@@ -93,6 +94,7 @@ def _steps(
         gates: what the gates are, as in :func:`tfla.jax.gates.log_gates`.
         normalize: whether the state has n and m.
         eps: is added to the stabilized denominator.
+        m_gradient: differentiate m too.
     """
     scale = checks.check_scale(scale)
     check_flags(normalize=normalize, return_state=return_state, in_place=in_place)
@@ -107,7 +109,7 @@ def _steps(
     if time:
         checks.check_few_steps(v, return_state, lengths)
     checks.check_lengths(lengths, v)
-    spec = StepSpec(q.shape[-1] ** -0.5 if scale is None else scale, gates, bool(normalize), eps)
+    spec = StepSpec(q.shape[-1] ** -0.5 if scale is None else scale, gates, bool(normalize), eps, m_gradient)
     arrays = (None if x is None else jnp.asarray(x) for x in given)
     if not time:
         arrays = (None if x is None else x[:, None] for x in arrays)
@@ -160,8 +162,11 @@ def mlstm_step(
 
 
 def step_with_offset(q: Array, k: Array, v: Array, i: Array, f: Array, state: State, eps: float) -> tuple[Array, State]:
-    """Compute :func:`mlstm_step` with an exponential gate and the denominator max(abs(scale n^T q), exp(-m)) + eps."""
-    return _steps((q, k, v, i, f), False, state, None, None, "exp", True, True, False, None, eps)
+    """Compute :func:`mlstm_step` with an exponential gate and the denominator max(abs(scale n^T q), exp(-m)) + eps.
+
+    The gradient of m is that of (1).
+    """
+    return _steps((q, k, v, i, f), False, state, None, None, "exp", True, True, False, None, eps, True)
 
 
 def linear_attention_step(

@@ -71,12 +71,12 @@ def outputs(tile: Tile, w: Weights, carry: Carry, normalize: bool) -> tuple[Arra
     if not normalize:
         return num, w.floor
     d = w.scale(jnp.einsum("rhik,rhgk->rhgi", tile.q, carry.n), w.inter) + P.sum(-1)
-    return num / jnp.maximum(jnp.abs(d), w.floor)[..., None], d
+    return num / w.denominator(d)[..., None], d
 
 
 def output_cotangents(h: Array, d: Array, dh: Array, w: Weights, normalizer_grad: bool) -> tuple[Array, Array]:
     """Return the cotangents of the stabilized numerator (r, h, g, i, v) and denominator (r, h, g, i), (B1)."""
-    D = jnp.maximum(jnp.abs(d), w.floor)
+    D = w.denominator(d)
     dd = jnp.zeros_like(d)
     if normalizer_grad:
         dd = jnp.where(jnp.abs(d) > w.floor, -jnp.sign(d) * (dh * h).sum(-1) / D, 0)

@@ -56,6 +56,7 @@ class TileGates(NamedTuple):
     row: Pair
     column: Pair
     m: Array  # (n, R, heads, L); (n, 0) without a normalizer
+    offset: Array  # (n, R, heads, L), added to the denominators; (n, 0): nothing is
 
 
 def max_states(log_i: Array, log_f: Array, m: Array, tiling: Tiling) -> tuple[Array, Array]:
@@ -93,13 +94,13 @@ def max_states(log_i: Array, log_f: Array, m: Array, tiling: Tiling) -> tuple[Ar
 
 def tile_gates(log_i: Array, log_f: Array, m: Array, tiling: Tiling, normalize: bool) -> TileGates:
     """Return the log-weights of tiles from log-gates (n, R, heads, L) and the initial max states m (N, heads)."""
-    every = jnp.zeros((log_f.shape[0], 0), log_f.dtype)
+    every = none = jnp.zeros((log_f.shape[0], 0), log_f.dtype)
     if normalize:
         every, before = max_states(log_i, log_f, m, tiling)
         log_i, log_f = stabilized(log_i, log_f, every, before)
     b, b_low = cumulative_sum(log_f)
     a, a_low = two_sum(log_i, -b)
-    return TileGates((b, b_low), (a, a_low - b_low), every)
+    return TileGates((b, b_low), (a, a_low - b_low), every, none)
 
 
 def stabilized(log_i: Array, log_f: Array, m: Array, before: Array) -> Pair:
@@ -120,12 +121,18 @@ class Weights(NamedTuple):
     decay: Array  # (R, heads): of the state before the tile in the one after it
     log_inter: Array  # (R, heads, L), the exponents of the true `inter`
     floor: Array  # (R, heads, L): exp(-m), never 0; (0,) without a normalizer
+    offset: Array  # (R, heads, L), added to the denominator; (0,): nothing is
     roots: bool
 
     def scale(self, x: Array, weight: Array) -> Array:
         """Return x times the weight, which has a dim for each of the first ones of x."""
         weight = weight.reshape(*weight.shape, *[1] * (x.ndim - weight.ndim))
         return x * weight * weight if self.roots else x * weight
+
+    def denominator(self, d: Array) -> Array:
+        """Return max(|d|, exp(-m)), plus the offset if there is one, from the stabilized d (R, heads, L)."""
+        bounded = jnp.maximum(jnp.abs(d), self.floor)
+        return bounded + self.offset if self.offset.ndim > 1 else bounded
 
     def lift(self) -> Array:
         """Return the factors (R, heads, L) by which products of cotangents may be multiplied before they are weighted.
@@ -150,5 +157,5 @@ def weights(gates: TileGates, roots: bool) -> Weights:
     floor = jnp.maximum(jnp.exp(-gates.m), jnp.finfo(b.dtype).tiny)
     return Weights(
         jnp.exp(jnp.where(causal, D, -jnp.inf) * part), jnp.exp(inter * part), jnp.exp(update * part),
-        jnp.exp(inter[..., -1] * part), inter, floor, roots,
+        jnp.exp(inter[..., -1] * part), inter, floor, gates.offset, roots,
     )  # fmt: skip
