@@ -24,6 +24,7 @@ SYNCHRONIZES = (
     "mbarrier.arrive",
     "mbarrier.expect",
     "barrier",
+    "pipeline.barrier",
     "fence_async_shared",
     "tma.store_wait",
 )

@@ -34,11 +34,19 @@ def _instead(names: Sequence[str]) -> Iterator[None]:
     finally:
         for name in (*names, *MODULES):
             sys.modules.pop(name, None)
+            package, _, last = name.rpartition(".")
+            if package in sys.modules and name not in kept:
+                vars(sys.modules[package]).pop(last, None)
         sys.modules.update(kept)
         for name, module in kept.items():
-            package, _, last = name.rpartition(".")
-            if package in sys.modules:
-                setattr(sys.modules[package], last, module)
+            _set_in_package(name, module)
+
+
+def _set_in_package(name: str, module: ModuleType) -> None:
+    """Let `from package import name` find the module, which looks at the package's attributes first."""
+    package, _, last = name.rpartition(".")
+    if package in sys.modules:
+        setattr(sys.modules[package], last, module)
 
 
 def _imported(name: str, file: Path | None) -> ModuleType:
@@ -49,6 +57,7 @@ def _imported(name: str, file: Path | None) -> ModuleType:
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    _set_in_package(name, module)
     return module
 
 

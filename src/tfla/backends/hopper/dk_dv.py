@@ -46,45 +46,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.gpu.context import LaunchContext
-from tfla.backends.hopper import host
+from tfla.backends.hopper import dq_dk, gate_warp, host, mma, pipeline, scheduler, store_warp
 from tfla.backends.hopper.checkpoints import checkpoint_dots
-from tfla.backends.hopper.dq_dk import WorkTile
-from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateVectors, GateWarpConfig, run_gate_warp
-from tfla.backends.hopper.mma import (
-    accumulator_layout,
-    apply_causal_mask,
-    issue_mma,
-    load_gate_matrix,
-    scale_by_gates,
-    state_pointers,
-    store_partial_dots,
-    to_left_operand,
-)
 from tfla.backends.hopper.pipeline import (
     CONSUMER_REGISTERS,
     NUM_GATE_VECTORS,
     PRODUCER_REGISTERS,
     STATE_WEIGHT,
     TILE_DECAY,
-    allocate_barrier,
-    allocate_full_empty,
-    allocate_operands,
-    allocate_tiles,
-    allocate_vectors,
-    async_load,
-    async_store,
-    barrier,
-    stage_and_phase,
 )
-from tfla.backends.hopper.scheduler import (
-    RUNTIME_SCALARS,
-    SchedulerParams,
-    get_work_tile,
-    next_work_tile,
-    state_index,
-    tile_coordinates,
-)
-from tfla.backends.hopper.store_warp import GATE_SUMS, StoreWarpConfig, full_arrivals, run_store_warp
+from tfla.backends.hopper.store_warp import GATE_SUMS
 
 D = gl.constexpr(128)  # dqk and dhv
 HALF = gl.constexpr(64)
@@ -177,34 +148,38 @@ def run_load_warp(tensors, shared, params, group_size, config):
     L: gl.constexpr = config.L
     n = 0
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = (steps + L - 1) // L
         end = start + steps
         for i in range(0, tiles):
             t = start + (tiles - 1 - i) * L
-            left_k = tile_coordinates(b, h // group_size, t, 0, end, params)
-            left_v = tile_coordinates(b, h, t, 0, end, params)
-            s, phase = stage_and_phase(n, STAGES)
+            left_k = scheduler.tile_coordinates(b, h // group_size, t, 0, end, params)
+            left_v = scheduler.tile_coordinates(b, h, t, 0, end, params)
+            s, phase = pipeline.stage_and_phase(n, STAGES)
             mbarrier.wait(shared.empty.index(s), phase ^ 1)
             bar = shared.full.index(s)
             mbarrier.expect(bar, 2 * (K.block_type.nbytes + DO.block_type.nbytes))
-            async_load(DO, left_v, bar, shared.do.index(2 * s))
-            async_load(DO, tile_coordinates(b, h, t, HALF, end, params), bar, shared.do.index(2 * s + 1))
-            async_load(K, left_k, bar, shared.k.index(2 * s))
-            async_load(K, tile_coordinates(b, h // group_size, t, HALF, end, params), bar, shared.k.index(2 * s + 1))
-            s, phase = stage_and_phase(n, QV_STAGES)
+            pipeline.async_load(DO, left_v, bar, shared.do.index(2 * s))
+            pipeline.async_load(
+                DO, scheduler.tile_coordinates(b, h, t, HALF, end, params), bar, shared.do.index(2 * s + 1)
+            )
+            pipeline.async_load(K, left_k, bar, shared.k.index(2 * s))
+            pipeline.async_load(
+                K, scheduler.tile_coordinates(b, h // group_size, t, HALF, end, params), bar, shared.k.index(2 * s + 1)
+            )
+            s, phase = pipeline.stage_and_phase(n, QV_STAGES)
             mbarrier.wait(shared.empty_q.index(s), phase ^ 1)
             bar = shared.full_q.index(s)
             mbarrier.expect(bar, Q.block_type.nbytes + V.block_type.nbytes)
-            async_load(V, left_v, bar, shared.v.index(s))
-            async_load(Q, left_k, bar, shared.q.index(s))
+            pipeline.async_load(V, left_v, bar, shared.v.index(s))
+            pipeline.async_load(Q, left_k, bar, shared.q.index(s))
             n += 1
 
 
 @gluon.jit
 def issue_mma_of_halves(a0, b0, a1, b1):
     """Start a0 b0 + a1 b1, a product whose inner dimension is in two halves."""
-    return warpgroup_mma(a1, b1, issue_mma(a0, b0), is_async=True)
+    return warpgroup_mma(a1, b1, mma.issue_mma(a0, b0), is_async=True)
 
 
 @gluon.jit
@@ -239,7 +214,7 @@ def issue_scores(tile, half: gl.constexpr):
 @gluon.jit
 def state_block_pointers(state, at, half: gl.constexpr, column):
     """Return pointers (64, 64) to the consumer's rows of state `at`, from `column` on."""
-    return state_pointers(state, at, half * HALF, column, D, D, False, accumulator_layout(HALF), HALF, HALF)
+    return mma.state_pointers(state, at, half * HALF, column, D, D, False, mma.accumulator_layout(HALF), HALF, HALF)
 
 
 @gluon.jit
@@ -252,11 +227,11 @@ def multiply_by_state(C0, C1, to, v):
         to: The consumer's rows of dC in shared memory, (64, dhv).
         v: Tile of v in shared memory, (L, dhv).
     """
-    A = to_left_operand(C0.to(v.dtype), HALF)
-    dk = issue_mma(A, v.slice(0, HALF, 1).permute((1, 0)))
+    A = mma.to_left_operand(C0.to(v.dtype), HALF)
+    dk = mma.issue_mma(A, v.slice(0, HALF, 1).permute((1, 0)))
     to.slice(0, HALF, 1).store(C0.to(v.dtype))
     dk, A = warpgroup_mma_wait(0, deps=[dk, A])
-    A = to_left_operand(C1.to(v.dtype), HALF)
+    A = mma.to_left_operand(C1.to(v.dtype), HALF)
     dk = warpgroup_mma(A, v.slice(HALF, HALF, 1).permute((1, 0)), dk, is_async=True)
     to.slice(HALF, HALF, 1).store(C1.to(v.dtype))
     fence_async_shared()
@@ -270,7 +245,7 @@ def store_checkpoint_dots(C0, C1, checkpoint, gmem, half: gl.constexpr):
 
     Each warp stores a part, the sum over its 16 rows.
     """
-    layout: gl.constexpr = accumulator_layout(HALF)
+    layout: gl.constexpr = mma.accumulator_layout(HALF)
     dot = checkpoint_dots(C0, gmem.checkpoints, checkpoint, half * HALF, 0, D, D, layout)
     dot += checkpoint_dots(C1, gmem.checkpoints, checkpoint, half * HALF, HALF, D, D, layout)
     warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
@@ -299,11 +274,11 @@ def process_tile(C0, C1, n, step, work_tile, ids, gmem, shared, params, half: gl
     """
     L: gl.constexpr = config.L
     row: gl.constexpr = half * HALF
-    layout: gl.constexpr = accumulator_layout(HALF)
+    layout: gl.constexpr = mma.accumulator_layout(HALF)
     dtype: gl.constexpr = shared.c.dtype
     t = (work_tile.tiles - 1 - step) * L
-    r, phase_r = stage_and_phase(n, QV_STAGES)
-    s, phase = stage_and_phase(n, STAGES)
+    r, phase_r = pipeline.stage_and_phase(n, QV_STAGES)
+    s, phase = pipeline.stage_and_phase(n, STAGES)
     tile = view_tile(shared, r, s, n, L)
     g = tile.g
     # (1) S <- v do^T, or k q^T
@@ -314,40 +289,41 @@ def process_tile(C0, C1, n, step, work_tile, ids, gmem, shared, params, half: gl
     tma.store_wait(0)
     mbarrier.arrive(shared.empty.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
     # (3) P <- S * D'^T
-    gate = load_gate_matrix(g, L, 0, layout, 1)  # (L, L)
+    gate = mma.load_gate_matrix(g, L, 0, layout, 1)  # (L, L)
     S = warpgroup_mma_wait(0, deps=[S])
-    P = apply_causal_mask(S, gate, ids.i, ids.j, 0, True).to(dtype)
+    P = mma.apply_causal_mask(S, gate, ids.i, ids.j, 0, True).to(dtype)
     (tile.p_k if half == 0 else tile.p_v).store(P)
     # (4) dk^T <- dC v^T
     dk = multiply_by_state(C0, C1, ids.rows, tile.v)
     # (5) Both P and all of dC are stored. The loads before the wait do not depend on it.
-    barrier()
+    pipeline.barrier()
     mbarrier.arrive(shared.ready, count=1)
     q_t = tile.q.slice(row, HALF, 1).permute((1, 0)).load(layout)  # (64, L)
     weight = gl.expand_dims(g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, layout)), 0)  # (1, L)
     mbarrier.wait(shared.ready, n & 1)
     # (6) dk^T <- dk^T * w + q^T P^T
-    A = to_left_operand(q_t, HALF)
+    A = mma.to_left_operand(q_t, HALF)
     dk = warpgroup_mma(A, tile.p_k.permute((1, 0)), dk * weight, is_async=True)
     # (7) dC <- g dC + (q * a')^T do
-    B = scale_by_gates(q_t, shared.u.index(s), L, gl.DotOperandLayout(0, layout, 2))  # (64, L)
+    B = mma.scale_by_gates(q_t, shared.u.index(s), L, gl.DotOperandLayout(0, layout, 2))  # (64, L)
     tile_decay = gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, layout)), 0)  # (1, 1)
     C0 = warpgroup_mma(B, tile.do0, C0 * tile_decay, is_async=True)
     C1 = warpgroup_mma(B, tile.do1, C1 * tile_decay, is_async=True)
     dk, A = warpgroup_mma_wait(2, deps=[dk, A])
-    barrier()  # only after the MMAs have read q_t: TMA does not wait for loads from shared memory that are under way
+    # Only after the MMAs have read q_t: TMA does not wait for loads from shared memory that are under way.
+    pipeline.barrier()
     mbarrier.arrive(shared.empty_q.index(r), count=1)
     # (8) k . dk, summed over the consumer's columns
     my_k = shared.k.index(2 * s + half)
     k_t = my_k.reshape([L, HALF]).permute((1, 0))
-    store_partial_dots(dk, k_t, shared.partial_dots.index(s), half, L)
+    mma.store_partial_dots(dk, k_t, shared.partial_dots.index(s), half, L)
     C0, C1, B = warpgroup_mma_wait(0, deps=[C0, C1, B])
     # (9) dv <- k dC
     dv = issue_mma_of_halves(tile.k0, ids.columns.slice(0, HALF, 0), tile.k1, ids.columns.slice(HALF, HALF, 0))
     weight = gl.expand_dims(g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, layout)), 1)  # (L, 1)
     dv = warpgroup_mma_wait(0, deps=[dv])
     # (10) dv <- dv * w + P do, and (11)
-    barrier()
+    pipeline.barrier()
     mbarrier.arrive(shared.consumed, count=1)
     my_do = shared.do.index(2 * s + half)
     dv = warpgroup_mma(tile.p_v, my_do.reshape([L, HALF]), dv * weight, is_async=True)
@@ -355,18 +331,22 @@ def process_tile(C0, C1, n, step, work_tile, ids, gmem, shared, params, half: gl
     # (12) Both results, over k and do and on their way to memory.
     k_t.store(dk.to(dtype))
     dv = warpgroup_mma_wait(0, deps=[dv])
-    barrier()  # the MMAs of all warps have read do
+    pipeline.barrier()  # the MMAs of all warps have read do
     my_do.reshape([L, HALF]).store(dv.to(dtype))
     fence_async_shared()  # one fence before both stores: it would wait for a store that is under way
-    barrier()
-    async_store(
+    pipeline.barrier()
+    pipeline.async_store(
         gmem.out_k,
-        tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, row, work_tile.start + work_tile.steps, params),
+        scheduler.tile_coordinates(
+            work_tile.b, work_tile.h, work_tile.start + t, row, work_tile.start + work_tile.steps, params
+        ),
         my_k,
     )
-    async_store(
+    pipeline.async_store(
         gmem.out_v,
-        tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, row, work_tile.start + work_tile.steps, params),
+        scheduler.tile_coordinates(
+            work_tile.b, work_tile.h, work_tile.start + t, row, work_tile.start + work_tile.steps, params
+        ),
         my_do,
     )
     n += 1
@@ -380,37 +360,37 @@ def process_tile(C0, C1, n, step, work_tile, ids, gmem, shared, params, half: gl
 def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     """Run one consumer warpgroup over all work tiles of the program."""
     L: gl.constexpr = config.L
-    layout: gl.constexpr = accumulator_layout(HALF)
+    layout: gl.constexpr = mma.accumulator_layout(HALF)
     i = gl.arange(0, L, gl.SliceLayout(1, layout))
     j = gl.arange(0, L, gl.SliceLayout(0, layout))
     ids = FragmentIds(i, j, shared.c.slice(half * HALF, HALF, 0), shared.c.slice(half * HALF, HALF, 1))
     n = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         tiles = (steps + L - 1) // L
         checkpoint = ((b.to(gl.int64) * params.T + start) // config.CHECKPOINT_STEPS - 1) * params.H + h
-        work_tile = WorkTile(b=b, h=h, start=start, steps=steps, tiles=tiles, checkpoint=checkpoint)
+        work_tile = dq_dk.WorkTile(b=b, h=h, start=start, steps=steps, tiles=tiles, checkpoint=checkpoint)
         C0 = gl.zeros([HALF, HALF], gl.float32, layout)
         C1 = gl.zeros([HALF, HALF], gl.float32, layout)
         if config.USE_INITIAL_STATE:
-            first = state_index(index, params)
+            first = scheduler.state_index(index, params)
             # (64, 64)
             C0 = gl.load(state_block_pointers(gmem.state_in, first, half, 0)).to(gl.float32)
             C1 = gl.load(state_block_pointers(gmem.state_in, first, half, HALF)).to(gl.float32)
         for step in range(0, tiles):
             C0, C1, n = process_tile(C0, C1, n, step, work_tile, ids, gmem, shared, params, half, config)
         if config.STORE_FINAL_STATE:
-            last = state_index(index, params)
+            last = scheduler.state_index(index, params)
             gl.store(state_block_pointers(gmem.state_out, last, half, 0), C0)
             gl.store(state_block_pointers(gmem.state_out, last, half, HALF), C1)
-        index = next_work_tile(index)
+        index = scheduler.next_work_tile(index)
     tma.store_wait(0)
     # The store warp waits for the last tile, too.
     mbarrier.arrive(shared.empty.index((n + STAGES - 1) % STAGES), count=1)
 
 
-@gluon.jit(do_not_specialize=RUNTIME_SCALARS)
+@gluon.jit(do_not_specialize=scheduler.RUNTIME_SCALARS)
 def dk_dv_kernel(
     Q, K, V, DO, OutK, OutV, gates, i_gate, f_gate, w_out, state_in, state_out, checkpoints, dots, schedule,
     T, tiles_per_head, H, group_size, segment_steps, num_work_tiles, stride_ib, stride_it, stride_ih, stride_fb,
@@ -452,7 +432,7 @@ def dk_dv_kernel(
     """
     partitions(
         (Q, K, V, DO),
-        GateSource(
+        gate_warp.GateSource(
             vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
             stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
             GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
@@ -461,7 +441,7 @@ def dk_dv_kernel(
         GlobalPointers(
             out_k=OutK, out_v=OutV, state_in=state_in, state_out=state_out, checkpoints=checkpoints, dots=dots,
         ),
-        SchedulerParams(
+        scheduler.SchedulerParams(
             T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
             schedule=schedule if IS_VARLEN else None,
         ),
@@ -478,26 +458,26 @@ def partitions(tensors, source, w_out, tiles_per_head, group_size, gmem, params,
     Q, K, V, DO = tensors
     L: gl.constexpr = config.L
     dtype: gl.constexpr = Q.dtype
-    q = allocate_tiles(Q, QV_STAGES)
-    v = allocate_tiles(V, QV_STAGES)
-    k = allocate_tiles(K, 2 * STAGES)
-    do = allocate_tiles(DO, 2 * STAGES)
+    q = pipeline.allocate_tiles(Q, QV_STAGES)
+    v = pipeline.allocate_tiles(V, QV_STAGES)
+    k = pipeline.allocate_tiles(K, 2 * STAGES)
+    do = pipeline.allocate_tiles(DO, 2 * STAGES)
     c = gl.allocate_shared_memory(dtype, [D, D], gl.NVMMASharedLayout(128, 16, 2))
-    p = allocate_operands(dtype, 3, L, L)
-    g = allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
-    u = allocate_vectors(dtype, STAGES, 2 * L)
-    partial_dots = allocate_vectors(gl.float32, STAGES, 8 * L)
-    full_q, empty_q = allocate_full_empty(QV_STAGES, 1, 2)
-    full, empty = allocate_full_empty(STAGES, full_arrivals(GATE_SUMS), 2)
-    ready = allocate_barrier(2)
-    consumed = allocate_barrier(2)
+    p = pipeline.allocate_operands(dtype, 3, L, L)
+    g = pipeline.allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
+    u = pipeline.allocate_vectors(dtype, STAGES, 2 * L)
+    partial_dots = pipeline.allocate_vectors(gl.float32, STAGES, 8 * L)
+    full_q, empty_q = pipeline.allocate_full_empty(QV_STAGES, 1, 2)
+    full, empty = pipeline.allocate_full_empty(STAGES, store_warp.full_arrivals(GATE_SUMS), 2)
+    ready = pipeline.allocate_barrier(2)
+    consumed = pipeline.allocate_barrier(2)
     fence_async_shared()
     shared = SharedStorage(
         q=q, k=k, v=v, do=do, c=c, p=p, g=g, u=u, partial_dots=partial_dots, full_q=full_q, empty_q=empty_q, full=full,
         empty=empty, ready=ready, consumed=consumed,
     )  # fmt: skip
-    buffers = GateBuffers(g, u)
-    gate_config: gl.constexpr = GateWarpConfig(
+    buffers = gate_warp.GateBuffers(g, u)
+    gate_config: gl.constexpr = gate_warp.GateWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED,
     )  # fmt: skip
     gl.warp_specialize(
@@ -505,10 +485,10 @@ def partitions(tensors, source, w_out, tiles_per_head, group_size, gmem, params,
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (tensors, shared, params, group_size, config)),
-            (run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
-            (run_store_warp, (
+            (gate_warp.run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+            (store_warp.run_store_warp, (
                 partial_dots, w_out, source.vectors, full, empty, params, tiles_per_head,
-                StoreWarpConfig(
+                store_warp.StoreWarpConfig(
                     L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=GATE_SUMS,
                 ),
             )),
@@ -524,7 +504,7 @@ def supports(ctx: LaunchContext) -> bool:
 
 
 def launch(
-    ctx: LaunchContext, gates: GateVectors, dh: Tensor, dk: Tensor, dv: Tensor, checkpoints: Tensor, *,
+    ctx: LaunchContext, gates: gate_warp.GateVectors, dh: Tensor, dk: Tensor, dv: Tensor, checkpoints: Tensor, *,
     ends: Tensor | None, final: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute dk and dv.

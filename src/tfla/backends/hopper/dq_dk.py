@@ -49,30 +49,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.gpu.gate_kernels import DELTA_P, FLOOR
+from tfla.backends.hopper import gate_warp, mma, normalizer, pipeline, scheduler, split_reduce, store_warp
 from tfla.backends.hopper.checkpoints import checkpoint_dots, store_checkpoint
-from tfla.backends.hopper.gate_warp import RECOMPUTED, GateBuffers, GateSource, GateWarpConfig, run_gate_warp
-from tfla.backends.hopper.mma import (
-    accumulator_layout,
-    apply_causal_mask,
-    issue_mma,
-    load_gate_matrix,
-    load_update_weights,
-    scale_by_gates,
-    state_pointers,
-    store_partial_dots,
-    to_left_operand,
-)
-from tfla.backends.hopper.normalizer import (
-    accumulator_rows,
-    divide_by_denominators,
-    empty_n,
-    issue_n_product,
-    load_initial_n,
-    store_shared_inverse,
-    store_shared_n,
-    store_shared_sums,
-    update_n,
-)
+from tfla.backends.hopper.gate_warp import RECOMPUTED
 from tfla.backends.hopper.pipeline import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_MAX,
@@ -81,37 +60,9 @@ from tfla.backends.hopper.pipeline import (
     PRODUCER_REGISTERS_MIN,
     STATE_WEIGHT,
     TILE_DECAY,
-    PipelineState,
-    advance,
-    allocate_barrier,
-    allocate_barriers,
-    allocate_full_empty,
-    allocate_operands,
-    allocate_tiles,
-    allocate_vectors,
-    async_load,
-    async_store,
-    barrier,
-    producer_tail,
-    stage_and_phase,
 )
-from tfla.backends.hopper.scheduler import (
-    RUNTIME_SCALARS,
-    SchedulerParams,
-    get_work_tile,
-    next_work_tile,
-    state_index,
-    tile_coordinates,
-)
-from tfla.backends.hopper.split_reduce import PAIR, async_add, run_zero_fill_warp
-from tfla.backends.hopper.store_warp import (
-    DENOMINATORS,
-    GATE_SUMS,
-    NO_RESULT,
-    StoreWarpConfig,
-    full_arrivals,
-    run_store_warp,
-)
+from tfla.backends.hopper.split_reduce import PAIR
+from tfla.backends.hopper.store_warp import DENOMINATORS, GATE_SUMS, NO_RESULT
 
 
 class Config(NamedTuple):
@@ -232,12 +183,12 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
     row = gl.program_id(1) // config.NUM_SPLITS * 128
     column = gl.program_id(1) % config.NUM_SPLITS * Y.block_type.shape[-1]
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if config.REVERSE else i) * L
             end = start + steps
-            s, phase = stage_and_phase(n, config.STAGES)
+            s, phase = pipeline.stage_and_phase(n, config.STAGES)
             mbarrier.wait(shared.empty.index(s), phase ^ 1)
             bar = shared.full.index(s)
             of_w: gl.constexpr = 0 if config.TRANSPOSED else 2 * W.block_type.nbytes
@@ -245,35 +196,39 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
             mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes + Z.block_type.nbytes + of_w)
             of_x = h if config.TRANSPOSED else h // group_size
             of_y = h // group_size if config.TRANSPOSED else h
-            y = tile_coordinates(b, of_y, t, column, end, params)
-            x = tile_coordinates(b, of_x, t, row, end, params)
-            async_load(Z, y, bar, shared.z.index(s))
-            async_load(Y, y, bar, shared.y.index(s))
-            async_load(X, x, bar, shared.x.index(s))
+            y = scheduler.tile_coordinates(b, of_y, t, column, end, params)
+            x = scheduler.tile_coordinates(b, of_x, t, row, end, params)
+            pipeline.async_load(Z, y, bar, shared.z.index(s))
+            pipeline.async_load(Y, y, bar, shared.y.index(s))
+            pipeline.async_load(X, x, bar, shared.x.index(s))
             if not config.TRANSPOSED:
-                async_load(W, x, bar, shared.w.index(2 * s))
-                async_load(W, tile_coordinates(b, of_x, t, row + 64, end, params), bar, shared.w.index(2 * s + 1))
+                pipeline.async_load(W, x, bar, shared.w.index(2 * s))
+                pipeline.async_load(
+                    W, scheduler.tile_coordinates(b, of_x, t, row + 64, end, params), bar, shared.w.index(2 * s + 1)
+                )
             n += 1
-    producer_tail(n, shared.full, shared.empty, config.STAGES)
+    pipeline.producer_tail(n, shared.full, shared.empty, config.STAGES)
 
 
 @gluon.jit
 def state_block_pointers(state, at, ids, block: gl.constexpr, config):
     """Return pointers (64, 128) to one block of the consumer's part of state `at`."""
     column = ids.column + 128 * block
-    return state_pointers(state, at, ids.row, column, config.DX, config.DY, config.TRANSPOSED, accumulator_layout(128))
+    return mma.state_pointers(
+        state, at, ids.row, column, config.DX, config.DY, config.TRANSPOSED, mma.accumulator_layout(128)
+    )
 
 
 @gluon.jit
 def load_initial_state(index, ids, gmem, params, config):
     """Return the state before the first step of work tile `index`: zeros, or loaded with USE_INITIAL_STATE."""
-    C0 = gl.zeros([64, 128], gl.float32, accumulator_layout(128))
-    C1 = gl.zeros([64, 128], gl.float32, accumulator_layout(128))
-    N = gl.zeros([64], gl.float32, gl.SliceLayout(1, accumulator_layout(config.L)))
-    dn = gl.zeros([64], gl.float32, gl.SliceLayout(1, accumulator_layout(config.L)))
-    N0, N1 = empty_n(), empty_n()
+    C0 = gl.zeros([64, 128], gl.float32, mma.accumulator_layout(128))
+    C1 = gl.zeros([64, 128], gl.float32, mma.accumulator_layout(128))
+    N = gl.zeros([64], gl.float32, gl.SliceLayout(1, mma.accumulator_layout(config.L)))
+    dn = gl.zeros([64], gl.float32, gl.SliceLayout(1, mma.accumulator_layout(config.L)))
+    N0, N1 = normalizer.empty_n(), normalizer.empty_n()
     if config.USE_INITIAL_STATE:
-        at = state_index(index, params)
+        at = scheduler.state_index(index, params)
         # (64, 128)
         C0 = gl.load(state_block_pointers(gmem.state_in, at, ids, 0, config)).to(gl.float32)
         if config.BLOCKS == 2:
@@ -282,14 +237,14 @@ def load_initial_state(index, ids, gmem, params, config):
             N = gl.load(gmem.n_in + at.to(gl.int64) * config.DX + ids.rk, mask=ids.has_n, other=0.0)  # (64)
         if config.FUSE_NORMALIZER:
             n_in = gmem.n_in + at.to(gl.int64) * config.DY + ids.rn
-            N0, N1 = load_initial_n(gl.load(n_in)), load_initial_n(gl.load(n_in + 64))
+            N0, N1 = normalizer.load_initial_n(gl.load(n_in)), normalizer.load_initial_n(gl.load(n_in + 64))
     return Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=1.0, N0=N0, N1=N1)
 
 
 @gluon.jit
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
-    at = state_index(index, params)
+    at = scheduler.state_index(index, params)
     gl.store(state_block_pointers(gmem.state_out, at, ids, 0, config), acc.C0)
     if config.BLOCKS == 2:
         gl.store(state_block_pointers(gmem.state_out, at, ids, 1, config), acc.C1)
@@ -308,7 +263,7 @@ def issue_scores(shared, s, half: gl.constexpr, config):
     L: gl.constexpr = config.L
     z = shared.z.index(s).reshape([L, config.WIDTH])
     y = shared.y.index(s).reshape([L, config.WIDTH]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
-    return issue_mma(z, y)
+    return mma.issue_mma(z, y)
 
 
 @gluon.jit
@@ -334,12 +289,12 @@ def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
         else:
             add = gl.expand_dims(delta.load(gl.SliceLayout(1, S.type.layout)), 1)
         S += add
-    P = apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE)
+    P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE)
     if config.FUSE_NORMALIZER:
-        store_shared_sums(P, shared, n, half)
+        normalizer.store_shared_sums(P, shared, n, half)
     to.slice(half * (L // 2), L // 2, 1).store(P.to(to.dtype))
     fence_async_shared()
-    barrier()
+    pipeline.barrier()
     mbarrier.arrive(shared.ready.index(n % 2), count=1)
 
 
@@ -349,7 +304,7 @@ def store_checkpoint_dots(acc, checkpoint, ids, half: gl.constexpr, gmem, config
 
     Each warp stores a part, the sum over its 16 rows.
     """
-    layout: gl.constexpr = accumulator_layout(128)
+    layout: gl.constexpr = mma.accumulator_layout(128)
     dot = checkpoint_dots(acc.C0, gmem.checkpoints, checkpoint, ids.row, ids.column, config.DX, config.DY, layout)
     if config.BLOCKS == 2:
         dot += checkpoint_dots(
@@ -381,7 +336,7 @@ def issue_state_update(C0, C1, tile_decay, x_t, y, u, config):
     Returns:
         Both blocks of C, and the left operand in registers. All must be waited for.
     """
-    B = scale_by_gates(x_t, u, config.L, gl.DotOperandLayout(0, accumulator_layout(128), 2))
+    B = mma.scale_by_gates(x_t, u, config.L, gl.DotOperandLayout(0, mma.accumulator_layout(128), 2))
     C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * tile_decay, is_async=True)
     if config.BLOCKS == 2:
         C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * tile_decay, is_async=True)
@@ -392,11 +347,11 @@ def issue_state_update(C0, C1, tile_decay, x_t, y, u, config):
 def update_n_on_cuda_cores(N, x, shared, s, config):
     """Return g n + x^T u, (64), or for dn g dn + x^T (u * delta), step (10)."""
     L: gl.constexpr = config.L
-    layout: gl.constexpr = accumulator_layout(L)
+    layout: gl.constexpr = mma.accumulator_layout(L)
     N = N * gl.max(shared.g.index(s).slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, layout)), 0)
     if config.USE_DP_OFFSET or not config.REVERSE:
         # x is loaded again: MMAs that run read the registers of A and B, and there are none left for a copy.
-        update = load_update_weights(shared.u.index(s), L, gl.SliceLayout(0, layout))
+        update = mma.load_update_weights(shared.u.index(s), L, gl.SliceLayout(0, layout))
         if config.REVERSE:
             update = update * shared.delta.index(s).load(gl.SliceLayout(0, layout))
         N += gl.sum(x.load(layout).to(gl.float32) * gl.expand_dims(update, 0), 1)
@@ -410,7 +365,7 @@ def accumulate_dn(dn, decay, q_t, g, delta, L: gl.constexpr):
     With a the state weights: dn + decay q^T (a * delta), (64), and decay * g, where `decay` is from the start of the
     work tile to the start of this tile. This is (T13) summed in the direction of time.
     """
-    layout: gl.constexpr = accumulator_layout(L)
+    layout: gl.constexpr = mma.accumulator_layout(L)
     by_step: gl.constexpr = gl.SliceLayout(0, layout)
     weight = g.slice(STATE_WEIGHT * L, L, 0).load(by_step) * delta.load(by_step) * decay  # (L)
     dn += gl.sum(q_t.load(layout).to(gl.float32) * gl.expand_dims(weight, 0), 1)
@@ -425,17 +380,17 @@ def inter_tile_output(acc, pipe_state, z, shared, config):
     product runs, the output of the previous tile leaves shared memory and its stage is released.
     """
     L: gl.constexpr = config.L
-    by_step: gl.constexpr = gl.SliceLayout(0, accumulator_layout(L))
+    by_step: gl.constexpr = gl.SliceLayout(0, mma.accumulator_layout(L))
     dtype: gl.constexpr = shared.x.dtype
     s, _phase, n = pipe_state
-    A = to_left_operand(acc.C0.to(dtype), L)
-    out = issue_mma(A, z.slice(0, 128, 1).permute((1, 0)))
+    A = mma.to_left_operand(acc.C0.to(dtype), L)
+    out = mma.issue_mma(A, z.slice(0, 128, 1).permute((1, 0)))
     # (2) The output of the previous tile has left: its stage is empty.
     tma.store_wait(0)
     mbarrier.arrive(shared.empty.index((s + config.STAGES - 1) % config.STAGES), count=1, pred=n > 0)
     out, A = warpgroup_mma_wait(0, deps=[out, A])
     if config.BLOCKS == 2:
-        A = to_left_operand(acc.C1.to(dtype), L)
+        A = mma.to_left_operand(acc.C1.to(dtype), L)
         out = warpgroup_mma(A, z.slice(128, 128, 1).permute((1, 0)), out, is_async=True)
         out, A = warpgroup_mma_wait(0, deps=[out, A])
     if config.NORMALIZE:
@@ -454,10 +409,14 @@ def store_output(w, t, work_tile, ids, gmem, params, config):
     """
     end = work_tile.start + work_tile.steps
     if config.NUM_SPLITS == 1:
-        async_store(gmem.out, tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.row, end, params), w)
+        pipeline.async_store(
+            gmem.out, scheduler.tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.row, end, params), w
+        )
     else:
         column = work_tile.h * (config.NUM_SPLITS // PAIR) + ids.split // PAIR
-        async_add(gmem.out, tile_coordinates(work_tile.b, column, work_tile.start + t, ids.row, end, params), w)
+        split_reduce.async_add(
+            gmem.out, scheduler.tile_coordinates(work_tile.b, column, work_tile.start + t, ids.row, end, params), w
+        )
 
 
 @gluon.jit
@@ -468,21 +427,21 @@ def start_next_tile(acc, B, pipe_state, shared, ids, half: gl.constexpr, config)
     """
     L: gl.constexpr = config.L
     C0, C1, N, dn, decay, N0, N1 = acc
-    s, phase = advance(pipe_state.index, pipe_state.phase, config.STAGES)
+    s, phase = pipeline.advance(pipe_state.index, pipe_state.phase, config.STAGES)
     n = pipe_state.count + 1
     mbarrier.wait(shared.full.index(s), phase)
     S = issue_scores(shared, s, half, config)
-    D = load_gate_matrix(shared.g.index(s), L, half, accumulator_layout(L // 2))
+    D = mma.load_gate_matrix(shared.g.index(s), L, half, mma.accumulator_layout(L // 2))
     if config.FUSE_NORMALIZER:
-        store_shared_n(gl.sum(N0, 1), shared.n.index(n % 2), half * 128)
-        store_shared_n(gl.sum(N1, 1), shared.n.index(n % 2), half * 128 + 64)
+        normalizer.store_shared_n(gl.sum(N0, 1), shared.n.index(n % 2), half * 128)
+        normalizer.store_shared_n(gl.sum(N1, 1), shared.n.index(n % 2), half * 128 + 64)
         S = warpgroup_mma_wait(0, deps=[S])
     elif config.BLOCKS == 2:
         S, C0, C1, B = warpgroup_mma_wait(0, deps=[S, C0, C1, B])
     else:
         S, C0, B = warpgroup_mma_wait(0, deps=[S, C0, B])
     store_scores(S, D, shared, s, n, ids, half, config)
-    return Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=decay, N0=N0, N1=N1), PipelineState(s, phase, n)
+    return Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=decay, N0=N0, N1=N1), pipeline.PipelineState(s, phase, n)
 
 
 @gluon.jit
@@ -525,28 +484,28 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     w_t = w.reshape([L, 64]).permute((1, 0))
     g = shared.g.index(s)
     t = (work_tile.tiles - 1 - step if config.REVERSE else step) * L
-    tile_decay = gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, accumulator_layout(128))), 0)
+    tile_decay = gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(128))), 0)
     # (1) out^T <- (C z^T + n delta^T) * a, and (2)
     out = inter_tile_output(acc, pipe_state, z, shared, config)
     C0, C1, N, dn, decay, N0, N1 = acc
     if config.FUSE_NORMALIZER:  # (3), (4) d and its inverse, while few registers are in use
         mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
-        d = warpgroup_mma_wait(0, deps=[issue_n_product(z, shared, n)])
-        store_shared_inverse(d, shared, s, n, half, L, config.SAVE_D)
-    x_t = x.load(accumulator_layout(L))  # (64, L)
+        d = warpgroup_mma_wait(0, deps=[normalizer.issue_n_product(z, shared, n)])
+        normalizer.store_shared_inverse(d, shared, s, n, half, L, config.SAVE_D)
+    x_t = x.load(mma.accumulator_layout(L))  # (64, L)
     if not config.FUSE_NORMALIZER:  # (3) Both consumers have stored their half of P.
         mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     # (5) out^T <- out^T + x^T P^T
-    A = to_left_operand(x_t, L)
+    A = mma.to_left_operand(x_t, L)
     out = warpgroup_mma(A, shared.p.index(n % 2).permute((1, 0)), out, is_async=True)
     # (6) C <- g C + (x * u)^T y
     C0, C1, B = issue_state_update(C0, C1, tile_decay, x_t, y, shared.u.index(s), config)
     out, A = warpgroup_mma_wait(config.BLOCKS, deps=[out, A])
     if config.FUSE_NORMALIZER:
-        out = divide_by_denominators(out, shared, half)
+        out = normalizer.divide_by_denominators(out, shared, half)
     if not config.TRANSPOSED:
         # (7) w . out, summed over the consumer's rows
-        store_partial_dots(out, w_t, shared.partial_dots.index(s), half, L)
+        mma.store_partial_dots(out, w_t, shared.partial_dots.index(s), half, L)
     if config.ACCUMULATE_DN:
         # (8) dn <- dn + decay w^T (a * delta)
         dn, decay = accumulate_dn(dn, decay, w_t, g, shared.delta.index(s), L)
@@ -558,8 +517,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     if config.NORMALIZE:
         N = update_n_on_cuda_cores(N, x, shared, s, config)
     if config.FUSE_NORMALIZER:
-        N0 = update_n(N0, y, half * 128, shared, s, L)
-        N1 = update_n(N1, y, half * 128 + 64, shared, s, L)
+        N0 = normalizer.update_n(N0, y, half * 128, shared, s, L)
+        N1 = normalizer.update_n(N1, y, half * 128 + 64, shared, s, L)
         C0, C1, B, N0, N1 = warpgroup_mma_wait(0, deps=[C0, C1, B, N0, N1])  # P beside these takes too many registers
     # (11) P of the next tile
     acc, pipe_state = start_next_tile(
@@ -575,41 +534,41 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
 def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     """Run one consumer warpgroup over all work tiles of the program."""
     L: gl.constexpr = config.L
-    of_p: gl.constexpr = accumulator_layout(L // 2)
+    of_p: gl.constexpr = mma.accumulator_layout(L // 2)
     i = gl.arange(0, L, gl.SliceLayout(1, of_p))
     j = gl.arange(0, L // 2, gl.SliceLayout(0, of_p))
     row = gl.program_id(1) // config.NUM_SPLITS * 128 + half * 64
     split = gl.program_id(1) % config.NUM_SPLITS
-    rk = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator_layout(L)))
+    rk = row + gl.arange(0, 64, gl.SliceLayout(1, mma.accumulator_layout(L)))
     ids = FragmentIds(
         i=i,
         j=j,
         rk=rk,
         has_n=rk * 0 + split == 0,
-        rn=accumulator_rows(half * 128),
+        rn=normalizer.accumulator_rows(half * 128),
         row=row,
         column=split * config.WIDTH,
         split=split,
     )
-    pipe_state = PipelineState(0, 0, 0)
+    pipe_state = pipeline.PipelineState(0, 0, 0)
     # (11) of the first tile
     mbarrier.wait(shared.full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[issue_scores(shared, 0, half, config)])
-    store_scores(S, load_gate_matrix(shared.g.index(0), L, half, of_p), shared, 0, 0, ids, half, config)
+    store_scores(S, mma.load_gate_matrix(shared.g.index(0), L, half, of_p), shared, 0, 0, ids, half, config)
     initial_n_phase = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         tiles = (steps + L - 1) // L
         checkpoint = ((b.to(gl.int64) * params.T + start) // config.CHECKPOINT_STEPS - 1) * params.H + h
         work_tile = WorkTile(b=b, h=h, start=start, steps=steps, tiles=tiles, checkpoint=checkpoint)
         acc = load_initial_state(index, ids, gmem, params, config)
         if config.FUSE_NORMALIZER:
             # The other consumer reads this half of n, too.
-            store_shared_n(gl.sum(acc.N0, 1), shared.n.index(pipe_state.count % 2), half * 128)
-            store_shared_n(gl.sum(acc.N1, 1), shared.n.index(pipe_state.count % 2), half * 128 + 64)
+            normalizer.store_shared_n(gl.sum(acc.N0, 1), shared.n.index(pipe_state.count % 2), half * 128)
+            normalizer.store_shared_n(gl.sum(acc.N1, 1), shared.n.index(pipe_state.count % 2), half * 128 + 64)
             fence_async_shared()
-            barrier()
+            pipeline.barrier()
             mbarrier.arrive(shared.initial_n_ready, count=1)
             mbarrier.wait(shared.initial_n_ready, initial_n_phase)
             initial_n_phase ^= 1
@@ -618,16 +577,16 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
         if config.STORE_FINAL_STATE:
             store_final_state(acc, index, ids, gmem, params, config)
         if config.ACCUMULATE_DN:
-            at_n = gmem.n_out + state_index(index, params).to(gl.int64) * config.DX + ids.rk
+            at_n = gmem.n_out + scheduler.state_index(index, params).to(gl.int64) * config.DX + ids.rk
             gl.store(at_n, acc.dn, mask=ids.has_n)
-        index = next_work_tile(index)
+        index = scheduler.next_work_tile(index)
     tma.store_wait(0)
     # The store warp waits for the last tile, too.
     if not config.TRANSPOSED or config.SAVE_D:
         mbarrier.arrive(shared.empty.index((pipe_state.index + config.STAGES - 1) % config.STAGES), count=1)
 
 
-@gluon.jit(do_not_specialize=RUNTIME_SCALARS)
+@gluon.jit(do_not_specialize=scheduler.RUNTIME_SCALARS)
 def dq_dk_kernel(
     X, Y, Z, W, Out, gates, i_gate, f_gate, w_out, state_in, state_out, n_in, n_out, checkpoints, n_checkpoints, dots,
     zero_counts, schedule, T, tiles_per_head, H, group_size, segment_steps, num_work_tiles, stride_ib, stride_it,
@@ -678,7 +637,7 @@ def dq_dk_kernel(
     ACCUMULATE_DN: gl.constexpr = IS_SEGMENTED and NORMALIZE and USE_DP_OFFSET and not REVERSE
     partitions(
         (X, Y, Z, W),
-        GateSource(
+        gate_warp.GateSource(
             vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
             stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
             GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
@@ -688,7 +647,7 @@ def dq_dk_kernel(
             out=Out, state_in=state_in, state_out=state_out, n_in=n_in, n_out=n_out, checkpoints=checkpoints,
             n_checkpoints=n_checkpoints, dots=dots,
         ),
-        SchedulerParams(
+        scheduler.SchedulerParams(
             T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
             schedule=schedule if IS_VARLEN else None,
         ),
@@ -708,9 +667,9 @@ def run_second_gate_warp(
 ):
     """Run the second gate warp, or with NUM_SPLITS above 1 the zero-fill warp in its place."""
     if config.NUM_SPLITS == 1:
-        run_gate_warp(1, source, buffers, full, empty, params, tiles_per_head, gate_config)
+        gate_warp.run_gate_warp(1, source, buffers, full, empty, params, tiles_per_head, gate_config)
     else:
-        run_zero_fill_warp(out, zeros, zero_counts, full, empty, params, config)
+        split_reduce.run_zero_fill_warp(out, zeros, zero_counts, full, empty, params, config)
 
 
 @gluon.jit
@@ -720,35 +679,35 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
     dtype: gl.constexpr = X.dtype
-    x = allocate_tiles(X, STAGES)
-    y = allocate_tiles(Y, STAGES)
-    z = allocate_tiles(Z, STAGES)
-    w = allocate_tiles(W, 2 * STAGES)
-    p = allocate_operands(dtype, 2, L, L)
-    g = allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
-    u = allocate_vectors(dtype, STAGES, 2 * L)
-    delta = allocate_vectors(gl.float32, STAGES, L)
-    partial_dots = delta if config.TRANSPOSED else allocate_vectors(gl.float32, STAGES, 8 * L)
-    d = allocate_vectors(gl.float32, STAGES, L) if config.FUSE_NORMALIZER else partial_dots
-    floor = allocate_vectors(gl.float32, STAGES, L) if config.FUSE_NORMALIZER else None
-    matrix = allocate_operands(dtype, STAGES, 8, L) if config.FUSE_NORMALIZER else None
-    n = allocate_operands(dtype, 2, 8, config.DY) if config.FUSE_NORMALIZER else None
-    sums = allocate_vectors(gl.float32, 4, L) if config.FUSE_NORMALIZER else None
-    inverse = allocate_vectors(gl.float32, 2, L) if config.FUSE_NORMALIZER else None
-    initial_n_ready = allocate_barrier(2) if config.FUSE_NORMALIZER else None
+    x = pipeline.allocate_tiles(X, STAGES)
+    y = pipeline.allocate_tiles(Y, STAGES)
+    z = pipeline.allocate_tiles(Z, STAGES)
+    w = pipeline.allocate_tiles(W, 2 * STAGES)
+    p = pipeline.allocate_operands(dtype, 2, L, L)
+    g = pipeline.allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
+    u = pipeline.allocate_vectors(dtype, STAGES, 2 * L)
+    delta = pipeline.allocate_vectors(gl.float32, STAGES, L)
+    partial_dots = delta if config.TRANSPOSED else pipeline.allocate_vectors(gl.float32, STAGES, 8 * L)
+    d = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.FUSE_NORMALIZER else partial_dots
+    floor = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.FUSE_NORMALIZER else None
+    matrix = pipeline.allocate_operands(dtype, STAGES, 8, L) if config.FUSE_NORMALIZER else None
+    n = pipeline.allocate_operands(dtype, 2, 8, config.DY) if config.FUSE_NORMALIZER else None
+    sums = pipeline.allocate_vectors(gl.float32, 4, L) if config.FUSE_NORMALIZER else None
+    inverse = pipeline.allocate_vectors(gl.float32, 2, L) if config.FUSE_NORMALIZER else None
+    initial_n_ready = pipeline.allocate_barrier(2) if config.FUSE_NORMALIZER else None
     RESULT: gl.constexpr = GATE_SUMS if not config.TRANSPOSED else (DENOMINATORS if config.SAVE_D else NO_RESULT)
     SPLIT_REDUCE: gl.constexpr = config.NUM_SPLITS > 1
-    zeros = allocate_tiles(gmem.out, 1) if SPLIT_REDUCE else x
-    full, empty = allocate_full_empty(STAGES, full_arrivals(RESULT) + (1 if SPLIT_REDUCE else 0), 2)
-    ready = allocate_barriers(2, 2)
+    zeros = pipeline.allocate_tiles(gmem.out, 1) if SPLIT_REDUCE else x
+    full, empty = pipeline.allocate_full_empty(STAGES, store_warp.full_arrivals(RESULT) + (1 if SPLIT_REDUCE else 0), 2)
+    ready = pipeline.allocate_barriers(2, 2)
     fence_async_shared()
     shared = SharedStorage(
         x=x, y=y, z=z, w=w, g=g, u=u, delta=delta, partial_dots=partial_dots, full=full, empty=empty, p=p, ready=ready,
         floor=floor, matrix=matrix, n=n, sums=sums, inverse=inverse, initial_n_ready=initial_n_ready, d=d,
     )  # fmt: skip
-    buffers = GateBuffers(g, u, floor if config.FUSE_NORMALIZER else delta, matrix)
+    buffers = gate_warp.GateBuffers(g, u, floor if config.FUSE_NORMALIZER else delta, matrix)
     # Two gate warps where one would be slower than the consumers, and the place of the second is free.
-    gate_config: gl.constexpr = GateWarpConfig(
+    gate_config: gl.constexpr = gate_warp.GateWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED,
         EXTRA=FLOOR if config.FUSE_NORMALIZER else (DELTA_P if config.USE_DP_OFFSET else None),
         NUM_SPLITS=config.NUM_SPLITS,
@@ -763,13 +722,13 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (X, Y, Z, W, shared, params, group_size, config)),
-            (run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+            (gate_warp.run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             (run_second_gate_warp, (
                 source, buffers, gmem.out, zeros, zero_counts, full, empty, params, tiles_per_head, gate_config, config,
             )),
-            (run_store_warp, (
+            (store_warp.run_store_warp, (
                 d, w_out, source.vectors, full, empty, params, tiles_per_head,
-                StoreWarpConfig(
+                store_warp.StoreWarpConfig(
                     L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
                 ),
             )),

@@ -50,28 +50,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.gate_kernels import FLOOR
-from tfla.backends.hopper import host
-from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateVectors, GateWarpConfig, run_gate_warp
-from tfla.backends.hopper.mma import (
-    accumulator_layout,
-    apply_causal_mask,
-    issue_mma,
-    load_gate_matrix,
-    scale_by_gates,
-    store_partial_dots,
-    to_left_operand,
-)
-from tfla.backends.hopper.normalizer import (
-    accumulator_rows,
-    divide_by_denominators,
-    empty_n,
-    issue_n_product,
-    load_initial_n,
-    store_shared_inverse,
-    store_shared_n,
-    store_shared_sums,
-    update_n,
-)
+from tfla.backends.hopper import gate_warp, host, mma, normalizer, pipeline, scheduler, store_warp
 from tfla.backends.hopper.pipeline import (
     CONSUMER_REGISTERS,
     CONSUMER_REGISTERS_MAX,
@@ -80,36 +59,8 @@ from tfla.backends.hopper.pipeline import (
     PRODUCER_REGISTERS_MIN,
     STATE_WEIGHT,
     TILE_DECAY,
-    PipelineState,
-    advance,
-    allocate_barrier,
-    allocate_barriers,
-    allocate_full_empty,
-    allocate_operands,
-    allocate_tiles,
-    allocate_vectors,
-    async_load,
-    async_store,
-    barrier,
-    producer_tail,
-    stage_and_phase,
 )
-from tfla.backends.hopper.scheduler import (
-    RUNTIME_SCALARS,
-    SchedulerParams,
-    get_work_tile,
-    next_work_tile,
-    state_index,
-    tile_coordinates,
-)
-from tfla.backends.hopper.store_warp import (
-    DENOMINATORS,
-    DP_OFFSETS,
-    NO_RESULT,
-    StoreWarpConfig,
-    full_arrivals,
-    run_store_warp,
-)
+from tfla.backends.hopper.store_warp import DENOMINATORS, DP_OFFSETS, NO_RESULT
 
 
 class Config(NamedTuple):
@@ -210,33 +161,37 @@ def run_load_warp(X, Y, Z, Y2, shared, params, group_size, config):
     n = 0
     column = gl.program_id(1) * (2 * WIDTH)
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = (steps + L - 1) // L
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if config.REVERSE else i) * L
             end = start + steps
-            s, phase = stage_and_phase(n, config.STAGES)
+            s, phase = pipeline.stage_and_phase(n, config.STAGES)
             mbarrier.wait(shared.empty.index(s), phase ^ 1)
             bar = shared.full.index(s)
             # The barrier completes when all of these bytes have arrived.
             mbarrier.expect(bar, X.block_type.nbytes + Z.block_type.nbytes + each_y * Y.block_type.nbytes)
-            async_load(Z, tile_coordinates(b, h // group_size, t, 0, end, params), bar, shared.z.index(s))
-            async_load(X, tile_coordinates(b, h // group_size, t, 0, end, params), bar, shared.x.index(s))
-            y = tile_coordinates(b, h, t, column, end, params)
-            y_right = tile_coordinates(b, h, t, column + WIDTH, end, params)
-            async_load(Y, y, bar, shared.y.index(2 * s))
-            async_load(Y, y_right, bar, shared.y.index(2 * s + 1))
+            pipeline.async_load(
+                Z, scheduler.tile_coordinates(b, h // group_size, t, 0, end, params), bar, shared.z.index(s)
+            )
+            pipeline.async_load(
+                X, scheduler.tile_coordinates(b, h // group_size, t, 0, end, params), bar, shared.x.index(s)
+            )
+            y = scheduler.tile_coordinates(b, h, t, column, end, params)
+            y_right = scheduler.tile_coordinates(b, h, t, column + WIDTH, end, params)
+            pipeline.async_load(Y, y, bar, shared.y.index(2 * s))
+            pipeline.async_load(Y, y_right, bar, shared.y.index(2 * s + 1))
             if config.COMPUTE_DP_OFFSET:
-                async_load(Y2, y, bar, shared.y2.index(2 * s))
-                async_load(Y2, y_right, bar, shared.y2.index(2 * s + 1))
+                pipeline.async_load(Y2, y, bar, shared.y2.index(2 * s))
+                pipeline.async_load(Y2, y_right, bar, shared.y2.index(2 * s + 1))
             n += 1
-    producer_tail(n, shared.full, shared.empty, config.STAGES)
+    pipeline.producer_tail(n, shared.full, shared.empty, config.STAGES)
 
 
 @gluon.jit
 def transposed_state_pointers(state, at, column, config):
     """Return pointers (64, dqk) to the transpose of 64 columns, from `column` on, of state `at`, (dqk, dhv)."""
-    layout: gl.constexpr = accumulator_layout(config.DK)
+    layout: gl.constexpr = mma.accumulator_layout(config.DK)
     v = column + gl.arange(0, 64, gl.SliceLayout(1, layout))
     k = gl.arange(0, config.DK, gl.SliceLayout(0, layout))
     return state + at.to(gl.int64) * (config.DK * config.DV) + gl.expand_dims(v, 1) + gl.expand_dims(k, 0) * config.DV
@@ -245,24 +200,24 @@ def transposed_state_pointers(state, at, column, config):
 @gluon.jit
 def load_initial_state(index, ids, gmem, params, config):
     """Return the state before the first step of work tile `index`: zeros, or loaded with USE_INITIAL_STATE."""
-    C0 = gl.zeros([64, config.DK], gl.float32, accumulator_layout(config.DK))
-    C1 = gl.zeros([64, config.DK], gl.float32, accumulator_layout(config.DK))
-    N = empty_n()
+    C0 = gl.zeros([64, config.DK], gl.float32, mma.accumulator_layout(config.DK))
+    C1 = gl.zeros([64, config.DK], gl.float32, mma.accumulator_layout(config.DK))
+    N = normalizer.empty_n()
     if config.USE_INITIAL_STATE:
-        at = state_index(index, params)
+        at = scheduler.state_index(index, params)
         if config.BLOCKS == 2:
             C1 = gl.load(transposed_state_pointers(gmem.state_in, at, ids.column + 64, config)).to(gl.float32)
         # (64, dqk)
         C0 = gl.load(transposed_state_pointers(gmem.state_in, at, ids.column, config)).to(gl.float32)
         if config.NORMALIZE:
-            N = load_initial_n(gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk))  # (64)
+            N = normalizer.load_initial_n(gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk))  # (64)
     return Accumulators(C0, C1, N)
 
 
 @gluon.jit
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
-    at = state_index(index, params)
+    at = scheduler.state_index(index, params)
     if config.BLOCKS == 2:
         gl.store(transposed_state_pointers(gmem.state_out, at, ids.column + 64, config), acc.C1)
     gl.store(transposed_state_pointers(gmem.state_out, at, ids.column, config), acc.C0)
@@ -276,7 +231,7 @@ def issue_scores(shared, s, half: gl.constexpr, config):
     L: gl.constexpr = config.L
     z = shared.z.index(s).reshape([L, config.DK])
     x = shared.x.index(s).reshape([L, config.DK]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
-    return issue_mma(z, x)
+    return mma.issue_mma(z, x)
 
 
 @gluon.jit
@@ -312,7 +267,7 @@ def store_dots(y, y2, to, half: gl.constexpr, config):
     WIDTH: gl.constexpr = 64 * config.BLOCKS
     y = y.reshape([config.L, WIDTH])
     y2 = y2.reshape([config.L, WIDTH])
-    products = warpgroup_mma_wait(0, deps=[issue_mma(y2, y.permute((1, 0)))])
+    products = warpgroup_mma_wait(0, deps=[mma.issue_mma(y2, y.permute((1, 0)))])
     layout: gl.constexpr = products.type.layout
     i = gl.expand_dims(gl.arange(0, config.L, gl.SliceLayout(1, layout)), 1)
     j = gl.expand_dims(gl.arange(0, config.L, gl.SliceLayout(0, layout)), 0)
@@ -326,8 +281,8 @@ def issue_state_product(C, z):
     Returns:
         The product, and the left operand: C^T, rounded, in registers. Both must be waited for.
     """
-    A = to_left_operand(C.to(z.dtype), z.shape[0])
-    return issue_mma(A, z.permute((1, 0))), A
+    A = mma.to_left_operand(C.to(z.dtype), z.shape[0])
+    return mma.issue_mma(A, z.permute((1, 0))), A
 
 
 @gluon.jit
@@ -337,7 +292,7 @@ def issue_intra_tile(out, weight, y_t, p):
     Returns:
         The sum, and the left operand in registers. Both must be waited for.
     """
-    A = to_left_operand(y_t, p.shape[1])
+    A = mma.to_left_operand(y_t, p.shape[1])
     return warpgroup_mma(A, p, out * weight, is_async=True), A
 
 
@@ -348,7 +303,7 @@ def issue_state_update(C, tile_decay, y_t, w, x):
     Returns:
         The sum, and the left operand in registers. Both must be waited for.
     """
-    B = scale_by_gates(y_t, w, x.shape[0], gl.DotOperandLayout(0, accumulator_layout(x.shape[1]), 2))
+    B = mma.scale_by_gates(y_t, w, x.shape[0], gl.DotOperandLayout(0, mma.accumulator_layout(x.shape[1]), 2))
     return warpgroup_mma(B, x, C * tile_decay, is_async=True), B
 
 
@@ -360,13 +315,13 @@ def finish_first_block(C, out, weight, y_t, to, p, x, tile_decay, shared, s, n, 
     both leave together.
     """
     if config.NORMALIZE:
-        d = issue_n_product(shared.z.index(s).reshape([config.L, config.DK]), shared, n)
+        d = normalizer.issue_n_product(shared.z.index(s).reshape([config.L, config.DK]), shared, n)
     out, A = issue_intra_tile(out, weight, y_t, p)
     C, B = issue_state_update(C, tile_decay, y_t, shared.w.index(s), x)
     if config.NORMALIZE:
         out, A, d = warpgroup_mma_wait(1, deps=[out, A, d])
-        store_shared_inverse(d, shared, s, n, half, config.L, config.SAVE_D)
-        out = divide_by_denominators(out, shared, half)
+        normalizer.store_shared_inverse(d, shared, s, n, half, config.L, config.SAVE_D)
+        out = normalizer.divide_by_denominators(out, shared, half)
     else:
         out, A = warpgroup_mma_wait(1, deps=[out, A])
     to.store(out.to(to.dtype))
@@ -395,13 +350,15 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     """
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
-    of_out: gl.constexpr = accumulator_layout(L)
+    of_out: gl.constexpr = mma.accumulator_layout(L)
     C, C1, N = acc
     s, phase, n = pipe_state
     x, y, z, g, p = view_tile(shared, s, n, half, config)
     t = (work_tile.tiles - 1 - step if config.REVERSE else step) * L
     # (1, 1)
-    tile_decay = gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, accumulator_layout(config.DK))), 0)
+    tile_decay = gl.expand_dims(
+        g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(config.DK))), 0
+    )
     y_b = transposed_block(y, 0, config)
     if config.COMPUTE_DP_OFFSET and config.BLOCKS == 2:
         # (3) do . h
@@ -416,7 +373,9 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     y_t = y_b.load(of_out)  # (64, L)
     if config.COMPUTE_DP_OFFSET and config.BLOCKS == 1:
         # (3) do . h
-        store_partial_dots(y_t, transposed_block(shared.y2.index(2 * s + half), 0, config), shared.d.index(s), half, L)
+        mma.store_partial_dots(
+            y_t, transposed_block(shared.y2.index(2 * s + half), 0, config), shared.d.index(s), half, L
+        )
     # (4) Both consumers have stored their half of P.
     mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     if config.BLOCKS == 2:
@@ -430,90 +389,90 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         y_t = y_b.load(of_out)  # (64, L)
     elif config.NORMALIZE:
         # (5) d and its inverse
-        d = warpgroup_mma_wait(0, deps=[issue_n_product(z, shared, n)])
-        store_shared_inverse(d, shared, s, n, half, L, config.SAVE_D)
+        d = warpgroup_mma_wait(0, deps=[normalizer.issue_n_product(z, shared, n)])
+        normalizer.store_shared_inverse(d, shared, s, n, half, L, config.SAVE_D)
     # (6) out^T <- out^T * a + y^T P^T
     out, A = issue_intra_tile(out, weight, y_t, p)
     # (7) C^T <- g C^T + (y * w)^T x
     C, B = issue_state_update(C, tile_decay, y_t, shared.w.index(s), x)
     if config.NORMALIZE:
         # (8) n <- g n + x^T w
-        N = update_n(N, x, half * 64, shared, s, L)
+        N = normalizer.update_n(N, x, half * 64, shared, s, L)
     # (9) The next tile has arrived: start its S while the products of this tile run.
-    s, phase = advance(s, phase, STAGES)
+    s, phase = pipeline.advance(s, phase, STAGES)
     n += 1
     mbarrier.wait(shared.full.index(s), phase)
     S = issue_scores(shared, s, half, config)
     # (10) The output, over y and on its way to memory.
     if config.NORMALIZE:
         out, A = warpgroup_mma_wait(3, deps=[out, A])  # C, N and S still run
-        out = divide_by_denominators(out, shared, half)
+        out = normalizer.divide_by_denominators(out, shared, half)
     else:
         out, A = warpgroup_mma_wait(2, deps=[out, A])  # C and S still run
     y_b.store(out.to(y.dtype))
     fence_async_shared()
-    async_store(
+    pipeline.async_store(
         gmem.out,
-        tile_coordinates(
+        scheduler.tile_coordinates(
             work_tile.b, work_tile.h, work_tile.start + t, ids.column, work_tile.start + work_tile.steps, params
         ),
         y,
     )
     # (11) P of the next tile
-    D = load_gate_matrix(shared.g.index(s), L, half, accumulator_layout(L // 2))  # (L, L / 2)
+    D = mma.load_gate_matrix(shared.g.index(s), L, half, mma.accumulator_layout(L // 2))  # (L, L / 2)
     if config.NORMALIZE:
         S, C, B, N = warpgroup_mma_wait(0, deps=[S, C, B, N])
     else:
         S, C, B = warpgroup_mma_wait(0, deps=[S, C, B])
-    P = apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE)
+    P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE)
     # (12) P, its row sums and n, for both consumers.
     if config.NORMALIZE:
-        store_shared_sums(P, shared, n, half)
-        store_shared_n(gl.sum(N, 1), shared.n.index(n % 2), half * 64)
+        normalizer.store_shared_sums(P, shared, n, half)
+        normalizer.store_shared_n(gl.sum(N, 1), shared.n.index(n % 2), half * 64)
     shared.p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(y.dtype))
     fence_async_shared()  # MMAs read P and n through the asynchronous proxy
-    barrier()  # all warps of this consumer have stored
+    pipeline.barrier()  # all warps of this consumer have stored
     mbarrier.arrive(shared.ready.index(n % 2), count=1)
     if config.BLOCKS == 2:
-        return Accumulators(C0, C, N), PipelineState(s, phase, n)
+        return Accumulators(C0, C, N), pipeline.PipelineState(s, phase, n)
     else:
-        return Accumulators(C, C1, N), PipelineState(s, phase, n)
+        return Accumulators(C, C1, N), pipeline.PipelineState(s, phase, n)
 
 
 @gluon.jit
 def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     """Run one consumer warpgroup over all work tiles of the program."""
     L: gl.constexpr = config.L
-    i = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(L // 2)))
-    j = gl.arange(0, L // 2, gl.SliceLayout(0, accumulator_layout(L // 2)))
-    rk = accumulator_rows(half * 64)
+    i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
+    j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
+    rk = normalizer.accumulator_rows(half * 64)
     column = gl.program_id(1) * (128 * config.BLOCKS) + half * (64 * config.BLOCKS)
     ids = FragmentIds(i, j, rk, column)
-    pipe_state = PipelineState(0, 0, 0)
+    pipe_state = pipeline.PipelineState(0, 0, 0)
     # (9), (11) and (12) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.full.index(0), 0)
     S = issue_scores(shared, 0, half, config)
-    D = load_gate_matrix(shared.g.index(0), L, half, accumulator_layout(L // 2))  # (L, L / 2)
+    D = mma.load_gate_matrix(shared.g.index(0), L, half, mma.accumulator_layout(L // 2))  # (L, L / 2)
     S = warpgroup_mma_wait(0, deps=[S])
-    P = apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE)
+    P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE)
     if config.NORMALIZE:
-        store_shared_sums(P, shared, 0, half)
+        normalizer.store_shared_sums(P, shared, 0, half)
     shared.p.index(0).slice(half * (L // 2), L // 2, 1).store(P.to(shared.p.dtype))
     fence_async_shared()
-    barrier()
+    pipeline.barrier()
     mbarrier.arrive(shared.ready.index(0), count=1)
     initial_n_phase = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         tiles = (steps + L - 1) // L
         work_tile = WorkTile(b=b, h=h, start=start, steps=steps, tiles=tiles)
         acc = load_initial_state(index, ids, gmem, params, config)
         if config.NORMALIZE:
             # The other consumer reads this half of n, too.
-            store_shared_n(gl.sum(acc.n, 1), shared.n.index(pipe_state.count % 2), half * 64)
+            normalizer.store_shared_n(gl.sum(acc.n, 1), shared.n.index(pipe_state.count % 2), half * 64)
             fence_async_shared()
-            barrier()
+            pipeline.barrier()
             mbarrier.arrive(shared.initial_n_ready, count=1)
             mbarrier.wait(shared.initial_n_ready, initial_n_phase)
             initial_n_phase ^= 1
@@ -521,14 +480,14 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
             acc, pipe_state = process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, half, config)
         if config.STORE_FINAL_STATE:
             store_final_state(acc, index, ids, gmem, params, config)
-        index = next_work_tile(index)
+        index = scheduler.next_work_tile(index)
     tma.store_wait(0)
     if config.SAVE_D or config.COMPUTE_DP_OFFSET:
         # (2) of the last tile, for the store warp: it stores the results of that tile when its stage is empty.
         mbarrier.arrive(shared.empty.index((pipe_state.index + config.STAGES - 1) % config.STAGES), count=1)
 
 
-@gluon.jit(do_not_specialize=RUNTIME_SCALARS)
+@gluon.jit(do_not_specialize=scheduler.RUNTIME_SCALARS)
 def o_dv_kernel(
     X, Y, Z, Y2, Out, gates, i_gate, f_gate, state_in, state_out, n_in, n_out, d_out, schedule,
     T, tiles_per_head, H, group_size, segment_steps, num_work_tiles, stride_ib, stride_it, stride_ih, stride_fb,
@@ -570,14 +529,14 @@ def o_dv_kernel(
     """
     partitions(
         X, Y, Z, Y2,
-        GateSource(
+        gate_warp.GateSource(
             vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
             stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
             GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
         ),
         d_out, tiles_per_head, group_size,
         GlobalPointers(out=Out, state_in=state_in, state_out=state_out, n_in=n_in, n_out=n_out),
-        SchedulerParams(
+        scheduler.SchedulerParams(
             T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
             schedule=schedule if IS_VARLEN else None,
         ),
@@ -595,38 +554,38 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
     dtype: gl.constexpr = X.dtype
-    x = allocate_tiles(X, STAGES)
-    z = allocate_tiles(Z, STAGES)
-    y = allocate_tiles(Y, 2 * STAGES)
-    y2 = allocate_tiles(Y, 2 * STAGES) if config.COMPUTE_DP_OFFSET else None
-    p = allocate_operands(dtype, 2, L, L)
-    g = allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
-    w = allocate_vectors(dtype, STAGES, 2 * L)
-    floor = allocate_vectors(gl.float32, STAGES, L) if config.NORMALIZE else None
-    matrix = allocate_operands(dtype, STAGES, 8, L) if config.NORMALIZE else None
-    n = allocate_operands(dtype, 2, 8, config.DK) if config.NORMALIZE else None
-    sums = allocate_vectors(gl.float32, 4, L) if config.NORMALIZE else None
-    inverse = allocate_vectors(gl.float32, 2, L) if config.NORMALIZE else None
+    x = pipeline.allocate_tiles(X, STAGES)
+    z = pipeline.allocate_tiles(Z, STAGES)
+    y = pipeline.allocate_tiles(Y, 2 * STAGES)
+    y2 = pipeline.allocate_tiles(Y, 2 * STAGES) if config.COMPUTE_DP_OFFSET else None
+    p = pipeline.allocate_operands(dtype, 2, L, L)
+    g = pipeline.allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
+    w = pipeline.allocate_vectors(dtype, STAGES, 2 * L)
+    floor = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.NORMALIZE else None
+    matrix = pipeline.allocate_operands(dtype, STAGES, 8, L) if config.NORMALIZE else None
+    n = pipeline.allocate_operands(dtype, 2, 8, config.DK) if config.NORMALIZE else None
+    sums = pipeline.allocate_vectors(gl.float32, 4, L) if config.NORMALIZE else None
+    inverse = pipeline.allocate_vectors(gl.float32, 2, L) if config.NORMALIZE else None
     d = g  # unused where the store warp has no RESULT
     if config.NORMALIZE or config.COMPUTE_DP_OFFSET:
         # Partial sums that both consumers leave: 1 each with `store_dots`, 4 each with `store_partial_dots`.
         parts: gl.constexpr = 2 if config.BLOCKS == 2 else 8
-        d = allocate_vectors(gl.float32, STAGES, (parts if config.COMPUTE_DP_OFFSET else 1) * L)
+        d = pipeline.allocate_vectors(gl.float32, STAGES, (parts if config.COMPUTE_DP_OFFSET else 1) * L)
     consumer_registers: gl.constexpr = CONSUMER_REGISTERS_MAX if config.BLOCKS == 2 else CONSUMER_REGISTERS
     producer_registers: gl.constexpr = PRODUCER_REGISTERS_MIN if config.BLOCKS == 2 else PRODUCER_REGISTERS
     RESULT: gl.constexpr = DP_OFFSETS if config.COMPUTE_DP_OFFSET else (DENOMINATORS if config.SAVE_D else NO_RESULT)
-    full, empty = allocate_full_empty(STAGES, full_arrivals(RESULT), 2)
-    ready = allocate_barriers(2, 2)
-    initial_n_ready = allocate_barrier(2) if config.NORMALIZE else None
+    full, empty = pipeline.allocate_full_empty(STAGES, store_warp.full_arrivals(RESULT), 2)
+    ready = pipeline.allocate_barriers(2, 2)
+    initial_n_ready = pipeline.allocate_barrier(2) if config.NORMALIZE else None
     fence_async_shared()
     shared = SharedStorage(
         x=x, y=y, z=z, y2=y2, g=g, w=w, full=full, empty=empty, d=d, floor=floor, matrix=matrix, p=p, ready=ready, n=n,
         sums=sums, inverse=inverse, initial_n_ready=initial_n_ready,
     )  # fmt: skip
-    buffers = GateBuffers(g, w, floor, matrix)
+    buffers = gate_warp.GateBuffers(g, w, floor, matrix)
     # One gate warp would be slower than the consumers with one block, whose tiles take less time, and with n, for which
     # it stores more.
-    gate_config: gl.constexpr = GateWarpConfig(
+    gate_config: gl.constexpr = gate_warp.GateWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED,
         EXTRA=FLOOR if config.NORMALIZE else None,
         GATE_WARPS=2 if config.BLOCKS == 1 or config.NORMALIZE else 1,
@@ -636,11 +595,11 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (X, Y, Z, Y2, shared, params, group_size, config)),
-            (run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
-            (run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
-            (run_store_warp, (
+            (gate_warp.run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+            (gate_warp.run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+            (store_warp.run_store_warp, (
                 d, d_out, source.vectors, full, empty, params, tiles_per_head,
-                StoreWarpConfig(
+                store_warp.StoreWarpConfig(
                     L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
                 ),
             )),
@@ -656,7 +615,7 @@ RING_STAGES_WITH_H = 2
 
 
 def launch(
-    ctx: LaunchContext, gates: GateVectors, x: Tensor, y: Tensor, z: Tensor, out: Tensor, *, reverse: bool,
+    ctx: LaunchContext, gates: gate_warp.GateVectors, x: Tensor, y: Tensor, z: Tensor, out: Tensor, *, reverse: bool,
     initial: Pair, final: Pair, d: Tensor | None = None, h: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Compute o with its denominators, or with `reverse` dv, into `out`, (B, T, H, dhv).

@@ -36,32 +36,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.results import new_segment_n, new_segment_states
-from tfla.backends.hopper import host
-from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateVectors, GateWarpConfig, run_gate_warp
-from tfla.backends.hopper.mma import accumulator_layout, scale_by_gates, state_pointers
+from tfla.backends.hopper import gate_warp, host, mma, pipeline, scheduler
 from tfla.backends.hopper.pipeline import (
     CONSUMER_REGISTERS,
     NUM_GATE_VECTORS,
     PRODUCER_REGISTERS,
     STATE_WEIGHT,
     TILE_DECAY,
-    advance,
-    allocate_full_empty,
-    allocate_tiles,
-    allocate_vectors,
-    async_load,
-    barrier,
-    producer_tail,
-    stage_and_phase,
-)
-from tfla.backends.hopper.scheduler import (
-    RUNTIME_SCALARS,
-    SchedulerParams,
-    get_work_tile,
-    next_work_tile,
-    num_tiles,
-    state_index,
-    tile_coordinates,
 )
 
 
@@ -115,19 +96,21 @@ def run_load_warp(X, Y, shared, params, group_size, config):
     row = gl.program_id(1) // config.NUM_SPLITS * 128
     column = gl.program_id(1) % config.NUM_SPLITS * Y.block_type.shape[-1]
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
-        tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
+        tiles = scheduler.num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         for i in range(0, tiles):
             t = start + (tiles - 1 - i if config.REVERSE else i) * L
             end = start + steps
-            s, phase = stage_and_phase(n, config.STAGES)
+            s, phase = pipeline.stage_and_phase(n, config.STAGES)
             mbarrier.wait(shared.empty.index(s), phase ^ 1)
             bar = shared.full.index(s)
             mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes)
-            async_load(X, tile_coordinates(b, h // group_size, t, row, end, params), bar, shared.x.index(s))
-            async_load(Y, tile_coordinates(b, h, t, column, end, params), bar, shared.y.index(s))
+            pipeline.async_load(
+                X, scheduler.tile_coordinates(b, h // group_size, t, row, end, params), bar, shared.x.index(s)
+            )
+            pipeline.async_load(Y, scheduler.tile_coordinates(b, h, t, column, end, params), bar, shared.y.index(s))
             n += 1
-    producer_tail(n, shared.full, shared.empty, config.STAGES)
+    pipeline.producer_tail(n, shared.full, shared.empty, config.STAGES)
 
 
 @gluon.jit
@@ -135,13 +118,13 @@ def load_left_operand(shared, s, half: gl.constexpr, config):
     """Return (x * w)^T of the tile in stage s, (64, L), and with NORMALIZE x^T w, (64), else zeros, step (4)."""
     L: gl.constexpr = config.L
     # (64, L)
-    x_t = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0)).load(accumulator_layout(L))
-    sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, accumulator_layout(L)))
+    x_t = shared.x.index(s).reshape([L, 128]).slice(half * 64, 64, 1).permute((1, 0)).load(mma.accumulator_layout(L))
+    sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, mma.accumulator_layout(L)))
     if config.NORMALIZE:
         # From w in float32: outputs are divided by q . n, which can be far smaller than q and n.
-        w = shared.g.index(s).slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, accumulator_layout(L)))  # (L)
+        w = shared.g.index(s).slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, mma.accumulator_layout(L)))  # (L)
         sums = gl.sum(x_t.to(gl.float32) * gl.expand_dims(w, 0), 1)
-    return scale_by_gates(x_t, shared.u.index(s), L, gl.DotOperandLayout(0, accumulator_layout(128), 2)), sums
+    return mma.scale_by_gates(x_t, shared.u.index(s), L, gl.DotOperandLayout(0, mma.accumulator_layout(128), 2)), sums
 
 
 @gluon.jit
@@ -152,7 +135,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     """
     L: gl.constexpr = config.L
     WIDTH: gl.constexpr = config.DY // config.NUM_SPLITS
-    of_state: gl.constexpr = accumulator_layout(128)
+    of_state: gl.constexpr = mma.accumulator_layout(128)
     row = gl.program_id(1) // config.NUM_SPLITS * 128 + half * 64
     column = gl.program_id(1) % config.NUM_SPLITS * WIDTH
     one = gl.arange(0, 1, gl.SliceLayout(0, of_state))
@@ -162,12 +145,12 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     B, sums = load_left_operand(shared, 0, half, config)
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        _b, _h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+        _b, _h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         C0 = gl.zeros([64, 128], gl.float32, of_state)
         C1 = gl.zeros([64, 128], gl.float32, of_state)
-        N = gl.zeros([64], gl.float32, gl.SliceLayout(1, accumulator_layout(L)))
+        N = gl.zeros([64], gl.float32, gl.SliceLayout(1, mma.accumulator_layout(L)))
         total = one.to(gl.float32) + 1.0
-        for _ in range(0, num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)):
+        for _ in range(0, scheduler.num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)):
             y = shared.y.index(s).reshape([L, WIDTH])
             # (1) total <- g total
             decay = shared.g.index(s).slice(TILE_DECAY * L, 1, 0)
@@ -176,14 +159,14 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
             total = total * of_tile
             # (2) n <- g n + x^T w
             if config.NORMALIZE:
-                N = N * gl.max(decay.load(gl.SliceLayout(0, accumulator_layout(L))), 0) + sums
+                N = N * gl.max(decay.load(gl.SliceLayout(0, mma.accumulator_layout(L))), 0) + sums
             # (3) C <- g C + (x * w)^T y
             C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * tile_decay, is_async=True)
             if WIDTH == 256:
                 C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * tile_decay, is_async=True)
             # (4) The left operand of the next tile, or of the stage without data after the last one.
             done = s
-            s, phase = advance(s, phase, config.STAGES)
+            s, phase = pipeline.advance(s, phase, config.STAGES)
             mbarrier.wait(shared.full.index(s), phase)
             next_B, sums = load_left_operand(shared, s, half, config)
             if WIDTH == 256:
@@ -192,10 +175,10 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
                 C0, B = warpgroup_mma_wait(0, deps=[C0, B])
             B = next_B
             # (5) The stage is empty: all warps have read the tile.
-            barrier()
+            pipeline.barrier()
             mbarrier.arrive(shared.empty.index(done), count=1)
-        store_segment_state(C0, C1, N, total, one, state_index(index, params), row, column, gmem, config)
-        index = next_work_tile(index)
+        store_segment_state(C0, C1, N, total, one, scheduler.state_index(index, params), row, column, gmem, config)
+        index = scheduler.next_work_tile(index)
 
 
 @gluon.jit
@@ -219,16 +202,18 @@ def store_segment_state(C0, C1, N, total, one, at, row, column, gmem, config):
     state_out = gmem.state_out
     dtype: gl.constexpr = state_out.dtype.element_ty
     of_state: gl.constexpr = C0.type.layout
-    gl.store(state_pointers(state_out, at, row, column, config.DX, config.DY, False, of_state), C0.to(dtype))
+    gl.store(mma.state_pointers(state_out, at, row, column, config.DX, config.DY, False, of_state), C0.to(dtype))
     if config.DY == 256 * config.NUM_SPLITS:
-        gl.store(state_pointers(state_out, at, row, column + 128, config.DX, config.DY, False, of_state), C1.to(dtype))
+        gl.store(
+            mma.state_pointers(state_out, at, row, column + 128, config.DX, config.DY, False, of_state), C1.to(dtype)
+        )
     if config.NORMALIZE:
         rk = row + gl.arange(0, 64, N.type.layout)
         gl.store(gmem.n_out + at.to(gl.int64) * config.DX + rk, N, mask=rk * 0 + column == 0)
     gl.store(gmem.decays + at + one, total, mask=one + row + column == 0)
 
 
-@gluon.jit(do_not_specialize=RUNTIME_SCALARS)
+@gluon.jit(do_not_specialize=scheduler.RUNTIME_SCALARS)
 def segment_states_kernel(
     X, Y, gates, i_gate, f_gate, state_out, n_out, decays, schedule,
     T, tiles_per_head, H, group_size, segment_steps, num_work_tiles, stride_ib, stride_it, stride_ih, stride_fb,
@@ -263,13 +248,13 @@ def segment_states_kernel(
     """
     partitions(
         X, Y,
-        GateSource(
+        gate_warp.GateSource(
             vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
             stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
             GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
         ),
         tiles_per_head, group_size, GlobalPointers(state_out, n_out, decays),
-        SchedulerParams(
+        scheduler.SchedulerParams(
             T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
             schedule=schedule if IS_VARLEN else None,
         ),
@@ -285,15 +270,15 @@ def partitions(X, Y, source, tiles_per_head, group_size, gmem, params, config):
     """Allocate shared memory and start the partitions of the program: consumers, load and gate warps."""
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
-    x = allocate_tiles(X, STAGES)
-    y = allocate_tiles(Y, STAGES)
-    g = allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
-    u = allocate_vectors(X.dtype, STAGES, 2 * L)
-    full, empty = allocate_full_empty(STAGES, 2, 2)
+    x = pipeline.allocate_tiles(X, STAGES)
+    y = pipeline.allocate_tiles(Y, STAGES)
+    g = pipeline.allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
+    u = pipeline.allocate_vectors(X.dtype, STAGES, 2 * L)
+    full, empty = pipeline.allocate_full_empty(STAGES, 2, 2)
     fence_async_shared()
     shared = SharedStorage(x=x, y=y, g=g, u=u, full=full, empty=empty)
-    buffers = GateBuffers(g, u)
-    gate_config: gl.constexpr = GateWarpConfig(
+    buffers = gate_warp.GateBuffers(g, u)
+    gate_config: gl.constexpr = gate_warp.GateWarpConfig(
         L=L,
         STAGES=STAGES,
         REVERSE=config.REVERSE,
@@ -307,8 +292,8 @@ def partitions(X, Y, source, tiles_per_head, group_size, gmem, params, config):
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (X, Y, shared, params, group_size, config)),
-            (run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
-            (run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+            (gate_warp.run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+            (gate_warp.run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -319,7 +304,14 @@ RING_STAGES = 4
 
 
 def launch(
-    ctx: LaunchContext, gates: GateVectors, x: Tensor, y: Tensor, *, reverse: bool, normalize: bool, skip_last: bool
+    ctx: LaunchContext,
+    gates: gate_warp.GateVectors,
+    x: Tensor,
+    y: Tensor,
+    *,
+    reverse: bool,
+    normalize: bool,
+    skip_last: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return what each segment adds to C, or with `reverse` to dC, and the decays over segments.
 

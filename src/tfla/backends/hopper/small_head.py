@@ -57,42 +57,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.gpu.gate_kernels import DELTA_P, FLOOR, VECTORS
-from tfla.backends.hopper.gate_warp import GateBuffers, GateSource, GateWarpConfig, run_gate_warp
-from tfla.backends.hopper.mma import (
-    accumulator_layout,
-    apply_causal_mask,
-    issue_mma,
-    load_gate_matrix,
-    load_update_weights,
-    scale_by_gates,
-    state_pointers,
-    to_left_operand,
-)
+from tfla.backends.hopper import gate_warp, mma, pipeline, scheduler
 from tfla.backends.hopper.pipeline import (
     CONSUMER_REGISTERS,
     NUM_GATE_VECTORS,
     PRODUCER_REGISTERS,
     STATE_WEIGHT,
     TILE_DECAY,
-    advance,
-    allocate_barrier,
-    allocate_full_empty,
-    allocate_operands,
-    allocate_tiles,
-    allocate_vectors,
-    async_load,
-    async_store,
-    barrier,
-    stage_and_phase,
-)
-from tfla.backends.hopper.scheduler import (
-    RUNTIME_SCALARS,
-    SchedulerParams,
-    get_work_tile,
-    next_work_tile,
-    num_tiles,
-    state_index,
-    tile_coordinates,
 )
 
 
@@ -240,33 +211,33 @@ def run_load_warp(tensors, shared, params, group_size, config):
     n = 0
     num_checkpoints = 0
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, _first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
-        tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
+        tiles = scheduler.num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         for i in range(0, tiles):
             step = (tiles - 1 - i if config.REVERSE else i) * L
             t = start + step
             end = start + steps
-            s, phase = stage_and_phase(n, config.STAGES)
+            s, phase = pipeline.stage_and_phase(n, config.STAGES)
             mbarrier.wait(shared.empty.index(s), phase ^ 1)
             bar = shared.full.index(s)
             mbarrier.expect(bar, of_k + of_v)
             for e in gl.static_range(QK_COPIES):
-                x = tile_coordinates(b, (h * HEADS + e) // group_size, t, 0, end, params)
-                async_load(X, x, bar, shared.x.index(QK_COPIES * s + e))
+                x = scheduler.tile_coordinates(b, (h * HEADS + e) // group_size, t, 0, end, params)
+                pipeline.async_load(X, x, bar, shared.x.index(QK_COPIES * s + e))
                 if config.HAS_OUTPUT:
-                    async_load(ZK, x, bar, shared.zk.index(QK_COPIES * s + e))
+                    pipeline.async_load(ZK, x, bar, shared.zk.index(QK_COPIES * s + e))
             for e in gl.static_range(HEADS):
-                y = tile_coordinates(b, h * HEADS + e, t, 0, end, params)
-                async_load(Y, y, bar, shared.y.index(HEADS * s + e))
+                y = scheduler.tile_coordinates(b, h * HEADS + e, t, 0, end, params)
+                pipeline.async_load(Y, y, bar, shared.y.index(HEADS * s + e))
                 if config.OUTPUT_K:
-                    async_load(ZV, y, bar, shared.zv.index(HEADS * s + e))
+                    pipeline.async_load(ZV, y, bar, shared.zv.index(HEADS * s + e))
             n += 1
             if config.HAS_CHECKPOINTS and config.REVERSE and step > 0 and step % config.CHECKPOINT_STEPS == 0:
                 for e in gl.static_range(HEADS):
                     mbarrier.wait(shared.empty_checkpoint.index(e), (num_checkpoints & 1) ^ 1)
                     mbarrier.expect(shared.full_checkpoint.index(e), Checkpoints.block_type.nbytes)
                     row = checkpoint_index(b, start, step, h * HEADS + e, params, config) * config.DK
-                    async_load(
+                    pipeline.async_load(
                         Checkpoints,
                         [row.to(gl.int32), 0],
                         shared.full_checkpoint.index(e),
@@ -338,20 +309,20 @@ def store_shared_state(C, N, c, n, NORMALIZE: gl.constexpr):
     if NORMALIZE:
         n.store(N)
     fence_async_shared()
-    barrier()
+    pipeline.barrier()
 
 
 @gluon.jit
 def load_initial_state(index, ids, gmem, params, head: gl.constexpr, config):
     """Return the state before the first step of work tile `index`: zeros, or loaded with USE_INITIAL_STATE."""
-    of_v: gl.constexpr = accumulator_layout(config.DV)
+    of_v: gl.constexpr = mma.accumulator_layout(config.DV)
     C = gl.zeros([config.DK, config.DV], gl.float32, of_v)
-    N = gl.zeros([config.DK], gl.float32, gl.SliceLayout(1, accumulator_layout(config.L)))
+    N = gl.zeros([config.DK], gl.float32, gl.SliceLayout(1, mma.accumulator_layout(config.L)))
     total = ids.one.to(gl.float32) + 1.0
     if config.USE_INITIAL_STATE:
-        at = state_index(index, params) * config.HEADS + head
+        at = scheduler.state_index(index, params) * config.HEADS + head
         C = gl.load(
-            state_pointers(gmem.state_in, at, 0, 0, config.DK, config.DV, False, of_v, config.DK, config.DV)
+            mma.state_pointers(gmem.state_in, at, 0, 0, config.DK, config.DV, False, of_v, config.DK, config.DV)
         ).to(gl.float32)  # (dqk, dhv)  # fmt: skip
         if config.NORMALIZE:
             N = gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk)  # (dqk)
@@ -363,10 +334,10 @@ def store_final_state(acc, index, ids, gmem, params, head: gl.constexpr, config)
     """Store the state after the last step of work tile `index`, and without outputs the decay over it."""
     C, N, total = acc
     state_out = gmem.state_out
-    at = state_index(index, params) * config.HEADS + head
+    at = scheduler.state_index(index, params) * config.HEADS + head
     dtype: gl.constexpr = state_out.dtype.element_ty
-    pointers = state_pointers(
-        state_out, at, 0, 0, config.DK, config.DV, False, accumulator_layout(config.DV), config.DK, config.DV
+    pointers = mma.state_pointers(
+        state_out, at, 0, 0, config.DK, config.DV, False, mma.accumulator_layout(config.DV), config.DK, config.DV
     )
     gl.store(pointers, C.to(dtype))
     if config.NORMALIZE:
@@ -379,7 +350,7 @@ def store_final_state(acc, index, ids, gmem, params, head: gl.constexpr, config)
 def compute_denominators(P, tile, weight, config):
     """Return d = a * (zk n) + P 1, (L), step (3)."""
     of_v: gl.constexpr = weight.type.layout
-    of_k: gl.constexpr = accumulator_layout(config.DK)
+    of_k: gl.constexpr = mma.accumulator_layout(config.DK)
     row = gl.expand_dims(tile.n.load(gl.SliceLayout(0, of_k)), 0)  # (1, dqk)
     dot = gl.sum(tile.zk.load(of_k).to(gl.float32) * row, 1)
     d = gl.convert_layout(gl.sum(P, 1), of_v, assert_trivial=True)
@@ -418,10 +389,10 @@ def compute_dp_offset(S, K, D, t, tile, work_tile, ids, gmem, config):
     L: gl.constexpr = config.L
     of_k: gl.constexpr = K.type.layout
     # (L, L)
-    R = warpgroup_mma_wait(0, deps=[issue_mma(tile.zk, tile.x.permute((1, 0)))])
+    R = warpgroup_mma_wait(0, deps=[mma.issue_mma(tile.zk, tile.x.permute((1, 0)))])
     dot = gl.sum(K * tile.zk.load(of_k).to(gl.float32), 1)  # (L)
     dot *= tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, of_k))
-    scores = gl.sum(apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE) * R, 1)
+    scores = gl.sum(mma.apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE) * R, 1)
     dot += gl.convert_layout(scores, dot.type.layout, assert_trivial=True)
     u = tile.e.load(dot.type.layout)  # -u, (L)
     delta = gl.where(u == 0.0, 0.0, u * dot)
@@ -457,10 +428,10 @@ def issue_k_output(S, K, D, t, tile, work_tile, ids, gmem, config):
         if config.USE_DP_OFFSET:
             S += gl.expand_dims(tile.e.load(gl.SliceLayout(0, S.type.layout)), 0)
     if config.OUTPUT_V:
-        D = load_gate_matrix(tile.g, L, 0, accumulator_layout(L), 1)  # reloaded: out_v needs its registers
-    P = apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE)
-    A = to_left_operand(P.to(tile.x.dtype), config.DK)
-    weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, accumulator_layout(config.DK)))  # (L)
+        D = mma.load_gate_matrix(tile.g, L, 0, mma.accumulator_layout(L), 1)  # reloaded: out_v needs its registers
+    P = mma.apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE)
+    A = mma.to_left_operand(P.to(tile.x.dtype), config.DK)
+    weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, mma.accumulator_layout(config.DK)))  # (L)
     if not config.COMPUTE_DP_OFFSET:
         K = warpgroup_mma_wait(0, deps=[K])
     if config.NORMALIZE:
@@ -487,7 +458,7 @@ def update_n(N, x_t, tile, config):
     N = N * gl.max(tile.g.slice(TILE_DECAY * L, 1, 0).load(layout), 0)
     if config.USE_DP_OFFSET or not config.REVERSE:
         # From unrounded products: outputs are divided by q . n, which can be far smaller than q and n.
-        update = load_update_weights(tile.u, L, layout)  # (L)
+        update = mma.load_update_weights(tile.u, L, layout)  # (L)
         if config.REVERSE:
             update = update * tile.e.load(layout)
         N += gl.sum(x_t.to(gl.float32) * gl.expand_dims(update, 0), 1)
@@ -504,12 +475,12 @@ def reduce_head_pair(K, part, shared, n, head: gl.constexpr):
     if head == 1:
         mbarrier.wait(shared.part_empty, (n & 1) ^ 1)
         part.store(K.to(part.dtype))
-        barrier()
+        pipeline.barrier()
         mbarrier.arrive(shared.part_full, count=1)
     else:
         mbarrier.wait(shared.part_full, n & 1)
         K += part.load(K.type.layout).to(gl.float32)
-        barrier()
+        pipeline.barrier()
         mbarrier.arrive(shared.part_empty, count=1)
     return K
 
@@ -520,15 +491,15 @@ def store_outputs(s, t, work_tile, gmem, shared, params, head: gl.constexpr, con
     copy: gl.constexpr = 0 if config.SHARED_QK else head
     if config.OUTPUT_V:
         of_out = (shared.zv if config.OUTPUT_K else shared.y).index(config.HEADS * s + head)
-        async_store(
+        pipeline.async_store(
             gmem.out_v,
-            tile_coordinates(
+            scheduler.tile_coordinates(
                 work_tile.b, work_tile.h, work_tile.start + t, 0, work_tile.start + work_tile.steps, params
             ),
             of_out,
         )
     if config.OUTPUT_K and copy == head:
-        at_k = tile_coordinates(
+        at_k = scheduler.tile_coordinates(
             work_tile.b,
             work_tile.head_group * config.QK_COPIES + copy,
             work_tile.start + t,
@@ -536,7 +507,7 @@ def store_outputs(s, t, work_tile, gmem, shared, params, head: gl.constexpr, con
             work_tile.start + work_tile.steps,
             params,
         )
-        async_store(gmem.out_k, at_k, shared.zk.index(config.QK_COPIES * s + copy))
+        pipeline.async_store(gmem.out_k, at_k, shared.zk.index(config.QK_COPIES * s + copy))
 
 
 @gluon.jit
@@ -553,7 +524,7 @@ def at_checkpoint(C, N, c, t, n, num_checkpoints, work_tile, ids, gmem, shared, 
             store_checkpoint_dots(C, N, checkpoint, n, num_checkpoints, ids, gmem, shared, head, config)
             num_checkpoints += 1
         else:
-            async_store(gmem.checkpoints, [(checkpoint * config.DK).to(gl.int32), 0], c)
+            pipeline.async_store(gmem.checkpoints, [(checkpoint * config.DK).to(gl.int32), 0], c)
             if config.NORMALIZE:
                 gl.store(gmem.n_checkpoints + checkpoint * config.DK + ids.rk, N)
     return num_checkpoints
@@ -574,7 +545,7 @@ def store_checkpoint_dots(dC, dN, checkpoint, n, num_checkpoints, ids, gmem, sha
     mbarrier.wait(full, phase)
     # C is (dqk, dhv), the sum over its columns (dqk).
     both = gl.convert_layout(gl.sum(dC * C.load(dC.type.layout).to(gl.float32), 1), of_row, assert_trivial=True)
-    barrier()
+    pipeline.barrier()
     mbarrier.arrive(empty, count=1)
     if config.NORMALIZE:
         both += dN * gl.load(gmem.n_checkpoints + checkpoint * config.DK + ids.rk)
@@ -604,7 +575,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
     L: gl.constexpr = config.L
     STAGES: gl.constexpr = config.STAGES
     copy: gl.constexpr = 0 if config.SHARED_QK else head
-    of_p: gl.constexpr = accumulator_layout(L)
+    of_p: gl.constexpr = mma.accumulator_layout(L)
     dtype: gl.constexpr = shared.x.dtype
     C, N, total = acc
     s, phase, n, num_checkpoints = pipe_state
@@ -614,27 +585,27 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
     mbarrier.wait(shared.full.index(s), phase)
     # (2) S <- zk x^T and out_v <- zk C, or without out_v (6)
     if config.OUTPUT_V:
-        S = issue_mma(tile.zk, tile.x.permute((1, 0)))
-        V = issue_mma(tile.zk, tile.c)
+        S = mma.issue_mma(tile.zk, tile.x.permute((1, 0)))
+        V = mma.issue_mma(tile.zk, tile.c)
     elif config.OUTPUT_K:
-        S = issue_mma(tile.zv, tile.y.permute((1, 0)))
-        K = issue_mma(tile.zv, tile.c.permute((1, 0)))
+        S = mma.issue_mma(tile.zv, tile.y.permute((1, 0)))
+        K = mma.issue_mma(tile.zv, tile.c.permute((1, 0)))
     # (3) P <- S * D, and d
     if config.HAS_OUTPUT:
-        D = load_gate_matrix(tile.g, L, 0, of_p, 1)  # (L, L)
+        D = mma.load_gate_matrix(tile.g, L, 0, of_p, 1)  # (L, L)
     if config.OUTPUT_V:
-        weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, accumulator_layout(config.DV)))  # (L)
+        weight = tile.g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, mma.accumulator_layout(config.DV)))  # (L)
         S = warpgroup_mma_wait(1, deps=[S])
-        P = apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE)
+        P = mma.apply_causal_mask(S, D, ids.i, ids.j, 0, config.REVERSE)
         if config.NORMALIZE and not config.REVERSE:
             d = compute_denominators(P, tile, weight, config)
         # (4) out_v <- out_v * a + P y
-        A = to_left_operand(P.to(dtype), config.DV)
+        A = mma.to_left_operand(P.to(dtype), config.DV)
         V = warpgroup_mma_wait(0, deps=[V])
         V = warpgroup_mma(A, tile.y, V * gl.expand_dims(weight, 1), is_async=True)
         # (6) S <- zv y^T
         if config.OUTPUT_K:
-            S = issue_mma(tile.zv, tile.y.permute((1, 0)))
+            S = mma.issue_mma(tile.zv, tile.y.permute((1, 0)))
     if config.HAS_OUTPUT:
         # (5) The stage of the previous tile is empty after its outputs have left.
         tma.store_wait(0)
@@ -644,15 +615,15 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
             V, A = warpgroup_mma_wait(1, deps=[V, A])
             out_v = V.to(dtype)
             # (6) out_k <- zv C^T
-            K = issue_mma(tile.zv, tile.c.permute((1, 0)))
+            K = mma.issue_mma(tile.zv, tile.c.permute((1, 0)))
         # (7) delta, and (8) out_k <- out_k * a + P x
         K, A_k = issue_k_output(S, K, D, t, tile, work_tile, ids, gmem, config)
         if config.OUTPUT_V:
-            barrier()  # the MMAs of all warps have read zv
+            pipeline.barrier()  # the MMAs of all warps have read zv
             tile.zv.store(out_v)
     # (9) C <- g C + (x * u)^T y
     x_t = tile.x.permute((1, 0)).load(of_p)  # (dqk, L)
-    B = scale_by_gates(x_t, tile.u, L, gl.DotOperandLayout(0, accumulator_layout(config.DV), 2))
+    B = mma.scale_by_gates(x_t, tile.u, L, gl.DotOperandLayout(0, mma.accumulator_layout(config.DV), 2))
     decay = tile.g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, C.type.layout))  # (1)
     C = warpgroup_mma(B, tile.y, C * gl.expand_dims(decay, 0), is_async=True)
     if not config.HAS_OUTPUT:
@@ -675,7 +646,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
         out_k = K.to(dtype)
     # (12) Outputs over y, zv and zk and on their way to memory, and the state for the next tile.
     C, B = warpgroup_mma_wait(0, deps=[C, B])
-    barrier()  # the MMAs of all warps have read the tiles
+    pipeline.barrier()  # the MMAs of all warps have read the tiles
     if config.OUTPUT_V and not config.OUTPUT_K:
         tile.y.store(out_v)
     if config.OUTPUT_K and copy == head:
@@ -690,7 +661,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
         num_checkpoints = at_checkpoint(
             C, N, tile.c, t, n, num_checkpoints, work_tile, ids, gmem, shared, params, head, config
         )
-    s, phase = advance(s, phase, STAGES)
+    s, phase = pipeline.advance(s, phase, STAGES)
     return Accumulators(C, N, total), PipelineState(s, phase, n + 1, num_checkpoints)
 
 
@@ -698,19 +669,19 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
 def run_consumer(head: gl.constexpr, gmem, shared, params, tiles_per_head, buffers, config):
     """Run one consumer warpgroup, with one head, over all work tiles of the program."""
     L: gl.constexpr = config.L
-    i = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(L)))
-    j = gl.arange(0, L, gl.SliceLayout(0, accumulator_layout(L)))
-    rk = gl.arange(0, config.DK, gl.SliceLayout(1, accumulator_layout(L)))
-    rl = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(config.DK)))
-    rd = gl.arange(0, L, gl.SliceLayout(1, accumulator_layout(config.DV)))
-    one = gl.arange(0, 1, gl.SliceLayout(0, accumulator_layout(config.DV)))
+    i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L)))
+    j = gl.arange(0, L, gl.SliceLayout(0, mma.accumulator_layout(L)))
+    rk = gl.arange(0, config.DK, gl.SliceLayout(1, mma.accumulator_layout(L)))
+    rl = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(config.DK)))
+    rd = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(config.DV)))
+    one = gl.arange(0, 1, gl.SliceLayout(0, mma.accumulator_layout(config.DV)))
     ids = FragmentIds(i=i, j=j, rk=rk, rl=rl, rd=rd, one=one)
     pipe_state = PipelineState(0, 0, 0, 0)
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        b, head_group, start, steps, tile = get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+        b, head_group, start, steps, tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         h = head_group * config.HEADS + head
-        tiles = num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
+        tiles = scheduler.num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         first = b.to(gl.int64) * params.T + start
         work_tile = WorkTile(
             b=b, head_group=head_group, h=h, start=start, steps=steps, tiles=tiles, first_step=first,
@@ -728,12 +699,12 @@ def run_consumer(head: gl.constexpr, gmem, shared, params, tiles_per_head, buffe
             )
         if config.STORE_FINAL_STATE:
             store_final_state(acc, index, ids, gmem, params, head, config)
-        index = next_work_tile(index)
+        index = scheduler.next_work_tile(index)
     if config.HAS_OUTPUT:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=RUNTIME_SCALARS)
+@gluon.jit(do_not_specialize=scheduler.RUNTIME_SCALARS)
 def small_head_kernel(
     X, Y, ZK, ZV, OutV, OutK, Checkpoints, gates, i_gate, f_gate, w_out, d_out, dots, state_in, state_out, n_in, n_out,
     n_checkpoints, decays, schedule,
@@ -789,7 +760,7 @@ def small_head_kernel(
     )
     partitions(
         (X, Y, ZK, ZV, Checkpoints),
-        GateSource(
+        gate_warp.GateSource(
             vectors=gates, i_gate=i_gate, f_gate=f_gate, stride_ib=stride_ib, stride_it=stride_it, stride_ih=stride_ih,
             stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
             GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
@@ -799,7 +770,7 @@ def small_head_kernel(
             out_v=OutV, out_k=OutK, checkpoints=Checkpoints, state_in=state_in, state_out=state_out, n_in=n_in,
             n_out=n_out, n_checkpoints=n_checkpoints, decays=decays, w_out=w_out, d_out=d_out, dots=dots, gates=gates,
         ),
-        SchedulerParams(
+        scheduler.SchedulerParams(
             T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
             schedule=schedule if IS_VARLEN else None,
         ),
@@ -811,7 +782,7 @@ def small_head_kernel(
             USE_DP_OFFSET=USE_DP_OFFSET, COMPUTE_DP_OFFSET=USE_DP_OFFSET and not REVERSE,
             HAS_CHECKPOINTS=HAS_CHECKPOINTS,
         ),
-        GateWarpConfig(
+        gate_warp.GateWarpConfig(
             L=L, STAGES=STAGES, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED, EXTRA=EXTRA, SKIP_LAST=SKIP_LAST,
             HEADS=HEADS, GATE_WARPS=HEADS if OUTPUT_K else HEADS + 1,
         ),
@@ -824,14 +795,14 @@ def partitions(tensors, source, tiles_per_head, group_size, gmem, params, config
     shared = allocate(tensors, config)
     full = shared.full
     empty = shared.empty
-    buffers = GateBuffers(*allocate_gate_buffers(shared.x.dtype, gate_config))
+    buffers = gate_warp.GateBuffers(*allocate_gate_buffers(shared.x.dtype, gate_config))
     if config.HEADS == 1:
         gl.warp_specialize(
             [
                 (run_consumer, (0, gmem, shared, params, tiles_per_head, buffers, config)),
                 (run_load_warp, (tensors, shared, params, group_size, config)),
-                (run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
-                (run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+                (gate_warp.run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+                (gate_warp.run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             ],
             [1, 1, 1],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -842,9 +813,9 @@ def partitions(tensors, source, tiles_per_head, group_size, gmem, params, config
                 (run_consumer, (0, gmem, shared, params, tiles_per_head, buffers, config)),
                 (run_consumer, (1, gmem, shared, params, tiles_per_head, buffers, config)),
                 (run_load_warp, (tensors, shared, params, group_size, config)),
-                (run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
-                (run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
-                (run_gate_warp, (2, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+                (gate_warp.run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+                (gate_warp.run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
+                (gate_warp.run_gate_warp, (2, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             ],
             [4, 1, 1, 1, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -857,26 +828,26 @@ def allocate(tensors, config):
     X, Y, ZK, ZV, _checkpoints = tensors
     STAGES: gl.constexpr = config.STAGES
     dtype: gl.constexpr = X.dtype
-    x = allocate_tiles(X, config.QK_COPIES * STAGES)
-    y = allocate_tiles(Y, config.HEADS * STAGES)
-    zk = allocate_tiles(ZK, config.QK_COPIES * STAGES) if config.HAS_OUTPUT else x
-    c = allocate_operands(dtype, config.HEADS, config.DK, config.DV) if config.HAS_OUTPUT else y
-    zv = allocate_tiles(ZV, config.HEADS * STAGES) if config.OUTPUT_K else y
-    n = allocate_vectors(gl.float32, config.HEADS, config.DK) if config.NORMALIZE else y
-    full, empty = allocate_full_empty(STAGES, 1 + config.HEADS, config.HEADS)
+    x = pipeline.allocate_tiles(X, config.QK_COPIES * STAGES)
+    y = pipeline.allocate_tiles(Y, config.HEADS * STAGES)
+    zk = pipeline.allocate_tiles(ZK, config.QK_COPIES * STAGES) if config.HAS_OUTPUT else x
+    c = pipeline.allocate_operands(dtype, config.HEADS, config.DK, config.DV) if config.HAS_OUTPUT else y
+    zv = pipeline.allocate_tiles(ZV, config.HEADS * STAGES) if config.OUTPUT_K else y
+    n = pipeline.allocate_vectors(gl.float32, config.HEADS, config.DK) if config.NORMALIZE else y
+    full, empty = pipeline.allocate_full_empty(STAGES, 1 + config.HEADS, config.HEADS)
     part = c
     part_full = full
     part_empty = full
     if config.SHARED_QK and config.OUTPUT_K:
-        part = allocate_operands(dtype, 1, config.L, config.DK)
-        part_full = allocate_barrier(1)
-        part_empty = allocate_barrier(1)
+        part = pipeline.allocate_operands(dtype, 1, config.L, config.DK)
+        part_full = pipeline.allocate_barrier(1)
+        part_empty = pipeline.allocate_barrier(1)
     checkpoint_state = c
     full_checkpoint = full
     empty_checkpoint = full
     if config.HAS_CHECKPOINTS and config.REVERSE:
-        checkpoint_state = allocate_operands(dtype, config.HEADS, config.DK, config.DV)
-        full_checkpoint, empty_checkpoint = allocate_full_empty(config.HEADS, 1, 1)
+        checkpoint_state = pipeline.allocate_operands(dtype, config.HEADS, config.DK, config.DV)
+        full_checkpoint, empty_checkpoint = pipeline.allocate_full_empty(config.HEADS, 1, 1)
     fence_async_shared()
     return SharedStorage(
         x=x, y=y, zk=zk, zv=zv, c=c, n=n, full=full, empty=empty, part=part, part_full=part_full, part_empty=part_empty,
@@ -888,7 +859,7 @@ def allocate(tensors, config):
 def allocate_gate_buffers(dtype: gl.constexpr, gate_config):
     """Return shared memory for the gate vectors: vectors, weights and extra of `GateBuffers`."""
     STAGES: gl.constexpr = gate_config.STAGES * gate_config.HEADS
-    g = allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * gate_config.L)
-    u = allocate_vectors(dtype, STAGES, 2 * gate_config.L)
-    e = allocate_vectors(gl.float32, STAGES, gate_config.L) if gate_config.EXTRA is not None else g
+    g = pipeline.allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * gate_config.L)
+    u = pipeline.allocate_vectors(dtype, STAGES, 2 * gate_config.L)
+    e = pipeline.allocate_vectors(gl.float32, STAGES, gate_config.L) if gate_config.EXTRA is not None else g
     return g, u, e
