@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,3 +33,14 @@ def _process(rank: int, count: int, folder: str, function: Callable[..., Any], a
         torch.save(result, Path(folder) / "result.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return numbers of ports that no other process listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("localhost", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports

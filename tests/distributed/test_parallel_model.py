@@ -26,6 +26,10 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp": {"tp": 4},
     "fsdp-tp": {"dp_shard": 2, "tp": 2},
     "hsdp-tp": {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+    "cp": {"cp": 4},
+    "fsdp-cp": {"dp_shard": 2, "cp": 2},
+    "hsdp-cp": {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
+    "cp-tp": {"cp": 2, "tp": 2},
 }
 BATCH, CONTEXT = 4, 24
 
@@ -45,6 +49,7 @@ CASES = [
     Case("hsdp-tp", torch.float64, "attention"),
     Case("fsdp", torch.float64, "mlstm_exp", (("activation_checkpointing", True),)),
     Case("fsdp-tp", torch.float64, "mlstm_exp", (("activation_checkpointing", True),)),
+    Case("cp-tp", torch.float64, "mlstm_sig"),
     Case("fsdp", torch.float32, "mlstm_exp", (("reshard_after_forward", False),)),
 ]
 
@@ -171,6 +176,7 @@ def _bad_layouts() -> dict[str, str]:
         "heads": (odd, mesh(("tp",), 4), {}),
         "feed-forward": (narrow, mesh(("tp",), 4), {}),
         "no mixer": (nn.Linear(4, 4), mesh(("tp",), 4), {}),
+        "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
         "cp of attention": (attention, mesh(("cp",), 4), {}),
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
         "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
@@ -200,6 +206,7 @@ EXPECTED = {
     "heads": "ValueError mesh: got tp of size 4, expected a divisor of the 2 heads",
     "feed-forward": "ValueError mesh: got tp of size 4, expected a divisor of the SwiGLU's width, 43",
     "no mixer": "ValueError mesh: got tp of size 4, expected 1 for Linear, which has no mixer of tfla.nn",
+    "cp of no mixer": "ValueError mesh: got cp of size 4, expected 1 for Linear, which never calls tfla.mlstm",
     "cp of attention": "ValueError mesh: got cp of size 4, expected 1 for Attention, which needs all keys",
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
     "policy alone": "ValueError mixed_precision: got a policy, expected None for a mesh without data parallelism",

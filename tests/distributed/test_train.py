@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import shutil
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.multiprocessing as mp
+from processes import free_ports
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
@@ -26,7 +26,7 @@ from tfla.train.sample import sample
 
 WORDS = ["state", "gate", "chunk", "tile", "query", "key", "value", "forget", "input", "norm", "scale", "head", "loss"]
 PROCESSES = 4
-FSDP, HSDP, TP = Parallel(), Parallel(dp_replicate=2), Parallel(tp=2)
+HSDP, TP, CP, CP_TP = Parallel(dp_replicate=2), Parallel(tp=2), Parallel(cp=4), Parallel(cp=2, tp=2)
 
 
 class Job(NamedTuple):
@@ -86,16 +86,6 @@ def _run_jobs(rank: int, jobs: list[Job], ports: list[int], folder: Path) -> Non
         (folder / f"error-{rank}").write_text(str(raised.value))
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("localhost", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the run of one process, "one", and with those of four processes."""
@@ -112,6 +102,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Job(fsdp),
         Job(replace(fsdp, run=folder / "hsdp", parallel=HSDP, accumulate=2, activation_checkpointing=True)),
         Job(replace(fsdp, run=folder / "tp", parallel=TP)),
+        Job(replace(fsdp, run=folder / "cp", parallel=CP)),
+        Job(replace(fsdp, run=folder / "packed", parallel=Parallel(cp=2), reset="cu_seqlens")),
+        Job(replace(fsdp, run=folder / "fsdp-cp-tp", parallel=CP_TP), copy=(folder / "fsdp", 2)),
         Job(replace(fsdp, run=folder / "fsdp-fsdp"), copy=(folder / "fsdp", 2)),
         Job(replace(fsdp, run=folder / "fsdp-tp", parallel=TP), copy=(folder / "fsdp", 2)),
         Job(replace(fsdp, run=folder / "tp-tp", parallel=TP), copy=(folder / "tp", 4)),
@@ -137,7 +130,9 @@ def weights(run: Path, step: int = 6) -> dict[str, torch.Tensor]:
     return LanguageModel.from_pretrained(run / "checkpoints" / f"step-{step:08d}").state_dict()
 
 
-@pytest.mark.parametrize("name", ["fsdp", "hsdp", "tp", "fsdp-fsdp", "fsdp-tp", "tp-tp", "one-tp"])
+@pytest.mark.parametrize(
+    "name", ["fsdp", "hsdp", "tp", "cp", "packed", "fsdp-cp-tp", "fsdp-fsdp", "fsdp-tp", "tp-tp", "one-tp"]
+)
 def test_every_layout_has_the_curve_of_one_process(runs: Path, name: str) -> None:
     expected, found = curve(runs / "one"), curve(runs / name)
     assert list(found) == list(expected)

@@ -92,6 +92,9 @@ def parallelize(
 
     if sizes.get("tp", 1) > 1:
         _apply_tensor_parallel(model, mesh["tp"], tp_plan or {})
+    if sizes.get("cp", 1) > 1:
+        for mixer in _context_parallel_layers(model):
+            mixer.context_parallel = mesh["cp"]
     for block in blocks:
         wrap_forward(block, activation_checkpointing, compile)
     if sharded:
@@ -146,15 +149,18 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
         raise ValueError("model: got one whose parameters are distributed already, expected plain tensors")
     tp, cp = sizes.get("tp", 1), sizes.get("cp", 1)
     mixers = [module for module in model.modules() if isinstance(module, SequenceMixer)]
-    if max(tp, cp) > 1 and not mixers:
-        name, size = ("tp", tp) if tp > 1 else ("cp", cp)
+    if tp > 1 and not mixers:
         raise ValueError(
-            f"mesh: got {name} of size {size}, expected 1 for {type(model).__name__}, which has no mixer of tfla.nn"
+            f"mesh: got tp of size {tp}, expected 1 for {type(model).__name__}, which has no mixer of tfla.nn"
+        )
+    if cp > 1 and not mixers and not any(True for _ in _context_parallel_layers(model)):
+        raise ValueError(
+            f"mesh: got cp of size {cp}, expected 1 for {type(model).__name__}, which never calls tfla.mlstm"
         )
     for mixer in mixers:
         if mixer.num_heads % tp:
             raise ValueError(f"mesh: got tp of size {tp}, expected a divisor of the {mixer.num_heads} heads")
-        if cp > 1:
+        if cp > 1 and not isinstance(mixer, MLSTM):
             raise ValueError(f"mesh: got cp of size {cp}, expected 1 for {type(mixer).__name__}, which needs all keys")
     for ffn in _modules(model, SwiGLU):
         if ffn.down_proj.in_features % tp:
@@ -165,6 +171,11 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
     unknown = sorted(set(tp_plan or {}) - names)
     if unknown:
         raise ValueError(f"tp_plan: got {', '.join(unknown)}, expected names of modules of the model")
+
+
+def _context_parallel_layers(model: nn.Module) -> Iterator[Any]:
+    """Return the layers of a model that call the operator: those of tfla.nn, and of transformers after `accelerate`."""
+    return (module for module in model.modules() if hasattr(module, "context_parallel"))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

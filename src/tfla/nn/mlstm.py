@@ -47,6 +47,7 @@ class MLSTM(SequenceMixer):
         self.num_heads, self.qk_head_dim, self.head_dim = heads, config.qk_head_dim, config.head_dim
         self.input_gate_kind: InputGate = "exp" if config.mixer == "mlstm_exp" else "sigmoid"
         self.chunk_size, self.backend = config.chunk_size, config.backend
+        self.context_parallel: Any = None  # the processes that share the steps, as `tfla.mlstm` takes them
         std = input_std(d)
         self.q_proj = Projection(d, heads * self.qk_head_dim, std)
         self.k_proj = Projection(d, heads * self.qk_head_dim, std)
@@ -78,6 +79,7 @@ class MLSTM(SequenceMixer):
             "cu_seqlens": cu_seqlens,
             "chunk_size": self.chunk_size,
             "backend": self.backend,
+            "context_parallel": self.context_parallel,
         }
         if not return_state:
             return self._output(x, mlstm(q, k, v, i, f, **options)), None

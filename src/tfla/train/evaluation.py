@@ -18,7 +18,13 @@ Reset = Literal["gate", "cu_seqlens"]
 
 
 def token_losses(
-    model: Callable[..., Tensor], windows: Tensor, bos: int, reset: Reset = "gate", steps: tuple[int, int] = (0, 1)
+    model: Callable[..., Tensor],
+    windows: Tensor,
+    bos: int,
+    reset: Reset = "gate",
+    *,
+    steps: tuple[int, int] = (0, 1),
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Return the cross-entropy in nats of every token but the first of each row, at the steps of this process.
 
@@ -30,20 +36,34 @@ def token_losses(
         bos: the token that starts a document.
         reset: how the model learns where documents start: "gate" closes the forget gate there, "cu_seqlens" packs them
             as sequences.
-        steps: the number of this process, and of all processes, that share the steps of a row in equal parts.
+        steps: the number of this process, and of all processes, that share the steps of the rows in equal parts. With
+            cu_seqlens the rows are cut as one sequence.
+        device: the device of the model; None is that of the windows, which is better the CPU for cu_seqlens.
 
     Returns:
-        (B, T), with several processes (B, T / processes), in the dtype of the logits, float32 or float64.
+        (B, T), with several processes one row or a part of each, in the dtype of the logits, float32 or float64.
     """
-    width = (windows.shape[1] - 1) // steps[1]
-    part = slice(steps[0] * width, (steps[0] + 1) * width)
-    ids, targets = windows[:, :-1][:, part], windows[:, 1:][:, part]
+    ids, targets = windows[:, :-1], windows[:, 1:]
+    device = windows.device if device is None else device
+    options: dict[str, Tensor] = {}
     if reset == "gate":
-        logits = model(ids, document_start=ids == bos)
+        options["document_start"] = (_own_part(ids, reset, steps) == bos).to(device)
     else:
-        logits = model(ids.reshape(1, -1), cu_seqlens=document_cu_seqlens(ids, bos))
+        cu_seqlens = document_cu_seqlens(ids, bos)
+        # The operator reads the offsets of sequences that processes share on the host.
+        options["cu_seqlens"] = cu_seqlens.to(device) if steps[1] == 1 else cu_seqlens.cpu()
+    ids, targets = _own_part(ids, reset, steps).to(device), _own_part(targets, reset, steps).to(device)
+    logits = model(ids if reset == "gate" else ids.reshape(1, -1), **options)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.unflatten(0, ids.shape)
+    return losses.unflatten(0, targets.shape)
+
+
+def _own_part(x: Tensor, reset: Reset, steps: tuple[int, int]) -> Tensor:
+    """Return what a process has of x (B, T), where ``reset`` and ``steps`` are as in :func:`token_losses`."""
+    index, parts = steps
+    if parts == 1:
+        return x
+    return (x if reset == "gate" else x.reshape(1, -1)).chunk(parts, 1)[index]
 
 
 def document_cu_seqlens(ids: Tensor, bos: int) -> Tensor:
@@ -113,11 +133,13 @@ def evaluate(
         group = windows[first : first + batch_size]
         for length in sorted({w.stop - w.start for w in group}, reverse=True):  # only the last window may be shorter
             same = [w for w in group if w.stop - w.start == length]
-            mine, real = _share(same, length - 1, ranks)
+            mine, counts = _share(same, length - 1, ranks)
             rows = np.stack([tokens.heldout[w] for w in mine]).astype(np.int64)
             rows = np.pad(rows, ((0, 0), (0, -(length - 1) % ranks.steps[1])), constant_values=tokens.tokenizer.bos)
-            losses = token_losses(model, torch.from_numpy(rows).to(device), tokens.tokenizer.bos, reset, ranks.steps)
-            nats += math.fsum(losses[real].flatten().tolist())
+            losses = token_losses(
+                model, torch.from_numpy(rows), tokens.tokenizer.bos, reset, steps=ranks.steps, device=device
+            )
+            nats += math.fsum(losses.cpu()[_own_part(counts, reset, ranks.steps)].tolist())
             count += len(same) * (length - 1)
             size += sum(int(tokens.heldout_bytes[w][1:].sum()) for w in same)
     if ranks.size > 1:
@@ -125,8 +147,8 @@ def evaluate(
     return summarize(nats, count, size)
 
 
-def _share(windows: list[slice], steps: int, ranks: Ranks) -> tuple[list[slice], tuple[slice, slice]]:
-    """Return the windows that a process computes, and which of its rows and steps count.
+def _share(windows: list[slice], steps: int, ranks: Ranks) -> tuple[list[slice], Tensor]:
+    """Return the windows that a process computes, and which of their steps count: bool (windows, steps).
 
     Every process computes as many rows and steps, since the model's communication needs all of them: rows are filled up
     with copies, steps with padding at the end, which no earlier step depends on.
@@ -136,12 +158,12 @@ def _share(windows: list[slice], steps: int, ranks: Ranks) -> tuple[list[slice],
         steps: the number of tokens that each of them predicts.
         ranks: the processes.
     """
-    (index, parts), (step, step_parts) = ranks.rows, ranks.steps
-    size = -(-len(windows) // parts)
+    index, parts = ranks.rows
+    size, width = -(-len(windows) // parts), steps + -steps % ranks.steps[1]
     mine = windows[index * size : (index + 1) * size]
-    width = -(-steps // step_parts)
-    counted = min(max(steps - step * width, 0), width)
-    return mine + windows[:1] * (size - len(mine)), (slice(len(mine)), slice(counted))
+    counts = torch.zeros(size, width, dtype=torch.bool)
+    counts[: len(mine), :steps] = True
+    return mine + windows[:1] * (size - len(mine)), counts
 
 
 def summarize(nats: float, tokens: int, size: int) -> Evaluation:

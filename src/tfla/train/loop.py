@@ -291,7 +291,7 @@ class _Training:
             group["lr"] = lr
         index, parts = self.ranks.rows
         micro_batches = self.batches(self.step).split(config.micro_batch_size)
-        micro_batches = [rows.chunk(parts)[index].to(self.device) for rows in micro_batches]
+        micro_batches = [rows.chunk(parts)[index] for rows in micro_batches]
         loss, norm = clipped_gradients(self.model, self._losses, micro_batches, config.optim.clip, self.ranks)
         gate = self.input_gates.take()
         gathered = self.ranks.gather(
@@ -321,7 +321,9 @@ class _Training:
         """Return the loss of every token of windows (B, T + 1): (B, T)."""
         with _precision(self.config, self.device):
             bos = self.tokens.tokenizer.bos
-            return token_losses(self.forward, windows, bos, self.config.reset, self.ranks.steps)
+            return token_losses(
+                self.forward, windows, bos, self.config.reset, steps=self.ranks.steps, device=self.device
+            )
 
     def _evaluate(self) -> Evaluation:
         """Evaluate the model on the held-out windows and record the result."""

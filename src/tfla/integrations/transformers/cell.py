@@ -37,6 +37,7 @@ class Cell(nn.Module):
         self.config: Any = original.config
         self.original_in_tuple = (original,)  # a tuple, so that it is not registered as a submodule
         self.padding, self.chunk_size, self.backend = padding, chunk_size, backend
+        self.context_parallel: Any = None  # the processes that share the steps, as `tfla.mlstm` takes them
         _, *names = inspect.signature(type(original).forward).parameters
         self.input_names = names[:5]
 
@@ -87,11 +88,14 @@ class Cell(nn.Module):
         if state is not None and differentiable:
             # The model writes the new state over these tensors, and the backward needs the old one.
             state = State(*(t.clone() for t in state))  # type: ignore[union-attr]
+        options: dict[str, Any] = {
+            "chunk_size": self.chunk_size,
+            "backend": self.backend,
+            "context_parallel": self.context_parallel,
+        }
         if state is None and not self._returns_states(return_last_states, mode):
-            return mlstm(q, k, v, i, f, chunk_size=self.chunk_size, backend=self.backend).transpose(1, 2), None
-        h, new = mlstm(
-            q, k, v, i, f, initial_state=state, return_state=True, chunk_size=self.chunk_size, backend=self.backend
-        )
+            return mlstm(q, k, v, i, f, **options).transpose(1, 2), None
+        h, new = mlstm(q, k, v, i, f, initial_state=state, return_state=True, **options)
         return h.transpose(1, 2), _to_library_state(new, state)
 
     def _returns_states(self, return_last_states: bool | None, mode: str | None) -> bool:

@@ -1,0 +1,112 @@
+"""Models that are not tfla's on several processes: xLSTM of transformers, and the example with a model of one's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from processes import free_ports
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tfla.distributed import parallelize
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "parallelize_own_model.py"
+LAYOUTS = (("--dp-shard", "2"), ("--cp", "2"), ("--tp", "2"))
+STEPS = ("--steps", "4", "--device", "cpu")
+
+
+class Found(NamedTuple):
+    """Relative errors of the loss and of all gradients of an xLSTM, and the losses of the example, by layout."""
+
+    xlstm: dict[str, tuple[float, float]]
+    example: dict[str, list[float]]
+
+
+def run_example(*args: str) -> list[float]:
+    """Return the losses of the example."""
+    spec = importlib.util.spec_from_file_location("parallelize_own_model", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main([*args, *STEPS])
+
+
+def xlstm_loss(model: Any, windows: Tensor) -> Tensor:
+    """Return the mean loss of windows (B, T + 1)."""
+    logits = model(windows[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+
+def xlstm_errors() -> dict[str, tuple[float, float]]:
+    """Return the errors of an accelerated xLSTM on two processes, by layout."""
+    from plain_transformers import build
+
+    from tfla.integrations.transformers import accelerate
+
+    windows = torch.randint(2, 61, (2, 25), generator=torch.Generator().manual_seed(0))
+    single = accelerate(build(torch.float64)).train()
+    expected = xlstm_loss(single, windows)
+    expected.backward()
+    errors = {}
+    for name in ("dp_shard", "cp"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+        model = parallelize(accelerate(build(torch.float64)).train(), mesh)
+        rank = dist.get_rank()
+        part = windows[rank : rank + 1] if name == "dp_shard" else windows[:, 12 * rank : 12 * rank + 13]
+        loss = xlstm_loss(model, part)
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        pairs = list(zip(model.parameters(), single.parameters(), strict=True))
+        assert all(isinstance(p, DTensor) for p, _ in pairs)
+        off = [(p.grad.full_tensor() - q.grad).norm() / q.grad.norm().clamp(min=1e-9) for p, q in pairs]
+        errors[name] = abs(mean.item() / 2 / expected.item() - 1), float(max(off))
+    return errors
+
+
+def _run(rank: int, ports: list[int], target: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    example = {}
+    for layout, port in zip(LAYOUTS, ports, strict=False):
+        os.environ["MASTER_PORT"] = str(port)
+        example[layout[0]] = run_example(*layout)
+    os.environ["MASTER_PORT"] = str(ports[-1])
+    dist.init_process_group("gloo")
+    xlstm = xlstm_errors()
+    if rank == 0:
+        torch.save(Found(xlstm, example), target)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    pytest.importorskip("transformers")
+    target = tmp_path_factory.mktemp("found") / "found.pt"
+    mp.spawn(_run, (free_ports(len(LAYOUTS) + 1), target), nprocs=2)
+    return torch.load(target, weights_only=False)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard", "cp"])
+def test_an_accelerated_xlstm_has_the_gradients_of_one_process(found: Found, layout: str) -> None:
+    loss, gradients = found.xlstm[layout]
+    assert loss < 1e-6  # transformers computes logits in float32
+    assert gradients < 1e-11
+
+
+@pytest.mark.parametrize("layout", [layout[0] for layout in LAYOUTS])
+def test_the_example_prints_the_same_losses_in_every_layout(found: Found, layout: str) -> None:
+    expected = run_example()
+    assert len(expected) == 4
+    assert found.example[layout] == pytest.approx(expected, rel=1e-5)
