@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 import tempfile
 from collections.abc import Callable
@@ -36,11 +38,11 @@ def _process(rank: int, count: int, folder: str, function: Callable[..., Any], a
 
 
 def free_ports(count: int) -> list[int]:
-    """Return numbers of ports that no other process listens on."""
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("localhost", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Return ports that nothing listens on, below those that the system gives to connections in the meantime."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("", port))
+            ports += [port] * (port not in ports)
     return ports
