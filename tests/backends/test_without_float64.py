@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from cases import FORMS, Problem, problem
+from delta_cases import delta_problem
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tfla
-from tfla.backends import BACKENDS
+from tfla.backends import BACKENDS, DELTA_BACKENDS
 from tfla.backends.base import Inputs, Spec
 from tfla.nn import LanguageModel, ModelConfig, generate
 from tfla.ops.gates import clamp, log_gates
@@ -41,6 +42,17 @@ def test_the_mode_sees_float64() -> None:
     for make in (lambda: torch.zeros(1).double(), lambda: torch.zeros(1, dtype=torch.float64)):
         with pytest.raises(TypeError, match="float64 is not supported"), WithoutFloat64():
             make()
+
+
+@pytest.mark.parametrize("model", ["gdn", "kda", "gla", "comba"])
+@pytest.mark.parametrize("gates", ["medium", "resets"])
+def test_delta_rule(model: str, gates: str) -> None:
+    p = delta_problem(model, gates=gates, T=100, B=1, dtype=torch.float32)
+    for backend in ("chunkwise", "reference"):
+        chosen = DELTA_BACKENDS[backend]
+        with WithoutFloat64():
+            out = chosen.forward(p.x, p.spec(chosen.kernels[0]))
+            chosen.backward(p.x, out, p.dh, p.dC, p.spec(chosen.kernels[0]))
 
 
 @pytest.mark.parametrize("lengths", [None, (70, 0, 30)], ids=["batch", "packed"])

@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import tfla
+from tfla._util import caching
 from tfla.backends import DELTA_BACKENDS
 from tfla.backends.chunkwise.delta import ChunkwiseDelta
-from tfla.backends.delta import DeltaSpec, DeltaStepInputs
+from tfla.backends.delta import DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
+from tfla.ops.delta_activations import activated
 
 
 def call(p: DeltaProblem, leaves: dict[str, Tensor], **given: Any) -> tuple[Tensor, tfla.State]:
@@ -58,6 +60,20 @@ def test_every_model(model: str, dtype: torch.dtype) -> None:
     check(p, solve(p), {torch.float16: 2e-3}.get(dtype))
     if dtype == torch.float64:
         check(p, solve(p, backend="reference", chunk_size=3))
+
+
+@pytest.mark.parametrize("model", ["gdn", "kda", "gla", "comba"])
+def test_devices(device: str, model: str) -> None:
+    """Plain PyTorch computes the same on every device, and repeats it bit for bit."""
+    p = delta_problem(model, T=150, B=1, H=4, dtype=torch.float32)
+    runs = []
+    for _ in range(2):
+        leaves = {name: t.detach().to(device).requires_grad_() for name, t in p.leaves.items()}
+        h, state = call(p, leaves, backend="chunkwise")
+        found = gradients(p, leaves, h, state.C)
+        runs.append({name: t.cpu() for name, t in found.items()})
+    check(p, runs[0])
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
 @pytest.mark.parametrize("model", ["gdn", "gla"])
@@ -118,6 +134,47 @@ def test_activations(model: str, activation: str, bias_by_channel: bool) -> None
     by_hand = call(p, activations(p, every, activation))
     expected = gradients(p, every, by_hand[0], by_hand[1].C)
     assert {name: e for name in found if (e := error(found[name], expected[name])) > 1e-10} == {}
+
+
+class WithActivations(ChunkwiseDelta):
+    """A backend that applies the activations itself, and remembers what it was given."""
+
+    takes_activations = True
+
+    def __init__(self) -> None:
+        self.given: list[tuple[DeltaInputs, DeltaSpec]] = []
+
+    def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
+        self.given.append((x, spec))
+        plain = activated(x, spec.normalize_qk, spec.beta_activation, spec.gate_activation, spec.lower_bound)
+        return super().forward(plain, spec)
+
+
+def test_a_backend_with_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the inputs of the model; transforms map over them, but not over parameters without a batch."""
+    backend = WithActivations()
+    q, k, v = torch.randn(2, 21, 2, 5), torch.randn(2, 21, 2, 5), torch.randn(2, 21, 4, 3)
+    beta, f, A_log, dt_bias = torch.randn(2, 21, 4), torch.randn(2, 21, 4, 5), torch.randn(4), torch.randn(4, 5)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, f: Tensor) -> Tensor:
+        return tfla.delta_rule(
+            q, k, v, beta, f, normalize_qk=True, beta_activation="sigmoid", gate_activation="sigmoid", A_log=A_log,
+            dt_bias=dt_bias, lower_bound=-5.0,
+        )  # fmt: skip
+
+    expected = run(q, k, v, beta, f)
+    caching.clear_caches()
+    monkeypatch.setitem(DELTA_BACKENDS, "chunkwise", backend)  # type: ignore[misc]
+    assert error(run(q, k, v, beta, f), expected) < 1e-6
+    (x, spec), *_ = backend.given
+    assert x.q is q
+    assert x.A_log is A_log
+    assert (spec.normalize_qk, spec.beta_activation, spec.gate_activation, spec.lower_bound) == (
+        True, "sigmoid", "sigmoid", -5.0,
+    )  # fmt: skip
+    mapped = torch.vmap(run)(*(t.unsqueeze(1) for t in (q, k, v, beta, f))).squeeze(1)
+    caching.clear_caches()
+    assert error(mapped, expected) < 1e-6
 
 
 def test_delta_product() -> None:

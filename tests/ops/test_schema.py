@@ -19,7 +19,25 @@ INPUTS = (
 OPTIONS = "float scale, bool normalize, bool normalizer_grad, SymInt chunk_size, str backend, str kernel, "
 STEP_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? i, Tensor f, {}, Tensor? n, Tensor? m, Tensor? lengths, "
 STEP_OPTIONS = "float scale, str gates, str backend, "
+DELTA_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_f, Tensor? read_key, Tensor? A_log, Tensor? dt_bias, "
+    "Tensor? C, Tensor? cu_seqlens, "
+)
+DELTA_OPTIONS = "float scale, bool correct, bool read_before_decay, SymInt chunk_size, str backend, str kernel, "
+ACTIVATIONS = (
+    'bool normalize_qk=False, str beta_activation="none", str gate_activation="none", float lower_bound=0.) -> '
+)
 SCHEMAS = {
+    "delta": DELTA_INPUTS
+    + DELTA_OPTIONS
+    + "bool save, bool final_state, "
+    + ACTIVATIONS
+    + "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "delta_backward": DELTA_INPUTS
+    + "Tensor E, Tensor X, Tensor chunk_C, Tensor dh, Tensor? dC, "
+    + DELTA_OPTIONS
+    + ACTIVATIONS
+    + "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "attend": INPUTS
     + OPTIONS
     + 'bool save, bool final_state, ScalarType? store_dtype=None, str gates="log"'
