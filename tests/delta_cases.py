@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cases import TOLERANCE, error
 from torch import Tensor
 
 from tfla.backends.base import sequence_bounds
@@ -129,8 +130,10 @@ def delta_problem(
     return DeltaProblem(model, x, draw(B, T, H, V), draw(N, H, K, V), K**-0.5).to(dtype)
 
 
-def recurrence(p: DeltaProblem, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """h and the final state, step by step, as a differentiable function of leaves."""
+def recurrence(
+    p: DeltaProblem, leaves: Mapping[str, Tensor], writes: list[Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """h and the final state, step by step, as a differentiable function of leaves; `writes` gets those to the state."""
     x = p.with_leaves(leaves)
     group = x.v.shape[2] // x.q.shape[2]
     q, k = (t.repeat_interleave(group, 2) for t in (x.q, x.k))
@@ -138,22 +141,23 @@ def recurrence(p: DeltaProblem, leaves: Mapping[str, Tensor]) -> tuple[Tensor, T
     beta = torch.ones_like(x.v[..., 0]) if x.beta is None else x.beta
     log_f = torch.zeros_like(beta) if x.log_f is None else x.log_f
     log_f = log_f if log_f.dim() == 4 else log_f.unsqueeze(-1)
-    C0 = torch.zeros_like(p.dC) if x.C is None else x.C
+    C0 = torch.zeros_like(p.dC, dtype=q.dtype) if x.C is None else x.C
+    every = (q, k, x.v, beta, log_f, r)
+    spans = [(slice(None), 0, x.v.shape[1], slice(None))]
+    if x.cu_seqlens is not None:
+        spans = [(slice(0, 1), a, b, slice(s, s + 1)) for s, (_, a, b) in enumerate(sequence_bounds(x))]
     hs, states = [], []
-    if x.cu_seqlens is None:
-        C = C0
-        for now in zip(*(t.unbind(1) for t in (q, k, x.v, beta, log_f, r)), strict=True):
-            h, C = step(*now, C, p.scale, p.correct, p.read_before_decay)
-            hs.append(h)
-        return torch.stack(hs, 1), C
-    for s, (b, start, stop) in enumerate(sequence_bounds(x)):
-        C = C0[s]
+    for rows, start, stop, own in spans:
+        C = C0[own]
         for t in range(start, stop):
-            now = (each[b, t] for each in (q, k, x.v, beta, log_f, r))
-            h, C = step(*now, C, p.scale, p.correct, p.read_before_decay)
+            now = [each[rows, t] for each in every]
+            h, new = step(*now, C, p.scale, p.correct, p.read_before_decay)
+            if writes is not None:
+                writes.append(new - now[4].exp()[..., None] * C)
+            C = new
             hs.append(h)
         states.append(C)
-    return torch.stack(hs)[None], torch.stack(states)
+    return torch.stack(hs, 1), torch.cat(states)
 
 
 @lru_cache(maxsize=128)
@@ -170,10 +174,31 @@ def gradients(p: DeltaProblem, leaves: Mapping[str, Tensor], h: Tensor, C: Tenso
     return {"h": h.detach(), "C": C.detach()} | {f"d{n}": g for n, g in zip(leaves, found, strict=True)}
 
 
+def check_beside_terms(p: DeltaProblem, found: Mapping[str, Tensor]) -> None:
+    """Every quantity is within the tolerance of the terms it is made of.
+
+    The final state is a sum of what all steps write, the gradient of the initial one a sum of what they read, and that
+    of gates one of products q dq, k dk and r dr: all can cancel.
+    """
+    exact, writes = truth(p), list[Tensor]()
+    recurrence(p, {name: t.double() for name, t in p.leaves.items()}, writes)
+    sizes = {name: x.norm().item() for name, x in exact.items()}
+    sizes["C"] = max(sizes["C"], torch.stack(writes).norm().item())
+    if "dC" in sizes and p.correct:
+        r = p.leaves.get("read_key", p.leaves["k"]).double()
+        r = r.repeat_interleave(p.x.v.shape[2] // r.shape[2], 2)
+        sizes["dC"] = max(sizes["dC"], (r.norm(dim=-1) * exact["dv"].norm(dim=-1)).norm().item())
+    if "dlog_f" in sizes:
+        terms = [(p.leaves[n].double() * exact[f"d{n}"]).norm().item() for n in ("q", "k", "read_key") if n in p.leaves]
+        sizes["dlog_f"] = max(sizes["dlog_f"], *terms)
+    assert found.keys() == exact.keys()
+    errors = {name: ((x.double() - exact[name]).norm() / (sizes[name] or 1.0)).item() for name, x in found.items()}
+    limit = TOLERANCE[p.x.q.dtype]
+    assert all(e <= limit for e in errors.values()), {n: f"{e:.1e}" for n, e in errors.items()}
+
+
 def rounding_of_inputs(p: DeltaProblem, dtype: torch.dtype) -> dict[str, float]:
     """The relative change of each quantity when inputs, cotangents and outputs alone are rounded to a dtype."""
-    from cases import error
-
     exact = truth(p)
     rounded = truth(p.to(dtype).to(torch.float64))
     kinds = {"h", "dq", "dk", "dv", "dread_key"}

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import TOLERANCE, error
-from delta_cases import MODELS, DeltaProblem, delta_problem, gradients, options, truth
+from delta_cases import GATES, MODELS, DeltaProblem, check_beside_terms, delta_problem, gradients, options, truth
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -76,6 +78,28 @@ def test_devices(device: str, model: str) -> None:
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
 
 
+@given(
+    model=st.sampled_from([m for m in MODELS if m != "simple"]),
+    gates=st.sampled_from(GATES),
+    lengths=st.lists(st.integers(0, 70), min_size=1, max_size=3).filter(any),
+    heads=st.sampled_from([(1, 1), (1, 3), (2, 4)]),
+    dims=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    carried=st.booleans(),
+    chunk_size=st.none() | st.integers(1, 200),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=st.integers(0, 100),
+)
+def test_any_call(
+    model: str, gates: str, lengths: list[int], heads: tuple[int, int], dims: tuple[int, int], carried: bool,
+    chunk_size: int | None, dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    p = delta_problem(
+        model, gates=gates, lengths=tuple(lengths), Hq=heads[0], H=heads[1], K=dims[0], V=dims[1], carried=carried,
+        dtype=dtype, seed=seed,
+    )  # fmt: skip
+    check_beside_terms(p, solve(p, chunk_size=chunk_size))
+
+
 @pytest.mark.parametrize("model", ["gdn", "gla"])
 def test_packed_and_without_a_state(model: str) -> None:
     check(p := delta_problem(model, lengths=(5, 0, 70, 1), Hq=1), solve(p, chunk_size=16))
@@ -92,8 +116,8 @@ def test_strides(model: str) -> None:
     }
     expected = call(p, dict(p.leaves))
     wide = {name: torch.stack([t, t], -1)[..., 0] for name, t in p.leaves.items()}
-    for given in (leaves, wide):
-        h, state = call(p, given)
+    for strided in (leaves, wide):
+        h, state = call(p, strided)
         assert error(h, expected[0]) < 1e-12
         assert error(state.C, expected[1].C) < 1e-12
 
