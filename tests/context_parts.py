@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tfla
 from tfla.distributed import ContextParallel
+from tfla.ops.context_parallel import own_states
 
 PER_STEP = ("q", "k", "v", "i", "f")
 
@@ -223,3 +224,23 @@ def heads_and_steps(group: dist.ProcessGroup) -> dict[str, Tensor]:
         every = [part.detach() for part in every]
         result[name] = torch.cat(every, 1) if name[-1] != "0" else every[0] + every[1]
     return result
+
+
+def solve_with_segments(group: dist.ProcessGroup, **arguments: Any) -> dict[str, Any]:
+    """Return what `solve_part` does, and how many products over steps were computed besides those of the kernels.
+
+    It is called twice: the second call replays recorded launches.
+    """
+    count, product = 0, own_states.weighted_product
+
+    def counted(*args: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return product(*args)
+
+    own_states.weighted_product = counted
+    try:
+        solve_part(group, **arguments)
+        return {**solve_part(group, **arguments), "products": count}
+    finally:
+        own_states.weighted_product = product

@@ -166,12 +166,49 @@ class StepOutputs(NamedTuple):
     m: Tensor
 
 
+class Exchange(Protocol):
+    """The exchange of states among processes that share the steps of all sequences.
+
+    A backend that computes what segments add to the state anyway calls it between that pass and its scans. It is
+    hashable: equal ones act alike. All arguments are dense, of the dtype of states; n and m are None without a
+    normalizer.
+    """
+
+    def states(self, C: Tensor, n: Tensor | None, m: Tensor | None, m0: Tensor | None, decay: Tensor) -> Tensor:
+        """Give this process's states to all others and return those of all.
+
+        Args:
+            C, n: (N, H, dqk, dhv), (N, H, dqk), the final states of this process's steps from the given initial ones.
+            m, m0: (N, H), the max states after and before the steps.
+            decay: (N, H), the decay over the steps.
+        """
+
+    def starts(self, gathered: Tensor, m0: Tensor | None, C: Tensor | None, n: Tensor | None) -> Tensor:
+        """Return the states before this process's steps, (N, H, dqk dhv + dqk), or (N, H, dqk dhv) without n.
+
+        Args:
+            gathered: what :meth:`states` returned.
+            m0: (N, H), the max states that they are stabilized with.
+            C, n: the given initial states; None is zero.
+        """
+
+    def cotangents(self, dC: Tensor, dn: Tensor | None, *saved: Tensor) -> Tensor:
+        """Give this process's cotangents to all others and return those of its final states, as :meth:`starts` does.
+
+        Args:
+            dC, dn: (N, H, dqk, dhv), (N, H, dqk), the cotangents of the states before this process's steps from the
+                outputs of these steps alone.
+            saved: further tensors of the backward, as they were given.
+        """
+
+
 class Backend(ABC):
     """An implementation of the operator."""
 
     name: str
     priority: int  # `backend=None` takes the backend of the highest priority that supports the inputs
     kernels: tuple[str, ...]
+    exchanges = False  # can exchange the states of segments with other processes, see `has_segments`
     takes_gates = False  # reads the gates of the model, of any float dtype, instead of log-gates
 
     @abstractmethod
@@ -212,6 +249,24 @@ class Backend(ABC):
             dC, dn: the cotangents of the stabilized final state; None is zero.
             spec: the options of the forward.
         """
+
+    def has_segments(self, x: Inputs, spec: Spec) -> bool:
+        """Return whether a call makes the states of segments, so that the two functions below take it."""
+        return False
+
+    def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Tensor, Tensor]:
+        """Compute the forward of this process's steps; the initial states of ``x`` are those of whole sequences.
+
+        Returns:
+            the results, what :meth:`Exchange.states` returned, and what :meth:`Exchange.starts` returned.
+        """
+        raise NotImplementedError
+
+    def backward_exchanging(
+        self, x: Inputs, out: Outputs, dh: Tensor, saved: Sequence[Tensor], spec: Spec, exchange: Exchange
+    ) -> Grads:
+        """Compute the gradients; the cotangents of the final states are what :meth:`Exchange.cotangents` returns."""
+        raise NotImplementedError
 
     def steps_unsupported(self, x: StepInputs) -> str | None:
         """Return why the backend cannot run these steps, or None."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from tfla.backends.base import Inputs, Spec
+from tfla.backends.base import Exchange, Inputs, Spec
 from tfla.backends.gpu.config import KernelConfig, ceil_div, products
 from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
@@ -58,6 +58,9 @@ class LaunchContext:
     checkpoint_steps: int  # steps between state checkpoints
     cu_seqlens: Tensor  # offsets of packed sequences, bounded by `sequences.bound`; any tensor where there are none
     schedule: Tensor  # work tiles of packed sequences in their order, on Hopper; any tensor where there is none
+    exchange: Exchange | None = None  # of states with other processes, see `exchanging`
+    exchanged: list[Tensor] = field(default_factory=list)  # its results in a forward
+    saved: tuple[Tensor, ...] = ()  # what it reads in a backward
 
     @property
     def B(self) -> int:

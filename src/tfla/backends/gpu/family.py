@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Grads, Inputs, Outputs, Replay, Spec, static
+from tfla.backends.base import Exchange, Grads, Inputs, Outputs, Replay, Spec, static
 from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
 
@@ -56,3 +56,31 @@ class KernelFamily:
 
         given = *x, dh, dC, dn, out.h, out.d, out.chunk_C, out.chunk_n
         return Grads(*record_or_replay(self._call_signature("backward", x, spec, *given[9:]), given, first))
+
+    def run_forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Tensor, Tensor]:
+        """Record or replay the launches of a forward that exchanges states with other processes."""
+
+        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+            ctx = replace(self.context(recorder, Inputs(*given), spec), exchange=exchange)  # type: ignore[arg-type]
+            out = self.forward(ctx)
+            return *out, *ctx.exchanged
+
+        signature = exchange, self._call_signature("forward", x, spec)
+        *out, gathered, starts = record_or_replay(signature, x, first)
+        return Outputs(*out), gathered, starts
+
+    def run_backward_exchanging(
+        self, x: Inputs, out: Outputs, dh: Tensor, saved: Sequence[Tensor], spec: Spec, exchange: Exchange
+    ) -> Grads:
+        """Record or replay the launches of a backward that exchanges cotangents with other processes."""
+
+        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Grads:
+            ctx = self.context(recorder, Inputs(*given[:9]), spec)  # type: ignore[arg-type]
+            ctx = replace(ctx, exchange=exchange, saved=tuple(given[14:]))  # type: ignore[arg-type]
+            dh, h, d, chunk_C, chunk_n = given[9:14]
+            read = out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n)  # type: ignore[arg-type]
+            return self.backward(ctx, read, dh, None, None)  # type: ignore[arg-type]
+
+        given = *x, dh, out.h, out.d, out.chunk_C, out.chunk_n, *saved
+        signature = exchange, self._call_signature("backward", x, spec, *given[9:])
+        return Grads(*record_or_replay(signature, given, first))

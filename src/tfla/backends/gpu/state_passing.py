@@ -83,6 +83,53 @@ def pass_states(
         tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
 
 
+@triton.jit(do_not_specialize=["T", "steps"])
+def final_states(
+    states, decays, given, final, cu, T, H, steps, SIZE,
+    BLOCK: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
+):  # fmt: skip
+    """Store the states after the last segments, (S), and leave the contributions as they are.
+
+    The arguments and the grid are those of :func:`pass_states`.
+    """
+    s = tl.program_id(1)
+    h = tl.program_id(2)
+    if IS_VARLEN:
+        first = tl.load(cu + s).to(tl.int64)
+        count = tl.cdiv(tl.load(cu + s + 1).to(tl.int64) - first, steps)
+        slot0 = first // steps + s
+    else:
+        count = tl.cdiv(T, steps).to(tl.int64)
+        slot0 = s * count
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = e < SIZE
+    S = tl.zeros([BLOCK], tl.float32)  # (BLOCK), some elements of the running state
+    if USE_INITIAL_STATE:
+        S = tl.load(given + (s * H + h).to(tl.int64) * SIZE + e, mask=inside, other=0.0)
+    for c in range(0, count):
+        row = (slot0 + (count - 1 - c if REVERSE else c)) * H + h
+        adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
+        S = S * decay + adds  # (S)
+    tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)
+
+
+def launch_final(ctx: LaunchContext, states: Tensor, decays: Tensor, given: Tensor | None, *, reverse: bool) -> Tensor:
+    """Return the states after the last segments, (N, H, ...), from what segments add, which is left as it is.
+
+    Args:
+        ctx: The context of the call.
+        states, decays, given, reverse: As in :func:`launch`.
+    """
+    size = states[0, 0].numel()
+    block = min(1024, power_of_two(size))
+    final = ctx.new(ctx.x.sequences, *states.shape[1:])
+    ctx.launch(final_states, (ceil_div(size, block), ctx.x.sequences, ctx.H),
+        states, decays, states if given is None else given, final, ctx.cu_seqlens, ctx.T, ctx.H, ctx.segment_steps,
+        size, BLOCK=block, REVERSE=reverse, IS_VARLEN=ctx.packed, USE_INITIAL_STATE=given is not None, num_warps=4,
+    )  # fmt: skip
+    return final
+
+
 def launch(
     ctx: LaunchContext, states: Tensor, decays: Tensor, given: Tensor | None, final: Tensor | None, *, reverse: bool,
     steps: int = 0,

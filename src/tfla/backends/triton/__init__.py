@@ -7,12 +7,24 @@ Triton is imported on first use.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Backend, Grads, Inputs, Outputs, Replay, Spec, StepInputs, StepOutputs, StepSpec
+from tfla.backends.base import (
+    Backend,
+    Exchange,
+    Grads,
+    Inputs,
+    Outputs,
+    Replay,
+    Spec,
+    StepInputs,
+    StepOutputs,
+    StepSpec,
+)
 
 if TYPE_CHECKING:
     from tfla.backends.gpu.family import KernelFamily
@@ -53,6 +65,7 @@ class Triton(Backend):
     priority = 10
     kernels = ("fused", "tfla")
     takes_gates = True
+    exchanges = True
 
     def unsupported(self, x: Inputs) -> str | None:
         """Return why the kernels cannot run these inputs, or None."""
@@ -144,6 +157,26 @@ class Triton(Backend):
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """Compute the gradients with the kernels that `spec.kernel` names."""
         return _family(spec.kernel).run_backward(x, out, dh, dC, dn, spec)
+
+    def has_segments(self, x: Inputs, spec: Spec) -> bool:
+        """Return whether the fused scans cut sequences into segments."""
+        if spec.kernel != "fused":
+            return False
+        from tfla.backends.gpu import config
+        from tfla.backends.triton import fused
+
+        chosen = spec.chunk_size if spec.chunk_size < DEFERRED_CHUNK_SIZE else fused.best_chunk_size(x)
+        return config.kernel_config(x).segment_steps(chosen) < x.v.shape[1]
+
+    def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Tensor, Tensor]:
+        """Compute the forward of this process's steps with the fused scans."""
+        return _family(spec.kernel).run_forward_exchanging(x, spec, exchange)
+
+    def backward_exchanging(
+        self, x: Inputs, out: Outputs, dh: Tensor, saved: Sequence[Tensor], spec: Spec, exchange: Exchange
+    ) -> Grads:
+        """Compute the gradients of this process's steps with the fused scans."""
+        return _family(spec.kernel).run_backward_exchanging(x, out, dh, saved, spec, exchange)
 
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         """Compute a few decoding steps in one kernel."""

@@ -10,8 +10,17 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
-from tfla.backends.base import Grads, Inputs, Outputs, Spec
-from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, segmentation, sequences, state_passing
+from tfla.backends.base import Exchange, Grads, Inputs, Outputs, Spec
+from tfla.backends.gpu import (
+    exchanging,
+    gate_gradients,
+    gate_kernels,
+    reductions,
+    results,
+    segmentation,
+    sequences,
+    state_passing,
+)
 from tfla.backends.gpu.checkpoints import checkpoint_interval, checkpoint_shape
 from tfla.backends.gpu.config import ceil_div, kernel_config, products
 from tfla.backends.gpu.context import LaunchContext, Pair, fused_context
@@ -61,7 +70,7 @@ def forward(ctx: LaunchContext) -> Outputs:
     gates = gate_kernels.launch(ctx, m_final=m)  # (G1) to (G5)
     starts, ends, stored = results.pad_state(ctx, x.C, x.n), (C, n), results.NO_STATE
     if ctx.segmented:
-        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends)
+        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends, m=m, exchange=ctx.exchange)
         ends = results.NO_STATE
     # d, (T3), n, (T6); then o and C, (T1), (T2), (T5).
     if spec.normalize:
@@ -70,7 +79,10 @@ def forward(ctx: LaunchContext) -> Outputs:
     return results.forward_results(ctx, h, d, final, stored)
 
 
-def segment_starts(ctx: LaunchContext, gates: Tensor, initial: Pair, final: Pair) -> Pair:
+def segment_starts(
+    ctx: LaunchContext, gates: Tensor, initial: Pair, final: Pair, m: Tensor | None = None,
+    exchange: Exchange | None = None,
+) -> Pair:  # fmt: skip
     """Compute C and n at the starts of segments, (segments, H, K, V) and (segments, H, K).
 
     A scan computes what each segment adds to the states; state passing turns it into the states at segment starts.
@@ -80,14 +92,21 @@ def segment_starts(ctx: LaunchContext, gates: Tensor, initial: Pair, final: Pair
         gates: The gate vectors.
         initial: The initial states of the sequences, (N, H, K, V) and (N, H, K), or None.
         final: Outputs for the final states of the sequences, or None.
+        m: The max states after the sequences, (N, H), or None; read by the exchange.
+        exchange: The exchange with processes that have earlier steps, or None.
     """
-    x, skip_last = ctx.x, final[0] is None
+    x, skip_last = ctx.x, final[0] is None and exchange is None
     C, decays = fused_kernels.launch_segment_states(ctx, gates, x.k, x.v, reverse=False, skip_last=skip_last)
-    state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
-    if not ctx.spec.normalize:
-        return C, None
-    n = fused_kernels.launch_segment_n(ctx, gates, x.k, reverse=False, skip_last=skip_last)
-    state_passing.launch(ctx, n, decays, initial[1], final[1], reverse=False)
+    n = None
+    if exchange is None:
+        state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
+    if ctx.spec.normalize:
+        n = fused_kernels.launch_segment_n(ctx, gates, x.k, reverse=False, skip_last=skip_last)
+    if exchange is not None:
+        initial = exchanging.exchange_states(ctx, exchange, C, n, decays, initial, m)
+        state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
+    if n is not None:
+        state_passing.launch(ctx, n, decays, initial[1], final[1], reverse=False)
     return C, n
 
 
@@ -115,9 +134,10 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
         # C and n at segment starts, and dC at segment ends: what segments add, then state passing.
         starts = results.stored_starts(ctx, out) or segment_starts(ctx, gates, starts, results.NO_STATE)
         dC_ends, decays = fused_kernels.launch_segment_states(
-            ctx, gates, x.q, dh, reverse=True, skip_last=grads.dC0 is None
+            ctx, gates, x.q, dh, reverse=True, skip_last=grads.dC0 is None and ctx.exchange is None
         )
-        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        if ctx.exchange is None:
+            state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
         dC_starts = dn_starts = None
     # dq, (T8), (T9), with checkpoints of C and n. The memory of dv, which is computed last, holds those of C and dC.
     q_dq, checkpoints = fused_kernels.launch_dq_dk(
@@ -126,9 +146,15 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     )  # fmt: skip
     if ctx.segmented and normalize:  # dn at segment ends
         if delta:
-            dn_ends = fused_kernels.launch_segment_n(ctx, gates, x.q, reverse=True, skip_last=grads.dn0 is None)
+            skip_last = grads.dn0 is None and ctx.exchange is None
+            dn_ends = fused_kernels.launch_segment_n(ctx, gates, x.q, reverse=True, skip_last=skip_last)
         else:
             dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K)
+    if ctx.exchange is not None:
+        assert dC_ends is not None
+        dC, dn = exchanging.exchange_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
+        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+    if ctx.segmented and dn_ends is not None:
         state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
     # dk, (T8), (T10), with checkpoints of dC and dn; then dv, (T11), (T12).
     size = math.prod(checkpoint_shape(ctx))

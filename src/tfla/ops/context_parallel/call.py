@@ -9,7 +9,7 @@ from tfla.backends import Inputs
 from tfla.backends.base import Spec
 from tfla.ops import checks
 from tfla.ops.context_parallel.group import context_parallel_of
-from tfla.ops.context_parallel.operator import Call, Shape
+from tfla.ops.context_parallel.local import Call, Shape
 from tfla.ops.context_parallel.registration import attend_eagerly, attend_traced, cut_of
 from tfla.ops.dispatch import Request, check, choose
 from tfla.ops.gates import clamp, log_gates

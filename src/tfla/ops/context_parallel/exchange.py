@@ -29,15 +29,14 @@ def finish_gather(gathered: Tensor, size: int) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(gathered).unflatten(0, (size, -1))
 
 
-def in_order_of_time(of_ranks: Span, placement: Placement) -> Span:
+def ordered(x: Tensor, placement: Placement) -> Tensor:
     """Return one row of each span, (spans, ...) in the order of time, from (size, rows, ...).
 
     The first rows of each process are those of its spans.
     """
+    return torch.cat([x[:, 0], x[:, 1].flip(0)]) if placement.order == ZIGZAG else x[:, 0]
 
-    def ordered(x: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
-        return torch.cat([x[:, 0], x[:, 1].flip(0)]) if placement.order == ZIGZAG else x[:, 0]
 
-    return Span(*map(ordered, of_ranks))  # type: ignore[arg-type]
+def in_order_of_time(of_ranks: Span, placement: Placement) -> Span:
+    """Return the spans of all processes as :func:`ordered` does."""
+    return Span(*(None if x is None else ordered(x, placement) for x in of_ranks))  # type: ignore[arg-type]

@@ -58,13 +58,17 @@ def weighted_sum(log_weight: Tensor, x: Tensor) -> Tensor:
     return (weight.reshape(*weight.shape, *[1] * (x.dim() - weight.dim())) * x).sum(0)
 
 
-def compose(spans: Span) -> Span:
-    """Return the one span that successive spans, (P, ...) in the order of time, make together."""
+def compose(spans: Span, m: Tensor | None = None) -> Span:
+    """Return the one span that successive spans, (P, ...) in the order of time, make together.
+
+    Its max state is ``m`` where that is given, else the largest exponent of its parts.
+    """
     log_weight = exclusive_sums(spans.log_decay, after=True)
-    log_decay, m = spans.log_decay.sum(0), None
+    log_decay = spans.log_decay.sum(0)
     if spans.m is not None:
         log_weight = log_weight + spans.m
-        m = log_weight.amax(0).to(spans.m.dtype)  # rounded first, so that all that follows uses the same m
+        if m is None:
+            m = log_weight.amax(0).to(spans.m.dtype)  # rounded first, so that all that follows uses the same m
         log_weight = log_weight - m
     n = None if spans.n is None else weighted_sum(log_weight, spans.n)
     return Span(log_decay, weighted_sum(log_weight, spans.C), n, m)

@@ -1,0 +1,150 @@
+"""The cotangents that processes exchange in a backward, and those of the states after this process's fragments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tfla.backends import Inputs
+from tfla.ops.context_parallel import exchange, own_states
+from tfla.ops.context_parallel.local import Call, Gated, Saved, Shape
+from tfla.ops.context_parallel.spans import (
+    Cotangent,
+    carry_back,
+    exclusive_sums,
+    from_rows,
+    row_width,
+    to_rows,
+)
+
+
+def own_cotangents(x: Inputs, h: Tensor, saved: Saved, dh: Tensor, call: Call) -> list[Cotangent | None]:
+    """Return the cotangents of the states before the spans of this process, from the outputs of these spans alone.
+
+    It is None for a span that begins with a sequence: no process needs it.
+    """
+    spec, gates = call.spec, None
+    found: list[Cotangent | None] = []
+    d = Shape.of(call, x.q.shape[0]).back(saved.d) if spec.normalize else None
+    for s, span in enumerate(call.cut.spans):
+        if span.source is None:
+            found.append(None)
+            continue
+        f = span.fragments[0]
+        steps = slice(f.start, f.stop)
+        gates = Gated.of(x, spec) if gates is None else gates
+        out = own_states.Outputs(h[:, steps], None if d is None else d[:, steps], dh[:, steps])
+        m = saved.m[s] if spec.normalize else None
+        found.append(
+            own_states.own_cotangent(x.q[:, steps], *gates.at(steps), m, out, spec.scale, spec.normalizer_grad)
+        )
+    return found
+
+
+def cotangent_rows(
+    own: list[Cotangent | None], final_m: Tensor, dC: Tensor | None, dn: Tensor | None, call: Call, like: Tensor
+) -> Tensor:
+    """Return the rows that this process gives to the others, (S + D, B, H, width), or (S, ...) without final states.
+
+    Args:
+        own: the cotangents of the states before its spans; None leaves a row of zeros.
+        final_m: (B D, H), the max states of the final states.
+        dC, dn: (B D, ...), this process's cotangents of the final states; None is zero.
+        call: the call.
+        like: (B, H, dqk, dhv), a tensor of the dtype of states.
+    """
+    (B, H, K, V), normalize = like.shape, call.spec.normalize
+    final = len(call.cut.ends) if call.spec.final_state else 0
+    rows = like.new_zeros(len(own) + final, B, H, row_width(K, V, normalize))
+    zero = rows.new_zeros(B, H, dtype=torch.float64)
+    for s, each in enumerate(own):
+        if each is not None:
+            rows[s] = to_rows(each.C, each.n, each.m, zero)
+    if final and (dC is not None or dn is not None):
+        shape = (B * final, H, K, V)
+        dC = rows.new_zeros(shape) if dC is None else dC
+        if normalize:
+            dn = rows.new_zeros(shape[:-1]) if dn is None else dn
+        C, n, m = (
+            None if t is None else t.to(rows.dtype).unflatten(0, (B, -1)).transpose(0, 1)
+            for t in (dC, dn, final_m if normalize else None)
+        )
+        assert C is not None
+        rows[len(own) :] = to_rows(C, n, m, zero.expand(final, B, H))
+    return rows
+
+
+def received(gathered: Tensor, final_m: Tensor, call: Call, like: Tensor) -> tuple[Cotangent, Cotangent | None]:
+    """Return the cotangents of the states before all spans, (spans, B, ...), and of the final states, (D, B, ...).
+
+    Args:
+        gathered: (R, rows, B, H, width), the rows of all processes.
+        final_m, call, like: as in :func:`cotangent_rows`.
+    """
+    of_ranks = from_rows(gathered, *like.shape[-2:])
+    of_spans = Cotangent(*exchange.in_order_of_time(of_ranks, call.placement)[1:])
+    if not call.spec.final_state:
+        return of_spans, None
+    C, n = (None if t is None else t[:, len(call.cut.spans) :].sum(0) for t in of_ranks[1:3])
+    assert C is not None
+    m = final_m.unflatten(0, (like.shape[0], -1)).transpose(0, 1) if n is not None else None
+    return of_spans, Cotangent(C, n, m)
+
+
+def ends_of(
+    call: Call,
+    log_decay: Tensor,
+    end_log_decay: Tensor,
+    last_m: Tensor,
+    of_spans: Cotangent,
+    of_final: Cotangent | None,
+    shape: Shape,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the cotangents of the states after the fragments of this process, (B F, ...), or None where all are zero.
+
+    Args:
+        call: the call.
+        log_decay, end_log_decay, last_m: as in :class:`Saved`.
+        of_spans: (all spans, B, ...), the cotangents of the states before spans.
+        of_final: (D, B, ...), the cotangents of the final states; None where there are none.
+        shape: the form in which the backend gets the fragments.
+    """
+    normalize = call.spec.normalize
+    rows: list[tuple[Tensor, Tensor | None] | None] = []
+    for span in call.cut.spans:
+        for f in span.fragments:
+            # last_m has the backend's order of fragments.
+            m = last_m[:, len(rows)] if normalize else None
+            end = call.cut.ends[f.sequence]
+            parts, decays = [], []
+            if not f.ends:
+                later = slice(span.position + 1, end.position + 1)
+                parts.append(Cotangent(*(None if t is None else t[later] for t in of_spans)))  # type: ignore[arg-type]
+                decays.append(exclusive_sums(log_decay[later], after=False))
+            if of_final is not None:
+                at = slice(f.sequence, f.sequence + 1)
+                parts.append(Cotangent(*(None if t is None else t[at] for t in of_final)))  # type: ignore[arg-type]
+                decay = torch.zeros_like(log_decay[:1])
+                if not f.ends:
+                    between = log_decay[span.position + 1 : end.position].sum(0, keepdim=True)
+                    decay = between + end_log_decay[at]
+                decays.append(decay)
+            if not parts:
+                rows.append(None)
+                continue
+            every = Cotangent(*(None if t[0] is None else torch.cat(t) for t in zip(*parts, strict=True)))  # type: ignore[arg-type]
+            rows.append(carry_back(every, torch.cat(decays), m))
+    if all(row is None for row in rows):
+        return None, None
+    some = next(row for row in rows if row is not None)
+    rows += [None] * (shape.fragments - len(rows))
+
+    def merged(part: int) -> Tensor | None:
+        like = some[part]
+        if like is None:
+            return None
+        zero = torch.zeros_like(like)
+        every = [zero if row is None or row[part] is None else row[part] for row in rows]
+        return every[0] if len(every) == 1 else torch.stack(every, 1).flatten(0, 1)  # type: ignore[arg-type]
+
+    return merged(0), merged(1)
