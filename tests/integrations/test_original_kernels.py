@@ -20,6 +20,7 @@ from torch import Tensor
 from tfla.bench.baselines import mamba_module
 from tfla.bench.parallel_compilation import compiled_together
 from tfla.integrations import fla, mamba, mlstm_kernels
+from tfla.integrations.fla.replacement import MODULES
 
 ORIGINAL_TOLERANCE = 3e-2  # of kernels that round intermediate results; the error of a wrong function is about 1
 Results = list[Tensor]
@@ -136,8 +137,43 @@ def their_fla(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"fla.ops.{module}"), name)
 
 
-MODULES = ("simple_gla", "retention", "lightning_attn", "linear_attn")
-FLA = {name: next(module for module in MODULES if name.endswith(module)) for name in fla.__all__}
+FLA = {
+    name: module for module in MODULES for name in importlib.import_module(f"tfla.integrations.fla.{module}").__all__
+}
+BY_CHANNEL = ("gla", "kda", "generalized_delta_rule", "rwkv7")  # modules whose gates are those of key channels
+
+
+def fla_inputs(name: str, device: str) -> dict[str, Tensor]:
+    """Return the tensors of a function of flash-linear-attention without defaults, and its gates."""
+    torch.manual_seed(0)
+    B, T, H, D = 2, 320, 4, 64
+    arguments = inspect.signature(getattr(fla, name)).parameters
+    unit = F.normalize(torch.randn(B, T, H, D, device=device), dim=-1)
+    log_f = F.logsigmoid(torch.randn(B, T, H, *[D] * (FLA[name] in BY_CHANNEL), device=device) + 3)
+    x = {argument: torch.randn(B, T, H, D, device=device) for argument in ("q", "r", "k", "v")}
+    if "delta" in name or FLA[name] in ("kda", "comba", "rwkv7"):
+        x["k"] = unit
+    if "normalize" in arguments:
+        x["q"], x["k"] = (F.elu(x[argument]) + 1 for argument in "qk")
+    x |= {"p": unit / 2, "a": -unit, "b": unit * torch.rand_like(unit)}
+    low = {argument: t.to(torch.bfloat16) for argument, t in x.items()}
+    gates = dict.fromkeys(("g", "gk", "w"), log_f) | {"beta": torch.rand(B, T, H, device=device)}
+    if name == "fused_recurrent_gated_delta_rule":
+        del gates["gk"]
+    found = {argument: t for argument, t in (low | gates).items() if argument in arguments}
+    if name == "chunk_gated_delta_product":  # two writes in each step
+        found |= {argument: found[argument][:, : T // 2] for argument in "qg"}
+    return found
+
+
+@pytest.mark.parametrize("name", FLA)
+def test_inputs_of_flash_linear_attention_fit(name: str, device: str) -> None:
+    options = {"num_householder": 2} if name == "chunk_gated_delta_product" else {}
+    options |= {"layer_idx": 1, "num_layers": 8} if "lightning" in name else {}
+    x = fla_inputs(name, device)
+    o, _ = getattr(fla, name)(**x, **options)
+    assert o.shape[2:] == x["v"].shape[2:]
+    assert torch.isfinite(o).all()
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -147,17 +183,12 @@ def test_flash_linear_attention(name: str, backward: bool, on: str) -> None:
         pytest.skip("theirs need a GPU")
     run = getattr(fla, name)
     arguments = inspect.signature(run).parameters
-    torch.manual_seed(0)
-    x = {d: torch.randn(2, 320, 4, 64, device=on).to(torch.bfloat16) for d in "qkv"}
-    if "g" in arguments:
-        x["g"] = F.logsigmoid(torch.randn(2, 320, 4, device=on) + 3)
-    if "normalize" in arguments:
-        x["q"], x["k"] = (F.elu(x[d]) + 1 for d in "qk")
     requested = {
         "layer_idx": 1, "num_layers": 8, "normalize": True, "output_final_state": True, "output_attentions": True,
+        "num_householder": 2,
     }  # fmt: skip
     options = {argument: value for argument, value in requested.items() if argument in arguments}
-    compare(run, their_fla(FLA[name], name), x, backward, **options)
+    compare(run, their_fla(FLA[name], name), fla_inputs(name, on), backward, **options)
 
 
 def their_mamba(module: str, name: str) -> Any:
