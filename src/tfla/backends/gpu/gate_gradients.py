@@ -8,6 +8,11 @@ For every head, with the notation and numbers of docs/mathematics.md,
 
 Here dC_t is the cotangent of the state after step t that comes from later steps only. C_t and dC_t are stored at
 checkpoints, at segment starts and at the starts and ends of sequences; there the sum (D2) starts again from (D3).
+
+q . dq and k . dk both contain what a step reads of its own write. These terms cancel in (D2) except for their rounding,
+which where gates are closed would be all of dlog_f. Float32 kernels (EXACT) therefore leave the terms of pairs of steps
+in different tiles, those of different steps of the same tile, and that of a step with itself, which only dlog_i
+contains, as separate sums.
 """
 
 import torch
@@ -20,6 +25,15 @@ from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.gate_kernels import HIGHEST, LOWEST, locate_chunk, locate_segment
 from tfla.backends.gpu.results import Gradients
 from tfla.backends.gpu.state_passing import rounded_product
+
+# Indices of the sums that the float32 kernels for dk leave for each step. The terms of the pairs of steps of a tile are
+# a lower triangular matrix, [reading step, writing step]. The kernels for dq leave only OTHER_TILES.
+OTHER_TILES = tl.constexpr(0)  # k . dk of all later tiles, or q . dq of all earlier ones
+ROW_SUM = tl.constexpr(1)  # the sum of the step's row below the diagonal
+COLUMN_SUM = tl.constexpr(2)  # the sum of the step's column below the diagonal
+SAME_STEP = tl.constexpr(3)  # the diagonal
+PAIR_SUMS = tl.constexpr(4)  # the number of these sums
+DIFFERENCE_ROUNDING = tl.constexpr(2.0**-21)  # of differences of sums, relative to the root of the terms' squares
 
 
 @triton.jit
@@ -99,14 +113,93 @@ def sum_parts(x, row, there, PARTS: tl.constexpr):
     return tl.sum(parts.to(tl.float64), 1)[:, None]
 
 
+@triton.jit
+def pair_sums(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr, L: tl.constexpr):
+    """Return the sums over parts of dqk of what float32 kernels leave.
+
+    Args:
+        q_dq: (PARTS, H, tiles, L) float32.
+        k_dk: (PARTS, H, tiles, PAIR_SUMS, L) float32.
+        at: the places of the steps of whole tiles in (H, tiles, L), (HEADS, STEPS).
+        size: the number of these places, H * tiles * L.
+        inside: whether a step is one of the sequence.
+
+    Returns:
+        k . dk, (HEADS, STEPS) float32, and as (HEADS, STEPS / L, L) float64: OTHER_TILES of q . dq, OTHER_TILES of
+        k . dk, and ROW_SUM - COLUMN_SUM. The latter is 0 over each tile: what rounding leaves is spread over its steps.
+    """
+    HEADS: tl.constexpr = at.shape[0]
+    TILES: tl.constexpr = at.shape[1] // L
+    reads = tl.zeros(at.shape, tl.float32)
+    writes = tl.zeros(at.shape, tl.float32)
+    rows = tl.zeros(at.shape, tl.float32)
+    columns = tl.zeros(at.shape, tl.float32)
+    own = tl.zeros(at.shape, tl.float32)
+    for part in tl.range(0, PARTS):
+        of_k = k_dk + (part * size + at // L * L) * PAIR_SUMS + at % L
+        reads += tl.load(q_dq + part * size + at, mask=inside, other=0.0)
+        writes += tl.load(of_k + OTHER_TILES * L, mask=inside, other=0.0)
+        rows += tl.load(of_k + ROW_SUM * L, mask=inside, other=0.0)
+        columns += tl.load(of_k + COLUMN_SUM * L, mask=inside, other=0.0)
+        own += tl.load(of_k + SAME_STEP * L, mask=inside, other=0.0)
+    falls = tl.reshape(rows.to(tl.float64) - columns, (HEADS, TILES, L))
+    falls -= (tl.sum(falls, 2) / L)[:, :, None]
+    reads_of = tl.reshape(reads.to(tl.float64), (HEADS, TILES, L))
+    writes_of = tl.reshape(writes.to(tl.float64), (HEADS, TILES, L))
+    return writes + columns + own, reads_of, writes_of, falls
+
+
+@triton.jit
+def _follow(a, b, c, d):
+    """Return x -> a x + b followed by x -> c x + d in the same form."""
+    return a * c, b * c + d
+
+
+@triton.jit
+def pass_tiles(start, size, reads, writes):
+    """Return the terms of steps before with steps after each tile, (HEADS, TILES) float64.
+
+    They are <C, dC> before the tile minus what the tile reads. Where that difference is within its rounding it is 0,
+    so that rounding does not go on through closed gates to steps where dlog_f is smaller.
+
+    Args:
+        start: <C, dC> before the first tile, (HEADS, 1) float64.
+        size: the sum of squares of all terms that `start` is made of, (HEADS, 1) float64.
+        reads: terms of each step with all steps before its tile, (HEADS, TILES, L) float64.
+        writes: terms of each step with all steps after its tile, of the same shape.
+
+    Returns:
+        Also <C, dC> after the last tile, the sum of squares including all reads and writes, and whether no difference
+        was taken for 0, each (HEADS, 1).
+    """
+    read = tl.sum(reads, 2)
+    written = tl.sum(writes, 2)
+    sizes = size + tl.cumsum(tl.sum(reads * reads + writes * writes, 2), 1)
+    differences = start + tl.cumsum(written - read, 1) - written
+    open = tl.where(tl.abs(differences) < tl.sqrt(sizes) * DIFFERENCE_ROUNDING, 0.0, 1.0).to(tl.float64)
+    share, added = tl.associative_scan((open, written - open * read), 1, _follow)
+    after = share * start + added
+    last = tl.arange(0, reads.shape[1])[None, :] == reads.shape[1] - 1
+    end = tl.sum(tl.where(last, after, 0.0), 1)[:, None]
+    return after - written, end, tl.max(sizes, 1)[:, None], tl.min(open, 1)[:, None]
+
+
+@triton.jit
+def forget_gate_gradients(across, reads, writes, falls):
+    """Return dlog_f by pairs of steps, (HEADS, TILES * L) float64; the sums are those of `pass_tiles`, `pair_sums`."""
+    steps = writes - reads - falls
+    found = (across + tl.sum(reads, 2))[:, :, None] + (tl.cumsum(steps, 2) - steps)
+    return tl.reshape(found, (found.shape[0], found.shape[1] * found.shape[2]))
+
+
 @triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "steps", "ib", "it", "ih", "fb", "ft", "fh"])
 def gate_gradients(
     q_dq, k_dk, dots, C, n_start, dC, dn_end, dC_first, dn_first, cu, i_gate, f_gate, di, df,
     sequences, T, tiles, H, steps, SIZE, SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, NP: tl.constexpr, CHECKPOINT_STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, IS_SEGMENTED: tl.constexpr, IS_VARLEN: tl.constexpr,
-    NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr, INPUT_GATE: tl.constexpr,
-    SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
+    NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr, EXACT: tl.constexpr,
+    INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the gates, (D1) to (D3).
 
@@ -119,7 +212,7 @@ def gate_gradients(
 
     Args:
         q_dq: sums of q . dq over parts of dqk, (PARTS, H, tiles, NP, L) float32.
-        k_dk: sums of k . dk, of the same shape.
+        k_dk: sums of k . dk, of the same shape. With EXACT the two are as `pair_sums` has them.
         dots: <C, dC> of the checkpoints, (checkpoints, H, DOTS) float64.
         C: the states before each segment, see `segment_start_dot`, which also describes n_start to dn_first.
         cu: the offsets of packed sequences, (sequences + 1).
@@ -158,19 +251,23 @@ def gate_gradients(
         if INPUT_GATE:
             i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
         # (1) <k, dk> and <q, dq> of each step, (HEADS, CHECKPOINT_STEPS).
-        k = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
-        q = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
-        for n in tl.range(0, PARTS * NP, loop_unroll_factor=2):  # more loads in flight need too many registers
-            each = n // NP * size + n % NP * L
-            k += tl.load(k_dk + each + at, mask=inside, other=0.0)
-            q += tl.load(q_dq + each + at, mask=inside, other=0.0)
+        if EXACT:
+            k, reads, writes, falls = pair_sums(q_dq, k_dk, at, size, inside, PARTS, L)
+        else:
+            k = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
+            q = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
+            for n in tl.range(0, PARTS * NP, loop_unroll_factor=2):  # more loads in flight need too many registers
+                each = n // NP * size + n % NP * L
+                k += tl.load(k_dk + each + at, mask=inside, other=0.0)
+                q += tl.load(q_dq + each + at, mask=inside, other=0.0)
+            falls = (q - k).to(tl.float64)
         # (2) dlog_i, (D1).
-        falls = (q - k).to(tl.float64)
         to = (first + t) * H + h
         if INPUT_GATE:
             tl.store(di + to, gate_gradient_of(k, i, SIGMOID_I), mask=inside)
         # (3) dlog_f by a prefix sum of (D2) from `start`, (D3).
-        before = start - (tl.cumsum(falls, 1) - falls)
+        if not EXACT:
+            before = start - (tl.cumsum(falls, 1) - falls)
         end = tl.zeros([HEADS, 1], tl.float64)  # (D3) after its last step
         known = (part + 1) * CHECKPOINT_STEPS < length
         if known:
@@ -184,7 +281,14 @@ def gate_gradients(
                     NORMALIZE, USE_INITIAL_STATE,
                 )  # fmt: skip
         # (4) Subtract the accumulated rounding error evenly.
-        if known or not USE_FINAL_STATE:
+        if EXACT:
+            across, after, _, open = pass_tiles(start, start * start, reads, writes)
+            if known or not USE_FINAL_STATE:
+                tile = tl.arange(0, CHECKPOINT_STEPS // L).to(tl.float64)
+                count = tl.cdiv(tl.minimum(length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS), L)
+                across -= tl.where(open > 0.0, after - end, 0.0) * (tile / count)[None, :]
+            before = forget_gate_gradients(across, reads, writes, falls)
+        elif known or not USE_FINAL_STATE:
             rounding = start - tl.sum(falls, 1)[:, None] - end
             share = tl.arange(0, CHECKPOINT_STEPS).to(tl.float64) / tl.minimum(
                 length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS
@@ -223,7 +327,7 @@ def launch(
         ctx: The context of the call.
         gates: Any tensor, which stands for those that are None.
         q_dq: Sums of q . dq over parts of dqk, (PARTS, H, tiles, NP, L) float32.
-        k_dk: Sums of k . dk, of the same shape.
+        k_dk: Sums of k . dk, of the same shape. With EXACT the two are as `pair_sums` has them.
         dots: Parts of <C, dC> at the checkpoints, (checkpoints * H, DOTS).
         starts: C and n at the starts of segments or sequences, or None.
         ends: dC and dn at the ends of segments or sequences, or None.
@@ -237,7 +341,7 @@ def launch(
     intervals = ctx.segments, ceil_div(min(ctx.segment_steps, ctx.T), steps)
     if ctx.packed and not ctx.segmented:
         intervals = ctx.count(steps), 1
-    heads = ctx.heads_per_program(min(8, 4096 // steps))
+    heads = ctx.heads_per_program(min(8, (2048 if ctx.exact else 4096) // steps))  # sums by pairs take more registers
     num_warps = max(4, heads * steps // 256)
     ctx.launch(gate_gradients, (*intervals, ceil_div(ctx.H, heads)),
         q_dq, k_dk, dots, *states, ctx.cu_seqlens, *ctx.gate_inputs, gates if grads.di is None else grads.di, grads.df,
@@ -245,5 +349,5 @@ def launch(
         PARTS=q_dq.shape[0], NP=q_dq.shape[3], CHECKPOINT_STEPS=steps, BLOCK=256 * num_warps // heads,
         BLOCK_N=power_of_two(ctx.K), L=ctx.L, HEADS=heads, DOTS=dots.shape[1], IS_SEGMENTED=ctx.segmented,
         IS_VARLEN=ctx.packed, NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.C is not None,
-        USE_FINAL_STATE=final_cotangent, **ctx.gate_forms, num_warps=num_warps,
+        USE_FINAL_STATE=final_cotangent, EXACT=ctx.exact, **ctx.gate_forms, num_warps=num_warps,
     )  # fmt: skip

@@ -38,6 +38,7 @@ from tfla.backends.gpu import state_passing
 from tfla.backends.gpu.checkpoints import new_checkpoints
 from tfla.backends.gpu.config import SHORTEST_SEGMENT, ceil_div, power_of_two, processors
 from tfla.backends.gpu.context import LaunchContext, Pair, time_strides
+from tfla.backends.gpu.gate_gradients import COLUMN_SUM, OTHER_TILES, PAIR_SUMS, ROW_SUM, SAME_STEP
 from tfla.backends.gpu.gate_kernels import (
     COLUMN,
     COLUMN_LOW,
@@ -372,7 +373,8 @@ def dq_dk_scan(
         if NORMALIZE:
             N = tl.where(rc[None, :] == 0, tl.load(n_in + n_at, mask=rk < DK, other=0.0)[:, None], 0.0)
     r = tl.arange(0, L)
-    rp = tl.arange(0, NP)
+    if not EXACT:
+        rp = tl.arange(0, NP)
     tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
         # T is never smaller. The minimum hides the induction variable from LLVM, which otherwise steps each address in
@@ -380,6 +382,8 @@ def dq_dk_scan(
         t = tl.minimum((tiles - 1 - step if REVERSE else step) * L, T)
         gate = gates + t * VECTORS
         x = load_tile(x_at, t, col, steps, DK, xt, L, BK, TMA)  # (L, BK)
+        if EXACT and REVERSE:  # before y and z take shared memory
+            pairs = matmul(x, tl.trans(load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)), PRECISION)  # (L, L), q k^T
         y0 = load_tile(y_at, t, 0, steps, DV, yt, L, BV, TMA)  # (L, BV)
         z0 = load_tile(z_at, t, 0, steps, DV, zt, L, BV, TMA)  # (L, BV)
         if BLOCKS == 2:
@@ -427,12 +431,24 @@ def dq_dk_scan(
             elif DELTA:
                 out += n * tl.load(gate + DELTA_P * L + r)[None, :]
         out = out * tl.load(gate + (UPDATE if REVERSE else INTER) * L + r)[None, :]
+        if EXACT:
+            w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)  # (L, BK)
+            sum_at = w_out + t * NP + r
+            tl.store(sum_at + OTHER_TILES * L, tl.sum(rounded_product(out, tl.trans(w)), 0))
+            if REVERSE:
+                pairs = rounded_product(P, pairs)
+                same = r[:, None] == r[None, :]
+                tl.store(sum_at + SAME_STEP * L, tl.sum(tl.where(same, pairs, 0.0), 0))
+                pairs = tl.where(same, 0.0, pairs)
+                tl.store(sum_at + ROW_SUM * L, tl.sum(pairs, 1))
+                tl.store(sum_at + COLUMN_SUM * L, tl.sum(pairs, 0))
         out = tl.dot(tl.trans(x), P, out, input_precision=PRECISION)
         out = tl.trans(out)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
-        w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)  # (L, BK)
-        sums = tl.sum(tl.reshape(rounded_product(out, w), (L, NP, BK // NP)), 2)
-        tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
+        if not EXACT:
+            w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)  # (L, BK)
+            sums = tl.sum(tl.reshape(rounded_product(out, w), (L, NP, BK // NP)), 2)
+            tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
         # (4) N <- g N + x^T w
         if NORMALIZE:
             N = N * decay
@@ -672,6 +688,8 @@ def launch_dq_dk(
     programs = ceil_div(ctx.K, tiles.split)
     # Sums over the 16 dims of one warp need no exchange between warps.
     parts = tiles.split // 16 if config.wgmma_dq_dk else 1
+    if ctx.exact and reverse:
+        parts = PAIR_SUMS.value
     sums = ctx.new(programs, ctx.H, ctx.tiles, parts, ctx.L)
     checkpoints = new_checkpoints(ctx, sums, memory, offset)
     (C, n), (C_final, n_final) = initial, final

@@ -6,7 +6,14 @@ from torch import Tensor
 
 from tfla.backends.gpu.config import power_of_two
 from tfla.backends.gpu.context import LaunchContext, Pair
-from tfla.backends.gpu.gate_gradients import checkpoint_dot, gate_gradient_of, segment_start_dot
+from tfla.backends.gpu.gate_gradients import (
+    checkpoint_dot,
+    forget_gate_gradients,
+    gate_gradient_of,
+    pair_sums,
+    pass_tiles,
+    segment_start_dot,
+)
 from tfla.backends.gpu.gate_kernels import first_tile, load_gate, locate_chunk
 from tfla.backends.gpu.results import Gradients
 
@@ -30,7 +37,7 @@ def chunk_gate_gradients(
     SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, L: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     IS_VARLEN: tl.constexpr, NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr,
-    INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
+    EXACT: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the gates of one chunk of one head, by (D1) to (D3) of tfla.backends.gpu.gate_gradients.
 
@@ -43,7 +50,7 @@ def chunk_gate_gradients(
     (chunks * H).
 
     Args:
-        q_dq, k_dk: the sums q . dq and k . dk, (PARTS, H, tiles, L) float32.
+        q_dq, k_dk: the sums q . dq and k . dk, (PARTS, H, tiles, L) float32, with EXACT as `pair_sums` has them.
         C, n, dC, dn, dC_first, dn_first: states and cotangents, see `segment_start_dot`.
         di, df: the gradients, (B, T, H).
     """
@@ -71,23 +78,42 @@ def chunk_gate_gradients(
     r = tl.arange(0, STEPS)[None, :]
     size = H.to(tl.int64) * tiles * L
     total = tl.zeros([1, STEPS], tl.float64)
+    after = top
+    terms = top * top  # sum of squares
+    open = top * 0 + 1.0
     for t in range(0, count, STEPS):
-        of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
-        total += (of_q - of_k).to(tl.float64)
+        if EXACT:
+            _, reads, writes, _ = pair_sums(q_dq, k_dk, at + t + r, size, t + r < count, PARTS, L)
+            _, after, terms, here = pass_tiles(after, terms, reads, writes)
+            open *= here
+        else:
+            of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
+            total += (of_q - of_k).to(tl.float64)
     rounding = top * 0
     if known or not USE_FINAL_STATE:
-        rounding = (top - tl.sum(total, 1)[:, None] - end) / count
+        if EXACT:
+            rounding = tl.where(open > 0.0, after - end, 0.0) / tl.cdiv(count, L)  # of each tile
+        else:
+            rounding = (top - tl.sum(total, 1)[:, None] - end) / count
+    terms = top * top
     for t in range(0, count, STEPS):
         inside = t + r < count
-        of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, inside, PARTS)
-        falls = (of_q - of_k).to(tl.float64)
-        before = top - (tl.cumsum(falls, 1) - falls) - rounding * (t + r).to(tl.float64)
+        if EXACT:
+            of_k, reads, writes, in_tile = pair_sums(q_dq, k_dk, at + t + r, size, inside, PARTS, L)
+            across, top, terms, _ = pass_tiles(top, terms, reads, writes)
+            across -= rounding * (t // L + tl.arange(0, STEPS // L))[None, :].to(tl.float64)
+            before = forget_gate_gradients(across, reads, writes, in_tile)
+        else:
+            of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, inside, PARTS)
+            falls = (of_q - of_k).to(tl.float64)
+            before = top - (tl.cumsum(falls, 1) - falls) - rounding * (t + r).to(tl.float64)
         f = load_gate(f_gate + h * fh, s, first, start + t + r, fb, ft, inside, IS_VARLEN)
         tl.store(df + to + (t + r) * H, gate_gradient_of(before.to(tl.float32), f, SIGMOID_F), mask=inside)
         if INPUT_GATE:
             i = load_gate(i_gate + h * ih, s, first, start + t + r, ib, it, inside, IS_VARLEN)
             tl.store(di + to + (t + r) * H, gate_gradient_of(of_k, i, SIGMOID_I), mask=inside)
-        top -= tl.sum(falls, 1)[:, None]
+        if not EXACT:
+            top -= tl.sum(falls, 1)[:, None]
 
 
 def launch(
@@ -99,7 +125,7 @@ def launch(
     Args:
         ctx: The context of the call.
         gates: Any tensor, which stands for those that are None.
-        q_dq, k_dk: The sums q . dq and k . dk, (PARTS, H, tiles, L) float32.
+        q_dq, k_dk: The sums q . dq and k . dk, (PARTS, H, tiles, 1, L) float32, see `chunk_gate_gradients`.
         starts: C and n before the chunks, (chunks, H, dqk, dhv) and (chunks, H, dqk) or None.
         ends: dC and dn after the chunks, of the same shapes.
         grads: The gradients, of which di and df are written; dC0 and dn0 are read.
@@ -112,5 +138,6 @@ def launch(
         x.sequences, ctx.T, ctx.tiles, ctx.H, ctx.segment_steps, ctx.K * ctx.V, ctx.K, *ctx.gate_strides,
         PARTS=q_dq.shape[0], L=ctx.L, STEPS=min(MAX_STEPS, power_of_two(ctx.segment_steps)), BLOCK=2048,
         BLOCK_N=power_of_two(ctx.K), IS_VARLEN=ctx.packed, NORMALIZE=ctx.spec.normalize,
-        USE_INITIAL_STATE=x.C is not None, USE_FINAL_STATE=final_cotangent, **ctx.gate_forms, num_warps=4,
+        USE_INITIAL_STATE=x.C is not None, USE_FINAL_STATE=final_cotangent, EXACT=ctx.exact, **ctx.gate_forms,
+        num_warps=4,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import LaunchContext, Pair, time_strides
+from tfla.backends.gpu.gate_gradients import COLUMN_SUM, OTHER_TILES, PAIR_SUMS, ROW_SUM, SAME_STEP
 from tfla.backends.gpu.gate_kernels import (
     COLUMN,
     COLUMN_LOW,
@@ -101,7 +102,8 @@ def chunk_outputs(
         gates: the gate vectors, (H, tiles, VECTORS, L) float32.
         states, n: the states or cotangents of the chunks, (chunks, H, dqk, dhv) and (chunks, H, dqk).
         d_out: the denominators, (B, T, H); written with SAVE_D.
-        w_out: the sums w . out, (DO / BO, H, tiles, L) float32; written with OF_QK.
+        w_out: the sums w . out, (DO / BO, H, tiles, L) float32; written with OF_QK. With EXACT they are without the
+            program's own tile, and those of dk are (DO / BO, H, tiles, PAIR_SUMS, L), with those of the tile's pairs.
         steps: the number of steps of a chunk.
     """
     PARTS: tl.constexpr = (DO + BO - 1) // BO
@@ -126,12 +128,17 @@ def chunk_outputs(
     r = tl.arange(0, L)
     ri = tl.arange(0, LI)
     DENOMINATOR: tl.constexpr = NORMALIZE and not REVERSE and not OF_QK
+    PAIRS: tl.constexpr = OF_QK and EXACT  # whether the sums are by pairs of steps
     outer = tl.load(gate + (UPDATE if REVERSE else INTER) * L + r)
     a = load_tile(a_at, own, 0, length, DA, at, L, BA, False)
     out = tl.zeros([L, BO], tl.float32)
     d = tl.zeros([L], tl.float32)
     if DELTA and not REVERSE:
         delta = tl.load(gate + DELTA_P * L + r)
+    if PAIRS:
+        w_at = W + b * wb + t_first * wt + h // GROUP_Y * wh
+        sum_at = w_out + ((part * H * tiles_of_head + tile0) * L + own) * (PAIR_SUMS if REVERSE else 1)
+        tl.static_assert(LI == L)
     # (1) The program's own tile.
     for u in tl.range(0, L, LI, num_stages=1):
         S = matmul(a, a_at, b_at, own, own + u, length, at, bt, L, LI, DA, BA, PRECISION, STAGES)
@@ -142,6 +149,21 @@ def chunk_outputs(
             d += tl.sum(S, 1)
         y = load_tile(y_at, own + u, o, length, DO, yt, LI, BO, False)
         out = tl.dot(S.to(y.dtype), y, out, input_precision=PRECISION)
+        if PAIRS and REVERSE:
+            pairs = tl.zeros([L, LI], tl.float32)  # [step of k, step of q]
+            for c in tl.range(o, o + BO, 32, num_stages=1):  # in parts, which take fewer registers
+                key = load_tile(w_at, own, c, length, DO, wt, L, 32, False)
+                query = load_tile(y_at, own, c, length, DO, yt, LI, 32, False)
+                pairs = tl.dot(key, tl.trans(query), pairs, input_precision=PRECISION)
+            pairs = rounded_product(S, pairs)
+            same = r[:, None] == r[None, :]
+            tl.store(sum_at + SAME_STEP * L + r, tl.sum(tl.where(same, pairs, 0.0), 1))
+            pairs = tl.where(same, 0.0, pairs)
+            tl.store(sum_at + COLUMN_SUM * L + r, tl.sum(pairs, 1))
+            tl.store(sum_at + ROW_SUM * L + r, tl.sum(pairs, 0))
+    if PAIRS:
+        inside_tile = out
+        out = tl.zeros([L, BO], tl.float32)
     # (2) From there to the start, or with REVERSE to the end, of the chunk; `decay` is that of the tiles in between.
     decay = 1.0
     others = (tl.cdiv(length, L).to(tl.int32) - 1 - tile if REVERSE else tile) * (L // LI)
@@ -198,7 +220,11 @@ def chunk_outputs(
         out /= tl.where(tl.abs(d) < floor, floor, tl.abs(d))[:, None]  # unlike a maximum this keeps NaN
     if OF_QK:
         w = load_tile(W + b * wb + t_first * wt + h // GROUP_Y * wh, own, o, length, DO, wt, L, BO, False)
-        tl.store(w_out + (part * H * tiles_of_head + tile0) * L + own + r, tl.sum(rounded_product(out, w), 1))
+        if PAIRS:
+            tl.store(sum_at + OTHER_TILES * L + r, tl.sum(rounded_product(out, w), 1))
+            out += inside_tile
+        else:
+            tl.store(w_out + (part * H * tiles_of_head + tile0) * L + own + r, tl.sum(rounded_product(out, w), 1))
     store_tile(o_at, out.to(Out.dtype.element_ty), own, o, length, DO, ot, L, BO, False)
 
 
@@ -237,10 +263,11 @@ def launch_qk_gradient(
         delta: Whether the normalizer adds delta.
 
     Returns:
-        The sums w . out over blocks of dqk, (blocks, H, tiles, L) float32.
+        The sums w . out over blocks of dqk, (blocks, H, tiles, 1, L) float32, or for dk in float32
+        (blocks, H, tiles, PAIR_SUMS, L).
     """
     blocks = ceil_div(ctx.K, block_sizes.choose(ctx.x, ctx.spec.chunk_size).output_block(ctx.K))
-    sums = ctx.new(blocks, ctx.H, ctx.tiles, ctx.L)
+    sums = ctx.new(blocks, ctx.H, ctx.tiles, PAIR_SUMS.value if ctx.exact and reverse else 1, ctx.L)
     _launch(ctx, gates, a, b, y, w, out, sums, reverse, states, delta, None)
     return sums
 
