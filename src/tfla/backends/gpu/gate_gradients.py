@@ -10,9 +10,9 @@ Here dC_t is the cotangent of the state after step t that comes from later steps
 checkpoints, at segment starts and at the starts and ends of sequences; there the sum (D2) starts again from (D3).
 
 q . dq and k . dk both contain what a step reads of its own write. These terms cancel in (D2) except for their rounding,
-which where gates are closed would be all of dlog_f. Float32 kernels (EXACT) therefore leave the terms of pairs of steps
-in different tiles, those of different steps of the same tile, and that of a step with itself, which only dlog_i
-contains, as separate sums.
+and where gates are closed that would be all of dlog_f. Float32 kernels (EXACT) therefore leave separate sums for pairs
+of steps in different tiles, for pairs of different steps of one tile, and for a step with itself, which only dlog_i
+contains. From these follow (B6) and (B7).
 """
 
 import torch
@@ -26,14 +26,14 @@ from tfla.backends.gpu.gate_kernels import HIGHEST, LOWEST, locate_chunk, locate
 from tfla.backends.gpu.results import Gradients
 from tfla.backends.gpu.state_passing import rounded_product
 
-# Indices of the sums that the float32 kernels for dk leave for each step. The terms of the pairs of steps of a tile are
-# a lower triangular matrix, [reading step, writing step]. The kernels for dq leave only OTHER_TILES.
+# Indices of the sums that the float32 kernels for dk leave for each step. W is the lower triangular matrix of the terms
+# of pairs of steps in one tile, [reading step, writing step]. The kernels for dq leave only OTHER_TILES.
 OTHER_TILES = tl.constexpr(0)  # k . dk of all later tiles, or q . dq of all earlier ones
-ROW_SUM = tl.constexpr(1)  # the sum of the step's row below the diagonal
-COLUMN_SUM = tl.constexpr(2)  # the sum of the step's column below the diagonal
-SAME_STEP = tl.constexpr(3)  # the diagonal
+ROW_SUM = tl.constexpr(1)  # the sum of the step's row of W below the diagonal
+COLUMN_SUM = tl.constexpr(2)  # the sum of the step's column of W below the diagonal
+SAME_STEP = tl.constexpr(3)  # the step's element of the diagonal of W
 PAIR_SUMS = tl.constexpr(4)  # the number of these sums
-DIFFERENCE_ROUNDING = tl.constexpr(2.0**-21)  # of differences of sums, relative to the root of the terms' squares
+ROUNDING = tl.constexpr(2.0**-21)  # bound of the rounding of a sum, relative to the root of its terms' sum of squares
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def sum_parts(x, row, there, PARTS: tl.constexpr):
 
 @triton.jit
 def pair_sums(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr, L: tl.constexpr):
-    """Return the sums over parts of dqk of what float32 kernels leave.
+    """Load the sums that float32 kernels leave, added up over the parts of dqk.
 
     Args:
         q_dq: (PARTS, H, tiles, L) float32.
@@ -125,8 +125,9 @@ def pair_sums(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr, L: tl.constexpr
         inside: whether a step is one of the sequence.
 
     Returns:
-        k . dk, (HEADS, STEPS) float32, and as (HEADS, STEPS / L, L) float64: OTHER_TILES of q . dq, OTHER_TILES of
-        k . dk, and ROW_SUM - COLUMN_SUM. The latter is 0 over each tile: what rounding leaves is spread over its steps.
+        k . dk, (HEADS, STEPS) float32, and as (HEADS, STEPS / L, L) float64: what each step reads of earlier tiles,
+        what later tiles read of each step, and ROW_SUM - COLUMN_SUM. Over a tile the latter adds up to 0, after its
+        rounding has been spread over the steps.
     """
     HEADS: tl.constexpr = at.shape[0]
     TILES: tl.constexpr = at.shape[1] // L
@@ -142,11 +143,11 @@ def pair_sums(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr, L: tl.constexpr
         rows += tl.load(of_k + ROW_SUM * L, mask=inside, other=0.0)
         columns += tl.load(of_k + COLUMN_SUM * L, mask=inside, other=0.0)
         own += tl.load(of_k + SAME_STEP * L, mask=inside, other=0.0)
-    falls = tl.reshape(rows.to(tl.float64) - columns, (HEADS, TILES, L))
-    falls -= (tl.sum(falls, 2) / L)[:, :, None]
+    in_tile = tl.reshape(rows.to(tl.float64) - columns, (HEADS, TILES, L))
+    in_tile -= (tl.sum(in_tile, 2) / L)[:, :, None]
     reads_of = tl.reshape(reads.to(tl.float64), (HEADS, TILES, L))
     writes_of = tl.reshape(writes.to(tl.float64), (HEADS, TILES, L))
-    return writes + columns + own, reads_of, writes_of, falls
+    return writes + columns + own, reads_of, writes_of, in_tile
 
 
 @triton.jit
@@ -156,38 +157,38 @@ def _follow(a, b, c, d):
 
 
 @triton.jit
-def pass_tiles(start, size, reads, writes):
-    """Return the terms of steps before with steps after each tile, (HEADS, TILES) float64.
+def pass_tiles(start, squares, reads, writes):
+    """Return for each tile what later tiles read of earlier ones, and the sum X = <C, dC> after the last tile, by (B7).
 
-    They are <C, dC> before the tile minus what the tile reads. Where that difference is within its rounding it is 0,
-    so that rounding does not go on through closed gates to steps where dlog_f is smaller.
+    The former is X before the tile minus what the tile reads. Where this difference is within its rounding it is 0, so
+    that rounding does not pass through closed gates to steps where dlog_f is smaller.
 
     Args:
-        start: <C, dC> before the first tile, (HEADS, 1) float64.
-        size: the sum of squares of all terms that `start` is made of, (HEADS, 1) float64.
-        reads: terms of each step with all steps before its tile, (HEADS, TILES, L) float64.
-        writes: terms of each step with all steps after its tile, of the same shape.
+        start: X before the first tile, (HEADS, 1) float64.
+        squares: the sum of the squares of the terms of `start`, (HEADS, 1) float64.
+        reads: what each step reads of earlier tiles, (HEADS, TILES, L) float64.
+        writes: what later tiles read of each step, of the same shape.
 
     Returns:
-        Also <C, dC> after the last tile, the sum of squares including all reads and writes, and whether no difference
-        was taken for 0, each (HEADS, 1).
+        The terms of earlier with later tiles, (HEADS, TILES); X, the sum of squares of its terms, and 0 where some
+        difference was taken for 0, else 1, each (HEADS, 1). All are float64.
     """
     read = tl.sum(reads, 2)
     written = tl.sum(writes, 2)
-    sizes = size + tl.cumsum(tl.sum(reads * reads + writes * writes, 2), 1)
+    squares = squares + tl.cumsum(tl.sum(reads * reads + writes * writes, 2), 1)
     differences = start + tl.cumsum(written - read, 1) - written
-    open = tl.where(tl.abs(differences) < tl.sqrt(sizes) * DIFFERENCE_ROUNDING, 0.0, 1.0).to(tl.float64)
-    share, added = tl.associative_scan((open, written - open * read), 1, _follow)
-    after = share * start + added
+    kept = tl.where(tl.abs(differences) < tl.sqrt(squares) * ROUNDING, 0.0, 1.0).to(tl.float64)
+    factor, added = tl.associative_scan((kept, written - kept * read), 1, _follow)
+    after = factor * start + added
     last = tl.arange(0, reads.shape[1])[None, :] == reads.shape[1] - 1
     end = tl.sum(tl.where(last, after, 0.0), 1)[:, None]
-    return after - written, end, tl.max(sizes, 1)[:, None], tl.min(open, 1)[:, None]
+    return after - written, end, tl.max(squares, 1)[:, None], tl.min(kept, 1)[:, None]
 
 
 @triton.jit
-def forget_gate_gradients(across, reads, writes, falls):
-    """Return dlog_f by pairs of steps, (HEADS, TILES * L) float64; the sums are those of `pass_tiles`, `pair_sums`."""
-    steps = writes - reads - falls
+def forget_gate_gradients(across, reads, writes, in_tile):
+    """Return dlog_f by (B6), (HEADS, TILES * L) float64, from the results of `pass_tiles` and `pair_sums`."""
+    steps = writes - reads - in_tile
     found = (across + tl.sum(reads, 2))[:, :, None] + (tl.cumsum(steps, 2) - steps)
     return tl.reshape(found, (found.shape[0], found.shape[1] * found.shape[2]))
 
@@ -252,7 +253,7 @@ def gate_gradients(
             i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
         # (1) <k, dk> and <q, dq> of each step, (HEADS, CHECKPOINT_STEPS).
         if EXACT:
-            k, reads, writes, falls = pair_sums(q_dq, k_dk, at, size, inside, PARTS, L)
+            k, reads, writes, in_tile = pair_sums(q_dq, k_dk, at, size, inside, PARTS, L)
         else:
             k = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
             q = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
@@ -282,12 +283,12 @@ def gate_gradients(
                 )  # fmt: skip
         # (4) Subtract the accumulated rounding error evenly.
         if EXACT:
-            across, after, _, open = pass_tiles(start, start * start, reads, writes)
+            across, after, _, kept = pass_tiles(start, start * start, reads, writes)
             if known or not USE_FINAL_STATE:
                 tile = tl.arange(0, CHECKPOINT_STEPS // L).to(tl.float64)
                 count = tl.cdiv(tl.minimum(length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS), L)
-                across -= tl.where(open > 0.0, after - end, 0.0) * (tile / count)[None, :]
-            before = forget_gate_gradients(across, reads, writes, falls)
+                across -= tl.where(kept > 0.0, after - end, 0.0) * (tile / count)[None, :]
+            before = forget_gate_gradients(across, reads, writes, in_tile)
         elif known or not USE_FINAL_STATE:
             rounding = start - tl.sum(falls, 1)[:, None] - end
             share = tl.arange(0, CHECKPOINT_STEPS).to(tl.float64) / tl.minimum(

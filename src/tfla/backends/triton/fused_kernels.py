@@ -19,7 +19,8 @@ so that the state is the left operand of an MMA, from registers. One tile of `o_
     (4)  N <- g N + x^T w                          the normalizer state n, dq_dk_scan only, (T6), (T13)
 
 The programs that share a head split the output, so none needs partial results of another. `dq_dk_scan` also stores the
-sums q . dq and k . dk, from which the gate gradients are computed. The normalizer acts as one more column of v of all
+sums q . dq and k . dk, from which the gate gradients are computed, in float32 separately for pairs of steps in one tile
+(:mod:`tfla.backends.gpu.gate_gradients`). The normalizer acts as one more column of v of all
 ones, whose cotangent is delta, (T7).
 
 A program scans one sequence, or one segment of a sequence from the state at the segment's start. The states at segment
@@ -331,7 +332,8 @@ def dq_dk_scan(
         Out: the output, (B, T, H, DK).
         gates: the gate vectors, (H, tiles, VECTORS, L) float32.
         cu: the offsets of packed sequences, (sequences + 1).
-        w_out: the sums w . out over NP parts of the BK dims of each program, (dqk / BK, H, tiles, NP, L) float32.
+        w_out: the sums w . out over NP parts of the BK dims of each program, (dqk / BK, H, tiles, NP, L) float32. With
+            EXACT only terms of other tiles (NP = 1), for dk beside those of the tile's pairs of steps (NP = PAIR_SUMS).
         state_in, n_in: the states that scans start from, (segments, H, DK, DV) and (segments, H, DK).
         state_out, n_out: the states that scans end with, of the same shapes.
         checkpoints, n_checkpoints: the state before, or with REVERSE its cotangent at, every CHECKPOINT_STEPS-th step

@@ -79,28 +79,28 @@ def chunk_gate_gradients(
     size = H.to(tl.int64) * tiles * L
     total = tl.zeros([1, STEPS], tl.float64)
     after = top
-    terms = top * top  # sum of squares
-    open = top * 0 + 1.0
+    squares = top * top
+    kept = top * 0 + 1.0
     for t in range(0, count, STEPS):
         if EXACT:
             _, reads, writes, _ = pair_sums(q_dq, k_dk, at + t + r, size, t + r < count, PARTS, L)
-            _, after, terms, here = pass_tiles(after, terms, reads, writes)
-            open *= here
+            _, after, squares, here = pass_tiles(after, squares, reads, writes)
+            kept *= here
         else:
             of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
             total += (of_q - of_k).to(tl.float64)
     rounding = top * 0
     if known or not USE_FINAL_STATE:
         if EXACT:
-            rounding = tl.where(open > 0.0, after - end, 0.0) / tl.cdiv(count, L)  # of each tile
+            rounding = tl.where(kept > 0.0, after - end, 0.0) / tl.cdiv(count, L)  # of each tile
         else:
             rounding = (top - tl.sum(total, 1)[:, None] - end) / count
-    terms = top * top
+    squares = top * top
     for t in range(0, count, STEPS):
         inside = t + r < count
         if EXACT:
             of_k, reads, writes, in_tile = pair_sums(q_dq, k_dk, at + t + r, size, inside, PARTS, L)
-            across, top, terms, _ = pass_tiles(top, terms, reads, writes)
+            across, top, squares, _ = pass_tiles(top, squares, reads, writes)
             across -= rounding * (t // L + tl.arange(0, STEPS // L))[None, :].to(tl.float64)
             before = forget_gate_gradients(across, reads, writes, in_tile)
         else:
