@@ -55,6 +55,7 @@ CASES = {
         "exp,512,512,float32",
         "exp,100,72,bfloat16",
         "plain,64,128,bfloat16,packed,segmented,state",
+        "sigmoid,64,64,float32,packed",
     ],
     "tfla": [
         "exp,64,128,float32",
