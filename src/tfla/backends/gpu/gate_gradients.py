@@ -283,7 +283,7 @@ def gate_gradients(
                 )  # fmt: skip
         # (4) Subtract the accumulated rounding error evenly.
         if EXACT:
-            across, after, squares, kept = pass_tiles(start, start * start, reads, writes)
+            across, after, _squares, kept = pass_tiles(start, start * start, reads, writes)
             if known or not USE_FINAL_STATE:
                 tile = tl.arange(0, CHECKPOINT_STEPS // L).to(tl.float64)
                 count = tl.cdiv(tl.minimum(length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS), L)
