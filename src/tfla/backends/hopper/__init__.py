@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Backend, Grads, Inputs, Outputs, Replay, Spec
+from tfla.backends.base import Backend, Exchange, Grads, Inputs, Outputs, Replay, Spec
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant
 from tfla.backends.triton import BACKEND as TRITON
 
@@ -98,6 +99,7 @@ class Hopper(Backend):
     priority = 20
     kernels = ("fused",)
     takes_gates = True
+    exchanges = True
 
     def unsupported(self, x: Inputs) -> str | None:
         """Return why the kernels cannot run these inputs, or None."""
@@ -151,6 +153,30 @@ class Hopper(Backend):
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
         return _family(x).forward_replay(x, spec)
+
+    def has_segments(self, x: Inputs, spec: Spec) -> bool:
+        """Return whether sequences are cut into segments, whose states are not padded."""
+        if padded_dims_of(x) != (x.q.shape[3], x.v.shape[3]):
+            return False
+        from tfla.backends.hopper import config
+
+        chosen = spec.chunk_size if spec.chunk_size < DEFERRED_CHUNK_SIZE else config.best_chunk_size(x)
+        return config.kernel_config(x).segment_steps(chosen) < x.v.shape[1]
+
+    def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Tensor, Tensor]:
+        """Compute the forward of this process's steps with a scale that is not negative."""
+        x, spec = _with_positive_scale(x, spec)
+        return _family(x).run_forward_exchanging(x, spec, exchange)
+
+    def backward_exchanging(
+        self, x: Inputs, out: Outputs, dh: Tensor, saved: Sequence[Tensor], spec: Spec, exchange: Exchange
+    ) -> Grads:
+        """Compute the gradients with a scale that is not negative and a dh that TMA can address."""
+        if not _aligned(dh):
+            dh = dh.contiguous()
+        signed, positive = _with_positive_scale(x, spec)
+        grads = _family(x).run_backward_exchanging(signed, out, dh, saved, positive, exchange)
+        return grads if signed is x else grads._replace(q=-grads.q)
 
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
         """Compute the gradients with a scale that is not negative and a dh that TMA can address."""

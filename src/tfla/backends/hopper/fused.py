@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tfla.backends.base import Grads, Outputs
-from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, sequences, state_passing
+from tfla.backends.base import Exchange, Grads, Outputs
+from tfla.backends.gpu import exchanging, gate_gradients, gate_kernels, reductions, results, sequences, state_passing
 from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.hopper import config, dk_dv, dq_dk_launch, gate_warp, o_dv, scheduler, segment_states
@@ -27,7 +27,7 @@ def forward(ctx: LaunchContext) -> Outputs:
     gates = gate_warp.launch(ctx, m_final=m)  # (G1) to (G5)
     starts, ends, stored = results.pad_state(ctx, x.C, x.n), (C, n), results.NO_STATE
     if ctx.segmented:
-        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends)
+        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends, m=m, exchange=ctx.exchange)
         ends = results.NO_STATE
     # o and d with C and n, (T1) to (T6).
     if ctx.K <= STATE_ROWS:
@@ -39,7 +39,10 @@ def forward(ctx: LaunchContext) -> Outputs:
     return results.forward_results(ctx, h, d, final, stored)
 
 
-def segment_starts(ctx: LaunchContext, gates: GateVectors, initial: Pair, final: Pair) -> Pair:
+def segment_starts(
+    ctx: LaunchContext, gates: GateVectors, initial: Pair, final: Pair, m: Tensor | None = None,
+    exchange: Exchange | None = None,
+) -> Pair:  # fmt: skip
     """Compute C and n at the starts of segments, (segments, H, K, V) and (segments, H, K).
 
     A scan computes what each segment adds to the states; state passing turns it into the states at segment starts.
@@ -49,10 +52,15 @@ def segment_starts(ctx: LaunchContext, gates: GateVectors, initial: Pair, final:
         gates: The gate vectors.
         initial: The initial states of the sequences, (N, H, K, V) and (N, H, K), or None.
         final: Outputs for the final states of the sequences, or None.
+        m: The max states after the sequences, (N, H), or None; read by the exchange.
+        exchange: The exchange with processes that have earlier steps, or None.
     """
+    skip_last = final[0] is None and exchange is None
     C, n, decays = segment_states.launch(
-        ctx, gates, ctx.x.k, ctx.x.v, reverse=False, normalize=ctx.spec.normalize, skip_last=final[0] is None
+        ctx, gates, ctx.x.k, ctx.x.v, reverse=False, normalize=ctx.spec.normalize, skip_last=skip_last
     )  # fmt: skip
+    if exchange is not None:
+        initial = exchanging.exchange_states(ctx, exchange, C, n, decays, initial, m)
     state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
     if n is not None:
         state_passing.launch(ctx, n, decays, initial[1], final[1], reverse=False)
@@ -70,7 +78,8 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     """
     x, normalize = ctx.x, ctx.spec.normalize
     delta = normalize and ctx.spec.normalizer_grad
-    delta_with_dv = delta and o_dv.computes_delta(ctx)
+    # With an exchange dv waits for the cotangents of other processes, and dq, which reads delta, comes first.
+    delta_with_dv = delta and o_dv.computes_delta(ctx) and ctx.exchange is None
     dh = results.dense_rows(ctx, dh)
     shares = ctx.group * num_partials(ctx.V)
     grads = results.new_gradients(ctx, shares=shares)
@@ -85,22 +94,23 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
         # C and n at segment starts, and dC at segment ends: what segments add, then state passing.
         starts = results.stored_starts(ctx, out) or segment_starts(ctx, gates, starts, results.NO_STATE)
         dC_ends, _, decays = segment_states.launch(
-            ctx, gates, x.q, dh, reverse=True, normalize=False, skip_last=grads.dC0 is None
+            ctx, gates, x.q, dh, reverse=True, normalize=False, skip_last=grads.dC0 is None and ctx.exchange is None
         )  # fmt: skip
-        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        if ctx.exchange is None:
+            state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
         dC_starts = dn_starts = None
-    # dv, (T11), (T12), unless a kernel computes it with dk.
-    if ctx.K > STATE_ROWS:
-        dq_dk_launch.launch_dv(ctx, gates, dh, grads.dv, ends=dC_ends)
-    elif not dk_dv.supports(ctx):
-        o_dv.launch(
-            ctx, gates, x.q, dh, x.k, grads.dv, reverse=True, initial=(dC_ends, None), final=results.NO_STATE,
-            h=out.h if delta_with_dv else None,
-        )  # fmt: skip
+    if ctx.exchange is None:
+        _launch_dv(ctx, gates, dh, grads.dv, dC_ends, h=out.h if delta_with_dv else None)
     # dq, (T8), (T9), with q . dq, checkpoints of C and n, and what segments add to dn.
     q_dq, checkpoints, dn_segments = dq_dk_launch.launch_dq(ctx, gates, dh, grads.dq, starts=starts, delta=delta)
     if ctx.segmented and normalize:  # dn at segment ends
         dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K) if dn_segments is None else dn_segments
+    if ctx.exchange is not None:
+        assert dC_ends is not None
+        dC, dn = exchanging.exchange_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
+        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        _launch_dv(ctx, gates, dh, grads.dv, dC_ends, h=None)
+    if ctx.segmented and dn_ends is not None:
         state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
     # dk, (T8), (T10), with k . dk and <C, dC> at the checkpoints.
     if dk_dv.supports(ctx):
@@ -117,6 +127,27 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     )
     dq, dk = (reductions.launch(ctx, t, shares) for t in (grads.dq, grads.dk))
     return results.backward_results(ctx, dq, dk, grads)
+
+
+def _launch_dv(
+    ctx: LaunchContext, gates: GateVectors, dh: Tensor, dv: Tensor, ends: Tensor | None, h: Tensor | None
+) -> None:
+    """Compute dv, (T11), (T12), unless a kernel computes it with dk.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        dh: The cotangent of h, (B, T, H, dhv).
+        dv: Output, (B, T, H, dhv).
+        ends: The cotangents of C that scans start from, (segments, H, K, V), or None for zeros.
+        h: The output, (B, T, H, dhv), where the kernel computes delta, (T7), else None.
+    """
+    if ctx.K > STATE_ROWS:
+        dq_dk_launch.launch_dv(ctx, gates, dh, dv, ends=ends)
+    elif not dk_dv.supports(ctx):
+        o_dv.launch(
+            ctx, gates, ctx.x.q, dh, ctx.x.k, dv, reverse=True, initial=(ends, None), final=results.NO_STATE, h=h
+        )
 
 
 FAMILY = KernelFamily(

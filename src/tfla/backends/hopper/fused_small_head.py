@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tfla.backends.base import Grads, Outputs
-from tfla.backends.gpu import gate_gradients, reductions, results, sequences, state_passing
+from tfla.backends.base import Exchange, Grads, Outputs
+from tfla.backends.gpu import exchanging, gate_gradients, reductions, results, sequences, state_passing
 from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.hopper import config, gate_warp, scheduler, small_head_launch
@@ -26,14 +26,17 @@ def forward(ctx: LaunchContext) -> Outputs:
     gates = gate_warp.launch(ctx, m_final=m)  # (G1) to (G5)
     starts, ends, stored = results.pad_state(ctx, x.C, x.n), (C, n), results.NO_STATE
     if ctx.segmented:
-        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends)
+        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends, m=m, exchange=ctx.exchange)
         ends = results.NO_STATE
     # o and d with C and n, (T1) to (T6).
     small_head_launch.launch_o(ctx, gates, h, d, initial=starts, final=ends)
     return results.forward_results(ctx, h, d, final, stored)
 
 
-def segment_starts(ctx: LaunchContext, gates: GateVectors, initial: Pair, final: Pair) -> Pair:
+def segment_starts(
+    ctx: LaunchContext, gates: GateVectors, initial: Pair, final: Pair, m: Tensor | None = None,
+    exchange: Exchange | None = None,
+) -> Pair:  # fmt: skip
     """Compute C and n at the starts of segments, (segments, H, K, V) and (segments, H, K).
 
     A scan computes what each segment adds to the states; state passing turns it into the states at segment starts.
@@ -43,10 +46,15 @@ def segment_starts(ctx: LaunchContext, gates: GateVectors, initial: Pair, final:
         gates: The gate vectors.
         initial: The initial states of the sequences, (N, H, K, V) and (N, H, K), or None.
         final: Outputs for the final states of the sequences, or None.
+        m: The max states after the sequences, (N, H), or None; read by the exchange.
+        exchange: The exchange with processes that have earlier steps, or None.
     """
+    skip_last = final[0] is None and exchange is None
     C, n, decays = small_head_launch.launch_segment_states(
-        ctx, gates, ctx.x.k, ctx.x.v, reverse=False, normalize=ctx.spec.normalize, skip_last=final[0] is None
+        ctx, gates, ctx.x.k, ctx.x.v, reverse=False, normalize=ctx.spec.normalize, skip_last=skip_last
     )  # fmt: skip
+    if exchange is not None:
+        initial = exchanging.exchange_states(ctx, exchange, C, n, decays, initial, m)
     state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
     if n is not None:
         state_passing.launch(ctx, n, decays, initial[1], final[1], reverse=False)
@@ -76,19 +84,25 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
         # C and n at segment starts, and dC at segment ends: what segments add, then state passing.
         starts = results.stored_starts(ctx, out) or segment_starts(ctx, gates, starts, results.NO_STATE)
         dC_ends, _, decays = small_head_launch.launch_segment_states(
-            ctx, gates, x.q, dh, reverse=True, normalize=False, skip_last=grads.dC0 is None
+            ctx, gates, x.q, dh, reverse=True, normalize=False, skip_last=grads.dC0 is None and ctx.exchange is None
         )  # fmt: skip
-        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        if ctx.exchange is None:
+            state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
         dC_starts = dn_starts = None
     # dq, (T7) to (T9), with q . dq and checkpoints of C and n.
     q_dq, checkpoints = small_head_launch.launch_dq(ctx, gates, dh, grads.dq, starts=starts, delta=delta)
     if ctx.segmented and normalize:  # dn at segment ends
         if delta:
             dn_ends = fused_kernels.launch_segment_n(
-                ctx, gates.vectors, x.q, reverse=True, skip_last=grads.dn0 is None
+                ctx, gates.vectors, x.q, reverse=True, skip_last=grads.dn0 is None and ctx.exchange is None
             )  # fmt: skip
         else:
             dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K)
+    if ctx.exchange is not None:
+        assert dC_ends is not None
+        dC, dn = exchanging.exchange_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
+        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+    if ctx.segmented and dn_ends is not None:
         state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
     # dk and dv, (T8), (T10) to (T12), with k . dk and <C, dC> at the checkpoints.
     k_dk, dots = small_head_launch.launch_dk_dv(
