@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from typing import Any
@@ -239,8 +240,14 @@ def solve_with_segments(group: dist.ProcessGroup, **arguments: Any) -> dict[str,
         return product(*args)
 
     own_states.weighted_product = counted
+    simulator: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if arguments["backend"] == "hopper":
+        from gluon_simulator.hopper import on_cpu
+
+        simulator = on_cpu()
     try:
-        solve_part(group, **arguments)
-        return {**solve_part(group, **arguments), "products": count}
+        with simulator:
+            solve_part(group, **arguments)
+            return {**solve_part(group, **arguments), "products": count}
     finally:
         own_states.weighted_product = product
