@@ -138,10 +138,21 @@ def compute_errors(cases: list[Case]) -> list[Errors]:
     return found
 
 
+def _compute_all() -> tuple[list[Errors], dict[str, str]]:
+    """Return the errors of all cases and the messages of all wrong calls; runs on each process."""
+    return compute_errors(CASES), _bad_layouts()
+
+
 @pytest.fixture(scope="module")
-def errors() -> dict[Case, Errors]:
-    """Return the errors of every case, computed by the same four processes."""
-    return dict(zip(CASES, run_on_processes(4, compute_errors, CASES), strict=True))
+def computed() -> tuple[list[Errors], dict[str, str]]:
+    """Return what the same four processes have computed for all tests."""
+    return run_on_processes(4, _compute_all)
+
+
+@pytest.fixture(scope="module")
+def errors(computed: tuple[list[Errors], dict[str, str]]) -> dict[Case, Errors]:
+    """Return the errors of every case."""
+    return dict(zip(CASES, computed[0], strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.layout}-{str(c.dtype)[6:]}-{c.mixer}-{dict(c.options)}")
@@ -215,5 +226,5 @@ EXPECTED = {
 }
 
 
-def test_bad_layouts_are_named() -> None:
-    assert run_on_processes(4, _bad_layouts) == EXPECTED
+def test_bad_layouts_are_named(computed: tuple[list[Errors], dict[str, str]]) -> None:
+    assert computed[1] == EXPECTED

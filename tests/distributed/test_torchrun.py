@@ -17,7 +17,7 @@ from tfla.train.logging import read_metrics
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 SIZES = [
     "--data.heldout", "0.2", "--model.d-model", "32", "--model.num-blocks", "1", "--model.num-heads", "2",
-    "--optim.warmup-steps", "2", "--optim.cooldown-steps", "2", "--steps", "60", "--batch-size", "4", "--context", "24",
+    "--optim.warmup-steps", "2", "--optim.cooldown-steps", "2", "--steps", "40", "--batch-size", "4", "--context", "24",
     "--eval-every", "20", "--checkpoint-every", "5", "--no-tensorboard", "--device", "cpu", "--threads", "1",
 ]  # fmt: skip
 
@@ -56,7 +56,7 @@ def test_a_killed_process_ends_the_run_and_the_same_command_continues_it(tmp_pat
     whole = start(tmp_path, "whole")
     output = whole.communicate(timeout=300)[0]
     assert whole.returncode == 0, output
-    assert output.count("60/60") == 1  # one progress bar
+    assert output.count("40/40") == 1  # one progress bar
 
     # Without restarts: process 0 says within a minute that process 1 is gone.
     run = tmp_path / "killed"
@@ -72,7 +72,7 @@ def test_a_killed_process_ends_the_run_and_the_same_command_continues_it(tmp_pat
 
     # The same command continues; when process 0 is killed too, torchrun's own restart does.
     again = start(tmp_path, "killed", "--max-restarts", "1")
-    wait_for_step(again, run, 32)
+    wait_for_step(again, run, 22)
     kill_rank(again, 0)
     output = again.communicate(timeout=300)[0]
     assert again.returncode == 0, output
@@ -82,4 +82,4 @@ def test_a_killed_process_ends_the_run_and_the_same_command_continues_it(tmp_pat
         for name in ("whole", "killed")
     ]
     assert same[0] == same[1]
-    assert len(same[0]) == 60 + 4
+    assert len(same[0]) == 40 + 3
