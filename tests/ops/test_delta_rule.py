@@ -247,6 +247,19 @@ def test_dplr(by_channel: bool) -> None:
     h, state = tfla.dplr(x.q, k, x.v, a, b, x.log_f, scale=1.0, initial_state=tfla.State(x.C), return_state=True)
     assert error(h, torch.stack(hs, 1)) < 1e-12
     assert error(state.C, C) < 1e-12
+    flat = [t[:1] for t in (x.q, k, x.v, a, b, x.log_f)]
+    packed = tfla.dplr(*flat, cu_seqlens=torch.tensor([0, 11, 30]))
+    assert error(packed[:, 11:], tfla.dplr(*(t[:, 11:] for t in flat))) < 1e-12
+
+
+@pytest.mark.parametrize("backend", ["chunkwise", "reference"])
+def test_an_empty_batch(backend: str) -> None:
+    q, v, log_f = torch.zeros(0, 9, 2, 4, requires_grad=True), torch.zeros(0, 9, 2, 3), torch.zeros(0, 9, 2, 4)
+    h, state = tfla.delta_rule(q, q, v, None, log_f, return_state=True, backend=backend)
+    assert h.shape == v.shape
+    assert state.C.shape == (0, 2, 4, 3)
+    h.sum().backward()
+    assert q.grad is not None
 
 
 # Decoding.
@@ -331,6 +344,20 @@ def test_compile_fullgraph(model: str) -> None:
     expected = torch.autograd.grad((call(p, leaves)[0] * p.dh).sum(), list(leaves.values()))
     found = torch.autograd.grad((compiled(leaves) * p.dh).sum(), list(leaves.values()))
     assert all(error(a, b) < 1e-12 for a, b in zip(found, expected, strict=True))
+
+
+def test_compile_steps() -> None:
+    torch.compiler.reset()
+    p = delta_problem("kda", T=5, dtype=torch.float32)
+    x, state, lengths = p.leaves, tfla.State(p.leaves["C"]), torch.tensor([2, 5])
+
+    def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_f: Tensor, C: Tensor, lengths: Tensor) -> Any:
+        h, new = tfla.delta_rule_steps(q, k, v, beta, tfla.State(C), log_f, lengths=lengths, normalize_qk=True)
+        return h, new.C
+
+    given = *(x[name] for name in ("q", "k", "v", "beta", "log_f")), state.C, lengths
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert all(error(a, b) < 1e-6 for a, b in zip(compiled(*given), run(*given), strict=True))
 
 
 class Layer(torch.nn.Module):

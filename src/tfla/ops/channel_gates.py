@@ -22,6 +22,7 @@ def _write_strength(log_i: Tensor | None, v: Tensor) -> Tensor | None:
     """Return exp(log_i), or None where all are 1."""
     if log_i is None:
         return None
+    check_float("v", v)
     check_float("log_i", log_i)
     check_shape("log_i", log_i, tuple(v.shape[:-1]))
     return clamp(log_i).exp()
