@@ -124,17 +124,17 @@ def collectives(group: dist.ProcessGroup, *, form: str) -> tuple[int, list[int]]
     return len(gathers), [math.prod(e.input_shapes[0]) for e in gathers]
 
 
-def captured(group: dist.ProcessGroup, *, form: str) -> bool:
+def captured(group: dist.ProcessGroup, *, form: str, chunk_size: int | None) -> bool:
     """Return whether a captured forward and backward give, on other inputs, what eager ones give."""
     draw = torch.Generator("cuda").manual_seed(dist.get_rank(group))
-    shapes = [(1, 512, 4, 32), (1, 512, 4, 32), (1, 512, 4, 64), (1, 512, 4), (1, 512, 4)]
+    shapes = [(1, 512, 4, 64), (1, 512, 4, 64), (1, 512, 4, 64), (1, 512, 4), (1, 512, 4)]
 
     def inputs() -> list[Tensor]:
         found = [torch.randn(shape, generator=draw, device="cuda") for shape in shapes]
         return [x.bfloat16() if x.dim() == 4 else x for x in found]
 
     def run(leaves: list[Tensor]) -> list[Tensor]:
-        h = tfla.mlstm(*leaves, input_gate=form, context_parallel=group)  # type: ignore[arg-type]
+        h = tfla.mlstm(*leaves, input_gate=form, context_parallel=group, chunk_size=chunk_size)  # type: ignore[arg-type]
         return [h, *torch.autograd.grad(h.float().square().sum(), leaves)]
 
     static = [x.requires_grad_() for x in inputs()]

@@ -82,16 +82,16 @@ def solve_sharded(
 
 
 def solve_sharded_steps(
-    group: dist.ProcessGroup, *, given: dict[str, Any], kind: str, compiled: bool
+    group: dist.ProcessGroup, *, given: dict[str, Any], kind: str, sizes: tuple[int, ...], compiled: bool = False
 ) -> dict[str, float]:
     """Return the errors of decoding steps beside those of plain tensors, and the number of collectives."""
-    p, mesh, one = problem(**given), MESHES[2, 2], kind in ("step", "in place")
+    p, mesh, one = problem(**given), MESHES[sizes], kind in ("step", "in place")
     shards = ("batch", "heads")
     plain = {name: x.detach() for name, x in p.leaves.items()}
     if one:
         plain = {name: x[:, 0] if name in PER_STEP else x for name, x in plain.items()}
     sharded = {name: distribute(name, x, mesh, shards, 1 if one else 2) for name, x in plain.items()}
-    lengths = torch.tensor([0, 3, 1, 2])
+    lengths = torch.tensor([0, 2, 1, 2])
     options: dict[str, Any] = {"in_place": True} if kind == "in place" else {}
     if kind == "outputs":
         options["return_state"] = False

@@ -133,8 +133,7 @@ def test_float32(pool: Pool, form: str) -> None:
         assert error(x, exact[name]) <= 2 * one[name] + 5e-7, name
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("form", ["exp", "plain"])
+@pytest.mark.parametrize(("form", "packed"), [("exp", False), ("exp", True), ("plain", False)])
 def test_compiled(pool: Pool, form: str, packed: bool) -> None:
     chosen = {"form": form, "lengths": (3, 0, 4, 5)} if packed else {"form": form, "T": 12}
     p = problem(**chosen)

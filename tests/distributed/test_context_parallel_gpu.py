@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FORMS, PER_STEP, TOLERANCE, error, problem, truth, truth_m
-from context_parts import captured, own_steps, solve_part
+from context_parts import captured, own_steps, solve_part, solve_with_segments
 from process_pool import Pool
 
 pytestmark = [
@@ -51,6 +51,29 @@ def test_results_are_the_truth(gpus: Pool, form: str, dtype: torch.dtype, order:
         assert error(mine, x) <= TOLERANCE[dtype], name
 
 
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
-def test_captured_in_a_cuda_graph(gpus: Pool, form: str) -> None:
-    assert all(gpus.run(2, captured, form=form))
+def test_segments_are_exchanged(gpus: Pool, form: str, dtype: torch.dtype, order: str) -> None:
+    lengths = {"contiguous": (288, 256), "zigzag": (136,) * 4}[order]
+    chosen = {"form": form, "H": 2, "Hq": 2, "K": 128, "V": 128, "T": 544, "B": 2}
+    p = problem(**chosen, dtype=dtype)
+    found = gpus.run(
+        2, solve_with_segments, given=chosen, order=order, lengths=lengths, m=truth_m(p), share=0.5, backend=None,
+        dtype=dtype, device="cuda", chunk_size=64,
+    )  # fmt: skip
+    assert [part.pop("products") for part in found] == [0, 0]
+    steps = torch.cat([own_steps(rank, 2, order, lengths) for rank in range(2)]).argsort()
+    for name, x in truth(p).items():
+        every = [part[name].double() for part in found]
+        if name in PER_STEP:
+            mine = torch.cat(every, 1)[:, steps]
+        else:
+            mine = every[0] if name in ("C", "n") else every[0] + every[1]
+        assert error(mine, x) <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("chunk_size", [None, 64])
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_captured_in_a_cuda_graph(gpus: Pool, form: str, chunk_size: int | None) -> None:
+    assert all(gpus.run(2, captured, form=form, chunk_size=chunk_size))
