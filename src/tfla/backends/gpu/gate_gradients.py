@@ -47,27 +47,27 @@ def gate_gradient_of(grad, x, SIGMOID: tl.constexpr):
 
 @triton.jit
 def checkpoint_dot(
-    states, n, cotangents, dn, mark, there, SIZE, SIZE_N,
+    states, n, cotangents, dn, index, there, SIZE, SIZE_N,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, C_AS: tl.constexpr = tl.float32,
     DC_AS: tl.constexpr = tl.float32,
 ):  # fmt: skip
-    """Return <C, dC>, with NORMALIZE plus <n, dn>, of checkpoints `mark`, (HEADS, 1) float64; 0 where not `there`.
+    """Return <C, dC>, with NORMALIZE plus <n, dn>, of checkpoints `index`, (HEADS, 1) float64; 0 where not `there`.
 
     states and cotangents are (checkpoints, SIZE), n and dn (checkpoints, SIZE_N). C and dC are rounded to C_AS and
     DC_AS before the products.
     """
-    total = tl.zeros([mark.shape[0], BLOCK], tl.float32)
+    total = tl.zeros([index.shape[0], BLOCK], tl.float32)
     for c in range(0, SIZE, BLOCK):
         e = c + tl.arange(0, BLOCK)[None, :]
         mask = there & (e < SIZE)
-        state = tl.load(states + mark * SIZE + e, mask, 0.0).to(C_AS).to(tl.float32)
-        total += state * tl.load(cotangents + mark * SIZE + e, mask, 0.0).to(DC_AS).to(tl.float32)
+        state = tl.load(states + index * SIZE + e, mask, 0.0).to(C_AS).to(tl.float32)
+        total += state * tl.load(cotangents + index * SIZE + e, mask, 0.0).to(DC_AS).to(tl.float32)
     dot = tl.sum(total, 1).to(tl.float64)[:, None]
     if NORMALIZE:
         e = tl.arange(0, BLOCK_N)[None, :]
         mask = there & (e < SIZE_N)
-        of_n = tl.load(n + mark * SIZE_N + e, mask, 0.0)
-        dot += tl.sum(rounded_product(of_n, tl.load(dn + mark * SIZE_N + e, mask, 0.0)), 1)[:, None]
+        of_n = tl.load(n + index * SIZE_N + e, mask, 0.0)
+        dot += tl.sum(rounded_product(of_n, tl.load(dn + index * SIZE_N + e, mask, 0.0)), 1)[:, None]
     return dot
 
 
@@ -75,10 +75,13 @@ def checkpoint_dot(
 def checkpoint_dots(
     states, n, cotangents, dn, dots, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr
 ):  # fmt: skip
-    """Store <C, dC> of each checkpoint of each head; states (marks, H, SIZE), dots (marks, H). Grid: (marks * H)."""
-    mark = tl.zeros([1, 1], tl.int64) + tl.program_id(0)
-    dot = checkpoint_dot(states, n, cotangents, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
-    tl.store(dots + mark, dot)
+    """Store <C, dC> of each checkpoint of each head; the grid is (checkpoints * H).
+
+    The states are (checkpoints, H, SIZE), dots is (checkpoints, H).
+    """
+    index = tl.zeros([1, 1], tl.int64) + tl.program_id(0)
+    dot = checkpoint_dot(states, n, cotangents, dn, index, index >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    tl.store(dots + index, dot)
 
 
 @triton.jit
@@ -94,15 +97,15 @@ def segment_start_dot(
     without an initial state (USE_INITIAL_STATE).
     """
     row = H.to(tl.int64)  # states of one segment
-    mark = slot * row + h
+    index = slot * row + h
     dot = tl.zeros([h.shape[0], 1], tl.float64)
     if slot > slot0:
-        behind, n_behind = dC - row * SIZE, dn - row * SIZE_N  # dtype may differ from that of dC_first
-        dot = checkpoint_dot(C, n, behind, n_behind, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
+        dC_after, dn_after = dC - row * SIZE, dn - row * SIZE_N  # dtype may differ from that of dC_first
+        dot = checkpoint_dot(C, n, dC_after, dn_after, index, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
     elif USE_INITIAL_STATE:
         shift = (s - slot) * row
         dC_at, dn_at = dC_first + shift * SIZE, dn_first + shift * SIZE_N
-        dot = checkpoint_dot(C, n, dC_at, dn_at, mark, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
+        dot = checkpoint_dot(C, n, dC_at, dn_at, index, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
     return dot
 
 
@@ -232,10 +235,10 @@ def gate_gradients(
     h = (tl.program_id(2) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
     first, length, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, steps, L, IS_SEGMENTED, IS_VARLEN)
     if part * CHECKPOINT_STEPS < length:
-        mark = (first // CHECKPOINT_STEPS + part - 1) * H + h
+        checkpoint = (first // CHECKPOINT_STEPS + part - 1) * H + h
         start = tl.zeros([HEADS, 1], tl.float64)  # (D3) before the first step of this program
         if part > 0:
-            start = sum_parts(dots, mark, h < H, DOTS)
+            start = sum_parts(dots, checkpoint, h < H, DOTS)
         elif IS_SEGMENTED:
             s, _, _, _, slot0 = locate_chunk(cu, sequences, T, slot, steps, IS_VARLEN)
             start = segment_start_dot(
@@ -272,7 +275,7 @@ def gate_gradients(
         end = tl.zeros([HEADS, 1], tl.float64)  # (D3) after its last step
         known = (part + 1) * CHECKPOINT_STEPS < length
         if known:
-            end = sum_parts(dots, mark + H, h < H, DOTS)
+            end = sum_parts(dots, checkpoint + H, h < H, DOTS)
         elif IS_SEGMENTED:
             s, _, whole, begin, slot0 = locate_chunk(cu, sequences, T, slot, steps, IS_VARLEN)
             known = begin + length < whole

@@ -60,7 +60,7 @@ def chunk_gate_gradients(
     count = tl.maximum(tl.minimum(length - start, steps), 0).to(tl.int32)
     if count <= 0:
         return
-    mark = slot.to(tl.int64) * H + h
+    index = slot.to(tl.int64) * H + h
     row = H.to(tl.int64)  # states of one chunk
     top = segment_start_dot(
         C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE,
@@ -71,7 +71,7 @@ def chunk_gate_gradients(
     if known:
         C_at, n_at = C + row * SIZE, n + row * SIZE_N
         end = checkpoint_dot(
-            C_at, n_at, dC, dn, mark, mark >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, DC_AS=q.dtype.element_ty
+            C_at, n_at, dC, dn, index, index >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, DC_AS=q.dtype.element_ty
         )  # fmt: skip
     at = (h * tiles + first_tile(first, s, T, L, IS_VARLEN)) * L + start
     to = (first + start) * H + h
