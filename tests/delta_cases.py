@@ -30,6 +30,7 @@ MODELS: dict[str, tuple[bool, bool | None, bool, bool]] = {
     "comba": (True, False, True, True),
     "gdn2": (True, True, True, False),
     "before": (True, True, False, True),
+    "read": (True, False, True, False),
 }
 GATES = ("long", "medium", "short", "closed", "half", "resets")
 

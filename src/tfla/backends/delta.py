@@ -142,6 +142,7 @@ class DeltaBackend(ABC):
     priority: int  # `backend=None` takes the backend of the highest priority that supports the inputs
     kernels: tuple[str, ...]
     takes_activations = False  # applies the activations of q, k, beta and the gates itself, with their gradients
+    reads_before_decay = True  # can compute `DeltaSpec.read_before_decay`
 
     @abstractmethod
     def unsupported(self, x: DeltaInputs) -> str | None:

@@ -46,6 +46,8 @@ class DeltaRequest(NamedTuple):
 
 _PLANS: CallCache[Plan] = CallCache()  # of calls that have passed the checks
 
+READS_AFTER = "it computes reads after the decay only"
+
 
 def plan(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
     """Look up what runs a call under its signature, or check the call and choose it.
@@ -115,7 +117,9 @@ def check(request: DeltaRequest) -> DeltaInputs:
 def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs, Plan]:
     """Check a call and choose what runs it."""
     x = check(request)
-    backend, kernel, chunk_size = choose(x, request.backend, request.kernel, request.chunk_size)
+    backend, kernel, chunk_size = choose(
+        x, bool(request.read_before_decay), request.backend, request.kernel, request.chunk_size
+    )
     spec = DeltaSpec(
         scale=x.q.shape[-1] ** -0.5 if request.scale is None else request.scale,
         correct=request.correct,
@@ -134,14 +138,17 @@ def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs,
 
 
 def choose(
-    x: DeltaInputs, backend: str | None, kernel: str | None, chunk_size: int | None
+    x: DeltaInputs, read_before_decay: bool, backend: str | None, kernel: str | None, chunk_size: int | None
 ) -> tuple[DeltaBackend, str, int]:
     """Choose what runs a call: what the caller asks for, else the backend's default.
 
     Raises:
         ValueError: no backend or kernel has that name, or it cannot run these inputs (the message says why).
     """
-    chosen = select(backend, x, DELTA_BACKENDS)
+    able = {n: b for n, b in DELTA_BACKENDS.items() if b.reads_before_decay or not read_before_decay}
+    if backend in DELTA_BACKENDS and backend not in able:
+        raise ValueError(f"backend: {backend!r} cannot run these inputs: {READS_AFTER}")
+    chosen = select(backend, x, able)
     if kernel is not None and (not isinstance(kernel, str) or kernel not in chosen.kernels):
         allowed = ", ".join(map(repr, chosen.kernels))
         raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")

@@ -58,8 +58,14 @@ def explain_delta_rule(
             backend, kernel,
         )
     )  # fmt: skip
-    chosen, chosen_kernel, steps = delta_dispatch.choose(x, backend, kernel, chunk_size)
-    others = {b.name: why_not(b, chosen, backend is not None, x) for b in DELTA_BACKENDS.values() if b is not chosen}
+    chosen, chosen_kernel, steps = delta_dispatch.choose(x, bool(read_before_decay), backend, kernel, chunk_size)
+    others = {
+        b.name: delta_dispatch.READS_AFTER
+        if read_before_decay and not b.reads_before_decay
+        else why_not(b, chosen, backend is not None, x)
+        for b in DELTA_BACKENDS.values()
+        if b is not chosen
+    }
     rows = chosen.saved(x, True, steps, chosen_kernel).chunk_C[0][0]
     details = chosen.details(x, steps, chosen_kernel)
     return Explanation(chosen.name, chosen_kernel, steps, rows, details, others)

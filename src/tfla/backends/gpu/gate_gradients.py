@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tfla.backends.gpu.config import ceil_div, power_of_two
 from tfla.backends.gpu.context import LaunchContext, Pair
-from tfla.backends.gpu.gate_kernels import HIGHEST, LOWEST, locate_chunk, locate_segment
+from tfla.backends.gpu.gate_kernels import HIGHEST, LOWEST, finite_log_gate, locate_chunk, locate_segment
 from tfla.backends.gpu.results import Gradients
 from tfla.backends.gpu.state_passing import rounded_product
 
@@ -33,7 +33,8 @@ ROW_SUM = tl.constexpr(1)  # the sum of the step's row of W below the diagonal
 COLUMN_SUM = tl.constexpr(2)  # the sum of the step's column of W below the diagonal
 SAME_STEP = tl.constexpr(3)  # the step's element of the diagonal of W
 PAIR_SUMS = tl.constexpr(4)  # the number of these sums
-ROUNDING = tl.constexpr(2.0**-21)  # bound of the rounding of a sum, relative to the root of its terms' sum of squares
+ROUNDING = 2.0**-21  # bound of the rounding of a float32 sum, relative to the root of its terms' sum of squares
+SMALL_DECAY = tl.constexpr(2.0**-8)  # a decay of a tile below which 16-bit rounding is most of what seems to cross it
 
 
 @triton.jit
@@ -160,7 +161,7 @@ def _follow(a, b, c, d):
 
 
 @triton.jit
-def pass_tiles(start, squares, reads, writes):
+def pass_tiles(start, squares, reads, writes, trust, ROUNDING: tl.constexpr):
     """Return for each tile what later tiles read of earlier ones, and the sum X = <C, dC> after the last tile, by (B7).
 
     The former is X before the tile minus what the tile reads. Where this difference is within its rounding it is 0, so
@@ -171,6 +172,8 @@ def pass_tiles(start, squares, reads, writes):
         squares: the sum of the squares of the terms of `start`, (HEADS, 1) float64.
         reads: what each step reads of earlier tiles, (HEADS, TILES, L) float64.
         writes: what later tiles read of each step, of the same shape.
+        trust: the factor of each difference, (HEADS, TILES) float64, below 1 where rounding is most of it.
+        ROUNDING: a bound of the rounding of a sum, relative to the root of its terms' sum of squares.
 
     Returns:
         The terms of earlier with later tiles, (HEADS, TILES); X, the sum of squares of its terms, and 0 where some
@@ -181,7 +184,8 @@ def pass_tiles(start, squares, reads, writes):
     squares = squares + tl.cumsum(tl.sum(reads * reads + writes * writes, 2), 1)
     differences = start + tl.cumsum(written - read, 1) - written
     kept = tl.where(tl.abs(differences) < tl.sqrt(squares) * ROUNDING, 0.0, 1.0).to(tl.float64)
-    factor, added = tl.associative_scan((kept, written - kept * read), 1, _follow)
+    weight = kept * trust
+    factor, added = tl.associative_scan((weight, written - weight * read), 1, _follow)
     after = factor * start + added
     last = tl.arange(0, reads.shape[1])[None, :] == reads.shape[1] - 1
     end = tl.sum(tl.where(last, after, 0.0), 1)[:, None]
@@ -202,7 +206,8 @@ def gate_gradients(
     sequences, T, tiles, H, steps, SIZE, SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, NP: tl.constexpr, CHECKPOINT_STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, IS_SEGMENTED: tl.constexpr, IS_VARLEN: tl.constexpr,
-    NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr, EXACT: tl.constexpr,
+    NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr, BY_PAIRS: tl.constexpr,
+    ROUNDING: tl.constexpr, TRUST_DECAYS: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the gates, (D1) to (D3).
@@ -216,7 +221,7 @@ def gate_gradients(
 
     Args:
         q_dq: sums of q . dq over parts of dqk, (PARTS, H, tiles, NP, L) float32.
-        k_dk: sums of k . dk, of the same shape. With EXACT the two are as `pair_sums` has them.
+        k_dk: sums of k . dk, of the same shape. With BY_PAIRS the two are as `pair_sums` has them.
         dots: <C, dC> of the checkpoints, (checkpoints, H, DOTS) float64.
         C: the states before each segment, see `segment_start_dot`, which also describes n_start to dn_first.
         cu: the offsets of packed sequences, (sequences + 1).
@@ -255,7 +260,7 @@ def gate_gradients(
         if INPUT_GATE:
             i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
         # (1) <k, dk> and <q, dq> of each step, (HEADS, CHECKPOINT_STEPS).
-        if EXACT:
+        if BY_PAIRS:
             k, reads, writes, in_tile = pair_sums(q_dq, k_dk, at, size, inside, PARTS, L)
         else:
             k = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
@@ -270,7 +275,7 @@ def gate_gradients(
         if INPUT_GATE:
             tl.store(di + to, gate_gradient_of(k, i, SIGMOID_I), mask=inside)
         # (3) dlog_f by a prefix sum of (D2) from `start`, (D3).
-        if not EXACT:
+        if not BY_PAIRS:
             before = start - (tl.cumsum(falls, 1) - falls)
         end = tl.zeros([HEADS, 1], tl.float64)  # (D3) after its last step
         known = (part + 1) * CHECKPOINT_STEPS < length
@@ -285,8 +290,13 @@ def gate_gradients(
                     NORMALIZE, USE_INITIAL_STATE,
                 )  # fmt: skip
         # (4) Subtract the accumulated rounding error evenly.
-        if EXACT:
-            across, after, _squares, kept = pass_tiles(start, start * start, reads, writes)
+        if BY_PAIRS:
+            trust = tl.full([HEADS, CHECKPOINT_STEPS // L], 1.0, tl.float64)
+            if TRUST_DECAYS:
+                total = tl.sum(tl.reshape(tl.where(inside, finite_log_gate(f, SIGMOID_F), 0.0), reads.shape), 2)
+                decay = tl.exp(2.0 * total.to(tl.float32)).to(tl.float64)
+                trust = decay / (decay + SMALL_DECAY * SMALL_DECAY)
+            across, after, _squares, kept = pass_tiles(start, start * start, reads, writes, trust, ROUNDING)
             if known or not USE_FINAL_STATE:
                 tile = tl.arange(0, CHECKPOINT_STEPS // L).to(tl.float64)
                 count = tl.cdiv(tl.minimum(length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS), L)
@@ -323,7 +333,7 @@ def launch_checkpoint_dots(
 
 def launch(
     ctx: LaunchContext, gates: Tensor, q_dq: Tensor, k_dk: Tensor, dots: Tensor, starts: Pair, ends: Pair,
-    grads: Gradients, *, final_cotangent: bool,
+    grads: Gradients, *, final_cotangent: bool, by_pairs: bool | None = None,
 ) -> None:  # fmt: skip
     """Compute the gradients of the gates.
 
@@ -331,21 +341,23 @@ def launch(
         ctx: The context of the call.
         gates: Any tensor, which stands for those that are None.
         q_dq: Sums of q . dq over parts of dqk, (PARTS, H, tiles, NP, L) float32.
-        k_dk: Sums of k . dk, of the same shape. With EXACT the two are as `pair_sums` has them.
+        k_dk: Sums of k . dk, of the same shape. With BY_PAIRS the two are as `pair_sums` has them.
         dots: Parts of <C, dC> at the checkpoints, (checkpoints * H, DOTS).
         starts: C and n at the starts of segments or sequences, or None.
         ends: dC and dn at the ends of segments or sequences, or None.
         grads: The gradients, of which di and df are written; dC0 and dn0 are read.
         final_cotangent: Whether the final states have cotangents.
+        by_pairs: Whether q_dq and k_dk are as `pair_sums` has them; None: for float32.
     """
     x, spec = ctx.x, ctx.spec
+    by_pairs = ctx.exact if by_pairs is None else by_pairs
     states = (gates if t is None else t for t in (*starts, *ends, grads.dC0, grads.dn0))
     # Intervals between checkpoints. The longest packed sequence is not known on the host.
     steps = ctx.checkpoint_steps
     intervals = ctx.segments, ceil_div(min(ctx.segment_steps, ctx.T), steps)
     if ctx.packed and not ctx.segmented:
         intervals = ctx.count(steps), 1
-    heads = ctx.heads_per_program(min(8, (2048 if ctx.exact else 4096) // steps))  # sums by pairs take more registers
+    heads = ctx.heads_per_program(min(8, (2048 if by_pairs else 4096) // steps))  # sums by pairs take more registers
     num_warps = max(4, heads * steps // 256)
     ctx.launch(gate_gradients, (*intervals, ceil_div(ctx.H, heads)),
         q_dq, k_dk, dots, *states, ctx.cu_seqlens, *ctx.gate_inputs, gates if grads.di is None else grads.di, grads.df,
@@ -353,5 +365,7 @@ def launch(
         PARTS=q_dq.shape[0], NP=q_dq.shape[3], CHECKPOINT_STEPS=steps, BLOCK=256 * num_warps // heads,
         BLOCK_N=power_of_two(ctx.K), L=ctx.L, HEADS=heads, DOTS=dots.shape[1], IS_SEGMENTED=ctx.segmented,
         IS_VARLEN=ctx.packed, NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.C is not None,
-        USE_FINAL_STATE=final_cotangent, EXACT=ctx.exact, **ctx.gate_forms, num_warps=num_warps,
+        USE_FINAL_STATE=final_cotangent, BY_PAIRS=by_pairs,
+        ROUNDING=ROUNDING if ctx.exact else 0.0,
+        TRUST_DECAYS=not ctx.exact, **ctx.gate_forms, num_warps=num_warps,
     )  # fmt: skip

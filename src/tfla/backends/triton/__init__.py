@@ -25,10 +25,11 @@ from tfla.backends.base import (
     StepOutputs,
     StepSpec,
 )
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant
+from tfla.backends.triton.delta_backend import TritonDelta
 
 if TYPE_CHECKING:
     from tfla.backends.gpu.family import KernelFamily
-from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant
 
 LARGEST_DQK, LARGEST_DHV = 1024, 1024
 LARGEST_FUSED_DQK = 512  # largest dqk for which a program of the fused scans can hold some columns of the state
@@ -69,7 +70,7 @@ class Triton(Backend):
 
     def unsupported(self, x: Inputs) -> str | None:
         """Return why the kernels cannot run these inputs, or None."""
-        if why := self._unsupported(x.q):
+        if why := self.device_unsupported(x.q):
             return why
         if x.q.shape[-1] > LARGEST_DQK or x.v.shape[-1] > LARGEST_DHV:
             return f"it takes dqk up to {LARGEST_DQK} and dhv up to {LARGEST_DHV}"
@@ -79,9 +80,9 @@ class Triton(Backend):
         """Return why the decoding kernel cannot run these steps, or None."""
         if x.q.device.type != "cuda" and torch.bfloat16 in (x.C.dtype, None if x.n is None else x.n.dtype):
             return "Triton's interpreter takes bfloat16 for integers"
-        return self._unsupported(x.q)
+        return self.device_unsupported(x.q)
 
-    def _unsupported(self, q: Tensor) -> str | None:
+    def device_unsupported(self, q: Tensor) -> str | None:
         """Return why tensors on this device and of this dtype are not supported, or None."""
         if not INSTALLED:
             return 'Triton is not installed: pip install "tfla[triton]"'
@@ -193,3 +194,4 @@ class Triton(Backend):
 
 
 BACKEND = Triton()
+DELTA_BACKEND = TritonDelta(BACKEND.device_unsupported)

@@ -1,0 +1,283 @@
+"""The launches of the delta rule with one forget gate a step: one forward, one backward.
+
+The equations are those of :mod:`.delta_kernels` and docs/delta-rule.md. What these launches share with those of the
+mLSTM, above all the gate vectors and the gates' gradients, takes a :class:`.LaunchContext`: for it the call is one of
+linear attention without an input gate.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import Inputs, Replay, Spec, static
+from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
+from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, sequences
+from tfla.backends.gpu.checkpoints import checkpoint_shape
+from tfla.backends.gpu.config import TileConfig, architecture, ceil_div, kernel_config, power_of_two
+from tfla.backends.gpu.context import LaunchContext
+from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
+from tfla.backends.triton import delta_kernels
+
+TILE_STEPS = 64
+CHECKPOINT_STEPS = 256
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaConfig:
+    """The configuration of the scans of one call; compared by identity."""
+
+    h_dv: TileConfig  # of delta_h_scan; `split` columns of dhv
+    dv: TileConfig  # of delta_dv_scan; `split` columns of dhv
+    dq_dk: TileConfig  # of delta_dq_dk_scan; `split` rows of dqk, `blocks` blocks of `block` columns of dhv
+    descriptors: bool  # whether the scans use TMA descriptors, where strides allow them
+    wgmma: bool  # whether delta_dq_dk_scan is arranged for Hopper's wgmma
+
+
+@functools.cache
+def delta_config(dqk: int, dhv: int, arch: int) -> DeltaConfig:
+    """Return the configuration for these head dims on a GPU of this compute capability, 90 for 9.0."""
+    K, V = power_of_two(dqk), power_of_two(dhv)
+    block, blocks = min(V, 128), ceil_div(V, 128)
+    if arch == 90:
+        wide = K > 128
+        return DeltaConfig(
+            h_dv=TileConfig(split=min(V, 64), block=min(V, 64), blocks=1, num_warps=8 if wide else 4, stages=2),
+            dv=TileConfig(
+                split=min(V, 64 if wide else 128),
+                block=0,
+                blocks=1,
+                num_warps=4 if V < 128 and not wide else 8,
+                stages=2,
+            ),
+            dq_dk=TileConfig(split=min(K, 64), block=block, blocks=blocks, num_warps=4 * blocks, stages=2),
+            descriptors=dqk % 8 == 0 and dhv % 8 == 0,
+            wgmma=True,
+        )
+    narrow = 16 if K > 128 else 32
+    return DeltaConfig(
+        h_dv=TileConfig(split=min(V, narrow), block=min(V, narrow), blocks=1, num_warps=8, stages=1),
+        dv=TileConfig(split=min(V, narrow), block=min(V, narrow), blocks=1, num_warps=8, stages=1),
+        dq_dk=TileConfig(split=min(K, 32 // blocks), block=block, blocks=blocks, num_warps=8, stages=1),
+        descriptors=False,
+        wgmma=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaContext:
+    """The sizes, options and tensors that all launches of one forward or backward share."""
+
+    base: LaunchContext  # sizes and recorder
+    x: DeltaInputs
+    spec: DeltaSpec
+    config: DeltaConfig
+    beta: Tensor  # (B, T, H); ones where the call has none
+
+    @property
+    def read_key(self) -> Tensor:
+        """The read keys, (B, T, Hq, dqk)."""
+        return self.x.k if self.x.read_key is None else self.x.read_key
+
+    @property
+    def gated(self) -> bool:
+        """Whether gates decay the state, so that there are gate vectors."""
+        return self.x.log_f is not None
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants that delta_h_scan and delta_dv_scan share."""
+        return {
+            "DK": self.base.K, "DV": self.base.V, "BK": power_of_two(self.base.K), "L": self.base.L,
+            "GATED": self.gated, "READ_KEY": self.x.read_key is not None, "IS_VARLEN": self.base.packed,
+            "PRECISION": self.base.precision,
+        }  # fmt: skip
+
+    def gates(self) -> Tensor:
+        """Return the gate vectors, or beta, which no kernel reads as gate vectors, where the state does not decay."""
+        return gate_kernels.launch(self.base) if self.gated else self.beta
+
+
+def context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) -> DeltaContext:
+    """Return the context of a call."""
+    beta = recorder.do(lambda v: v.new_ones(v.shape[:3], dtype=torch.float32), x.v) if x.beta is None else x.beta
+    as_linear_attention = Inputs(
+        x.q, x.k, x.v, None, beta if x.log_f is None else x.log_f, x.C, None, None, x.cu_seqlens
+    )
+    offsets = beta if x.cu_seqlens is None else x.cu_seqlens
+    base = LaunchContext(
+        recorder=recorder,
+        x=as_linear_attention,
+        spec=Spec(
+            scale=1.0, normalize=False, normalizer_grad=False, chunk_size=DEFERRED_CHUNK_SIZE, kernel=spec.kernel,
+            save=spec.save, final_state=spec.final_state,
+        ),
+        config=kernel_config(as_linear_attention),
+        K=x.q.shape[3],
+        V=x.v.shape[3],
+        L=TILE_STEPS,
+        segment_steps=max(int(x.q.shape[1]), 1),
+        segments=x.sequences,
+        checkpoint_steps=CHECKPOINT_STEPS,
+        cu_seqlens=offsets,
+        schedule=offsets,
+    )  # fmt: skip
+    arch = architecture(x.q.device)
+    config = delta_config(int(x.q.shape[3]), int(x.v.shape[3]), arch)
+    return DeltaContext(base=base, x=x, spec=spec, config=config, beta=beta)
+
+
+def forward(ctx: DeltaContext) -> DeltaOutputs:
+    """Launch the forward."""
+    x, spec, base = ctx.x, ctx.spec, ctx.base
+    h = base.new(*x.v.shape, dtype=x.v.dtype)
+    E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save else None
+    ctx = replace(ctx, base=sequences.bound(base, h, *(() if E is None else (E,))))
+    final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
+    gates = ctx.gates()
+    X = delta_kernels.launch_solve(ctx, gates)
+    delta_kernels.launch_h(ctx, gates, X, h, E, results.dense(ctx.base, x.C), final)
+    none = base.placeholder(0)
+    chunk_C = base.placeholder(0, base.H, base.K, base.V) if spec.save else none
+    return DeltaOutputs(
+        h, none if final is None else final, none if E is None else E, X if spec.save else none, chunk_C
+    )
+
+
+def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
+    """Launch the backward.
+
+    Args:
+        ctx: The context of the call.
+        E, X: What the forward stored.
+        dh: The cotangent of h, (B, T, H, dhv).
+        dC: The cotangent of the final states, (N, H, dqk, dhv), or None.
+    """
+    x, base, scale = ctx.x, ctx.base, ctx.spec.scale
+    dh = results.dense_rows(base, dh)
+    shape = base.B, base.T, base.H, base.K
+    dq, dr, dk = (base.new(*shape, dtype=x.q.dtype) for _ in range(3))
+    dv = base.new(*x.v.shape, dtype=x.v.dtype)
+    dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
+    base = sequences.bound(base, dq, dr, dk, dv)
+    ctx = replace(ctx, base=base)
+    gates = ctx.gates()
+    C, dC = results.dense(base, x.C), results.dense(base, dC)
+    dbeta, do_e = delta_kernels.launch_dv(ctx, gates, X, E, dh, dv, dC, dC0)
+    programs = ceil_div(base.K, ctx.config.dq_dk.split)
+    reads = base.new(2 * programs, base.H, base.tiles, 1, base.L)
+    pair_sums = base.new(2 * programs, base.H, base.tiles, gate_gradients.PAIR_SUMS.value, base.L)
+    states, by_queries, by_reads = new_checkpoints(ctx)
+
+    def parts(n: int) -> tuple[Tensor, Tensor]:
+        """Return the sums of queries, or for n = 1 of reads by the read key."""
+        cut = slice(n * programs, (n + 1) * programs)
+        return base.do(lambda t: t[cut], reads), base.do(lambda t: t[cut], pair_sums)
+
+    delta_kernels.launch_dq_dk(
+        ctx, gates, x.k, E, dh, x.q, dq, do_e, *parts(0), factor=scale, reverse=False, initial=C,
+        checkpoints=states,
+    )  # fmt: skip
+    delta_kernels.launch_dq_dk(
+        ctx, gates, x.k, E, dv, ctx.read_key, dr, None, *parts(1), factor=-1.0, reverse=False, initial=C,
+        checkpoints=None,
+    )  # fmt: skip
+    delta_kernels.launch_dq_dk(
+        ctx, gates, x.q, dh, E, x.k, dk, do_e, *parts(0), factor=scale, reverse=True, initial=None,
+        checkpoints=by_queries,
+    )  # fmt: skip
+    delta_kernels.launch_dq_dk(
+        ctx, gates, ctx.read_key, dv, E, x.k, dk, None, *parts(1), factor=-1.0, reverse=True, initial=dC,
+        checkpoints=by_reads, add=(dk,) if x.read_key is not None else (dk, dr),
+    )  # fmt: skip
+    df = None
+    if x.log_f is not None:
+        df = gate_gradient(ctx, gates, reads, pair_sums, (states, by_queries, by_reads), dC, dC0)
+    dq, dk = (reductions.launch(base, t, base.group) for t in (dq, dk))
+    read_key = reductions.launch(base, dr, base.group) if x.read_key is not None else None
+    none = base.placeholder(0)
+    found = (dq, dk, dv, dbeta if x.beta is not None else None, df, read_key, None, None, dC0)
+    return DeltaGrads(*(none if t is None else t for t in found))
+
+
+def new_checkpoints(ctx: DeltaContext) -> tuple[Tensor | None, ...]:
+    """Allocate checkpoints of C, and of the cotangents from queries and from reads, or return None."""
+    shape = checkpoint_shape(ctx.base)
+    if not ctx.gated or not shape[0]:
+        return None, None, None
+    return tuple(ctx.base.new(*shape, dtype=ctx.x.q.dtype) for _ in range(3))
+
+
+def gate_gradient(
+    ctx: DeltaContext, gates: Tensor, reads: Tensor, pair_sums: Tensor, checkpoints: tuple[Tensor | None, ...],
+    dC: Tensor | None, dC0: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute the gradient of log_f, (B, T, H), see :mod:`tfla.backends.gpu.gate_gradients`.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors.
+        reads: What steps read of earlier tiles, (parts, H, tiles, 1, L).
+        pair_sums: Sums of pairs of steps, (parts, H, tiles, PAIR_SUMS, L).
+        checkpoints: C, and dC / scale from queries and -dC from reads, (checkpoints, H, dqk, dhv), or None.
+        dC: The cotangents of the final states, or None.
+        dC0: The cotangents of the initial states, or None.
+    """
+    base, scale = ctx.base, ctx.spec.scale
+    states, by_queries, by_reads = checkpoints
+    dots = base.new(0, 1, dtype=torch.float64)
+    if states is not None and by_queries is not None and by_reads is not None:
+        queries, read = (
+            gate_gradients.launch_checkpoint_dots(base, (states, gates), (t, gates)) for t in (by_queries, by_reads)
+        )
+        dots = base.do(lambda a, b: torch.cat((a * scale, -b), 1), queries, read)
+    assert ctx.x.log_f is not None
+    df = base.new(*ctx.x.log_f.shape, dtype=ctx.x.log_f.dtype)
+    sequences.clear(base, df)
+    C = results.dense(base, ctx.x.C)
+    grads = results.Gradients(dq=df, dk=df, dv=df, di=None, df=df, dC0=dC0, dn0=None)
+    gate_gradients.launch(
+        base, gates, reads, pair_sums, dots, (C, None), (dC, None), grads, final_cotangent=dC is not None, by_pairs=True
+    )
+    return df
+
+
+def _signature(direction: str, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | None) -> Hashable:
+    """Return all that the launches of a call depend on; `more` are further tensors that are given."""
+    return direction, "delta", spec, torch.get_float32_matmul_precision(), static(*x, *more)
+
+
+def run_forward(x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
+    """Record or replay the launches of the forward."""
+
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> DeltaOutputs:
+        return forward(context(recorder, DeltaInputs(*given), spec))  # type: ignore[arg-type]
+
+    return DeltaOutputs(*record_or_replay(_signature("forward", x, spec), x, first))
+
+
+def forward_replay(x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
+    """Return the recorded launches of an earlier `run_forward` with this signature, or None; always for float32."""
+    return None if x.q.dtype == torch.float32 else recorded_launches(_signature("forward", x, spec))
+
+
+def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
+    """Record or replay the launches of the backward."""
+
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        E, X, dh, dC = given[len(x) :]
+        assert E is not None
+        assert X is not None
+        assert dh is not None
+        ctx = context(recorder, DeltaInputs(*given[: len(x)]), spec)  # type: ignore[arg-type]
+        return backward(ctx, E, X, dh, dC)  # type: ignore[return-value]
+
+    given = *x, out.E, out.X, dh, dC
+    found = record_or_replay(_signature("backward", x, spec, *given[len(x) :]), given, first)
+    return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]

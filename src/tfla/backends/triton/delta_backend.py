@@ -1,0 +1,67 @@
+"""The Triton backend of the delta rule, for NVIDIA GPUs from Ampere on. Triton is imported on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import Replay
+from tfla.backends.delta import DeltaBackend, DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, Saved
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INTERPRETED
+
+TILE_STEPS = 64
+LARGEST_DIM = 256  # of dqk and dhv: a program holds a part of the state with all of the other dim
+
+
+class TritonDelta(DeltaBackend):
+    """The backend of the kernels in :mod:`.delta_kernels`."""
+
+    name = "triton"
+    priority = 10
+    kernels = ("fused",)
+    reads_before_decay = False
+
+    def __init__(self, device_unsupported: Callable[[Tensor], str | None]) -> None:
+        self._device_unsupported = device_unsupported
+
+    def unsupported(self, x: DeltaInputs) -> str | None:
+        """Return why the backend cannot run these inputs, or None."""
+        if why := self._device_unsupported(x.q):
+            return why
+        if x.channel_gates:
+            return "it takes one gate a step, not one for each key channel"
+        if max(x.q.shape[3], x.v.shape[3]) > LARGEST_DIM:
+            return f"it takes dqk and dhv up to {LARGEST_DIM}"
+        if x.q.dtype == torch.float32 and not INTERPRETED:
+            return "it takes bfloat16 and float16, the inputs are float32"
+        return None
+
+    def default_chunk_size(self, x: DeltaInputs, kernel: str) -> int:
+        """Return a chunk size, which has no effect: no states are stored."""
+        return DEFERRED_CHUNK_SIZE
+
+    def saved(self, x: DeltaInputs, correct: bool, chunk_size: int, kernel: str) -> Saved:
+        """Return what a forward stores: E, and X in the dtype of q."""
+        B, T, H, V = x.v.shape
+        states = (0, H, x.q.shape[3], V), torch.float32
+        return Saved((tuple(x.v.shape), x.v.dtype), ((B, T, H, TILE_STEPS), x.q.dtype), states)
+
+    def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
+        """Compute h, and what the options ask for."""
+        from tfla.backends.triton import delta
+
+        return delta.run_forward(x, spec)
+
+    def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
+        """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
+        from tfla.backends.triton import delta
+
+        return delta.forward_replay(x, spec)
+
+    def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
+        """Compute the gradients from the cotangents of h and of the final state."""
+        from tfla.backends.triton import delta
+
+        return delta.run_backward(x, out, dh, dC, spec)
