@@ -87,7 +87,7 @@ class DeltaContext:
 
     @property
     def gated(self) -> bool:
-        """Whether gates decay the state, so that there are gate vectors."""
+        """True if gates decay the state, so that there are gate vectors."""
         return self.x.log_f is not None
 
     @property
