@@ -125,13 +125,14 @@ def own_state(
 
 
 def own_max(log_i: Tensor | None, log_f: Tensor, m: Tensor | None, first: bool) -> tuple[Tensor, Tensor]:
-    """Return the log-decay of a span and the max state that it leaves, (B, H) float64, as of :func:`own_state`.
+    """Return the log-decay of a span and the max state that it leaves, (B, H), as of :func:`own_state`.
+
+    They have the dtype of the gates, since any number near the maximum serves as max state.
 
     Args:
         log_i, log_f, first: as in :func:`own_state`.
         m: (B, H), the given max state before the span; None is zero.
     """
-    log_f = log_f.double()
     after = F.pad(log_f[:, 1:].flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
     log_decay = log_f.sum(1)
     found = (after if log_i is None else after + log_i).amax(1)
