@@ -238,8 +238,9 @@ def linear_attention(
             log-gates over 64 steps is at most 176.
         normalize: divide h_t by max(abs(scale n_t^T q_t), 1) with n_t = exp(log_f_t) n_{t-1} + exp(log_i_t) k_t, as
             mLSTMexp does.
-        initial_state, return_state, cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad, store_dtype,
-            context_parallel: as in :func:`mlstm`. Without ``normalize`` a state has n and m None.
+        initial_state, return_state, cu_seqlens, chunk_size, scale: as in :func:`mlstm`. Without ``normalize`` a state
+            has n and m None.
+        backend, kernel, normalizer_grad, store_dtype, context_parallel: as in :func:`mlstm`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.

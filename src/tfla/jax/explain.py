@@ -37,8 +37,8 @@ def explain(
 
     Args:
         q, k, v, i, f: as in :func:`mlstm`; only their shapes and dtypes matter.
-        input_gate, initial_state, return_state, cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad,
-            store_dtype, context_parallel: as in :func:`mlstm`.
+        input_gate, initial_state, return_state, cu_seqlens, chunk_size, scale: as in :func:`mlstm`.
+        backend, kernel, normalizer_grad, store_dtype, context_parallel: as in :func:`mlstm`.
 
     Returns:
         the chosen backend, kernel and chunk size, and for each other backend why it does not run the call.
