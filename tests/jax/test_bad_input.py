@@ -41,6 +41,7 @@ def same_message(error: type[Exception], torch_function: Any, jax_function: Any,
     with pytest.raises(error) as found:
         jax_function(**{name: converted(x) for name, x in arguments.items()})
     expected_text, text = in_words_of_jax(str(expected.value)), str(found.value)
+    expected_text = re.sub(r" or \(\d+, \d+, \d+, \d+\)$", "", expected_text)  # log-gates by channel, which JAX lacks
     if text.startswith(("backend:", "kernel:")):  # there are other backends
         assert re.match(r"(backend|kernel): got .*, (allowed are|backend '\w+' has) ", text)
     elif text.startswith("cu_seqlens: got") and "array" in text:
