@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -138,15 +139,30 @@ def compute_errors(cases: list[Case]) -> list[Errors]:
     return found
 
 
-def _compute_all() -> tuple[list[Errors], dict[str, str]]:
-    """Return the errors of all cases and the messages of all wrong calls; runs on each process."""
-    return compute_errors(CASES), _bad_layouts()
+def _compute_all(folder: Path) -> tuple[list[Errors], dict[str, str]]:
+    """Return the errors of all cases and the messages of all wrong calls, and save a model; runs on each process."""
+    found = compute_errors(CASES), _bad_layouts()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    parallelize(make_model(torch.float32), mesh).save_pretrained(folder)
+    return found
 
 
 @pytest.fixture(scope="module")
-def computed() -> tuple[list[Errors], dict[str, str]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the saved model."""
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def computed(folder: Path) -> tuple[list[Errors], dict[str, str]]:
     """Return what the same four processes have computed for all tests."""
-    return run_on_processes(4, _compute_all)
+    return run_on_processes(4, _compute_all, folder)
+
+
+def test_a_distributed_model_is_saved_whole(computed: object, folder: Path) -> None:
+    saved, expected = LanguageModel.from_pretrained(folder).state_dict(), make_model(torch.float32).state_dict()
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], x) for name, x in expected.items())
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +205,7 @@ def _bad_layouts() -> dict[str, str]:
         "no mixer": (nn.Linear(4, 4), mesh(("tp",), 4), {}),
         "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
         "cp of attention": (attention, mesh(("cp",), 4), {}),
+        "compile": (model, mesh(("tp",), 4), {"compile": True}),
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
         "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
         "blocks": (model, mesh(("dp_shard",), 4), {"blocks": [nn.Linear(2, 2)]}),
@@ -219,6 +236,7 @@ EXPECTED = {
     "no mixer": "ValueError mesh: got tp of size 4, expected 1 for Linear, which has no mixer of tfla.nn",
     "cp of no mixer": "ValueError mesh: got cp of size 4, expected 1 for Linear, which never calls tfla.mlstm",
     "cp of attention": "ValueError mesh: got cp of size 4, expected 1 for Attention, which needs all keys",
+    "compile": "ValueError compile: got True, expected False with tp of size 4: its gradients would be wrong",
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
     "policy alone": "ValueError mixed_precision: got a policy, expected None for a mesh without data parallelism",
     "blocks": "ValueError blocks[0]: got Linear, expected a module within the model",

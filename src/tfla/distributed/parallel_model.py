@@ -64,7 +64,7 @@ def parallelize(
         mesh: a DeviceMesh with named dimensions over all processes, as ``init_device_mesh`` returns.
         mixed_precision: FSDP2's policy on the dtypes of parameters and of the reduction of gradients.
         activation_checkpointing: keep only the input of each block for the backward, and compute the block again there.
-        compile: compile each block with torch.compile.
+        compile: compile each block with torch.compile; not with ``tp``.
         reshard_after_forward: whether a block's parameters are freed between forward and backward; None lets FSDP2
             choose.
         blocks: the parts that are checkpointed, compiled and sharded as a unit; None takes the elements of the model's
@@ -86,6 +86,10 @@ def parallelize(
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
         got = type(mixed_precision).__name__
         raise TypeError(f"mixed_precision: got {got}, expected a torch.distributed.fsdp.MixedPrecisionPolicy")
+    if compile and sizes.get("tp", 1) > 1:
+        raise ValueError(
+            f"compile: got True, expected False with tp of size {sizes['tp']}: its gradients would be wrong"
+        )
     sharded = any(name != "tp" and size > 1 for name, size in sizes.items())
     if mixed_precision is not None and not sharded:
         raise ValueError("mixed_precision: got a policy, expected None for a mesh without data parallelism")

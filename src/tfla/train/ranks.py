@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BEAT_SECONDS = 1.0  # between the signs of life of a process
-DEAD_SECONDS = 20.0  # without a sign of life
-GRACE_SECONDS = 10.0  # in which a process may report its own error, after another one has failed
+DEAD_SECONDS = 15.0  # without a sign of life; with the grace below less than the 30 s after which torchrun kills all
+GRACE_SECONDS = 5.0  # in which a process may report its own error, after another one has failed
 FAILED, BEAT, SAID = "failed", "beat", "said"
 
 
