@@ -37,7 +37,7 @@ def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
     caching.clear_caches()  # launches recorded with other kernels
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tfla.backends.hopper, "_is_hopper", lambda device: True)
-        patch.setattr(type(tfla.backends.hopper.TRITON), "_unsupported", lambda backend, q: None)
+        patch.setattr(type(tfla.backends.hopper.TRITON), "device_unsupported", lambda backend, q: None)
         for module, name in KERNELS.items():
             kernel = getattr(modules[f"{HOPPER}.{module}"], name)
             patch.setattr(importlib.import_module(f"{HOPPER}.{module}"), name, kernel)
