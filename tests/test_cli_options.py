@@ -56,7 +56,7 @@ def nothing_is_computed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("TFLA_CACHE_DIR", str(folder / "cache"))
-        patch.setattr(sys.modules["tfla.nn.generate"], "_tokens", lambda *args: iter(()))
+        patch.setattr(sys.modules["tfla.nn.generate"], "_tokens", lambda *args, **options: iter(()))
         patch.setattr(tune, "this_machine", lambda device: Machine(cpu_name(), 1e11, 1e10, 2))
         patch.setattr(tune, "measured", measured)
         patch.setattr(cpu, "measure", lambda *args: [])

@@ -33,7 +33,9 @@ ROW_SUM = tl.constexpr(1)  # the sum of the step's row of W below the diagonal
 COLUMN_SUM = tl.constexpr(2)  # the sum of the step's column of W below the diagonal
 SAME_STEP = tl.constexpr(3)  # the step's element of the diagonal of W
 PAIR_SUMS = tl.constexpr(4)  # the number of these sums
-ROUNDING = 2.0**-21  # bound of the rounding of a float32 sum, relative to the root of its terms' sum of squares
+ROUNDING = tl.constexpr(
+    2.0**-21
+)  # bound of the rounding of a float32 sum, relative to the root of its terms' sum of squares
 SMALL_DECAY = tl.constexpr(2.0**-8)  # a decay of a tile below which 16-bit rounding is most of what seems to cross it
 
 
@@ -172,7 +174,7 @@ def pass_tiles(start, squares, reads, writes, trust, ROUNDING: tl.constexpr):
         squares: the sum of the squares of the terms of `start`, (HEADS, 1) float64.
         reads: what each step reads of earlier tiles, (HEADS, TILES, L) float64.
         writes: what later tiles read of each step, of the same shape.
-        trust: the factor of each difference, (HEADS, TILES) float64, below 1 where rounding is most of it.
+        trust: the factor of each difference, (HEADS, TILES) float64 or 1, below 1 where rounding is most of it.
         ROUNDING: a bound of the rounding of a sum, relative to the root of its terms' sum of squares.
 
     Returns:
@@ -291,7 +293,7 @@ def gate_gradients(
                 )  # fmt: skip
         # (4) Subtract the accumulated rounding error evenly.
         if BY_PAIRS:
-            trust = tl.full([HEADS, CHECKPOINT_STEPS // L], 1.0, tl.float64)
+            trust = 1.0
             if TRUST_DECAYS:
                 total = tl.sum(tl.reshape(tl.where(inside, finite_log_gate(f, SIGMOID_F), 0.0), reads.shape), 2)
                 decay = tl.exp(2.0 * total.to(tl.float32)).to(tl.float64)
@@ -366,6 +368,6 @@ def launch(
         BLOCK_N=power_of_two(ctx.K), L=ctx.L, HEADS=heads, DOTS=dots.shape[1], IS_SEGMENTED=ctx.segmented,
         IS_VARLEN=ctx.packed, NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.C is not None,
         USE_FINAL_STATE=final_cotangent, BY_PAIRS=by_pairs,
-        ROUNDING=ROUNDING if ctx.exact else 0.0,
+        ROUNDING=ROUNDING.value if ctx.exact else 0.0,
         TRUST_DECAYS=not ctx.exact, **ctx.gate_forms, num_warps=num_warps,
     )  # fmt: skip

@@ -34,8 +34,8 @@ class TritonDelta(DeltaBackend):
             return "it takes one gate a step, not one for each key channel"
         if max(x.q.shape[3], x.v.shape[3]) > LARGEST_DIM:
             return f"it takes dqk and dhv up to {LARGEST_DIM}"
-        if x.q.dtype == torch.float32 and not INTERPRETED:
-            return "it takes bfloat16 and float16, the inputs are float32"
+        if x.q.dtype != torch.bfloat16 and not INTERPRETED:
+            return f"it takes bfloat16, the inputs are {x.q.dtype}"
         return None
 
     def default_chunk_size(self, x: DeltaInputs, kernel: str) -> int:

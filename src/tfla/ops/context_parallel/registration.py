@@ -49,8 +49,9 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dh: Tensor | None, dC: Tensor | None, dn: Tensor | None, _: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError("context_parallel: the gradient has no derivative, got create_graph=True")
-        *tensors, h, m = ctx.saved_tensors[: NUM_INPUTS + 1]
-        saved = Saved(*ctx.saved_tensors[NUM_INPUTS + 1 :])
+        kept = ctx.saved_tensors  # once: activation checkpointing recomputes them at each access
+        *tensors, h, m = kept[: NUM_INPUTS + 1]
+        saved = Saved(*kept[NUM_INPUTS + 1 :])
         dh = torch.zeros_like(h) if dh is None else dh
         return None, *backward(_without_offsets(tensors), h, m, saved, dh, dC, dn, ctx.call), None
 

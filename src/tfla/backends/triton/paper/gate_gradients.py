@@ -7,6 +7,7 @@ from torch import Tensor
 from tfla.backends.gpu.config import power_of_two
 from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.gate_gradients import (
+    ROUNDING,
     checkpoint_dot,
     forget_gate_gradients,
     gate_gradient_of,
@@ -84,7 +85,7 @@ def chunk_gate_gradients(
     for t in range(0, count, STEPS):
         if EXACT:
             _, reads, writes, _ = pair_sums(q_dq, k_dk, at + t + r, size, t + r < count, PARTS, L)
-            _, after, squares, here = pass_tiles(after, squares, reads, writes)
+            _across, after, squares, here = pass_tiles(after, squares, reads, writes, 1.0, ROUNDING)
             kept *= here
         else:
             of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
@@ -100,7 +101,7 @@ def chunk_gate_gradients(
         inside = t + r < count
         if EXACT:
             of_k, reads, writes, in_tile = pair_sums(q_dq, k_dk, at + t + r, size, inside, PARTS, L)
-            across, top, squares, _ = pass_tiles(top, squares, reads, writes)
+            across, top, squares, _here = pass_tiles(top, squares, reads, writes, 1.0, ROUNDING)
             across -= rounding * (t // L + tl.arange(0, STEPS // L))[None, :].to(tl.float64)
             before = forget_gate_gradients(across, reads, writes, in_tile)
         else:
