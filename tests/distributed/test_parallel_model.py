@@ -51,6 +51,7 @@ CASES = [
     Case("fsdp", torch.float64, "mlstm_exp", (("activation_checkpointing", True),)),
     Case("fsdp-tp", torch.float64, "mlstm_exp", (("activation_checkpointing", True),)),
     Case("cp-tp", torch.float64, "mlstm_sig"),
+    Case("cp-tp", torch.float64, "mlstm_sig", (("activation_checkpointing", True),)),
     Case("fsdp", torch.float32, "mlstm_exp", (("reshard_after_forward", False),)),
 ]
 

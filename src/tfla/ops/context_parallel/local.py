@@ -64,7 +64,8 @@ class Shape(NamedTuple):
     def of(call: Call, batch: int) -> Shape:
         """Return the form for a batch: rows where fragments are equally long, else packed sequences."""
         found = call.cut.fragments
-        if call.fragments is None and len({f.stop - f.start for f in found}) == 1:
+        steps = found[0].stop - found[0].start
+        if call.fragments is None and all(f.stop - f.start == steps for f in found):
             return Shape(batch, None, len(found))
         T, count = found[-1].stop, call.fragments or len(found)
         ends = [f.stop for f in found] + [T] * (count - len(found))
