@@ -65,21 +65,24 @@ class Counter:
 
 
 def of_large_tensors(form: str, direction: Any, sizes: dict[sp.Symbol, float]) -> float:
-    """Return the counted bytes of q, k, v, h and their gradients in float32, without states and checkpoints."""
+    """Return the counted bytes of q, k, v, h and their gradients in 16 bits, without states and checkpoints."""
     expr = sp.expand(get(form, "sig", direction).bytes_expr).coeff(B_QKV)
     terms = [term for term in sp.Add.make_args(sp.expand(expr)) if not {DQK, DHV} <= term.free_symbols]
-    return float(4 * sum(terms).subs(sizes))
+    return float(2 * sum(terms).subs(sizes))
 
 
-@pytest.mark.parametrize(("segment", "K", "V", "programs"), [(64, 32, 64, 1), (32, 32, 64, 1), (64, 128, 128, 2)])
+@pytest.mark.parametrize(("segment", "K", "V", "programs"), [(64, 32, 64, 1), (32, 32, 64, 1), (64, 256, 128, 2)])
 def test_fused_scans_compute_and_move_what_is_counted(
     monkeypatch: pytest.MonkeyPatch, segment: int, K: int, V: int, programs: int
 ) -> None:
-    """Run forward and backward of mLSTMsig, whole or in segments; all of each square tile is computed."""
+    """Run forward and backward of mLSTMsig, whole or in segments; all of each square tile is computed.
+
+    In 16 bits, which is what the counts are of: float32 kernels compute one more product, for the gradient of gates.
+    """
     from tfla.backends.gpu.config import kernel_config
 
     B, steps, H = 1, 64, 2
-    q, k, v = (torch.randn(B, steps, H, d) for d in (K, K, V))
+    q, k, v = (torch.randn(B, steps, H, d, dtype=torch.float16) for d in (K, K, V))
     log_i, log_f = (torch.nn.functional.logsigmoid(torch.randn(B, steps, H)) for _ in range(2))
     x = Inputs(q, k, v, log_i, log_f, None, None, None, None)
     spec = Spec(1.0, False, True, segment, "fused", True, False)
