@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, TOLERANCE, error
-from delta_cases import DeltaProblem, delta_problem, rounding_of_inputs, truth
+from cases import INTERPRETED, error
+from delta_cases import DeltaProblem, check_beside_terms, delta_problem, rounding_of_inputs, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,8 +27,6 @@ BACKEND = DELTA_BACKENDS["triton"]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.float32] if INTERPRETED else [torch.bfloat16]
 EXAMPLES = 5 if INTERPRETED else 30
-# What closed gates leave of the initial state's cotangent underflows float16.
-GATES = ["long", "medium", "short", "resets"] + ([] if INTERPRETED else ["half"])
 MODELS = ("deltanet", "gdn", "read")
 
 
@@ -42,22 +40,6 @@ def solve(p: DeltaProblem) -> dict[str, Tensor]:
     assert isinstance(grads, DeltaGrads)
     found = {"h": out.h, "C": out.C} | {f"d{name}": getattr(grads, name) for name in p.leaves}
     return {name: t.cpu() for name, t in found.items()}
-
-
-def check(p: DeltaProblem, dtype: torch.dtype, factor: float = 4.0, of_gates: float = 6.0) -> None:
-    """Errors are at most so many times what rounding inputs and outputs costs; in float32 within the tolerance.
-
-    States are rounded to 16 bits whenever a product reads them. The gradient of gates is a sum of differences.
-    """
-    exact, found = truth(p), solve(p.to(dtype))
-    errors = {name: error(x, exact[name]) for name, x in found.items()}
-    if dtype == torch.float32:
-        allowed = dict.fromkeys(errors, TOLERANCE[dtype])
-    else:
-        costs = rounding_of_inputs(p, dtype)
-        allowed = {name: e * (of_gates if name == "dlog_f" else factor) for name, e in costs.items()}
-    wrong = {n: f"{e:.1e} > {allowed[n]:.1e}" for n, e in errors.items() if not e <= allowed[n]}
-    assert not wrong, wrong
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -82,19 +64,35 @@ if not INTERPRETED:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_shapes(shape: dict[str, Any], model: str, dtype: torch.dtype) -> None:
-    check(delta_problem(model, **{"K": 16, "V": 16, **shape}), dtype)
+    p = delta_problem(model, **{"K": 16, "V": 16, **shape}, dtype=dtype)
+    check_beside_terms(p, solve(p))
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.9])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", ["long", "medium", "short", "half", "resets"])
 def test_gates(gates: str, alike: float) -> None:
-    """States that remember long, and keys that are alike, add up the rounding of more steps."""
+    """In bfloat16 errors are at most 1.5 times what rounding inputs and outputs costs, 2.5 times for long gates."""
     if INTERPRETED:
-        p = delta_problem("gdn", gates=gates, T=130, B=1, H=1, Hq=1, K=32, V=32, alike=alike)
-        check(p, torch.float16, 3.0, 8.0)
+        p = delta_problem("gdn", gates=gates, T=130, B=1, H=1, Hq=1, K=32, V=32, alike=alike, dtype=torch.float32)
+        check_beside_terms(p, solve(p))
         return
     p = delta_problem("gdn", gates=gates, T=1000, B=1, K=128, V=128, alike=alike)
-    check(p, torch.bfloat16, 2.5 if alike or gates == "long" else 1.5)
+    exact, costs = truth(p), rounding_of_inputs(p, torch.bfloat16)
+    factors = {name: 2.5 if name == "dlog_f" and gates == "long" else 1.5 for name in costs}
+    errors = {name: error(x, exact[name]) for name, x in solve(p.to(torch.bfloat16)).items()}
+    assert all(e <= factors[n] * costs[n] for n, e in errors.items()), {n: e / costs[n] for n, e in errors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16], ids=str)
+def test_gates_above_0_leave_no_nan(dtype: torch.dtype) -> None:
+    """The decay of a tile, squared, exceeds float32; without keys and queries the gradient of gates is 0."""
+    p = delta_problem("gdn", T=150, B=1, K=16, V=16, carried=False, dtype=dtype)
+    assert p.x.log_f is not None
+    zeros = torch.zeros_like(p.x.q)
+    x = p.x._replace(q=zeros, k=zeros, log_f=torch.full_like(p.x.log_f, 0.8))
+    found = solve(DeltaProblem(p.model, x, p.dh, torch.zeros_like(p.dC), p.scale))
+    assert not found["dlog_f"].any()
+    assert all(t.isfinite().all() for t in found.values())
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -103,7 +101,8 @@ def test_gates(gates: str, alike: float) -> None:
     st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.integers(0, 3),
 )  # fmt: skip
 def test_any_problem(model: str, T: int, K: int, V: int, heads: tuple[int, int], seed: int) -> None:
-    check(delta_problem(model, B=1, T=T, K=K, V=V, Hq=heads[0], H=heads[1], seed=seed), DTYPES[0], 10.0, 30.0)
+    p = delta_problem(model, B=1, T=T, K=K, V=V, Hq=heads[0], H=heads[1], seed=seed, dtype=DTYPES[0])
+    check_beside_terms(p, solve(p))
 
 
 def test_same_bits_again() -> None:

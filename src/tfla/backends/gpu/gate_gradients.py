@@ -296,7 +296,7 @@ def gate_gradients(
             trust = 1.0
             if TRUST_DECAYS:
                 total = tl.sum(tl.reshape(tl.where(inside, finite_log_gate(f, SIGMOID_F), 0.0), reads.shape), 2)
-                decay = tl.exp(2.0 * total.to(tl.float32)).to(tl.float64)
+                decay = tl.exp(2.0 * tl.minimum(total, 0.0).to(tl.float32)).to(tl.float64)  # squared; at most 1
                 trust = decay / (decay + SMALL_DECAY * SMALL_DECAY)
             across, after, _squares, kept = pass_tiles(start, start * start, reads, writes, trust, ROUNDING)
             if known or not USE_FINAL_STATE:

@@ -24,8 +24,8 @@ from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.backends.triton import delta_kernels
+from tfla.backends.triton.delta_backend import TILE_STEPS
 
-TILE_STEPS = 64
 CHECKPOINT_STEPS = 256
 
 
@@ -33,9 +33,9 @@ CHECKPOINT_STEPS = 256
 class DeltaConfig:
     """The configuration of the scans of one call; compared by identity."""
 
-    h_dv: TileConfig  # of delta_h_scan; `split` columns of dhv
-    dv: TileConfig  # of delta_dv_scan; `split` columns of dhv
-    dq_dk: TileConfig  # of delta_dq_dk_scan; `split` rows of dqk, `blocks` blocks of `block` columns of dhv
+    h: TileConfig  # of delta_h_scan: a program has `block` columns of dhv
+    dv: TileConfig  # of delta_dv_scan: the same
+    dq_dk: TileConfig  # of delta_dq_dk_scan: a program has `split` rows of dqk, in `blocks` blocks of `block` columns
     descriptors: bool  # whether the scans use TMA descriptors, where strides allow them
     wgmma: bool  # whether delta_dq_dk_scan is arranged for Hopper's wgmma
 
@@ -45,29 +45,29 @@ def delta_config(dqk: int, dhv: int, arch: int) -> DeltaConfig:
     """Return the configuration for these head dims on a GPU of this compute capability, 90 for 9.0."""
     K, V = power_of_two(dqk), power_of_two(dhv)
     block, blocks = min(V, 128), ceil_div(V, 128)
+    wide = K > 128  # then a state has many rows
     if arch == 90:
-        wide = K > 128
+        dv = min(V, 64 if wide else 128)
         return DeltaConfig(
-            h_dv=TileConfig(split=min(V, 64), block=min(V, 64), blocks=1, num_warps=8 if wide else 4, stages=2),
-            dv=TileConfig(
-                split=min(V, 64 if wide else 128),
-                block=0,
-                blocks=1,
-                num_warps=4 if V < 128 and not wide else 8,
-                stages=2,
-            ),
+            h=_columns(min(V, 64), num_warps=8 if wide else 4, stages=2),
+            dv=_columns(dv, num_warps=8 if wide or dv == 128 else 4, stages=2),
             dq_dk=TileConfig(split=min(K, 64), block=block, blocks=blocks, num_warps=4 * blocks, stages=2),
             descriptors=dqk % 8 == 0 and dhv % 8 == 0,
             wgmma=True,
         )
-    narrow = 16 if K > 128 else 32
+    columns = _columns(min(V, 16 if wide else 32), num_warps=8, stages=1)
     return DeltaConfig(
-        h_dv=TileConfig(split=min(V, narrow), block=min(V, narrow), blocks=1, num_warps=8, stages=1),
-        dv=TileConfig(split=min(V, narrow), block=min(V, narrow), blocks=1, num_warps=8, stages=1),
+        h=columns,
+        dv=columns,
         dq_dk=TileConfig(split=min(K, 32 // blocks), block=block, blocks=blocks, num_warps=8, stages=1),
         descriptors=False,
         wgmma=False,
     )
+
+
+def _columns(columns: int, num_warps: int, stages: int) -> TileConfig:
+    """Return the tiles of a scan whose programs share the columns of dhv."""
+    return TileConfig(split=columns, block=columns, blocks=1, num_warps=num_warps, stages=stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +136,7 @@ def context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) -> DeltaC
 def forward(ctx: DeltaContext) -> DeltaOutputs:
     """Launch the forward."""
     x, spec, base = ctx.x, ctx.spec, ctx.base
+    assert spec.correct, "without a correction the call is scalar-gated linear attention"
     h = base.new(*x.v.shape, dtype=x.v.dtype)
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save else None
     ctx = replace(ctx, base=sequences.bound(base, h, *(() if E is None else (E,))))

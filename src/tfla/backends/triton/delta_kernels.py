@@ -232,17 +232,17 @@ def delta_h_scan(
             read = load_tile(r_at, t, 0, steps, DK, rt, L, BK, TMA)  # (L, BK)
         v = load_tile(v_at, t, col, steps, DV, vt, L, BV, TMA)  # (L, BV)
         x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
-        bt_ = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
+        write = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
         a = gate_vector(gate, r, INTER, L, GATED)  # (L)
         w = gate_vector(gate, r, UPDATE, L, GATED)  # (L)
         # (1) R^T <- V^T - (C^T r^T) a, (BV, L)
         S16 = S.to(k.dtype)
         res = tl.trans(v).to(tl.float32) - tl.dot(S16, tl.trans(read), input_precision=PRECISION) * a[None, :]
         # (2) E^T <- R^T - (B R)^T X^T, (BV, L)
-        res -= tl.dot((res * bt_[None, :]).to(k.dtype), tl.trans(x), input_precision=PRECISION)
+        res -= tl.dot((res * write[None, :]).to(k.dtype), tl.trans(x), input_precision=PRECISION)
         if SAVE:
             store_tile(e_at, tl.trans(res).to(E.dtype.element_ty), t, col, steps, DV, et, L, BV, TMA)
-        res *= bt_[None, :]
+        res *= write[None, :]
         # (3) h^T <- scale ((C^T q^T) a + (B E)^T P^T), (BV, L)
         P = tl.dot(k, tl.trans(q), input_precision=PRECISION) * decay_matrix(gate, r, L, GATED, True, False)
         out = tl.dot(S16, tl.trans(q), input_precision=PRECISION) * a[None, :]
@@ -314,7 +314,7 @@ def delta_dv_scan(
         do = load_tile(g_at, t, col, steps, DV, gt, L, BV, TMA)  # (L, BV)
         e = load_tile(e_at, t, col, steps, DV, et, L, BV, TMA)  # (L, BV)
         x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
-        bt_ = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
+        write = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
         a = gate_vector(gate, r, INTER, L, GATED)  # (L)
         w = gate_vector(gate, r, UPDATE, L, GATED)  # (L)
         # (1) dU^T <- (dC^T k^T) w + do^T scale P, (BV, L)
@@ -322,18 +322,18 @@ def delta_dv_scan(
         U = tl.dot(S.to(k.dtype), tl.trans(k), input_precision=PRECISION) * w[None, :]
         U = tl.dot(tl.trans(do), P.to(k.dtype), U, input_precision=PRECISION)
         # (2) Z^T <- dU^T - (B dU)^T X, (BV, L)
-        U -= tl.dot((U * bt_[None, :]).to(k.dtype), x, input_precision=PRECISION)
+        U -= tl.dot((U * write[None, :]).to(k.dtype), x, input_precision=PRECISION)
         sums = tl.sum(rounded_product(tl.trans(U), e.to(tl.float32)), 1)  # (L)
         tl.store(dots + (t + r) * H, sums, t + r < steps)
         sums = tl.sum(rounded_product(do.to(tl.float32), e.to(tl.float32)), 1)  # (L)
         tl.store(do_e + (t + r) * H, sums, t + r < steps)
         # (3) dv^T <- Z^T B, (BV, L)
-        dv = (U * bt_[None, :]).to(k.dtype)
+        dv = (U * write[None, :]).to(k.dtype)
         store_tile(o_at, tl.trans(dv), t, col, steps, DV, et, L, BV, TMA)
         # (4) dC^T <- g dC^T + (scale a do)^T q - (a dv)^T r, (BV, BK)
         S = S * tile_decay(gate, L, GATED)
         S = tl.dot((tl.trans(do) * (a * scale)[None, :]).to(k.dtype), q, S, input_precision=PRECISION)
-        S = tl.dot((U * (-a * bt_)[None, :]).to(k.dtype), read, S, input_precision=PRECISION)
+        S = tl.dot((U * (-a * write)[None, :]).to(k.dtype), read, S, input_precision=PRECISION)
     if STORE_FINAL_STATE:
         tl.store(state_out + state_at, S, mask=inside)
 
@@ -512,7 +512,7 @@ def launch_h(
         initial: The initial states, (N, H, dqk, dhv), or None for zeros.
         final: Output for the final states, or None.
     """
-    base, x, tiles = ctx.base, ctx.x, ctx.config.h_dv
+    base, x, tiles = ctx.base, ctx.x, ctx.config.h
     errors = h if E is None else E
     base.launch(delta_h_scan, (ceil_div(base.V, tiles.split), x.sequences * base.H),
         x.q, x.k, ctx.read_key, x.v, X, ctx.beta, gates, base.cu_seqlens, h, errors,
