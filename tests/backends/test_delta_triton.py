@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, error
+from cases import INTERPRETED, TOLERANCE, error
 from delta_cases import DeltaProblem, check_beside_terms, delta_problem, rounding_of_inputs, truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,14 +85,13 @@ def test_gates(gates: str, alike: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32] if INTERPRETED else [torch.bfloat16], ids=str)
 def test_gates_above_0_leave_no_nan(dtype: torch.dtype) -> None:
-    """The decay of a tile, squared, exceeds float32; without keys and queries the gradient of gates is 0."""
+    """The decay of a tile, squared, exceeds float32. All else is 0, because weights of that size exceed float16."""
     p = delta_problem("gdn", T=150, B=1, K=16, V=16, carried=False, dtype=dtype)
     assert p.x.log_f is not None
-    zeros = torch.zeros_like(p.x.q)
-    x = p.x._replace(q=zeros, k=zeros, log_f=torch.full_like(p.x.log_f, 0.8))
-    found = solve(DeltaProblem(p.model, x, p.dh, torch.zeros_like(p.dC), p.scale))
-    assert not found["dlog_f"].any()
-    assert all(t.isfinite().all() for t in found.values())
+    keys, values = torch.zeros_like(p.x.q), torch.zeros_like(p.x.v)
+    x = p.x._replace(q=keys, k=keys, v=values, log_f=torch.full_like(p.x.log_f, 0.8))
+    found = solve(DeltaProblem(p.model, x, values, torch.zeros_like(p.dC), p.scale))
+    assert not any(t.any() for t in found.values())  # NaN is true
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -119,7 +118,7 @@ def test_public_function() -> None:
     given = [leaves[name] for name in ("q", "k", "v", "beta", "log_f")]
     h = tfla.delta_rule(*given, scale=p.scale, backend="triton")
     assert isinstance(h, Tensor)
-    assert error(h.detach().cpu(), truth(p)["h"]) < 2e-2
+    assert error(h.detach().cpu(), truth(p)["h"]) <= TOLERANCE[DTYPES[-1]]
     dq = torch.autograd.grad(h, leaves["q"], p.dh.to(h))[0]
     assert dq.isfinite().all()
     with pytest.raises(

@@ -47,11 +47,11 @@ def solve(p: DeltaProblem, **given: Any) -> dict[str, Tensor]:
     return gradients(p, leaves, h, state.C)
 
 
-def check(p: DeltaProblem, found: dict[str, Tensor], tolerance: float | None = None) -> None:
+def check(p: DeltaProblem, found: dict[str, Tensor]) -> None:
     exact = truth(p)
     assert found.keys() == exact.keys()
     errors = {name: error(x, exact[name]) for name, x in found.items()}
-    limit = TOLERANCE[p.x.q.dtype] if tolerance is None else tolerance
+    limit = TOLERANCE[p.x.q.dtype]
     assert all(e <= limit for e in errors.values()), {n: f"{e:.1e}" for n, e in errors.items()}
 
 
