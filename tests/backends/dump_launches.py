@@ -136,11 +136,8 @@ def call(x: Inputs, spec: Spec, backend: str, cotangents: tuple[bool, bool]) -> 
     BACKENDS[backend].backward(x, out, torch.zeros_like(x.v), dC, dn, spec)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sampled", type=int, default=400, metavar="COUNT")
-    parser.add_argument("cases", nargs="*", metavar="CASE")
-    options = parser.parse_args()
+def without_gpu() -> None:
+    """Make the launch code of both GPU backends run on the CPU, for an H100, where nothing is launched."""
     driver.set_active(AbsentGPU("sm_90"))
     every_kernel.DEVICE = "cpu"
     for backend in ("triton", "hopper"):
@@ -149,16 +146,29 @@ def main() -> None:
     # Before the launch code is imported, which reads these by name.
     config.processors = lambda device: PROCESSORS  # type: ignore[assignment]
     segmentation.best_chunk_size = lambda x, *_: SEGMENT  # type: ignore[assignment]
+
+
+def run_case(case: str) -> None:
+    """Call the operator, forward and backward, or the decoding steps of a case."""
+    backend, kernel, gate, dqk, dhv, dtype, shape = case.split(",")
+    K, V, dt = int(dqk), int(dhv), getattr(torch, dtype)
+    if kernel == "steps":
+        every_kernel.steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
+    else:
+        every_kernel.operator(backend, kernel, gate, K, V, dt, shape)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sampled", type=int, default=400, metavar="COUNT")
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    options = parser.parse_args()
+    without_gpu()
     for case in options.cases or every_kernel.CASES:
-        backend, kernel, gate, dqk, dhv, dtype, shape = case.split(",")
-        if kernel == "model":
+        if case.split(",")[1] == "model":
             continue
         with Dump() as dump:
-            K, V, dt = int(dqk), int(dhv), getattr(torch, dtype)
-            if kernel == "steps":
-                every_kernel.steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
-            else:
-                every_kernel.operator(backend, kernel, gate, K, V, dt, shape)
+            run_case(case)
         print("##", case, *dump.lines, sep="\n", flush=True)
     rng = random.Random(0)
     for _ in range(0 if options.cases else options.sampled):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,8 +20,8 @@ from tfla.backends.gpu.replay import (
     CompiledLaunch,
     LaunchRecorder,
     RecordedLaunches,
-    record_or_replay,
     recorded_launches,
+    recording,
 )
 
 Log = list[Any]
@@ -56,6 +56,19 @@ class CompiledAsNow(Compiled):
 
     def run(self, *args: Any) -> None:
         self.log.append(("at once", *args))
+
+
+LaunchCode = Callable[[LaunchRecorder, Sequence[Tensor | None]], Sequence[Tensor]]
+
+
+def record_or_replay(call: str, given: Sequence[Tensor | None], first: LaunchCode) -> Sequence[Tensor]:
+    """The results of launch code, which runs at the first call alone."""
+    recorded = recorded_launches(call)
+    if recorded is not None:
+        return recorded(given)
+    with recording(call, given) as recorder:
+        recorder.results = first(recorder, recorder.given)
+    return recorder.results
 
 
 @pytest.fixture(autouse=True)

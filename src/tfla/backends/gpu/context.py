@@ -151,25 +151,31 @@ class LaunchContext:
         """Return the number of segments of `steps` steps, see :func:`count_segments`."""
         return count_segments(self.x, steps)
 
-    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Allocate a tensor, see :meth:`.LaunchRecorder.new`."""
-        return self.recorder.new(*shape, dtype=dtype)
+    # The recorder's methods themselves, so that a launcher hands its operands to the recorder directly.
+
+    @property
+    def new(self) -> Callable[..., Tensor]:
+        """The allocation of a tensor, :meth:`.LaunchRecorder.new`."""
+        return self.recorder.new
+
+    @property
+    def placeholder(self) -> Callable[..., Tensor]:
+        """The making of a tensor without elements, :meth:`.LaunchRecorder.placeholder`."""
+        return self.recorder.placeholder
+
+    @property
+    def do(self) -> Callable[..., Any]:
+        """The recording of any function, :meth:`.LaunchRecorder.do`."""
+        return self.recorder.do
+
+    @property
+    def launch(self) -> Callable[..., None]:
+        """The launch of a kernel, :meth:`.LaunchRecorder.launch`."""
+        return self.recorder.launch
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate a tensor of zeros."""
-        return self.do(Tensor.zero_, self.new(*shape, dtype=dtype))
-
-    def placeholder(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return a tensor without elements, see :meth:`.LaunchRecorder.placeholder`."""
-        return self.recorder.placeholder(*shape, dtype=dtype)
-
-    def do(self, fn: Callable[..., Any], *read: Any) -> Any:
-        """Call and record fn(*read), see :meth:`.LaunchRecorder.do`."""
-        return self.recorder.do(fn, *read)
-
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, **constants: Any) -> None:
-        """Launch and record a kernel, see :meth:`.LaunchRecorder.launch`."""
-        self.recorder.launch(kernel, grid, *args, num_warps=num_warps, **constants)
+        return self.recorder.do(Tensor.zero_, self.recorder.new(*shape, dtype=dtype))
 
 
 def new_context(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tfla.backends.base import Exchange, Grads, Inputs, Outputs, Replay, Spec, static
 from tfla.backends.gpu.context import LaunchContext
-from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
+from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,13 +28,19 @@ class KernelFamily:
         """Return all that the launches of a call depend on; `more` are further tensors that are given."""
         return direction, self.name, spec, *self.signature(x, spec), static(*x, *more)
 
+    def _context(self, recorder: LaunchRecorder, spec: Spec) -> LaunchContext:
+        """Return the context of a call whose first given tensors are the inputs."""
+        return self.context(recorder, Inputs(*recorder.given[:9]), spec)  # type: ignore[arg-type]
+
     def run_forward(self, x: Inputs, spec: Spec) -> Outputs:
         """Record or replay the launches of the forward."""
-
-        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Outputs:
-            return self.forward(self.context(recorder, Inputs(*given), spec))  # type: ignore[arg-type]
-
-        return Outputs(*record_or_replay(self._call_signature("forward", x, spec), x, first))
+        signature = self._call_signature("forward", x, spec)
+        recorded = recorded_launches(signature)
+        if recorded is not None:
+            return Outputs(*recorded(x))
+        with recording(signature, x) as recorder:
+            out = recorder.results = self.forward(self._context(recorder, spec))
+        return out
 
     def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
         """Return the recorded launches of an earlier `run_forward` with this signature, or None.
@@ -47,40 +53,51 @@ class KernelFamily:
         self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec
     ) -> Grads:
         """Record or replay the launches of the backward."""
-
-        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Grads:
-            ctx = self.context(recorder, Inputs(*given[:9]), spec)  # type: ignore[arg-type]
-            cotangents, (h, d, chunk_C, chunk_n) = given[9:12], given[12:]
-            saved = out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n)  # type: ignore[arg-type]
-            return self.backward(ctx, saved, *cotangents)  # type: ignore[arg-type]
-
         given = *x, dh, dC, dn, out.h, out.d, out.chunk_C, out.chunk_n
-        return Grads(*record_or_replay(self._call_signature("backward", x, spec, *given[9:]), given, first))
+        signature = self._call_signature("backward", x, spec, *given[9:])
+        recorded = recorded_launches(signature)
+        if recorded is not None:
+            return Grads(*recorded(given))
+        with recording(signature, given) as recorder:
+            cotangents, saved = recorder.given[9:12], _replace_saved(out, *recorder.given[12:])
+            grads = self.backward(self._context(recorder, spec), saved, *cotangents)  # type: ignore[arg-type]
+            recorder.results = grads
+        return grads
 
     def run_forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Tensor, Tensor]:
         """Record or replay the launches of a forward that exchanges states with other processes."""
-
-        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-            ctx = replace(self.context(recorder, Inputs(*given), spec), exchange=exchange)  # type: ignore[arg-type]
-            out = self.forward(ctx)
-            return *out, *ctx.exchanged
-
         signature = exchange, self._call_signature("forward", x, spec)
-        *out, gathered, starts = record_or_replay(signature, x, first)
+        found: Sequence[Tensor]
+        recorded = recorded_launches(signature)
+        if recorded is not None:
+            found = recorded(x)
+        else:
+            with recording(signature, x) as recorder:
+                ctx = replace(self._context(recorder, spec), exchange=exchange)
+                found = recorder.results = *self.forward(ctx), *ctx.exchanged
+        *out, gathered, starts = found
         return Outputs(*out), gathered, starts
 
     def run_backward_exchanging(
         self, x: Inputs, out: Outputs, dh: Tensor, saved: Sequence[Tensor], spec: Spec, exchange: Exchange
     ) -> Grads:
         """Record or replay the launches of a backward that exchanges cotangents with other processes."""
-
-        def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Grads:
-            ctx = self.context(recorder, Inputs(*given[:9]), spec)  # type: ignore[arg-type]
-            ctx = replace(ctx, exchange=exchange, saved=tuple(given[14:]))  # type: ignore[arg-type]
-            dh, h, d, chunk_C, chunk_n = given[9:14]
-            read = out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n)  # type: ignore[arg-type]
-            return self.backward(ctx, read, dh, None, None)  # type: ignore[arg-type]
-
         given = *x, dh, out.h, out.d, out.chunk_C, out.chunk_n, *saved
         signature = exchange, self._call_signature("backward", x, spec, *given[9:])
-        return Grads(*record_or_replay(signature, given, first))
+        recorded = recorded_launches(signature)
+        if recorded is not None:
+            return Grads(*recorded(given))
+        with recording(signature, given) as recorder:
+            cotangent, *read = recorder.given[9:14]
+            ctx = self._context(recorder, spec)
+            ctx = replace(ctx, exchange=exchange, saved=tuple(recorder.given[14:]))  # type: ignore[arg-type]
+            grads = self.backward(ctx, _replace_saved(out, *read), cotangent, None, None)  # type: ignore[arg-type]
+            recorder.results = grads
+        return grads
+
+
+def _replace_saved(
+    out: Outputs, h: Tensor | None, d: Tensor | None, chunk_C: Tensor | None, chunk_n: Tensor | None
+) -> Outputs:
+    """Return the results of a forward with the tensors that its backward reads replaced by those of the recorder."""
+    return out._replace(h=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,9 +112,15 @@ class LaunchRecorder:
 
     Args:
         given: the inputs of the call, None for those that are left out.
+
+    Attributes:
+        given: the inputs.
+        results: the results of the call in their order, which the launch code sets.
     """
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
+        self.given = given
+        self.results: Sequence[Tensor] = ()
         self.device = next(t.device for t in given if t is not None)
         self.made: list[Any] = []
         self.numbers: dict[int, int] = {}
@@ -200,9 +206,9 @@ def _itself(x: Tensor) -> Tensor:
 class RecordedLaunches:
     """The recorded steps of one call, to be replayed on other tensors with the same call signature."""
 
-    def __init__(self, recorder: LaunchRecorder, results: Sequence[Tensor]) -> None:
+    def __init__(self, recorder: LaunchRecorder) -> None:
         self.steps = recorder.steps
-        self.results = [recorder.numbers[id(t)] for t in results]
+        self.results = [recorder.numbers[id(t)] for t in recorder.results]
         self.device = recorder.device
         self.index = recorder.device.index if recorder.device.type == "cuda" else None
         # Compiled kernels take addresses, Triton's interpreter takes tensors.
@@ -241,32 +247,24 @@ def recorded_launches(call: Hashable) -> RecordedLaunches | None:
     return _RECORDED.get(call)
 
 
-def record_or_replay(
-    call: Hashable,
-    given: Sequence[Tensor | None],
-    first: Callable[[LaunchRecorder, list[Tensor | None]], Sequence[Tensor]],
-) -> Sequence[Tensor]:
-    """Return the results of a call: replay its recorded launches, or run `first` with a recorder.
+@contextlib.contextmanager
+def recording(call: Hashable, given: Sequence[Tensor | None]) -> Iterator[LaunchRecorder]:
+    """Record a call in the body of a `with` statement, which runs its launch code and sets the recorder's `results`.
+
+    The recorded launches are kept under `call`, unless the body raises an exception.
 
     Args:
         call: the signature of the call, with :func:`~tfla.backends.base.static` of all given tensors.
-        given: the inputs of the call.
-        first: the launch code, called with the recorder and the inputs; it returns the results.
-
-    Returns:
-        The results in the order of `first`.
+        given: the inputs of the call. The body reads those of the recorder, among which a tensor that is given twice
+            is two tensors, because the next call may give two.
     """
-    recorded = recorded_launches(call)
-    if recorded is not None:
-        return recorded(given)
-    distinct: list[Tensor | None] = []  # a tensor given twice gets two numbers: the next call may give two tensors
+    distinct: list[Tensor | None] = []
     for t in given:
         distinct.append(t.detach() if t is not None and any(t is other for other in distinct) else t)
     recorder = LaunchRecorder(distinct)
     triton.set_allocator(_allocate)
     with torch.cuda.device(recorder.device) if recorder.device.type == "cuda" else contextlib.nullcontext():
         _make_context_current(recorder.device)
-        results = first(recorder, distinct)
+        yield recorder
     assert recorder.only_recorded_writes(), "a recorded tensor was written outside of the recorder"
-    _RECORDED.add(call, RecordedLaunches(recorder, results))
-    return results
+    _RECORDED.add(call, RecordedLaunches(recorder))

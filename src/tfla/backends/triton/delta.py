@@ -21,7 +21,7 @@ from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results,
 from tfla.backends.gpu.checkpoints import checkpoint_shape
 from tfla.backends.gpu.config import TileConfig, architecture, ceil_div, kernel_config, power_of_two
 from tfla.backends.gpu.context import LaunchContext
-from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay, recorded_launches
+from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.backends.triton import delta_kernels
 from tfla.backends.triton.delta_backend import TILE_STEPS
@@ -256,11 +256,14 @@ def _signature(direction: str, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | 
 
 def run_forward(x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
     """Record or replay the launches of the forward."""
-
-    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> DeltaOutputs:
-        return forward(context(recorder, DeltaInputs(*given), spec))  # type: ignore[arg-type]
-
-    return DeltaOutputs(*record_or_replay(_signature("forward", x, spec), x, first))
+    signature = _signature("forward", x, spec)
+    recorded = recorded_launches(signature)
+    if recorded is not None:
+        return DeltaOutputs(*recorded(x))
+    with recording(signature, x) as recorder:
+        out = forward(context(recorder, DeltaInputs(*recorder.given), spec))  # type: ignore[arg-type]
+        recorder.results = out
+    return out
 
 
 def forward_replay(x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
@@ -270,15 +273,15 @@ def forward_replay(x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
 
 def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
     """Record or replay the launches of the backward."""
-
-    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        E, X, dh, dC = given[len(x) :]
-        assert E is not None
-        assert X is not None
-        assert dh is not None
-        ctx = context(recorder, DeltaInputs(*given[: len(x)]), spec)  # type: ignore[arg-type]
-        return backward(ctx, E, X, dh, dC)  # type: ignore[return-value]
-
     given = *x, out.E, out.X, dh, dC
-    found = record_or_replay(_signature("backward", x, spec, *given[len(x) :]), given, first)
+    signature = _signature("backward", x, spec, *given[len(x) :])
+    found: Sequence[Tensor | None]
+    recorded = recorded_launches(signature)
+    if recorded is not None:
+        found = recorded(given)
+    else:
+        with recording(signature, given) as recorder:
+            inputs, read = recorder.given[: len(x)], recorder.given[len(x) :]
+            ctx = context(recorder, DeltaInputs(*inputs), spec)  # type: ignore[arg-type]
+            found = recorder.results = backward(ctx, *read)  # type: ignore[arg-type, assignment]
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]
