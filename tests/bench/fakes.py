@@ -35,3 +35,21 @@ def aborts(problem):
 
 def hangs(problem):
     time.sleep(60)
+
+
+def together(problem, fails=None, how="raises"):
+    """Wait for the other processes in each call; the process `fails` does not come."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+
+    def run(x):
+        if rank == fails:
+            if how == "aborts":
+                aborts(problem)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+        time.sleep(0.01 * rank)
+        dist.barrier()
+        return x * 2
+
+    return Work(run, problem.qkv()[:1], {"allocated_bytes": 100 + rank})

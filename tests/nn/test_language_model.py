@@ -161,6 +161,31 @@ def test_initial_state_is_the_state_of_no_tokens(mixer: str, make_model: Make, i
     assert all(t.is_meta for t in tensors(model.initial_state(2, device="meta")))
 
 
+@pytest.mark.parametrize("tokens_per_pass", [1, 7, 38, 4096])
+def test_losses_by_parts_are_those_of_all_logits(
+    mixer: str, make_model: Make, close: Close, ids: Tensor, tokens_per_pass: int
+) -> None:
+    model, targets, starts = make_model(mixer), ids.roll(-1, 1), ids == 0
+    expected = F.cross_entropy(model(ids, document_start=starts).flatten(0, 1), targets.flatten(), reduction="none")
+    losses = model.losses(ids, targets, document_start=starts, tokens_per_pass=tokens_per_pass)
+    close(losses, expected.view(ids.shape))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    weights = torch.randn(ids.shape)
+    both = [torch.autograd.grad((x.view(ids.shape) * weights).sum(), parameters) for x in (losses, expected)]
+    for found, gradient in zip(*both, strict=True):
+        close(found, gradient)
+
+
+def test_wrong_targets_are_named(make_model: Make, ids: Tensor) -> None:
+    model = make_model("mlstm_exp")
+    with pytest.raises(ValueError, match=r"targets: got shape \(2, 18\), expected that of ids, \(2, 19\)"):
+        model.losses(ids, ids[:, 1:])
+    with pytest.raises(TypeError, match=r"targets: got a tensor of torch\.float32, expected an int64 tensor"):
+        model.losses(ids, ids.float())
+    with pytest.raises(ValueError, match="tokens_per_pass: got 0"):
+        model.losses(ids, ids, tokens_per_pass=0)
+
+
 def test_logits_are_soft_capped(make_model: Make, ids: Tensor) -> None:
     model = make_model(logit_soft_cap=0.5)
     with torch.no_grad():

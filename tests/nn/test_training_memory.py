@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla.nn import ModelConfig
+from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.model import Block
 
 D_MODEL, BATCH, TIME = 128, 2, 512
@@ -73,3 +73,14 @@ def test_torch_func_takes_gradients_of_a_block() -> None:
     loss(weights).backward()
     for name, p in module.named_parameters():
         torch.testing.assert_close(found[name], p.grad)
+
+
+def test_losses_by_parts_keep_no_logits() -> None:
+    config = ModelConfig(d_model=D_MODEL, num_blocks=1, num_heads=2, vocab_size=8192)
+    model, ids = LanguageModel(config), torch.zeros(BATCH, TIME, dtype=torch.int64)
+    ids[0, 0] = 1  # the operator is imported before the measurement
+    model.losses(ids, ids)
+    kept = held_bytes(lambda: model.losses(ids, ids, tokens_per_pass=128))
+    assert kept < held_bytes(lambda: model.hidden(ids)[0]) + 32
+    logits = 4 * config.vocab_size / D_MODEL  # of one token in float32, for each channel
+    assert held_bytes(lambda: torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())) > logits

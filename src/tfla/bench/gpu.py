@@ -6,6 +6,7 @@ Every implementation runs in a process of its own. `python -m tfla.bench.gpu SUI
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 import time
@@ -22,6 +23,7 @@ from tfla._util.files import write_json
 from tfla._util.outputs import check_file
 from tfla.bench.options import GpuBench, parse
 from tfla.bench.suites import SUITES, Entry, Suite
+from tfla.bench.worker_group import ask_together, dismiss_together
 from tfla.bench.worker_pool import WorkerDied, WorkerPool
 from tfla.measure.problem import FORWARD, STEP, Problem
 from tfla.measure.roofline import (
@@ -32,7 +34,7 @@ from tfla.measure.roofline import (
     roofline_seconds,
     step_bytes,
 )
-from tfla.measure.timing import Sampling
+from tfla.measure.timing import FEWEST, Sampling
 
 SAMPLING_SHARE = 0.6  # share of a configuration's time for samples; the rest is for warm-up and sustained run
 COMPILING_SHARE = 0.4  # the largest share of the budget for compilation
@@ -77,13 +79,15 @@ def named(entry: Entry) -> Row:
 def row_text(row: Row) -> str:
     """Return a row as a line of text."""
     name = f"{row['name']}, {row['group']}" if "group" in row else row["name"]
-    head = f"{row['x']:>7,}  {name:<44}{row['direction']:<20}" if "x" in row else f"{'':>9}{name:<44}"
+    head = f"{row['x']:>7,}  {name:<44} {row['direction']:<20}" if "x" in row else f"{'':>9}{name:<44}"
     if "error" in row:
         return head + row["error"]
     parts = [f"{row['seconds'] * 1e3:>9.3f} ms"]
     parts.append(f"{row['ratio']:>8.2f} x roofline" if "ratio" in row else " " * 19)
     parts.append(f"{row['sustained_seconds'] * 1e3:>9.3f} ms sustained" if "sustained_seconds" in row else " " * 22)
     parts.append(f"{row['peak_bytes'] / 2**30:>6.2f} GiB" if "peak_bytes" in row else "")
+    parts.append(f"{row['allocated_bytes'] / 2**30:>7.2f} GiB in all" if "allocated_bytes" in row else "")
+    parts.append(f"{row['tokens_per_second']:>10,.0f} tokens/s" if "tokens_per_second" in row else "")
     return head + "".join(parts).rstrip()
 
 
@@ -112,6 +116,28 @@ class Run:
         share = self.left() / max(1, self.waiting) / len(self.suite.directions)
         return replace(self.config.sampling, patience=min(self.config.patience, max(0.1, SAMPLING_SHARE * share)))
 
+    def sampling_together(self) -> Sampling:
+        """Return a sampling by numbers alone, since processes that wait for each other must make as many calls."""
+        return replace(
+            self.config.sampling, repeats=min(self.config.repeats, FEWEST), warmup=min(self.config.warmup, 2),
+            patience=math.inf, sustained=0.0,
+        )  # fmt: skip
+
+    def ask(self, entry: Entry, x: int) -> Iterator[Row]:
+        """Let one process time a configuration, or as many as the entry needs; yield its rows."""
+        job = self.job(entry, x)
+        if entry.processes == 1:
+            return self.pool.of(entry.key).ask(job, self.allowance())
+        job["sampling"] = asdict(self.sampling_together())
+        return ask_together(self.pool, entry.key, entry.processes, job, self.allowance())
+
+    def dismiss(self, entry: Entry) -> None:
+        """Stop the processes of an entry."""
+        if entry.processes == 1:
+            self.pool.dismiss(entry.key)
+        else:
+            dismiss_together(self.pool, entry.key, entry.processes)
+
     def job(self, entry: Entry, x: int, only_compile: bool = False) -> Row:
         """Return the job of one configuration, which is sent to a worker."""
         everywhere = self.config.sustained_everywhere or self.suite.sustained_at is None
@@ -122,12 +148,25 @@ class Run:
             "sustained": everywhere or x in (self.suite.sustained_at or ()),
         }  # fmt: skip
 
-    def machine(self, entry: Entry) -> Row:
-        """Measure the environment and the rates of the machine, in the worker of the first implementation."""
+    def machine(self, entries: list[Entry]) -> Row:
+        """Measure the environment and the rates of the machine, in the worker of the first implementation.
+
+        Where processes run an implementation together, the link between their devices is measured as well.
+        """
         job = {"kind": "machine", "device": self.config.device, "sampling": asdict(self.config.sampling)}
         self.say("device copy and matrix product")
-        (found,) = self.pool.of(entry.key).ask(job, self.config.limit)
+        (found,) = self.pool.of(entries[0].key).ask(job, self.config.limit)
         self.rates = found["rates"]
+        together = max(entry.processes for entry in entries)
+        if together > 1:
+            self.say("link")
+            job = {"kind": "link", "device": self.config.device}
+            (link,) = ask_together(self.pool, "link", together, job, self.config.limit)
+            dismiss_together(self.pool, "link", together)
+            if "error" in link:
+                raise RuntimeError(f"{self.config.device}: {link['error']}")
+            self.rates["link"] = link["link"]
+            found["environment"]["devices"] = together
         return found
 
     def compile(self, entries: list[Entry]) -> None:
@@ -172,18 +211,18 @@ class Run:
                 self.waiting -= 1
                 continue
             try:
-                for found in self.pool.of(entry.key).ask(self.job(entry, x), self.allowance()):
+                for found in self.ask(entry, x):
                     yield self.finish(entry, x, missing.pop(0) | found)
                     self.say(f"{entry.key}, {self.suite.axis} {x:,}")
                 crashes.clear()
             except WorkerDied as died:
-                self.pool.dismiss(entry.key)
+                self.dismiss(entry)
                 if missing:
                     crashes.append(x)
                     yield missing.pop(0) | {"error": str(died)}
                 yield from (row | {"error": "not run: its process had ended"} for row in missing)
             self.waiting -= 1
-        self.pool.dismiss(entry.key)
+        self.dismiss(entry)
 
     def finish(self, entry: Entry, x: int, row: Row) -> Row:
         """Return the row with its sizes, its roofline and the ratio to that."""
@@ -225,7 +264,7 @@ class Run:
                 self.waiting -= len(self.xs)
                 continue
             following = there[there.index(entry) + 1 :]
-            if ahead and following and self.left() > 0:
+            if ahead and following and following[0].processes == 1 and self.left() > 0:
                 self.pool.of(following[0].key)
             yield from self.timed_rows(entry)
 
@@ -267,7 +306,7 @@ def run(config: GpuBench, suite: Suite | None = None) -> Row:
     result |= {"note": suite.note} if suite.note else {}
     with going.pool:
         try:
-            result |= going.machine(entries[0])
+            result |= going.machine(entries)
         except WorkerDied as died:
             raise RuntimeError(f"{config.device}: {died}") from None
         result["config"] = {f.name: getattr(config, f.name) for f in fields(config)} | {"out": None}

@@ -94,9 +94,10 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
     training steps.
     """
     *_, direction = dict.fromkeys(r["direction"] for r in rows)
-    parts = []
+    parts, xs = [], list[int]()
     for key, title, digits, unit in (
         ("peak_bytes", f"peak memory, {direction}, GiB", 2, 2**30),
+        ("allocated_bytes", "most memory of a GPU, weights and the optimizer's states included, GiB", 1, 2**30),
         ("state_bytes", "stored states, GiB", 2, 2**30),
         ("tokens_per_second", "tokens per second, thousands", 1, 1e3),
         ("operator_share", "operator, % of the step", 1, 0.01),
@@ -108,6 +109,18 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
         cells = {(r["name"], r["x"]): f"{r[key] / unit:,.{digits}f}" for r in mine}
         body = [[n, *(cells.get((n, x), "-") for x in xs)] for n in _names(mine)]
         parts.append(table([f"{title}, by {axis}", *(f"{x:,}" for x in xs)], body))
+    rates = {(r["name"], r["x"]): r["tokens_per_second"] for r in rows if "tokens_per_second" in r}
+    one = next((r["name"] for r in rows if r.get("processes", 1) == 1), "")
+
+    def ratio(name: str, x: int) -> str:
+        """Return how many times as fast as one GPU."""
+        both = (name, x) in rates and (one, x) in rates
+        return f"{rates[name, x] / rates[one, x]:.2f}" if both else "-"
+
+    together = list(dict.fromkeys(r["name"] for r in rows if r.get("processes", 1) > 1))
+    body = [[name, *(ratio(name, x) for x in xs)] for name in together]
+    if body:
+        parts.append(table([f"tokens per second, times those of one GPU, by {axis}", *(f"{x:,}" for x in xs)], body))
     return parts
 
 

@@ -37,6 +37,10 @@ class Entry:
     """The table and the row of panels to which it belongs, where a suite has several."""
     dqk_factor: float = 1.0
     """The ratio of its dqk to that of the suite."""
+    processes: int = 1
+    """The processes that run it together, each on a GPU of its own."""
+    batch_factor: int = 1
+    """The ratio of its batch size, over all processes, to that of the suite."""
 
     @property
     def key(self) -> str:
@@ -80,7 +84,7 @@ class Suite:
         if entry.heads is not None:
             H, dqk, dhv = entry.heads
             problem = replace(problem, H=H, dqk=dqk, dhv=dhv)
-        return replace(problem, dqk=round(entry.dqk_factor * problem.dqk))
+        return replace(problem, B=entry.batch_factor * problem.B, dqk=round(entry.dqk_factor * problem.dqk))
 
 
 def _own(papers: bool = True) -> list[Entry]:
@@ -184,6 +188,36 @@ def _models(compiler: str | None) -> list[Entry]:
     mine = [Entry(f"tfla mLSTM{gate}{how}", make, options | {"mixer": f"mlstm_{gate}"}) for gate in ("sig", "exp")]
     llama = f"Llama, 16 heads of 128, cuDNN{how}"
     return [*mine, Entry(llama, make, options | {"mixer": "attention"}, heads=LLAMA_HEADS)]
+
+
+TINY = {"blocks": 2, "vocab": 30}
+TOGETHER = (
+    "A step is that of `tfla train`: forward, loss, backward, clipping and AdamW, weights in float32 under autocast, "
+    "random tokens. Times are those of the slowest process. "
+)
+
+
+def _trained_together(gpus: int, **options: Any) -> list[Entry]:
+    """Return training steps on one GPU, and on several that share the parameters and have different sequences."""
+    make, options = "tfla.bench.parallel_training:step", {"mixer": "mlstm_exp", **options}
+    return [
+        Entry("tfla mLSTMexp, 1 GPU", make, options),
+        Entry(
+            f"tfla mLSTMexp, {gpus} GPUs, FSDP", make, options | {"layout": {"dp_shard": gpus}}, processes=gpus,
+            batch_factor=gpus,
+        ),
+    ]  # fmt: skip
+
+
+def _trained_on_parts(gpus: int, **options: Any) -> list[Entry]:
+    """Return training steps on one GPU, and on several that share the steps of each sequence and the parameters."""
+    make, options = "tfla.bench.parallel_training:step", {"mixer": "mlstm_exp", **options}
+    return [
+        Entry("tfla mLSTMexp, 1 GPU", make, options),
+        Entry(
+            f"tfla mLSTMexp, {gpus} GPUs, context parallel", make, options | {"layout": {"cp": gpus}}, processes=gpus
+        ),
+    ]  # fmt: skip
 
 
 def _lengths(H: int, dqk: int, dhv: int) -> Callable[[int], Problem]:
@@ -318,6 +352,20 @@ SUITES = {
         (1, 2, 3, 4, 5, 6, 8), lambda B: Problem(B, 8192, 8, 128, 256), tuple(_models(None) + _models("inductor")),
         directions=(STEP,), panels=(), alone=True, sustained_at=(), note=TRAINING,
     ),
+    "train_parallel": Suite(
+        "Training step on two GPUs: 1.4 billion parameters, T 8,192, 8 heads of dqk 128, dhv 256, bfloat16 autocast",
+        "sequences per GPU", (1, 2, 3, 4), lambda B: Problem(B, 8192, 8, 128, 256), tuple(_trained_together(2)),
+        directions=(STEP,), panels=(), alone=True, sustained_at=(),
+        note=TOGETHER + "FSDP is FSDP2's fully_shard of each block and of the rest of the model.",
+    ),
+    "train_long": Suite(
+        "Training step by length on two GPUs: one sequence, 1.4 billion parameters, 8 heads of dqk 128, dhv 256, "
+        "bfloat16 autocast", "T", tuple(2**n for n in range(15, 20)), lambda T: Problem(1, T, 8, 128, 256),
+        tuple(_trained_on_parts(2, activation_checkpointing=True)),
+        directions=(STEP,), panels=(), alone=True, sustained_at=(),
+        note=TOGETHER + "With activation checkpointing: the backward computes blocks and logits again. Two GPUs share "
+        "the steps of the sequence, and parameters by FSDP2.",
+    ),
     "steps": Suite(
         "Decoding: a handful of steps at once, batch 16, 8 heads, dqk 256, dhv 512", "steps", (1, 2, 4, 8, 16, 32),
         lambda T: Problem(16, T, 8, 256, 512),
@@ -354,5 +402,14 @@ SUITES = {
             *_own()[:2],
             Entry("attention, torch", "tfla.bench.baselines:sdpa", {"backend": "MATH"}, heads=(4, 16, 16)),
         ),
+    ),
+    "smoke_parallel": Suite(
+        "Smoke: training on several processes, seconds on any device", "T", (64, 128),
+        lambda T: Problem(2, T, 2, 8, 16, dtype="float32"),
+        (
+            *_trained_together(2, **TINY), _trained_on_parts(2, **TINY)[1],
+            replace(_trained_on_parts(2, **TINY, activation_checkpointing=True)[1], group="with checkpointing"),
+        ),
+        directions=(STEP,), panels=(), alone=True, sustained_at=(),
     ),
 }  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tfla.bench.baselines import sdpa
@@ -18,6 +19,7 @@ from tfla.measure.timing import Sampling, clock_of, measure
 from tfla.train.config import Optim
 from tfla.train.evaluation import token_losses
 from tfla.train.loop import compiled
+from tfla.train.ranks import ONE_PROCESS, Ranks
 from tfla.train.recipe import clipped_gradients, optimizer
 
 BRIEF = Sampling(repeats=5, warmup=3, pause=0.0, patience=0.1, sustained=0.1)
@@ -50,10 +52,7 @@ def step(
     del operator
 
     model = random_model(problem, mixer, blocks, vocab)
-    recipe = Optim(lr=8e-4)  # table 4, 1.4B
-    adamw = optimizer(model, recipe)
     windows = torch.randint(vocab, (problem.B, problem.T + 1), device=problem.device)
-    dtype = getattr(torch, problem.dtype)
     torch.compiler.reset()  # otherwise this batch would be a dynamic size of the last one's graphs
     logits = model if compiler is None else compiled(model, compiler)
 
@@ -63,18 +62,43 @@ def step(
 
     def losses(windows: Tensor) -> Tensor:
         chosen = sdpa_kernel(getattr(SDPBackend, attention)) if mixer == "attention" else nullcontext()
-        with chosen, torch.autocast(windows.device.type, dtype, enabled=dtype != torch.float32):
+        with chosen, autocast(problem):
             return token_losses(forward, windows, bos=vocab)
 
+    return Work(update(model, losses), [windows], facts)
+
+
+def autocast(problem: Problem) -> torch.autocast:
+    """Return the context in which a model runs in the dtype of a problem, with weights in float32."""
+    dtype = getattr(torch, problem.dtype)
+    return torch.autocast(torch.device(problem.device).type, dtype, enabled=dtype != torch.float32)
+
+
+def update(
+    model: nn.Module, losses: Callable[[Tensor], Tensor], ranks: Ranks = ONE_PROCESS
+) -> Callable[[Tensor], float]:
+    """Return the function that updates a model once: windows -> the mean loss of this process.
+
+    Args:
+        model: the model.
+        losses: windows -> the loss of every token.
+        ranks: the processes that train the model.
+
+    Raises:
+        RuntimeError: a step's loss or gradients are not finite.
+    """
+    recipe = Optim(lr=8e-4)  # table 4, 1.4B
+    adamw = optimizer(model, recipe)
+
     def run(windows: Tensor) -> float:
-        loss, norm = clipped_gradients(model, losses, [windows], recipe.clip)
+        loss, norm = clipped_gradients(model, losses, [windows], recipe.clip, ranks)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(f"loss {loss}, gradient norm {norm}: a step that fails is no measure of one")
         adamw.step()
         adamw.zero_grad()  # only weights and moments are kept between steps
         return loss
 
-    return Work(run, [windows], facts)
+    return run
 
 
 def _gate(mixer: str) -> Literal["exp", "sigmoid"]:

@@ -17,6 +17,7 @@ import torch
 
 from tfla.bench.parallel_compilation import compiled_together
 from tfla.measure.errors import describe_error
+from tfla.measure.link import link
 from tfla.measure.machine import environment, rates
 from tfla.measure.memory import peak_bytes
 from tfla.measure.problem import Problem, Work, call_of
@@ -37,6 +38,27 @@ def _usable(device: str) -> bool:
     return True
 
 
+def join_processes(place: dict[str, Any], device: str) -> None:
+    """Connect this process with the others that run the same implementation, each on a GPU of its own.
+
+    Args:
+        place: its "rank", their "count", and the "port" at which they meet.
+        device: the kind of device.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    cuda = device.startswith("cuda")
+    if cuda:
+        torch.cuda.set_device(place["rank"])
+    os.environ |= {"RANK": str(place["rank"]), "LOCAL_RANK": str(place["rank"]), "WORLD_SIZE": str(place["count"])}
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", init_method=f"tcp://127.0.0.1:{place['port']}", rank=place["rank"],
+        world_size=place["count"], device_id=torch.device("cuda", place["rank"]) if cuda else None,
+    )  # fmt: skip
+
+
 def time_it(job: dict[str, Any], send: Send) -> None:
     """Time an implementation and send one row for each direction of the job, with the error where it raises one."""
     problem, sampling = Problem(**job["problem"]), Sampling(**job["sampling"])
@@ -45,6 +67,8 @@ def time_it(job: dict[str, Any], send: Send) -> None:
         row: dict[str, Any] = {"direction": direction}
         try:
             if work is None:
+                if job.get("place") is not None:
+                    join_processes(job["place"], problem.device)
                 module, _, name = job["make"].partition(":")
                 work = getattr(importlib.import_module(module), name)(problem, **job["options"])
             call = call_of(work, direction)
@@ -74,6 +98,12 @@ def serve(job: dict[str, Any], send: Send) -> None:
         found = {"environment": environment(job["device"])}
         send(found | {"rates": rates(job["device"], Sampling(**job["sampling"]))})
         _usable(job["device"])  # gives the memory back
+    elif job["kind"] == "link":
+        try:
+            join_processes(job["place"], job["device"])
+            send({"link": link(job["device"])})
+        except Exception as error:  # such as fewer GPUs than processes
+            send({"error": describe_error(error)})
     else:
         time_it(job, send)
     send({"done": True})

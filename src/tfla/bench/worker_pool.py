@@ -76,13 +76,17 @@ class Worker:
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"the process ended with {name}: {said}"[:300]
 
-    def stop(self) -> None:
-        """Kill the process and all processes that it started."""
+    def kill(self) -> None:
+        """Kill the process and all processes that it started; a job in another thread then ends with WorkerDied."""
         if self._process.poll() is None:
             if os.name == "posix":  # the process leads a session of its own
                 os.killpg(self._process.pid, signal.SIGKILL)
             else:
                 self._process.kill()
+
+    def stop(self) -> None:
+        """Kill the process, wait for its end and close its files."""
+        self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._stderr):
             if stream is not None and not stream.closed:

@@ -37,12 +37,12 @@ def check_number(name: str, value: object, above: float | None = None) -> None:
         raise ValueError(f"{name}: got {value}, expected a finite number{'' if above is None else f' above {above:g}'}")
 
 
-def check_ids(ids: object, shape: str, dims: int) -> None:
+def check_ids(ids: object, shape: str, dims: int, name: str = "ids") -> None:
     """Raise unless ids is an integer tensor with ``dims`` dimensions. Its values are not read."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids: got {describe(ids)}, expected an int64 tensor")
+        raise TypeError(f"{name}: got {describe(ids)}, expected an int64 tensor")
     if ids.dim() != dims:
-        raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected {shape}")
+        raise ValueError(f"{name}: got shape {tuple(ids.shape)}, expected {shape}")
 
 
 def check_vocabulary(ids: Tensor, vocab_size: int) -> None:

@@ -232,7 +232,7 @@ class TrainConfig:
     compile: bool = False
     """Run the model through torch.compile, with one graph for all blocks."""
     activation_checkpointing: bool = False
-    """Keep only the input of each block for the backward, which computes the block again; needs far less memory."""
+    """Keep only the input of each block for the backward, which computes blocks and logits again, with less memory."""
     device: str = "auto"
     """auto is the GPU if there is one."""
     threads: int | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tfla.nn import LanguageModel
 from tfla.train.data import Tokens, heldout_windows
 from tfla.train.ranks import ONE_PROCESS, Ranks
 
@@ -25,6 +26,7 @@ def token_losses(
     *,
     steps: tuple[int, int] = (0, 1),
     device: torch.device | str | None = None,
+    recompute_logits: bool = False,
 ) -> Tensor:
     """Return the cross-entropy in nats of every token but the first of each row, at the steps of this process.
 
@@ -39,13 +41,15 @@ def token_losses(
         steps: the number of this process, and of all processes, that share the steps of the rows in equal parts. With
             cu_seqlens the rows are cut as one sequence.
         device: the device of the model; None is that of the windows, which is better the CPU for cu_seqlens.
+        recompute_logits: whether the logits of a part of the tokens at a time are held, and computed again in the
+            backward; the model is then a LanguageModel.
 
     Returns:
         (B, T), with several processes one row or a part of each, in the dtype of the logits, float32 or float64.
     """
     ids, targets = windows[:, :-1], windows[:, 1:]
     device = windows.device if device is None else device
-    options: dict[str, Tensor] = {}
+    options: dict[str, Any] = {}
     if reset == "gate":
         options["document_start"] = (_own_part(ids, reset, steps) == bos).to(device)
     else:
@@ -53,9 +57,15 @@ def token_losses(
         # The operator reads the offsets of sequences that processes share on the host.
         options["cu_seqlens"] = cu_seqlens.to(device) if steps[1] == 1 else cu_seqlens.cpu()
     ids, targets = _own_part(ids, reset, steps).to(device), _own_part(targets, reset, steps).to(device)
-    logits = model(ids if reset == "gate" else ids.reshape(1, -1), **options)
+    shape = targets.shape
+    if reset == "cu_seqlens":
+        ids, targets = ids.reshape(1, -1), targets.reshape(1, -1)
+    if recompute_logits:
+        assert isinstance(model, LanguageModel)
+        return model.losses(ids, targets, **options).view(shape)
+    logits = model(ids, **options)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.unflatten(0, targets.shape)
+    return losses.view(shape)
 
 
 def _own_part(x: Tensor, reset: Reset, steps: tuple[int, int]) -> Tensor:

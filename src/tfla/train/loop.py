@@ -213,7 +213,7 @@ class _Training:
         self.model = LanguageModel(model_config)
         if latest is None and config.init_from is not None:
             load_weights(self.model, config.init_from, announce=ranks.first)
-        self.forward = _distributed(self.model, config, ranks)
+        _distribute(self.model, config, ranks)
         self.optimizer = optimizer(self.model, config.optim)
         self.step = 0
         self.progress: dict[str, Any] = {"elapsed": 0.0}
@@ -322,17 +322,17 @@ class _Training:
     def _losses(self, windows: Tensor) -> Tensor:
         """Return the loss of every token of windows (B, T + 1): (B, T)."""
         with _precision(self.config, self.device):
-            bos = self.tokens.tokenizer.bos
             return token_losses(
-                self.forward, windows, bos, self.config.reset, steps=self.ranks.steps, device=self.device
-            )
+                self.model, windows, self.tokens.tokenizer.bos, self.config.reset, steps=self.ranks.steps,
+                device=self.device, recompute_logits=self.config.activation_checkpointing,
+            )  # fmt: skip
 
     def _evaluate(self) -> Evaluation:
         """Evaluate the model on the held-out windows and record the result."""
         config = self.config
         with _precision(config, self.device):
             result = evaluate(
-                self.forward, self.tokens, config.context, batch_size=config.micro_batch_size,
+                self.model, self.tokens, config.context, batch_size=config.micro_batch_size,
                 max_windows=config.eval_windows, reset=config.reset, device=self.device, ranks=self.ranks,
             )  # fmt: skip
         self.input_gates.take()  # the metric is that of training
@@ -372,20 +372,21 @@ def _precision(config: TrainConfig, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=_is_bfloat16(config, device))
 
 
-def _distributed(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> Callable[..., Tensor]:
-    """Move a model to the devices of the processes of a run, and return its forward: ids -> logits."""
+def _distribute(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> None:
+    """Move a model to the devices of the processes of a run, in place, with the checkpointing and compilation asked."""
     if ranks.mesh is None:
         model.to(ranks.device)
         for block in model.blocks:
             wrap_forward(block, config.activation_checkpointing, compile=False)
-        return compiled(model) if config.compile else model
+        if config.compile:
+            compiled(model)
+        return
     from tfla.distributed import parallelize
 
     parallelize(model, ranks.mesh, compile=config.compile, activation_checkpointing=config.activation_checkpointing)
     model.to(ranks.device)
     if config.compile:
         model.logits = torch.compile(model.logits)  # type: ignore[method-assign]
-    return model
 
 
 def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, ranks: Ranks, step: int) -> None:
@@ -427,11 +428,11 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def compiled(model: LanguageModel, backend: Any = "inductor") -> Callable[..., Tensor]:
-    """Return the model's forward through torch.compile: ids -> logits, with the model's keyword arguments but no state.
+def compiled(model: LanguageModel, backend: Any = "inductor") -> LanguageModel:
+    """Let torch.compile run a model from here on, in place, and return it.
 
     The blocks share one graph, since a graph of the whole model would take many times as long to compile; the logits
-    are another. The blocks stay compiled, so that the model's own forward uses them from here on.
+    are another.
 
     Args:
         model: the model.
@@ -439,12 +440,8 @@ def compiled(model: LanguageModel, backend: Any = "inductor") -> Callable[..., T
     """
     for block in model.blocks:
         block.compile(backend=backend)
-    logits = torch.compile(model.logits, backend=backend)
-
-    def forward(ids: Tensor, **documents: Any) -> Tensor:
-        return logits(model.hidden(ids, **documents)[0])
-
-    return forward
+    model.logits = torch.compile(model.logits, backend=backend)  # type: ignore[method-assign]
+    return model
 
 
 class InputGateMonitor:

@@ -1,0 +1,83 @@
+"""The benchmark of training on several GPUs: one step of a language model that processes share, as in `tfla train`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tfla.bench.models import Mixer, random_model
+from tfla.bench.training import autocast, update
+from tfla.measure.problem import Problem, Work
+from tfla.nn.layers import wrap_forward
+from tfla.train.evaluation import token_losses
+from tfla.train.ranks import Ranks
+
+
+def step(
+    problem: Problem,
+    mixer: Mixer,
+    layout: dict[str, int] | None = None,
+    activation_checkpointing: bool = False,
+    blocks: int = 24,
+    vocab: int = 50_257,
+) -> Work:
+    """Return a training step of this process's part of a batch: random tokens, one document a sequence.
+
+    Weights are in float32, under autocast to the problem's dtype. "allocated_bytes" of the facts is the most that this
+    process has held on its GPU, weights and the optimizer's states included.
+
+    Args:
+        problem: B are the sequences of all processes together.
+        mixer: the mixer of the model.
+        layout: the sizes of the mesh's dimensions, as :func:`tfla.distributed.parallelize` takes them; None for one
+            process.
+        activation_checkpointing: compute blocks and logits again in the backward.
+        blocks: the blocks of the model.
+        vocab: the size of its vocabulary.
+
+    Raises:
+        RuntimeError: a step's loss or gradients are not finite.
+    """
+    torch.manual_seed(0)  # every process draws the same weights and the whole batch, and keeps its part
+    model = random_model(problem, mixer, blocks, vocab)
+    windows = torch.randint(vocab, (problem.B, problem.T + 1), device=problem.device)
+    if layout is None:
+        ranks = Ranks(device=torch.device(problem.device))
+        for block in model.blocks:
+            wrap_forward(block, activation_checkpointing, compile=False)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from tfla.distributed import parallelize
+
+        kind = torch.device(problem.device).type
+        mesh = init_device_mesh(kind, tuple(layout.values()), mesh_dim_names=tuple(layout))
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        ranks = Ranks(
+            dist.get_rank(), dist.get_world_size(), layout, dict(zip(layout, coordinate, strict=True)), mesh,
+            torch.device(problem.device),
+        )  # fmt: skip
+        parallelize(model, mesh, activation_checkpointing=activation_checkpointing)
+    index, parts = ranks.rows
+    windows = windows.chunk(parts)[index].clone()
+    facts: dict[str, Any] = {}
+
+    def losses(windows: Tensor) -> Tensor:
+        with autocast(problem):
+            return token_losses(model, windows, bos=vocab, steps=ranks.steps, recompute_logits=activation_checkpointing)
+
+    train = update(model, losses, ranks)
+
+    def run(windows: Tensor) -> float:
+        loss = train(windows)
+        if windows.is_cuda:
+            facts["allocated_bytes"] = max(facts.get("allocated_bytes", 0), torch.cuda.max_memory_allocated())
+        # The mean over all processes, which also makes each step end on all of them at once.
+        return math.fsum(part for (part,) in ranks.gather([loss])) / ranks.size
+
+    return Work(run, [windows], facts)

@@ -1,0 +1,92 @@
+"""Workers that run one implementation together: processes with a GPU each, whose rows are one row."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from tfla.bench.worker_pool import WorkerDied, WorkerPool
+
+Row = dict[str, Any]
+GRACE_SECONDS = 10.0  # for the others, after one process has failed: they may wait for it in a collective
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def ask_together(pool: WorkerPool, name: str, count: int, job: Row, limit: float) -> Iterator[Row]:
+    """Yield the rows of a job that ``count`` processes do together.
+
+    The times of a row are those of the slowest process, its bytes those of the process that needs most. If any process
+    fails, its error is the row, and all of them are dismissed, since the others may wait for it for ever.
+
+    Raises:
+        WorkerDied: a process ended before its job was done, or all of them took longer than ``limit`` seconds.
+    """
+    names = [f"{name}, process {rank}" for rank in range(count)]
+    port, rows = free_port(), dict[int, list[Row]]()
+    for each in names:
+        pool.of(each)  # all of them start before the first is asked
+    failed: WorkerDied | None = None
+
+    def one(rank: int) -> list[Row]:
+        found = []
+        for row in pool.of(names[rank]).ask(job | {"place": {"rank": rank, "count": count, "port": port}}, limit):
+            found.append(row)
+            if "error" in row:
+                break
+        return found
+
+    with ThreadPoolExecutor(count) as threads:
+        futures: dict[Future[list[Row]], int] = {threads.submit(one, rank): rank for rank in range(count)}
+        left, killed, end = set(futures), False, time.monotonic() + limit + GRACE_SECONDS
+        while left:
+            done, left = wait(left, max(0.0, end - time.monotonic()), FIRST_COMPLETED)
+            for future in done:
+                error = future.exception()
+                if error is None:
+                    rows[futures[future]] = future.result()
+                elif not isinstance(error, WorkerDied):
+                    raise error
+                elif failed is None and not (killed and rows):  # not one that was killed for another's error
+                    failed = error
+            if failed is not None or any("error" in row for found in rows.values() for row in found):
+                end = min(end, time.monotonic() + GRACE_SECONDS)
+            if not done:
+                killed = True
+                for future in left:
+                    pool.of(names[futures[future]]).kill()
+    broken = [row for rank in sorted(rows) for row in rows[rank] if "error" in row]
+    if failed is not None or broken:
+        for each in names:
+            pool.dismiss(each)
+    if failed is not None:  # the others' errors are then that they miss it
+        raise failed
+    if broken:
+        yield broken[0]
+        return
+    for parts in zip(*(rows[rank] for rank in range(count)), strict=True):
+        yield merged(parts)
+
+
+def merged(parts: tuple[Row, ...]) -> Row:
+    """Return the row of several processes: the most seconds and bytes of all of them, the rest from the first."""
+    row = dict(parts[0])
+    for key in ("seconds", "min", "max", "peak_bytes", "allocated_bytes"):
+        values = [part[key] for part in parts if part.get(key) is not None]
+        if values:
+            row[key] = max(values)
+    return row | {"processes": len(parts)}
+
+
+def dismiss_together(pool: WorkerPool, name: str, count: int) -> None:
+    """Stop all processes of an implementation."""
+    for rank in range(count):
+        pool.dismiss(f"{name}, process {rank}")

@@ -1,0 +1,131 @@
+"""Benchmarks of several processes: `tfla bench gpu` with training steps that they share, on the CPU."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import run_on_processes
+
+from tfla.bench import gpu, worker_group
+from tfla.bench.commands import bench
+from tfla.bench.options import GpuBench
+from tfla.bench.parallel_training import step
+from tfla.bench.suites import SUITES, Entry, Suite
+from tfla.measure.problem import FORWARD, STEP, Problem
+from tfla.nn import ModelConfig
+
+QUICK = {"device": "cpu", "repeats": 2, "warmup": 1, "pause": 0.0, "sustained": 0.0}
+TINY = {"mixer": "mlstm_exp", "blocks": 2, "vocab": 30}
+PROBLEM = Problem(4, 48, 2, 8, 16, dtype="float32", device="cpu")
+LAYOUTS: list[dict[str, Any]] = [
+    {"layout": {"dp_shard": 2}},
+    {"layout": {"cp": 2}},
+    {"layout": {"cp": 2}, "activation_checkpointing": True},
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the processes that a run starts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+
+
+def losses(options: dict[str, Any]) -> list[float]:
+    """Return the losses of three steps."""
+    work = step(PROBLEM, **TINY, **options)
+    return [work.run(*work.inputs) for _ in range(3)]
+
+
+def _all_losses() -> list[list[float]]:
+    return [losses(options) for options in LAYOUTS]
+
+
+def test_every_layout_trains_the_model_of_one_process() -> None:
+    expected = losses({})
+    assert expected == sorted(expected, reverse=True)
+    assert losses({"activation_checkpointing": True}) == pytest.approx(expected, rel=1e-5)
+    for found in run_on_processes(2, _all_losses):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("tyro")
+    out = tmp_path / "results" / "smoke_parallel.json"
+    words = [
+        "--device",
+        "cpu",
+        "--repeats",
+        "2",
+        "--warmup",
+        "1",
+        "--pause",
+        "0",
+        "--lengths",
+        "64",
+        "--only",
+        "1 GPU",
+        "FSDP",
+    ]
+    assert bench(["gpu", "smoke_parallel", *words, "--out", str(out)]) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert result["environment"]["devices"] == 2
+    assert set(result["rates"]["link"]) == {"seconds", "bytes_per_second"}
+    assert min(result["rates"]["link"].values()) > 0
+    one, fsdp = result["rows"]
+    assert [row.get("processes") for row in result["rows"]] == [None, 2]
+    assert (one["B"], fsdp["B"]) == (2, 4)
+    assert fsdp["tokens_per_second"] == pytest.approx(4 * 64 / fsdp["seconds"])
+
+    page = tmp_path / "docs" / "performance.md"
+    assert bench(["report", "--results", str(out.parent), "--out", str(page)]) == 0
+    ratio = fsdp["tokens_per_second"] / one["tokens_per_second"]
+    assert "| tokens per second, times those of one GPU, by T | 64 |" in page.read_text()
+    assert f"| tfla mLSTMexp, 2 GPUs, FSDP | {ratio:.2f} |" in page.read_text()
+
+
+def run_fake(**options: Any) -> list[dict[str, Any]]:
+    entry = Entry("together", "fakes:together", options, needs="torch", processes=2)
+    problem = Problem(1, 4, 1, 2, 2, dtype="float32")
+    suite = Suite("Fakes", "T", (4,), lambda T: replace(problem, T=T), (entry,), directions=(FORWARD,))
+    return gpu.run(GpuBench("fakes", **QUICK), suite)["rows"]
+
+
+def test_a_row_is_that_of_the_slowest_process() -> None:
+    (row,) = run_fake()
+    assert row["seconds"] >= 0.01
+    assert row["allocated_bytes"] == 101
+    assert row["samples"] == 2
+    assert row["processes"] == 2
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_failing_process_is_the_row_and_ends_the_others(fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "GRACE_SECONDS", 1.0)
+    began = time.monotonic()
+    (row,) = run_fake(fails=fails)
+    assert row["error"] == "out of memory"
+    (row,) = run_fake(fails=fails, how="aborts")
+    assert "SIGABRT" in row["error"]
+    assert time.monotonic() - began < 60
+
+
+def test_the_suites_are_those_of_the_1_4b() -> None:
+    for name, lengths in (("train_parallel", {8192}), ("train_long", {32_768, 131_072, 524_288})):
+        suite = SUITES[name]
+        assert suite.directions == (STEP,)
+        one, two = suite.entries
+        assert one.options == {k: v for k, v in two.options.items() if k != "layout"}
+        assert lengths <= {suite.problem(one, x, "meta").T for x in suite.xs}
+        for x in suite.xs:
+            a, b = (suite.problem(entry, x, "meta") for entry in suite.entries)
+            config = ModelConfig.named("1.4B", a.H, "mlstm_exp")
+            assert (a.H * a.dhv, a.dhv, a.dqk) == (config.d_model, config.head_dim, config.qk_head_dim)
+            assert a.B * two.options["layout"].get("dp_shard", 1) == b.B
