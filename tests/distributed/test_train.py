@@ -2,99 +2,31 @@
 
 from __future__ import annotations
 
-import os
-import random
-import resource
-import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from processes import free_ports
+from training_runs import Job, copy_run, curve, make_config, run_jobs, weights, write_texts
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.checkpoint import latest_checkpoint
-from tfla.train.config import Data, GenerateConfig, Model, Optim, Parallel, TrainConfig
-from tfla.train.logging import read_metrics
+from tfla.train.config import GenerateConfig, Model, Optim, Parallel
 from tfla.train.loop import _check_layout, train
 from tfla.train.ranks import Ranks
 from tfla.train.sample import sample
 
-WORDS = ["state", "gate", "chunk", "tile", "query", "key", "value", "forget", "input", "norm", "scale", "head", "loss"]
 PROCESSES = 4
 HSDP, TP, CP, CP_TP = Parallel(dp_replicate=2), Parallel(tp=2), Parallel(cp=4), Parallel(cp=2, tp=2)
-
-
-class Job(NamedTuple):
-    """A run on four processes."""
-
-    config: TrainConfig
-    copy: tuple[Path, int] | None = None
-    """A run that it continues, and the step from which it does."""
-    full_disk: bool = False
-    """Whether the files of process 2 cannot grow after the first checkpoint."""
-
-
-def make_config(folder: Path, name: str, **changes: Any) -> TrainConfig:
-    fields: dict[str, Any] = {
-        "run": folder / name,
-        "data": Data(paths=(folder / "texts",), heldout=0.2),
-        "model": Model(d_model=32, num_blocks=2, num_heads=2),
-        "optim": Optim(warmup_steps=2, cooldown_steps=2),
-        "steps": 6,
-        "batch_size": 8,
-        "context": 24,
-        "eval_every": 3,
-        "eval_windows": 7,  # no multiple of the processes
-        "checkpoint_every": 2,
-        "keep_last": 3,
-        "tensorboard": False,
-        "device": "cpu",
-    }
-    return TrainConfig(**fields | changes)
-
-
-def copy_run(source: Path, target: Path, step: int) -> None:
-    """Copy a run as it was after a step."""
-    shutil.copytree(source, target)
-    for path in (target / "checkpoints").iterdir():
-        if int(path.name[-8:]) > step:
-            shutil.rmtree(path)
-
-
-def _run_jobs(rank: int, jobs: list[Job], ports: list[int], folder: Path) -> None:
-    """Train all jobs as one of four processes; the error of the last job is written to a file."""
-    torch.set_num_threads(1)
-    for number, (job, port) in enumerate(zip(jobs, ports, strict=True)):
-        os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES), "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(port),
-        }  # fmt: skip
-        if rank == 0 and job.copy is not None:
-            copy_run(job.copy[0], job.config.run, job.copy[1])
-        if rank == 2 and job.full_disk:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, -1))
-        if number < len(jobs) - 1:
-            train(job.config)
-            continue
-        with pytest.raises(UserError) as raised:
-            train(job.config)
-        (folder / f"error-{rank}").write_text(str(raised.value))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the run of one process, "one", and with those of four processes."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "texts").mkdir()
-    draw = random.Random(0)
-    for number in range(30):
-        text = " ".join(draw.choice(WORDS) for _ in range(40))
-        (folder / "texts" / f"{number:02d}.txt").write_text(text + "\n")
+    write_texts(folder)
     one = make_config(folder, "one", threads=1)
     train(one)
     fsdp = make_config(folder, "fsdp", threads=1)
@@ -111,23 +43,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Job(replace(fsdp, run=folder / "one-tp", parallel=TP), copy=(folder / "one", 2)),
         Job(replace(fsdp, run=folder / "full-disk"), copy=(folder / "fsdp", 2), full_disk=True),
     ]
-    mp.spawn(_run_jobs, (four, free_ports(len(four)), folder), nprocs=PROCESSES)
+    run_jobs(PROCESSES, four, folder)
     return folder
-
-
-def curve(run: Path) -> dict[tuple[str, int], list[float]]:
-    """Return what a run has measured, by kind and step."""
-    return {
-        (r["kind"], r["step"]): [
-            r[name] for name in ("loss", "grad_norm", "max_input_gate", "bits_per_byte") if name in r
-        ]
-        for r in read_metrics(run)
-    }
-
-
-def weights(run: Path, step: int = 6) -> dict[str, torch.Tensor]:
-    """Return the weights of a checkpoint."""
-    return LanguageModel.from_pretrained(run / "checkpoints" / f"step-{step:08d}").state_dict()
 
 
 @pytest.mark.parametrize(
