@@ -64,15 +64,13 @@ def test_denominators_of_sequences_cut(
     if implementation.backend not in ("triton", "hopper") or implementation.kernel != "fused":
         pytest.skip("n and the state have one scan")
     from tfla._util import caching
-    from tfla.backends.triton import fused_kernels
+    from tfla.backends.triton import denominators
 
-    monkeypatch.setattr(fused_kernels, "processors", lambda device: 132)
-    monkeypatch.setattr(fused_kernels, "SHORTEST_SEGMENT", 128)
+    monkeypatch.setattr(denominators, "processors", lambda device: 132)
+    monkeypatch.setattr(denominators, "SHORTEST_SEGMENT", 128)
     scans = []
-    launch_normalizer = fused_kernels.launch_normalizer
-    monkeypatch.setattr(
-        fused_kernels, "launch_normalizer", lambda *args, **kw: scans.append(launch_normalizer(*args, **kw))
-    )
+    launch_scan = denominators.launch_scan
+    monkeypatch.setattr(denominators, "launch_scan", lambda *args, **kw: scans.append(launch_scan(*args, **kw)))
     caching.clear_caches()
     try:
         p = problem(dtype=implementation.widest, T=290, lengths=lengths, Hq=1, H=2, K=K, V=256, carried=carried)

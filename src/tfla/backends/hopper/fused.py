@@ -14,7 +14,7 @@ from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.hopper import config, dk_dv, dq_dk_launch, gate_warp, o_dv, scheduler, segment_states
 from tfla.backends.hopper.gate_warp import GateVectors
 from tfla.backends.hopper.host import STATE_ROWS, num_partials
-from tfla.backends.triton import fused_kernels
+from tfla.backends.triton import denominators
 
 
 def forward(ctx: LaunchContext) -> Outputs:
@@ -34,7 +34,7 @@ def forward(ctx: LaunchContext) -> Outputs:
         o_dv.launch(ctx, gates, x.k, x.v, x.q, h, reverse=False, initial=starts, final=ends, d=d)
     else:
         if spec.normalize and not dq_dk_launch.fuses_normalizer(ctx):
-            fused_kernels.launch_denominators(ctx, gates.vectors, initial=starts[1], final=ends[1], d=d)
+            denominators.launch(ctx, gates.vectors, initial=starts[1], final=ends[1], d=d)
         dq_dk_launch.launch_o(ctx, gates, h, d, initial=starts, final=ends)
     return results.forward_results(ctx, h, d, final, stored)
 

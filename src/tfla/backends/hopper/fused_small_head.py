@@ -13,7 +13,7 @@ from tfla.backends.gpu.context import LaunchContext, Pair
 from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.hopper import config, gate_warp, scheduler, small_head_launch
 from tfla.backends.hopper.gate_warp import GateVectors
-from tfla.backends.triton import fused_kernels
+from tfla.backends.triton import denominators
 
 
 def forward(ctx: LaunchContext) -> Outputs:
@@ -93,7 +93,7 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     q_dq, checkpoints = small_head_launch.launch_dq(ctx, gates, dh, grads.dq, starts=starts, delta=delta)
     if ctx.segmented and normalize:  # dn at segment ends
         if delta:
-            dn_ends = fused_kernels.launch_segment_n(
+            dn_ends = denominators.launch_segment_n(
                 ctx, gates.vectors, x.q, reverse=True, skip_last=grads.dn0 is None and ctx.exchange is None
             )  # fmt: skip
         else:

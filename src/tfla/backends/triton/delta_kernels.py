@@ -24,7 +24,7 @@ later tiles read of it k . dk with the first term of (R8). Pairs inside a tile a
 W_ij = (scale do_i . E_j q_i . k_j - dv_i . E_j r_i . k_j) D_ij beta_j for j < i. No decay lies between a write and a
 read of one step.
 
-The kernels and their launch order; as in :mod:`.fused_kernels` products are transposed, so that the state is the left
+The kernels and their launch order; as in :mod:`.scan_tiles` products are transposed, so that the state is the left
 operand of an MMA, from registers:
 
     solve_tiles          k, r -> X                        one program a tile
@@ -57,7 +57,7 @@ from tfla.backends.gpu.gate_kernels import (
     locate_segment,
 )
 from tfla.backends.gpu.state_passing import rounded_product
-from tfla.backends.triton.fused_kernels import (
+from tfla.backends.triton.scan_tiles import (
     describable,
     load_tile,
     matmul,

@@ -26,7 +26,7 @@ from tfla.backends.gpu.config import ceil_div, kernel_config, products
 from tfla.backends.gpu.context import LaunchContext, Pair, fused_context
 from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.gpu.replay import LaunchRecorder
-from tfla.backends.triton import fused_kernels
+from tfla.backends.triton import denominators, dq_dk, o_dv
 
 
 def best_chunk_size(x: Inputs) -> int:
@@ -74,8 +74,8 @@ def forward(ctx: LaunchContext) -> Outputs:
         ends = results.NO_STATE
     # d, (T3), n, (T6); then o and C, (T1), (T2), (T5).
     if spec.normalize:
-        fused_kernels.launch_denominators(ctx, gates, initial=starts[1], final=ends[1], d=d)
-    fused_kernels.launch_o_dv(ctx, gates, x.k, x.v, x.q, h, reverse=False, initial=starts[0], final=ends[0])
+        denominators.launch(ctx, gates, initial=starts[1], final=ends[1], d=d)
+    o_dv.launch(ctx, gates, x.k, x.v, x.q, h, reverse=False, initial=starts[0], final=ends[0])
     return results.forward_results(ctx, h, d, final, stored)
 
 
@@ -96,12 +96,12 @@ def segment_starts(
         exchange: The exchange with processes that have earlier steps, or None.
     """
     x, skip_last = ctx.x, final[0] is None and exchange is None
-    C, decays = fused_kernels.launch_segment_states(ctx, gates, x.k, x.v, reverse=False, skip_last=skip_last)
+    C, decays = o_dv.launch_segment_states(ctx, gates, x.k, x.v, reverse=False, skip_last=skip_last)
     n = None
     if exchange is None:
         state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
     if ctx.spec.normalize:
-        n = fused_kernels.launch_segment_n(ctx, gates, x.k, reverse=False, skip_last=skip_last)
+        n = denominators.launch_segment_n(ctx, gates, x.k, reverse=False, skip_last=skip_last)
     if exchange is not None:
         initial = exchanging.exchange_states(ctx, exchange, C, n, decays, initial, m)
         state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
@@ -133,21 +133,21 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     if ctx.segmented:
         # C and n at segment starts, and dC at segment ends: what segments add, then state passing.
         starts = results.stored_starts(ctx, out) or segment_starts(ctx, gates, starts, results.NO_STATE)
-        dC_ends, decays = fused_kernels.launch_segment_states(
+        dC_ends, decays = o_dv.launch_segment_states(
             ctx, gates, x.q, dh, reverse=True, skip_last=grads.dC0 is None and ctx.exchange is None
         )
         if ctx.exchange is None:
             state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
         dC_starts = dn_starts = None
     # dq, (T8), (T9), with checkpoints of C and n. The memory of dv, which is computed last, holds those of C and dC.
-    q_dq, checkpoints = fused_kernels.launch_dq_dk(
+    q_dq, checkpoints = dq_dk.launch(
         ctx, gates, x.k, x.v, dh, x.q, grads.dq, reverse=False, delta=delta, initial=starts, final=results.NO_STATE,
         memory=grads.dv,
     )  # fmt: skip
     if ctx.segmented and normalize:  # dn at segment ends
         if delta:
             skip_last = grads.dn0 is None and ctx.exchange is None
-            dn_ends = fused_kernels.launch_segment_n(ctx, gates, x.q, reverse=True, skip_last=skip_last)
+            dn_ends = denominators.launch_segment_n(ctx, gates, x.q, reverse=True, skip_last=skip_last)
         else:
             dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K)
     if ctx.exchange is not None:
@@ -158,12 +158,12 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
         state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
     # dk, (T8), (T10), with checkpoints of dC and dn; then dv, (T11), (T12).
     size = math.prod(checkpoint_shape(ctx))
-    k_dk, cotangents = fused_kernels.launch_dq_dk(
+    k_dk, cotangents = dq_dk.launch(
         ctx, gates, x.q, dh, x.v, x.k, grads.dk, reverse=True, delta=delta, initial=(dC_ends, dn_ends),
         final=(dC_starts, dn_starts), memory=grads.dv, offset=ceil_div(size, 128) * 128,
     )  # fmt: skip
     dots = gate_gradients.launch_checkpoint_dots(ctx, checkpoints, cotangents)
-    fused_kernels.launch_o_dv(ctx, gates, x.q, dh, x.k, grads.dv, reverse=True, initial=dC_ends, final=None)
+    o_dv.launch(ctx, gates, x.q, dh, x.k, grads.dv, reverse=True, initial=dC_ends, final=None)
     # di and df, (D1) to (D3); then sums over the heads that share q and k.
     gate_gradients.launch(
         ctx, gates, q_dq, k_dk, dots, starts, (dC_ends, dn_ends), grads, final_cotangent=dC is not None

@@ -41,8 +41,8 @@ from tfla.backends.gpu.gate_kernels import (
     locate_segment,
 )
 from tfla.backends.gpu.state_passing import rounded_product
-from tfla.backends.triton.fused_kernels import load_tile, store_tile
 from tfla.backends.triton.paper import block_sizes
+from tfla.backends.triton.scan_tiles import load_tile, store_tile
 
 
 @triton.jit

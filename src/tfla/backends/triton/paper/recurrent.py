@@ -15,8 +15,8 @@ from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import LaunchContext, Pair, time_strides
 from tfla.backends.gpu.gate_kernels import DECAY, DELTA_P, INTER, UPDATE, VECTORS, locate_segment
 from tfla.backends.gpu.results import new_segment_n, new_segment_states
-from tfla.backends.triton.fused_kernels import load_tile
 from tfla.backends.triton.paper import block_sizes
+from tfla.backends.triton.scan_tiles import load_tile
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "steps"])

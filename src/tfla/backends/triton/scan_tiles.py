@@ -1,0 +1,191 @@
+"""The scheme of the fused scans, and the operations on tiles and states that their kernels share.
+
+The four large results o, dv, dq and dk, each computed by one kernel that keeps the state on chip from tile to tile,
+have one shape. In each tile of L steps x and y update the state, z reads it, and the product
+P = z x^T (o, dv) or z y^T (dq, dk) inside the tile is multiplied by the gate matrix and masked to the past, or with
+REVERSE to the future. Operands, with the equations of docs/mathematics.md:
+
+    result | kernel     | order   | x, y, z  | state          | split over | a      | w      | equations
+    o      | o_dv_scan  | forward | k, v, q  | C^T (dhv, dqk) | dhv        | INTER  | UPDATE | (T1), (T2), (T5)
+    dv     | o_dv_scan  | REVERSE | q, do, k | dC^T           | dhv        | UPDATE | INTER  | (T11), (T12)
+    dq     | dq_dk_scan | forward | k, v, do | C (dqk, dhv)   | dqk        | INTER  | UPDATE | (T8), (T9), (T5)
+    dk     | dq_dk_scan | REVERSE | q, do, v | dC             | dqk        | UPDATE | INTER  | (T8), (T10), (T12)
+
+a is the weight of the state in the output, w the weight of a step in the state. The kernels compute outputs transposed,
+so that the state is the left operand of an MMA, from registers. The programs that share a head split the output, so
+none needs partial results of another.
+
+A program scans one sequence, or one segment of a sequence from the state at the segment's start. The states at segment
+starts come from `o_dv_scan` or `normalizer_scan` without outputs, which store what each segment adds to the state, and
+from state passing. A wide state is held as two blocks of columns, S0 and S1 (BLOCKS = 2). Gates are loaded right before
+their use, because registers are scarce.
+"""
+
+import inspect
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tfla.backends.gpu.gate_kernels import COLUMN, COLUMN_LOW, ROW, ROW_LOW, TINY, locate_chunk
+
+
+def without_unknown_options(kernel):
+    """Remove the option disable_licm from the loops of a kernel where Triton, before 3.5, does not have it.
+
+    With disable_licm loop invariants stay in the loop: the parts of an address take fewer registers than the address.
+    IEEE float32 (EXACT) uses no MMAs and is compiled without it.
+    """
+    if isinstance(kernel, triton.JITFunction) and "disable_licm" not in inspect.signature(tl.range).parameters:
+        kernel._unsafe_update_src(kernel.src.replace(", disable_licm=not EXACT", ""))
+    return kernel
+
+
+def describable(*tensors: Tensor) -> bool:
+    """Return whether TMA descriptors can address these tensors: addresses and strides are multiples of 16 bytes."""
+    return all(
+        t.data_ptr() % 16 == 0
+        and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        and t.shape[-1] * t.element_size() >= 16
+        for t in tensors
+    )
+
+
+@triton.jit
+def tile_access(base, length, width, stride, L: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+    """Return a TMA descriptor of a (length, width) matrix in tiles (L, W), or without TMA its address."""
+    if TMA:
+        return tl.make_tensor_descriptor(base, [length.to(tl.int32), width], [stride, 1], [L, W])
+    else:
+        return base
+
+
+@triton.jit
+def load_tile(at, t, c, length, width, stride, L: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+    """Load the tile (L, W) at row t and column c; elements outside of the matrix are 0."""
+    if TMA:
+        return at.load([t, c])
+    else:
+        r = t + tl.arange(0, L)
+        w = c + tl.arange(0, W)
+        return tl.load(
+            at + r.to(tl.int64)[:, None] * stride + w[None, :], (r < length)[:, None] & (w < width)[None, :], 0.0
+        )
+
+
+@triton.jit
+def store_tile(at, x, t, c, length, width, stride, L: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+    """Store the tile x, (L, W), at row t and column c; elements outside of the matrix are left out."""
+    if TMA:
+        at.store([t, c], x)
+    else:
+        r = t + tl.arange(0, L)
+        w = c + tl.arange(0, W)
+        tl.store(at + r.to(tl.int64)[:, None] * stride + w[None, :], x, (r < length)[:, None] & (w < width)[None, :])
+
+
+@triton.jit
+def count_tiles(
+    cu, sequences, T, slot, length, steps, L: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr,
+    SKIP_LAST: tl.constexpr,
+):  # fmt: skip
+    """Return the number of tiles of a scan.
+
+    With SKIP_LAST it is 0 for the segment that the scan of a sequence reaches last, whose final state is not read.
+    """
+    tiles = tl.cdiv(steps, L).to(tl.int32)
+    if SKIP_LAST:
+        _, _, whole, start, _ = locate_chunk(cu, sequences, T, slot, length, IS_VARLEN)
+        if start + steps >= whole and not REVERSE:
+            tiles *= 0
+        if start == 0 and REVERSE:
+            tiles *= 0
+    return tiles
+
+
+@triton.jit
+def matmul(a, b, PRECISION: tl.constexpr):
+    """Return the matrix product a b, (M, N).
+
+    IEEE float32 has no MMAs: a thread loads whole rows of a and columns of b into registers. The product is therefore
+    summed over slices of the contracted dim.
+    """
+    M: tl.constexpr = a.shape[0]
+    K: tl.constexpr = a.shape[1]
+    N: tl.constexpr = b.shape[1]
+    SLICE: tl.constexpr = 64 if K <= 256 else 32
+    if PRECISION == "ieee" and K > SLICE:
+        a = tl.permute(tl.reshape(a, (M, K // SLICE, SLICE)), (1, 0, 2))
+        return tl.sum(tl.dot(a, tl.reshape(b, (K // SLICE, SLICE, N)), input_precision=PRECISION), 0)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def split_rounding(w, place, dtype: tl.constexpr):
+    """Return w, (L), as an MMA operand (16, L): row 0 is w rounded to `dtype`, row 1 the rounding error, the rest 0."""
+    high = w.to(dtype)
+    low = (w - high).to(dtype)
+    return tl.where(place == 0, high[None, :], tl.where(place == 1, low[None, :], 0.0)).to(dtype)
+
+
+@triton.jit
+def scale_to_range(w, dtype: tl.constexpr, DELTA: tl.constexpr):
+    """Return w and 1, or with DELTA and float16 w / max |w| and max |w|: weights times delta can exceed float16."""
+    if DELTA and dtype == tl.float16:
+        top = tl.maximum(tl.max(tl.abs(w), 0), TINY)
+        return w / top, top
+    else:
+        return w, 1.0
+
+
+@triton.jit
+def gate_matrix(gate, r, L: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr):
+    """Return the transposed gate matrix, [updating step, reading step], (L, L); 0 where the update comes later."""
+    update: tl.constexpr = ROW if REVERSE else COLUMN
+    read: tl.constexpr = COLUMN if REVERSE else ROW
+    e = tl.load(gate + update * L + r)[:, None] + tl.load(gate + read * L + r)[None, :]
+    if EXACT:
+        u = tl.load(gate + (ROW_LOW if REVERSE else COLUMN_LOW) * L + r)
+        e += u[:, None] + tl.load(gate + (COLUMN_LOW if REVERSE else ROW_LOW) * L + r)[None, :]
+    if REVERSE:
+        return tl.where(r[:, None] >= r[None, :], tl.exp2(e), 0.0)
+    else:
+        return tl.where(r[:, None] <= r[None, :], tl.exp2(e), 0.0)
+
+
+@triton.jit
+def store_checkpoint(checkpoints, at, S, rk, rv, DK: tl.constexpr, DV: tl.constexpr):
+    """Store the block S of a state, rows rk and columns rv, in `checkpoints`, (rows, DV), from row `at`."""
+    inside = (rk < DK)[:, None] & (rv < DV)[None, :]
+    tl.store(checkpoints + (at + rk[:, None]) * DV + rv[None, :], S.to(checkpoints.dtype.element_ty), mask=inside)
+
+
+# With these three a kernel needs at most half of the shared memory and of the registers of a Hopper multiprocessor,
+# which then runs two programs (WGMMA in `dq_dk.py`). Triton gives a tile that only MMAs read one buffer more than its
+# pipeline needs; touch_tile() is another read and avoids it. wait_for_mma() completes the MMAs before the next load.
+# load_opaque() keeps the scaled tile out of the registers.
+
+
+@triton.jit
+def _take_first(a, b):
+    """Return the first of two values, for a reduction that only has to read them."""
+    return a
+
+
+@triton.jit
+def touch_tile(x):
+    """Read a tile (rows, columns) outside of MMAs and return one number a row."""
+    return tl.reduce(x, 1, _take_first)
+
+
+@triton.jit
+def wait_for_mma(x):
+    """Return the accumulator of an MMA unchanged, after the MMA is complete."""
+    return tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def load_opaque(p):
+    """Load float32 values through inline assembly, which Triton does not rearrange."""
+    return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [p], dtype=tl.float32, is_pure=True, pack=1)
