@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from cases import DEVICES, DTYPES, FORMS, INTERPRETED, TOLERANCE, Problem, error, params, problem, truth, truth_m
+from cases import DTYPES, FORMS, TOLERANCE, Problem, error, params, problem, truth, truth_m
+from steppers import Stepper, steppers
 from torch import Tensor
 
 import tfla
@@ -22,37 +23,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tall": {"K": 300, "V": 20, "B": 1},
     "wide": {"K": 20, "V": 300, "B": 1},
 }
-
-
-class Stepper(NamedTuple):
-    """Whose steps, and where."""
-
-    backend: str
-    device: str
-
-    def check_takes(self, dtype: torch.dtype, state_dtype: torch.dtype = torch.float32) -> None:
-        """Skips the test where the backend has no kernel for these dtypes."""
-        x = torch.zeros(1, 1, 1, 1, dtype=dtype, device=self.device)
-        gate, C = x[..., 0], x[:, 0, :, :, None].to(state_dtype)
-        why = BACKENDS[self.backend].steps_unsupported(StepInputs(x, x, x, gate, gate, C, None, None, None))
-        if why is not None and self.backend != "reference":
-            pytest.skip(why)
-
-
-def steppers() -> list[Any]:
-    """The reference and the kernels, on every device where they run."""
-    found = []
-    for backend, device in itertools.product(("reference", "triton"), DEVICES):
-        if backend == "reference" and INTERPRETED:
-            continue
-        if backend == "triton" and device == "cpu" and not INTERPRETED:
-            continue
-        found.append(
-            pytest.param(
-                Stepper(backend, device), id=f"{backend}-{device}", marks=[pytest.mark.gpu] if device == "cuda" else []
-            )
-        )
-    return found
 
 
 @pytest.fixture(params=steppers())

@@ -127,6 +127,19 @@ class DeltaStepInputs(NamedTuple):
         return self.C.dtype if self.C.dtype.itemsize == 2 else self.acc_dtype
 
 
+class DeltaStepSpec(NamedTuple):
+    """The options of a call of a few decoding steps; the kernel of a backend applies the activations itself."""
+
+    scale: float  # factor of the queries
+    correct: bool  # subtract what the state predicts; False: E = v, without read_key
+    read_before_decay: bool  # E_t reads C_{t-1} instead of its decayed form
+    final_state: bool  # return the new state
+    normalize_qk: bool = False  # divide q, k and read_key by sqrt(their squared norm + 1e-6)
+    beta_activation: BetaActivation = "none"  # "2sigmoid": 2 sigmoid(beta)
+    gate_activation: GateActivation = "none"  # see tfla.ops.delta_activations
+    lower_bound: float = 0.0  # of gate_activation "sigmoid"
+
+
 class Saved(NamedTuple):
     """The shapes and dtypes of what a forward stores for the backward, for `DeltaOutputs.E`, `X` and `chunk_C`."""
 
@@ -188,9 +201,16 @@ class DeltaBackend(ABC):
         """Return why the backend cannot run these steps, or None."""
         return "it has no kernel for single steps"
 
-    def steps(self, x: DeltaStepInputs, spec: DeltaSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute a few steps without gradients: h and the new C, which goes to ``into`` or to a new tensor."""
+    def steps(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute a few steps without gradients: h and the new C.
+
+        The new C goes to ``into``, which may be x.C, or to a new tensor; without `spec.final_state` it has shape (0,).
+        """
         raise NotImplementedError
+
+    def steps_replay(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> Replay | None:
+        """Return a function that replays the last `steps` on other inputs of the same signature, or None."""
+        return None
 
     def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
         """Return the steps of a tile for sequences of T steps; the products inside a tile are quadratic in them."""

@@ -8,7 +8,9 @@ from torch import Tensor
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.delta_dispatch import DeltaRequest, plan
 from tfla.ops.delta_operator import delta
-from tfla.ops.delta_steps import StepRequest, run
+from tfla.ops.delta_step_dispatch import DeltaStepRequest
+from tfla.ops.delta_step_dispatch import plan as plan_steps
+from tfla.ops.delta_step_operators import run
 from tfla.ops.gates import clamp
 from tfla.ops.state import State
 
@@ -56,8 +58,8 @@ def steps(
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Compute steps of :func:`tfla.linear_attention` with log_f (B, H, dqk), or (B, T, H, dqk) with `time`."""
     _check_options(normalize, None)
-    request = StepRequest(
+    request = DeltaStepRequest(
         q, k, v, _write_strength(log_i, v), log_f, None, None, None, state, lengths, time, False, False, False, "none",
         "none", None, return_state, in_place, scale, backend,
     )  # fmt: skip
-    return run(request)
+    return run(*plan_steps(request))

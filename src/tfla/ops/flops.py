@@ -10,7 +10,7 @@ import torch
 
 from tfla.backends import BACKENDS, DELTA_BACKENDS
 from tfla.backends.base import TILE, Spec, StepSpec
-from tfla.backends.delta import DeltaSpec
+from tfla.backends.delta import DeltaSpec, DeltaStepSpec
 from tfla.ops.schema import Schema
 
 
@@ -97,6 +97,18 @@ def steps_flops(x: Any, backend: str, spec: StepSpec) -> int:
     """
     B, T, H, dhv = x.v
     return int(B * T * H * x.q[3] * dhv * (4 if spec.final_state else 2))
+
+
+def delta_steps_flops(x: Any, backend: str, spec: DeltaStepSpec) -> int:
+    """Count the products of the delta rule's recurrence: per head and step 2 dqk dhv for the write and each read.
+
+    Args:
+        x: the shapes of :class:`DeltaStepInputs`.
+        backend: the name of the backend.
+        spec: the options.
+    """
+    B, T, H, dhv = x.v
+    return int(B * T * H * x.q[3] * dhv * (6 if spec.correct else 4))
 
 
 # The formulas by operator, as PyTorch's counter calls them.

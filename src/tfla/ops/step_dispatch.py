@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tfla._util.caching import CallCache
-from tfla.backends import BACKENDS, Backend, StepInputs, select_steps
+from tfla.backends import BACKENDS, StepInputs, select_steps
 from tfla.backends.base import Replay, StepSpec
 from tfla.ops import checks
 from tfla.ops.autocast import autocast
@@ -26,7 +28,7 @@ class StepPlan:
 
     __slots__ = ("backend", "record", "replay", "spec")
 
-    def __init__(self, backend: Backend | None, spec: StepSpec, record: bool) -> None:
+    def __init__(self, backend: Any, spec: Any, record: bool) -> None:
         self.backend, self.spec, self.record = backend, spec, record
         self.replay: Replay | None = None
 

@@ -8,10 +8,20 @@ import torch
 from torch import Tensor
 
 from tfla.backends.base import Replay
-from tfla.backends.delta import DeltaBackend, DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, Saved
+from tfla.backends.delta import (
+    DeltaBackend,
+    DeltaGrads,
+    DeltaInputs,
+    DeltaOutputs,
+    DeltaSpec,
+    DeltaStepInputs,
+    DeltaStepSpec,
+    Saved,
+)
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INTERPRETED
 
 TILE_STEPS = 64
+LARGEST_STEP_DQK = 1024  # a program of the decoding kernel holds whole columns of the state
 LARGEST_DIM = 256  # of dqk and dhv: a program holds a part of the state with all of the other dim
 
 
@@ -65,3 +75,24 @@ class TritonDelta(DeltaBackend):
         from tfla.backends.triton import delta
 
         return delta.run_backward(x, out, dh, dC, spec)
+
+    def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
+        """Return why the decoding kernel cannot run these steps, or None."""
+        if x.q.device.type != "cuda" and x.C.dtype == torch.bfloat16:
+            return "Triton's interpreter takes bfloat16 for integers"
+        if x.q.shape[3] > LARGEST_STEP_DQK:
+            return f"it takes dqk up to {LARGEST_STEP_DQK}"
+        return self._device_unsupported(x.q)
+
+    def steps(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Compute a few decoding steps in one kernel."""
+        from tfla.backends.triton import delta_decode
+
+        return delta_decode.run(x, spec, into)
+
+    def steps_replay(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> Replay | None:
+        """Return a function that replays the last `steps` on other inputs of the same signature, or None."""
+        from tfla.backends.gpu import replay
+        from tfla.backends.triton import delta_decode
+
+        return replay.recorded_launches(delta_decode.call_signature(x, spec, into))

@@ -1,0 +1,86 @@
+"""The launches of :mod:`.delta_decode_kernels`: strides, and the columns of the state that a program computes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import get_args
+
+from torch import Tensor
+
+from tfla.backends.base import static
+from tfla.backends.delta import BetaActivation, DeltaStepInputs, DeltaStepSpec, GateActivation
+from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay
+from tfla.backends.triton import delta_decode_kernels
+from tfla.backends.triton.decode import BlockSizes, power_of_two
+
+
+@functools.cache
+def block_sizes(dqk: int, dhv: int) -> BlockSizes:
+    """Return the block sizes of one program: all rows, and as many columns as its registers hold."""
+    rows = power_of_two(dqk)
+    columns = min(power_of_two(dhv), max(8, min(128, 8192 // rows)))
+    elements = rows * columns
+    return BlockSizes(BK=rows, BV=columns, num_warps=1 if elements <= 512 else 2 if elements <= 2048 else 4)
+
+
+def call_signature(x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> Hashable:
+    """Return the signature of a call: all that its launch depends on."""
+    return "delta_steps", spec, static(*x, into)
+
+
+def run(x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute the steps in one launch; the new C is written to `into`, which may be x.C, or to a new tensor."""
+
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+        return _launch(recorder, DeltaStepInputs(*given[:-1]), spec, given[-1])  # type: ignore[arg-type]
+
+    h, C = record_or_replay(call_signature(x, spec, into), (*x, into), first)
+    return h, C
+
+
+def _launch(
+    recorder: LaunchRecorder, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Allocate the results and launch the kernel."""
+
+    def dense(t: Tensor, dims: int = 1) -> Tensor:
+        """Return t with its last `dims` dims contiguous."""
+        tail = t[(0,) * (t.dim() - dims)] if t.numel() else t
+        found: Tensor = t if tail.is_contiguous() else recorder.do(Tensor.contiguous, t)
+        return found
+
+    B, T, H, V = x.v.shape
+    K = x.q.shape[3]
+    q, k, v, C = dense(x.q), dense(x.k), dense(x.v), x.C
+    r = k if x.read_key is None else dense(x.read_key)
+    # A tensor that the call does not have is not read; another one stands for it.
+    beta = v if x.beta is None else x.beta
+    by_channel = x.log_f is not None and x.log_f.dim() == 4
+    log_f = v if x.log_f is None else dense(x.log_f) if by_channel else x.log_f
+    A_log = v if x.A_log is None else dense(x.A_log)
+    dt_bias = v if x.dt_bias is None else dense(x.dt_bias, x.dt_bias.dim())
+    lengths = v if x.lengths is None else dense(x.lengths)
+    h = recorder.new(B, T, H, V, dtype=v.dtype)
+    if not spec.final_state:
+        new_C = recorder.placeholder(0, dtype=v.dtype)
+    else:
+        new_C = into if into is not None else recorder.new(B, H, K, V, dtype=x.kept_dtype)
+    if B == 0:
+        return h, new_C
+    target = new_C if spec.final_state else C
+    sizes = block_sizes(K, V)
+    strides = [s for t in (q, k, r, v, beta, log_f) for s in t.stride()[:3]]
+    recorder.launch(
+        delta_decode_kernels.delta_steps, ((V + sizes.BV - 1) // sizes.BV * B * H,),
+        q, k, r, v, beta, log_f, A_log, dt_bias, C, lengths, h, target,
+        H, H // q.shape[2], spec.scale, spec.lower_bound, *strides, *C.stride(), *target.stride(),
+        DK=K, DV=V, T=T, BK=sizes.BK, BV=sizes.BV, CORRECT=spec.correct, READ_KEY=x.read_key is not None,
+        READ_BEFORE_DECAY=spec.read_before_decay, NORMALIZE_QK=spec.normalize_qk, HAS_BETA=x.beta is not None,
+        BETA_ACTIVATION=get_args(BetaActivation).index(spec.beta_activation),
+        GATES=0 if x.log_f is None else 2 if by_channel else 1,
+        GATE_ACTIVATION=get_args(GateActivation).index(spec.gate_activation), HAS_A_LOG=x.A_log is not None,
+        BIAS_DIMS=0 if x.dt_bias is None else x.dt_bias.dim(), LENGTHS=x.lengths is not None,
+        STORE_FINAL_STATE=spec.final_state, num_warps=sizes.num_warps,
+    )  # fmt: skip
+    return h, new_C

@@ -1,0 +1,53 @@
+"""The operator of decoding steps of the delta rule, registered as `tfla::delta_steps` and `tfla::delta_steps_`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tfla.backends import DELTA_BACKENDS
+from tfla.backends.delta import DeltaStepInputs, DeltaStepSpec
+from tfla.ops import flops
+from tfla.ops.delta_step_dispatch import DeltaStepRequest, step_inputs
+from tfla.ops.delta_step_reference import compute_steps
+from tfla.ops.state import State
+from tfla.ops.step_dispatch import StepPlan
+from tfla.ops.step_registration import StepOperator
+
+
+def _shapes(x: DeltaStepInputs) -> tuple[Tensor, ...]:
+    """Return empty tensors of the shapes and dtypes of h and of the new C."""
+    return x.v.new_empty(x.v.shape), x.q.new_empty(x.C.shape, dtype=x.kept_dtype)
+
+
+delta_steps = StepOperator(
+    "delta_steps", inputs=DeltaStepInputs, spec=DeltaStepSpec, backends=DELTA_BACKENDS, results=2, shapes=_shapes,
+    count=flops.delta_steps_flops,
+)  # fmt: skip
+
+
+def run(request: DeltaStepRequest, plan: StepPlan) -> tuple[Tensor, State]:
+    """Run the steps as planned.
+
+    Returns:
+        h, with a dimension of time where the request has one, and the new state, of empty tensors without return_state.
+    """
+    state = request.state
+    if plan.replay is not None:
+        h, C = plan.replay((*request[:8], state.C, request.lengths, state.C if request.in_place else None))
+    elif plan.backend is None:
+        h, C = compute_steps(step_inputs(request), plan.spec)
+        C = state.C.copy_(C) if request.in_place else C
+    else:
+        h, C = _run_backend(request, plan)
+    return h if request.time else h.squeeze(1), State(C)
+
+
+def _run_backend(request: DeltaStepRequest, plan: StepPlan) -> Sequence[Tensor]:
+    """Call the registered operator, and keep its recorded launches where that was planned."""
+    x = step_inputs(request)
+    found = delta_steps(x, plan.backend.name, plan.spec, request.in_place)
+    if plan.record:
+        plan.record, plan.replay = False, plan.backend.steps_replay(x, plan.spec, x.C if request.in_place else None)
+    return found
