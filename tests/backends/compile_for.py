@@ -4,8 +4,9 @@ python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any
 
 TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped], with commas
 between, gate plain being linear attention without an input gate or a normalizer; of decoding, whose kernel is "steps",
-backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16. With [lengths] the kernels are those
-that other lengths compile, on a GPU of PROCESSORS multiprocessors.
+backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16. The delta rule is the kernel "delta"
+with [packed] [state], its decoding "delta_steps" with [several] [low]; both have a model of MODELS as gate.
+With [lengths] the kernels are those that other lengths compile, on a GPU of PROCESSORS multiprocessors.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import tfla
-from tfla.backends import BACKENDS
+from tfla.backends import BACKENDS, DELTA_BACKENDS
 
 T, H = 256, 8  # with fewer heads than a program of the gate kernels has it would have more registers
 SEGMENT = 128  # steps between stored states of what is segmented
 LENGTHS = ((2, 1100), (1, 1100), (2, 1024), (1, 1025), (3, 2048), (40, 1024), (2, 700), (1, 70))  # sequences, steps
 PROCESSORS = 132
+# Models of the delta rule: the dims of their gates; whether they have a read key, which reads before the decay.
+MODELS = {"deltanet": (0, False), "gdn": (1, False), "kda": (2, False), "gla": (2, False), "comba": (1, True)}
 
 
 class AbsentGPU:
@@ -167,6 +170,56 @@ def decoding(backend: str, gate: str, dqk: str, dhv: str, dtype: str, *variant: 
         tfla.mlstm_steps(q, k, v, i, f, state, input_gate=gate, backend=backend, return_state=False)
 
 
+def delta_inputs(model: str, B: int, T: int, K: int, V: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a call and its further arguments, for gla those of linear attention."""
+    gates, reads = MODELS[model]
+    q, k, v = (torch.randn(B, T, H, d, dtype=getattr(torch, dtype)) for d in (K, K, V))
+    x: dict[str, Any] = {"q": q, "k": k, "v": v}
+    if model != "gla":
+        x["beta"] = torch.rand(B, T, H, dtype=q.dtype)
+    if gates:
+        x["log_f"] = -torch.rand(B, T, H, *[K] * (gates == 2), dtype=q.dtype)
+    if reads:
+        x["read_key"] = torch.rand_like(k)
+    return x, {"read_before_decay": True} if reads else {}
+
+
+def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
+    type(DELTA_BACKENDS[backend]).unsupported = lambda self, x: None  # type: ignore[method-assign]
+    K, V = int(dqk), int(dhv)
+    x, options = delta_inputs(model, 1, T, K, V, dtype)
+    options["backend"] = backend
+    if "packed" in variant:
+        options["cu_seqlens"] = torch.tensor([0, T // 3, T])
+    leaves = {name: t.requires_grad_() for name, t in x.items()}
+    operator = tfla.linear_attention if model == "gla" else tfla.delta_rule
+    if "state" in variant:
+        C = torch.randn(2 if "packed" in variant else 1, H, K, V, requires_grad=True)
+        h, last = operator(**leaves, initial_state=tfla.State(C), return_state=True, **options)
+        outputs, leaves["C"] = [h, last.C], C
+    else:
+        outputs = [operator(**leaves, **options)]
+    torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(t) for t in outputs])
+
+
+def delta_decoding(backend: str, model: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
+    type(DELTA_BACKENDS[backend]).steps_unsupported = lambda self, x: None  # type: ignore[method-assign]
+    K, V, steps = int(dqk), int(dhv), 4 if "several" in variant else 1
+    x, options = delta_inputs(model, 2, steps, K, V, dtype)
+    C = torch.randn(2, H, K, V, dtype=torch.bfloat16 if "low" in variant else torch.float32)
+    if model == "gla":
+        operator = tfla.linear_attention_steps
+    else:
+        operator = functools.partial(tfla.delta_rule_steps, normalize_qk=True, beta_activation="sigmoid")
+    if MODELS[model][0] and model != "gla":
+        options |= {"gate_activation": "softplus", "A_log": torch.randn(H), "dt_bias": torch.randn(H)}
+    operator = functools.partial(operator, **x, state=tfla.State(C), backend=backend, **options)
+    operator()
+    if steps > 1:
+        operator(lengths=torch.tensor([1, 2]))
+        operator(return_state=False)
+
+
 def other_lengths(found: dict[str, dict[str, Any]], *case: str) -> None:
     """Leaves in `found` what is not compiled for the first of them."""
     chunk_size = T if "tfla" in case else 1 << 20
@@ -186,6 +239,10 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         backend, kernel, *rest = case.split(",")
         if kernel == "steps":
             decoding(backend, *rest)
+        elif kernel == "delta_steps":
+            delta_decoding(backend, *rest)
+        elif kernel == "delta":
+            delta_forward_and_backward(backend, *rest)
         elif "lengths" in rest:
             other_lengths(found, backend, kernel, *rest)
         else:

@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 from tfla._util import caching
-from tfla.backends import BACKENDS, Inputs
+from tfla.backends import BACKENDS, DELTA_BACKENDS, Inputs
 from tfla.backends.base import Outputs, Spec
 from tfla.backends.gpu import config, segmentation
 from tfla.backends.gpu.replay import LaunchRecorder
@@ -140,9 +140,9 @@ def without_gpu() -> None:
     """Make the launch code of both GPU backends run on the CPU, for an H100, where nothing is launched."""
     driver.set_active(AbsentGPU("sm_90"))
     every_kernel.DEVICE = "cpu"
-    for backend in ("triton", "hopper"):
+    for backend in (BACKENDS["triton"], BACKENDS["hopper"], DELTA_BACKENDS["triton"]):
         for name in ("unsupported", "steps_unsupported"):
-            setattr(type(BACKENDS[backend]), name, lambda self, x: None)
+            setattr(type(backend), name, lambda self, x: None)
     # Before the launch code is imported, which reads these by name.
     config.processors = lambda device: PROCESSORS  # type: ignore[assignment]
     segmentation.best_chunk_size = lambda x, *_: SEGMENT  # type: ignore[assignment]
@@ -154,6 +154,10 @@ def run_case(case: str) -> None:
     K, V, dt = int(dqk), int(dhv), getattr(torch, dtype)
     if kernel == "steps":
         every_kernel.steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
+    elif kernel == "delta":
+        every_kernel.delta(backend, gate, K, V, dt, shape)
+    elif kernel == "delta_steps":
+        every_kernel.delta_steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
     else:
         every_kernel.operator(backend, kernel, gate, K, V, dt, shape)
 

@@ -4,6 +4,7 @@
 
 CASE = backend kernel gate dqk dhv dtype shape, with commas between; all of them if none is named. Lengths are ragged,
 so that tiles reach over every end. The kernel "steps" is decoding, and "model" the fused step of a language model.
+The kernels "delta" and "delta_steps" are those of the delta rule, whose gate is "step", "channel" or "none".
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ CASES = [
     "triton,steps,exp,64,128,bfloat16,one",
     "triton,steps,sigmoid,24,40,float32,several",
     "triton,model,exp,16,32,bfloat16,one",
+    "triton,delta,step,128,128,bfloat16,packed",
+    "triton,delta,none,72,136,bfloat16,whole grouped",
+    "triton,delta_steps,step,100,72,bfloat16,one",
+    "triton,delta_steps,channel,64,128,bfloat16,several",
     "hopper,fused,exp,128,256,bfloat16,whole",
     "hopper,fused,exp,128,256,bfloat16,segmented",
     "hopper,fused,sigmoid,128,128,bfloat16,whole",
@@ -74,6 +79,36 @@ def steps(backend: str, gate: str, K: int, V: int, dtype: torch.dtype, count: in
     return [h, last.C]
 
 
+def delta_inputs(gate: str, K: int, V: int, dtype: torch.dtype, count: int, heads: int = H) -> dict[str, Tensor]:
+    q, k, v = rows(count, heads, K).to(dtype), rows(count, heads, K).to(dtype), rows(count, H, V).to(dtype)
+    x = {"q": q, "k": k / k.norm(dim=-1, keepdim=True), "v": v, "beta": rows(count, H).sigmoid()}
+    if gate != "none":
+        x["log_f"] = -rows(count, H, *[K] * (gate == "channel")).abs()
+    return x
+
+
+def delta(backend: str, gate: str, K: int, V: int, dtype: torch.dtype, shape: str) -> list[Tensor]:
+    """With an initial and a final state, forward and backward."""
+    lengths = LENGTHS if "packed" in shape else (T,)
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE) if "packed" in shape else None
+    x = delta_inputs(gate, K, V, dtype, T, H // 2 if "grouped" in shape else H)
+    C = torch.randn(len(lengths), H, K, V, device=DEVICE)
+    leaves = [t.requires_grad_() for t in (*x.values(), C)]
+    h, last = tfla.delta_rule(
+        **x, initial_state=tfla.State(C), return_state=True, cu_seqlens=cu_seqlens, backend=backend
+    )
+    grads = torch.autograd.grad([h, last.C], leaves, [torch.ones_like(h), torch.ones_like(last.C)])
+    return [h, last.C, *grads]
+
+
+def delta_steps(backend: str, gate: str, K: int, V: int, dtype: torch.dtype, count: int) -> list[Tensor]:
+    state = tfla.State.zeros(1, H, K, V, normalize=False, device=DEVICE)
+    x = delta_inputs(gate, K, V, dtype, count)
+    h, last = tfla.delta_rule_steps(**x, state=state, backend=backend)
+    h, last = tfla.delta_rule_steps(**x, state=last, backend=backend)
+    return [h, last.C]
+
+
 def fused_step(gate: str, width: int, dtype: torch.dtype) -> list[Tensor]:
     """Two steps, the second from the state of the first."""
     config = ModelConfig(
@@ -91,6 +126,10 @@ def run(backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str, sh
     K, V, dt = int(dqk), int(dhv), getattr(torch, dtype)
     if kernel == "steps":
         found = steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
+    elif kernel == "delta":
+        found = delta(backend, gate, K, V, dt, shape)
+    elif kernel == "delta_steps":
+        found = delta_steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
     elif kernel == "model":
         found = fused_step(gate, H * V, dt)
     else:

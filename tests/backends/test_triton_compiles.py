@@ -23,8 +23,6 @@ from pathlib import Path
 import pytest
 from compiling import SCRIPT, compile_kernels
 
-from tfla.backends import BACKENDS
-
 pytestmark = [
     pytest.mark.compiles,
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -40,7 +38,7 @@ TARGETS = {  # bytes of shared memory that a program can have
 }
 A_FEW_BYTES = 36  # that a thread may spill
 ALLOCATED = 8  # registers are handed out in so many at once
-# Gate, dqk, dhv, dtype, what else: as compile_for.py reads them. All dims, dtypes, gates and variants at least once.
+# Gate or model, dqk, dhv, dtype, what else, as compile_for.py reads them. All dims, dtypes and variants at least once.
 CASES = {
     "fused": [
         "exp,64,64,bfloat16",
@@ -70,6 +68,12 @@ CASES = {
         "exp,512,1024,float16,several",
         "sigmoid,100,72,bfloat16,several,low",
     ],
+    "delta_steps": [
+        "gdn,128,128,bfloat16",
+        "kda,100,72,float16,several",
+        "comba,256,256,bfloat16,several,low",
+        "gla,256,512,float32",
+    ],
 }
 AMD = ("exp,64,64,bfloat16", "exp,128,256,bfloat16", "exp,128,256,float32")
 MODE = os.environ.get("TFLA_COMPILE", "")
@@ -78,15 +82,16 @@ if MODE == "all":
     DTYPES = ("bfloat16", "float16", "float32")
     GATES = {"fused": ("exp", "sigmoid", "plain"), "tfla": ("exp", "sigmoid", "plain"), "steps": ("exp", "sigmoid")}
     VARIANTS = dict.fromkeys(("fused", "tfla"), ("", ",packed", ",segmented", ",packed,segmented,state"))
-    VARIANTS["steps"] = ("", ",low", ",several", ",several,low")
+    GATES["delta_steps"] = ("gdn", "deltanet", "kda", "gla", "comba")
+    VARIANTS |= dict.fromkeys(("steps", "delta_steps"), ("", ",low", ",several", ",several,low"))
     CASES = {
         kernel: [f"{gate},{dims},{x}{y}" for gate, dims, x, y in product(GATES[kernel], DIMS, DTYPES, VARIANTS[kernel])]
         for kernel in CASES
     }
 COMPILED = {
     f"triton,{kernel},{form}": [target for target in TARGETS if target.startswith("sm_") or form in AMD]
-    for kernel in (*BACKENDS["triton"].kernels, "steps")
-    for form in CASES[kernel]
+    for kernel, forms in CASES.items()
+    for form in forms
 }
 
 Resources = tuple[int, int, int]  # registers of a thread, bytes that it spills, bytes of shared memory of a program

@@ -74,7 +74,7 @@ def step_inputs(request: DeltaStepRequest) -> DeltaStepInputs:
     timed: tuple[Tensor | None, ...] = q, k, v, beta, log_f, read_key
     if not request.time:
         timed = tuple(None if t is None else t.unsqueeze(1) for t in timed)
-    return DeltaStepInputs(*timed, A_log, dt_bias, state.C, lengths)  # type: ignore[arg-type]
+    return DeltaStepInputs(*timed, A_log, dt_bias, state.C, lengths)  # type: ignore[call-arg, arg-type]
 
 
 def _check_and_choose(request: DeltaStepRequest, cached: bool) -> StepPlan:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import get_args
 
 from torch import Tensor
 
 from tfla.backends.base import static
 from tfla.backends.delta import BetaActivation, DeltaStepInputs, DeltaStepSpec, GateActivation
-from tfla.backends.gpu.replay import LaunchRecorder, record_or_replay
+from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 from tfla.backends.triton import delta_decode_kernels
 from tfla.backends.triton.decode import BlockSizes, power_of_two
 
@@ -31,12 +31,15 @@ def call_signature(x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None)
 
 def run(x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute the steps in one launch; the new C is written to `into`, which may be x.C, or to a new tensor."""
-
-    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        return _launch(recorder, DeltaStepInputs(*given[:-1]), spec, given[-1])  # type: ignore[arg-type]
-
-    h, C = record_or_replay(call_signature(x, spec, into), (*x, into), first)
-    return h, C
+    signature = call_signature(x, spec, into)
+    recorded = recorded_launches(signature)
+    if recorded is not None:
+        h, C = recorded((*x, into))
+        return h, C
+    with recording(signature, (*x, into)) as recorder:
+        *given, into = recorder.given
+        out = recorder.results = _launch(recorder, DeltaStepInputs(*given), spec, into)  # type: ignore[arg-type]
+    return out
 
 
 def _launch(
