@@ -5,12 +5,14 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.layers import wrap_forward
 from tfla.train import memory
 from tfla.train.config import Optim
 from tfla.train.evaluation import token_losses
@@ -80,6 +82,22 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch):
         assert size_text(part) in message
     assert "\n" not in message
     assert not tiny().run.exists()
+
+
+def test_checkpointed_activations_are_about_what_the_forward_keeps():
+    found, ids = config(vocab_size=5000, num_blocks=6), torch.zeros(4, 256, dtype=torch.long)
+    model = LanguageModel(found)
+    for block in model.blocks:
+        wrap_forward(block, checkpointing=True, compile=False)
+    model.losses(ids, ids)  # imports the operator
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
+        losses = model.losses(ids, ids)
+    kept = sum(event.self_cpu_memory_usage for event in profile.key_averages()) - losses.nbytes
+    one_block, all_blocks = (needed(replace(found, **x), 1024, False).activations for x in ({"num_blocks": 1}, {}))
+    again = (all_blocks - one_block) // 5 + 1024 * 4 * 5000 * 4  # a block and the logits, in the backward
+    estimate = needed(found, 1024, False, checkpointing=True).activations - again
+    assert 0.7 * kept < estimate < 1.5 * kept
+    assert needed(found, 2**16, False, checkpointing=True).activations < 0.3 * needed(found, 2**16, False).activations
 
 
 @pytest.mark.parametrize(("free", "warned"), [(0, True), (-1, True), (10**6, False), (None, False)])

@@ -34,6 +34,8 @@ from tfla.ops.state import State
 
 MIXERS: dict[str, type[MLSTM] | type[Attention]] = {"mlstm_exp": MLSTM, "mlstm_sig": MLSTM, "attention": Attention}
 
+TOKENS_PER_PASS = 4096  # tokens whose logits `LanguageModel.losses` holds at once
+
 # One entry per block: tfla.State for the mLSTM, KeyValues for attention.
 ModelState = tuple[State | KeyValues, ...]
 
@@ -155,7 +157,7 @@ class LanguageModel(nn.Module):
         *,
         document_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        tokens_per_pass: int = 4096,
+        tokens_per_pass: int = TOKENS_PER_PASS,
     ) -> Tensor:
         """Return the cross-entropy of each target without holding the logits of all tokens at once.
 

@@ -13,6 +13,7 @@ import torch
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.model import TOKENS_PER_PASS
 
 FLOAT32 = 4  # bytes of a weight, a gradient and each of AdamW's two moments
 
@@ -62,7 +63,7 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def needed(config: ModelConfig, tokens: int, bfloat16: bool, parts: int = 1) -> Need:
+def needed(config: ModelConfig, tokens: int, bfloat16: bool, parts: int = 1, checkpointing: bool = False) -> Need:
     """Return the bytes that a training step needs on one device.
 
     Args:
@@ -70,15 +71,19 @@ def needed(config: ModelConfig, tokens: int, bfloat16: bool, parts: int = 1) -> 
         tokens: the tokens of one pass: context times the sequences that are computed at once.
         bfloat16: whether the model runs under autocast to bfloat16.
         parts: the number of devices over which the model is divided.
+        checkpointing: whether blocks and logits are computed again in the backward.
     """
     parameters, trained = (-(-count // parts) for count in count_parameters(config))
     size = 2 if bfloat16 else FLOAT32
     # A block saves the residual stream in float32; projections, gates and outputs; the two inputs of the SwiGLU.
     block = 4 * config.d_model * FLOAT32 + (10.5 * config.d_model + 2 * config.ffn_dim) * size
     # Logits before and after the soft cap, and the gradients of both.
-    ends = 3 * config.d_model * FLOAT32 + 4 * config.vocab_size * FLOAT32
+    ends, logits = 3 * config.d_model * FLOAT32, 4 * config.vocab_size * FLOAT32
+    blocks, at_once = config.num_blocks * block, tokens
+    if checkpointing:  # the inputs of all blocks, and what one block saves
+        blocks, at_once = config.num_blocks * config.d_model * FLOAT32 + block, min(tokens, TOKENS_PER_PASS)
     casts = 2 * parameters if bfloat16 else 0
-    activations = casts + int(tokens * (config.num_blocks * block + ends))
+    activations = casts + int(tokens * (blocks + ends) + at_once * logits)
     return Need(
         parameters=FLOAT32 * parameters,
         gradients=FLOAT32 * trained,
@@ -107,7 +112,14 @@ def peak_memory(device: torch.device) -> int:
     return 0
 
 
-def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch.device, parts: int = 1) -> str | None:
+def check_memory(
+    config: ModelConfig,
+    tokens: int,
+    bfloat16: bool,
+    device: torch.device,
+    parts: int = 1,
+    checkpointing: bool = False,
+) -> str | None:
     """Raise unless the parameters, gradients and optimizer states of a model fit into the memory of a device.
 
     Args:
@@ -116,6 +128,7 @@ def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch
         bfloat16: whether the model runs under autocast to bfloat16.
         device: the device of the training.
         parts: the number of devices over which the model is divided.
+        checkpointing: whether blocks and logits are computed again in the backward.
 
     Returns:
         a warning if the activations, which are only estimated, may not fit as well; else None.
@@ -123,7 +136,7 @@ def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch
     Raises:
         UserError: the memory does not suffice; the message says what is needed and what there is.
     """
-    need, available = needed(config, tokens, bfloat16, parts), memory_of(device)
+    need, available = needed(config, tokens, bfloat16, parts, checkpointing), memory_of(device)
     text = (
         f"parameters {size_text(need.parameters)}, gradients {size_text(need.gradients)}, "
         f"optimizer {size_text(need.optimizer)}, activations about {size_text(need.activations)}"
@@ -137,6 +150,7 @@ def check_memory(config: ModelConfig, tokens: int, bfloat16: bool, device: torch
         return (
             f"this may not fit on {device}, where {size_text(available.free)} are free: training needs {text}; "
             "a larger accumulate, a smaller batch_size or a shorter context needs less for activations"
+            + ("" if checkpointing else ", and activation_checkpointing far less")
         )
     return None
 
