@@ -20,6 +20,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
     ("page", "command"),
     [
         ("claims.md", ["analyze", "claims", "--results", str(RESULTS), "--out", "."]),
+        ("scale.md", ["analyze", "scale", "--results", str(RESULTS), "--out", "drawn", "--page", "scale.md"]),
         ("performance.md", ["bench", "report", "--results", str(RESULTS), "--out", "performance.md"]),
     ],
 )

@@ -143,9 +143,7 @@ def _prepare(config: TrainConfig, run: Path, latest: Path | None, ranks: Ranks) 
     device = ranks.device
     pass_tokens, bfloat16 = config.micro_batch_size * config.context, _is_bfloat16(config, device)
     pass_tokens //= ranks.rows[1] * ranks.steps[1]
-    warning = check_memory(
-        model, pass_tokens, bfloat16, device, ranks.model_parts, config.activation_checkpointing
-    )
+    warning = check_memory(model, pass_tokens, bfloat16, device, ranks.model_parts, config.activation_checkpointing)
     with _precision(config, device):
         check_backend(model, device, packed=config.reset == "cu_seqlens")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import sys
 from contextlib import suppress
@@ -42,6 +43,7 @@ class Memory(NamedTuple):
     """The bytes that are free now."""
 
 
+@functools.cache
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """Return the number of parameters, and of those that are trained, without allocating the model.
 
