@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from tfla.train.config import TrainConfig
 from tfla.train.logging import read_metrics
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
@@ -24,11 +28,29 @@ SIZES = [
 
 def start(folder: Path, name: str, *options: str) -> subprocess.Popen[str]:
     """Start a run of two processes."""
-    command = [*TORCHRUN, *options, "-m", "--", "tfla", "train", "--run", str(folder / name)]
+    command = [*TORCHRUN, *options, "-m", "tfla", "train", "--run-folder", str(folder / name)]
     return subprocess.Popen(
         [*command, "--data.paths", str(folder / "texts"), *SIZES],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+
+
+def test_torchrun_takes_no_other_option_for_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """An option of a script that abbreviates several options of torchrun ends it (pytorch#120601)."""
+    tyro = pytest.importorskip("tyro")
+    parser, taken = get_args_parser(), []
+    with pytest.raises(SystemExit):
+        tyro.cli(TrainConfig, args=["--help"], default=TrainConfig())
+    words = set(re.findall(r"--[\w.-]+", capsys.readouterr().out))
+    assert len(words) > 60
+    for word in sorted(words - {"--help"}):
+        with contextlib.suppress(SystemExit):
+            taken.append(word)
+            parsed = parser.parse_args(["-m", "tfla", "train", word, "1"])
+            assert parsed.training_script_args == ["train", word, "1"]
+            taken.pop()
+    assert set(taken) <= {"--run"}  # Python 3.11 reports abbreviations of several options wherever they stand
+    assert parser.parse_args(["-m", "--", "tfla", "train", "--run", "1"]).training_script_args[-2:] == ["--run", "1"]
 
 
 def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:

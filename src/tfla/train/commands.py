@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ def train(args: Sequence[str]) -> int:
     from tfla.train.loop import train as train_run
     from tfla.train.run_folder import CURVES_FILE, read_run_config
 
+    args = [re.sub(r"^--run[-_]folder(?==|$)", "--run", word) for word in args]
     run_options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     run_options.add_argument("--run", type=Path, default=TrainConfig.run)
     run_options.add_argument("--init-from", "--init_from", type=Path)

@@ -208,7 +208,8 @@ class TrainConfig:
     """Train a language model on text. A run that was stopped continues when it is started again."""
 
     run: Path = Path("runs/train")
-    """Folder of the run, with its configuration, tokens, checkpoints, metrics and curves."""
+    """Folder of the run, with its configuration, tokens, checkpoints, metrics and curves. `--run-folder` is the same
+    option, for torchrun, which takes `--run` for an abbreviation of its own."""
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)
