@@ -1,0 +1,167 @@
+"""Processes that are killed while they save together leave a complete checkpoint, which one process loads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tfla.distributed import parallelize
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.checkpoint import Checkpoints, latest_checkpoint, restore
+from tfla.train.config import Data, Optim
+from tfla.train.ranks import Ranks
+from tfla.train.recipe import optimizer
+from tfla.train.tokenizer import create_tokenizer
+
+PROCESSES, STEPS = 2, 3
+EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.listdir", "os.scandir")
+CONFIG = ModelConfig(d_model=16, num_blocks=1, num_heads=2, vocab_size=257, ffn_multiple=8)
+
+
+def fill(model: LanguageModel, adamw: torch.optim.Optimizer, step: int) -> None:
+    """Set weights and moments to values that say of which step they are."""
+    with torch.no_grad():
+        for number, p in enumerate(model.parameters()):
+            p.fill_(step + number / 1000)
+    for state in adamw.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key].fill_(10.0 * step)
+
+
+def trained(ranks: Ranks | None = None) -> tuple[LanguageModel, torch.optim.AdamW]:
+    """Return a model and an optimizer that has states."""
+    model = LanguageModel(CONFIG)
+    if ranks is not None:
+        parallelize(model, ranks.mesh)
+    adamw = optimizer(model, Optim())
+    model(torch.ones(1, 4, dtype=torch.long)).sum().backward()
+    adamw.step()
+    return model, adamw
+
+
+class Deadly:
+    """A hook that counts a process's calls to the file system, and kills the process at one of them."""
+
+    def __init__(self, at: int | None) -> None:
+        self.count, self.at, self.armed = 0, at, False
+        sys.addaudithook(self)
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.armed and event in EVENTS:
+            self.count += 1
+            if self.count == self.at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_all(rank: int, folder: Path, at: int | None, pipe: Any) -> None:
+    """Save step 1, then two more while the weights change, as one of two processes."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), PROCESSES)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("groups", store), rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=60)
+    )
+    sizes = {"dp_shard": PROCESSES}
+    mesh = init_device_mesh("cpu", (PROCESSES,), mesh_dim_names=("dp_shard",))
+    ranks = Ranks(rank, PROCESSES, sizes, {"dp_shard": rank}, mesh, store=dist.PrefixStore("run", store))
+    checkpoints = Checkpoints(folder / "checkpoints", keep_last=1, ranks=ranks)
+    model, adamw = trained(ranks)
+    tokenizer = create_tokenizer(Data().tokenizer, None)
+    deadly = Deadly(at)
+    for step in range(1, STEPS + 1):
+        fill(model, adamw, step)
+        checkpoints.save(step, model, adamw, tokenizer, {"elapsed": float(step)})
+        fill(model, adamw, 100)  # the training goes on while the checkpoint is written
+        if step == 1:
+            checkpoints.finish()
+            dist.barrier()
+            deadly.armed = True
+    checkpoints.finish()
+    deadly.armed = False
+    pipe.send(deadly.count)
+    dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Any]:
+    """A server of processes that have imported all of this already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["tfla.distributed.parallel_model", "tfla.train.distributed_checkpoint", "tfla.train.loop", "safetensors.torch"]
+    )
+    return context
+
+
+def run(server: Any, folder: Path, victim: int | None = None, at: int | None = None) -> list[int]:
+    """Save on two processes and return their exit codes; the other one is killed after the victim."""
+    pipes, processes = [], []
+    for rank in range(PROCESSES):
+        mine, theirs = server.Pipe()
+        process = server.Process(target=save_all, args=(rank, folder, at if rank == victim else None, theirs))
+        process.start()
+        theirs.close()
+        pipes.append(mine)
+        processes.append(process)
+    if victim is not None:
+        processes[victim].join(60)
+        for process in processes:
+            process.kill()
+    for process in processes:
+        process.join(60)
+    codes = [process.exitcode for process in processes]
+    return [pipe.recv() for pipe in pipes] if victim is None else codes
+
+
+def check(folder: Path) -> int:
+    """Load the last complete checkpoint on one process, compare it with what was saved, and return its step."""
+    Checkpoints(folder)  # the next start of a run
+    assert not list(folder.glob(".tmp-*"))
+    latest = latest_checkpoint(folder)
+    assert latest is not None
+    model, adamw = trained()
+    step, progress = restore(latest, model, adamw)
+    assert latest.name == f"step-{step:08d}"
+    assert progress == {"elapsed": float(step)}
+    for number, (name, p) in enumerate(model.named_parameters()):
+        assert not isinstance(p, DTensor)
+        assert torch.equal(p, torch.full_like(p, step + number / 1000)), name
+        if p.requires_grad:
+            assert torch.equal(adamw.state[p]["exp_avg"], torch.full_like(p, 10.0 * step)), name
+    return step
+
+
+@pytest.fixture(scope="module")
+def calls(server: Any, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    """The calls to the file system of each process from step 2 on, if none of them is killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    found = run(server, folder)
+    assert check(folder / "checkpoints") == STEPS
+    assert found[0] > 20  # the first process also completes checkpoints and deletes earlier ones
+    assert found[1] >= STEPS - 1
+    return found
+
+
+@settings(max_examples=5)
+@given(data=st.data())
+def test_a_process_killed_at_any_call_leaves_a_complete_checkpoint(
+    data: st.DataObject, server: Any, calls: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    victim = data.draw(st.integers(0, PROCESSES - 1), "victim")
+    at = data.draw(st.integers(1, calls[victim]), "call")
+    folder = tmp_path_factory.mktemp("killed")
+    codes = run(server, folder, victim, at)
+    assert codes[victim] == -signal.SIGKILL
+    assert 1 <= check(folder / "checkpoints") <= STEPS
