@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tfla.bench.gpu_report import ROOFLINES
 from tfla.measure.problem import BOTH, FORWARD
 
 if TYPE_CHECKING:
@@ -96,12 +97,11 @@ def figure_of(result: dict[str, Any]) -> Figure | None:
                 if x:
                     handles.setdefault(name, axes.plot(x, y, label=name, **look[name])[0])
             if panel != "memory":
-                for gate, dashes in (("sig", (1, 1)), ("exp", (4, 1.5))):
-                    bounded = [r for r in here if r["name"].startswith(f"tfla mLSTM{gate}")]
+                for (label, bound), dashes in zip(ROOFLINES.items(), ((1, 1), (4, 1.5), (1, 1)), strict=True):
+                    bounded = [r for r in here if bound.match(r["name"])]
                     x, y = _points(bounded, panel, "floor_seconds")
                     x, y = list(dict.fromkeys(x)), [dict(zip(x, y, strict=True))[at] for at in dict.fromkeys(x)]
                     if x:
-                        label = f"roofline of mLSTM{gate}"
                         line = axes.plot(x, y, color=INK, lw=1.2, dashes=dashes, label=label, zorder=2)[0]
                         handles.setdefault(label, line)
             title = LABELS[panel] + (f", {group}" if group else "")

@@ -22,13 +22,14 @@ from tfla._util.errors import UserError
 from tfla._util.files import write_json
 from tfla._util.outputs import check_file
 from tfla.bench.options import GpuBench, parse
-from tfla.bench.suites import SUITES, Entry, Suite
+from tfla.bench.suites import DELTA_FORMS, SUITES, Entry, Suite
 from tfla.bench.worker_group import ask_together, dismiss_together
 from tfla.bench.worker_pool import WorkerDied, WorkerPool
 from tfla.measure.problem import FORWARD, STEP, Problem
 from tfla.measure.roofline import (
     backward_bytes,
     backward_flops,
+    delta_roofline_seconds,
     forward_bytes,
     forward_flops,
     roofline_seconds,
@@ -56,6 +57,15 @@ def rooflines(problem: Problem, form: str, direction: str, rates: dict[str, dict
     """Return the roofline of a form at the rates of a rested and of a busy device."""
     H, dqk, dhv = problem.H, problem.dqk, problem.dhv
     normalizer = form.endswith("exp")
+    if form in DELTA_FORMS:
+        bounds = [
+            delta_roofline_seconds(
+                DELTA_FORMS[form], problem.B * problem.T, H, dqk, dhv, rates["gemm"][how], rates["copy"][how],
+                backward=direction != FORWARD, itemsize=problem.itemsize,
+            )
+            for how in ("rested", "sustained")
+        ]  # fmt: skip
+        return {"floor_seconds": bounds[0], "sustained_floor_seconds": bounds[1]}
     if form.startswith("step"):
         flops, moved = 4 * H * dqk * dhv, step_bytes(H, dqk, dhv, normalizer)
     else:
@@ -102,6 +112,10 @@ class Run:
         self.rates: dict[str, dict[str, float]] = {}
         self.waiting = 0  # configurations that remain to be timed
         self.defaults: dict[str, set[str]] = {}  # entry of backend=None -> backends and kernels that were chosen
+
+    def sizes(self, entry: Entry) -> tuple[int, ...]:
+        """Return the values on the axis at which an implementation is timed."""
+        return tuple(x for x in self.xs if entry.xs is None or x in entry.xs)
 
     def left(self) -> float:
         """Return the seconds that are left of the budget."""
@@ -190,7 +204,7 @@ class Run:
             if not entry.ours:
                 self.pool.dismiss(name)
 
-        jobs = [(entry, xs) for entry in entries for xs in ([(x,) for x in self.xs] if entry.each else [self.xs])]
+        jobs = [(e, xs) for e in entries for xs in ([(x,) for x in self.sizes(e)] if e.each else [self.sizes(e)])]
         self.say("compiling")
         with ThreadPoolExecutor(AT_ONCE) as pool:
             for done in [pool.submit(one, *job) for job in jobs]:
@@ -199,7 +213,7 @@ class Run:
     def timed_rows(self, entry: Entry) -> Iterator[Row]:
         """Yield the rows of one implementation; a crash is a row too, after which a new process continues."""
         crashes: list[int] = []
-        for x in self.xs:
+        for x in self.sizes(entry):
             missing = [named(entry) | {"x": x, "direction": d} for d in self.suite.directions]
             if len(crashes) >= MAX_CRASHES:
                 why = f"not run: its process ended at {' and '.join(f'{c:,}' for c in crashes)}"
@@ -251,7 +265,7 @@ class Run:
     def rows(self, entries: list[Entry]) -> Iterator[Row]:
         """Yield all rows; while one implementation is timed, the process of the next one already imports."""
         there = [e for e in entries if e.needs is None or installed(e.needs)]
-        self.waiting = len(there) * len(self.xs)
+        self.waiting = sum(len(self.sizes(e)) for e in there)
         ahead = self.config.device != "cpu"
         if ahead and not self.suite.alone and len(there) > 1:
             self.compile(there)
@@ -261,7 +275,7 @@ class Run:
                 continue
             if self.repeats(entry):
                 self.pool.dismiss(entry.key)
-                self.waiting -= len(self.xs)
+                self.waiting -= len(self.sizes(entry))
                 continue
             following = there[there.index(entry) + 1 :]
             if ahead and following and following[0].processes == 1 and self.left() > 0:

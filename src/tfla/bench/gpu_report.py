@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import fields
 from typing import Any
@@ -11,6 +12,12 @@ from tfla.bench.gpu import NOT_RUN
 from tfla.bench.options import GpuBench
 
 Row = dict[str, Any]
+# The rows of rooflines, and the implementations whose they are.
+ROOFLINES = {
+    "roofline of mLSTMsig": re.compile("tfla mLSTMsig"),
+    "roofline of mLSTMexp": re.compile("tfla mLSTMexp"),
+    "roofline": re.compile("tfla(, packed)?$"),
+}
 REFUSES = "cannot run these inputs"  # part of the message of a kernel that does not support the sizes
 METHOD = """## On GPUs
 
@@ -77,12 +84,10 @@ def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
             xs = sorted({r["x"] for r in mine if key in r or (key == "seconds" and "error" in r)})
             found = {(r["name"], r["x"]): r for r in mine}
             body = [[n, *(time_cell(found.get((n, x)), key, bound, notes) for x in xs)] for n in _names(mine)]
-            for gate in ("sig", "exp"):
-                bounds = {r["x"]: r[bound] for r in mine if r["name"].startswith(f"tfla mLSTM{gate}") and bound in r}
+            for label, name in ROOFLINES.items():
+                bounds = {r["x"]: r[bound] for r in mine if name.match(r["name"]) and bound in r}
                 if bounds:
-                    body.append(
-                        [f"roofline of mLSTM{gate}", *(milliseconds(bounds[x]) if x in bounds else "-" for x in xs)]
-                    )
+                    body.append([label, *(milliseconds(bounds[x]) if x in bounds else "-" for x in xs)])
             parts.append(table([f"{direction}, {how}, by {axis}", *(f"{x:,}" for x in xs)], body))
     return parts
 

@@ -25,6 +25,7 @@ TRAINING_ROWS = {
     "Llama, 16 heads of 128, cuDNN": "Llama, cuDNN attention",
 }
 MAMBA_ROWS = {"tfla mamba_chunk_scan_combined": "tfla", "Mamba-2": "mamba_ssm"}
+DELTA_COLUMNS = {"fla": "flash-linear-attention", "tfla": "**tfla**"}
 STEPS, BATCH = 8192, 5
 MARK = re.compile(r"(<!-- table: (\w+) -->)\n(?:\|.*\n)*")
 
@@ -82,7 +83,29 @@ def mamba(results: dict[str, Row]) -> str:
     )
 
 
-TABLES = {"speed": speed, "training": training, "mamba": mamba}
+def delta(results: dict[str, Row]) -> str:
+    """Return the table of the delta rule's models at 8,192 steps: forward / forward + backward, memory in GiB.
+
+    Results of other devices than the first one's are left out.
+    """
+    first = results["delta"]
+    rows = {(r["group"], r["name"], r["direction"]): r for r in first["rows"] if r.get("x") == STEPS and "group" in r}
+    body = []
+    for group in dict.fromkeys(group for group, _, _ in rows):
+        found = {name: [rows.get((group, name, d), {}) for d in (FORWARD, BOTH)] for name in DELTA_COLUMNS}
+        floors = [
+            next((f[n]["floor_seconds"] for f in found.values() if "floor_seconds" in f[n]), None) for n in (0, 1)
+        ]
+        cells = [" / ".join("-" if x is None else milliseconds(x) for x in floors)]
+        for pair in found.values():
+            memory = f" ({pair[1]['peak_bytes'] / 2**30:.1f})" if pair[1].get("peak_bytes") else ""
+            cells.append(" / ".join(_time({k: x for k, x in r.items() if k != "floor_seconds"}) for r in pair) + memory)
+        body.append([group, *cells])
+    environment = first["environment"]
+    return table([f"{environment['device']}, {environment['date']}", "roofline", *DELTA_COLUMNS.values()], body)
+
+
+TABLES = {"delta": delta, "speed": speed, "training": training, "mamba": mamba}
 
 
 def renew(text: str, results: dict[str, Row]) -> str:

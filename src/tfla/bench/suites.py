@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 from tfla.backends import BACKENDS
 from tfla.measure.problem import BOTH, FORWARD, STEP, Problem
+from tfla.measure.roofline import DeltaModel
 
 TOKENS, EMBEDDING = 65_536, 4096
 MEMORY = "memory"
 PANELS = (FORWARD, BOTH)
-Form = Literal["exp", "sigmoid", "step exp", "step sigmoid"]
+Form = Literal["exp", "sigmoid", "step exp", "step sigmoid", "gdn", "kda", "gla"]
+DELTA_FORMS: dict[str, DeltaModel] = {"gdn": "gdn", "kda": "kda", "gla": "gla"}
 Heads = tuple[int, int, int]  # H, dqk, dhv
 
 
@@ -41,6 +43,8 @@ class Entry:
     """The processes that run it together, each on a GPU of its own."""
     batch_factor: int = 1
     """The ratio of its batch size, over all processes, to that of the suite."""
+    xs: tuple[int, ...] | None = None
+    """The values on the axis at which it is timed; None: all of the suite."""
 
     @property
     def key(self) -> str:
@@ -168,6 +172,50 @@ def _packed(entries: Iterable[Entry]) -> list[Entry]:
     for entry in entries:
         name, comma, kernel = entry.name.partition(", ")
         made.append(replace(entry, name=f"{name}, packed{comma}{kernel}", options=entry.options | {"packed": True}))
+    return made
+
+
+DELTA_MODELS: tuple[tuple[str, DeltaModel, Heads], ...] = (
+    ("Gated DeltaNet", "gdn", (16, 128, 128)),
+    ("Gated DeltaNet", "gdn", (16, 128, 256)),
+    ("Gated DeltaNet", "gdn", (32, 128, 128)),
+    ("KDA", "kda", (32, 128, 128)),
+    ("GLA", "gla", (8, 256, 512)),
+)
+DELTA_STEPS = (DELTA_MODELS[2], DELTA_MODELS[3], DELTA_MODELS[4])
+
+
+def _delta_group(name: str, heads: Heads) -> str:
+    """Return the name of a model with its heads."""
+    return f"{name}, {' × '.join(map(str, heads))}"
+
+
+def _delta() -> list[Entry]:
+    """Return the delta rule and GLA beside flash-linear-attention's, of each model: all lengths, and packed."""
+    made: list[Entry] = []
+    for name, model, heads in DELTA_MODELS:
+        options = {"model": model}
+        entries = [
+            Entry("tfla", "tfla.bench.delta:chunk", options, form=model),
+            Entry("fla", "tfla.bench.delta:fla_chunk", options, needs="fla", form=model, xs=(8192, TOKENS)),
+        ]
+        packed = [replace(entry, xs=(2048,)) for entry in _packed(entries)]
+        made += _with((*entries, *packed), heads, _delta_group(name, heads))
+    return made
+
+
+def _delta_steps() -> list[Entry]:
+    """Return decoding steps of the delta rule and of GLA beside a copy of the state, of each model."""
+    made: list[Entry] = []
+    for name, model, heads in DELTA_STEPS:
+        step, options = "tfla.bench.delta:step", {"model": model}
+        entries = (
+            Entry("tfla", step, options, form="step sigmoid"),
+            Entry("tfla, in place", step, options | {"in_place": True}, form="step sigmoid"),
+            Entry("device copy of C", "tfla.bench.implementations:copy_state", form="step sigmoid"),
+            Entry("fla", "tfla.bench.delta:fla_step", options, needs="fla", form="step sigmoid"),
+        )
+        made += _with(entries, heads, _delta_group(name, heads))
     return made
 
 
@@ -324,6 +372,18 @@ SUITES = {
         ),
         directions=(FORWARD,), panels=(FORWARD,),
     ),
+    "delta": Suite(
+        f"Delta rules and gates by channel: runtime and memory by sequence length, {TOKENS:,} tokens", "T",
+        (2048, 8192, TOKENS), _lengths(32, 128, 128), tuple(_delta()), sustained_at=(8192,),
+        note="Keys and queries have norm 1. Gates for each channel are in bfloat16, one gate for each step and write "
+        "strengths in float32; the backward computes all gradients. The roofline is that of the recurrence, forward "
+        "and backward by themselves. Packed sequences have exponentially distributed lengths of mean 2,048.",
+    ),
+    "delta_decode": Suite(
+        "Delta rules and gates by channel: one step of decoding by batch size", "batch", (1, 16, 64, 256),
+        lambda B: Problem(B, 1, 32, 128, 128), tuple(_delta_steps()), directions=(FORWARD,), panels=(FORWARD,),
+        sustained_at=(64,),
+    ),
     "mamba": Suite(
         f"Mamba-2: runtime and memory by sequence length, {TOKENS:,} tokens, 64 heads of 64, state 128, 8 groups", "T",
         (2048, 8192, TOKENS), _lengths(*MAMBA_HEADS),
@@ -401,6 +461,14 @@ SUITES = {
         (
             *_own()[:2],
             Entry("attention, torch", "tfla.bench.baselines:sdpa", {"backend": "MATH"}, heads=(4, 16, 16)),
+        ),
+    ),
+    "smoke_delta": Suite(
+        "Smoke: delta rules and gates by channel, seconds on any device", "T", (64, 128),
+        lambda T: Problem(2, T, 2, 16, 32, dtype="float32"),
+        tuple(
+            Entry("tfla", "tfla.bench.delta:chunk", {"model": model}, form=model, group=name)
+            for name, model in (("Gated DeltaNet", "gdn"), ("KDA", "kda"), ("GLA", "gla"))
         ),
     ),
     "smoke_parallel": Suite(

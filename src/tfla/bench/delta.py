@@ -1,0 +1,103 @@
+"""Calls of the delta rule and of gated linear attention (GLA): this library's, and flash-linear-attention's."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tfla
+from tfla.backends.delta import DeltaInputs
+from tfla.measure.problem import Problem, Work
+from tfla.measure.roofline import DeltaModel
+from tfla.ops.delta_dispatch import choose
+
+# By model: the module of flash-linear-attention, the suffix of its functions, and the gates' name in the recurrent one.
+FLA = {
+    "gdn": ("gated_delta_rule", "gated_delta_rule", "g"),
+    "kda": ("kda", "kda", "g"),
+    "gla": ("gla", "gla", "gk"),
+}
+
+
+def inputs(problem: Problem, model: DeltaModel) -> list[Tensor]:
+    """Draw q, k, v, the log-gates and, but for GLA, the write strengths; q and k have norm 1.
+
+    Gates are those of a model early in training: one for each step in float32, for each key channel in the dtype of q.
+    """
+    q, k, v = problem.qkv()
+    q, k = (torch.nn.functional.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
+    if model == "gdn":
+        log_f = problem.log_forget()
+    else:
+        gate = problem.randn(problem.B, problem.T, problem.H, problem.dqk, dtype="float32") + 4.5
+        log_f = torch.nn.functional.logsigmoid(gate).to(q.dtype)
+    if model == "gla":
+        return [q, k, v, log_f]
+    return [q, k, v, log_f, problem.randn(problem.B, problem.T, problem.H, dtype="float32").sigmoid()]
+
+
+def chunk(problem: Problem, model: DeltaModel, packed: bool = False) -> Work:
+    """Return a call of `tfla.delta_rule` or `tfla.linear_attention`, with facts on the backend and kernel that run.
+
+    Args:
+        problem: the sizes, dtype and device.
+        model: the recurrence.
+        packed: whether the sequences are packed, with exponentially distributed lengths.
+    """
+    given, cu_seqlens = inputs(problem, model), None
+    if packed:
+        given, cu_seqlens = problem.packed(given)
+    q, k, v, log_f, *beta = given
+    x = DeltaInputs(q, k, v, beta[0] if beta else None, log_f, None, None, None, None, cu_seqlens)
+    backend, kernel, _ = choose(x, False, None, None, None)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, beta: Tensor | None = None) -> Any:
+        if beta is None:
+            return tfla.linear_attention(q, k, v, log_f, cu_seqlens=cu_seqlens)
+        return tfla.delta_rule(q, k, v, beta, log_f, cu_seqlens=cu_seqlens)
+
+    return Work(run, given, {"way": f"{backend.name} {kernel}"})
+
+
+def step(problem: Problem, model: DeltaModel, in_place: bool = False) -> Work:
+    """Return a call of `tfla.delta_rule_step` or `tfla.linear_attention_step` from a state that is not zero."""
+    state = tfla.State(problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype="float32"))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, beta: Tensor | None = None) -> Tensor:
+        if beta is None:
+            return tfla.linear_attention_step(q, k, v, log_f, state, in_place=in_place)[0]
+        return tfla.delta_rule_step(q, k, v, beta, state, log_f, in_place=in_place)[0]
+
+    return Work(run, [x[:, 0] for x in inputs(problem, model)])
+
+
+def fla_chunk(problem: Problem, model: DeltaModel, packed: bool = False) -> Work:
+    """Return a call of flash-linear-attention's chunk kernels for the same inputs."""
+    module, name, _ = FLA[model]
+    run = getattr(importlib.import_module(f"fla.ops.{module}"), f"chunk_{name}")
+    given, ends = inputs(problem, model), {}
+    if packed:
+        given, ends["cu_seqlens"] = problem.packed(given)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *beta: Tensor) -> Tensor:
+        found: Tensor = run(q=q, k=k, v=v, g=g, **({"beta": beta[0]} if beta else {}), **ends)[0]
+        return found
+
+    return Work(call, given)
+
+
+def fla_step(problem: Problem, model: DeltaModel) -> Work:
+    """Return a call of one step of flash-linear-attention's recurrent kernel, from a state to the next."""
+    module, name, gates = FLA[model]
+    run = getattr(importlib.import_module(f"fla.ops.{module}"), f"fused_recurrent_{name}")
+    C = problem.randn(problem.B, problem.H, problem.dqk, problem.dhv, dtype="float32")
+
+    def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *beta: Tensor) -> Tensor:
+        options = {gates: g} | ({"beta": beta[0]} if beta else {})
+        found: Tensor = run(q=q, k=k, v=v, **options, initial_state=C, output_final_state=True)[0]
+        return found
+
+    return Work(call, inputs(problem, model))
