@@ -468,7 +468,7 @@ SUITES = {
         lambda T: Problem(2, T, 2, 16, 32, dtype="float32"),
         tuple(
             Entry("tfla", "tfla.bench.delta:chunk", {"model": model}, form=model, group=name)
-            for name, model in (("Gated DeltaNet", "gdn"), ("KDA", "kda"), ("GLA", "gla"))
+            for name, model, _ in (DELTA_MODELS[0], *DELTA_MODELS[3:])
         ),
     ),
     "smoke_parallel": Suite(
