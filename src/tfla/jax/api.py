@@ -9,14 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from tfla.jax import checks, chunkwise, reference
+from tfla.jax import checks, chunkwise, kernels, reference
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import Inputs, Spec, acc_dtype
+from tfla.jax.kernels import KernelInputs, KernelSpec
 from tfla.jax.state import State
 from tfla.ops.checks import check_chunk_size, check_flags, check_input_gate
 from tfla.ops.gates import InputGate
 
-KERNELS: dict[str, tuple[str, ...]] = {"chunkwise": ("segmented",), "reference": reference.KERNELS}
+KERNELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(kernels.BACKENDS, ("fused",)),
+    "chunkwise": ("segmented",),
+    "reference": reference.KERNELS,
+}
 Offsets = Array | np.ndarray | tuple[int, ...]
 
 
@@ -40,7 +45,7 @@ def prepare(
     q: Array, k: Array, v: Array, i: Array | None, f: Array, gates: str, normalize: bool, initial_state: State | None,
     return_state: bool, cu_seqlens: Offsets | None, chunk_size: int | None, scale: float | None, backend: str | None,
     kernel: str | None, normalizer_grad: bool, store_dtype: Any, context_parallel: str | None,
-) -> tuple[Spec, Inputs]:  # fmt: skip
+) -> tuple[Spec, Inputs] | tuple[KernelSpec, KernelInputs]:  # fmt: skip
     """Check a call and return its options and its arrays as the implementations read them.
 
     Raises:
@@ -56,12 +61,18 @@ def prepare(
     checks.check_inputs(q, k, v, given, time=True)
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
+    given_chunk_size = chunk_size
     chosen, kernel, chunk_size = choose(backend, kernel, chunk_size)
     checks.check_context_parallel(context_parallel, cu_seqlens, chosen)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is not None:
         checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
     q, k, v = map(jnp.asarray, (q, k, v))
+    if chosen in kernels.BACKENDS:
+        return kernels.prepare(
+            q, k, v, i, f, gates, normalize, initial_state, return_state, cu_seqlens, given_chunk_size, scale, chosen,
+            normalizer_grad, store_dtype,
+        )  # fmt: skip
     dtype = acc_dtype(q)
     if i is None:
         log_f = clamp(jnp.asarray(f))
@@ -86,8 +97,15 @@ def prepare(
     return spec, Inputs(q, k, v, log_i.astype(dtype), log_f.astype(dtype), C, n, m, at)
 
 
-def _run(return_state: bool, spec: Spec, x: Inputs) -> Array | tuple[Array, State]:
+def _run(return_state: bool, spec: Spec | KernelSpec, x: Inputs | KernelInputs) -> Array | tuple[Array, State]:
     """Compute a call that has been checked."""
+    if isinstance(spec, KernelSpec):
+        assert isinstance(x, KernelInputs)
+        h, C, n, m = kernels.compute(spec, x)
+        if not return_state:
+            return h
+        return h, State(C, n, jax.lax.stop_gradient(m)) if spec.options.normalize else State(C)
+    assert isinstance(x, Inputs)
     h, C, n, m = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
     if not return_state:
         return h
@@ -112,8 +130,11 @@ def compute_with_offset(
         h (B, T, H, dhv) in v's dtype, and the state after the last step.
     """
     spec, x = prepare(
-        q, k, v, log_i, log_f, "log", normalize, state, True, None, None, None, None, None, normalizer_grad, None, None
+        q, k, v, log_i, log_f, "log", normalize, state, True, None, None, None, "chunkwise", None, normalizer_grad,
+        None, None,
     )  # fmt: skip
+    assert isinstance(spec, Spec)
+    assert isinstance(x, Inputs)
     found = _run(True, spec, x._replace(offset=None if offset is None else offset.astype(x.log_f.dtype)))
     assert isinstance(found, tuple)
     h, last = found

@@ -6,8 +6,11 @@ from typing import Any
 
 from jax import Array
 
+from tfla.jax import kernels
 from tfla.jax.api import KERNELS, Offsets, prepare
 from tfla.jax.chunkwise import TILE, stored_states
+from tfla.jax.inputs import Inputs
+from tfla.jax.kernels import KernelInputs, KernelSpec, signature
 from tfla.jax.state import State
 from tfla.ops.checks import check_input_gate
 from tfla.ops.explain import Explanation
@@ -51,12 +54,20 @@ def explain(
         q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
         backend, kernel, normalizer_grad, store_dtype, context_parallel,
     )  # fmt: skip
+    why = "it could, but {} " + ("was asked for" if backend is not None else "comes before it")
+    if isinstance(spec, KernelSpec):
+        assert isinstance(x, KernelInputs)
+        rows, details = kernels.describe(spec, x)
+        others = kernels.why_not(signature(x), spec.backend, why.format(repr(spec.backend)))
+        others |= {name: why.format(repr(spec.backend)) for name in KERNELS if name not in (*others, spec.backend)}
+        return Explanation(spec.backend, "fused", spec.options.chunk_size, rows, details, others)
+    assert isinstance(x, Inputs)
     rows, details = 0, {}
     if spec.backend == "chunkwise":
         sequences = None if cu_seqlens is None else len(cu_seqlens) - 1
         rows = stored_states(spec, x.v.shape[1], x.v.shape[0], sequences)
         details = {"tile": min(TILE, spec.chunk_size, x.v.shape[1])}
-    why = "it could, but {} " + ("was asked for" if backend is not None else "comes before it")
     others = {name: why.format(repr(spec.backend)) for name in KERNELS if name != spec.backend}
-    others["triton, hopper"] = "kernels for GPUs run from PyTorch; from JAX they do not run yet"
+    given = signature((x.q, x.k, x.v, x.log_i, x.log_f, None, None, None, None))
+    others |= kernels.why_not(given, spec.backend, why.format(repr(spec.backend)))
     return Explanation(spec.backend, spec.kernel, spec.chunk_size, rows, details, others)

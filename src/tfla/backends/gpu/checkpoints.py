@@ -68,7 +68,7 @@ def new_checkpoints(
     shape = checkpoint_shape(ctx)
     size = math.prod(shape)
     if memory is not None and 0 < size <= memory.numel() - offset:
-        C: Tensor = ctx.do(lambda t: t.view(-1)[offset : offset + size].view(shape), memory)
+        C = ctx.recorder.reuse(memory, offset, shape)
     else:
         C = ctx.new(*shape, dtype=ctx.x.q.dtype)
     return C, ctx.new(shape[0], ctx.H, ctx.K) if ctx.spec.normalize else unused

@@ -13,7 +13,7 @@ import torch
 import triton
 
 from tfla.backends.base import Inputs
-from tfla.backends.gpu.runtime import INTERPRETED
+from tfla.backends.gpu.runtime import INTERPRETED, planned_gpu
 
 SHORTEST_SEGMENT = 512  # steps; shorter segments spend more on their start than they gain
 
@@ -61,9 +61,15 @@ def ceil_div(a: int, b: int) -> int:
     return (a + b - 1) // b
 
 
-@functools.cache
 def architecture(device: torch.device) -> int:
     """Return the compute capability of a GPU, 90 for 9.0, and 80 for devices that are not from NVIDIA."""
+    planned = planned_gpu(device)
+    return _architecture(device) if planned is None else planned.architecture
+
+
+@functools.cache
+def _architecture(device: torch.device) -> int:
+    """Return `architecture` of a device that is there."""
     if device.type == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
@@ -158,12 +164,21 @@ def float32_products() -> str:
 
 def products(x: Inputs) -> str:
     """Return the precision of matrix products of these inputs; "tf32" for 16-bit inputs, which have only one."""
-    return float32_products() if x.q.dtype == torch.float32 else "tf32"
+    if x.q.dtype != torch.float32:
+        return "tf32"
+    planned = planned_gpu(x.q.device)
+    return float32_products() if planned is None else planned.float32_products
+
+
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU, 1 where kernels are interpreted."""
+    planned = planned_gpu(device)
+    return _processors(device) if planned is None else planned.processors
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU, 1 where kernels are interpreted."""
+def _processors(device: torch.device) -> int:
+    """Return `processors` of a device that is there."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

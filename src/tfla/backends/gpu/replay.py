@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -162,6 +163,15 @@ class LaunchRecorder:
         """Allocate a tensor of this shape."""
         made: Tensor = self.do(functools.partial(torch.empty, shape, dtype=dtype, device=self.device))
         return made
+
+    def reuse(self, memory: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor in the memory of a dense one, from element `offset` on.
+
+        The caller does not read `memory` before it has written it again, so that a plan may have another tensor here.
+        """
+        size = math.prod(shape)
+        found: Tensor = self.do(lambda t: t.view(-1)[offset : offset + size].view(shape), memory)
+        return found
 
     def placeholder(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor without elements for a result that was not requested; all calls share it."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tfla.backends.base import Inputs
 from tfla.backends.gpu.config import SHORTEST_SEGMENT, KernelConfig, ceil_div, processors
+from tfla.backends.gpu.runtime import planned_gpu
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def best_chunk_size(x: Inputs, config: KernelConfig, programs_per_segment: int) 
         programs_per_segment: how many programs share the scan of one segment of one head.
     """
     T, heads = x.v.shape[1], x.sequences * x.v.shape[2]
-    if not x.q.is_cuda:
+    if not x.q.is_cuda and planned_gpu(x.q.device) is None:
         return max(1, T)
     programs = heads * programs_per_segment
     available = processors(x.q.device) * config.programs_per_sm

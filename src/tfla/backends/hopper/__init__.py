@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends.base import Backend, Exchange, Grads, Inputs, Outputs, Replay, Spec
-from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant, planned_gpu
 from tfla.backends.triton import BACKEND as TRITON
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ PADDED_DIMS = (*SMALL_HEADS, *itertools.product(DIMS, DIMS))
 @constant
 def _is_hopper(device: torch.device) -> bool:
     """Return whether `device` is a GPU of compute capability 9.0."""
+    planned = planned_gpu(device)
+    if planned is not None:
+        return planned.architecture == 90
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 

@@ -25,7 +25,7 @@ from tfla.backends.base import (
     StepOutputs,
     StepSpec,
 )
-from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant
+from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INSTALLED, INTERPRETED, constant, planned_gpu
 from tfla.backends.triton.delta_backend import TritonDelta
 
 if TYPE_CHECKING:
@@ -86,6 +86,10 @@ class Triton(Backend):
         """Return why tensors on this device and of this dtype are not supported, or None."""
         if not INSTALLED:
             return 'Triton is not installed: pip install "tfla[triton]"'
+        if (planned := planned_gpu(q.device)) is not None:
+            if planned.architecture < 80:
+                return "it needs compute capability 8.0 (Ampere) or newer"
+            return "it computes in float32 at most, the inputs are float64" if q.dtype == torch.float64 else None
         if q.device.type != "cuda" and not INTERPRETED:
             return f"it needs an NVIDIA GPU, the inputs are on {q.device.type}"
         if q.device.type == "cuda" and not _ampere_or_newer(q.device):

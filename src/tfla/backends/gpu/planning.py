@@ -1,0 +1,187 @@
+"""Plans: the allocations and launches of one call, recorded without running them, for other hosts than PyTorch.
+
+What a call allocates and launches depends only on shapes, dtypes and options. A :class:`PlanRecorder` takes the place
+of the :class:`~tfla.backends.gpu.replay.LaunchRecorder` while the launch code runs on tensors of the meta device; its
+steps are data, which another host, such as a function compiled by JAX, turns into its own operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from tfla.backends.gpu.replay import LaunchRecorder
+from tfla.backends.gpu.runtime import INTERPRETED, PlannedGPU, planned_for
+
+
+class Allocate(NamedTuple):
+    """The allocation of a tensor, not filled."""
+
+    result: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Fill(NamedTuple):
+    """The filling of a whole tensor with zeros."""
+
+    target: int
+
+
+class Copy(NamedTuple):
+    """The copy of one whole tensor to another of the same shape, with a conversion to its dtype."""
+
+    target: int
+    source: int
+
+
+class Describe(NamedTuple):
+    """The making of a TMA descriptor of a tensor."""
+
+    result: int
+    base: int
+    descriptor: Any  # shape, strides and block_shape as attributes
+
+
+class Launch(NamedTuple):
+    """The launch of a kernel."""
+
+    kernel: Any  # the Triton kernel
+    compiled: Any  # as Triton compiled it; None where kernels are interpreted
+    grid: tuple[int, ...]
+    read: tuple[int, ...]  # the tensors and descriptors that it reads or writes, its first arguments
+    numbers: tuple[float, ...]  # its next arguments
+    constants: dict[str, Any]
+    num_warps: int
+
+
+Step = Allocate | Fill | Copy | Describe | Launch
+
+
+class Plan(NamedTuple):
+    """The steps of one call. Tensors are numbered: the given ones first, then others as steps make them."""
+
+    given: tuple[bool, ...]  # whether each input is there
+    steps: tuple[Step, ...]
+    results: tuple[int, ...]
+    meta: dict[int, Tensor]  # shapes and dtypes of the tensors
+
+
+class PlanRecorder(LaunchRecorder):
+    """A recorder whose steps are data. Kernels are compiled for the planned GPU and do not run."""
+
+    def __init__(self, given: Sequence[Tensor | None]) -> None:
+        super().__init__(given)
+        self.plan: list[Step] = []
+
+    def _new_number(self, x: Any) -> int:
+        """Return the number of a new tensor or descriptor."""
+        self._number(x)
+        return self.numbers[id(x)]
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Record the allocation of a tensor."""
+        made = torch.empty(shape, dtype=dtype, device=self.device)
+        self.plan.append(Allocate(self._new_number(made), tuple(shape), dtype))
+        return made
+
+    def reuse(self, memory: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
+        """Record the allocation of a tensor: hosts of plans find free memory by themselves."""
+        return self.new(*shape, dtype=memory.dtype)
+
+    def placeholder(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Record the allocation of a tensor without elements."""
+        return self.new(*shape, dtype=dtype)
+
+    def do(self, fn: Callable[..., Any], *read: Any) -> Any:
+        """Record an operation.
+
+        Raises:
+            NotImplementedError: it is none of those that plans have.
+        """
+        if fn is Tensor.zero_:
+            self.plan.append(Fill(self.numbers[id(read[0])]))
+            return read[0]
+        if fn is Tensor.copy_:
+            self.plan.append(Copy(*(self.numbers[id(t)] for t in read)))
+            return read[0]
+        made = fn(*read)
+        if isinstance(made, Tensor):
+            raise NotImplementedError(f"an operation of PyTorch, {fn}")
+        self.plan.append(Describe(self._new_number(made), self.numbers[id(read[0])], made))
+        return made
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False, **constants: Any
+    ) -> None:
+        """Record a launch and compile its kernel, see :meth:`.LaunchRecorder.launch`."""
+        compiled = None
+        if not INTERPRETED:
+            options = {"enable_fp_fusion": True, "num_warps": num_warps}
+            compiled = kernel.run(*args, grid=grid, warmup=True, **options, **constants)
+        count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
+        read = tuple(self.numbers[id(x)] for x in args[:count])
+        self.plan.append(Launch(kernel, compiled, grid, read, tuple(args[count:]), constants, num_warps))
+
+    def finish(self, results: Sequence[Tensor]) -> Plan:
+        """Return the plan of a call with these results."""
+        meta = {n: x for n, x in enumerate(self.made) if isinstance(x, Tensor)}
+        numbers = tuple(self.numbers[id(t)] for t in results)
+        return Plan(tuple(t is not None for t in self.given), tuple(self.plan), numbers, meta)
+
+
+class _AbsentDriver:
+    """As much of a Triton driver as compiling for a GPU needs, which may be one that PyTorch does not see."""
+
+    def __init__(self, architecture: int) -> None:
+        self.target = GPUTarget("cuda", architecture, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what kernels are compiled for."""
+        return self.target
+
+    def get_current_device(self) -> str:
+        """Return the key under which Triton keeps compiled kernels; that of a GPU of PyTorch is its number."""
+        return f"planned {self.target.arch}"
+
+    def get_current_stream(self, device: object = None) -> int:
+        """Return a stream, which is not used."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Return the device of the tensors."""
+        return torch.device("meta")
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        """Return a C type; no launcher is compiled."""
+        return "int"
+
+
+_LOCK = threading.RLock()  # Triton has one active driver for all threads
+
+
+@contextlib.contextmanager
+def planning(gpu: PlannedGPU) -> Iterator[None]:
+    """Let launch code in the body of a `with` statement plan for a GPU, which need not be there."""
+    with _LOCK, planned_for(gpu):
+        if INTERPRETED:
+            yield
+            return
+        before = driver._active  # `active` would make the default one, which initializes PyTorch's CUDA
+        driver.set_active(_AbsentDriver(gpu.architecture))
+        try:
+            yield
+        finally:
+            driver.set_active(before)
+
+
+def like(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a dense tensor of the meta device, which stands for one of the planned GPU."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -1,0 +1,150 @@
+"""The lowering of plans of launches into functions of JAX: each launch is jaxlib's call of a Triton kernel.
+
+Tensors that a plan allocates are arrays of JAX that are not filled. A launch may write all of them that it gets, so
+that each is an operand and, aliased with it, a result, which later launches read.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax import Array
+
+from tfla.backends.gpu.planning import Allocate, Copy, Describe, Fill, Launch, Plan
+
+TARGET = "triton_kernel_call_ffi"  # of the plugin for CUDA, which compiles PTX and launches kernels
+FIRST, LAST = (0, 10), (0, 12)  # versions of jaxlib with this target, the last excluded
+DESCRIPTORS = (0, 11, 1)  # the first version with TMA descriptors, and memory in which kernels make them
+
+
+def jaxlib_version() -> tuple[int, ...]:
+    """Return the version of jaxlib."""
+    return tuple(int(n) for n in re.findall(r"\d+", jaxlib.__version__)[:3])
+
+
+@functools.cache
+def unsupported() -> str | None:
+    """Return why the installed jaxlib cannot launch Triton kernels, or None."""
+    if not FIRST <= jaxlib_version() < LAST:
+        return (
+            f"it is tested with jaxlib {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1] - 1}, this is {jaxlib.__version__}"
+        )
+    try:
+        from jaxlib import gpu_triton
+
+        gpu_triton.TritonKernel, gpu_triton.TritonKernelCall, gpu_triton.create_array_parameter  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        return f"it needs JAX's plugin for CUDA: {error}"
+    return None
+
+
+def _used_parameters(ptx: str, name: str) -> set[int]:
+    """Return the numbers of the parameters that the code of a kernel reads."""
+    found = [int(n) for n in re.findall(rf"\b{re.escape(name)}_param_(\d+)\b", ptx)]
+    return {n for n in found if found.count(n) > 1}  # the first one is its declaration
+
+
+class KernelCall:
+    """The call of one launch: its kernel, its operands and what jaxlib needs to know of them."""
+
+    def __init__(self, launch: Launch, described: dict[int, Describe], unused: int) -> None:
+        from jaxlib import gpu_triton
+
+        compiled, metadata = launch.compiled, launch.compiled.metadata
+        ptx, signature = compiled.asm["ptx"], compiled.src.signature
+        self.name = str(metadata.name)
+        used = _used_parameters(ptx, self.name)
+        self.operands: list[int] = []  # numbers of tensors, in the order of the parameters
+        self.live: list[bool] = []  # whether the kernel reads the parameter of each of them
+        parameters: list[Any] = []
+        descriptions = iter(metadata.tensordesc_meta or ())
+        names = launch.kernel.arg_names
+        for name, n in zip(names, launch.read, strict=False):
+            if signature[name] == "constexpr":  # None
+                continue
+            is_live = len(parameters) in used
+            self.live.append(is_live)
+            if n in described:
+                self.operands.append(described[n].base)
+                parameters += self._descriptor(described[n].descriptor, next(descriptions))
+            else:
+                self.operands.append(n if is_live else unused)
+                parameters.append(gpu_triton.create_array_parameter(0, 16 if is_live else 0))
+        for name, x in zip(names[len(launch.read) :], launch.numbers, strict=False):
+            kind = signature[name]
+            if kind != "constexpr":  # else it is compiled in, as Triton does with 1
+                value = float(x) if kind.startswith("fp") else int(x)
+                parameters.append(gpu_triton.create_scalar_parameter(value, kind))
+        scratch = int(metadata.global_scratch_size or 0)
+        if scratch and jaxlib_version() < DESCRIPTORS:
+            raise NotImplementedError(f"TMA descriptors need jaxlib {'.'.join(map(str, DESCRIPTORS))} or newer")
+        kernel = gpu_triton.TritonKernel(
+            self.name, metadata.num_warps, metadata.num_ctas, metadata.shared, ptx, "", int(metadata.target.arch),
+            *((scratch, metadata.global_scratch_align) if scratch else ()),
+        )  # fmt: skip
+        grid = (*launch.grid, 1, 1)[:3]
+        self.opaque = zlib.compress(gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(self.name, b""))
+
+    @staticmethod
+    def _descriptor(descriptor: Any, meta: dict[str, Any]) -> list[Any]:
+        """Return the parameters of a TMA descriptor: the encoded one, its shape and its strides."""
+        from jaxlib import gpu_triton
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        return [
+            gpu_triton.create_tma_descriptor_parameter(  # type: ignore[attr-defined]
+                elem_type=TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], swizzle=meta["swizzle"],
+                shape=list(descriptor.shape), strides=list(descriptor.strides), block_shape=list(meta["block_size"]),
+                oob_fill=0,
+            ),
+            *[gpu_triton.create_scalar_parameter(int(n), "i32") for n in descriptor.shape],
+            *[gpu_triton.create_scalar_parameter(int(n), "i64") for n in descriptor.strides],
+        ]  # fmt: skip
+
+    def __call__(self, values: dict[int, Array], owned: set[int]) -> None:
+        """Call the kernel on values by number, of which it replaces the owned ones that it may write."""
+        written: dict[int, int] = {}  # the operand that each owned tensor is
+        for place, (n, live) in enumerate(zip(self.operands, self.live, strict=True)):
+            if live and n in owned:
+                if n in written:
+                    raise NotImplementedError(f"kernel {self.name} reads one tensor by two parameters")
+                written[n] = place
+        results = [jax.ShapeDtypeStruct(values[n].shape, values[n].dtype) for n in written]
+        call = jax.ffi.ffi_call(
+            TARGET, results, input_output_aliases={place: n for n, place in enumerate(written.values())},
+            has_side_effect=False,
+        )  # fmt: skip
+        found = call(*[values[n] for n in self.operands], name=self.name, opaque=self.opaque)
+        values.update(zip(written, found, strict=True))
+
+
+class LoweredPlan:
+    """A plan as a function of arrays."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.owned = {step.result for step in plan.steps if isinstance(step, Allocate)}
+        described = {step.result: step for step in plan.steps if isinstance(step, Describe)}
+        first = plan.given.index(True)
+        self.calls = [KernelCall(s, described, first) if isinstance(s, Launch) else None for s in plan.steps]
+
+    def __call__(self, given: Sequence[Array | None]) -> list[Array]:
+        """Emit the steps on the given arrays and return the results."""
+        values: dict[int, Any] = dict(enumerate(given))
+        for step, call in zip(self.plan.steps, self.calls, strict=True):
+            if isinstance(step, Allocate):
+                values[step.result] = jax.lax.empty(step.shape, jnp.dtype(str(step.dtype).removeprefix("torch.")))
+            elif isinstance(step, Fill):
+                values[step.target] = jnp.zeros_like(values[step.target])
+            elif isinstance(step, Copy):
+                values[step.target] = values[step.source].astype(values[step.target].dtype)
+            elif call is not None:
+                call(values, self.owned)
+        return [values[n] for n in self.plan.results]
