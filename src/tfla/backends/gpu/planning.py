@@ -138,7 +138,7 @@ class PlanRecorder(LaunchRecorder):
 
 
 class _AbsentDriver:
-    """As much of a Triton driver as compiling for a GPU needs, which may be one that PyTorch does not see."""
+    """The part of a Triton driver that compilation needs, for a GPU that PyTorch need not see."""
 
     def __init__(self, architecture: int) -> None:
         self.target = GPUTarget("cuda", architecture, 32)
