@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from tfla._util.markdown import table
-from tfla.backends import BACKENDS, DELTA_BACKENDS, DeltaInputs, Inputs, StepInputs
+from tfla.backends import BACKENDS, DELTA_BACKENDS, DeltaInputs, DeltaStepInputs, Inputs, StepInputs
 
 USAGE = "usage: tfla support\n\nWhat is supported where, as Markdown: backends by GPU, and other libraries' functions."
 WHERE: dict[str, tuple[str, tuple[int, int]]] = {
@@ -94,6 +94,15 @@ def _names_of_delta(device: str, by_channel: bool) -> str:
     return ", ".join(b.name for b in DELTA_BACKENDS.values() if b.name != "reference" and b.unsupported(x) is None)
 
 
+def _names_of_delta_steps(device: str) -> str:
+    """Return the backends with a kernel for decoding steps of the delta rule, whatever its gates are."""
+    q = torch.empty(1, 1, 8, 128, dtype=torch.bfloat16, device=device)
+    gates, C = torch.empty(1, 1, 8, 128, device=device), torch.empty(1, 8, 128, 128, device=device)
+    x = DeltaStepInputs(q, q, q, gates[..., 0], gates, None, None, None, C, None)
+    able = [b.name for b in DELTA_BACKENDS.values() if b.steps_unsupported(x) is None]
+    return ", ".join(able) if able else "plain PyTorch"
+
+
 def backends_table() -> str:
     """Return the table of backends by kind of call and device."""
     columns = []
@@ -101,8 +110,10 @@ def backends_table() -> str:
         with FakeTensorMode(), mock.patch.object(torch.cuda, "get_device_capability", lambda *_, c=capability: c):
             cells = [_names(_for_sequences(inputs(device, **call))) for call in CALLS.values()]
             cells.append(_names(_for_steps(inputs(device, carried=True, steps=1))))
-            columns.append([*cells, *(_names_of_delta(device, by_channel) for by_channel in (False, True))])
-    rows = zip([*CALLS, "decoding steps", "delta rule", "delta rule or GLA, gates by channel"], *columns, strict=True)
+            cells += [_names_of_delta(device, by_channel) for by_channel in (False, True)]
+            columns.append([*cells, _names_of_delta_steps(device)])
+    delta = "delta rule", "delta rule or GLA, gates by channel", "decoding steps of both"
+    rows = zip([*CALLS, "decoding steps", *delta], *columns, strict=True)
     return table(["", *WHERE], [list(row) for row in rows])
 
 

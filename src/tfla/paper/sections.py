@@ -46,6 +46,7 @@ class Section(NamedTuple):
 SECTIONS: dict[str, Section] = {
     "counting": Section("tfla.paper.counting", "Counting", "FLOPs and bytes of every algorithm (Figures 15, 16)"),
     "theory": Section("tfla.paper.theory", "Theory of the runtime", "runtime by chunk size, GPU (Figures 17 to 22)"),
+    "delta": Section("tfla.paper.delta", "The delta rule", "FLOPs, bytes and times of the delta rule, KDA and GLA"),
     "benchmarks": Section("tfla.paper.benchmarks", "Benchmarks", "stored measurements (Figures 4, 5, 12, 13, 14)"),
     "transfer": Section("tfla.paper.transfer", "Transfer behavior", "gain before and after the norm (Figures 3, 6, 7)"),
     "numerics": Section("tfla.paper.numerics.figures", "Numerics", "stored errors against float64, beside rounding"),
