@@ -126,6 +126,31 @@ def test_tensors_are_those_of_each_call(second: str | None) -> None:
     assert found[2].is_contiguous()
 
 
+def test_a_result_in_another_shape() -> None:
+    """A launch fills what was allocated; the other results, and the recorded launches themselves, stay as they are."""
+
+    def first(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        assert given[0] is not None
+        other = recorder.do(Tensor.clone, given[0])
+        h = recorder.new(2, 1, 3)
+        recorder.launch({(1,): fill}, (1,), h, 5.0, num_warps=4)
+        return [other, h]
+
+    def fill(h: Tensor, value: float, **options: Any) -> None:
+        h.data.fill_(value)  # as a kernel does, unseen by version counters
+
+    x = torch.ones(4)
+    record_or_replay("like this", [x], first)
+    recorded = recorded_launches("like this")
+    assert recorded is not None
+    other, h = recorded.with_shape(1, 2, 3)([2 * x])
+    assert torch.equal(other, 2 * x)
+    assert torch.equal(h, torch.full((2, 3), 5.0))
+    assert recorded([x])[1].shape == (2, 1, 3)
+    with pytest.raises(AssertionError, match="allocated by"):
+        recorded.with_shape(0, 2, 2)
+
+
 def test_nothing_is_kept_of_a_failure() -> None:
     def fails(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
         recorder.new(3)
@@ -209,5 +234,5 @@ def test_a_triton_that_keeps_things_elsewhere() -> None:
 def test_what_distinguishes_tensors() -> None:
     x = torch.zeros(4, 8, 16)
     others = [x.half(), x[:2], x.transpose(0, 1), x.flatten()[1:-15].view(4, 2, -1)[:, :1], x.to("meta"), None]
-    assert static(x) == static(torch.ones(4, 8, 16))
-    assert len({static(x), *map(static, others)}) == 7
+    assert static([x]) == static([torch.ones(4, 8, 16)])
+    assert len({static([each]) for each in (x, *others)}) == 7

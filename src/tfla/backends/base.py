@@ -23,7 +23,7 @@ from torch import Tensor
 TILE = 64  # steps of one tile in every backend but the reference, whatever chunk_size is
 
 
-def static(*tensors: Tensor | None) -> Hashable:
+def static(tensors: Sequence[Tensor | None]) -> Hashable:
     """Return the dtype, shape, strides, alignment to 16 bytes and device of each tensor, None for None."""
     # One comprehension, because a function call for each tensor takes half as much host time again.
     return tuple([None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16, x.device) for x in tensors])
@@ -276,8 +276,13 @@ class Backend(ABC):
         """Compute a few steps without gradients; the new C goes to ``into``, which may be x.C, or to a new tensor."""
         raise NotImplementedError
 
-    def steps_replay(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Replay | None:
-        """Return a function that replays the last `steps` on other inputs of the same signature, or None."""
+    def steps_replay(self, x: StepInputs, spec: StepSpec, into: Tensor | None, time: bool) -> Replay | None:
+        """Return a function that replays the last `steps` on other inputs of the same signature, or None.
+
+        Args:
+            x, spec, into: the arguments of `steps`.
+            time: whether q, k, v and gates of later calls, and h, have the dimension of time, (B, T, ...); else T is 1.
+        """
         return None
 
     def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:

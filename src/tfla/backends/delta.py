@@ -208,8 +208,13 @@ class DeltaBackend(ABC):
         """
         raise NotImplementedError
 
-    def steps_replay(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> Replay | None:
-        """Return a function that replays the last `steps` on other inputs of the same signature, or None."""
+    def steps_replay(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None, time: bool) -> Replay | None:
+        """Return a function that replays the last `steps` on other inputs of the same signature, or None.
+
+        Args:
+            x, spec, into: the arguments of `steps`.
+            time: whether q, k, v and gates of later calls, and h, have the dimension of time, (B, T, ...); else T is 1.
+        """
         return None
 
     def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:

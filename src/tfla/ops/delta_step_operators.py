@@ -36,7 +36,8 @@ def run(request: DeltaStepRequest, plan: StepPlan) -> tuple[Tensor, State]:
     state = request.state
     if plan.replay is not None:
         h, C = plan.replay((*request[:8], state.C, request.lengths, state.C if request.in_place else None))
-    elif plan.backend is None:
+        return h, State(C)
+    if plan.backend is None:
         h, C = compute_steps(step_inputs(request), plan.spec)
         C = state.C.copy_(C) if request.in_place else C
     else:
@@ -49,5 +50,6 @@ def _run_backend(request: DeltaStepRequest, plan: StepPlan) -> Sequence[Tensor]:
     x = step_inputs(request)
     found = delta_steps(x, plan.backend.name, plan.spec, request.in_place)
     if plan.record:
-        plan.record, plan.replay = False, plan.backend.steps_replay(x, plan.spec, x.C if request.in_place else None)
+        plan.record = False
+        plan.replay = plan.backend.steps_replay(x, plan.spec, x.C if request.in_place else None, request.time)
     return found

@@ -70,7 +70,7 @@ class Plan:
 
 
 def call_signature(
-    given: tuple[Tensor | None, ...], state: State | None, lengths: Tensor | None, *options: Hashable
+    given: tuple[Tensor | None, ...], state: State | None, lengths: Tensor | None, options: Hashable = ()
 ) -> Hashable:
     """Return everything that the checks and the choice of a call depend on, or None where the call cannot be cached.
 
@@ -94,9 +94,9 @@ def call_signature(
             if t is not None and t.requires_grad:
                 recorded = True
                 break
-    device = given[0].device.type
+    device = "cuda" if given[0].is_cuda else given[0].device.type  # the first takes a fraction of the host time
     low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return low, recorded, options, static(*tensors)
+    return low, recorded, options, static(tensors)
 
 
 # The plans of calls that have passed the checks.

@@ -37,11 +37,8 @@ class StepPlan:
 _PLANS: CallCache[StepPlan] = CallCache()
 
 
-def plan(request: Request) -> tuple[Request, StepPlan]:
+def plan(request: Request) -> StepPlan:
     """Look up what runs a call under its signature, or check the call and choose it.
-
-    Returns:
-        the request, and the plan.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or no backend has that name.
@@ -51,7 +48,7 @@ def plan(request: Request) -> tuple[Request, StepPlan]:
     if found is None:
         found = _check_and_choose(request, cached=call is not None)
         _PLANS.add(call, found)
-    return request, found
+    return found
 
 
 def step_inputs(request: Request) -> StepInputs:

@@ -38,7 +38,8 @@ def run(request: Request, plan: StepPlan) -> tuple[Tensor, State]:
     assert state is not None
     if plan.replay is not None:
         h, C, n, m = plan.replay((*request[:5], *state, request.lengths, state.C if request.in_place else None))
-    elif plan.backend is None:
+        return h, State(C, n, m) if request.normalize else State(C)
+    if plan.backend is None:
         h, (C, n, m) = compute_steps(step_inputs(request), plan.spec)  # type: ignore[assignment]
         C = state.C.copy_(C) if request.in_place else C
     else:
@@ -51,5 +52,6 @@ def _run_backend(request: Request, plan: StepPlan, backend: Backend) -> Sequence
     x = step_inputs(request)
     found = steps(x, backend.name, plan.spec, request.in_place)
     if plan.record:
-        plan.record, plan.replay = False, backend.steps_replay(x, plan.spec, x.C if request.in_place else None)
+        plan.record = False
+        plan.replay = backend.steps_replay(x, plan.spec, x.C if request.in_place else None, request.time)
     return found

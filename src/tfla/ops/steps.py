@@ -21,7 +21,7 @@ def _run(request: Request) -> tuple[Tensor, State]:
     """Run a call as planned, or the same call on the local tensors of DTensors."""
     if type(request.q) not in PLAIN and hasattr(request.q, "device_mesh"):
         return _run_sharded(request)
-    return run(*plan(request))
+    return run(request, plan(request))
 
 
 def _run_sharded(request: Request) -> tuple[Tensor, State]:

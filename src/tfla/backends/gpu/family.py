@@ -26,7 +26,7 @@ class KernelFamily:
 
     def _call_signature(self, direction: str, x: Inputs, spec: Spec, *more: Tensor | None) -> Hashable:
         """Return all that the launches of a call depend on; `more` are further tensors that are given."""
-        return direction, self.name, spec, *self.signature(x, spec), static(*x, *more)
+        return direction, self.name, spec, *self.signature(x, spec), static((*x, *more))
 
     def _context(self, recorder: LaunchRecorder, spec: Spec) -> LaunchContext:
         """Return the context of a call whose first given tensors are the inputs."""

@@ -9,6 +9,7 @@ with a :class:`LaunchRecorder`; later calls replay its steps on their own tensor
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import os
@@ -218,11 +219,26 @@ class RecordedLaunches:
 
     def __init__(self, recorder: LaunchRecorder) -> None:
         self.steps = recorder.steps
+        self.num_given = len(recorder.given)
         self.results = [recorder.numbers[id(t)] for t in recorder.results]
         self.device = recorder.device
         self.index = recorder.device.index if recorder.device.type == "cuda" else None
         # Compiled kernels take addresses, Triton's interpreter takes tensors.
         self.address: Callable[[Tensor], Any] = _itself if self.index is None else Tensor.data_ptr
+
+    def with_shape(self, result: int, *shape: int) -> RecordedLaunches:
+        """Return the same launches, with a result that is allocated in another shape of as many elements.
+
+        Kernels are given addresses, so that a result in the shape that a caller needs takes no view of it.
+        """
+        operands = [n for n, step in enumerate(self.steps) if isinstance(step[2], bool)]  # steps that make an operand
+        at = operands[self.results[result] - self.num_given]
+        allocate, read, rest = self.steps[at]
+        assert isinstance(allocate, functools.partial), "the result is allocated by `LaunchRecorder.new`"
+        changed = copy.copy(self)
+        changed.steps = [*self.steps]
+        changed.steps[at] = functools.partial(allocate.func, shape, **allocate.keywords), read, rest
+        return changed
 
     def __call__(self, given: Sequence[Tensor | None]) -> list[Tensor]:
         """Replay the steps on the given tensors and return the results."""
@@ -255,6 +271,19 @@ _RECORDED: CallCache[RecordedLaunches] = CallCache()
 def recorded_launches(call: Hashable) -> RecordedLaunches | None:
     """Return the recorded launches of calls with this signature, or None before the first such call."""
     return _RECORDED.get(call)
+
+
+def recorded_steps(call: Hashable, v: Tensor, time: bool) -> RecordedLaunches | None:
+    """Return the recorded launches of decoding steps, whose first result is h, or None before the first such call.
+
+    Args:
+        call: the signature of the call.
+        v: the values of the first call, (B, T, H, dhv).
+        time: whether h has the shape of v; else T is 1, and h is (B, H, dhv).
+    """
+    recorded = recorded_launches(call)
+    B, _, H, V = v.shape
+    return recorded if time or recorded is None else recorded.with_shape(0, B, H, V)
 
 
 @contextlib.contextmanager

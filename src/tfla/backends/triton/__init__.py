@@ -189,12 +189,12 @@ class Triton(Backend):
 
         return decode.run(x, spec, into)
 
-    def steps_replay(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> Replay | None:
+    def steps_replay(self, x: StepInputs, spec: StepSpec, into: Tensor | None, time: bool) -> Replay | None:
         """Return a function that replays the last `steps` on other inputs of the same signature, or None."""
         from tfla.backends.gpu import replay
         from tfla.backends.triton import decode
 
-        return replay.recorded_launches(decode.call_signature(x, spec, into))
+        return replay.recorded_steps(decode.call_signature(x, spec, into), x.v, time)
 
 
 BACKEND = Triton()

@@ -43,7 +43,7 @@ def block_sizes(dqk: int, dhv: int, several: bool) -> BlockSizes:
 
 def call_signature(x: StepInputs, spec: StepSpec, into: Tensor | None) -> Hashable:
     """Return the signature of a call: all that its launch depends on."""
-    return "steps", spec, static(*x, into)
+    return "steps", spec, static((*x, into))
 
 
 def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:

@@ -251,7 +251,7 @@ def gate_gradient(
 
 def _signature(direction: str, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | None) -> Hashable:
     """Return all that the launches of a call depend on; `more` are further tensors that are given."""
-    return direction, "delta", spec, torch.get_float32_matmul_precision(), static(*x, *more)
+    return direction, "delta", spec, torch.get_float32_matmul_precision(), static((*x, *more))
 
 
 def run_forward(x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:

@@ -90,9 +90,9 @@ class TritonDelta(DeltaBackend):
 
         return delta_decode.run(x, spec, into)
 
-    def steps_replay(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> Replay | None:
+    def steps_replay(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None, time: bool) -> Replay | None:
         """Return a function that replays the last `steps` on other inputs of the same signature, or None."""
         from tfla.backends.gpu import replay
         from tfla.backends.triton import delta_decode
 
-        return replay.recorded_launches(delta_decode.call_signature(x, spec, into))
+        return replay.recorded_steps(delta_decode.call_signature(x, spec, into), x.v, time)

@@ -26,7 +26,7 @@ def block_sizes(dqk: int, dhv: int) -> BlockSizes:
 
 def call_signature(x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> Hashable:
     """Return the signature of a call: all that its launch depends on."""
-    return "delta_steps", spec, static(*x, into)
+    return "delta_steps", spec, static((*x, into))
 
 
 def run(x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
