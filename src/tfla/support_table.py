@@ -97,8 +97,9 @@ def _names_of_delta(device: str, by_channel: bool) -> str:
 def _names_of_delta_steps(device: str) -> str:
     """Return the backends with a kernel for decoding steps of the delta rule, whatever its gates are."""
     q = torch.empty(1, 1, 8, 128, dtype=torch.bfloat16, device=device)
-    gates, C = torch.empty(1, 1, 8, 128, device=device), torch.empty(1, 8, 128, 128, device=device)
-    x = DeltaStepInputs(q, q, q, gates[..., 0], gates, None, None, None, C, None)
+    beta, log_f = torch.empty(1, 1, 8, device=device), torch.empty(1, 1, 8, 128, device=device)
+    C = torch.empty(1, 8, 128, 128, device=device)
+    x = DeltaStepInputs(q, q, q, beta, log_f, None, None, None, C, None)
     able = [b.name for b in DELTA_BACKENDS.values() if b.steps_unsupported(x) is None]
     return ", ".join(able) if able else "plain PyTorch"
 
