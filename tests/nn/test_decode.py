@@ -60,7 +60,7 @@ def test_rows_of_attention_caches_cannot_be_replaced(make_model: Make) -> None:
 
 def test_graphs_are_for_mlstms_on_gpus(make_model: Make, ids: Tensor) -> None:
     for mixer, why in (("mlstm_exp", "a model on cpu"), ("attention", "attention, whose cache grows")):
-        with pytest.raises(ValueError, match=rf"^cuda_graph: got True with {why}, expected an mLSTM on a GPU"):
+        with pytest.raises(ValueError, match=rf"^cuda_graph: got True with {why}, expected recurrent mixers on a GPU"):
             next(generate(make_model(mixer), ids, 2, cuda_graph=True))
 
 

@@ -95,7 +95,7 @@ def test_a_hook_sees_the_soft_capped_preactivations_that_the_operator_gets(
         assert f is recorded["forget_gate"]
         return v
 
-    monkeypatch.setattr("tfla.nn.mlstm.mlstm", operator)
+    monkeypatch.setattr("tfla.nn.mixers.mlstm.mlstm", operator)
     layer(10 * X[None])
     assert recorded["input_gate"].shape == (1, 9, 2)
     assert 1.9 < recorded["input_gate"].abs().max() < 2.0

@@ -154,3 +154,37 @@ def test_values_of_other_types_are_refused() -> None:
         ModelConfig.named(["7B"])
     with pytest.raises(TypeError, match=r"^config: got dict, expected a ModelConfig"):
         LanguageModel({"d_model": 32})
+
+
+def test_layers_are_repeated_over_the_blocks() -> None:
+    fields = {"d_model": 32, "num_heads": 2, "vocab_size": 11}
+    config = ModelConfig(num_blocks=6, layers=["gla", "gla", "gla", "attention"], **fields)
+    assert config.block_mixers == ("gla", "gla", "gla", "attention", "gla", "gla")
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert [type(block.mixer).__name__ for block in LanguageModel(config).blocks][2:4] == [
+        "GatedLinearAttention", "Attention",
+    ]  # fmt: skip
+    assert ModelConfig(num_blocks=2, **fields).block_mixers == ("mlstm_exp", "mlstm_exp")
+    old = {name: value for name, value in ModelConfig(num_blocks=2, **fields).to_dict().items() if name != "layers"}
+    assert ModelConfig.from_dict(old) == ModelConfig(num_blocks=2, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": ["gla", "gdn"]}, r"layers: got \('gla', 'gdn'\), expected None or a sequence of 'mlstm_exp', "),
+        ({"layers": "gla"}, r"layers: got 'gla', expected None or a sequence of "),
+        ({"layers": []}, r"layers: got \(\), expected None or a sequence of "),
+        ({"layers": ["gla"] * 3}, r"layers: got .*, expected at most as many as num_blocks, 2"),
+        ({"layers": ["gla"], "mixer": "kda"}, r"mixer: got 'kda', expected no mixer together with layers"),
+        ({"mixer": "gla", "key_width": 0.01}, r"key_width: got 0.01, expected one that makes key_width \* 32 / 2 a "),
+        ({"mixer": "retnet", "key_width": 15 / 16}, r"num_heads: got 2, expected one that makes retnet's key dim"),
+        ({"layers": ["gla", "mamba2"], "mamba_head_dim": 48}, r"mamba_head_dim: got 48, expected a divisor of .*, 64"),
+        ({"mixer": "attention", "num_kv_heads": 4}, r"num_kv_heads: got 4, expected None or a divisor of num_heads, 2"),
+        ({"window": 0}, r"window: got 0, expected None or an int of at least 1"),
+        ({"attention_sinks": 1}, r"attention_sinks: got 1, expected True or False"),
+    ],
+)
+def test_fields_of_mixers_are_checked(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        ModelConfig(**{"d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 11} | fields)

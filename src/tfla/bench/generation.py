@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tfla.bench.models import random_model
 from tfla.measure.problem import Problem, Work
@@ -26,5 +27,5 @@ def decode(problem: Problem, mixer: Literal["mlstm_exp", "mlstm_sig"], blocks: i
     decoder = Decoder(model, model.initial_state(problem.B))
     ids = torch.zeros(problem.B, dtype=torch.int64, device=problem.device)
     weights = sum(p.nbytes for p in model.parameters()) - model.embedding.weight.nbytes
-    states = sum(t.nbytes for part in decoder.state for t in part if t is not None)
+    states = sum(t.nbytes for t in tree_leaves(decoder.state) if t is not None)
     return Work(decoder.step, [ids], {"moved_bytes": weights + 2 * states})

@@ -22,8 +22,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tfla.nn import MLSTM, HeadNorm, LanguageModel, SequenceMixer, SwiGLU
-from tfla.nn.layers import wrap_forward
+from tfla.nn import Attention, HeadNorm, LanguageModel, SequenceMixer, SwiGLU
+from tfla.nn.layers import Sharding, wrap_forward
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 Model = TypeVar("Model", bound=nn.Module)
@@ -164,10 +164,15 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
             f"mesh: got cp of size {cp}, expected 1 for {type(model).__name__}, which never calls tfla.mlstm"
         )
     for mixer in mixers:
-        if mixer.num_heads % tp:
-            raise ValueError(f"mesh: got tp of size {tp}, expected a divisor of the {mixer.num_heads} heads")
-        if cp > 1 and not isinstance(mixer, MLSTM):
-            raise ValueError(f"mesh: got cp of size {cp}, expected 1 for {type(mixer).__name__}, which needs all keys")
+        kind = type(mixer).__name__
+        if tp > 1 and mixer.unsplittable is not None:
+            raise ValueError(f"mesh: got tp of size {tp}, expected 1 for {kind}, {mixer.unsplittable}")
+        for heads in {mixer.num_heads, getattr(mixer, "num_kv_heads", mixer.num_heads)}:
+            if heads % tp:
+                raise ValueError(f"mesh: got tp of size {tp}, expected a divisor of the {heads} heads")
+        if cp > 1 and not hasattr(mixer, "context_parallel"):
+            why = "needs all keys" if isinstance(mixer, Attention) else "has no exchange of states between processes"
+            raise ValueError(f"mesh: got cp of size {cp}, expected 1 for {kind}, which {why}")
     for ffn in _modules(model, SwiGLU):
         if ffn.down_proj.in_features % tp:
             raise ValueError(
@@ -230,11 +235,9 @@ def _apply_tensor_parallel(model: nn.Module, tp: DeviceMesh, tp_plan: dict[str, 
         at = f"{name}." if name else ""
         if isinstance(module, SequenceMixer):
             plan[name] = _Replicated()
-            columns = ["q_proj", "k_proj", "v_proj"]
-            if isinstance(module, MLSTM):
-                columns += ["output_gate", "input_gate", "forget_gate"]
-            plan |= {at + column: ColwiseParallel() for column in columns}
-            plan[at + "out_proj"] = RowwiseParallel()
+            module.first_head = tp.get_local_rank() * (module.num_heads // tp.size())
+            own = {part for part, _ in module.named_modules()}
+            plan |= {at + part: STYLES[how]() for part, how in module.tensor_parallel.items() if part in own}
         elif isinstance(module, HeadNorm):
             plan[name] = _HeadsParallel()
         elif isinstance(module, SwiGLU):
@@ -251,6 +254,13 @@ def _apply_tensor_parallel(model: nn.Module, tp: DeviceMesh, tp_plan: dict[str, 
     parallelize_module(model, tp, plan)
 
 
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Distribute the parameters that a module itself has."""
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        distributed = distribute_tensor(parameter, mesh, [placement])
+        module.register_parameter(key, nn.Parameter(distributed, parameter.requires_grad))
+
+
 class _LocalStyle(ParallelStyle):
     """A style with the same placement for a module's parameters, and another for its one input and its output.
 
@@ -261,9 +271,7 @@ class _LocalStyle(ParallelStyle):
     activations: Placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            distributed = distribute_tensor(parameter, device_mesh, [self.parameters])
-            module.register_parameter(key, nn.Parameter(distributed, parameter.requires_grad))
+        _distribute(module, device_mesh, self.parameters)
 
         def wrap(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
             x, *rest = inputs
@@ -290,3 +298,29 @@ class _HeadsParallel(_LocalStyle):
     """The style of a norm over each head, on the heads of this process: (..., heads, head_dim)."""
 
     parameters, activations = Shard(0), Shard(-2)
+
+
+class _ReadLocally(ParallelStyle):
+    """A style that distributes parameters, which the module reads through :func:`tfla.nn.layers.local`."""
+
+    parameters: Placement = Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, self.parameters)
+        return module
+
+
+class _HeadsReadLocally(_ReadLocally):
+    """The same for parameters whose first dimension belongs to heads."""
+
+    parameters = Shard(0)
+
+
+# The styles of :data:`tfla.nn.layers.Sharding`.
+STYLES: dict[Sharding, type[ParallelStyle]] = {
+    "columns": ColwiseParallel,
+    "rows": RowwiseParallel,
+    "whole": _Replicated,
+    "heads": _HeadsReadLocally,
+    "shared": _ReadLocally,
+}

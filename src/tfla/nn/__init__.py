@@ -1,24 +1,41 @@
 """Layers and the language model of the paper (appendix E.2)."""
 
-from tfla.nn.attention import Attention, KeyValues
 from tfla.nn.config import ModelConfig
 from tfla.nn.decode import Decoder
 from tfla.nn.generate import generate
 from tfla.nn.layers import GatePreactivation, HeadNorm, SequenceMixer
-from tfla.nn.mlstm import MLSTM
+from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixers import (
+    MLSTM,
+    Attention,
+    DeltaNet,
+    GatedDeltaNet,
+    GatedLinearAttention,
+    KimiDeltaAttention,
+    Mamba2,
+    Retention,
+)
+from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.model import Block, LanguageModel, ModelState, SwiGLU
 
 __all__ = [
     "Attention",
     "Block",
     "Decoder",
+    "DeltaNet",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
     "GatePreactivation",
     "HeadNorm",
     "KeyValues",
+    "KimiDeltaAttention",
     "LanguageModel",
     "MLSTM",
+    "Mamba2",
+    "MixerState",
     "ModelConfig",
     "ModelState",
+    "Retention",
     "SequenceMixer",
     "SwiGLU",
     "generate",

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from tfla.backends import BACKENDS
 
-Mixer = Literal["mlstm_exp", "mlstm_sig", "attention"]
+Mixer = Literal["mlstm_exp", "mlstm_sig", "mamba2", "retnet", "gla", "delta_net", "gated_delta_net", "kda", "attention"]
 HeadNormKind = Literal["layer", "rms"]
 
 
@@ -30,6 +30,15 @@ SIZES: dict[str, Size] = {
     "7B": Size(4096, 32, (8,), 50304),
 }
 
+# Widths of all keys and of all values, divided by d_model, in the papers of the mixers (docs/models.md).
+PAPER_WIDTHS: dict[str, tuple[float, float]] = {
+    "gla": (0.5, 1.0),
+    "retnet": (1.0, 2.0),
+    "delta_net": (1.0, 1.0),
+    "gated_delta_net": (0.75, 1.5),
+    "kda": (1.0, 1.0),
+}
+
 MAX_SIZE = 2**31 - 1  # the largest size; products of two sizes fit into 64 bits
 
 
@@ -40,8 +49,12 @@ class ModelConfig:
     Attributes:
         d_model: width of the residual stream.
         num_blocks: number of blocks.
-        num_heads: number of heads; divides d_model. The head dimension is dhv = d_model / num_heads.
-        mixer: the sequence mixer: "mlstm_exp" (1)-(8), "mlstm_sig" (22)-(24) or "attention", causal and rotary.
+        num_heads: number of heads; divides d_model. The head dimension of the mLSTM and of attention is
+            dhv = d_model / num_heads.
+        mixer: the sequence mixer of every block: "mlstm_exp" (1)-(8), "mlstm_sig" (22)-(24), "mamba2", "retnet", "gla",
+            "delta_net", "gated_delta_net", "kda", or "attention", causal and rotary. docs/models.md describes them.
+        layers: the mixers of the blocks in order, instead of ``mixer``; the pattern is repeated, and cut off after the
+            last block. ``["gated_delta_net"] * 3 + ["attention"]`` makes every fourth block attention.
         vocab_size: number of tokens; 50257 is that of the GPT-NeoX tokenizer.
         qk_factor: dqk / dhv of the mLSTM.
         ffn_factor: hidden width of the SwiGLU divided by d_model, before rounding.
@@ -54,6 +67,21 @@ class ModelConfig:
         input_gate_bias: initial bias of the input gate of every head.
         input_gate_trainable: False freezes the input gate at weights 0 and its initial bias.
         forget_gate_bias: initial bias of the forget gate of the first and of the last head; equally spaced between.
+        key_width: width of all keys together divided by d_model, for gla, retnet, delta_net, gated_delta_net and kda;
+            None is that of the mixer's paper.
+        value_width: the same for values.
+        conv_size: tokens that the short convolutions of mamba2, delta_net, gated_delta_net and kda see.
+        negative_eigenvalues: write strengths of delta_net, gated_delta_net and kda reach to 2 instead of 1, so that a
+            step can reverse the sign of what is stored, as state tracking needs.
+        mamba_expand: width of mamba2's values divided by d_model.
+        mamba_head_dim: value dimension of mamba2's heads; divides mamba_expand * d_model, and replaces num_heads there.
+        mamba_state_dim: key dimension of mamba2's heads.
+        num_kv_heads: heads of the keys and values of attention (grouped-query attention); divides num_heads. None is
+            num_heads.
+        window: number of tokens that a token of attention sees, itself included; None is all of its document.
+        attention_sinks: each head of attention learns the logit of a key whose value is 0, so that it can attend to
+            nothing.
+        rope_base: base of the frequencies of the rotary embedding of attention.
         chunk_size: steps between the states that are stored for the backward; None lets the operator choose.
         backend: backend of the operator; None lets it choose.
 
@@ -65,6 +93,7 @@ class ModelConfig:
     num_blocks: int
     num_heads: int
     mixer: Mixer = "mlstm_exp"
+    layers: tuple[Mixer, ...] | None = None
     vocab_size: int = 50257
     qk_factor: float = 0.5
     ffn_factor: float = 8 / 3
@@ -77,21 +106,54 @@ class ModelConfig:
     input_gate_bias: float = -10.0
     input_gate_trainable: bool = True
     forget_gate_bias: tuple[float, float] = (3.0, 6.0)
+    key_width: float | None = None
+    value_width: float | None = None
+    conv_size: int = 4
+    negative_eigenvalues: bool = False
+    mamba_expand: int = 2
+    mamba_head_dim: int = 64
+    mamba_state_dim: int = 128
+    num_kv_heads: int | None = None
+    window: int | None = None
+    attention_sinks: bool = False
+    rope_base: float = 10_000.0
     chunk_size: int | None = None
     backend: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.forget_gate_bias, list):  # JSON has no tuples
-            object.__setattr__(self, "forget_gate_bias", tuple(self.forget_gate_bias))
-        for field in ("d_model", "num_blocks", "num_heads", "vocab_size", "ffn_multiple"):
+        for field in ("forget_gate_bias", "layers"):
+            if isinstance(getattr(self, field), list):  # JSON has no tuples
+                object.__setattr__(self, field, tuple(getattr(self, field)))
+        self._check_fields()
+        for mixer in dict.fromkeys(self.block_mixers):
+            self._check_mixer(mixer)
+
+    def _check_fields(self) -> None:
+        """Raise ValueError where a field is out of range."""
+        for field in (
+            "d_model", "num_blocks", "num_heads", "vocab_size", "ffn_multiple", "conv_size", "mamba_expand",
+            "mamba_head_dim", "mamba_state_dim",
+        ):  # fmt: skip
             value = getattr(self, field)
             _require(_is_count(value), field, value, f"an int from 1 to {MAX_SIZE}")
+        for field in ("num_kv_heads", "window", "chunk_size"):
+            value = getattr(self, field)
+            _require(value is None or _is_count(value), field, value, "None or an int of at least 1")
         for field, allowed in (("mixer", get_args(Mixer)), ("head_norm", get_args(HeadNormKind))):
             value = getattr(self, field)
             _require(value in allowed, field, value, f"one of {', '.join(map(repr, allowed))}")
-        for field in ("qk_factor", "ffn_factor", "gate_soft_cap", "logit_soft_cap", "norm_eps", "head_norm_eps"):
+        for field in (
+            "qk_factor", "ffn_factor", "gate_soft_cap", "logit_soft_cap", "norm_eps", "head_norm_eps", "rope_base",
+        ):  # fmt: skip
             value = getattr(self, field)
             _require(_is_number(value) and value > 0, field, value, f"a number above 0 and at most {MAX_SIZE}")
+        for field in ("key_width", "value_width"):
+            value = getattr(self, field)
+            ok = value is None or (_is_number(value) and value > 0)
+            _require(ok, field, value, f"None or a number above 0 and at most {MAX_SIZE}")
+        for field in ("input_gate_trainable", "negative_eigenvalues", "attention_sinks"):
+            value = getattr(self, field)
+            _require(isinstance(value, bool), field, value, "True or False")
         _require(
             _is_number(self.input_gate_bias), "input_gate_bias", self.input_gate_bias, f"a number of at most {MAX_SIZE}"
         )
@@ -99,12 +161,6 @@ class ModelConfig:
         _require(
             isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair)),
             "forget_gate_bias", pair, "two finite numbers",
-        )  # fmt: skip
-        trainable = self.input_gate_trainable
-        _require(isinstance(trainable, bool), "input_gate_trainable", trainable, "True or False")
-        _require(
-            self.chunk_size is None or _is_count(self.chunk_size),
-            "chunk_size", self.chunk_size, "None or an int of at least 1",
         )  # fmt: skip
         _require(
             self.backend is None or (isinstance(self.backend, str) and self.backend in BACKENDS),
@@ -117,24 +173,89 @@ class ModelConfig:
         _require(
             self.ffn_dim >= 1, "ffn_factor", self.ffn_factor, f"one that makes ffn_factor * {self.d_model} at least 1"
         )
-        if self.mixer == "attention":
-            _require(self.head_dim % 2 == 0, "num_heads", self.num_heads, "an even d_model / num_heads for attention")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Raise ValueError unless ``layers`` is None or a pattern of mixers for the blocks."""
+        layers, names = self.layers, get_args(Mixer)
+        if layers is None:
+            return
+        ok = isinstance(layers, tuple) and bool(layers) and all(name in names for name in layers)
+        _require(ok, "layers", layers, f"None or a sequence of {', '.join(map(repr, names))}")
+        _require(len(layers) <= self.num_blocks, "layers", layers, f"at most as many as num_blocks, {self.num_blocks}")
+        _require(self.mixer == "mlstm_exp", "mixer", self.mixer, "no mixer together with layers")
+
+    def _check_mixer(self, mixer: str) -> None:
+        """Raise ValueError where a field does not fit a mixer of the blocks."""
+        head = self.d_model // self.num_heads
+        if mixer == "attention":
+            _require(head % 2 == 0, "num_heads", self.num_heads, "an even d_model / num_heads for attention")
+            _require(
+                self.num_kv_heads is None or self.num_heads % self.num_kv_heads == 0,
+                "num_kv_heads", self.num_kv_heads, f"None or a divisor of num_heads, {self.num_heads}",
+            )  # fmt: skip
+        elif mixer == "mamba2":
+            width = self.mamba_expand * self.d_model
+            _require(
+                width % self.mamba_head_dim == 0,
+                "mamba_head_dim", self.mamba_head_dim, f"a divisor of mamba_expand * d_model, {width}",
+            )  # fmt: skip
+        elif mixer in PAPER_WIDTHS:
+            for field, factor in zip(("key_width", "value_width"), self._widths(mixer), strict=True):
+                dim = factor * head
+                _require(
+                    dim >= 1 and dim == int(dim),
+                    field, factor, f"one that makes {field} * {self.d_model} / {self.num_heads} a whole number above 0",
+                )  # fmt: skip
+            even = int(self._widths(mixer)[0] * head) % 2 == 0
+            _require(
+                mixer != "retnet" or even,
+                "num_heads",
+                self.num_heads,
+                "one that makes retnet's key dimension even",
+            )
         else:
-            dqk = self.qk_factor * self.head_dim
+            dqk = self.qk_factor * head
             _require(
                 dqk >= 1 and dqk == int(dqk),
-                "qk_factor", self.qk_factor, f"one that makes qk_factor * {self.head_dim} a whole number above 0",
+                "qk_factor", self.qk_factor, f"one that makes qk_factor * {head} a whole number above 0",
             )  # fmt: skip
+
+    def _widths(self, mixer: str) -> tuple[float, float]:
+        """Return the widths of all keys and of all values of a mixer, divided by d_model."""
+        key, value = PAPER_WIDTHS[mixer]
+        return (
+            key if self.key_width is None else self.key_width,
+            value if self.value_width is None else self.value_width,
+        )
+
+    @property
+    def block_mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of every block."""
+        pattern = (self.mixer,) if self.layers is None else self.layers
+        return (pattern * -(-self.num_blocks // len(pattern)))[: self.num_blocks]
+
+    def for_block(self, index: int) -> ModelConfig:
+        """Return the same config with the mixer of block ``index`` as ``mixer``, and no ``layers``."""
+        return self if self.layers is None else dataclasses.replace(self, mixer=self.block_mixers[index], layers=None)
 
     @property
     def head_dim(self) -> int:
-        """The value dimension of a head, dhv."""
-        return self.d_model // self.num_heads
+        """The value dimension of a head of ``mixer``, dhv."""
+        if self.mixer == "mamba2":
+            return self.mamba_head_dim
+        head = self.d_model // self.num_heads
+        return int(self._widths(self.mixer)[1] * head) if self.mixer in PAPER_WIDTHS else head
 
     @property
     def qk_head_dim(self) -> int:
-        """The query and key dimension of a head, dqk; head_dim for attention."""
-        return self.head_dim if self.mixer == "attention" else int(self.qk_factor * self.head_dim)
+        """The query and key dimension of a head of ``mixer``, dqk."""
+        if self.mixer == "mamba2":
+            return self.mamba_state_dim
+        head = self.d_model // self.num_heads
+        if self.mixer in PAPER_WIDTHS:
+            return int(self._widths(self.mixer)[0] * head)
+        return head if self.mixer == "attention" else int(self.qk_factor * head)
 
     @property
     def ffn_dim(self) -> int:
@@ -186,14 +307,17 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as values that JSON can hold."""
-        return dataclasses.asdict(self) | {"forget_gate_bias": list(self.forget_gate_bias)}
+        layers = None if self.layers is None else list(self.layers)
+        return dataclasses.asdict(self) | {"forget_gate_bias": list(self.forget_gate_bias), "layers": layers}
 
 
 def check_config(config: object, *mixers: str) -> None:
-    """Raise unless config is a ModelConfig with one of these mixers."""
+    """Raise unless config is a ModelConfig with one of these mixers in all blocks."""
     if not isinstance(config, ModelConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected a ModelConfig")
-    _require(config.mixer in mixers, "config.mixer", config.mixer, f"one of {', '.join(map(repr, mixers))}")
+    allowed = f"one of {', '.join(map(repr, mixers))}"
+    for mixer in config.block_mixers:
+        _require(mixer in mixers, "config.mixer" if config.layers is None else "config.layers", mixer, allowed)
 
 
 def _require(ok: bool, field: str, given: object, allowed: str) -> None:

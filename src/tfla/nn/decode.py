@@ -6,8 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tfla.nn import fused_step
+from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.model import LanguageModel, ModelState
 from tfla.nn.validation import check_ids, check_model, check_model_state
 from tfla.ops.state import State
@@ -22,7 +25,8 @@ class Decoder:
     Args:
         model: the model. A graph reads its weights at the addresses that they have now.
         state: the state of the batch, from :meth:`LanguageModel.initial_state` or from a prompt. It is copied.
-        cuda_graph: whether to capture a CUDA graph; None captures one where possible, for an mLSTM on a GPU.
+        cuda_graph: whether to capture a CUDA graph; None captures one where possible, for recurrent mixers on a
+            GPU.
 
     Raises:
         TypeError, ValueError: the state does not fit the model; the message names the block and what is expected.
@@ -34,18 +38,16 @@ class Decoder:
         self.model = model
         device = model.embedding.weight.device
         self.batch = check_model_state(model, state)
-        constant = all(isinstance(block_state, State) for block_state in state)
+        constant = not any(isinstance(block_state, KeyValues) for block_state in state)
         check_cuda_graph(cuda_graph, constant, device)
         self.state: ModelState = tuple(
-            block_state.clone() if isinstance(block_state, State) else block_state for block_state in state
+            block_state if isinstance(block_state, KeyValues) else block_state.clone() for block_state in state
         )
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda" and constant and cuda_graph is not False:
-            self._capture(len(self._mlstm_states()[0].C), device)
-            for own, given in zip(self._mlstm_states(), state, strict=True):  # capturing has overwritten the copies
-                for target, source in zip(own, given, strict=True):
-                    if target is not None and source is not None:
-                        target.copy_(source)
+            self._capture(device)
+            for target, source in zip(_tensors(self.state), _tensors(state), strict=True):
+                target.copy_(source)  # capturing has overwritten the copies
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
@@ -72,29 +74,31 @@ class Decoder:
 
     def gather(self, rows: Tensor | Sequence[int]) -> ModelState:
         """Return a copy of the states of the sequences ``rows``; see :meth:`tfla.State.gather`."""
-        return tuple(block_state.gather(rows) for block_state in self._mlstm_states())
+        return tuple(block_state.gather(rows) for block_state in self._recurrent_states())
 
     def scatter(self, rows: Tensor | Sequence[int], state: ModelState) -> None:
         """Replace the states of the sequences ``rows``; see :meth:`tfla.State.scatter`."""
-        states = self._mlstm_states()
+        states = self._recurrent_states()
         check_model_state(self.model, state)
         for own, given in zip(states, state, strict=True):
             own.scatter(rows, given)  # type: ignore[arg-type]
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:
         """Reset the sequences ``rows`` to the state before the first token; see :meth:`tfla.State.reset`."""
-        for block_state in self._mlstm_states():
+        for block_state in self._recurrent_states():
             block_state.reset(rows)
 
-    def _mlstm_states(self) -> list[State]:
+    def _recurrent_states(self) -> list[State | MixerState]:
         """Return the states of the blocks.
 
         Raises:
-            TypeError: the blocks are attention, whose caches have no rows that could be replaced.
+            TypeError: a block is attention, whose cache has no rows that could be replaced.
         """
-        block_states = [block_state for block_state in self.state if isinstance(block_state, State)]
+        block_states = [block_state for block_state in self.state if not isinstance(block_state, KeyValues)]
         if len(block_states) < len(self.state):
-            raise TypeError("state: got attention's cache, whose sequences have one length; expected that of an mLSTM")
+            raise TypeError(
+                "state: got attention's cache, whose sequences have one length; expected that of recurrent mixers"
+            )
         return block_states
 
     def _advance(self) -> Tensor:
@@ -103,18 +107,19 @@ class Decoder:
             logits, new = self.model.step(self._ids, self.state, in_place=True)
         else:
             logits, new = self._fused(self._ids, self.state)
-        old_nm, new_nm = (
-            [t for block_state in block_states for t in block_state[1:] if t is not None]
-            for block_states in (self.state, new)
-        )
-        if old_nm:
-            torch._foreach_copy_(old_nm, new_nm)
+        pairs = [
+            (old, now)
+            for old, now in zip(_tensors(self.state), _tensors(new), strict=True)
+            if old.data_ptr() != now.data_ptr()
+        ]
+        if pairs:
+            torch._foreach_copy_([old for old, _ in pairs], [now for _, now in pairs])
         return logits
 
     @torch.no_grad()
-    def _capture(self, batch: int, device: torch.device) -> None:
-        """Capture one step of ``batch`` sequences in a CUDA graph."""
-        self._ids = torch.zeros(batch, dtype=torch.int64, device=device)
+    def _capture(self, device: torch.device) -> None:
+        """Capture one step of the batch in a CUDA graph."""
+        self._ids = torch.zeros(self.batch, dtype=torch.int64, device=device)
         fusable = fused_step.unsupported(self.model, self.state) is None
         self._fused = fused_step.FusedStep(self.model) if fusable else None
         # Autocast's cache of cast weights would be filled during the capture and freed before the replay.
@@ -130,10 +135,15 @@ class Decoder:
                 self._logits = self._advance()
 
 
+def _tensors(state: ModelState) -> list[Tensor]:
+    """Return the tensors of a state."""
+    return [t for t in tree_leaves(state) if t is not None]
+
+
 def check_cuda_graph(cuda_graph: object, constant: bool, device: torch.device) -> None:
     """Raise if a graph is requested that cannot be captured: with a growing state, or on a device that is no GPU."""
     if cuda_graph is not None and not isinstance(cuda_graph, bool):
         raise TypeError(f"cuda_graph: got {cuda_graph!r}, expected None, True or False")
     if cuda_graph and not (constant and device.type == "cuda"):
         why = f"a model on {device.type}" if constant else "attention, whose cache grows"
-        raise ValueError(f"cuda_graph: got True with {why}, expected an mLSTM on a GPU")
+        raise ValueError(f"cuda_graph: got True with {why}, expected recurrent mixers on a GPU")

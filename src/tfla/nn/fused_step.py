@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tfla.backends.gpu.runtime import INSTALLED, INTERPRETED
 from tfla.nn.layers import GatePreactivation, HeadNorm, Projection
-from tfla.nn.mlstm import MLSTM
+from tfla.nn.mixers.mlstm import MLSTM
 from tfla.nn.model import Block, LanguageModel, ModelState
 from tfla.ops.autocast import autocast_dtype
 from tfla.ops.state import State

@@ -47,7 +47,8 @@ def generate(
         generator: a random generator on the model's device, in place of a seed.
         stop_token: a sequence that yields this token repeats it from then on; the iteration ends once all sequences
             have yielded it.
-        cuda_graph: whether to capture decoding in a CUDA graph; None captures where possible, for an mLSTM on a GPU.
+        cuda_graph: whether to capture decoding in a CUDA graph; None captures where possible, for recurrent mixers on a
+            GPU.
 
     Returns:
         an iterator over tensors (B,) int64 on the model's device.
@@ -87,7 +88,7 @@ def generate(
             raise ValueError("seed: got it together with generator, expected at most one of them")
         check_int("seed", seed, *SEEDS)
         generator = torch.Generator(ids.device).manual_seed(seed)
-    check_cuda_graph(cuda_graph, model.config.mixer != "attention", device)
+    check_cuda_graph(cuda_graph, "attention" not in model.config.block_mixers, device)
     return _tokens(
         model, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator,
         stop_token=stop_token, cuda_graph=cuda_graph,

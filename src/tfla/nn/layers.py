@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,31 @@ from tfla.ops.transforms import needs_dispatcher
 # The forget gate's pre-activation at the first token of a document; its sigmoid is 0 in every dtype.
 CLOSED_GATE = -1e4
 
+# How processes share a module of a mixer under tensor parallelism over heads:
+# "columns": a linear layer whose outputs belong to heads; each process computes those of its heads.
+# "rows": a linear layer that reads all heads; the outputs of the processes are added up.
+# "whole": a module that every process computes in the same way.
+# "heads": parameters whose first dimension belongs to heads; read through :func:`local`.
+# "shared": parameters that all heads read; read through :func:`local`.
+Sharding = Literal["columns", "rows", "whole", "heads", "shared"]
+
 
 class SequenceMixer(nn.Module, ABC):
     """A layer that mixes tokens along time, with a state that carries a sequence from one call into the next.
 
     The state is a NamedTuple whose fields only the layer itself reads.
+
+    Attributes:
+        num_heads: number of heads.
+        first_head: the first of this process's heads under tensor parallelism.
+        tensor_parallel: how the processes share the modules of the layer under tensor parallelism, by their names.
+        unsplittable: why the heads cannot be shared, a clause about the mixer; None where they can.
     """
 
     num_heads: int
+    first_head: int = 0
+    tensor_parallel: ClassVar[dict[str, Sharding]] = {}
+    unsplittable: ClassVar[str | None] = None
 
     @abstractmethod
     def forward(
@@ -74,15 +91,31 @@ class SequenceMixer(nn.Module, ABC):
 
 
 class Projection(nn.Linear):
-    """A linear layer without bias whose weight (out_features, in_features) is drawn from N(0, std^2)."""
+    """A linear layer whose weight (out_features, in_features) is drawn from N(0, std^2), and a bias 0 if requested."""
 
-    def __init__(self, in_features: int, out_features: int, std: float) -> None:
+    def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
         self.std = std  # set first: nn.Linear's constructor calls reset_parameters
-        super().__init__(in_features, out_features, bias=False)
+        super().__init__(in_features, out_features, bias=bias)
 
     def reset_parameters(self) -> None:
         """Draw the weight from torch's global generator."""
         nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class LowRankProjection(nn.Module):
+    """A linear layer whose weight is a product of two: W_up W_down x, plus a bias if requested."""
+
+    def __init__(self, in_features: int, rank: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.down = Projection(in_features, rank, input_std(in_features))
+        self.up = Projection(rank, out_features, input_std(rank), bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output (..., out_features) for x (..., in_features)."""
+        y: Tensor = self.up(self.down(x))
+        return y
 
 
 def input_std(d_model: int) -> float:
@@ -200,7 +233,7 @@ def cast_for_autocast(x: Tensor) -> Tensor:
     return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
-def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def recomputed(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
     """Return function(*inputs); the backward saves only the inputs and recomputes the intermediates.
 
     This is activation checkpointing for elementwise functions and norms, whose float32 intermediates take more memory
@@ -210,6 +243,22 @@ def recomputed(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or needs_dispatcher(inputs):
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def local(parameter: Tensor) -> Tensor:
+    """Return this process's part of a parameter, for a computation on the heads of this process.
+
+    A parameter without shards is read by the heads of every process, so that its gradient is the sum of theirs.
+    """
+    distributed: Any = parameter
+    if not hasattr(distributed, "to_local"):
+        return parameter
+    from torch.distributed.tensor import Partial
+
+    part: Tensor = distributed.to_local(
+        grad_placements=[Partial() if place.is_replicate() else place for place in distributed.placements]
+    )
+    return part
 
 
 def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool) -> None:

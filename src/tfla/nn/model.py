@@ -1,7 +1,7 @@
 """The language model: embedding, blocks and unembedding.
 
-:mod:`tfla.nn.mlstm` and :mod:`tfla.nn.attention` hold the sequence mixers of the blocks, :mod:`tfla.nn.layers` the
-layers that they share. Equation numbers are those of the paper.
+:mod:`tfla.nn.mixers` has a file for each sequence mixer of the blocks, :mod:`tfla.nn.layers` the layers that they
+share. Equation numbers are those of the paper.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from tfla._util.device import check_device
 from tfla.nn import pretrained
-from tfla.nn.attention import Attention, KeyValues
 from tfla.nn.config import ModelConfig
 from tfla.nn.layers import (
     Projection,
@@ -28,16 +27,16 @@ from tfla.nn.layers import (
     recomputed,
     soft_cap,
 )
-from tfla.nn.mlstm import MLSTM
+from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixers import MIXERS
+from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.validation import check_ids, check_int, check_num_entries, check_vocabulary, describe
 from tfla.ops.state import State
 
-MIXERS: dict[str, type[MLSTM] | type[Attention]] = {"mlstm_exp": MLSTM, "mlstm_sig": MLSTM, "attention": Attention}
-
 TOKENS_PER_PASS = 4096  # tokens whose logits `LanguageModel.losses` holds at once
 
-# One entry per block: tfla.State for the mLSTM, KeyValues for attention.
-ModelState = tuple[State | KeyValues, ...]
+# One entry per block: tfla.State for the mLSTM, KeyValues for attention, MixerState for the other mixers.
+ModelState = tuple[State | KeyValues | MixerState, ...]
 
 
 class LanguageModel(nn.Module):
@@ -62,7 +61,9 @@ class LanguageModel(nn.Module):
         std = input_std(config.d_model)
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
         nn.init.normal_(self.embedding.weight, std=std)
-        self.blocks: Sequence[Block] = nn.ModuleList(Block(config) for _ in range(config.num_blocks))  # type: ignore[assignment]
+        self.blocks: Sequence[Block] = nn.ModuleList(  # type: ignore[assignment]
+            Block(config, index) for index in range(config.num_blocks)
+        )
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.unembedding = Projection(config.d_model, config.vocab_size, std)
 
@@ -132,10 +133,10 @@ class LanguageModel(nn.Module):
                 would be a synchronization, so they must be valid.
             state: the state that an earlier call returned, or :meth:`initial_state`; None is the start of a document.
             document_start: (B, T) bool, True at the first token of each document. A document does not depend on the
-                tokens before it: the mLSTM's forget gate is closed there. A state belongs to the document that the
-                first tokens continue.
-            cu_seqlens: (num_sequences + 1,) int, for B = 1: the offsets of the packed sequences, from 0 to T. An
-                mLSTM's state then has a row per sequence; attention neither takes nor returns one.
+                tokens before it: the forget gates of recurrent mixers are closed there. A state belongs to the document
+                that the first tokens continue.
+            cu_seqlens: (num_sequences + 1,) int, for B = 1: the offsets of the packed sequences, from 0 to T. The
+                state of a recurrent mixer then has a row per sequence; attention neither takes nor returns one.
             return_state: whether to return the state after the last token.
 
         Returns:
@@ -197,8 +198,8 @@ class LanguageModel(nn.Module):
         Args:
             ids: (B,) int64 tokens.
             state: the state before the tokens.
-            in_place: let the mLSTM overwrite C of ``state``, as :func:`tfla.mlstm_step` does. The old state must not be
-                used afterwards.
+            in_place: let recurrent mixers overwrite C of ``state``, as :func:`tfla.mlstm_step` does. The old state must
+                not be used afterwards.
 
         Returns:
             logits (B, vocab_size), equal to those of :meth:`forward`, and the new state.
@@ -218,7 +219,7 @@ class LanguageModel(nn.Module):
     def initial_state(self, batch_size: int, device: torch.device | str | None = None) -> ModelState:
         """Return the state before the first token: a tuple with an entry per block.
 
-        It is a pytree of tensors. Its size is constant for the mLSTM and grows with every token for attention.
+        It is a pytree of tensors. Its size grows with every token for attention, and is constant for all other mixers.
 
         Args:
             batch_size: number of sequences.
@@ -301,12 +302,18 @@ class LanguageModel(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of appendix E.2: x + MIX(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)). The config names the mixer."""
+    """A block of appendix E.2: x + MIX(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)). The config names the mixer.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: the architecture of the model.
+        index: the number of the block, of which :attr:`ModelConfig.layers` gives the mixer.
+    """
+
+    def __init__(self, config: ModelConfig, index: int = 0) -> None:
         super().__init__()
+        own = config.for_block(index)
         self.mixer_norm = nn.RMSNorm(config.d_model, config.norm_eps)
-        self.mixer: SequenceMixer = MIXERS[config.mixer](config)
+        self.mixer: SequenceMixer = MIXERS[own.mixer](own)
         self.ffn_norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.ffn = SwiGLU(config)
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tfla.nn.mixer_state import MixerState
 from tfla.ops.state import State
 
 if TYPE_CHECKING:
-    from tfla.nn.attention import KeyValues
+    from tfla.nn.mixers.attention import KeyValues
     from tfla.nn.model import LanguageModel
 
 
@@ -88,27 +89,45 @@ def check_model_state(model: LanguageModel, state: object, name: str = "state") 
     return batch
 
 
-def _check_block(at: str, given: object, expected: State | KeyValues, batch: int | None, weight: Tensor) -> int:
+def _check_block(
+    at: str, given: object, expected: State | KeyValues | MixerState, batch: int | None, weight: Tensor
+) -> int:
     """Raise unless ``given`` fits ``expected`` and the batch size of earlier blocks; return the batch size."""
     if type(given) is not type(expected):
         raise TypeError(f"{at}: got {type(given).__name__}, expected {type(expected).__name__}")
+    if isinstance(expected, MixerState) and isinstance(given, MixerState):
+        batch = _check_block(f"{at}.recurrence", given.recurrence, expected.recurrence, batch, weight)
+        for number, (x, like) in enumerate(zip(given.convolution, expected.convolution, strict=True)):
+            _check_part(f"{at}.convolution[{number}]", x, (batch, *like.shape[1:]), weight)
+        if expected.position is not None:
+            _check_part(f"{at}.position", given.position, (batch,), weight, torch.int64)
+        return batch
     for part in ("C", "n", "m") if isinstance(expected, State) else ("k", "v"):
         x, like = getattr(given, part), getattr(expected, part)
         if like is None:
             if x is not None:
-                raise TypeError(f"{at}.{part}: got {describe(x)}, expected None: mLSTMsig has no normalizer")
+                raise TypeError(f"{at}.{part}: got {describe(x)}, expected None: this mixer has no normalizer")
             continue
-        if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise TypeError(f"{at}.{part}: got {describe(x)}, expected a float tensor")
-        if x.device != weight.device:
-            raise ValueError(f"{at}.{part}: got device {x.device}, expected that of the model, {weight.device}")
-        batch = len(x) if batch is None and x.dim() else batch
+        if isinstance(x, Tensor) and x.dim() and batch is None:
+            batch = len(x)
         # Attention's keys and values may have any number of tokens.
-        shape = (batch, *like.shape[1:]) if isinstance(expected, State) else (batch, *x.shape[1:2], *like.shape[2:])
-        if x.shape != shape:
-            raise ValueError(f"{at}.{part}: got shape {tuple(x.shape)}, expected {shape}")
+        tokens = like.shape[1:2] if isinstance(expected, State) or not isinstance(x, Tensor) else x.shape[1:2]
+        _check_part(f"{at}.{part}", x, (batch, *tokens, *like.shape[2:]), weight)
     assert batch is not None
     return batch
+
+
+def _check_part(
+    at: str, x: object, shape: tuple[int | None, ...], weight: Tensor, dtype: torch.dtype | None = None
+) -> None:
+    """Raise unless x is a tensor of a shape, on a weight's device, of a dtype or, with None, of any float dtype."""
+    fits = isinstance(x, Tensor) and (x.is_floating_point() if dtype is None else x.dtype == dtype)
+    if not isinstance(x, Tensor) or not fits:
+        raise TypeError(f"{at}: got {describe(x)}, expected a {'float' if dtype is None else dtype} tensor")
+    if x.device != weight.device:
+        raise ValueError(f"{at}: got device {x.device}, expected that of the model, {weight.device}")
+    if x.shape != shape:
+        raise ValueError(f"{at}: got shape {tuple(x.shape)}, expected {shape}")
 
 
 def describe(x: object) -> str:

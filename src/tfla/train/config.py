@@ -13,6 +13,7 @@ from tfla._util.errors import UserError
 from tfla._util.options import MAX_INT, check_count, check_range, check_threads, is_number, require
 from tfla.backends import BACKENDS
 from tfla.nn import ModelConfig
+from tfla.nn.config import Mixer
 
 # Options that do not change what is learned, so that a run may continue with other values.
 RESUMABLE_FIELDS = frozenset(
@@ -86,8 +87,27 @@ class Model:
     """Number of blocks; 4 without a size."""
     num_heads: int | None = None
     """Number of heads; 4 without a size."""
-    mixer: Literal["mlstm_exp", "mlstm_sig", "attention"] = "mlstm_exp"
-    """The sequence mixer: mLSTM with exponential or sigmoid input gate, or attention."""
+    mixer: Mixer = "mlstm_exp"
+    """The sequence mixer of all blocks (docs/models.md describes them)."""
+    layers: tuple[Mixer, ...] | None = None
+    """The mixers of the blocks in order, instead of `mixer`; the pattern is repeated."""
+    num_kv_heads: int | None = None
+    """Heads of the keys and values of attention; num_heads if None."""
+    window: int | None = None
+    """Number of tokens that a token of attention sees; all of its document if None."""
+    attention_sinks: bool = False
+    """Whether heads of attention can attend to nothing."""
+    key_width: float | None = None
+    """Width of all keys divided by d_model, for gla, retnet, delta_net, gated_delta_net and kda; that of the paper if
+    None."""
+    value_width: float | None = None
+    """The same for values."""
+    negative_eigenvalues: bool = False
+    """Whether write strengths of the delta rule reach to 2, which state tracking needs."""
+    mamba_head_dim: int | None = None
+    """Value dimension of mamba2's heads; 64 if None."""
+    mamba_state_dim: int | None = None
+    """Key dimension of mamba2's heads; 128 if None."""
     input_gate_bias: float | None = None
     """Initial bias of the input gates."""
     input_gate_trainable: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from tfla._util.errors import UserError, notice, one_line
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.nn.config import SIZES
 from tfla.nn.pretrained import find_weights, read_config, read_weights
+from tfla.ops.delta_explain import explain_delta_rule
 from tfla.ops.explain import explain
 from tfla.train.checkpoint import find_model
 from tfla.train.config import Data, Model, TrainConfig
@@ -104,17 +106,30 @@ def check_backend(model: ModelConfig, device: torch.device, packed: bool) -> Non
     Raises:
         UserError: the operator does not support them; the message says why.
     """
-    if model.mixer == "attention":
-        return
-    heads, steps = (1, 16, model.num_heads), 16
-    q, v = (torch.empty(*heads, dim, device=device) for dim in (model.qk_head_dim, model.head_dim))
-    gate = torch.empty(heads, device=device)
-    cu_seqlens = torch.tensor([0, steps], dtype=torch.int32, device=device) if packed else None
+    for mixer in dict.fromkeys(model.block_mixers):
+        if mixer != "attention":
+            _check_operator(dataclasses.replace(model, mixer=mixer, layers=None), device, packed)
+
+
+def _check_operator(model: ModelConfig, device: torch.device, packed: bool) -> None:
+    """Raise as :func:`check_backend` does, for the operator of ``model.mixer``."""
+    steps = 16
+    heads = model.mamba_expand * model.d_model // model.mamba_head_dim if model.mixer == "mamba2" else model.num_heads
+    q, v = (
+        torch.empty(1, steps, count, dim, device=device)
+        for count, dim in ((1 if model.mixer == "mamba2" else heads, model.qk_head_dim), (heads, model.head_dim))
+    )
+    gate = torch.empty(1, steps, heads, device=device)
+    options: dict[str, Any] = {"chunk_size": model.chunk_size, "backend": model.backend}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, steps], dtype=torch.int32, device=device)
     try:
-        explain(
-            q, q, v, gate, gate, input_gate="exp" if model.mixer == "mlstm_exp" else "sigmoid", cu_seqlens=cu_seqlens,
-            chunk_size=model.chunk_size, backend=model.backend,
-        )  # fmt: skip
+        if model.mixer in ("gla", "delta_net", "gated_delta_net", "kda"):
+            by_channel = model.mixer in ("gla", "kda")
+            log_f = None if model.mixer == "delta_net" else torch.empty_like(q) if by_channel else gate
+            explain_delta_rule(q, q, v, gate, log_f, **options)
+        else:
+            explain(q, q, v, gate, gate, input_gate="exp" if model.mixer == "mlstm_exp" else "sigmoid", **options)
     except (TypeError, ValueError) as error:
         raise UserError(f"model.{one_line(error)}") from error
 

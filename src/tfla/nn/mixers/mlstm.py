@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from tfla.nn.layers import (
     HeadNorm,
     Projection,
     SequenceMixer,
+    Sharding,
     at_least_float32,
     input_std,
     output_std,
@@ -39,6 +40,11 @@ class MLSTM(SequenceMixer):
     Raises:
         TypeError, ValueError: config is not a ModelConfig, or has another mixer.
     """
+
+    tensor_parallel: ClassVar[dict[str, Sharding]] = {
+        "q_proj": "columns", "k_proj": "columns", "v_proj": "columns", "output_gate": "columns",
+        "input_gate": "columns", "forget_gate": "columns", "out_proj": "rows",
+    }  # fmt: skip
 
     def __init__(self, config: ModelConfig) -> None:
         check_config(config, "mlstm_exp", "mlstm_sig")

@@ -1,0 +1,71 @@
+"""The state of a recurrent mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla.ops.state import State
+
+
+class MixerState(NamedTuple):
+    """What a recurrent mixer carries from one call into the next.
+
+    Attributes:
+        recurrence: the state of the operator.
+        convolution: (B, conv_size - 1, channels) for each short convolution: its last inputs within the document, and
+            zeros before them.
+        position: (B,) int64, the number of tokens of the document so far, for mixers with a rotary embedding.
+    """
+
+    recurrence: State
+    convolution: tuple[Tensor, ...] = ()
+    position: Tensor | None = None
+
+    def detach(self) -> MixerState:
+        """Return the same state, detached from the autograd graph."""
+        return self._each(Tensor.detach)
+
+    def clone(self) -> MixerState:
+        """Return a copy."""
+        return self._each(Tensor.clone)
+
+    def to(self, device: torch.device | str) -> MixerState:
+        """Return the same state on a device."""
+        return self._each(lambda t: t.to(device))
+
+    def gather(self, rows: Tensor | Sequence[int]) -> MixerState:
+        """Return a copy of the states of some sequences; see :meth:`tfla.State.gather`."""
+        recurrence, index = self.recurrence.gather(rows), self._index(rows)
+        return self._each(lambda t: t.index_select(0, index))._replace(recurrence=recurrence)
+
+    def scatter(self, rows: Tensor | Sequence[int], states: MixerState) -> None:
+        """Overwrite the states of some sequences in place; see :meth:`tfla.State.scatter`."""
+        self.recurrence.scatter(rows, states.recurrence)
+        index = self._index(rows)
+        for own, given in zip(self._others(), states._others(), strict=True):
+            own.index_copy_(0, index, given.to(own))
+
+    def reset(self, rows: Tensor | Sequence[int]) -> None:
+        """Reset some sequences in place to the state before the first token."""
+        self.recurrence.reset(rows)
+        index = self._index(rows)
+        for own in self._others():
+            own.index_fill_(0, index, 0)
+
+    def _index(self, rows: Tensor | Sequence[int]) -> Tensor:
+        """Return rows that the recurrence's state has checked as a tensor."""
+        return torch.as_tensor(rows, dtype=torch.int64, device=self.recurrence.C.device)
+
+    def _others(self) -> list[Tensor]:
+        """Return the tensors beside the recurrence's."""
+        return [*self.convolution, *([] if self.position is None else [self.position])]
+
+    def _each(self, fn: Callable[[Tensor], Tensor]) -> MixerState:
+        """Return the state of fn of each tensor."""
+        recurrence = State(*(None if t is None else fn(t) for t in self.recurrence))  # type: ignore[arg-type]
+        position = None if self.position is None else fn(self.position)
+        return MixerState(recurrence, tuple(map(fn, self.convolution)), position)

@@ -1,0 +1,82 @@
+"""Causal attention within documents and windows, without a mask of all queries and keys."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tfla.nn.layers import recomputed
+from tfla.ops.transforms import needs_dispatcher
+
+QUERIES = 256  # for which a mask is in memory at once
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None = None, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """Return softmax(q k^T / sqrt(d)) v over the visible keys; the queries are those of the last T of S keys.
+
+    Args:
+        q: (B, T, H, d).
+        k, v: (B, S, Hkv, d), S >= T; each of the Hkv heads serves H / Hkv heads of q.
+        first: (B, T), (1, T) or (B, 1) int64, the index of the first key that each query may see; None is 0.
+        window: the number of last keys that a query sees, its own included; None is all.
+        sinks: (H,), for each head the logit of a further key whose value is 0; None is no such key.
+
+    Returns:
+        (B, T, H, d).
+    """
+    T, S = q.shape[1], k.shape[1]
+    if window is not None and window >= S:
+        window = None
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if first is None and window is None and sinks is None and T in (1, S):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=T == S, enable_gqa=True).transpose(1, 2)
+    blocks = [
+        _attend_block(q[:, :, at : at + QUERIES], k, v, at + S - T, _columns(first, at), window, sinks, T > QUERIES)
+        for at in range(0, T, QUERIES)
+    ]
+    return torch.cat(blocks, 2).transpose(1, 2)
+
+
+def _columns(first: Tensor | None, at: int) -> Tensor | None:
+    """Return the columns of ``first`` of the queries from ``at`` on."""
+    return first if first is None or first.shape[1] == 1 else first[:, at : at + QUERIES]
+
+
+def _attend_block(
+    q: Tensor, k: Tensor, v: Tensor, offset: int, first: Tensor | None, window: int | None, sinks: Tensor | None,
+    recompute: bool,
+) -> Tensor:  # fmt: skip
+    """Attend to the keys that some query of the block sees; the mask is made again in the backward."""
+    low = 0 if window is None else max(0, offset - window + 1)
+    if first is not None and first.device.type == "cpu" and not needs_dispatcher((q,)):
+        low = max(low, int(first.min()))
+    keys = slice(low, offset + q.shape[2])
+    run = partial(_attend_masked, offset - low, low, window)
+    inputs = (q, k[:, :, keys], v[:, :, keys], first, sinks)
+    return recomputed(run, *inputs) if recompute else run(*inputs)
+
+
+def _attend_masked(
+    offset: int, low: int, window: int | None, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attend with a mask; the first query is that of key ``offset``, and ``first`` counts from key ``-low``."""
+    key = torch.arange(k.shape[2], device=q.device)
+    query = torch.arange(offset, offset + q.shape[2], device=q.device)[:, None]
+    mask = key <= query
+    if window is not None:
+        mask = mask & (key > query - window)
+    if first is not None:
+        mask = (mask & (key >= first[..., None] - low))[:, None]
+    if sinks is not None:
+        logits = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+        logits = logits.expand(-1 if first is not None else q.shape[0], q.shape[1], -1, -1)
+        sink = sinks.to(q.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
+        mask = torch.cat([logits, sink], -1)
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)

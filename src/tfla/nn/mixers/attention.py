@@ -1,0 +1,151 @@
+"""Causal attention with rotary position embeddings."""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tfla.nn.config import ModelConfig, check_config
+from tfla.nn.layers import Projection, SequenceMixer, Sharding, input_std, local, output_std
+from tfla.nn.mixers.attend import attend
+from tfla.nn.mixers.documents import Documents
+from tfla.nn.mixers.rotary import rotate_both
+from tfla.ops.checks import check_cu_seqlens
+
+
+class KeyValues(NamedTuple):
+    """The state of :class:`Attention`: keys and values of all S tokens so far, or of the last ones for a window."""
+
+    k: Tensor
+    """(B, S, kv heads, head_dim), rotated."""
+    v: Tensor
+    """(B, S, kv heads, head_dim)."""
+    start: Tensor | None = None
+    """(B,) int64, the index in S of the first token of the current document, negative where a window has dropped it;
+    None is 0 everywhere."""
+
+    def detach(self) -> KeyValues:
+        """Return the same state, detached from the autograd graph."""
+        return KeyValues(self.k.detach(), self.v.detach(), self.start)
+
+    def length(self) -> Tensor:
+        """Return the number of tokens (B,) of the current document so far."""
+        cached = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
+        return cached if self.start is None else cached - self.start
+
+
+class Attention(SequenceMixer):
+    """Causal attention within documents, softmax(q k^T / sqrt(d)) v, through torch's SDPA; no biases.
+
+    Queries and keys are rotated by their positions within documents. With ``num_kv_heads`` several heads share keys and
+    values (grouped-query attention), with ``window`` a token sees only the last tokens, and with ``attention_sinks``
+    every head h has a learned logit s_h: exp(s_h) is added to the denominator of the softmax. The state is
+    :class:`KeyValues`, which grows with every token up to the window. See :class:`SequenceMixer` for shapes.
+
+    Args:
+        config: a config with mixer "attention"; head_dim must be even.
+
+    Raises:
+        TypeError, ValueError: config is not a ModelConfig, or has another mixer.
+    """
+
+    tensor_parallel: ClassVar[dict[str, Sharding]] = {
+        "q_proj": "columns", "k_proj": "columns", "v_proj": "columns", "out_proj": "rows", "sinks": "heads",
+    }  # fmt: skip
+
+    def __init__(self, config: ModelConfig) -> None:
+        check_config(config, "attention")
+        super().__init__()
+        d = config.d_model
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
+        self.num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
+        self.window, self.rope_base = config.window, config.rope_base
+        std, kv_width = input_std(d), self.num_kv_heads * self.head_dim
+        self.q_proj = Projection(d, d, std)
+        self.k_proj = Projection(d, kv_width, std)
+        self.v_proj = Projection(d, kv_width, std)
+        self.sinks = Sinks(self.num_heads) if config.attention_sinks else None
+        self.out_proj = Projection(d, d, output_std(d, config.num_blocks))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: KeyValues | None = None,
+        *,
+        document_start: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, KeyValues | None]:
+        """Run :meth:`SequenceMixer.forward`.
+
+        Raises:
+            ValueError: a state is given or requested together with cu_seqlens: the sequences' caches would differ in
+                length.
+        """
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, q)
+            if state is not None or return_state:
+                raise ValueError(
+                    "cu_seqlens: got it with a state, expected neither state nor return_state in attention"
+                )
+        if state is not None:
+            check_state(state, k)
+        documents = Documents(x, document_start, cu_seqlens)
+        before = None if state is None else state.length()
+        # Positions count from the document's start, so that its place in a batch changes no digit.
+        q, k = rotate_both(q, k, documents.position(before), self.rope_base)
+        past = 0 if state is None else state.k.shape[1]
+        first = None
+        if not documents.single or (state is not None and state.start is not None):
+            first = documents.first(before) + past
+        if state is not None:
+            k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+        h = attend(q, k, v, first, self.window, None if self.sinks is None else self.sinks())
+        y = self.out_proj(h.flatten(-2))
+        return y, self._new_state(k, v, first) if return_state else None
+
+    def step(self, x: Tensor, state: KeyValues, in_place: bool = False) -> tuple[Tensor, KeyValues]:
+        """Run :meth:`SequenceMixer.step`; the cache grows and is never overwritten, whatever in_place says."""
+        y, new = self(x[:, None], state, return_state=True)
+        return y[:, 0], new
+
+    def initial_state(self, batch_size: int, device: torch.device) -> KeyValues:
+        """Return an empty cache in the weights' dtype."""
+        dtype = self.q_proj.weight.dtype
+        empty = torch.empty(batch_size, 0, self.num_kv_heads, self.head_dim, dtype=dtype, device=device)
+        return KeyValues(empty, empty)
+
+    def _new_state(self, k: Tensor, v: Tensor, first: Tensor | None) -> KeyValues:
+        """Return the cache of keys and values (B, S, kv heads, head_dim), without those that no later token sees."""
+        start = None if first is None else first[:, -1].expand(k.shape[0])
+        dropped = 0 if self.window is None else k.shape[1] - self.window + 1
+        if dropped <= 0:
+            return KeyValues(k, v, start)
+        start = k.new_zeros(k.shape[0], dtype=torch.int64) if start is None else start
+        return KeyValues(k[:, dropped:], v[:, dropped:], start - dropped)
+
+
+class Sinks(nn.Module):
+    """The logits of the attention sinks, one for each head, which start at 0."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(num_heads))
+
+    def forward(self) -> Tensor:
+        """Return the logits (heads,) of this process's heads."""
+        return local(self.logits)
+
+
+def check_state(state: object, k: Tensor) -> None:
+    """Raise unless state is a cache to which keys k (B, T, kv heads, head_dim) can be appended."""
+    if not isinstance(state, KeyValues):
+        raise TypeError(f"state: got {type(state).__name__}, expected KeyValues")
+    expected = (k.shape[0], state.k.shape[1], *k.shape[2:])
+    for name in ("k", "v"):
+        shape = tuple(getattr(state, name).shape)
+        if shape != expected:
+            raise ValueError(f"state.{name}: got shape {shape}, expected {expected}")

@@ -1,0 +1,49 @@
+"""Mamba-2."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tfla.nn.config import ModelConfig
+from tfla.nn.layers import Projection, at_least_float32, input_std
+from tfla.nn.mixers.decay import DecayParameters
+from tfla.nn.mixers.norms import GatedNorm
+from tfla.nn.mixers.passes import Pass
+from tfla.nn.mixers.recurrent import RecurrentMixer
+
+SMALLEST_STEP = 1e-30  # whose logarithm is finite, with a gradient of 0
+
+
+class Mamba2(RecurrentMixer):
+    """Mamba-2's mixer (Dao and Gu, arXiv 2405.21060) with one group of B and C for all heads.
+
+    C_t = exp(-exp(A_log) dt_t) C_{t-1} + dt_t k_t v_t^T with dt_t = softplus(W_dt x_t + dt_bias);
+    y_t = W_o RMS((C_t^T q_t + D v_t) * silu(W_z x_t)). q, k and v are C, B and x of the paper, from a short
+    convolution with bias. The norm is over all heads together.
+    """
+
+    name = "mamba2"
+    has_convolution = True
+    convolution_bias = True
+    unsplittable = "whose norm is over all heads"
+
+    def __init__(self, config: ModelConfig) -> None:
+        heads = config.mamba_expand * config.d_model // config.mamba_head_dim
+        super().__init__(config, heads, num_qk_heads=1)
+        d, width = config.d_model, heads * self.head_dim
+        self.gate_proj = Projection(d, width, input_std(d))
+        self.dt_proj = Projection(d, heads, input_std(d))
+        self.decay = DecayParameters(heads)
+        self.D = nn.Parameter(torch.ones(heads))
+        self.norm = GatedNorm(width, config.head_norm_eps, gate_first=True)
+
+    def mix(self, x: Tensor, run: Pass) -> Tensor:
+        """Run :meth:`RecurrentMixer.mix`."""
+        q, k, v = self._queries_keys_values(x, run)
+        A_log, dt_bias = map(at_least_float32, self.decay())
+        dt = F.softplus(at_least_float32(self.dt_proj(x)) + dt_bias)
+        h = run.linear_attention(q, k, v, -A_log.exp() * dt, dt.clamp(min=SMALLEST_STEP).log(), scale=1.0)
+        h = h + (v * self.D[:, None]).to(h.dtype)
+        return self.out_proj(self.norm(h.flatten(-2), self.gate_proj(x)))

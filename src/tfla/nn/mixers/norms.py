@@ -1,0 +1,51 @@
+"""The norms with an output gate at the end of the recurrent mixers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tfla.nn.layers import at_least_float32, local, recomputed
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+class GatedNorm(nn.Module):
+    """An RMSNorm of the last dimension with an output gate: w * RMS(h) * activation(gate), in float32 or float64.
+
+    Args:
+        dim: size of the last dimension of h.
+        eps: epsilon of the norm.
+        activation: the activation of the gate, "silu" or "sigmoid".
+        gate_first: w * RMS(h * activation(gate)) instead, as in Mamba-2.
+    """
+
+    def __init__(
+        self, dim: int, eps: float, activation: Literal["silu", "sigmoid"] = "silu", gate_first: bool = False
+    ) -> None:
+        super().__init__()
+        self.eps, self.activation, self.gate_first = eps, ACTIVATIONS[activation], gate_first
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, h: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return the gated norm of h (..., dim) in h's dtype; gate has h's shape, None is no gate."""
+        return recomputed(partial(_gated_norm, self.eps, self.activation, self.gate_first), h, local(self.weight), gate)
+
+
+def _gated_norm(
+    eps: float, activation: Callable[[Tensor], Tensor], gate_first: bool, h: Tensor, weight: Tensor, gate: Tensor | None
+) -> Tensor:
+    """Return the value of :class:`GatedNorm`."""
+    wide, weight = at_least_float32(h), at_least_float32(weight)
+    factor = None if gate is None else activation(at_least_float32(gate))
+    if factor is not None and gate_first:
+        wide = wide * factor
+    wide = F.rms_norm(wide, wide.shape[-1:], weight, eps)
+    if factor is not None and not gate_first:
+        wide = wide * factor
+    return wide.to(h.dtype)

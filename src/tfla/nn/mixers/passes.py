@@ -1,0 +1,219 @@
+"""The two ways in which a recurrent mixer runs: over whole sequences, and by one token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tfla.backends.delta import BetaActivation
+from tfla.nn.layers import CLOSED_GATE
+from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixers.documents import Documents
+from tfla.nn.mixers.short_convolution import ShortConvolution
+from tfla.ops.api import linear_attention
+from tfla.ops.checks import check_cu_seqlens
+from tfla.ops.delta import delta_rule
+from tfla.ops.delta_activations import log_gate
+from tfla.ops.delta_steps import delta_rule_step
+from tfla.ops.state import State
+from tfla.ops.steps import linear_attention_step
+
+if TYPE_CHECKING:
+    from tfla.nn.mixers.recurrent import RecurrentMixer
+
+
+class Pass(ABC):
+    """One call of a mixer. Shapes are (B, T, ...) over whole sequences, and (B, ...) for one token."""
+
+    @abstractmethod
+    def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Apply each convolution to its input (..., channels). A mixer calls this at most once."""
+
+    @abstractmethod
+    def position(self) -> Tensor:
+        """Return the positions (...) of the tokens within their documents, int64."""
+
+    @abstractmethod
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Compute :func:`tfla.linear_attention`."""
+
+    @abstractmethod
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        beta_activation: BetaActivation,
+        f: Tensor | None = None,
+        decay: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Compute :func:`tfla.delta_rule` with normalized q and k.
+
+        Args:
+            q, k, v, beta, beta_activation: its arguments.
+            f: gates before their activation, of step or channel; None is no decay.
+            decay: A_log and dt_bias of the activation "softplus" of the gates.
+        """
+
+
+class SequencePass(Pass):
+    """A call over whole sequences; arguments are those of :meth:`SequenceMixer.forward`."""
+
+    def __init__(
+        self,
+        mixer: RecurrentMixer,
+        x: Tensor,
+        state: MixerState | None,
+        document_start: Tensor | None,
+        cu_seqlens: Tensor | None,
+        return_state: bool,
+    ) -> None:
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, x)
+        self.mixer, self.batch, self.state, self.return_state = mixer, x.shape[0], state, return_state
+        self.documents = Documents(x, document_start, cu_seqlens)
+        self.options: dict[str, Any] = {
+            "initial_state": None if state is None else state.recurrence,
+            "return_state": True,
+            "cu_seqlens": cu_seqlens,
+            "chunk_size": mixer.chunk_size,
+            "backend": mixer.backend,
+        }
+        self.recurrence: State | None = None
+        self.convolution: tuple[Tensor, ...] = ()
+
+    def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run :meth:`Pass.convolve`."""
+        before: Sequence[Tensor | None] = [None] * len(inputs) if self.state is None else self.state.convolution
+        triples = list(zip(convolutions, inputs, before, strict=True))
+        if self.return_state:
+            self.convolution = tuple(conv.last_inputs(x, old, self.documents) for conv, x, old in triples)
+        return tuple(conv(x, old, self.documents) for conv, x, old in triples)
+
+    def position(self) -> Tensor:
+        """Run :meth:`Pass.position`."""
+        return self.documents.position(None if self.state is None else self.state.position)
+
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Run :meth:`Pass.linear_attention`."""
+        h = linear_attention(q, k, v, self._reset(log_f), log_i, scale=scale, **self._options())
+        return self._keep(h)
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        beta_activation: BetaActivation,
+        f: Tensor | None = None,
+        decay: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Run :meth:`Pass.delta_rule`."""
+        options = self._options() | {"normalize_qk": True, "beta_activation": beta_activation}
+        if self.documents.document_start is not None:
+            # A gate is closed after its activation, which the operator would apply.
+            log_f = beta.new_zeros(beta.shape, dtype=torch.float32) if f is None else f
+            if f is not None and decay is not None:
+                log_f = log_gate(f, "softplus", *decay, 0.0)
+            h = delta_rule(q, k, v, beta, self._reset(log_f), **options)
+        elif f is None or decay is None:
+            h = delta_rule(q, k, v, beta, f, **options)
+        else:
+            A_log, dt_bias = decay
+            h = delta_rule(q, k, v, beta, f, gate_activation="softplus", A_log=A_log, dt_bias=dt_bias, **options)
+        return self._keep(h)
+
+    def new_state(self) -> MixerState | None:
+        """Return the state after the last token, None where none is requested."""
+        if not self.return_state:
+            return None
+        assert self.recurrence is not None
+        position = None
+        if self.mixer.has_position:
+            position = self.documents.length(None if self.state is None else self.state.position, self.batch)
+        return MixerState(self.recurrence, self.convolution, position)
+
+    def _options(self) -> dict[str, Any]:
+        """Return the options of the operator."""
+        return self.options | {"return_state": self.return_state}
+
+    def _reset(self, log_f: Tensor) -> Tensor:
+        """Close gates (B, T, heads) or (B, T, heads, dqk) where a document starts."""
+        starts = self.documents.document_start
+        if starts is None:
+            return log_f
+        return log_f.masked_fill(starts.reshape(*starts.shape, *[1] * (log_f.dim() - 2)), CLOSED_GATE)
+
+    def _keep(self, found: Any) -> Tensor:
+        """Return h of an operator's result and keep the state."""
+        h: Tensor
+        h, self.recurrence = found if self.return_state else (found, None)
+        return h
+
+
+class StepPass(Pass):
+    """A call for one token of each sequence; arguments are those of :meth:`SequenceMixer.step`."""
+
+    def __init__(self, state: MixerState, in_place: bool) -> None:
+        self.state, self.in_place = state, in_place
+
+    def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run :meth:`Pass.convolve`."""
+        found = [conv.step(x, old) for conv, x, old in zip(convolutions, inputs, self.state.convolution, strict=True)]
+        self.state = self.state._replace(convolution=tuple(new for _, new in found))
+        return tuple(y for y, _ in found)
+
+    def position(self) -> Tensor:
+        """Run :meth:`Pass.position`."""
+        position = self.state.position
+        assert position is not None
+        self.state = self.state._replace(position=position + 1)
+        return position
+
+    def linear_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Run :meth:`Pass.linear_attention`."""
+        return self._keep(
+            linear_attention_step(q, k, v, log_f, self.state.recurrence, log_i, scale=scale, in_place=self.in_place)
+        )
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        beta: Tensor,
+        beta_activation: BetaActivation,
+        f: Tensor | None = None,
+        decay: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Run :meth:`Pass.delta_rule`."""
+        gates: dict[str, Any] = {}
+        if decay is not None:
+            gates = {"gate_activation": "softplus", "A_log": decay[0], "dt_bias": decay[1]}
+        return self._keep(
+            delta_rule_step(
+                q, k, v, beta, self.state.recurrence, f, normalize_qk=True, beta_activation=beta_activation,
+                in_place=self.in_place, **gates,
+            )
+        )  # fmt: skip
+
+    def new_state(self) -> MixerState:
+        """Return the state after the token."""
+        return self.state
+
+    def _keep(self, found: tuple[Tensor, State]) -> Tensor:
+        """Return h of an operator's result and keep the state."""
+        self.state = self.state._replace(recurrence=found[1])
+        return found[0]

@@ -1,0 +1,119 @@
+"""What the mixers on :func:`tfla.linear_attention` and :func:`tfla.delta_rule` share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tfla.nn.config import ModelConfig, check_config
+from tfla.nn.layers import Projection, SequenceMixer, Sharding, input_std, output_std
+from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixers.passes import Pass, SequencePass, StepPass
+from tfla.nn.mixers.short_convolution import ShortConvolution
+from tfla.ops.state import State
+
+
+class RecurrentMixer(SequenceMixer):
+    """A mixer of projections, short convolutions, a recurrence, a norm with an output gate, and an output projection.
+
+    A subclass says in :meth:`mix` what it computes, once for whole sequences and for single tokens: a
+    :class:`~tfla.nn.mixers.passes.Pass` runs the convolutions and the recurrence in either way, and keeps their states.
+
+    Args:
+        config: a config whose mixer is ``name``.
+
+    Raises:
+        TypeError, ValueError: config is not a ModelConfig, or has another mixer.
+    """
+
+    name: ClassVar[str]
+    has_convolution: ClassVar[bool] = False
+    convolution_bias: ClassVar[bool] = False
+    has_position: ClassVar[bool] = False
+    tensor_parallel: ClassVar[dict[str, Sharding]] = {
+        "q_proj": "columns", "k_proj": "columns", "v_proj": "columns", "out_proj": "rows",
+        "q_conv": "heads", "k_conv": "heads", "v_conv": "heads",
+    }  # fmt: skip
+
+    def __init__(self, config: ModelConfig, num_heads: int | None = None, num_qk_heads: int | None = None) -> None:
+        check_config(config, self.name)
+        super().__init__()
+        self.num_heads = config.num_heads if num_heads is None else num_heads
+        self.num_qk_heads = self.num_heads if num_qk_heads is None else num_qk_heads
+        self.qk_head_dim, self.head_dim = config.qk_head_dim, config.head_dim
+        self.chunk_size, self.backend = config.chunk_size, config.backend
+        d, keys, values = config.d_model, self.num_qk_heads * self.qk_head_dim, self.num_heads * self.head_dim
+        std = input_std(d)
+        self.q_proj = Projection(d, keys, std)
+        self.k_proj = Projection(d, keys, std)
+        self.v_proj = Projection(d, values, std)
+        if self.has_convolution:
+            size, bias = config.conv_size, self.convolution_bias
+            self.q_conv = ShortConvolution(keys, size, bias)
+            self.k_conv = ShortConvolution(keys, size, bias)
+            self.v_conv = ShortConvolution(values, size, bias)
+        self.out_proj: nn.Linear = Projection(values, d, output_std(d, config.num_blocks))
+
+    @abstractmethod
+    def mix(self, x: Tensor, run: Pass) -> Tensor:
+        """Return the mixed x (..., d_model)."""
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MixerState | None = None,
+        *,
+        document_start: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Run :meth:`SequenceMixer.forward`; with cu_seqlens, a state has a row per packed sequence."""
+        self._check_state(state)
+        run = SequencePass(self, x, state, document_start, cu_seqlens, return_state)
+        return self.mix(x, run), run.new_state()
+
+    def step(self, x: Tensor, state: MixerState, in_place: bool = False) -> tuple[Tensor, MixerState]:
+        """Run :meth:`SequenceMixer.step`."""
+        self._check_state(state)
+        run = StepPass(state, in_place)
+        return self.mix(x, run), run.new_state()
+
+    def initial_state(self, batch_size: int, device: torch.device) -> MixerState:
+        """Return a state of zeros: float64 if the weights are float64, else float32; convolutions in their dtype."""
+        weight = self.q_proj.weight
+        recurrence = State.zeros(
+            batch_size, self.num_heads, self.qk_head_dim, self.head_dim, normalize=False,
+            dtype=torch.float64 if weight.dtype == torch.float64 else torch.float32, device=device,
+        )  # fmt: skip
+        convolution = tuple(
+            torch.zeros(batch_size, conv.size - 1, conv.weight.shape[0], dtype=weight.dtype, device=device)
+            for conv in self._convolutions()
+        )
+        position = torch.zeros(batch_size, dtype=torch.int64, device=device) if self.has_position else None
+        return MixerState(recurrence, convolution, position)
+
+    def _convolutions(self) -> tuple[ShortConvolution, ...]:
+        """Return the short convolutions."""
+        return (self.q_conv, self.k_conv, self.v_conv) if self.has_convolution else ()
+
+    def _queries_keys_values(self, x: Tensor, run: Pass) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k (..., q/k heads, dqk) and v (..., heads, dhv), after the short convolutions."""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.has_convolution:
+            q, k, v = run.convolve(self._convolutions(), (q, k, v))
+        # Under tensor parallelism a projection returns this process's heads, so their number is read from its output.
+        q, k = (t.unflatten(-1, (-1, self.qk_head_dim)) for t in (q, k))
+        return q, k, v.unflatten(-1, (-1, self.head_dim))
+
+    def _check_state(self, state: object) -> None:
+        """Raise TypeError unless state is None or one of a recurrent mixer."""
+        if state is not None and not isinstance(state, MixerState):
+            raise TypeError(f"state: got {type(state).__name__}, expected MixerState")
+
+
+def strengths(config: ModelConfig) -> Any:
+    """Return the activation of the write strengths of the delta rule."""
+    return "2sigmoid" if config.negative_eigenvalues else "sigmoid"

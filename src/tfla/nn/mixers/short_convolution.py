@@ -1,0 +1,132 @@
+"""The short causal convolution before a recurrence."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tfla.nn.layers import at_least_float32, local, recomputed
+from tfla.nn.mixers.documents import Documents
+
+
+class ShortConvolution(nn.Module):
+    """A causal convolution of each channel over the last ``size`` tokens of its document, followed by SiLU.
+
+    y_t = silu(sum_j w_j x_{t - j} + b) for j from 0 to size - 1, with the x of earlier documents left out.
+
+    Args:
+        channels: number of channels.
+        size: number of tokens that an output depends on.
+        bias: whether there is a bias b.
+    """
+
+    def __init__(self, channels: int, size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.size = size
+        self.weight = nn.Parameter(torch.empty(channels, size))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias uniformly from +-1 / sqrt(size), as torch's convolutions do."""
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -1 / math.sqrt(self.size), 1 / math.sqrt(self.size))
+
+    def forward(self, x: Tensor, before: Tensor | None, documents: Documents) -> Tensor:
+        """Convolve whole sequences.
+
+        Args:
+            x: (B, T, channels).
+            before: (B, size - 1, channels), or with packed sequences (sequences, size - 1, channels): the inputs before
+                the first token; None is zeros.
+            documents: the documents of the call.
+
+        Returns:
+            (B, T, channels) in x's dtype.
+        """
+        packed = documents.offsets is not None
+        history = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if before is None or packed else before.to(x.dtype)
+        carried = self._carried(before, documents) if before is not None and packed else None
+        inputs = torch.cat([history, x], 1)
+        return recomputed(_convolve, inputs, local(self.weight), _local(self.bias), documents.boundaries(), carried)
+
+    def step(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve one token of each sequence.
+
+        Args:
+            x: (B, channels).
+            before: (B, size - 1, channels).
+
+        Returns:
+            (B, channels) in x's dtype, and the inputs before the next token.
+        """
+        inputs = torch.cat([before.to(x.dtype), x[:, None]], 1)
+        return _convolve(inputs, local(self.weight), _local(self.bias), None, None)[:, 0], inputs[:, 1:]
+
+    def last_inputs(self, x: Tensor, before: Tensor | None, documents: Documents) -> Tensor:
+        """Return the inputs before the token after the last one, of the same document: (B, size - 1, channels).
+
+        With packed sequences they are those of each sequence, (sequences, size - 1, channels). Arguments are those of
+        :meth:`forward`.
+        """
+        back = torch.arange(1 - self.size, 0, device=x.device)
+        if documents.offsets is None:
+            history = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if before is None else before.to(x.dtype)
+            inputs = torch.cat([history, x], 1)[:, x.shape[1] :]
+            first = documents.boundaries()
+            return inputs if first is None else inputs * (x.shape[1] + back >= first[:, -1:])[..., None]
+        start, end = documents.offsets[:-1, None], documents.offsets[1:, None]
+        at = end + back  # (sequences, size - 1), the tokens of the last inputs
+        inputs = x[0, at.clamp(0)] * (at >= start)[..., None]
+        if before is None:
+            return inputs
+        older = (at - start + self.size - 1).clamp(0, self.size - 2)[..., None].expand_as(inputs)
+        return torch.where((at >= start)[..., None], inputs, before.to(x.dtype).gather(1, older))
+
+    def _carried(self, before: Tensor, documents: Documents) -> Tensor:
+        """Return the parts (1, T, channels) of the convolution of packed sequences that come from earlier calls."""
+        age = documents.position(None)[0]  # (T,)
+        sequence = documents.sequence().clamp(0, before.shape[0] - 1)
+        weight = at_least_float32(local(self.weight))
+        total = torch.zeros((), dtype=weight.dtype, device=before.device)
+        for j in range(1, self.size):
+            row = (age - j + self.size - 1).clamp(0, self.size - 2)
+            term = at_least_float32(before[sequence, row]) * weight[:, self.size - 1 - j]
+            total = total + torch.where((age < j)[:, None], term, 0)
+        return total[None]
+
+
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, carried: Tensor | None) -> Tensor:
+    """Convolve in float32 or float64.
+
+    Args:
+        x: (B, size - 1 + T, channels), the inputs after those before the first token.
+        weight: (channels, size), the weight of the newest input last.
+        bias: (channels,) or None.
+        first: (B, T) or (1, T), the index of the first token of each token's document, or None.
+        carried: (1, T, channels), to be added, or None.
+
+    Returns:
+        (B, T, channels) in x's dtype.
+    """
+    size = weight.shape[1]
+    steps = x.shape[1] - size + 1
+    wide, weight = at_least_float32(x), at_least_float32(weight)
+    y = wide[:, size - 1 :] * weight[:, -1]
+    token = None if first is None else torch.arange(steps, device=x.device)
+    for j in range(1, size):
+        term = wide[:, size - 1 - j : size - 1 - j + steps] * weight[:, size - 1 - j]
+        if first is not None and token is not None:
+            term = torch.where((token - j >= first)[..., None], term, 0)
+        y = y + term
+    if bias is not None:
+        y = y + bias
+    return F.silu(y if carried is None else y + carried).to(x.dtype)
+
+
+def _local(parameter: Tensor | None) -> Tensor | None:
+    """Return this process's part of a parameter, None for None."""
+    return None if parameter is None else local(parameter)
