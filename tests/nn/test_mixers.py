@@ -194,7 +194,7 @@ def test_bfloat16_is_close_to_float32(case: str, ids: Tensor) -> None:
         assert rounded.dtype == torch.float32
         # Tokens at which a head's output is close to 0 before its norm are few, and have larger errors.
         errors = (rounded - exact).norm(dim=-1) / exact.norm(dim=-1)
-        assert errors.median() < 0.02
+        assert errors.median() < 0.05
 
 
 @torch.no_grad()
