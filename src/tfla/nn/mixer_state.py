@@ -12,7 +12,7 @@ from tfla.ops.state import State
 
 
 class MixerState(NamedTuple):
-    """What a recurrent mixer carries from one call into the next.
+    """The tensors that a recurrent mixer carries from one call into the next.
 
     Attributes:
         recurrence: the state of the operator.

@@ -9,7 +9,7 @@ BEFORE_ALL = -(2**31)  # the start of a document that began before the call, whe
 
 
 class Documents:
-    """Where the documents of a call begin, said by ``document_start``, by ``cu_seqlens``, or by neither.
+    """The first tokens of the documents of a call, said by ``document_start``, by ``cu_seqlens``, or by neither.
 
     Args:
         x: (B, T, ...), from which the number of tokens and the device are read.
@@ -24,7 +24,7 @@ class Documents:
 
     @property
     def single(self) -> bool:
-        """Whether each row is one document, or the continuation of one."""
+        """True if each row is one document, or the continuation of one."""
         return self.document_start is None and self.offsets is None
 
     def sequence(self) -> Tensor:

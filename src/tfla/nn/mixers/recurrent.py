@@ -1,4 +1,4 @@
-"""What the mixers on :func:`tfla.linear_attention` and :func:`tfla.delta_rule` share."""
+"""The base class of the mixers on :func:`tfla.linear_attention` and :func:`tfla.delta_rule`."""
 
 from __future__ import annotations
 
