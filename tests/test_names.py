@@ -1,4 +1,4 @@
-"""Every dotted name of the library in README.md, CONTRIBUTING.md, docs/ and the docstrings of src is there: `tfla.State.zeros`, say."""
+"""Every dotted name of the library in the pages and in docstrings of src is there: `tfla.State.zeros`, for example."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def test_names_are_there() -> None:
         try:
             right = resolves(name)
         except ImportError as error:
-            assert not str(error.name).startswith("tfla"), f"{name}: {error}"
-            continue  # an optional library is missing, or of another version
+            if not str(error.name).startswith("tfla"):
+                continue  # an optional library is missing, or of another version
+            right = False
         resolved += right
         if not right:
             wrong.append(f"{name} in {', '.join(sorted(files))}")
