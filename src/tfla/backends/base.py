@@ -166,40 +166,44 @@ class StepOutputs(NamedTuple):
     m: Tensor
 
 
+class Starts(NamedTuple):
+    """The states before this process's spans, and what else follows from those of all processes.
+
+    Parts that do not exist have shape (0,).
+    """
+
+    C: Tensor  # (B S, H, dqk, dhv)
+    n: Tensor  # (B S, H, dqk)
+    log_decays: Tensor  # (R S, B, H), float64, the sums of log-gates over all spans in the order of time
+    final_C: Tensor  # (B, H, dqk, dhv), the final states of whole sequences
+    final_n: Tensor  # (B, H, dqk)
+    final_m: Tensor  # (B, H)
+
+
 class Exchange(Protocol):
     """The exchange of states among processes that share the steps of all sequences.
 
-    A backend that computes what segments add to the state anyway calls it between that pass and its scans. It is
-    hashable: equal ones act alike. All arguments are dense, of the dtype of states; n and m are None without a
-    normalizer.
+    A backend that computes what segments add to the state anyway makes the rows of its spans from these, and reads the
+    rows of all processes, between that pass and its scans. It is hashable: equal ones act alike.
     """
 
-    def states(self, C: Tensor, n: Tensor | None, m: Tensor | None, m0: Tensor | None, decay: Tensor) -> Tensor:
-        """Give this process's states to all others and return those of all.
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The places in time of this process's spans among those of all: the rank, and with two 2 R - 1 - rank."""
 
-        Args:
-            C, n: (N, H, dqk, dhv), (N, H, dqk), the final states of this process's steps from the given initial ones.
-            m, m0: (N, H), the max states after and before the steps.
-            decay: (N, H), the decay over the steps.
-        """
+    @property
+    def processes(self) -> int:
+        """The number of processes, R."""
 
-    def starts(self, gathered: Tensor, m0: Tensor | None, C: Tensor | None, n: Tensor | None) -> Tensor:
-        """Return the states before this process's steps, (N, H, dqk dhv + dqk), or (N, H, dqk dhv) without n.
+    @property
+    def final(self) -> bool:
+        """Whether there are final states, and cotangents of them."""
 
-        Args:
-            gathered: what :meth:`states` returned.
-            m0: (N, H), the max states that they are stabilized with.
-            C, n: the given initial states; None is zero.
-        """
+    def start(self, rows: Tensor) -> Tensor:
+        """Start the collective and return its result, which only :meth:`finish` may read."""
 
-    def cotangents(self, dC: Tensor, dn: Tensor | None, *saved: Tensor) -> Tensor:
-        """Give this process's cotangents to all others and return those of its final states, as :meth:`starts` does.
-
-        Args:
-            dC, dn: (N, H, dqk, dhv), (N, H, dqk), the cotangents of the states before this process's steps from the
-                outputs of these steps alone.
-            saved: further tensors of the backward, as they were given.
-        """
+    def finish(self, gathered: Tensor) -> Tensor:
+        """Return the rows of all processes, in the order of ranks."""
 
 
 class Backend(ABC):
@@ -254,18 +258,26 @@ class Backend(ABC):
         """Return whether a call makes the states of segments, so that the two functions below take it."""
         return False
 
-    def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Tensor, Tensor]:
+    def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Starts]:
         """Compute the forward of this process's steps; the initial states of ``x`` are those of whole sequences.
 
-        Returns:
-            the results, what :meth:`Exchange.states` returned, and what :meth:`Exchange.starts` returned.
+        Rows of ``x`` are those of the batch, each as many times as this process has spans.
         """
         raise NotImplementedError
 
     def backward_exchanging(
         self, x: Inputs, out: Outputs, dh: Tensor, saved: Sequence[Tensor], spec: Spec, exchange: Exchange
     ) -> Grads:
-        """Compute the gradients; the cotangents of the final states are what :meth:`Exchange.cotangents` returns."""
+        """Compute the gradients; the cotangents of the states after the steps come from the exchange.
+
+        Args:
+            x, spec: as in the forward.
+            out, dh: as in :meth:`backward`.
+            saved: the max states before the spans, (S, B, H), and after them, (B, S, H), the sums of log-gates over all
+                spans, (R S, B, H), the max states of the final states, (B, H), and this process's cotangents of these,
+                (B, H, dqk, dhv) and (B, H, dqk); what is missing has shape (0,).
+            exchange: the exchange.
+        """
         raise NotImplementedError
 
     def steps_unsupported(self, x: StepInputs) -> str | None:

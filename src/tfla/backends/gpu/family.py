@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Exchange, Grads, Inputs, Outputs, Replay, Spec, static
+from tfla.backends.base import Exchange, Grads, Inputs, Outputs, Replay, Spec, Starts, static
 from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 
@@ -64,7 +64,7 @@ class KernelFamily:
             recorder.results = grads
         return grads
 
-    def run_forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Tensor, Tensor]:
+    def run_forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Starts]:
         """Record or replay the launches of a forward that exchanges states with other processes."""
         signature = exchange, self._call_signature("forward", x, spec)
         found: Sequence[Tensor]
@@ -75,8 +75,8 @@ class KernelFamily:
             with recording(signature, x) as recorder:
                 ctx = replace(self._context(recorder, spec), exchange=exchange)
                 found = recorder.results = *self.forward(ctx), *ctx.exchanged
-        *out, gathered, starts = found
-        return Outputs(*out), gathered, starts
+        count = len(Outputs._fields)
+        return Outputs(*found[:count]), Starts(*found[count:])
 
     def run_backward_exchanging(
         self, x: Inputs, out: Outputs, dh: Tensor, saved: Sequence[Tensor], spec: Spec, exchange: Exchange

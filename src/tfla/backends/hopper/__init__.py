@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Backend, Exchange, Grads, Inputs, Outputs, Replay, Spec
+from tfla.backends.base import Backend, Exchange, Grads, Inputs, Outputs, Replay, Spec, Starts
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant, planned_gpu
 from tfla.backends.triton import BACKEND as TRITON
 
@@ -166,7 +166,7 @@ class Hopper(Backend):
         chosen = spec.chunk_size if spec.chunk_size < DEFERRED_CHUNK_SIZE else config.best_chunk_size(x)
         return config.kernel_config(x).segment_steps(chosen) < x.v.shape[1]
 
-    def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Tensor, Tensor]:
+    def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Starts]:
         """Compute the forward of this process's steps with a scale that is not negative."""
         x, spec = _with_positive_scale(x, spec)
         return _family(x).run_forward_exchanging(x, spec, exchange)

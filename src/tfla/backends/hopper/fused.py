@@ -99,15 +99,20 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
         if ctx.exchange is None:
             state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
         dC_starts = dn_starts = None
+    pending = None
     if ctx.exchange is None:
         _launch_dv(ctx, gates, dh, grads.dv, dC_ends, h=out.h if delta_with_dv else None)
+    elif dC_ends is not None and not normalize:  # dq is computed while the exchange goes on
+        pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, None, decays)
     # dq, (T8), (T9), with q . dq, checkpoints of C and n, and what segments add to dn.
     q_dq, checkpoints, dn_segments = dq_dk_launch.launch_dq(ctx, gates, dh, grads.dq, starts=starts, delta=delta)
     if ctx.segmented and normalize:  # dn at segment ends
         dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K) if dn_segments is None else dn_segments
     if ctx.exchange is not None:
         assert dC_ends is not None
-        dC, dn = exchanging.exchange_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
+        if pending is None:
+            pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
+        dC, dn = exchanging.finish_cotangents(ctx, ctx.exchange, pending)
         state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
         _launch_dv(ctx, gates, dh, grads.dv, dC_ends, h=None)
     if ctx.segmented and dn_ends is not None:

@@ -89,6 +89,9 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
         if ctx.exchange is None:
             state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
         dC_starts = dn_starts = None
+    pending = None
+    if ctx.exchange is not None and dC_ends is not None and not normalize:  # goes on while dq is computed
+        pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, None, decays)
     # dq, (T7) to (T9), with q . dq and checkpoints of C and n.
     q_dq, checkpoints = small_head_launch.launch_dq(ctx, gates, dh, grads.dq, starts=starts, delta=delta)
     if ctx.segmented and normalize:  # dn at segment ends
@@ -100,7 +103,9 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
             dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K)
     if ctx.exchange is not None:
         assert dC_ends is not None
-        dC, dn = exchanging.exchange_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
+        if pending is None:
+            pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
+        dC, dn = exchanging.finish_cotangents(ctx, ctx.exchange, pending)
         state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
     if ctx.segmented and dn_ends is not None:
         state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)

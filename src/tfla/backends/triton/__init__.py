@@ -21,6 +21,7 @@ from tfla.backends.base import (
     Outputs,
     Replay,
     Spec,
+    Starts,
     StepInputs,
     StepOutputs,
     StepSpec,
@@ -173,7 +174,7 @@ class Triton(Backend):
         chosen = spec.chunk_size if spec.chunk_size < DEFERRED_CHUNK_SIZE else fused.best_chunk_size(x)
         return config.kernel_config(x).segment_steps(chosen) < x.v.shape[1]
 
-    def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Tensor, Tensor]:
+    def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Starts]:
         """Compute the forward of this process's steps with the fused scans."""
         return _family(spec.kernel).run_forward_exchanging(x, spec, exchange)
 

@@ -139,6 +139,9 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
         if ctx.exchange is None:
             state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
         dC_starts = dn_starts = None
+    pending = None
+    if ctx.exchange is not None and dC_ends is not None and not normalize:  # goes on while dq is computed
+        pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, None, decays)
     # dq, (T8), (T9), with checkpoints of C and n. The memory of dv, which is computed last, holds those of C and dC.
     q_dq, checkpoints = dq_dk.launch(
         ctx, gates, x.k, x.v, dh, x.q, grads.dq, reverse=False, delta=delta, initial=starts, final=results.NO_STATE,
@@ -152,7 +155,9 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
             dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K)
     if ctx.exchange is not None:
         assert dC_ends is not None
-        dC, dn = exchanging.exchange_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
+        if pending is None:
+            pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
+        dC, dn = exchanging.finish_cotangents(ctx, ctx.exchange, pending)
         state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
     if ctx.segmented and dn_ends is not None:
         state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)

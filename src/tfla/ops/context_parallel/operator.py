@@ -20,7 +20,7 @@ from tfla.backends.base import Grads, Outputs
 from tfla.ops.context_parallel import exchange
 from tfla.ops.context_parallel.cotangents import cotangent_rows, ends_of, own_cotangents, received
 from tfla.ops.context_parallel.local import Call, Results, Saved, Shape, local_inputs, starts_of
-from tfla.ops.context_parallel.segments import SegmentExchange, max_states, read_by_cotangents
+from tfla.ops.context_parallel.segments import SegmentExchange, max_states, read_by_backward
 from tfla.ops.context_parallel.spans import Cotangent, Span, compose, from_rows, stack
 from tfla.ops.context_parallel.states import final_states, state_rows
 
@@ -90,14 +90,21 @@ def _forward_with_segments(x: Inputs, call: Call, shape: Shape, backend: Backend
         C, n, _ = starts_of(x, call, shape, _saved(before, before))
     local_m = None if m is None else m.transpose(0, 1).flatten(0, 1).contiguous()
     local = local_inputs(x, shape, C, n, local_m)
-    swap = SegmentExchange(call, B, K, V)
-    out, gathered, starts = backend.forward_exchanging(local, spec._replace(final_state=spec.normalize), swap)
-    of_ranks = from_rows(gathered, K, V)
-    of_spans = exchange.in_order_of_time(of_ranks, call.placement)
-    by_span = starts.unflatten(0, (B, spans)).transpose(0, 1)
-    of_n = by_span[..., K * V :] if spec.normalize else None
-    before = Span(of_spans.log_decay, by_span[..., : K * V].unflatten(-1, (K, V)), of_n, m)
-    return _results(x, call, shape, out, _saved(before, of_spans), of_spans, of_ranks)
+    # The cotangents of later spans are stabilized with the max states that the backend computes.
+    local_spec = spec._replace(final_state=spec.normalize)
+    out, found = backend.forward_exchanging(local, local_spec, SegmentExchange.of(call))
+    none = found.C.new_empty(0)
+    saved = Saved(
+        out.d, out.chunk_C, out.chunk_n, _by_span(found.C, B), _by_span(found.n, B) if spec.normalize else none,
+        none if m is None else m, out.m.unflatten(0, (B, -1)) if spec.normalize and spec.save else none,
+        found.log_decays, found.log_decays[-1:] if spec.final_state else none,
+    )  # fmt: skip
+    return Results(shape.back(out.h), found.final_C, found.final_n, found.final_m, saved)
+
+
+def _by_span(x: Tensor, batch: int) -> Tensor:
+    """Return the states of spans, (B S, ...), as (S, B, ...)."""
+    return x.unflatten(0, (batch, -1)).transpose(0, 1)
 
 
 def backward(
@@ -118,9 +125,8 @@ def backward(
     out = Outputs(shape.view(h), none, none, none, saved.d, saved.chunk_C, saved.chunk_n)
     no_final = spec._replace(final_state=False)
     if backend.exchanges and _is_dense(call) and shape.offsets is None and backend.has_segments(local, spec):
-        swap = SegmentExchange(call, x.q.shape[0], x.q.shape[3], x.v.shape[3])
-        read = read_by_cotangents(saved, m, dC, dn)
-        grads = backend.backward_exchanging(local, out, shape.view(dh), read, no_final, swap)
+        read = read_by_backward(saved, m, dC, dn)
+        grads = backend.backward_exchanging(local, out, shape.view(dh), read, no_final, SegmentExchange.of(call))
         return _of_inputs(x, grads, shape, call, None)
     like = saved.C[0]
     rows = cotangent_rows(own_cotangents(x, h, saved, dh, call), m, dC, dn, call, like)

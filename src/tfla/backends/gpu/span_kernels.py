@@ -1,0 +1,316 @@
+"""The kernels of context parallelism: the rows that a process gives to the others, and what it makes of theirs.
+
+A span of steps acts on the state of a head by exp(g) and S (docs/mathematics.md, spans of steps). Both kernels read and
+write rows of `SIZE + 2`, or with n and m of `SIZE + 3 + K` float32 numbers, where SIZE = dqk dhv:
+
+    S, dense | g as the sum of two numbers | n | m
+
+A process has one or two spans of each sequence of a batch. Span s of sequence b is sequence b S + s of its kernels, and
+rows are (S, B, H, width). With the final state there are B more rows, of the cotangents of the final states.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tfla.backends.base import Exchange, Starts
+from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu.context import LaunchContext, Pair
+
+CLOSED = tl.constexpr(-1e30)  # the log-decay of a span whose decay is 0 in float32
+BLOCK = 1024  # elements of a row that a program computes
+
+
+@triton.jit(do_not_specialize=["T", "steps"])
+def own_rows(
+    states, states_n, decays, given, given_n, m, m0, final, final_n, final_m, rows, T, B, S, H, steps, SIZE, K, width,
+    BLOCK: tl.constexpr, REVERSE: tl.constexpr, NORMALIZE: tl.constexpr, USE_GIVEN: tl.constexpr, USE_M0: tl.constexpr,
+    USE_FINAL_C: tl.constexpr, USE_FINAL_N: tl.constexpr,
+):  # fmt: skip
+    """Store the rows of this process: what its spans add to the state, or with REVERSE to the cotangent before them.
+
+    Args:
+        states: what segments add to C or dC, (B S segments, H, SIZE).
+        states_n: the same for n or dn, (B S segments, H, K); read with NORMALIZE.
+        decays: the decays over segments, (B S segments, H) float32.
+        given, given_n: the given initial states, (B S, H, ...) float32; read with USE_GIVEN.
+        m: the max states after the spans, (B S, H), with REVERSE those before them, (S, B, H); read with NORMALIZE.
+        m0: the max states before the spans, (B S, H); read with USE_M0, else 0.
+        final, final_n: the cotangents of the final states, (B, H, ...) float32; read with USE_FINAL_C and USE_FINAL_N.
+        final_m: the max states of the final states, (B, H); read with NORMALIZE and REVERSE.
+        rows: the rows, (S, B, H, width), with REVERSE followed by those of the final states.
+        T, steps: the numbers of steps of a span and of a segment.
+        B, S, H: the numbers of sequences, of spans of each and of heads.
+        SIZE, K, width: the numbers of elements of a state C, of a state n, and of a row.
+
+    The grid is (width / BLOCK, rows, H).
+    """
+    r = tl.program_id(1)
+    h = tl.program_id(2)
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    of_C = e < SIZE
+    at_n = e - SIZE - 2
+    of_n = (at_n >= 0) & (at_n < K)
+    b = r % B
+    x = tl.zeros([BLOCK], tl.float32)
+    high = 0.0
+    low = 0.0
+    last_m = 0.0
+    if r < S * B:
+        sequence = (b * S + r // B).to(tl.int64)
+        count = tl.cdiv(T, steps).to(tl.int64)
+        if USE_GIVEN:
+            x = tl.load(given + (sequence * H + h) * SIZE + e, mask=of_C, other=0.0)
+            if NORMALIZE:
+                x += tl.load(given_n + (sequence * H + h) * K + at_n, mask=of_n, other=0.0)
+        total = 1.0
+        for c in range(0, count):
+            row = (sequence * count + (count - 1 - c if REVERSE else c)) * H + h
+            decay = tl.load(decays + row)
+            adds = tl.load(states + row * SIZE + e, mask=of_C, other=0.0).to(tl.float32)
+            if NORMALIZE:
+                adds += tl.load(states_n + row * K + at_n, mask=of_n, other=0.0)
+            x = x * decay + adds
+            total *= decay
+        if REVERSE:
+            if NORMALIZE:
+                last_m = tl.load(m + r * H + h)
+        else:
+            log_decay = tl.where(total > 0.0, tl.log(tl.maximum(total, 1e-38)), CLOSED).to(tl.float64)
+            if NORMALIZE:
+                last_m = tl.load(m + sequence * H + h)
+                log_decay += last_m.to(tl.float64)
+                if USE_M0:
+                    log_decay -= tl.load(m0 + sequence * H + h).to(tl.float64)
+            high = log_decay.to(tl.float32)
+            low = (log_decay - high.to(tl.float64)).to(tl.float32)
+    else:
+        if USE_FINAL_C:
+            x += tl.load(final + (b * H + h).to(tl.int64) * SIZE + e, mask=of_C, other=0.0)
+        if NORMALIZE:
+            if USE_FINAL_N:
+                x += tl.load(final_n + (b * H + h).to(tl.int64) * K + at_n, mask=of_n, other=0.0)
+            if REVERSE:
+                last_m = tl.load(final_m + b * H + h)
+    x = tl.where(e == SIZE, high, x)
+    x = tl.where(e == SIZE + 1, low, x)
+    if NORMALIZE:
+        x = tl.where(e == SIZE + 2 + K, last_m, x)
+    tl.store(rows + (r * H + h).to(tl.int64) * width + e, x, mask=e < width)
+
+
+@triton.jit
+def _row_of(gathered, span, b, h, R, ROWS, B, H, width):
+    """Return the address of the row of a span, which process `span` has, or the one as far from the last span."""
+    rank = tl.where(span < R, span, 2 * R - 1 - span)
+    index = tl.where(span < R, 0, 1)
+    return gathered + (((rank * ROWS + index) * B + b) * H + h).to(tl.int64) * width
+
+
+@triton.jit(do_not_specialize=["position0", "position1"])
+def join_spans(
+    gathered, given, given_n, m, log_decays, final_m, out, out_n, whole, whole_n, whole_m, position0, position1, R,
+    ROWS, B, S, H, SIZE, K, width,
+    BLOCK: tl.constexpr, REVERSE: tl.constexpr, NORMALIZE: tl.constexpr, USE_GIVEN: tl.constexpr, USE_M: tl.constexpr,
+    FINAL: tl.constexpr,
+):  # fmt: skip
+    """Store the states before the spans of this process, or with REVERSE the cotangents of the states after them.
+
+    Args:
+        gathered: the rows of all processes, (R, ROWS, B, H, width).
+        given, given_n: the given initial states, (B S, H, ...) float32; read with USE_GIVEN by the first span.
+        m: the max states of the results, (B S, H); read with USE_M, else 0.
+        log_decays: the sums of log-gates over all spans, (R S, B, H) float64; written, with REVERSE read.
+        final_m: the max states of the final states, (B, H); read with NORMALIZE, REVERSE and FINAL.
+        out, out_n: the results, (B S, H, ...) float32; n and its cotangent with NORMALIZE.
+        whole, whole_n, whole_m: the final states, (B, H, ...) float32; written with FINAL without REVERSE.
+        position0, position1: the places in time of the spans of this process.
+        R: the number of processes.
+        ROWS: the rows of one of them for each sequence.
+        B, S, H, SIZE, K, width: as in :func:`own_rows`.
+
+    The grid is ((SIZE + K) / BLOCK, B S, H), with FINAL without REVERSE (..., B S + B, H).
+    """
+    r = tl.program_id(1)
+    h = tl.program_id(2)
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    of_C = e < SIZE
+    of_n = (e >= SIZE) & (e < SIZE + K)
+    # Elements of n follow those of C and two more numbers.
+    inside = e < SIZE + K if NORMALIZE else of_C
+    place = tl.where(of_C, e, e + 2) if NORMALIZE else e
+    b = r % B
+    s = r // B
+    sequence = (b * S + s).to(tl.int64)
+    spans = R * S
+    position = tl.where(s == 0, position0, tl.where(s < S, position1, spans))
+    first = position + 1 if REVERSE else 0
+    stop = spans if REVERSE else position
+    x = tl.zeros([BLOCK], tl.float32)
+    target_m = 0.0
+    if USE_GIVEN:
+        if position == 0:
+            x = tl.load(given + (sequence * H + h) * SIZE + e, mask=of_C, other=0.0)
+            if NORMALIZE:
+                x += tl.load(given_n + (sequence * H + h) * K + e - SIZE, mask=of_n, other=0.0)
+    if NORMALIZE:
+        if s < S:
+            if USE_M:
+                target_m = tl.load(m + sequence * H + h)
+        else:  # the largest exponent of all parts
+            target_m = float("-inf")
+            later = tl.zeros([], tl.float64)
+            for c in range(0, spans):
+                row = _row_of(gathered, spans - 1 - c, b, h, R, ROWS, B, H, width)
+                target_m = tl.maximum(target_m, (later + tl.load(row + SIZE + 2 + K).to(tl.float64)).to(tl.float32))
+                later += tl.load(row + SIZE).to(tl.float64) + tl.load(row + SIZE + 1).to(tl.float64)
+    between = tl.zeros([], tl.float64)  # the sum of log-gates between a span and the result
+    for c in range(0, stop - first):
+        span = first + c if REVERSE else stop - 1 - c
+        row = _row_of(gathered, span, b, h, R, ROWS, B, H, width)
+        log_weight = between
+        if NORMALIZE:
+            part_m = tl.load(row + SIZE + 2 + K)
+            if REVERSE:  # cotangents grow as states shrink
+                log_weight += target_m.to(tl.float64) - part_m.to(tl.float64)
+            else:
+                log_weight += part_m.to(tl.float64) - target_m.to(tl.float64)
+        x += tl.exp(log_weight.to(tl.float32)) * tl.load(row + place, mask=inside, other=0.0)
+        if REVERSE:
+            between += tl.load(log_decays + (span * B + b) * H + h)
+        else:
+            between += tl.load(row + SIZE).to(tl.float64) + tl.load(row + SIZE + 1).to(tl.float64)
+    if FINAL:
+        if REVERSE:
+            log_weight = between
+            if NORMALIZE:
+                log_weight += target_m.to(tl.float64) - tl.load(final_m + b * H + h).to(tl.float64)
+            weight = tl.exp(log_weight.to(tl.float32))
+            for rank in range(0, R):
+                row = gathered + (((rank * ROWS + S) * B + b) * H + h).to(tl.int64) * width
+                x += weight * tl.load(row + place, mask=inside, other=0.0)
+    if s < S:
+        tl.store(out + (sequence * H + h) * SIZE + e, x, mask=of_C)
+        if NORMALIZE:
+            tl.store(out_n + (sequence * H + h) * K + e - SIZE, x, mask=of_n)
+    elif FINAL:
+        tl.store(whole + (b * H + h).to(tl.int64) * SIZE + e, x, mask=of_C)
+        if NORMALIZE:
+            tl.store(whole_n + (b * H + h).to(tl.int64) * K + e - SIZE, x, mask=of_n)
+            if tl.program_id(0) == 0:
+                tl.store(whole_m + b * H + h, target_m)
+    if not REVERSE:
+        if (tl.program_id(0) == 0) & (s == 0):
+            for span in range(0, spans):
+                row = _row_of(gathered, span, b, h, R, ROWS, B, H, width)
+                log_decay = tl.load(row + SIZE).to(tl.float64) + tl.load(row + SIZE + 1).to(tl.float64)
+                tl.store(log_decays + (span * B + b) * H + h, log_decay)
+
+
+def _sizes(ctx: LaunchContext, exchange: Exchange) -> tuple[int, ...]:
+    """Return B, S, H, SIZE, K and the width of rows."""
+    size, S = ctx.K * ctx.V, len(exchange.positions)
+    width = size + 2 + (1 + ctx.K if ctx.spec.normalize else 0)
+    return ctx.B // S, S, ctx.H, size, ctx.K, width
+
+
+def launch_own_states(
+    ctx: LaunchContext, exchange: Exchange, C: Tensor, n: Tensor | None, decays: Tensor, initial: Pair, m: Tensor | None
+) -> Tensor:
+    """Return the rows of the spans of this process, (S, B, H, width); see :func:`.exchanging.exchange_states`."""
+    B, S, H, size, K, width = _sizes(ctx, exchange)
+    rows, m0 = ctx.new(S, B, H, width), ctx.x.m
+    ctx.launch(own_rows, (ceil_div(width, BLOCK), S * B, H),
+        C, _or(n, C), decays, _or(initial[0], C), _or(initial[1], C), _or(m, C), _or(m0, C), C, C, C, rows, ctx.T, B, S,
+        H, ctx.segment_steps, size, K, width, BLOCK=BLOCK, REVERSE=False, NORMALIZE=n is not None,
+        USE_GIVEN=initial[0] is not None, USE_M0=m0 is not None, USE_FINAL_C=False, USE_FINAL_N=False, num_warps=4,
+    )  # fmt: skip
+    return rows
+
+
+def launch_starts(ctx: LaunchContext, exchange: Exchange, gathered: Tensor, initial: Pair) -> Starts:
+    """Return what follows for this process from the rows of all, (R, S, B, H, width).
+
+    Args:
+        ctx: The context of the call.
+        exchange: The exchange.
+        gathered: The rows.
+        initial: The given initial states of whole sequences, or None.
+    """
+    B, S, H, size, K, width = _sizes(ctx, exchange)
+    normalize, final, m = ctx.spec.normalize, exchange.final, ctx.x.m
+    C = ctx.new(S * B, H, K, ctx.V)
+    log_decays = ctx.new(exchange.processes * S, B, H, dtype=torch.float64)
+    n = ctx.new(S * B, H, K) if normalize else None
+    whole_C = ctx.new(B, H, K, ctx.V) if final else None
+    whole_n, whole_m = (ctx.new(B, H, K), ctx.new(B, H)) if final and normalize else (None, None)
+    none = ctx.placeholder(0)
+    ctx.launch(join_spans, (ceil_div(size + (K if normalize else 0), BLOCK), S * B + (B if final else 0), H),
+        gathered, _or(initial[0], C), _or(initial[1], C), _or(m, C), log_decays, C, C, _or(n, C), _or(whole_C, C),
+        _or(whole_n, C), _or(whole_m, C), *_both(exchange.positions), exchange.processes, S, B, S, H, size, K, width,
+        BLOCK=BLOCK, REVERSE=False, NORMALIZE=normalize, USE_GIVEN=initial[0] is not None, USE_M=m is not None,
+        FINAL=final, num_warps=4,
+    )  # fmt: skip
+    return Starts(C, *(_or(t, none) for t in (n, log_decays, whole_C, whole_n, whole_m)))
+
+
+def launch_own_cotangents(
+    ctx: LaunchContext, exchange: Exchange, dC: Tensor, dn: Tensor | None, decays: Tensor, m: Tensor, final: Pair,
+    final_m: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return the rows of cotangents of the states before the spans of this process, and of the final states.
+
+    Args:
+        ctx: The context of the call.
+        exchange: The exchange.
+        dC, dn, decays: As in :func:`.exchanging.start_cotangents`.
+        m: The max states before the spans, (S, B, H).
+        final: The cotangents of the final states from this process, (B, H, K, V) and (B, H, K), or None.
+        final_m: The max states of the final states, (B, H).
+    """
+    B, S, H, size, K, width = _sizes(ctx, exchange)
+    count = S + 1 if exchange.final else S
+    rows = ctx.new(count, B, H, width)
+    ctx.launch(own_rows, (ceil_div(width, BLOCK), count * B, H),
+        dC, _or(dn, dC), decays, dC, dC, m if dn is not None else dC, dC, _or(final[0], dC), _or(final[1], dC),
+        final_m if exchange.final and dn is not None else dC, rows, ctx.T, B, S, H, ctx.segment_steps, size, K, width,
+        BLOCK=BLOCK, REVERSE=True, NORMALIZE=dn is not None, USE_GIVEN=False, USE_M0=False,
+        USE_FINAL_C=final[0] is not None, USE_FINAL_N=final[1] is not None, num_warps=4,
+    )  # fmt: skip
+    return rows
+
+
+def launch_ends(
+    ctx: LaunchContext, exchange: Exchange, gathered: Tensor, last_m: Tensor, log_decays: Tensor, final_m: Tensor
+) -> Pair:
+    """Return the cotangents of the states after the spans of this process, (B S, H, K, V) and (B S, H, K).
+
+    Args:
+        ctx: The context of the call.
+        exchange: The exchange.
+        gathered: The rows of all processes, (R, rows, B, H, width).
+        last_m: The max states after the spans, (B, S, H).
+        log_decays: The sums of log-gates over all spans, (R S, B, H) float64.
+        final_m: The max states of the final states, (B, H).
+    """
+    B, S, H, size, K, width = _sizes(ctx, exchange)
+    normalize = ctx.spec.normalize
+    C, n = ctx.new(S * B, H, K, ctx.V), ctx.new(S * B, H, K) if normalize else None
+    ctx.launch(join_spans, (ceil_div(size + (K if normalize else 0), BLOCK), S * B, H),
+        gathered, C, C, last_m if normalize else C, log_decays, final_m if normalize and exchange.final else C, C,
+        _or(n, C), C, C, C, *_both(exchange.positions), exchange.processes, S + 1 if exchange.final else S, B, S, H,
+        size, K, width, BLOCK=BLOCK, REVERSE=True, NORMALIZE=normalize, USE_GIVEN=False, USE_M=normalize,
+        FINAL=exchange.final, num_warps=4,
+    )  # fmt: skip
+    return C, n
+
+
+def _or(x: Tensor | None, unread: Tensor) -> Tensor:
+    """Return x, or for None a tensor that the kernel does not read."""
+    return unread if x is None else x
+
+
+def _both(positions: tuple[int, ...]) -> tuple[int, int]:
+    """Return the places in time of one or two spans, the only one twice."""
+    return positions[0], positions[-1]
