@@ -2,11 +2,12 @@
 
 python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any order, its "kernels" one row each
 
-TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped], with commas
-between, gate plain being linear attention without an input gate or a normalizer; of decoding, whose kernel is "steps",
-backend steps gate dqk dhv dtype [several] [low], low being a state in bfloat16. The delta rule is the kernel "delta"
-with [packed] [state], its decoding "delta_steps" with [several] [low]; both have a model of MODELS as gate.
-With [lengths] the kernels are those that other lengths compile, on a GPU of PROCESSORS multiprocessors.
+TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped] [parallel],
+with commas between, gate plain being linear attention without an input gate or a normalizer, and parallel context
+parallelism; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state
+in bfloat16. The delta rule is the kernel "delta" with [packed] [state], its decoding "delta_steps" with [several]
+[low]; both have a model of MODELS as gate. With [lengths] the kernels are those that other lengths compile, on a GPU of
+PROCESSORS multiprocessors.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
@@ -126,6 +129,14 @@ def compile_only(found: dict[str, dict[str, Any]]) -> None:
     CUDABackend.make_cubin = assemble
 
 
+def second_of_two() -> dist.ProcessGroup:
+    """A group of two processes of which this is the second one; its collectives do nothing."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def forward_and_backward(
     sizes: tuple[int, int], chunk_size: int, backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str,
     *variant: str,
@@ -141,6 +152,8 @@ def forward_and_backward(
         leaves, operator = [q, k, v, i, f], functools.partial(tfla.mlstm, input_gate=gate)
     operator = functools.partial(operator, *leaves, backend=backend, kernel=kernel)
     options: dict[str, Any] = {"chunk_size": SEGMENT if "segmented" in variant else chunk_size}
+    if "parallel" in variant:
+        options["context_parallel"] = second_of_two()
     if "packed" in variant:
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])
     if "state" in variant:

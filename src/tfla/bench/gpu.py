@@ -35,7 +35,7 @@ from tfla.measure.roofline import (
     roofline_seconds,
     step_bytes,
 )
-from tfla.measure.timing import FEWEST, Sampling
+from tfla.measure.timing import Sampling
 
 SAMPLING_SHARE = 0.6  # share of a configuration's time for samples; the rest is for warm-up and sustained run
 COMPILING_SHARE = 0.4  # the largest share of the budget for compilation
@@ -133,8 +133,8 @@ class Run:
     def sampling_together(self) -> Sampling:
         """Return a sampling by numbers alone, since processes that wait for each other must make as many calls."""
         return replace(
-            self.config.sampling, repeats=min(self.config.repeats, FEWEST), warmup=min(self.config.warmup, 2),
-            patience=math.inf, sustained=0.0,
+            self.config.sampling, repeats=min(self.config.repeats, self.suite.samples_together),
+            warmup=min(self.config.warmup, 2), patience=math.inf, sustained=0.0,
         )  # fmt: skip
 
     def ask(self, entry: Entry, x: int) -> Iterator[Row]:
@@ -243,7 +243,8 @@ class Run:
         problem = self.suite.problem(entry, x, self.config.device)
         row |= {key: getattr(problem, key) for key in ("B", "T", "H", "dqk", "dhv")}
         if "error" not in row and entry.form is not None and not self.suite.host:
-            row |= rooflines(problem, entry.form, row["direction"], self.rates)
+            floors = rooflines(problem, entry.form, row["direction"], self.rates)
+            row |= {key: seconds / entry.processes for key, seconds in floors.items()}
             row["ratio"] = row["seconds"] / row["floor_seconds"]
         if "moved_bytes" in row:  # counted by the implementation itself
             for key, how in (("floor_seconds", "rested"), ("sustained_floor_seconds", "sustained")):

@@ -124,8 +124,29 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
 
     together = list(dict.fromkeys(r["name"] for r in rows if r.get("processes", 1) > 1))
     body = [[name, *(ratio(name, x) for x in xs)] for name in together]
-    if body:
+    if body and rates:
         parts.append(table([f"tokens per second, times those of one GPU, by {axis}", *(f"{x:,}" for x in xs)], body))
+    return parts
+
+
+def _speedups(rows: list[Row], axis: str) -> list[str]:
+    """Return a table for each direction of how many times as fast as one GPU several are on the same problem."""
+    parts = []
+    timed = [r for r in rows if "seconds" in r and "tokens_per_second" not in r]
+    for direction in dict.fromkeys(r["direction"] for r in timed):
+        mine = [r for r in timed if r["direction"] == direction]
+        together = [r for r in mine if r.get("processes", 1) > 1]
+        # One GPU has the same name up to the comma.
+        alone = {(r["name"].partition(",")[0], r["x"]): r["seconds"] for r in mine if r.get("processes", 1) == 1}
+        found = {
+            (r["name"], r["x"]): f"{one / r['seconds']:.2f}"
+            for r in together
+            if (one := alone.get((r["name"].partition(",")[0], r["x"]))) is not None
+        }
+        xs = sorted({x for _, x in found})
+        body = [[name, *(found.get((name, x), "-") for x in xs)] for name in _names(together)]
+        if found:
+            parts.append(table([f"{direction}, times as fast as one GPU, by {axis}", *(f"{x:,}" for x in xs)], body))
     return parts
 
 
@@ -208,6 +229,7 @@ def section(result: dict[str, Any], image: str | None) -> str:
         if mine:
             parts += [f"#### {group}"] if group else []
             parts += _time_tables(mine, result["axis"], notes)
+            parts += _speedups(mine, result["axis"])
             parts += _other_tables(mine, result["axis"])
     if any("samples" in r and r["samples"] < r["asked"] for r in rows):
         remarks.append("\\* fewer samples, at least 5: one takes long.")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from tfla.backends import BACKENDS
 from tfla.measure.problem import BOTH, FORWARD, STEP, Problem
 from tfla.measure.roofline import DeltaModel
+from tfla.measure.timing import FEWEST
 
 TOKENS, EMBEDDING = 65_536, 4096
 MEMORY = "memory"
@@ -16,6 +17,7 @@ PANELS = (FORWARD, BOTH)
 Form = Literal["exp", "sigmoid", "step exp", "step sigmoid", "gdn", "kda", "gla"]
 DELTA_FORMS: dict[str, DeltaModel] = {"gdn": "gdn", "kda": "kda", "gla": "gla"}
 Heads = tuple[int, int, int]  # H, dqk, dhv
+GATES: tuple[Form, ...] = ("sigmoid", "exp")
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Suite:
     """Whether nothing is compiled in parallel, because each implementation fills the device or the host is timed."""
     note: str = ""
     """A remark for its section on how it is measured."""
+    samples_together: int = FEWEST
+    """The largest number of samples of what several processes run together."""
 
     def problem(self, entry: Entry, x: int, device: str) -> Problem:
         """Return the problem of an entry at x."""
@@ -268,6 +272,30 @@ def _trained_on_parts(gpus: int, **options: Any) -> list[Entry]:
     ]  # fmt: skip
 
 
+def _on_parts(gpus: int) -> list[Entry]:
+    """Return the operator on one GPU, and on several that share the steps of a sequence, in two ways."""
+    made = []
+    for gate in GATES:
+        name, options = f"tfla mLSTM{gate[:3]}", {"gate": gate}
+        make = "tfla.bench.parallel_operator:"
+        made += [
+            Entry(f"{name}, 1 GPU", "tfla.measure.operator:mlstm", options, form=gate),
+            Entry(f"{name}, {gpus} GPUs", f"{make}context_parallel", options, form=gate, processes=gpus),
+            Entry(
+                f"{name}, {gpus} GPUs, all-to-all over heads", f"{make}all_to_all", options, form=gate, processes=gpus
+            ),
+        ]  # fmt: skip
+    return made
+
+
+ON_PARTS = (
+    "Two GPUs have half the steps each. With context parallelism they exchange one state for each head. With an "
+    "all-to-all over heads each gets half the heads of q, k, v and the gates for all steps, and gives h back. The "
+    "kernels are the same. Samples of the two GPUs start together, and a time is that of the slower one. Rooflines are "
+    "those of two GPUs."
+)
+
+
 def _lengths(H: int, dqk: int, dhv: int) -> Callable[[int], Problem]:
     """Return the problem by T with a constant number of tokens, so that the batch shrinks as T grows."""
     return lambda T: Problem(max(1, TOKENS // T), T, H, dqk, dhv)
@@ -426,6 +454,11 @@ SUITES = {
         note=TOGETHER + "With activation checkpointing: the backward computes blocks and logits again. Two GPUs share "
         "the steps of the sequence, and parameters by FSDP2.",
     ),
+    "context_parallel": Suite(
+        "Context parallelism: one sequence on two GPUs, 16 heads, dqk 128, dhv 256", "T", (2**16, 2**18, 2**20),
+        lambda T: Problem(1, T, 16, 128, 256), tuple(_on_parts(2)), panels=(), alone=True, sustained_at=(),
+        note=ON_PARTS, samples_together=20,
+    ),
     "steps": Suite(
         "Decoding: a handful of steps at once, batch 16, 8 heads, dqk 256, dhv 512", "steps", (1, 2, 4, 8, 16, 32),
         lambda T: Problem(16, T, 8, 256, 512),
@@ -470,6 +503,11 @@ SUITES = {
             Entry("tfla", "tfla.bench.delta:chunk", {"model": model}, form=model, group=name)
             for name, model, _ in (DELTA_MODELS[0], *DELTA_MODELS[3:])
         ),
+    ),
+    "smoke_context": Suite(
+        "Smoke: one sequence on two processes, seconds on any device", "T", (64, 128),
+        lambda T: Problem(1, T, 2, 8, 16, dtype="float32"), tuple(_on_parts(2)), panels=(), alone=True,
+        sustained_at=(),
     ),
     "smoke_parallel": Suite(
         "Smoke: training on several processes, seconds on any device", "T", (64, 128),

@@ -75,7 +75,8 @@ def time_it(job: dict[str, Any], send: Send) -> None:
             if job["only_compile"]:
                 call()
                 continue
-            row |= measure(call, clock_of(problem.device, job["host"]), sampling, job["sustained"])
+            clock = clock_of(problem.device, job["host"], together=job.get("place") is not None)
+            row |= measure(call, clock, sampling, job["sustained"])
             row |= work.facts
             peak = None if job["host"] else peak_bytes(call, problem.device)
             row |= {} if peak is None else {"peak_bytes": peak}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from tfla.measure.problem import Call
 
@@ -68,16 +69,38 @@ class HostClock:
 class CudaClock(HostClock):
     """The clock of a GPU: CUDA events around the calls. The GPU spins first, so that the host enqueues ahead of it."""
 
+    def before(self) -> None:
+        """Enqueue what the GPU does before the first call of a series."""
+        torch.cuda._sleep(LEAD)
+
     def series(self, call: Call, count: int) -> float:
         """Return the seconds between an event before the first call and one after the last."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(LEAD)
+        self.before()
         start.record()
         for _ in range(count):
             call()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1e3
+
+
+class CommonClock(HostClock):
+    """The clock of calls that several processes make together on the CPU: they start at the same time."""
+
+    def series(self, call: Call, count: int) -> float:
+        """Return the seconds of the calls after all processes have come."""
+        dist.barrier()
+        return super().series(call, count)
+
+
+class CommonCudaClock(CudaClock):
+    """The clock of calls that several processes make together on their GPUs, which start at the same time."""
+
+    def before(self) -> None:
+        """Let the GPUs wait for one another, after the host's lead."""
+        super().before()
+        dist.all_reduce(torch.zeros(1, device="cuda"))
 
 
 class EnqueueingClock(HostClock):
@@ -91,11 +114,19 @@ class EnqueueingClock(HostClock):
         return seconds
 
 
-def clock_of(device: str, host: bool = False) -> Clock:
-    """Return the clock of a device; with `host`, that of the time to enqueue calls on it."""
+def clock_of(device: str, host: bool = False, together: bool = False) -> Clock:
+    """Return the clock of a device.
+
+    Args:
+        device: the device.
+        host: whether to time the host, which enqueues calls on it.
+        together: whether the processes of the default group make the calls together.
+    """
     if not device.startswith("cuda"):
-        return HostClock()
-    return EnqueueingClock() if host else CudaClock()
+        return CommonClock() if together else HostClock()
+    if host:
+        return EnqueueingClock()
+    return CommonCudaClock() if together else CudaClock()
 
 
 def _in_a_row(call: Call, clock: Clock, seconds: float) -> float:
