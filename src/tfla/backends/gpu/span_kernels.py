@@ -148,18 +148,18 @@ def join_spans(
     first = position + 1 if REVERSE else 0
     stop = spans if REVERSE else position
     x = tl.zeros([BLOCK], tl.float32)
-    target_m = 0.0
+    target_m = tl.zeros([], tl.float32)
     if USE_GIVEN:
-        if position == 0:
-            x = tl.load(given + (sequence * H + h) * SIZE + e, mask=of_C, other=0.0)
-            if NORMALIZE:
-                x += tl.load(given_n + (sequence * H + h) * K + e - SIZE, mask=of_n, other=0.0)
+        begins = position == 0
+        x = tl.load(given + (sequence * H + h) * SIZE + e, mask=of_C & begins, other=0.0)
+        if NORMALIZE:
+            x += tl.load(given_n + (sequence * H + h) * K + e - SIZE, mask=of_n & begins, other=0.0)
     if NORMALIZE:
         if s < S:
             if USE_M:
                 target_m = tl.load(m + sequence * H + h)
         else:  # the largest exponent of all parts
-            target_m = float("-inf")
+            target_m = tl.full([], float("-inf"), tl.float32)
             later = tl.zeros([], tl.float64)
             for c in range(0, spans):
                 row = _row_of(gathered, spans - 1 - c, b, h, R, ROWS, B, H, width)
@@ -181,15 +181,14 @@ def join_spans(
             between += tl.load(log_decays + (span * B + b) * H + h)
         else:
             between += tl.load(row + SIZE).to(tl.float64) + tl.load(row + SIZE + 1).to(tl.float64)
-    if FINAL:
-        if REVERSE:
-            log_weight = between
-            if NORMALIZE:
-                log_weight += target_m.to(tl.float64) - tl.load(final_m + b * H + h).to(tl.float64)
-            weight = tl.exp(log_weight.to(tl.float32))
-            for rank in range(0, R):
-                row = gathered + (((rank * ROWS + S) * B + b) * H + h).to(tl.int64) * width
-                x += weight * tl.load(row + place, mask=inside, other=0.0)
+    if FINAL and REVERSE:
+        log_weight = between
+        if NORMALIZE:
+            log_weight += target_m.to(tl.float64) - tl.load(final_m + b * H + h).to(tl.float64)
+        weight = tl.exp(log_weight.to(tl.float32))
+        for rank in range(0, R):
+            row = gathered + (((rank * ROWS + S) * B + b) * H + h).to(tl.int64) * width
+            x += weight * tl.load(row + place, mask=inside, other=0.0)
     if s < S:
         tl.store(out + (sequence * H + h) * SIZE + e, x, mask=of_C)
         if NORMALIZE:
@@ -201,11 +200,11 @@ def join_spans(
             if tl.program_id(0) == 0:
                 tl.store(whole_m + b * H + h, target_m)
     if not REVERSE:
-        if (tl.program_id(0) == 0) & (s == 0):
-            for span in range(0, spans):
-                row = _row_of(gathered, span, b, h, R, ROWS, B, H, width)
-                log_decay = tl.load(row + SIZE).to(tl.float64) + tl.load(row + SIZE + 1).to(tl.float64)
-                tl.store(log_decays + (span * B + b) * H + h, log_decay)
+        once = (tl.program_id(0) == 0) & (s == 0)
+        for span in range(0, tl.where(once, spans, 0)):
+            row = _row_of(gathered, span, b, h, R, ROWS, B, H, width)
+            log_decay = tl.load(row + SIZE).to(tl.float64) + tl.load(row + SIZE + 1).to(tl.float64)
+            tl.store(log_decays + (span * B + b) * H + h, log_decay)
 
 
 def _sizes(ctx: LaunchContext, exchange: Exchange) -> tuple[int, ...]:
