@@ -197,7 +197,7 @@ class Exchange(Protocol):
 
     @property
     def final(self) -> bool:
-        """Whether there are final states, and cotangents of them."""
+        """True if there are final states, and cotangents of them."""
 
     def start(self, rows: Tensor) -> Tensor:
         """Start the collective and return its result, which only :meth:`finish` may read."""
