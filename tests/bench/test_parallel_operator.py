@@ -31,14 +31,14 @@ def errors() -> list[float]:
     """How far h and gradients of each way are from those of one process."""
     found = []
     for gate in ("exp", "sigmoid"):
-        ways = [getattr(parallel_operator, name)(PROBLEM, gate) for name in ("context_parallel", "all_to_all")]
-        inputs = [x.requires_grad_() for x in ways[0].inputs]
+        works = [getattr(parallel_operator, name)(PROBLEM, gate) for name in ("context_parallel", "all_to_all")]
+        inputs = [x.requires_grad_() for x in works[0].inputs]
         leaves = [whole(x.detach()).requires_grad_() for x in inputs]
         exact = tfla.mlstm(*leaves, input_gate=gate)
         cotangent = torch.randn_like(exact[:, :12]) + dist.get_rank()
         expected = [exact, *torch.autograd.grad(exact, leaves, whole(cotangent))]
-        for way in ways:
-            h = way.run(*inputs)
+        for work in works:
+            h = work.run(*inputs)
             mine = [h, *torch.autograd.grad(h, inputs, cotangent)]
             found += [
                 ((whole(a.detach()) - b.detach()).norm() / b.detach().norm()).item()
