@@ -16,10 +16,17 @@ from tfla.backends.triton.decode import BlockSizes, power_of_two
 
 
 @functools.cache
-def block_sizes(dqk: int, dhv: int) -> BlockSizes:
-    """Return the block sizes of one program: all rows, and as many columns as its registers hold."""
-    rows = power_of_two(dqk)
-    columns = min(power_of_two(dhv), max(8, min(128, 8192 // rows)))
+def block_sizes(dqk: int, dhv: int, several: bool) -> BlockSizes:
+    """Return the block sizes of one program: all rows, and as many columns as its registers hold.
+
+    Args:
+        dqk, dhv: the head dims.
+        several: whether there are several steps, over which masks of other head dims than powers of two stay in
+            registers.
+    """
+    rows, masked = power_of_two(dqk), dqk != power_of_two(dqk) or dhv != power_of_two(dhv)
+    held = 4096 if several and masked else 8192
+    columns = min(power_of_two(dhv), max(8, min(128, held // rows)))
     elements = rows * columns
     return BlockSizes(BK=rows, BV=columns, num_warps=1 if elements <= 512 else 2 if elements <= 2048 else 4)
 
@@ -72,7 +79,7 @@ def _launch(
     if B == 0:
         return h, new_C
     target = new_C if spec.final_state else C
-    sizes = block_sizes(K, V)
+    sizes = block_sizes(K, V, T > 1 or x.lengths is not None)
     strides = [s for t in (q, k, r, v, beta, log_f) for s in t.stride()[:3]]
     recorder.launch(
         delta_decode_kernels.delta_steps, ((V + sizes.BV - 1) // sizes.BV * B * H,),
