@@ -42,12 +42,22 @@ class Case(NamedTuple):
     dtype: torch.dtype
     mixer: str = "mlstm_exp"
     options: tuple[tuple[str, Any], ...] = ()
+    fields: tuple[tuple[str, Any], ...] = ()
 
 
 CASES = [
     *itertools.starmap(Case, itertools.product(LAYOUTS, (torch.float64, torch.float32))),
     Case("fsdp-tp", torch.float64, "mlstm_sig"),
     Case("hsdp-tp", torch.float64, "attention"),
+    Case("cp", torch.float64, "retnet"),
+    Case("fsdp-cp", torch.float64, "mamba2"),
+    Case("cp-tp", torch.float64, "retnet", (("activation_checkpointing", True),)),
+    Case("fsdp", torch.float64, "mamba2"),
+    Case("hsdp-tp", torch.float64, "gla"),
+    Case("tp", torch.float64, "delta_net"),
+    Case("fsdp-tp", torch.float64, "gated_delta_net"),
+    Case("fsdp-tp", torch.float64, "kda", (("activation_checkpointing", True),)),
+    Case("fsdp-tp", torch.float64, "attention", fields=(("num_kv_heads", 2), ("attention_sinks", True), ("window", 5))),
     Case("fsdp", torch.float64, "mlstm_exp", (("activation_checkpointing", True),)),
     Case("fsdp-tp", torch.float64, "mlstm_exp", (("activation_checkpointing", True),)),
     Case("cp-tp", torch.float64, "mlstm_sig"),
@@ -56,11 +66,12 @@ CASES = [
 ]
 
 
-def make_model(dtype: torch.dtype, mixer: str = "mlstm_exp") -> LanguageModel:
+def make_model(dtype: torch.dtype, mixer: str = "mlstm_exp", **fields: Any) -> LanguageModel:
     """Return a model of random weights, the same on every process."""
     config = ModelConfig(
-        d_model=32, num_blocks=2, num_heads=4, vocab_size=33, mixer=mixer, ffn_multiple=8, input_gate_bias=-1.0
-    )
+        d_model=32, num_blocks=2, num_heads=4, vocab_size=33, mixer=mixer, ffn_multiple=8, input_gate_bias=-1.0,
+        mamba_head_dim=16, mamba_state_dim=8, **fields,
+    )  # fmt: skip
     torch.manual_seed(0)
     model = LanguageModel(config).to(dtype)
     with torch.no_grad():  # gates start with weights of 0, which would hide a gradient that is not reduced
@@ -104,7 +115,7 @@ class Errors(NamedTuple):
 
 def one_process(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and gradients of one process in the dtype of a case."""
-    model = make_model(torch.float64, case.mixer).to(case.dtype)
+    model = make_model(torch.float64, case.mixer, **dict(case.fields)).to(case.dtype)
     loss = mean_loss(model, make_windows())
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -128,7 +139,9 @@ def compute_errors(cases: list[Case]) -> list[Errors]:
         expected = one_process(case._replace(dtype=torch.float64))
         sizes = LAYOUTS[case.layout]
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        model = parallelize(make_model(torch.float64, case.mixer).to(case.dtype), mesh, **dict(case.options))
+        model = parallelize(
+            make_model(torch.float64, case.mixer, **dict(case.fields)).to(case.dtype), mesh, **dict(case.options)
+        )
         rows, steps = shares(sizes, dict(zip(sizes, mesh.get_coordinate(), strict=True)))
         loss = mean_loss(model, windows[rows], steps)
         loss.backward()
@@ -172,7 +185,9 @@ def errors(computed: tuple[list[Errors], dict[str, str]]) -> dict[Case, Errors]:
     return dict(zip(CASES, computed[0], strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.layout}-{str(c.dtype)[6:]}-{c.mixer}-{dict(c.options)}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda c: f"{c.layout}-{str(c.dtype)[6:]}-{c.mixer}-{dict(c.options + c.fields)}"
+)
 def test_loss_and_gradients_are_those_of_one_process(case: Case, errors: dict[Case, Errors]) -> None:
     found = errors[case]
     floor = 1e-12 if case.dtype == torch.float64 else 1e-5
@@ -185,7 +200,7 @@ def test_loss_and_gradients_are_those_of_one_process(case: Case, errors: dict[Ca
 def _bad_layouts() -> dict[str, str]:
     """Return the error of each wrong call; runs on four processes."""
     model = make_model(torch.float32)
-    attention = make_model(torch.float32, "attention")
+    attention, mamba2, gla = (make_model(torch.float32, mixer) for mixer in ("attention", "mamba2", "gla"))
 
     def mesh(names: tuple[str, ...] | None, *shape: int) -> Any:
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -206,6 +221,8 @@ def _bad_layouts() -> dict[str, str]:
         "no mixer": (nn.Linear(4, 4), mesh(("tp",), 4), {}),
         "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
         "cp of attention": (attention, mesh(("cp",), 4), {}),
+        "cp of gla": (gla, mesh(("cp",), 4), {}),
+        "tp of mamba2": (mamba2, mesh(("tp",), 4), {}),
         "compile": (model, mesh(("tp",), 4), {"compile": True}),
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
         "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
@@ -237,6 +254,9 @@ EXPECTED = {
     "no mixer": "ValueError mesh: got tp of size 4, expected 1 for Linear, which has no mixer of tfla.nn",
     "cp of no mixer": "ValueError mesh: got cp of size 4, expected 1 for Linear, which never calls tfla.mlstm",
     "cp of attention": "ValueError mesh: got cp of size 4, expected 1 for Attention, which needs all keys",
+    "cp of gla": "ValueError mesh: got cp of size 4, expected 1 for GatedLinearAttention, which has no exchange of "
+    "states between processes",
+    "tp of mamba2": "ValueError mesh: got tp of size 4, expected 1 for Mamba2, whose norm is over all heads",
     "compile": "ValueError compile: got True, expected False with tp of size 4: its gradients would be wrong",
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
     "policy alone": "ValueError mixed_precision: got a policy, expected None for a mesh without data parallelism",

@@ -12,6 +12,7 @@ from torch import Tensor
 from tfla.backends.delta import BetaActivation
 from tfla.nn.layers import CLOSED_GATE
 from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixers.context import ContextPart
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.ops.api import linear_attention
@@ -75,6 +76,13 @@ class SequencePass(Pass):
         cu_seqlens: Tensor | None,
         return_state: bool,
     ) -> None:
+        group = getattr(mixer, "context_parallel", None)
+        self.part = None if group is None else ContextPart(group)
+        if self.part is not None:
+            if state is not None or return_state:
+                raise ValueError("state: got one with context parallelism, expected neither state nor return_state")
+            if cu_seqlens is not None:
+                document_start, cu_seqlens = self.part.document_start(cu_seqlens, x), None
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, x)
         self.mixer, self.batch, self.state, self.return_state = mixer, x.shape[0], state, return_state
@@ -86,12 +94,16 @@ class SequencePass(Pass):
             "chunk_size": mixer.chunk_size,
             "backend": mixer.backend,
         }
+        if group is not None:
+            self.options["context_parallel"] = group
         self.recurrence: State | None = None
         self.convolution: tuple[Tensor, ...] = ()
 
     def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run :meth:`Pass.convolve`."""
         before: Sequence[Tensor | None] = [None] * len(inputs) if self.state is None else self.state.convolution
+        if self.part is not None:
+            before = self._halos(self.part, convolutions, inputs)
         triples = list(zip(convolutions, inputs, before, strict=True))
         if self.return_state:
             self.convolution = tuple(conv.last_inputs(x, old, self.documents) for conv, x, old in triples)
@@ -99,7 +111,13 @@ class SequencePass(Pass):
 
     def position(self) -> Tensor:
         """Run :meth:`Pass.position`."""
-        return self.documents.position(None if self.state is None else self.state.position)
+        before = None if self.state is None else self.state.position
+        if self.part is not None:
+            starts = self.documents.document_start
+            length = self.documents.length(None, self.batch)
+            started = torch.zeros_like(length, dtype=torch.bool) if starts is None else starts.any(1)
+            before = self.part.carried_length(length, started)
+        return self.documents.position(before)
 
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
@@ -142,6 +160,16 @@ class SequencePass(Pass):
         if self.mixer.has_position:
             position = self.documents.length(None if self.state is None else self.state.position, self.batch)
         return MixerState(self.recurrence, self.convolution, position)
+
+    def _halos(
+        self, part: ContextPart, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return the last inputs of each convolution on the process before this one."""
+        needed = convolutions[0].size - 1
+        if inputs[0].shape[1] < needed:
+            raise ValueError(f"x: got {inputs[0].shape[1]} steps with context parallelism, expected at least {needed}")
+        last = [conv.last_inputs(x, None, self.documents) for conv, x in zip(convolutions, inputs, strict=True)]
+        return part.from_previous(torch.cat(last, -1)).split([x.shape[-1] for x in inputs], -1)
 
     def _options(self) -> dict[str, Any]:
         """Return the options of the operator."""
