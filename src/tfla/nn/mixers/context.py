@@ -44,7 +44,7 @@ class ContextPart:
 
     def from_previous(self, x: Tensor) -> Tensor:
         """Return x of the process before this one, zeros on the first one; gradients go the other way."""
-        found: Tensor = _FromPrevious.apply(x, self)  # type: ignore[no-untyped-call]
+        found: Tensor = _FromPrevious.apply(x, self)
         return found
 
     def carried_length(self, length: Tensor, started: Tensor) -> Tensor:
