@@ -1,4 +1,4 @@
-"""What a part of a sequence needs of the parts before it, where several processes share the steps of sequences."""
+"""The exchange between processes that share the steps of sequences: inputs of convolutions, and positions."""
 
 from __future__ import annotations
 
