@@ -69,9 +69,9 @@ def nothing_is_computed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         patch.setattr(experiments, "prepare_tokens", lambda *args: SimpleNamespace(train=b"", heldout=b""))
         patch.setattr(experiments, "train_all", lambda *args: 0)
         patch.setattr("tfla.support_table.page", lambda: "")
-        tuned.forget()
+        tuned.clear_entries()
         yield folder
-    tuned.forget()
+    tuned.clear_entries()
 
 
 def refused(args: list[str], *words: str) -> None:

@@ -1,8 +1,8 @@
 """What happens before what: vector clocks, and of each place in shared memory who has last written and read it.
 
 An agent is whatever reads or writes shared memory in an order of its own: the warps of a partition, its MMAs, its
-copies to memory, and, per barrier, the copies from memory that arrive there. Who waits for another knows its clock from
-then on; an access is in order if it knows of all before it that it must not meet.
+copies to memory, and, per barrier, the copies from memory that arrive there. An agent that waits
+for another takes over its vector clock; an access is in order if the clock has all accesses that it must not meet.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class RaceError(RuntimeError):
 
 
 @dataclass
-class Known:
-    """What has happened, as far as somebody knows."""
+class VectorClock:
+    """A vector clock: for each agent the number of its actions that have happened before."""
 
-    clock: Ints = field(default_factory=lambda: np.zeros(AGENTS, np.int64))
+    times: Ints = field(default_factory=lambda: np.zeros(AGENTS, np.int64))
     fenced: Ints = field(default_factory=lambda: np.zeros(PARTITIONS, np.int64))  # stores that MMAs and copies can see
 
-    def learn(self, other: Known) -> None:
-        np.maximum(self.clock, other.clock, out=self.clock)
+    def learn(self, other: VectorClock) -> None:
+        np.maximum(self.times, other.times, out=self.times)
         np.maximum(self.fenced, other.fenced, out=self.fenced)
 
-    def copy(self) -> Known:
-        return Known(self.clock.copy(), self.fenced.copy())
+    def copy(self) -> VectorClock:
+        return VectorClock(self.times.copy(), self.fenced.copy())
 
 
 def new_places(shape: list[int]) -> Ints:
@@ -49,22 +49,22 @@ def agent_of(partition: int, kind: int) -> int:
     return partition * KINDS + kind
 
 
-def check_read(places: Ints, agent: int, time: int, known: Known, where: Any) -> None:
+def check_read(places: Ints, agent: int, time: int, clock: VectorClock, where: Any) -> None:
     writer, written = places[..., WRITER], places[..., WRITTEN]
-    if (written > known.clock[writer]).any():
-        raise RaceError(f"{where} reads what {_who(writer[written > known.clock[writer]])} may not have written yet")
+    if (written > clock.times[writer]).any():
+        raise RaceError(f"{where} reads what {_who(writer[written > clock.times[writer]])} may not have written yet")
     if agent % KINDS != WARPS:
         by_warps = (writer < READERS) & (writer % KINDS == WARPS)
-        if (by_warps & (written > known.fenced[np.minimum(writer // KINDS, PARTITIONS - 1)])).any():
+        if (by_warps & (written > clock.fenced[np.minimum(writer // KINDS, PARTITIONS - 1)])).any():
             raise RaceError(f"{where} reads what warps have stored without a fence")
     places[..., READ + agent] = time
 
 
-def check_write(places: Ints, agent: int, time: int, known: Known, where: Any) -> None:
+def check_write(places: Ints, agent: int, time: int, clock: VectorClock, where: Any) -> None:
     writer, written = places[..., WRITER], places[..., WRITTEN]
-    if (written > known.clock[writer]).any():
-        raise RaceError(f"{where} writes over what {_who(writer[written > known.clock[writer]])} may not have written")
-    late = places[..., READ:] > known.clock[:READERS]
+    if (written > clock.times[writer]).any():
+        raise RaceError(f"{where} writes over what {_who(writer[written > clock.times[writer]])} may not have written")
+    late = places[..., READ:] > clock.times[:READERS]
     if late.any():
         raise RaceError(f"{where} writes over what {_who(np.nonzero(late)[-1])} may not have read yet")
     places[..., WRITER] = agent

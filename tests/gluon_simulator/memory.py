@@ -14,8 +14,8 @@ from gluon_simulator.clocks import (
     MMAS,
     READERS,
     Ints,
-    Known,
     RaceError,
+    VectorClock,
     agent_of,
     check_read,
     check_write,
@@ -89,13 +89,13 @@ class Shared:
         assert value.shape == self.shape, f"{value.shape} is stored to {self.shape}"
         assert value.dtype == self.dtype, f"{value.dtype} is stored to {self.dtype}"
         # A warp has waited for its own part of an MMA, others of its partition may read operands yet.
-        known, mmas = partition.known.copy(), agent_of(partition.index, MMAS)
-        known.clock[mmas] = partition.shared.clock[mmas]
-        check_write(self.places, *partition.access(), known, Where())
+        clock, mmas = partition.clock.copy(), agent_of(partition.index, MMAS)
+        clock.times[mmas] = partition.shared.times[mmas]
+        check_write(self.places, *partition.access(), clock, Where())
         self.data.copy_(value.data)
 
     def read(self, agent: int, time: int) -> None:
-        check_read(self.places, agent, time, current().partition.known, Where())
+        check_read(self.places, agent, time, current().partition.clock, Where())
 
 
 class Barrier:
@@ -110,9 +110,9 @@ class Barrier:
     def init(self, count: int) -> None:
         self.count = self.missing = count
         self.phase = self.bytes = 0
-        self.next, self.known = Known(), Known()
+        self.next, self.clock = VectorClock(), VectorClock()
         self.fenced = False  # the copy engine sees it
-        self.seen: dict[int, int] = {}  # when warps of partitions began to go on after this phase
+        self.passed: dict[int, int] = {}  # when warps of partitions began to go on after this phase
 
     @property
     def empty(self) -> bool:
@@ -120,13 +120,13 @@ class Barrier:
 
     def _done(self) -> None:
         if self.missing == 0 and self.bytes == 0:
-            for agent, time in self.seen.items():
-                if self.next.clock[agent] < time:  # they would wait for the phase after the next
+            for agent, time in self.passed.items():
+                if self.next.times[agent] < time:  # they would wait for the phase after the next
                     raise RaceError(
                         f"a barrier's phase ends before all warps of agent {agent} have seen the last one end"
                     )
-            self.seen = {}
-            self.known, self.next = self.next, self.next.copy()
+            self.passed = {}
+            self.clock, self.next = self.next, self.next.copy()
             self.missing, self.phase = self.count, self.phase ^ 1
         assert self.missing >= 0, f"{self.count} were to arrive, there are more"
 
@@ -139,19 +139,19 @@ class Barrier:
         self.bytes += count
         self.arrive()
 
-    def brought(self, count: int, known: Known) -> None:
-        self.next.learn(known)
+    def brought(self, count: int, clock: VectorClock) -> None:
+        self.next.learn(clock)
         self.bytes -= count
         self._done()
 
     def wait(self, phase: int) -> None:
         program = current()
         program.wait(f"a barrier, {Where()}", lambda: self.phase != phase)
-        program.partition.known.learn(self.known)
-        program.partition.shared.learn(self.known)  # all threads wait
+        program.partition.clock.learn(self.clock)
+        program.partition.shared.learn(self.clock)  # all threads wait
         if program.partition.warps > 1:
             agent, time = program.partition.access()
-            self.seen[agent] = time
+            self.passed[agent] = time
 
 
 class Descriptor:
@@ -187,14 +187,14 @@ def async_load(tensor: Descriptor, coordinates: Sequence[Any], bar: Barrier, to:
     if not bar.fenced:
         raise RaceError(f"{Where()} names a barrier that was made without a fence")
     bar.copies += 1
-    check_write(to.places, bar.agent, bar.copies, partition.known, Where())
-    known = partition.known.copy()
-    known.clock[bar.agent] = bar.copies
+    check_write(to.places, bar.agent, bar.copies, partition.clock, Where())
+    clock = partition.clock.copy()
+    clock.times[bar.agent] = bar.copies
     to.data.zero_()
     found = tensor.inside(coordinates)
     if found is not None:
         to.data.view(*tensor.tile)[found[1]] = found[0]
-    bar.brought(tensor.nbytes, known)
+    bar.brought(tensor.nbytes, clock)
 
 
 def async_store(tensor: Descriptor, coordinates: Sequence[Any], x: Shared) -> None:

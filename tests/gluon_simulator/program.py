@@ -9,24 +9,27 @@ from typing import Any
 
 import torch
 
-from gluon_simulator.clocks import COPIES, MMAS, WARPS, Known, agent_of
+from gluon_simulator.clocks import COPIES, MMAS, WARPS, VectorClock, agent_of
 
 
 class Partition:
-    """Some warps, what they know, and what they have started. What one of them knows all know behind a barrier."""
+    """Some warps, their vector clock, and what they have started.
+
+    What one warp has waited for holds for all of them after a barrier.
+    """
 
     def __init__(self, name: str, index: int, warps: int) -> None:
         self.name, self.index, self.warps = name, index, warps
-        self.known = Known()
-        self.shared = Known()  # by all of its threads
+        self.clock = VectorClock()
+        self.shared = VectorClock()  # by all of its threads
         self.mmas = 0  # started
         self.copies = 0
 
     def access(self) -> tuple[int, int]:
         """Of its warps: agent and time."""
         agent = agent_of(self.index, WARPS)
-        self.known.clock[agent] += 1
-        return agent, int(self.known.clock[agent])
+        self.clock.times[agent] += 1
+        return agent, int(self.clock.times[agent])
 
     def start_mma(self) -> tuple[int, int]:
         self.mmas += 1
@@ -39,20 +42,20 @@ class Partition:
     def wait_for(self, kind: int, time: int) -> None:
         """MMAs or copies up to this one are done."""
         agent = agent_of(self.index, kind)
-        self.known.clock[agent] = max(int(self.known.clock[agent]), time)
+        self.clock.times[agent] = max(int(self.clock.times[agent]), time)
         if kind == COPIES:  # of which one thread knows, that which arrives at barriers
-            self.shared.clock[agent] = self.known.clock[agent]
+            self.shared.times[agent] = self.clock.times[agent]
 
     def fence(self) -> None:
-        self.known.fenced[self.index] = self.known.clock[agent_of(self.index, WARPS)]
+        self.clock.fenced[self.index] = self.clock.times[agent_of(self.index, WARPS)]
 
     def barrier(self) -> None:
-        self.shared = self.known.copy()
+        self.shared = self.clock.copy()
 
     def waits_for_nothing(self) -> bool:
-        clock = self.known.clock
+        times = self.clock.times
         return bool(
-            clock[agent_of(self.index, MMAS)] == self.mmas and clock[agent_of(self.index, COPIES)] == self.copies
+            times[agent_of(self.index, MMAS)] == self.mmas and times[agent_of(self.index, COPIES)] == self.copies
         )
 
 
@@ -81,13 +84,13 @@ class Program:
     def specialize(self, work: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Sequence[int]) -> None:
         """Runs these at once, the first by the warps that the program has, the others by so many."""
         done = threading.Semaphore(0)
-        begin, sizes = self.partition.known, [self.partition.warps, *warps]
+        begin, sizes = self.partition.clock, [self.partition.warps, *warps]
         self.turns = [threading.Semaphore(0) for _ in work]
         self.ready = {i: ("its turn", lambda: True) for i in range(len(work))}
 
         def run(i: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
             partition = Partition(f"partition {i}, {fn.__name__}", i, sizes[i])
-            partition.known.learn(begin)
+            partition.clock.learn(begin)
             partition.barrier()
             self.here.partition = partition
             self.turns[i].acquire()

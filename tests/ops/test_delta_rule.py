@@ -361,7 +361,7 @@ def test_compile_steps() -> None:
 
 
 class Layer(torch.nn.Module):
-    """A model around the operator, as export wants one."""
+    """A model around the operator, as export needs one."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_f: Tensor) -> Tensor:
         return tfla.delta_rule(q, k, v, beta, log_f, normalize_qk=True)

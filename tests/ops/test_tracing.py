@@ -101,7 +101,7 @@ def test_inductor(implementation: Implementation, form: str) -> None:
 
 
 class Layer(torch.nn.Module):
-    """A model around the operator, as export wants one."""
+    """A model around the operator, as export needs one."""
 
     def __init__(self, implementation: Implementation) -> None:
         super().__init__()

@@ -41,9 +41,9 @@ SHAPE = ["--batch", "1", "--length", "160", "--heads", "1", "--dqk", "4", "--dhv
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A user's file of the test's own."""
     monkeypatch.setenv("TFLA_CACHE_DIR", str(tmp_path / "cache"))
-    tuned.forget()
+    tuned.clear_entries()
     yield user_file()
-    tuned.forget()
+    tuned.clear_entries()
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_an_entry_of_what_there_is_not_is_reported_once_and_left_out(
     text = json.loads(cache.read_text())
     text["entries"][0].update(change)
     cache.write_text(json.dumps(text))
-    tuned.forget()
+    tuned.clear_entries()
     with pytest.warns(UserWarning, match=rf"an entry of .*chunk_sizes\.json is left out: {why}"):
         h = tfla.mlstm(*inputs())
     assert h.shape == (1, 160, 1, 4)

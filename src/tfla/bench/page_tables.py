@@ -93,10 +93,10 @@ def delta(results: dict[str, Row]) -> str:
     body = []
     for group in dict.fromkeys(group for group, _, _ in rows):
         found = {name: [rows.get((group, name, d), {}) for d in (FORWARD, BOTH)] for name in DELTA_COLUMNS}
-        floors = [
+        bounds = [
             next((f[n]["floor_seconds"] for f in found.values() if "floor_seconds" in f[n]), None) for n in (0, 1)
         ]
-        cells = [" / ".join("-" if x is None else milliseconds(x) for x in floors)]
+        cells = [" / ".join("-" if x is None else milliseconds(x) for x in bounds)]
         for pair in found.values():
             memory = f" ({pair[1]['peak_bytes'] / 2**30:.1f})" if pair[1].get("peak_bytes") else ""
             cells.append(" / ".join(_time({k: x for k, x in r.items() if k != "floor_seconds"}) for r in pair) + memory)

@@ -103,11 +103,13 @@ def load() -> tuple[Entry, ...]:
         try:
             entries = parse(path.read_text(encoding="utf-8")) if path.exists() else []
         except (OSError, ValueError) as error:
-            warnings.warn(f"tfla: {path} is left out: {error}; `tfla tune` writes it anew", stacklevel=2)
+            warnings.warn(f"tfla: {path} is left out: {error}; `tfla tune` writes a new one", stacklevel=2)
             continue
         for entry in entries:
             if (why := _unknown(entry)) is not None:
-                warnings.warn(f"tfla: an entry of {path} is left out: {why}; `tfla tune` writes it anew", stacklevel=2)
+                warnings.warn(
+                    f"tfla: an entry of {path} is left out: {why}; `tfla tune` writes a new one", stacklevel=2
+                )
                 continue
             found.setdefault(entry.key, entry)
     return tuple(found.values())
@@ -150,9 +152,9 @@ def entries(device: torch.device, backend: str, dtype: torch.dtype, normalize: b
 @functools.cache
 def _entries(device: torch.device, backend: str, dtype: torch.dtype, normalize: bool) -> tuple[Entry, ...]:
     kind = str(dtype).removeprefix("torch.")
-    mine = [e for e in load() if (e.backend, e.dtype, e.normalize) == (backend, kind, normalize)]
-    name = device_name(device) if mine else ""
-    return tuple(e for e in mine if e.device == name)
+    found = [e for e in load() if (e.backend, e.dtype, e.normalize) == (backend, kind, normalize)]
+    name = device_name(device) if found else ""
+    return tuple(e for e in found if e.device == name)
 
 
 def find(x: Inputs, backend: str, kernel: str | None, normalize: bool) -> Entry | None:
@@ -160,9 +162,9 @@ def find(x: Inputs, backend: str, kernel: str | None, normalize: bool) -> Entry 
     return among(entries(x.q.device, backend, x.q.dtype, normalize), x, kernel)
 
 
-def among(mine: Sequence[Entry], x: Inputs, kernel: str | None) -> Entry | None:
+def among(entries: Sequence[Entry], x: Inputs, kernel: str | None) -> Entry | None:
     """Return the entry for exactly this shape among those of its device, backend and dtype; see :func:`find`."""
-    if not mine or x.cu_seqlens is not None or x.q.shape[2] != x.v.shape[2]:
+    if not entries or x.cu_seqlens is not None or x.q.shape[2] != x.v.shape[2]:
         return None
     (B, T, H, dhv), dqk = x.v.shape, x.q.shape[3]
     if torch.compiler.is_compiling():
@@ -170,7 +172,7 @@ def among(mine: Sequence[Entry], x: Inputs, kernel: str | None) -> Entry | None:
 
         if not (has_static_value(B) and has_static_value(T) and has_static_value(H)):
             return None
-    for e in mine:
+    for e in entries:
         same = e.T == T and e.B == B and e.H == H and e.dqk == dqk and e.dhv == dhv
         wanted = e.kernel == kernel or (kernel is None and not e.asked)
         if same and wanted and BACKENDS[e.backend].kernel_unsupported(x, e.kernel) is None:
@@ -178,7 +180,7 @@ def among(mine: Sequence[Entry], x: Inputs, kernel: str | None) -> Entry | None:
     return None
 
 
-def forget() -> None:
+def clear_entries() -> None:
     """Clear the table, so that the next call reads the files; compiled graphs keep their choices."""
     load.cache_clear()
     _entries.cache_clear()

@@ -46,4 +46,4 @@ def add(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {reason(error)}") from error
-    tuned.forget()
+    tuned.clear_entries()
