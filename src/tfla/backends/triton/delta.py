@@ -23,7 +23,7 @@ from tfla.backends.gpu.config import TileConfig, architecture, ceil_div, kernel_
 from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
-from tfla.backends.triton import delta_kernels
+from tfla.backends.triton import channel_rule, delta_kernels
 from tfla.backends.triton.delta_backend import TILE_STEPS
 
 CHECKPOINT_STEPS = 256
@@ -104,12 +104,11 @@ class DeltaContext:
         return gate_kernels.launch(self.base) if self.gated else self.beta
 
 
-def context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) -> DeltaContext:
-    """Return the context of a call."""
+def launch_context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) -> tuple[LaunchContext, Tensor]:
+    """Return the sizes of a call for what it shares with the mLSTM, and beta, (B, T, H)."""
     beta = recorder.do(lambda v: v.new_ones(v.shape[:3], dtype=torch.float32), x.v) if x.beta is None else x.beta
-    as_linear_attention = Inputs(
-        x.q, x.k, x.v, None, beta if x.log_f is None else x.log_f, x.C, None, None, x.cu_seqlens
-    )
+    by_step = x.log_f is not None and not x.channel_gates
+    as_linear_attention = Inputs(x.q, x.k, x.v, None, x.log_f if by_step else beta, x.C, None, None, x.cu_seqlens)
     offsets = beta if x.cu_seqlens is None else x.cu_seqlens
     base = LaunchContext(
         recorder=recorder,
@@ -128,15 +127,23 @@ def context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) -> DeltaC
         cu_seqlens=offsets,
         schedule=offsets,
     )  # fmt: skip
-    arch = architecture(x.q.device)
-    config = delta_config(int(x.q.shape[3]), int(x.v.shape[3]), arch)
+    return base, beta
+
+
+def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) -> DeltaContext:
+    """Return the context of a call with at most one gate a step."""
+    config = delta_config(base.K, base.V, architecture(x.q.device))
     return DeltaContext(base=base, x=x, spec=spec, config=config, beta=beta)
+
+
+def takes_channel_kernels(x: DeltaInputs, spec: DeltaSpec) -> bool:
+    """Return whether the kernels of :mod:`.channel_rule` compute a call."""
+    return x.channel_gates or spec.read_before_decay or not spec.correct
 
 
 def forward(ctx: DeltaContext) -> DeltaOutputs:
     """Launch the forward."""
     x, spec, base = ctx.x, ctx.spec, ctx.base
-    assert spec.correct, "without a correction the call is scalar-gated linear attention"
     h = base.new(*x.v.shape, dtype=x.v.dtype)
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save else None
     ctx = replace(ctx, base=sequences.bound(base, h, *(() if E is None else (E,))))
@@ -261,7 +268,12 @@ def run_forward(x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
     if recorded is not None:
         return DeltaOutputs(*recorded(x))
     with recording(signature, x) as recorder:
-        out = forward(context(recorder, DeltaInputs(*recorder.given), spec))  # type: ignore[arg-type]
+        given = DeltaInputs(*recorder.given)  # type: ignore[arg-type]
+        base, beta = launch_context(recorder, given, spec)
+        if takes_channel_kernels(given, spec):
+            out = channel_rule.forward(channel_rule.context(base, given, spec, beta))
+        else:
+            out = forward(context(base, given, spec, beta))
         recorder.results = out
     return out
 
@@ -281,7 +293,12 @@ def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | Non
         found = recorded(given)
     else:
         with recording(signature, given) as recorder:
-            inputs, read = recorder.given[: len(x)], recorder.given[len(x) :]
-            ctx = context(recorder, DeltaInputs(*inputs), spec)  # type: ignore[arg-type]
-            found = recorder.results = backward(ctx, *read)  # type: ignore[arg-type, assignment]
+            inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
+            base, beta = launch_context(recorder, inputs, spec)
+            read: Any = recorder.given[len(x) :]
+            if takes_channel_kernels(inputs, spec):
+                grads = channel_rule.backward(channel_rule.context(base, inputs, spec, beta), *read)
+            else:
+                grads = backward(context(base, inputs, spec, beta), *read)
+            found = recorder.results = grads  # type: ignore[assignment]
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]

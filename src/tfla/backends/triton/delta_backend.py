@@ -22,7 +22,7 @@ from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INTERPRETED
 
 TILE_STEPS = 64
 LARGEST_STEP_DQK = 1024  # a program of the decoding kernel holds whole columns of the state
-LARGEST_DIM = 256  # of dqk and dhv: a program holds a part of the state with all of the other dim
+LARGEST_DIM = 256  # of dqk, and of dhv with gates by step: a program holds a part of the state with all of that dim
 
 
 class TritonDelta(DeltaBackend):
@@ -31,7 +31,6 @@ class TritonDelta(DeltaBackend):
     name = "triton"
     priority = 10
     kernels = ("fused",)
-    reads_before_decay = False
 
     def __init__(self, device_unsupported: Callable[[Tensor], str | None]) -> None:
         self._device_unsupported = device_unsupported
@@ -40,12 +39,12 @@ class TritonDelta(DeltaBackend):
         """Return why the backend cannot run these inputs, or None."""
         if why := self._device_unsupported(x.q):
             return why
-        if x.channel_gates:
-            return "it takes one gate a step, not one for each key channel"
-        if max(x.q.shape[3], x.v.shape[3]) > LARGEST_DIM:
-            return f"it takes dqk and dhv up to {LARGEST_DIM}"
-        if x.q.dtype != torch.bfloat16 and not INTERPRETED:
-            return f"it takes bfloat16, the inputs are {x.q.dtype}"
+        if x.q.shape[3] > LARGEST_DIM:
+            return f"it takes dqk up to {LARGEST_DIM}"
+        if x.v.shape[3] > LARGEST_DIM and not x.channel_gates:
+            return f"it takes dhv up to {LARGEST_DIM}"
+        if x.q.dtype not in (torch.bfloat16, torch.float16) and not INTERPRETED:
+            return f"it takes bfloat16 and float16, the inputs are {x.q.dtype}"
         return None
 
     def default_chunk_size(self, x: DeltaInputs, kernel: str) -> int:
@@ -56,6 +55,8 @@ class TritonDelta(DeltaBackend):
         """Return what a forward stores: E, and X in the dtype of q."""
         B, T, H, V = x.v.shape
         states = (0, H, x.q.shape[3], V), torch.float32
+        if not correct:
+            return Saved(((0,), torch.float32), ((0,), torch.float32), states)
         return Saved((tuple(x.v.shape), x.v.dtype), ((B, T, H, TILE_STEPS), x.q.dtype), states)
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:

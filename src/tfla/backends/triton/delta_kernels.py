@@ -124,6 +124,30 @@ def solve_diagonal(m, b, SIDE: tl.constexpr):
     return x
 
 
+@triton.jit
+def corrections(M, b, L: tl.constexpr, PRECISION: tl.constexpr, BASE: tl.constexpr, LEVELS: tl.constexpr):
+    """Return X = M (I + diag(b) M)^-1 of a strictly lower triangular M, (L, L), by block inversion.
+
+    The diagonal blocks of side BASE are solved row by row; LEVELS says how often this side is doubled to L.
+    """
+    r = tl.arange(0, L)
+    # (1) The diagonal blocks of X, (L / BASE, BASE, BASE)
+    BLOCKS: tl.constexpr = L // BASE
+    n = tl.arange(0, BLOCKS)
+    diagonal = n[:, None, None, None] == n[None, None, :, None]
+    m = tl.sum(tl.where(diagonal, tl.reshape(M, (BLOCKS, BASE, BLOCKS, BASE)), 0.0), 2)
+    x = solve_diagonal(m, tl.reshape(b, (BLOCKS, BASE)), BASE)
+    X = tl.reshape(tl.where(diagonal, x[:, :, None, :], 0.0), (L, L))
+    # (2) Blocks of twice the side: X21 <- Y - X22 B Y with Y = M21 - M21 B X11
+    for level in tl.static_range(LEVELS):
+        block = r // (BASE << level)
+        lower = (block[:, None] % 2 == 1) & (block[:, None] == block[None, :] + 1)
+        M21 = tl.where(lower, M, 0.0)
+        Y = M21 - tl.dot(M21 * b[None, :], X, input_precision=PRECISION)
+        X += Y - tl.dot(X, Y * b[:, None], input_precision=PRECISION)
+    return X
+
+
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def solve_tiles(
     K, R, beta, gates, cu, X, sequences, T, tiles_of_head, H, GROUP, kb, kt, kh, rb, rt, rh, bb, bt, bh,
@@ -155,22 +179,8 @@ def solve_tiles(
         read = tl.load(R + row * rb + hx * rh + at * rt + c[None, :], inside, 0.0)  # (L, BK)
         b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)  # (L)
         gate = gates + (h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L) * VECTORS * L
-        # (1) M, (L, L)
         M = tl.dot(read, tl.trans(k), input_precision=PRECISION) * decay_matrix(gate, r, L, GATED, False, True)
-        # (2) The diagonal blocks of X, (L / BASE, BASE, BASE)
-        BLOCKS: tl.constexpr = L // BASE
-        n = tl.arange(0, BLOCKS)
-        diagonal = n[:, None, None, None] == n[None, None, :, None]
-        m = tl.sum(tl.where(diagonal, tl.reshape(M, (BLOCKS, BASE, BLOCKS, BASE)), 0.0), 2)
-        x = solve_diagonal(m, tl.reshape(b, (BLOCKS, BASE)), BASE)
-        Xs = tl.reshape(tl.where(diagonal, x[:, :, None, :], 0.0), (L, L))
-        # (3) Blocks of twice the side: X21 <- Y - X22 B Y with Y = M21 - M21 B X11
-        for level in tl.static_range(LEVELS):
-            block = r // (BASE << level)
-            lower = (block[:, None] % 2 == 1) & (block[:, None] == block[None, :] + 1)
-            M21 = tl.where(lower, M, 0.0)
-            Y = M21 - tl.dot(M21 * b[None, :], Xs, input_precision=SOLVE_PRECISION)
-            Xs += Y - tl.dot(Xs, Y * b[:, None], input_precision=SOLVE_PRECISION)
+        Xs = corrections(M, b, L, SOLVE_PRECISION, BASE, LEVELS)
         to = X + ((first + start + r) * H + h)[:, None] * L + r[None, :]
         tl.store(to, Xs.to(X.dtype.element_ty), (r < steps)[:, None])
 

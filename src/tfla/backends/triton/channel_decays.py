@@ -1,0 +1,105 @@
+"""The decays of one tile with a gate for each step and key channel, as what kernels load and multiply by.
+
+With exponents g of the gates in base 2, a step i reads the write of step j through exp2(g_{j+1} + ... + g_i), for each
+channel. So that matrix products can compute what steps of a tile read of each other, this factor is split in two:
+
+    bounded tiles      exp2(c_i) exp2(-c_j), where c_i sums the exponents from the middle of the tile to step i and is
+                       negative before it. Both factors are in the range of the products if every |c_i| is bounded.
+    all others         by levels of s = L / 2, L / 4, ..., 1 steps: a pair of steps in two neighboring blocks of s steps,
+                       an even and an odd one, has the decays from the write to the end of its block, and those from the
+                       start of the block of the read. With gates of at most 1 no factor exceeds 1.
+
+All sums of exponents are products with matrices of 0, 1 and -1 and have terms of one sign: large exponents, of closed
+gates, cost no digits of others.
+
+A read is by the state after step e: e is the step itself, or for reads before the decay the one before.
+"""
+
+import triton
+import triton.language as tl
+
+from tfla.backends.gpu.gate_kernels import base2_exponent, clamp_gate
+
+
+@triton.jit
+def load_exponents(F, at, inside):
+    """Load log-gates and return their exponents in base 2, 0 outside."""
+    return tl.where(inside, base2_exponent(clamp_gate(tl.load(F + at, inside, 0.0).to(tl.float32))), 0.0)
+
+
+@triton.jit
+def weighted_sums(weights, x, PRECISION: tl.constexpr):
+    """Return the sums over the rows of x, (L, D), with each row of weights, (L, L), which are 0, 1 and -1.
+
+    With PRECISION "bf16x2" x is split into two bfloat16 numbers, which leaves it 16 bits.
+    """
+    if PRECISION == "bf16x2":
+        w = weights.to(tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        low = (x - high.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(w, low, tl.dot(w, high))
+    else:
+        return tl.dot(weights, x, input_precision=PRECISION)
+
+
+@triton.jit
+def sums_to(g, e, PRECISION: tl.constexpr):
+    """Return the sums of the exponents g, (L, D), from the start of the tile to each step of e."""
+    j = tl.arange(0, g.shape[0])[None, :]
+    return weighted_sums(tl.where(j <= e[:, None], 1.0, 0.0), g, PRECISION)
+
+
+@triton.jit
+def sums_after(g, e, PRECISION: tl.constexpr):
+    """Return the sums of the exponents g, (L, D), from after each step of e to the end of the tile."""
+    j = tl.arange(0, g.shape[0])[None, :]
+    return weighted_sums(tl.where(j > e[:, None], 1.0, 0.0), g, PRECISION)
+
+
+@triton.jit
+def sums_from_middle(g, e, PRECISION: tl.constexpr):
+    """Return c of the module docstring for the steps e."""
+    MIDDLE: tl.constexpr = g.shape[0] // 2
+    i = e[:, None]
+    j = tl.arange(0, g.shape[0])[None, :]
+    weights = tl.where((j >= MIDDLE) & (j <= i), 1.0, tl.where((j < MIDDLE) & (j > i), -1.0, 0.0))
+    return weighted_sums(weights, g, PRECISION)
+
+
+@triton.jit
+def half_sums(g):
+    """Return the sums of the exponents g, (L, D), over the first and the second half of the tile, each (D)."""
+    first = (tl.arange(0, g.shape[0]) < g.shape[0] // 2)[:, None]
+    return tl.sum(tl.where(first, g, 0.0), 0), tl.sum(tl.where(first, 0.0, g), 0)
+
+
+@triton.jit
+def is_bounded(c, low, BOUND: tl.constexpr):
+    """Return whether all |c| of a tile, (L, D), are bounded, with `low`, the sum over its first half."""
+    return tl.maximum(tl.max(tl.max(tl.abs(c), 1), 0), tl.max(tl.abs(low), 0)) <= BOUND
+
+
+@triton.jit
+def in_odd_block(e, level, L: tl.constexpr, LEVELS: tl.constexpr):
+    """Return which steps of e lie in odd blocks of L >> (level + 1) steps; LEVELS is log2(L)."""
+    return ((e >> (LEVELS - 1 - level)) & 1) == 1
+
+
+@triton.jit
+def level_factors(g, e, level, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the factors of one level, (L, D): of steps e in odd blocks as reads, of those in even blocks as writes."""
+    L: tl.constexpr = g.shape[0]
+    i = e[:, None]
+    j = tl.arange(0, L)[None, :]
+    shift = LEVELS - 1 - level
+    start = (i >> shift) << shift
+    odd = in_odd_block(i, level, L, LEVELS)
+    inside = tl.where(odd, (j >= start) & (j <= i), (j > i) & (j < start + (1 << shift)))
+    return tl.exp2(weighted_sums(tl.where(inside, 1.0, 0.0), g, PRECISION))
+
+
+@triton.jit
+def level_pairs(e, level, L: tl.constexpr, LEVELS: tl.constexpr):
+    """Return which pairs of a read after step e and a write are of a level, if they are in an odd and an even block."""
+    shift = LEVELS - level
+    return (e[:, None] >> shift) == (tl.arange(0, L)[None, :] >> shift)

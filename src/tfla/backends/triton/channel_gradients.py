@@ -1,0 +1,291 @@
+"""The gradients of queries, keys, beta and gates of one tile, from the states around it.
+
+With the notation of :mod:`.channel_tiles`, the state C before the tile and the cotangent dC behind it,
+
+    dq = scale ((do C^T) a + <do E^T> B k),    dr = -((dv C^T) a_r + <dv E^T> B k)
+    W  = (E dC^T) w + scale <do E^T>^T q - <dv E^T>^T r,    dk = B W,    dbeta_t = k_t . W_t
+
+where <S> x has the rows sum over j of S_ij D_ij x_j, for S masked like P or M, and <S>^T x its columns.
+
+The gradient of the gates of step t is the sum over all pairs of a write before t and a read from t on, for each channel
+(docs/delta-rule.md). Both lie in the tile, or the write before it and the read behind it, or one of them:
+
+    dg_t = g sum over dhv of C * dC + sum over i >= t of reads_i + sum over j < t of writes_j + pairs around t
+
+The sums of pairs inside the tile are differences of sums of the same rounded products, so that only float32 rounding
+is left of what cancels.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu.context import time_strides
+from tfla.backends.gpu.gate_gradients import gate_gradient_of
+from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
+from tfla.backends.gpu.state_passing import rounded_product
+from tfla.backends.triton.channel_decays import (
+    half_sums,
+    in_odd_block,
+    is_bounded,
+    level_factors,
+    level_pairs,
+    load_exponents,
+    sums_after,
+    sums_from_middle,
+    sums_to,
+    weighted_sums,
+)
+
+if TYPE_CHECKING:
+    from tfla.backends.triton.channel_rule import ChannelContext
+
+
+@triton.jit
+def level_sums(reads, writes, e, level, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return for each step t the sums over pairs of one level with a write before t and a read from t on, (L, D).
+
+    reads are the sums of the pairs of each read, after the steps e in odd blocks, and writes of each write, in even
+    blocks.
+    """
+    L: tl.constexpr = reads.shape[0]
+    t = tl.arange(0, L)
+    shift = LEVELS - 1 - level
+    odd = in_odd_block(t, level, L, LEVELS)[:, None]
+    later = odd & ((t[:, None] >> shift) == (e[None, :] >> shift)) & (e[None, :] >= t[:, None])
+    earlier = (odd == 0) & ((t[:, None] >> shift) == (t[None, :] >> shift)) & (t[None, :] < t[:, None])
+    found = weighted_sums(tl.where(later, 1.0, 0.0), reads, PRECISION)
+    return found + weighted_sums(tl.where(earlier, 1.0, 0.0), writes, PRECISION)
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
+def channel_gradients(
+    Q, K, R, F, beta, cu, dO, dV, E, states, cotangents, dQ, dK, dR, dF, dbeta, scale,
+    sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
+    gb, gt, gh, eb, et, eh, sums,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
+    READ_KEY: tl.constexpr, READ_BEFORE: tl.constexpr, STEP_GATES: tl.constexpr, IS_VARLEN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, LEVELS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of one tile of one head, for BK of its key channels. The grid is (tiles * H * DK / BK).
+
+    Args:
+        Q, K, R, F, beta, cu, scale: as for `decay_operands`.
+        dO, dV: the cotangents of h and of the values, (B, T, H, DV).
+        E: the prediction errors, or without CORRECT the values, (B, T, H, DV).
+        states, cotangents: C before each tile and dC behind it, (H, tiles, DV, DK).
+        dQ, dK, dR: the gradients, (B, T, H, DK); dR is written with READ_KEY, else it is added to dK.
+        dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels of each program,
+            (DK / BK, B, T, H) float32.
+        dbeta: its sums over the channels of each program, of the same shape.
+        sums: the distance of these sums, B T H.
+    """
+    PARTS: tl.constexpr = (DK + BK - 1) // BK
+    part = tl.program_id(0) % PARTS
+    h = ((tl.program_id(0) // PARTS) % H).to(tl.int64)
+    s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0) // PARTS // H, L, IS_VARLEN)
+    if start < length:
+        hx = h // GROUP
+        row = first * 0 if IS_VARLEN else s.to(tl.int64)
+        t0 = first + start if IS_VARLEN else start
+        steps = length - start
+        r = tl.arange(0, L)
+        e = r - 1 if READ_BEFORE else r
+        c = part * BK + tl.arange(0, BK)
+        at = (t0 + r).to(tl.int64)[:, None]
+        to = (first + start + r) * H + h
+        tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
+        # (1) Products with the states and with the errors
+        do_C = tl.zeros([L, BK], tl.float32)
+        dv_C = tl.zeros([L, BK], tl.float32)
+        E_dC = tl.zeros([L, BK], tl.float32)
+        reads_q = tl.zeros([L, L], tl.float32)  # do E^T, [reading step, writing step]
+        reads_r = tl.zeros([L, L], tl.float32)  # dv E^T
+        across = tl.zeros([BK], tl.float32)
+        for v0 in tl.range(0, DV, BV, num_stages=STAGES):
+            v = v0 + tl.arange(0, BV)
+            held = (r < steps)[:, None] & (v < DV)[None, :]
+            do = tl.load(dO + row * gb + h * gh + at * gt + v[None, :], held, 0.0)  # (L, BV)
+            error = tl.load(E + row * eb + h * eh + at * et + v[None, :], held, 0.0)  # (L, BV)
+            there = (v < DV)[:, None] & (c < DK)[None, :]
+            state_at = (tile * DV + v[:, None]) * DK + c[None, :]
+            C = tl.load(states + state_at, there, 0.0)  # (BV, BK)
+            dC = tl.load(cotangents + state_at, there, 0.0)  # (BV, BK)
+            do_C = tl.dot(do, C, do_C, input_precision=PRECISION)
+            E_dC = tl.dot(error, dC, E_dC, input_precision=PRECISION)
+            reads_q = tl.dot(do, tl.trans(error), reads_q, input_precision=PRECISION)
+            if CORRECT:
+                dv = tl.load(dV + to[:, None] * DV + v[None, :], held, 0.0)  # (L, BV)
+                dv_C = tl.dot(dv, C, dv_C, input_precision=PRECISION)
+                reads_r = tl.dot(dv, tl.trans(error), reads_r, input_precision=PRECISION)
+            across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
+        # (2) Operands and exponents, (L, BK)
+        inside = (r < steps)[:, None] & (c < DK)[None, :]
+        b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
+        f_at = at * ft + c[None, :] * fd
+        g = load_exponents(F + row * fb + h * fh, f_at, inside)
+        q = tl.load(Q + row * qb + hx * qh + at * qt + c[None, :], inside, 0.0).to(tl.float32)
+        k = tl.load(K + row * kb + hx * kh + at * kt + c[None, :], inside, 0.0).to(tl.float32)
+        read = k
+        if READ_KEY:
+            read = tl.load(R + row * rb + hx * rh + at * rt + c[None, :], inside, 0.0).to(tl.float32)
+        weights_q = tl.where(r[:, None] >= r[None, :], reads_q * scale, 0.0)
+        weights_r = tl.where(r[:, None] > r[None, :], -reads_r, 0.0)
+        # (3) Pairs inside the tile: dq and dr, W, and the gradient of the gates
+        middle = sums_from_middle(g, r, SUMS)
+        low, high = half_sums(g)
+        dr = tl.zeros([L, BK], tl.float32)
+        if is_bounded(middle, low, BOUND):
+            up = tl.exp2(middle)
+            down = tl.exp2(-middle)
+            up_r = up
+            if CORRECT and READ_BEFORE:
+                up_r = tl.exp2(sums_from_middle(g, e, SUMS))
+            queries = (q * up).to(OPERAND)
+            writes = (k * b * down).to(OPERAND)
+            pairs = weights_q.to(OPERAND)
+            dq = tl.dot(pairs, writes, input_precision=PRECISION)
+            W = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
+            lost = queries.to(tl.float32) * dq
+            dg = tl.zeros([L, BK], tl.float32)
+            if CORRECT:
+                reads = (read * up_r).to(OPERAND)
+                pairs = weights_r.to(OPERAND)
+                dr = tl.dot(pairs, writes, input_precision=PRECISION)
+                W = tl.dot(tl.trans(pairs), reads, W, input_precision=PRECISION)
+                if READ_BEFORE:
+                    dg -= sums_to(reads.to(tl.float32) * dr, r, SUMS)
+                else:
+                    lost += reads.to(tl.float32) * dr
+                dr *= up_r
+            dg += sums_to(writes.to(tl.float32) * W - lost, r - 1, SUMS)
+            dq *= up
+            W *= down
+            to_middle = tl.exp2(low)[None, :]
+            a = up * to_middle
+            a_r = up_r * to_middle
+            w = down * tl.exp2(high)[None, :]
+        else:
+            a = tl.exp2(sums_to(g, r, SUMS))
+            a_r = a
+            if CORRECT and READ_BEFORE:
+                a_r = tl.exp2(sums_to(g, e, SUMS))
+            w = tl.exp2(sums_after(g, r, SUMS))
+            writes = (k * b).to(OPERAND)
+            same = tl.where(r[:, None] == r[None, :], weights_q, 0.0).to(OPERAND)
+            dq = tl.dot(same, writes, input_precision=PRECISION)
+            W = tl.dot(tl.trans(same), q.to(OPERAND), input_precision=PRECISION)
+            if CORRECT and READ_BEFORE:
+                same = tl.where(e[:, None] == r[None, :], weights_r, 0.0).to(OPERAND)
+                dr = tl.dot(same, writes, input_precision=PRECISION)
+                W = tl.dot(tl.trans(same), read.to(OPERAND), W, input_precision=PRECISION)
+            dg = tl.zeros([L, BK], tl.float32)
+            for level in tl.range(0, LEVELS, num_stages=1):
+                factor = level_factors(g, r, level, LEVELS, SUMS)
+                odd = in_odd_block(r, level, L, LEVELS)[:, None]
+                writes = tl.where(odd, 0.0, k * b * factor).to(OPERAND)
+                queries = tl.where(odd, q * factor, 0.0).to(OPERAND)
+                pairs = tl.where(level_pairs(r, level, L, LEVELS), weights_q, 0.0).to(OPERAND)
+                of_q = tl.dot(pairs, writes, input_precision=PRECISION)
+                of_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
+                dq += tl.where(odd, of_q * factor, 0.0)
+                seen = queries.to(tl.float32) * of_q
+                if CORRECT:
+                    factor_r = factor
+                    odd_r = odd
+                    if READ_BEFORE:
+                        factor_r = level_factors(g, e, level, LEVELS, SUMS)
+                        odd_r = in_odd_block(e, level, L, LEVELS)[:, None]
+                    reads = tl.where(odd_r, read * factor_r, 0.0).to(OPERAND)
+                    pairs = tl.where(level_pairs(e, level, L, LEVELS), weights_r, 0.0).to(OPERAND)
+                    of_r = tl.dot(pairs, writes, input_precision=PRECISION)
+                    of_k = tl.dot(tl.trans(pairs), reads, of_k, input_precision=PRECISION)
+                    dr += tl.where(odd_r, of_r * factor_r, 0.0)
+                    if READ_BEFORE:
+                        dg += level_sums(reads.to(tl.float32) * of_r, tl.zeros_like(dg), e, level, LEVELS, SUMS)
+                    else:
+                        seen += reads.to(tl.float32) * of_r
+                W += tl.where(odd, 0.0, of_k * factor)
+                dg += level_sums(seen, writes.to(tl.float32) * of_k, r, level, LEVELS, SUMS)
+        # (4) What the tile reads of the state before it and writes to the one behind it
+        do_C *= a * scale
+        dq += do_C
+        seen = q * do_C
+        if CORRECT:
+            dv_C *= -a_r
+            dr += dv_C
+            if READ_BEFORE:
+                dg += sums_after(read * dv_C, r, SUMS)
+            else:
+                seen += read * dv_C
+        E_dC *= w
+        W += E_dC
+        dg += sums_after(seen, r - 1, SUMS) + sums_to(k * b * E_dC, r - 1, SUMS)
+        dg += (across * tl.exp2(low) * tl.exp2(high))[None, :]
+        # (5) Results
+        place = to[:, None] * DK + c[None, :]
+        tl.store(dQ + place, dq.to(dQ.dtype.element_ty), inside)
+        dk = b * W
+        if CORRECT:
+            if READ_KEY:
+                tl.store(dR + place, dr.to(dR.dtype.element_ty), inside)
+            else:
+                dk += dr
+        tl.store(dK + place, dk.to(dK.dtype.element_ty), inside)
+        tl.store(dbeta + part * sums + to, tl.sum(rounded_product(k, W), 1), r < steps)
+        f = tl.load(F + row * fb + h * fh + f_at, inside, 0.0)
+        dg = gate_gradient_of(dg, f, False)
+        if STEP_GATES:
+            tl.store(dF + part * sums + to, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
+        else:
+            tl.store(dF + place, dg.to(dF.dtype.element_ty), inside)
+
+
+class Gradients(NamedTuple):
+    """The results of `channel_gradients`, with the heads of v."""
+
+    q: Tensor  # (B, T, H, dqk)
+    k: Tensor  # (B, T, H, dqk)
+    read_key: Tensor | None  # (B, T, H, dqk)
+    log_f: Tensor  # (B, T, H, dqk), or (parts, B, T, H) float32 of gates by step
+    beta: Tensor  # (parts, B, T, H) float32
+
+
+def allocate(ctx: ChannelContext) -> Gradients:
+    """Allocate the results."""
+    base, x = ctx.base, ctx.x
+    shape = base.B, base.T, base.H
+    q, k = (base.new(*shape, base.K, dtype=x.q.dtype) for _ in range(2))
+    read_key = None if x.read_key is None else base.new(*shape, base.K, dtype=x.q.dtype)
+    parts = ceil_div(base.K, ctx.config.gradients.split)
+    beta = base.new(parts, *shape)
+    log_f = base.new(*shape, base.K, dtype=ctx.log_f.dtype) if x.channel_gates else base.new(parts, *shape)
+    return Gradients(q, k, read_key, log_f, beta)
+
+
+def launch(
+    ctx: ChannelContext, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor, cotangents: Tensor, grads: Gradients
+) -> None:
+    """Launch `channel_gradients`.
+
+    Args:
+        ctx: The context of the call.
+        dh, dv: The cotangents of h and v, (B, T, H, dhv); dv is dense.
+        E: The prediction errors, or without correction the values.
+        states, cotangents: The states before the tiles and the cotangents behind them, (H, tiles, dhv, dqk).
+        grads: The outputs.
+    """
+    base, x, tiles = ctx.base, ctx.x, ctx.config.gradients
+    base.launch(channel_gradients, (ceil_div(base.K, tiles.split) * base.tiles * base.H,),
+        x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, dh, dv, E, states, cotangents, grads.q, grads.k,
+        grads.q if grads.read_key is None else grads.read_key, grads.log_f, grads.beta, ctx.spec.scale, x.sequences,
+        base.T, base.tiles, base.H, base.group, *ctx.input_strides, *time_strides(dh), *time_strides(E),
+        base.B * base.T * base.H, DV=base.V, BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates,
+        STAGES=tiles.stages, num_warps=tiles.num_warps, **ctx.tile_constants,
+    )  # fmt: skip

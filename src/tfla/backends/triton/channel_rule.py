@@ -1,0 +1,191 @@
+"""The launches of the delta rule and of linear attention with a gate for each key channel: one forward, one backward.
+
+Kernels over all tiles make the operands of the scans (:mod:`.channel_tiles`) and the gradients of queries, keys and
+gates (:mod:`.channel_gradients`); the scans between them (:mod:`.channel_scans`) have neither gates nor beta. The
+backward keeps C and dC of every tile, in the dtype of q, until its last kernel has read them.
+
+The launches also serve gates by step where a step reads the state before its decay.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
+from tfla.backends.gpu import reductions, results, sequences
+from tfla.backends.gpu.config import TileConfig, architecture, power_of_two
+from tfla.backends.gpu.context import LaunchContext, time_strides
+from tfla.backends.triton import channel_gradients, channel_scans, channel_tiles
+
+# The largest exponent, in base 2, of the factors of a bounded tile: float32 products keep their digits, and products of
+# 16-bit inputs, which are computed in bfloat16 or tf32, their range.
+BOUND = {torch.float32: 24.0, torch.float16: 100.0, torch.bfloat16: 100.0}
+
+
+@dataclass(frozen=True, eq=False)
+class ChannelConfig:
+    """The configuration of the kernels of one call; compared by identity."""
+
+    tiles: TileConfig  # of decay_operands: `block` key channels at a time
+    h: TileConfig  # of channel_h_scan: a program has `split` columns of dhv
+    states: TileConfig  # of channel_h_scan without outputs
+    dv: TileConfig  # of channel_dv_scan
+    gradients: TileConfig  # of channel_gradients: `split` key channels, `block` columns of dhv at a time
+    descriptors: bool  # whether the scans use TMA descriptors, where strides allow them
+
+
+@functools.cache
+def channel_config(dqk: int, dhv: int, arch: int) -> ChannelConfig:
+    """Return the configuration for these head dims on a GPU of this compute capability, 90 for 9.0."""
+    K, V = power_of_two(dqk), power_of_two(dhv)
+    wide = K > 128  # then a state has many rows
+
+    def tile(split: int, block: int, num_warps: int, stages: int) -> TileConfig:
+        return TileConfig(split=split, block=block, blocks=1, num_warps=num_warps, stages=stages)
+
+    if arch == 90:
+        columns = min(V, 64)
+        return ChannelConfig(
+            tiles=tile(K, min(K, 128), 8, 1),
+            h=tile(columns, columns, 8 if wide else 4, 2),
+            states=tile(columns, columns, 4, 2),
+            dv=tile(columns, columns, 8 if wide else 4, 2),
+            gradients=tile(min(K, 64), min(V, 64), 4, 2),
+            descriptors=dqk % 8 == 0 and dhv % 8 == 0,
+        )
+    columns = min(V, 16 if wide else 32)
+    return ChannelConfig(
+        tiles=tile(K, min(K, 64), 8, 1),
+        h=tile(columns, columns, 8, 1),
+        states=tile(columns, columns, 4, 1),
+        dv=tile(columns, columns, 8, 1),
+        gradients=tile(min(K, 32), min(V, 32), 4, 1),
+        descriptors=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChannelContext:
+    """The sizes, options and tensors that all launches of one forward or backward share."""
+
+    base: LaunchContext  # sizes and recorder
+    x: DeltaInputs
+    spec: DeltaSpec
+    config: ChannelConfig
+    beta: Tensor  # (B, T, H); ones where the call has none
+    log_f: Tensor  # (B, T, H, dqk); gates by step with a stride of 0
+
+    @property
+    def read_key(self) -> Tensor:
+        """The read keys, (B, T, Hq, dqk)."""
+        return self.x.k if self.x.read_key is None else self.x.read_key
+
+    @property
+    def input_strides(self) -> tuple[int, ...]:
+        """The strides of q, k, the read key, log_f and beta."""
+        x = self.x
+        strides = (*time_strides(x.q), *time_strides(x.k), *time_strides(self.read_key), *time_strides(self.log_f))
+        return *strides, self.log_f.stride(3), *time_strides(self.beta)
+
+    @property
+    def solve_precision(self) -> str:
+        """The precision of the products that solve for X; X has more digits in float16 than tf32 keeps."""
+        return {torch.float32: "ieee", torch.float16: "tf32x3"}.get(self.x.q.dtype, "tf32")
+
+    @property
+    def tile_constants(self) -> dict[str, Any]:
+        """The constants that the kernels over tiles share."""
+        dtype = self.x.q.dtype
+        exact, short = dtype == torch.float32, dtype == torch.bfloat16
+        return {
+            "DK": self.base.K, "L": self.base.L, "CORRECT": self.spec.correct,
+            "READ_KEY": self.x.read_key is not None, "READ_BEFORE": self.spec.read_before_decay,
+            "IS_VARLEN": self.base.packed, "OPERAND": tl.bfloat16 if short else tl.float32,
+            "PRECISION": self.base.precision, "SUMS": "bf16x2" if short else "ieee" if exact else "tf32x3",
+            "BOUND": BOUND[dtype], "LEVELS": self.base.L.bit_length() - 1,
+        }  # fmt: skip
+
+    @property
+    def scan_constants(self) -> dict[str, Any]:
+        """The constants that the scans share."""
+        return {
+            "DK": self.base.K, "DV": self.base.V, "BK": power_of_two(self.base.K), "L": self.base.L,
+            "IS_VARLEN": self.base.packed, "PRECISION": self.base.precision,
+        }  # fmt: skip
+
+    def new_tile_states(self) -> Tensor:
+        """Allocate a state for every tile, transposed, (H, tiles, dhv, dqk)."""
+        base = self.base
+        return base.new(base.H, base.tiles, base.V, base.K, dtype=self.x.q.dtype)
+
+
+def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) -> ChannelContext:
+    """Return the context of a call."""
+    config = channel_config(base.K, base.V, architecture(x.q.device))
+    log_f = x.log_f
+    if log_f is None:
+        log_f = base.do(lambda t, q: t.new_zeros(()).expand(*t.shape[:3], q.shape[3]), beta, x.q)
+    elif not x.channel_gates:
+        log_f = base.do(lambda t, q: t.unsqueeze(3).expand(*t.shape, q.shape[3]), log_f, x.q)
+    return ChannelContext(base=base, x=x, spec=spec, config=config, beta=beta, log_f=log_f)
+
+
+def forward(ctx: ChannelContext) -> DeltaOutputs:
+    """Launch the forward."""
+    x, spec, base = ctx.x, ctx.spec, ctx.base
+    h = base.new(*x.v.shape, dtype=x.v.dtype)
+    E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save and spec.correct else None
+    base = sequences.bound(base, h, *(() if E is None else (E,)))
+    ctx = replace(ctx, base=base)
+    final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
+    operands = channel_tiles.launch(ctx, None)
+    channel_scans.launch_h(ctx, operands, h, E, results.dense(base, x.C), final)
+    none = base.placeholder(0)
+    X = operands.X if spec.save else None
+    chunk_C = base.placeholder(0, base.H, base.K, base.V) if spec.save else none
+    return DeltaOutputs(h, *(none if t is None else t for t in (final, E, X)), chunk_C)
+
+
+def backward(ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
+    """Launch the backward.
+
+    Args:
+        ctx: The context of the call.
+        E, X: What the forward stored; not read without correction.
+        dh: The cotangent of h, (B, T, H, dhv).
+        dC: The cotangent of the final states, (N, H, dqk, dhv), or None.
+    """
+    x, base, correct = ctx.x, ctx.base, ctx.spec.correct
+    dh = results.dense_rows(base, dh)
+    grads = channel_gradients.allocate(ctx)
+    dv = base.new(*x.v.shape, dtype=x.v.dtype)
+    dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
+    base = sequences.bound(base, grads.q, grads.k, dv, *(() if grads.read_key is None else (grads.read_key,)))
+    ctx = replace(ctx, base=base)
+    errors = E if correct else x.v
+    operands = channel_tiles.launch(ctx, X if correct else None)
+    states = channel_scans.launch_states(ctx, operands, errors, results.dense(base, x.C))
+    cotangents = channel_scans.launch_dv(ctx, operands, dh, dv, results.dense(base, dC), dC0)
+    channel_gradients.launch(ctx, dh, dv, errors, states, cotangents, grads)
+    dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
+    read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
+    dbeta = _sum_of_parts(base, grads.beta) if x.beta is not None else None
+    dlog_f = None
+    if x.log_f is not None:
+        dlog_f = grads.log_f if x.channel_gates else _sum_of_parts(base, grads.log_f)
+    sequences.clear(base, *(t for t in (dbeta, dlog_f) if t is not None))
+    none = base.placeholder(0)
+    found = (dq, dk, dv, dbeta, dlog_f, read_key, None, None, dC0)
+    return DeltaGrads(*(none if t is None else t for t in found))
+
+
+def _sum_of_parts(base: LaunchContext, t: Tensor) -> Tensor:
+    """Return the sums over programs, (B, T, H)."""
+    found: Tensor = base.do(lambda x: x[0] if x.shape[0] == 1 else x.sum(0), t)
+    return found

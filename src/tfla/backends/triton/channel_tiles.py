@@ -1,0 +1,188 @@
+"""What the scans with gates by channel read of each tile: operands times their decays, P and X.
+
+For every head, with the decays of :mod:`.channel_decays` and B = diag(beta):
+
+    q a, r a_r      queries and read keys times the decays from the start of the tile, q also times scale
+    k w B           write keys times the decays to the end of the tile and beta
+    P B             P_ij = scale sum over channels of q_i k_j D_ij for j <= i, D the decays between the steps
+    X B             X = M (I + B M)^-1 with M_ij = sum over channels of r_i k_j D_ij for j < i
+    g               the decay of the tile, for each channel
+
+The scans (:mod:`.channel_scans`) then need neither gates nor beta:
+
+    R = V - (r a_r) C,  E = R - (X B) R,  h = (q a) C + (P B) E,  C <- g C + (k w B)^T E
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tfla.backends.gpu.context import time_strides
+from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
+from tfla.backends.triton.channel_decays import (
+    half_sums,
+    in_odd_block,
+    is_bounded,
+    level_factors,
+    level_pairs,
+    load_exponents,
+    sums_after,
+    sums_from_middle,
+    sums_to,
+)
+from tfla.backends.triton.delta_kernels import corrections
+
+if TYPE_CHECKING:
+    from tfla.backends.triton.channel_rule import ChannelContext
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
+def decay_operands(
+    Q, K, R, F, beta, cu, Qa, Ra, Kw, P, X, decays, scale,
+    sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
+    DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr, READ_KEY: tl.constexpr,
+    READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BOUND: tl.constexpr,
+    LEVELS: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
+):  # fmt: skip
+    """Compute the operands of one tile of one head. The grid is (tiles * H).
+
+    Args:
+        Q, K, R: queries, write keys and read keys, (B, T, H / GROUP, DK). R is read with READ_KEY; else it is K.
+        F: the log-gates, (B, T, H, DK), with the strides fb, ft, fh, fd.
+        beta: (B, T, H), any float dtype.
+        cu: the offsets of packed sequences, (sequences + 1).
+        Qa, Ra, Kw: the operands, (B, T, H, DK); Ra is written with CORRECT.
+        P: P B, (B, T, H, L).
+        X: X B, (B, T, H, L); written with SOLVE.
+        decays: g, (H, tiles, DK) float32.
+        scale: the factor of the queries.
+        CORRECT: whether there are read keys.
+        READ_BEFORE: whether a step reads the state before its decay.
+        OPERAND: the dtype of products inside the tile.
+        BASE, DOUBLINGS: see `corrections`; LEVELS is log2(L).
+    """
+    h = (tl.program_id(0) % H).to(tl.int64)
+    s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0) // H, L, IS_VARLEN)
+    if start < length:
+        hx = h // GROUP
+        row = first * 0 if IS_VARLEN else s.to(tl.int64)
+        t0 = first + start if IS_VARLEN else start
+        steps = length - start
+        r = tl.arange(0, L)
+        e = r - 1 if READ_BEFORE else r
+        at = (t0 + r).to(tl.int64)[:, None]
+        to = ((first + start + r) * H + h)[:, None]
+        b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)  # (L)
+        tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
+        S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
+        M = tl.zeros([L, L], tl.float32)
+        for c0 in tl.range(0, DK, BK, num_stages=1):
+            c = c0 + tl.arange(0, BK)
+            inside = (r < steps)[:, None] & (c < DK)[None, :]
+            g = load_exponents(F + row * fb + h * fh, at * ft + c[None, :] * fd, inside)  # (L, BK)
+            q = tl.load(Q + row * qb + hx * qh + at * qt + c[None, :], inside, 0.0).to(tl.float32)
+            k = tl.load(K + row * kb + hx * kh + at * kt + c[None, :], inside, 0.0).to(tl.float32)
+            read = k
+            if READ_KEY:
+                read = tl.load(R + row * rb + hx * rh + at * rt + c[None, :], inside, 0.0).to(tl.float32)
+            # (1) c of the module docstring, and the decays of the halves of the tile
+            middle = sums_from_middle(g, r, SUMS)
+            low, high = half_sums(g)
+            if is_bounded(middle, low, BOUND):
+                # (2) All pairs at once
+                up = tl.exp2(middle)
+                down = tl.exp2(-middle)
+                up_r = up
+                if CORRECT and READ_BEFORE:
+                    up_r = tl.exp2(sums_from_middle(g, e, SUMS))
+                writes = tl.trans((k * down).to(OPERAND))
+                S += tl.dot((q * up).to(OPERAND), writes, input_precision=PRECISION)
+                if CORRECT:
+                    M += tl.dot((read * up_r).to(OPERAND), writes, input_precision=PRECISION)
+                to_middle = tl.exp2(low)[None, :]
+                a = up * to_middle
+                a_r = up_r * to_middle
+                w = down * tl.exp2(high)[None, :]
+            else:
+                # (3) The pairs without a decay, then those of each level
+                a = tl.exp2(sums_to(g, r, SUMS))
+                a_r = a
+                if CORRECT and READ_BEFORE:
+                    a_r = tl.exp2(sums_to(g, e, SUMS))
+                w = tl.exp2(sums_after(g, r, SUMS))
+                writes = tl.trans(k.to(OPERAND))
+                D = tl.dot(q.to(OPERAND), writes, input_precision=PRECISION)
+                S += tl.where(r[:, None] == r[None, :], D, 0.0)
+                if CORRECT and READ_BEFORE:
+                    D = tl.dot(read.to(OPERAND), writes, input_precision=PRECISION)
+                    M += tl.where(e[:, None] == r[None, :], D, 0.0)
+                for level in tl.range(0, LEVELS, num_stages=1):
+                    factor = level_factors(g, r, level, LEVELS, SUMS)
+                    odd = in_odd_block(r, level, L, LEVELS)[:, None]
+                    writes = tl.trans(tl.where(odd, 0.0, k * factor).to(OPERAND))
+                    D = tl.dot(tl.where(odd, q * factor, 0.0).to(OPERAND), writes, input_precision=PRECISION)
+                    S += tl.where(level_pairs(r, level, L, LEVELS), D, 0.0)
+                    if CORRECT:
+                        if READ_BEFORE:
+                            factor = level_factors(g, e, level, LEVELS, SUMS)
+                            odd = in_odd_block(e, level, L, LEVELS)[:, None]
+                        reads = tl.where(odd, read * factor, 0.0).to(OPERAND)
+                        D = tl.dot(reads, writes, input_precision=PRECISION)
+                        M += tl.where(level_pairs(e, level, L, LEVELS), D, 0.0)
+            # (4) Operands times their decays
+            place = to * DK + c[None, :]
+            dtype: tl.constexpr = Qa.dtype.element_ty
+            tl.store(Qa + place, (q * a * scale).to(dtype), inside)
+            tl.store(Kw + place, (k * w * b[:, None]).to(dtype), inside)
+            if CORRECT:
+                tl.store(Ra + place, (read * a_r).to(dtype), inside)
+            tl.store(decays + tile * DK + c, tl.exp2(low) * tl.exp2(high), c < DK)
+        # (5) P B and X B, (L, L)
+        place = to * L + r[None, :]
+        S = tl.where(r[:, None] >= r[None, :], S * scale, 0.0) * b[None, :]
+        tl.store(P + place, S.to(P.dtype.element_ty), (r < steps)[:, None])
+        if SOLVE:
+            M = tl.where(r[:, None] > r[None, :], M, 0.0)
+            M = corrections(M, b, L, SOLVE_PRECISION, BASE, DOUBLINGS) * b[None, :]
+            tl.store(X + place, M.to(X.dtype.element_ty), (r < steps)[:, None])
+
+
+class Operands(NamedTuple):
+    """What scans read of the tiles, as in the module docstring."""
+
+    q: Tensor  # (B, T, H, dqk)
+    r: Tensor | None  # (B, T, H, dqk); None without correction
+    k: Tensor  # (B, T, H, dqk)
+    P: Tensor  # (B, T, H, L)
+    X: Tensor | None  # (B, T, H, L); None without correction
+    decays: Tensor  # (H, tiles, dqk) float32
+
+
+def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
+    """Compute the operands of all tiles.
+
+    Args:
+        ctx: The context of the call.
+        X: The result for X of an earlier call, or None to compute it, with correction.
+    """
+    base, x = ctx.base, ctx.x
+    shape, dtype, correct = (base.B, base.T, base.H), x.q.dtype, ctx.spec.correct
+    solve = correct and X is None
+    if solve:
+        X = base.new(*shape, base.L, dtype=dtype)
+    q, k = (base.new(*shape, base.K, dtype=dtype) for _ in range(2))
+    r = base.new(*shape, base.K, dtype=dtype) if correct else None
+    P = base.new(*shape, base.L, dtype=dtype)
+    decays = base.new(base.H, base.tiles, base.K)
+    base.launch(decay_operands, (base.tiles * base.H,),
+        x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k, P,
+        P if X is None else X, decays, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H, base.group,
+        *ctx.input_strides, SOLVE=solve, DOUBLINGS=3, BASE=8, SOLVE_PRECISION=ctx.solve_precision,
+        **ctx.tile_constants, num_warps=ctx.config.tiles.num_warps, BK=ctx.config.tiles.block,
+    )  # fmt: skip
+    return Operands(q, r, k, P, X, decays)
