@@ -5,7 +5,7 @@ channel. So that matrix products can compute what steps of a tile read of each o
 
     bounded tiles      exp2(c_i) exp2(-c_j), where c_i sums the exponents from the middle of the tile to step i and is
                        negative before it. Both factors are in the range of the products if every |c_i| is bounded.
-    all others         by levels of s = L / 2, L / 4, ..., 1 steps: a pair of steps in two neighboring blocks of s steps,
+    all others         by levels of s = L / 2, L / 4, ..., 1 steps: a pair of steps in two adjacent blocks of s steps,
                        an even and an odd one, has the decays from the write to the end of its block, and those from the
                        start of the block of the read. With gates of at most 1 no factor exceeds 1.
 
@@ -22,9 +22,9 @@ from tfla.backends.gpu.gate_kernels import base2_exponent, clamp_gate
 
 
 @triton.jit
-def load_exponents(F, at, inside):
+def load_exponents(at, inside):
     """Load log-gates and return their exponents in base 2, 0 outside."""
-    return tl.where(inside, base2_exponent(clamp_gate(tl.load(F + at, inside, 0.0).to(tl.float32))), 0.0)
+    return tl.where(inside, base2_exponent(clamp_gate(tl.load(at, inside, 0.0).to(tl.float32))), 0.0)
 
 
 @triton.jit

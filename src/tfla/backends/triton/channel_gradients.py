@@ -101,64 +101,55 @@ def channel_gradients(
         at = (t0 + r).to(tl.int64)[:, None]
         to = (first + start + r) * H + h
         tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
-        # (1) Products with the states and with the errors
-        do_C = tl.zeros([L, BK], tl.float32)
-        dv_C = tl.zeros([L, BK], tl.float32)
-        E_dC = tl.zeros([L, BK], tl.float32)
-        reads_q = tl.zeros([L, L], tl.float32)  # do E^T, [reading step, writing step]
-        reads_r = tl.zeros([L, L], tl.float32)  # dv E^T
-        across = tl.zeros([BK], tl.float32)
-        for v0 in tl.range(0, DV, BV, num_stages=STAGES):
-            v = v0 + tl.arange(0, BV)
-            held = (r < steps)[:, None] & (v < DV)[None, :]
-            do = tl.load(dO + row * gb + h * gh + at * gt + v[None, :], held, 0.0)  # (L, BV)
-            error = tl.load(E + row * eb + h * eh + at * et + v[None, :], held, 0.0)  # (L, BV)
-            there = (v < DV)[:, None] & (c < DK)[None, :]
-            state_at = (tile * DV + v[:, None]) * DK + c[None, :]
-            C = tl.load(states + state_at, there, 0.0)  # (BV, BK)
-            dC = tl.load(cotangents + state_at, there, 0.0)  # (BV, BK)
-            do_C = tl.dot(do, C, do_C, input_precision=PRECISION)
-            E_dC = tl.dot(error, dC, E_dC, input_precision=PRECISION)
-            reads_q = tl.dot(do, tl.trans(error), reads_q, input_precision=PRECISION)
-            if CORRECT:
-                dv = tl.load(dV + to[:, None] * DV + v[None, :], held, 0.0)  # (L, BV)
-                dv_C = tl.dot(dv, C, dv_C, input_precision=PRECISION)
-                reads_r = tl.dot(dv, tl.trans(error), reads_r, input_precision=PRECISION)
-            across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
-        # (2) Operands and exponents, (L, BK)
         inside = (r < steps)[:, None] & (c < DK)[None, :]
         b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
-        f_at = at * ft + c[None, :] * fd
-        g = load_exponents(F + row * fb + h * fh, f_at, inside)
-        q = tl.load(Q + row * qb + hx * qh + at * qt + c[None, :], inside, 0.0).to(tl.float32)
-        k = tl.load(K + row * kb + hx * kh + at * kt + c[None, :], inside, 0.0).to(tl.float32)
+        q_at = Q + row * qb + hx * qh + at * qt + c[None, :]
+        k_at = K + row * kb + hx * kh + at * kt + c[None, :]
+        r_at = R + row * rb + hx * rh + at * rt + c[None, :]
+        f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
+        do_at = dO + row * gb + h * gh + at * gt
+        e_at = E + row * eb + h * eh + at * et
+        dv_at = dV + to[:, None] * DV
+        # (1) What steps read of writes inside the tile, [reading step, writing step]
+        weights_q = tl.zeros([L, L], tl.float32)
+        weights_r = tl.zeros([L, L], tl.float32)
+        for v0 in tl.range(0, DV, BV, num_stages=STAGES, disable_licm=True):
+            v = v0 + tl.arange(0, BV)[None, :]
+            held = (r < steps)[:, None] & (v < DV)
+            do = tl.load(do_at + v, held, 0.0)  # (L, BV)
+            error = tl.trans(tl.load(e_at + v, held, 0.0))  # (BV, L)
+            weights_q = tl.dot(do, error, weights_q, input_precision=PRECISION)
+            if CORRECT:
+                dv = tl.load(dv_at + v, held, 0.0)  # (L, BV)
+                weights_r = tl.dot(dv, error, weights_r, input_precision=PRECISION)
+        weights_q = tl.where(r[:, None] >= r[None, :], weights_q * scale, 0.0).to(OPERAND)
+        weights_r = tl.where(r[:, None] > r[None, :], -weights_r, 0.0).to(OPERAND)
+        # (2) Pairs inside the tile: dq and dr, W, and the gradient of the gates
+        g = load_exponents(f_at, inside)
+        k = tl.load(k_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+        q = tl.load(q_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
         read = k
         if READ_KEY:
-            read = tl.load(R + row * rb + hx * rh + at * rt + c[None, :], inside, 0.0).to(tl.float32)
-        weights_q = tl.where(r[:, None] >= r[None, :], reads_q * scale, 0.0)
-        weights_r = tl.where(r[:, None] > r[None, :], -reads_r, 0.0)
-        # (3) Pairs inside the tile: dq and dr, W, and the gradient of the gates
-        middle = sums_from_middle(g, r, SUMS)
+            read = tl.load(r_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
         low, high = half_sums(g)
+        middle = sums_from_middle(g, r, SUMS)
         dr = tl.zeros([L, BK], tl.float32)
+        dg = tl.zeros([L, BK], tl.float32)
         if is_bounded(middle, low, BOUND):
             up = tl.exp2(middle)
             down = tl.exp2(-middle)
-            up_r = up
-            if CORRECT and READ_BEFORE:
-                up_r = tl.exp2(sums_from_middle(g, e, SUMS))
             queries = (q * up).to(OPERAND)
             writes = (k * b * down).to(OPERAND)
-            pairs = weights_q.to(OPERAND)
-            dq = tl.dot(pairs, writes, input_precision=PRECISION)
-            W = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
+            dq = tl.dot(weights_q, writes, input_precision=PRECISION)
+            W = tl.dot(tl.trans(weights_q), queries, input_precision=PRECISION)
             lost = queries.to(tl.float32) * dq
-            dg = tl.zeros([L, BK], tl.float32)
             if CORRECT:
+                up_r = up
+                if READ_BEFORE:
+                    up_r = tl.exp2(sums_from_middle(g, e, SUMS))
                 reads = (read * up_r).to(OPERAND)
-                pairs = weights_r.to(OPERAND)
-                dr = tl.dot(pairs, writes, input_precision=PRECISION)
-                W = tl.dot(tl.trans(pairs), reads, W, input_precision=PRECISION)
+                dr = tl.dot(weights_r, writes, input_precision=PRECISION)
+                W = tl.dot(tl.trans(weights_r), reads, W, input_precision=PRECISION)
                 if READ_BEFORE:
                     dg -= sums_to(reads.to(tl.float32) * dr, r, SUMS)
                 else:
@@ -167,16 +158,7 @@ def channel_gradients(
             dg += sums_to(writes.to(tl.float32) * W - lost, r - 1, SUMS)
             dq *= up
             W *= down
-            to_middle = tl.exp2(low)[None, :]
-            a = up * to_middle
-            a_r = up_r * to_middle
-            w = down * tl.exp2(high)[None, :]
         else:
-            a = tl.exp2(sums_to(g, r, SUMS))
-            a_r = a
-            if CORRECT and READ_BEFORE:
-                a_r = tl.exp2(sums_to(g, e, SUMS))
-            w = tl.exp2(sums_after(g, r, SUMS))
             writes = (k * b).to(OPERAND)
             same = tl.where(r[:, None] == r[None, :], weights_q, 0.0).to(OPERAND)
             dq = tl.dot(same, writes, input_precision=PRECISION)
@@ -185,8 +167,7 @@ def channel_gradients(
                 same = tl.where(e[:, None] == r[None, :], weights_r, 0.0).to(OPERAND)
                 dr = tl.dot(same, writes, input_precision=PRECISION)
                 W = tl.dot(tl.trans(same), read.to(OPERAND), W, input_precision=PRECISION)
-            dg = tl.zeros([L, BK], tl.float32)
-            for level in tl.range(0, LEVELS, num_stages=1):
+            for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
                 factor = level_factors(g, r, level, LEVELS, SUMS)
                 odd = in_odd_block(r, level, L, LEVELS)[:, None]
                 writes = tl.where(odd, 0.0, k * b * factor).to(OPERAND)
@@ -213,24 +194,51 @@ def channel_gradients(
                         seen += reads.to(tl.float32) * of_r
                 W += tl.where(odd, 0.0, of_k * factor)
                 dg += level_sums(seen, writes.to(tl.float32) * of_k, r, level, LEVELS, SUMS)
+        # (3) Products with the state before the tile and the cotangent behind it
+        do_C = tl.zeros([L, BK], tl.float32)
+        dv_C = tl.zeros([L, BK], tl.float32)
+        E_dC = tl.zeros([L, BK], tl.float32)
+        across = tl.zeros([BK], tl.float32)
+        for v0 in tl.range(0, DV, BV, num_stages=STAGES, disable_licm=True):
+            v = v0 + tl.arange(0, BV)
+            held = (r < steps)[:, None] & (v < DV)[None, :]
+            there = (v < DV)[:, None] & (c < DK)[None, :]
+            state_at = (tile * DV + v[:, None]) * DK + c[None, :]
+            C = tl.load(states + state_at, there, 0.0)  # (BV, BK)
+            do = tl.load(do_at + v[None, :], held, 0.0)  # (L, BV)
+            do_C = tl.dot(do, C, do_C, input_precision=PRECISION)
+            if CORRECT:
+                dv = tl.load(dv_at + v[None, :], held, 0.0)  # (L, BV)
+                dv_C = tl.dot(dv, C, dv_C, input_precision=PRECISION)
+            dC = tl.load(cotangents + state_at, there, 0.0)  # (BV, BK)
+            error = tl.load(e_at + v[None, :], held, 0.0)  # (L, BV)
+            E_dC = tl.dot(error, dC, E_dC, input_precision=PRECISION)
+            across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
         # (4) What the tile reads of the state before it and writes to the one behind it
+        a = tl.exp2(sums_to(g, r, SUMS))
         do_C *= a * scale
         dq += do_C
-        seen = q * do_C
+        tl.store(dQ + to[:, None] * DK + c[None, :], dq.to(dQ.dtype.element_ty), inside)
+        seen = tl.load(q_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32) * do_C
+        k = tl.load(k_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
         if CORRECT:
-            dv_C *= -a_r
+            if READ_BEFORE:
+                a = tl.exp2(sums_to(g, e, SUMS))
+            dv_C *= -a
             dr += dv_C
+            read = k
+            if READ_KEY:
+                read = tl.load(r_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
             if READ_BEFORE:
                 dg += sums_after(read * dv_C, r, SUMS)
             else:
                 seen += read * dv_C
-        E_dC *= w
+        E_dC *= tl.exp2(sums_after(g, r, SUMS))
         W += E_dC
         dg += sums_after(seen, r - 1, SUMS) + sums_to(k * b * E_dC, r - 1, SUMS)
         dg += (across * tl.exp2(low) * tl.exp2(high))[None, :]
         # (5) Results
         place = to[:, None] * DK + c[None, :]
-        tl.store(dQ + place, dq.to(dQ.dtype.element_ty), inside)
         dk = b * W
         if CORRECT:
             if READ_KEY:
@@ -239,8 +247,7 @@ def channel_gradients(
                 dk += dr
         tl.store(dK + place, dk.to(dK.dtype.element_ty), inside)
         tl.store(dbeta + part * sums + to, tl.sum(rounded_product(k, W), 1), r < steps)
-        f = tl.load(F + row * fb + h * fh + f_at, inside, 0.0)
-        dg = gate_gradient_of(dg, f, False)
+        dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)
         if STEP_GATES:
             tl.store(dF + part * sums + to, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
         else:

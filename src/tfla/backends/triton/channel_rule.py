@@ -52,11 +52,11 @@ def channel_config(dqk: int, dhv: int, arch: int) -> ChannelConfig:
     if arch == 90:
         columns = min(V, 64)
         return ChannelConfig(
-            tiles=tile(K, min(K, 128), 8, 1),
+            tiles=tile(K, min(K, 64), 8, 1),
             h=tile(columns, columns, 8 if wide else 4, 2),
             states=tile(columns, columns, 4, 2),
             dv=tile(columns, columns, 8 if wide else 4, 2),
-            gradients=tile(min(K, 64), min(V, 64), 4, 2),
+            gradients=tile(min(K, 32), min(V, 64), 8, 1),
             descriptors=dqk % 8 == 0 and dhv % 8 == 0,
         )
     columns = min(V, 16 if wide else 32)
@@ -65,7 +65,7 @@ def channel_config(dqk: int, dhv: int, arch: int) -> ChannelConfig:
         h=tile(columns, columns, 8, 1),
         states=tile(columns, columns, 4, 1),
         dv=tile(columns, columns, 8, 1),
-        gradients=tile(min(K, 32), min(V, 32), 4, 1),
+        gradients=tile(min(K, 32), min(V, 32), 8, 1),
         descriptors=False,
     )
 
@@ -92,11 +92,6 @@ class ChannelContext:
         x = self.x
         strides = (*time_strides(x.q), *time_strides(x.k), *time_strides(self.read_key), *time_strides(self.log_f))
         return *strides, self.log_f.stride(3), *time_strides(self.beta)
-
-    @property
-    def solve_precision(self) -> str:
-        """The precision of the products that solve for X; X has more digits in float16 than tf32 keeps."""
-        return {torch.float32: "ieee", torch.float16: "tf32x3"}.get(self.x.q.dtype, "tf32")
 
     @property
     def tile_constants(self) -> dict[str, Any]:
@@ -149,7 +144,8 @@ def forward(ctx: ChannelContext) -> DeltaOutputs:
     none = base.placeholder(0)
     X = operands.X if spec.save else None
     chunk_C = base.placeholder(0, base.H, base.K, base.V) if spec.save else none
-    return DeltaOutputs(h, *(none if t is None else t for t in (final, E, X)), chunk_C)
+    C, E, X = (none if t is None else t for t in (final, E, X))
+    return DeltaOutputs(h, C, E, X, chunk_C)
 
 
 def backward(ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.triton.channel_decays import (
     half_sums,
@@ -34,7 +33,7 @@ from tfla.backends.triton.channel_decays import (
     sums_from_middle,
     sums_to,
 )
-from tfla.backends.triton.delta_kernels import corrections
+from tfla.backends.triton.delta_kernels import corrections, solve_precision
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
@@ -81,15 +80,18 @@ def decay_operands(
         tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
         S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
         M = tl.zeros([L, L], tl.float32)
-        for c0 in tl.range(0, DK, BK, num_stages=1):
+        for c0 in tl.range(0, DK, BK, num_stages=1, disable_licm=True):
             c = c0 + tl.arange(0, BK)
             inside = (r < steps)[:, None] & (c < DK)[None, :]
-            g = load_exponents(F + row * fb + h * fh, at * ft + c[None, :] * fd, inside)  # (L, BK)
-            q = tl.load(Q + row * qb + hx * qh + at * qt + c[None, :], inside, 0.0).to(tl.float32)
-            k = tl.load(K + row * kb + hx * kh + at * kt + c[None, :], inside, 0.0).to(tl.float32)
+            q_at = Q + row * qb + hx * qh + at * qt + c[None, :]
+            k_at = K + row * kb + hx * kh + at * kt + c[None, :]
+            r_at = R + row * rb + hx * rh + at * rt + c[None, :]
+            g = load_exponents(F + row * fb + h * fh + at * ft + c[None, :] * fd, inside)  # (L, BK)
+            q = tl.load(q_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+            k = tl.load(k_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
             read = k
             if READ_KEY:
-                read = tl.load(R + row * rb + hx * rh + at * rt + c[None, :], inside, 0.0).to(tl.float32)
+                read = tl.load(r_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
             # (1) c of the module docstring, and the decays of the halves of the tile
             middle = sums_from_middle(g, r, SUMS)
             low, high = half_sums(g)
@@ -104,24 +106,15 @@ def decay_operands(
                 S += tl.dot((q * up).to(OPERAND), writes, input_precision=PRECISION)
                 if CORRECT:
                     M += tl.dot((read * up_r).to(OPERAND), writes, input_precision=PRECISION)
-                to_middle = tl.exp2(low)[None, :]
-                a = up * to_middle
-                a_r = up_r * to_middle
-                w = down * tl.exp2(high)[None, :]
             else:
                 # (3) The pairs without a decay, then those of each level
-                a = tl.exp2(sums_to(g, r, SUMS))
-                a_r = a
-                if CORRECT and READ_BEFORE:
-                    a_r = tl.exp2(sums_to(g, e, SUMS))
-                w = tl.exp2(sums_after(g, r, SUMS))
                 writes = tl.trans(k.to(OPERAND))
                 D = tl.dot(q.to(OPERAND), writes, input_precision=PRECISION)
                 S += tl.where(r[:, None] == r[None, :], D, 0.0)
                 if CORRECT and READ_BEFORE:
                     D = tl.dot(read.to(OPERAND), writes, input_precision=PRECISION)
                     M += tl.where(e[:, None] == r[None, :], D, 0.0)
-                for level in tl.range(0, LEVELS, num_stages=1):
+                for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
                     factor = level_factors(g, r, level, LEVELS, SUMS)
                     odd = in_odd_block(r, level, L, LEVELS)[:, None]
                     writes = tl.trans(tl.where(odd, 0.0, k * factor).to(OPERAND))
@@ -137,10 +130,18 @@ def decay_operands(
             # (4) Operands times their decays
             place = to * DK + c[None, :]
             dtype: tl.constexpr = Qa.dtype.element_ty
+            a = tl.exp2(sums_to(g, r, SUMS))
+            q = tl.load(q_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
             tl.store(Qa + place, (q * a * scale).to(dtype), inside)
-            tl.store(Kw + place, (k * w * b[:, None]).to(dtype), inside)
+            k = tl.load(k_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+            tl.store(Kw + place, (k * tl.exp2(sums_after(g, r, SUMS)) * b[:, None]).to(dtype), inside)
             if CORRECT:
-                tl.store(Ra + place, (read * a_r).to(dtype), inside)
+                read = k
+                if READ_KEY:
+                    read = tl.load(r_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
+                if READ_BEFORE:
+                    a = tl.exp2(sums_to(g, e, SUMS))
+                tl.store(Ra + place, (read * a).to(dtype), inside)
             tl.store(decays + tile * DK + c, tl.exp2(low) * tl.exp2(high), c < DK)
         # (5) P B and X B, (L, L)
         place = to * L + r[None, :]
@@ -182,7 +183,7 @@ def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
     base.launch(decay_operands, (base.tiles * base.H,),
         x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k, P,
         P if X is None else X, decays, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H, base.group,
-        *ctx.input_strides, SOLVE=solve, DOUBLINGS=3, BASE=8, SOLVE_PRECISION=ctx.solve_precision,
+        *ctx.input_strides, SOLVE=solve, DOUBLINGS=3, BASE=8, SOLVE_PRECISION=solve_precision(dtype),
         **ctx.tile_constants, num_warps=ctx.config.tiles.num_warps, BK=ctx.config.tiles.block,
     )  # fmt: skip
     return Operands(q, r, k, P, X, decays)

@@ -107,8 +107,8 @@ class DeltaContext:
 def launch_context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) -> tuple[LaunchContext, Tensor]:
     """Return the sizes of a call for what it shares with the mLSTM, and beta, (B, T, H)."""
     beta = recorder.do(lambda v: v.new_ones(v.shape[:3], dtype=torch.float32), x.v) if x.beta is None else x.beta
-    by_step = x.log_f is not None and not x.channel_gates
-    as_linear_attention = Inputs(x.q, x.k, x.v, None, x.log_f if by_step else beta, x.C, None, None, x.cu_seqlens)
+    log_f = beta if x.log_f is None or x.channel_gates else x.log_f
+    as_linear_attention = Inputs(x.q, x.k, x.v, None, log_f, x.C, None, None, x.cu_seqlens)
     offsets = beta if x.cu_seqlens is None else x.cu_seqlens
     base = LaunchContext(
         recorder=recorder,

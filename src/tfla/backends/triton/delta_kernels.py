@@ -38,6 +38,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -494,6 +495,11 @@ def delta_dq_dk_scan(
                 store_checkpoint(marks, at, S1, rk, rv + BV, DK, DV)
 
 
+def solve_precision(dtype: torch.dtype) -> str:
+    """Return the precision of the products that solve for X, which in float16 has more digits than tf32 keeps."""
+    return {torch.float32: "ieee", torch.float16: "tf32x3"}.get(dtype, "tf32")
+
+
 def launch_solve(ctx: DeltaContext, gates: Tensor) -> Tensor:
     """Return X, (B, T, H, L)."""
     base, x = ctx.base, ctx.x
@@ -502,7 +508,7 @@ def launch_solve(ctx: DeltaContext, gates: Tensor) -> Tensor:
         x.k, ctx.read_key, ctx.beta, gates, base.cu_seqlens, X, x.sequences, base.T, base.tiles, base.H, base.group,
         *time_strides(x.k), *time_strides(ctx.read_key), *time_strides(ctx.beta),
         DK=base.K, BK=power_of_two(base.K), L=base.L, GATED=ctx.gated, IS_VARLEN=base.packed, PRECISION=base.precision,
-        SOLVE_PRECISION="ieee" if base.exact else "tf32", BASE=8, LEVELS=3, num_warps=4,
+        SOLVE_PRECISION=solve_precision(x.q.dtype), BASE=8, LEVELS=3, num_warps=4,
     )  # fmt: skip
     return X
 
