@@ -21,7 +21,7 @@ from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_kernels import locate_segment
 from tfla.backends.triton.channel_tiles import Operands
-from tfla.backends.triton.fused_kernels import describable, load_tile, store_tile, tile_access
+from tfla.backends.triton.scan_tiles import describable, load_tile, store_tile, tile_access
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
