@@ -1,4 +1,4 @@
-"""What the scans with gates by channel read of each tile: operands times their decays, P and X.
+"""The operands of the scans with gates by channel, of each tile: inputs times their decays, P and X.
 
 For every head, with the decays of :mod:`.channel_decays` and B = diag(beta):
 
@@ -154,7 +154,7 @@ def decay_operands(
 
 
 class Operands(NamedTuple):
-    """What scans read of the tiles, as in the module docstring."""
+    """The operands of scans, as in the module docstring."""
 
     q: Tensor  # (B, T, H, dqk)
     r: Tensor | None  # (B, T, H, dqk); None without correction
