@@ -174,6 +174,7 @@ class Starts(NamedTuple):
 
     C: Tensor  # (B S, H, dqk, dhv)
     n: Tensor  # (B S, H, dqk)
+    m: Tensor  # (B S, H)
     log_decays: Tensor  # (R S, B, H), float64, the sums of log-gates over all spans in the order of time
     final_C: Tensor  # (B, H, dqk, dhv), the final states of whole sequences
     final_n: Tensor  # (B, H, dqk)
@@ -259,9 +260,10 @@ class Backend(ABC):
         return False
 
     def forward_exchanging(self, x: Inputs, spec: Spec, exchange: Exchange) -> tuple[Outputs, Starts]:
-        """Compute the forward of this process's steps; the initial states of ``x`` are those of whole sequences.
+        """Compute the forward of this process's steps.
 
-        Rows of ``x`` are those of the batch, each as many times as this process has spans.
+        Rows of ``x`` are those of the batch, each as many times as this process has spans. Its initial states are those
+        of whole sequences, and read only where these begin.
         """
         raise NotImplementedError
 
@@ -273,9 +275,9 @@ class Backend(ABC):
         Args:
             x, spec: as in the forward.
             out, dh: as in :meth:`backward`.
-            saved: the max states before the spans, (S, B, H), and after them, (B, S, H), the sums of log-gates over all
-                spans, (R S, B, H), the max states of the final states, (B, H), and this process's cotangents of these,
-                (B, H, dqk, dhv) and (B, H, dqk); what is missing has shape (0,).
+            saved: the max states after the spans, (B, S, H), the sums of log-gates over all spans, (R S, B, H), the max
+                states of the final states, (B, H), and this process's cotangents of these, (B, H, dqk, dhv) and
+                (B, H, dqk); what is missing has shape (0,).
             exchange: the exchange.
         """
         raise NotImplementedError

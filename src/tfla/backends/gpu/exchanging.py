@@ -6,11 +6,24 @@ results, summed over the segments, are what processes exchange; state passing th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from tfla.backends.base import Exchange
 from tfla.backends.gpu import results, span_kernels
 from tfla.backends.gpu.context import LaunchContext, Pair
+
+
+def with_max_states(ctx: LaunchContext) -> LaunchContext:
+    """Return the context with the max states before this process's steps in place of the given ones.
+
+    They are exchanged first, two numbers for each head, because the pass over segments is stabilized with them. The
+    context is returned as it is where there is no exchange or no normalizer.
+    """
+    if ctx.exchange is None or not ctx.spec.normalize:
+        return ctx
+    return replace(ctx, x=ctx.x._replace(m=span_kernels.launch_max_states(ctx, ctx.exchange)))
 
 
 def exchange_states(
@@ -42,15 +55,15 @@ def start_cotangents(ctx: LaunchContext, exchange: Exchange, dC: Tensor, dn: Ten
         dC, dn: What segments add, (segments, H, K, V) and (segments, H, K).
         decays: The decays over segments, (segments, H).
     """
-    m, _, _, final_m, final_dC, final_dn = ctx.saved
+    _, _, final_m, final_dC, final_dn = ctx.saved
     final = [results.dense(ctx, t) if t.numel() else None for t in (final_dC, final_dn)]
-    rows = span_kernels.launch_own_cotangents(ctx, exchange, dC, dn, decays, m, (final[0], final[1]), final_m)
+    rows = span_kernels.launch_own_cotangents(ctx, exchange, dC, dn, decays, (final[0], final[1]), final_m)
     gathered: Tensor = ctx.do(exchange.start, rows)
     return gathered
 
 
 def finish_cotangents(ctx: LaunchContext, exchange: Exchange, gathered: Tensor) -> Pair:
     """Return the cotangents of the states after this process's steps, (N, H, K, V) and (N, H, K)."""
-    _, last_m, log_decays, final_m, _, _ = ctx.saved
+    last_m, log_decays, final_m, _, _ = ctx.saved
     gathered = ctx.do(exchange.finish, gathered)
     return span_kernels.launch_ends(ctx, exchange, gathered, last_m, log_decays, final_m)

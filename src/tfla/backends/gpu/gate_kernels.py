@@ -21,6 +21,7 @@ is padded with steps of weight 0, so that the scans need no masks and only one a
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -412,10 +413,7 @@ def launch(
         "CHUNK": CHUNK, "HEADS": heads, "L": ctx.L, "IS_VARLEN": ctx.packed, **ctx.gate_forms, "num_warps": WARPS
     }  # fmt: skip
     if spec.normalize and (ctx.packed or CHUNK < ctx.T):
-        ctx.launch(chunk_aggregates, grid,
-            *ctx.gate_inputs, ctx.cu_seqlens, gates, x.sequences, ctx.T, ctx.tiles, ctx.H, *ctx.gate_strides, chunks,
-            **shared,
-        )  # fmt: skip
+        _launch_aggregates(ctx, gates, ctx.tiles)
     ctx.launch(chunk_gates, grid,
         *ctx.gate_inputs, gates if m is None else m, ctx.cu_seqlens, gates if d is None else d, gates,
         gates if m_final is None else m_final, x.sequences, ctx.T, ctx.tiles, ctx.H, *ctx.gate_strides,
@@ -424,6 +422,22 @@ def launch(
         FOLD_DENOMINATOR=d is not None, EXACT=ctx.exact, TOTAL_ONLY=total_only, **shared,
     )  # fmt: skip
     return gates
+
+
+def _launch_aggregates(ctx: LaunchContext, out: Tensor, tiles: int) -> None:
+    """Compute the chunk aggregates into `out` after the gate vectors of so many tiles."""
+    chunks, heads = ctx.count(CHUNK), ctx.heads_per_program(HEADS)
+    ctx.launch(chunk_aggregates, (chunks, ceil_div(ctx.H, heads)),
+        *ctx.gate_inputs, ctx.cu_seqlens, out, ctx.x.sequences, ctx.T, tiles, ctx.H, *ctx.gate_strides, chunks,
+        CHUNK=CHUNK, HEADS=heads, L=ctx.L, IS_VARLEN=ctx.packed, **ctx.gate_forms, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def launch_aggregates(ctx: LaunchContext) -> Tensor:
+    """Return the chunk aggregates alone, (H, chunks, 2) float64."""
+    out = ctx.new(ctx.H, ctx.count(CHUNK), 2, dtype=torch.float64)
+    _launch_aggregates(ctx, out, 0)
+    return out
 
 
 def launch_delta(ctx: LaunchContext, gates: Tensor, h: Tensor, dh: Tensor) -> None:

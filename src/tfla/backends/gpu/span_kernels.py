@@ -15,11 +15,89 @@ import triton.language as tl
 from torch import Tensor
 
 from tfla.backends.base import Exchange, Starts
-from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu import gate_kernels, results
+from tfla.backends.gpu.config import ceil_div, power_of_two
 from tfla.backends.gpu.context import LaunchContext, Pair
+from tfla.backends.gpu.scan import running_sum, step_indices, total_sum
 
 CLOSED = tl.constexpr(-1e30)  # the log-decay of a span whose decay is 0 in float32
 BLOCK = 1024  # elements of a row that a program computes
+CHUNKS = 128  # chunks whose aggregates are read at once
+
+
+@triton.jit(do_not_specialize=["position"])
+def own_max(aggregates, m0, rows, position, B, S, H, chunks, CHUNKS: tl.constexpr, USE_M0: tl.constexpr):
+    """Store the sum of log-gates of each span of this process, and the max state that it leaves.
+
+    Only the first span of all contains the given max state before it; the others start from minus infinity.
+
+    Args:
+        aggregates: the chunk aggregates, (H, B S chunks, 2) float64; see :func:`.gate_kernels.chunk_aggregates`.
+        m0: the given max states, (B S, H) float32; read with USE_M0, else 0.
+        rows: sums and max states, (S, 2, B, H) float64.
+        position: the place in time of the first span of this process.
+        B, S, H, chunks: the numbers of sequences, of spans of each, of heads, and of chunks of a span.
+
+    The grid is (B S, H).
+    """
+    r = tl.program_id(0)
+    h = tl.program_id(1)
+    b = r % B
+    s = r // B
+    sequence = b * S + s
+    given = 0.0
+    if USE_M0:
+        given = tl.load(m0 + sequence * H + h)
+    begins = (position == 0) & (s == 0)
+    m = tl.where(begins, given, float("-inf")).to(tl.float64) + tl.zeros([1, 1], tl.float64)
+    log_decay = tl.zeros([1, 1], tl.float64)
+    for c in range(0, chunks, CHUNKS):
+        at = c + step_indices(CHUNKS)
+        inside = at < chunks
+        at = aggregates + ((h * B * S + sequence) * chunks + at).to(tl.int64) * 2
+        total = tl.load(at, mask=inside, other=0.0)
+        top = tl.load(at + 1, mask=inside, other=float("-inf"))
+        total_all = total_sum(total)[:, None]
+        m = total_all + tl.maximum(m, tl.max(tl.max(top - running_sum(total), 2), 1)[:, None])
+        log_decay += total_all
+    at = rows + (s * 2 * B + b) * H + h + tl.zeros([1, 1], tl.int32)
+    tl.store(at, log_decay)
+    tl.store(at + B * H, m)
+
+
+@triton.jit(do_not_specialize=["position0", "position1"])
+def join_max(
+    gathered, m0, out, position0, position1, R, B, S, H, BLOCK_H: tl.constexpr, USE_M0: tl.constexpr
+):  # fmt: skip
+    """Store the max states before the spans of this process.
+
+    Args:
+        gathered: the rows of all processes, (R, S, 2, B, H) float64.
+        m0: as in :func:`own_max`.
+        out: the max states, (B S, H) float32.
+        position0, position1, R: as in :func:`join_spans`.
+        B, S, H: the numbers of sequences, of spans of each and of heads.
+
+    The grid is (B S).
+    """
+    r = tl.program_id(0)
+    h = tl.arange(0, BLOCK_H)
+    inside = h < H
+    b = r % B
+    s = r // B
+    sequence = b * S + s
+    position = tl.where(s == 0, position0, position1)
+    m = tl.full([BLOCK_H], float("-inf"), tl.float64)
+    for span in range(0, position):
+        rank = tl.where(span < R, span, 2 * R - 1 - span)
+        index = tl.where(span < R, 0, 1)
+        at = gathered + ((rank * S + index) * 2 * B + b) * H + h
+        log_decay = tl.load(at, mask=inside, other=0.0)
+        m = tl.maximum(m + log_decay, tl.load(at + B * H, mask=inside, other=0.0))
+    given = tl.zeros([BLOCK_H], tl.float32)
+    if USE_M0:
+        given = tl.load(m0 + sequence * H + h, mask=inside, other=0.0)
+    tl.store(out + sequence * H + h, tl.where(position == 0, given, m.to(tl.float32)), mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "steps"])
@@ -35,7 +113,7 @@ def own_rows(
         states_n: the same for n or dn, (B S segments, H, K); read with NORMALIZE.
         decays: the decays over segments, (B S segments, H) float32.
         given, given_n: the given initial states, (B S, H, ...) float32; read with USE_GIVEN.
-        m: the max states after the spans, (B S, H), with REVERSE those before them, (S, B, H); read with NORMALIZE.
+        m: the max states after the spans, (B S, H); read with NORMALIZE, but not with REVERSE.
         m0: the max states before the spans, (B S, H); read with USE_M0, else 0.
         final, final_n: the cotangents of the final states, (B, H, ...) float32; read with USE_FINAL_C and USE_FINAL_N.
         final_m: the max states of the final states, (B, H); read with NORMALIZE and REVERSE.
@@ -74,8 +152,8 @@ def own_rows(
             x = x * decay + adds
             total *= decay
         if REVERSE:
-            if NORMALIZE:
-                last_m = tl.load(m + r * H + h)
+            if NORMALIZE and USE_M0:
+                last_m = tl.load(m0 + sequence * H + h)
         else:
             log_decay = tl.where(total > 0.0, tl.log(tl.maximum(total, 1e-38)), CLOSED).to(tl.float64)
             if NORMALIZE:
@@ -214,6 +292,24 @@ def _sizes(ctx: LaunchContext, exchange: Exchange) -> tuple[int, ...]:
     return ctx.B // S, S, ctx.H, size, ctx.K, width
 
 
+def launch_max_states(ctx: LaunchContext, exchange: Exchange) -> Tensor:
+    """Return the max states before the spans of this process, (B S, H), which all processes compute together."""
+    B, S, H, _, _, _ = _sizes(ctx, exchange)
+    chunks, m0 = ceil_div(ctx.T, gate_kernels.CHUNK), results.dense(ctx, ctx.x.m)
+    aggregates = gate_kernels.launch_aggregates(ctx)
+    rows, out = ctx.new(S, 2, B, H, dtype=torch.float64), ctx.new(B * S, H)
+    ctx.launch(own_max, (B * S, H),
+        aggregates, _or(m0, out), rows, exchange.positions[0], B, S, H, chunks, CHUNKS=CHUNKS, USE_M0=m0 is not None,
+        num_warps=4,
+    )  # fmt: skip
+    gathered = ctx.do(exchange.finish, ctx.do(exchange.start, rows))
+    ctx.launch(join_max, (B * S,),
+        gathered, _or(m0, out), out, *_both(exchange.positions), exchange.processes, B, S, H, BLOCK_H=power_of_two(H),
+        USE_M0=m0 is not None, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
 def launch_own_states(
     ctx: LaunchContext, exchange: Exchange, C: Tensor, n: Tensor | None, decays: Tensor, initial: Pair, m: Tensor | None
 ) -> Tensor:
@@ -251,30 +347,28 @@ def launch_starts(ctx: LaunchContext, exchange: Exchange, gathered: Tensor, init
         BLOCK=BLOCK, REVERSE=False, NORMALIZE=normalize, USE_GIVEN=initial[0] is not None, USE_M=m is not None,
         FINAL=final, num_warps=4,
     )  # fmt: skip
-    return Starts(C, *(_or(t, none) for t in (n, log_decays, whole_C, whole_n, whole_m)))
+    return Starts(C, *(_or(t, none) for t in (n, m, log_decays, whole_C, whole_n, whole_m)))
 
 
 def launch_own_cotangents(
-    ctx: LaunchContext, exchange: Exchange, dC: Tensor, dn: Tensor | None, decays: Tensor, m: Tensor, final: Pair,
-    final_m: Tensor,
-) -> Tensor:  # fmt: skip
+    ctx: LaunchContext, exchange: Exchange, dC: Tensor, dn: Tensor | None, decays: Tensor, final: Pair, final_m: Tensor
+) -> Tensor:
     """Return the rows of cotangents of the states before the spans of this process, and of the final states.
 
     Args:
         ctx: The context of the call.
         exchange: The exchange.
         dC, dn, decays: As in :func:`.exchanging.start_cotangents`.
-        m: The max states before the spans, (S, B, H).
         final: The cotangents of the final states from this process, (B, H, K, V) and (B, H, K), or None.
         final_m: The max states of the final states, (B, H).
     """
     B, S, H, size, K, width = _sizes(ctx, exchange)
     count = S + 1 if exchange.final else S
-    rows = ctx.new(count, B, H, width)
+    rows, m0 = ctx.new(count, B, H, width), results.dense(ctx, ctx.x.m)
     ctx.launch(own_rows, (ceil_div(width, BLOCK), count * B, H),
-        dC, _or(dn, dC), decays, dC, dC, m if dn is not None else dC, dC, _or(final[0], dC), _or(final[1], dC),
+        dC, _or(dn, dC), decays, dC, dC, dC, _or(m0, dC), _or(final[0], dC), _or(final[1], dC),
         final_m if exchange.final and dn is not None else dC, rows, ctx.T, B, S, H, ctx.segment_steps, size, K, width,
-        BLOCK=BLOCK, REVERSE=True, NORMALIZE=dn is not None, USE_GIVEN=False, USE_M0=False,
+        BLOCK=BLOCK, REVERSE=True, NORMALIZE=dn is not None, USE_GIVEN=False, USE_M0=m0 is not None,
         USE_FINAL_C=final[0] is not None, USE_FINAL_N=final[1] is not None, num_warps=4,
     )  # fmt: skip
     return rows

@@ -21,7 +21,7 @@ def forward(ctx: LaunchContext) -> Outputs:
     """Launch the forward."""
     x, spec = ctx.x, ctx.spec
     h = ctx.new(*x.v.shape, dtype=x.v.dtype)
-    ctx = scheduler.launch(sequences.bound(ctx, h))
+    ctx = exchanging.with_max_states(scheduler.launch(sequences.bound(ctx, h)))
     C, n, m = final = results.new_final_state(ctx)
     d = ctx.new(*x.log_f.shape) if spec.normalize and spec.save else None
     gates = gate_warp.launch(ctx, m_final=m)  # (G1) to (G5)

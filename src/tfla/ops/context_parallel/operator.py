@@ -20,7 +20,7 @@ from tfla.backends.base import Grads, Outputs
 from tfla.ops.context_parallel import exchange
 from tfla.ops.context_parallel.cotangents import cotangent_rows, ends_of, own_cotangents, received
 from tfla.ops.context_parallel.local import Call, Results, Saved, Shape, local_inputs, starts_of
-from tfla.ops.context_parallel.segments import SegmentExchange, max_states, read_by_backward
+from tfla.ops.context_parallel.segments import SegmentExchange, give_max_states, read_by_backward
 from tfla.ops.context_parallel.spans import Cotangent, Span, compose, from_rows, stack
 from tfla.ops.context_parallel.states import final_states, state_rows
 
@@ -35,9 +35,10 @@ def forward(x: Inputs, call: Call) -> Results:
     spec, backend, shape = call.spec, BACKENDS[call.backend], Shape.of(call, x.q.shape[0])
     (B, _, H, V), K = x.v.shape, x.q.shape[3]
     if backend.exchanges and _is_dense(call):
-        m = max_states(x, call) if spec.normalize else None  # also for processes without segments
         if shape.offsets is None and backend.has_segments(local_inputs(x, shape, None, None, None), spec):
-            return _forward_with_segments(x, call, shape, backend, m)
+            return _forward_with_segments(x, call, shape, backend)
+        if spec.normalize:
+            give_max_states(x, call)
     gathered = exchange.start_gather(state_rows(x, call), call.group, call.placement.size)
     of_ranks = from_rows(exchange.finish_gather(gathered, call.placement.size), K, V)
     of_spans = exchange.in_order_of_time(of_ranks, call.placement)
@@ -80,24 +81,25 @@ def _results(
     return Results(h, C, n, m, saved._replace(end_log_decay=final.log_decay))
 
 
-def _forward_with_segments(x: Inputs, call: Call, shape: Shape, backend: Backend, m: Tensor | None) -> Results:
-    """Compute the forward with the exchange between the passes of the backend; m (S, B, H) as of `max_states`."""
+def _forward_with_segments(x: Inputs, call: Call, shape: Shape, backend: Backend) -> Results:
+    """Compute the forward with the exchange between the passes of the backend."""
     (B, _, H, V), K, spec, spans = x.v.shape, x.q.shape[3], call.spec, len(call.cut.spans)
-    C = n = None
+    given: list[Tensor | None] = [None, None, None]
     if x.C is not None:  # only where sequences begin; the others get their states from the exchange
         zero = x.q.new_zeros(spans, B, H, K, V, dtype=x.acc_dtype)
-        before = Span(zero, zero, None if m is None else zero[..., 0], m)
-        C, n, _ = starts_of(x, call, shape, _saved(before, before))
-    local_m = None if m is None else m.transpose(0, 1).flatten(0, 1).contiguous()
-    local = local_inputs(x, shape, C, n, local_m)
+        n, m = (zero[..., 0], zero[..., 0, 0]) if spec.normalize else (None, None)
+        before = Span(zero, zero, n, m)
+        given = starts_of(x, call, shape, _saved(before, before))
     # The cotangents of later spans are stabilized with the max states that the backend computes.
     local_spec = spec._replace(final_state=spec.normalize)
-    out, found = backend.forward_exchanging(local, local_spec, SegmentExchange.of(call))
+    out, found = backend.forward_exchanging(local_inputs(x, shape, *given), local_spec, SegmentExchange.of(call))
     none = found.C.new_empty(0)
+    n, m, last_m = (
+        (_by_span(found.n, B), _by_span(found.m, B), out.m.unflatten(0, (B, -1))) if spec.normalize else (none,) * 3
+    )
     saved = Saved(
-        out.d, out.chunk_C, out.chunk_n, _by_span(found.C, B), _by_span(found.n, B) if spec.normalize else none,
-        none if m is None else m, out.m.unflatten(0, (B, -1)) if spec.normalize and spec.save else none,
-        found.log_decays, found.log_decays[-1:] if spec.final_state else none,
+        out.d, out.chunk_C, out.chunk_n, _by_span(found.C, B), n, m, last_m if spec.save else none, found.log_decays,
+        found.log_decays[-1:] if spec.final_state else none,
     )  # fmt: skip
     return Results(shape.back(out.h), found.final_C, found.final_n, found.final_m, saved)
 

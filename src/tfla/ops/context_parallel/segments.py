@@ -14,28 +14,17 @@ from torch import Tensor
 from tfla.backends import Inputs
 from tfla.ops.context_parallel import exchange, own_states
 from tfla.ops.context_parallel.local import Call, Gated, Saved, of_sequences
-from tfla.ops.context_parallel.spans import exclusive_sums
 
 
-def max_states(x: Inputs, call: Call) -> Tensor:
-    """Return the max states before the spans of this process, (S, B, H), which all processes compute together."""
+def give_max_states(x: Inputs, call: Call) -> None:
+    """Take part in the exchange of max states of other processes, which cut their steps into segments."""
     gates, given, rows = Gated.of(x, call.spec), of_sequences(x.m, x.q.shape[0]), []
     for span in call.cut.spans:
         f = span.fragments[-1]
         m = given[:, f.sequence] if given is not None and f.begins else None
         rows.append(torch.stack(own_states.own_max(*gates.at(slice(f.start, f.stop)), m, f.begins)))
     size = call.placement.size
-    of_ranks = exchange.finish_gather(exchange.start_gather(torch.stack(rows), call.group, size), size)
-    log_decay, own = (exchange.ordered(of_ranks[:, :, part], call.placement) for part in (0, 1))
-    found = []
-    for span in call.cut.spans:
-        if span.source is None:
-            first = given[:, span.fragments[0].sequence] if given is not None else torch.zeros_like(own[0])
-            found.append(first.to(x.acc_dtype))
-        else:
-            before = slice(span.source, span.position)
-            found.append((exclusive_sums(log_decay[before], after=True) + own[before]).amax(0).to(x.acc_dtype))
-    return torch.stack(found)
+    exchange.finish_gather(exchange.start_gather(torch.stack(rows).double(), call.group, size), size)
 
 
 class SegmentExchange(NamedTuple):
@@ -64,4 +53,4 @@ def read_by_backward(saved: Saved, final_m: Tensor, dC: Tensor | None, dn: Tenso
     """Return what :meth:`tfla.backends.base.Backend.backward_exchanging` reads besides the local tensors."""
     none = final_m.new_empty(0)
     final = (none if t is None else t for t in (dC, dn))
-    return saved.m, saved.last_m, saved.log_decay, final_m, *final
+    return saved.last_m, saved.log_decay, final_m, *final
