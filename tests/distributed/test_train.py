@@ -124,7 +124,6 @@ def test_sizes_that_do_not_fit_are_named(parallel: Parallel, processes: int, mes
         ({"dp_shard": 4}, {"batch_size": 6}, "batch_size: got 6 with accumulate 1, expected a multiple of 4"),
         ({"dp_replicate": 2, "dp_shard": 2}, {"accumulate": 4}, "batch_size: got 8 with accumulate 4, expected a mul"),
         ({"cp": 4}, {"context": 26}, "context: got 26, expected a multiple of parallel.cp, 4"),
-        ({"tp": 2}, {"compile": True}, "compile: got True, expected False with parallel.tp, which is 2"),
         ({"tp": 4}, {}, "parallel: mesh: got tp of size 4, expected a divisor of the 2 heads"),
     ],
 )

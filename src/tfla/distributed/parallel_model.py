@@ -36,7 +36,7 @@ def parallelize(
     *,
     mixed_precision: MixedPrecisionPolicy | None = None,
     activation_checkpointing: bool = False,
-    compile: bool = False,
+    compile: bool | str = False,
     reshard_after_forward: bool | None = None,
     blocks: Sequence[nn.Module] | None = None,
     tp_plan: dict[str, ParallelStyle] | None = None,
@@ -64,7 +64,7 @@ def parallelize(
         mesh: a DeviceMesh with named dimensions over all processes, as ``init_device_mesh`` returns.
         mixed_precision: FSDP2's policy on the dtypes of parameters and of the reduction of gradients.
         activation_checkpointing: keep only the input of each block for the backward, and compute the block again there.
-        compile: compile each block with torch.compile; not with ``tp``.
+        compile: compile each block with torch.compile; a string is its backend.
         reshard_after_forward: whether a block's parameters are freed between forward and backward; None lets FSDP2
             choose.
         blocks: the parts that are checkpointed, compiled and sharded as a unit; None takes the elements of the model's
@@ -86,10 +86,6 @@ def parallelize(
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
         got = type(mixed_precision).__name__
         raise TypeError(f"mixed_precision: got {got}, expected a torch.distributed.fsdp.MixedPrecisionPolicy")
-    if compile and sizes.get("tp", 1) > 1:
-        raise ValueError(
-            f"compile: got True, expected False with tp of size {sizes['tp']}: its gradients would be wrong"
-        )
     sharded = any(name != "tp" and size > 1 for name, size in sizes.items())
     if mixed_precision is not None and not sharded:
         raise ValueError("mixed_precision: got a policy, expected None for a mesh without data parallelism")
@@ -245,7 +241,7 @@ def _apply_tensor_parallel(model: nn.Module, tp: DeviceMesh, tp_plan: dict[str, 
             plan |= {at + "gate_proj": ColwiseParallel(), at + "up_proj": ColwiseParallel()}
             plan[at + "down_proj"] = RowwiseParallel()
         elif isinstance(module, LanguageModel):
-            plan[at + "embedding"] = RowwiseParallel(input_layouts=Replicate())
+            plan[at + "embedding"] = _Embedding(input_layouts=Replicate())
             plan[at + "unembedding"] = ColwiseParallel(output_layouts=Replicate())
     plan |= tp_plan
     for name, module in model.named_modules():
@@ -259,6 +255,19 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> No
     for key, parameter in list(module.named_parameters(recurse=False)):
         distributed = distribute_tensor(parameter, mesh, [placement])
         module.register_parameter(key, nn.Parameter(distributed, parameter.requires_grad))
+
+
+class _Embedding(RowwiseParallel):
+    """The style of an embedding, whose vocabulary is split, with an output that is complete.
+
+    That of RowwiseParallel is an AsyncCollectiveTensor: as the input of a compiled block, its gradient would be wrong.
+    """
+
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        return outputs.redistribute(placements=output_layouts, async_op=False).to_local()
 
 
 class _LocalStyle(ParallelStyle):

@@ -261,8 +261,14 @@ def local(parameter: Tensor) -> Tensor:
     return part
 
 
-def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool) -> None:
-    """Checkpoint and compile the forward of a block, below its hooks, so that names of parameters stay as they are."""
+def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool | str) -> None:
+    """Checkpoint and compile the forward of a block, below its hooks, so that names of parameters stay as they are.
+
+    Args:
+        block: the block.
+        checkpointing: whether its backward computes it again.
+        compile: whether it is compiled; a string is the backend of torch.compile.
+    """
     inner: Callable[..., Any] = block.forward
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -272,4 +278,5 @@ def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool) -> None:
 
     if checkpointing or compile:
         forward = checkpointed if checkpointing else inner
-        block.forward = torch.compile(forward) if compile else forward
+        backend = compile if isinstance(compile, str) else "inductor"
+        block.forward = torch.compile(forward, backend=backend) if compile else forward

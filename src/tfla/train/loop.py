@@ -170,8 +170,6 @@ def _check_layout(config: TrainConfig, model: ModelConfig, ranks: Ranks) -> None
         )
     if config.context % steps:
         raise UserError(f"context: got {config.context}, expected a multiple of parallel.cp, {steps}")
-    if config.compile and ranks.sizes.get("tp", 1) > 1:
-        raise UserError(f"compile: got True, expected False with parallel.tp, which is {ranks.sizes['tp']}")
     if ranks.size == 1:
         return
     from tfla.distributed.parallel_model import check_model
