@@ -49,6 +49,9 @@ CASES = [
     *itertools.starmap(Case, itertools.product(LAYOUTS, (torch.float64, torch.float32))),
     Case("fsdp-tp", torch.float64, "mlstm_sig"),
     Case("hsdp-tp", torch.float64, "attention"),
+    Case("cp", torch.float64, "attention"),
+    Case("fsdp-cp", torch.float64, "attention", fields=(("num_kv_heads", 2), ("attention_sinks", True), ("window", 5))),
+    Case("cp-tp", torch.float64, "attention", (("activation_checkpointing", True),)),
     Case("cp", torch.float64, "retnet"),
     Case("fsdp-cp", torch.float64, "mamba2"),
     Case("cp-tp", torch.float64, "retnet", (("activation_checkpointing", True),)),
@@ -203,7 +206,7 @@ def test_loss_and_gradients_are_those_of_one_process(case: Case, errors: dict[Ca
 def _bad_layouts() -> dict[str, str]:
     """Return the error of each wrong call; runs on four processes."""
     model = make_model(torch.float32)
-    attention, mamba2, gla = (make_model(torch.float32, mixer) for mixer in ("attention", "mamba2", "gla"))
+    mamba2, gla = (make_model(torch.float32, mixer) for mixer in ("mamba2", "gla"))
 
     def mesh(names: tuple[str, ...] | None, *shape: int) -> Any:
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -223,7 +226,6 @@ def _bad_layouts() -> dict[str, str]:
         "feed-forward": (narrow, mesh(("tp",), 4), {}),
         "no mixer": (nn.Linear(4, 4), mesh(("tp",), 4), {}),
         "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
-        "cp of attention": (attention, mesh(("cp",), 4), {}),
         "cp of gla": (gla, mesh(("cp",), 4), {}),
         "tp of mamba2": (mamba2, mesh(("tp",), 4), {}),
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
@@ -255,7 +257,6 @@ EXPECTED = {
     "feed-forward": "ValueError mesh: got tp of size 4, expected a divisor of the SwiGLU's width, 43",
     "no mixer": "ValueError mesh: got tp of size 4, expected 1 for Linear, which has no mixer of tfla.nn",
     "cp of no mixer": "ValueError mesh: got cp of size 4, expected 1 for Linear, which never calls tfla.mlstm",
-    "cp of attention": "ValueError mesh: got cp of size 4, expected 1 for Attention, which needs all keys",
     "cp of gla": "ValueError mesh: got cp of size 4, expected 1 for GatedLinearAttention, which has no exchange of "
     "states between processes",
     "tp of mamba2": "ValueError mesh: got tp of size 4, expected 1 for Mamba2, whose norm is over all heads",

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tfla.nn import Attention, HeadNorm, LanguageModel, SequenceMixer, SwiGLU
+from tfla.nn import HeadNorm, LanguageModel, SequenceMixer, SwiGLU
 from tfla.nn.layers import Sharding, wrap_forward
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -167,8 +167,8 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
             if heads % tp:
                 raise ValueError(f"mesh: got tp of size {tp}, expected a divisor of the {heads} heads")
         if cp > 1 and not hasattr(mixer, "context_parallel"):
-            why = "needs all keys" if isinstance(mixer, Attention) else "has no exchange of states between processes"
-            raise ValueError(f"mesh: got cp of size {cp}, expected 1 for {kind}, which {why}")
+            why = "which has no exchange of states between processes"
+            raise ValueError(f"mesh: got cp of size {cp}, expected 1 for {kind}, {why}")
     for ffn in _modules(model, SwiGLU):
         if ffn.down_proj.in_features % tp:
             raise ValueError(

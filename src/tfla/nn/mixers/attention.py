@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import Projection, SequenceMixer, Sharding, input_std, local, output_std
 from tfla.nn.mixers.attend import attend
 from tfla.nn.mixers.documents import Documents
+from tfla.nn.mixers.gather_steps import gather_steps, own_steps
 from tfla.nn.mixers.rotary import rotate_both
 from tfla.ops.checks import check_cu_seqlens
 
@@ -62,6 +63,7 @@ class Attention(SequenceMixer):
         self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.num_kv_heads = config.num_heads if config.num_kv_heads is None else config.num_kv_heads
         self.window, self.rope_base = config.window, config.rope_base
+        self.context_parallel: Any = None  # the processes that share the steps, as `tfla.mlstm` takes them
         std, kv_width = input_std(d), self.num_kv_heads * self.head_dim
         self.q_proj = Projection(d, d, std)
         self.k_proj = Projection(d, kv_width, std)
@@ -81,9 +83,13 @@ class Attention(SequenceMixer):
         """Run :meth:`SequenceMixer.forward`.
 
         Raises:
-            ValueError: a state is given or requested together with cu_seqlens: the sequences' caches would differ in
-                length.
+            ValueError: a state is given or requested together with cu_seqlens, since the sequences' caches would differ
+                in length, or with context parallelism.
         """
+        if self.context_parallel is not None:
+            if state is not None or return_state:
+                raise ValueError("state: got one, or return_state, expected neither with context_parallel in attention")
+            return self._forward_part(x, document_start, cu_seqlens), None
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, q)
@@ -106,6 +112,26 @@ class Attention(SequenceMixer):
         h = attend(q, k, v, first, self.window, None if self.sinks is None else self.sinks())
         y = self.out_proj(h.flatten(-2))
         return y, self._new_state(k, v, first) if return_state else None
+
+    def _forward_part(self, x: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+        """Return the output of this process's steps (B, T, d_model), which attend to all steps up to them.
+
+        The keys and values of all processes are gathered. Documents are those of the whole sequence: a process has its
+        part of document_start, and all of cu_seqlens on the CPU.
+        """
+        own, steps, name = own_steps(self.context_parallel, x.shape[1])
+        if cu_seqlens is not None:
+            check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], steps, 0))
+        if document_start is not None:
+            document_start = gather_steps(document_start, name)
+        documents = Documents(x.new_empty(x.shape[0], steps, 0), document_start, cu_seqlens)
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate_both(q, k, documents.position(None)[:, own], self.rope_base)
+        k, v = (gather_steps(t, name)[:, : own.stop] for t in (k, v))
+        first = None if documents.single else documents.first()[:, own]
+        h = attend(q, k, v, first, self.window, None if self.sinks is None else self.sinks())
+        out: Tensor = self.out_proj(h.flatten(-2))
+        return out
 
     def step(self, x: Tensor, state: KeyValues, in_place: bool = False) -> tuple[Tensor, KeyValues]:
         """Run :meth:`SequenceMixer.step`; the cache grows and is never overwritten, whatever in_place says."""
