@@ -60,12 +60,13 @@ def vary_alike(*arrays: Array | None) -> tuple[Any, ...]:
     summed over the axes.
     """
     axes = frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
+    return tuple(None if x is None else vary(x, axes) for x in arrays)
 
-    def vary(x: Array | None) -> Array | None:
-        missing = () if x is None else tuple(sorted(axes - varying_axes(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    return tuple(map(vary, arrays))
+def vary(x: Array, axes: frozenset[str]) -> Array:
+    """Return an array that varies over these mesh axes, beside those over which it does already."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varying_axes(x: Array) -> frozenset[str]:

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from tfla.jax.gates import clamp
+from tfla.jax import chunkwise, partitions
+from tfla.jax.gates import clamp, log_gates
+from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary, vary_alike, varying_axes
 from tfla.jax.state import State
 
 Signature = tuple[tuple[tuple[int, ...], str] | None, ...]  # shapes and dtypes of arrays
@@ -83,7 +85,7 @@ def _torch_inputs(given: Signature) -> Any:
 def unsupported(backend: str, gpu: GPU, given: Signature) -> str | None:
     """Return why a backend does not run these inputs on a GPU, or None."""
     from tfla.backends import BACKENDS as backends
-    from tfla.backends import Inputs
+    from tfla.backends import Inputs as TorchInputs
     from tfla.backends.gpu import runtime
     from tfla.jax import launches
 
@@ -93,7 +95,7 @@ def unsupported(backend: str, gpu: GPU, given: Signature) -> str | None:
         return reason
     from tfla.backends.gpu.planning import planning
 
-    x = Inputs(*_torch_inputs(given))
+    x = TorchInputs(*_torch_inputs(given))
     with planning(runtime.PlannedGPU(*gpu)):
         found = backends[backend]
         reason = found.unsupported(x) or found.kernel_unsupported(x, "fused")
@@ -114,11 +116,11 @@ def why_not(given: Signature, chosen: str, otherwise: str) -> dict[str, str]:
 def describe(spec: KernelSpec, x: KernelInputs) -> tuple[int, dict[str, object]]:
     """Return how many states of each head are stored for the backward, and the sizes of the kernels."""
     from tfla.backends import BACKENDS as backends
-    from tfla.backends import Inputs
+    from tfla.backends import Inputs as TorchInputs
     from tfla.backends.gpu import runtime
     from tfla.backends.gpu.planning import planning
 
-    inputs, chunk_size = Inputs(*_torch_inputs(signature(x))), spec.options.chunk_size
+    inputs, chunk_size = TorchInputs(*_torch_inputs(signature(x))), spec.options.chunk_size
     with planning(runtime.PlannedGPU(*spec.gpu)):
         backend = backends[spec.backend]
         return backend.stored_states(inputs, chunk_size, "fused"), backend.details(inputs, chunk_size, "fused")
@@ -128,12 +130,12 @@ def describe(spec: KernelSpec, x: KernelInputs) -> tuple[int, dict[str, object]]
 def best_chunk_size(backend: str, gpu: GPU, given: Signature) -> int:
     """Return the chunk size that the backend chooses where the caller leaves it open."""
     from tfla.backends import BACKENDS as backends
-    from tfla.backends import Inputs
+    from tfla.backends import Inputs as TorchInputs
     from tfla.backends.gpu import runtime
     from tfla.backends.gpu.planning import planning
 
     with planning(runtime.PlannedGPU(*gpu)):
-        return backends[backend].default_chunk_size(Inputs(*_torch_inputs(given)), "fused")
+        return backends[backend].default_chunk_size(TorchInputs(*_torch_inputs(given)), "fused")
 
 
 def _family(backend: str, x: Any) -> Any:
@@ -150,12 +152,12 @@ def _family(backend: str, x: Any) -> Any:
 @functools.lru_cache(256)
 def _forward_plan(spec: KernelSpec, given: Signature) -> Any:
     """Return the lowered plan of a forward."""
-    from tfla.backends import Inputs
+    from tfla.backends import Inputs as TorchInputs
     from tfla.backends.gpu import planning, runtime
     from tfla.jax.launches import LoweredPlan
 
     with planning.planning(runtime.PlannedGPU(*spec.gpu)):
-        x = Inputs(*_torch_inputs(given))
+        x = TorchInputs(*_torch_inputs(given))
         family, recorder = _family(spec.backend, x), planning.PlanRecorder(x)
         out = family.forward(family.context(recorder, x, spec.options))
         return LoweredPlan(recorder.finish(out))
@@ -164,14 +166,14 @@ def _forward_plan(spec: KernelSpec, given: Signature) -> Any:
 @functools.lru_cache(256)
 def _backward_plan(spec: KernelSpec, given: Signature) -> Any:
     """Return the lowered plan of a backward, whose inputs are those of the forward, dh, dC, dn, h, d and states."""
-    from tfla.backends import Inputs
+    from tfla.backends import Inputs as TorchInputs
     from tfla.backends.base import Outputs
     from tfla.backends.gpu import planning, runtime
     from tfla.jax.launches import LoweredPlan
 
     with planning.planning(runtime.PlannedGPU(*spec.gpu)):
         tensors = _torch_inputs(given)
-        x = Inputs(*tensors[:9])
+        x = TorchInputs(*tensors[:9])
         dh, dC, dn, h, d, chunk_C, chunk_n = tensors[9:]
         family, recorder = _family(spec.backend, x), planning.PlanRecorder(tensors)
         out = Outputs(h=h, C=h, n=h, m=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n)
@@ -179,50 +181,179 @@ def _backward_plan(spec: KernelSpec, given: Signature) -> Any:
         return LoweredPlan(recorder.finish(grads))
 
 
-def _forward(spec: KernelSpec, x: KernelInputs) -> list[Array]:
-    """Return h, the final C, n and m, and d and the stored states, as :class:`tfla.backends.base.Outputs`."""
-    return _forward_plan(spec, signature(x))(x)
-
-
 Results = tuple[Array, Array, Array, Array]
+
+
+def fallback(spec: KernelSpec, x: KernelInputs) -> Results:
+    """Compute the results by the chunkwise form; parts that the options do not ask for have shape (0,)."""
+    o = spec.options
+    dtype = acc_dtype(x.q)
+    if x.i is None:
+        log_f = clamp(x.f)
+        log_i = jnp.zeros_like(log_f)
+    else:
+        log_i, log_f = log_gates(x.i, x.f, o.gates)
+    N = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    H, K, V = x.v.shape[2], x.q.shape[3], x.v.shape[3]
+    state = State(x.C, x.n, x.m) if x.C is not None else State.zeros(N, H, K, V, normalize=o.normalize, dtype=dtype)
+    none = jnp.zeros(0, dtype)
+    C, n, m = (none if t is None else t.astype(dtype) for t in state)
+    inputs = Inputs(x.q, x.k, x.v, log_i.astype(dtype), log_f.astype(dtype), C, n, m, x.cu_seqlens)
+    h, *final = chunkwise.attend(
+        Spec("chunkwise", "segmented", o.scale, o.normalize, o.normalizer_grad, chunkwise.CHUNK,
+             o.gates == "log" and not o.normalize, None),
+        Inputs(*vary_alike(*inputs)),
+    )  # fmt: skip
+    kept = (o.final_state, o.final_state and o.normalize, o.final_state and o.normalize)
+    C, n, m = (t if keep else vary(none, varying_axes(t)) for t, keep in zip(final, kept, strict=True))
+    return h, C, n, m
+
+
+PLATFORM = "cuda"  # the platform of JAX on which plans run; on others the chunkwise form takes their place
+
+
+def _planned(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
+    """Launch the forward, whose results are those of :class:`tfla.backends.base.Outputs`, or the backward."""
+    lowered = (_forward_plan if forward else _backward_plan)(spec, signature(arrays))
+
+    def whole(there: tuple[Array, ...]) -> list[Array | None]:
+        left = list(there)
+        return [None if x is None else left.pop(0) for x in arrays]
+
+    def chunkwise_form(*there: Array) -> list[Array]:
+        axes = frozenset().union(*map(varying_axes, there))
+        results = [lowered.plan.meta[n] for n in lowered.plan.results]
+        found = _by_chunks(spec, whole(there), forward)
+        found += [None] * (len(results) - len(found))
+        kept = [
+            jnp.zeros(tuple(like.shape), str(like.dtype).removeprefix("torch.")) if x is None or x.size == 0 else x
+            for x, like in zip(found, results, strict=True)
+        ]
+        return [vary(x, axes) for x in kept]
+
+    branches = {PLATFORM: lambda *there: lowered(whole(there))}
+    return list(jax.lax.platform_dependent(*[x for x in arrays if x is not None], default=chunkwise_form, **branches))
+
+
+def _by_chunks(spec: KernelSpec, arrays: list[Array | None], forward: bool) -> list[Array | None]:
+    """Compute what a plan does by the chunkwise form, but for what a forward saves."""
+    x = KernelInputs(*arrays[:9])  # type: ignore[arg-type]
+    if forward:
+        return list(fallback(spec, x))
+    results, pull = jax.vjp(lambda y: fallback(spec, y._replace(cu_seqlens=x.cu_seqlens)), x._replace(cu_seqlens=None))
+    dh, dC, dn = arrays[9:12]
+    given = [dh, *(jnp.zeros_like(t) if d is None else d for d, t in zip((dC, dn, None), results[1:], strict=True))]
+    (found,) = pull(tuple(given))
+    return list(found[:7])
+
+
+def _by_batch(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
+    """Launch, with a rule for `jax.vmap`: its axis becomes a part of the batch."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*there: Array) -> list[Array]:
+        left = list(there)
+        whole = tuple(None if x is None else left.pop(0) for x in arrays)
+        return partitions.divided(lambda arrays: _planned(spec, arrays, forward), whole, forward)
+
+    @run.def_vmap
+    def run_batched(size: int, batched: list[bool], *there: Array) -> tuple[list[Array], list[bool]]:
+        if arrays[8] is not None:  # packed sequences are one row
+            every = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(there, batched, strict=True)]
+            found = jax.lax.map(lambda rows: run(*rows), every)
+            return found, [True] * len(found)
+        rows = [
+            x.reshape(-1, *x.shape[2:]) if b else jnp.tile(x, (size, *[1] * (x.ndim - 1)))
+            for x, b in zip(there, batched, strict=True)
+        ]
+        found = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in run(*rows)]
+        return found, [True] * len(found)
+
+    return run(*[x for x in arrays if x is not None])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(spec: KernelSpec, x: KernelInputs) -> Results:
     """Compute h and the final C, n and m; parts that the options do not ask for have shape (0,)."""
     options = spec.options._replace(save=False)
-    h, C, n, m, *_ = _forward(spec._replace(options=options), x)
+    h, C, n, m, *_ = _by_batch(spec._replace(options=options), x, True)
     return h, C, n, m
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _saving(spec: KernelSpec, x: KernelInputs) -> list[Array]:
+    """Compute the results and what the backward reads of them, a function that can be differentiated once more."""
+    return _by_batch(spec, x, True)
+
+
 def _attend_forward(spec: KernelSpec, x: KernelInputs) -> tuple[Results, Any]:
-    h, C, n, m, *saved = _forward(spec, x)
-    return (h, C, n, m), (x, h, *saved)
+    h, C, n, m, *saved = _saving(spec, x)
+    return (h, C, n, m), (x, (h, *saved))
 
 
 def _attend_backward(spec: KernelSpec, kept: Any, cotangents: Results) -> tuple[KernelInputs]:
-    x, *saved = kept
+    x, saved = kept
+    return (gradients(spec, x, saved, cotangents),)
+
+
+def _saving_forward(spec: KernelSpec, x: KernelInputs) -> tuple[list[Array], Any]:
+    found = _saving(spec, x)
+    return found, (x, (found[0], *found[4:]))
+
+
+def _saving_backward(spec: KernelSpec, kept: Any, cotangents: list[Array]) -> tuple[KernelInputs]:
+    x, saved = kept  # cotangents of what was saved are 0: derivatives of `gradients` are with respect to x
+    h, C, n, m, *_ = cotangents
+    return (gradients(spec, x, saved, (h, C, n, m)),)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gradients(spec: KernelSpec, x: KernelInputs, saved: tuple[Array, ...], cotangents: Results) -> KernelInputs:
+    """Compute the gradients from what the forward saved: h, d, and C and n at the starts of segments."""
     dh, dC, dn, _ = cotangents
     final, normalize = spec.options.final_state, spec.options.normalize
     given = (*x, dh, dC if final else None, dn if final and normalize else None, *saved)
-    q, k, v, i, f, C, n = _backward_plan(spec, signature(given))(given)
+    q, k, v, i, f, C, n = _by_batch(spec, given, False)
     m = None
     if x.m is not None:
+        assert x.C is not None
+        assert x.n is not None
         m = (x.C * C).sum((-2, -1)) + (x.n * n).sum(-1)
-    return (
-        KernelInputs(
-            q, k, v, None if x.i is None else i, f, None if x.C is None else C, None if x.n is None else n, m, None
-        ),
-    )  # fmt: skip
+    return KernelInputs(
+        q, k, v, None if x.i is None else i, f, None if x.C is None else C, None if x.n is None else n, m, None
+    )
 
 
+def _gradients_forward(
+    spec: KernelSpec, x: KernelInputs, saved: tuple[Array, ...], cotangents: Results
+) -> tuple[KernelInputs, Any]:
+    return gradients(spec, x, saved, cotangents), (x, saved, cotangents)
+
+
+def _gradients_backward(spec: KernelSpec, kept: Any, second: KernelInputs) -> tuple[Any, Any, Any]:
+    """Differentiate the gradients of the chunkwise form, of which what was saved is no input."""
+    x, saved, cotangents = kept
+    offsets = x.cu_seqlens
+
+    def of(x: KernelInputs, cotangents: Results) -> KernelInputs:
+        _, pull = jax.vjp(lambda x: fallback(spec, x._replace(cu_seqlens=offsets)), x)
+        (found,) = pull(cotangents)
+        return found
+
+    _, pull = jax.vjp(of, x._replace(cu_seqlens=None), cotangents)
+    dx, dcotangents = pull(second)
+    return dx, jax.tree.map(jnp.zeros_like, saved), dcotangents
+
+
+gradients.defvjp(_gradients_forward, _gradients_backward)
 attend.defvjp(_attend_forward, _attend_backward)
+_saving.defvjp(_saving_forward, _saving_backward)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def compute(spec: KernelSpec, x: KernelInputs) -> Results:
     """Compute :func:`attend` as one compiled function, also where the caller is not compiled."""
-    return attend(spec, x)
+    return attend(spec, KernelInputs(*vary_alike(*x)))
 
 
 @functools.cache
@@ -273,9 +404,9 @@ def options(
     """Return the options of a call as backends read them."""
     import torch
 
-    from tfla.backends.base import Spec
+    from tfla.backends.base import Spec as TorchSpec
 
-    return Spec(
+    return TorchSpec(
         scale=scale, normalize=normalize, normalizer_grad=normalizer_grad, chunk_size=chunk_size, kernel="fused",
         save=True, final_state=final_state, gates=gates,  # type: ignore[arg-type]
         store_dtype=None if store_dtype is None else getattr(torch, str(jnp.dtype(store_dtype))),

@@ -18,6 +18,7 @@ import jaxlib
 from jax import Array
 
 from tfla.backends.gpu.planning import Allocate, Copy, Describe, Fill, Launch, Plan
+from tfla.jax.inputs import vary, varying_axes
 
 TARGET = "triton_kernel_call_ffi"  # of the plugin for CUDA, which compiles PTX and launches kernels
 FIRST, LAST = (0, 10), (0, 12)  # versions of jaxlib with this target, the last excluded
@@ -121,8 +122,9 @@ class KernelCall:
             TARGET, results, input_output_aliases={place: n for n, place in enumerate(written.values())},
             has_side_effect=False,
         )  # fmt: skip
+        axes = frozenset().union(*map(varying_axes, (values[n] for n in self.operands)))
         found = call(*[values[n] for n in self.operands], name=self.name, opaque=self.opaque)
-        values.update(zip(written, found, strict=True))
+        values.update(zip(written, [vary(x, axes) for x in found], strict=True))
 
 
 class LoweredPlan:
@@ -138,11 +140,13 @@ class LoweredPlan:
     def __call__(self, given: Sequence[Array | None]) -> list[Array]:
         """Emit the steps on the given arrays and return the results."""
         values: dict[int, Any] = dict(enumerate(given))
+        axes = frozenset().union(*(varying_axes(x) for x in given if x is not None))
         for step, call in zip(self.plan.steps, self.calls, strict=True):
             if isinstance(step, Allocate):
-                values[step.result] = jax.lax.empty(step.shape, jnp.dtype(str(step.dtype).removeprefix("torch.")))
+                made = jax.lax.empty(step.shape, jnp.dtype(str(step.dtype).removeprefix("torch.")))
+                values[step.result] = vary(made, axes)
             elif isinstance(step, Fill):
-                values[step.target] = jnp.zeros_like(values[step.target])
+                values[step.target] = vary(jnp.zeros_like(values[step.target]), axes)
             elif isinstance(step, Copy):
                 values[step.target] = values[step.source].astype(values[step.target].dtype)
             elif call is not None:

@@ -1,0 +1,154 @@
+"""The division of planned launches over the devices of a mesh: batch and heads are independent.
+
+Axes of a mesh that JAX divides automatically reach the launches by `custom_partitioning`, explicit ones by `shard_map`.
+Inside of a `shard_map` every device launches for its own part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import Array
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+# The dims of all arrays by their places in a call: batch, time, heads of q, heads of v, dqk, dhv, sequences, segments.
+INPUTS = ("btgk", "btgk", "bthv", "bth", "bth", "nhkv", "nhk", "nh", "o")  # KernelInputs
+SAVED = ("bthv", "bth", "shkv", "shk")  # h, d, and C and n at the starts of segments
+RESULTS = ("bthv", "nhkv", "nhk", "nh", "bth", "shkv", "shk")  # tfla.backends.base.Outputs
+COTANGENTS = ("bthv", "nhkv", "nhk")  # of h, C and n
+GRADIENTS = ("btgk", "btgk", "bthv", "bth", "bth", "nhkv", "nhk")  # tfla.backends.base.Grads
+
+Launch = Callable[[tuple[Array | None, ...]], list[Array]]
+
+
+class Division:
+    """The dims of the arrays of one call, and how they are divided.
+
+    Args:
+        arrays: the given arrays of a forward or a backward.
+        forward: which of them.
+    """
+
+    def __init__(self, arrays: Sequence[Array | None], forward: bool) -> None:
+        every = INPUTS if forward else INPUTS + COTANGENTS + SAVED
+        self.there = [x is not None for x in arrays]
+        self.given = [dims for dims, there in zip(every, self.there, strict=True) if there]
+        self.results = RESULTS if forward else GRADIENTS
+        v, q = arrays[2], arrays[0]
+        assert v is not None
+        assert q is not None
+        self.packed = arrays[8] is not None
+        self.batch, self.heads, self.shared = v.shape[0], v.shape[2], q.shape[2]
+
+    def spec(self, dims: str, shape: tuple[int, ...], batch: Any, heads: Any) -> P:
+        """Return how an array of these dims is divided, if v is over `batch` and `heads`."""
+        if len(shape) != len(dims):  # a result that was not asked for
+            return P()
+        axes = {"b": batch, "g": heads, "h": heads} | ({} if self.packed else {"n": batch, "s": batch})
+        return P(*(axes.get(dim) if size else None for dim, size in zip(dims, shape, strict=True)))
+
+    def axes(self, mesh: Any, spec: Any) -> tuple[Any, Any]:
+        """Return the mesh axes of batch and heads from the division of v, without those that do not divide evenly."""
+        spec = (*spec, None, None, None, None)
+
+        def even(names: Any, size: int) -> Any:
+            if names is None:
+                return None
+            names = names if isinstance(names, tuple) else (names,)
+            return names if size % math.prod(mesh.shape[n] for n in names) == 0 else None
+
+        return even(spec[0], self.batch), even(spec[2], self.shared)
+
+    def rule(self, given: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, int]]:
+        """Return the sharding rule of Shardy for arrays of these shapes."""
+        sizes: dict[str, int] = {}
+        group = self.heads // self.shared
+
+        def written(dims: str, shape: Sequence[int], place: int) -> str:
+            names = []
+            for d, (dim, size) in enumerate(zip(dims if len(dims) == len(shape) else "?" * len(shape), shape)):  # noqa: B905
+                if dim in "gh":
+                    names.append("g" if dim == "g" or group == 1 else "(g r)")
+                elif dim in "bn" and not self.packed:
+                    names.append("b")
+                elif dim == "s" and not self.packed and size:
+                    names.append("b" if size == self.batch else "(b s)")
+                    sizes["s"] = size // self.batch
+                elif dim in "tkv":
+                    names.append(dim)
+                else:  # of this array alone
+                    names.append(f"x{place}{'abcdef'[d]}")
+            return " ".join(names)
+
+        left = [written(d, x, n) for n, (d, x) in enumerate(zip(self.given, given, strict=True))]
+        right = [written(d, x, n + 30) for n, (d, x) in enumerate(zip(self.results, results, strict=True))]
+        text = ", ".join(left) + " -> " + ", ".join(right)
+        known = {"r": group} if "r)" in text else {}
+        return text, known | ({"s": sizes["s"]} if "(b s)" in text else {})
+
+    def whole(self, there: Sequence[Array]) -> tuple[Array | None, ...]:
+        """Return the given arrays with None for those that are left out."""
+        left = list(there)
+        return tuple(left.pop(0) if kept else None for kept in self.there)
+
+
+def divided(launch: Launch, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
+    """Launch on each device for its part of batch and heads."""
+    division = Division(arrays, forward)
+    there = [x for x in arrays if x is not None]
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+    if explicit:
+        return _by_type(launch, division, there, mesh, explicit)
+    return _automatically(launch, division)(*there)
+
+
+def _by_type(launch: Launch, division: Division, there: list[Array], mesh: Any, explicit: set[str]) -> list[Array]:
+    """Launch in a `shard_map` over the explicit axes, by the division that the type of v says."""
+    v = there[2]
+    batch, heads = division.axes(mesh, jax.typeof(v).sharding.spec)
+    given = tuple(division.spec(d, x.shape, batch, heads) for d, x in zip(division.given, there, strict=True))
+    shapes = jax.eval_shape(
+        lambda *there: launch(division.whole(there)), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in there)
+    )
+    results = [division.spec(d, x.shape, batch, heads) for d, x in zip(division.results, shapes, strict=True)]
+    run = jax.shard_map(
+        lambda *there: launch(division.whole(there)), in_specs=given, out_specs=results, axis_names=explicit,
+        check_vma=False,
+    )  # fmt: skip
+    return run(*(jax.sharding.reshard(x, s) for x, s in zip(there, given, strict=True)))
+
+
+def _automatically(launch: Launch, division: Division) -> Any:
+    """Return the launches as a function that XLA's partitioner divides."""
+
+    @custom_partitioning
+    def run(*there: Array) -> list[Array]:
+        return launch(division.whole(there))
+
+    def shardings(mesh: Any, given: Any, results: Any) -> tuple[Any, Any]:
+        batch, heads = division.axes(mesh, given[2].sharding.spec)
+        arrays = [
+            NamedSharding(mesh, division.spec(d, x.shape, batch, heads))
+            for d, x in zip(division.given, given, strict=True)
+        ]
+        found = [
+            NamedSharding(mesh, division.spec(d, x.shape, batch, heads))
+            for d, x in zip(division.results, results, strict=True)
+        ]
+        return arrays, found
+
+    def partition(mesh: Any, given: Any, results: Any) -> Any:
+        arrays, found = shardings(mesh, given, results)
+        return mesh, lambda *there: launch(division.whole(there)), found, tuple(arrays)
+
+    def rule(mesh: Any, given: Any, results: Any) -> Any:
+        return division.rule([x.shape for x in given], [x.shape for x in results])
+
+    run.def_partition(partition=partition, infer_sharding_from_operands=lambda *a: shardings(*a)[1], sharding_rule=rule)
+    return run

@@ -1,0 +1,190 @@
+"""The kernels for GPUs from JAX: the recurrence of cases.py, in every form.
+
+They run on a GPU. With TRITON_INTERPRET=1 their plans run on the CPU, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from cases import FORMS, INTERPRETED, TOLERANCE, check, check_beside_terms, problem, truth
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_cases import call, leaves_of, solve
+
+import tfla.jax
+from tfla.jax import kernels
+
+ON_GPU = jax.default_backend() == "gpu"
+pytestmark = (
+    [pytest.mark.interpreter]
+    if INTERPRETED
+    else [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")]
+)
+DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
+SHAPE: dict[str, Any] = {"B": 2, "T": 50, "Hq": 1, "H": 2, "K": 16, "V": 24}
+OPTIONS: dict[str, Any] = {"backend": "triton", "chunk_size": 32}
+
+
+def forget_plans() -> None:
+    for cached in (kernels.unsupported, kernels.best_chunk_size, kernels._forward_plan, kernels._backward_plan):
+        cached.cache_clear()
+    kernels.compute.clear_cache()
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let plans run in the interpreter where it is on, and float32 be as exact as it can be."""
+    forget_plans()
+    if INTERPRETED:
+        sys.path.insert(0, str(Path(__file__).parent))
+        from interpreted_plan import InterpretedPlan
+
+        monkeypatch.setattr("tfla.jax.launches.LoweredPlan", InterpretedPlan)
+        monkeypatch.setattr(kernels, "PLATFORM", "cpu")
+        monkeypatch.setattr("tfla.jax.launches.unsupported", lambda: None)
+        monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(80, 1, "ieee"))
+    with jax.default_matmul_precision("highest"):
+        yield
+    forget_plans()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_form_and_dtype(form: str, dtype: torch.dtype) -> None:
+    p = problem(form, dtype=dtype, **SHAPE)
+    check_beside_terms(solve(p, **OPTIONS), p, TOLERANCE[dtype])
+
+
+def test_without_segments() -> None:
+    p = problem(dtype=torch.float32, **SHAPE)
+    check(solve(p, backend="triton", chunk_size=64), truth(p), p.dtype)
+
+
+def test_packed_sequences() -> None:
+    p = problem(dtype=torch.float32, lengths=(9, 0, 40), Hq=1, H=2, K=16, V=16)
+    check(solve(p, **OPTIONS), truth(p), p.dtype)
+    check(solve(p, **OPTIONS, cu_seqlens=(0, 9, 9, 49)), truth(p), p.dtype)
+
+
+def test_without_initial_state_or_input_gate() -> None:
+    p = problem("plain", dtype=torch.float32, carried=False, **SHAPE).but(i=None)
+    found, exact = solve(p, **OPTIONS), truth(p)
+    for name, x in found.items():
+        assert (x - exact[name]).norm() <= TOLERANCE[p.dtype] * exact[name].norm(), name
+
+
+def inputs(**shape: Any) -> list[Any]:
+    x = leaves_of(problem(dtype=torch.float32, carried=False, **(SHAPE | shape)))
+    return [x[name] for name in "qkvif"]
+
+
+def loss(x: list[Any], **options: Any) -> Any:
+    return jnp.sin(tfla.jax.mlstm(*x, **(OPTIONS | options))).sum()
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.linalg.norm(x - y) <= tolerance * np.linalg.norm(y)
+
+
+def test_vmap_is_a_batch() -> None:
+    x = [jnp.stack([a, 2 * a, -a]) for a in inputs()]
+    grads = jax.jit(jax.vmap(jax.grad(loss)))(x)
+    close([g[2] for g in grads], jax.grad(loss)([a[2] for a in x]), 1e-6)
+    h = jax.vmap(functools.partial(tfla.jax.mlstm, **OPTIONS), in_axes=(0, None, None, None, None))(
+        x[0], *(a[0] for a in x[1:])
+    )
+    close(h[0], tfla.jax.mlstm(*(a[0] for a in x), **OPTIONS), 1e-6)
+
+
+def test_vmap_over_packed_sequences() -> None:
+    x = [jnp.stack([a, -a]) for a in inputs(B=1)]
+    run = functools.partial(tfla.jax.mlstm, **OPTIONS)
+    offsets = jnp.array([[0, 20, 50], [0, 31, 50]], jnp.int32)
+    h = jax.vmap(lambda cu, *x: run(*x, cu_seqlens=cu))(offsets, *x)
+    close(h[1], run(*(a[1] for a in x), cu_seqlens=offsets[1]), 1e-6)
+
+
+def test_checkpoint_and_scan_over_layers() -> None:
+    x = inputs()
+
+    def layer(v: Any, factor: Any) -> tuple[Any, None]:
+        return tfla.jax.mlstm(x[0], x[1], v * factor, x[3], x[4], **OPTIONS), None
+
+    def stack(v: Any) -> Any:
+        return jax.lax.scan(jax.checkpoint(layer), v, jnp.array([1, 2], jnp.float32))[0].sum()
+
+    def unrolled(v: Any) -> Any:
+        return layer(layer(v, np.float32(1))[0], np.float32(2))[0].sum()
+
+    close(jax.jit(jax.grad(stack))(x[2]), jax.grad(unrolled)(x[2]), 1e-6)
+
+
+def test_derivatives_of_gradients() -> None:
+    """Products with the Hessian are those of the chunkwise form."""
+    x = inputs(T=20)
+
+    def slope(x: list[Any], **options: Any) -> Any:
+        return sum((g * jnp.cos(a)).sum() for g, a in zip(jax.grad(loss)(x, **options), x, strict=True))
+
+    close(jax.jit(jax.grad(slope))(x), jax.jit(jax.grad(functools.partial(slope, backend="chunkwise")))(x), 1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma: bool) -> None:
+    x = leaves_of(problem(dtype=torch.float32, **(SHAPE | {"Hq": 2})))
+    count = min(2, jax.device_count())
+    mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+    run = jax.shard_map(
+        lambda x: call("exp", x, **OPTIONS), mesh=mesh, in_specs=(dict.fromkeys(x, P("x")),),
+        out_specs=(P("x"), tfla.jax.State(P("x"), P("x"), P("x"))), check_vma=check_vma,
+    )  # fmt: skip
+
+    def total(run: Any, x: Any) -> Any:
+        h, state = run(x)
+        return jnp.sin(h).sum() + state.C.sum()
+
+    found = jax.jit(jax.grad(functools.partial(total, run)))(x)
+    close(found, jax.jit(jax.grad(functools.partial(total, lambda x: call("exp", x, **OPTIONS))))(x), 1e-5)
+
+
+DIVIDED = {"batch": (P("x"), P("x")), "heads": (P(None, None, "x"), P(None, "x"))}
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("divided", DIVIDED)
+def test_automatic_partitioning(divided: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jit divides the launches over batch and heads, which need no communication.
+
+    On CPUs the chunkwise form stands for the launches, because the partitioner drops callbacks of Python.
+    """
+    monkeypatch.setattr(kernels, "PLATFORM", "cuda")
+    x = leaves_of(problem(dtype=torch.float32, **(SHAPE | {"Hq": 2, "H": 4, "T": 20})))
+
+    def total(x: Any) -> Any:
+        h, state = call("exp", x, backend="triton", chunk_size=16)
+        return jnp.sin(h).sum() + state.C.sum()
+
+    expected = jax.jit(jax.grad(total))(x)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    steps, states = DIVIDED[divided]
+    with jax.set_mesh(mesh):
+        placed = {
+            name: jax.device_put(a, NamedSharding(mesh, steps if name in "qkvif" else states)) for name, a in x.items()
+        }
+        compiled = jax.jit(jax.grad(total)).lower(placed).compile()
+        found = compiled(placed)
+    close(found, expected)
+    assert not any(name in compiled.as_text() for name in ("all-gather(", "all-to-all(", "collective-permute("))
+    assert found["q"].sharding.is_equivalent_to(placed["q"].sharding, 4)
