@@ -83,6 +83,22 @@ def test_without_initial_state_or_input_gate() -> None:
         assert (x - exact[name]).norm() <= TOLERANCE[p.dtype] * exact[name].norm(), name
 
 
+def test_they_are_chosen_where_they_run() -> None:
+    x = inputs()
+    found = tfla.jax.explain(*x)
+    assert (found.backend, found.kernel) == ("triton", "fused")
+    assert "Hopper" in found.not_taken["hopper"] or "it takes bfloat16" in found.not_taken["hopper"]
+    assert "comes before it" in found.not_taken["chunkwise"]
+    kernels.warn_once.cache_clear()
+    wide = [a.astype(jnp.float64) for a in x]
+    with pytest.warns(UserWarning, match="the kernels for GPUs do not run, it computes in float32 at most") as warned:
+        assert tfla.jax.explain(*wide).backend == "chunkwise"
+        tfla.jax.explain(*wide)
+    assert len(warned) == 1
+    with pytest.raises(ValueError, match="backend: 'triton' cannot run this: it computes in float32 at most"):
+        tfla.jax.mlstm(*wide, backend="triton")
+
+
 def inputs(**shape: Any) -> list[Any]:
     x = leaves_of(problem(dtype=torch.float32, carried=False, **(SHAPE | shape)))
     return [x[name] for name in "qkvif"]

@@ -34,11 +34,11 @@ def choose(backend: object, kernel: object, chunk_size: int | None) -> tuple[str
     if backend is not None and not (isinstance(backend, str) and backend in KERNELS):
         raise ValueError(f"backend: got {backend!r}, allowed are None, {', '.join(map(repr, KERNELS))}")
     chosen = "chunkwise" if backend is None else backend
-    kernels = KERNELS[chosen]
-    if kernel is not None and not (isinstance(kernel, str) and kernel in kernels):
-        raise ValueError(f"kernel: got {kernel!r}, backend {chosen!r} has {', '.join(map(repr, kernels))}")
+    names = KERNELS[chosen]
+    if kernel is not None and not (isinstance(kernel, str) and kernel in names):
+        raise ValueError(f"kernel: got {kernel!r}, backend {chosen!r} has {', '.join(map(repr, names))}")
     default = chunkwise.CHUNK if chosen == "chunkwise" else 64
-    return chosen, kernels[0] if kernel is None else kernel, default if chunk_size is None else chunk_size
+    return chosen, names[0] if kernel is None else kernel, default if chunk_size is None else chunk_size
 
 
 def prepare(
@@ -62,6 +62,8 @@ def prepare(
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
     given_chunk_size = chunk_size
+    if backend is None and kernel is None:
+        backend = kernels.choose(q, k, v, i, f, initial_state, cu_seqlens, context_parallel)
     chosen, kernel, chunk_size = choose(backend, kernel, chunk_size)
     checks.check_context_parallel(context_parallel, cu_seqlens, chosen)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -199,10 +201,12 @@ def mlstm(
             its values are then not checked but clamped to [0, T] and to a sequence that never decreases, and steps
             outside of all sequences have outputs of zero. A tuple of ints or an array of NumPy is static, and a
             function is compiled for each.
-        chunk_size: the distance in steps between the states that are stored for the backward; None is 1,024.
+        chunk_size: the distance in steps between the states that are stored for the backward; None is 1,024, or what
+            the kernels for GPUs choose by their cost model.
         scale: the factor of the queries, a finite number without a gradient; None is 1/sqrt(dqk).
-        backend: "chunkwise" (the default), or "reference" for the equations as they are written, which also have
-            derivatives in forward mode.
+        backend: "hopper" or "triton", the kernels for GPUs, "chunkwise", or "reference" for the equations as they are
+            written, which also have derivatives in forward mode. None takes the first of them that runs here; on a
+            GPU, one warning says why it takes "chunkwise".
         kernel: the name of one of the backend's kernels; None chooses it.
         normalizer_grad: False leaves the denominator of (4) out of the gradient, as the paper does.
         store_dtype: the dtype of the states stored for the backward. bfloat16 halves their memory and rounds the states

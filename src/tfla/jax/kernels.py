@@ -113,6 +113,29 @@ def why_not(given: Signature, chosen: str, otherwise: str) -> dict[str, str]:
     return {name: unsupported(name, gpu, given) or otherwise for name in BACKENDS if name != chosen}
 
 
+def choose(
+    q: Array, k: Array, v: Array, i: Array | None, f: Array, initial_state: State | None, cu_seqlens: Any,
+    context_parallel: str | None,
+) -> str | None:  # fmt: skip
+    """Return the fastest backend with kernels that run a checked call, or None; on a GPU a warning then says why."""
+    gpu = present_gpu()
+    if gpu is None or 0 in q.shape:
+        return None
+    if context_parallel is not None:
+        warn_once("they have no exchange between devices (context_parallel)")
+        return None
+    C, n, m = (None, None, None) if initial_state is None else initial_state
+    offsets = jnp.asarray(cu_seqlens, np.int32) if isinstance(cu_seqlens, tuple) else cu_seqlens
+    given = signature((q, k, v, i, f, C, n, m, offsets))
+    reasons = {}
+    for name in BACKENDS:
+        reasons[name] = unsupported(name, gpu, given)
+        if reasons[name] is None:
+            return name
+    warn_once(str(reasons["triton"]))
+    return None
+
+
 def describe(spec: KernelSpec, x: KernelInputs) -> tuple[int, dict[str, object]]:
     """Return how many states of each head are stored for the backward, and the sizes of the kernels."""
     from tfla.backends import BACKENDS as backends
