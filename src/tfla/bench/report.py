@@ -9,7 +9,7 @@ from pathlib import Path
 from tfla._util import outputs
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
-from tfla.bench import cpu_report, gpu_report, page_tables, stored
+from tfla.bench import cpu_report, gpu_report, jax_report, page_tables, stored
 from tfla.bench.results import check_cpu_result, check_folder, default_folder, read
 
 INTRO = """# Performance
@@ -64,6 +64,7 @@ def run(config: Report) -> None:
         drawn = draw(result, image)
         link = Path(os.path.relpath(image, config.out.parent)).as_posix() if drawn else None
         sections.append(gpu_report.section(result, link))
+    sections += [jax_report.section(result) for result in found.values() if result.get("kind") == "jax"]
     config.out.parent.mkdir(parents=True, exist_ok=True)
     whole = "\n\n".join([INTRO.rstrip(), *sections]) + "\n"
     write_atomically(config.out, lambda path: path.write_text(whole, encoding="utf-8"))

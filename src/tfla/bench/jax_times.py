@@ -1,0 +1,197 @@
+"""Times of the operator called from JAX and from PyTorch, on one GPU in one run: `python -m tfla.bench.jax_times`.
+
+Each implementation runs in a process of its own. A sample is a run of calls back to back, which are enqueued faster
+than the GPU computes them, so that its mean is the GPU's time. The first call of a function of JAX includes its
+compilation, for which Triton's cache is empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TOKENS, HEADS = 65536, 16
+DIRECTIONS = ("forward", "forward + backward")
+HEAD_DIMS = ((128, 256), (256, 512))
+LENGTHS = (512, 8192, TOKENS)
+NAMES = ("PyTorch", "JAX", "mlstm_kernels.jax")
+
+
+def _arrays(T: int, dqk: int, dhv: int) -> list[Any]:
+    """Draw q, k, v, the cotangent of h, and the gates, in float32."""
+    import numpy as np
+
+    draw, B = np.random.default_rng(0), TOKENS // T
+    heads = [draw.standard_normal((B, T, HEADS, d), np.float32) for d in (dqk, dqk, dhv, dhv)]
+    gates = [draw.standard_normal((B, T, HEADS), np.float32) + mean for mean in (-1.0, 3.0)]
+    return [*heads, *gates]
+
+
+def _samples(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int, calls: int) -> dict[str, Any]:
+    """Time runs of so many calls, after one of them."""
+    found = []
+    for n in range(repeats + 1):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            out = call()
+        wait(out)
+        if n:
+            found.append((time.perf_counter() - begin) / calls)
+    return {"seconds": statistics.median(found), "min": min(found), "max": max(found), "samples": repeats}
+
+
+def _from_torch(form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int) -> list[dict[str, Any]]:
+    """Time the operator of PyTorch."""
+    import torch
+
+    import tfla
+
+    q, k, v, dh, i, f = _arrays(T, dqk, dhv)
+    x = [torch.tensor(t, device="cuda", dtype=torch.bfloat16) for t in (q, k, v)]
+    x += [torch.tensor(t, device="cuda") for t in (i, f)]
+    cotangent = torch.tensor(dh, device="cuda", dtype=torch.bfloat16)
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return tfla.mlstm(*x, input_gate=form)  # type: ignore[call-overload]
+
+    def both() -> Any:
+        h = tfla.mlstm(*x, input_gate=form)  # type: ignore[call-overload]
+        return torch.autograd.grad(h, x, cotangent)
+
+    rows = []
+    for direction, call in zip(DIRECTIONS, (forward, both), strict=True):
+        for t in x:
+            t.requires_grad_(direction != "forward")
+        begin = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        first = time.perf_counter() - begin
+        call()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        memory = torch.cuda.max_memory_allocated() - before
+        row = _samples(call, lambda _: torch.cuda.synchronize(), repeats, calls)
+        rows.append({"direction": direction, "first_seconds": first, "peak_bytes": memory} | row)
+    return rows
+
+
+def _from_jax(name: str, form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int) -> list[dict[str, Any]]:
+    """Time the operator of this library, or that of mlstm_kernels, as a jitted function of JAX."""
+    import jax
+    import jax.numpy as jnp
+
+    import tfla.jax
+
+    q, k, v, dh, i, f = _arrays(T, dqk, dhv)
+    x = [*(jnp.asarray(t, jnp.bfloat16) for t in (q, k, v)), *(jnp.asarray(t) for t in (i, f))]
+    cotangent = jnp.asarray(dh, jnp.bfloat16)
+    if name == "JAX":
+
+        def run(*x: Any) -> Any:
+            return tfla.jax.mlstm(*x, input_gate=form)  # type: ignore[call-overload]
+    else:
+        from mlstm_kernels.jax.registry import get_mlstm_kernel
+
+        kernel = get_mlstm_kernel("chunkwise--triton_xl_chunk" + ("_siging" if form == "sigmoid" else ""))
+        x, cotangent = [jnp.swapaxes(t, 1, 2) for t in x], jnp.swapaxes(cotangent, 1, 2)
+
+        def run(*x: Any) -> Any:
+            return kernel(*x)
+
+    def both(cotangent: Any, *x: Any) -> Any:
+        h, pull = jax.vjp(run, *x)
+        return h, pull(cotangent)
+
+    rows = []
+    for direction, fn, given in zip(DIRECTIONS, (run, both), (x, [cotangent, *x]), strict=True):
+        begin = time.perf_counter()
+        compiled = jax.jit(fn).lower(*given).compile()
+        jax.block_until_ready(compiled(*given))
+        first = time.perf_counter() - begin
+        sizes = compiled.memory_analysis()
+        memory = 0 if sizes is None else sizes.temp_size_in_bytes + sizes.output_size_in_bytes
+        row = _samples(lambda fn=compiled, given=given: fn(*given), jax.block_until_ready, repeats, calls)  # type: ignore[misc]
+        rows.append({"direction": direction, "first_seconds": first, "peak_bytes": memory} | row)
+    return rows
+
+
+def _one(name: str, form: str, dqk: int, dhv: int, lengths: list[int], repeats: int, calls: int) -> None:
+    """Print the rows of one implementation, in a process of its own, as lines of JSON."""
+    for T in lengths:
+        facts = {"name": name, "form": form, "dqk": dqk, "dhv": dhv, "x": T}
+        try:
+            options = form, T, dqk, dhv, repeats, calls
+            rows = _from_torch(*options) if name == "PyTorch" else _from_jax(name, *options)
+        except Exception as error:
+            rows = [{"error": f"{type(error).__name__}: {error}"[:300]}]
+        for row in rows:
+            print(json.dumps(facts | row), flush=True)
+
+
+def main() -> None:
+    """Measure all implementations and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--forms", nargs="+", default=["exp"])
+    parser.add_argument("--head-dims", nargs="+", default=[f"{K}x{V}" for K, V in HEAD_DIMS])
+    parser.add_argument("--names", nargs="+", default=NAMES)
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no process starts")
+    parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is not None:
+        dims = [int(d) for d in options.head_dims[0].split("x")]
+        _one(options.one, options.forms[0], dims[0], dims[1], list(LENGTHS), options.repeats, options.calls)
+        return
+    rows, begin = [], time.monotonic()
+    for heads in options.head_dims:
+        for form in options.forms:
+            for name in options.names:
+                left = options.budget - (time.monotonic() - begin)
+                if left <= 0:
+                    continue
+                rows += _in_a_process(name, form, heads, options, left)
+    from tfla.measure.machine import environment, installed_version
+
+    machine = environment("cuda")
+    machine["versions"] |= {n: v for n in ("jax", "jaxlib") if (v := installed_version(n))}
+    config = {key: value for key, value in vars(options).items() if key not in ("out", "one")}
+    options.out.write_text(
+        json.dumps({"kind": "jax", "environment": machine, "config": config, "rows": rows}, indent=1) + "\n"
+    )
+
+
+def _in_a_process(name: str, form: str, heads: str, options: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
+    """Return the rows of one implementation, measured in a process of its own with an empty cache of Triton."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [
+            sys.executable, "-m", "tfla.bench.jax_times", "--one", name, "--forms", form, "--head-dims", heads,
+            "--repeats", str(options.repeats), "--calls", str(options.calls), "--out", str(options.out),
+        ]  # fmt: skip
+        kept = {"TRITON_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        try:
+            done = subprocess.run(
+                command, env=os.environ | kept, capture_output=True, text=True, check=False, timeout=limit
+            )
+            said = done.stdout
+        except subprocess.TimeoutExpired as error:
+            said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+
+
+if __name__ == "__main__":
+    main()
