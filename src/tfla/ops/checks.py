@@ -107,12 +107,8 @@ def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: 
     return state
 
 
-def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
-    """Check the offsets of packed sequences.
-
-    Their values are checked on a CPU only: reading them from a GPU would make the host wait. In a traced call the
-    operator checks them.
-    """
+def check_offsets(cu_seqlens: object, q: Tensor) -> None:
+    """Check the offsets of packed sequences, apart from their device and their values."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"cu_seqlens: got {got}, expected an int32 or int64 tensor")
@@ -120,6 +116,15 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor) -> None:
         raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
     if q.shape[0] != 1:
         raise ValueError(f"q: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
+
+
+def check_cu_seqlens(cu_seqlens: Tensor, q: Tensor) -> None:
+    """Check the offsets of packed sequences.
+
+    Their values are checked on a CPU only: reading them from a GPU would make the host wait. In a traced call the
+    operator checks them.
+    """
+    check_offsets(cu_seqlens, q)
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, expected that of q, {q.device}")
     if cu_seqlens.device.type == "cpu" and not needs_dispatcher((cu_seqlens,)):

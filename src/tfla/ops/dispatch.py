@@ -121,7 +121,7 @@ def plan(request: Request) -> tuple[Inputs, Plan]:
     else:
         x = _inputs(request, found.convert)
     if not found.backend.takes_gates:
-        x = _with_log_gates(x, request.gates)
+        x = with_log_gates(x, request.gates)
     return x, found
 
 
@@ -134,7 +134,7 @@ def _inputs(request: Request, convert: bool = True) -> Inputs:
     return Inputs(q, k, v, i, f, C, n, m if m is None else clamp(m), lengths)
 
 
-def _with_log_gates(x: Inputs, gates: Gates) -> Inputs:
+def with_log_gates(x: Inputs, gates: Gates) -> Inputs:
     """Return inputs whose gates are log-gates."""
     log_i, log_f = (None, clamp(x.log_f)) if x.log_i is None else log_gates(x.log_i, x.log_f, gates)
     return x._replace(log_i=log_i, log_f=log_f)
@@ -168,7 +168,14 @@ def _check_and_choose(request: Request, cached: bool) -> tuple[Inputs, Plan]:
     """Check a call and choose what runs it."""
     x = check(request)
     backend, kernel, chunk_size = choose(x, request.normalize, request.backend, request.kernel, request.chunk_size)
-    spec = Spec(
+    spec = spec_of(request, x, backend, kernel, chunk_size)
+    convert = not backend.takes_gates or any(a is not b for a, b in zip(x[:3], request[:3], strict=True))
+    return x, Plan(backend, spec, not cached and needs_dispatcher(x), cached, convert)
+
+
+def spec_of(request: Request, x: Inputs, backend: Backend, kernel: str, chunk_size: int) -> Spec:
+    """Return the options that a backend gets for a request and its inputs, with the kernel and chunk size chosen."""
+    return Spec(
         scale=x.q.shape[-1] ** -0.5 if request.scale is None else request.scale,
         normalize=request.normalize,
         normalizer_grad=request.normalizer_grad,
@@ -179,8 +186,6 @@ def _check_and_choose(request: Request, cached: bool) -> tuple[Inputs, Plan]:
         store_dtype=request.store_dtype,
         gates=request.gates if backend.takes_gates else "log",
     )
-    convert = not backend.takes_gates or any(a is not b for a, b in zip(x[:3], request[:3], strict=True))
-    return x, Plan(backend, spec, not cached and needs_dispatcher(x), cached, convert)
 
 
 def choose(

@@ -6,26 +6,19 @@ import torch
 from torch import Tensor
 
 from tfla.backends import Inputs
-from tfla.backends.base import Spec
 from tfla.ops import checks
 from tfla.ops.context_parallel.group import context_parallel_of
 from tfla.ops.context_parallel.local import Call, Shape
 from tfla.ops.context_parallel.registration import attend_eagerly, attend_traced, cut_of
-from tfla.ops.dispatch import Request, check, choose
-from tfla.ops.gates import clamp, log_gates
+from tfla.ops.dispatch import Request, check, choose, spec_of, with_log_gates
+from tfla.ops.gates import clamp
 from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher, transforms_active
 
 
-def _check_offsets(cu_seqlens: object, q: Tensor) -> None:
+def _check_offsets(cu_seqlens: Tensor, q: Tensor) -> None:
     """Check the offsets of packed sequences among the steps of all processes, apart from their values."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        got = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens: got {got}, expected an int32 or int64 tensor")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected (sequences + 1,)")
-    if q.shape[0] != 1:
-        raise ValueError(f"q: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
+    checks.check_offsets(cu_seqlens, q)
     if cu_seqlens.device.type != "cpu":
         raise ValueError(
             f"cu_seqlens: got device {cu_seqlens.device}, expected cpu with context_parallel: each process computes "
@@ -72,20 +65,9 @@ def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Te
         call = Call(cut_of(placement, x.q.shape[1], cu_seqlens), placement, group, "", None, None)  # type: ignore[arg-type]
         local = _as_the_backend_reads(x, call)
     backend, kernel, chunk_size = choose(local, request.normalize, request.backend, request.kernel, request.chunk_size)
-    spec = Spec(
-        scale=x.q.shape[-1] ** -0.5 if request.scale is None else request.scale,
-        normalize=request.normalize,
-        normalizer_grad=request.normalizer_grad,
-        chunk_size=chunk_size,
-        kernel=kernel,
-        save=torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x),
-        final_state=request.return_state,
-        store_dtype=request.store_dtype,
-        gates=request.gates if backend.takes_gates else "log",
-    )
+    spec = spec_of(request, x, backend, kernel, chunk_size)
     if not backend.takes_gates:
-        log_i, log_f = (None, clamp(x.log_f)) if x.log_i is None else log_gates(x.log_i, x.log_f, request.gates)
-        x = x._replace(log_i=log_i, log_f=log_f)
+        x = with_log_gates(x, request.gates)
     if call is None:
         h, *final = attend_traced(x, spec, backend.name, placement, group)
     else:
