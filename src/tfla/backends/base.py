@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -207,41 +207,73 @@ class Exchange(Protocol):
         """Return the rows of all processes, in the order of ranks."""
 
 
-class Backend(ABC):
-    """An implementation of the operator."""
+AnyInputs = TypeVar("AnyInputs")
+AnySpec = TypeVar("AnySpec")
+AnyStepInputs = TypeVar("AnyStepInputs")
+AnyStepSpec = TypeVar("AnyStepSpec")
+
+
+class AnyBackend(ABC, Generic[AnyInputs, AnySpec, AnyStepInputs, AnyStepSpec]):
+    """The interface that backends of all operators share; its type parameters are the inputs and options of one."""
 
     name: str
     priority: int  # `backend=None` takes the backend of the highest priority that supports the inputs
     kernels: tuple[str, ...]
-    exchanges = False  # can exchange the states of segments with other processes, see `has_segments`
-    takes_gates = False  # reads the gates of the model, of any float dtype, instead of log-gates
 
     @abstractmethod
-    def unsupported(self, x: Inputs) -> str | None:
+    def unsupported(self, x: AnyInputs) -> str | None:
         """Return why the backend cannot run these inputs, or None."""
 
-    def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
-        """Return the kernel for `kernel=None`; chunk_size is None where the caller leaves it open too."""
-        return self.kernels[0]
-
-    def kernel_unsupported(self, x: Inputs, kernel: str) -> str | None:
+    def kernel_unsupported(self, x: AnyInputs, kernel: str) -> str | None:
         """Return why this kernel cannot run inputs that the backend supports, or None."""
         return None
 
     @abstractmethod
-    def default_chunk_size(self, x: Inputs, kernel: str) -> int:
+    def default_chunk_size(self, x: AnyInputs, kernel: str) -> int:
         """Return the chunk size for `chunk_size=None`."""
 
-    @abstractmethod
-    def forward(self, x: Inputs, spec: Spec) -> Outputs:
-        """Compute h, and what the options ask for."""
-
-    def forward_replay(self, x: Inputs, spec: Spec) -> Replay | None:
+    def forward_replay(self, x: AnyInputs, spec: AnySpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None.
 
         It must not depend on settings of PyTorch that may have changed since.
         """
         return None
+
+    def steps_unsupported(self, x: AnyStepInputs) -> str | None:
+        """Return why the backend cannot run these steps, or None."""
+        return "it has no kernel for single steps"
+
+    def steps_replay(self, x: AnyStepInputs, spec: AnyStepSpec, into: Tensor | None, time: bool) -> Replay | None:
+        """Return a function that replays the last `steps` on other inputs of the same signature, or None.
+
+        Args:
+            x, spec, into: the arguments of `steps`.
+            time: whether q, k, v and gates of later calls, and h, have the dimension of time, (B, T, ...); else T is 1.
+        """
+        return None
+
+    def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
+        """Return the steps of a tile for sequences of T steps; the products inside a tile are quadratic in them."""
+        return min(TILE, chunk_size, T)
+
+    def details(self, x: AnyInputs, chunk_size: int, kernel: str) -> dict[str, object]:
+        """Return the further choices for these inputs, by name; :func:`tfla.explain` shows them."""
+        return {}
+
+
+class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
+    """An implementation of the operator."""
+
+    exchanges = False  # can exchange the states of segments with other processes, see `has_segments`
+    takes_gates = False  # reads the gates of the model, of any float dtype, instead of log-gates
+
+    def default_kernel(self, x: Inputs, chunk_size: int | None) -> str:
+        """Return the kernel for `kernel=None`; chunk_size is None where the caller leaves it open too."""
+        return self.kernels[0]
+
+    @abstractmethod
+    def forward(self, x: Inputs, spec: Spec) -> Outputs:
+        """Compute h, and what the options ask for."""
 
     @abstractmethod
     def backward(self, x: Inputs, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None, spec: Spec) -> Grads:
@@ -282,30 +314,9 @@ class Backend(ABC):
         """
         raise NotImplementedError
 
-    def steps_unsupported(self, x: StepInputs) -> str | None:
-        """Return why the backend cannot run these steps, or None."""
-        return "it has no kernel for single steps"
-
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         """Compute a few steps without gradients; the new C goes to ``into``, which may be x.C, or to a new tensor."""
         raise NotImplementedError
-
-    def steps_replay(self, x: StepInputs, spec: StepSpec, into: Tensor | None, time: bool) -> Replay | None:
-        """Return a function that replays the last `steps` on other inputs of the same signature, or None.
-
-        Args:
-            x, spec, into: the arguments of `steps`.
-            time: whether q, k, v and gates of later calls, and h, have the dimension of time, (B, T, ...); else T is 1.
-        """
-        return None
-
-    def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
-        """Return the steps of a tile for sequences of T steps; the products inside a tile are quadratic in them."""
-        return min(TILE, chunk_size, T)
-
-    def details(self, x: Inputs, chunk_size: int, kernel: str) -> dict[str, object]:
-        """Return the further choices for these inputs, by name; :func:`tfla.explain` shows them."""
-        return {}
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:
         """Return the rows of `Outputs.chunk_C`; for packed sequences an upper bound, which does not read lengths."""

@@ -16,13 +16,13 @@ R = V - (r decayed) C of the state before the tile.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tfla.backends.base import TILE, Replay
+from tfla.backends.base import AnyBackend
 
 BetaActivation = Literal["none", "sigmoid", "2sigmoid"]
 GateActivation = Literal["none", "softplus", "sigmoid"]
@@ -148,30 +148,15 @@ class Saved(NamedTuple):
     chunk_C: tuple[tuple[int, ...], torch.dtype]
 
 
-class DeltaBackend(ABC):
+class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStepSpec]):
     """An implementation of the operator of the delta rule."""
 
-    name: str
-    priority: int  # `backend=None` takes the backend of the highest priority that supports the inputs
-    kernels: tuple[str, ...]
     takes_activations = False  # applies the activations of q, k, beta and the gates itself, with their gradients
     reads_before_decay = True  # can compute `DeltaSpec.read_before_decay`
-
-    @abstractmethod
-    def unsupported(self, x: DeltaInputs) -> str | None:
-        """Return why the backend cannot run these inputs, or None."""
 
     def default_kernel(self, x: DeltaInputs) -> str:
         """Return the kernel for `kernel=None`."""
         return self.kernels[0]
-
-    def kernel_unsupported(self, x: DeltaInputs, kernel: str) -> str | None:
-        """Return why this kernel cannot run inputs that the backend supports, or None."""
-        return None
-
-    @abstractmethod
-    def default_chunk_size(self, x: DeltaInputs, kernel: str) -> int:
-        """Return the chunk size for `chunk_size=None`."""
 
     @abstractmethod
     def saved(self, x: DeltaInputs, correct: bool, chunk_size: int, kernel: str) -> Saved:
@@ -180,10 +165,6 @@ class DeltaBackend(ABC):
     @abstractmethod
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
-
-    def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
-        """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
-        return None
 
     @abstractmethod
     def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
@@ -197,33 +178,12 @@ class DeltaBackend(ABC):
             spec: the options of the forward.
         """
 
-    def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
-        """Return why the backend cannot run these steps, or None."""
-        return "it has no kernel for single steps"
-
     def steps(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute a few steps without gradients: h and the new C.
 
         The new C goes to ``into``, which may be x.C, or to a new tensor; without `spec.final_state` it has shape (0,).
         """
         raise NotImplementedError
-
-    def steps_replay(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None, time: bool) -> Replay | None:
-        """Return a function that replays the last `steps` on other inputs of the same signature, or None.
-
-        Args:
-            x, spec, into: the arguments of `steps`.
-            time: whether q, k, v and gates of later calls, and h, have the dimension of time, (B, T, ...); else T is 1.
-        """
-        return None
-
-    def tile_steps(self, T: int, chunk_size: int, kernel: str) -> int:
-        """Return the steps of a tile for sequences of T steps; the products inside a tile are quadratic in them."""
-        return min(TILE, chunk_size, T)
-
-    def details(self, x: DeltaInputs, chunk_size: int, kernel: str) -> dict[str, object]:
-        """Return the further choices for these inputs, by name; :func:`tfla.explain` shows them."""
-        return {}
 
 
 def stored_rows(x: DeltaInputs, chunk_size: int) -> int:
