@@ -19,7 +19,7 @@ class KimiDeltaAttention(RecurrentMixer):
 
     C'_t = diag(exp(f_t)) C_{t-1}, C_t = C'_t + b_t k_t (v_t - C'_t^T k_t)^T, with
     f_t = -exp(A_log) softplus(W_2 W_1 x_t + dt_bias), b_t = sigmoid(W_b x_t), and q and k of norm 1;
-    y_t = W_o (RMS(scale C_t^T q_t) * sigmoid(W_4 W_3 x_t + b)). W_1 and W_3 have as many rows as a head of v has
+    y_t = W_o (RMS(scale C_t^T q_t) * sigmoid(W_4 W_3 x_t)). W_1 and W_3 have as many rows as a head of v has
     channels. q, k and v come from short convolutions with SiLU.
     """
 
@@ -36,7 +36,7 @@ class KimiDeltaAttention(RecurrentMixer):
         self.beta_proj = Projection(d, heads, input_std(d))
         self.decay_proj = LowRankProjection(d, rank, heads * self.qk_head_dim)
         self.decay = DecayParameters(heads, self.qk_head_dim)
-        self.gate_proj = LowRankProjection(d, rank, heads * self.head_dim, bias=True)
+        self.gate_proj = LowRankProjection(d, rank, heads * self.head_dim)
         self.norm = GatedNorm(self.head_dim, config.head_norm_eps, "sigmoid")
         self.beta_activation = strengths(config)
 
