@@ -17,7 +17,7 @@ from tfla.train.run_folder import check_changes, open_run, read_run_config, writ
 FULL = TrainConfig(
     run=Path("x/y"),
     data=Data(paths=(Path("a"), Path("b.txt")), suffixes=(".c",), bos_token="<s>"),
-    model=Model(size="160M", head_norm_eps=1e-2),
+    model=Model(size="160M", head_norm_eps=1e-2, layers=("gla", "attention"), window=64),
     optim=Optim(betas=(0.8, 0.9), warmup_steps=3),
     threads=2,
 )

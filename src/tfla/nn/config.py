@@ -125,7 +125,7 @@ class ModelConfig:
             if isinstance(getattr(self, field), list):  # JSON has no tuples
                 object.__setattr__(self, field, tuple(getattr(self, field)))
         self._check_fields()
-        for mixer in dict.fromkeys(self.block_mixers):
+        for mixer in self.mixer_counts:
             self._check_mixer(mixer)
 
     def _check_fields(self) -> None:
@@ -182,7 +182,6 @@ class ModelConfig:
             return
         ok = isinstance(layers, tuple) and bool(layers) and all(name in names for name in layers)
         _require(ok, "layers", layers, f"None or a sequence of {', '.join(map(repr, names))}")
-        _require(len(layers) <= self.num_blocks, "layers", layers, f"at most as many as num_blocks, {self.num_blocks}")
         _require(self.mixer == "mlstm_exp", "mixer", self.mixer, "no mixer together with layers")
 
     def _check_mixer(self, mixer: str) -> None:
@@ -232,12 +231,27 @@ class ModelConfig:
     @property
     def block_mixers(self) -> tuple[Mixer, ...]:
         """The mixer of every block."""
-        pattern = (self.mixer,) if self.layers is None else self.layers
+        pattern = self._pattern
         return (pattern * -(-self.num_blocks // len(pattern)))[: self.num_blocks]
+
+    @property
+    def mixer_counts(self) -> dict[Mixer, int]:
+        """The number of blocks with each mixer, in the order of the first ones."""
+        pattern, counts = self._pattern, dict[Mixer, int]()
+        for index, mixer in enumerate(pattern[: self.num_blocks]):
+            counts[mixer] = counts.get(mixer, 0) + (self.num_blocks - index - 1) // len(pattern) + 1
+        return counts
+
+    @property
+    def _pattern(self) -> tuple[Mixer, ...]:
+        """The mixers that are repeated over the blocks."""
+        return (self.mixer,) if self.layers is None else self.layers
 
     def for_block(self, index: int) -> ModelConfig:
         """Return the same config with the mixer of block ``index`` as ``mixer``, and no ``layers``."""
-        return self if self.layers is None else dataclasses.replace(self, mixer=self.block_mixers[index], layers=None)
+        if self.layers is None:
+            return self
+        return dataclasses.replace(self, mixer=self.layers[index % len(self.layers)], layers=None)
 
     @property
     def head_dim(self) -> int:
@@ -316,7 +330,7 @@ def check_config(config: object, *mixers: str) -> None:
     if not isinstance(config, ModelConfig):
         raise TypeError(f"config: got {type(config).__name__}, expected a ModelConfig")
     allowed = f"one of {', '.join(map(repr, mixers))}"
-    for mixer in config.block_mixers:
+    for mixer in config.mixer_counts:
         _require(mixer in mixers, "config.mixer" if config.layers is None else "config.layers", mixer, allowed)
 
 

@@ -88,7 +88,7 @@ def generate(
             raise ValueError("seed: got it together with generator, expected at most one of them")
         check_int("seed", seed, *SEEDS)
         generator = torch.Generator(ids.device).manual_seed(seed)
-    check_cuda_graph(cuda_graph, "attention" not in model.config.block_mixers, device)
+    check_cuda_graph(cuda_graph, "attention" not in model.config.mixer_counts, device)
     return _tokens(
         model, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator,
         stop_token=stop_token, cuda_graph=cuda_graph,

@@ -360,8 +360,9 @@ def _revive(kind: Any, value: Any) -> Any:
         if unknown:
             raise ValueError(f"unknown field {', '.join(unknown)}")
         return kind(**{name: _revive(hints[name], v) for name, v in value.items()})  # type: ignore[operator]
-    if isinstance(value, list) and get_origin(kind) is tuple:
-        return tuple(_revive(get_args(kind)[0], v) for v in value)
+    if isinstance(value, list):
+        of = next(k for k in (kind, *get_args(kind)) if get_origin(k) is tuple)  # a tuple, or a tuple or None
+        return tuple(_revive(get_args(of)[0], v) for v in value)
     if isinstance(value, str) and Path in (kind, *get_args(kind)):
         return Path(value)
     return value

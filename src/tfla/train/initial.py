@@ -106,7 +106,7 @@ def check_backend(model: ModelConfig, device: torch.device, packed: bool) -> Non
     Raises:
         UserError: the operator does not support them; the message says why.
     """
-    for mixer in dict.fromkeys(model.block_mixers):
+    for mixer in model.mixer_counts:
         if mixer != "attention":
             _check_operator(dataclasses.replace(model, mixer=mixer, layers=None), device, packed)
 

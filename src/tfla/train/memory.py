@@ -14,6 +14,7 @@ import torch
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.nn.config import Mixer
 from tfla.nn.model import TOKENS_PER_PASS
 
 FLOAT32 = 4  # bytes of a weight, a gradient and each of AdamW's two moments
@@ -50,18 +51,20 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     Raises:
         UserError: the sizes do not fit into 64 bits.
     """
+    mixers = config.mixer_counts
+    layers = None if config.layers is None else tuple(mixers)
     try:
         with torch.device("meta"):
-            model = LanguageModel(dataclasses.replace(config, num_blocks=1))
+            model = LanguageModel(dataclasses.replace(config, num_blocks=len(mixers), layers=layers))
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes that do not fit into 64 bits
         raise UserError(f"model: got {_sizes(config)}, which no computer can hold") from error
     counts = []
     for trained in (False, True):
-        block, whole = (
+        whole, *blocks = (
             sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
-            for module in (model.blocks[0], model)
+            for module in (model, *model.blocks)
         )
-        counts.append(whole + (config.num_blocks - 1) * block)
+        counts.append(whole + sum((n - 1) * block for n, block in zip(mixers.values(), blocks, strict=True)))
     return counts[0], counts[1]
 
 
@@ -78,7 +81,9 @@ def needed(config: ModelConfig, tokens: int, bfloat16: bool, parts: int = 1, che
     parameters, trained = (-(-count // parts) for count in count_parameters(config))
     size = 2 if bfloat16 else FLOAT32
     # A block saves the residual stream in float32; projections, gates and outputs; the two inputs of the SwiGLU.
-    block = 4 * config.d_model * FLOAT32 + (10.5 * config.d_model + 2 * config.ffn_dim) * size
+    widths = [n * _relative_width(config, mixer) for mixer, n in config.mixer_counts.items()]
+    mixer = 10.5 * config.d_model * sum(widths) / config.num_blocks
+    block = 4 * config.d_model * FLOAT32 + (mixer + 2 * config.ffn_dim) * size
     # Logits before and after the soft cap, and the gradients of both.
     ends, logits = 3 * config.d_model * FLOAT32, 4 * config.vocab_size * FLOAT32
     blocks, at_once = config.num_blocks * block, tokens
@@ -92,6 +97,16 @@ def needed(config: ModelConfig, tokens: int, bfloat16: bool, parts: int = 1, che
         optimizer=2 * FLOAT32 * trained,
         activations=activations,
     )
+
+
+def _relative_width(config: ModelConfig, mixer: Mixer) -> float:
+    """Return the width of a mixer's keys, values and gates, divided by that of the mLSTM."""
+    config = dataclasses.replace(config, mixer=mixer, layers=None)
+    if config.mixer in ("mlstm_exp", "mlstm_sig", "attention"):
+        return 1.0
+    if config.mixer == "mamba2":
+        return (2 * config.mamba_state_dim / config.d_model + 3 * config.mamba_expand) / 4
+    return config.num_heads * (2 * config.qk_head_dim + 3 * config.head_dim) / (4 * config.d_model)
 
 
 def memory_of(device: torch.device) -> Memory:
