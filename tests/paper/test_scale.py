@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from tfla.bench.suites import SUITES
 from tfla.cli import main
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.paper.scale import measured
@@ -161,6 +162,7 @@ def test_the_operator_alone_is_compared_with_its_share_and_one_exchange() -> Non
         for name, seconds, more in (
             ("tfla mLSTMsig, 1 GPU", times[0], {}),
             ("tfla mLSTMsig, 2 GPUs", times[1], {"processes": 2}),
+            ("tfla mLSTMsig, 2 GPUs, all-to-all over heads", times[1], {"processes": 2}),
         )
     ]
     forward, both = measured._exchanges({"rows": rows}, CLUSTER)
@@ -169,6 +171,17 @@ def test_the_operator_alone_is_compared_with_its_share_and_one_exchange() -> Non
     assert forward.expected == pytest.approx(5e-4 + exchange)
     assert both.expected == pytest.approx(1.5e-3 + 2 * exchange)
     assert measured._exchanges(None, CLUSTER) == []
+
+
+def test_the_page_shows_the_operator_alone(folder: Path, tmp_path: Path) -> None:
+    entries = SUITES["context_parallel"].entries
+    one, two = (next(e for e in entries if e.processes == n and e.name.startswith("tfla mLSTMsig")) for n in (1, 2))
+    sizes = {"direction": "forward", "x": 2**16, "B": 1, "T": 2**16, "H": 16}
+    rows = [timed(one.name, 1e-3, **sizes), timed(two.name, 6e-4, **sizes, processes=2)]
+    fake(folder, "context_parallel", rows)
+    page = tmp_path / "scale.md"
+    assert not main(["analyze", "scale", "--results", str(folder), "--out", str(tmp_path / "a"), "--page", str(page)])
+    assert "| 65,536 | forward | 2 | 1.00 | 0.60 | 0.5" in page.read_text()
 
 
 def test_without_a_measured_step_it_says_what_measures_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,7 +162,7 @@ def _exchanges(result: Row | None, cluster: Cluster) -> list[Exchange]:
             None,
         )  # fmt: skip
         gpus = row.get("processes", 1)
-        if gpus > 1 and one is not None:
+        if gpus > 1 and one is not None and "all-to-all" not in row["name"]:
             states = 4 * row["B"] * row["H"] * (row["dqk"] * (row["dhv"] + 1) + 2)
             directions = 2 if "backward" in row["direction"] else 1
             exchange = directions * cluster.all_gather_seconds(gpus * states, gpus)
