@@ -186,7 +186,8 @@ class LanguageModel(nn.Module):
             raise ValueError(f"targets: got shape {tuple(targets.shape)}, expected that of ids, {tuple(ids.shape)}")
         x, _ = self.hidden(ids, document_start=document_start, cu_seqlens=cu_seqlens)
         parts = zip(x.flatten(0, 1).split(tokens_per_pass), targets.flatten().split(tokens_per_pass), strict=True)
-        return torch.cat([recomputed(self._losses, hidden, part) for hidden, part in parts]).view(targets.shape)
+        losses = torch.cat([recomputed(self._losses, hidden, part) for hidden, part in parts])
+        return losses.view(targets.shape).clone()  # no view, since FSDP2 warns about results that are views
 
     def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the cross-entropy of targets (N,) from the residual stream (N, d_model)."""
