@@ -6,6 +6,7 @@ They run on a GPU. With TRITON_INTERPRET=1 their plans run on the CPU, in Triton
 from __future__ import annotations
 
 import functools
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from cases import FORMS, INTERPRETED, TOLERANCE, check, check_beside_terms, problem, truth
+from cases import FORMS, INTERPRETED, PER_STEP, TOLERANCE, Implementation, check, check_beside_terms, problem, truth
+from cases import solve as torch_solve
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_cases import call, leaves_of, solve
 
+import tfla
 import tfla.jax
 from tfla.jax import kernels
 
@@ -81,6 +84,54 @@ def test_without_initial_state_or_input_gate() -> None:
     found, exact = solve(p, **OPTIONS), truth(p)
     for name, x in found.items():
         assert (x - exact[name]).norm() <= TOLERANCE[p.dtype] * exact[name].norm(), name
+
+
+HOPPER = {
+    "whole": {"B": 2, "T": 300, "K": 128, "V": 256},
+    "large state": {"B": 1, "T": 150, "K": 256, "V": 512},
+    "small heads": {"B": 1, "T": 300, "K": 64, "V": 128, "Hq": 1},
+    "padded": {"B": 1, "T": 150, "K": 96, "V": 192},
+    "packed": {"lengths": (70, 0, 1, 79), "K": 128, "V": 256},
+}
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")
+on_hopper = pytest.mark.skipif(
+    not ON_GPU or jax.devices()[0].compute_capability != "9.0", reason="JAX has no Hopper GPU here"
+)
+
+
+@on_hopper
+@pytest.mark.parametrize("form", ["exp", "plain"])
+@pytest.mark.parametrize("shape", HOPPER.values(), ids=HOPPER)
+def test_hopper(shape: dict[str, Any], form: str) -> None:
+    p = problem(form, dtype=torch.bfloat16 if form == "exp" else torch.float16, **shape)
+    check_beside_terms(solve(p, backend="hopper", chunk_size=128 if shape["K"] == 128 else 512), p, TOLERANCE[p.dtype])
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", [pytest.param("hopper", marks=on_hopper), "triton"])
+def test_bits_are_those_of_pytorch(backend: str, dtype: torch.dtype) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch has no GPU here")
+    p = problem(dtype=dtype, B=1, T=300, K=64, V=128, carried=False)
+    p = p.but(dstate=tfla.State(*(torch.zeros_like(x) for x in p.dstate)))
+    found = solve(p, backend=backend, chunk_size=128)
+    expected = torch_solve(p, Implementation(backend, "fused", "cuda"), chunk_size=128)
+    for name in PER_STEP:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@on_gpu
+def test_no_context_of_pytorch() -> None:
+    code = """
+import jax.numpy as jnp, tfla.jax, torch
+q, gate = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.zeros((1, 64, 1))
+assert tfla.jax.explain(q, q, q, gate, gate).backend in ("hopper", "triton")
+tfla.jax.mlstm(q, q, q, gate, gate).block_until_ready()
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_they_are_chosen_where_they_run() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from cases import INTERPRETED
@@ -135,3 +136,14 @@ def test_unknown_versions_of_jaxlib(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, x = kernels.GPU(90, 132, "tf32"), ((1, 64, 2, 64), "bfloat16")
     given = (x, x, x, *[((1, 64, 2), "float32")] * 2, None, None, None, None)
     assert kernels.unsupported("triton", gpu, given) == "it needs jaxlib 0.11.1 or newer"
+
+
+def test_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exported function holds its kernels: it can be called where Triton is not installed."""
+    monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(80, 132, "tf32"))
+    q, i = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64, 2), jnp.float32)
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(launches.TARGET)]
+    exported = jax.export.export(jax.jit(tfla.jax.mlstm), platforms=["cuda"], disabled_checks=allowed)(q, q, q, i, i)
+    assert [told["name"] for told, _ in calls(str(exported.mlir_module()))] == [
+        "chunk_aggregates", "chunk_gates", "normalizer_scan", "o_dv_scan",
+    ]  # fmt: skip

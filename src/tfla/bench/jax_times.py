@@ -26,14 +26,10 @@ LENGTHS = (512, 8192, TOKENS)
 NAMES = ("PyTorch", "JAX", "mlstm_kernels.jax")
 
 
-def _arrays(T: int, dqk: int, dhv: int) -> list[Any]:
-    """Draw q, k, v, the cotangent of h, and the gates, in float32."""
-    import numpy as np
-
-    draw, B = np.random.default_rng(0), TOKENS // T
-    heads = [draw.standard_normal((B, T, HEADS, d), np.float32) for d in (dqk, dqk, dhv, dhv)]
-    gates = [draw.standard_normal((B, T, HEADS), np.float32) + mean for mean in (-1.0, 3.0)]
-    return [*heads, *gates]
+def _shapes(T: int, dqk: int, dhv: int) -> list[tuple[int, ...]]:
+    """Return the shapes of q, k, v, the cotangent of h, and of the gates."""
+    steps = TOKENS // T, T, HEADS
+    return [*((*steps, d) for d in (dqk, dqk, dhv, dhv)), steps, steps]
 
 
 def _samples(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int, calls: int) -> dict[str, Any]:
@@ -55,10 +51,10 @@ def _from_torch(form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int)
 
     import tfla
 
-    q, k, v, dh, i, f = _arrays(T, dqk, dhv)
-    x = [torch.tensor(t, device="cuda", dtype=torch.bfloat16) for t in (q, k, v)]
-    x += [torch.tensor(t, device="cuda") for t in (i, f)]
-    cotangent = torch.tensor(dh, device="cuda", dtype=torch.bfloat16)
+    *heads, i, f = (torch.randn(shape, device="cuda") for shape in _shapes(T, dqk, dhv))
+    q, k, v, cotangent = (t.bfloat16() for t in heads)
+    x = [q, k, v, i - 1, f + 3]
+    del heads
 
     def forward() -> Any:
         with torch.no_grad():
@@ -95,9 +91,12 @@ def _from_jax(name: str, form: str, T: int, dqk: int, dhv: int, repeats: int, ca
 
     import tfla.jax
 
-    q, k, v, dh, i, f = _arrays(T, dqk, dhv)
-    x = [*(jnp.asarray(t, jnp.bfloat16) for t in (q, k, v)), *(jnp.asarray(t) for t in (i, f))]
-    cotangent = jnp.asarray(dh, jnp.bfloat16)
+    shapes = _shapes(T, dqk, dhv)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    *heads, i, f = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    q, k, v, cotangent = (t.astype(jnp.bfloat16) for t in heads)
+    x = [q, k, v, i - 1, f + 3]
+    del heads
     if name == "JAX":
 
         def run(*x: Any) -> Any:
