@@ -62,4 +62,4 @@ def steps(
         q, k, v, _write_strength(log_i, v), log_f, None, None, None, state, lengths, time, False, False, False, "none",
         "none", None, return_state, in_place, scale, backend,
     )  # fmt: skip
-    return run(*plan_steps(request))
+    return run(request, plan_steps(request))

@@ -48,11 +48,8 @@ class DeltaStepRequest(NamedTuple):
 _PLANS: CallCache[StepPlan] = CallCache()  # of calls that have passed the checks
 
 
-def plan(request: DeltaStepRequest) -> tuple[DeltaStepRequest, StepPlan]:
+def plan(request: DeltaStepRequest) -> StepPlan:
     """Look up what runs a call under its signature, or check the call and choose it.
-
-    Returns:
-        the request, and the plan.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or no backend has that name.
@@ -62,7 +59,7 @@ def plan(request: DeltaStepRequest) -> tuple[DeltaStepRequest, StepPlan]:
     if found is None:
         found = _check_and_choose(request, cached=call is not None)
         _PLANS.add(call, found)
-    return request, found
+    return found
 
 
 def step_inputs(request: DeltaStepRequest) -> DeltaStepInputs:

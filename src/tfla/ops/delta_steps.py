@@ -60,7 +60,7 @@ def delta_rule_step(
         q, k, v, beta, log_f, read_key, A_log, dt_bias, state, None, False, True, read_before_decay, normalize_qk,
         beta_activation, gate_activation, lower_bound, True, in_place, check_scale(scale), backend,
     )  # fmt: skip
-    return run(*plan(request))
+    return run(request, plan(request))
 
 
 @overload
@@ -160,5 +160,5 @@ def delta_rule_steps(
         q, k, v, beta, log_f, read_key, A_log, dt_bias, state, lengths, True, True, read_before_decay, normalize_qk,
         beta_activation, gate_activation, lower_bound, return_state, in_place, check_scale(scale), backend,
     )  # fmt: skip
-    h, new = run(*plan(request))
+    h, new = run(request, plan(request))
     return (h, new) if return_state else h

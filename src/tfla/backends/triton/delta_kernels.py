@@ -351,12 +351,12 @@ def delta_dv_scan(
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def delta_dq_dk_scan(
-    X, Y, Z, W, Out, Add0, Add1, beta, do_e, gates, cu, reads, pair_sums, state_in, marks, factor,
+    X, Y, Z, W, Out, Add0, Add1, beta, do_e, gates, cu, reads, pair_sums, state_in, checkpoints, factor,
     sequences, T, tiles_of_head, H, GROUP, xb, xt, xh, yb, yt, yh, zb, zt, zh, wb, wt, wh, ob, ot, oh, bb, bt, bh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
-    REVERSE: tl.constexpr, GATED: tl.constexpr, SAME_STEP: tl.constexpr, ADDS: tl.constexpr, IS_VARLEN: tl.constexpr,
-    USE_INITIAL_STATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
-    WGMMA: tl.constexpr, CHECKPOINT_STEPS: tl.constexpr,
+    REVERSE: tl.constexpr, GATED: tl.constexpr, SAME_STEP: tl.constexpr, NUM_ADDED: tl.constexpr,
+    IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    STAGES: tl.constexpr, WGMMA: tl.constexpr, CHECKPOINT_STEPS: tl.constexpr,
 ):  # fmt: skip
     """Compute dq or dr, or with REVERSE what one reader contributes to dk, for BK of the dims of dqk of one head.
 
@@ -372,7 +372,7 @@ def delta_dq_dk_scan(
         X, W: x, and the operand w of the sums, (B, T, H / GROUP, DK).
         Y, Z: y and z, (B, T, H, DV).
         Out: the output, (B, T, H, DK).
-        Add0, Add1: tensors like Out; the first ADDS of them are added to it.
+        Add0, Add1: tensors like Out; the first NUM_ADDED of them are added to it.
         beta: (B, T, H), any float dtype.
         do_e: do . E, (B, T, H) float32, read with SAME_STEP.
         gates: the gate vectors, (H, tiles, VECTORS, L) float32, read with GATED.
@@ -382,7 +382,7 @@ def delta_dq_dk_scan(
         pair_sums: (dqk / BK, H, tiles, PAIR_SUMS, L) float32, with REVERSE written to OTHER_TILES, else to ROW_SUM and
             COLUMN_SUM, see :mod:`tfla.backends.gpu.gate_gradients`.
         state_in: the state that scans start from, (sequences, H, DK, DV); read with USE_INITIAL_STATE.
-        marks: the checkpoints, (checkpoints, H, DK, DV): S before every CHECKPOINT_STEPS-th step but the first.
+        checkpoints: (checkpoints, H, DK, DV): S before every CHECKPOINT_STEPS-th step but the first.
         factor: the factor of the output.
         SAME_STEP: whether step i reads the write of step i.
     """
@@ -406,7 +406,7 @@ def delta_dq_dk_scan(
     tile_row = (part * H + hv) * tiles_of_head + tile0
     reads += tile_row * L
     pair_sums += tile_row * (PAIR_SUMS * L)
-    mark0 = first // CHECKPOINT_STEPS - 1
+    checkpoint0 = first // CHECKPOINT_STEPS - 1
     rk = col + tl.arange(0, BK)
     rv = tl.arange(0, BV)
     S0 = tl.zeros([BK, BV], tl.float32)
@@ -474,9 +474,9 @@ def delta_dq_dk_scan(
         out = tl.dot(tl.trans(x), P.to(x.dtype), out, input_precision=PRECISION)
         out *= (write * factor)[None, :] if REVERSE else factor
         out = tl.trans(out)  # (L, BK)
-        if ADDS > 0:
+        if NUM_ADDED > 0:
             out += load_tile(add0_at, t, col, steps, DK, ot, L, BK, TMA)
-        if ADDS > 1:
+        if NUM_ADDED > 1:
             out += load_tile(add1_at, t, col, steps, DK, ot, L, BK, TMA)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
         # (4) S <- g S + (x w)^T y, (BK, BV)
@@ -487,12 +487,12 @@ def delta_dq_dk_scan(
             S0 = wait_for_mma(S0)
             if BLOCKS == 2:
                 S1 = wait_for_mma(S1)
-        seen = t if REVERSE else t + L
-        if GATED and seen % CHECKPOINT_STEPS == 0 and seen > 0 and seen < steps:
-            at = ((mark0 + seen // CHECKPOINT_STEPS) * H + h) * DK
-            store_checkpoint(marks, at, S0, rk, rv, DK, DV)
+        passed = t if REVERSE else t + L
+        if GATED and passed % CHECKPOINT_STEPS == 0 and passed > 0 and passed < steps:
+            at = ((checkpoint0 + passed // CHECKPOINT_STEPS) * H + h) * DK
+            store_checkpoint(checkpoints, at, S0, rk, rv, DK, DV)
             if BLOCKS == 2:
-                store_checkpoint(marks, at, S1, rk, rv + BV, DK, DV)
+                store_checkpoint(checkpoints, at, S1, rk, rv + BV, DK, DV)
 
 
 def solve_precision(dtype: torch.dtype) -> str:
@@ -602,7 +602,7 @@ def launch_dq_dk(
         ctx.x.sequences, base.T, base.tiles, base.H, base.group, *time_strides(x), *time_strides(y), *time_strides(z),
         *time_strides(w), *time_strides(out), *time_strides(ctx.beta),
         DK=base.K, DV=base.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=base.L, REVERSE=reverse,
-        GATED=ctx.gated, SAME_STEP=do_e is not None, ADDS=len(add), IS_VARLEN=base.packed,
+        GATED=ctx.gated, SAME_STEP=do_e is not None, NUM_ADDED=len(add), IS_VARLEN=base.packed,
         USE_INITIAL_STATE=initial is not None, PRECISION=base.precision,
         TMA=ctx.config.descriptors and describable(x, y, z, w, out), STAGES=tiles.stages, WGMMA=ctx.config.wgmma,
         CHECKPOINT_STEPS=steps, num_warps=tiles.num_warps,

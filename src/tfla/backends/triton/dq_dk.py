@@ -198,9 +198,9 @@ def dq_dk_scan(
             S0 = wait_for_mma(S0)
             if BLOCKS == 2:
                 S1 = wait_for_mma(S1)
-        seen = t if REVERSE else t + L
-        if seen % CHECKPOINT_STEPS == 0 and seen > 0 and seen < steps:
-            at = ((checkpoint0 + seen // CHECKPOINT_STEPS) * H + h) * DK
+        passed = t if REVERSE else t + L
+        if passed % CHECKPOINT_STEPS == 0 and passed > 0 and passed < steps:
+            at = ((checkpoint0 + passed // CHECKPOINT_STEPS) * H + h) * DK
             store_checkpoint(checkpoints, at, S0, rk, rv, DK, DV)
             if BLOCKS == 2:
                 store_checkpoint(checkpoints, at, S1, rk, rv + BV, DK, DV)
