@@ -134,11 +134,10 @@ def test_packed_sequences_have_a_state_each(name: str, close: Close, ids: Tensor
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_decoder_replaces_and_moves_sequences(name: str, close: Close, ids: Tensor) -> None:
-    model = build(name)
+def test_a_decoder_replaces_and_moves_sequences(case: str, close: Close, ids: Tensor) -> None:
+    model = build(case)
     alone = model(ids)
-    decoder = Decoder(model, model.initial_state(3))
+    decoder = Decoder(model, model.initial_state(3), capacity=14)
     first = torch.stack([decoder.step(ids[[1, 0, 1], t]) for t in range(5)], 1)
     close(first[1], alone[0, :5])
     paused = decoder.gather([1])
@@ -150,6 +149,11 @@ def test_a_decoder_replaces_and_moves_sequences(name: str, close: Close, ids: Te
     close(second[0], alone[0, :6])
     close(second[1], alone[1, 8:14])
     close(second[2], alone[0, 5:11])
+    if case in ("grouped attention", "hybrid with attention"):  # a window's cache holds fewer tokens
+        with pytest.raises(ValueError, match=r"^ids: got token 15 of a sequence, expected at most 14"):
+            decoder.step(ids[[0, 0, 0], 0])
+        with pytest.raises(ValueError, match=r"^capacity: got 19, expected at least 20"):
+            Decoder(model, model(ids, return_state=True)[1], capacity=19)
 
 
 def test_the_size_of_states(case: str, ids: Tensor) -> None:

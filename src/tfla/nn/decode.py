@@ -12,7 +12,7 @@ from tfla.nn import fused_step
 from tfla.nn.mixer_state import MixerState
 from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.model import LanguageModel, ModelState
-from tfla.nn.validation import check_ids, check_model, check_model_state
+from tfla.nn.validation import check_ids, check_int, check_model, check_model_state
 from tfla.ops.state import State
 
 
@@ -25,6 +25,8 @@ class Decoder:
     Args:
         model: the model. A graph reads its weights at the addresses that they have now.
         state: the state of the batch, from :meth:`LanguageModel.initial_state` or from a prompt. It is copied.
+        capacity: for models with attention, the number of tokens of a sequence for which its caches have room from the
+            start; None lets the caches grow, without a CUDA graph and without single sequences that can be replaced.
         cuda_graph: whether to capture a CUDA graph; None captures one where possible, for recurrent mixers on a
             GPU.
 
@@ -33,21 +35,30 @@ class Decoder:
         ValueError: a graph is requested where none can be captured.
     """
 
-    def __init__(self, model: LanguageModel, state: ModelState, *, cuda_graph: bool | None = None) -> None:
+    def __init__(
+        self, model: LanguageModel, state: ModelState, *, cuda_graph: bool | None = None, capacity: int | None = None
+    ) -> None:
         check_model(model)
         self.model = model
         device = model.embedding.weight.device
         self.batch = check_model_state(model, state)
-        constant = not any(isinstance(block_state, KeyValues) for block_state in state)
+        self._used = _cached_tokens(state)
+        if capacity is not None:
+            check_int("capacity", capacity, max(self._used, default=0) + 1)
+        self.capacity = capacity if self._used else None
+        constant = not self._used or capacity is not None
         check_cuda_graph(cuda_graph, constant, device)
-        self.state: ModelState = tuple(
-            block_state if isinstance(block_state, KeyValues) else block_state.clone() for block_state in state
-        )
+        self.state: ModelState = tuple(_own(block_state, capacity) for block_state in state)
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda" and constant and cuda_graph is not False:
+            # Capturing runs a step. In a cache it writes after the last token, where the first step will write.
+            overwritten = [
+                t for own in self.state for t in ((own.length,) if isinstance(own, KeyValues) else tree_leaves(own))
+            ]
+            before = [(t, t.clone()) for t in overwritten if t is not None]
             self._capture(device)
-            for target, source in zip(_tensors(self.state), _tensors(state), strict=True):
-                target.copy_(source)  # capturing has overwritten the copies
+            for target, source in before:
+                target.copy_(source)
 
     @torch.no_grad()
     def step(self, ids: Tensor) -> Tensor:
@@ -65,6 +76,10 @@ class Decoder:
         check_ids(ids, "(B,)", 1)
         if len(ids) != self.batch:
             raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected ({self.batch},): one for each sequence")
+        if self.capacity is not None:
+            if max(self._used) >= self.capacity:
+                raise ValueError(f"ids: got token {self.capacity + 1} of a sequence, expected at most {self.capacity}")
+            self._used = [used + 1 for used in self._used]
         if self._graph is None:
             logits, self.state = self.model.step(ids, self.state)
             return logits
@@ -74,32 +89,39 @@ class Decoder:
 
     def gather(self, rows: Tensor | Sequence[int]) -> ModelState:
         """Return a copy of the states of the sequences ``rows``; see :meth:`tfla.State.gather`."""
-        return tuple(block_state.gather(rows) for block_state in self._recurrent_states())
+        return tuple(block_state.gather(rows) for block_state in self._states_by_row())
 
     def scatter(self, rows: Tensor | Sequence[int], state: ModelState) -> None:
         """Replace the states of the sequences ``rows``; see :meth:`tfla.State.scatter`."""
-        states = self._recurrent_states()
+        states = self._states_by_row()
         check_model_state(self.model, state)
+        if self.capacity is not None:
+            tokens = _cached_tokens(state)
+            check_int("capacity", self.capacity, max(tokens, default=0))
+            for row, used in zip(_rows(rows), tokens, strict=True):
+                self._used[row] = used
         for own, given in zip(states, state, strict=True):
             own.scatter(rows, given)  # type: ignore[arg-type]
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:
         """Reset the sequences ``rows`` to the state before the first token; see :meth:`tfla.State.reset`."""
-        for block_state in self._recurrent_states():
+        for block_state in self._states_by_row():
             block_state.reset(rows)
+        if self.capacity is not None:
+            for row in _rows(rows):
+                self._used[row] = 0
 
-    def _recurrent_states(self) -> list[State | MixerState]:
+    def _states_by_row(self) -> list[State | MixerState | KeyValues]:
         """Return the states of the blocks.
 
         Raises:
-            TypeError: a block is attention, whose cache has no rows that could be replaced.
+            TypeError: a block is attention with a cache that grows, which has no rows that could be replaced.
         """
-        block_states = [block_state for block_state in self.state if not isinstance(block_state, KeyValues)]
-        if len(block_states) < len(self.state):
+        if self._used and self.capacity is None:
             raise TypeError(
-                "state: got attention's cache, whose sequences have one length; expected that of recurrent mixers"
+                "state: got attention's cache, whose sequences have one length; expected a Decoder with a capacity"
             )
-        return block_states
+        return list(self.state)
 
     def _advance(self) -> Tensor:
         """Run one step that updates all of the state in place, and return the logits."""
@@ -138,6 +160,29 @@ class Decoder:
 def _tensors(state: ModelState) -> list[Tensor]:
     """Return the tensors of a state."""
     return [t for t in tree_leaves(state) if t is not None]
+
+
+def _own(state: State | MixerState | KeyValues, capacity: int | None) -> State | MixerState | KeyValues:
+    """Return a copy of a block's state, with room for ``capacity`` tokens; without it a cache itself, which grows."""
+    if not isinstance(state, KeyValues):
+        return state.clone()
+    return state if capacity is None else state.reserve(capacity)
+
+
+def _cached_tokens(state: ModelState) -> list[int]:
+    """Return how many tokens the caches of each sequence hold at most; none for a model without attention."""
+    found: list[int] = []
+    for cache in state:
+        if isinstance(cache, KeyValues):
+            full = [cache.k.shape[1]] * cache.k.shape[0]
+            held = full if cache.length is None else [int(n) for n in cache.length.tolist()]
+            found = held if not found else [max(pair) for pair in zip(found, held, strict=True)]
+    return found
+
+
+def _rows(rows: Tensor | Sequence[int]) -> list[int]:
+    """Return the indices of sequences as a list, which waits for a GPU that has them."""
+    return [int(row) for row in (rows.tolist() if isinstance(rows, Tensor) else rows)]
 
 
 def check_cuda_graph(cuda_graph: object, constant: bool, device: torch.device) -> None:

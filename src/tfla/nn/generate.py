@@ -14,6 +14,8 @@ from tfla.nn.validation import SEEDS, check_ids, check_int, check_model, check_v
 
 # Tokens of a prompt that are processed in one call, which bounds the memory of activations.
 PREFILL = 16_384
+# The largest number of tokens for which caches of attention have room from the start, as CUDA graphs need.
+LARGEST_CACHE = 65_536
 # Below the smallest normal float32, sampling becomes taking the likeliest token.
 SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
@@ -88,10 +90,13 @@ def generate(
             raise ValueError("seed: got it together with generator, expected at most one of them")
         check_int("seed", seed, *SEEDS)
         generator = torch.Generator(ids.device).manual_seed(seed)
-    check_cuda_graph(cuda_graph, "attention" not in model.config.mixer_counts, device)
+    attention = "attention" in model.config.mixer_counts
+    total = ids.shape[1] + max_new_tokens
+    capacity = total if attention and device.type == "cuda" and total <= LARGEST_CACHE else None
+    check_cuda_graph(cuda_graph, not attention or capacity is not None, device)
     return _tokens(
         model, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator,
-        stop_token=stop_token, cuda_graph=cuda_graph,
+        stop_token=stop_token, cuda_graph=cuda_graph, capacity=capacity,
     )  # fmt: skip
 
 
@@ -107,13 +112,14 @@ def _tokens(
     generator: torch.Generator | None,
     stop_token: int | None,
     cuda_graph: bool | None,
+    capacity: int | None,
 ) -> Iterator[Tensor]:
     """Yield what :func:`generate` does, for arguments that have been checked."""
     state = model.initial_state(len(ids))
     for part in ids.split(PREFILL, 1):
         hidden, state = model.hidden(part, state, return_state=True)
     logits = model.logits(hidden[:, -1])
-    decoder = Decoder(model, state, cuda_graph=cuda_graph)
+    decoder = Decoder(model, state, cuda_graph=cuda_graph, capacity=capacity)
     del state, hidden
     stopped = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     finite_check = FiniteCheck(ids.device)

@@ -73,9 +73,24 @@ def _attend_masked(
         mask = mask & (key > query - window)
     if first is not None:
         mask = (mask & (key >= first[..., None] - low))[:, None]
+    return attend_masked(q, k, v, mask if first is not None else mask[None, None], sinks)
+
+
+def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return attention with a mask.
+
+    Args:
+        q: (B, H, T, d).
+        k, v: (B, Hkv, S, d).
+        mask: (B, 1, T, S) or (1, 1, T, S) bool, True where a query sees a key.
+        sinks: (H,) as in :func:`attend`, or None.
+
+    Returns:
+        (B, H, T, d).
+    """
     if sinks is not None:
-        logits = torch.zeros((), dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
-        logits = logits.expand(-1 if first is not None else q.shape[0], q.shape[1], -1, -1)
+        logits = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+        logits = logits.expand(-1, q.shape[1], -1, -1)
         sink = sinks.to(q.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
         mask = torch.cat([logits, sink], -1)
         k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))

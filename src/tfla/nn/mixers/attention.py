@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import Projection, SequenceMixer, Sharding, input_std, local, output_std
-from tfla.nn.mixers.attend import attend
+from tfla.nn.mixers.attend import attend, attend_masked
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.gather_steps import gather_steps, own_steps
 from tfla.nn.mixers.rotary import rotate_both
 from tfla.ops.checks import check_cu_seqlens
+from tfla.ops.state import State
 
 
 class KeyValues(NamedTuple):
@@ -27,14 +30,54 @@ class KeyValues(NamedTuple):
     """(B,) int64, the index in S of the first token of the current document, negative where a window has dropped it;
     None is 0 everywhere."""
 
+    length: Tensor | None = None
+    """(B,) int64, the number of cached tokens of each sequence, after which there is room for more; None is S."""
+
     def detach(self) -> KeyValues:
         """Return the same state, detached from the autograd graph."""
-        return KeyValues(self.k.detach(), self.v.detach(), self.start)
+        return self._replace(k=self.k.detach(), v=self.v.detach())
 
-    def length(self) -> Tensor:
+    def clone(self) -> KeyValues:
+        """Return a copy."""
+        return KeyValues(*(None if t is None else t.clone() for t in self))  # type: ignore[arg-type]
+
+    def tokens(self) -> Tensor:
         """Return the number of tokens (B,) of the current document so far."""
-        cached = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
+        cached = self.length
+        if cached is None:
+            cached = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
         return cached if self.start is None else cached - self.start
+
+    def reserve(self, capacity: int) -> KeyValues:
+        """Return a copy with room for ``capacity`` tokens of each sequence, whose size no step changes."""
+        room = (0, 0, 0, 0, 0, capacity - self.k.shape[1])
+        length = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
+        start = torch.zeros_like(length) if self.start is None else self.start.clone()
+        length = length if self.length is None else self.length.clone()
+        return KeyValues(F.pad(self.k, room), F.pad(self.v, room), start, length)
+
+    def gather(self, rows: Tensor | Sequence[int]) -> KeyValues:
+        """Return a copy of the caches of some sequences, of a state with room for more tokens."""
+        index = self._index(rows)
+        return KeyValues(*(t.index_select(0, index) for t in self if t is not None))
+
+    def scatter(self, rows: Tensor | Sequence[int], states: KeyValues) -> None:
+        """Overwrite the caches of some sequences in place, in a state with room for their tokens."""
+        index, given = self._index(rows), states.reserve(self.k.shape[1])
+        for own, new in zip(self, given, strict=True):
+            if own is not None and new is not None:
+                own.index_copy_(0, index, new.to(own))
+
+    def reset(self, rows: Tensor | Sequence[int]) -> None:
+        """Reset some sequences in place to no tokens, in a state with room for tokens."""
+        index = self._index(rows)
+        for own in (self.start, self.length):
+            if own is not None:
+                own.index_fill_(0, index, 0)
+
+    def _index(self, rows: Tensor | Sequence[int]) -> Tensor:
+        """Return rows as a tensor of indices, checked as those of a recurrence's state are."""
+        return State(self.k)._index(rows)
 
 
 class Attention(SequenceMixer):
@@ -99,8 +142,10 @@ class Attention(SequenceMixer):
                 )
         if state is not None:
             check_state(state, k)
+            if state.length is not None:
+                raise ValueError("state: got one with room for more tokens, expected one that forward has returned")
         documents = Documents(x, document_start, cu_seqlens)
-        before = None if state is None else state.length()
+        before = None if state is None else state.tokens()
         # Positions count from the document's start, so that its place in a batch changes no digit.
         q, k = rotate_both(q, k, documents.position(before), self.rope_base)
         past = 0 if state is None else state.k.shape[1]
@@ -134,9 +179,31 @@ class Attention(SequenceMixer):
         return out
 
     def step(self, x: Tensor, state: KeyValues, in_place: bool = False) -> tuple[Tensor, KeyValues]:
-        """Run :meth:`SequenceMixer.step`; the cache grows and is never overwritten, whatever in_place says."""
+        """Run :meth:`SequenceMixer.step`; a cache without room for more tokens grows, whatever in_place says."""
+        if isinstance(state, KeyValues) and state.length is not None:
+            return self._step_in_room(x, state, state.length, in_place)
         y, new = self(x[:, None], state, return_state=True)
         return y[:, 0], new
+
+    def _step_in_room(self, x: Tensor, state: KeyValues, length: Tensor, in_place: bool) -> tuple[Tensor, KeyValues]:
+        """Run a step whose keys and values are written into the room of the cache."""
+        q, k, v = (p(x[:, None]).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        check_state(state, k)
+        q, k = rotate_both(q, k, state.tokens()[:, None], self.rope_base)
+        place = length[:, None, None, None].expand(-1, 1, *k.shape[2:])
+        k, v = (
+            (cache if in_place else cache.clone()).scatter_(1, place, new.to(cache.dtype))
+            for cache, new in ((state.k, k), (state.v, v))
+        )
+        token = torch.arange(k.shape[1], device=x.device)
+        visible = token <= length[:, None]
+        if state.start is not None:
+            visible = visible & (token >= state.start[:, None])
+        if self.window is not None:
+            visible = visible & (token > length[:, None] - self.window)
+        q, keys, values = (t.transpose(1, 2).to(q.dtype) for t in (q, k, v))
+        h = attend_masked(q, keys, values, visible[:, None, None], None if self.sinks is None else self.sinks())
+        return self.out_proj(h.transpose(1, 2).flatten(-2))[:, 0], KeyValues(k, v, state.start, length + 1)
 
     def initial_state(self, batch_size: int, device: torch.device) -> KeyValues:
         """Return an empty cache in the weights' dtype."""
