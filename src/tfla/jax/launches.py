@@ -65,7 +65,7 @@ class KernelCall:
         self.operands: list[int] = []  # numbers of tensors, in the order of the parameters
         self.live: list[bool] = []  # whether the kernel reads the parameter of each of them
         parameters: list[Any] = []
-        descriptions = iter(metadata.tensordesc_meta or ())
+        descriptions = iter(getattr(metadata, "tensordesc_meta", None) or ())
         names = launch.kernel.arg_names
         for name, n in zip(names, launch.read, strict=False):
             if signature[name] == "constexpr":  # None

@@ -174,7 +174,8 @@ def planning(gpu: PlannedGPU) -> Iterator[None]:
         if INTERPRETED:
             yield
             return
-        before = driver._active  # `active` would make the default one, which initializes PyTorch's CUDA
+        # From Triton 3.5 on, `active` would make the default driver, which initializes PyTorch's CUDA.
+        before = driver._active if hasattr(driver, "_active") else driver.active
         driver.set_active(_AbsentDriver(gpu.architecture))
         try:
             yield
