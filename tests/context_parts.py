@@ -8,16 +8,17 @@ import math
 from typing import Any
 
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from cases import Problem, gradients, problem
+from cases import Problem, error, gradients, problem
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tfla
 from tfla.distributed import ContextParallel
-from tfla.ops.context_parallel import own_states
+from tfla.ops.context_parallel import exchange, own_states
 
 PER_STEP = ("q", "k", "v", "i", "f")
 
@@ -157,6 +158,32 @@ def captured(group: dist.ProcessGroup, *, form: str, chunk_size: int | None) -> 
     return all(torch.equal(x, y) for x, y in zip(outputs, exact, strict=True))
 
 
+def compiled_sizes(group: dist.ProcessGroup, *, order: str, packed: bool) -> tuple[float, int]:
+    """Return the largest error of one compiled function at several sizes, and how many graphs it was compiled to."""
+    context = ContextParallel(group, order=order)
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+    def run(*leaves: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        h: Tensor = tfla.mlstm(*leaves, cu_seqlens=cu_seqlens, context_parallel=context)  # type: ignore[arg-type]
+        return h
+
+    compiled = torch.compile(run, backend=graphs, fullgraph=True)
+    worst = 0.0
+    for B, T in ((1, 6), (1, 12), (1, 10), (1, 14)) if packed else ((2, 6), (3, 6), (5, 6), (4, 10), (3, 14)):
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        p = problem("exp", B=B, T=T * size, H=2, Hq=1, carried=False)
+        offsets = torch.tensor([0, 5, T * size - 3, T * size]) if packed else None
+        mine = part(p, own_steps(rank, size, order, (T // 2,) * 2 * size if order == "zigzag" else (T,) * size), 0.0)
+        leaves = [x.clone().requires_grad_() for x in (mine.q, mine.k, mine.v, mine.i, mine.f) if x is not None]
+        found = []
+        for call in (run, compiled):
+            h = call(*leaves, cu_seqlens=offsets)
+            found.append([h, *torch.autograd.grad(h, leaves, mine.dh)])
+        worst = max(worst, *(error(a.detach(), b.detach()) for a, b in zip(*found, strict=True)))
+    return worst, graphs.frame_count
+
+
 def refused(group: dist.ProcessGroup, *, what: str) -> str:
     """Return the message of the exception of a call that is invalid on every rank."""
     p = problem("exp", B=2, T=6)
@@ -228,18 +255,23 @@ def heads_and_steps(group: dist.ProcessGroup) -> dict[str, Tensor]:
 
 
 def solve_with_segments(group: dist.ProcessGroup, **arguments: Any) -> dict[str, Any]:
-    """Return what `solve_part` does, and how many products over steps were computed besides those of the kernels.
+    """Return what `solve_part` does, how many products over steps were computed besides those of the kernels, and how
+    many numbers this rank gave to each collective.
 
     It is called twice: the second call replays recorded launches.
     """
-    count, product = 0, own_states.weighted_product
+    count, product, sizes, gather = 0, own_states.weighted_product, list[int](), exchange.start_gather
+
+    def sized(rows: Tensor, *args: Any) -> Tensor:
+        sizes.append(rows.numel())
+        return gather(rows, *args)
 
     def counted(*args: Tensor) -> Tensor:
         nonlocal count
         count += 1
         return product(*args)
 
-    own_states.weighted_product = counted
+    own_states.weighted_product, exchange.start_gather = counted, sized
     simulator: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if arguments["backend"] == "hopper":
         from gluon_simulator.hopper import on_cpu
@@ -248,6 +280,7 @@ def solve_with_segments(group: dist.ProcessGroup, **arguments: Any) -> dict[str,
     try:
         with simulator:
             solve_part(group, **arguments)
-            return {**solve_part(group, **arguments), "products": count}
+            sizes.clear()
+            return {**solve_part(group, **arguments), "products": count, "sizes": sizes}
     finally:
-        own_states.weighted_product = product
+        own_states.weighted_product, exchange.start_gather = product, gather

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import FORMS, PER_STEP, Implementation, error, problem, solve, truth_m
-from context_parts import collectives, heads_and_steps, outputs_alone, own_steps, refused, solve_part
+from context_parts import collectives, compiled_sizes, heads_and_steps, outputs_alone, own_steps, refused, solve_part
 from hypothesis import given
 from hypothesis import strategies as st
 from process_pool import Pool
@@ -142,6 +142,14 @@ def test_compiled(pool: Pool, form: str, packed: bool) -> None:
             2, solve_part, given=chosen, order=order, lengths=lengths, m=truth_m(p), share=0.5, compiled=True
         )
         compare(whole(found, order, lengths), solve(p, ONE), EXACT)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_compiled_once_for_all_sizes(pool: Pool, order: str, packed: bool) -> None:
+    for worst, graphs in pool.run(2, compiled_sizes, order=order, packed=packed):
+        assert worst == 0
+        assert graphs <= 3  # the first sizes, and the sizes that have changed
 
 
 @pytest.mark.parametrize("compiled", [False, True])

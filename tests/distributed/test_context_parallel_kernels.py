@@ -31,6 +31,12 @@ def compare(pool: Pool, backend: str, order: str, lengths: tuple[int, ...], chos
         dtype=dtype, kernel="fused", chunk_size=64,
     )  # fmt: skip
     products = [part.pop("products") for part in found]
+    # One collective of states in the forward and one of cotangents, with those of the final states, in the backward.
+    # With a normalizer two numbers of each head come first, because the segments are stabilized with max states.
+    B, spans, K, V = chosen["B"], len(lengths) // 2, chosen["K"], chosen["V"]
+    width = K * V + 2 + (K + 1 if p.normalize else 0)
+    sizes = [*([2 * B * spans] if p.normalize else []), B * spans * width, B * (spans + 1) * width]
+    assert [part.pop("sizes") for part in found] == [sizes, sizes]
     steps = torch.cat([own_steps(rank, 2, order, lengths) for rank in range(2)]).argsort()
     for name, x in truth(p).items():
         every = [part[name].double() for part in found]

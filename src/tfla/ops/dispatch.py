@@ -119,13 +119,13 @@ def plan(request: Request) -> tuple[Inputs, Plan]:
         x, found = _check_and_choose(request, cached=call is not None)
         _PLANS.add(call, found)
     else:
-        x = _inputs(request, found.convert)
+        x = backend_inputs(request, found.convert)
     if not found.backend.takes_gates:
         x = with_log_gates(x, request.gates)
     return x, found
 
 
-def _inputs(request: Request, convert: bool = True) -> Inputs:
+def backend_inputs(request: Request, convert: bool = True) -> Inputs:
     """Return the inputs as backends read them: autocast, with a dense last dimension and a clamped initial m."""
     q, k, v, i, f, state, lengths = request[:7]
     if convert:
@@ -161,7 +161,7 @@ def check(request: Request) -> Inputs:
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if state is not None:
         checks.check_state(state, sequences, q, v, request.normalize, "initial_state")
-    return _inputs(request)
+    return backend_inputs(request)
 
 
 def _check_and_choose(request: Request, cached: bool) -> tuple[Inputs, Plan]:

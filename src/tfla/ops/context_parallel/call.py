@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tfla.backends import Inputs
+from tfla._util.caching import CallCache
+from tfla.backends import BACKENDS, Backend, Inputs
 from tfla.ops import checks
+from tfla.ops.context_parallel.cuts import Cut, Placement
 from tfla.ops.context_parallel.group import context_parallel_of
 from tfla.ops.context_parallel.local import Call, Shape
 from tfla.ops.context_parallel.registration import attend_eagerly, attend_traced, cut_of
-from tfla.ops.dispatch import Request, check, choose, spec_of, with_log_gates
+from tfla.ops.dispatch import Request, backend_inputs, call_signature, check, choose, spec_of, with_log_gates
 from tfla.ops.gates import clamp
 from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher, transforms_active
@@ -26,12 +31,33 @@ def _check_offsets(cu_seqlens: Tensor, q: Tensor) -> None:
         )
 
 
-def _as_the_backend_reads(x: Inputs, call: Call) -> Inputs:
+def _as_the_backend_reads(x: Inputs, cut: Cut) -> Inputs:
     """Return inputs of the shapes that the backend gets, whose states and offsets have no values."""
-    shape = Shape.of(call, x.q.shape[0])
+    shape = Shape.of_cut(cut, x.q.shape[0])
     q, k, v, log_i, log_f = (None if t is None else shape.view(t) for t in x[:5])
     offsets = None if shape.offsets is None else x.q.new_empty(len(shape.offsets), dtype=torch.int32)
     return Inputs(q, k, v, log_i, log_f, None, None, None, offsets)  # type: ignore[arg-type]
+
+
+class _Plan(NamedTuple):
+    """What runs the calls of one signature, and whether q, k and v have to be converted before it reads them."""
+
+    call: Call
+    convert: bool
+
+
+# The plans of calls that have passed the checks.
+_PLANS: CallCache[_Plan] = CallCache()
+
+
+def _signature(request: Request, placement: Placement, group: str) -> Hashable:
+    """Return all that the plan of a call depends on, or None where it cannot be cached."""
+    signature, lengths = call_signature(request[:5], request.state, None, request[7:]), request.lengths
+    if signature is None or lengths is None:
+        return None if signature is None else (placement, group, signature)
+    if not isinstance(lengths, Tensor) or lengths.device.type != "cpu" or needs_dispatcher((lengths,)):
+        return None
+    return placement, group, signature, lengths.dtype, tuple(lengths.tolist())
 
 
 def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Tensor, State]:
@@ -45,33 +71,53 @@ def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Te
         ValueError, TypeError: an argument is invalid.
         NotImplementedError: a transform of torch.func or forward-mode AD is active.
     """
+    checks.check_chunk_size(request.chunk_size)  # here, since True equals the valid chunk size 1
     placement, group = context_parallel_of(context_parallel)
-    cu_seqlens, state = request.lengths, request.state
+    cu_seqlens = request.lengths
+    signature = _signature(request, placement, group)
+    # A traced call does not read the plans: it would be traced again for each new one.
+    found = None if signature is None else _PLANS.get(signature)
+    if found is not None:
+        x, call = backend_inputs(request, found.convert), found.call
+        h, *final = attend_eagerly(_with_gates(x, request, BACKENDS[call.backend]), call)
+        return _result(request, h, final)
     x = check(request._replace(lengths=None, state=None))
     if transforms_active():
         raise NotImplementedError("context_parallel: torch.func transforms and forward-mode AD have no rule for it")
     if cu_seqlens is not None:
         _check_offsets(cu_seqlens, request.q)
-    sequences = x.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if state is not None:
-        checks.check_state(state, sequences, request.q, request.v, request.normalize, "initial_state")
-        C, n, m = state
+    if request.state is not None:
+        sequences = x.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        checks.check_state(request.state, sequences, request.q, request.v, request.normalize, "initial_state")
+        C, n, m = request.state
         x = x._replace(C=C, n=n, m=None if m is None else clamp(m))
     x = x._replace(cu_seqlens=cu_seqlens)
     traced = needs_dispatcher(x)
-    call: Call | None = None
+    cut: Cut | None = None
     local = x._replace(C=None, n=None, m=None, cu_seqlens=None)  # a traced call chooses by the shapes of its arguments
     if not traced:
-        call = Call(cut_of(placement, x.q.shape[1], cu_seqlens), placement, group, "", None, None)  # type: ignore[arg-type]
-        local = _as_the_backend_reads(x, call)
+        cut = cut_of(placement, x.q.shape[1], cu_seqlens)
+        local = _as_the_backend_reads(x, cut)
     backend, kernel, chunk_size = choose(local, request.normalize, request.backend, request.kernel, request.chunk_size)
     spec = spec_of(request, x, backend, kernel, chunk_size)
-    if not backend.takes_gates:
-        x = with_log_gates(x, request.gates)
-    if call is None:
-        h, *final = attend_traced(x, spec, backend.name, placement, group)
+    with_gates = _with_gates(x, request, backend)
+    if cut is None:
+        h, *final = attend_traced(with_gates, spec, backend.name, placement, group)
     else:
-        h, *final = attend_eagerly(x, call._replace(backend=backend.name, spec=spec))
+        call = Call(cut, placement, group, backend.name, spec, None)
+        convert = any(a is not b for a, b in zip(x[:3], request[:3], strict=True))
+        _PLANS.add(signature, _Plan(call, convert))
+        h, *final = attend_eagerly(with_gates, call)
+    return _result(request, h, final)
+
+
+def _with_gates(x: Inputs, request: Request, backend: Backend) -> Inputs:
+    """Return inputs with the gates in the form that the backend takes."""
+    return x if backend.takes_gates else with_log_gates(x, request.gates)
+
+
+def _result(request: Request, h: Tensor, final: list[Tensor]) -> Tensor | tuple[Tensor, State]:
+    """Return what the public function returns, from h and the final C, n and m."""
     if not request.return_state:
         return h
     C, n, m = final

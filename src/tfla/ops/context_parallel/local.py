@@ -63,11 +63,16 @@ class Shape(NamedTuple):
     @staticmethod
     def of(call: Call, batch: int) -> Shape:
         """Return the form for a batch: rows where fragments are equally long, else packed sequences."""
-        found = call.cut.fragments
+        return Shape.of_cut(call.cut, batch, call.fragments)
+
+    @staticmethod
+    def of_cut(cut: Cut, batch: int, fragments: int | None = None) -> Shape:
+        """Return the form of a part; ``fragments`` as in :class:`Call`."""
+        found = cut.fragments
         steps = found[0].stop - found[0].start
-        if call.fragments is None and all(f.stop - f.start == steps for f in found):
+        if fragments is None and all(f.stop - f.start == steps for f in found):
             return Shape(batch, None, len(found))
-        T, count = found[-1].stop, call.fragments or len(found)
+        T, count = found[-1].stop, fragments or len(found)
         ends = [f.stop for f in found] + [T] * (count - len(found))
         return Shape(batch, (0, *(row * T + end for row in range(batch) for end in ends)), count)
 
