@@ -40,7 +40,7 @@ def _as_the_backend_reads(x: Inputs, cut: Cut) -> Inputs:
 
 
 class _Plan(NamedTuple):
-    """What runs the calls of one signature, and whether q, k and v have to be converted before it reads them."""
+    """The call that all calls of one signature make, and whether q, k and v have to be converted first."""
 
     call: Call
     convert: bool
