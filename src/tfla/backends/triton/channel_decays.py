@@ -28,8 +28,8 @@ def load_exponents(at, inside):
 
 
 @triton.jit
-def weighted_sums(weights, x, PRECISION: tl.constexpr):
-    """Return the sums over the rows of x, (L, D), with each row of weights, (L, L), which are 0, 1 and -1.
+def add_sums(total, weights, x, PRECISION: tl.constexpr):
+    """Return total plus the sums over the rows of x, (L, D), with each row of weights, (L, L), which are 0, 1 and -1.
 
     With PRECISION "bf16x2" x is split into two bfloat16 numbers, which leaves it 16 bits.
     """
@@ -37,23 +37,35 @@ def weighted_sums(weights, x, PRECISION: tl.constexpr):
         w = weights.to(tl.bfloat16)
         high = x.to(tl.bfloat16)
         low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(w, low, tl.dot(w, high))
+        return tl.dot(w, low, tl.dot(w, high, total))
     else:
-        return tl.dot(weights, x, input_precision=PRECISION)
+        return tl.dot(weights, x, total, input_precision=PRECISION)
 
 
 @triton.jit
-def sums_to(g, e, PRECISION: tl.constexpr):
-    """Return the sums of the exponents g, (L, D), from the start of the tile to each step of e."""
-    j = tl.arange(0, g.shape[0])[None, :]
-    return weighted_sums(tl.where(j <= e[:, None], 1.0, 0.0), g, PRECISION)
+def add_sums_to(total, x, e, PRECISION: tl.constexpr):
+    """Return total plus the sums of x, (L, D), from the start of the tile to each step of e."""
+    j = tl.arange(0, x.shape[0])[None, :]
+    return add_sums(total, tl.where(j <= e[:, None], 1.0, 0.0), x, PRECISION)
 
 
 @triton.jit
-def sums_after(g, e, PRECISION: tl.constexpr):
-    """Return the sums of the exponents g, (L, D), from after each step of e to the end of the tile."""
-    j = tl.arange(0, g.shape[0])[None, :]
-    return weighted_sums(tl.where(j > e[:, None], 1.0, 0.0), g, PRECISION)
+def add_sums_after(total, x, e, PRECISION: tl.constexpr):
+    """Return total plus the sums of x, (L, D), from after each step of e to the end of the tile."""
+    j = tl.arange(0, x.shape[0])[None, :]
+    return add_sums(total, tl.where(j > e[:, None], 1.0, 0.0), x, PRECISION)
+
+
+@triton.jit
+def decay_to(g, e, PRECISION: tl.constexpr):
+    """Return the decays from the start of the tile to each step of e, from the exponents g, (L, D)."""
+    return tl.exp2(add_sums_to(tl.zeros_like(g), g, e, PRECISION))
+
+
+@triton.jit
+def decay_after(g, e, PRECISION: tl.constexpr):
+    """Return the decays from after each step of e to the end of the tile, from the exponents g, (L, D)."""
+    return tl.exp2(add_sums_after(tl.zeros_like(g), g, e, PRECISION))
 
 
 @triton.jit
@@ -63,7 +75,7 @@ def sums_from_middle(g, e, PRECISION: tl.constexpr):
     i = e[:, None]
     j = tl.arange(0, g.shape[0])[None, :]
     weights = tl.where((j >= MIDDLE) & (j <= i), 1.0, tl.where((j < MIDDLE) & (j > i), -1.0, 0.0))
-    return weighted_sums(weights, g, PRECISION)
+    return add_sums(tl.zeros_like(g), weights, g, PRECISION)
 
 
 @triton.jit
@@ -74,9 +86,10 @@ def half_sums(g):
 
 
 @triton.jit
-def is_bounded(c, low, BOUND: tl.constexpr):
-    """Return whether all |c| of a tile, (L, D), are bounded, with `low`, the sum over its first half."""
-    return tl.maximum(tl.max(tl.max(tl.abs(c), 1), 0), tl.max(tl.abs(low), 0)) <= BOUND
+def is_bounded(g, BOUND: tl.constexpr):
+    """Return whether the absolute exponents of both halves of a tile, g (L, D), add up to at most BOUND each."""
+    low, high = half_sums(tl.abs(g))
+    return tl.max(tl.maximum(low, high), 0) <= BOUND
 
 
 @triton.jit
@@ -95,7 +108,7 @@ def level_factors(g, e, level, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
     start = (i >> shift) << shift
     odd = in_odd_block(i, level, L, LEVELS)
     inside = tl.where(odd, (j >= start) & (j <= i), (j > i) & (j < start + (1 << shift)))
-    return tl.exp2(weighted_sums(tl.where(inside, 1.0, 0.0), g, PRECISION))
+    return tl.exp2(add_sums(tl.zeros_like(g), tl.where(inside, 1.0, 0.0), g, PRECISION))
 
 
 @triton.jit

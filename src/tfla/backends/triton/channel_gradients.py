@@ -30,16 +30,18 @@ from tfla.backends.gpu.gate_gradients import gate_gradient_of
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.gpu.state_passing import rounded_product
 from tfla.backends.triton.channel_decays import (
+    add_sums,
+    add_sums_after,
+    add_sums_to,
+    decay_after,
+    decay_to,
     half_sums,
     in_odd_block,
     is_bounded,
     level_factors,
     level_pairs,
     load_exponents,
-    sums_after,
     sums_from_middle,
-    sums_to,
-    weighted_sums,
 )
 
 if TYPE_CHECKING:
@@ -47,11 +49,11 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def level_sums(reads, writes, e, level, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return for each step t the sums over pairs of one level with a write before t and a read from t on, (L, D).
+def add_level_sums(total, reads, writes, e, level, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return total plus, for each step t, the sums over pairs of a level with a write before t and a read from t on.
 
     reads are the sums of the pairs of each read, after the steps e in odd blocks, and writes of each write, in even
-    blocks.
+    blocks, (L, D).
     """
     L: tl.constexpr = reads.shape[0]
     t = tl.arange(0, L)
@@ -59,8 +61,8 @@ def level_sums(reads, writes, e, level, LEVELS: tl.constexpr, PRECISION: tl.cons
     odd = in_odd_block(t, level, L, LEVELS)[:, None]
     later = odd & ((t[:, None] >> shift) == (e[None, :] >> shift)) & (e[None, :] >= t[:, None])
     earlier = (odd == 0) & ((t[:, None] >> shift) == (t[None, :] >> shift)) & (t[None, :] < t[:, None])
-    found = weighted_sums(tl.where(later, 1.0, 0.0), reads, PRECISION)
-    return found + weighted_sums(tl.where(earlier, 1.0, 0.0), writes, PRECISION)
+    total = add_sums(total, tl.where(later, 1.0, 0.0), reads, PRECISION)
+    return add_sums(total, tl.where(earlier, 1.0, 0.0), writes, PRECISION)
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
@@ -131,11 +133,10 @@ def channel_gradients(
         read = k
         if READ_KEY:
             read = tl.load(r_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-        low, high = half_sums(g)
-        middle = sums_from_middle(g, r, SUMS)
         dr = tl.zeros([L, BK], tl.float32)
         dg = tl.zeros([L, BK], tl.float32)
-        if is_bounded(middle, low, BOUND):
+        if is_bounded(g, BOUND):
+            middle = sums_from_middle(g, r, SUMS)
             up = tl.exp2(middle)
             down = tl.exp2(-middle)
             queries = (q * up).to(OPERAND)
@@ -151,11 +152,11 @@ def channel_gradients(
                 dr = tl.dot(weights_r, writes, input_precision=PRECISION)
                 W = tl.dot(tl.trans(weights_r), reads, W, input_precision=PRECISION)
                 if READ_BEFORE:
-                    dg -= sums_to(reads.to(tl.float32) * dr, r, SUMS)
+                    dg = add_sums_to(dg, -reads.to(tl.float32) * dr, r, SUMS)
                 else:
                     lost += reads.to(tl.float32) * dr
                 dr *= up_r
-            dg += sums_to(writes.to(tl.float32) * W - lost, r - 1, SUMS)
+            dg = add_sums_to(dg, writes.to(tl.float32) * W - lost, r - 1, SUMS)
             dq *= up
             W *= down
         else:
@@ -189,11 +190,12 @@ def channel_gradients(
                     of_k = tl.dot(tl.trans(pairs), reads, of_k, input_precision=PRECISION)
                     dr += tl.where(odd_r, of_r * factor_r, 0.0)
                     if READ_BEFORE:
-                        dg += level_sums(reads.to(tl.float32) * of_r, tl.zeros_like(dg), e, level, LEVELS, SUMS)
+                        none = tl.zeros_like(dg)
+                        dg = add_level_sums(dg, reads.to(tl.float32) * of_r, none, e, level, LEVELS, SUMS)
                     else:
                         seen += reads.to(tl.float32) * of_r
                 W += tl.where(odd, 0.0, of_k * factor)
-                dg += level_sums(seen, writes.to(tl.float32) * of_k, r, level, LEVELS, SUMS)
+                dg = add_level_sums(dg, seen, writes.to(tl.float32) * of_k, r, level, LEVELS, SUMS)
         # (3) Products with the state before the tile and the cotangent behind it
         do_C = tl.zeros([L, BK], tl.float32)
         dv_C = tl.zeros([L, BK], tl.float32)
@@ -215,7 +217,7 @@ def channel_gradients(
             E_dC = tl.dot(error, dC, E_dC, input_precision=PRECISION)
             across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
         # (4) What the tile reads of the state before it and writes to the one behind it
-        a = tl.exp2(sums_to(g, r, SUMS))
+        a = decay_to(g, r, SUMS)
         do_C *= a * scale
         dq += do_C
         tl.store(dQ + to[:, None] * DK + c[None, :], dq.to(dQ.dtype.element_ty), inside)
@@ -223,19 +225,21 @@ def channel_gradients(
         k = tl.load(k_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
         if CORRECT:
             if READ_BEFORE:
-                a = tl.exp2(sums_to(g, e, SUMS))
+                a = decay_to(g, e, SUMS)
             dv_C *= -a
             dr += dv_C
             read = k
             if READ_KEY:
                 read = tl.load(r_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
             if READ_BEFORE:
-                dg += sums_after(read * dv_C, r, SUMS)
+                dg = add_sums_after(dg, read * dv_C, r, SUMS)
             else:
                 seen += read * dv_C
-        E_dC *= tl.exp2(sums_after(g, r, SUMS))
+        E_dC *= decay_after(g, r, SUMS)
         W += E_dC
-        dg += sums_after(seen, r - 1, SUMS) + sums_to(k * b * E_dC, r - 1, SUMS)
+        dg = add_sums_after(dg, seen, r - 1, SUMS)
+        dg = add_sums_to(dg, k * b * E_dC, r - 1, SUMS)
+        low, high = half_sums(g)
         dg += (across * tl.exp2(low) * tl.exp2(high))[None, :]
         # (5) Results
         place = to[:, None] * DK + c[None, :]

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.triton.channel_decays import (
+    decay_after,
+    decay_to,
     half_sums,
     in_odd_block,
     is_bounded,
     level_factors,
     level_pairs,
     load_exponents,
-    sums_after,
     sums_from_middle,
-    sums_to,
 )
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
 
@@ -92,11 +92,9 @@ def decay_operands(
             read = k
             if READ_KEY:
                 read = tl.load(r_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-            # (1) c of the module docstring, and the decays of the halves of the tile
-            middle = sums_from_middle(g, r, SUMS)
-            low, high = half_sums(g)
-            if is_bounded(middle, low, BOUND):
-                # (2) All pairs at once
+            if is_bounded(g, BOUND):
+                # (1) All pairs at once
+                middle = sums_from_middle(g, r, SUMS)
                 up = tl.exp2(middle)
                 down = tl.exp2(-middle)
                 up_r = up
@@ -107,7 +105,7 @@ def decay_operands(
                 if CORRECT:
                     M += tl.dot((read * up_r).to(OPERAND), writes, input_precision=PRECISION)
             else:
-                # (3) The pairs without a decay, then those of each level
+                # (2) The pairs without a decay, then those of each level
                 writes = tl.trans(k.to(OPERAND))
                 D = tl.dot(q.to(OPERAND), writes, input_precision=PRECISION)
                 S += tl.where(r[:, None] == r[None, :], D, 0.0)
@@ -127,23 +125,24 @@ def decay_operands(
                         reads = tl.where(odd, read * factor, 0.0).to(OPERAND)
                         D = tl.dot(reads, writes, input_precision=PRECISION)
                         M += tl.where(level_pairs(e, level, L, LEVELS), D, 0.0)
-            # (4) Operands times their decays
+            # (3) Operands times their decays
             place = to * DK + c[None, :]
             dtype: tl.constexpr = Qa.dtype.element_ty
-            a = tl.exp2(sums_to(g, r, SUMS))
+            a = decay_to(g, r, SUMS)
             q = tl.load(q_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
             tl.store(Qa + place, (q * a * scale).to(dtype), inside)
             k = tl.load(k_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-            tl.store(Kw + place, (k * tl.exp2(sums_after(g, r, SUMS)) * b[:, None]).to(dtype), inside)
+            tl.store(Kw + place, (k * decay_after(g, r, SUMS) * b[:, None]).to(dtype), inside)
             if CORRECT:
                 read = k
                 if READ_KEY:
                     read = tl.load(r_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
                 if READ_BEFORE:
-                    a = tl.exp2(sums_to(g, e, SUMS))
+                    a = decay_to(g, e, SUMS)
                 tl.store(Ra + place, (read * a).to(dtype), inside)
+            low, high = half_sums(g)
             tl.store(decays + tile * DK + c, tl.exp2(low) * tl.exp2(high), c < DK)
-        # (5) P B and X B, (L, L)
+        # (4) P B and X B, (L, L)
         place = to * L + r[None, :]
         S = tl.where(r[:, None] >= r[None, :], S * scale, 0.0) * b[None, :]
         tl.store(P + place, S.to(P.dtype.element_ty), (r < steps)[:, None])
