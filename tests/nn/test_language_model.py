@@ -116,10 +116,10 @@ def test_packed_sequences_have_a_state_each(mixer: str, make_model: Make, close:
         close(following, model.step(ids[n, length : length + 1], own)[0])
 
 
-def test_attention_keeps_no_state_of_packed_sequences(make_model: Make, ids: Tensor) -> None:
+def test_attention_takes_no_state_of_packed_sequences(make_model: Make, ids: Tensor) -> None:
     model = make_model("attention")
     with pytest.raises(ValueError, match="cu_seqlens: got it with a state"):
-        model(ids[:1], cu_seqlens=torch.tensor([0, 19]), return_state=True)
+        model(ids[:1], model.initial_state(1), cu_seqlens=torch.tensor([0, 19]))
 
 
 def test_no_gradient_crosses_documents(mixer: str, make_model: Make, ids: Tensor) -> None:

@@ -134,6 +134,23 @@ def test_packed_sequences_have_a_state_each(name: str, close: Close, ids: Tensor
 
 
 @torch.no_grad()
+def test_states_of_packed_prompts_go_on_as_a_batch(case: str, close: Close, ids: Tensor) -> None:
+    model = build(case)
+    alone = model(ids)
+    row = torch.cat([ids[0, :5], ids[1, :8]])[None]
+    _, state = model(row, cu_seqlens=torch.tensor([0, 5, 13]), return_state=True)
+    following = torch.stack([ids[0, 5:12], ids[1, 8:15]])
+    for logits in (model(following, state, return_state=True)[0], by_steps(model, following, state)):
+        close(logits[0], alone[0, 5:12])
+        close(logits[1], alone[1, 8:15])
+    decoder = Decoder(model, model.initial_state(2), capacity=19)
+    decoder.scatter([1, 0], state)
+    logits = torch.stack([decoder.step(token) for token in following.flip(0).T], 1)
+    close(logits[1], alone[0, 5:12])
+    close(logits[0], alone[1, 8:15])
+
+
+@torch.no_grad()
 def test_a_decoder_replaces_and_moves_sequences(case: str, close: Close, ids: Tensor) -> None:
     model = build(case)
     alone = model(ids)

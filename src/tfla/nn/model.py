@@ -136,7 +136,7 @@ class LanguageModel(nn.Module):
                 tokens before it: the forget gates of recurrent mixers are closed there. A state belongs to the document
                 that the first tokens continue.
             cu_seqlens: (num_sequences + 1,) int, for B = 1: the offsets of the packed sequences, from 0 to T. The
-                state of a recurrent mixer then has a row per sequence; attention neither takes nor returns one.
+                state then has a row per sequence; attention returns one, but takes none.
             return_state: whether to return the state after the last token.
 
         Returns:

@@ -164,6 +164,7 @@ def test_missing_and_broken_files_are_named(tmp_path: Path, name: str) -> None:
     ("fields", "message"),
     [
         ({"mixer": "mlstm_sig"}, "got mixer 'mlstm_sig' in its config, expected 'mlstm_exp'"),
+        ({"layers": ["mlstm_exp", "gla"]}, r"got layers \('mlstm_exp', 'gla'\) in its config, expected None"),
         ({"head_norm": "rms"}, "got head_norm 'rms' in its config, expected 'layer'"),
         ({"head_norm_eps": 1e-3}, "got head_norm_eps 0.001 in its config, expected 1e-06"),
     ],

@@ -133,7 +133,8 @@ def save_xlstm(model: LanguageModel, directory: str | Path, weight_mode: WeightM
         raise ValueError(f"weight_mode: got {weight_mode!r}, expected 'single' or 'fused'")
     safetensors = import_safetensors()
     config = model.config
-    for field, allowed in (("mixer", "mlstm_exp"), ("head_norm", "layer"), ("head_norm_eps", config.norm_eps)):
+    needed = {"mixer": "mlstm_exp", "layers": None, "head_norm": "layer", "head_norm_eps": config.norm_eps}
+    for field, allowed in needed.items():
         if getattr(config, field) != allowed:
             raise ValueError(f"model: got {field} {getattr(config, field)!r} in its config, expected {allowed!r}")
     weights = model.state_dict()

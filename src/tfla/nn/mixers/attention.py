@@ -126,8 +126,7 @@ class Attention(SequenceMixer):
         """Run :meth:`SequenceMixer.forward`.
 
         Raises:
-            ValueError: a state is given or requested together with cu_seqlens, since the sequences' caches would differ
-                in length, or with context parallelism.
+            ValueError: a state is given together with cu_seqlens, or given or requested with context parallelism.
         """
         if self.context_parallel is not None:
             if state is not None or return_state:
@@ -136,10 +135,8 @@ class Attention(SequenceMixer):
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, q)
-            if state is not None or return_state:
-                raise ValueError(
-                    "cu_seqlens: got it with a state, expected neither state nor return_state in attention"
-                )
+            if state is not None:
+                raise ValueError("cu_seqlens: got it with a state, expected no state in attention")
         if state is not None:
             check_state(state, k)
             if state.length is not None:
@@ -156,7 +153,9 @@ class Attention(SequenceMixer):
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
         h = attend(q, k, v, first, self.window, None if self.sinks is None else self.sinks())
         y = self.out_proj(h.flatten(-2))
-        return y, self._new_state(k, v, first) if return_state else None
+        if not return_state:
+            return y, None
+        return y, self._new_state(k, v, first) if cu_seqlens is None else self._packed_state(k, v, cu_seqlens)
 
     def _forward_part(self, x: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Return the output of this process's steps (B, T, d_model), which attend to all steps up to them.
@@ -210,6 +209,16 @@ class Attention(SequenceMixer):
         dtype = self.q_proj.weight.dtype
         empty = torch.empty(batch_size, 0, self.num_kv_heads, self.head_dim, dtype=dtype, device=device)
         return KeyValues(empty, empty)
+
+    def _packed_state(self, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> KeyValues:
+        """Return a cache with a row for each packed sequence, whose last tokens are in the last places of the row."""
+        offsets = cu_seqlens.to(k.device, torch.int64)
+        lengths = offsets[1:] - offsets[:-1]
+        places = k.shape[1] if torch.compiler.is_compiling() else int(lengths.max())
+        if self.window is not None:
+            places = min(places, self.window - 1)
+        token = (offsets[1:, None] - places + torch.arange(places, device=k.device)).clamp(0)
+        return KeyValues(k[0, token], v[0, token], places - lengths)
 
     def _new_state(self, k: Tensor, v: Tensor, first: Tensor | None) -> KeyValues:
         """Return the cache of keys and values (B, S, kv heads, head_dim), without those that no later token sees."""
