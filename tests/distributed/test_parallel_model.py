@@ -163,7 +163,12 @@ def _compute_all(folder: Path) -> tuple[list[Errors], dict[str, str]]:
     """Return the errors of all cases and the messages of all wrong calls, and save a model; runs on each process."""
     found = compute_errors(CASES), _bad_layouts()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    parallelize(make_model(torch.float32), mesh).save_pretrained(folder)
+    model = parallelize(make_model(torch.float32), mesh)
+    model.save_pretrained(folder)
+    ids = make_windows()[:, :-1]
+    with torch.no_grad():
+        model.losses(ids, ids)
+    assert all(isinstance(p, DTensor) for p in model.parameters())  # else zero_grad would clear no gradient
     return found
 
 

@@ -7,7 +7,7 @@ everything between works on the heads of one process without communication. docs
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -106,6 +106,7 @@ def parallelize(
         model.register_forward_hook(_reshard_without_backward)
         if isinstance(model, LanguageModel):
             register_fsdp_forward_method(model, "losses")
+            model.losses = _resharding(model, model.losses)  # type: ignore[method-assign]
     return model
 
 
@@ -117,6 +118,17 @@ def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> Non
     if not torch.is_grad_enabled():
         for module in _modules(model, FSDPModule):  # type: ignore[type-var]
             module.reshard()
+
+
+def _resharding(model: nn.Module, method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a method of a model that frees gathered parameters as the forward does."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        output = method(*args, **kwargs)
+        _reshard_without_backward(model, args, output)
+        return output
+
+    return run
 
 
 def mesh_sizes(mesh: object) -> dict[str, int]:
