@@ -48,6 +48,7 @@ def forget_plans() -> None:
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let plans run in the interpreter where it is on, and float32 be as exact as it can be."""
     forget_plans()
+    monkeypatch.setattr(kernels, "AUTOMATIC", True)
     if INTERPRETED:
         sys.path.insert(0, str(Path(__file__).parent))
         from interpreted_plan import InterpretedPlan
@@ -126,8 +127,7 @@ def test_no_context_of_pytorch() -> None:
     code = """
 import jax.numpy as jnp, tfla.jax, torch
 q, gate = jnp.ones((1, 64, 1, 64), jnp.bfloat16), jnp.zeros((1, 64, 1))
-assert tfla.jax.explain(q, q, q, gate, gate).backend in ("hopper", "triton")
-tfla.jax.mlstm(q, q, q, gate, gate).block_until_ready()
+tfla.jax.mlstm(q, q, q, gate, gate, backend="triton").block_until_ready()
 assert not torch.cuda.is_initialized()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -49,6 +49,7 @@ def _absent_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, x in made.items():
         monkeypatch.setattr(gpu_triton, name, x, raising=False)
     monkeypatch.setattr(launches, "jaxlib_version", lambda: (0, 11, 1))
+    monkeypatch.setattr(kernels, "AUTOMATIC", True)
     forget()
     yield
     forget()

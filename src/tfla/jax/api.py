@@ -202,11 +202,10 @@ def mlstm(
             outside of all sequences have outputs of zero. A tuple of ints or an array of NumPy is static, and a
             function is compiled for each.
         chunk_size: the distance in steps between the states that are stored for the backward; None is 1,024, or what
-            the kernels for GPUs choose by their cost model.
+            the cost model of the kernels for GPUs chooses.
         scale: the factor of the queries, a finite number without a gradient; None is 1/sqrt(dqk).
         backend: "hopper" or "triton", the kernels for GPUs, "chunkwise", or "reference" for the equations as they are
-            written, which also have derivatives in forward mode. None takes the first of them that runs here; on a
-            GPU, one warning says why it takes "chunkwise".
+            written, which also have derivatives in forward mode. None is "chunkwise".
         kernel: the name of one of the backend's kernels; None chooses it.
         normalizer_grad: False leaves the denominator of (4) out of the gradient, as the paper does.
         store_dtype: the dtype of the states stored for the backward. bfloat16 halves their memory and rounds the states

@@ -117,9 +117,9 @@ def choose(
     q: Array, k: Array, v: Array, i: Array | None, f: Array, initial_state: State | None, cu_seqlens: Any,
     context_parallel: str | None,
 ) -> str | None:  # fmt: skip
-    """Return the fastest backend with kernels that run a checked call, or None; on a GPU a warning then says why."""
+    """Return the fastest backend with kernels that run a checked call, or None; a warning then says why, on a GPU."""
     gpu = present_gpu()
-    if gpu is None or 0 in q.shape:
+    if gpu is None or 0 in q.shape or not AUTOMATIC:
         return None
     if context_parallel is not None:
         warn_once("they have no exchange between devices (context_parallel)")
@@ -232,6 +232,7 @@ def fallback(spec: KernelSpec, x: KernelInputs) -> Results:
     return h, C, n, m
 
 
+AUTOMATIC = False  # whether backend=None takes the kernels; until they are measured, they are taken by name alone
 PLATFORM = "cuda"  # the platform of JAX on which plans run; on others the chunkwise form takes their place
 
 
