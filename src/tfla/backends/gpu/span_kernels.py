@@ -1,12 +1,16 @@
 """The kernels of context parallelism: the rows that a process gives to the others, and what it makes of theirs.
 
-A span of steps acts on the state of a head by exp(g) and S (docs/mathematics.md, spans of steps). Both kernels read and
-write rows of `SIZE + 2`, or with n and m of `SIZE + 3 + K` float32 numbers, where SIZE = dqk dhv:
+A span of steps acts on the state of a head by exp(g) and S (docs/mathematics.md, spans of steps). Processes exchange a
+row for each span and head, `SIZE + 2` float32 numbers where SIZE = dqk dhv, or with n and m `SIZE + 3 + K`:
 
     S, dense | g as the sum of two numbers | n | m
 
 A process has one or two spans of each sequence of a batch. Span s of sequence b is sequence b S + s of its kernels, and
-rows are (S, B, H, width). With the final state there are B more rows, of the cotangents of the final states.
+rows are (S, B, H, width). In a backward with final states the rows of their cotangents follow, (B, H, width).
+
+    forward     own_max, collective, join_max       the max states before the spans, with a normalizer alone
+                own_rows, collective, join_spans    the states before the spans, and the final states
+    backward    own_rows, collective, join_spans    the cotangents of the states after the spans
 """
 
 import torch
