@@ -98,9 +98,10 @@ def _from_jax(name: str, form: str, T: int, dqk: int, dhv: int, repeats: int, ca
     x = [q, k, v, i - 1, f + 3]
     del heads
     if name == "JAX":
+        backend = "hopper" if jax.devices()[0].compute_capability == "9.0" else "triton"
 
         def run(*x: Any) -> Any:
-            return tfla.jax.mlstm(*x, input_gate=form)  # type: ignore[call-overload]
+            return tfla.jax.mlstm(*x, input_gate=form, backend=backend)  # type: ignore[call-overload]
     else:
         from mlstm_kernels.jax.registry import get_mlstm_kernel
 
