@@ -1,0 +1,28 @@
+"""The table of JAX beside PyTorch, from stored times."""
+
+from __future__ import annotations
+
+from tfla.bench.jax_report import section
+
+
+def row(name: str, x: int, seconds: float, **more: object) -> dict[str, object]:
+    facts = {"name": name, "form": "exp", "dqk": 128, "dhv": 256, "x": x, "direction": "forward"}
+    return facts | {"seconds": seconds, "first_seconds": 9.5, "peak_bytes": 2**29} | more
+
+
+def test_section() -> None:
+    """A row for each implementation and direction, a column for each length, and why others were not timed."""
+    result = {
+        "environment": {"device": "a GPU", "date": "2026-11-25", "versions": {"jax": "0.11.2", "gone": None}},
+        "config": {"repeats": 5, "calls": 20},
+        "rows": [
+            row("PyTorch", 512, 1e-3), row("JAX", 512, 1.01e-3), row("JAX", 8192, 2e-3),
+            {"name": "other", "form": "exp", "dqk": 128, "dhv": 256, "x": 512, "error": "ImportError: no module"},
+        ],
+    }  # fmt: skip
+    text = section(result)
+    assert "a GPU, 2026-11-25; jax 0.11.2." in text
+    assert "| mLSTMexp 128 x 256, ms (first call; memory) | T = 512 | T = 8,192 |" in text
+    assert "| PyTorch, forward | 1.000 (9.5 s; 0.50 GiB) | - |" in text
+    assert "| JAX, forward | 1.010 (9.5 s; 0.50 GiB) | 2.000 (9.5 s; 0.50 GiB) |" in text
+    assert "Not timed: other: ImportError: no module." in text
