@@ -68,6 +68,12 @@ CASES = {
         "exp,512,1024,float16,several",
         "sigmoid,100,72,bfloat16,several,low",
     ],
+    "delta": [
+        "gdn,128,128,bfloat16,packed,state",
+        "deltanet,128,256,bfloat16",
+        "kda,128,128,bfloat16,state",
+        "gla,256,512,bfloat16",
+    ],
     "delta_steps": [
         "gdn,128,128,bfloat16",
         "kda,100,72,float16,several",
@@ -75,6 +81,7 @@ CASES = {
         "gla,256,512,float32",
     ],
 }
+HOPPER = ("deltanet,128,256,bfloat16",)  # compiled for Hopper alone, to save time
 AMD = ("exp,64,64,bfloat16", "exp,128,256,bfloat16", "exp,128,256,float32")
 MODE = os.environ.get("TFLA_COMPILE", "")
 if MODE == "all":
@@ -82,14 +89,19 @@ if MODE == "all":
     DTYPES = ("bfloat16", "float16", "float32")
     GATES = {"fused": ("exp", "sigmoid", "plain"), "tfla": ("exp", "sigmoid", "plain"), "steps": ("exp", "sigmoid")}
     VARIANTS = dict.fromkeys(("fused", "tfla"), ("", ",packed", ",segmented", ",packed,segmented,state"))
-    GATES["delta_steps"] = ("gdn", "deltanet", "kda", "gla", "comba")
+    GATES |= dict.fromkeys(("delta", "delta_steps"), ("gdn", "deltanet", "kda", "gla", "comba"))
     VARIANTS |= dict.fromkeys(("steps", "delta_steps"), ("", ",low", ",several", ",several,low"))
+    VARIANTS["delta"] = ("", ",packed,state")
     CASES = {
         kernel: [f"{gate},{dims},{x}{y}" for gate, dims, x, y in product(GATES[kernel], DIMS, DTYPES, VARIANTS[kernel])]
         for kernel in CASES
     }
 COMPILED = {
-    f"triton,{kernel},{form}": [target for target in TARGETS if target.startswith("sm_") or form in AMD]
+    f"triton,{kernel},{form}": [
+        target
+        for target in TARGETS
+        if target == "sm_90" or (target.startswith("sm_") and form not in HOPPER) or form in AMD
+    ]
     for kernel, forms in CASES.items()
     for form in forms
 }
