@@ -454,7 +454,7 @@ def delta_dq_dk_scan(
             sums_at = pair_sums + t * PAIR_SUMS + r
             if not REVERSE:
                 # (2) W of the pairs of a read and a write inside the tile, [write, read], (L, L)
-                pairs = P * matmul(x, tl.trans(w), PRECISION)
+                pairs = rounded_product(P, matmul(x, tl.trans(w), PRECISION))
                 tl.store(sums_at + ROW_SUM * L, tl.sum(pairs, 0) * factor)
                 tl.store(sums_at + COLUMN_SUM * L, tl.sum(pairs, 1) * factor)
         # (3) out^T <- ((S z^T) a + x^T P^T) factor, (BK, L); with REVERSE w for a, and times B
