@@ -133,6 +133,46 @@ def test_packed_sequences_have_a_state_each(name: str, close: Close, ids: Tensor
         close(by_steps(model, rest[n][None], own)[0], alone[n, done[n] :])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+def test_a_graph_steps_as_the_model_does(case: str, ids: Tensor) -> None:
+    exact, model, on_gpu = build(case), build(case, torch.float32).cuda(), ids.cuda()
+    alone = exact(ids)
+    decoder = Decoder(model, model.initial_state(2), capacity=20)
+    assert decoder._graph is not None
+
+    def check(tokens: Tensor, expected: Tensor) -> None:
+        logits = torch.stack([decoder.step(token).clone() for token in tokens.T], 1).double().cpu()
+        assert (logits - expected).norm() <= 1e-4 * expected.norm()
+
+    check(on_gpu[:, :7], alone[:, :7])
+    decoder.scatter([0], decoder.gather([1]))
+    check(on_gpu[[1, 1], 7:], alone[[1, 1], 7:])
+    decoder.reset([0, 1])
+    check(on_gpu, alone)
+    greedy = torch.stack(list(generate(model, on_gpu, 9, temperature=0)), 1)
+    assert torch.equal(greedy, torch.stack(list(generate(model, on_gpu, 9, temperature=0, cuda_graph=False)), 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_computes_what_the_cpu_does(case: str, ids: Tensor, document_start: Tensor) -> None:
+    exact, model = build(case), build(case, torch.float32).cuda()
+    expected = exact(ids, document_start=document_start)
+    expected.square().mean().backward()
+    found = model(ids.cuda(), document_start=document_start.cuda())
+    found.square().mean().backward()
+    pairs = [(found.double().cpu(), expected)]
+    for got, wanted in zip(model.parameters(), exact.parameters(), strict=True):
+        assert got.grad is not None
+        assert wanted.grad is not None
+        pairs.append((got.grad.double().cpu(), wanted.grad))
+    assert max(float((a - b).norm() / b.norm()) for a, b in pairs) < 1e-4
+    packed = model(ids[:1].cuda(), cu_seqlens=torch.tensor([0, 3, 4, 11, 19], device="cuda"))
+    assert (packed.double().cpu() - expected[:1]).norm() < 1e-4 * expected[:1].norm()
+
+
 @torch.no_grad()
 def test_states_of_packed_prompts_go_on_as_a_batch(case: str, close: Close, ids: Tensor) -> None:
     model = build(case)
