@@ -86,7 +86,7 @@ def channel_h_scan(
             read = load_tile(r_at, t, 0, steps, DK, H * DK, L, BK, TMA)  # (L, BK)
             x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
             res = errors.to(tl.float32) - tl.dot(S16, tl.trans(read), input_precision=PRECISION)
-            res -= tl.dot(res.to(k.dtype), tl.trans(x), input_precision=PRECISION)
+            res -= tl.dot(res.to(x.dtype), tl.trans(x), input_precision=PRECISION)
             errors = res.to(k.dtype)
             if SAVE:
                 store_tile(e_at, tl.trans(errors), t, col, steps, DV, H * DV, L, BV, TMA)
@@ -164,7 +164,7 @@ def channel_dv_scan(
         if CORRECT:
             # (2) dv^T <- Y^T - Y^T (X B), (BV, L)
             x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
-            Y -= tl.dot(Y.to(k.dtype), x, input_precision=PRECISION)
+            Y -= tl.dot(Y.to(x.dtype), x, input_precision=PRECISION)
         store_tile(o_at, tl.trans(Y).to(Out.dtype.element_ty), t, col, steps, DV, H * DV, L, BV, TMA)
         # (3) dC^T <- dC^T g + do^T (q a) - dv^T (r a), (BV, BK)
         S = tl.dot(tl.trans(do), q, S * decay[None, :], input_precision=PRECISION)

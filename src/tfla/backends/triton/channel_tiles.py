@@ -33,6 +33,7 @@ from tfla.backends.triton.channel_decays import (
     load_exponents,
     sums_from_middle,
 )
+from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
     shape, dtype, correct = (base.B, base.T, base.H), x.q.dtype, ctx.spec.correct
     solve = correct and X is None
     if solve:
-        X = base.new(*shape, base.L, dtype=dtype)
+        X = base.new(*shape, base.L, dtype=correction_dtype(x))
     q, k = (base.new(*shape, base.K, dtype=dtype) for _ in range(2))
     r = base.new(*shape, base.K, dtype=dtype) if correct else None
     P = base.new(*shape, base.L, dtype=dtype)

@@ -25,6 +25,15 @@ LARGEST_STEP_DQK = 1024  # a program of the decoding kernel holds whole columns 
 LARGEST_DIM = 256  # of dqk, and of dhv with gates by step: a program holds a part of the state with all of that dim
 
 
+def correction_dtype(x: DeltaInputs) -> torch.dtype:
+    """Return the dtype of X.
+
+    With X and R in bfloat16 their product costs the errors E more than all other roundings do. With gates by channel X
+    is float32, and the product tf32; with gates by step that would leave shared memory for one program in place of two.
+    """
+    return torch.float32 if x.channel_gates and x.q.dtype == torch.bfloat16 else x.q.dtype
+
+
 class TritonDelta(DeltaBackend):
     """The backend of the kernels in :mod:`.delta_kernels`."""
 
@@ -57,7 +66,7 @@ class TritonDelta(DeltaBackend):
         states = (0, H, x.q.shape[3], V), torch.float32
         if not correct:
             return Saved(((0,), torch.float32), ((0,), torch.float32), states)
-        return Saved((tuple(x.v.shape), x.v.dtype), ((B, T, H, TILE_STEPS), x.q.dtype), states)
+        return Saved((tuple(x.v.shape), x.v.dtype), ((B, T, H, TILE_STEPS), correction_dtype(x)), states)
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""

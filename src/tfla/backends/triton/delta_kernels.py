@@ -58,6 +58,7 @@ from tfla.backends.gpu.gate_kernels import (
     locate_segment,
 )
 from tfla.backends.gpu.state_passing import rounded_product
+from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.scan_tiles import (
     describable,
     load_tile,
@@ -250,7 +251,7 @@ def delta_h_scan(
         S16 = S.to(k.dtype)
         res = tl.trans(v).to(tl.float32) - tl.dot(S16, tl.trans(read), input_precision=PRECISION) * a[None, :]
         # (2) E^T <- R^T - (B R)^T X^T, (BV, L)
-        res -= tl.dot((res * write[None, :]).to(k.dtype), tl.trans(x), input_precision=PRECISION)
+        res -= tl.dot((res * write[None, :]).to(x.dtype), tl.trans(x), input_precision=PRECISION)
         if SAVE:
             store_tile(e_at, tl.trans(res).to(E.dtype.element_ty), t, col, steps, DV, et, L, BV, TMA)
         res *= write[None, :]
@@ -333,7 +334,7 @@ def delta_dv_scan(
         U = tl.dot(S.to(k.dtype), tl.trans(k), input_precision=PRECISION) * w[None, :]
         U = tl.dot(tl.trans(do), P.to(k.dtype), U, input_precision=PRECISION)
         # (2) Z^T <- dU^T - (B dU)^T X, (BV, L)
-        U -= tl.dot((U * write[None, :]).to(k.dtype), x, input_precision=PRECISION)
+        U -= tl.dot((U * write[None, :]).to(x.dtype), x, input_precision=PRECISION)
         sums = tl.sum(rounded_product(tl.trans(U), e.to(tl.float32)), 1)  # (L)
         tl.store(dots + (t + r) * H, sums, t + r < steps)
         sums = tl.sum(rounded_product(do.to(tl.float32), e.to(tl.float32)), 1)  # (L)
@@ -503,7 +504,7 @@ def solve_precision(dtype: torch.dtype) -> str:
 def launch_solve(ctx: DeltaContext, gates: Tensor) -> Tensor:
     """Return X, (B, T, H, L)."""
     base, x = ctx.base, ctx.x
-    X = base.new(base.B, base.T, base.H, base.L, dtype=x.q.dtype)
+    X = base.new(base.B, base.T, base.H, base.L, dtype=correction_dtype(x))
     base.launch(solve_tiles, (base.tiles, base.H),
         x.k, ctx.read_key, ctx.beta, gates, base.cu_seqlens, X, x.sequences, base.T, base.tiles, base.H, base.group,
         *time_strides(x.k), *time_strides(ctx.read_key), *time_strides(ctx.beta),
