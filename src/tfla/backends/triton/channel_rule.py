@@ -41,8 +41,11 @@ class ChannelConfig:
 
 
 @functools.cache
-def channel_config(dqk: int, dhv: int, arch: int) -> ChannelConfig:
-    """Return the configuration for these head dims on a GPU of this compute capability, 90 for 9.0."""
+def channel_config(dqk: int, dhv: int, correct: bool, arch: int) -> ChannelConfig:
+    """Return the configuration for these head dims on a GPU of this compute capability, 90 for 9.0.
+
+    With `correct` scans have more operands.
+    """
     K, V = power_of_two(dqk), power_of_two(dhv)
     wide = K > 128  # then a state has many rows
 
@@ -51,11 +54,12 @@ def channel_config(dqk: int, dhv: int, arch: int) -> ChannelConfig:
 
     if arch == 90:
         columns = min(V, 64)
+        stages = 1 if wide and correct else 2  # what shared memory holds
         return ChannelConfig(
             tiles=tile(K, min(K, 64), 8, 1),
-            h=tile(columns, columns, 8 if wide else 4, 2),
+            h=tile(columns, columns, 8 if wide else 4, stages),
             states=tile(columns, columns, 4, 2),
-            dv=tile(columns, columns, 8 if wide else 4, 2),
+            dv=tile(columns, columns, 8 if wide else 4, stages),
             gradients=tile(min(K, 32), min(V, 64), 8, 1),
             descriptors=dqk % 8 == 0 and dhv % 8 == 0,
         )
@@ -122,7 +126,7 @@ class ChannelContext:
 
 def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) -> ChannelContext:
     """Return the context of a call."""
-    config = channel_config(base.K, base.V, architecture(x.q.device))
+    config = channel_config(base.K, base.V, spec.correct, architecture(x.q.device))
     log_f = x.log_f
     if log_f is None:
         log_f = base.do(lambda t, q: t.new_zeros(()).expand(*t.shape[:3], q.shape[3]), beta, x.q)
