@@ -34,7 +34,7 @@ def attend(
         window = None
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if first is None and window is None and sinks is None and T in (1, S):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=T == S, enable_gqa=True).transpose(1, 2)
+        return _grouped(q, k, v, None, T == S).transpose(1, 2)
     blocks = [
         _attend_block(q[:, :, at : at + QUERIES], k, v, at + S - T, _columns(first, at), window, sinks, T > QUERIES)
         for at in range(0, T, QUERIES)
@@ -94,4 +94,13 @@ def attend_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor |
         sink = sinks.to(q.dtype)[None, :, None, None].expand(*logits.shape[:3], 1)
         mask = torch.cat([logits, sink], -1)
         k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return _grouped(q, k, v, mask, False)
+
+
+def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Return torch's attention of q (B, H, T, d), where each of the heads of k and v serves several of q."""
+    group = q.shape[1] // k.shape[1]
+    # On GPUs only flash attention groups heads, without a mask and in 16 bits; the other kernels need all heads.
+    if group > 1 and (mask is not None or q.element_size() > 2):
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1)
