@@ -13,7 +13,7 @@ from tfla.backends.delta import BetaActivation, DeltaSpec, GateActivation
 from tfla.ops import checks, delta_checks
 from tfla.ops.autocast import autocast
 from tfla.ops.delta_activations import activated
-from tfla.ops.dispatch import Plan, call_signature
+from tfla.ops.dispatch import Plan, call_signature, check_kernel
 from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher
 
@@ -149,10 +149,6 @@ def choose(
     if backend in DELTA_BACKENDS and backend not in able:
         raise ValueError(f"backend: {backend!r} cannot run these inputs: {READS_AFTER}")
     chosen = select(backend, x, able)
-    if kernel is not None and (not isinstance(kernel, str) or kernel not in chosen.kernels):
-        allowed = ", ".join(map(repr, chosen.kernels))
-        raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
-    if kernel is not None and (why := chosen.kernel_unsupported(x, kernel)) is not None:
-        raise ValueError(f"kernel: {kernel!r} of backend {chosen.name!r} cannot run these inputs: {why}")
+    check_kernel(kernel, chosen, x)
     kernel = chosen.default_kernel(x) if kernel is None else kernel
     return chosen, kernel, chunk_size or chosen.default_chunk_size(x, kernel)

@@ -188,6 +188,19 @@ def spec_of(request: Request, x: Inputs, backend: Backend, kernel: str, chunk_si
     )
 
 
+def check_kernel(kernel: object, chosen: Any, x: Any) -> None:
+    """Check the name of the kernel that a caller asks for, or None, against the backend that was chosen.
+
+    Raises:
+        ValueError: the backend has no kernel of that name, or it cannot run these inputs.
+    """
+    if kernel is not None and (not isinstance(kernel, str) or kernel not in chosen.kernels):
+        allowed = ", ".join(map(repr, chosen.kernels))
+        raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
+    if kernel is not None and (why := chosen.kernel_unsupported(x, kernel)) is not None:
+        raise ValueError(f"kernel: {kernel!r} of backend {chosen.name!r} cannot run these inputs: {why}")
+
+
 def choose(
     x: Inputs, normalize: bool, backend: str | None, kernel: str | None, chunk_size: int | None, find: Find = tuned.find
 ) -> tuple[Backend, str, int]:
@@ -206,11 +219,7 @@ def choose(
         ValueError: no backend or kernel has that name, or it cannot run these inputs (the message says why).
     """
     chosen = select(backend, x, BACKENDS)
-    if kernel is not None and (not isinstance(kernel, str) or kernel not in chosen.kernels):
-        allowed = ", ".join(map(repr, chosen.kernels))
-        raise ValueError(f"kernel: got {kernel!r}, backend {chosen.name!r} has {allowed}")
-    if kernel is not None and (why := chosen.kernel_unsupported(x, kernel)) is not None:
-        raise ValueError(f"kernel: {kernel!r} of backend {chosen.name!r} cannot run these inputs: {why}")
+    check_kernel(kernel, chosen, x)
     found = find(x, chosen.name, kernel, normalize) if chunk_size is None else None
     if found is not None:
         return chosen, found.kernel, found.chunk_size

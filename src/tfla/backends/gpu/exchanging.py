@@ -11,7 +11,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from tfla.backends.base import Exchange
-from tfla.backends.gpu import results, span_kernels
+from tfla.backends.gpu import results, span_kernels, state_passing
 from tfla.backends.gpu.context import LaunchContext, Pair
 
 
@@ -67,3 +67,28 @@ def finish_cotangents(ctx: LaunchContext, exchange: Exchange, gathered: Tensor) 
     last_m, log_decays, final_m, _, _ = ctx.saved
     gathered = ctx.do(exchange.finish, gathered)
     return span_kernels.launch_ends(ctx, exchange, gathered, last_m, log_decays, final_m)
+
+
+def pass_cotangents(
+    ctx: LaunchContext, exchange: Exchange, pending: Tensor | None, dC: Tensor | None, dn: Tensor | None,
+    decays: Tensor, *, final: Tensor | None,
+) -> Pair:  # fmt: skip
+    """Finish the exchange of cotangents, and pass dC from segment to segment, in place.
+
+    Args:
+        ctx: The context of the call.
+        exchange: The exchange.
+        pending: The result of :func:`start_cotangents`, or None where the exchange has not started.
+        dC, dn: What segments add, (segments, H, K, V) and (segments, H, K).
+        decays: The decays over segments, (segments, H).
+        final: Output for the cotangents of the initial C, (N, H, K, V), or None.
+
+    Returns:
+        The cotangents of the states after this process's steps, (N, H, K, V) and (N, H, K).
+    """
+    assert dC is not None
+    if pending is None:
+        pending = start_cotangents(ctx, exchange, dC, dn, decays)
+    dC_final, dn_final = finish_cotangents(ctx, exchange, pending)
+    state_passing.launch(ctx, dC, decays, dC_final, final, reverse=True)
+    return dC_final, dn_final

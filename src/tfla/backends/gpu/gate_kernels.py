@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfla.backends.base import Outputs
 from tfla.backends.gpu.config import ceil_div, power_of_two
 from tfla.backends.gpu.context import LaunchContext, time_strides
 from tfla.backends.gpu.results import dense
@@ -438,6 +439,21 @@ def launch_aggregates(ctx: LaunchContext) -> Tensor:
     out = ctx.new(ctx.H, ctx.count(CHUNK), 2, dtype=torch.float64)
     _launch_aggregates(ctx, out, 0)
     return out
+
+
+def launch_backward(ctx: LaunchContext, out: Outputs, dh: Tensor) -> Tensor:
+    """Compute the gate vectors of a backward, with delta, (T7), where its gradients need it.
+
+    Args:
+        ctx: The context of the call.
+        out: The results of the forward.
+        dh: The cotangent of h, (B, T, H, dhv).
+    """
+    spec = ctx.spec
+    gates = launch(ctx, d=out.d if spec.normalize else None)
+    if spec.normalize and spec.normalizer_grad:
+        launch_delta(ctx, gates, out.h, dh)
+    return gates
 
 
 def launch_delta(ctx: LaunchContext, gates: Tensor, h: Tensor, dh: Tensor) -> None:

@@ -61,17 +61,33 @@ def new_segment_n(ctx: LaunchContext) -> Tensor:
     return ctx.new(ctx.segments, ctx.H, ctx.K)
 
 
-def new_final_state(ctx: LaunchContext) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Allocate the final states C, (N, H, K, V), n, (N, H, K), and m, (N, H), or return None for what is not needed."""
+class NewOutputs(NamedTuple):
+    """The tensors that one forward computes; None for what is not needed."""
+
+    h: Tensor  # (B, T, H, dhv)
+    C: Tensor | None  # (N, H, K, V), final states
+    n: Tensor | None  # (N, H, K)
+    m: Tensor | None  # (N, H)
+    d: Tensor | None  # (B, T, H), denominators
+
+
+def new_h(ctx: LaunchContext) -> Tensor:
+    """Allocate h, (B, T, H, dhv)."""
+    return ctx.new(*ctx.x.v.shape, dtype=ctx.x.v.dtype)
+
+
+def new_outputs(ctx: LaunchContext, h: Tensor) -> NewOutputs:
+    """Allocate the other outputs of a forward beside h."""
     x, spec, N = ctx.x, ctx.spec, ctx.x.sequences
-    if not spec.final_state:
-        return None, None, None
-    C = ctx.new(N, ctx.H, ctx.K, ctx.V)
-    if not spec.normalize:
-        return C, None, None
-    # An empty sequence has no last step: its max state keeps the initial value.
-    m = ctx.zeros(N, ctx.H) if x.m is None else ctx.do(Tensor.copy_, ctx.new(N, ctx.H), x.m)
-    return C, ctx.new(N, ctx.H, ctx.K), m
+    C = n = m = None
+    if spec.final_state:
+        C = ctx.new(N, ctx.H, ctx.K, ctx.V)
+    if spec.final_state and spec.normalize:
+        # An empty sequence has no last step: its max state keeps the initial value.
+        m = ctx.zeros(N, ctx.H) if x.m is None else ctx.do(Tensor.copy_, ctx.new(N, ctx.H), x.m)
+        n = ctx.new(N, ctx.H, ctx.K)
+    d = ctx.new(*x.log_f.shape) if spec.normalize and spec.save else None
+    return NewOutputs(h, C, n, m, d)
 
 
 def final_cotangents(ctx: LaunchContext, dC: Tensor | None, dn: Tensor | None) -> Pair:
@@ -83,32 +99,28 @@ def final_cotangents(ctx: LaunchContext, dC: Tensor | None, dn: Tensor | None) -
     return ctx.zeros(*shape, ctx.V) if dC is None else dC, ctx.zeros(*shape) if dn is None else dn
 
 
-def forward_results(
-    ctx: LaunchContext, h: Tensor, d: Tensor | None, final: tuple[Tensor | None, ...], starts: Pair
-) -> Outputs:
+def forward_results(ctx: LaunchContext, out: NewOutputs, starts: Pair) -> Outputs:
     """Return the results of a forward.
 
     Args:
         ctx: The context of the call.
-        h: The output, (B, T, H, dhv).
-        d: The denominators, (B, T, H), or None.
-        final: The final states C, n and m, or None.
+        out: The outputs.
         starts: The states C and n at the starts of segments, (segments, H, K, V) and (segments, H, K), or None.
     """
-    x, (C, n, m), (chunk_C, chunk_n) = ctx.x, final, starts
+    x, (chunk_C, chunk_n) = ctx.x, starts
     if not (ctx.spec.save and ctx.stores_segment_states):
         chunk_C = chunk_n = None
     if ctx.spec.save and chunk_C is None:
         chunk_C = ctx.placeholder(0, ctx.H, x.q.shape[3], x.v.shape[3], dtype=stored_dtype(x, ctx.spec))
         chunk_n = ctx.placeholder(0, ctx.H, x.q.shape[3]) if ctx.spec.normalize else None
-    C, n = unpad_state(ctx, C, n)
+    C, n = unpad_state(ctx, out.C, out.n)
     none = ctx.placeholder(0)
     return Outputs(
-        h=h,
+        h=out.h,
         C=none if C is None else C,
         n=none if n is None else n,
-        m=none if m is None else m,
-        d=none if d is None else d,
+        m=none if out.m is None else out.m,
+        d=none if out.d is None else out.d,
         chunk_C=none if chunk_C is None else chunk_C,
         chunk_n=none if chunk_n is None else chunk_n,
     )

@@ -33,6 +33,29 @@ def _load_segment(states, decays, row, e, SIZE, there):
     return adds.to(tl.float32), tl.load(decays + row, mask=there, other=0.0)
 
 
+@triton.jit
+def _segments_of(cu, s, T, steps, IS_VARLEN: tl.constexpr):
+    """Return the number of the first segment of sequence s, and how many segments the sequence has."""
+    if IS_VARLEN:
+        first = tl.load(cu + s).to(tl.int64)
+        count = tl.cdiv(tl.load(cu + s + 1).to(tl.int64) - first, steps)
+        return first // steps + s, count
+    else:
+        count = tl.cdiv(T, steps).to(tl.int64)
+        return s * count, count
+
+
+@triton.jit
+def _load_given(given, s, h, H, SIZE, BLOCK: tl.constexpr, USE_INITIAL_STATE: tl.constexpr):
+    """Return the elements of a state that this program passes, (BLOCK), which of them exist, and their first values."""
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = e < SIZE
+    S = tl.zeros([BLOCK], tl.float32)
+    if USE_INITIAL_STATE:
+        S = tl.load(given + (s * H + h).to(tl.int64) * SIZE + e, mask=inside, other=0.0)
+    return e, inside, S
+
+
 @triton.jit(do_not_specialize=["T", "steps"])
 def pass_states(
     states, decays, given, final, cu, T, H, steps, SIZE,
@@ -57,18 +80,8 @@ def pass_states(
     """
     s = tl.program_id(1)
     h = tl.program_id(2)
-    if IS_VARLEN:
-        first = tl.load(cu + s).to(tl.int64)
-        count = tl.cdiv(tl.load(cu + s + 1).to(tl.int64) - first, steps)
-        slot0 = first // steps + s
-    else:
-        count = tl.cdiv(T, steps).to(tl.int64)
-        slot0 = s * count
-    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = e < SIZE
-    S = tl.zeros([BLOCK], tl.float32)  # (BLOCK), some elements of the running state
-    if USE_INITIAL_STATE:
-        S = tl.load(given + (s * H + h).to(tl.int64) * SIZE + e, mask=inside, other=0.0)
+    slot0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
+    e, inside, S = _load_given(given, s, h, H, SIZE, BLOCK, USE_INITIAL_STATE)  # S: the running state
     row = (slot0 + (count - 1 if REVERSE else 0)) * H + h
     step = -H if REVERSE else H
     adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
@@ -94,18 +107,8 @@ def final_states(
     """
     s = tl.program_id(1)
     h = tl.program_id(2)
-    if IS_VARLEN:
-        first = tl.load(cu + s).to(tl.int64)
-        count = tl.cdiv(tl.load(cu + s + 1).to(tl.int64) - first, steps)
-        slot0 = first // steps + s
-    else:
-        count = tl.cdiv(T, steps).to(tl.int64)
-        slot0 = s * count
-    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = e < SIZE
-    S = tl.zeros([BLOCK], tl.float32)  # (BLOCK), some elements of the running state
-    if USE_INITIAL_STATE:
-        S = tl.load(given + (s * H + h).to(tl.int64) * SIZE + e, mask=inside, other=0.0)
+    slot0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
+    e, inside, S = _load_given(given, s, h, H, SIZE, BLOCK, USE_INITIAL_STATE)  # S: the running state
     for c in range(0, count):
         row = (slot0 + (count - 1 - c if REVERSE else c)) * H + h
         adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)

@@ -155,9 +155,7 @@ def run_load_warp(tensors, shared, params, group_size, config):
             t = start + (tiles - 1 - i) * L
             left_k = scheduler.tile_coordinates(b, h // group_size, t, 0, end, params)
             left_v = scheduler.tile_coordinates(b, h, t, 0, end, params)
-            s, phase = pipeline.stage_and_phase(n, STAGES)
-            mbarrier.wait(shared.empty.index(s), phase ^ 1)
-            bar = shared.full.index(s)
+            s, bar = pipeline.acquire(n, shared.full, shared.empty, STAGES)
             mbarrier.expect(bar, 2 * (K.block_type.nbytes + DO.block_type.nbytes))
             pipeline.async_load(DO, left_v, bar, shared.do.index(2 * s))
             pipeline.async_load(
@@ -367,10 +365,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     n = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
-        tiles = (steps + L - 1) // L
-        checkpoint = ((b.to(gl.int64) * params.T + start) // config.CHECKPOINT_STEPS - 1) * params.H + h
-        work_tile = dq_dk.WorkTile(b=b, h=h, start=start, steps=steps, tiles=tiles, checkpoint=checkpoint)
+        work_tile = dq_dk.get_work_tile(index, params, config)
         C0 = gl.zeros([HALF, HALF], gl.float32, layout)
         C1 = gl.zeros([HALF, HALF], gl.float32, layout)
         if config.USE_INITIAL_STATE:
@@ -378,7 +373,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
             # (64, 64)
             C0 = gl.load(state_block_pointers(gmem.state_in, first, half, 0)).to(gl.float32)
             C1 = gl.load(state_block_pointers(gmem.state_in, first, half, HALF)).to(gl.float32)
-        for step in range(0, tiles):
+        for step in range(0, work_tile.tiles):
             C0, C1, n = process_tile(C0, C1, n, step, work_tile, ids, gmem, shared, params, half, config)
         if config.STORE_FINAL_STATE:
             last = scheduler.state_index(index, params)

@@ -151,6 +151,16 @@ class WorkTile(NamedTuple):
     checkpoint: Any  # index of the checkpoint before its first one, in (checkpoints, H)
 
 
+@gluon.jit
+def get_work_tile(index, params, config):
+    """Return work tile `index` for a consumer of dq and dk, or of dk and dv."""
+    L: gl.constexpr = config.L
+    b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
+    tiles = (steps + L - 1) // L
+    checkpoint = ((b.to(gl.int64) * params.T + start) // config.CHECKPOINT_STEPS - 1) * params.H + h
+    return WorkTile(b=b, h=h, start=start, steps=steps, tiles=tiles, checkpoint=checkpoint)
+
+
 class FragmentIds(NamedTuple):
     """The indices of what a consumer holds."""
 
@@ -180,17 +190,12 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
     """
     L: gl.constexpr = config.L
     n = 0
-    row = gl.program_id(1) // config.NUM_SPLITS * 128
-    column = gl.program_id(1) % config.NUM_SPLITS * Y.block_type.shape[-1]
+    row, column = scheduler.state_block(config.NUM_SPLITS, Y.block_type.shape[-1])
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
-        tiles = (steps + L - 1) // L
-        for i in range(0, tiles):
-            t = start + (tiles - 1 - i if config.REVERSE else i) * L
-            end = start + steps
-            s, phase = pipeline.stage_and_phase(n, config.STAGES)
-            mbarrier.wait(shared.empty.index(s), phase ^ 1)
-            bar = shared.full.index(s)
+        for i in range(0, (steps + L - 1) // L):
+            t, end = scheduler.tile_rows(i, start, steps, L, config.REVERSE)
+            s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
             of_w: gl.constexpr = 0 if config.TRANSPOSED else 2 * W.block_type.nbytes
             # The barrier completes when all of these bytes have arrived.
             mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes + Z.block_type.nbytes + of_w)
@@ -558,21 +563,14 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     initial_n_phase = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:
-        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
-        tiles = (steps + L - 1) // L
-        checkpoint = ((b.to(gl.int64) * params.T + start) // config.CHECKPOINT_STEPS - 1) * params.H + h
-        work_tile = WorkTile(b=b, h=h, start=start, steps=steps, tiles=tiles, checkpoint=checkpoint)
+        work_tile = get_work_tile(index, params, config)
         acc = load_initial_state(index, ids, gmem, params, config)
         if config.FUSE_NORMALIZER:
             # The other consumer reads this half of n, too.
             normalizer.store_shared_n(gl.sum(acc.N0, 1), shared.n.index(pipe_state.count % 2), half * 128)
             normalizer.store_shared_n(gl.sum(acc.N1, 1), shared.n.index(pipe_state.count % 2), half * 128 + 64)
-            fence_async_shared()
-            pipeline.barrier()
-            mbarrier.arrive(shared.initial_n_ready, count=1)
-            mbarrier.wait(shared.initial_n_ready, initial_n_phase)
-            initial_n_phase ^= 1
-        for step in range(0, tiles):
+            initial_n_phase = normalizer.exchange_initial_n(shared, initial_n_phase)
+        for step in range(0, work_tile.tiles):
             acc, pipe_state = process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, half, config)
         if config.STORE_FINAL_STATE:
             store_final_state(acc, index, ids, gmem, params, config)
@@ -696,6 +694,9 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     inverse = pipeline.allocate_vectors(gl.float32, 2, L) if config.FUSE_NORMALIZER else None
     initial_n_ready = pipeline.allocate_barrier(2) if config.FUSE_NORMALIZER else None
     RESULT: gl.constexpr = GATE_SUMS if not config.TRANSPOSED else (DENOMINATORS if config.SAVE_D else NO_RESULT)
+    store_config: gl.constexpr = store_warp.StoreWarpConfig(
+        L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
+    )  # fmt: skip
     SPLIT_REDUCE: gl.constexpr = config.NUM_SPLITS > 1
     zeros = pipeline.allocate_tiles(gmem.out, 1) if SPLIT_REDUCE else x
     full, empty = pipeline.allocate_full_empty(STAGES, store_warp.full_arrivals(RESULT) + (1 if SPLIT_REDUCE else 0), 2)
@@ -727,10 +728,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
                 source, buffers, gmem.out, zeros, zero_counts, full, empty, params, tiles_per_head, gate_config, config,
             )),
             (store_warp.run_store_warp, (
-                d, w_out, source.vectors, full, empty, params, tiles_per_head,
-                store_warp.StoreWarpConfig(
-                    L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
-                ),
+                d, w_out, source.vectors, full, empty, params, tiles_per_head, store_config,
             )),
         ],
         [4, 1, 1, 1, 1],

@@ -7,58 +7,34 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tfla.backends.base import Exchange, Grads, Outputs
+from tfla.backends.base import Grads, Outputs
 from tfla.backends.gpu import exchanging, gate_gradients, reductions, results, sequences, state_passing
-from tfla.backends.gpu.context import LaunchContext, Pair
+from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.family import KernelFamily
-from tfla.backends.hopper import config, gate_warp, scheduler, small_head_launch
-from tfla.backends.hopper.gate_warp import GateVectors
+from tfla.backends.hopper import config, gate_warp, scheduler, segment_starts, small_head_launch
 from tfla.backends.triton import denominators
 
 
 def forward(ctx: LaunchContext) -> Outputs:
     """Launch the forward."""
-    x, spec = ctx.x, ctx.spec
-    h = ctx.new(*x.v.shape, dtype=x.v.dtype)
+    h = results.new_h(ctx)
     ctx = exchanging.with_max_states(scheduler.launch(sequences.bound(ctx, h)))
-    C, n, m = final = results.new_final_state(ctx)
-    d = ctx.new(*x.log_f.shape) if spec.normalize and spec.save else None
-    gates = gate_warp.launch(ctx, m_final=m)  # (G1) to (G5)
-    starts, ends, stored = results.pad_state(ctx, x.C, x.n), (C, n), results.NO_STATE
-    if ctx.segmented:
-        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends, m=m, exchange=ctx.exchange)
-        ends = results.NO_STATE
+    out = results.new_outputs(ctx, h)
+    gates = gate_warp.launch(ctx, m_final=out.m)  # (G1) to (G5)
+    scan = _scan_segments(ctx, gates, skip_last=out.C is None and ctx.exchange is None) if ctx.segmented else None
+    starts, ends, stored = segment_starts.of_forward(ctx, out, scan)
     # o and d with C and n, (T1) to (T6).
-    small_head_launch.launch_o(ctx, gates, h, d, initial=starts, final=ends)
-    return results.forward_results(ctx, h, d, final, stored)
+    small_head_launch.launch_o(ctx, gates, out.h, out.d, initial=starts, final=ends)
+    return results.forward_results(ctx, out, stored)
 
 
-def segment_starts(
-    ctx: LaunchContext, gates: GateVectors, initial: Pair, final: Pair, m: Tensor | None = None,
-    exchange: Exchange | None = None,
-) -> Pair:  # fmt: skip
-    """Compute C and n at the starts of segments, (segments, H, K, V) and (segments, H, K).
-
-    A scan computes what each segment adds to the states; state passing turns it into the states at segment starts.
-
-    Args:
-        ctx: The context of the call.
-        gates: The gate vectors.
-        initial: The initial states of the sequences, (N, H, K, V) and (N, H, K), or None.
-        final: Outputs for the final states of the sequences, or None.
-        m: The max states after the sequences, (N, H), or None; read by the exchange.
-        exchange: The exchange with processes that have earlier steps, or None.
-    """
-    skip_last = final[0] is None and exchange is None
-    C, n, decays = small_head_launch.launch_segment_states(
+def _scan_segments(
+    ctx: LaunchContext, gates: gate_warp.GateVectors, *, skip_last: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Compute what each segment adds to C and n, and the decays over segments."""
+    return small_head_launch.launch_segment_states(
         ctx, gates, ctx.x.k, ctx.x.v, reverse=False, normalize=ctx.spec.normalize, skip_last=skip_last
-    )  # fmt: skip
-    if exchange is not None:
-        initial = exchanging.exchange_states(ctx, exchange, C, n, decays, initial, m)
-    state_passing.launch(ctx, C, decays, initial[0], final[0], reverse=False)
-    if n is not None:
-        state_passing.launch(ctx, n, decays, initial[1], final[1], reverse=False)
-    return C, n
+    )
 
 
 def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None) -> Grads:
@@ -77,12 +53,12 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     grads = results.new_gradients(ctx, shares=shares)
     ctx = scheduler.launch(sequences.bound(ctx, *grads.of_steps()))
     gates = gate_warp.launch(ctx, d=out.d if normalize else None)
-    starts = results.pad_state(ctx, x.C, x.n)
+    scan = _scan_segments(ctx, gates, skip_last=True) if segment_starts.needs_scan(ctx) else None
+    starts = segment_starts.of_backward(ctx, out, scan)
     dC, dn = dC_ends, dn_ends = results.final_cotangents(ctx, dC, dn)
     dC_starts, dn_starts = grads.dC0, grads.dn0
     if ctx.segmented:
-        # C and n at segment starts, and dC at segment ends: what segments add, then state passing.
-        starts = results.stored_starts(ctx, out) or segment_starts(ctx, gates, starts, results.NO_STATE)
+        # dC at segment ends: what segments add, then state passing.
         dC_ends, _, decays = small_head_launch.launch_segment_states(
             ctx, gates, x.q, dh, reverse=True, normalize=False, skip_last=grads.dC0 is None and ctx.exchange is None
         )  # fmt: skip
@@ -95,18 +71,10 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     # dq, (T7) to (T9), with q . dq and checkpoints of C and n.
     q_dq, checkpoints = small_head_launch.launch_dq(ctx, gates, dh, grads.dq, starts=starts, delta=delta)
     if ctx.segmented and normalize:  # dn at segment ends
-        if delta:
-            dn_ends = denominators.launch_segment_n(
-                ctx, gates.vectors, x.q, reverse=True, skip_last=grads.dn0 is None and ctx.exchange is None
-            )  # fmt: skip
-        else:
-            dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K)
+        skip_last = grads.dn0 is None and ctx.exchange is None
+        dn_ends = denominators.launch_segment_dn(ctx, gates.vectors, delta=delta, skip_last=skip_last)
     if ctx.exchange is not None:
-        assert dC_ends is not None
-        if pending is None:
-            pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
-        dC, dn = exchanging.finish_cotangents(ctx, ctx.exchange, pending)
-        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        dC, dn = exchanging.pass_cotangents(ctx, ctx.exchange, pending, dC_ends, dn_ends, decays, final=grads.dC0)
     if ctx.segmented and dn_ends is not None:
         state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
     # dk and dv, (T8), (T10) to (T12), with k . dk and <C, dC> at the checkpoints.

@@ -11,7 +11,7 @@ accumulators, and shares it through shared memory, with one buffer for this tile
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from tfla.backends.hopper.mma import accumulator_layout, issue_mma, split_in_three
 from tfla.backends.hopper.pipeline import STATE_WEIGHT, TILE_DECAY, barrier
@@ -51,6 +51,21 @@ def store_shared_n(n, to, first: gl.constexpr):
     columns = gl.where(column == 1, gl.expand_dims(middle, 1), columns)
     columns = gl.where(column == 0, gl.expand_dims(high, 1), columns)
     to.slice(first, 64, 1).permute((1, 0)).store(columns.to(to.dtype))
+
+
+@gluon.jit
+def exchange_initial_n(shared, phase):
+    """Wait until both consumers have stored their halves of n at the start of a work tile; return the next phase.
+
+    Args:
+        shared: Shared memory of the kernel.
+        phase: Phase of the barrier `initial_n_ready`.
+    """
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(shared.initial_n_ready, count=1)
+    mbarrier.wait(shared.initial_n_ready, phase)
+    return phase ^ 1
 
 
 @gluon.jit

@@ -162,13 +162,9 @@ def run_load_warp(X, Y, Z, Y2, shared, params, group_size, config):
     column = gl.program_id(1) * (2 * WIDTH)
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
-        tiles = (steps + L - 1) // L
-        for i in range(0, tiles):
-            t = start + (tiles - 1 - i if config.REVERSE else i) * L
-            end = start + steps
-            s, phase = pipeline.stage_and_phase(n, config.STAGES)
-            mbarrier.wait(shared.empty.index(s), phase ^ 1)
-            bar = shared.full.index(s)
+        for i in range(0, (steps + L - 1) // L):
+            t, end = scheduler.tile_rows(i, start, steps, L, config.REVERSE)
+            s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
             # The barrier completes when all of these bytes have arrived.
             mbarrier.expect(bar, X.block_type.nbytes + Z.block_type.nbytes + each_y * Y.block_type.nbytes)
             pipeline.async_load(
@@ -471,11 +467,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
         if config.NORMALIZE:
             # The other consumer reads this half of n, too.
             normalizer.store_shared_n(gl.sum(acc.n, 1), shared.n.index(pipe_state.count % 2), half * 64)
-            fence_async_shared()
-            pipeline.barrier()
-            mbarrier.arrive(shared.initial_n_ready, count=1)
-            mbarrier.wait(shared.initial_n_ready, initial_n_phase)
-            initial_n_phase ^= 1
+            initial_n_phase = normalizer.exchange_initial_n(shared, initial_n_phase)
         for step in range(0, tiles):
             acc, pipe_state = process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, half, config)
         if config.STORE_FINAL_STATE:
@@ -574,6 +566,9 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
     consumer_registers: gl.constexpr = CONSUMER_REGISTERS_MAX if config.BLOCKS == 2 else CONSUMER_REGISTERS
     producer_registers: gl.constexpr = PRODUCER_REGISTERS_MIN if config.BLOCKS == 2 else PRODUCER_REGISTERS
     RESULT: gl.constexpr = DP_OFFSETS if config.COMPUTE_DP_OFFSET else (DENOMINATORS if config.SAVE_D else NO_RESULT)
+    store_config: gl.constexpr = store_warp.StoreWarpConfig(
+        L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
+    )  # fmt: skip
     full, empty = pipeline.allocate_full_empty(STAGES, store_warp.full_arrivals(RESULT), 2)
     ready = pipeline.allocate_barriers(2, 2)
     initial_n_ready = pipeline.allocate_barrier(2) if config.NORMALIZE else None
@@ -598,10 +593,7 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
             (gate_warp.run_gate_warp, (0, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             (gate_warp.run_gate_warp, (1, source, buffers, full, empty, params, tiles_per_head, gate_config)),
             (store_warp.run_store_warp, (
-                d, d_out, source.vectors, full, empty, params, tiles_per_head,
-                store_warp.StoreWarpConfig(
-                    L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
-                ),
+                d, d_out, source.vectors, full, empty, params, tiles_per_head, store_config,
             )),
         ],
         [4, 1, 1, 1, 1],

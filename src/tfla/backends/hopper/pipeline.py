@@ -112,6 +112,14 @@ def advance(s, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def acquire(n, full, empty, STAGES: gl.constexpr):
+    """Wait until the stage of tile n is empty; return the stage and its full barrier."""
+    s, phase = stage_and_phase(n, STAGES)
+    mbarrier.wait(empty.index(s), phase ^ 1)
+    return s, full.index(s)
+
+
+@gluon.jit
 def producer_tail(n, full, empty, STAGES: gl.constexpr, arrivals: gl.constexpr = 1):
     """Hand over one more stage without data after the last tile, n - 1.
 

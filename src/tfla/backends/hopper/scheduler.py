@@ -184,6 +184,21 @@ def num_tiles(index, start, steps, params, L: gl.constexpr, REVERSE: gl.constexp
 
 
 @gluon.jit
+def state_block(NUM_SPLITS: gl.constexpr, WIDTH: gl.constexpr):
+    """Return the first row and column of the block of the state, (128, WIDTH), of which a row has NUM_SPLITS."""
+    return gl.program_id(1) // NUM_SPLITS * 128, gl.program_id(1) % NUM_SPLITS * WIDTH
+
+
+@gluon.jit
+def tile_rows(i, start, steps, L: gl.constexpr, REVERSE: gl.constexpr):
+    """Return the first token of the `i`-th tile that a scan of a work tile loads, and the token after the work tile.
+
+    The work tile starts at token `start` and has `steps` steps; with REVERSE its last tile is loaded first.
+    """
+    return start + ((steps + L - 1) // L - 1 - i if REVERSE else i) * L, start + steps
+
+
+@gluon.jit
 def tile_coordinates(b, h, t, column, end, params):
     """Return the TMA coordinates of the tile of head `h` whose first row is token `t` and first column `column`.
 

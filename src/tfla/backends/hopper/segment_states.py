@@ -93,17 +93,13 @@ def run_load_warp(X, Y, shared, params, group_size, config):
     """
     L: gl.constexpr = config.L
     n = 0
-    row = gl.program_id(1) // config.NUM_SPLITS * 128
-    column = gl.program_id(1) % config.NUM_SPLITS * Y.block_type.shape[-1]
+    row, column = scheduler.state_block(config.NUM_SPLITS, Y.block_type.shape[-1])
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         tiles = scheduler.num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)
         for i in range(0, tiles):
-            t = start + (tiles - 1 - i if config.REVERSE else i) * L
-            end = start + steps
-            s, phase = pipeline.stage_and_phase(n, config.STAGES)
-            mbarrier.wait(shared.empty.index(s), phase ^ 1)
-            bar = shared.full.index(s)
+            t, end = scheduler.tile_rows(i, start, steps, L, config.REVERSE)
+            s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
             mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes)
             pipeline.async_load(
                 X, scheduler.tile_coordinates(b, h // group_size, t, row, end, params), bar, shared.x.index(s)

@@ -217,9 +217,7 @@ def run_load_warp(tensors, shared, params, group_size, config):
             step = (tiles - 1 - i if config.REVERSE else i) * L
             t = start + step
             end = start + steps
-            s, phase = pipeline.stage_and_phase(n, config.STAGES)
-            mbarrier.wait(shared.empty.index(s), phase ^ 1)
-            bar = shared.full.index(s)
+            s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
             mbarrier.expect(bar, of_k + of_v)
             for e in gl.static_range(QK_COPIES):
                 x = scheduler.tile_coordinates(b, (h * HEADS + e) // group_size, t, 0, end, params)

@@ -46,6 +46,22 @@ def denominator(d, floor, EPS: tl.constexpr):
     return d
 
 
+@triton.jit
+def locate_program(H, GROUP, DV: tl.constexpr, BV: tl.constexpr):
+    """Return what a program computes.
+
+    Returns:
+        The index of its block of values; the row of its state in (B, H); the sequence; the head; its head
+        of q and k; the values, (BV).
+    """
+    parts: tl.constexpr = (DV + BV - 1) // BV
+    part = tl.program_id(0) % parts
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    b = row // H
+    h = row % H
+    return part, row, b, h, h // GROUP, part * BV + tl.arange(0, BV)
+
+
 @triton.jit(do_not_specialize=["H", "GROUP"])
 def one_step(
     Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, H, GROUP, scale,
@@ -58,13 +74,7 @@ def one_step(
     The grid is (B * H * DV / BV). Q and K are (B, H / GROUP, DK), V (B, H, DV), I and F (B, H), C and C_out (B, H, DK,
     DV), N and N_out (B, H, DK), M and M_out (B, H).
     """
-    parts: tl.constexpr = (DV + BV - 1) // BV
-    part = tl.program_id(0) % parts
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    b = row // H
-    h = row % H
-    hq = h // GROUP
-    rv = part * BV + tl.arange(0, BV)
+    part, row, b, h, hq, rv = locate_program(H, GROUP, DV, BV)
     in_v = rv < DV
     m = 0.0
     if NORMALIZE:
@@ -109,13 +119,7 @@ def several_steps(
     The steps are one tile, (44) to (56). Its gate matrix is computed row by row by the recurrence of the gates. The
     grid is (B * H * DV / BV); operands are as in `one_step`, with T after B.
     """
-    parts: tl.constexpr = (DV + BV - 1) // BV
-    part = tl.program_id(0) % parts
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    b = row // H
-    h = row % H
-    hq = h // GROUP
-    rv = part * BV + tl.arange(0, BV)
+    part, row, b, h, hq, rv = locate_program(H, GROUP, DV, BV)
     rt = tl.arange(0, BT)
     in_v = rv < DV
     in_t = rt < T

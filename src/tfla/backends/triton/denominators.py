@@ -215,6 +215,13 @@ def launch_segment_n(ctx: LaunchContext, gates: Tensor, x: Tensor, *, reverse: b
     return n
 
 
+def launch_segment_dn(ctx: LaunchContext, gates: Tensor, *, delta: bool, skip_last: bool) -> Tensor:
+    """Return what each segment adds to dn, (segments, H, K), which is nothing without delta."""
+    if delta:
+        return launch_segment_n(ctx, gates, ctx.x.q, reverse=True, skip_last=skip_last)
+    return ctx.zeros(ctx.segments, ctx.H, ctx.K)
+
+
 def launch(ctx: LaunchContext, gates: Tensor, initial: Tensor | None, final: Tensor | None, d: Tensor | None) -> None:
     """Compute the denominators (T3) and fold them into the gate vectors.
 

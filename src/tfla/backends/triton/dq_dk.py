@@ -23,8 +23,10 @@ from tfla.backends.gpu.gate_gradients import COLUMN_SUM, OTHER_TILES, PAIR_SUMS,
 from tfla.backends.gpu.gate_kernels import DECAY, DELTA_P, INTER, UPDATE, VECTORS, locate_segment
 from tfla.backends.gpu.state_passing import rounded_product
 from tfla.backends.triton.scan_tiles import (
+    complete_mmas,
     describable,
     gate_matrix,
+    keep_reads,
     load_opaque,
     load_tile,
     matmul,
@@ -34,7 +36,7 @@ from tfla.backends.triton.scan_tiles import (
     store_tile,
     tile_access,
     touch_tile,
-    wait_for_mma,
+    wide_heads,
     without_unknown_options,
 )
 
@@ -76,8 +78,7 @@ def dq_dk_scan(
     h = tl.program_id(1) % H
     first, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, length, L, IS_SEGMENTED, IS_VARLEN)
     col = part * BK
-    hx = (h // GROUP).to(tl.int64)
-    hv = h.to(tl.int64)
+    hx, hv = wide_heads(h, GROUP)
     x_at = tile_access(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
     w_at = tile_access(W + b * wb + t_first * wt + hx * wh, steps, DK, wt, L, BK, TMA)
     y_at = tile_access(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)
@@ -125,8 +126,7 @@ def dq_dk_scan(
             u = touch_tile(y0 + z0)
             if BLOCKS == 2:
                 u += touch_tile(y1 + z1)
-            if T < 0:  # never true: it keeps the reads of touch_tile()
-                decay += tl.sum(u.to(tl.float32), 0)
+            decay = keep_reads(decay, u, T)
         if WGMMA:
             wx = load_opaque(gate + (INTER if REVERSE else UPDATE) * L + r)
         else:
@@ -194,10 +194,7 @@ def dq_dk_scan(
         S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
-        if WGMMA:
-            S0 = wait_for_mma(S0)
-            if BLOCKS == 2:
-                S1 = wait_for_mma(S1)
+        S0, S1 = complete_mmas(S0, S1, BLOCKS, WGMMA)
         passed = t if REVERSE else t + L
         if passed % CHECKPOINT_STEPS == 0 and passed > 0 and passed < steps:
             at = ((checkpoint0 + passed // CHECKPOINT_STEPS) * H + h) * DK

@@ -62,21 +62,19 @@ def context(recorder: LaunchRecorder, x: Inputs, spec: Spec) -> LaunchContext:
 
 def forward(ctx: LaunchContext) -> Outputs:
     """Launch the forward."""
-    x, spec = ctx.x, ctx.spec
-    h = ctx.new(*x.v.shape, dtype=x.v.dtype)
+    x, h = ctx.x, results.new_h(ctx)
     ctx = exchanging.with_max_states(sequences.bound(ctx, h))
-    C, n, m = final = results.new_final_state(ctx)
-    d = ctx.new(*x.log_f.shape) if spec.normalize and spec.save else None
-    gates = gate_kernels.launch(ctx, m_final=m)  # (G1) to (G5)
-    starts, ends, stored = results.pad_state(ctx, x.C, x.n), (C, n), results.NO_STATE
+    out = results.new_outputs(ctx, h)
+    gates = gate_kernels.launch(ctx, m_final=out.m)  # (G1) to (G5)
+    starts, ends, stored = results.pad_state(ctx, x.C, x.n), (out.C, out.n), results.NO_STATE
     if ctx.segmented:
-        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends, m=m, exchange=ctx.exchange)
+        starts = stored = segment_starts(ctx, gates, initial=starts, final=ends, m=out.m, exchange=ctx.exchange)
         ends = results.NO_STATE
     # d, (T3), n, (T6); then o and C, (T1), (T2), (T5).
-    if spec.normalize:
-        denominators.launch(ctx, gates, initial=starts[1], final=ends[1], d=d)
-    o_dv.launch(ctx, gates, x.k, x.v, x.q, h, reverse=False, initial=starts[0], final=ends[0])
-    return results.forward_results(ctx, h, d, final, stored)
+    if ctx.spec.normalize:
+        denominators.launch(ctx, gates, initial=starts[1], final=ends[1], d=out.d)
+    o_dv.launch(ctx, gates, x.k, x.v, x.q, out.h, reverse=False, initial=starts[0], final=ends[0])
+    return results.forward_results(ctx, out, stored)
 
 
 def segment_starts(
@@ -124,9 +122,7 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     dh = results.dense_rows(ctx, dh)
     grads = results.new_gradients(ctx, shares=ctx.group)
     ctx = sequences.bound(ctx, *grads.of_steps())
-    gates = gate_kernels.launch(ctx, d=out.d if normalize else None)
-    if delta:  # (T7)
-        gate_kernels.launch_delta(ctx, gates, out.h, dh)
+    gates = gate_kernels.launch_backward(ctx, out, dh)  # with (T7)
     starts = results.pad_state(ctx, x.C, x.n)
     dC, dn = dC_ends, dn_ends = results.final_cotangents(ctx, dC, dn)
     dC_starts, dn_starts = grads.dC0, grads.dn0
@@ -148,17 +144,10 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
         memory=grads.dv,
     )  # fmt: skip
     if ctx.segmented and normalize:  # dn at segment ends
-        if delta:
-            skip_last = grads.dn0 is None and ctx.exchange is None
-            dn_ends = denominators.launch_segment_n(ctx, gates, x.q, reverse=True, skip_last=skip_last)
-        else:
-            dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K)
+        skip_last = grads.dn0 is None and ctx.exchange is None
+        dn_ends = denominators.launch_segment_dn(ctx, gates, delta=delta, skip_last=skip_last)
     if ctx.exchange is not None:
-        assert dC_ends is not None
-        if pending is None:
-            pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, dn_ends, decays)
-        dC, dn = exchanging.finish_cotangents(ctx, ctx.exchange, pending)
-        state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        dC, dn = exchanging.pass_cotangents(ctx, ctx.exchange, pending, dC_ends, dn_ends, decays, final=grads.dC0)
     if ctx.segmented and dn_ends is not None:
         state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
     # dk, (T8), (T10), with checkpoints of dC and dn; then dv, (T11), (T12).

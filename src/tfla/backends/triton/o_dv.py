@@ -25,6 +25,7 @@ from tfla.backends.triton.scan_tiles import (
     matmul,
     store_tile,
     tile_access,
+    wide_heads,
     without_unknown_options,
 )
 
@@ -62,8 +63,7 @@ def o_dv_scan(
     h = tl.program_id(1) % H
     _, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, length, L, IS_SEGMENTED, IS_VARLEN)
     col = part * BV * BLOCKS
-    hx = (h // GROUP).to(tl.int64)
-    hv = h.to(tl.int64)
+    hx, hv = wide_heads(h, GROUP)
     x_at = tile_access(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
     z_at = tile_access(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
     y_at = tile_access(Y + b * yb + t_first * yt + hv * yh, steps, DV, yt, L, BV, TMA)

@@ -85,6 +85,12 @@ def store_tile(at, x, t, c, length, width, stride, L: tl.constexpr, W: tl.conste
 
 
 @triton.jit
+def wide_heads(h, GROUP):
+    """Return the head of q and k of head h, and h, as 64-bit numbers."""
+    return (h // GROUP).to(tl.int64), h.to(tl.int64)
+
+
+@triton.jit
 def count_tiles(
     cu, sequences, T, slot, length, steps, L: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr,
     SKIP_LAST: tl.constexpr,
@@ -183,6 +189,24 @@ def touch_tile(x):
 def wait_for_mma(x):
     """Return the accumulator of an MMA unchanged, after the MMA is complete."""
     return tl.inline_asm_elementwise("", "=r,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def keep_reads(x, touched, T):
+    """Return the number x unchanged; the compiler cannot tell, and keeps the reads of `touch_tile`."""
+    if T < 0:  # never true
+        x += tl.sum(touched.to(tl.float32), 0)
+    return x
+
+
+@triton.jit
+def complete_mmas(S0, S1, BLOCKS: tl.constexpr, WGMMA: tl.constexpr):
+    """Return both blocks of the state, with WGMMA after their MMAs are complete."""
+    if WGMMA:
+        S0 = wait_for_mma(S0)
+        if BLOCKS == 2:
+            S1 = wait_for_mma(S1)
+    return S0, S1
 
 
 @triton.jit

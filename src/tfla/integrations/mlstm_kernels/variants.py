@@ -17,6 +17,7 @@ from torch import Tensor
 
 import tfla
 from tfla.integrations.arguments import check_epsilon, check_flags, check_float_dtype
+from tfla.integrations.mlstm_kernels import shapes
 from tfla.integrations.mlstm_kernels.denominator import MAX_EXP, attend_with_offset, max_states
 from tfla.ops.autocast import autocast_dtype as enabled_autocast_dtype
 from tfla.ops.autocast import without_autocast
@@ -47,13 +48,7 @@ class KernelVariant:
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor) -> None:
     """Check the dtypes and the shapes of q, k (B, NH, S, DHQK), v (B, NH, S, DHHV) and i, f (B, NH, S)."""
-    for name, t in {"q": q, "k": k, "v": v, "i": i, "f": f}.items():
-        check_float(name, t)
-    check_shape("q", q, ("B", "NH", "S", "DHQK"))
-    check_shape("k", k, tuple(q.shape))
-    check_shape("v", v, (*q.shape[:3], "DHHV"))
-    for name, t in {"i": i, "f": f}.items():
-        check_shape(name, t, tuple(q.shape[:3]))
+    shapes.check_inputs(check_float, check_shape, q, k, v, i, f)
 
 
 def _read_max_state(m: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tfla.integrations.arguments import check_epsilon, check_flags
+from tfla.integrations.mlstm_kernels import shapes
 from tfla.integrations.mlstm_kernels.variants import KernelVariant
 from tfla.jax.api import compute_with_offset
 from tfla.jax.checks import check_float, check_shape
@@ -31,13 +32,7 @@ MAX_EXP = 1e30  # bounds exp(-m), which overflows where all gates are closed; it
 
 def check_inputs(q: Any, k: Any, v: Any, i: Any, f: Any) -> None:
     """Check the dtypes and the shapes of q, k (B, NH, S, DHQK), v (B, NH, S, DHHV) and i, f (B, NH, S)."""
-    for name, t in {"q": q, "k": k, "v": v, "i": i, "f": f}.items():
-        check_float(name, t)
-    check_shape("q", q, ("B", "NH", "S", "DHQK"))
-    check_shape("k", k, tuple(q.shape))
-    check_shape("v", v, (*q.shape[:3], "DHHV"))
-    for name, t in {"i": i, "f": f}.items():
-        check_shape(name, t, tuple(q.shape[:3]))
+    shapes.check_inputs(check_float, check_shape, q, k, v, i, f)
 
 
 def max_states(log_i: Array, log_f: Array, initial_m: Array) -> Array:

@@ -32,17 +32,15 @@ def context(recorder: LaunchRecorder, x: Inputs, spec: Spec) -> LaunchContext:
 
 def forward(ctx: LaunchContext) -> Outputs:
     """Launch the forward."""
-    x, spec = ctx.x, ctx.spec
-    h = ctx.new(*x.v.shape, dtype=x.v.dtype)
+    x, h = ctx.x, results.new_h(ctx)
     ctx = sequences.bound(ctx, h)
-    C, n, m = final = results.new_final_state(ctx)
-    d = ctx.new(*x.log_f.shape) if spec.normalize and spec.save else None
-    gates = gate_kernels.launch(ctx, m_final=m)  # (G1) to (G5)
+    out = results.new_outputs(ctx, h)
+    gates = gate_kernels.launch(ctx, m_final=out.m)  # (G1) to (G5)
     initial = results.pad_state(ctx, x.C, x.n)
     # C and n at the starts of chunks, one chunk after the other; then h and d, all chunks in parallel.
-    starts = recurrent.launch(ctx, gates, x.k, x.v, reverse=False, initial=initial, final=(C, n))
-    parallel.launch_output(ctx, gates, x.q, x.k, x.v, h, reverse=False, states=starts, d=d)
-    return results.forward_results(ctx, h, d, final, starts)
+    starts = recurrent.launch(ctx, gates, x.k, x.v, reverse=False, initial=initial, final=(out.C, out.n))
+    parallel.launch_output(ctx, gates, x.q, x.k, x.v, out.h, reverse=False, states=starts, d=out.d)
+    return results.forward_results(ctx, out, starts)
 
 
 def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn: Tensor | None) -> Grads:
@@ -54,14 +52,11 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
         dh: The cotangent of h, (B, T, H, dhv).
         dC, dn: The cotangents of the final states, (N, H, dqk, dhv) and (N, H, dqk), or None.
     """
-    x, normalize = ctx.x, ctx.spec.normalize
-    delta = normalize and ctx.spec.normalizer_grad
+    x, delta = ctx.x, ctx.spec.normalize and ctx.spec.normalizer_grad
     dh = results.dense_rows(ctx, dh)
     grads = results.new_gradients(ctx, shares=ctx.group)
     ctx = sequences.bound(ctx, *grads.of_steps())
-    gates = gate_kernels.launch(ctx, d=out.d if normalize else None)
-    if delta:  # (T7)
-        gate_kernels.launch_delta(ctx, gates, out.h, dh)
+    gates = gate_kernels.launch_backward(ctx, out, dh)  # with (T7)
     initial, final = results.pad_state(ctx, x.C, x.n), results.final_cotangents(ctx, dC, dn)
     # C and n at the starts of chunks, dC and dn at their ends.
     starts = results.stored_starts(ctx, out)
