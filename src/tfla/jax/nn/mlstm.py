@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from tfla.jax.api import KERNELS, Offsets, mlstm
+from tfla.jax.api import Offsets, mlstm
 from tfla.jax.gates import widen
 from tfla.jax.nn.layers import GatePreactivation, HeadNorm, projection, reset_forget_gate
 from tfla.jax.state import State
@@ -22,7 +22,7 @@ from tfla.ops.gates import InputGate
 class MLSTM(nnx.Module):
     """The mLSTM layer: projections, the mLSTM operator, a norm over each head, and an output gate, (1)-(8).
 
-    This is :class:`tfla.nn.MLSTM` on arrays of JAX. A backend in the config that JAX does not have counts as None.
+    This is :class:`tfla.nn.MLSTM` on arrays of JAX. A backend of GPUs in the config counts as None.
 
     Args:
         config: a config with mixer "mlstm_exp" or "mlstm_sig".
@@ -42,7 +42,7 @@ class MLSTM(nnx.Module):
         self.num_heads, self.qk_head_dim, self.head_dim = heads, config.qk_head_dim, config.head_dim
         self.input_gate_kind: InputGate = "exp" if config.mixer == "mlstm_exp" else "sigmoid"
         self.chunk_size = config.chunk_size
-        self.backend = config.backend if config.backend in KERNELS else None
+        self.backend = config.backend if config.backend in ("reference", "chunkwise") else None
         self.param_dtype = param_dtype
         std = input_std(d)
         options = (dtype, param_dtype, rngs)
