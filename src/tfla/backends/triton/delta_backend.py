@@ -40,7 +40,7 @@ class TritonDelta(DeltaBackend):
     name = "triton"
     priority = 10
     kernels = ("fused",)
-    reads_before_decay = INTERPRETED  # these go through the kernels for gates by channel, which are not right on GPUs yet
+    reads_before_decay = INTERPRETED  # by the kernels for gates by channel, not right on GPUs yet
 
     def __init__(self, device_unsupported: Callable[[Tensor], str | None]) -> None:
         self._device_unsupported = device_unsupported
