@@ -13,6 +13,7 @@ from pathlib import Path
 
 import tyro
 
+from tfla._util.errors import UserError
 from tfla.train.config import Data, DemoConfig, GenerateConfig, Model, TrainConfig
 
 
@@ -21,6 +22,7 @@ def train(args: Sequence[str]) -> int:
     from tfla.train.initial import saved_options
     from tfla.train.logging import read_metrics
     from tfla.train.loop import train as train_run
+    from tfla.train.ranks import end_process_of_group
     from tfla.train.run_folder import CURVES_FILE, read_run_config
 
     args = [re.sub(r"^--run[-_]folder(?==|$)", "--run", word) for word in args]
@@ -34,7 +36,11 @@ def train(args: Sequence[str]) -> int:
         defaults = TrainConfig(model=model, data=data)
     defaults = dataclasses.replace(defaults, run=given.run)
     config = tyro.cli(TrainConfig, args=args, prog="tfla train", default=defaults)
-    trained = train_run(config)
+    try:
+        trained = train_run(config)
+    except (UserError, SystemExit) as error:
+        end_process_of_group(error)
+        raise
     if trained.rank:
         return trained.exit_code
     if trained.signal is not None:  # the last evaluation is of an earlier step

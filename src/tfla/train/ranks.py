@@ -267,6 +267,24 @@ def _end(ranks: Ranks, error: BaseException) -> NoReturn:
     raise error
 
 
+def end_process_of_group(error: UserError | SystemExit) -> None:
+    """End this process at once with the error's message and exit code if it is one of several that have failed.
+
+    Their process group is left as it is. Threads of gloo may still hold tensors of collectives that have failed, and a
+    thread that drops one of them while the interpreter ends would abort the process.
+    """
+    if not (dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    code = 1
+    if isinstance(error, UserError):
+        print(f"tfla: error: {one_line(error)}", file=sys.stderr)
+    elif isinstance(error.code, int):
+        code = error.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _may_be_of_others(error: BaseException | None) -> bool:
     """Return whether an error, or one that has caused it, may come from the failure of another process."""
     while error is not None:
