@@ -41,16 +41,20 @@ class DeltaConfig:
 
 
 @functools.cache
-def delta_config(dqk: int, dhv: int, arch: int) -> DeltaConfig:
-    """Return the configuration for these head dims on a GPU of this compute capability, 90 for 9.0."""
+def delta_config(dqk: int, dhv: int, arch: int, read_key: bool = False) -> DeltaConfig:
+    """Return the configuration for these head dims on a GPU of this compute capability, 90 for 9.0.
+
+    A read key apart from k is one more tile that a stage of the scans holds in shared memory.
+    """
     K, V = power_of_two(dqk), power_of_two(dhv)
     block, blocks = min(V, 128), ceil_div(V, 128)
     wide = K > 128  # then a state has many rows
     if arch == 90:
         dv = min(V, 64 if wide else 128)
+        stages = 1 if wide and read_key else 2
         return DeltaConfig(
-            h=_columns(min(V, 64), num_warps=8 if wide else 4, stages=2),
-            dv=_columns(dv, num_warps=8 if wide or dv == 128 else 4, stages=2),
+            h=_columns(min(V, 64), num_warps=8 if wide else 4, stages=stages),
+            dv=_columns(dv, num_warps=8 if wide or dv == 128 else 4, stages=stages),
             dq_dk=TileConfig(split=min(K, 64), block=block, blocks=blocks, num_warps=4 * blocks, stages=2),
             descriptors=dqk % 8 == 0 and dhv % 8 == 0,
             wgmma=True,
@@ -132,7 +136,7 @@ def launch_context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) ->
 
 def context(base: LaunchContext, x: DeltaInputs, spec: DeltaSpec, beta: Tensor) -> DeltaContext:
     """Return the context of a call with at most one gate a step."""
-    config = delta_config(base.K, base.V, architecture(x.q.device))
+    config = delta_config(base.K, base.V, architecture(x.q.device), read_key=x.read_key is not None)
     return DeltaContext(base=base, x=x, spec=spec, config=config, beta=beta)
 
 

@@ -55,8 +55,8 @@ class TritonDelta(DeltaBackend):
             return f"it takes dqk up to {LARGEST_DIM}"
         if x.v.shape[3] > LARGEST_DIM and not x.channel_gates:
             return f"it takes dhv up to {LARGEST_DIM}"
-        if x.q.dtype not in (torch.bfloat16, torch.float16) and not INTERPRETED:
-            return f"it takes bfloat16 and float16, the inputs are {x.q.dtype}"
+        if x.q.dtype != torch.bfloat16 and not INTERPRETED:
+            return f"it takes bfloat16, the inputs are {x.q.dtype}"
         return None
 
     def default_chunk_size(self, x: DeltaInputs, kernel: str) -> int:
