@@ -23,7 +23,7 @@ from tfla._util.files import write_json
 from tfla._util.outputs import check_file
 from tfla.bench.options import GpuBench, parse
 from tfla.bench.suites import DELTA_FORMS, SUITES, Entry, Suite
-from tfla.bench.worker_group import ask_together, dismiss_together
+from tfla.bench.worker_group import ask_together, dismiss_together, start_together
 from tfla.bench.worker_pool import WorkerDied, WorkerPool
 from tfla.measure.problem import FORWARD, STEP, Problem
 from tfla.measure.roofline import (
@@ -145,6 +145,13 @@ class Run:
         job["sampling"] = asdict(self.sampling_together())
         return ask_together(self.pool, entry.key, entry.processes, job, self.allowance())
 
+    def start(self, entry: Entry) -> None:
+        """Start the processes of an entry, which then import."""
+        if entry.processes == 1:
+            self.pool.of(entry.key)
+        else:
+            start_together(self.pool, entry.key, entry.processes)
+
     def dismiss(self, entry: Entry) -> None:
         """Stop the processes of an entry."""
         if entry.processes == 1:
@@ -168,10 +175,12 @@ class Run:
         Where processes run an implementation together, the link between their devices is measured as well.
         """
         job = {"kind": "machine", "device": self.config.device, "sampling": asdict(self.config.sampling)}
+        together = max(entry.processes for entry in entries)
+        if together > 1:
+            start_together(self.pool, "link", together)
         self.say("device copy and matrix product")
         (found,) = self.pool.of(entries[0].key).ask(job, self.config.limit)
         self.rates = found["rates"]
-        together = max(entry.processes for entry in entries)
         if together > 1:
             self.say("link")
             job = {"kind": "link", "device": self.config.device}
@@ -279,8 +288,8 @@ class Run:
                 self.waiting -= len(self.sizes(entry))
                 continue
             following = there[there.index(entry) + 1 :]
-            if ahead and following and following[0].processes == 1 and self.left() > 0:
-                self.pool.of(following[0].key)
+            if ahead and following and self.left() > 0:
+                self.start(following[0])
             yield from self.timed_rows(entry)
 
 

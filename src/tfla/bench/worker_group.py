@@ -21,6 +21,17 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def _names(name: str, count: int) -> list[str]:
+    """Return the names of the processes of an implementation."""
+    return [f"{name}, process {rank}" for rank in range(count)]
+
+
+def start_together(pool: WorkerPool, name: str, count: int) -> None:
+    """Start all processes of an implementation, which then import at the same time."""
+    for each in _names(name, count):
+        pool.of(each)
+
+
 def ask_together(pool: WorkerPool, name: str, count: int, job: Row, limit: float) -> Iterator[Row]:
     """Yield the rows of a job that ``count`` processes do together.
 
@@ -30,10 +41,9 @@ def ask_together(pool: WorkerPool, name: str, count: int, job: Row, limit: float
     Raises:
         WorkerDied: a process ended before its job was done, or all of them took longer than ``limit`` seconds.
     """
-    names = [f"{name}, process {rank}" for rank in range(count)]
+    names = _names(name, count)
     port, rows = free_port(), dict[int, list[Row]]()
-    for each in names:
-        pool.of(each)  # all of them start before the first is asked
+    start_together(pool, name, count)
     failed: WorkerDied | None = None
 
     def one(rank: int) -> list[Row]:
@@ -88,5 +98,5 @@ def merged(parts: tuple[Row, ...]) -> Row:
 
 def dismiss_together(pool: WorkerPool, name: str, count: int) -> None:
     """Stop all processes of an implementation."""
-    for rank in range(count):
-        pool.dismiss(f"{name}, process {rank}")
+    for each in _names(name, count):
+        pool.dismiss(each)
