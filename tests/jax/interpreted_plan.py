@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from jax_cases import to_torch
 
-from tfla.backends.gpu.planning import Allocate, Copy, Fill, Launch, Plan
+from tfla.backends.gpu.planning import Allocate, Copy, Fill, Launch, Plan, Resize
+from tfla.backends.gpu.replay import resized
 from tfla.jax.inputs import vary, varying_axes
 
 LOCK = threading.Lock()  # the interpreter is one for all threads
@@ -46,6 +47,8 @@ class InterpretedPlan:
                 values[step.target].zero_()
             elif isinstance(step, Copy):
                 values[step.target].copy_(values[step.source])
+            elif isinstance(step, Resize):
+                values[step.result] = resized(step.shape, values[step.source])
             else:
                 assert isinstance(step, Launch), "the interpreter runs kernels without TMA descriptors"
                 self.ran.append(step.kernel.__name__)

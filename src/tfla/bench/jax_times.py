@@ -1,13 +1,16 @@
 """Times of the operator called from JAX and from PyTorch, on one GPU in one run: `python -m tfla.bench.jax_times`.
 
-Each implementation runs in a process of its own. A sample is a run of calls back to back, which are enqueued faster
-than the GPU computes them, so that its mean is the GPU's time. The first call of a function of JAX includes its
-compilation, for which Triton's cache is empty.
+Each implementation runs each length in a process of its own. With several workers these compile side by side and take
+samples one at a time. A sample is a run of calls back to back, which are enqueued faster than the GPU computes them, so
+that its mean is the GPU's time. The first call includes compilation, for which Triton's cache is empty.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
+import itertools
 import json
 import os
 import statistics
@@ -15,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,17 @@ def _shapes(T: int, dqk: int, dhv: int) -> list[tuple[int, ...]]:
     return [*((*steps, d) for d in (dqk, dqk, dhv, dhv)), steps, steps]
 
 
+@contextlib.contextmanager
+def _alone(lock: Path | None) -> Iterator[None]:
+    """Hold the lock, so that no other process of this run takes samples."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file releases it
+        yield
+
+
 def _samples(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int, calls: int) -> dict[str, Any]:
     """Time runs of so many calls, after one of them."""
     found = []
@@ -45,16 +60,17 @@ def _samples(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int,
     return {"seconds": statistics.median(found), "min": min(found), "max": max(found), "samples": repeats}
 
 
-def _from_torch(form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int) -> list[dict[str, Any]]:
+def _from_torch(
+    form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int, lock: Path | None
+) -> list[dict[str, Any]]:
     """Time the operator of PyTorch."""
     import torch
 
     import tfla
 
-    *heads, i, f = (torch.randn(shape, device="cuda") for shape in _shapes(T, dqk, dhv))
-    q, k, v, cotangent = (t.bfloat16() for t in heads)
-    x = [q, k, v, i - 1, f + 3]
-    del heads
+    *heads, gates, _ = _shapes(T, dqk, dhv)
+    q, k, v, cotangent = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in heads)
+    x = [q, k, v, torch.randn(gates, device="cuda") - 1, torch.randn(gates, device="cuda") + 3]
 
     def forward() -> Any:
         with torch.no_grad():
@@ -79,24 +95,25 @@ def _from_torch(form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int)
         call()
         torch.cuda.synchronize()
         memory = torch.cuda.max_memory_allocated() - before
-        row = _samples(call, lambda _: torch.cuda.synchronize(), repeats, calls)
+        with _alone(lock):
+            row = _samples(call, lambda _: torch.cuda.synchronize(), repeats, calls)
         rows.append({"direction": direction, "first_seconds": first, "peak_bytes": memory} | row)
     return rows
 
 
-def _from_jax(name: str, form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int) -> list[dict[str, Any]]:
+def _from_jax(
+    name: str, form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int, lock: Path | None
+) -> list[dict[str, Any]]:
     """Time the operator of this library, or that of mlstm_kernels, as a jitted function of JAX."""
     import jax
     import jax.numpy as jnp
 
     import tfla.jax
 
-    shapes = _shapes(T, dqk, dhv)
+    shapes, dtypes = _shapes(T, dqk, dhv), [jnp.bfloat16] * 4 + [jnp.float32] * 2
     keys = jax.random.split(jax.random.key(0), len(shapes))
-    *heads, i, f = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-    q, k, v, cotangent = (t.astype(jnp.bfloat16) for t in heads)
+    q, k, v, cotangent, i, f = map(jax.random.normal, keys, shapes, dtypes)
     x = [q, k, v, i - 1, f + 3]
-    del heads
     if name == "JAX":
         backend = "hopper" if jax.devices()[0].compute_capability == "9.0" else "triton"
 
@@ -123,22 +140,24 @@ def _from_jax(name: str, form: str, T: int, dqk: int, dhv: int, repeats: int, ca
         first = time.perf_counter() - begin
         sizes = compiled.memory_analysis()
         memory = 0 if sizes is None else sizes.temp_size_in_bytes + sizes.output_size_in_bytes
-        row = _samples(lambda fn=compiled, given=given: fn(*given), jax.block_until_ready, repeats, calls)  # type: ignore[misc]
+        with _alone(lock):
+            row = _samples(lambda fn=compiled, given=given: fn(*given), jax.block_until_ready, repeats, calls)  # type: ignore[misc]
         rows.append({"direction": direction, "first_seconds": first, "peak_bytes": memory} | row)
     return rows
 
 
-def _one(name: str, form: str, dqk: int, dhv: int, lengths: list[int], repeats: int, calls: int) -> None:
+def _one(options: argparse.Namespace) -> None:
     """Print the rows of one implementation, in a process of its own, as lines of JSON."""
-    for T in lengths:
-        facts = {"name": name, "form": form, "dqk": dqk, "dhv": dhv, "x": T}
-        try:
-            options = form, T, dqk, dhv, repeats, calls
-            rows = _from_torch(*options) if name == "PyTorch" else _from_jax(name, *options)
-        except Exception as error:
-            rows = [{"error": f"{type(error).__name__}: {error}"[:300]}]
-        for row in rows:
-            print(json.dumps(facts | row), flush=True)
+    name, form, T = options.one, options.forms[0], options.lengths[0]
+    dqk, dhv = (int(d) for d in options.head_dims[0].split("x"))
+    facts = {"name": name, "form": form, "dqk": dqk, "dhv": dhv, "x": T}
+    given = form, T, dqk, dhv, options.repeats, options.calls, options.lock
+    try:
+        rows = _from_torch(*given) if name == "PyTorch" else _from_jax(name, *given)
+    except Exception as error:
+        rows = [{"error": f"{type(error).__name__}: {error}"[:300]}]
+    for row in rows:
+        print(json.dumps(facts | row), flush=True)
 
 
 def main() -> None:
@@ -150,47 +169,60 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", default=["exp"])
     parser.add_argument("--head-dims", nargs="+", default=[f"{K}x{V}" for K, V in HEAD_DIMS])
     parser.add_argument("--names", nargs="+", default=NAMES)
-    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no process starts")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
+    parser.add_argument("--workers", type=int, default=1, help="processes that compile side by side")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds after which every process ends")
     parser.add_argument("--one", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
-        dims = [int(d) for d in options.head_dims[0].split("x")]
-        _one(options.one, options.forms[0], dims[0], dims[1], list(LENGTHS), options.repeats, options.calls)
+        _one(options)
         return
-    rows, begin = [], time.monotonic()
-    for heads in options.head_dims:
-        for form in options.forms:
-            for name in options.names:
-                left = options.budget - (time.monotonic() - begin)
-                if left <= 0:
-                    continue
-                rows += _in_a_process(name, form, heads, options, left)
+    end = time.monotonic() + options.budget
+    every = itertools.product(options.head_dims, options.forms, options.lengths, options.names)
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(options.workers) as pool:
+        options.lock = lock.name
+        found = pool.map(lambda which: _in_a_process(which, options, end), list(every))
+        rows = list(itertools.chain.from_iterable(found))
     from tfla.measure.machine import environment, installed_version
 
     machine = environment("cuda")
     machine["versions"] |= {n: v for n in ("jax", "jaxlib") if (v := installed_version(n))}
-    config = {key: value for key, value in vars(options).items() if key not in ("out", "one")}
+    config = {key: value for key, value in vars(options).items() if key not in ("out", "one", "lock")}
     options.out.write_text(
         json.dumps({"kind": "jax", "environment": machine, "config": config, "rows": rows}, indent=1) + "\n"
     )
 
 
-def _in_a_process(name: str, form: str, heads: str, options: argparse.Namespace, limit: float) -> list[dict[str, Any]]:
-    """Return the rows of one implementation, measured in a process of its own with an empty cache of Triton."""
+def _in_a_process(which: tuple[str, str, int, str], options: argparse.Namespace, end: float) -> list[dict[str, Any]]:
+    """Return the rows of one implementation, measured in a process of its own with an empty cache of Triton.
+
+    Args:
+        which: the head dims, the input gate, the length and the name.
+        options: the options of the command.
+        end: the time after which the process ends, of `time.monotonic`.
+    """
+    heads, form, T, name = which
+    left = end - time.monotonic()
+    if left <= 0:
+        return []
     with tempfile.TemporaryDirectory() as cache:
         command = [
             sys.executable, "-m", "tfla.bench.jax_times", "--one", name, "--forms", form, "--head-dims", heads,
-            "--repeats", str(options.repeats), "--calls", str(options.calls), "--out", str(options.out),
+            "--lengths", str(T), "--repeats", str(options.repeats), "--calls", str(options.calls),
+            "--lock", str(options.lock), "--out", str(options.out),
         ]  # fmt: skip
         kept = {"TRITON_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         try:
             done = subprocess.run(
-                command, env=os.environ | kept, capture_output=True, text=True, check=False, timeout=limit
+                command, env=os.environ | kept, capture_output=True, text=True, check=False, timeout=left
             )
             said = done.stdout
         except subprocess.TimeoutExpired as error:
             said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    rows = [line for line in said.splitlines() if line.startswith("{")]
+    print("\n".join(rows), flush=True)
+    return [json.loads(row) for row in rows]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import jaxlib
 from jax import Array
 
-from tfla.backends.gpu.planning import Allocate, Copy, Describe, Fill, Launch, Plan
+from tfla.backends.gpu.planning import Allocate, Copy, Describe, Fill, Launch, Plan, Resize
 from tfla.jax.inputs import vary, varying_axes
 
 TARGET = "triton_kernel_call_ffi"  # of the plugin for CUDA, which compiles PTX and launches kernels
@@ -132,7 +132,7 @@ class LoweredPlan:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.owned = {step.result for step in plan.steps if isinstance(step, Allocate)}
+        self.owned = {step.result for step in plan.steps if isinstance(step, Allocate | Resize)}
         described = {step.result: step for step in plan.steps if isinstance(step, Describe)}
         first = plan.given.index(True)
         self.calls = [KernelCall(s, described, first) if isinstance(s, Launch) else None for s in plan.steps]
@@ -149,6 +149,10 @@ class LoweredPlan:
                 values[step.target] = vary(jnp.zeros_like(values[step.target]), axes)
             elif isinstance(step, Copy):
                 values[step.target] = values[step.source].astype(values[step.target].dtype)
+            elif isinstance(step, Resize):
+                x = values[step.source]
+                margins = [(0, new - old, 0) for new, old in zip(step.shape, x.shape, strict=True)]
+                values[step.result] = jax.lax.pad(x, jnp.zeros((), x.dtype), margins)
             elif call is not None:
                 call(values, self.owned)
         return [values[n] for n in self.plan.results]

@@ -44,6 +44,7 @@ class Division:
         assert q is not None
         self.packed = arrays[8] is not None
         self.batch, self.heads, self.shared = v.shape[0], v.shape[2], q.shape[2]
+        self.sizes = {"t": v.shape[1], "k": q.shape[3], "v": v.shape[3]}
 
     def spec(self, dims: str, shape: tuple[int, ...], batch: Any, heads: Any) -> P:
         """Return how an array of these dims is divided, if v is over `batch` and `heads`."""
@@ -79,9 +80,9 @@ class Division:
                 elif dim == "s" and not self.packed and size:
                     names.append("b" if size == self.batch else "(b s)")
                     sizes["s"] = size // self.batch
-                elif dim in "tkv":
+                elif size == self.sizes.get(dim):
                     names.append(dim)
-                else:  # of this array alone
+                else:  # of this array alone, such as padded head dims
                     names.append(f"x{place}{'abcdef'[d]}")
             return " ".join(names)
 

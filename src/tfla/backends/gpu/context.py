@@ -164,6 +164,11 @@ class LaunchContext:
         return self.recorder.placeholder
 
     @property
+    def resize(self) -> Callable[..., Tensor]:
+        """The padding or cutting of a tensor to a shape, :meth:`.LaunchRecorder.resize`."""
+        return self.recorder.resize
+
+    @property
     def do(self) -> Callable[..., Any]:
         """The recording of any function, :meth:`.LaunchRecorder.do`."""
         return self.recorder.do

@@ -42,6 +42,14 @@ class Copy(NamedTuple):
     source: int
 
 
+class Resize(NamedTuple):
+    """The copy of a tensor to one of another shape, each dim of which is cut or padded with zeros at its end."""
+
+    result: int
+    source: int
+    shape: tuple[int, ...]
+
+
 class Describe(NamedTuple):
     """The making of a TMA descriptor of a tensor."""
 
@@ -62,7 +70,7 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-Step = Allocate | Fill | Copy | Describe | Launch
+Step = Allocate | Fill | Copy | Resize | Describe | Launch
 
 
 class Plan(NamedTuple):
@@ -95,6 +103,12 @@ class PlanRecorder(LaunchRecorder):
     def reuse(self, memory: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
         """Record the allocation of a tensor: hosts of plans find free memory by themselves."""
         return self.new(*shape, dtype=memory.dtype)
+
+    def resize(self, x: Tensor, *shape: int) -> Tensor:
+        """Record the padding or cutting of a tensor."""
+        made = torch.empty(shape, dtype=x.dtype, device=self.device)
+        self.plan.append(Resize(self._new_number(made), self.numbers[id(x)], tuple(shape)))
+        return made
 
     def placeholder(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Record the allocation of a tensor without elements."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tfla._util.caching import CallCache
 from tfla.backends.gpu.at_exit import settle_at_exit
@@ -100,6 +101,12 @@ def _shared_empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
         return torch.empty(shape, dtype=dtype, device=device)
 
 
+def resized(shape: tuple[int, ...], x: Tensor) -> Tensor:
+    """Return a dense copy of x of this shape: each dim is cut or padded with zeros at its end."""
+    last_first = zip(reversed(shape), reversed(x.shape), strict=True)
+    return pad(x, [n for new, old in last_first for n in (0, new - old)]).contiguous()
+
+
 # A recorded step: the function, the numbers of the operands that it reads, and for a launch the remaining arguments;
 # for any other step whether the result is a tensor (else it is a tensor descriptor).
 Step = tuple[Callable[..., Any], tuple[int, ...], list[Any] | bool]
@@ -173,6 +180,11 @@ class LaunchRecorder:
         size = math.prod(shape)
         found: Tensor = self.do(lambda t: t.view(-1)[offset : offset + size].view(shape), memory)
         return found
+
+    def resize(self, x: Tensor, *shape: int) -> Tensor:
+        """Return a dense copy of x of this shape: each dim is cut or padded with zeros at its end."""
+        made: Tensor = self.do(functools.partial(resized, shape), x)
+        return made
 
     def placeholder(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor without elements for a result that was not requested; all calls share it."""

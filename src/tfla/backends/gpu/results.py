@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tfla.backends.base import Grads, Outputs, stored_dtype
 from tfla.backends.gpu.context import LaunchContext, Pair
@@ -33,21 +32,21 @@ def pad_state(ctx: LaunchContext, C: Tensor | None, n: Tensor | None) -> Pair:
     C, n = dense(ctx, C), dense(ctx, n)
     if not ctx.padded:
         return C, n
-    k, v = ctx.K - ctx.x.q.shape[3], ctx.V - ctx.x.v.shape[3]
-    return (
-        None if C is None else ctx.do(lambda t: pad(t, (0, v, 0, k)), C),
-        None if n is None else ctx.do(lambda t: pad(t, (0, k)), n),
-    )
+    return _with_head_dims(ctx, C, n, ctx.K, ctx.V)
 
 
 def unpad_state(ctx: LaunchContext, C: Tensor | None, n: Tensor | None) -> Pair:
     """Return states C, (N, H, K, V), and n, (N, H, K), cut to the head dims of the inputs."""
     if not ctx.padded:
         return C, n
-    k, v = ctx.x.q.shape[3], ctx.x.v.shape[3]
+    return _with_head_dims(ctx, C, n, ctx.x.q.shape[3], ctx.x.v.shape[3])
+
+
+def _with_head_dims(ctx: LaunchContext, C: Tensor | None, n: Tensor | None, dqk: int, dhv: int) -> Pair:
+    """Return states C and n, each cut or padded with zeros to these head dims."""
     return (
-        None if C is None else ctx.do(lambda t: t[..., :k, :v].contiguous(), C),
-        None if n is None else ctx.do(lambda t: t[..., :k].contiguous(), n),
+        None if C is None else ctx.resize(C, *C.shape[:2], dqk, dhv),
+        None if n is None else ctx.resize(n, *n.shape[:2], dqk),
     )
 
 
