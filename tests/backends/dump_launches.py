@@ -1,27 +1,34 @@
 """Writes what every call launches, to compare two versions of the launch code. Needs no GPU; nothing is computed.
 
-    python tests/backends/dump_launches.py [--sampled COUNT] [CASE...] > launches.txt
+    python tests/backends/dump_launches.py [--sampled COUNT] [--compile | --gpu] [CASE...] > launches.txt
 
 CASE is as in every_kernel.py; without one, all of them and COUNT random calls. A change of launch code that is not
-meant to change launches leaves the file as it was. It has a line for each step of the recorder:
+meant to change launches leaves the file as it was. With --compile the kernels of the cases are compiled for an H100,
+and each launch also has the registers, spills and shared memory of its kernel and a digest of its PTX. With --gpu the
+cases run on the GPU that is there, and each case also has the digests of its results. The file has a line for each
+step of the recorder:
 
     %9 = new (1, 150, 2, 128) bfloat16                    an allocation
     %12 = do %3 -> (1, 150, 2, 64) (19200, 128, 64) ...   an operation of PyTorch, or a TMA descriptor
     o_dv_scan[(1, 2)] %1 %2 ... 150 64 | BK=64 ...        a launch: kernel, grid, operands, numbers, constants
 
-Operands are numbered as the recorder does: the inputs of the call first, then each result in its order.
+Operands are numbered as the recorder does: the inputs of the call first, then each result in its order. Constants are
+in the order of the kernel's parameters, so that a new name moves none of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import random
+import re
 from typing import Any
 from unittest import mock
 
 import every_kernel
 import torch
-from compile_for import AbsentGPU
+import triton
+from compile_for import AbsentGPU, compile_only
 from torch import Tensor
 from triton.runtime.driver import driver
 
@@ -49,14 +56,36 @@ def described(x: Any) -> str:
     return f"descriptor {list(x.shape)} {list(x.strides)} {x.block_shape}"
 
 
-class Dump:
-    """The lines of one call."""
+def digest(text: bytes) -> str:
+    """Return twelve hexadecimal digits that differ where texts differ."""
+    return hashlib.sha256(text).hexdigest()[:12]
 
-    def __init__(self) -> None:
+
+def ptx_digest(ptx: str, name: str) -> str:
+    """Return the digest of a kernel's PTX without its name, comments, and what only debuggers read."""
+    lines = re.sub(r"//.*", "", ptx.partition(".section")[0]).replace(name, "kernel").splitlines()
+    kept = (line.strip() for line in lines if not re.match(r"\s*(\.loc|\.file|\$L__tmp|\$L__func|$)", line))
+    return digest("\n".join(kept).encode())
+
+
+def compiled_to(kernel: Any) -> str:
+    """Return what Triton made of a kernel: resources of a thread and a program, and the digest of its PTX."""
+    made = kernel.metadata
+    on_gpu = hasattr(kernel, "n_regs") and kernel.n_regs
+    registers, spills = (kernel.n_regs, kernel.n_spills) if on_gpu else (made.registers, made.spilled)
+    ptx = ptx_digest(kernel.asm["ptx"], made.name)
+    return f" -> registers={registers} spills={spills} shared={made.shared} ptx={ptx}"
+
+
+class Dump:
+    """The lines of one call; its launches are only noted unless they are compiled, and run where there is a GPU."""
+
+    def __init__(self, compiled: bool) -> None:
         self.lines: list[str] = []
+        self.compiled = compiled
 
     def __enter__(self) -> Dump:
-        do, dump = LaunchRecorder.do, self
+        do, launch, dump = LaunchRecorder.do, LaunchRecorder.launch, self
 
         def noted_do(self: LaunchRecorder, fn: Any, *read: Any) -> Any:
             numbers = [f"%{self.numbers[id(x)]}" for x in read]
@@ -69,8 +98,15 @@ class Dump:
             self: LaunchRecorder, kernel: Any, grid: Any, *args: Any, num_warps: int, tunable: bool = False, **c: Any
         ) -> None:
             operands = [str(x) if isinstance(x, int | float) else f"%{self.numbers[id(x)]}" for x in args]
-            constants = [f"{name}={c[name]}" for name in sorted(c)] + [f"num_warps={num_warps}", f"tunable={tunable}"]
-            dump.lines.append(f"{kernel.__name__}[{grid}] {' '.join(operands)} | {' '.join(constants)}")
+            options = {"num_warps": num_warps, "tunable": tunable}
+            order = [*kernel.arg_names, *sorted(c)]  # an option of the launch, such as num_ctas, is no parameter
+            constants = [f"{name}={x}" for name, x in (sorted(c.items(), key=lambda x: order.index(x[0])))]
+            constants += [f"{name}={x}" for name, x in options.items()]
+            line = f"{kernel.__name__}[{grid}] {' '.join(operands)} | {' '.join(constants)}"
+            if dump.compiled:
+                launch(self, kernel, grid, *args, **options, **c)
+                line += compiled_to(self.steps[-1][0].kernel)
+            dump.lines.append(line)
 
         caching.clear_caches()
         self.patches = [
@@ -148,36 +184,48 @@ def without_gpu() -> None:
     segmentation.best_chunk_size = lambda x, *_: SEGMENT  # type: ignore[assignment]
 
 
-def run_case(case: str) -> None:
-    """Call the operator, forward and backward, or the decoding steps of a case."""
+def run_case(case: str) -> list[Tensor]:
+    """Return the results of a case: of the operator, forward and backward, or of decoding steps."""
     backend, kernel, gate, dqk, dhv, dtype, shape = case.split(",")
     K, V, dt = int(dqk), int(dhv), getattr(torch, dtype)
     if kernel == "steps":
-        every_kernel.steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
-    elif kernel == "delta":
-        every_kernel.delta(backend, gate, K, V, dt, shape)
-    elif kernel == "delta_steps":
-        every_kernel.delta_steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
-    else:
-        every_kernel.operator(backend, kernel, gate, K, V, dt, shape)
+        return every_kernel.steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
+    if kernel == "delta":
+        return every_kernel.delta(backend, gate, K, V, dt, shape)
+    if kernel == "delta_steps":
+        return every_kernel.delta_steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
+    return every_kernel.operator(backend, kernel, gate, K, V, dt, shape)
+
+
+def digests(results: list[Tensor]) -> str:
+    """Return the line of the digests of the bits of results."""
+    bits = [x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes() for x in results]
+    return " ".join(["results", *map(digest, bits)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sampled", type=int, default=400, metavar="COUNT")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("cases", nargs="*", metavar="CASE")
     options = parser.parse_args()
-    without_gpu()
+    triton.knobs.compilation.disable_line_info = True
+    if not options.gpu:
+        without_gpu()
+    if options.compile:
+        compile_only({})
     for case in options.cases or every_kernel.CASES:
         if case.split(",")[1] == "model":
             continue
-        with Dump() as dump:
-            run_case(case)
-        print("##", case, *dump.lines, sep="\n", flush=True)
+        torch.manual_seed(0)
+        with Dump(options.gpu or options.compile) as dump:
+            results = run_case(case)
+        print("##", case, *dump.lines, *[digests(results)] * options.gpu, sep="\n", flush=True)
     rng = random.Random(0)
-    for _ in range(0 if options.cases else options.sampled):
+    for _ in range(0 if options.cases or options.gpu or options.compile else options.sampled):
         name, x, spec, backend, cotangents = sampled_call(rng)
-        with Dump() as dump:
+        with Dump(compiled=False) as dump:
             call(x, spec, backend, cotangents)
         print("##", name, *dump.lines, sep="\n", flush=True)
 

@@ -82,3 +82,25 @@ def test_operands_have_been_made_before() -> None:
             used = set(re.findall(r"%\d+", step))
             assert all(x in made or int(x[1:]) <= 15 for x in used), line
             made.add(result)
+
+
+def test_launches_of_renamed_kernels_are_compared(tmp_path: Path) -> None:
+    launch = "rows[(1, 2)] %1 %9 150 | BK=64 BACK=True num_warps=4 -> registers=80 spills=0 shared=8 ptx=1a"
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.write_text(f"##\ncase\n%9 = new (1, 2) (2, 1) float32\n{launch}\n")
+
+    def difference(changed: str, other: str) -> str:
+        text = before.read_text("utf-8").replace("rows[", "dq_dk[").replace("BACK=", "REVERSE=").replace(changed, other)
+        after.write_text(text)
+        command = [sys.executable, DUMP.with_name("compare_launches.py"), before, after]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert "rows is dq_dk: 1 launches" in difference("", "")
+    assert "different" not in difference("", "")
+    for changed, other, what in (
+        ("%1 %9", "%9 %1", "operands"), ("(1, 2)] ", "(2, 2)] ", "grid"), ("shared=8", "shared=9", "shared"),
+        ("ptx=1a", "ptx=1b", "ptx"), ("(1, 2) (2, 1)", "(2, 2) (2, 1)", "results made"),
+        ("REVERSE=True", "REVERSE=False", "constants"),
+    ):  # fmt: skip
+        assert f"different {what} of" in difference(changed, other), what
+    assert "(none) is dq_dk: 1 launches" in difference("dq_dk[", "dq_dk[(1,)] %9 | num_warps=1\ndq_dk[")
