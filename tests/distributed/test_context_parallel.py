@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from typing import Any
 
 import pytest
 import torch
-from cases import FORMS, PER_STEP, Implementation, error, problem, solve, truth_m
-from context_parts import collectives, compiled_sizes, heads_and_steps, outputs_alone, own_steps, refused, solve_part
+from cases import FORMS, Implementation, error, problem, solve, truth_m
+from context_cuts import compare, cuts, each_share, sequences, whole
+from context_parts import collectives, compiled_sizes, heads_and_steps, outputs_alone, refused, solve_part
 from hypothesis import given
 from hypothesis import strategies as st
 from process_pool import Pool
-from torch import Tensor
 
 ONE = Implementation("chunkwise", "segmented", "cpu")
 EXACT = 1e-12
-
-
-def whole(found: list[dict[str, Tensor]], order: str, lengths: tuple[int, ...]) -> dict[str, Tensor]:
-    """The quantities of all ranks as those of one process."""
-    size, result = len(found), {}
-    for name, x in found[0].items():
-        every = [part[name] for part in found]
-        if name in PER_STEP:
-            steps = torch.cat([own_steps(rank, size, order, lengths) for rank in range(size)])
-            result[name] = torch.cat(every, 1)[:, steps.argsort()]
-        elif name in ("C", "n"):
-            assert all(torch.equal(x, other) for other in every)  # the final states are equal on every rank
-            result[name] = x
-        else:
-            result[name] = torch.stack(every).sum(0)
-    return result
-
-
-@st.composite
-def cuts(draw: Any, most: int = 9) -> tuple[int, str, tuple[int, ...]]:
-    """The number of processes, the order and the lengths of spans."""
-    size, order = draw(st.integers(2, 4)), draw(st.sampled_from(["contiguous", "zigzag"]))
-    count = size * (2 if order == "zigzag" else 1)
-    return size, order, tuple(draw(st.lists(st.integers(1, most), min_size=count, max_size=count)))
 
 
 @st.composite
@@ -54,24 +29,7 @@ def problems(draw: Any, form: str, total: int) -> dict[str, Any]:
         "carried": draw(st.booleans()),
         "seed": draw(st.integers(0, 99)),
     }
-    if draw(st.booleans()):
-        return {**chosen, "B": draw(st.integers(1, 2)), "T": total}
-    ends = [0, *sorted(draw(st.lists(st.integers(0, total), max_size=7))), total]
-    return {**chosen, "lengths": tuple(b - a for a, b in itertools.pairwise(ends))}
-
-
-def compare(found: dict[str, Tensor], exact: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == exact.keys()
-    errors = {name: error(x, exact[name]) for name, x in found.items()}
-    assert all(e <= tolerance for e in errors.values()), {name: f"{e:.1e}" for name, e in errors.items()}
-
-
-def each_share(data: st.DataObject, size: int) -> list[dict[str, float]]:
-    """The shares of ranks in the cotangents of the final states."""
-    if data.draw(st.booleans()):
-        only = data.draw(st.integers(0, size - 1))
-        return [{"share": float(rank == only)} for rank in range(size)]
-    return [{"share": 1.0 / size}] * size
+    return {**chosen, **draw(sequences(total))}
 
 
 @pytest.mark.parametrize("form", FORMS)

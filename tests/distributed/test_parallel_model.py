@@ -55,6 +55,10 @@ CASES = [
     Case("cp", torch.float64, "retnet"),
     Case("fsdp-cp", torch.float64, "mamba2"),
     Case("cp-tp", torch.float64, "retnet", (("activation_checkpointing", True),)),
+    Case("cp", torch.float64, "gla"),
+    Case("cp", torch.float64, "delta_net", (("activation_checkpointing", True),)),
+    Case("cp-tp", torch.float64, "gated_delta_net"),
+    Case("fsdp-cp", torch.float64, "kda"),
     Case("fsdp", torch.float64, "mamba2"),
     Case("hsdp-tp", torch.float64, "gla"),
     Case("tp", torch.float64, "delta_net"),
@@ -211,7 +215,9 @@ def test_loss_and_gradients_are_those_of_one_process(case: Case, errors: dict[Ca
 def _bad_layouts() -> dict[str, str]:
     """Return the error of each wrong call; runs on four processes."""
     model = make_model(torch.float32)
-    mamba2, gla = (make_model(torch.float32, mixer) for mixer in ("mamba2", "gla"))
+    mamba2, own = (make_model(torch.float32, mixer) for mixer in ("mamba2", "gla"))
+    for block in own.blocks:
+        del block.mixer.context_parallel  # as a mixer of one's own that does not take it
 
     def mesh(names: tuple[str, ...] | None, *shape: int) -> Any:
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -231,7 +237,7 @@ def _bad_layouts() -> dict[str, str]:
         "feed-forward": (narrow, mesh(("tp",), 4), {}),
         "no mixer": (nn.Linear(4, 4), mesh(("tp",), 4), {}),
         "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
-        "cp of gla": (gla, mesh(("cp",), 4), {}),
+        "cp of its own": (own, mesh(("cp",), 4), {}),
         "tp of mamba2": (mamba2, mesh(("tp",), 4), {}),
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
         "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
@@ -262,7 +268,7 @@ EXPECTED = {
     "feed-forward": "ValueError mesh: got tp of size 4, expected a divisor of the SwiGLU's width, 43",
     "no mixer": "ValueError mesh: got tp of size 4, expected 1 for Linear, which has no mixer of tfla.nn",
     "cp of no mixer": "ValueError mesh: got cp of size 4, expected 1 for Linear, which never calls tfla.mlstm",
-    "cp of gla": "ValueError mesh: got cp of size 4, expected 1 for GatedLinearAttention, which has no exchange of "
+    "cp of its own": "ValueError mesh: got cp of size 4, expected 1 for GatedLinearAttention, which has no exchange of "
     "states between processes",
     "tp of mamba2": "ValueError mesh: got tp of size 4, expected 1 for Mamba2, whose norm is over all heads",
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",

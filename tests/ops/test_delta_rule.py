@@ -517,7 +517,7 @@ def test_gates_by_channel_refuse_a_normalizer() -> None:
         tfla.linear_attention(q, q, v, log_f, normalize=True)
     with pytest.raises(ValueError, match=r"store_dtype: got torch.bfloat16 with log_f"):
         tfla.linear_attention(q, q, v, log_f, store_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"context_parallel: got a group with log_f"):
-        tfla.linear_attention(q, q, v, log_f, context_parallel=object())
+    with pytest.raises(TypeError, match=r"context_parallel: got object, expected a process group"):
+        tfla.linear_attention(q, q, v, log_f, context_parallel=object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"writes: got 0, expected at least 1"):
         tfla.delta_product(q, q, v, None, writes=0)

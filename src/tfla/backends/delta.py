@@ -178,6 +178,16 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
             spec: the options of the forward.
         """
 
+    def initial_cotangent(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
+        """Return the cotangents of the initial states, (N, H, dqk, dhv), from those of h alone.
+
+        With context parallelism processes exchange them before the backward. The arguments are those of `backward`, and
+        x.C is given.
+        """
+        dC = self.backward(x, out, dh, None, spec).C
+        assert dC is not None
+        return dC
+
     def steps(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute a few steps without gradients: h and the new C.
 

@@ -202,11 +202,9 @@ def linear_attention(
         ValueError, TypeError: as :func:`mlstm`.
     """
     if has_channel_gates(log_f):
-        if context_parallel is not None:
-            raise ValueError("context_parallel: got a group with log_f (B, T, H, dqk), expected None")
         return channel_gates.linear_attention(
             q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, check_scale(scale),
-            backend, kernel, store_dtype,
+            backend, kernel, store_dtype, context_parallel,
         )  # fmt: skip
     request = Request(
         q, k, v, log_i, log_f, initial_state, cu_seqlens, "log", normalize, return_state, check_scale(scale), backend,

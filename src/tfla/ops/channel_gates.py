@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from tfla.ops.checks import check_float, check_shape
-from tfla.ops.delta_dispatch import DeltaRequest, plan
-from tfla.ops.delta_operator import delta
+from tfla.ops.delta_dispatch import DeltaRequest
+from tfla.ops.delta_operator import compute
 from tfla.ops.delta_step_dispatch import DeltaStepRequest
 from tfla.ops.delta_step_dispatch import plan as plan_steps
 from tfla.ops.delta_step_operators import run
 from tfla.ops.gates import clamp
 from tfla.ops.state import State
+
+if TYPE_CHECKING:
+    from tfla.ops.context_parallel.group import Group
 
 
 def has_channel_gates(log_f: object, time: bool = True) -> bool:
@@ -41,7 +46,7 @@ def _check_options(normalize: bool, store_dtype: torch.dtype | None) -> None:
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None, normalize: bool, state: State | None,
     return_state: bool, cu_seqlens: Tensor | None, chunk_size: int | None, scale: float | None, backend: str | None,
-    kernel: str | None, store_dtype: torch.dtype | None,
+    kernel: str | None, store_dtype: torch.dtype | None, context_parallel: Group | None,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Compute :func:`tfla.linear_attention` with log_f (B, T, H, dqk)."""
     _check_options(normalize, store_dtype)
@@ -49,7 +54,7 @@ def linear_attention(
         q, k, v, _write_strength(log_i, v), log_f, None, None, None, state, cu_seqlens, False, False, False, "none",
         "none", None, return_state, scale, chunk_size, backend, kernel,
     )  # fmt: skip
-    return delta(*plan(request))
+    return compute(request, context_parallel)
 
 
 def steps(

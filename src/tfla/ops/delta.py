@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
 from tfla.backends.delta import BetaActivation, GateActivation
 from tfla.ops import checks
-from tfla.ops.delta_dispatch import DeltaRequest, plan
-from tfla.ops.delta_operator import delta
+from tfla.ops.delta_dispatch import DeltaRequest
+from tfla.ops.delta_operator import compute
 from tfla.ops.state import State
+
+if TYPE_CHECKING:
+    from tfla.ops.context_parallel.group import Group
 
 
 @overload
@@ -37,6 +40,7 @@ def delta_rule(
     chunk_size: int | None = ...,
     backend: str | None = ...,
     kernel: str | None = ...,
+    context_parallel: Group | None = ...,
 ) -> Tensor: ...
 @overload
 def delta_rule(
@@ -61,6 +65,7 @@ def delta_rule(
     chunk_size: int | None = ...,
     backend: str | None = ...,
     kernel: str | None = ...,
+    context_parallel: Group | None = ...,
 ) -> tuple[Tensor, State]: ...
 def delta_rule(
     q: Tensor,
@@ -84,6 +89,7 @@ def delta_rule(
     chunk_size: int | None = None,
     backend: str | None = None,
     kernel: str | None = None,
+    context_parallel: Group | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute the gated delta rule over whole sequences.
 
@@ -121,6 +127,7 @@ def delta_rule(
         chunk_size: the distance in steps between the states that are stored for the backward; None chooses it.
         backend: the name of the implementation; None chooses the fastest one that supports the inputs.
         kernel: the name of one of the backend's kernels; None chooses it.
+        context_parallel: the processes that share the steps of all sequences, as in :func:`tfla.mlstm`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
@@ -133,7 +140,7 @@ def delta_rule(
         normalize_qk, beta_activation, gate_activation, lower_bound, return_state, checks.check_scale(scale),
         chunk_size, backend, kernel,
     )  # fmt: skip
-    return delta(*plan(request))
+    return compute(request, context_parallel)
 
 
 @overload

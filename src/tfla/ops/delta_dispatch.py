@@ -66,10 +66,10 @@ def plan(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
         _PLANS.add(call, found)
     else:
         x = _inputs(request)
-    return x if found.backend.takes_activations else _activated(x, request), found
+    return x if found.backend.takes_activations else activated_inputs(x, request), found
 
 
-def _activated(x: DeltaInputs, request: DeltaRequest) -> DeltaInputs:
+def activated_inputs(x: DeltaInputs, request: DeltaRequest) -> DeltaInputs:
     """Return inputs with the activations of the call applied."""
     return activated(
         x, request.normalize_qk, request.beta_activation, request.gate_activation, request.lower_bound or 0.0
@@ -120,6 +120,12 @@ def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs,
     backend, kernel, chunk_size = choose(
         x, bool(request.read_before_decay), request.backend, request.kernel, request.chunk_size
     )
+    spec = spec_of(request, x, backend, kernel, chunk_size)
+    return x, Plan(backend, spec, not cached and needs_dispatcher(x), cached, True)
+
+
+def spec_of(request: DeltaRequest, x: DeltaInputs, backend: DeltaBackend, kernel: str, chunk_size: int) -> DeltaSpec:
+    """Return the options that the chosen backend gets."""
     spec = DeltaSpec(
         scale=x.q.shape[-1] ** -0.5 if request.scale is None else request.scale,
         correct=request.correct,
@@ -134,7 +140,7 @@ def _check_and_choose(request: DeltaRequest, cached: bool) -> tuple[DeltaInputs,
             normalize_qk=bool(request.normalize_qk), beta_activation=request.beta_activation,
             gate_activation=request.gate_activation, lower_bound=request.lower_bound or 0.0,
         )  # fmt: skip
-    return x, Plan(backend, spec, not cached and needs_dispatcher(x), cached, True)
+    return spec
 
 
 def choose(

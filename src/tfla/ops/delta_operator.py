@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,8 +12,12 @@ from tfla.backends import DELTA_BACKENDS, DeltaInputs
 from tfla.backends.base import packed_bounds
 from tfla.backends.delta import DeltaGrads, DeltaOutputs, DeltaSpec
 from tfla.ops import delta_differentiable, flops
+from tfla.ops.delta_dispatch import DeltaRequest, plan
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
+
+if TYPE_CHECKING:
+    from tfla.ops.context_parallel.group import Group
 
 
 def _check(x: DeltaInputs) -> None:
@@ -57,3 +62,16 @@ delta = DifferentiableOperator(
     num_read=_num_read, results=_results, differentiable=delta_differentiable.delta,
     flops=(flops.delta_flops, flops.delta_gradient_flops), without_batch=("A_log", "dt_bias"),
 )  # fmt: skip
+
+
+def compute(request: DeltaRequest, context_parallel: Group | None) -> Tensor | tuple[Tensor, State]:
+    """Compute a call, whose tensors are this process's part of the sequences where processes share them.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+    """
+    if context_parallel is None:
+        return delta(*plan(request))
+    from tfla.ops.context_parallel.delta_call import delta_part
+
+    return delta_part(request, context_parallel)

@@ -132,11 +132,24 @@ class Scan:
                 if part.stop < stop:
                     C = delta_block.final_state(x, E, C)
             for part, x, E, C in reversed(blocks):
-                L = x.v.shape[2]
-                X = self.of_heads(out.X[self.span.rows], part)[..., :L] if self.spec.correct else None
+                X = self.correction(out, part, x)
                 do = self.of_heads(dh[self.span.rows], part)
                 self.store_gradients(grads, part, delta_block.backward(x, E, X, do, C, dC))
         self.store_state(dC_all, dC)
+
+    def initial_cotangent(self, out: DeltaOutputs, dh: Tensor, dC_all: Tensor) -> None:
+        """Add to `dC_all`, which is zero, the cotangents of this scan's initial states from those of h."""
+        dC = self.of_group(dC_all).flatten(0, 1).clone()
+        for start, stop, _ in reversed(self.chunks()):
+            for part in reversed(list(self.parts(start, stop))):
+                x = self.block(part)
+                X = self.correction(out, part, x)
+                delta_block.cotangent(x, X, self.of_heads(dh[self.span.rows], part), dC)
+        self.store_state(dC_all, dC)
+
+    def correction(self, out: DeltaOutputs, part: Part, x: delta_block.Block) -> Tensor | None:
+        """Return X of a block, None without a correction."""
+        return self.of_heads(out.X[self.span.rows], part)[..., : x.v.shape[2]] if self.spec.correct else None
 
     def store_gradients(self, grads: DeltaGrads, part: Part, found: delta_block.Gradients) -> None:
         """Store the gradients of a block."""
@@ -223,6 +236,13 @@ class ChunkwiseDelta(DeltaBackend):
         for scan in scans(x, spec):
             scan.backward(out, dh, grads, dC)
         return grads._replace(C=dC)
+
+    def initial_cotangent(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
+        """Compute the cotangents of the initial states by the products that need no states."""
+        dC = dh.new_zeros((x.sequences, x.v.shape[2], x.q.shape[3], x.v.shape[3]), dtype=x.acc_dtype)
+        for scan in scans(x, spec):
+            scan.initial_cotangent(out, dh, dC)
+        return dC
 
 
 DELTA_BACKEND = ChunkwiseDelta()

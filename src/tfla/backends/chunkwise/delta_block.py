@@ -106,6 +106,24 @@ def final_state(x: Block, E: Tensor, C: Tensor) -> Tensor:
     return C
 
 
+def cotangent(x: Block, X: Tensor | None, do: Tensor, dC: Tensor) -> None:
+    """Update dC in place to the cotangent of the state before the block, without gradients of its inputs.
+
+    The arguments are those of :func:`backward`.
+    """
+    decays, beta, do = x.decays, x.beta.unsqueeze(-1), do * x.scale
+    q_in = x.q * decays.start
+    r_in = None if x.read_key is None else x.read_key * x.read_start
+    Z = decays.scores(x.q, q_in).mT @ do
+    for t in reversed(range(len(Z))):
+        write = Z[t].baddbmm_(decays.k_end[t], dC)
+        if X is not None:
+            write.baddbmm_(X[t].mT, write * beta[t], alpha=-1.0)
+        dC.mul_(decays.whole[t]).baddbmm_(q_in[t].mT, do[t])
+        if r_in is not None:
+            dC.baddbmm_(r_in[t].mT, write * beta[t], alpha=-1.0)
+
+
 class Gradients(NamedTuple):
     """The gradients of one block; `k` has those of the write keys alone."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -34,7 +32,6 @@ class Mamba2(RecurrentMixer):
     def __init__(self, config: ModelConfig) -> None:
         heads = config.mamba_expand * config.d_model // config.mamba_head_dim
         super().__init__(config, heads, num_qk_heads=1)
-        self.context_parallel: Any = None  # the processes that share the steps, as `tfla.linear_attention` takes them
         d, width = config.d_model, heads * self.head_dim
         self.gate_proj = Projection(d, width, input_std(d))
         self.dt_proj = Projection(d, heads, input_std(d))

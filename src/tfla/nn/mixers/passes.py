@@ -76,7 +76,7 @@ class SequencePass(Pass):
         cu_seqlens: Tensor | None,
         return_state: bool,
     ) -> None:
-        group = getattr(mixer, "context_parallel", None)
+        group = mixer.context_parallel
         self.part = None if group is None else ContextPart(group)
         if self.part is not None:
             if state is not None or return_state:

@@ -45,6 +45,7 @@ class RecurrentMixer(SequenceMixer):
         self.num_qk_heads = self.num_heads if num_qk_heads is None else num_qk_heads
         self.qk_head_dim, self.head_dim = config.qk_head_dim, config.head_dim
         self.chunk_size, self.backend = config.chunk_size, config.backend
+        self.context_parallel: Any = None  # the processes that share the steps, as `tfla.linear_attention` takes them
         d, keys, values = config.d_model, self.num_qk_heads * self.qk_head_dim, self.num_heads * self.head_dim
         std = input_std(d)
         self.q_proj = Projection(d, keys, std)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ class Retention(RecurrentMixer):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.context_parallel: Any = None  # the processes that share the steps, as `tfla.linear_attention` takes them
         d = config.d_model
         self.gate_proj = Projection(d, self.num_heads * self.head_dim, input_std(d))
         self.norm = GatedNorm(self.head_dim, config.head_norm_eps)

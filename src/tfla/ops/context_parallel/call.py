@@ -21,7 +21,7 @@ from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher, transforms_active
 
 
-def _check_offsets(cu_seqlens: Tensor, q: Tensor) -> None:
+def check_global_offsets(cu_seqlens: Tensor, q: Tensor) -> None:
     """Check the offsets of packed sequences among the steps of all processes, apart from their values."""
     checks.check_offsets(cu_seqlens, q)
     if cu_seqlens.device.type != "cpu":
@@ -29,6 +29,12 @@ def _check_offsets(cu_seqlens: Tensor, q: Tensor) -> None:
             f"cu_seqlens: got device {cu_seqlens.device}, expected cpu with context_parallel: each process computes "
             "its part on the host, without waiting for the device"
         )
+
+
+def check_no_transforms() -> None:
+    """Raise if a transform of torch.func or forward-mode AD is active."""
+    if transforms_active():
+        raise NotImplementedError("context_parallel: torch.func transforms and forward-mode AD have no rule for it")
 
 
 def _as_the_backend_reads(x: Inputs, cut: Cut) -> Inputs:
@@ -82,10 +88,9 @@ def attend_part(request: Request, context_parallel: object) -> Tensor | tuple[Te
         h, *final = attend_eagerly(_with_gates(x, request, BACKENDS[call.backend]), call)
         return _result(request, h, final)
     x = check(request._replace(lengths=None, state=None))
-    if transforms_active():
-        raise NotImplementedError("context_parallel: torch.func transforms and forward-mode AD have no rule for it")
+    check_no_transforms()
     if cu_seqlens is not None:
-        _check_offsets(cu_seqlens, request.q)
+        check_global_offsets(cu_seqlens, request.q)
     if request.state is not None:
         sequences = x.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         checks.check_state(request.state, sequences, request.q, request.v, request.normalize, "initial_state")

@@ -134,17 +134,4 @@ def ends_of(
                 continue
             every = Cotangent(*(None if t[0] is None else torch.cat(t) for t in zip(*parts, strict=True)))  # type: ignore[arg-type]
             rows.append(carry_back(every, torch.cat(decays), m))
-    if all(row is None for row in rows):
-        return None, None
-    some = next(row for row in rows if row is not None)
-    rows += [None] * (shape.fragments - len(rows))
-
-    def merged(part: int) -> Tensor | None:
-        like = some[part]
-        if like is None:
-            return None
-        zero = torch.zeros_like(like)
-        every = [zero if row is None or row[part] is None else row[part] for row in rows]
-        return every[0] if len(every) == 1 else torch.stack(every, 1).flatten(0, 1)  # type: ignore[arg-type]
-
-    return merged(0), merged(1)
+    return shape.joined([row and row[0] for row in rows]), shape.joined([row and row[1] for row in rows])

@@ -115,6 +115,18 @@ class Cut(NamedTuple):
         """The fragments of this process in the order of its tensors; those without a step are left out."""
         return tuple(f for span in self.spans for f in span.fragments)
 
+    def rows(self, final_state: bool) -> int:
+        """Return the number of rows that a process gives to the others in a forward, the same on every process."""
+        return len(self.spans) + (self.additional_rows if final_state else 0)
+
+    def sent(self, final_state: bool) -> dict[int, Fragment]:
+        """Return the fragments whose states other processes read, by the places of their rows.
+
+        They are the last fragments of this process's spans; with final states all that end follow.
+        """
+        last = {s: span.fragments[-1] for s, span in enumerate(self.spans) if final_state or span.target is not None}
+        return last | (dict(enumerate(self.additional, len(self.spans))) if final_state else {})
+
 
 def cut_dense(placement: Placement, T: int) -> Cut:
     """Return the part of sequences that go through all spans, from the number of steps of this process.

@@ -7,6 +7,7 @@ in a dense batch). States of the batch or of packed sequences are (B D, ...).
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tfla.backends import Inputs
 from tfla.backends.base import Spec
+from tfla.backends.delta import DeltaSpec
 from tfla.ops.context_parallel.cuts import Cut, Placement
 from tfla.ops.gates import clamp, log_gates
 
@@ -27,6 +29,17 @@ class Call(NamedTuple):
     backend: str
     spec: Spec  # `final_state`: of the whole sequences
     fragments: int | None  # F of packed tensors, the missing ones without a step; None: as many as there are
+
+
+class DeltaCall(NamedTuple):
+    """The same of a call of the delta rule."""
+
+    cut: Cut
+    placement: Placement
+    group: str
+    backend: str
+    spec: DeltaSpec
+    fragments: int | None
 
 
 class Saved(NamedTuple):
@@ -88,6 +101,18 @@ class Shape(NamedTuple):
             return x.squeeze(0).unflatten(0, (self.batch, -1))
         return x if self.fragments == 1 else x.unflatten(0, (self.batch, -1)).flatten(1, 2)
 
+    def joined(self, rows: Sequence[Tensor | None]) -> Tensor | None:
+        """Return states (B F, ...) from those (B, ...) of the first fragments.
+
+        None and missing ones are zero; the result is None where all are.
+        """
+        some = next((row for row in rows if row is not None), None)
+        if some is None:
+            return None
+        zero = torch.zeros_like(some)
+        every = [zero if row is None else row for row in (*rows, *[None] * (self.fragments - len(rows)))]
+        return every[0] if len(every) == 1 else torch.stack(every, 1).flatten(0, 1)
+
 
 @functools.lru_cache(maxsize=64)
 def offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
@@ -107,29 +132,56 @@ def local_inputs(x: Inputs, shape: Shape, C: Tensor | None, n: Tensor | None, m:
     return Inputs(q, k, v, log_i, log_f, C, n, m, offsets)  # type: ignore[arg-type]
 
 
+def before_fragments(given: Tensor | None, carried: Tensor, cut: Cut, shape: Shape) -> Tensor | None:
+    """Return the states before the fragments of this process, (B F, ...).
+
+    Args:
+        given: (B D, ...), the states before sequences; None is zero.
+        carried: (S, B, ...), the states before this process's spans.
+        cut, shape: the part of this process.
+    """
+    given = of_sequences(given, shape.batch)
+    zero = torch.zeros_like(carried[0])
+    rows: list[Tensor | None] = []
+    for s, span in enumerate(cut.spans):
+        for f in span.fragments:
+            start = zero if given is None else given[:, f.sequence].to(zero.dtype)
+            rows.append(start if f.begins else carried[s])
+    return shape.joined(rows)
+
+
+def initial_gradient(given: Tensor | None, grad: Tensor, final: Tensor | None, cut: Cut, shape: Shape) -> Tensor | None:
+    """Return the gradient of the states before sequences, (B D, ...), in the dtype of ``grad``, or None.
+
+    It is zero but on the process that has the first step of a sequence, or, without a step, the sequence itself.
+
+    Args:
+        given: (B D, ...), the states before sequences, or None.
+        grad: (B F, ...), the gradient of the states before fragments.
+        final: (D, B, ...), the cotangents of the final states; None is zero.
+        cut, shape: the part of this process.
+    """
+    if given is None:
+        return None
+    rows = torch.zeros_like(given, dtype=grad.dtype).unflatten(0, (shape.batch, -1))
+    of_fragments = grad.unflatten(0, (shape.batch, -1))
+    for at, f in enumerate(cut.fragments):
+        if f.begins:
+            rows[:, f.sequence] = of_fragments[:, at]
+    for f in cut.additional:
+        if f.start == f.stop and final is not None:
+            rows[:, f.sequence] = final[f.sequence]
+    return rows.flatten(0, 1)
+
+
 def starts_of(x: Inputs, call: Call, shape: Shape, saved: Saved) -> list[Tensor | None]:
     """Return the states C, n, m before the fragments of this process, (B F, ...), or None where all are zero."""
-    batch = x.q.shape[0]
     if all(span.source is None for span in call.cut.spans) and x.C is None:
         return [None, None, None]
-
-    def each(given: Tensor | None, carried: Tensor) -> Tensor | None:
-        if carried.dim() == 1:  # without a normalizer
-            return None
-        given = of_sequences(given, batch)
-        zero = torch.zeros_like(carried[0])
-        rows = [zero] * shape.fragments
-        at = 0
-        for s, span in enumerate(call.cut.spans):
-            for f in span.fragments:
-                if not f.begins:
-                    rows[at] = carried[s]
-                elif given is not None:
-                    rows[at] = given[:, f.sequence].to(zero.dtype)
-                at += 1
-        return rows[0] if len(rows) == 1 else torch.stack(rows, 1).flatten(0, 1)
-
-    return [each(given, carried) for given, carried in zip((x.C, x.n, x.m), (saved.C, saved.n, saved.m), strict=True)]
+    return [
+        None if carried.dim() == 1 else before_fragments(given, carried, call.cut, shape)  # (0,) without a normalizer
+        for given, carried in zip((x.C, x.n, x.m), (saved.C, saved.n, saved.m), strict=True)
+    ]
 
 
 class Gated(NamedTuple):

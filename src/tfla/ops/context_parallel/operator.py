@@ -12,14 +12,13 @@ shares its pass over segments with step 1 (:mod:`.segments`). Dimensions are nam
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from tfla.backends import BACKENDS, Backend, Inputs
 from tfla.backends.base import Grads, Outputs
 from tfla.ops.context_parallel import exchange
 from tfla.ops.context_parallel.cotangents import cotangent_rows, ends_of, own_cotangents, received
-from tfla.ops.context_parallel.local import Call, Results, Saved, Shape, local_inputs, starts_of
+from tfla.ops.context_parallel.local import Call, Results, Saved, Shape, initial_gradient, local_inputs, starts_of
 from tfla.ops.context_parallel.segments import SegmentExchange, give_max_states, read_by_backward
 from tfla.ops.context_parallel.spans import Cotangent, Span, compose, from_rows, stack
 from tfla.ops.context_parallel.states import final_states, state_rows
@@ -146,23 +145,9 @@ def _of_inputs(
     found = [None if t is None else shape.back(g).to(t.dtype) for t, g in zip(x[:5], grads[:5], strict=True)]
     if x.C is None:
         return (*found, None, None, None)
-    begins = [(at, f.sequence) for at, f in enumerate(call.cut.fragments) if f.begins]
-    empty = [f.sequence for f in call.cut.additional if f.start == f.stop]
-
-    def of_state(given: Tensor | None, grad: Tensor, final: Tensor | None) -> Tensor | None:
-        if given is None:
-            return None
-        rows = torch.zeros_like(given, dtype=x.acc_dtype).unflatten(0, (shape.batch, -1))
-        of_fragments = grad.unflatten(0, (shape.batch, -1))
-        for at, sequence in begins:
-            rows[:, sequence] = of_fragments[:, at]
-        for sequence in empty:
-            if final is not None:
-                rows[:, sequence] = final[sequence]
-        return rows.flatten(0, 1)
-
     of_C, of_n = (None, None) if of_final is None else of_final[:2]
-    dC, dn = of_state(x.C, grads.C, of_C), of_state(x.n, grads.n, of_n)
+    dC = initial_gradient(x.C, grads.C, of_C, call.cut, shape)
+    dn = initial_gradient(x.n, grads.n, of_n, call.cut, shape)
     assert dC is not None
     dm = None
     if x.n is not None and x.m is not None and dn is not None:  # the true initial state is exp(m) C, exp(m) n

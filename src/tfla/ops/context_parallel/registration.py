@@ -81,19 +81,30 @@ def pack(x: Inputs, call_spec: Spec, backend: str, placement: Placement, group: 
     return (*x, *call_spec, backend, *placement, group)
 
 
+def cut_as_traced(placement: Placement, T: int, cu_seqlens: Tensor | None, read: bool) -> tuple[Cut, int | None]:
+    """Return the part of this process, and the number of fragments of packed sequences, which is that of any offsets.
+
+    Args:
+        placement: the order of spans.
+        T: the steps of this process.
+        cu_seqlens: the offsets of packed sequences.
+        read: whether the offsets have values that can be read; if not, the part has one fragment in each span.
+    """
+    if cu_seqlens is None:
+        return cut_dense(placement, T), None
+    cut = cut_of(placement, T, cu_seqlens) if read else cut_dense(placement, T)
+    return cut, cu_seqlens.shape[0] - 2 + placement.spans_here
+
+
 def _call(x: Inputs, options: tuple[Any, ...], read: bool) -> Call:
     """Return the call of a list of options; ``read``: whether the offsets have values that can be read."""
     spec, (backend, rank, size, order, lengths, group) = Spec(*options[:NUM_SPEC]), options[NUM_SPEC:]
     placement = Placement(rank, size, order, tuple(lengths))
-    if x.cu_seqlens is None:
-        return Call(cut_dense(placement, x.q.shape[1]), placement, group, backend, spec, None)
-    fragments = x.cu_seqlens.shape[0] - 2 + placement.spans_here
-    # Shapes do not depend on offsets.
-    cut = cut_of(placement, x.q.shape[1], x.cu_seqlens) if read else cut_dense(placement, x.q.shape[1])
+    cut, fragments = cut_as_traced(placement, x.q.shape[1], x.cu_seqlens, read)
     return Call(cut, placement, group, backend, spec, fragments)
 
 
-def _distinct(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+def distinct(tensors: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
     """Return tensors of which no two are the same and none is a view or None, as PyTorch asks of an operator."""
     found: list[Tensor] = []
     for t in tensors:
@@ -121,7 +132,7 @@ torch.library.define(
 def _(*args: Any) -> tuple[Tensor, ...]:
     x = Inputs(*args[:NUM_INPUTS])
     found = forward(_without_offsets(x), _call(x, args[NUM_INPUTS:], read=True))
-    return _distinct((*found[:4], *found.saved), x.q.new_empty(0, dtype=x.acc_dtype))
+    return distinct((*found[:4], *found.saved), x.q.new_empty(0, dtype=x.acc_dtype))
 
 
 @torch.library.register_fake("tfla::context_attend")
@@ -174,7 +185,7 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     x, rest = Inputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:_BACKWARD_TENSORS]
     h, m, saved, (dh, dC, dn) = rest[0], rest[1], Saved(*rest[2:-3]), rest[-3:]
     call = _call(x, args[_BACKWARD_TENSORS:], read=True)
-    return _distinct(backward(_without_offsets(x), h, m, saved, dh, dC, dn, call), saved.C)
+    return distinct(backward(_without_offsets(x), h, m, saved, dh, dC, dn, call), saved.C)
 
 
 @torch.library.register_fake("tfla::context_attend_backward")

@@ -30,14 +30,10 @@ def state_rows(x: Inputs, call: Call) -> Tensor:
     """
     B, H, K, V = x.q.shape[0], x.v.shape[2], x.q.shape[3], x.v.shape[3]
     spec, cut = call.spec, call.cut
-    additional = cut.additional_rows if spec.final_state else 0
     width = row_width(K, V, spec.normalize)
-    rows = x.q.new_zeros(len(cut.spans) + additional, B, H, width, dtype=x.acc_dtype)
+    rows = x.q.new_zeros(cut.rows(spec.final_state), B, H, width, dtype=x.acc_dtype)
     gates: Gated | None = None
-    given = {s: span.fragments[-1] for s, span in enumerate(cut.spans) if spec.final_state or span.target is not None}
-    if spec.final_state:
-        given |= dict(enumerate(cut.additional, len(cut.spans)))
-    for row, f in given.items():
+    for row, f in cut.sent(spec.final_state).items():
         gates = Gated.of(x, spec) if gates is None else gates
         own = _own_state(x, gates, f, spec.normalize)
         rows[row] = to_rows(own.C, own.n, own.m, own.log_decay)

@@ -1,0 +1,63 @@
+"""The way of a call of the delta rule with `context_parallel`: checks, choice of the backend, and the operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tfla.backends import DeltaInputs
+from tfla.ops import checks
+from tfla.ops.context_parallel.call import check_global_offsets, check_no_transforms
+from tfla.ops.context_parallel.cuts import Cut
+from tfla.ops.context_parallel.delta_registration import delta_eagerly, delta_traced
+from tfla.ops.context_parallel.delta_states import PER_STEP
+from tfla.ops.context_parallel.group import context_parallel_of
+from tfla.ops.context_parallel.local import DeltaCall, Shape
+from tfla.ops.context_parallel.registration import cut_of
+from tfla.ops.delta_dispatch import DeltaRequest, activated_inputs, check, choose, spec_of
+from tfla.ops.state import State
+from tfla.ops.transforms import needs_dispatcher
+
+
+def _as_the_backend_reads(x: DeltaInputs, cut: Cut) -> DeltaInputs:
+    """Return inputs of the shapes that the backend gets, whose states and offsets have no values."""
+    shape = Shape.of_cut(cut, x.q.shape[0])
+    offsets = None if shape.offsets is None else x.q.new_empty(len(shape.offsets), dtype=torch.int32)
+    of_steps = (None if t is None else shape.view(t) for t in x[:PER_STEP])
+    return DeltaInputs(*of_steps, x.A_log, x.dt_bias, None, offsets)  # type: ignore[arg-type,call-arg]
+
+
+def delta_part(request: DeltaRequest, context_parallel: object) -> Tensor | tuple[Tensor, State]:
+    """Compute the delta rule on this process's part of the sequence.
+
+    Args:
+        request: the arguments of the call; `cu_seqlens` are the offsets among the steps of all processes.
+        context_parallel: a process group, a one-dimensional DeviceMesh or a ContextParallel.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+        NotImplementedError: a transform of torch.func or forward-mode AD is active.
+    """
+    placement, group = context_parallel_of(context_parallel)
+    x, cu_seqlens = check(request._replace(cu_seqlens=None, state=None)), request.cu_seqlens
+    check_no_transforms()
+    if cu_seqlens is not None:
+        check_global_offsets(cu_seqlens, request.q)
+    if request.state is not None:
+        sequences = x.q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        checks.check_state(request.state, sequences, request.q, request.v, False, "initial_state")
+        x = x._replace(C=request.state.C)
+    traced = needs_dispatcher((*x[:-1], cu_seqlens))
+    cut = None if traced else cut_of(placement, x.q.shape[1], cu_seqlens)
+    # A traced call chooses by the shapes of its arguments.
+    local = x._replace(C=None) if cut is None else _as_the_backend_reads(x, cut)
+    backend, kernel, chunk_size = choose(
+        local, bool(request.read_before_decay), request.backend, request.kernel, request.chunk_size
+    )
+    spec = spec_of(request, x, backend, kernel, chunk_size)
+    x = (x if backend.takes_activations else activated_inputs(x, request))._replace(cu_seqlens=cu_seqlens)
+    if cut is None:
+        h, C = delta_traced(x, spec, backend.name, placement, group)
+    else:
+        h, C = delta_eagerly(x, DeltaCall(cut, placement, group, backend.name, spec, None))
+    return (h, State(C)) if request.return_state else h
