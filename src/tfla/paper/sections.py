@@ -51,5 +51,6 @@ SECTIONS: dict[str, Section] = {
     "transfer": Section("tfla.paper.transfer", "Transfer behavior", "gain before and after the norm (Figures 3, 6, 7)"),
     "numerics": Section("tfla.paper.numerics.figures", "Numerics", "stored errors against float64, beside rounding"),
     "training": Section("tfla.paper.training", "Training", "small training runs (Tables 2, 3, 5, 6; Figures 8 to 11)"),
+    "evidence": Section("tfla.paper.evidence.figures", "What models can do", "recall, state tracking, length, needles"),
     "scale": Section("tfla.paper.scale.figures", "Many GPUs", "time and memory of a step on 8 to 1,024 GPUs, a model"),
 }

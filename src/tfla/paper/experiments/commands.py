@@ -6,13 +6,15 @@ import sys
 from collections.abc import Sequence
 
 from tfla._util.errors import wrong_word
+from tfla.paper.evidence import plans as evidence
 from tfla.paper.experiments.plans import EXPERIMENTS
 
 
 def usage() -> str:
     """Return the text of `tfla experiment --help`."""
-    names = {name: e.title for name, e in EXPERIMENTS.items()} | {"all": "all of them"}
-    lines = [f"  {name:<8}{text}" for name, text in names.items()]
+    names = {name: e.title for name, e in EXPERIMENTS.items()} | {"all": "all of the paper's above"}
+    names |= {name: e.title for name, e in evidence.EXPERIMENTS.items()}
+    lines = [f"  {name:<10}{text}" for name, text in names.items()]
     return "\n".join(
         ["usage: tfla experiment NAME [options]", "", *lines, "", "tfla experiment NAME --help lists the options."]
     )
@@ -24,10 +26,17 @@ def experiment(args: Sequence[str]) -> int:
     if name in ("-h", "--help", ""):
         print(usage(), file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
-    if name != "all" and name not in EXPERIMENTS:
+    if name not in ("all", *EXPERIMENTS, *evidence.EXPERIMENTS):
         return wrong_word("tfla experiment", name, "experiment", usage())
     import tyro
 
+    if name in evidence.EXPERIMENTS:
+        from tfla.paper.evidence.run import EvidenceConfig
+        from tfla.paper.evidence.run import run as run_evidence
+
+        target, failed = run_evidence(name, tyro.cli(EvidenceConfig, args=rest, prog=f"tfla experiment {name}"))
+        print(f"wrote {target}; tfla analyze evidence --{name} {target} draws it")
+        return 1 if failed else 0
     from tfla.paper.experiments.run import ExperimentConfig, run
 
     config = tyro.cli(ExperimentConfig, args=rest, prog=f"tfla experiment {name}")
