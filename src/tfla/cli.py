@@ -24,7 +24,10 @@ COMMANDS = {
     "generate": Command("tfla.train.commands", "generate", "train", "continue a prompt with a trained model"),
     "demo": Command("tfla.train.commands", "demo", "train", "train a small model on Python's own library, in minutes"),
     "experiment": Command(
-        "tfla.paper.experiments.commands", "experiment", "train", "train the paper's experiments in small, and test models"
+        "tfla.paper.experiments.commands",
+        "experiment",
+        "train",
+        "train small models on the tasks of experiments",
     ),
     "bench": Command("tfla.bench.commands", "bench", "bench", "measure the operator on this machine"),
     "support": Command("tfla.support_table", "support", "triton", "print what is supported where, as Markdown"),
