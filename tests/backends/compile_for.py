@@ -122,6 +122,7 @@ def compile_only(found: dict[str, dict[str, Any]]) -> None:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         name = self.__name__ + (" back" if kwargs.get("REVERSE") else "")
         name += "" if kwargs.get("OUTPUT", True) else " states"
+        name += " indexed" if kwargs.get("INDEXED") else ""
         found[kernel.hash] = {"kernel": name, **resources(kernel)}
         return kernel
 
@@ -177,6 +178,8 @@ def decoding(backend: str, gate: str, dqk: str, dhv: str, dtype: str, *variant: 
     if "low" in variant:
         state = state._replace(C=state.C.bfloat16())
     tfla.mlstm_steps(q, k, v, i, f, state, input_gate=gate, backend=backend)
+    indices = torch.tensor([1, 0])
+    tfla.mlstm_steps(q, k, v, i, f, state, input_gate=gate, backend=backend, state_indices=indices)
     if steps > 1:
         lengths = torch.tensor([1, 2])
         tfla.mlstm_steps(q, k, v, i, f, state, input_gate=gate, backend=backend, lengths=lengths)
@@ -228,6 +231,7 @@ def delta_decoding(backend: str, model: str, dqk: str, dhv: str, dtype: str, *va
         options |= {"gate_activation": "softplus", "A_log": torch.randn(H), "dt_bias": torch.randn(H)}
     operator = functools.partial(operator, **x, state=tfla.State(C), backend=backend, **options)
     operator()
+    operator(state_indices=torch.tensor([1, 0]))
     if steps > 1:
         operator(lengths=torch.tensor([1, 2]))
         operator(return_state=False)

@@ -305,7 +305,7 @@ def test_opcheck(stepper: Stepper, model: str) -> None:
     p = delta_problem(model, dtype=torch.float32, B=1, T=2, Hq=1, H=1)
     x = [None if t is None else t.to(stepper.device) for t in p.x[:9]]
     lengths = torch.tensor([1], device=stepper.device) if model == "gdn" else None
-    args = (*x, lengths, 0.5, p.correct, False, "triton")
+    args = (*x, lengths, None, 0.5, p.correct, False, "triton")
     torch.library.opcheck(torch.ops.tfla.delta_steps_.default, args)
     for final_state in (True, False):
         torch.library.opcheck(torch.ops.tfla.delta_steps.default, (*args, final_state))

@@ -232,7 +232,7 @@ def test_opcheck(stepper: Stepper, form: str) -> None:
     p = problem(form, dtype=torch.float32, B=1, T=2, Hq=1, H=1)
     x = [getattr(p, name).to(stepper.device) for name in "qkvif"]
     lengths = torch.tensor([1], device=stepper.device) if form == "exp" else None
-    args = (*x, *start(p, stepper), lengths, 0.5, form, "triton")
+    args = (*x, *start(p, stepper), lengths, None, 0.5, form, "triton")
     torch.library.opcheck(torch.ops.tfla.steps_.default, args)
     for final_state in (True, False):
         torch.library.opcheck(torch.ops.tfla.steps.default, (*args, final_state))

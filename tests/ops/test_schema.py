@@ -17,7 +17,7 @@ INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? log_i, Tensor log_f, Tensor? C, Tensor? n, Tensor? m, Tensor? cu_seqlens, "
 )
 OPTIONS = "float scale, bool normalize, bool normalizer_grad, SymInt chunk_size, str backend, str kernel, "
-STEP_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? i, Tensor f, {}, Tensor? n, Tensor? m, Tensor? lengths, "
+STEP_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? i, Tensor f, {}, Tensor? lengths, Tensor? indices, "
 STEP_OPTIONS = "float scale, str gates, str backend, "
 DELTA_INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? beta, Tensor? log_f, Tensor? read_key, Tensor? A_log, Tensor? dt_bias, "
@@ -47,11 +47,17 @@ SCHEMAS = {
     + OPTIONS
     + 'ScalarType? store_dtype=None, str gates="log"'
     + ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    "steps": STEP_INPUTS.format("Tensor C")
+    "steps": STEP_INPUTS.format("Tensor C, Tensor? n, Tensor? m")
     + STEP_OPTIONS
     + "bool final_state, float eps=0.) -> (Tensor, Tensor, Tensor, Tensor)",
-    "steps_": STEP_INPUTS.format("Tensor(a!) C") + STEP_OPTIONS + "float eps=0.) -> (Tensor, Tensor, Tensor)",
+    "steps_": STEP_INPUTS.format("Tensor(a!) C, Tensor? n, Tensor? m")
+    + STEP_OPTIONS
+    + "float eps=0.) -> (Tensor, Tensor, Tensor)",
+    "steps_pool_": STEP_INPUTS.format("Tensor(a!) C, Tensor(b!)? n, Tensor(c!)? m")
+    + STEP_OPTIONS
+    + "float eps=0.) -> Tensor",
     "checked_lengths": "Tensor lengths, SymInt T) -> Tensor",
+    "checked_indices": "Tensor indices, SymInt rows) -> Tensor",
 }
 
 

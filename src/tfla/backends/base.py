@@ -130,10 +130,11 @@ class StepInputs(NamedTuple):
     v: Tensor  # (B, T, H, dhv)
     i: Tensor | None  # (B, T, H), any float dtype, as `StepSpec.gates` says; None: log-gates that are all zero
     f: Tensor  # (B, T, H), the same
-    C: Tensor  # (B, H, dqk, dhv), any float dtype
+    C: Tensor  # (B, H, dqk, dhv), any float dtype; with `indices` (rows, H, dqk, dhv), and n and m likewise
     n: Tensor | None  # (B, H, dqk); None without a normalizer
     m: Tensor | None  # (B, H); None without a normalizer
     lengths: Tensor | None  # (B,) int: the new state is the one after this many steps; None: after all
+    indices: Tensor | None = None  # (B,) int: the rows of C, n and m that are read and overwritten; -1: none, h is 0
 
     @property
     def acc_dtype(self) -> torch.dtype:
@@ -315,7 +316,10 @@ class Backend(AnyBackend[Inputs, Spec, StepInputs, StepSpec]):
         raise NotImplementedError
 
     def steps(self, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
-        """Compute a few steps without gradients; the new C goes to ``into``, which may be x.C, or to a new tensor."""
+        """Compute a few steps without gradients; the new C goes to ``into``, which may be x.C, or to a new tensor.
+
+        With `x.indices` and `spec.final_state`, ``into`` is x.C, and the rows of x.n and x.m are overwritten too.
+        """
         raise NotImplementedError
 
     def stored_states(self, x: Inputs, chunk_size: int, kernel: str) -> int:

@@ -113,8 +113,9 @@ class DeltaStepInputs(NamedTuple):
     read_key: Tensor | None  # (B, T, Hq, dqk)
     A_log: Tensor | None  # (H,)
     dt_bias: Tensor | None  # (H,) or (H, dqk)
-    C: Tensor  # (B, H, dqk, dhv), any float dtype
+    C: Tensor  # (B, H, dqk, dhv), any float dtype; with `indices` (rows, H, dqk, dhv)
     lengths: Tensor | None  # (B,) int: the new state is the one after this many steps; None: after all
+    indices: Tensor | None = None  # (B,) int: the rows of C that are read and overwritten; -1: none, h is 0
 
     @property
     def acc_dtype(self) -> torch.dtype:
@@ -192,6 +193,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         """Compute a few steps without gradients: h and the new C.
 
         The new C goes to ``into``, which may be x.C, or to a new tensor; without `spec.final_state` it has shape (0,).
+        With `x.indices` and `spec.final_state`, ``into`` is x.C.
         """
         raise NotImplementedError
 

@@ -14,6 +14,7 @@ from tfla.ops.dispatch import Request, plan
 from tfla.ops.gates import InputGate
 from tfla.ops.operators import attend
 from tfla.ops.state import State
+from tfla.ops.state_pool import attend_by_index
 from tfla.ops.transforms import PLAIN
 
 if TYPE_CHECKING:
@@ -31,6 +32,19 @@ def _attend_on_processes(request: Request, context_parallel: Group | None) -> Te
     from tfla.ops.context_parallel.call import attend_part
 
     return attend_part(request, context_parallel)
+
+
+def _attend(
+    request: Request, context_parallel: Group | None, state_indices: Tensor | None
+) -> Tensor | tuple[Tensor, State]:
+    """Compute a call: on one process or several, with states of its own or with rows of a pool."""
+    if state_indices is not None:
+        if context_parallel is not None:
+            raise ValueError("state_indices: got them with context_parallel, expected at most one of them")
+        return attend_by_index(request, state_indices, request.lengths, lambda own: attend(*plan(own)))
+    if context_parallel is not None or type(request.q) not in PLAIN:
+        return _attend_on_processes(request, context_parallel)
+    return attend(*plan(request))
 
 
 @overload
@@ -52,6 +66,7 @@ def mlstm(
     normalizer_grad: bool = ...,
     store_dtype: torch.dtype | None = ...,
     context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def mlstm(
@@ -72,6 +87,7 @@ def mlstm(
     normalizer_grad: bool = ...,
     store_dtype: torch.dtype | None = ...,
     context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
 ) -> tuple[Tensor, State]: ...
 def mlstm(
     q: Tensor,
@@ -91,6 +107,7 @@ def mlstm(
     normalizer_grad: bool = True,
     store_dtype: torch.dtype | None = None,
     context_parallel: Group | None = None,
+    state_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute the mLSTM over whole sequences: mLSTMexp, equations (1)-(8) of the paper, or mLSTMsig, (22)-(24).
 
@@ -130,6 +147,11 @@ def mlstm(
             steps), but for ``cu_seqlens``, the offsets in the whole sequence on the CPU, and ``initial_state``, whose
             rows are read on the process that has the first step of a sequence. Every process gets the final state; its
             gradients from all of them are added up. docs/distributed.md says more.
+        state_indices: (sequences,) int32 or int64: ``initial_state`` is a pool of any number of states, and sequence s
+            starts from row ``state_indices[s]``, or at -1 from zero. With ``return_state`` the final states overwrite
+            these rows, but for those at -1, and the returned state is the pool. The rows are gathered before the
+            kernels and scattered after them: two passes over the states, not over the sequences. Further as in
+            :func:`mlstm_step`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`.
@@ -148,9 +170,7 @@ def mlstm(
         backend, chunk_size=chunk_size, kernel=kernel,
         normalizer_grad=normalizer_grad, store_dtype=store_dtype,
     )  # fmt: skip
-    if context_parallel is not None or type(q) not in PLAIN:
-        return _attend_on_processes(request, context_parallel)
-    return attend(*plan(request))
+    return _attend(request, context_parallel, state_indices)
 
 
 def linear_attention(
@@ -171,6 +191,7 @@ def linear_attention(
     normalizer_grad: bool = True,
     store_dtype: torch.dtype | None = None,
     context_parallel: Group | None = None,
+    state_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute gated linear attention over whole sequences.
 
@@ -193,7 +214,7 @@ def linear_attention(
             mLSTMexp does.
         initial_state, return_state: as in :func:`mlstm`. Without ``normalize`` a state has n and m None.
         cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad: as in :func:`mlstm`.
-        store_dtype, context_parallel: as in :func:`mlstm`.
+        store_dtype, context_parallel, state_indices: as in :func:`mlstm`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
@@ -204,12 +225,10 @@ def linear_attention(
     if has_channel_gates(log_f):
         return channel_gates.linear_attention(
             q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, check_scale(scale),
-            backend, kernel, store_dtype, context_parallel,
+            backend, kernel, store_dtype, context_parallel, state_indices,
         )  # fmt: skip
     request = Request(
         q, k, v, log_i, log_f, initial_state, cu_seqlens, "log", normalize, return_state, check_scale(scale), backend,
         chunk_size=chunk_size, kernel=kernel, normalizer_grad=normalizer_grad, store_dtype=store_dtype,
     )  # fmt: skip
-    if context_parallel is not None or type(q) not in PLAIN:
-        return _attend_on_processes(request, context_parallel)
-    return attend(*plan(request))
+    return _attend(request, context_parallel, state_indices)

@@ -47,6 +47,7 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None, normalize: bool, state: State | None,
     return_state: bool, cu_seqlens: Tensor | None, chunk_size: int | None, scale: float | None, backend: str | None,
     kernel: str | None, store_dtype: torch.dtype | None, context_parallel: Group | None,
+    state_indices: Tensor | None,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Compute :func:`tfla.linear_attention` with log_f (B, T, H, dqk)."""
     _check_options(normalize, store_dtype)
@@ -54,17 +55,18 @@ def linear_attention(
         q, k, v, _write_strength(log_i, v), log_f, None, None, None, state, cu_seqlens, False, False, False, "none",
         "none", None, return_state, scale, chunk_size, backend, kernel,
     )  # fmt: skip
-    return compute(request, context_parallel)
+    return compute(request, context_parallel, state_indices)
 
 
 def steps(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None, normalize: bool, state: State,
     lengths: Tensor | None, time: bool, return_state: bool, in_place: bool, scale: float | None, backend: str | None,
+    state_indices: Tensor | None,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Compute steps of :func:`tfla.linear_attention` with log_f (B, H, dqk), or (B, T, H, dqk) with `time`."""
     _check_options(normalize, None)
     request = DeltaStepRequest(
         q, k, v, _write_strength(log_i, v), log_f, None, None, None, state, lengths, time, False, False, False, "none",
-        "none", None, return_state, in_place, scale, backend,
+        "none", None, return_state, in_place, scale, backend, state_indices,
     )  # fmt: skip
     return run(request, plan_steps(request))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -221,13 +222,66 @@ def check_values_of_lengths(lengths: Tensor, T: int) -> None:
         raise ValueError(f"lengths: got values from {low} to {high}, expected from 0 to T = {T}")
 
 
-def check_in_place(state: State, dtype: torch.dtype, recorded: bool, transformed: bool) -> None:
-    """Check that C of a state can be overwritten in place: no gradients, no transform, the right dtype, no overlap."""
+def check_state_indices(indices: object, batch: int, state: State) -> None:
+    """Check the rows of a pool of states, (B,).
+
+    Their values are checked on a CPU only: reading them from a GPU would make the host wait. In a traced call the
+    operator checks them.
+    """
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
+        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"state_indices: got {got}, expected an int32 or int64 tensor")
+    check_shape("state_indices", indices, (batch,))
+    if indices.device != state.C.device:
+        raise ValueError(f"state_indices: got device {indices.device}, expected that of the state, {state.C.device}")
+    if indices.device.type == "cpu" and not needs_dispatcher((indices,)):
+        check_values_of_indices(indices, state.C.shape[0])
+
+
+def check_values_of_indices(indices: Tensor, rows: int) -> None:
+    """Check that indices of states are -1 or rows of the pool, each at most once, which reads their values."""
+    given = indices.tolist()
+    seen: set[int] = set()
+    for index in given:
+        if not -1 <= index < rows:
+            raise ValueError(f"state_indices: got {index}, expected -1 or from 0 to {rows - 1}, a row of the state")
+        if index >= 0 and index in seen:
+            raise ValueError(f"state_indices: got {index} more than once, expected each row of the state at most once")
+        seen.add(index)
+
+
+def check_in_place(
+    state: State,
+    dtypes: Mapping[str, torch.dtype],
+    recorded: bool,
+    transformed: bool,
+    by: str,
+    state_name: str = "state",
+) -> None:
+    """Check that parts of a state can be overwritten: no gradients, no transform, the right dtypes, no overlap.
+
+    Args:
+        state: the state.
+        dtypes: the dtypes of the new parts that are written, by name.
+        recorded: whether gradients are recorded.
+        transformed: whether a transform is active.
+        by: the argument that asks for it, and what it is.
+        state_name: the name of the state for the caller.
+    """
     if transformed:
-        raise ValueError("in_place: got True while a transform or forward-mode AD is active, expected it outside")
+        raise ValueError(f"{by} while a transform or forward-mode AD is active, expected it outside")
     if recorded:
-        raise ValueError("in_place: got True while gradients are recorded, expected it under torch.no_grad()")
-    if state.C.dtype != dtype:
-        raise TypeError(f"state.C: got dtype {state.C.dtype}, expected {dtype} to be overwritten in place")
-    if any(step == 0 and n > 1 for step, n in zip(state.C.stride(), state.C.shape, strict=True)):
-        raise ValueError(f"state.C: got strides {state.C.stride()}, expected no 0: in_place overwrites each number")
+        raise ValueError(f"{by} while gradients are recorded, expected it under torch.no_grad()")
+    name = by.split(":")[0]
+    for part, dtype in dtypes.items():
+        t: Tensor = getattr(state, part)
+        if t.dtype != dtype:
+            raise TypeError(f"{state_name}.{part}: got dtype {t.dtype}, expected {dtype} to be overwritten in place")
+        if any(step == 0 and n > 1 for step, n in zip(t.stride(), t.shape, strict=True)):
+            raise ValueError(
+                f"{state_name}.{part}: got strides {t.stride()}, expected no 0: {name} overwrites each number"
+            )
+        if part != "C" and t.numel() and not t[0].is_contiguous():
+            raise ValueError(
+                f"{state_name}.{part}: got strides {t.stride()}, expected the dimensions after the first dense"
+            )

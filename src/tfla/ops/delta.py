@@ -41,6 +41,7 @@ def delta_rule(
     backend: str | None = ...,
     kernel: str | None = ...,
     context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def delta_rule(
@@ -66,6 +67,7 @@ def delta_rule(
     backend: str | None = ...,
     kernel: str | None = ...,
     context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
 ) -> tuple[Tensor, State]: ...
 def delta_rule(
     q: Tensor,
@@ -90,6 +92,7 @@ def delta_rule(
     backend: str | None = None,
     kernel: str | None = None,
     context_parallel: Group | None = None,
+    state_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, State]:
     """Compute the gated delta rule over whole sequences.
 
@@ -128,6 +131,7 @@ def delta_rule(
         backend: the name of the implementation; None chooses the fastest one that supports the inputs.
         kernel: the name of one of the backend's kernels; None chooses it.
         context_parallel: the processes that share the steps of all sequences, as in :func:`tfla.mlstm`.
+        state_indices: (sequences,) int32 or int64: the states are these rows of a pool, see :func:`tfla.mlstm`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
@@ -140,7 +144,7 @@ def delta_rule(
         normalize_qk, beta_activation, gate_activation, lower_bound, return_state, checks.check_scale(scale),
         chunk_size, backend, kernel,
     )  # fmt: skip
-    return compute(request, context_parallel)
+    return compute(request, context_parallel, state_indices)
 
 
 @overload

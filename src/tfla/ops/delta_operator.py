@@ -15,6 +15,7 @@ from tfla.ops import delta_differentiable, flops
 from tfla.ops.delta_dispatch import DeltaRequest, plan
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
+from tfla.ops.state_pool import attend_by_index
 
 if TYPE_CHECKING:
     from tfla.ops.context_parallel.group import Group
@@ -64,12 +65,18 @@ delta = DifferentiableOperator(
 )  # fmt: skip
 
 
-def compute(request: DeltaRequest, context_parallel: Group | None) -> Tensor | tuple[Tensor, State]:
+def compute(
+    request: DeltaRequest, context_parallel: Group | None, state_indices: Tensor | None = None
+) -> Tensor | tuple[Tensor, State]:
     """Compute a call, whose tensors are this process's part of the sequences where processes share them.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
+    if state_indices is not None:
+        if context_parallel is not None:
+            raise ValueError("state_indices: got them with context_parallel, expected at most one of them")
+        return attend_by_index(request, state_indices, request.cu_seqlens, lambda own: delta(*plan(own)))
     if context_parallel is None:
         return delta(*plan(request))
     from tfla.ops.context_parallel.delta_call import delta_part

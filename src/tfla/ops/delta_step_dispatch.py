@@ -43,6 +43,13 @@ class DeltaStepRequest(NamedTuple):
     in_place: bool
     scale: float | None
     backend: str | None
+    # The last field is a tensor.
+    state_indices: Tensor | None = None  # the rows of the state, which is a pool
+
+    @property
+    def overwrites(self) -> bool:
+        """True if the steps overwrite C of the state."""
+        return self.in_place or (self.state_indices is not None and self.return_state)
 
 
 _PLANS: CallCache[StepPlan] = CallCache()  # of calls that have passed the checks
@@ -54,7 +61,9 @@ def plan(request: DeltaStepRequest) -> StepPlan:
     Raises:
         ValueError, TypeError: an argument is invalid, or no backend has that name.
     """
-    call = call_signature(request[:8], request.state, request.lengths, request[10:])
+    call = call_signature(
+        request[:8], request.state, request.lengths, request[10:-1], state_indices=request.state_indices
+    )
     found = _PLANS.get(call)
     if found is None:
         found = _check_and_choose(request, cached=call is not None)
@@ -71,7 +80,7 @@ def step_inputs(request: DeltaStepRequest) -> DeltaStepInputs:
     timed: tuple[Tensor | None, ...] = q, k, v, beta, log_f, read_key
     if not request.time:
         timed = tuple(None if t is None else t.unsqueeze(1) for t in timed)
-    return DeltaStepInputs(*timed, A_log, dt_bias, state.C, lengths)  # type: ignore[call-arg, arg-type]
+    return DeltaStepInputs(*timed, A_log, dt_bias, state.C, lengths, request.state_indices)  # type: ignore[call-arg, arg-type]
 
 
 def _check_and_choose(request: DeltaStepRequest, cached: bool) -> StepPlan:
@@ -86,7 +95,11 @@ def _check_and_choose(request: DeltaStepRequest, cached: bool) -> StepPlan:
     delta_checks.check_activations(
         beta, log_f, A_log, dt_bias, request.beta_activation, request.gate_activation, request.lower_bound
     )
-    checks.check_state(state, q.shape[0], q, v, False, "state")
+    indices = request.state_indices
+    rows = q.shape[0] if indices is None or not isinstance(state, State) else state.C.shape[0]
+    checks.check_state(state, rows, q, v, False, "state")
+    if indices is not None:
+        checks.check_state_indices(indices, q.shape[0], state)
     if request.time:
         checks.check_few_steps(v, return_state, lengths, in_place)
     checks.check_lengths(lengths, v)
@@ -103,8 +116,9 @@ def _check_and_choose(request: DeltaStepRequest, cached: bool) -> StepPlan:
     )
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     transformed = transforms_active()
-    if in_place:
-        checks.check_in_place(state, x.kept_dtype, recorded, transformed)
+    if request.overwrites:
+        by = "in_place: got True" if indices is None else "state_indices: got them"
+        checks.check_in_place(state, {"C": x.kept_dtype}, recorded, transformed, by)
     backend = select_steps(request.backend, x, DELTA_BACKENDS)
     if recorded or transformed:  # the kernels have neither gradients nor rules for transforms
         backend = None

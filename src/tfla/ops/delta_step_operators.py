@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tfla.backends import DELTA_BACKENDS
 from tfla.backends.delta import DeltaStepInputs, DeltaStepSpec
-from tfla.ops import flops
+from tfla.ops import flops, state_pool
 from tfla.ops.delta_step_dispatch import DeltaStepRequest, step_inputs
 from tfla.ops.delta_step_reference import compute_steps
 from tfla.ops.state import State
@@ -22,7 +22,7 @@ def _shapes(x: DeltaStepInputs) -> tuple[Tensor, ...]:
 
 
 delta_steps = StepOperator(
-    "delta_steps", inputs=DeltaStepInputs, spec=DeltaStepSpec, backends=DELTA_BACKENDS, results=2, shapes=_shapes,
+    "delta_steps", inputs=DeltaStepInputs, spec=DeltaStepSpec, backends=DELTA_BACKENDS, state=("C",), shapes=_shapes,
     count=flops.delta_steps_flops,
 )  # fmt: skip
 
@@ -35,21 +35,34 @@ def run(request: DeltaStepRequest, plan: StepPlan) -> tuple[Tensor, State]:
     """
     state = request.state
     if plan.replay is not None:
-        h, C = plan.replay((*request[:8], state.C, request.lengths, state.C if request.in_place else None))
+        into = state.C if request.overwrites else None
+        h, C = plan.replay((*request[:8], state.C, request.lengths, request.state_indices, into))
         return h, State(C)
     if plan.backend is None:
-        h, C = compute_steps(step_inputs(request), plan.spec)
-        C = state.C.copy_(C) if request.in_place else C
+        h, C = _compute(step_inputs(request), plan.spec, request.in_place)
     else:
         h, C = _run_backend(request, plan)
     return h if request.time else h.squeeze(1), State(C)
 
 
+def _compute(x: DeltaStepInputs, spec: DeltaStepSpec, in_place: bool) -> tuple[Tensor, Tensor]:
+    """Compute the steps in plain PyTorch, and overwrite the state where the call does."""
+    if x.indices is None:
+        h, C = compute_steps(x, spec)
+        return h, x.C.copy_(C) if in_place else C
+    pool = State(x.C)
+    indices = state_pool.checked(x.indices, pool)
+    h, C = compute_steps(x._replace(C=state_pool.read_rows(pool, indices).C), spec)
+    if spec.final_state:
+        state_pool.write_rows(pool, indices, State(C))
+    return state_pool.without_padding(h, indices), x.C
+
+
 def _run_backend(request: DeltaStepRequest, plan: StepPlan) -> Sequence[Tensor]:
     """Call the registered operator, and keep its recorded launches where that was planned."""
     x = step_inputs(request)
-    found = delta_steps(x, plan.backend.name, plan.spec, request.in_place)
+    found = delta_steps(x, plan.backend.name, plan.spec, request.overwrites)
     if plan.record:
         plan.record = False
-        plan.replay = plan.backend.steps_replay(x, plan.spec, x.C if request.in_place else None, request.time)
+        plan.replay = plan.backend.steps_replay(x, plan.spec, x.C if request.overwrites else None, request.time)
     return found

@@ -8,7 +8,7 @@ from torch import Tensor
 from tfla.backends.delta import DeltaStepInputs, DeltaStepSpec
 from tfla.backends.reference_delta import step
 from tfla.ops.autocast import without_autocast
-from tfla.ops.checked_lengths import checked_lengths
+from tfla.ops.checked_values import checked_lengths
 from tfla.ops.delta_activations import activated
 from tfla.ops.transforms import needs_dispatcher
 

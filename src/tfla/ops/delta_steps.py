@@ -31,6 +31,7 @@ def delta_rule_step(
     lower_bound: float | None = None,
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
     """Compute one step of :func:`delta_rule`, for decoding.
@@ -47,6 +48,7 @@ def delta_rule_step(
         read_before_decay, normalize_qk, beta_activation, gate_activation, A_log, dt_bias, lower_bound, scale: as in
             :func:`delta_rule`.
         in_place: overwrite ``state.C`` with the new C. Gradients must not be recorded.
+        state_indices: (B,) int32 or int64: the states are these rows of a pool, see :func:`mlstm_step`.
         backend: the name of the backend whose kernel is used; None, or a backend without a kernel for these steps,
             leaves the choice open.
 
@@ -59,6 +61,7 @@ def delta_rule_step(
     request = DeltaStepRequest(
         q, k, v, beta, log_f, read_key, A_log, dt_bias, state, None, False, True, read_before_decay, normalize_qk,
         beta_activation, gate_activation, lower_bound, True, in_place, check_scale(scale), backend,
+        state_indices,
     )  # fmt: skip
     return run(request, plan(request))
 
@@ -84,6 +87,7 @@ def delta_rule_steps(
     lower_bound: float | None = ...,
     scale: float | None = ...,
     in_place: bool = ...,
+    state_indices: Tensor | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, State]: ...
 @overload
@@ -107,6 +111,7 @@ def delta_rule_steps(
     lower_bound: float | None = ...,
     scale: float | None = ...,
     in_place: bool = ...,
+    state_indices: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 def delta_rule_steps(
@@ -129,6 +134,7 @@ def delta_rule_steps(
     lower_bound: float | None = None,
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, State] | Tensor:
     """Compute up to 32 steps of :func:`delta_rule` in one call, for speculative decoding.
@@ -148,7 +154,7 @@ def delta_rule_steps(
         read_key: (B, T, Hq, dqk), or None.
         read_before_decay, normalize_qk, beta_activation, gate_activation, A_log, dt_bias, lower_bound, scale: as in
             :func:`delta_rule`.
-        in_place, backend: as in :func:`delta_rule_step`.
+        in_place, state_indices, backend: as in :func:`delta_rule_step`. With ``return_state=False`` no row is written.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
@@ -159,6 +165,7 @@ def delta_rule_steps(
     request = DeltaStepRequest(
         q, k, v, beta, log_f, read_key, A_log, dt_bias, state, lengths, True, True, read_before_decay, normalize_qk,
         beta_activation, gate_activation, lower_bound, return_state, in_place, check_scale(scale), backend,
+        state_indices,
     )  # fmt: skip
     h, new = run(request, plan(request))
     return (h, new) if return_state else h

@@ -42,11 +42,18 @@ class Request(NamedTuple):
     time: bool = True  # whether tensors have a dimension of time
     in_place: bool = False
     eps: float = 0.0  # added to the stabilized denominator
-    # and whole sequences alone these.
+    # whole sequences alone these,
     chunk_size: int | None = None
     kernel: str | None = None
     normalizer_grad: bool = True
     store_dtype: torch.dtype | None = None
+    # and decoding steps alone this tensor, which is the last field.
+    state_indices: Tensor | None = None  # the rows of the state, which is a pool
+
+    @property
+    def overwrites(self) -> bool:
+        """True if decoding steps overwrite C of the state."""
+        return self.in_place or (self.state_indices is not None and self.return_state)
 
 
 class Plan:
@@ -70,23 +77,29 @@ class Plan:
 
 
 def call_signature(
-    given: tuple[Tensor | None, ...], state: State | None, lengths: Tensor | None, options: Hashable = ()
+    given: tuple[Tensor | None, ...],
+    state: State | None,
+    lengths: Tensor | None,
+    options: Hashable = (),
+    *,
+    state_indices: Tensor | None = None,
 ) -> Hashable:
     """Return everything that the checks and the choice of a call depend on, or None where the call cannot be cached.
 
     A call cannot be cached where the dispatcher has to see it, where an argument is no tensor or no State, and where
-    ``lengths`` is on a CPU, since the checks then depend on its values.
+    ``lengths`` or ``state_indices`` is on a CPU, since the checks then depend on its values.
 
     Args:
         given: the tensors of the call; the first one is present in every valid call.
         state: the initial state.
         lengths: `cu_seqlens` of packed sequences, or the lengths of decoding steps.
         options: every other argument of the call.
+        state_indices: the rows of the state of decoding steps.
     """
     if type(state) is not State and state is not None:
         return None
-    tensors = *given, *(state or (None, None, None)), lengths
-    if needs_dispatcher(tensors) or given[0] is None or (lengths is not None and lengths.device.type == "cpu"):
+    tensors = *given, *(state or (None, None, None)), lengths, state_indices
+    if needs_dispatcher(tensors) or given[0] is None or _on_cpu(lengths) or _on_cpu(state_indices):
         return None
     recorded = False
     if torch.is_grad_enabled():
@@ -97,6 +110,11 @@ def call_signature(
     device = "cuda" if given[0].is_cuda else given[0].device.type  # the first takes a fraction of the host time
     low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return low, recorded, options, static(tensors)
+
+
+def _on_cpu(t: Tensor | None) -> bool:
+    """Return whether t is a tensor on a CPU."""
+    return t is not None and t.device.type == "cpu"
 
 
 # The plans of calls that have passed the checks.
@@ -113,7 +131,7 @@ def plan(request: Request) -> tuple[Inputs, Plan]:
         ValueError, TypeError: an argument is invalid, or no backend or kernel can run the call as it asks.
     """
     checks.check_chunk_size(request.chunk_size)  # here, since True equals the valid chunk size 1
-    call = call_signature(request[:5], request.state, request.lengths, request[7:])
+    call = call_signature(request[:5], request.state, request.lengths, request[7:-1])
     found = _PLANS.get(call)
     if found is None:
         x, found = _check_and_choose(request, cached=call is not None)

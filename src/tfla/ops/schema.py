@@ -88,9 +88,9 @@ class Schema(Generic[X, S]):
         of_inputs, of_spec = typing.get_type_hints(self.inputs), {**typing.get_type_hints(self.spec), "backend": str}
         defaults = self.spec._field_defaults  # type: ignore[attr-defined]
         declared = [argument(name, kind, {}) for name, kind in of_inputs.items()]
-        for name in overwritten:
-            at = declared.index(f"Tensor {name}")
-            declared[at] = f"Tensor(a!) {name}"
+        for letter, name in zip("abc", overwritten, strict=False):
+            optional = "?" * (f"Tensor? {name}" in declared)
+            declared[declared.index(f"Tensor{optional} {name}")] = f"Tensor({letter}!){optional} {name}"
         declared += [
             argument(name, Tensor | None if optional else Tensor, {}) for name, optional in self.further.items()
         ]

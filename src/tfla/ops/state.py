@@ -166,4 +166,4 @@ class State(NamedTuple):
             if once and len(set(given)) < len(given):
                 twice = next(row for row in given if given.count(row) > 1)
                 raise ValueError(f"rows: got {twice} more than once, expected each sequence once")
-        return rows.to(self.C.device)
+        return rows.to(self.C.device, torch.int64)

@@ -13,6 +13,7 @@ from tfla.backends.base import Replay, StepSpec
 from tfla.ops import checks
 from tfla.ops.autocast import autocast
 from tfla.ops.dispatch import Request, call_signature
+from tfla.ops.state import State
 from tfla.ops.transforms import transforms_active
 
 
@@ -43,7 +44,9 @@ def plan(request: Request) -> StepPlan:
     Raises:
         ValueError, TypeError: an argument is invalid, or no backend has that name.
     """
-    call = call_signature(request[:5], request.state, request.lengths, request[7:])
+    call = call_signature(
+        request[:5], request.state, request.lengths, request[7:-1], state_indices=request.state_indices
+    )
     found = _PLANS.get(call)
     if found is None:
         found = _check_and_choose(request, cached=call is not None)
@@ -58,7 +61,7 @@ def step_inputs(request: Request) -> StepInputs:
     parts: tuple[Tensor | None, ...] = *autocast(request.q, request.k, request.v), request.i, request.f
     if not request.time:
         parts = tuple(None if t is None else t.unsqueeze(1) for t in parts)
-    return StepInputs(*parts, *state, request.lengths)  # type: ignore[call-arg, arg-type]
+    return StepInputs(*parts, *state, request.lengths, request.state_indices)  # type: ignore[call-arg, arg-type]
 
 
 def _check_and_choose(request: Request, cached: bool) -> StepPlan:
@@ -67,7 +70,11 @@ def _check_and_choose(request: Request, cached: bool) -> StepPlan:
     normalize, in_place, return_state = request.normalize, request.in_place, request.return_state
     checks.check_flags(normalize=normalize, return_state=return_state, in_place=in_place)
     checks.check_inputs(q, k, v, checks.named_gates(i, f, request.gates), time=request.time)
-    state = checks.check_state(state, q.shape[0], q, v, normalize, "state")
+    indices = request.state_indices
+    rows = q.shape[0] if indices is None or not isinstance(state, State) else state.C.shape[0]
+    state = checks.check_state(state, rows, q, v, normalize, "state")
+    if indices is not None:
+        checks.check_state_indices(indices, q.shape[0], state)
     if request.time:
         checks.check_few_steps(v, return_state, lengths, in_place)
     checks.check_lengths(lengths, v)
@@ -76,8 +83,13 @@ def _check_and_choose(request: Request, cached: bool) -> StepPlan:
     spec = StepSpec(scale, request.gates, return_state, request.eps)
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*request[:5], *state))
     transformed = transforms_active()
-    if in_place:
-        checks.check_in_place(state, x.kept_dtype(state.C), recorded, transformed)
+    if indices is not None and return_state:
+        parts = {"C": x.kept_dtype(state.C)}
+        if state.n is not None:
+            parts |= {"n": x.kept_dtype(state.n), "m": x.acc_dtype}
+        checks.check_in_place(state, parts, recorded, transformed, "state_indices: got them")
+    elif in_place:
+        checks.check_in_place(state, {"C": x.kept_dtype(state.C)}, recorded, transformed, "in_place: got True")
     backend = select_steps(request.backend, x, BACKENDS)
     if recorded or transformed:  # the kernels have neither gradients nor rules for transforms
         backend = None

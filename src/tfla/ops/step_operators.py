@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tfla.backends import BACKENDS, Backend, StepInputs
 from tfla.backends.base import StepSpec
-from tfla.ops import flops
+from tfla.ops import flops, state_pool
 from tfla.ops.dispatch import Request
 from tfla.ops.state import State
 from tfla.ops.step_dispatch import StepPlan, step_inputs
@@ -24,8 +24,9 @@ def _shapes(x: StepInputs) -> tuple[Tensor, ...]:
 
 
 steps = StepOperator(
-    "steps", inputs=StepInputs, spec=StepSpec, backends=BACKENDS, results=4, shapes=_shapes, count=flops.steps_flops
-)
+    "steps", inputs=StepInputs, spec=StepSpec, backends=BACKENDS, state=("C", "n", "m"), shapes=_shapes,
+    count=flops.steps_flops,
+)  # fmt: skip
 
 
 def run(request: Request, plan: StepPlan) -> tuple[Tensor, State]:
@@ -37,21 +38,35 @@ def run(request: Request, plan: StepPlan) -> tuple[Tensor, State]:
     state = request.state
     assert state is not None
     if plan.replay is not None:
-        h, C, n, m = plan.replay((*request[:5], *state, request.lengths, state.C if request.in_place else None))
+        into = state.C if request.overwrites else None
+        h, C, n, m = plan.replay((*request[:5], *state, request.lengths, request.state_indices, into))
         return h, State(C, n, m) if request.normalize else State(C)
     if plan.backend is None:
-        h, (C, n, m) = compute_steps(step_inputs(request), plan.spec)  # type: ignore[assignment]
-        C = state.C.copy_(C) if request.in_place else C
+        h, (C, n, m) = _compute(step_inputs(request), plan.spec, request.in_place)  # type: ignore[assignment]
     else:
         h, C, n, m = _run_backend(request, plan, plan.backend)
     return h if request.time else h.squeeze(1), State(C, n, m) if request.normalize else State(C)
 
 
+def _compute(x: StepInputs, spec: StepSpec, in_place: bool) -> tuple[Tensor, State]:
+    """Compute the steps in plain PyTorch, and overwrite the state where the call does."""
+    if x.indices is None:
+        h, new = compute_steps(x, spec)
+        return h, new._replace(C=x.C.copy_(new.C)) if in_place else new
+    pool = State(x.C, x.n, x.m)
+    indices = state_pool.checked(x.indices, pool)
+    C, n, m = state_pool.read_rows(pool, indices)
+    h, new = compute_steps(x._replace(C=C, n=n, m=m), spec)
+    if spec.final_state:
+        state_pool.write_rows(pool, indices, new)
+    return state_pool.without_padding(h, indices), pool
+
+
 def _run_backend(request: Request, plan: StepPlan, backend: Backend) -> Sequence[Tensor]:
     """Call the registered operator, and keep its recorded launches where that was planned."""
     x = step_inputs(request)
-    found = steps(x, backend.name, plan.spec, request.in_place)
+    found = steps(x, backend.name, plan.spec, request.overwrites)
     if plan.record:
         plan.record = False
-        plan.replay = backend.steps_replay(x, plan.spec, x.C if request.in_place else None, request.time)
+        plan.replay = backend.steps_replay(x, plan.spec, x.C if request.overwrites else None, request.time)
     return found

@@ -10,7 +10,7 @@ from tfla.backends.base import StepSpec
 from tfla.backends.reference import bounded_denominator
 from tfla.backends.reference import step as reference_step
 from tfla.ops.autocast import without_autocast
-from tfla.ops.checked_lengths import checked_lengths
+from tfla.ops.checked_values import checked_lengths
 from tfla.ops.gates import clamp, log_gates
 from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher

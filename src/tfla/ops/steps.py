@@ -28,6 +28,9 @@ def _run_sharded(request: Request) -> tuple[Tensor, State]:
     """Run a call on the local tensors of DTensors."""
     from tfla.ops import sharded
 
+    if request.state_indices is not None:
+        raise TypeError("state_indices: got them with DTensors, expected plain tensors: call it on the local tensors")
+
     def local(given: Any, state: State, lengths: Tensor | None) -> Tensor | tuple[Tensor, State]:
         q, k, v, i, f = given
         found = _run(request._replace(q=q, k=k, v=v, i=i, f=f, state=state, lengths=lengths))
@@ -50,6 +53,7 @@ def mlstm_step(
     input_gate: InputGate = "exp",
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
     """Compute one step of :func:`mlstm`, for decoding.
@@ -70,6 +74,12 @@ def mlstm_step(
         input_gate, scale: as in :func:`mlstm`.
         in_place: overwrite ``state.C``, by far the largest part of the state, with the new C. The new n and m are new
             tensors, because every program of a head reads the old ones. Gradients must not be recorded.
+        state_indices: (B,) int32 or int64: ``state`` is a pool of any number of states, of which sequence b has row
+            ``state_indices[b]``. The kernel reads and overwrites the rows where they are, n and m included, and the
+            returned state is the pool. A sequence at -1 has no state: its h is 0, and it writes nothing. Each row may
+            occur once. On a CPU, values that do not fit are an error, in compiled functions too; on a GPU they are not
+            read on the host, so that the call does not wait for the device: h is NaN for an index out of range, and the
+            result for a row that occurs twice is undefined. Gradients must not be recorded.
         backend: the name of the backend whose kernel is used; None, or a backend without a kernel for these steps,
             leaves the choice open.
 
@@ -82,7 +92,7 @@ def mlstm_step(
     check_input_gate(input_gate)
     request = Request(
         q, k, v, i, f, state, None, input_gate, input_gate == "exp", True, check_scale(scale), backend, False,
-        in_place,
+        in_place, state_indices=state_indices,
     )  # fmt: skip
     return _run(request)
 
@@ -105,6 +115,7 @@ def linear_attention_step(
     normalize: bool = False,
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
     """Compute one step of :func:`linear_attention`, for decoding.
@@ -115,7 +126,7 @@ def linear_attention_step(
         log_i: (B, H), log-gates, any float dtype; None is 0.
         state: as in :func:`mlstm_step`; without ``normalize`` its n and m are None.
         normalize, scale: as in :func:`linear_attention`.
-        in_place, backend: as in :func:`mlstm_step`.
+        in_place, state_indices, backend: as in :func:`mlstm_step`.
 
     Returns:
         h (B, H, dhv) in v's dtype, and the new :class:`State`.
@@ -125,10 +136,12 @@ def linear_attention_step(
     """
     if has_channel_gates(log_f, time=False):
         scale = check_scale(scale)
-        return channel_gates.steps(q, k, v, log_f, log_i, normalize, state, None, False, True, in_place, scale, backend)
+        return channel_gates.steps(
+            q, k, v, log_f, log_i, normalize, state, None, False, True, in_place, scale, backend, state_indices
+        )
     request = Request(
         q, k, v, log_i, log_f, state, None, "log", normalize, True, check_scale(scale), backend, False,
-        in_place,
+        in_place, state_indices=state_indices,
     )  # fmt: skip
     return _run(request)
 
@@ -147,6 +160,7 @@ def mlstm_steps(
     input_gate: InputGate = ...,
     scale: float | None = ...,
     in_place: bool = ...,
+    state_indices: Tensor | None = ...,
     backend: str | None = ...,
 ) -> tuple[Tensor, State]: ...
 @overload
@@ -163,6 +177,7 @@ def mlstm_steps(
     input_gate: InputGate = ...,
     scale: float | None = ...,
     in_place: bool = ...,
+    state_indices: Tensor | None = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
 def mlstm_steps(
@@ -178,6 +193,7 @@ def mlstm_steps(
     input_gate: InputGate = "exp",
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, State] | Tensor:
     """Compute up to 32 steps of :func:`mlstm` in one call, for speculative decoding.
@@ -195,7 +211,8 @@ def mlstm_steps(
             is T. Outputs are computed for all T steps in any case. On a CPU, values out of range are an error, in
             compiled functions too; on a GPU they are not read on the host, so that the call does not wait for the
             device, and are clamped to [0, T].
-        input_gate, scale, in_place, backend: as in :func:`mlstm_step`.
+        input_gate, scale, in_place, state_indices, backend: as in :func:`mlstm_step`. With ``return_state=False`` rows
+            of a pool are read, and none is written.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
@@ -206,7 +223,7 @@ def mlstm_steps(
     check_input_gate(input_gate)
     request = Request(
         q, k, v, i, f, state, lengths, input_gate, input_gate == "exp", return_state, check_scale(scale), backend, True,
-        in_place,
+        in_place, state_indices=state_indices,
     )  # fmt: skip
     found = _run(request)
     return found if return_state else found[0]
@@ -225,6 +242,7 @@ def linear_attention_steps(
     lengths: Tensor | None = None,
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, State] | Tensor:
     """Compute up to 32 steps of :func:`linear_attention` in one call.
@@ -235,7 +253,7 @@ def linear_attention_steps(
         log_i: (B, T, H), log-gates, any float dtype; None is 0.
         state: as in :func:`linear_attention_step`.
         normalize, scale: as in :func:`linear_attention`.
-        return_state, lengths, in_place, backend: as in :func:`mlstm_steps`.
+        return_state, lengths, in_place, state_indices, backend: as in :func:`mlstm_steps`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
@@ -246,12 +264,25 @@ def linear_attention_steps(
     if has_channel_gates(log_f):
         scale = check_scale(scale)
         h, new = channel_gates.steps(
-            q, k, v, log_f, log_i, normalize, state, lengths, True, return_state, in_place, scale, backend
+            q,
+            k,
+            v,
+            log_f,
+            log_i,
+            normalize,
+            state,
+            lengths,
+            True,
+            return_state,
+            in_place,
+            scale,
+            backend,
+            state_indices,
         )
         return (h, new) if return_state else h
     request = Request(
         q, k, v, log_i, log_f, state, lengths, "log", normalize, return_state, check_scale(scale), backend, True,
-        in_place,
+        in_place, state_indices=state_indices,
     )  # fmt: skip
     found = _run(request)
     return found if return_state else found[0]

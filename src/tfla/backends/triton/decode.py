@@ -30,6 +30,13 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def dense_tail(recorder: LaunchRecorder, t: Tensor, dims: int) -> Tensor:
+    """Return t with its last `dims` dims contiguous."""
+    tail = t[(0,) * (t.dim() - dims)] if t.numel() else t
+    found: Tensor = t if tail.is_contiguous() else recorder.do(Tensor.contiguous, t)
+    return found
+
+
 @functools.cache
 def block_sizes(dqk: int, dhv: int, several: bool) -> BlockSizes:
     """Return the block sizes of one program; `several` says whether there are several steps."""
@@ -60,17 +67,12 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
 
 def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
     """Allocate the results and launch the kernel."""
-
-    def dense(t: Tensor, whole: bool = True) -> Tensor:
-        """Return t contiguous, or unless `whole` with a contiguous last dim."""
-        found: Tensor = t if (t.is_contiguous() if whole else t.stride(-1) == 1) else recorder.do(Tensor.contiguous, t)
-        return found
-
     B, T, H, V = x.v.shape
     K = x.q.shape[3]
-    q, k, v = (dense(t, whole=False) for t in (x.q, x.k, x.v))
+    q, k, v = (dense_tail(recorder, t, 1) for t in (x.q, x.k, x.v))
     C = x.C
-    n, m, lengths = (None if t is None else dense(t) for t in (x.n, x.m, x.lengths))
+    n, m = (None if t is None else dense_tail(recorder, t, t.dim() - 1) for t in (x.n, x.m))
+    indices, lengths = (None if t is None else dense_tail(recorder, t, 1) for t in (x.indices, x.lengths))
     h = recorder.new(B, T, H, V, dtype=v.dtype)
     new_C = new_n = new_m = h
     if spec.final_state:
@@ -79,6 +81,8 @@ def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tenso
         new_n, new_m = recorder.new(B, H, K, dtype=x.kept_dtype(n)), recorder.new(B, H)
     none = h if spec.final_state and n is not None else recorder.placeholder(0, dtype=v.dtype)
     out = StepOutputs(h, *(none if t is h else t for t in (new_C, new_n, new_m)))
+    if spec.final_state and indices is not None and n is not None and m is not None:
+        out = out._replace(n=n, m=m)
     if B == 0:
         return out
     i = x.f if x.i is None else x.i
@@ -86,23 +90,29 @@ def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tenso
     several = T > 1 or lengths is not None or not spec.final_state
     sizes = block_sizes(K, V, several)
     grid = ((V + sizes.BV - 1) // sizes.BV * B * H,)
-    tensors = q, k, v, i, x.f, C, C if n is None else n, C if m is None else m, h, target, out.n, out.m
-    numbers = H, H // q.shape[2], spec.scale
+    # A tensor that the call does not have is not read; another one stands for it.
+    some_n, some_m, some_indices = C if n is None else n, C if m is None else m, C if indices is None else indices
+    tensors = q, k, v, i, x.f, C, some_n, some_m, h, target, new_n, new_m, some_indices
+    numbers = H, H // q.shape[2], spec.scale, C.shape[0]
     constants: dict[str, Any] = {
         "DK": K, "DV": V, "BK": sizes.BK, "BV": sizes.BV, "NORMALIZE": n is not None, "INPUT_GATE": x.i is not None,
         "SIGMOID_I": spec.gates == "sigmoid", "SIGMOID_F": spec.gates != "log", "EPS": spec.eps,
-        "num_warps": sizes.num_warps,
+        "INDEXED": indices is not None, "num_warps": sizes.num_warps,
     }  # fmt: skip
-    of_C = *C.stride(), *target.stride()
+    of_state = some_n.stride(0), some_m.stride(0), *C.stride(), *target.stride()
     if several:
         strides = (s for t in (q, k, v, i, x.f) for s in t.stride()[:3])
         recorder.launch(
-            decode_kernels.several_steps, grid, *tensors, C if lengths is None else lengths, *numbers, *strides, *of_C,
-            T=T, BT=max(16, power_of_two(T)), LENGTHS=lengths is not None, STORE_FINAL_STATE=spec.final_state,
-            PRECISION=PRECISION,
-            **constants,
+            decode_kernels.several_steps, grid, *tensors, C if lengths is None else lengths, *numbers, *strides,
+            *of_state, T=T, BT=max(16, power_of_two(T)), LENGTHS=lengths is not None,
+            STORE_FINAL_STATE=spec.final_state, PRECISION=PRECISION, **constants,
         )  # fmt: skip
     else:
         strides = (t.stride(d) for t in (q, k, v, i, x.f) for d in (0, 2))
-        recorder.launch(decode_kernels.one_step, grid, *tensors, *numbers, *strides, *of_C, **constants)
+        recorder.launch(decode_kernels.one_step, grid, *tensors, *numbers, *strides, *of_state, **constants)
+    if indices is not None and new_n is not h:
+        recorder.launch(
+            decode_kernels.store_normalizers, (B * H,), new_n, new_m, indices, n, m, H, C.shape[0], some_n.stride(0),
+            some_m.stride(0), DK=K, BK=power_of_two(K), num_warps=1,
+        )  # fmt: skip
     return out

@@ -3,7 +3,8 @@
 A program computes some columns of the state of one head, all rows, a block of rows at a time. Numbers in parentheses
 are the equations of arXiv 2503.14376. Gates are read as the caller gives them; every program computes them, since there
 is one number for each head and step. All programs of a head need m and n; each computes the same values, and the first
-one stores them.
+one stores them. States may be rows of a pool, which are read and written by index; there n and m are stored beside the
+pool, since other programs of the head may still read them, and `store_normalizers` puts them in afterwards.
 """
 
 import triton
@@ -62,39 +63,54 @@ def locate_program(H, GROUP, DV: tl.constexpr, BV: tl.constexpr):
     return part, row, b, h, h // GROUP, part * BV + tl.arange(0, BV)
 
 
-@triton.jit(do_not_specialize=["H", "GROUP"])
+@triton.jit
+def output_without_state(index, like):
+    """Return the output of a sequence without a state, in the shape of `like`: 0 at -1, NaN at other indices."""
+    return tl.zeros_like(like) + tl.where(index == -1, 0.0, float("nan"))
+
+
+@triton.jit(do_not_specialize=["H", "GROUP", "ROWS"])
 def one_step(
-    Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, H, GROUP, scale,
-    qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, cb, ch, ck, cv, sb, sh, sk, sv,
+    Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, indices, H, GROUP, scale, ROWS,
+    qb, qh, kb, kh, vb, vh, ib, ih, fb, fh, nb, mb, cb, ch, ck, cv, sb, sh, sk, sv,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, NORMALIZE: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, EPS: tl.constexpr,
+    INDEXED: tl.constexpr,
 ):  # fmt: skip
     """Compute one step, (1) to (4): Out, (B, H, DV), and the state after it.
 
     The grid is (B * H * DV / BV). Q and K are (B, H / GROUP, DK), V (B, H, DV), I and F (B, H), C and C_out (B, H, DK,
-    DV), N and N_out (B, H, DK), M and M_out (B, H).
+    DV), N and N_out (B, H, DK), M and M_out (B, H). With INDEXED, C, N and M have ROWS rows in place of B, sequence b
+    has row indices[b], and C_out is C.
     """
     part, row, b, h, hq, rv = locate_program(H, GROUP, DV, BV)
     in_v = rv < DV
+    num = tl.zeros([BV], tl.float32)
+    state = b
+    if INDEXED:
+        state = tl.load(indices + b).to(tl.int64)
+        if (state < 0) | (state >= ROWS):
+            tl.store(Out + row * DV + rv, output_without_state(state, num).to(Out.dtype.element_ty), in_v)
+            return
     m = 0.0
     if NORMALIZE:
-        m = clamp_gate(tl.load(M + row).to(tl.float32))
+        m = clamp_gate(tl.load(M + state * mb + h).to(tl.float32))
     f, i, m = decays(F + b * fb + h * fh, I + b * ib + h * ih, m, NORMALIZE, INPUT_GATE, SIGMOID_I, SIGMOID_F)
     v = tl.load(V + b * vb + h * vh + rv, in_v, 0.0).to(tl.float32)
-    num = tl.zeros([BV], tl.float32)
     d = 0.0
     for first in range(0, DK, BK):
         rk = first + tl.arange(0, BK)
         in_k = rk < DK
         inside = in_k[:, None] & in_v[None, :]
-        c = tl.load(C + b * cb + h * ch + rk[:, None] * ck + rv[None, :] * cv, inside, 0.0).to(tl.float32)
+        c = tl.load(C + state * cb + h * ch + rk[:, None] * ck + rv[None, :] * cv, inside, 0.0).to(tl.float32)
         q = tl.load(Q + b * qb + hq * qh + rk, in_k, 0.0).to(tl.float32)
         k = i * tl.load(K + b * kb + hq * kh + rk, in_k, 0.0).to(tl.float32)
         c = f * c + k[:, None] * v[None, :]  # (2), (BK, BV)
-        tl.store(C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv, c.to(C_out.dtype.element_ty), inside)
+        c_at = C_out + state * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv
+        tl.store(c_at, c.to(C_out.dtype.element_ty), inside)
         num += tl.sum(rounded_product(c, q[:, None]), 0)
         if NORMALIZE:
-            n = f * tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32) + k  # (3)
+            n = f * tl.load(N + state * nb + h * DK + rk, in_k, 0.0).to(tl.float32) + k  # (3)
             d += tl.sum(rounded_product(n, q), 0)
             if part == 0:
                 tl.store(N_out + row * DK + rk, n.to(N_out.dtype.element_ty), in_k)
@@ -106,13 +122,14 @@ def one_step(
     tl.store(Out + row * DV + rv, num.to(Out.dtype.element_ty), in_v)
 
 
-@triton.jit(do_not_specialize=["H", "GROUP"])
+@triton.jit(do_not_specialize=["H", "GROUP", "ROWS"])
 def several_steps(
-    Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, lengths, H, GROUP, scale,
-    qb, qt, qh, kb, kt, kh, vb, vt, vh, ib, it, ih, fb, ft, fh, cb, ch, ck, cv, sb, sh, sk, sv,
+    Q, K, V, I, F, C, N, M, Out, C_out, N_out, M_out, indices, lengths, H, GROUP, scale, ROWS,
+    qb, qt, qh, kb, kt, kh, vb, vt, vh, ib, it, ih, fb, ft, fh, nb, mb, cb, ch, ck, cv, sb, sh, sk, sv,
     DK: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     NORMALIZE: tl.constexpr, INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
-    EPS: tl.constexpr, LENGTHS: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr,
+    EPS: tl.constexpr, INDEXED: tl.constexpr, LENGTHS: tl.constexpr, STORE_FINAL_STATE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute T steps: Out, (B, T, H, DV), and the state after step lengths[b] of sequence b, or after step T.
 
@@ -123,13 +140,21 @@ def several_steps(
     rt = tl.arange(0, BT)
     in_v = rv < DV
     in_t = rt < T
+    out = Out + ((b * T + rt[:, None]) * H + h) * DV + rv[None, :]
+    num = tl.zeros([BT, BV], tl.float32)
+    state = b
+    if INDEXED:
+        state = tl.load(indices + b).to(tl.int64)
+        if (state < 0) | (state >= ROWS):
+            tl.store(out, output_without_state(state, num).to(Out.dtype.element_ty), in_t[:, None] & in_v[None, :])
+            return
     length = T
     if LENGTHS:
         # The host does not read the lengths, so they are clamped here, before they are converted to 32 bits.
         length = tl.minimum(tl.maximum(tl.load(lengths + b), 0), T).to(tl.int32)
     m = 0.0
     if NORMALIZE:
-        m = clamp_gate(tl.load(M + row).to(tl.float32))
+        m = clamp_gate(tl.load(M + state * mb + h).to(tl.float32))
     m_last = m
     weight = 1.0  # weight of the initial state in the state after step t; `update` has those of the steps
     update = tl.zeros([BT], tl.float32)
@@ -157,13 +182,12 @@ def several_steps(
     v = v.to(tl.float32)
     v_kept = tl.where(kept[:, None], v, 0.0)
     S = tl.zeros([BT, BT], tl.float32)
-    num = tl.zeros([BT, BV], tl.float32)
     den = tl.zeros([BT], tl.float32)
     for first in range(0, DK, BK):
         rk = first + tl.arange(0, BK)
         in_k = rk < DK
         inside = in_k[:, None] & in_v[None, :]
-        c = tl.load(C + b * cb + h * ch + rk[:, None] * ck + rv[None, :] * cv, inside, 0.0).to(tl.float32)
+        c = tl.load(C + state * cb + h * ch + rk[:, None] * ck + rv[None, :] * cv, inside, 0.0).to(tl.float32)
         q_at = Q + b * qb + rt[:, None] * qt + hq * qh + rk[None, :]
         q = tl.load(q_at, in_t[:, None] & in_k[None, :], 0.0).to(tl.float32)
         k_at = K + b * kb + rt[None, :] * kt + hq * kh + rk[:, None]
@@ -173,11 +197,10 @@ def several_steps(
         k = tl.where(kept[None, :], k * update_last[None, :], 0.0)
         if STORE_FINAL_STATE:
             c = weight_last * c + tl.dot(k, v_kept, input_precision=PRECISION)
-            tl.store(
-                C_out + b * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv, c.to(C_out.dtype.element_ty), inside
-            )
+            c_at = C_out + state * sb + h * sh + rk[:, None] * sk + rv[None, :] * sv
+            tl.store(c_at, c.to(C_out.dtype.element_ty), inside)
         if NORMALIZE:
-            n = tl.load(N + row * DK + rk, in_k, 0.0).to(tl.float32)
+            n = tl.load(N + state * nb + h * DK + rk, in_k, 0.0).to(tl.float32)
             den += tl.sum(rounded_product(q, n[None, :]), 1)
             if STORE_FINAL_STATE and part == 0:
                 n = weight_last * n + tl.sum(k, 1)
@@ -189,5 +212,19 @@ def several_steps(
         num /= denominator(den, floor, EPS)[:, None]
         if STORE_FINAL_STATE and part == 0:
             tl.store(M_out + row, m_last)
-    out = Out + ((b * T + rt[:, None]) * H + h) * DV + rv[None, :]
     tl.store(out, num.to(Out.dtype.element_ty), in_t[:, None] & in_v[None, :])
+
+
+@triton.jit(do_not_specialize=["H", "ROWS"])
+def store_normalizers(
+    N_new, M_new, indices, N, M, H, ROWS, nb, mb, DK: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Store N_new, (B, H, DK), and M_new, (B, H), in the rows indices[b] of N and M; the grid is (B * H)."""
+    row = tl.program_id(0).to(tl.int64)
+    h = row % H
+    state = tl.load(indices + row // H).to(tl.int64)
+    rk = tl.arange(0, BK)
+    stored = (rk < DK) & (state >= 0) & (state < ROWS)
+    tl.store(N + state * nb + h * DK + rk, tl.load(N_new + row * DK + rk, stored, 0.0), stored)
+    if (state >= 0) & (state < ROWS):
+        tl.store(M + state * mb + h, tl.load(M_new + row))

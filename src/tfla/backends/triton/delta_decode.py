@@ -12,7 +12,7 @@ from tfla.backends.base import static
 from tfla.backends.delta import BetaActivation, DeltaStepInputs, DeltaStepSpec, GateActivation
 from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 from tfla.backends.triton import delta_decode_kernels
-from tfla.backends.triton.decode import BlockSizes, power_of_two
+from tfla.backends.triton.decode import BlockSizes, dense_tail, power_of_two
 
 
 @functools.cache
@@ -53,13 +53,7 @@ def _launch(
     recorder: LaunchRecorder, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Allocate the results and launch the kernel."""
-
-    def dense(t: Tensor, dims: int = 1) -> Tensor:
-        """Return t with its last `dims` dims contiguous."""
-        tail = t[(0,) * (t.dim() - dims)] if t.numel() else t
-        found: Tensor = t if tail.is_contiguous() else recorder.do(Tensor.contiguous, t)
-        return found
-
+    dense = functools.partial(dense_tail, recorder, dims=1)
     B, T, H, V = x.v.shape
     K = x.q.shape[3]
     q, k, v, C = dense(x.q), dense(x.k), dense(x.v), x.C
@@ -69,8 +63,9 @@ def _launch(
     by_channel = x.log_f is not None and x.log_f.dim() == 4
     log_f = v if x.log_f is None else dense(x.log_f) if by_channel else x.log_f
     A_log = v if x.A_log is None else dense(x.A_log)
-    dt_bias = v if x.dt_bias is None else dense(x.dt_bias, x.dt_bias.dim())
+    dt_bias = v if x.dt_bias is None else dense_tail(recorder, x.dt_bias, x.dt_bias.dim())
     lengths = v if x.lengths is None else dense(x.lengths)
+    indices = v if x.indices is None else dense(x.indices)
     h = recorder.new(B, T, H, V, dtype=v.dtype)
     if not spec.final_state:
         new_C = recorder.placeholder(0, dtype=v.dtype)
@@ -83,14 +78,14 @@ def _launch(
     strides = [s for t in (q, k, r, v, beta, log_f) for s in t.stride()[:3]]
     recorder.launch(
         delta_decode_kernels.delta_steps, ((V + sizes.BV - 1) // sizes.BV * B * H,),
-        q, k, r, v, beta, log_f, A_log, dt_bias, C, lengths, h, target,
-        H, H // q.shape[2], spec.scale, spec.lower_bound, *strides, *C.stride(), *target.stride(),
+        q, k, r, v, beta, log_f, A_log, dt_bias, C, indices, lengths, h, target,
+        H, H // q.shape[2], spec.scale, spec.lower_bound, C.shape[0], *strides, *C.stride(), *target.stride(),
         DK=K, DV=V, T=T, BK=sizes.BK, BV=sizes.BV, CORRECT=spec.correct, READ_KEY=x.read_key is not None,
         READ_BEFORE_DECAY=spec.read_before_decay, NORMALIZE_QK=spec.normalize_qk, HAS_BETA=x.beta is not None,
         BETA_ACTIVATION=get_args(BetaActivation).index(spec.beta_activation),
         GATES=0 if x.log_f is None else 2 if by_channel else 1,
         GATE_ACTIVATION=get_args(GateActivation).index(spec.gate_activation), HAS_A_LOG=x.A_log is not None,
-        BIAS_DIMS=0 if x.dt_bias is None else x.dt_bias.dim(), LENGTHS=x.lengths is not None,
-        STORE_FINAL_STATE=spec.final_state, num_warps=sizes.num_warps,
+        BIAS_DIMS=0 if x.dt_bias is None else x.dt_bias.dim(), INDEXED=x.indices is not None,
+        LENGTHS=x.lengths is not None, STORE_FINAL_STATE=spec.final_state, num_warps=sizes.num_warps,
     )  # fmt: skip
     return h, new_C

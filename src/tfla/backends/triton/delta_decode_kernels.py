@@ -16,6 +16,7 @@ import triton.language as tl
 
 from tfla.backends.gpu.gate_kernels import clamp_gate
 from tfla.backends.gpu.state_passing import rounded_product
+from tfla.backends.triton.decode_kernels import output_without_state
 
 EPS = tl.constexpr(1e-6)  # added to the squared norm of q and k, as in tfla.ops.delta_activations
 SIGMOID, TWO_SIGMOID = tl.constexpr(1), tl.constexpr(2)  # activations of beta
@@ -60,19 +61,20 @@ def decay(x, bias, rate, lower_bound, ACTIVATION: tl.constexpr):
     return tl.exp(clamp_gate(x))
 
 
-@triton.jit(do_not_specialize=["H", "GROUP"])
+@triton.jit(do_not_specialize=["H", "GROUP", "ROWS"])
 def delta_steps(
-    Q, K, R, V, BETA, F, A_log, dt_bias, C, lengths, Out, C_out, H, GROUP, scale, lower_bound,
+    Q, K, R, V, BETA, F, A_log, dt_bias, C, indices, lengths, Out, C_out, H, GROUP, scale, lower_bound, ROWS,
     qb, qt, qh, kb, kt, kh, rb, rt, rh, vb, vt, vh, bb, bt, bh, fb, ft, fh, cb, ch, ck, cv, sb, sh, sk, sv,
     DK: tl.constexpr, DV: tl.constexpr, T: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CORRECT: tl.constexpr,
     READ_KEY: tl.constexpr, READ_BEFORE_DECAY: tl.constexpr, NORMALIZE_QK: tl.constexpr, HAS_BETA: tl.constexpr,
     BETA_ACTIVATION: tl.constexpr, GATES: tl.constexpr, GATE_ACTIVATION: tl.constexpr, HAS_A_LOG: tl.constexpr,
-    BIAS_DIMS: tl.constexpr, LENGTHS: tl.constexpr, STORE_FINAL_STATE: tl.constexpr,
+    BIAS_DIMS: tl.constexpr, INDEXED: tl.constexpr, LENGTHS: tl.constexpr, STORE_FINAL_STATE: tl.constexpr,
 ):  # fmt: skip
     """Compute T steps: Out, (B, T, H, DV), and the state after step lengths[b] of sequence b, or after step T.
 
     The grid is (B * H * DV / BV). Q, K and R are (B, T, H / GROUP, DK), V (B, T, H, DV), BETA (B, T, H), F (B, T, H) or
-    (B, T, H, DK), A_log (H), dt_bias (H) or (H, DK), C and C_out (B, H, DK, DV).
+    (B, T, H, DK), A_log (H), dt_bias (H) or (H, DK), C and C_out (B, H, DK, DV). With INDEXED, C has ROWS rows in place
+    of B, sequence b has row indices[b], and C_out is C.
     """
     parts: tl.constexpr = (DV + BV - 1) // BV
     part = tl.program_id(0) % parts
@@ -85,6 +87,14 @@ def delta_steps(
     in_k = rows < DK
     in_v = columns < DV
     inside = in_k[:, None] & in_v[None, :]
+    state = b
+    if INDEXED:
+        state = tl.load(indices + b).to(tl.int64)
+        if (state < 0) | (state >= ROWS):
+            nothing = output_without_state(state, tl.zeros([BV], tl.float32)).to(Out.dtype.element_ty)
+            for t in range(T):
+                tl.store(Out + ((b * T + t) * H + h) * DV + columns, nothing, in_v)
+            return
     rate = 1.0
     if HAS_A_LOG:
         rate = tl.exp(tl.load(A_log + h).to(tl.float32))
@@ -93,8 +103,8 @@ def delta_steps(
         bias = tl.load(dt_bias + h).to(tl.float32)
     if BIAS_DIMS == 2:
         bias = tl.load(dt_bias + h * DK + rows, in_k, 0.0).to(tl.float32)
-    c = tl.load(C + b * cb + h * ch + rows[:, None] * ck + columns[None, :] * cv, inside, 0.0).to(tl.float32)
-    out_at = C_out + b * sb + h * sh + rows[:, None] * sk + columns[None, :] * sv
+    c = tl.load(C + state * cb + h * ch + rows[:, None] * ck + columns[None, :] * cv, inside, 0.0).to(tl.float32)
+    out_at = C_out + state * sb + h * sh + rows[:, None] * sk + columns[None, :] * sv
     length = T
     if LENGTHS:
         # The host does not read the lengths, so they are clamped here, before they are converted to 32 bits.

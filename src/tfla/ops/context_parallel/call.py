@@ -58,7 +58,7 @@ _PLANS: CallCache[_Plan] = CallCache()
 
 def _signature(request: Request, placement: Placement, group: str) -> Hashable:
     """Return all that the plan of a call depends on, or None where it cannot be cached."""
-    signature, lengths = call_signature(request[:5], request.state, None, request[7:]), request.lengths
+    signature, lengths = call_signature(request[:5], request.state, None, request[7:-1]), request.lengths
     if signature is None or lengths is None:
         return None if signature is None else (placement, group, signature)
     if not isinstance(lengths, Tensor) or lengths.device.type != "cpu" or needs_dispatcher((lengths,)):

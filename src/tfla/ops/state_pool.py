@@ -1,0 +1,104 @@
+"""The rows of a pool of states, read and overwritten by index in plain PyTorch, without a synchronization.
+
+The kernels of decoding steps do the same themselves. Calls over whole sequences gather their initial states here and
+scatter their final ones. An index of -1 stands for no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla.ops import checks
+from tfla.ops.checked_values import checked_indices
+from tfla.ops.state import State
+from tfla.ops.transforms import PLAIN, needs_dispatcher, transforms_active
+
+
+def checked(indices: Tensor, pool: State) -> Tensor:
+    """Return indices whose values are checked: by the caller, or for a traced call on a CPU inside its graph."""
+    if indices.device.type == "cpu" and needs_dispatcher((indices,)):
+        return checked_indices(indices, pool.C.shape[0])
+    return indices
+
+
+def read_rows(pool: State, indices: Tensor) -> State:
+    """Return the states of the pool at indices (B,); those at -1 are zero."""
+
+    def rows(t: Tensor | None) -> Tensor | None:
+        if t is None or t.shape[0] == 0:  # then no index is a row
+            return None if t is None else t.new_zeros(indices.shape[0], *t.shape[1:])
+        return torch.where(_like(indices >= 0, t), t.index_select(0, indices.clamp(min=0)), 0.0)
+
+    return State(*map(rows, pool))  # type: ignore[arg-type]
+
+
+def write_rows(pool: State, indices: Tensor, states: State) -> None:
+    """Overwrite the rows of the pool at indices (B,) by the states (B, ...); states at -1 are left out.
+
+    A state at -1 becomes a copy of one that is not, so that both write the same. If all are at -1, the first row is
+    overwritten by itself.
+    """
+    if not indices.shape[0] or not pool.C.shape[0]:
+        return
+    valid = indices >= 0
+    source = torch.where(valid, torch.arange(indices.shape[0], device=indices.device), valid.to(torch.int8).argmax())
+    target = indices.index_select(0, source).clamp(min=0).to(torch.int64)
+    for own, given in zip(pool, states, strict=True):
+        if own is not None and given is not None:
+            rows = given.to(own.dtype).index_select(0, source)
+            own.index_copy_(0, target, torch.where(valid.any(), rows, own.index_select(0, target)))
+
+
+def without_padding(h: Tensor, indices: Tensor) -> Tensor:
+    """Return outputs h (B, ...), zero for sequences at index -1."""
+    return torch.where(_like(indices >= 0, h), h, 0.0)
+
+
+def attend_by_index(
+    request: Any, indices: Tensor, cu_seqlens: Tensor | None, run: Callable[[Any], Any]
+) -> Tensor | tuple[Tensor, State]:
+    """Compute a call over whole sequences whose initial states are rows of a pool, and its final states too.
+
+    Args:
+        request: the arguments of the call; its state is the pool.
+        indices: (sequences,), the rows.
+        cu_seqlens: the offsets of packed sequences.
+        run: the function that computes a call from its arguments.
+
+    Returns:
+        h; with `request.return_state` also the pool, whose rows are then overwritten.
+
+    Raises:
+        ValueError, TypeError: the state or the indices do not fit; the message says what is allowed.
+    """
+    q, pool = request.q, request.state
+    if type(q) not in PLAIN:
+        raise TypeError(f"state_indices: got them with q of type {type(q).__name__}, expected plain tensors")
+    if not isinstance(pool, State):
+        raise TypeError(f"initial_state: got {type(pool).__name__} with state_indices, expected tfla.State, the pool")
+    checks.check_float("initial_state.C", pool.C)
+    sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    checks.check_state_indices(indices, sequences, pool)
+    indices = checked(indices, pool)
+    if request.return_state:
+        given = [t for t in (*request, *pool) if isinstance(t, Tensor)]
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+        parts = {name: t.dtype for name, t in zip(State._fields, pool, strict=True) if t is not None}
+        checks.check_in_place(pool, parts, recorded, transforms_active(), "state_indices: got them", "initial_state")
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    rows = State(*(None if t is None else t.to(wide) for t in read_rows(pool, indices)))  # type: ignore[arg-type]
+    found = run(request._replace(state=rows))
+    if not request.return_state:
+        h: Tensor = found
+        return h
+    write_rows(pool, indices, found[1])
+    return found[0], pool
+
+
+def _like(mask: Tensor, t: Tensor) -> Tensor:
+    """Return a mask (B,) with as many dimensions as t."""
+    return mask.view(-1, *[1] * (t.dim() - 1))

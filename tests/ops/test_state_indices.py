@@ -1,0 +1,309 @@
+"""Decoding steps whose states are rows of a pool, read and overwritten by index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import FORMS, params, problem
+from delta_cases import delta_problem, options
+from steppers import Stepper, steppers
+from torch import Tensor
+
+import tfla
+from tfla.backends import BACKENDS, DELTA_BACKENDS, StepInputs
+from tfla.backends.base import StepSpec
+from tfla.backends.delta import DeltaStepInputs, DeltaStepSpec
+
+Call = Callable[..., Any]
+ROWS, INDICES = 7, (5, -1, 0, 3)
+DELTA_FORMS = ("gdn", "kda", "gla")
+EVERY = (*FORMS, *DELTA_FORMS)
+
+
+@pytest.fixture(params=steppers())
+def stepper(request: pytest.FixtureRequest) -> Stepper:
+    return request.param
+
+
+def setting(form: str, device: str, T: int = 3, several: bool = True) -> tuple[Call, dict[str, Tensor], tfla.State]:
+    """The step or steps of a form, its arguments for four sequences, and a pool of states."""
+    B = ROWS
+    if form in DELTA_FORMS:
+        p: Any = delta_problem(form, B=B, T=T, H=2, Hq=1, dtype=torch.float32)
+        x = {name: t.to(device) for name, t in p.leaves.items() if name != "C"}
+        pool = tfla.State(p.leaves["C"].to(device).clone())
+        more = options(log_f=x.pop("log_f", None), read_key=x.pop("read_key", None))
+        if form == "gla":
+            fn: Call = tfla.linear_attention_steps if several else tfla.linear_attention_step
+            tensors, more = {name: x[name] for name in "qkv"} | {"log_f": more["log_f"]}, {}
+        else:
+            fn = tfla.delta_rule_steps if several else tfla.delta_rule_step
+            tensors, more = x | {n: t for n, t in more.items() if isinstance(t, Tensor)}, {}
+    else:
+        p = problem(form, B=B, T=T, H=2, Hq=1, dtype=torch.float32)
+        tensors = {name: getattr(p, name).to(device) for name in "qkvif"}
+        pool = p.state.to(device).clone()
+        if form in ("exp", "sigmoid"):
+            fn, more = (tfla.mlstm_steps if several else tfla.mlstm_step), {"input_gate": form}
+        else:
+            fn, more = (tfla.linear_attention_steps if several else tfla.linear_attention_step), {}
+            tensors = {name: tensors[name] for name in "qkv"} | {"log_f": tensors["f"], "log_i": tensors["i"]}
+            more["normalize"] = p.normalize
+    tensors = {name: t[: len(INDICES)] if several else t[: len(INDICES), 0] for name, t in tensors.items()}
+
+    def call(state: tfla.State, rows: Tensor | None = None, **given: Any) -> Any:
+        x = tensors if rows is None else {name: t[rows] for name, t in tensors.items()}
+        with torch.no_grad():
+            return fn(**x, state=state, **more, **given)
+
+    return call, tensors, pool
+
+
+def same(a: tfla.State, b: tfla.State) -> bool:
+    return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("form", params({form: form for form in EVERY}, set(EVERY)))
+def test_rows_of_a_pool_are_its_states(stepper: Stepper, form: str, dtype: torch.dtype) -> None:
+    """Bit by bit what the same sequences yield with states of their own; nothing else of the pool changes."""
+    indices = torch.tensor(INDICES, dtype=dtype, device=stepper.device)
+    taken = torch.tensor([0, 2, 3], device=stepper.device)
+    for several in (False, True):
+        call, _, pool = setting(form, stepper.device, several=several)
+        lengths = [{}, {"lengths": torch.tensor([1, 2, 0, 3], device=stepper.device)}] if several else [{}]
+        for more in lengths:
+            own = pool.clone()
+            h, new = call(own, state_indices=indices, backend=stepper.backend, **more)
+            short = {name: t[taken] for name, t in more.items()}
+            expected_h, states = call(pool.gather(indices[taken]), taken, backend=stepper.backend, **short)
+            expected = pool.clone()
+            expected.scatter(indices[taken], states)
+            assert torch.equal(h[taken], expected_h)
+            assert (h[1] == 0).all()
+            assert same(own, expected)
+            assert all(a is b for a, b in zip(new, own, strict=True))
+        if several:
+            assert torch.equal(h, call(pool, state_indices=indices, backend=stepper.backend, return_state=False))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["exp", "gdn"])
+def test_a_pool_in_pages(stepper: Stepper, form: str) -> None:
+    """Rows may stand apart, as in pages that hold the states of several layers."""
+    call, _, pool = setting(form, stepper.device)
+    pages = [None if t is None else torch.zeros(ROWS, 2, *t.shape[1:], device=t.device) for t in pool]
+    own = tfla.State(*(None if t is None else t[:, 1] for t in pages))
+    for mine, t in zip(own, pool, strict=True):
+        if mine is not None:
+            mine.copy_(t)
+    indices = torch.tensor(INDICES, device=stepper.device)
+    h, _ = call(own, state_indices=indices, backend=stepper.backend)
+    expected_h, _ = call(pool, state_indices=indices, backend=stepper.backend)
+    assert torch.equal(h, expected_h)
+    assert same(own, pool)
+    assert all(t is None or (t[:, 0] == 0).all() for t in pages)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["exp", "gdn"])
+def test_nothing_but_padding(stepper: Stepper, form: str) -> None:
+    call, _, pool = setting(form, stepper.device)
+    own = pool.clone()
+    h, _ = call(own, state_indices=torch.full((4,), -1, device=stepper.device), backend=stepper.backend)
+    assert (h == 0).all()
+    assert same(own, pool)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("T", [1, 3])
+def test_indices_that_no_host_reads_write_nothing_out_of_range(stepper: Stepper, T: int) -> None:
+    """The kernels are called directly, since on a CPU, where Triton's interpreter runs, the operator refuses them."""
+    if stepper.backend == "reference":
+        pytest.skip("reads the values")
+    indices = torch.tensor([2, ROWS, -5, 2**40], device=stepper.device)
+    _, x, pool = setting("exp", stepper.device, T)
+    before = pool.clone()
+    given = StepInputs(*(x[name] for name in "qkvif"), *pool, None, indices)
+    h = BACKENDS["triton"].steps(given, StepSpec(0.5, "exp", True), pool.C).h
+    assert h[0].isfinite().all()
+    assert h[1:].isnan().all()
+    assert all(torch.equal(a[1], b[1]) and not torch.equal(a[2], b[2]) for a, b in zip(pool, before, strict=True))
+    _, x, pool = setting("gdn", stepper.device, T)
+    before = pool.clone()
+    inputs = DeltaStepInputs(*(x[n] for n in ("q", "k", "v", "beta", "log_f")), None, None, None, pool.C, None, indices)
+    h, _ = DELTA_BACKENDS["triton"].steps(inputs, DeltaStepSpec(0.5, True, False, True), pool.C)
+    assert h[0].isfinite().all()
+    assert h[1:].isnan().all()
+    changed = (pool.C != before.C).flatten(1).any(1)
+    assert changed.nonzero().flatten().tolist() == [2]
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["exp", "sigmoid", "gdn"])
+def test_compile(stepper: Stepper, form: str) -> None:
+    """Two steps in one graph, the second of which reads what the first has written."""
+    torch.compiler.reset()
+    call, _, pool = setting(form, stepper.device, several=False)
+    own, compiled = pool.clone(), pool.clone()
+    indices = torch.tensor(INDICES, device=stepper.device)
+
+    def twice(state: tfla.State, indices: Tensor) -> Tensor:
+        _, state = call(state, state_indices=indices, backend=stepper.backend)
+        return call(state, state_indices=indices, backend=stepper.backend)[0]
+
+    expected = twice(own, indices)
+    found = torch.compile(twice, fullgraph=True, backend="aot_eager")(compiled, indices)
+    torch.testing.assert_close(found, expected)
+    for a, b in zip(own, compiled, strict=True):
+        assert a is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    if stepper.device == "cpu":
+        with pytest.raises(ValueError, match=r"^state_indices: got 5 more than once"):
+            torch.compile(twice, fullgraph=True, backend="aot_eager")(compiled, torch.tensor([5, 5, -1, 0]))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("form", ["exp", "sigmoid", "gdn"])
+def test_opcheck(stepper: Stepper, form: str) -> None:
+    if stepper.backend == "reference":
+        pytest.skip("the reference is traced as it is")
+    _, x, pool = setting(form, stepper.device, T=2)
+    indices = torch.tensor(INDICES, device=stepper.device)
+    if form == "gdn":
+        args = (*(x[n] for n in ("q", "k", "v", "beta", "log_f")), None, None, None, pool.C, None, indices)
+        torch.library.opcheck(torch.ops.tfla.delta_steps_.default, (*args, 0.5, True, False, "triton"))
+        torch.library.opcheck(torch.ops.tfla.delta_steps.default, (*args, 0.5, True, False, "triton", False))
+        return
+    args = (*(x[n] for n in "qkvif"), *pool, None, indices)
+    torch.library.opcheck(torch.ops.tfla.steps_pool_.default, (*args, 0.5, form, "triton"))
+    torch.library.opcheck(torch.ops.tfla.steps.default, (*args, 0.5, form, "triton", False))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", EVERY)
+def test_capture_in_a_graph(form: str) -> None:
+    """One graph serves whatever rows stand in the tensor of indices at its replay."""
+    call, _, pool = setting(form, "cuda", several=False)
+    indices = torch.tensor(INDICES, device="cuda")
+    call(pool.clone(), state_indices=indices)  # compiles
+    own, graph = pool.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        h, _ = call(own, state_indices=indices)
+    for rows in ((0, 1, 2, 3), (6, -1, 4, 1)):
+        indices.copy_(torch.tensor(rows))
+        expected, _ = call(pool, state_indices=indices)
+        graph.replay()
+        assert torch.equal(h, expected)
+        assert same(own, pool)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "parts"),
+    [
+        ({"state_indices": [0, 1, 2, 3]}, TypeError, ("state_indices:", "list", "int64")),
+        ({"state_indices": torch.zeros(4)}, TypeError, ("state_indices:", "float32")),
+        ({"state_indices": torch.arange(3)}, ValueError, ("state_indices:", "(3,)", "(4)")),
+        ({"state_indices": torch.tensor([0, 1, 2, 7])}, ValueError, ("state_indices:", "got 7", "from 0 to 6")),
+        ({"state_indices": torch.tensor([0, 1, 2, -2])}, ValueError, ("state_indices:", "got -2", "expected -1 or")),
+        ({"state_indices": torch.tensor([0, 4, 2, 4])}, ValueError, ("state_indices:", "got 4 more than once")),
+        ({"state_indices": torch.arange(4, device="meta")}, ValueError, ("state_indices:", "device meta", "cpu")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("form", ["exp", "gdn", "gla"])
+def test_wrong_indices(form: str, change: dict[str, Any], kind: type[Exception], parts: tuple[str, ...]) -> None:
+    for several in (False, True):
+        call, _, pool = setting(form, "cpu", several=several)
+        with pytest.raises(kind) as caught:
+            call(pool, **change)
+        assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_a_pool_that_cannot_be_overwritten() -> None:
+    call, x, pool = setting("exp", "cpu")
+    indices = torch.tensor(INDICES)
+    with pytest.raises(TypeError, match=r"^state.n: got dtype torch.float64, expected torch.float32"):
+        call(pool._replace(n=pool.n.double()), state_indices=indices)
+    with pytest.raises(ValueError, match=r"^state.m: got strides .*, expected no 0: state_indices"):
+        call(pool._replace(m=pool.m[:1].expand(ROWS, 2)), state_indices=indices)
+    with pytest.raises(ValueError, match=r"^state.n: got strides .* dense"):
+        call(pool._replace(n=pool.n.transpose(1, 2).contiguous().transpose(1, 2)), state_indices=indices)
+    with pytest.raises(ValueError, match=r"^state_indices: got them while gradients are recorded"):
+        tfla.mlstm_steps(**{n: t.clone().requires_grad_() for n, t in x.items()}, state=pool, state_indices=indices)
+    h = tfla.mlstm_steps(
+        **{n: t.clone().requires_grad_() for n, t in x.items()}, state=pool, state_indices=indices, return_state=False
+    )
+    assert h.requires_grad  # nothing is overwritten
+
+
+def test_more_sequences_than_rows_is_an_error_that_names_the_pool() -> None:
+    call, _, pool = setting("exp", "cpu")
+    with pytest.raises(ValueError, match=r"^state.C: got shape \(7, "):
+        call(pool)  # without indices the batch is 4
+
+
+def prefill(form: str, device: str) -> tuple[Call, tfla.State]:
+    """A call over two packed sequences, of 20 steps and of none, and over two more, and a pool of states."""
+    offsets = torch.tensor([0, 20, 20, 31, 37], device=device)
+    if form in DELTA_FORMS:
+        p: Any = delta_problem(form, B=1, T=37, H=2, Hq=1, dtype=torch.float32)
+        x = {name: t.to(device) for name, t in p.leaves.items() if name != "C"}
+        fn: Call = tfla.linear_attention if form == "gla" else tfla.delta_rule
+        more = {"log_f": x.pop("log_f")} if form == "gla" else {}
+        x = {name: x[name] for name in "qkv"} if form == "gla" else x
+    else:
+        p = problem(form, B=1, T=37, H=2, Hq=1, dtype=torch.float32)
+        x, more = {name: getattr(p, name).to(device) for name in "qkvif"}, {"input_gate": form}
+        fn = tfla.mlstm
+    generator = torch.Generator().manual_seed(0)
+    K, V = x["q"].shape[-1], x["v"].shape[-1]
+    parts = (torch.randn(ROWS, 2, *d, generator=generator).to(device) for d in ((K, V), (K,), ()))
+    C, n, m = parts
+    pool = tfla.State(C, n, m) if form == "exp" else tfla.State(C)
+
+    def call(state: tfla.State, **given: Any) -> Any:
+        with torch.no_grad():
+            return fn(**x, **more, initial_state=state, cu_seqlens=offsets, **given)
+
+    return call, pool
+
+
+@pytest.mark.parametrize("form", ["exp", "sigmoid", *DELTA_FORMS])
+def test_a_prefill_reads_and_writes_rows_of_a_pool(device: str, form: str) -> None:
+    call, pool = prefill(form, device)
+    indices, taken = torch.tensor(INDICES, device=device), [0, 2, 3]
+    start = pool.gather([5, 1, 0, 3])
+    start.reset([1])
+    expected_h, final = call(start, return_state=True)
+    own, expected = pool.clone(), pool.clone()
+    expected.scatter([5, 0, 3], final.gather(taken))
+    h, new = call(own, return_state=True, state_indices=indices)
+    assert torch.equal(h, expected_h)
+    assert same(own, expected)
+    assert new is own
+    start = own.gather([5, 1, 0, 3])
+    start.reset([1])
+    assert torch.equal(call(own, state_indices=indices), call(start))
+    assert same(own, expected)  # without return_state nothing is written
+
+
+@pytest.mark.parametrize("form", ["exp", "gdn", "gla"])
+def test_wrong_indices_of_a_prefill(form: str) -> None:
+    call, pool = prefill(form, "cpu")
+    for change, kind, match in (
+        ({"state_indices": torch.tensor([0, 1])}, ValueError, r"state_indices: got shape \(2,\)"),
+        ({"state_indices": torch.tensor([0, 1, 2, 7])}, ValueError, "state_indices: got 7, expected -1 or from 0 to 6"),
+        ({"state_indices": torch.tensor([0, 1, 2, 2])}, ValueError, "state_indices: got 2 more than once"),
+    ):
+        with pytest.raises(kind, match=f"^{match}"):
+            call(pool, **change)
+    with pytest.raises(TypeError, match=r"^initial_state: got NoneType with state_indices"):
+        call(None, state_indices=torch.tensor(INDICES))
+    wide = pool._replace(C=pool.C[:1].expand(pool.C.shape))
+    with pytest.raises(ValueError, match=r"^initial_state.C: got strides .*, expected no 0"):
+        call(wide, state_indices=torch.tensor(INDICES), return_state=True)
