@@ -108,6 +108,15 @@ def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: 
     return state
 
 
+def check_step_state(state: object, indices: object, q: Tensor, v: Tensor, normalize: bool) -> State:
+    """Check the state of decoding steps, with indices a pool of any number of states, and the indices; return it."""
+    rows = q.shape[0] if indices is None or not isinstance(state, State) else state.C.shape[0]
+    found = check_state(state, rows, q, v, normalize, "state")
+    if indices is not None:
+        check_state_indices(indices, q.shape[0], found)
+    return found
+
+
 def check_offsets(cu_seqlens: object, q: Tensor) -> None:
     """Check the offsets of packed sequences, apart from their device and their values."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):

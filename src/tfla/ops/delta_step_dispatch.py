@@ -95,11 +95,7 @@ def _check_and_choose(request: DeltaStepRequest, cached: bool) -> StepPlan:
     delta_checks.check_activations(
         beta, log_f, A_log, dt_bias, request.beta_activation, request.gate_activation, request.lower_bound
     )
-    indices = request.state_indices
-    rows = q.shape[0] if indices is None or not isinstance(state, State) else state.C.shape[0]
-    checks.check_state(state, rows, q, v, False, "state")
-    if indices is not None:
-        checks.check_state_indices(indices, q.shape[0], state)
+    checks.check_step_state(state, request.state_indices, q, v, False)
     if request.time:
         checks.check_few_steps(v, return_state, lengths, in_place)
     checks.check_lengths(lengths, v)
@@ -117,7 +113,7 @@ def _check_and_choose(request: DeltaStepRequest, cached: bool) -> StepPlan:
     recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     transformed = transforms_active()
     if request.overwrites:
-        by = "in_place: got True" if indices is None else "state_indices: got them"
+        by = "in_place: got True" if request.state_indices is None else "state_indices: got them"
         checks.check_in_place(state, {"C": x.kept_dtype}, recorded, transformed, by)
     backend = select_steps(request.backend, x, DELTA_BACKENDS)
     if recorded or transformed:  # the kernels have neither gradients nor rules for transforms

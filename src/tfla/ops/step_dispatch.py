@@ -13,7 +13,6 @@ from tfla.backends.base import Replay, StepSpec
 from tfla.ops import checks
 from tfla.ops.autocast import autocast
 from tfla.ops.dispatch import Request, call_signature
-from tfla.ops.state import State
 from tfla.ops.transforms import transforms_active
 
 
@@ -71,10 +70,7 @@ def _check_and_choose(request: Request, cached: bool) -> StepPlan:
     checks.check_flags(normalize=normalize, return_state=return_state, in_place=in_place)
     checks.check_inputs(q, k, v, checks.named_gates(i, f, request.gates), time=request.time)
     indices = request.state_indices
-    rows = q.shape[0] if indices is None or not isinstance(state, State) else state.C.shape[0]
-    state = checks.check_state(state, rows, q, v, normalize, "state")
-    if indices is not None:
-        checks.check_state_indices(indices, q.shape[0], state)
+    state = checks.check_step_state(state, indices, q, v, normalize)
     if request.time:
         checks.check_few_steps(v, return_state, lengths, in_place)
     checks.check_lengths(lengths, v)
