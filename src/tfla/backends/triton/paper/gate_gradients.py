@@ -133,11 +133,16 @@ def launch(
         final_cotangent: Whether the final states have cotangents.
     """
     x = ctx.x
+    steps = min(MAX_STEPS, power_of_two(ctx.segment_steps))
+    if ctx.exact:
+        steps = max(
+            steps, 8 * ctx.L
+        )  # Triton 3.6 fails to compile a scan of fewer values than a thread holds, which are 8
     states = (gates if t is None else t for t in (*starts, *ends, grads.dC0, grads.dn0))
     ctx.launch(chunk_gate_gradients, (ctx.segments * ctx.H,),
         x.q, q_dq, k_dk, *states, ctx.cu_seqlens, *ctx.gate_inputs, gates if grads.di is None else grads.di, grads.df,
         x.sequences, ctx.T, ctx.tiles, ctx.H, ctx.segment_steps, ctx.K * ctx.V, ctx.K, *ctx.gate_strides,
-        PARTS=q_dq.shape[0], L=ctx.L, STEPS=min(MAX_STEPS, power_of_two(ctx.segment_steps)), BLOCK=2048,
+        PARTS=q_dq.shape[0], L=ctx.L, STEPS=steps, BLOCK=2048,
         BLOCK_N=power_of_two(ctx.K), IS_VARLEN=ctx.packed, NORMALIZE=ctx.spec.normalize,
         USE_INITIAL_STATE=x.C is not None, USE_FINAL_STATE=final_cotangent, EXACT=ctx.exact, **ctx.gate_forms,
         num_warps=4,

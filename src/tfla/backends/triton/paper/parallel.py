@@ -138,7 +138,8 @@ def chunk_outputs(
     if PAIRS:
         w_at = W + b * wb + t_first * wt + h // GROUP_Y * wh
         sum_at = w_out + ((part * H * tiles_of_head + tile0) * L + own) * (PAIR_SUMS if REVERSE else 1)
-        tl.static_assert(LI == L)
+        same_step = tl.zeros([L], tl.float32)
+        column_sum = tl.zeros([L], tl.float32)
     # (1) The program's own tile.
     for u in tl.range(0, L, LI, num_stages=1):
         S = matmul(a, a_at, b_at, own, own + u, length, at, bt, L, LI, DA, BA, PRECISION, STAGES)
@@ -153,15 +154,18 @@ def chunk_outputs(
             pairs = tl.zeros([L, LI], tl.float32)  # [step of k, step of q]
             for c in tl.range(o, o + BO, 32, num_stages=1):  # in parts, which take fewer registers
                 key = load_tile(w_at, own, c, length, DO, wt, L, 32, False)
-                query = load_tile(y_at, own, c, length, DO, yt, LI, 32, False)
+                query = load_tile(y_at, own + u, c, length, DO, yt, LI, 32, False)
                 pairs = tl.dot(key, tl.trans(query), pairs, input_precision=PRECISION)
             pairs = rounded_product(S, pairs)
-            same = r[:, None] == r[None, :]
-            tl.store(sum_at + SAME_STEP * L + r, tl.sum(tl.where(same, pairs, 0.0), 1))
+            same = r[:, None] == (u + ri)[None, :]
+            same_step += tl.sum(tl.where(same, pairs, 0.0), 1)
             pairs = tl.where(same, 0.0, pairs)
-            tl.store(sum_at + COLUMN_SUM * L + r, tl.sum(pairs, 1))
-            tl.store(sum_at + ROW_SUM * L + r, tl.sum(pairs, 0))
+            column_sum += tl.sum(pairs, 1)
+            tl.store(sum_at + ROW_SUM * L + u + ri, tl.sum(pairs, 0))
     if PAIRS:
+        if REVERSE:
+            tl.store(sum_at + SAME_STEP * L + r, same_step)
+            tl.store(sum_at + COLUMN_SUM * L + r, column_sum)
         inside_tile = out
         out = tl.zeros([L, BO], tl.float32)
     # (2) From there to the start, or with REVERSE to the end, of the chunk; `decay` is that of the tiles in between.
