@@ -14,7 +14,7 @@ from tfla.paper.evidence.needle import Needle
 from tfla.paper.evidence.recall import Recall
 from tfla.paper.evidence.text import Text
 from tfla.paper.evidence.tracking import Tracking
-from tfla.paper.evidence.training import Run
+from tfla.paper.evidence.training import Precision, Run
 from tfla.train.config import Data
 
 SizeName = Literal["smoke", "full"]
@@ -37,6 +37,7 @@ class Size:
     steps: int
     sequences: int
     """Sequences of each kind on which a model is measured."""
+    precision: Precision = "float32"
 
     def runs(self) -> Iterator[Run]:
         """Yield the runs, first those of the first learning rate for each seed in turn."""
@@ -47,7 +48,7 @@ class Size:
                         for model in self.models:
                             yield Run(
                                 model=model, task=task, shape=shape, batch_size=self.batch_size, steps=self.steps,
-                                lr=lr, seed=seed, sequences=self.sequences,
+                                lr=lr, seed=seed, sequences=self.sequences, precision=self.precision,
                             )  # fmt: skip
 
 
@@ -74,9 +75,9 @@ EXPERIMENTS = {
             models=PLAIN, lrs=(1e-2,), seeds=(0,), batch_size=16, steps=60, sequences=32,
         ),
         full=Size(
-            tasks=(Recall(keys=128, pairs=(8, 16, 32, 64), length=192),),
-            shapes=tuple(Shape(d_model=128, state_dim=n) for n in (16, 64)),
-            models=PLAIN, lrs=(3e-3, 1e-3, 1e-2), seeds=SEEDS, batch_size=64, steps=1500, sequences=256,
+            tasks=(Recall(keys=64, pairs=(4, 8, 16, 32), length=96),),
+            shapes=tuple(Shape(d_model=128, num_heads=4, state_dim=n) for n in (32, 8)),
+            models=PLAIN, lrs=(1e-2, 3e-3, 1e-3), seeds=SEEDS, batch_size=128, steps=2000, sequences=256,
         ),
     ),
     "tracking": Experiment(
@@ -86,8 +87,8 @@ EXPERIMENTS = {
             shapes=(SMALL,), models=tuple(MODELS), lrs=(1e-2,), seeds=(0,), batch_size=16, steps=60, sequences=32,
         ),
         full=Size(
-            tasks=tuple(Tracking(group=g, length=64, longest=256) for g in ("Z2", "Z5", "S3", "S5")),
-            shapes=(Shape(d_model=128, state_dim=64),),
+            tasks=tuple(Tracking(group=g, length=64, longest=256) for g in ("Z2", "S3", "S5", "Z5")),
+            shapes=(Shape(d_model=128, num_heads=4, state_dim=32),),
             models=tuple(MODELS), lrs=(3e-3, 1e-3), seeds=SEEDS, batch_size=128, steps=2000, sequences=256,
         ),
     ),
@@ -100,7 +101,7 @@ EXPERIMENTS = {
         full=Size(
             tasks=(Text(length=256, longest=4096),),
             shapes=(Shape(d_model=256, num_blocks=4, num_heads=4, state_dim=64),),
-            models=PLAIN, lrs=(3e-3,), seeds=SEEDS, batch_size=64, steps=2000, sequences=128,
+            models=PLAIN, lrs=(3e-3,), seeds=SEEDS, batch_size=64, steps=2000, sequences=128, precision="bfloat16",
         ),
     ),
     "needle": Experiment(
@@ -111,7 +112,7 @@ EXPERIMENTS = {
         ),
         full=Size(
             tasks=(Needle(needles=4, keys=32, length=256, lengths=tuple(2**n for n in (8, 10, 12, 14, 16, 17))),),
-            shapes=(Shape(d_model=128, state_dim=64),),
+            shapes=(Shape(d_model=128, num_heads=4, state_dim=32),),
             models=PLAIN, lrs=(3e-3, 1e-3), seeds=SEEDS, batch_size=64, steps=2000, sequences=16,
         ),
     ),
@@ -124,7 +125,7 @@ EXPERIMENTS = {
         full=Size(
             tasks=(Text(length=512, longest=512),),
             shapes=(Shape(d_model=384, num_blocks=6, num_heads=6, state_dim=64),),
-            models=PLAIN, lrs=(3e-3,), seeds=SEEDS, batch_size=64, steps=4000, sequences=1024,
+            models=PLAIN, lrs=(3e-3,), seeds=SEEDS, batch_size=64, steps=4000, sequences=1024, precision="bfloat16",
         ),
     ),
 }  # fmt: skip

@@ -22,7 +22,7 @@ from tfla.paper.evidence.worker_pool import train_runs
 from tfla.paper.experiments.worker_pool import default_processes
 from tfla.train.data import prepare_tokens
 
-MOST = 1024  # processes
+MOST, LARGE = 1024, 2**31  # processes, and other numbers
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class EvidenceConfig:
     """The seconds after which runs that have not ended are given up."""
     models: tuple[str, ...] = ()
     """The models to train; none is all."""
+    tasks: int | None = None
+    """The number of tasks, such as groups whose products are tracked; None is all."""
     seeds: int | None = None
     """The number of seeds; None is all."""
     lrs: int | None = None
@@ -61,7 +63,7 @@ class EvidenceConfig:
 
     def check(self) -> None:
         """Raise UserError where a value is out of range, or the results cannot be written."""
-        for name, most in (("processes", MOST), ("seeds", 2**31), ("lrs", 2**31), ("steps", 2**31)):
+        for name, most in (("processes", MOST), ("tasks", LARGE), ("seeds", LARGE), ("lrs", LARGE), ("steps", LARGE)):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name), 1, most)
         if self.budget is not None:
@@ -79,6 +81,7 @@ class EvidenceConfig:
         size = replace(
             size,
             models=tuple(m for m in size.models if not self.models or m in self.models),
+            tasks=size.tasks[: self.tasks],
             seeds=size.seeds[: self.seeds],
             lrs=size.lrs[: self.lrs],
             steps=self.steps or size.steps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ CLIP = 1.0
 WEIGHT_DECAY = 0.1
 POINTS = 20  # of the stored curve of the loss
 WARM_UP = 3  # steps before a step is captured in a CUDA graph
+Precision = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,15 @@ class Run:
     seed: int
     sequences: int
     """Fresh sequences of each kind on which the model is measured."""
+    precision: Precision = "float32"
+    """The dtype of the operators on a GPU; bfloat16 is autocast to it. On a CPU it is float32."""
+
+    def autocast(self, device: str) -> torch.autocast:
+        """Return the context in which the model runs."""
+        kind = torch.device(device).type
+        # A CUDA graph would keep a cache of cast weights that a later step does not fill.
+        enabled = kind == "cuda" and self.precision == "bfloat16"
+        return torch.autocast(kind, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def train_and_measure(run: Run, device: str, cuda_graph: bool = True) -> Row:
@@ -44,7 +54,7 @@ def train_and_measure(run: Run, device: str, cuda_graph: bool = True) -> Row:
 
     Args:
         run: the run.
-        device: the device; its matrix products are in float32.
+        device: the device.
         cuda_graph: whether steps on a GPU are replayed from a CUDA graph, where they can be captured in one.
 
     Returns:
@@ -69,6 +79,8 @@ def train_and_measure(run: Run, device: str, cuda_graph: bool = True) -> Row:
     losses = torch.stack(trainer.losses).tolist()
     every = max(1, run.steps // POINTS)
     parts = [losses[n : n + every] for n in range(0, run.steps, every)]
+    with run.autocast(device):
+        rows = task.measure(model.eval(), torch.Generator(device).manual_seed(2**31 + run.seed), run.sequences)
     return {
         "parameters": model.num_parameters(),
         "state": state_size(config),
@@ -76,7 +88,7 @@ def train_and_measure(run: Run, device: str, cuda_graph: bool = True) -> Row:
         "tokens_per_second": round(timed / seconds) if timed else None,
         "cuda_graph": captured,
         "losses": [round(sum(part) / len(part), 4) for part in parts],
-        "rows": task.measure(model.eval(), torch.Generator(device).manual_seed(2**31 + run.seed), run.sequences),
+        "rows": rows,
     }  # fmt: skip
 
 
@@ -90,7 +102,7 @@ class _Trainer:
     """
 
     def __init__(self, run: Run, model: LanguageModel, sample: Callable[[], Any]) -> None:
-        self.model, self.sample = model, sample
+        self.run, self.model, self.sample = run, model, sample
         options = Optim(lr=run.lr, weight_decay=WEIGHT_DECAY)
         self.schedule, self.done = Schedule(options, run.steps), 0
         self.device = model.embedding.weight.device
@@ -102,19 +114,23 @@ class _Trainer:
             group |= {"lr": self.lr, "capturable": self.device.type == "cuda"}
         self.losses: list[Tensor] = []
         self.graph: torch.cuda.CUDAGraph | None = None
+        # All steps run on one stream: a capture fails where autograd has nodes of another one.
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.wait()
 
     def advance(self, steps: int) -> None:
         """Do a number of steps."""
-        for _ in range(steps):
-            self.lr.fill_(self.schedule(self.done))
-            for kept, new in zip(self.batch, self.sample(), strict=True):
-                kept.copy_(new)
-            if self.graph is None:
-                self.losses.append(self._step())
-            else:
-                self.graph.replay()
-                self.losses.append(self.loss.clone())
-            self.done += 1
+        with torch.cuda.stream(self.stream):
+            for _ in range(steps):
+                self.lr.fill_(self.schedule(self.done))
+                for kept, new in zip(self.batch, self.sample(), strict=True):
+                    kept.copy_(new)
+                if self.graph is None:
+                    self.losses.append(self._step())
+                else:
+                    self.graph.replay()
+                    self.losses.append(self.loss.clone())
+                self.done += 1
 
     def wait(self) -> None:
         """Wait for the device."""
@@ -127,7 +143,7 @@ class _Trainer:
         graph = torch.cuda.CUDAGraph()
         try:
             self.model.zero_grad()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=self.stream):
                 self.loss = self._step()
         except RuntimeError:  # an operation that cannot be captured; steps go on without a graph
             self.model.zero_grad()
@@ -138,7 +154,8 @@ class _Trainer:
     def _step(self) -> Tensor:
         """Update the weights by the batch, and return its loss."""
         self.model.zero_grad()
-        logits = self.model(self.batch.ids)
+        with self.run.autocast(str(self.device)):
+            logits = self.model(self.batch.ids)
         loss = F.cross_entropy(logits.flatten(0, 1), self.batch.targets.flatten(), ignore_index=IGNORED)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
