@@ -65,11 +65,13 @@ class Tracking:
 
     def sampler(self, batch_size: int, generator: torch.Generator) -> Callable[[], Batch]:
         """Return a function that draws a batch of random elements."""
-        return lambda: self._batch(batch_size, self.length, generator)
+        table = group_table(self.group).to(generator.device)
+        return lambda: self._batch(table, batch_size, self.length, generator)
 
     def measure(self, model: LanguageModel, generator: torch.Generator, sequences: int) -> list[Row]:
         """Return the fraction of right answers up to the training length, from there to its double, and so on."""
-        ids, targets = self._batch(sequences, self.longest, generator)
+        table = group_table(self.group).to(generator.device)
+        ids, targets = self._batch(table, sequences, self.longest, generator)
         right = (answers(model, ids, max(1, MEASURED_TOKENS // sequences)) == targets).double().mean(0)
         rows, first, end = [], 0, self.length
         while end <= self.longest:
@@ -77,8 +79,7 @@ class Tracking:
             first, end = end, 2 * end
         return rows
 
-    def _batch(self, count: int, length: int, generator: torch.Generator) -> Batch:
-        """Return sequences of random elements and their products."""
-        table = group_table(self.group).to(generator.device)
+    def _batch(self, table: Tensor, count: int, length: int, generator: torch.Generator) -> Batch:
+        """Return sequences of random elements and their products by the table of the group."""
         ids = torch.randint(len(table), (count, length), generator=generator, device=generator.device)
         return Batch(ids, products(table, ids))

@@ -61,21 +61,19 @@ def train_and_measure(run: Run, device: str, cuda_graph: bool = True) -> Row:
         the number of parameters and of the numbers in the state, points of the loss, the tokens per second, whether
         steps came from a CUDA graph, and the rows of the task's measurements.
     """
-    torch.manual_seed(run.seed)
+    torch.random.default_generator.manual_seed(run.seed)  # weights are drawn on the CPU, the same on every device
     task: Task = run.task
     config = model_config(run.model, run.shape, task.vocab_size)
     model = LanguageModel(config).to(device)
     generator = torch.Generator(device).manual_seed(run.seed)
     trainer = _Trainer(run, model, task.sampler(run.batch_size, generator))
-    first = min(WARM_UP, run.steps)
-    trainer.advance(first)
-    captured = device.startswith("cuda") and cuda_graph and trainer.capture()
+    trainer.advance(min(WARM_UP, run.steps))
+    captured = device.startswith("cuda") and cuda_graph and run.steps > WARM_UP and trainer.capture()
     trainer.wait()
-    start = time.perf_counter()
-    trainer.advance(run.steps - first)
+    start, timed = time.perf_counter(), (run.steps - trainer.done) * trainer.tokens
+    trainer.advance(run.steps - trainer.done)
     trainer.wait()
     seconds = time.perf_counter() - start
-    timed = (run.steps - first) * trainer.tokens
     losses = torch.stack(trainer.losses).tolist()
     every = max(1, run.steps // POINTS)
     parts = [losses[n : n + every] for n in range(0, run.steps, every)]
@@ -138,7 +136,18 @@ class _Trainer:
             torch.cuda.synchronize()
 
     def capture(self) -> bool:
-        """Capture a step in a CUDA graph; return whether that was possible."""
+        """Capture a step in a CUDA graph; return whether that was possible.
+
+        A failed capture leaves traces in the process, so that a step is first tried where waiting for the device, as
+        the computation of gates by channel does, is an error.
+        """
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.advance(1)
+        except RuntimeError:
+            return False
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         self.wait()
         graph = torch.cuda.CUDAGraph()
         try:
