@@ -207,6 +207,10 @@ class HeadNorm(nn.Module):
         self.eps, self.kind = eps, kind
         self.weight = nn.Parameter(torch.ones(num_heads * head_dim))
 
+    def reset_parameters(self) -> None:
+        """Set the weights to 1."""
+        nn.init.ones_(self.weight)
+
     def forward(self, h: Tensor) -> Tensor:
         """Return the normalized h (..., heads, head_dim)."""
         norm = F.layer_norm if self.kind == "layer" else F.rms_norm

@@ -79,7 +79,7 @@ class PaddingHooks:
             return (), arguments  # the model raises the error
         self._tokens_read.clear()
         self.in_forward = True
-        self.mask = _select_new_tokens(arguments.get("attention_mask"), *inputs.shape[:2])
+        self.mask = select_new_tokens(arguments.get("attention_mask"), *inputs.shape[:2])
         if self.mask is not None:
             for block in backbone.blocks:
                 checkpoint = getattr(block, "_gradient_checkpointing_func", None)
@@ -95,7 +95,7 @@ class PaddingHooks:
         mask, self.mask, self.in_forward = self.mask, None, False
         if mask is None or output is None or torch.is_grad_enabled():  # without output the forward pass has failed
             return output
-        filled = _repeat_last_outputs(output[0], mask)
+        filled = repeat_last_outputs(output[0], mask)
         if isinstance(output, tuple):
             return (filled, *output[1:])
         output.last_hidden_state = filled
@@ -125,7 +125,7 @@ class MaskedCheckpoint:
             return run(*args)
 
 
-def _select_new_tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
+def select_new_tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | None:
     """Return the last `steps` columns of an attention mask, as bool; the earlier ones belong to tokens of the cache."""
     if mask is None:
         return None
@@ -134,7 +134,7 @@ def _select_new_tokens(mask: Tensor | None, batch: int, steps: int) -> Tensor | 
     return mask[:, mask.shape[1] - steps :].bool()
 
 
-def _repeat_last_outputs(x: Tensor, mask: Tensor) -> Tensor:
+def repeat_last_outputs(x: Tensor, mask: Tensor) -> Tensor:
     """Return x (B, T, D) where padded positions have the output of the last token before them."""
     positions = torch.arange(x.shape[1], device=x.device)
     last = torch.where(mask.to(x.device), positions, 0).cummax(1).values

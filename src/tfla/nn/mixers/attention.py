@@ -237,6 +237,10 @@ class Sinks(nn.Module):
         super().__init__()
         self.logits = nn.Parameter(torch.zeros(num_heads))
 
+    def reset_parameters(self) -> None:
+        """Set the logits to 0."""
+        nn.init.zeros_(self.logits)
+
     def forward(self) -> Tensor:
         """Return the logits (heads,) of this process's heads."""
         return local(self.logits)

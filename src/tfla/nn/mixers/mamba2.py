@@ -39,6 +39,10 @@ class Mamba2(RecurrentMixer):
         self.D = nn.Parameter(torch.ones(heads))
         self.norm = GatedNorm(width, config.head_norm_eps, gate_first=True)
 
+    def reset_parameters(self) -> None:
+        """Set the skip connections to 1; the other parameters belong to modules of their own."""
+        nn.init.ones_(self.D)
+
     def mix(self, x: Tensor, run: Pass) -> Tensor:
         """Run :meth:`RecurrentMixer.mix`."""
         q, k, v = self._queries_keys_values(x, run)

@@ -32,6 +32,10 @@ class GatedNorm(nn.Module):
         self.eps, self.activation, self.gate_first = eps, ACTIVATIONS[activation], gate_first
         self.weight = nn.Parameter(torch.ones(dim))
 
+    def reset_parameters(self) -> None:
+        """Set the weights to 1."""
+        nn.init.ones_(self.weight)
+
     def forward(self, h: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the gated norm of h (..., dim) in h's dtype; gate has h's shape, None is no gate."""
         return recomputed(partial(_gated_norm, self.eps, self.activation, self.gate_first), h, local(self.weight), gate)

@@ -1,0 +1,87 @@
+"""The states of a language model as a cache of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers import Cache
+
+from tfla.nn.model import ModelState
+
+
+class TflaCache(Cache):
+    """The states of all blocks of one batch of sequences, which each call of the model replaces by those after it.
+
+    Attributes:
+        state: the state of each block, or None before the first call.
+        num_tokens: how many positions the sequences have so far, padding included.
+    """
+
+    is_compileable = False  # type: ignore[assignment]
+    is_croppable = False  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.state: ModelState | None = None
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        """Return the number of blocks whose states are stored."""
+        return 0 if self.state is None else len(self.state)
+
+    def __bool__(self) -> bool:
+        """Return True, also before the first call."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"TflaCache(num_tokens={self.num_tokens}, batch_size={self.batch_size})"
+
+    def advance(self, state: ModelState, steps: int) -> None:
+        """Store the states after a call over ``steps`` positions."""
+        self.state, self.num_tokens = state, self.num_tokens + steps
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences, -1 before the first call."""
+        return -1 if self.state is None else int(tree_leaves(self.state)[0].shape[0])
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are states."""
+        return self.state is not None
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many positions the sequences have so far, the same for every block."""
+        return self.num_tokens
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: sequences have no greatest length."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+        self.state, self.num_tokens = None, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replace the sequences by the ones with these indices, as beam search does after each step."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Replace the sequences by the ones with these indices (N,) int64."""
+        if self.state is not None:
+            self.state = tuple(block.gather(indices) for block in self.state)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Replace each sequence by ``repeats`` copies of it."""
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def crop(self, *_: Any, **__: Any) -> None:
+        """Refuse to take tokens back, which a recurrent state cannot do.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("cache: got crop, expected no tokens to be taken back: recurrent states cannot forget tokens")

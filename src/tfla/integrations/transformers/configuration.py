@@ -1,0 +1,60 @@
+"""The configuration of tfla's language model as one of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from tfla.nn.config import ModelConfig
+
+# Defaults of the fields that a ModelConfig requires: those of the paper's model of 160M parameters.
+SMALLEST_SIZE = {"d_model": 768, "num_blocks": 12, "num_heads": 6}
+FIELDS = tuple(field.name for field in dataclasses.fields(ModelConfig))
+
+
+class TflaConfig(PreTrainedConfig):
+    """The configuration of a :class:`TflaForCausalLM`.
+
+    It has the fields of :class:`tfla.nn.ModelConfig` under the same names. ``hidden_size``, ``num_hidden_layers`` and
+    ``num_attention_heads`` are other names of ``d_model``, ``num_blocks`` and ``num_heads``.
+
+    Args:
+        kwargs: fields of :class:`tfla.nn.ModelConfig`, whose defaults are those of the paper's model of 160M
+            parameters; ``use_cache`` (True) and ``tie_word_embeddings`` (False, which gives the unembedding a weight of
+            its own); and the arguments of every configuration of transformers.
+
+    Raises:
+        ValueError: a field is out of range; the message names it, what was given and what is allowed.
+    """
+
+    model_type = "tfla"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    attribute_map: ClassVar[dict[str, str]] = {
+        "hidden_size": "d_model", "num_hidden_layers": "num_blocks", "num_attention_heads": "num_heads",
+    }  # fmt: skip
+
+    def __init__(self, **kwargs: Any) -> None:
+        for alias, name in self.attribute_map.items():
+            if alias in kwargs:
+                kwargs[name] = kwargs.pop(alias)
+        given = {name: kwargs.pop(name) for name in FIELDS if name in kwargs}
+        for name, value in ModelConfig.from_dict(SMALLEST_SIZE | given).to_dict().items():
+            setattr(self, name, value)
+        self.use_cache: bool = kwargs.pop("use_cache", True)
+        self.tie_word_embeddings: bool = kwargs.pop("tie_word_embeddings", False)
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(self, token, kwargs.pop(token, None))
+        super().__init__(**kwargs)
+
+    def to_model_config(self) -> ModelConfig:
+        """Return the same architecture as a configuration of tfla.nn.
+
+        Raises:
+            ValueError: a field was changed to a value out of range; the message names it.
+        """
+        return ModelConfig.from_dict({name: getattr(self, name) for name in FIELDS})
+
+
+AutoConfig.register("tfla", TflaConfig, exist_ok=True)

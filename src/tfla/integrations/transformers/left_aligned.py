@@ -1,0 +1,63 @@
+"""The order of tokens in which all padding of a batch precedes the tokens of each row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla.integrations.transformers.padding import repeat_last_outputs, select_new_tokens
+
+
+class LeftAligned(NamedTuple):
+    """A batch whose padding is moved to the left, where it is a document of its own that no token depends on.
+
+    Attributes:
+        mask: (B, T) bool, True at tokens, in the order of the caller.
+        order: (B, T) int64, the position of the caller for each position of the model; None where they are the same.
+        document_start: (B, T) bool, True at the first token of each row, in the order of the model.
+    """
+
+    mask: Tensor
+    order: Tensor | None
+    document_start: Tensor
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Return x (B, T, d) in the order of the model."""
+        return x if self.order is None else x.gather(1, self.order[..., None].expand_as(x))
+
+    def restore(self, y: Tensor) -> Tensor:
+        """Return y (B, T, d) in the order of the caller; padding has the output of the token before it, if any."""
+        if self.order is None:
+            return y
+        back = torch.empty_like(y).scatter(1, self.order[..., None].expand_as(y), y)
+        return repeat_last_outputs(back, self.mask)
+
+
+def left_align(attention_mask: Tensor | None, batch: int, steps: int, continues: bool) -> LeftAligned | None:
+    """Return how the tokens of a call are arranged; None where none of them is padding.
+
+    Args:
+        attention_mask: (B, S) with S >= steps, nonzero at tokens; its last columns belong to this call. Or None.
+        batch: number of rows.
+        steps: number of positions of this call.
+        continues: whether the rows continue sequences of a cache.
+
+    Raises:
+        ValueError: the mask has another shape, or there is padding in a call that continues sequences.
+    """
+    mask = select_new_tokens(attention_mask, batch, steps)
+    if mask is None:
+        return None
+    compiling = torch.compiler.is_compiling()  # reading a value of the mask would break the graph
+    if not compiling and bool(mask.all()):
+        return None
+    if continues:
+        if compiling:
+            return None
+        raise ValueError("attention_mask: got padding after the tokens of a cache, expected it in the first call alone")
+    left = not compiling and bool((mask == mask.cummax(1).values).all())
+    order = None if left else mask.to(torch.int8).argsort(dim=1, stable=True)
+    aligned = mask if order is None else mask.gather(1, order)
+    return LeftAligned(mask, order, aligned & (aligned.cumsum(1) == 1))

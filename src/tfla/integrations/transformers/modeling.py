@@ -1,0 +1,273 @@
+"""tfla's language model as a model of transformers, registered with its Auto classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from tfla.integrations.transformers.cache import TflaCache
+from tfla.integrations.transformers.configuration import TflaConfig
+from tfla.integrations.transformers.left_aligned import left_align
+from tfla.integrations.transformers.remote_code import AUTO_MAP, write_module
+from tfla.nn.layers import Projection, at_least_float32, input_std, soft_cap
+from tfla.nn.model import Block, LanguageModel
+
+Rows = dict[str, Tensor | None]  # the documents of a call, as the blocks take them
+
+
+class TflaBlock(GradientCheckpointingLayer, Block):
+    """A block of a :class:`tfla.nn.LanguageModel` whose backward can compute it again, as transformers asks it to."""
+
+
+class TflaPreTrainedModel(PreTrainedModel):
+    """What the models of this module share: their configuration, their initial weights and how they are saved."""
+
+    config: TflaConfig
+    config_class = TflaConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    input_modalities = ("text",)
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _no_split_modules = ["TflaBlock"]  # noqa: RUF012
+    _input_embed_layer = "embedding"
+    _can_compile_fullgraph = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the parameters of a module itself, apart from those that were loaded."""
+        if isinstance(module, nn.Embedding) or type(module) is nn.Linear:  # one that resize_token_embeddings has made
+            nn.init.normal_(module.weight, std=input_std(self.config.d_model))
+        elif hasattr(module, "reset_parameters"):
+            own = module.parameters(recurse=False)
+            loaded = [(p, p.clone()) for p in own if getattr(p, "_is_hf_initialized", False)]
+            module.reset_parameters()
+            for parameter, value in loaded:
+                parameter.copy_(value)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """Return False: the model creates its cache itself."""
+        return False
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Leave the class as it is: a saved model imports it from tfla, so that its source is not copied."""
+
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Write the model as transformers does, and a module through which it is loaded by ``trust_remote_code``.
+
+        The arguments are those of :meth:`transformers.PreTrainedModel.save_pretrained`.
+        """
+        self.config.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        write_module(Path(save_directory))
+
+
+class TflaModel(TflaPreTrainedModel):
+    """The embedding, the blocks and the last norm of a :class:`tfla.nn.LanguageModel`.
+
+    Args:
+        config: the architecture.
+    """
+
+    def __init__(self, config: TflaConfig) -> None:
+        super().__init__(config)
+        architecture = config.to_model_config()
+        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList(TflaBlock(architecture, index) for index in range(config.num_blocks))
+        self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: TflaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+        document_start: Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Return the normalized residual stream after the last block.
+
+        Args:
+            input_ids: (B, T) int64 tokens, or None with inputs_embeds.
+            attention_mask: (B, S), nonzero at tokens, with S >= T: earlier columns belong to tokens of the cache.
+                Padding may be anywhere in the first call of a batch. A row gets the results that it has alone.
+            position_ids: (B, T) int64; a position 0 is the first token of a document. It is read where no other
+                argument says where documents start; other values have no effect.
+            past_key_values: the cache of an earlier call, which this call advances; None is the start of a document.
+            inputs_embeds: (B, T, d_model), embeddings in place of input_ids.
+            use_cache: whether to return a cache; None is the config's ``use_cache``, and False while training.
+            output_hidden_states: whether to return the residual stream before each block, and the result.
+            cu_seqlens: (num_sequences + 1,) int, for B = 1: the offsets of packed sequences. ``cu_seq_lens_q``, which
+                transformers' collators give, is another name of it.
+            document_start: (B, T) bool, as in :meth:`tfla.nn.LanguageModel.forward`.
+            kwargs: ``return_dict``; further arguments of other models have no effect.
+
+        Returns:
+            last_hidden_state (B, T, d_model); past_key_values with ``use_cache``; hidden_states if requested.
+
+        Raises:
+            ValueError: arguments do not fit together; the message names them.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: expected exactly one of input_ids and inputs_embeds")
+        x: Tensor = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        checkpointing = self.gradient_checkpointing and self.training
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        cache = past_key_values
+        if cache is None and use_cache and not checkpointing:
+            cache = TflaCache()
+        if cache is not None and not isinstance(cache, TflaCache):
+            raise ValueError(f"past_key_values: got {type(cache).__name__}, expected a TflaCache of this model")
+        state = None if cache is None else cache.state
+
+        cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+        aligned = left_align(attention_mask, *x.shape[:2], continues=state is not None)
+        if aligned is not None:
+            if cu_seqlens is not None or document_start is not None:
+                raise ValueError("attention_mask: got padding together with documents, expected at most one of them")
+            x, document_start = aligned.arrange(x), aligned.document_start
+        elif cu_seqlens is None and document_start is None:
+            document_start = _starts(position_ids, x)
+        rows: Rows = {"document_start": document_start, "cu_seqlens": cu_seqlens}
+
+        hidden_states, states = [], []
+        for index, block in enumerate(self.blocks):
+            if output_hidden_states:
+                hidden_states.append(x)
+            before = None if state is None else state[index]
+            if before is not None and x.shape[1] == 1 and not torch.is_grad_enabled() and document_start is None:
+                y, after = block.step(x[:, 0], before, in_place=True)  # type: ignore[operator]
+                x = y[:, None]
+            else:
+                x, after = block(x, before, **rows, return_state=cache is not None)
+            states.append(after)
+        if cache is not None:
+            cache.advance(tuple(states), x.shape[1])
+        x = self.norm(x)
+        if output_hidden_states:
+            hidden_states.append(x)
+        if aligned is not None:
+            x, hidden_states = aligned.restore(x), [aligned.restore(h) for h in hidden_states]
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache if use_cache else None,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+        )
+
+
+class TflaForCausalLM(TflaPreTrainedModel, GenerationMixin):
+    """A :class:`tfla.nn.LanguageModel` as a causal language model of transformers.
+
+    The logits are those of the model with the same weights.
+
+    Args:
+        config: the architecture.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: TflaConfig) -> None:
+        super().__init__(config)
+        self.model = TflaModel(config)
+        self.lm_head = Projection(config.d_model, config.vocab_size, input_std(config.d_model))
+        self.vocab_size = config.vocab_size
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: TflaCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Return the logits of the next tokens, and the loss of ``labels``.
+
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as in
+                :meth:`TflaModel.forward`.
+            labels: (B, T) int64, compared with the logits of the position before; -100 is left out.
+            logits_to_keep: the number of last positions whose logits are computed, 0 for all; or their indices.
+            kwargs: those of :meth:`TflaModel.forward`, and of the loss function of transformers.
+
+        Returns:
+            loss with labels; logits (B, T, vocab_size), soft-capped, float32 or float64; past_key_values with
+            ``use_cache``; hidden_states if requested.
+        """
+        out = self.model(
+            input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds, use_cache=use_cache, **(kwargs | {"return_dict": True}),
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, kept])
+        logits = soft_cap(at_least_float32(logits), self.config.logit_soft_cap)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=out.past_key_values, hidden_states=out.hidden_states
+        )
+
+    def to_language_model(self) -> LanguageModel:
+        """Return a :class:`tfla.nn.LanguageModel` whose parameters share their memory with those of this model."""
+        with torch.device("meta"):
+            model = LanguageModel(self.config.to_model_config())
+        model.load_state_dict({own_name(name): t for name, t in self.state_dict().items()}, assign=True)
+        return model
+
+    @classmethod
+    def from_language_model(cls, model: LanguageModel, **kwargs: Any) -> TflaForCausalLM:
+        """Return a model whose parameters share their memory with those of a model of tfla.nn.
+
+        Args:
+            model: the model.
+            kwargs: further arguments of :class:`TflaConfig`, such as ``eos_token_id``.
+        """
+        with torch.device("meta"):
+            found = cls(TflaConfig(**model.config.to_dict(), **kwargs))
+        tensors = model.state_dict()
+        found.load_state_dict({name: tensors[own_name(name)] for name in found.state_dict()}, assign=True)
+        return found
+
+
+def own_name(name: str) -> str:
+    """Return the name that a parameter of a :class:`TflaForCausalLM` has in tfla.nn."""
+    return name.removeprefix("model.").replace("lm_head.", "unembedding.")
+
+
+def _starts(position_ids: Tensor | None, x: Tensor) -> Tensor | None:
+    """Return where documents start (B, T) bool by positions; None where no document starts after the first token."""
+    if position_ids is None or position_ids.shape[-1] != x.shape[1]:
+        return None
+    starts = (position_ids == 0).expand(x.shape[:2])
+    if not torch.compiler.is_compiling() and not bool(starts[:, 1:].any()):
+        return None
+    return starts
+
+
+AutoModel.register(TflaConfig, TflaModel, exist_ok=True)
+AutoModelForCausalLM.register(TflaConfig, TflaForCausalLM, exist_ok=True)
