@@ -22,6 +22,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("tfla.train.commands", "train", "train", "train a language model on text, or go on training it"),
     "generate": Command("tfla.train.commands", "generate", "train", "continue a prompt with a trained model"),
+    "export": Command(
+        "tfla.integrations.transformers.export", "export_command", "train", "write a trained model for transformers"
+    ),
     "demo": Command("tfla.train.commands", "demo", "train", "train a small model on Python's own library, in minutes"),
     "experiment": Command(
         "tfla.paper.experiments.commands",

@@ -28,7 +28,7 @@ MISSING = {
         '                        "chunk_size_feed_forward": 5, "problem_type": "regression"}\n'
     ),
 }
-CASES = '''
+CASES = """
 import os
 import unittest
 
@@ -72,7 +72,7 @@ class TflaModelTest(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin
 
     def test_config(self):
         self.config_tester.run_common_tests()
-'''
+"""
 
 
 def main() -> int:

@@ -20,8 +20,8 @@ class TflaCache(Cache):
         num_tokens: how many positions the sequences have so far, padding included.
     """
 
-    is_compileable = False  # type: ignore[assignment]
-    is_croppable = False  # type: ignore[assignment]
+    is_compileable = False
+    is_croppable = False
 
     def __init__(self) -> None:
         super().__init__(layers=[])

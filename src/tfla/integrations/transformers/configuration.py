@@ -48,6 +48,10 @@ class TflaConfig(PreTrainedConfig):
             setattr(self, token, kwargs.pop(token, None))
         super().__init__(**kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Leave the class as it is: a saved model imports it from tfla, so that its source is not copied."""
+
     def to_model_config(self) -> ModelConfig:
         """Return the same architecture as a configuration of tfla.nn.
 

@@ -33,7 +33,6 @@ class TflaPreTrainedModel(PreTrainedModel):
     config_class = TflaConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
-    input_modalities = ("text",)
     supports_gradient_checkpointing = True
     _is_stateful = True
     _no_split_modules = ["TflaBlock"]  # noqa: RUF012
@@ -48,7 +47,7 @@ class TflaPreTrainedModel(PreTrainedModel):
         elif hasattr(module, "reset_parameters"):
             own = module.parameters(recurse=False)
             loaded = [(p, p.clone()) for p in own if getattr(p, "_is_hf_initialized", False)]
-            module.reset_parameters()
+            module.reset_parameters()  # type: ignore[operator]
             for parameter, value in loaded:
                 parameter.copy_(value)
 
@@ -61,14 +60,17 @@ class TflaPreTrainedModel(PreTrainedModel):
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
         """Leave the class as it is: a saved model imports it from tfla, so that its source is not copied."""
 
-    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
         """Write the model as transformers does, and a module through which it is loaded by ``trust_remote_code``.
 
         The arguments are those of :meth:`transformers.PreTrainedModel.save_pretrained`.
         """
         self.config.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, *args, **kwargs)
-        write_module(Path(save_directory))
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            write_module(Path(save_directory))
 
 
 class TflaModel(TflaPreTrainedModel):
@@ -140,7 +142,7 @@ class TflaModel(TflaPreTrainedModel):
         state = None if cache is None else cache.state
 
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
-        aligned = left_align(attention_mask, *x.shape[:2], continues=state is not None)
+        aligned = left_align(attention_mask, x.shape[0], x.shape[1], continues=state is not None)
         if aligned is not None:
             if cu_seqlens is not None or document_start is not None:
                 raise ValueError("attention_mask: got padding together with documents, expected at most one of them")

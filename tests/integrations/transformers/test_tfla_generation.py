@@ -1,0 +1,107 @@
+"""The tests of generation by tfla's language model in transformers, and of its cache."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from plain_transformers import transformers
+from small_tfla import MIXTURES, draw, make
+
+import tfla.nn
+from tfla.integrations.transformers import TflaCache
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 8, "temperature": 0.7},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "beam sampling": {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+}
+
+
+def generate(model: Any, ids: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return model.generate(ids, max_new_tokens=6, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
+def test_the_cache_changes_no_token(layers: tuple[str, ...], way: str) -> None:
+    model, ids = make(layers), draw(2, 9)
+    assert torch.equal(generate(model, ids, **WAYS[way]), generate(model, ids, use_cache=False, **WAYS[way]))
+
+
+def test_greedy_tokens_are_those_of_tfla() -> None:
+    model, ids = make(), draw(2, 9)
+    tokens = torch.stack(list(tfla.nn.generate(model.to_language_model(), ids, 6, temperature=0)), 1)
+    assert torch.equal(generate(model, ids, do_sample=False)[:, 9:], tokens)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_padded_rows_continue_as_they_do_alone(side: str, beams: int) -> None:
+    model, ids = make(), draw(2, 9)
+    mask = torch.ones_like(ids)
+    kept = slice(3, None) if side == "left" else slice(None, 6)
+    mask[0] = 0
+    mask[0, kept] = 1
+    options = {"do_sample": False, "num_beams": beams}
+    found = generate(model, ids, attention_mask=mask, **options)[:, 9:]
+    assert torch.equal(found[:1], generate(model, ids[:1, kept], **options)[:, 6:])
+    assert torch.equal(found[1:], generate(model, ids[1:], **options)[:, 9:])
+
+
+@torch.no_grad()
+def test_a_cache_continues_rearranges_and_forgets() -> None:
+    model, ids = make(), draw(3, 12)
+    expected = model(ids).logits
+    out = model(ids[:, :5], use_cache=True)
+    cache = out.past_key_values
+    assert isinstance(cache, TflaCache)
+    assert (cache.get_seq_length(), cache.batch_size, len(cache)) == (5, 3, 4)
+    copied = copy.deepcopy(cache)
+    for a, b in ((5, 8), (8, 9), (9, 12)):
+        logits = model(ids[:, a:b], past_key_values=cache).logits
+        torch.testing.assert_close(logits, expected[:, a:b], rtol=0, atol=1e-10)
+    rows = torch.tensor([2, 0, 0, 1])
+    copied.batch_select_indices(rows)
+    torch.testing.assert_close(
+        model(ids[rows, 5:], past_key_values=copied).logits, expected[rows, 5:], rtol=0, atol=1e-10
+    )
+    once = model(ids[:, :5], use_cache=True).past_key_values
+    once.batch_repeat_interleave(2)
+    twice, after = ids.repeat_interleave(2, 0), expected.repeat_interleave(2, 0)[:, 5:6]
+    torch.testing.assert_close(model(twice[:, 5:6], past_key_values=once).logits, after, rtol=0, atol=1e-10)
+    once.reset()
+    assert (once.get_seq_length(), once.batch_size) == (0, -1)
+    torch.testing.assert_close(model(ids, past_key_values=once).logits, expected, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="cache: got crop"):
+        once.crop(-1)
+
+
+def test_gradients_pass_through_a_cache() -> None:
+    model, ids = make(), draw(2, 10)
+    whole = torch.autograd.grad(model(ids).logits[:, -1].sum(), model.model.embedding.weight)[0]
+    cache = model(ids[:, :9], use_cache=True).past_key_values
+    parts = torch.autograd.grad(
+        model(ids[:, 9:], past_key_values=cache).logits[:, -1].sum(), model.model.embedding.weight
+    )[0]
+    torch.testing.assert_close(parts, whole, rtol=1e-9, atol=1e-10)
+
+
+def test_padding_after_the_tokens_of_a_cache_is_refused() -> None:
+    model, ids = make(), draw(2, 6)
+    cache = model(ids, use_cache=True).past_key_values
+    mask = torch.ones(2, 8, dtype=torch.int64)
+    mask[0, 7] = 0
+    with pytest.raises(ValueError, match="attention_mask: got padding after the tokens of a cache"):
+        model(ids[:, :2], attention_mask=mask, past_key_values=cache)
+
+
+def test_a_pipeline_generates() -> None:
+    model = make(dtype=torch.float32)
+    config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert model.generate(draw(1, 4), generation_config=config).shape == (1, 7)

@@ -1,0 +1,232 @@
+"""The tests of tfla's language model as one of transformers: results, saving, training and conversions."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import error
+from plain_transformers import transformers
+from small_tfla import MIXTURES, SIZES, draw, make
+
+from tfla.cli import main
+from tfla.integrations import transformers as integration
+from tfla.integrations.transformers import TflaConfig, TflaForCausalLM, TflaModel
+from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.documents import Document
+from tfla.train.tokenizer import ByteTokenizer, load_tokenizer
+
+
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
+def test_logits_loss_and_gradients_are_those_of_the_language_model(layers: tuple[str, ...]) -> None:
+    model, ids = make(layers), draw(2, 21)
+    own = model.to_language_model()
+    assert own.embedding.weight.data_ptr() == model.model.embedding.weight.data_ptr()
+    out = model(ids, labels=ids, output_hidden_states=True)
+    assert torch.equal(out.logits, own(ids))
+    loss = own.losses(ids[:, :-1], ids[:, 1:]).mean()
+    assert error(out.loss, loss) <= 1e-7  # transformers computes it in float32
+    assert len(out.hidden_states) == 5
+    assert torch.equal(out.hidden_states[-1], model.model(ids).last_hidden_state)
+    F.cross_entropy(out.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    loss.backward()
+    given = dict(own.named_parameters())
+    for name, p in model.named_parameters():
+        assert error(p.grad, given[name.removeprefix("model.").replace("lm_head", "unembedding")].grad) <= 1e-9, name
+    again = TflaForCausalLM.from_language_model(own, eos_token_id=7)
+    assert again.config.eos_token_id == 7
+    assert torch.equal(again(ids).logits, out.logits)
+
+
+def test_models_are_saved_and_loaded_by_the_auto_classes(tmp_path: Path) -> None:
+    model, ids = make(dtype=torch.float32), draw(2, 9)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is TflaForCausalLM
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    base = transformers.AutoModel.from_pretrained(tmp_path)
+    assert type(base) is TflaModel
+    assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert half(ids).logits.dtype == torch.float32
+    assert error(half(ids).logits, model(ids).logits) <= 0.1
+
+
+def test_a_program_without_an_import_of_tfla_loads_a_model_through_its_folder(tmp_path: Path) -> None:
+    make(dtype=torch.float32).save_pretrained(tmp_path)
+    code = (
+        "import sys, transformers\n"
+        "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "model.save_pretrained(sys.argv[1] + '/again')\n"
+        "print(type(model).__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().splitlines()[-1] == "tfla.integrations.transformers.modeling"
+    assert sorted(p.name for p in (tmp_path / "again").glob("*.py")) == ["tfla_model.py"]
+
+
+def test_documents_and_packed_sequences() -> None:
+    model, ids = make(), draw(1, 20)
+    parts = [model(ids[:, a:b]).logits for a, b in ((0, 7), (7, 20))]
+    expected = torch.cat(parts, 1)
+    offsets, position = torch.tensor([0, 7, 20]), torch.tensor([[*range(7), *range(13)]])
+    start = position == 0
+    for arguments in ({"cu_seqlens": offsets}, {"cu_seq_lens_q": offsets}, {"position_ids": position}):
+        assert error(model(ids, **arguments).logits, expected) <= 1e-10
+    assert error(model(ids, document_start=start).logits, expected) <= 1e-10
+    with pytest.raises(ValueError, match="attention_mask: got padding together with documents"):
+        model(ids, attention_mask=(ids > 30).long(), document_start=start)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+def test_padding_changes_no_result(side: str) -> None:
+    model, ids = make(), draw(2, 12)
+    first, last = {"left": (4, 12), "right": (0, 8), "both": (3, 9)}[side]
+    mask = torch.ones_like(ids)
+    mask[0] = 0
+    mask[0, first:last] = 1
+    alone = model(ids[:1, first:last], output_hidden_states=True)
+    out = model(ids, attention_mask=mask, output_hidden_states=True)
+    assert error(out.logits[0, first:last], alone.logits[0]) <= 1e-10
+    assert error(out.hidden_states[1][0, first:last], alone.hidden_states[1][0]) <= 1e-10
+    assert error(out.logits[1], model(ids[1:]).logits[0]) <= 1e-10
+    gradients = torch.autograd.grad(out.logits[0, first:last].sum(), model.lm_head.weight)
+    assert error(gradients[0], torch.autograd.grad(alone.logits.sum(), model.lm_head.weight)[0]) <= 1e-9
+
+
+def test_tied_embeddings_and_resized_ones(tmp_path: Path) -> None:
+    model, ids = make(tie_word_embeddings=True), draw(2, 9)
+    assert model.lm_head.weight is model.model.embedding.weight
+    model.save_pretrained(tmp_path)
+    loaded = TflaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embedding.weight
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert error(model.to_language_model()(ids), model(ids).logits) <= 1e-12
+    before = model(ids).logits
+    model.resize_token_embeddings(70)
+    assert model.config.vocab_size == model.config.to_model_config().vocab_size == 70
+    assert model.lm_head.weight is model.model.embedding.weight
+    assert error(model(ids).logits[..., :61], before) <= 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
+    model, ids = make().train(), draw(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    model(ids, attention_mask=mask, labels=ids).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    runs = []
+    model.model.blocks[0].mixer.register_forward_pre_hook(lambda *_: runs.append(1))
+    model(ids, attention_mask=mask, labels=ids).loss.backward()
+    assert len(runs) == 2
+    for name, p in model.named_parameters():
+        assert error(p.grad, expected[name]) <= 1e-12, name
+
+
+def test_compiled_in_one_graph() -> None:
+    model, ids = make(("mlstm_exp",), num_blocks=1), draw(2, 12)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert error(compiled(ids, labels=ids, use_cache=False).loss, model(ids, labels=ids).loss) <= 1e-12
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    expected = model(ids, attention_mask=mask).logits
+    assert error(compiled(ids, attention_mask=mask, use_cache=False).logits[mask > 0], expected[mask > 0]) <= 1e-12
+
+
+def test_trainer_learns_a_text_by_heart(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    model = make(dtype=torch.float32, num_blocks=2)
+    data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in draw(4, 24)]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=60, per_device_train_batch_size=4, learning_rate=1e-2, report_to="none", use_cpu=True,
+        disable_tqdm=True, gradient_checkpointing=True, logging_steps=1,
+    )  # fmt: skip
+    trainer = transformers.Trainer(model.train(), arguments, train_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] > 3
+    assert losses[-1] < 0.3
+    trainer.save_model()
+    loaded = TflaForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(p, model.get_parameter(name)) for name, p in loaded.named_parameters())
+
+
+def test_lora_trains_the_projections_alone() -> None:
+    peft = pytest.importorskip("peft")
+    model, ids = make(), draw(2, 12)
+    expected = model(ids).logits
+    before = copy.deepcopy(model.state_dict())
+    names = ["q_proj", "k_proj", "v_proj", "out_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM"))
+    assert torch.equal(adapted(ids).logits, expected)
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert all("lora_" in name for name in trained)
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = adapted(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    tokens = adapted.generate(ids, max_new_tokens=4, do_sample=False)
+    merged = adapted.merge_and_unload()
+    assert torch.equal(merged.generate(ids, max_new_tokens=4, do_sample=False), tokens)
+    changed = {name for name, value in merged.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if name.split(".")[-2] in names}
+
+
+def test_config_has_the_fields_of_a_model_config() -> None:
+    config = TflaConfig(hidden_size=48, num_hidden_layers=3, num_attention_heads=3, layers=["retnet"])
+    assert config.to_model_config() == ModelConfig(d_model=48, num_blocks=3, num_heads=3, layers=("retnet",))
+    assert TflaConfig.from_dict(config.to_dict()).to_model_config() == config.to_model_config()
+    with pytest.raises(ValueError, match="num_heads: got 5"):
+        TflaConfig(d_model=48, num_heads=5)
+    with pytest.raises(ValueError, match="past_key_values: got DynamicCache"):
+        make()(draw(1, 3), past_key_values=transformers.DynamicCache())
+    with pytest.raises(ValueError, match="input_ids: expected exactly one"):
+        make()()
+    with pytest.raises(AttributeError, match="Nothing"):
+        integration.Nothing  # noqa: B018
+    integration.register()
+
+
+def test_export_writes_the_model_and_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    config = ModelConfig(**SIZES | {"vocab_size": 257, "num_blocks": 1}, layers=("gla",))
+    own = LanguageModel(config)
+    own.save_pretrained(tmp_path / "own")
+    ByteTokenizer().save(tmp_path / "own")
+    assert main(["export", "--checkpoint", str(tmp_path / "own"), "--to", str(tmp_path / "hf")]) == 0
+    assert "trust_remote_code=True" in capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = "Größe: 3 <|bos|>\n  \x00~ ü"
+    ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+    assert ids == ByteTokenizer().encode([Document("text", text.encode())])[0].tolist()
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
+    assert torch.equal(model(torch.tensor([ids])).logits, own(torch.tensor([ids])))
+
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    arguments = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--dtype", "bfloat16"]
+    assert main(["export", "--checkpoint", str(tmp_path / "own"), "--to", str(tmp_path / "words"), *arguments]) == 0
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "words")("a b c")["input_ids"] == [0, 1, 2, 3]
+    assert load_tokenizer(tmp_path / "words").vocab_size == 4
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "words").dtype == torch.bfloat16
+    capsys.readouterr()
+    assert main(["export", "--checkpoint", str(tmp_path / "none"), "--to", str(tmp_path / "x")]) != 0
+    assert "neither a run nor a checkpoint" in capsys.readouterr().err
