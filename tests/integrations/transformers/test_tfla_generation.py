@@ -13,7 +13,7 @@ from small_tfla import MIXTURES, draw, make
 import tfla.nn
 from tfla.integrations.transformers import TflaCache
 
-WAYS = {
+METHODS = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 8, "temperature": 0.7},
     "beams": {"do_sample": False, "num_beams": 3},
@@ -27,11 +27,13 @@ def generate(model: Any, ids: Any, **options: Any) -> Any:
     return model.generate(ids, max_new_tokens=6, pad_token_id=0, **options)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
-def test_the_cache_changes_no_token(layers: tuple[str, ...], way: str) -> None:
+def test_the_cache_changes_no_token(layers: tuple[str, ...], method: str) -> None:
     model, ids = make(layers), draw(2, 9)
-    assert torch.equal(generate(model, ids, **WAYS[way]), generate(model, ids, use_cache=False, **WAYS[way]))
+    assert torch.equal(
+        generate(model, ids, **METHODS[method]), generate(model, ids, use_cache=False, **METHODS[method])
+    )
 
 
 def test_greedy_tokens_are_those_of_tfla() -> None:

@@ -50,7 +50,7 @@ class TflaCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are states."""
+        """True once there are states."""
         return self.state is not None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -27,7 +27,7 @@ class TflaBlock(GradientCheckpointingLayer, Block):
 
 
 class TflaPreTrainedModel(PreTrainedModel):
-    """What the models of this module share: their configuration, their initial weights and how they are saved."""
+    """The base class of the models, with their configuration, their initial weights and how they are saved."""
 
     config: TflaConfig
     config_class = TflaConfig
