@@ -5,6 +5,7 @@ They run on a GPU. With TRITON_INTERPRET=1 they run on the CPU, where bfloat16 i
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -67,6 +68,22 @@ if not INTERPRETED:
 def test_shapes(shape: dict[str, Any], model: str, dtype: torch.dtype) -> None:
     p = delta_problem(model, **{"K": 16, "V": 16, **shape}, dtype=dtype)
     check_beside_terms(p, solve(p))
+
+
+@pytest.mark.parametrize("model", ["deltanet", "gdn", "read", "kda"])
+@pytest.mark.parametrize("shape", [{"T": 70, "Hq": 1}, {"lengths": (0, 30, 1, 70)}], ids=["dense", "packed"])
+def test_cotangents_of_initial_states_alone(shape: dict[str, Any], model: str) -> None:
+    """What context parallelism exchanges: the gradient of the initial states where only h is read."""
+    p = delta_problem(model, **{"K": 16, "V": 16, **shape}, dtype=DTYPES[0])
+    p = dataclasses.replace(p, dC=torch.zeros_like(p.dC))
+    x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
+    if why := BACKEND.unsupported(x):
+        pytest.skip(why)
+    spec = p.spec("fused", BACKEND.default_chunk_size(x, "fused"))
+    out = BACKEND.forward(x, spec)
+    for _ in range(2):  # the second call replays the first one's launches
+        found = BACKEND.initial_cotangent(x, out, p.dh.to(DEVICE), spec)
+        assert error(found.cpu(), truth(p)["dC"]) < TOLERANCE[DTYPES[0]]
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.9])

@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED, PER_STEP, TOLERANCE, error, problem, truth, truth_m
+from context_cuts import compare as compare_each
+from context_cuts import whole
 from context_parts import own_steps, solve_with_segments
+from delta_cases import delta_problem
+from delta_cases import truth as delta_truth
+from delta_parts import solve_part as solve_delta_part
 from process_pool import Pool
 
 pytestmark = [
@@ -63,3 +68,25 @@ def test_hopper(pool: Pool, form: str, dims: tuple[int, int]) -> None:
     pytest.importorskip("tfla.backends.hopper.fused", exc_type=ImportError)
     chosen = {"form": form, "K": dims[0], "V": dims[1]}
     assert compare(pool, "hopper", "contiguous", (140, 70), chosen) == [0, 0]
+
+
+DELTA = {
+    "dense": {"T": 130, "B": 2},
+    "packed": {"lengths": (50, 0, 60, 20), "Hq": 1},
+    "wide": {"T": 60, "B": 1, "H": 1, "Hq": 1, "V": 250},  # the kernels do not take [v | 0]
+}
+
+
+@pytest.mark.parametrize("sizes", DELTA.values(), ids=DELTA.keys())
+@pytest.mark.parametrize("model", ["deltanet", "gdn", "kda"])
+def test_delta_rule_in_triton(pool: Pool, model: str, sizes: dict[str, Any]) -> None:
+    chosen = {"model": model, "K": 16, "V": 16, **sizes}
+    p = delta_problem(**chosen)
+    T = p.x.q.shape[1]
+    lengths = (T // 2 - 7, T - T // 2 + 7)
+    found = pool.run(
+        2, solve_delta_part, given=chosen, order="contiguous", lengths=lengths, share=0.5, dtype=torch.float32,
+        backend="triton",
+    )  # fmt: skip
+    every = whole(found, "contiguous", lengths)
+    compare_each({name: x.double() for name, x in every.items()}, delta_truth(p), TOLERANCE[torch.float32])

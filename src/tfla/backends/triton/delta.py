@@ -218,6 +218,19 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     return DeltaGrads(*(none if t is None else t for t in found))
 
 
+def initial_cotangent(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor) -> Tensor:
+    """Launch the scan of the backward that makes the cotangents of the initial states, (N, H, dqk, dhv), from dh alone.
+
+    The arguments are those of :func:`backward`.
+    """
+    x, base = ctx.x, ctx.base
+    dh, dv = results.dense_rows(base, dh), base.new(*x.v.shape, dtype=x.v.dtype)
+    dC0 = base.new(x.sequences, base.H, base.K, base.V)
+    ctx = replace(ctx, base=sequences.bound(base))
+    delta_kernels.launch_dv(ctx, ctx.gates(), X, E, dh, dv, None, dC0)
+    return dC0
+
+
 def new_checkpoints(ctx: DeltaContext) -> tuple[Tensor | None, ...]:
     """Allocate checkpoints of C, and of the cotangents from queries and from reads, or return None."""
     shape = checkpoint_shape(ctx.base)
@@ -306,3 +319,21 @@ def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | Non
                 grads = backward(context(base, inputs, spec, beta), *read)
             found = recorder.results = grads  # type: ignore[assignment]
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]
+
+
+def run_initial_cotangent(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
+    """Record or replay the launches of :func:`initial_cotangent`, for calls without the kernels of `channel_rule`."""
+    given = *x, out.E, out.X, dh
+    signature = _signature("initial cotangent", x, spec, *given[len(x) :])
+    recorded = recorded_launches(signature)
+    if recorded is not None:
+        (dC0,) = recorded(given)
+        assert dC0 is not None
+        return dC0
+    with recording(signature, given) as recorder:
+        inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
+        base, beta = launch_context(recorder, inputs, spec)
+        read: Any = recorder.given[len(x) :]
+        found = initial_cotangent(context(base, inputs, spec, beta), *read)
+        recorder.results = (found,)
+    return found

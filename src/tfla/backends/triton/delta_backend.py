@@ -89,6 +89,14 @@ class TritonDelta(DeltaBackend):
 
         return delta.run_backward(x, out, dh, dC, spec)
 
+    def initial_cotangent(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
+        """Compute the cotangents of the initial states by one scan of the backward."""
+        from tfla.backends.triton import delta
+
+        if delta.takes_channel_kernels(x, spec):
+            return super().initial_cotangent(x, out, dh, spec)
+        return delta.run_initial_cotangent(x, out, dh, spec)
+
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
         """Return why the decoding kernel cannot run these steps, or None."""
         if x.q.device.type != "cuda" and x.C.dtype == torch.bfloat16:
