@@ -181,7 +181,7 @@ def test_the_page_shows_the_operator_alone(folder: Path, tmp_path: Path) -> None
     fake(folder, "context_parallel", rows)
     page = tmp_path / "scale.md"
     assert not main(["analyze", "scale", "--results", str(folder), "--out", str(tmp_path / "a"), "--page", str(page)])
-    assert "| 65,536 | forward | 2 | 1.00 | 0.60 | 0.5" in page.read_text()
+    assert "| tfla mLSTMsig | 65,536 | forward | 2 | 1.00 | 0.60 | 1.67 | 0.5" in page.read_text()
 
 
 def test_without_a_measured_step_it_says_what_measures_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

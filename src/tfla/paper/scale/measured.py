@@ -37,6 +37,8 @@ class Point(NamedTuple):
 class Exchange(NamedTuple):
     """A measured call of the operator on one GPU and on several that share its steps."""
 
+    name: str
+    """The operator, such as "tfla mLSTMsig"."""
     T: int
     direction: str
     gpus: int
@@ -124,7 +126,8 @@ def read(folder: Path, inside: Link | None = None, between: Link = NETWORK, per_
     )
     points = []
     for suite in (*TOGETHER, ALONE):
-        for found in results.get(suite, {}).get("rows", []):
+        here = suite in results and results[suite]["environment"]["device"] == env["device"]  # the rate is that of one
+        for found in results[suite]["rows"] if here else []:
             step = _step(suite, found) if found["name"].startswith(ONE_GPU) and "compile" not in found["name"] else None
             if step is not None:
                 points.append(
@@ -167,5 +170,5 @@ def _exchanges(result: Row | None, cluster: Cluster) -> list[Exchange]:
             directions = 2 if "backward" in row["direction"] else 1
             exchange = directions * cluster.all_gather_seconds(gpus * states, gpus)
             expected = one["seconds"] / gpus + exchange
-            found.append(Exchange(row["x"], row["direction"], gpus, one["seconds"], row["seconds"], expected))
+            found.append(Exchange(gate, row["x"], row["direction"], gpus, one["seconds"], row["seconds"], expected))
     return found

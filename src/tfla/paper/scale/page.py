@@ -146,9 +146,18 @@ def write(
         parts.append("The operator alone, with its steps shared:")
         parts.append(
             table(
-                ["T", "direction", "GPUs", "one GPU, ms", "measured, ms", "model, ms"],
+                ["", "T", "direction", "GPUs", "one GPU, ms", "measured, ms", "ratio", "model, ms"],
                 [
-                    [f"{e.T:,}", e.direction, str(e.gpus), *(f"{x * 1e3:.2f}" for x in (e.one, e.several, e.expected))]
+                    [
+                        e.name,
+                        f"{e.T:,}",
+                        e.direction,
+                        str(e.gpus),
+                        f"{e.one * 1e3:.2f}",
+                        f"{e.several * 1e3:.2f}",
+                        f"{e.one / e.several:.2f}",
+                        f"{e.expected * 1e3:.2f}",
+                    ]
                     for e in found.exchanges
                 ],
             )
