@@ -29,9 +29,9 @@ def call(p: DeltaProblem, leaves: dict[str, Tensor], **options: Any) -> Any:
     )
 
 
-def solve(p: DeltaProblem, **options: Any) -> dict[str, Tensor]:
-    """Return all quantities of a problem."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in p.leaves.items()}
+def solve(p: DeltaProblem, device: str = "cpu", **options: Any) -> dict[str, Tensor]:
+    """Return all quantities of a problem; offsets stay on the CPU."""
+    leaves = {name: x.detach().to(device, copy=True).requires_grad_() for name, x in p.leaves.items()}
     h, state = call(p, leaves, return_state=True, **options)
     return gradients(p, leaves, h, state.C)
 
@@ -63,7 +63,7 @@ def solve_part(
         share: this rank's share of the cotangents of the final states.
         dtype: of q, k and v.
         compiled: compile the call.
-        options: further options of the call.
+        options: further options of the call, and the device.
     """
     mine = part(delta_problem(**given, dtype=dtype), group, order, lengths, share)
     options["context_parallel"] = ContextParallel(group, order=order, lengths=lengths)

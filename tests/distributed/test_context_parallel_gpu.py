@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from cases import FORMS, PER_STEP, TOLERANCE, error, problem, truth, truth_m
+from context_cuts import compare, whole
 from context_parts import captured, own_steps, solve_part, solve_with_segments
+from delta_cases import delta_problem
+from delta_cases import truth as delta_truth
+from delta_parts import solve_part as solve_delta_part
 from process_pool import Pool
 
 pytestmark = [
@@ -49,6 +53,23 @@ def test_results_are_the_truth(gpus: Pool, form: str, dtype: torch.dtype, order:
         else:
             mine = every[0] if name in ("C", "n") else every[0] + every[1]
         assert error(mine, x) <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize(
+    ("model", "dims"), [("gdn", (128, 128)), ("deltanet", (64, 64)), ("gdn", (128, 256)), ("kda", (64, 64))]
+)
+def test_delta_rule(gpus: Pool, model: str, dims: tuple[int, int], order: str, packed: bool) -> None:
+    sizes: dict[str, Any] = {"lengths": (100, 0, 300, 144)} if packed else {"T": 544, "B": 2}
+    chosen = {"model": model, "H": 4, "Hq": 2, "K": dims[0], "V": dims[1], **sizes}
+    lengths = LAYOUTS[order]
+    p = delta_problem(**chosen, dtype=torch.bfloat16)
+    found = gpus.run(
+        2, solve_delta_part, given=chosen, order=order, lengths=lengths, share=0.5, dtype=torch.bfloat16, device="cuda"
+    )
+    every = whole([{name: x.cpu().double() for name, x in part.items()} for part in found], order, lengths)
+    compare(every, delta_truth(p), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("order", LAYOUTS)
