@@ -9,7 +9,6 @@ import functools
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,49 +16,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from cases import FORMS, INTERPRETED, PER_STEP, TOLERANCE, Implementation, check, check_beside_terms, problem, truth
-from cases import solve as torch_solve
+from cases import FORMS, INTERPRETED, PER_STEP, TOLERANCE, check, check_beside_terms, gradients, problem, truth, truth_m
+from cases import call as torch_call
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_cases import call, leaves_of, solve
+from jax_plans import MARKS, ON_GPU, plans_run
 
 import tfla
 import tfla.jax
-from tfla.jax import kernels
+from tfla.jax import hosting, kernels
 
-ON_GPU = jax.default_backend() == "gpu"
-pytestmark = (
-    [pytest.mark.interpreter]
-    if INTERPRETED
-    else [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")]
-)
+pytestmark = MARKS
 DTYPES = [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16, torch.float16]
 SHAPE: dict[str, Any] = {"B": 2, "T": 50, "Hq": 1, "H": 2, "K": 16, "V": 24}
 OPTIONS: dict[str, Any] = {"backend": "triton", "chunk_size": 32}
 
 
-def forget_plans() -> None:
-    for cached in (kernels.unsupported, kernels.best_chunk_size, kernels._forward_plan, kernels._backward_plan):
-        cached.cache_clear()
-    kernels.compute.clear_cache()
-
-
 @pytest.fixture(autouse=True)
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let plans run in the interpreter where it is on, and float32 be as exact as it can be."""
-    forget_plans()
-    monkeypatch.setattr(kernels, "AUTOMATIC", True)
-    if INTERPRETED:
-        sys.path.insert(0, str(Path(__file__).parent))
-        from interpreted_plan import InterpretedPlan
-
-        monkeypatch.setattr("tfla.jax.launches.LoweredPlan", InterpretedPlan)
-        monkeypatch.setattr(kernels, "PLATFORM", "cpu")
-        monkeypatch.setattr("tfla.jax.launches.unsupported", lambda: None)
-        monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(80, 1, "ieee"))
-    with jax.default_matmul_precision("highest"):
+def _plans_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with plans_run(monkeypatch):
         yield
-    forget_plans()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -109,15 +86,22 @@ def test_hopper(shape: dict[str, Any], form: str) -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", [pytest.param("hopper", marks=on_hopper), "triton"])
-def test_bits_are_those_of_pytorch(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("backend", "K", "V", "dtype"), [
+    pytest.param("hopper", 64, 128, torch.bfloat16, marks=on_hopper),
+    pytest.param("hopper", 128, 256, torch.float16, marks=on_hopper),
+    pytest.param("hopper", 256, 512, torch.bfloat16, marks=on_hopper),
+    ("triton", 64, 128, torch.bfloat16),
+    ("triton", 64, 128, torch.float16),
+])  # fmt: skip
+def test_bits_are_those_of_pytorch(backend: str, K: int, V: int, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("PyTorch has no GPU here")
-    p = problem(dtype=dtype, B=1, T=300, K=64, V=128, carried=False)
+    p = problem(dtype=dtype, B=1, T=300, K=K, V=V, carried=False)
     p = p.but(dstate=tfla.State(*(torch.zeros_like(x) for x in p.dstate)))
     found = solve(p, backend=backend, chunk_size=128)
-    expected = torch_solve(p, Implementation(backend, "fused", "cuda"), chunk_size=128)
+    leaves = {name: x.cuda().requires_grad_() for name, x in p.leaves.items()}
+    h, state = torch_call(p, leaves, backend=backend, kernel="fused", chunk_size=128)
+    expected = gradients(p, leaves, h, state, truth_m(p))
     for name in PER_STEP:
         assert torch.equal(found[name], expected[name]), name
 
@@ -236,7 +220,7 @@ def test_automatic_partitioning(divided: str, kind: AxisType, monkeypatch: pytes
 
     On CPUs the chunkwise form stands for the launches, because the partitioner drops callbacks of Python.
     """
-    monkeypatch.setattr(kernels, "PLATFORM", "cuda")
+    monkeypatch.setattr(hosting, "PLATFORM", "cuda")
     x = leaves_of(problem(dtype=torch.float32, **(SHAPE | {"Hq": 2, "H": 4, "T": 20})))
 
     def total(x: Any) -> Any:

@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,10 +14,12 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 from cases import INTERPRETED
+from jax_plans import forget_plans
 from jaxlib import gpu_triton
 
 import tfla.jax
-from tfla.jax import kernels, launches
+from tfla.backends.gpu import planning
+from tfla.jax import kernels, launches, step_kernels
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
@@ -49,27 +52,19 @@ def _absent_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, x in made.items():
         monkeypatch.setattr(gpu_triton, name, x, raising=False)
     monkeypatch.setattr(launches, "jaxlib_version", lambda: (0, 11, 1))
-    monkeypatch.setattr(kernels, "AUTOMATIC", True)
-    forget()
+    monkeypatch.setattr(step_kernels, "AUTOMATIC", True)
+    forget_plans()
+    launches.unsupported.cache_clear()
     yield
-    forget()
+    forget_plans()
+    launches.unsupported.cache_clear()
 
 
-def forget() -> None:
-    cached = (
-        kernels.unsupported, kernels.best_chunk_size, kernels._forward_plan, kernels._backward_plan,
-        launches.unsupported,
-    )  # fmt: skip
-    for function in cached:
-        function.cache_clear()
-    kernels.compute.clear_cache()
-
-
-def lowered(monkeypatch: pytest.MonkeyPatch, architecture: int, backend: str | None) -> str:
+def lowered(monkeypatch: pytest.MonkeyPatch, architecture: int, backend: str | None, K: int, V: int) -> str:
     """The module of a forward and a backward with an initial and a final state, 256 steps in two segments."""
     monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(architecture, 132, "tf32"))
-    q, v, i = jnp.ones((1, 256, 2, 64), jnp.bfloat16), jnp.ones((1, 256, 4, 128), jnp.bfloat16), jnp.ones((1, 256, 4))
-    state = tfla.jax.State.zeros(1, 4, 64, 128, dtype=jnp.float32)
+    q, v, i = jnp.ones((1, 256, 2, K), jnp.bfloat16), jnp.ones((1, 256, 4, V), jnp.bfloat16), jnp.ones((1, 256, 4))
+    state = tfla.jax.State.zeros(1, 4, K, V, dtype=jnp.float32)
 
     def loss(q: Any, v: Any, i: Any, state: Any) -> Any:
         h, last = tfla.jax.mlstm(q, q, v, i, i, initial_state=state, return_state=True, backend=backend, chunk_size=128)
@@ -95,7 +90,8 @@ def calls(module: str) -> list[tuple[dict[str, Any], list[str]]]:
                     "small_head_kernel"]),
 ])  # fmt: skip
 def test_calls(architecture: int, backend: str, names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    module = lowered(monkeypatch, architecture, backend)
+    K, V = (48, 96) if backend == "hopper" else (64, 128)  # Hopper's kernels pad states to 64 x 128
+    module = lowered(monkeypatch, architecture, backend, K, V)
     found = calls(module)
     assert [told["name"] for told, _ in found][: len(names)] == names
     assert found[-1][0]["name"] in ("gate_gradients", "sum_head_groups")
@@ -108,7 +104,43 @@ def test_calls(architecture: int, backend: str, names: list[str], monkeypatch: p
     if backend == "hopper":  # warps of a specialized kernel are those of all its partitions
         assert max(told["threads"] for told, _ in found) == 384
         assert any("descriptor" in map(str, (p[0] for p in told["parameters"])) for told, _ in found)
+        assert "stablehlo.pad" in module
     assert "dot_general" not in module  # no chunkwise form beside the kernels
+
+
+def test_a_descriptor_that_a_kernel_does_not_read_gets_no_tensor_of_the_call() -> None:
+    """XLA would copy a tensor for it that another parameter overwrites, as large as h."""
+    source = SimpleNamespace(signature={"X": "tensordesc", "Out": "tensordesc", "gates": "*fp32"})
+    target = SimpleNamespace(arch=90)
+    metadata = SimpleNamespace(
+        name="k", num_warps=4, num_ctas=1, shared=0, global_scratch_size=0, target=target,
+        tensordesc_meta=[{"elem_type": 10, "swizzle": 3, "block_size": [64, 64]}] * 2,
+    )  # fmt: skip
+    # A descriptor is followed by its shape and its strides, so that Out is parameter 5.
+    ptx = ".entry k(k_param_0, k_param_5, k_param_10) { ld k_param_5; ld k_param_10; }"
+    compiled = SimpleNamespace(asm={"ptx": ptx}, src=source, metadata=metadata)
+    kernel, descriptor = SimpleNamespace(arg_names=["X", "Out", "gates"]), SimpleNamespace(shape=(8, 8), strides=(8, 1))
+    described = {n: planning.Describe(n, 2, descriptor) for n in (3, 4)}
+    launch = planning.Launch(kernel, compiled, (1,), (3, 4, 1), (), {}, 4)
+    assert launches.KernelCall(launch, described, unused=0).operands == [0, 2, 1]
+
+
+def test_a_step_overwrites_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new C is a result that has the memory of the old one, which the kernel gets by one pointer."""
+    monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(90, 132, "tf32"))
+    q, i = jnp.ones((2, 4, 64), jnp.bfloat16), jnp.ones((2, 4))
+    state = tfla.jax.State.zeros(2, 4, 64, 64, dtype=jnp.float32)
+    traced = jax.jit(tfla.jax.mlstm_step).trace(q, q, q, i, i, state)
+    module = traced.lower(lowering_platforms=("cuda",)).as_text()
+    ((told, operands),) = calls(module)
+    assert told["name"] == "one_step"
+    kinds = [kind for kind, *_ in told["parameters"]]
+    assert kinds.count("array") == len(operands) == 12  # all but C_out
+    assert told["declared"] == len(kinds) + 2
+    state_operand = operands[5]
+    of_result = re.findall(r"operand_index = (\d+)", module)
+    assert "5" in of_result
+    assert operands.count(state_operand) == 1
 
 
 def test_the_fastest_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

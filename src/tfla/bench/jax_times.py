@@ -120,7 +120,7 @@ def _from_jax(
         def run(*x: Any) -> Any:
             return tfla.jax.mlstm(*x, input_gate=form, backend=backend)  # type: ignore[call-overload]
     else:
-        from mlstm_kernels.jax.registry import get_mlstm_kernel
+        from mlstm_kernels.jax import get_mlstm_kernel
 
         kernel = get_mlstm_kernel("chunkwise--triton_xl_chunk" + ("_siging" if form == "sigmoid" else ""))
         x, cotangent = [jnp.swapaxes(t, 1, 2) for t in x], jnp.swapaxes(cotangent, 1, 2)
@@ -130,7 +130,7 @@ def _from_jax(
 
     def both(cotangent: Any, *x: Any) -> Any:
         h, pull = jax.vjp(run, *x)
-        return h, pull(cotangent)
+        return h, pull(cotangent.astype(h.dtype))  # mlstm_kernels' h is float32
 
     rows = []
     for direction, fn, given in zip(DIRECTIONS, (run, both), (x, [cotangent, *x]), strict=True):

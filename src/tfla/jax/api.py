@@ -205,7 +205,8 @@ def mlstm(
             the cost model of the kernels for GPUs chooses.
         scale: the factor of the queries, a finite number without a gradient; None is 1/sqrt(dqk).
         backend: "hopper" or "triton", the kernels for GPUs, "chunkwise", or "reference" for the equations as they are
-            written, which also have derivatives in forward mode. None is "chunkwise".
+            written, which also have derivatives in forward mode. None is the first of them that runs the call; on a GPU
+            without kernels for it, a warning says once why.
         kernel: the name of one of the backend's kernels; None chooses it.
         normalizer_grad: False leaves the denominator of (4) out of the gradient, as the paper does.
         store_dtype: the dtype of the states stored for the backward. bfloat16 halves their memory and rounds the states

@@ -17,6 +17,7 @@ from jax import Array
 
 from tfla.jax import chunkwise, partitions
 from tfla.jax.gates import clamp, log_gates
+from tfla.jax.hosting import by_batch, on_platform
 from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary, vary_alike, varying_axes
 from tfla.jax.state import State
 
@@ -72,7 +73,7 @@ def signature(arrays: tuple[Array | None, ...]) -> Signature:
     return tuple(None if x is None else (tuple(x.shape), str(x.dtype)) for x in arrays)
 
 
-def _torch_inputs(given: Signature) -> Any:
+def torch_inputs(given: Signature) -> Any:
     """Return tensors of the meta device of these shapes and dtypes."""
     import torch
 
@@ -95,7 +96,7 @@ def unsupported(backend: str, gpu: GPU, given: Signature) -> str | None:
         return reason
     from tfla.backends.gpu.planning import planning
 
-    x = TorchInputs(*_torch_inputs(given))
+    x = TorchInputs(*torch_inputs(given))
     with planning(runtime.PlannedGPU(*gpu)):
         found = backends[backend]
         reason = found.unsupported(x) or found.kernel_unsupported(x, "fused")
@@ -119,7 +120,7 @@ def choose(
 ) -> str | None:  # fmt: skip
     """Return the fastest backend with kernels that run a checked call, or None; a warning then says why, on a GPU."""
     gpu = present_gpu()
-    if gpu is None or 0 in q.shape or not AUTOMATIC:
+    if gpu is None or 0 in q.shape:
         return None
     if context_parallel is not None:
         warn_once("they have no exchange between devices (context_parallel)")
@@ -143,7 +144,7 @@ def describe(spec: KernelSpec, x: KernelInputs) -> tuple[int, dict[str, object]]
     from tfla.backends.gpu import runtime
     from tfla.backends.gpu.planning import planning
 
-    inputs, chunk_size = TorchInputs(*_torch_inputs(signature(x))), spec.options.chunk_size
+    inputs, chunk_size = TorchInputs(*torch_inputs(signature(x))), spec.options.chunk_size
     with planning(runtime.PlannedGPU(*spec.gpu)):
         backend = backends[spec.backend]
         return backend.stored_states(inputs, chunk_size, "fused"), backend.details(inputs, chunk_size, "fused")
@@ -158,7 +159,7 @@ def best_chunk_size(backend: str, gpu: GPU, given: Signature) -> int:
     from tfla.backends.gpu.planning import planning
 
     with planning(runtime.PlannedGPU(*gpu)):
-        return backends[backend].default_chunk_size(TorchInputs(*_torch_inputs(given)), "fused")
+        return backends[backend].default_chunk_size(TorchInputs(*torch_inputs(given)), "fused")
 
 
 def _family(backend: str, x: Any) -> Any:
@@ -180,7 +181,7 @@ def _forward_plan(spec: KernelSpec, given: Signature) -> Any:
     from tfla.jax.launches import LoweredPlan
 
     with planning.planning(runtime.PlannedGPU(*spec.gpu)):
-        x = TorchInputs(*_torch_inputs(given))
+        x = TorchInputs(*torch_inputs(given))
         family, recorder = _family(spec.backend, x), planning.PlanRecorder(x)
         out = family.forward(family.context(recorder, x, spec.options))
         return LoweredPlan(recorder.finish(out))
@@ -195,7 +196,7 @@ def _backward_plan(spec: KernelSpec, given: Signature) -> Any:
     from tfla.jax.launches import LoweredPlan
 
     with planning.planning(runtime.PlannedGPU(*spec.gpu)):
-        tensors = _torch_inputs(given)
+        tensors = torch_inputs(given)
         x = TorchInputs(*tensors[:9])
         dh, dC, dn, h, d, chunk_C, chunk_n = tensors[9:]
         family, recorder = _family(spec.backend, x), planning.PlanRecorder(tensors)
@@ -232,31 +233,10 @@ def fallback(spec: KernelSpec, x: KernelInputs) -> Results:
     return h, C, n, m
 
 
-AUTOMATIC = False  # whether backend=None takes the kernels; until they are measured, they are taken by name alone
-PLATFORM = "cuda"  # the platform of JAX on which plans run; on others the chunkwise form takes their place
-
-
 def _planned(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
     """Launch the forward, whose results are those of :class:`tfla.backends.base.Outputs`, or the backward."""
     lowered = (_forward_plan if forward else _backward_plan)(spec, signature(arrays))
-
-    def whole(there: tuple[Array, ...]) -> list[Array | None]:
-        left = list(there)
-        return [None if x is None else left.pop(0) for x in arrays]
-
-    def chunkwise_form(*there: Array) -> list[Array]:
-        axes = frozenset().union(*map(varying_axes, there))
-        results = [lowered.plan.meta[n] for n in lowered.plan.results]
-        found = _by_chunks(spec, whole(there), forward)
-        found += [None] * (len(results) - len(found))
-        kept = [
-            jnp.zeros(tuple(like.shape), str(like.dtype).removeprefix("torch.")) if x is None or x.size == 0 else x
-            for x, like in zip(found, results, strict=True)
-        ]
-        return [vary(x, axes) for x in kept]
-
-    branches = {PLATFORM: lambda *there: lowered(whole(there))}
-    return list(jax.lax.platform_dependent(*[x for x in arrays if x is not None], default=chunkwise_form, **branches))
+    return on_platform(lowered, arrays, lambda whole: _by_chunks(spec, whole, forward))
 
 
 def _by_chunks(spec: KernelSpec, arrays: list[Array | None], forward: bool) -> list[Array | None]:
@@ -272,28 +252,9 @@ def _by_chunks(spec: KernelSpec, arrays: list[Array | None], forward: bool) -> l
 
 
 def _by_batch(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
-    """Launch, with a rule for `jax.vmap`: its axis becomes a part of the batch."""
-
-    @jax.custom_batching.custom_vmap
-    def run(*there: Array) -> list[Array]:
-        left = list(there)
-        whole = tuple(None if x is None else left.pop(0) for x in arrays)
-        return partitions.divided(lambda arrays: _planned(spec, arrays, forward), whole, forward)
-
-    @run.def_vmap
-    def run_batched(size: int, batched: list[bool], *there: Array) -> tuple[list[Array], list[bool]]:
-        if arrays[8] is not None:  # packed sequences are one row
-            every = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(there, batched, strict=True)]
-            found = jax.lax.map(lambda rows: run(*rows), every)
-            return found, [True] * len(found)
-        rows = [
-            x.reshape(-1, *x.shape[2:]) if b else jnp.tile(x, (size, *[1] * (x.ndim - 1)))
-            for x, b in zip(there, batched, strict=True)
-        ]
-        found = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in run(*rows)]
-        return found, [True] * len(found)
-
-    return run(*[x for x in arrays if x is not None])
+    """Launch for a batch on all devices."""
+    dims = partitions.FORWARD if forward else partitions.BACKWARD
+    return by_batch(lambda arrays: _planned(spec, arrays, forward), arrays, dims)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -62,8 +62,9 @@ class KernelCall:
         ptx, signature = compiled.asm["ptx"], compiled.src.signature
         self.name = str(metadata.name)
         used = _used_parameters(ptx, self.name)
-        self.operands: list[int] = []  # numbers of tensors, in the order of the parameters
-        self.live: list[bool] = []  # whether the kernel reads the parameter of each of them
+        # Numbers of tensors, in the order of the parameters. One that the kernel does not read gets `unused`: XLA would
+        # copy a tensor that is both another's memory and read.
+        self.operands: list[int] = []
         parameters: list[Any] = []
         descriptions = iter(getattr(metadata, "tensordesc_meta", None) or ())
         names = launch.kernel.arg_names
@@ -71,9 +72,8 @@ class KernelCall:
             if signature[name] == "constexpr":  # None
                 continue
             is_live = len(parameters) in used
-            self.live.append(is_live)
             if n in described:
-                self.operands.append(described[n].base)
+                self.operands.append(described[n].base if is_live else unused)
                 parameters += self._descriptor(described[n].descriptor, next(descriptions))
             else:
                 self.operands.append(n if is_live else unused)
@@ -112,9 +112,9 @@ class KernelCall:
     def __call__(self, values: dict[int, Array], owned: set[int]) -> None:
         """Call the kernel on values by number, of which it replaces the owned ones that it may write."""
         written: dict[int, int] = {}  # the operand that each owned tensor is
-        for place, (n, live) in enumerate(zip(self.operands, self.live, strict=True)):
-            if live and n in owned:
-                if n in written:
+        for place, n in enumerate(self.operands):
+            if n in owned:
+                if n in written:  # XLA would copy the tensor for the other parameter
                     raise NotImplementedError(f"kernel {self.name} reads one tensor by two parameters")
                 written[n] = place
         results = [jax.ShapeDtypeStruct(values[n].shape, values[n].dtype) for n in written]
@@ -132,7 +132,8 @@ class LoweredPlan:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.owned = {step.result for step in plan.steps if isinstance(step, Allocate | Resize)}
+        overwritten = {n for n in plan.results if n < len(plan.given)}
+        self.owned = overwritten | {step.result for step in plan.steps if isinstance(step, Allocate | Resize)}
         described = {step.result: step for step in plan.steps if isinstance(step, Describe)}
         first = plan.given.index(True)
         self.calls = [KernelCall(s, described, first) if isinstance(s, Launch) else None for s in plan.steps]

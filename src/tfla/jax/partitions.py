@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -23,6 +23,21 @@ RESULTS = ("bthv", "nhkv", "nhk", "nh", "bth", "shkv", "shk")  # tfla.backends.b
 COTANGENTS = ("bthv", "nhkv", "nhk")  # of h, C and n
 GRADIENTS = ("btgk", "btgk", "bthv", "bth", "bth", "nhkv", "nhk")  # tfla.backends.base.Grads
 
+STEP_INPUTS = (*INPUTS[:5], "nhkv", "nhk", "nh", "n")  # tfla.backends.base.StepInputs; T is 1 or a few
+STEP_RESULTS = RESULTS[:4]
+
+
+class Dims(NamedTuple):
+    """The dims of what a call is given and returns."""
+
+    given: tuple[str, ...]
+    results: tuple[str, ...]
+    offsets: int | None  # the place of the offsets of packed sequences
+
+
+FORWARD = Dims(INPUTS, RESULTS, 8)
+BACKWARD = Dims(INPUTS + COTANGENTS + SAVED, GRADIENTS, 8)
+STEPS = Dims(STEP_INPUTS, STEP_RESULTS, None)
 Launch = Callable[[tuple[Array | None, ...]], list[Array]]
 
 
@@ -30,19 +45,18 @@ class Division:
     """The dims of the arrays of one call, and how they are divided.
 
     Args:
-        arrays: the given arrays of a forward or a backward.
-        forward: which of them.
+        arrays: the given arrays.
+        dims: their dims.
     """
 
-    def __init__(self, arrays: Sequence[Array | None], forward: bool) -> None:
-        every = INPUTS if forward else INPUTS + COTANGENTS + SAVED
+    def __init__(self, arrays: Sequence[Array | None], dims: Dims) -> None:
         self.there = [x is not None for x in arrays]
-        self.given = [dims for dims, there in zip(every, self.there, strict=True) if there]
-        self.results = RESULTS if forward else GRADIENTS
+        self.given = [dims for dims, there in zip(dims.given, self.there, strict=True) if there]
+        self.results = dims.results
         v, q = arrays[2], arrays[0]
         assert v is not None
         assert q is not None
-        self.packed = arrays[8] is not None
+        self.packed = dims.offsets is not None and arrays[dims.offsets] is not None
         self.batch, self.heads, self.shared = v.shape[0], v.shape[2], q.shape[2]
         self.sizes = {"t": v.shape[1], "k": q.shape[3], "v": v.shape[3]}
 
@@ -98,9 +112,9 @@ class Division:
         return tuple(left.pop(0) if kept else None for kept in self.there)
 
 
-def divided(launch: Launch, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
+def divided(launch: Launch, arrays: tuple[Array | None, ...], dims: Dims) -> list[Array]:
     """Launch on each device for its part of batch and heads."""
-    division = Division(arrays, forward)
+    division = Division(arrays, dims)
     there = [x for x in arrays if x is not None]
     mesh = jax.sharding.get_abstract_mesh()
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}

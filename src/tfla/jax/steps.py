@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tfla.jax import checks
+from tfla.jax import checks, step_kernels
 from tfla.jax.api import choose
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import acc_dtype, vary_alike
 from tfla.jax.reference import Triple, step
 from tfla.jax.state import State
+from tfla.jax.step_kernels import PlainSteps, StepInputs, StepKernelSpec
 from tfla.ops.checks import check_flags, check_input_gate
 from tfla.ops.gates import InputGate
 
@@ -113,8 +114,22 @@ def _steps(
     arrays = (None if x is None else jnp.asarray(x) for x in given)
     if not time:
         arrays = (None if x is None else x[:, None] for x in arrays)
-    h, new = _compute(spec, tuple(arrays), state, None if lengths is None else jnp.asarray(lengths))
-    return h if time else h[:, 0], new
+    x = StepInputs(*arrays, *state, None if lengths is None else jnp.asarray(lengths))  # type: ignore[arg-type, call-arg]
+    gpu = None if m_gradient else step_kernels.choose(backend, x)  # the kernel's m has no gradient
+    if gpu is None:
+        h, *new = _plain(spec, x)
+    else:
+        plain = PlainSteps(_plain, spec)
+        h, *new = step_kernels.compute(StepKernelSpec(gpu, spec.scale, gates, eps, return_state, plain), x)
+        if new[2] is not None:
+            new[2] = jax.lax.stop_gradient(new[2])
+    return h if time else h[:, 0], State(*new) if return_state else state  # type: ignore[arg-type]
+
+
+def _plain(spec: StepSpec, x: StepInputs) -> tuple[Array, Array, Array | None, Array | None]:
+    """Compute the steps in plain JAX: h and the new C, n and m."""
+    h, new = _compute(spec, x[:5], State(x.C, x.n, x.m), x.lengths)
+    return h, *new
 
 
 def mlstm_step(

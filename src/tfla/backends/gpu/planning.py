@@ -64,7 +64,7 @@ class Launch(NamedTuple):
     kernel: Any  # the Triton kernel
     compiled: Any  # as Triton compiled it; None where kernels are interpreted
     grid: tuple[int, ...]
-    read: tuple[int, ...]  # the tensors and descriptors that it reads or writes, its first arguments
+    read: tuple[int, ...]  # the tensors and descriptors that it reads or writes, its first arguments; -1 is None
     numbers: tuple[float, ...]  # its next arguments
     constants: dict[str, Any]
     num_warps: int
@@ -78,12 +78,17 @@ class Plan(NamedTuple):
 
     given: tuple[bool, ...]  # whether each input is there
     steps: tuple[Step, ...]
-    results: tuple[int, ...]
+    results: tuple[int, ...]  # a given one is overwritten
     meta: dict[int, Tensor]  # shapes and dtypes of the tensors
 
 
 class PlanRecorder(LaunchRecorder):
-    """A recorder whose steps are data. Kernels are compiled for the planned GPU and do not run."""
+    """A recorder whose steps are data. Kernels are compiled for the planned GPU and do not run.
+
+    A result may be one of the given tensors, which the call then overwrites.
+    """
+
+    one_pointer_each = True
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         super().__init__(given)
@@ -141,7 +146,7 @@ class PlanRecorder(LaunchRecorder):
             options = {"enable_fp_fusion": True, "num_warps": num_warps}
             compiled = kernel.run(*args, grid=grid, warmup=True, **options, **constants)
         count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
-        read = tuple(self.numbers[id(x)] for x in args[:count])
+        read = tuple(-1 if x is None else self.numbers[id(x)] for x in args[:count])
         self.plan.append(Launch(kernel, compiled, grid, read, tuple(args[count:]), constants, num_warps))
 
     def finish(self, results: Sequence[Tensor]) -> Plan:

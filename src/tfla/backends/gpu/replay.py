@@ -125,7 +125,10 @@ class LaunchRecorder:
     Attributes:
         given: the inputs.
         results: the results of the call in their order, which the launch code sets.
+        one_pointer_each: whether a launch must not read a tensor by several parameters.
     """
+
+    one_pointer_each = False
 
     def __init__(self, given: Sequence[Tensor | None]) -> None:
         self.given = given

@@ -61,11 +61,11 @@ def run(x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
         return StepOutputs(*recorded((*x, into)))
     with recording(signature, (*x, into)) as recorder:
         *given, into = recorder.given
-        out = recorder.results = _launch(recorder, StepInputs(*given), spec, into)  # type: ignore[arg-type]
+        out = recorder.results = launch(recorder, StepInputs(*given), spec, into)  # type: ignore[arg-type]
     return out
 
 
-def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
+def launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tensor | None) -> StepOutputs:
     """Allocate the results and launch the kernel."""
     B, T, H, V = x.v.shape
     K = x.q.shape[3]
@@ -87,12 +87,14 @@ def _launch(recorder: LaunchRecorder, x: StepInputs, spec: StepSpec, into: Tenso
         return out
     i = x.f if x.i is None else x.i
     target = new_C if spec.final_state else C
+    # The kernels take None for "in place".
+    written = None if recorder.one_pointer_each and target is C and spec.final_state else target
     several = T > 1 or lengths is not None or not spec.final_state
     sizes = block_sizes(K, V, several)
     grid = ((V + sizes.BV - 1) // sizes.BV * B * H,)
     # A tensor that the call does not have is not read; another one stands for it.
     some_n, some_m, some_indices = C if n is None else n, C if m is None else m, C if indices is None else indices
-    tensors = q, k, v, i, x.f, C, some_n, some_m, h, target, new_n, new_m, some_indices
+    tensors = q, k, v, i, x.f, C, some_n, some_m, h, written, new_n, new_m, some_indices
     numbers = H, H // q.shape[2], spec.scale, C.shape[0]
     constants: dict[str, Any] = {
         "DK": K, "DV": V, "BK": sizes.BK, "BV": sizes.BV, "NORMALIZE": n is not None, "INPUT_GATE": x.i is not None,

@@ -83,6 +83,8 @@ def one_step(
     DV), N and N_out (B, H, DK), M and M_out (B, H). With INDEXED, C, N and M have ROWS rows in place of B, sequence b
     has row indices[b], and C_out is C.
     """
+    if C_out is None:  # in place
+        C_out = C
     part, row, b, h, hq, rv = locate_program(H, GROUP, DV, BV)
     in_v = rv < DV
     num = tl.zeros([BV], tl.float32)
@@ -136,6 +138,8 @@ def several_steps(
     The steps are one tile, (44) to (56). Its gate matrix is computed row by row by the recurrence of the gates. The
     grid is (B * H * DV / BV); operands are as in `one_step`, with T after B.
     """
+    if C_out is None:  # in place
+        C_out = C
     part, row, b, h, hq, rv = locate_program(H, GROUP, DV, BV)
     rt = tl.arange(0, BT)
     in_v = rv < DV

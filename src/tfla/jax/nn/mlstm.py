@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from tfla.jax.api import Offsets, mlstm
+from tfla.jax import kernels
+from tfla.jax.api import KERNELS, Offsets, mlstm
 from tfla.jax.gates import widen
 from tfla.jax.nn.layers import GatePreactivation, HeadNorm, projection, reset_forget_gate
 from tfla.jax.state import State
@@ -22,7 +23,8 @@ from tfla.ops.gates import InputGate
 class MLSTM(nnx.Module):
     """The mLSTM layer: projections, the mLSTM operator, a norm over each head, and an output gate, (1)-(8).
 
-    This is :class:`tfla.nn.MLSTM` on arrays of JAX. A backend of GPUs in the config counts as None.
+    This is :class:`tfla.nn.MLSTM` on arrays of JAX. The backends of GPUs that JAX has, "hopper"
+    and "triton", count as None where there is no GPU, and the others of GPUs everywhere.
 
     Args:
         config: a config with mixer "mlstm_exp" or "mlstm_sig".
@@ -42,7 +44,7 @@ class MLSTM(nnx.Module):
         self.num_heads, self.qk_head_dim, self.head_dim = heads, config.qk_head_dim, config.head_dim
         self.input_gate_kind: InputGate = "exp" if config.mixer == "mlstm_exp" else "sigmoid"
         self.chunk_size = config.chunk_size
-        self.backend = config.backend if config.backend in ("reference", "chunkwise") else None
+        self.configured_backend = config.backend
         self.param_dtype = param_dtype
         std = input_std(d)
         options = (dtype, param_dtype, rngs)
@@ -87,7 +89,7 @@ class MLSTM(nnx.Module):
             "initial_state": state,
             "cu_seqlens": cu_seqlens,
             "chunk_size": self.chunk_size,
-            "backend": self.backend,
+            "backend": self._backend(),
             "context_parallel": context_parallel,
         }
         if not return_state:
@@ -97,8 +99,15 @@ class MLSTM(nnx.Module):
 
     def step(self, x: Array, state: State) -> tuple[Array, State]:
         """Mix one token of each sequence: x (B, d_model), and return the result and the state after it."""
-        h, new = mlstm_step(*self._inputs(x), state, input_gate=self.input_gate_kind)
+        h, new = mlstm_step(*self._inputs(x), state, input_gate=self.input_gate_kind, backend=self._backend())
         return self._output(x, h), new
+
+    def _backend(self) -> str | None:
+        """Return the backend of the config where JAX can have it, else None."""
+        name = self.configured_backend
+        if name in kernels.BACKENDS and kernels.present_gpu() is None:
+            return None
+        return name if name in KERNELS else None
 
     def initial_state(self, batch_size: int) -> State:
         """Return a state of zeros: float64 if the weights are float64, else float32."""

@@ -37,7 +37,7 @@ class InterpretedPlan:
     def run(self, *given: Any) -> list[Any]:
         left = [to_torch(np.asarray(x)) for x in given]
         values = {n: left.pop(0) for n, there in enumerate(self.plan.given) if there}
-        inputs = {n: x.clone() for n, x in values.items()}
+        inputs = {n: x.clone() for n, x in values.items() if n not in self.plan.results}
         for step in self.plan.steps:
             if isinstance(step, Allocate):
                 values[step.result] = torch.zeros(step.shape, dtype=step.dtype)
@@ -52,7 +52,7 @@ class InterpretedPlan:
             else:
                 assert isinstance(step, Launch), "the interpreter runs kernels without TMA descriptors"
                 self.ran.append(step.kernel.__name__)
-                arguments = [*[values[n] for n in step.read], *step.numbers]
+                arguments = [*[None if n < 0 else values[n] for n in step.read], *step.numbers]
                 with LOCK:
                     step.kernel[step.grid](*arguments, num_warps=step.num_warps, **step.constants)
         assert all(torch.equal(x, values[n]) for n, x in inputs.items()), "a kernel has written an input"

@@ -1,0 +1,69 @@
+"""The running of lowered plans in functions of JAX: on their platform, under `jax.vmap`, and on the parts of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tfla.jax import partitions
+from tfla.jax.inputs import vary, varying_axes
+
+PLATFORM = "cuda"  # the platform of JAX on which plans run
+Arrays = tuple[Array | None, ...]
+
+
+def _whole(arrays: Arrays, there: tuple[Array, ...]) -> Arrays:
+    """Return arrays with None where `arrays` has it."""
+    left = list(there)
+    return tuple(None if x is None else left.pop(0) for x in arrays)
+
+
+def on_platform(lowered: Any, arrays: Arrays, otherwise: Callable[[list[Array | None]], list[Array | None]]) -> Any:
+    """Run a lowered plan.
+
+    Args:
+        lowered: the plan.
+        arrays: what it is given.
+        otherwise: what is computed on other platforms; its results that are None, missing or empty are zeros there.
+    """
+
+    def elsewhere(*there: Array) -> list[Array]:
+        axes = frozenset().union(*map(varying_axes, there))
+        results = [lowered.plan.meta[n] for n in lowered.plan.results]
+        found = otherwise(list(_whole(arrays, there)))
+        found += [None] * (len(results) - len(found))
+        kept = [
+            jnp.zeros(tuple(like.shape), str(like.dtype).removeprefix("torch.")) if x is None or x.size == 0 else x
+            for x, like in zip(found, results, strict=True)
+        ]
+        return [vary(x, axes) for x in kept]
+
+    branches = {PLATFORM: lambda *there: lowered(_whole(arrays, there))}
+    return list(jax.lax.platform_dependent(*[x for x in arrays if x is not None], default=elsewhere, **branches))
+
+
+def by_batch(launch: partitions.Launch, arrays: Arrays, dims: partitions.Dims) -> list[Array]:
+    """Launch on the devices of a mesh, with a rule for `jax.vmap`: its axis becomes a part of the batch."""
+
+    @jax.custom_batching.custom_vmap
+    def run(*there: Array) -> list[Array]:
+        return partitions.divided(launch, _whole(arrays, there), dims)
+
+    @run.def_vmap
+    def run_batched(size: int, batched: list[bool], *there: Array) -> tuple[list[Array], list[bool]]:
+        if dims.offsets is not None and arrays[dims.offsets] is not None:  # packed sequences are one row
+            every = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(there, batched, strict=True)]
+            found = jax.lax.map(lambda rows: run(*rows), every)
+            return found, [True] * len(found)
+        rows = [
+            x.reshape(-1, *x.shape[2:]) if b else jnp.tile(x, (size, *[1] * (x.ndim - 1)))
+            for x, b in zip(there, batched, strict=True)
+        ]
+        found = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in run(*rows)]
+        return found, [True] * len(found)
+
+    return run(*[x for x in arrays if x is not None])

@@ -1,0 +1,47 @@
+"""How tests let plans of launches run: on a GPU, or where TRITON_INTERPRET=1 in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import pytest
+from cases import INTERPRETED
+
+from tfla.jax import hosting, kernels, step_kernels
+
+ON_GPU = jax.default_backend() == "gpu"
+MARKS = (
+    [pytest.mark.interpreter]
+    if INTERPRETED
+    else [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")]
+)
+CACHED = (
+    kernels.unsupported, kernels.best_chunk_size, kernels._forward_plan, kernels._backward_plan,
+    step_kernels.unsupported, step_kernels._plan,
+)  # fmt: skip
+
+
+def forget_plans() -> None:
+    for cached in CACHED:
+        cached.cache_clear()
+    for compiled in (kernels.compute, step_kernels.compute):
+        compiled.clear_cache()
+
+
+@contextmanager
+def plans_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let plans run in the interpreter where it is on, and float32 be as exact as it can be."""
+    forget_plans()
+    monkeypatch.setattr(step_kernels, "AUTOMATIC", True)
+    if INTERPRETED:
+        from interpreted_plan import InterpretedPlan
+
+        monkeypatch.setattr("tfla.jax.launches.LoweredPlan", InterpretedPlan)
+        monkeypatch.setattr(hosting, "PLATFORM", "cpu")
+        monkeypatch.setattr("tfla.jax.launches.unsupported", lambda: None)
+        monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(80, 1, "ieee"))
+    with jax.default_matmul_precision("highest"):
+        yield
+    forget_plans()
