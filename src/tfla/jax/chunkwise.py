@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from tfla.jax import spans, tile
+from tfla.jax.grid import Grid, Memory, group_heads, last_of_sequences
 from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary_alike
 from tfla.jax.tile import Carry, Tile
-from tfla.jax.tiles import Tiling, tiling
+from tfla.jax.tiles import tiling
 from tfla.jax.weights import TileGates, tile_gates, weights
 from tfla.ops.gates import LOG_GATE_MIN
 
@@ -36,25 +37,6 @@ class Problem(NamedTuple):
     starts: Array  # whether it is the first tile of its sequence
 
 
-class Grid(NamedTuple):
-    """The numbers of chunks and tiles of one call."""
-
-    tiling: Tiling
-    chunks: int
-    per_chunk: int  # tiles
-
-    def chunked(self, x: Array) -> Array:
-        """Return x (n, ...) as (chunks, tiles of a chunk, ...); tiles that are missing are 0."""
-        missing = self.chunks * self.per_chunk - x.shape[0]
-        if missing:
-            x = jnp.concatenate([x, jnp.zeros((missing, *x.shape[1:]), x.dtype)])
-        return x.reshape(self.chunks, self.per_chunk, *x.shape[1:])
-
-    def flat(self, x: Array) -> Array:
-        """Return (chunks, tiles of a chunk, ...) as (n, ...)."""
-        return x.reshape(self.chunks * self.per_chunk, *x.shape[2:])[: self.tiling.tiles]
-
-
 def stored_states(spec: Spec, T: int, rows: int, sequences: int | None) -> int:
     """Return how many states of each head are stored for the backward; ``sequences`` are packed ones."""
     steps = min(TILE, spec.chunk_size, T)
@@ -70,46 +52,22 @@ def _grid(spec: Spec, x: Inputs) -> Grid:
     return Grid(cut, chunks, -(-cut.tiles // chunks))
 
 
-def _heads(x: Array, group: int) -> Array:
-    """Return (n, R, H, ...) as (n, R, Hq, group, ...)."""
-    return x.reshape(*x.shape[:2], x.shape[2] // group, group, *x.shape[3:])
-
-
-def _split(grid: Grid, x: Array, group: int = 0, dtype: Any = None) -> Array:
-    """Return (B, T, heads, ...) as tiles in chunks, with a dim of the heads that share q and k where it is given."""
-    tiles = grid.tiling.split(x)
-    tiles = tiles if dtype is None else tiles.astype(dtype)
-    return grid.chunked(_heads(tiles, group) if group else tiles)
-
-
-def _join(grid: Grid, x: Array, grouped: bool) -> Array:
-    """Return tiles in chunks as (B, T, heads, ...)."""
-    x = grid.flat(x)
-    return grid.tiling.join(x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:]) if grouped else x)
-
-
 def _gates(spec: Spec, x: Inputs, grid: Grid, m: Array) -> TileGates:
     """Return the log-weights of all tiles, in chunks and with groups of heads, from the initial max states m."""
     log_i, log_f = grid.tiling.split(x.log_i, LOG_GATE_MIN), grid.tiling.split(x.log_f)
     gates = tile_gates(log_i, log_f, m, grid.tiling, spec.normalize)
     if x.offset is not None:
         gates = gates._replace(offset=grid.tiling.split(x.offset))
-    return jax.tree.map(lambda t: grid.chunked(_heads(t, x.group)) if t.ndim == 4 else grid.chunked(t), gates)
+    return jax.tree.map(lambda t: grid.chunked(group_heads(t, x.group)) if t.ndim == 4 else grid.chunked(t), gates)
 
 
 def _problem(spec: Spec, x: Inputs, grid: Grid, gates: TileGates) -> Problem:
     """Return the tiles of a call."""
     dtype = acc_dtype(x.q)
     tiles = Tile(
-        _split(grid, x.q, dtype=dtype) * spec.scale, _split(grid, x.k, dtype=dtype), _split(grid, x.v, x.group, dtype)
+        grid.split(x.q, dtype=dtype) * spec.scale, grid.split(x.k, dtype=dtype), grid.split(x.v, x.group, dtype)
     )
-    packing = grid.tiling.packing
-    if packing is None:
-        none = jnp.zeros((grid.tiling.tiles, 0), bool)
-        return Problem(tiles, gates, grid.chunked(none), grid.chunked(none))
-    # Tiles that fill up the last chunk are of no sequence.
-    sequence = grid.chunked(packing.sequence - x.C.shape[0]) + x.C.shape[0]
-    return Problem(tiles, gates, sequence, grid.chunked(packing.starts))
+    return Problem(tiles, gates, *grid.sequences(x.C.shape[0]))
 
 
 def _carry(x: Inputs, C: Array, n: Array) -> Carry:
@@ -121,43 +79,6 @@ def _carry(x: Inputs, C: Array, n: Array) -> Carry:
 def _states(x: Inputs, carry: Carry) -> tuple[Array, Array]:
     """Return the C and n of a carry as (N, H, ...)."""
     return carry.C.reshape(x.C.shape), carry.n.reshape(x.n.shape)
-
-
-class Memory(NamedTuple):
-    """The running state, and with packed sequences the latest state of each of them, at first the initial one."""
-
-    now: Carry
-    every: Carry | None
-
-    @staticmethod
-    def start(states: Carry, packed: bool) -> Memory:
-        """Return the memory before the first tile, from the initial states of all sequences."""
-        if not packed:
-            return Memory(states, None)
-        return Memory(jax.tree.map(lambda t: t[:1] if t.ndim > 1 else t, states), states)
-
-    def load(self, sequence: Array, when: Array) -> Carry:
-        """Return the running state, or that which is kept of the sequence of a tile, where ``when`` is true."""
-        if self.every is None:
-            return self.now
-        known = jnp.minimum(sequence, self.every.C.shape[0] - 1)
-        return jax.tree.map(
-            lambda now, kept: jnp.where(when, kept[known][None], now) if now.ndim > 1 else now, self.now, self.every
-        )
-
-    def store(self, sequence: Array, now: Carry) -> Memory:
-        """Return the memory with a new running state, which is that of the sequence of a tile."""
-        if self.every is None:
-            return Memory(now, None)
-        kept = jax.tree.map(
-            lambda kept, now: kept.at[sequence].set(now[0], mode="drop") if now.ndim > 1 else kept, self.every, now
-        )
-        return Memory(now, kept)
-
-    @property
-    def last(self) -> Carry:
-        """The states of all sequences."""
-        return self.now if self.every is None else self.every
 
 
 def _scan_forward(
@@ -204,7 +125,7 @@ def _forward(spec: Spec, x: Inputs, save: bool) -> tuple[Results, Residuals | No
     p = _problem(spec, x, grid, gates)
     memory = Memory.start(_carry(x, C, n), grid.tiling.packing is not None)
     memory, (h, d), before = _scan_forward(spec, p, memory, save)
-    h = _join(grid, h, True).astype(x.v.dtype)
+    h = grid.join(h, True).astype(x.v.dtype)
     C, n = _states(x, memory.last)
     m_end = _last_m(spec, x, grid, gates, m)
     results = h, C, n, m_end
@@ -280,7 +201,7 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
     dh, dC, dn, _ = cotangents
     grid = _grid(spec, x)
     p = _problem(spec, x, grid, kept.gates)
-    h, dh = (_split(grid, t, x.group, dtype) for t in (kept.h, dh))
+    h, dh = (grid.split(t, x.group, dtype) for t in (kept.h, dh))
     last = _carry(x, dC, dn)
 
     def cotangents_of(at: Problem, h: Array, d: Array, dh: Array) -> tuple[Array, Array | None]:
@@ -317,9 +238,7 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
 
     ends = p.starts
     if packed:
-        # A tile is the last one of its sequence where the next one is of another.
-        every = p.sequence.ravel()
-        ends = jnp.concatenate([every[1:] != every[:-1], jnp.ones(1, bool)]).reshape(p.sequence.shape)
+        ends = last_of_sequences(p.sequence)
     memory, g = jax.lax.scan(chunk, memory, (p, h, kept.d, dh, kept.before, ends), reverse=True)
     dC0, dn0 = _states(x, memory.last)
     dm0 = jnp.zeros_like(x.m)
@@ -329,13 +248,13 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
     d_offset = None
     if x.offset is not None:
         D = jax.vmap(jax.vmap(lambda gates, d: weights(gates, False).denominator(d)))(kept.gates, kept.d)
-        d_offset = _join(grid, -(dh * h).sum(-1) / D, True)
+        d_offset = grid.join(-(dh * h).sum(-1) / D, True)
     if spec.normalize:
         dm0 = (x.C * dC0).sum((-2, -1)) + (x.n * dn0).sum(-1)
     return (
         Inputs(
-            _join(grid, g.q * spec.scale, False).astype(x.q.dtype), _join(grid, g.k, False).astype(x.k.dtype),
-            _join(grid, g.v, True).astype(x.v.dtype), _join(grid, g.log_i, True), _join(grid, g.log_f, True),
+            grid.join(g.q * spec.scale).astype(x.q.dtype), grid.join(g.k).astype(x.k.dtype),
+            grid.join(g.v, True).astype(x.v.dtype), grid.join(g.log_i, True), grid.join(g.log_f, True),
             dC0, dn0, dm0, None, d_offset,
         ),
     )  # fmt: skip
