@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tfla.nn import LanguageModel, generate
+from tfla.nn import LanguageModel, generate, sampling
 from tfla.nn.generate import FiniteCheck, sample_tokens
 
 Make = Callable[..., LanguageModel]
@@ -36,7 +35,7 @@ def test_a_prompt_in_parts_gives_the_same_text(
 ) -> None:
     model = make_model(mixer)
     whole = text(model, ids, temperature=0)
-    monkeypatch.setattr(sys.modules[sample_tokens.__module__], "PREFILL", 4)
+    monkeypatch.setattr(sampling, "PREFILL", 4)
     assert torch.equal(text(model, ids, temperature=0), whole)
 
 

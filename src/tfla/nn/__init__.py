@@ -2,6 +2,7 @@
 
 from tfla.nn.config import ModelConfig
 from tfla.nn.decode import Decoder
+from tfla.nn.drafts import NGram
 from tfla.nn.generate import generate
 from tfla.nn.layers import GatePreactivation, HeadNorm, SequenceMixer
 from tfla.nn.mixer_state import MixerState
@@ -35,6 +36,7 @@ __all__ = [
     "MixerState",
     "ModelConfig",
     "ModelState",
+    "NGram",
     "Retention",
     "SequenceMixer",
     "SwiGLU",

@@ -48,7 +48,7 @@ class Decoder:
         self.capacity = capacity if self._used else None
         constant = not self._used or capacity is not None
         check_cuda_graph(cuda_graph, constant, device)
-        self.state: ModelState = tuple(_own(block_state, capacity) for block_state in state)
+        self.state: ModelState = tuple(own_state(block_state, capacity) for block_state in state)
         self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda" and constant and cuda_graph is not False:
             # Capturing runs a step. In a cache it writes after the last token, where the first step will write.
@@ -129,13 +129,7 @@ class Decoder:
             logits, new = self.model.step(self._ids, self.state, in_place=True)
         else:
             logits, new = self._fused(self._ids, self.state)
-        pairs = [
-            (old, now)
-            for old, now in zip(_tensors(self.state), _tensors(new), strict=True)
-            if old.data_ptr() != now.data_ptr()
-        ]
-        if pairs:
-            torch._foreach_copy_([old for old, _ in pairs], [now for _, now in pairs])
+        copy_into(self.state, new)
         return logits
 
     @torch.no_grad()
@@ -162,7 +156,16 @@ def _tensors(state: ModelState) -> list[Tensor]:
     return [t for t in tree_leaves(state) if t is not None]
 
 
-def _own(state: State | MixerState | KeyValues, capacity: int | None) -> State | MixerState | KeyValues:
+def copy_into(state: ModelState, new: ModelState) -> None:
+    """Copy the tensors of a new state that are not those of the state already into the state."""
+    pairs = [
+        (old, now) for old, now in zip(_tensors(state), _tensors(new), strict=True) if old.data_ptr() != now.data_ptr()
+    ]
+    if pairs:
+        torch._foreach_copy_([old for old, _ in pairs], [now for _, now in pairs])
+
+
+def own_state(state: State | MixerState | KeyValues, capacity: int | None) -> State | MixerState | KeyValues:
     """Return a copy of a block's state, with room for ``capacity`` tokens; without it a cache itself, which grows."""
     if not isinstance(state, KeyValues):
         return state.clone()

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from tfla.nn.decode import Decoder, check_cuda_graph
+from tfla.nn.drafts import NGram, check_draft
 from tfla.nn.model import LanguageModel
+from tfla.nn.sampling import Sampling, prefill
+from tfla.nn.speculate import speculate
 from tfla.nn.validation import SEEDS, check_ids, check_int, check_model, check_vocabulary
 
-# Tokens of a prompt that are processed in one call, which bounds the memory of activations.
-PREFILL = 16_384
 # The largest number of tokens for which caches of attention have room from the start, as CUDA graphs need.
 LARGEST_CACHE = 65_536
-# Below the smallest normal float32, sampling becomes taking the likeliest token.
-SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
 
 
 def generate(
@@ -32,6 +31,8 @@ def generate(
     generator: torch.Generator | None = None,
     stop_token: int | None = None,
     cuda_graph: bool | None = None,
+    draft: LanguageModel | NGram | None = None,
+    draft_tokens: int = 4,
 ) -> Iterator[Tensor]:
     """Continue prompts: return an iterator over the new tokens of all sequences, one (B,) int64 tensor per step.
 
@@ -51,6 +52,11 @@ def generate(
             have yielded it.
         cuda_graph: whether to capture decoding in a CUDA graph; None captures where possible, for recurrent mixers on a
             GPU.
+        draft: speculative decoding: what proposes tokens that the model accepts or replaces, several in one call. It is
+            a smaller model with the same vocabulary on the same device, or :class:`NGram`, which looks the last tokens
+            up in the text so far. With temperature 0 the tokens are those of decoding without it, apart from logits
+            that are equal but for rounding. Else their distribution is the same, but not the tokens of a seed.
+        draft_tokens: the number of tokens proposed at a time, from 1 to 31.
 
     Returns:
         an iterator over tensors (B,) int64 on the model's device.
@@ -92,6 +98,11 @@ def generate(
         generator = torch.Generator(ids.device).manual_seed(seed)
     attention = "attention" in model.config.mixer_counts
     total = ids.shape[1] + max_new_tokens
+    if draft is not None:
+        check_draft(draft, draft_tokens, model)
+        check_cuda_graph(cuda_graph, True, device)
+        sampling = Sampling(temperature, top_k, top_p, generator)
+        return speculate(model, draft, ids, max_new_tokens, draft_tokens, sampling, stop_token, cuda_graph)
     capacity = total if attention and device.type == "cuda" and total <= LARGEST_CACHE else None
     check_cuda_graph(cuda_graph, not attention or capacity is not None, device)
     return _tokens(
@@ -115,12 +126,9 @@ def _tokens(
     capacity: int | None,
 ) -> Iterator[Tensor]:
     """Yield what :func:`generate` does, for arguments that have been checked."""
-    state = model.initial_state(len(ids))
-    for part in ids.split(PREFILL, 1):
-        hidden, state = model.hidden(part, state, return_state=True)
-    logits = model.logits(hidden[:, -1])
+    logits, state = prefill(model, ids)
     decoder = Decoder(model, state, cuda_graph=cuda_graph, capacity=capacity)
-    del state, hidden
+    del state
     stopped = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     finite_check = FiniteCheck(ids.device)
     for count in range(1, max_new_tokens + 1):
@@ -154,17 +162,7 @@ def _sample(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Return drawn tokens (B,) int64, and whether the logits of each row are finite, (B,) bool."""
-    top, likeliest = logits.max(-1)  # NaN if any logit is NaN
-    finite = top.isfinite()
-    if temperature < SMALLEST_TEMPERATURE:
-        return likeliest, finite
-    # The largest logit is subtracted, so that no temperature overflows a finite logit.
-    ranked, tokens = ((logits - top[:, None]) / temperature).sort(dim=-1, descending=True, stable=True)
-    p = ranked[:, : logits.shape[-1] if top_k is None else min(top_k, logits.shape[-1])].softmax(-1)
-    if top_p is not None:
-        p = p * (p.cumsum(-1) - p < top_p)  # keep a token if those before it have not reached top_p
-    p = torch.where(finite[:, None], p, 1.0)  # a GPU ends the process when it is to draw from NaN
-    return tokens.gather(-1, torch.multinomial(p, 1, generator=generator)).squeeze(-1), finite
+    return Sampling(temperature, top_k, top_p, generator).draw(logits)
 
 
 class FiniteCheck:

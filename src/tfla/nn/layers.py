@@ -30,6 +30,9 @@ CLOSED_GATE = -1e4
 # "shared": parameters that all heads read; read through :func:`local`.
 Sharding = Literal["columns", "rows", "whole", "heads", "shared"]
 
+# From how many of the proposed tokens (B,) are accepted to the state of a mixer after them.
+Accept = Callable[[Tensor], Any]
+
 
 class SequenceMixer(nn.Module, ABC):
     """A layer that mixes tokens along time, with a state that carries a sequence from one call into the next.
@@ -83,6 +86,21 @@ class SequenceMixer(nn.Module, ABC):
 
         Returns:
             the mixed token (B, d_model) and the state after it.
+        """
+
+    @abstractmethod
+    def steps(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Accept]:
+        """Mix a few proposed tokens of each sequence, of which some are accepted later.
+
+        Args:
+            x: (B, T, d_model), any float dtype, T from 1 to 32.
+            state: the state before the tokens.
+            in_place: whether the layer may overwrite the tensors of ``state`` when tokens are accepted, and places in
+                them that no token has.
+
+        Returns:
+            the mixed tokens (B, T, d_model), and the function that returns the state after the first ``lengths`` (B,)
+            int of them, which may be called once.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ share. Equation numbers are those of the paper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -18,6 +18,7 @@ from tfla._util.device import check_device
 from tfla.nn import pretrained
 from tfla.nn.config import ModelConfig
 from tfla.nn.layers import (
+    Accept,
     Projection,
     SequenceMixer,
     at_least_float32,
@@ -31,6 +32,7 @@ from tfla.nn.mixer_state import MixerState
 from tfla.nn.mixers import MIXERS
 from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.validation import check_ids, check_int, check_num_entries, check_vocabulary, describe
+from tfla.ops.checks import LONGEST_STEPS
 from tfla.ops.state import State
 
 TOKENS_PER_PASS = 4096  # tokens whose logits `LanguageModel.losses` holds at once
@@ -217,6 +219,37 @@ class LanguageModel(nn.Module):
             states.append(after)
         return self.logits(x), tuple(states)
 
+    def steps(
+        self, ids: Tensor, state: ModelState, *, in_place: bool = False
+    ) -> tuple[Tensor, Callable[[Tensor], ModelState]]:
+        """Compute the logits of a few proposed tokens of every sequence, of which some are accepted later.
+
+        A recurrent mixer reads its state once for all tokens and once more to accept some of them. Attention needs a
+        cache with room for the tokens, see :meth:`tfla.nn.KeyValues.reserve`.
+
+        Args:
+            ids: (B, T) int64 tokens, T from 1 to 32.
+            state: the state before the tokens.
+            in_place: let mixers overwrite ``state`` when tokens are accepted. Until then it stays as it is, but for
+                places of caches that hold no token.
+
+        Returns:
+            logits (B, T, vocab_size), equal to those of :meth:`forward`, and a function that may be called once: from
+            ``lengths`` (B,) int, 0 to T, on the device of ids to the state after so many tokens of each sequence.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
+        """
+        self._check(ids, state, None, None)
+        if ids.shape[1] > LONGEST_STEPS:
+            raise ValueError(f"ids: got T = {ids.shape[1]}, expected from 1 to {LONGEST_STEPS} tokens")
+        check_num_entries(state, len(self.blocks))
+        x, accepts = self._embed(ids), []
+        for block, before in zip(self.blocks, state, strict=True):
+            x, accept = block.steps(x, before, in_place)
+            accepts.append(accept)
+        return self.logits(x), lambda lengths: tuple(accept(lengths) for accept in accepts)
+
     def initial_state(self, batch_size: int, device: torch.device | str | None = None) -> ModelState:
         """Return the state before the first token: a tuple with an entry per block.
 
@@ -338,6 +371,11 @@ class Block(nn.Module):
         """Run the block on one token of each sequence, as :meth:`SequenceMixer.step`."""
         mixed, new = self.mixer.step(cast_for_autocast(self.mixer_norm(x)), state, in_place)
         return self._add_residuals(x, mixed), new
+
+    def steps(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Accept]:
+        """Run the block on a few proposed tokens of each sequence, as :meth:`SequenceMixer.steps`."""
+        mixed, accept = self.mixer.steps(cast_for_autocast(self.mixer_norm(x)), state, in_place)
+        return self._add_residuals(x, mixed), accept
 
     def _add_residuals(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Add the output of the mixer to the residual stream, then that of the feed-forward network."""

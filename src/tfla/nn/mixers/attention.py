@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla.nn.config import ModelConfig, check_config
-from tfla.nn.layers import Projection, SequenceMixer, Sharding, input_std, local, output_std
+from tfla.nn.layers import Accept, Projection, SequenceMixer, Sharding, input_std, local, output_std
 from tfla.nn.mixers.attend import attend, attend_masked
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.gather_steps import gather_steps, own_steps
@@ -180,29 +180,40 @@ class Attention(SequenceMixer):
     def step(self, x: Tensor, state: KeyValues, in_place: bool = False) -> tuple[Tensor, KeyValues]:
         """Run :meth:`SequenceMixer.step`; a cache without room for more tokens grows, whatever in_place says."""
         if isinstance(state, KeyValues) and state.length is not None:
-            return self._step_in_room(x, state, state.length, in_place)
+            y, accept = self.steps(x[:, None], state, in_place)
+            return y[:, 0], accept(torch.ones_like(state.length))
         y, new = self(x[:, None], state, return_state=True)
         return y[:, 0], new
 
-    def _step_in_room(self, x: Tensor, state: KeyValues, length: Tensor, in_place: bool) -> tuple[Tensor, KeyValues]:
-        """Run a step whose keys and values are written into the room of the cache."""
-        q, k, v = (p(x[:, None]).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+    def steps(self, x: Tensor, state: KeyValues, in_place: bool = False) -> tuple[Tensor, Accept]:
+        """Run :meth:`SequenceMixer.steps` on a cache with room for the tokens, into which their keys and values go.
+
+        Raises:
+            ValueError: the cache has no room, see :meth:`KeyValues.reserve`.
+        """
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         check_state(state, k)
-        q, k = rotate_both(q, k, state.tokens()[:, None], self.rope_base)
-        place = length[:, None, None, None].expand(-1, 1, *k.shape[2:])
+        if state.length is None:
+            raise ValueError("state: got a cache without room for more tokens, expected one from KeyValues.reserve")
+        length, ahead = state.length, torch.arange(x.shape[1], device=x.device)
+        q, k = rotate_both(q, k, state.tokens()[:, None] + ahead, self.rope_base)
+        place = length[:, None] + ahead
         k, v = (
-            (cache if in_place else cache.clone()).scatter_(1, place, new.to(cache.dtype))
+            (cache if in_place else cache.clone()).scatter_(
+                1, place[..., None, None].expand_as(new), new.to(cache.dtype)
+            )
             for cache, new in ((state.k, k), (state.v, v))
         )
-        token = torch.arange(k.shape[1], device=x.device)
-        visible = token <= length[:, None]
+        token, place = torch.arange(k.shape[1], device=x.device), place[..., None]
+        visible = token <= place
         if state.start is not None:
-            visible = visible & (token >= state.start[:, None])
+            visible = visible & (token >= state.start[:, None, None])
         if self.window is not None:
-            visible = visible & (token > length[:, None] - self.window)
+            visible = visible & (token > place - self.window)
         q, keys, values = (t.transpose(1, 2).to(q.dtype) for t in (q, k, v))
-        h = attend_masked(q, keys, values, visible[:, None, None], None if self.sinks is None else self.sinks())
-        return self.out_proj(h.transpose(1, 2).flatten(-2))[:, 0], KeyValues(k, v, state.start, length + 1)
+        h = attend_masked(q, keys, values, visible[:, None], None if self.sinks is None else self.sinks())
+        y = self.out_proj(h.transpose(1, 2).flatten(-2))
+        return y, lambda lengths: KeyValues(k, v, state.start, length + lengths)
 
     def initial_state(self, batch_size: int, device: torch.device) -> KeyValues:
         """Return an empty cache in the weights' dtype."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import (
+    Accept,
     GatePreactivation,
     HeadNorm,
     Projection,
@@ -23,7 +25,7 @@ from tfla.nn.layers import (
 from tfla.ops.api import mlstm
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
-from tfla.ops.steps import mlstm_step
+from tfla.ops.steps import mlstm_step, mlstm_steps
 
 
 class MLSTM(SequenceMixer):
@@ -96,6 +98,12 @@ class MLSTM(SequenceMixer):
         """Run :meth:`SequenceMixer.step`."""
         h, new = mlstm_step(*self._inputs(x), state, input_gate=self.input_gate_kind, in_place=in_place)
         return self._output(x, h), new
+
+    def steps(self, x: Tensor, state: State, in_place: bool = False) -> tuple[Tensor, Accept]:
+        """Run :meth:`SequenceMixer.steps`."""
+        call = functools.partial(mlstm_steps, *self._inputs(x), state, input_gate=self.input_gate_kind)
+        h: Any = call(return_state=False)
+        return self._output(x, h), lambda lengths: call(lengths=lengths, in_place=in_place)[1]
 
     def initial_state(self, batch_size: int, device: torch.device) -> State:
         """Return a state of zeros: float64 if the weights are float64, else float32."""

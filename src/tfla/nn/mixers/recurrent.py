@@ -9,18 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from tfla.nn.config import ModelConfig, check_config
-from tfla.nn.layers import Projection, SequenceMixer, Sharding, input_std, output_std
+from tfla.nn.layers import Accept, Projection, SequenceMixer, Sharding, input_std, output_std
 from tfla.nn.mixer_state import MixerState
 from tfla.nn.mixers.passes import Pass, SequencePass, StepPass
 from tfla.nn.mixers.short_convolution import ShortConvolution
+from tfla.nn.mixers.steps_pass import StepsPass
 from tfla.ops.state import State
 
 
 class RecurrentMixer(SequenceMixer):
     """A mixer of projections, short convolutions, a recurrence, a norm with an output gate, and an output projection.
 
-    A subclass says in :meth:`mix` what it computes, once for whole sequences and for single tokens: a
-    :class:`~tfla.nn.mixers.passes.Pass` runs the convolutions and the recurrence in either way, and keeps their states.
+    A subclass says in :meth:`mix` what it computes, once for whole sequences, single tokens and a few proposed tokens:
+    a :class:`~tfla.nn.mixers.passes.Pass` runs the convolutions and the recurrence in each way, and keeps their states.
 
     Args:
         config: a config whose mixer is ``name``.
@@ -81,6 +82,12 @@ class RecurrentMixer(SequenceMixer):
         self._check_state(state)
         run = StepPass(state, in_place)
         return self.mix(x, run), run.new_state()
+
+    def steps(self, x: Tensor, state: MixerState, in_place: bool = False) -> tuple[Tensor, Accept]:
+        """Run :meth:`SequenceMixer.steps`."""
+        self._check_state(state)
+        run = StepsPass(state, x.shape[1], in_place)
+        return self.mix(x, run), run.accept
 
     def initial_state(self, batch_size: int, device: torch.device) -> MixerState:
         """Return a state of zeros: float64 if the weights are float64, else float32; convolutions in their dtype."""

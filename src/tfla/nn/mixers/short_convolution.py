@@ -63,8 +63,21 @@ class ShortConvolution(nn.Module):
         Returns:
             (B, channels) in x's dtype, and the inputs before the next token.
         """
-        inputs = torch.cat([before.to(x.dtype), x[:, None]], 1)
-        return _convolve(inputs, local(self.weight), _local(self.bias), None, None)[:, 0], inputs[:, 1:]
+        y, inputs = self.steps(x[:, None], before)
+        return y[:, 0], inputs[:, 1:]
+
+    def steps(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve a few tokens of each sequence.
+
+        Args:
+            x: (B, T, channels).
+            before: (B, size - 1, channels).
+
+        Returns:
+            (B, T, channels) in x's dtype, and the inputs before and of the tokens, (B, size - 1 + T, channels).
+        """
+        inputs = torch.cat([before.to(x.dtype), x], 1)
+        return _convolve(inputs, local(self.weight), _local(self.bias), None, None), inputs
 
     def last_inputs(self, x: Tensor, before: Tensor | None, documents: Documents) -> Tensor:
         """Return the inputs before the token after the last one, of the same document: (B, size - 1, channels).
@@ -97,6 +110,18 @@ class ShortConvolution(nn.Module):
             term = at_least_float32(before[sequence, row]) * weight[:, self.size - 1 - j]
             total = total + torch.where((age < j)[:, None], term, 0)
         return total[None]
+
+
+def inputs_after(inputs: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """Return the last inputs (B, size - 1, channels) after the first lengths (B,) of ``count`` tokens.
+
+    Args:
+        inputs: (B, size - 1 + count, channels), those before and of the tokens.
+        lengths: (B,) int.
+        count: the number of tokens.
+    """
+    last = lengths[:, None] + torch.arange(inputs.shape[1] - count, device=inputs.device)
+    return inputs.gather(1, last.to(torch.int64)[..., None].expand(-1, -1, inputs.shape[2]))
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, carried: Tensor | None) -> Tensor:

@@ -1,0 +1,63 @@
+"""How generation reads a prompt, and draws a token from logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tfla.nn.model import LanguageModel, ModelState
+
+# Tokens of a prompt that are processed in one call, which bounds the memory of activations.
+PREFILL = 16_384
+# Below the smallest normal float32, sampling becomes taking the likeliest token.
+SMALLEST_TEMPERATURE = torch.finfo(torch.float32).tiny
+
+
+def prefill(model: LanguageModel, ids: Tensor) -> tuple[Tensor, ModelState]:
+    """Return the logits (B, vocab_size) after prompts (B, T) and the state after them."""
+    state = model.initial_state(len(ids))
+    for part in ids.split(PREFILL, 1):
+        hidden, state = model.hidden(part, state, return_state=True)
+    return model.logits(hidden[:, -1]), state
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn; the fields are arguments of :func:`tfla.nn.generate`."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    generator: torch.Generator | None
+
+    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return drawn tokens (B,) int64, and whether the logits (B, vocab_size) of each row are finite, (B,) bool."""
+        top, likeliest = logits.max(-1)  # NaN if any logit is NaN
+        finite = top.isfinite()
+        if self.temperature < SMALLEST_TEMPERATURE:
+            return likeliest, finite
+        p, tokens = self._ranked(logits, top)
+        p = torch.where(finite[:, None], p, 1.0)  # a GPU ends the process when it is to draw from NaN
+        return tokens.gather(-1, self.draw_from(p)[:, None]).squeeze(-1), finite
+
+    def draw_from(self, p: Tensor) -> Tensor:
+        """Return indices (B,) int64 drawn with weights p (B, N)."""
+        return torch.multinomial(p, 1, generator=self.generator).squeeze(-1)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Return the probabilities (B, vocab_size) with which tokens are drawn from logits (B, vocab_size)."""
+        top, likeliest = logits.max(-1)
+        if self.temperature < SMALLEST_TEMPERATURE:
+            return torch.zeros_like(logits).scatter_(-1, likeliest[:, None], 1.0)
+        p, tokens = self._ranked(logits, top)
+        return torch.zeros_like(logits).scatter_(-1, tokens[:, : p.shape[1]], p / p.sum(-1, keepdim=True))
+
+    def _ranked(self, logits: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights (B, k) of the likeliest tokens, and all tokens (B, vocab_size), both the likeliest first."""
+        # The largest logit is subtracted, so that no temperature overflows a finite logit.
+        ranked, tokens = ((logits - top[:, None]) / self.temperature).sort(dim=-1, descending=True, stable=True)
+        p = ranked[:, : logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])].softmax(-1)
+        if self.top_p is not None:
+            p = p * (p.cumsum(-1) - p < self.top_p)  # keep a token if those before it have not reached top_p
+        return p, tokens
