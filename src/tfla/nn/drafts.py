@@ -1,4 +1,4 @@
-"""What proposes tokens in speculative decoding: a smaller model, or the text so far."""
+"""The sources of proposed tokens in speculative decoding: a smaller model, or the text so far."""
 
 from __future__ import annotations
 

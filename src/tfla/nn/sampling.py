@@ -1,4 +1,4 @@
-"""How generation reads a prompt, and draws a token from logits."""
+"""The reading of a prompt, and the drawing of tokens from logits, for generation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prefill(model: LanguageModel, ids: Tensor) -> tuple[Tensor, ModelState]:
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn; the fields are arguments of :func:`tfla.nn.generate`."""
+    """The options by which tokens are drawn; the fields are arguments of :func:`tfla.nn.generate`."""
 
     temperature: float
     top_k: int | None
