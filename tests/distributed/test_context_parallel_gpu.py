@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from cases import FORMS, PER_STEP, TOLERANCE, error, problem, truth, truth_m
-from context_cuts import compare, whole
+from context_cuts import whole
 from context_parts import captured, own_steps, solve_part, solve_with_segments
-from delta_cases import delta_problem
-from delta_cases import truth as delta_truth
+from delta_cases import check_beside_terms, delta_problem
 from delta_parts import solve_part as solve_delta_part
 from process_pool import Pool
 
@@ -69,7 +68,7 @@ def test_delta_rule(gpus: Pool, model: str, dims: tuple[int, int], order: str, p
         2, solve_delta_part, given=chosen, order=order, lengths=lengths, share=0.5, dtype=torch.bfloat16, device="cuda"
     )
     every = whole([{name: x.cpu().double() for name, x in part.items()} for part in found], order, lengths)
-    compare(every, delta_truth(p), TOLERANCE[torch.bfloat16])
+    check_beside_terms(p, every)
 
 
 @pytest.mark.parametrize("order", LAYOUTS)

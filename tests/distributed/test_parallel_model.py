@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tfla.distributed import parallelize
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.train.ranks import Ranks
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "fsdp": {"dp_shard": 4},
@@ -60,6 +61,9 @@ CASES = [
     Case("cp-tp", torch.float64, "gated_delta_net"),
     Case("fsdp-cp", torch.float64, "kda"),
     Case("fsdp", torch.float64, "mamba2"),
+    Case("tp", torch.float64, "mamba2"),
+    Case("fsdp-tp", torch.float64, "mamba2", (("activation_checkpointing", True),)),
+    Case("cp-tp", torch.float64, "mamba2"),
     Case("hsdp-tp", torch.float64, "gla"),
     Case("tp", torch.float64, "delta_net"),
     Case("fsdp-tp", torch.float64, "gated_delta_net"),
@@ -158,6 +162,9 @@ def compute_errors(cases: list[Case]) -> list[Errors]:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+        norm = Ranks(size=dist.get_world_size()).clip_gradients(model.parameters(), torch.inf)
+        every = torch.stack([g.norm() for g in gradients.values()]).norm()
+        assert abs(norm / float(every) - 1) < 1e-5
         distributed = relative_errors((mean / dist.get_world_size(), gradients), expected)
         found.append(Errors(relative_errors(one_process(case), expected), distributed))
     return found
@@ -215,9 +222,10 @@ def test_loss_and_gradients_are_those_of_one_process(case: Case, errors: dict[Ca
 def _bad_layouts() -> dict[str, str]:
     """Return the error of each wrong call; runs on four processes."""
     model = make_model(torch.float32)
-    mamba2, own = (make_model(torch.float32, mixer) for mixer in ("mamba2", "gla"))
+    own = make_model(torch.float32, "gla")
     for block in own.blocks:
         del block.mixer.context_parallel  # as a mixer of one's own that does not take it
+        block.mixer.unsplittable = "whose heads are mixed"
 
     def mesh(names: tuple[str, ...] | None, *shape: int) -> Any:
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -238,7 +246,7 @@ def _bad_layouts() -> dict[str, str]:
         "no mixer": (nn.Linear(4, 4), mesh(("tp",), 4), {}),
         "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
         "cp of its own": (own, mesh(("cp",), 4), {}),
-        "tp of mamba2": (mamba2, mesh(("tp",), 4), {}),
+        "tp of its own": (own, mesh(("tp",), 4), {}),
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
         "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
         "blocks": (model, mesh(("dp_shard",), 4), {"blocks": [nn.Linear(2, 2)]}),
@@ -270,7 +278,7 @@ EXPECTED = {
     "cp of no mixer": "ValueError mesh: got cp of size 4, expected 1 for Linear, which never calls tfla.mlstm",
     "cp of its own": "ValueError mesh: got cp of size 4, expected 1 for GatedLinearAttention, which has no exchange of "
     "states between processes",
-    "tp of mamba2": "ValueError mesh: got tp of size 4, expected 1 for Mamba2, whose norm is over all heads",
+    "tp of its own": "ValueError mesh: got tp of size 4, expected 1 for GatedLinearAttention, whose heads are mixed",
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
     "policy alone": "ValueError mixed_precision: got a policy, expected None for a mesh without data parallelism",
     "blocks": "ValueError blocks[0]: got Linear, expected a module within the model",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -290,6 +290,7 @@ class _LocalStyle(ParallelStyle):
 
     parameters: Placement
     activations: Placement
+    of_output: Placement | None = None  # of the gradient of the output; None is that of the output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, self.parameters)
@@ -300,8 +301,13 @@ class _LocalStyle(ParallelStyle):
                 x = DTensor.from_local(x, device_mesh, [self.activations], run_check=False)
             return (x, *rest)
 
+        grads = None if self.of_output is None else [self.of_output]
+
+        def unwrap(module: nn.Module, inputs: tuple[object, ...], y: object) -> object:
+            return y.to_local(grad_placements=grads) if isinstance(y, DTensor) else y
+
         module.register_forward_pre_hook(wrap)
-        module.register_forward_hook(lambda module, inputs, y: y.to_local() if isinstance(y, DTensor) else y)
+        module.register_forward_hook(unwrap)
         return module
 
 
@@ -313,6 +319,12 @@ class _Replicated(_LocalStyle):
     """
 
     parameters = activations = Replicate()
+
+
+class _Repeated(_Replicated):
+    """The same for a projection that the heads of every process read: its gradient is the sum of theirs."""
+
+    of_output = Partial()
 
 
 class _HeadsParallel(_LocalStyle):
@@ -342,6 +354,7 @@ STYLES: dict[Sharding, type[ParallelStyle]] = {
     "columns": ColwiseParallel,
     "rows": RowwiseParallel,
     "whole": _Replicated,
+    "repeated": _Repeated,
     "heads": _HeadsReadLocally,
     "shared": _ReadLocally,
 }

@@ -28,7 +28,7 @@ CLOSED_GATE = -1e4
 # "whole": a module that every process computes in the same way.
 # "heads": parameters whose first dimension belongs to heads; read through :func:`local`.
 # "shared": parameters that all heads read; read through :func:`local`.
-Sharding = Literal["columns", "rows", "whole", "heads", "shared"]
+Sharding = Literal["columns", "rows", "whole", "repeated", "heads", "shared"]
 
 # From how many of the proposed tokens (B,) are accepted to the state of a mixer after them.
 Accept = Callable[[Tensor], Any]
@@ -281,6 +281,23 @@ def local(parameter: Tensor) -> Tensor:
         grad_placements=[Partial() if place.is_replicate() else place for place in distributed.placements]
     )
     return part
+
+
+def sharding_mesh(parameter: Tensor) -> Any:
+    """Return the mesh of tensor parallelism whose processes share the elements of a parameter, else None."""
+    distributed: Any = parameter
+    if not hasattr(distributed, "to_local") or all(place.is_replicate() for place in distributed.placements):
+        return None
+    return distributed.device_mesh
+
+
+def summed(x: Tensor, mesh: Any) -> Tensor:
+    """Return the sum of the x of all processes of a mesh, on each of them; gradients are summed as well."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    total = DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
+    found: Tensor = total.to_local(grad_placements=[Partial()])
+    return found
 
 
 def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool | str) -> None:

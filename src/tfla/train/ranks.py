@@ -112,7 +112,7 @@ class Ranks:
             return torch.nn.utils.clip_grad_norm_(parameters, clip).item()
         from torch.distributed.tensor import DTensor  # its import takes a second
 
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [placed_as_its_parameter(p) for p in parameters if p.grad is not None]
         local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
         counted = [x for g, x in zip(gradients, local, strict=True) if _counts(g) and x.numel()]
         square = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -152,6 +152,14 @@ class Ranks:
 
 
 ONE_PROCESS = Ranks()
+
+
+def placed_as_its_parameter(parameter: Any) -> Tensor:
+    """Return the gradient of a parameter, distributed like that; it may be parts of a sum before."""
+    gradient: Any = parameter.grad
+    if hasattr(gradient, "to_local") and gradient.placements != parameter.placements:
+        parameter.grad = gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient
 
 
 def _counts(gradient: Tensor) -> bool:

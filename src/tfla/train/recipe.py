@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tfla._util.errors import UserError
 from tfla.train.config import Optim
-from tfla.train.ranks import ONE_PROCESS, Ranks
+from tfla.train.ranks import ONE_PROCESS, Ranks, placed_as_its_parameter
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -23,9 +23,7 @@ class LocalAdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], params: list[Any], grads: list[Any], *states: Any) -> Any:
         """Fill the lists of tensors of a group with local ones."""
         found = super()._init_group(group, params, grads, *states)
-        for at, (p, g) in enumerate(zip(params, grads, strict=True)):
-            if hasattr(p, "to_local") and g.placements != p.placements:
-                grads[at] = g.redistribute(p.device_mesh, p.placements)
+        grads[:] = [placed_as_its_parameter(p) for p in params]
         for tensors in (params, grads, *states):
             tensors[:] = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
         return found

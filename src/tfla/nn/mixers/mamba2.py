@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla.nn.config import ModelConfig
-from tfla.nn.layers import Projection, at_least_float32, input_std
+from tfla.nn.layers import Projection, Sharding, at_least_float32, input_std, local
 from tfla.nn.mixers.decay import DecayParameters
 from tfla.nn.mixers.norms import GatedNorm
 from tfla.nn.mixers.passes import Pass
@@ -27,7 +29,10 @@ class Mamba2(RecurrentMixer):
     name = "mamba2"
     has_convolution = True
     convolution_bias = True
-    unsplittable = "whose norm is over all heads"
+    tensor_parallel: ClassVar[dict[str, Sharding]] = RecurrentMixer.tensor_parallel | {
+        "q_proj": "repeated", "k_proj": "repeated", "q_conv": "shared", "k_conv": "shared", "gate_proj": "columns",
+        "dt_proj": "columns", "decay": "heads", "norm": "heads",
+    }  # fmt: skip
 
     def __init__(self, config: ModelConfig) -> None:
         heads = config.mamba_expand * config.d_model // config.mamba_head_dim
@@ -49,5 +54,6 @@ class Mamba2(RecurrentMixer):
         A_log, dt_bias = map(at_least_float32, self.decay())
         dt = F.softplus(at_least_float32(self.dt_proj(x)) + dt_bias)
         h = run.linear_attention(q, k, v, -A_log.exp() * dt, dt.clamp(min=SMALLEST_STEP).log(), scale=1.0)
-        h = h + (v * self.D[:, None]).to(h.dtype)
+        heads = slice(self.first_head, self.first_head + v.shape[-2])  # of this process, under tensor parallelism
+        h = h + (v * local(self.D)[heads, None]).to(h.dtype)
         return self.out_proj(self.norm(h.flatten(-2), self.gate_proj(x)))

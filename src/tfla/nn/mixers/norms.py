@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tfla.nn.layers import at_least_float32, local, recomputed
+from tfla.nn.layers import at_least_float32, local, recomputed, sharding_mesh, summed
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -38,18 +38,24 @@ class GatedNorm(nn.Module):
 
     def forward(self, h: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the gated norm of h (..., dim) in h's dtype; gate has h's shape, None is no gate."""
-        return recomputed(partial(_gated_norm, self.eps, self.activation, self.gate_first), h, local(self.weight), gate)
+        norm = partial(_gated_norm, self.eps, self.activation, self.gate_first, sharding_mesh(self.weight))
+        return recomputed(norm, h, local(self.weight), gate)
 
 
 def _gated_norm(
-    eps: float, activation: Callable[[Tensor], Tensor], gate_first: bool, h: Tensor, weight: Tensor, gate: Tensor | None
-) -> Tensor:
-    """Return the value of :class:`GatedNorm`."""
+    eps: float, activation: Callable[[Tensor], Tensor], gate_first: bool, mesh: Any, h: Tensor, weight: Tensor,
+    gate: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the value of :class:`GatedNorm`; with a mesh, the last dimension is shared by its processes."""
     wide, weight = at_least_float32(h), at_least_float32(weight)
     factor = None if gate is None else activation(at_least_float32(gate))
     if factor is not None and gate_first:
         wide = wide * factor
-    wide = F.rms_norm(wide, wide.shape[-1:], weight, eps)
+    if mesh is None:
+        wide = F.rms_norm(wide, wide.shape[-1:], weight, eps)
+    else:
+        square = summed(wide.square().sum(-1, keepdim=True), mesh) / (wide.shape[-1] * mesh.size())
+        wide = wide * torch.rsqrt(square + eps) * weight
     if factor is not None and not gate_first:
         wide = wide * factor
     return wide.to(h.dtype)
