@@ -178,6 +178,19 @@ def test_rows_below_zero_are_skipped(device: str, per_head: bool, rows: list[int
     assert torch.equal(pool, expected)
 
 
+def test_the_slot_that_stands_for_padding() -> None:
+    """vLLM's engine has a row of the pool for it; here it is skipped, and the row stays as it is."""
+    p = {name: cast(t, torch.float32) for name, t in problem(True).items()}
+    rows, kept = torch.tensor([3, 0, 2])[: len(p["x"])], {**p, "state": torch.randn(4, *p["state"].shape[1:])}
+    pool, own = kept["state"].clone(), kept["state"].clone()
+    out = selective_state_update(**{**p, "state": pool}, state_batch_indices=rows, pad_slot_id=0)
+    expected = selective_state_update(**{**p, "state": own}, state_batch_indices=rows.masked_fill(rows == 0, -1))
+    assert torch.equal(out, expected)
+    assert torch.equal(pool, own)
+    assert torch.equal(pool[0], kept["state"][0])
+    assert not torch.equal(pool[3], kept["state"][3])
+
+
 @pytest.mark.parametrize("softplus", [False, True])
 def test_steps_follow_a_prompt(device: str, softplus: bool) -> None:
     torch.manual_seed(0)

@@ -88,12 +88,14 @@ def _append_dims(t: Tensor, dims: int) -> Tensor:
 
 
 def _step_with_head_decay(
-    old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dt_may_be_negative: bool, overwrite: bool
-) -> tuple[Tensor, Tensor | None]:
+    old: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, dt_may_be_negative: bool, overwrite: bool,
+    slots: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute one step in which the state of a head has one decay, by the operator.
 
     Args:
         overwrite: whether the state `old` may be overwritten.
+        slots: the rows of `old` that the step reads and overwrites; None takes all rows in order.
 
     Returns:
         y (batch, nheads, headdim), and the new state, or None where the operator has overwritten `old` with it.
@@ -104,7 +106,9 @@ def _step_with_head_decay(
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     in_place = overwrite and (old.dtype == wide or old.dtype.itemsize == 2)  # else the operator changes its dtype
     state = tfla.State(old.transpose(-1, -2))
-    y, new = tfla.linear_attention_step(q, k, v, dt * cast(A, dt.dtype), state, log_i, scale=1.0, in_place=in_place)
+    y, new = tfla.linear_attention_step(
+        q, k, v, dt * cast(A, dt.dtype), state, log_i, scale=1.0, in_place=in_place, state_indices=slots
+    )
     return y, None if in_place else new.C.transpose(-1, -2)
 
 
@@ -125,6 +129,12 @@ def _step_with_element_decay(
     dtx, B, C = (cast(t, decayed.dtype) for t in (dt * x, B, C))
     new = torch.addcmul(decayed, dtx[..., None], B[:, :, None])
     return (new @ C[..., None])[..., 0], new
+
+
+def _keeps_dtype(state: Tensor, *operands: Tensor) -> bool:
+    """Return whether the operator on operands of these dtypes writes a new state in the dtype of the old one."""
+    wide = torch.float64 if torch.float64 in [t.dtype for t in operands] else torch.float32
+    return state.dtype == wide or (state.dtype.itemsize == 2 and state.dtype.is_floating_point)
 
 
 def _redirect_skipped_rows(
@@ -156,6 +166,7 @@ def selective_state_update(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
+    pad_slot_id: int = -1,
 ) -> Tensor:
     """Compute one step for decoding.
 
@@ -181,7 +192,9 @@ def selective_state_update(
         dt_bias: (nheads,) or (nheads, headdim), or None.
         dt_softplus: take softplus of dt + dt_bias.
         state_batch_indices: (batch,) int, the row of `state` that each step updates, no row twice. A step whose index
-            is negative is skipped: its output is 0, and it changes no state. None takes all rows in order.
+            is negative is skipped: its output is 0, and it changes no state. None takes all rows in order. With one
+            decay a head, and without gradients, the kernel reads and overwrites the rows where they are.
+        pad_slot_id: an index that is skipped like a negative one, as in vLLM's function.
 
     Returns:
         out (batch, nheads, headdim), or (batch, dim), in the dtype of x.
@@ -189,6 +202,8 @@ def selective_state_update(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
+    if state_batch_indices is not None and pad_slot_id >= 0:
+        state_batch_indices = state_batch_indices.masked_fill(state_batch_indices == pad_slot_id, -1)
     if isinstance(state, Tensor) and state.dim() == 3:
         operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
         return _step_without_heads(state, operands, dt_softplus, state_batch_indices)
@@ -204,18 +219,23 @@ def selective_state_update(
         dt, dt_bias = _append_dims(dt, 3), _append_dims(dt_bias, 2)
     dt = step_sizes(dt, dt_bias, dt_softplus)
     old, slots, inputs = state, None, (x, dt, B, C)
-    if state_batch_indices is not None:
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (state, x, dt, A, B, C))
+    read = (x, B, C) if dt_softplus else (x, dt, B, C)  # of the operator, whose values are dt x without softplus
+    by_index = state_batch_indices is not None and per_head and not recorded and _keeps_dtype(state, *read)
+    if state_batch_indices is not None and by_index:
+        slots = state_batch_indices.clamp(min=-1)
+    elif state_batch_indices is not None:
         slots, inputs = _redirect_skipped_rows(state_batch_indices, *inputs)  # type: ignore[assignment]
         old = state[slots]
     x_in, dt, B, C = inputs
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (state, x_in, dt, A, B, C))
     if recorded and slots is None:
         old = state.clone()  # the backward needs the state from before the step
     with without_autocast(x.device.type):
         new: Tensor | None
         if per_head:
-            overwrite = slots is None and not recorded
-            y, new = _step_with_head_decay(old, x_in, dt, A, B, C, not dt_softplus, overwrite)
+            overwrite = by_index or (slots is None and not recorded)
+            rows = slots if by_index else None
+            y, new = _step_with_head_decay(old, x_in, dt, A, B, C, not dt_softplus, overwrite, rows)
         else:
             y, new = _step_with_element_decay(old, x_in, dt, A, B, C)
         if new is not None and slots is not None:
