@@ -7,6 +7,9 @@ The batch has a fixed number of slots, whose state stays where it is, so that on
 request that comes in is read by the chunkwise kernels, on its own and at any length; its state, a few megabytes however
 long the prompt was, is put into a free slot. A request that is done leaves the slot to the next one. What a request
 gets does not depend on who its neighbours are.
+
+A prompt is read in parts, and the states after them are kept: a prompt that starts as an earlier one did, as with a
+system prompt, is read from the end of the last part that they share. Such a state is as large as that of any prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tfla.nn import Decoder, LanguageModel, ModelConfig
+from tfla.nn import Decoder, LanguageModel, ModelConfig, ModelState
 
 
 @dataclass
@@ -38,8 +41,12 @@ class Request:
 class Server:
     """Greedy decoding of up to ``slots`` requests at a time."""
 
-    def __init__(self, model: LanguageModel, slots: int, stop_token: int | None = None) -> None:
-        self.model, self.stop_token = model, stop_token
+    def __init__(
+        self, model: LanguageModel, slots: int, stop_token: int | None = None, part: int = 256, prefixes: int = 64
+    ) -> None:
+        self.model, self.stop_token, self.part, self.prefixes = model, stop_token, part, prefixes
+        self.states: OrderedDict[bytes, ModelState] = OrderedDict()  # by the tokens of a prefix, the last used one last
+        self.shared = 0  # tokens of prompts whose state was there already
         self.decoder = Decoder(model, model.initial_state(slots))
         self.requests: list[Request | None] = [None] * slots
         self.waiting: deque[Request] = deque()
@@ -56,10 +63,34 @@ class Server:
     @torch.no_grad()
     def _admit(self, slot: int, request: Request) -> None:
         """Reads the prompt and puts the state behind it into the slot; its logits give the first token."""
-        hidden, state = self.model.hidden(request.prompt[None].to(self.last.device), return_state=True)
+        start, state = self._shared_prefix(request.prompt)
+        self.shared += start
+        hidden = None
+        while start < len(request.prompt):
+            ids = request.prompt[None, start : start + self.part].to(self.last.device)
+            hidden, state = self.model.hidden(ids, state, return_state=True)
+            start += ids.shape[1]
+            if start % self.part == 0:
+                self._remember(request.prompt[:start], state)
+        assert hidden is not None
         self.decoder.scatter([slot], state)
         self.last[slot] = self.model.logits(hidden[:, -1]).argmax(-1)[0]
         self.requests[slot] = request
+
+    def _shared_prefix(self, prompt: Tensor) -> tuple[int, ModelState | None]:
+        """Returns the length of the longest prefix whose state is known, short of the last token, and the state."""
+        for end in range((len(prompt) - 1) // self.part * self.part, 0, -self.part):
+            key = prompt[:end].numpy().tobytes()
+            if key in self.states:
+                self.states.move_to_end(key)
+                return end, self.states[key]
+        return 0, None
+
+    def _remember(self, prefix: Tensor, state: ModelState) -> None:
+        """Keeps the state after a prefix, in place of the one that has not been used for the longest time."""
+        self.states[prefix.numpy().tobytes()] = state
+        while len(self.states) > self.prefixes:
+            self.states.popitem(last=False)
 
     def step(self) -> Iterator[Request]:
         """A token for every request that runs; yields those that are done with it."""

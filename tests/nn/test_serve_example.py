@@ -51,3 +51,20 @@ def test_a_saved_model_is_served(serve: ModuleType, tmp_path: Path) -> None:
     model = serve.load(None, "cpu")
     model.save_pretrained(tmp_path)
     assert torch.equal(serve.load(str(tmp_path), "cpu").embedding.weight, model.embedding.weight)
+
+
+def test_prompts_share_the_states_of_their_prefixes(serve: ModuleType) -> None:
+    """Of prompts with 20 tokens in common the later ones read what comes after the 16th; the oldest state goes."""
+    model = serve.load(None, "cpu")
+    common = torch.arange(20)
+    prompts = [torch.cat([common, torch.tensor([100 + n, 7])]) for n in range(3)]
+    server, done = serve.Server(model, slots=1, part=8, prefixes=2), []
+    for n, prompt in enumerate(prompts):
+        server.submit(serve.Request(f"request {n}", prompt, 5))
+    while server.busy:
+        done += server.step()
+    assert server.shared == 2 * 16
+    assert len(server.states) == 2
+    for request in done:
+        alone = list(generate(model, request.prompt[None], 5, temperature=0))
+        assert request.tokens == torch.cat(alone).tolist()
