@@ -31,6 +31,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
+from wgmma_descriptors import disassemble, unset_descriptors
 
 import tfla
 from tfla.backends import BACKENDS, DELTA_BACKENDS
@@ -99,6 +100,7 @@ def assemble(
     metadata["registers"] = sum(map(int, re.findall(r"Used (\d+) registers", said)))
     metadata["spilled"] = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
     metadata["unequal"] = unequal_sums(ptx)
+    metadata["unset"] = len(unset_descriptors(disassemble(cubin))) if "wgmma" in ptx else 0
     metadata["serialized"] = said.count("instructions are serialized")  # ptxas waits after every wgmma
     return cubin
 
@@ -107,7 +109,7 @@ def resources(kernel: Any) -> dict[str, int]:
     """Registers of a thread, bytes that it spills, bytes of shared memory of a program."""
     shared = kernel.metadata.shared
     if "amdgcn" not in kernel.asm:
-        names = ("registers", "spilled", "serialized", "unequal")
+        names = ("registers", "spilled", "serialized", "unequal", "unset")
         return {"shared": shared} | {name: getattr(kernel.metadata, name) for name in names}
     said = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|[sv]gpr_spill_count): +(\d+)", kernel.asm["amdgcn"])}
     spilled = 4 * (said["vgpr_spill_count"] + said["sgpr_spill_count"])

@@ -150,6 +150,8 @@ def compiled(request: pytest.FixtureRequest) -> tuple[Found, dict[str, list[str]
             before = kernels.get(row["kernel"], now)
             if row.get("unequal"):
                 failures[answer["case"]].append(f"{answer['target']} {row['kernel']}: threads get different sums")
+            if row.get("unset"):
+                failures[answer["case"]].append(f"{answer['target']} {row['kernel']}: descriptors are not set")
             kernels[row["kernel"]] = max(now[0], before[0]), max(now[1], before[1]), max(now[2], before[2])
         if answer["failure"] and "ROCm linker" not in answer["failure"]:  # Triton before 3.5 brings none
             failures[answer["case"]].append(f"{answer['target']}: {answer['failure']}")

@@ -3,11 +3,14 @@
 With exponents g of the gates in base 2, a step i reads the write of step j through exp2(g_{j+1} + ... + g_i), for each
 channel. So that matrix products can compute what steps of a tile read of each other, this factor is split in two:
 
-    bounded tiles      exp2(c_i) exp2(-c_j), where c_i sums the exponents from the middle of the tile to step i and is
+    pairs of a block   exp2(c_i) exp2(-c_j), where c_i sums the exponents from the middle of the block to step i and is
                        negative before it. Both factors are in the range of the products if every |c_i| is bounded.
-    all others         by levels of s = L / 2, L / 4, ..., 1 steps: a pair of steps in two adjacent blocks of s steps,
-                       an even and an odd one, has the decays from the write to the end of its block, and those from the
+    all others         by levels of s = L / 2, L / 4, ... steps: a pair of steps in two adjacent blocks of s steps, an
+                       even and an odd one, has the decays from the write to the end of its block, and those from the
                        start of the block of the read. With gates of at most 1 no factor exceeds 1.
+
+The block is the tile where that is bounded, else 16 steps, or one step, which leaves all pairs to the levels. Kernels are
+launched twice: without LEVELED for bounded tiles, which need no levels, and with it for the others.
 
 All sums of exponents are products with matrices of 0, 1 and -1 and have terms of one sign: large exponents, of closed
 gates, cost no digits of others.
@@ -69,27 +72,37 @@ def decay_after(g, e, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def sums_from_middle(g, e, PRECISION: tl.constexpr):
-    """Return c of the module docstring for the steps e."""
-    MIDDLE: tl.constexpr = g.shape[0] // 2
+def sums_from_middle(g, e, shift, PRECISION: tl.constexpr):
+    """Return c of the module docstring for the steps e, in blocks of 1 << shift steps."""
     i = e[:, None]
     j = tl.arange(0, g.shape[0])[None, :]
-    weights = tl.where((j >= MIDDLE) & (j <= i), 1.0, tl.where((j < MIDDLE) & (j > i), -1.0, 0.0))
+    middle = ((tl.maximum(i, 0) >> shift) << shift) + (((1 << shift) - 1) >> 1)
+    weights = tl.where((j > middle) & (j <= i), 1.0, tl.where((j <= middle) & (j > i), -1.0, 0.0))
     return add_sums(tl.zeros_like(g), weights, g, PRECISION)
 
 
 @triton.jit
-def half_sums(g):
-    """Return the sums of the exponents g, (L, D), over the first and the second half of the tile, each (D)."""
-    first = (tl.arange(0, g.shape[0]) < g.shape[0] // 2)[:, None]
-    return tl.sum(tl.where(first, g, 0.0), 0), tl.sum(tl.where(first, 0.0, g), 0)
+def block_exponents(g, e, BOUND: tl.constexpr, LEVELS: tl.constexpr, LEVELED: tl.constexpr, PRECISION: tl.constexpr):
+    """Return c of the module docstring for the steps e, log2 of the steps of its blocks, and the largest |c|.
+
+    The block is the tile, or with LEVELED 16 steps where these are bounded and one step elsewhere, whose c is 0.
+    """
+    SHIFT: tl.constexpr = 4 if LEVELED else LEVELS
+    c = sums_from_middle(g, e, SHIFT, PRECISION)
+    top = tl.max(tl.abs(c))
+    shift = tl.where(top <= BOUND, SHIFT, 0) if LEVELED else SHIFT
+    if LEVELED:
+        c = tl.where(shift == 0, 0.0, c)
+    return c, shift, top
 
 
 @triton.jit
-def is_bounded(g, BOUND: tl.constexpr):
-    """Return whether the absolute exponents of both halves of a tile, g (L, D), add up to at most BOUND each."""
-    low, high = half_sums(tl.abs(g))
-    return tl.max(tl.maximum(low, high), 0) <= BOUND
+def takes_tile(leveled, there, LEVELED: tl.constexpr):
+    """Return whether a program computes its tile: with LEVELED only one that is marked as not bounded."""
+    if LEVELED:
+        return tl.load(leveled, there, 0) != 0
+    else:
+        return there
 
 
 @triton.jit

@@ -24,20 +24,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_gradients import gate_gradient_of
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.gpu.state_passing import rounded_product
+from tfla.backends.triton.ampere_mmas import ampere_mmas
 from tfla.backends.triton.channel_decays import (
     add_sums,
     add_sums_after,
     add_sums_to,
+    block_exponents,
     decay_after,
     decay_to,
-    half_sums,
     in_odd_block,
-    is_bounded,
     level_factors,
     level_pairs,
     load_exponents,
@@ -46,69 +45,45 @@ from tfla.backends.triton.channel_decays import (
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
-
-
-@triton.jit
-def add_level_sums(total, reads, writes, e, level, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """Return total plus, for each step t, the sums over pairs of a level with a write before t and a read from t on.
-
-    reads are the sums of the pairs of each read, after the steps e in odd blocks, and writes of each write, in even
-    blocks, (L, D).
-    """
-    L: tl.constexpr = reads.shape[0]
-    t = tl.arange(0, L)
-    shift = LEVELS - 1 - level
-    odd = in_odd_block(t, level, L, LEVELS)[:, None]
-    later = odd & ((t[:, None] >> shift) == (e[None, :] >> shift)) & (e[None, :] >= t[:, None])
-    earlier = (odd == 0) & ((t[:, None] >> shift) == (t[None, :] >> shift)) & (t[None, :] < t[:, None])
-    total = add_sums(total, tl.where(later, 1.0, 0.0), reads, PRECISION)
-    return add_sums(total, tl.where(earlier, 1.0, 0.0), writes, PRECISION)
+    from tfla.backends.triton.channel_tiles import Operands
 
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def channel_gradients(
-    Q, K, R, F, beta, cu, dO, dV, E, states, cotangents, dQ, dK, dR, dF, dbeta, scale,
+    Q, K, R, F, beta, cu, leveled, dO, dV, E, states, cotangents, dQ, dK, dR, dF, dbeta, scale,
     sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
-    gb, gt, gh, eb, et, eh, sums,
+    gb, gt, gh, eb, et, eh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     READ_KEY: tl.constexpr, READ_BEFORE: tl.constexpr, STEP_GATES: tl.constexpr, IS_VARLEN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, LEVELS: tl.constexpr,
-    STAGES: tl.constexpr,
+    LEVELED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one tile of one head, for BK of its key channels. The grid is (tiles * H * DK / BK).
+    """Compute the gradients of one tile of one head, BK key channels at a time. The grid is (tiles * H).
 
     Args:
         Q, K, R, F, beta, cu, scale: as for `decay_operands`.
+        leveled: (H, tiles) int8, which tiles are not bounded; those are computed with LEVELED, all others without.
         dO, dV: the cotangents of h and of the values, (B, T, H, DV).
         E: the prediction errors, or without CORRECT the values, (B, T, H, DV).
         states, cotangents: C before each tile and dC behind it, (H, tiles, DV, DK).
         dQ, dK, dR: the gradients, (B, T, H, DK); dR is written with READ_KEY, else it is added to dK.
-        dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels of each program,
-            (DK / BK, B, T, H) float32.
-        dbeta: its sums over the channels of each program, of the same shape.
-        sums: the distance of these sums, B T H.
+        dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels, (B, T, H).
+        dbeta: the gradient of beta, (B, T, H) float32.
     """
-    PARTS: tl.constexpr = (DK + BK - 1) // BK
-    part = tl.program_id(0) % PARTS
-    h = ((tl.program_id(0) // PARTS) % H).to(tl.int64)
-    s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0) // PARTS // H, L, IS_VARLEN)
-    if start < length:
+    h = (tl.program_id(0) % H).to(tl.int64)
+    s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0) // H, L, IS_VARLEN)
+    tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
+    exists = start < length
+    if exists & ((tl.load(leveled + tile, exists, 0) != 0) == LEVELED):
         hx = h // GROUP
         row = first * 0 if IS_VARLEN else s.to(tl.int64)
         t0 = first + start if IS_VARLEN else start
         steps = length - start
         r = tl.arange(0, L)
         e = r - 1 if READ_BEFORE else r
-        c = part * BK + tl.arange(0, BK)
         at = (t0 + r).to(tl.int64)[:, None]
         to = (first + start + r) * H + h
-        tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
-        inside = (r < steps)[:, None] & (c < DK)[None, :]
         b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
-        q_at = Q + row * qb + hx * qh + at * qt + c[None, :]
-        k_at = K + row * kb + hx * kh + at * kt + c[None, :]
-        r_at = R + row * rb + hx * rh + at * rt + c[None, :]
-        f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
         do_at = dO + row * gb + h * gh + at * gt
         e_at = E + row * eb + h * eh + at * et
         dv_at = dV + to[:, None] * DV
@@ -124,51 +99,40 @@ def channel_gradients(
             if CORRECT:
                 dv = tl.load(dv_at + v, held, 0.0)  # (L, BV)
                 weights_r = tl.dot(dv, error, weights_r, input_precision=PRECISION)
-        weights_q = tl.where(r[:, None] >= r[None, :], weights_q * scale, 0.0).to(OPERAND)
+        # Of the diagonal, what a step reads of its own write, which no gate lies between
+        own = tl.sum(tl.where(r[:, None] == r[None, :], weights_q * scale, 0.0), 1)[:, None]  # (L, 1)
+        weights_q = tl.where(r[:, None] > r[None, :], weights_q * scale, 0.0).to(OPERAND)
         weights_r = tl.where(r[:, None] > r[None, :], -weights_r, 0.0).to(OPERAND)
-        # (2) Pairs inside the tile: dq and dr, W, and the gradient of the gates
-        g = load_exponents(f_at, inside)
-        k = tl.load(k_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-        q = tl.load(q_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-        read = k
-        if READ_KEY:
-            read = tl.load(r_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-        dr = tl.zeros([L, BK], tl.float32)
-        dg = tl.zeros([L, BK], tl.float32)
-        if is_bounded(g, BOUND):
-            middle = sums_from_middle(g, r, SUMS)
-            up = tl.exp2(middle)
-            down = tl.exp2(-middle)
-            queries = (q * up).to(OPERAND)
-            writes = (k * b * down).to(OPERAND)
-            dq = tl.dot(weights_q, writes, input_precision=PRECISION)
-            W = tl.dot(tl.trans(weights_q), queries, input_precision=PRECISION)
-            lost = queries.to(tl.float32) * dq
-            if CORRECT:
-                up_r = up
-                if READ_BEFORE:
-                    up_r = tl.exp2(sums_from_middle(g, e, SUMS))
-                reads = (read * up_r).to(OPERAND)
-                dr = tl.dot(weights_r, writes, input_precision=PRECISION)
-                W = tl.dot(tl.trans(weights_r), reads, W, input_precision=PRECISION)
-                if READ_BEFORE:
-                    dg = add_sums_to(dg, -reads.to(tl.float32) * dr, r, SUMS)
-                else:
-                    lost += reads.to(tl.float32) * dr
-                dr *= up_r
-            dg = add_sums_to(dg, writes.to(tl.float32) * W - lost, r - 1, SUMS)
-            dq *= up
-            W *= down
-        else:
-            writes = (k * b).to(OPERAND)
-            same = tl.where(r[:, None] == r[None, :], weights_q, 0.0).to(OPERAND)
-            dq = tl.dot(same, writes, input_precision=PRECISION)
-            W = tl.dot(tl.trans(same), q.to(OPERAND), input_precision=PRECISION)
+        if CORRECT and READ_BEFORE:  # nor between a step and what the step before wrote
+            last = e[:, None] == r[None, :]
+            previous = tl.where(last, weights_r, 0.0).to(OPERAND)
+            weights_r = tl.where(last, 0.0, weights_r).to(OPERAND)
+        dbeta_sums = tl.zeros([L], tl.float32)
+        dF_sums = tl.zeros([L], tl.float32)
+        for c0 in tl.range(0, DK, BK, num_stages=1, disable_licm=True):
+            c = c0 + tl.arange(0, BK)
+            inside = (r < steps)[:, None] & (c < DK)[None, :]
+            q_at = Q + row * qb + hx * qh + at * qt + c[None, :]
+            k_at = K + row * kb + hx * kh + at * kt + c[None, :]
+            r_at = R + row * rb + hx * rh + at * rt + c[None, :]
+            f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
+            # (2) Pairs inside the tile: dq and dr, W, and in Z what the gates' gradient sums from the start of the tile
+            g = load_exponents(f_at, inside)
+            k = tl.load(k_at, inside, 0.0)
+            q = tl.load(q_at, inside, 0.0)
+            read = k
+            if READ_KEY:
+                read = tl.load(r_at, inside, 0.0)
+            dr = tl.zeros([L, BK], tl.float32)
+            dq = own * k.to(tl.float32) * b
+            W = own * q.to(tl.float32)
+            Z = tl.zeros([L, BK], tl.float32)
+            Z_before = tl.zeros([L, BK], tl.float32)  # with READ_BEFORE what counts from the read on
             if CORRECT and READ_BEFORE:
-                same = tl.where(e[:, None] == r[None, :], weights_r, 0.0).to(OPERAND)
-                dr = tl.dot(same, writes, input_precision=PRECISION)
-                W = tl.dot(tl.trans(same), read.to(OPERAND), W, input_precision=PRECISION)
-            for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
+                dr = tl.dot(previous, (k * b).to(OPERAND), input_precision=PRECISION)
+                W = tl.dot(tl.trans(previous), read.to(OPERAND), W, input_precision=PRECISION)
+            middle, shift, _top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
+            for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
                 factor = level_factors(g, r, level, LEVELS, SUMS)
                 odd = in_odd_block(r, level, L, LEVELS)[:, None]
                 writes = tl.where(odd, 0.0, k * b * factor).to(OPERAND)
@@ -177,7 +141,7 @@ def channel_gradients(
                 of_q = tl.dot(pairs, writes, input_precision=PRECISION)
                 of_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
                 dq += tl.where(odd, of_q * factor, 0.0)
-                seen = queries.to(tl.float32) * of_q
+                Z -= queries.to(tl.float32) * of_q
                 if CORRECT:
                     factor_r = factor
                     odd_r = odd
@@ -190,72 +154,99 @@ def channel_gradients(
                     of_k = tl.dot(tl.trans(pairs), reads, of_k, input_precision=PRECISION)
                     dr += tl.where(odd_r, of_r * factor_r, 0.0)
                     if READ_BEFORE:
-                        none = tl.zeros_like(dg)
-                        dg = add_level_sums(dg, reads.to(tl.float32) * of_r, none, e, level, LEVELS, SUMS)
+                        Z_before -= reads.to(tl.float32) * of_r
                     else:
-                        seen += reads.to(tl.float32) * of_r
+                        Z -= reads.to(tl.float32) * of_r
                 W += tl.where(odd, 0.0, of_k * factor)
-                dg = add_level_sums(dg, seen, writes.to(tl.float32) * of_k, r, level, LEVELS, SUMS)
-        # (3) Products with the state before the tile and the cotangent behind it
-        do_C = tl.zeros([L, BK], tl.float32)
-        dv_C = tl.zeros([L, BK], tl.float32)
-        E_dC = tl.zeros([L, BK], tl.float32)
-        across = tl.zeros([BK], tl.float32)
-        for v0 in tl.range(0, DV, BV, num_stages=STAGES, disable_licm=True):
-            v = v0 + tl.arange(0, BV)
-            held = (r < steps)[:, None] & (v < DV)[None, :]
-            there = (v < DV)[:, None] & (c < DK)[None, :]
-            state_at = (tile * DV + v[:, None]) * DK + c[None, :]
-            C = tl.load(states + state_at, there, 0.0)  # (BV, BK)
-            do = tl.load(do_at + v[None, :], held, 0.0)  # (L, BV)
-            do_C = tl.dot(do, C, do_C, input_precision=PRECISION)
+                Z += writes.to(tl.float32) * of_k
+            up = tl.exp2(middle)
+            down = tl.exp2(-middle)
+            queries = (q * up).to(OPERAND)
+            writes = (k * b * down).to(OPERAND)
+            pairs = tl.where((r[:, None] >> shift) == (r[None, :] >> shift), weights_q, 0.0).to(OPERAND)
+            of_q = tl.dot(pairs, writes, input_precision=PRECISION)
+            of_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
+            dq += of_q * up
+            Z -= queries.to(tl.float32) * of_q
+            up_r = up
             if CORRECT:
-                dv = tl.load(dv_at + v[None, :], held, 0.0)  # (L, BV)
-                dv_C = tl.dot(dv, C, dv_C, input_precision=PRECISION)
-            dC = tl.load(cotangents + state_at, there, 0.0)  # (BV, BK)
-            error = tl.load(e_at + v[None, :], held, 0.0)  # (L, BV)
-            E_dC = tl.dot(error, dC, E_dC, input_precision=PRECISION)
-            across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
-        # (4) What the tile reads of the state before it and writes to the one behind it
-        a = decay_to(g, r, SUMS)
-        do_C *= a * scale
-        dq += do_C
-        tl.store(dQ + to[:, None] * DK + c[None, :], dq.to(dQ.dtype.element_ty), inside)
-        seen = tl.load(q_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32) * do_C
-        k = tl.load(k_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-        if CORRECT:
-            if READ_BEFORE:
-                a = decay_to(g, e, SUMS)
-            dv_C *= -a
-            dr += dv_C
-            read = k
-            if READ_KEY:
-                read = tl.load(r_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-            if READ_BEFORE:
-                dg = add_sums_after(dg, read * dv_C, r, SUMS)
+                if READ_BEFORE and LEVELED:
+                    up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
+                elif READ_BEFORE:
+                    up_r = tl.exp2(middle - g)
+                reads = (read * up_r).to(OPERAND)
+                pairs = tl.where((e[:, None] >> shift) == (r[None, :] >> shift), weights_r, 0.0).to(OPERAND)
+                of_r = tl.dot(pairs, writes, input_precision=PRECISION)
+                of_k = tl.dot(tl.trans(pairs), reads, of_k, input_precision=PRECISION)
+                dr += of_r * up_r
+                if READ_BEFORE:
+                    Z_before -= reads.to(tl.float32) * of_r
+                else:
+                    Z -= reads.to(tl.float32) * of_r
+            W += of_k * down
+            Z += writes.to(tl.float32) * of_k
+            # (3) Products with the state before the tile and the cotangent behind it
+            do_C = tl.zeros([L, BK], tl.float32)
+            dv_C = tl.zeros([L, BK], tl.float32)
+            E_dC = tl.zeros([L, BK], tl.float32)
+            across = tl.zeros([L, BK], tl.float32)
+            for v0 in tl.range(0, DV, BV, num_stages=STAGES, disable_licm=True):
+                v = v0 + tl.arange(0, BV)
+                held = (r < steps)[:, None] & (v < DV)[None, :]
+                there = (v < DV)[:, None] & (c < DK)[None, :]
+                state_at = (tile * DV + v[:, None]) * DK + c[None, :]
+                C = tl.load(states + state_at, there, 0.0)  # (BV, BK)
+                do = tl.load(do_at + v[None, :], held, 0.0)  # (L, BV)
+                do_C = tl.dot(do, C, do_C, input_precision=PRECISION)
+                if CORRECT:
+                    dv = tl.load(dv_at + v[None, :], held, 0.0)  # (L, BV)
+                    dv_C = tl.dot(dv, C, dv_C, input_precision=PRECISION)
+                dC = tl.load(cotangents + state_at, there, 0.0)  # (BV, BK)
+                error = tl.load(e_at + v[None, :], held, 0.0)  # (L, BV)
+                E_dC = tl.dot(error, dC, E_dC, input_precision=PRECISION)
+                across = add_sums(across, tl.full([L, BV], 1.0, tl.float32), C.to(tl.float32) * dC.to(tl.float32), SUMS)
+            # (4) What the tile reads of the state before it and writes to the one behind it
+            up = decay_to(g, r, SUMS)
+            down = decay_after(g, r, SUMS)
+            up_r = up
+            if CORRECT and READ_BEFORE:
+                up_r = decay_to(g, e, SUMS)
+            do_C *= up * scale
+            dq += do_C
+            tl.store(dQ + to[:, None] * DK + c[None, :], dq.to(dQ.dtype.element_ty), inside)
+            seen = q * do_C
+            E_dC *= down
+            W += E_dC
+            Z += k * b * E_dC
+            dg = across * up * down
+            if CORRECT:
+                dv_C *= -up_r
+                dr += dv_C
+                if READ_BEFORE:
+                    dg = add_sums_after(dg, read * dv_C, r, SUMS)
+                    dg = add_sums_to(dg, Z_before, r, SUMS)
+                else:
+                    seen += read * dv_C
+            dg = add_sums_after(dg, seen, r - 1, SUMS)
+            dg = add_sums_to(dg, Z, r - 1, SUMS)
+            # (5) Results
+            place = to[:, None] * DK + c[None, :]
+            dk = b * W
+            if CORRECT:
+                if READ_KEY:
+                    tl.store(dR + place, dr.to(dR.dtype.element_ty), inside)
+                else:
+                    dk += dr
+            tl.store(dK + place, dk.to(dK.dtype.element_ty), inside)
+            dbeta_sums += tl.sum(rounded_product(k.to(tl.float32), W), 1)
+            dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)
+            if STEP_GATES:
+                dF_sums += tl.sum(tl.where(inside, dg, 0.0), 1)
             else:
-                seen += read * dv_C
-        E_dC *= decay_after(g, r, SUMS)
-        W += E_dC
-        dg = add_sums_after(dg, seen, r - 1, SUMS)
-        dg = add_sums_to(dg, k * b * E_dC, r - 1, SUMS)
-        low, high = half_sums(g)
-        dg += (across * tl.exp2(low) * tl.exp2(high))[None, :]
-        # (5) Results
-        place = to[:, None] * DK + c[None, :]
-        dk = b * W
-        if CORRECT:
-            if READ_KEY:
-                tl.store(dR + place, dr.to(dR.dtype.element_ty), inside)
-            else:
-                dk += dr
-        tl.store(dK + place, dk.to(dK.dtype.element_ty), inside)
-        tl.store(dbeta + part * sums + to, tl.sum(rounded_product(k, W), 1), r < steps)
-        dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)
+                tl.store(dF + place, dg.to(dF.dtype.element_ty), inside)
+        tl.store(dbeta + to, dbeta_sums, r < steps)
         if STEP_GATES:
-            tl.store(dF + part * sums + to, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
-        else:
-            tl.store(dF + place, dg.to(dF.dtype.element_ty), inside)
+            tl.store(dF + to, dF_sums.to(dF.dtype.element_ty), r < steps)
 
 
 class Gradients(NamedTuple):
@@ -264,8 +255,8 @@ class Gradients(NamedTuple):
     q: Tensor  # (B, T, H, dqk)
     k: Tensor  # (B, T, H, dqk)
     read_key: Tensor | None  # (B, T, H, dqk)
-    log_f: Tensor  # (B, T, H, dqk), or (parts, B, T, H) float32 of gates by step
-    beta: Tensor  # (parts, B, T, H) float32
+    log_f: Tensor  # (B, T, H, dqk), or (B, T, H) of gates by step
+    beta: Tensor  # (B, T, H) float32
 
 
 def allocate(ctx: ChannelContext) -> Gradients:
@@ -274,29 +265,33 @@ def allocate(ctx: ChannelContext) -> Gradients:
     shape = base.B, base.T, base.H
     q, k = (base.new(*shape, base.K, dtype=x.q.dtype) for _ in range(2))
     read_key = None if x.read_key is None else base.new(*shape, base.K, dtype=x.q.dtype)
-    parts = ceil_div(base.K, ctx.config.gradients.split)
-    beta = base.new(parts, *shape)
-    log_f = base.new(*shape, base.K, dtype=ctx.log_f.dtype) if x.channel_gates else base.new(parts, *shape)
+    beta = base.new(*shape)
+    log_f = base.new(*shape, *(base.K,) * x.channel_gates, dtype=ctx.log_f.dtype)
     return Gradients(q, k, read_key, log_f, beta)
 
 
 def launch(
-    ctx: ChannelContext, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor, cotangents: Tensor, grads: Gradients
-) -> None:
+    ctx: ChannelContext, operands: Operands, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor, cotangents: Tensor,
+    grads: Gradients,
+) -> None:  # fmt: skip
     """Launch `channel_gradients`.
 
     Args:
         ctx: The context of the call.
+        operands: The result of :func:`.channel_tiles.launch`.
         dh, dv: The cotangents of h and v, (B, T, H, dhv); dv is dense.
         E: The prediction errors, or without correction the values.
         states, cotangents: The states before the tiles and the cotangents behind them, (H, tiles, dhv, dqk).
         grads: The outputs.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.gradients
-    base.launch(channel_gradients, (ceil_div(base.K, tiles.split) * base.tiles * base.H,),
-        x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, dh, dv, E, states, cotangents, grads.q, grads.k,
-        grads.q if grads.read_key is None else grads.read_key, grads.log_f, grads.beta, ctx.spec.scale, x.sequences,
-        base.T, base.tiles, base.H, base.group, *ctx.input_strides, *time_strides(dh), *time_strides(E),
-        base.B * base.T * base.H, DV=base.V, BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates,
-        STAGES=tiles.stages, num_warps=tiles.num_warps, **ctx.tile_constants,
-    )  # fmt: skip
+    for leveled in (False, True):
+        with ampere_mmas():
+            base.launch(channel_gradients, (base.tiles * base.H,),
+                x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
+                cotangents, grads.q, grads.k, grads.q if grads.read_key is None else grads.read_key, grads.log_f,
+                grads.beta, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H, base.group, *ctx.input_strides,
+                *time_strides(dh), *time_strides(E), DV=base.V, BK=tiles.split, BV=tiles.block,
+                STEP_GATES=not x.channel_gates, LEVELED=leveled, STAGES=tiles.stages, num_warps=tiles.num_warps,
+                **ctx.tile_constants,
+            )  # fmt: skip

@@ -36,7 +36,7 @@ class ChannelConfig:
     h: TileConfig  # of channel_h_scan: a program has `split` columns of dhv
     states: TileConfig  # of channel_h_scan without outputs
     dv: TileConfig  # of channel_dv_scan
-    gradients: TileConfig  # of channel_gradients: `split` key channels, `block` columns of dhv at a time
+    gradients: TileConfig  # of channel_gradients: `split` key channels and `block` columns of dhv at a time
     descriptors: bool  # whether the scans use TMA descriptors, where strides allow them
 
 
@@ -56,20 +56,20 @@ def channel_config(dqk: int, dhv: int, correct: bool, arch: int) -> ChannelConfi
         columns = min(V, 64)
         stages = 1 if wide and correct else 2  # what shared memory holds
         return ChannelConfig(
-            tiles=tile(K, min(K, 64), 8, 1),
+            tiles=tile(K, min(K, 32), 4, 1),
             h=tile(columns, columns, 8 if wide else 4, stages),
             states=tile(columns, columns, 4, 2),
             dv=tile(columns, columns, 8 if wide else 4, stages),
-            gradients=tile(min(K, 32), min(V, 64), 8, 1),
+            gradients=tile(min(K, 32), min(V, 64), 4, 1),
             descriptors=dqk % 8 == 0 and dhv % 8 == 0,
         )
     columns = min(V, 16 if wide else 32)
     return ChannelConfig(
-        tiles=tile(K, min(K, 64), 8, 1),
+        tiles=tile(K, min(K, 32), 4, 1),
         h=tile(columns, columns, 8, 1),
         states=tile(columns, columns, 4, 1),
         dv=tile(columns, columns, 8, 1),
-        gradients=tile(min(K, 32), min(V, 32), 8, 1),
+        gradients=tile(min(K, 32), min(V, 32), 4, 1),
         descriptors=False,
     )
 
@@ -172,20 +172,12 @@ def backward(ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor |
     operands = channel_tiles.launch(ctx, X if correct else None)
     states = channel_scans.launch_states(ctx, operands, errors, results.dense(base, x.C))
     cotangents = channel_scans.launch_dv(ctx, operands, dh, dv, results.dense(base, dC), dC0)
-    channel_gradients.launch(ctx, dh, dv, errors, states, cotangents, grads)
+    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, grads)
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
-    dbeta = _sum_of_parts(base, grads.beta) if x.beta is not None else None
-    dlog_f = None
-    if x.log_f is not None:
-        dlog_f = grads.log_f if x.channel_gates else _sum_of_parts(base, grads.log_f)
+    dbeta = grads.beta if x.beta is not None else None
+    dlog_f = grads.log_f if x.log_f is not None else None
     sequences.clear(base, *(t for t in (dbeta, dlog_f) if t is not None))
     none = base.placeholder(0)
     found = (dq, dk, dv, dbeta, dlog_f, read_key, None, None, dC0)
     return DeltaGrads(*(none if t is None else t for t in found))
-
-
-def _sum_of_parts(base: LaunchContext, t: Tensor) -> Tensor:
-    """Return the sums over programs, (B, T, H)."""
-    found: Tensor = base.do(lambda x: x[0] if x.shape[0] == 1 else x.sum(0), t)
-    return found

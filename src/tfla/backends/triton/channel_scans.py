@@ -215,7 +215,7 @@ def _launch_h(
     """Launch `channel_h_scan` for the outputs that are given."""
     base, config = ctx.base, ctx.config
     tiles = config.states if h is None else config.h
-    q, r, k, P, X, decays = operands
+    q, r, k, P, X, decays, _ = operands
     unused = q  # stands for tensors that are not read or written
     given = [unused if t is None else t for t in (h, E, states, initial, final)]
     base.launch(channel_h_scan, (ceil_div(base.V, tiles.split), ctx.x.sequences * base.H),
@@ -245,7 +245,7 @@ def launch_dv(
         The cotangents of the states behind the tiles, (H, tiles, dhv, dqk).
     """
     base, config = ctx.base, ctx.config
-    q, r, k, P, X, decays = operands
+    q, r, k, P, X, decays, _ = operands
     cotangents = ctx.new_tile_states()
     base.launch(channel_dv_scan, (ceil_div(base.V, config.dv.split), ctx.x.sequences * base.H),
         q, q if r is None else r, k, dh, P, P if X is None else X, decays, base.cu_seqlens, dv, cotangents,

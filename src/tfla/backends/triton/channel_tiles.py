@@ -17,21 +17,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
+from tfla.backends.triton.ampere_mmas import ampere_mmas
 from tfla.backends.triton.channel_decays import (
+    block_exponents,
     decay_after,
     decay_to,
-    half_sums,
     in_odd_block,
-    is_bounded,
     level_factors,
     level_pairs,
     load_exponents,
     sums_from_middle,
+    takes_tile,
 )
 from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
@@ -42,12 +44,12 @@ if TYPE_CHECKING:
 
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def decay_operands(
-    Q, K, R, F, beta, cu, Qa, Ra, Kw, P, X, decays, scale,
+    Q, K, R, F, beta, cu, Qa, Ra, Kw, P, X, decays, leveled, scale,
     sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr, READ_KEY: tl.constexpr,
     READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BOUND: tl.constexpr,
-    LEVELS: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
+    LEVELS: tl.constexpr, LEVELED: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
 ):  # fmt: skip
     """Compute the operands of one tile of one head. The grid is (tiles * H).
 
@@ -60,6 +62,8 @@ def decay_operands(
         P: P B, (B, T, H, L).
         X: X B, (B, T, H, L); written with SOLVE.
         decays: g, (H, tiles, DK) float32.
+        leveled: (H, tiles) int8, whether a tile is not bounded; written without LEVELED, whose results for such tiles
+            are replaced by those of a second launch with LEVELED.
         scale: the factor of the queries.
         CORRECT: whether there are read keys.
         READ_BEFORE: whether a step reads the state before its decay.
@@ -68,7 +72,8 @@ def decay_operands(
     """
     h = (tl.program_id(0) % H).to(tl.int64)
     s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0) // H, L, IS_VARLEN)
-    if start < length:
+    tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
+    if takes_tile(leveled + tile, start < length, LEVELED):
         hx = h // GROUP
         row = first * 0 if IS_VARLEN else s.to(tl.int64)
         t0 = first + start if IS_VARLEN else start
@@ -78,7 +83,7 @@ def decay_operands(
         at = (t0 + r).to(tl.int64)[:, None]
         to = ((first + start + r) * H + h)[:, None]
         b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)  # (L)
-        tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
+        worst = 0.0
         S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
         M = tl.zeros([L, L], tl.float32)
         for c0 in tl.range(0, DK, BK, num_stages=1, disable_licm=True):
@@ -88,61 +93,56 @@ def decay_operands(
             k_at = K + row * kb + hx * kh + at * kt + c[None, :]
             r_at = R + row * rb + hx * rh + at * rt + c[None, :]
             g = load_exponents(F + row * fb + h * fh + at * ft + c[None, :] * fd, inside)  # (L, BK)
-            q = tl.load(q_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-            k = tl.load(k_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
+            q = tl.load(q_at, inside, 0.0)
+            k = tl.load(k_at, inside, 0.0)
             read = k
             if READ_KEY:
-                read = tl.load(r_at, inside, 0.0, eviction_policy="evict_last").to(tl.float32)
-            if is_bounded(g, BOUND):
-                # (1) All pairs at once
-                middle = sums_from_middle(g, r, SUMS)
-                up = tl.exp2(middle)
-                down = tl.exp2(-middle)
-                up_r = up
-                if CORRECT and READ_BEFORE:
-                    up_r = tl.exp2(sums_from_middle(g, e, SUMS))
-                writes = tl.trans((k * down).to(OPERAND))
-                S += tl.dot((q * up).to(OPERAND), writes, input_precision=PRECISION)
+                read = tl.load(r_at, inside, 0.0)
+            middle, shift, top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
+            worst = tl.maximum(worst, top)
+            # (1) Pairs of steps in different blocks, level by level
+            for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
+                factor = level_factors(g, r, level, LEVELS, SUMS)
+                odd = in_odd_block(r, level, L, LEVELS)[:, None]
+                writes = tl.trans(tl.where(odd, 0.0, k * factor).to(OPERAND))
+                D = tl.dot(tl.where(odd, q * factor, 0.0).to(OPERAND), writes, input_precision=PRECISION)
+                S += tl.where(level_pairs(r, level, L, LEVELS), D, 0.0)
                 if CORRECT:
-                    M += tl.dot((read * up_r).to(OPERAND), writes, input_precision=PRECISION)
-            else:
-                # (2) The pairs without a decay, then those of each level
-                writes = tl.trans(k.to(OPERAND))
-                D = tl.dot(q.to(OPERAND), writes, input_precision=PRECISION)
-                S += tl.where(r[:, None] == r[None, :], D, 0.0)
-                if CORRECT and READ_BEFORE:
-                    D = tl.dot(read.to(OPERAND), writes, input_precision=PRECISION)
-                    M += tl.where(e[:, None] == r[None, :], D, 0.0)
-                for level in tl.range(0, LEVELS, num_stages=1, disable_licm=True):
-                    factor = level_factors(g, r, level, LEVELS, SUMS)
-                    odd = in_odd_block(r, level, L, LEVELS)[:, None]
-                    writes = tl.trans(tl.where(odd, 0.0, k * factor).to(OPERAND))
-                    D = tl.dot(tl.where(odd, q * factor, 0.0).to(OPERAND), writes, input_precision=PRECISION)
-                    S += tl.where(level_pairs(r, level, L, LEVELS), D, 0.0)
-                    if CORRECT:
-                        if READ_BEFORE:
-                            factor = level_factors(g, e, level, LEVELS, SUMS)
-                            odd = in_odd_block(e, level, L, LEVELS)[:, None]
-                        reads = tl.where(odd, read * factor, 0.0).to(OPERAND)
-                        D = tl.dot(reads, writes, input_precision=PRECISION)
-                        M += tl.where(level_pairs(e, level, L, LEVELS), D, 0.0)
+                    if READ_BEFORE:
+                        factor = level_factors(g, e, level, LEVELS, SUMS)
+                        odd = in_odd_block(e, level, L, LEVELS)[:, None]
+                    D = tl.dot(tl.where(odd, read * factor, 0.0).to(OPERAND), writes, input_precision=PRECISION)
+                    M += tl.where(level_pairs(e, level, L, LEVELS), D, 0.0)
+            # (2) Pairs of steps in one block
+            up = tl.exp2(middle)
+            down = tl.exp2(-middle)
+            up_r = up
+            if CORRECT and READ_BEFORE:
+                if LEVELED:
+                    up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
+                else:
+                    up_r = tl.exp2(middle - g)
+            writes = tl.trans((k * down).to(OPERAND))
+            D = tl.dot((q * up).to(OPERAND), writes, input_precision=PRECISION)
+            S += tl.where((r[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
+            if CORRECT:
+                D = tl.dot((read * up_r).to(OPERAND), writes, input_precision=PRECISION)
+                M += tl.where((e[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
             # (3) Operands times their decays
             place = to * DK + c[None, :]
             dtype: tl.constexpr = Qa.dtype.element_ty
-            a = decay_to(g, r, SUMS)
-            q = tl.load(q_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-            tl.store(Qa + place, (q * a * scale).to(dtype), inside)
-            k = tl.load(k_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-            tl.store(Kw + place, (k * decay_after(g, r, SUMS) * b[:, None]).to(dtype), inside)
+            up = decay_to(g, r, SUMS)
+            down = decay_after(g, r, SUMS)
+            up_r = up
+            if CORRECT and READ_BEFORE:
+                up_r = decay_to(g, e, SUMS)
+            tl.store(Qa + place, (q * up * scale).to(dtype), inside)
+            tl.store(Kw + place, (k * down * b[:, None]).to(dtype), inside)
             if CORRECT:
-                read = k
-                if READ_KEY:
-                    read = tl.load(r_at, inside, 0.0, eviction_policy="evict_first").to(tl.float32)
-                if READ_BEFORE:
-                    a = decay_to(g, e, SUMS)
-                tl.store(Ra + place, (read * a).to(dtype), inside)
-            low, high = half_sums(g)
-            tl.store(decays + tile * DK + c, tl.exp2(low) * tl.exp2(high), c < DK)
+                tl.store(Ra + place, (read * up_r).to(dtype), inside)
+            tl.store(decays + tile * DK + c[None, :] + 0 * at, up, (r == L - 1)[:, None] & (c < DK)[None, :])
+        if not LEVELED:
+            tl.store(leveled + tile, tl.where(worst <= BOUND, 0, 1))
         # (4) P B and X B, (L, L)
         place = to * L + r[None, :]
         S = tl.where(r[:, None] >= r[None, :], S * scale, 0.0) * b[None, :]
@@ -162,6 +162,7 @@ class Operands(NamedTuple):
     P: Tensor  # (B, T, H, L)
     X: Tensor | None  # (B, T, H, L); None without correction
     decays: Tensor  # (H, tiles, dqk) float32
+    leveled: Tensor  # (H, tiles) int8, which tiles are not bounded
 
 
 def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
@@ -180,10 +181,14 @@ def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
     r = base.new(*shape, base.K, dtype=dtype) if correct else None
     P = base.new(*shape, base.L, dtype=dtype)
     decays = base.new(base.H, base.tiles, base.K)
-    base.launch(decay_operands, (base.tiles * base.H,),
-        x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k, P,
-        P if X is None else X, decays, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H, base.group,
-        *ctx.input_strides, SOLVE=solve, DOUBLINGS=3, BASE=8, SOLVE_PRECISION=solve_precision(dtype),
-        **ctx.tile_constants, num_warps=ctx.config.tiles.num_warps, BK=ctx.config.tiles.block,
-    )  # fmt: skip
-    return Operands(q, r, k, P, X, decays)
+    leveled = base.new(base.H, base.tiles, dtype=torch.int8)
+    for again in (False, True):
+        with ampere_mmas():
+            base.launch(decay_operands, (base.tiles * base.H,),
+                x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k, P,
+                P if X is None else X, decays, leveled, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H,
+                base.group, *ctx.input_strides, SOLVE=solve, DOUBLINGS=3, BASE=8,
+                SOLVE_PRECISION=solve_precision(dtype), LEVELED=again, **ctx.tile_constants,
+                num_warps=ctx.config.tiles.num_warps, BK=ctx.config.tiles.block,
+            )  # fmt: skip
+    return Operands(q, r, k, P, X, decays, leveled)

@@ -40,7 +40,6 @@ class TritonDelta(DeltaBackend):
     name = "triton"
     priority = 10
     kernels = ("fused",)
-    reads_before_decay = INTERPRETED  # by the kernels for gates by channel, not right on GPUs yet
 
     def __init__(self, device_unsupported: Callable[[Tensor], str | None]) -> None:
         self._device_unsupported = device_unsupported
@@ -49,8 +48,6 @@ class TritonDelta(DeltaBackend):
         """Return why the backend cannot run these inputs, or None."""
         if why := self._device_unsupported(x.q):
             return why
-        if x.channel_gates and not INTERPRETED:
-            return "its kernels for gates by channel are not right on GPUs yet"
         if x.q.shape[3] > LARGEST_DIM:
             return f"it takes dqk up to {LARGEST_DIM}"
         if x.v.shape[3] > LARGEST_DIM and not x.channel_gates:
