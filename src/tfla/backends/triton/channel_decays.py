@@ -9,8 +9,8 @@ channel. So that matrix products can compute what steps of a tile read of each o
                        even and an odd one, has the decays from the write to the end of its block, and those from the
                        start of the block of the read. With gates of at most 1 no factor exceeds 1.
 
-The block is the tile where that is bounded, else 16 steps, or one step, which leaves all pairs to the levels. Kernels are
-launched twice: without LEVELED for bounded tiles, which need no levels, and with it for the others.
+The block is the tile where that is bounded, else 16 steps, or one step, which leaves all pairs to the levels. Kernels
+are launched twice: without LEVELED for bounded tiles, which need no levels, and with it for the others.
 
 All sums of exponents are products with matrices of 0, 1 and -1 and have terms of one sign: large exponents, of closed
 gates, cost no digits of others.
