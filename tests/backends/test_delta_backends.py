@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import TOLERANCE, error
+from cases import INTERPRETED, TOLERANCE, error
 from delta_cases import GATES, MODELS, DeltaProblem, delta_problem, rounding_of_inputs, truth
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from tfla.backends.chunkwise import layout
 from tfla.backends.chunkwise.channel_decays import ChannelDecays
 from tfla.backends.chunkwise.corrections import corrections
 from tfla.backends.delta import DeltaGrads
+from tfla.backends.triton.delta_backend import TritonDelta
 
 IMPLEMENTATIONS = [
     (b.name, kernel) for b in DELTA_BACKENDS.values() for kernel in b.kernels if b.name in ("reference", "chunkwise")
@@ -155,3 +156,14 @@ def test_scores_with_gates_by_channel(gate: float) -> None:
     found = decays.scores(q.float(), q.float() * decays.start)
     assert torch.isfinite(found).all()
     assert error(found[0, 0], exact) < 2e-6
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter takes other dtypes")
+@pytest.mark.parametrize("model", ["gdn", "kda", "gla", "comba"])
+def test_kernels_for_gpus_take_bfloat16_alone(model: str) -> None:
+    """In float16 and float32 their errors are above the bounds of the dtype."""
+    backend = TritonDelta(lambda q: None)
+    p = delta_problem(model, T=5)
+    assert backend.unsupported(p.to(torch.bfloat16).x) is None
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert backend.unsupported(p.to(dtype).x) == f"it takes bfloat16, the inputs are {dtype}"

@@ -61,7 +61,7 @@ class TritonDelta(DeltaBackend):
         return DEFERRED_CHUNK_SIZE
 
     def saved(self, x: DeltaInputs, correct: bool, chunk_size: int, kernel: str) -> Saved:
-        """Return what a forward stores: E, and X in the dtype of q."""
+        """Return what a forward stores: E, and X in the dtype of corrections."""
         B, T, H, V = x.v.shape
         states = (0, H, x.q.shape[3], V), torch.float32
         if not correct:
