@@ -212,7 +212,7 @@ def section(result: dict[str, Any], image: str | None) -> str:
     parts = [f"### {result['title']}", *([result["note"]] if "note" in result else [])]
     for run in runs.values():
         only = ", ".join(run["config"].get("only", ())) if len(runs) > 1 else ""
-        parts.append((f"{only[:1].upper() + only[1:]}: " if only else "") + _conditions(run))
+        parts.append((f"{only}: " if only else "") + _conditions(run))
     if image is not None:
         parts.append(f"![{result['title']}]({image})")
     rows = [r for r in result["rows"] if "x" in r]
