@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from backends.wgmma_descriptors import unset_descriptors
+from wgmma_descriptors import unset_descriptors
 
 START = """
         /*0010*/                   USHF.R.U32.HI UR20, URZ, 0x4, UR13 ;
@@ -28,6 +28,10 @@ COPY = """
         /*0060*/                   UMOV UR18, UR20 ;
         /*0070*/                   UMOV UR19, URZ ;
 """
+NARROW = """
+        /*0060*/                   UMOV UR15, 0x80000000 ;
+        /*0070*/                   HGMMA.64x8x16.F32.BF16 R84, R80, gdesc[UR12], R84 ;
+"""
 JOIN = ".L_x_18:\n"
 
 
@@ -36,10 +40,11 @@ JOIN = ".L_x_18:\n"
     [
         (START + JOIN + FIRST, 0),
         (START + JOIN + COPY + FIRST + NEXT, 0),
+        (START + JOIN + NARROW, 0),  # the stride of the only 8 columns is 0
         (START + JOIN + FIRST + NEXT, 1),  # UR18 and UR19 are added to and were never set
         (START + COPY + JOIN + FIRST + NEXT, 1),  # they are set on one of two paths
     ],
-    ids=["first", "copied", "never set", "set on one path"],
+    ids=["first", "copied", "8 columns", "never set", "set on one path"],
 )
 def test_descriptors_that_no_path_sets_are_found(code: str, wrong: int) -> None:
     found = unset_descriptors(code)

@@ -39,8 +39,8 @@ def _number(operand: str) -> int | None:
 def _kind(operand: str, state: State) -> str | None:
     """Return whether an operand is half of a descriptor."""
     number, register = _number(operand), re.fullmatch(r"UR(\d+)", operand)
-    if number is not None:  # layouts of the upper half: swizzles in bits 62 and 63, the stride in bits 32 to 45
-        return "high" if number & 0x3FFF and number & 0xC0000000 else "low" if 0 <= number < 1 << 30 else None
+    if number is not None:  # swizzles are bits 62 and 63; the stride, bits 32 to 45, is 0 for tiles of 8 columns
+        return "high" if number & 0xC0000000 else "low" if 0 <= number < 1 << 30 else None
     return state.get(int(register[1])) if register else None
 
 
