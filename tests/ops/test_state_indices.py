@@ -302,7 +302,7 @@ def test_wrong_indices_of_a_prefill(form: str) -> None:
     ):
         with pytest.raises(kind, match=f"^{match}"):
             call(pool, **change)
-    with pytest.raises(TypeError, match=r"^initial_state: got NoneType with state_indices"):
+    with pytest.raises(TypeError, match=r"^state_indices: got them with initial_state NoneType"):
         call(None, state_indices=torch.tensor(INDICES))
     wide = pool._replace(C=pool.C[:1].expand(pool.C.shape))
     with pytest.raises(ValueError, match=r"^initial_state.C: got strides .*, expected no 0"):

@@ -79,7 +79,9 @@ def attend_by_index(
     if type(q) not in PLAIN:
         raise TypeError(f"state_indices: got them with q of type {type(q).__name__}, expected plain tensors")
     if not isinstance(pool, State):
-        raise TypeError(f"initial_state: got {type(pool).__name__} with state_indices, expected tfla.State, the pool")
+        raise TypeError(
+            f"state_indices: got them with initial_state {type(pool).__name__}, expected tfla.State, the pool"
+        )
     checks.check_float("initial_state.C", pool.C)
     sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     checks.check_state_indices(indices, sequences, pool)
