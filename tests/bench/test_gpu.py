@@ -402,7 +402,7 @@ def test_runs_of_one_setup_are_one_result(tmp_path):
     page = gpu_report.section(loaded["fig4"], None)
     assert page.count(f"### {SUITES['fig4'].title}\n") == 1  # as the setup is called now
     assert "| attention, cuDNN | 1.000\\* |" in page
-    assert "\n\nAttention: a GPU, 2026-01-02" in page
+    assert "\n\nattention: a GPU, 2026-01-02" in page  # a name of an implementation stays as it is
     assert "--only attention --repeats 8 --out benchmarks/results/fig4_attention.json" in page
 
 
