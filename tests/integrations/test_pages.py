@@ -17,7 +17,7 @@ from tfla.support_table import page
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["quickstart", "mlstm_kernels", "fla", "mamba"])
+@pytest.mark.parametrize("name", ["quickstart", "mlstm_kernels", "fla", "mamba", "models"])
 def test_examples_run(name: str) -> None:
     path = DOCS / f"{name}.md"
     blocks = re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

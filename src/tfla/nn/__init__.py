@@ -18,6 +18,8 @@ from tfla.nn.mixers import (
 )
 from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.model import Block, LanguageModel, ModelState, SwiGLU
+from tfla.nn.sequences import reverse_sequences
+from tfla.nn.stack import MLSTMStack, StackState
 
 __all__ = [
     "Attention",
@@ -32,6 +34,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LanguageModel",
     "MLSTM",
+    "MLSTMStack",
     "Mamba2",
     "MixerState",
     "ModelConfig",
@@ -39,6 +42,8 @@ __all__ = [
     "NGram",
     "Retention",
     "SequenceMixer",
+    "StackState",
     "SwiGLU",
     "generate",
+    "reverse_sequences",
 ]

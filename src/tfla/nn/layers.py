@@ -111,9 +111,17 @@ class SequenceMixer(nn.Module, ABC):
 class Projection(nn.Linear):
     """A linear layer whose weight (out_features, in_features) is drawn from N(0, std^2), and a bias 0 if requested."""
 
-    def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        std: float,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.std = std  # set first: nn.Linear's constructor calls reset_parameters
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(in_features, out_features, bias, device, dtype)
 
     def reset_parameters(self) -> None:
         """Draw the weight from torch's global generator."""
@@ -161,12 +169,21 @@ class GatePreactivation(nn.Linear):
         bias_range: initial bias of the first and of the last head; the biases between are equally spaced. Weights
             start at 0.
         cap: c of equation (110).
+        device, dtype: those of the parameters; None is PyTorch's default.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range; the message names it.
     """
 
-    def __init__(self, d_model: int, num_heads: int, bias_range: tuple[float, float], cap: float) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        bias_range: tuple[float, float],
+        cap: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         check_int("d_model", d_model, 1)
         check_int("num_heads", num_heads, 1)
         if not isinstance(bias_range, tuple | list) or len(bias_range) != 2:
@@ -175,7 +192,7 @@ class GatePreactivation(nn.Linear):
             check_number("bias_range", bias)
         check_number("cap", cap, 0)
         self.bias_range, self.cap = bias_range, cap  # set first: nn.Linear's constructor calls reset_parameters
-        super().__init__(d_model, num_heads)
+        super().__init__(d_model, num_heads, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Set the weights to 0 and the biases to their equally spaced values."""
@@ -210,12 +227,21 @@ class HeadNorm(nn.Module):
         head_dim: channels of a head.
         eps: epsilon of the norm.
         kind: "layer" for LayerNorm, "rms" for RMSNorm.
+        device, dtype: those of the weight; None is PyTorch's default.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or is out of range; the message names it.
     """
 
-    def __init__(self, num_heads: int, head_dim: int, eps: float, kind: Literal["layer", "rms"]) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        eps: float,
+        kind: Literal["layer", "rms"],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         check_int("num_heads", num_heads, 1)
         check_int("head_dim", head_dim, 1)
@@ -223,7 +249,7 @@ class HeadNorm(nn.Module):
         if kind not in ("layer", "rms"):
             raise ValueError(f"kind: got {kind!r}, expected 'layer' or 'rms'")
         self.eps, self.kind = eps, kind
-        self.weight = nn.Parameter(torch.ones(num_heads * head_dim))
+        self.weight = nn.Parameter(torch.ones(num_heads * head_dim, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
         """Set the weights to 1."""

@@ -1,0 +1,146 @@
+"""Batches of sequences of different lengths: how they lie in a tensor, and the reverse of each of them.
+
+A batch lies in x (B, T, ...) in one of three ways: every row is a sequence of T steps; row b is a sequence of
+``lengths[b]`` steps and padding; or, with B = 1, the sequences lie one after another, from ``cu_seqlens[s]`` to
+``cu_seqlens[s + 1]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from tfla.nn.mixers.documents import Documents
+from tfla.nn.validation import describe
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a batch in a tensor (B, T, ...).
+
+    Attributes:
+        lengths: (B,) int64, the steps of each row before its padding; None without padding.
+        cu_seqlens: (sequences + 1,) int64, the offsets of sequences one after another; None where a row is a sequence.
+        document_start: (B, T) bool, True where a sequence begins again without its past; None where it never does.
+    """
+
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    document_start: Tensor | None = None
+
+    def padding(self, x: Tensor) -> Tensor | None:
+        """Return which steps of x (B, T, ...) are padding: (B, T, 1) bool, or None without padding."""
+        if self.lengths is None:
+            return None
+        return (torch.arange(x.shape[1], device=x.device) >= self.lengths[:, None])[..., None]
+
+    def reverse(self, x: Tensor) -> Tensor:
+        """Return x (B, T, ...) with the steps of each sequence in reverse, and padding where it is."""
+        if self.cu_seqlens is not None:
+            token = torch.arange(x.shape[1], device=x.device)
+            sequence = torch.bucketize(token, self.cu_seqlens, right=True).clamp(1, len(self.cu_seqlens) - 1)
+            start, end = self.cu_seqlens[sequence - 1], self.cu_seqlens[sequence]
+            # On a GPU the values of cu_seqlens are not checked; a step outside of all sequences stays where it is.
+            return x.index_select(1, torch.where((start <= token) & (token < end), start + end - 1 - token, token))
+        if self.lengths is None:
+            return x.flip(1)
+        token = torch.arange(x.shape[1], device=x.device)
+        length = self.lengths[:, None]
+        index = torch.where(token < length, length - 1 - token, token)
+        return torch.take_along_dim(x, index.view(*index.shape, *[1] * (x.dim() - 2)), 1)
+
+    def reversed(self) -> Sequences:
+        """Return the same sequences in reverse: each begins again after what was the first step of a document."""
+        if self.document_start is None:
+            return self
+        start = F.pad(self.reverse(self.document_start)[:, :-1], (1, 0))
+        if self.cu_seqlens is not None:
+            first = Documents(start, None, self.cu_seqlens)
+            start = start & (first.token != first.first())
+        return replace(self, document_start=start)
+
+
+def reverse_sequences(x: Tensor, *, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Return a batch with the steps of each sequence in reverse, as the second direction of a bidirectional layer.
+
+    The reverse of the reverse is the batch itself. Padding and steps outside of all sequences stay where they are.
+
+    Args:
+        x: (B, T, ...), any dtype.
+        lengths: (B,) int, how many steps each row has before its padding, from 0 to T; None is T for every row.
+        cu_seqlens: (sequences + 1,) int, for B = 1: the offsets of packed sequences, from 0 to T.
+
+    Returns:
+        a tensor like x.
+
+    Raises:
+        TypeError, ValueError: x has fewer than two dimensions, lengths or cu_seqlens are no tensors of integers or do
+            not fit x, or both are given.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: got {describe(x)}, expected a tensor")
+    if x.dim() < 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected (B, T, ...)")
+    if lengths is not None and cu_seqlens is not None:
+        raise ValueError("lengths, cu_seqlens: got both, expected at most one of them")
+    if lengths is not None:
+        return Sequences(lengths=check_lengths(lengths, x)).reverse(x)
+    if cu_seqlens is None:
+        return x.flip(1)
+    if len(x) != 1:
+        raise ValueError(f"cu_seqlens: got it with {len(x)} rows of x, expected one row")
+    _check_integers("cu_seqlens", cu_seqlens)
+    if len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens: got {len(cu_seqlens)} offsets, expected at least 2")
+    return Sequences(cu_seqlens=cu_seqlens.to(x.device, torch.int64)).reverse(x)
+
+
+def check_lengths(lengths: Tensor, x: Tensor) -> Tensor:
+    """Check the lengths (B,) of the rows of x (B, T, ...) and return them as int64 on its device.
+
+    The values of lengths on a GPU are not checked, because the host would wait for the device.
+    """
+    _check_integers("lengths", lengths)
+    if len(lengths) != len(x):
+        raise ValueError(f"lengths: got shape {tuple(lengths.shape)}, expected ({len(x)},), one for each sequence")
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and len(lengths):
+        low, high = (int(n) for n in torch.aminmax(lengths))
+        if low < 0 or high > x.shape[1]:
+            raise ValueError(f"lengths: got from {low} to {high}, expected from 0 to {x.shape[1]}, the steps of a row")
+    return lengths.to(x.device, torch.int64)
+
+
+def _check_integers(name: str, x: Tensor) -> None:
+    """Raise unless x is a tensor of int32 or int64 with one dimension."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: got {describe(x)}, expected an int64 tensor")
+    if x.dim() != 1:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected one dimension")
+
+
+def packed_places(packed: PackedSequence) -> tuple[Tensor, Tensor]:
+    """Return where the steps of a PackedSequence go if its sequences are laid out one after another.
+
+    Args:
+        packed: the sequences, whose steps of equal time lie together, the longest sequence first.
+
+    Returns:
+        the place (steps,) of each row of ``packed.data``, and the offsets (sequences + 1,) of the sequences in their
+        order before they were sorted, both int64 on the device of the data.
+    """
+    device = packed.data.device
+    counts = packed.batch_sizes.to(device, non_blocking=True)  # (T,): how many sequences have a step of each time
+    begins = F.pad(counts.cumsum(0), (1, 0))  # the first row of each time
+    row = torch.arange(len(packed.data), device=device)
+    time = torch.bucketize(row, begins, right=True) - 1
+    order, sequence = packed.sorted_indices, row - begins[time]
+    if order is None:
+        order = torch.arange(int(packed.batch_sizes[0]), device=device)
+    sequence = order[sequence]
+    lengths = torch.zeros_like(order).index_add_(0, sequence, torch.ones_like(row))
+    offsets = F.pad(lengths.cumsum(0), (1, 0))
+    return offsets[sequence] + time, offsets
