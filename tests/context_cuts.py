@@ -11,7 +11,7 @@ from context_parts import own_steps
 from hypothesis import strategies as st
 from torch import Tensor
 
-OF_STEPS = {*PER_STEP, "dbeta", "dlog_f", "dread_key"}
+OF_STEPS = {*PER_STEP, "dbeta", "dlog_f", "dread_key", "da", "db"}
 
 
 def whole(found: list[dict[str, Tensor]], order: str, lengths: tuple[int, ...]) -> dict[str, Tensor]:

@@ -169,7 +169,7 @@ def truth(p: DeltaProblem) -> dict[str, Tensor]:
     return gradients(p, leaves, h, C)
 
 
-def gradients(p: DeltaProblem, leaves: Mapping[str, Tensor], h: Tensor, C: Tensor) -> dict[str, Tensor]:
+def gradients(p: Any, leaves: Mapping[str, Tensor], h: Tensor, C: Tensor) -> dict[str, Tensor]:
     """All quantities of a solved problem."""
     found = torch.autograd.grad((h, C), list(leaves.values()), (p.dh.to(h), p.dC.to(C)))
     return {"h": h.detach(), "C": C.detach()} | {f"d{n}": g for n, g in zip(leaves, found, strict=True)}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from context_parts import own_steps
 from delta_cases import DeltaProblem, delta_problem, gradients
+from several_writes import WritesProblem, recurrence, writes_problem
 from torch import Tensor
 
 import tfla
@@ -17,8 +18,24 @@ from tfla.distributed import ContextParallel
 PER_STEP = ("q", "k", "v", "beta", "log_f", "read_key")
 
 
-def call(p: DeltaProblem, leaves: dict[str, Tensor], **options: Any) -> Any:
+AnyProblem = DeltaProblem | WritesProblem
+
+
+def problem_of(given: dict[str, Any], dtype: torch.dtype = torch.float64) -> AnyProblem:
+    """Return the problem of these arguments of `writes_problem`, if they name a function, or of `delta_problem`."""
+    return writes_problem(**given, dtype=dtype) if "function" in given else delta_problem(**given, dtype=dtype)
+
+
+def truth_of_writes(p: WritesProblem) -> dict[str, Tensor]:
+    """Return all quantities of a problem with several writes in each step, by the recurrence."""
+    leaves = {name: x.clone().requires_grad_() for name, x in p.leaves.items()}
+    return gradients(p, leaves, *recurrence(p, leaves))
+
+
+def call(p: AnyProblem, leaves: dict[str, Tensor], **options: Any) -> Any:
     """Call the public function on these leaves."""
+    if isinstance(p, WritesProblem):
+        return p.call(leaves, **options)
     q, k, v, beta, log_f, read_key = (leaves.get(name) for name in PER_STEP)
     state = tfla.State(leaves["C"]) if "C" in leaves else None
     options = {"initial_state": state, "cu_seqlens": p.x.cu_seqlens, "scale": p.scale, **options}
@@ -29,16 +46,18 @@ def call(p: DeltaProblem, leaves: dict[str, Tensor], **options: Any) -> Any:
     )
 
 
-def solve(p: DeltaProblem, device: str = "cpu", **options: Any) -> dict[str, Tensor]:
+def solve(p: AnyProblem, device: str = "cpu", **options: Any) -> dict[str, Tensor]:
     """Return all quantities of a problem; offsets stay on the CPU."""
     leaves = {name: x.detach().to(device, copy=True).requires_grad_() for name, x in p.leaves.items()}
     h, state = call(p, leaves, return_state=True, **options)
     return gradients(p, leaves, h, state.C)
 
 
-def part(p: DeltaProblem, group: dist.ProcessGroup, order: str, lengths: tuple[int, ...], share: float) -> DeltaProblem:
+def part(p: AnyProblem, group: dist.ProcessGroup, order: str, lengths: tuple[int, ...], share: float) -> AnyProblem:
     """Return the problem of this rank; `share`: its share of the cotangents of the final states."""
     steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
+    if isinstance(p, WritesProblem):
+        return p.part(steps, share)
     own = {name: x[:, steps] for name in PER_STEP if (x := p.leaves.get(name)) is not None}
     return replace(p, x=p.x._replace(**own), dh=p.dh[:, steps], dC=p.dC * share)
 
@@ -54,18 +73,18 @@ def solve_part(
     compiled: bool = False,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Return all quantities of this rank's part of `delta_problem(**given)`.
+    """Return all quantities of this rank's part of `problem_of(given)`.
 
     Args:
         group: the ranks.
-        given: the arguments of `delta_problem`.
+        given: the arguments of `problem_of`.
         order, lengths: of :class:`ContextParallel`.
         share: this rank's share of the cotangents of the final states.
         dtype: of q, k and v.
         compiled: compile the call.
         options: further options of the call, and the device.
     """
-    mine = part(delta_problem(**given, dtype=dtype), group, order, lengths, share)
+    mine = part(problem_of(given, dtype), group, order, lengths, share)
     options["context_parallel"] = ContextParallel(group, order=order, lengths=lengths)
     if not compiled:
         return solve(mine, **options)
@@ -80,7 +99,7 @@ def solve_part(
 
 def outputs_alone(group: dist.ProcessGroup, *, given: dict[str, Any], order: str, lengths: tuple[int, ...]) -> Tensor:
     """Return h of this rank without gradients and without final states."""
-    mine = part(delta_problem(**given), group, order, lengths, 0.0)
+    mine = part(problem_of(given), group, order, lengths, 0.0)
     context = ContextParallel(group, order=order, lengths=lengths)
     with torch.no_grad():
         found: Tensor = call(mine, mine.leaves, context_parallel=context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ def make_meshes(group: dist.ProcessGroup) -> None:
 
 
 def distribute(name: str, x: Tensor, mesh: DeviceMesh, shards: tuple[str, ...], heads: int = 2) -> DTensor:
-    """Return a tensor of the call as a DTensor; q and k with one head are replicated over heads."""
+    """Return a tensor of the call as a DTensor; keys with one head are replicated over heads."""
     dims = {"batch": 0, "heads": 1 if name[-1] == "0" else heads}
-    if name in ("q", "k") and x.shape[heads] == 1:
+    if name in ("A_log", "dt_bias"):
+        dims = {"heads": 0}
+    if name in ("q", "k", "read_key", "a", "b") and x.shape[heads] == 1:
         dims.pop("heads")
     placements = [Shard(dims[each]) if each in dims else Replicate() for each in shards]
     return distribute_tensor(x.detach(), mesh, placements)
@@ -53,27 +56,45 @@ def solve_sharded(
     compiled: bool = False,
 ) -> dict[str, float]:
     """Return the errors of all quantities beside those of plain tensors, and the number of collectives."""
-    p, mesh = problem(**given), MESHES[sizes]
-    plain = {name: x.detach().clone().requires_grad_() for name, x in p.leaves.items()}
-    sharded = {name: distribute(name, x, mesh, shards).requires_grad_() for name, x in p.leaves.items()}
-    cotangents = {name: getattr(p.dstate, name) for name in ("C", "n") if getattr(p.dstate, name) is not None}
+    p = problem(**given)
+    cotangents = {name: x for name, x in zip(("C0", "n0"), p.dstate, strict=False) if x is not None}
+    return errors(lambda leaves: call_part(p, leaves), p.leaves, {"v": p.dh, **cotangents}, sizes, shards, compiled)
 
-    def run(leaves: dict[str, Tensor]) -> Any:
-        return call_part(p, leaves)
 
-    def outputs(h: Tensor, state: tfla.State) -> dict[str, Tensor]:
-        return {"h": h, **{name: getattr(state, name) for name in cotangents}}
+def errors(
+    call: Callable[[dict[str, Tensor]], Any],
+    leaves: dict[str, Tensor],
+    cotangents: dict[str, Tensor],
+    sizes: tuple[int, ...],
+    shards: tuple[str, ...],
+    compiled: bool,
+) -> dict[str, float]:
+    """Return the errors of all quantities of a call beside those of plain tensors, and the number of collectives.
 
-    exact = outputs(*run(plain))
-    given_back = {"h": p.dh, **cotangents}
-    truth = torch.autograd.grad(list(exact.values()), list(plain.values()), list(given_back.values()))
-    fn = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    Args:
+        call: from tensors by name to h and the final state.
+        leaves: the plain tensors.
+        cotangents: those of h, as "v", and of the parts of the final state, as "C0" and "n0".
+        sizes, shards: of the mesh, and what each of its dimensions shards.
+        compiled: compile the call.
+    """
+    mesh = MESHES[sizes]
+    plain = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
+    sharded = {name: distribute(name, x, mesh, shards).requires_grad_() for name, x in leaves.items()}
+
+    def outputs(found: tuple[Tensor, tfla.State]) -> dict[str, Tensor]:
+        every = {"v": found[0], "C0": found[1].C, "n0": found[1].n}
+        return {name: x for name, x in every.items() if name in cotangents and x is not None}
+
+    exact = outputs(call(plain))
+    truth = torch.autograd.grad(list(exact.values()), list(plain.values()), list(cotangents.values()))
+    fn = torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call
     torch._dynamo.reset()
-    each = {name: distribute("v" if name == "h" else f"{name}0", x, mesh, shards) for name, x in given_back.items()}
+    each = {name: distribute(name, x, mesh, shards) for name, x in cotangents.items()}
     if compiled:
         fn(sharded)
     with torch.profiler.profile() as profile:
-        found = outputs(*fn(sharded))
+        found = outputs(fn(sharded))
         grads = torch.autograd.grad(list(found.values()), list(sharded.values()), list(each.values()))
     count = collectives_in(profile)
     result = {name: error(full(found[name]), x) for name, x in exact.items()}
@@ -85,12 +106,10 @@ def solve_sharded_steps(
     group: dist.ProcessGroup, *, given: dict[str, Any], kind: str, sizes: tuple[int, ...], compiled: bool = False
 ) -> dict[str, float]:
     """Return the errors of decoding steps beside those of plain tensors, and the number of collectives."""
-    p, mesh, one = problem(**given), MESHES[sizes], kind in ("step", "in place")
-    shards = ("batch", "heads")
+    p, one = problem(**given), kind in ("step", "in place")
     plain = {name: x.detach() for name, x in p.leaves.items()}
     if one:
         plain = {name: x[:, 0] if name in PER_STEP else x for name, x in plain.items()}
-    sharded = {name: distribute(name, x, mesh, shards, 1 if one else 2) for name, x in plain.items()}
     lengths = torch.tensor([0, 2, 1, 2])
     options: dict[str, Any] = {"in_place": True} if kind == "in place" else {}
     if kind == "outputs":
@@ -105,11 +124,36 @@ def solve_sharded_steps(
             return getattr(tfla, f"linear_attention_{name}")(q, k, v, f, state, i, normalize=p.normalize, **more)
         return getattr(tfla, f"mlstm_{name}")(q, k, v, i, f, state, input_gate=p.form, **more)
 
+    return step_errors(run, plain, lengths, sizes, 1 if one else 2, compiled)
+
+
+def step_errors(
+    run: Callable[[dict[str, Tensor], Tensor], Any],
+    plain: dict[str, Tensor],
+    lengths: Tensor,
+    sizes: tuple[int, ...],
+    heads: int,
+    compiled: bool,
+) -> dict[str, float]:
+    """Return the errors of decoding steps beside those of plain tensors, and the number of collectives.
+
+    Args:
+        run: from tensors by name and lengths to h, or h and the new state.
+        plain: the plain tensors; the state "C0" may be overwritten.
+        lengths: those of the sequences.
+        sizes: of the mesh, which shards the batch and the heads.
+        heads: the dimension of heads of tensors with steps.
+        compiled: compile the call.
+    """
+    mesh, shards = MESHES[sizes], ("batch", "heads")
+    sharded = {name: distribute(name, x, mesh, shards, heads) for name, x in plain.items()}
+    written = {name: x.clone() for name, x in plain.items()}
+
     def outputs(found: Any) -> list[Tensor]:
         return [found] if isinstance(found, Tensor) else [found[0], *(x for x in found[1] if x is not None)]
 
     with torch.no_grad():
-        exact = outputs(run({name: x.clone() for name, x in plain.items()}, lengths))
+        exact = outputs(run(written, lengths))
         torch._dynamo.reset()
         fn = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
         placed = distribute_tensor(lengths, mesh, [Shard(0), Replicate()])
@@ -117,9 +161,7 @@ def solve_sharded_steps(
             found = outputs(fn(sharded, placed))
         count = collectives_in(profile)
     result: dict[str, float] = {str(j): error(full(x), y) for j, (x, y) in enumerate(zip(found, exact, strict=True))}
-    if kind == "in place":
-        result["C"] = error(full(sharded["C0"]), exact[1])
-    return {**result, "collectives": count}
+    return {**result, "C": error(full(sharded["C0"]), written["C0"]), "collectives": count}
 
 
 def refused(group: dist.ProcessGroup, *, what: str) -> str:

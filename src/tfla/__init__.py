@@ -3,10 +3,11 @@
 import importlib.metadata
 
 from tfla.ops.api import linear_attention, mlstm
-from tfla.ops.delta import delta_product, delta_rule, dplr
+from tfla.ops.delta import delta_rule
 from tfla.ops.delta_explain import explain_delta_rule
 from tfla.ops.delta_steps import delta_rule_step, delta_rule_steps
 from tfla.ops.explain import Explanation, explain
+from tfla.ops.several_writes import delta_product, dplr
 from tfla.ops.state import State
 from tfla.ops.steps import linear_attention_step, linear_attention_steps, mlstm_step, mlstm_steps
 

@@ -15,7 +15,7 @@ from tfla.ops.gates import InputGate
 from tfla.ops.operators import attend
 from tfla.ops.state import State
 from tfla.ops.state_pool import attend_by_index
-from tfla.ops.transforms import PLAIN
+from tfla.ops.transforms import PLAIN, is_distributed
 
 if TYPE_CHECKING:
     from tfla.ops.context_parallel.group import Group
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def _attend_on_processes(request: Request, context_parallel: Group | None) -> Tensor | tuple[Tensor, State]:
     """Compute a call whose tensors are DTensors, or parts of sequences that several processes share."""
-    if hasattr(request.q, "device_mesh"):
+    if is_distributed(request.q):
         from tfla.ops import sharded
 
         return sharded.attend(request, lambda local: _attend_on_processes(local, context_parallel))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,13 +11,15 @@ from tfla.ops.checks import check_float, check_shape
 from tfla.ops.delta_dispatch import DeltaRequest
 from tfla.ops.delta_operator import compute
 from tfla.ops.delta_step_dispatch import DeltaStepRequest
-from tfla.ops.delta_step_dispatch import plan as plan_steps
-from tfla.ops.delta_step_operators import run
+from tfla.ops.delta_step_operators import compute as compute_steps
 from tfla.ops.gates import clamp
 from tfla.ops.state import State
+from tfla.ops.transforms import is_distributed
 
 if TYPE_CHECKING:
     from tfla.ops.context_parallel.group import Group
+
+PER_STEP = ("q", "k", "v", "log_f", "log_i")  # the tensors of a call that have steps
 
 
 def has_channel_gates(log_f: object, time: bool = True) -> bool:
@@ -51,6 +53,19 @@ def linear_attention(
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Compute :func:`tfla.linear_attention` with log_f (B, T, H, dqk)."""
     _check_options(normalize, store_dtype)
+    if is_distributed(q):
+        from tfla.ops import sharded
+
+        sharded.check_no_indices(state_indices)
+
+        def locally(local: dict[str, Any], own: State | None) -> Tensor | tuple[Tensor, State]:
+            return linear_attention(  # type: ignore[call-arg]
+                *[local[name] for name in PER_STEP], normalize, own, return_state, local["cu_seqlens"], chunk_size,
+                scale, backend, kernel, store_dtype, context_parallel, None,
+            )  # fmt: skip
+
+        given = dict(zip((*PER_STEP, "cu_seqlens"), (q, k, v, log_f, log_i, cu_seqlens), strict=True))
+        return sharded.call_with_state(given, state, locally)
     request = DeltaRequest(
         q, k, v, _write_strength(log_i, v), log_f, None, None, None, state, cu_seqlens, False, False, False, "none",
         "none", None, return_state, scale, chunk_size, backend, kernel,
@@ -65,8 +80,19 @@ def steps(
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Compute steps of :func:`tfla.linear_attention` with log_f (B, H, dqk), or (B, T, H, dqk) with `time`."""
     _check_options(normalize, None)
+    if is_distributed(q):
+        from tfla.ops import sharded
+
+        def locally(local: dict[str, Any], own: Any) -> tuple[Tensor, State]:
+            return steps(  # type: ignore[call-arg]
+                *[local[name] for name in PER_STEP], normalize, own, local["lengths"], time, return_state, in_place,
+                scale, backend, None,
+            )  # fmt: skip
+
+        given = dict(zip((*PER_STEP, "lengths"), (q, k, v, log_f, log_i, lengths), strict=True))
+        return sharded.run_steps(given, state, state_indices, locally, time=time, return_state=return_state)
     request = DeltaStepRequest(
         q, k, v, _write_strength(log_i, v), log_f, None, None, None, state, lengths, time, False, False, False, "none",
         "none", None, return_state, in_place, scale, backend, state_indices,
     )  # fmt: skip
-    return run(request, plan_steps(request))
+    return compute_steps(request)

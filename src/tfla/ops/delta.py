@@ -1,10 +1,9 @@
-"""The public operators of the delta rule over whole sequences."""
+"""The public operator of the delta rule over whole sequences."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 
 from tfla.backends.delta import BetaActivation, GateActivation
@@ -138,6 +137,9 @@ def delta_rule(
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
+
+    All tensors may be DTensors that are sharded over B or the heads, A_log and dt_bias over the heads; results are then
+    sharded like v.
     """
     request = DeltaRequest(
         q, k, v, beta, log_f, read_key, A_log, dt_bias, initial_state, cu_seqlens, True, read_before_decay,
@@ -145,209 +147,3 @@ def delta_rule(
         chunk_size, backend, kernel,
     )  # fmt: skip
     return compute(request, context_parallel, state_indices)
-
-
-@overload
-def delta_product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_f: Tensor | None = None,
-    *,
-    return_state: Literal[False] = False,
-    writes: int,
-    normalize_qk: bool = ...,
-    scale: float | None = ...,
-    initial_state: State | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
-    kernel: str | None = ...,
-) -> Tensor: ...
-@overload
-def delta_product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_f: Tensor | None = None,
-    *,
-    return_state: Literal[True],
-    writes: int,
-    normalize_qk: bool = ...,
-    scale: float | None = ...,
-    initial_state: State | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
-    kernel: str | None = ...,
-) -> tuple[Tensor, State]: ...
-def delta_product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    log_f: Tensor | None = None,
-    *,
-    writes: int,
-    normalize_qk: bool = False,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int | None = None,
-    backend: str | None = None,
-    kernel: str | None = None,
-) -> Tensor | tuple[Tensor, State]:
-    """Compute (Gated) DeltaProduct over whole sequences: the delta rule with several writes in each step.
-
-    The state decays before the first write of a step and is read by q after the last one. The call is one of
-    :func:`delta_rule` over T x writes steps.
-
-    Args:
-        q: (B, T, Hq, dqk).
-        k: (B, T x writes, Hq, dqk), the keys of a step next to each other.
-        v: (B, T x writes, H, dhv).
-        beta: (B, T x writes, H); None is 1.
-        log_f: (B, T, H) or (B, T, H, dqk); None is no decay.
-        writes: the number of writes in each step.
-        normalize_qk: divide q and k by sqrt(their squared norm + 1e-6).
-        scale, initial_state, return_state, chunk_size, backend, kernel: as in :func:`delta_rule`.
-        cu_seqlens: the offsets of packed sequences in steps, not in writes.
-
-    Returns:
-        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
-
-    Raises:
-        ValueError, TypeError: as :func:`delta_rule`.
-    """
-    if isinstance(writes, bool) or not isinstance(writes, int | torch.SymInt):
-        raise TypeError(f"writes: got {type(writes).__name__}, expected an int")
-    if writes < 1:
-        raise ValueError(f"writes: got {writes}, expected at least 1")
-    checks.check_float("q", q)
-    checks.check_shape("q", q, ("B", "T", "H", "dqk"))
-    B, T, Hq, dqk = q.shape
-    for name, x, dims in (("k", k, ("H", "dqk")), ("v", v, ("H", "dhv")), ("beta", beta, ("H",))):
-        if x is not None:
-            checks.check_float(name, x)
-            checks.check_shape(name, x, (B, T * writes, *dims))
-    queries = torch.cat([q.new_zeros(B, T, writes - 1, Hq, dqk), q.unsqueeze(2)], 2).flatten(1, 2)
-    if log_f is not None:
-        checks.check_float("log_f", log_f)
-        if log_f.shape[:2] != (B, T):
-            raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected ({B}, {T}, H) or ({B}, {T}, H, {dqk})")
-        open_gates = log_f.new_zeros(B, T, writes - 1, *log_f.shape[2:])
-        log_f = torch.cat([log_f.unsqueeze(2), open_gates], 2).flatten(1, 2)
-    found = delta_rule(
-        queries, k, v, beta, log_f, normalize_qk=normalize_qk, scale=scale, initial_state=initial_state,
-        return_state=True, cu_seqlens=_stretched(cu_seqlens, writes, q), chunk_size=chunk_size, backend=backend,
-        kernel=kernel,
-    )  # fmt: skip
-    h = found[0][:, writes - 1 :: writes]
-    return (h, found[1]) if return_state else h
-
-
-@overload
-def dplr(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_f: Tensor,
-    *,
-    return_state: Literal[False] = False,
-    scale: float | None = ...,
-    initial_state: State | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
-    kernel: str | None = ...,
-) -> Tensor: ...
-@overload
-def dplr(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_f: Tensor,
-    *,
-    return_state: Literal[True],
-    scale: float | None = ...,
-    initial_state: State | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    chunk_size: int | None = ...,
-    backend: str | None = ...,
-    kernel: str | None = ...,
-) -> tuple[Tensor, State]: ...
-def dplr(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    log_f: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: State | None = None,
-    return_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    chunk_size: int | None = None,
-    backend: str | None = None,
-    kernel: str | None = None,
-) -> Tensor | tuple[Tensor, State]:
-    """Compute a recurrence with a diagonal plus low-rank transition over whole sequences.
-
-    For every head and step t:
-
-        C_t = diag(exp(log_f_t)) C_{t-1} + b_t (C_{t-1}^T a_t)^T + k_t v_t^T        h_t = scale C_t^T q_t
-
-    RWKV-7 has a = -kk, b = kk * (its in-context learning rate) and scale = 1. The call is one of :func:`delta_rule`
-    over 2 T steps: b writes what a reads before the decay, then k writes v.
-
-    Args:
-        q, k, a, b: (B, T, Hq, dqk).
-        v: (B, T, H, dhv).
-        log_f: (B, T, H) or (B, T, H, dqk).
-        scale, initial_state, return_state, chunk_size, backend, kernel: as in :func:`delta_rule`.
-        cu_seqlens: the offsets of packed sequences in steps.
-
-    Returns:
-        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
-
-    Raises:
-        ValueError, TypeError: as :func:`delta_rule`.
-    """
-    given = {"q": q, "k": k, "a": a, "b": b}
-    for name, x in given.items():
-        checks.check_float(name, x)
-        checks.check_shape(name, x, ("B", "T", "H", "dqk") if name == "q" else tuple(q.shape))
-        if x.device != q.device:
-            raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
-    checks.check_float("v", v)
-    checks.check_shape("v", v, (q.shape[0], q.shape[1], "H", "dhv"))
-    checks.check_float("log_f", log_f)
-    zero = torch.zeros_like
-
-    def each(first: Tensor, second: Tensor) -> Tensor:
-        return torch.stack([first, second], 2).flatten(1, 2)
-
-    one = torch.ones(v.shape[:-1], dtype=torch.float32, device=v.device)
-    found = delta_rule(
-        each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)),
-        read_key=each(a, zero(a)), read_before_decay=True, scale=scale, initial_state=initial_state, return_state=True,
-        cu_seqlens=_stretched(cu_seqlens, 2, q), chunk_size=chunk_size, backend=backend, kernel=kernel,
-    )  # fmt: skip
-    h = found[0][:, 1::2]
-    return (h, found[1]) if return_state else h
-
-
-def _stretched(cu_seqlens: Tensor | None, factor: int, q: Tensor) -> Tensor | None:
-    """Return the offsets of packed sequences whose steps are `factor` ones."""
-    if cu_seqlens is None:
-        return None
-    checks.check_cu_seqlens(cu_seqlens, q)
-    return cu_seqlens * factor

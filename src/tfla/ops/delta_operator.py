@@ -16,6 +16,7 @@ from tfla.ops.delta_dispatch import DeltaRequest, plan
 from tfla.ops.registration import DifferentiableOperator
 from tfla.ops.state import State
 from tfla.ops.state_pool import attend_by_index
+from tfla.ops.transforms import is_distributed
 
 if TYPE_CHECKING:
     from tfla.ops.context_parallel.group import Group
@@ -66,9 +67,15 @@ delta = DifferentiableOperator(
 
 
 def compute(
-    request: DeltaRequest, context_parallel: Group | None, state_indices: Tensor | None = None
+    request: DeltaRequest, context_parallel: Group | None, state_indices: Tensor | None = None, writes: int = 1
 ) -> Tensor | tuple[Tensor, State]:
     """Compute a call, whose tensors are this process's part of the sequences where processes share them.
+
+    Args:
+        request: the arguments of the call.
+        context_parallel: the processes that share the steps.
+        state_indices: the rows of a pool that are the states.
+        writes: the number of steps next to each other that no cut of a sequence may part.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -77,8 +84,15 @@ def compute(
         if context_parallel is not None:
             raise ValueError("state_indices: got them with context_parallel, expected at most one of them")
         return attend_by_index(request, state_indices, request.cu_seqlens, lambda own: delta(*plan(own)))
+    if is_distributed(request.q):
+        from tfla.ops import sharded
+
+        given = {name: getattr(request, name) for name in (*request._fields[:8], "cu_seqlens")}
+        return sharded.call_with_state(
+            given, request.state, lambda local, state: compute(request._replace(**local, state=state), context_parallel)
+        )
     if context_parallel is None:
         return delta(*plan(request))
     from tfla.ops.context_parallel.delta_call import delta_part
 
-    return delta_part(request, context_parallel)
+    return delta_part(request, context_parallel, writes)

@@ -9,11 +9,12 @@ from torch import Tensor
 from tfla.backends import DELTA_BACKENDS
 from tfla.backends.delta import DeltaStepInputs, DeltaStepSpec
 from tfla.ops import flops, state_pool
-from tfla.ops.delta_step_dispatch import DeltaStepRequest, step_inputs
+from tfla.ops.delta_step_dispatch import DeltaStepRequest, plan, step_inputs
 from tfla.ops.delta_step_reference import compute_steps
 from tfla.ops.state import State
 from tfla.ops.step_dispatch import StepPlan
 from tfla.ops.step_registration import StepOperator
+from tfla.ops.transforms import is_distributed
 
 
 def _shapes(x: DeltaStepInputs) -> tuple[Tensor, ...]:
@@ -27,12 +28,28 @@ delta_steps = StepOperator(
 )  # fmt: skip
 
 
-def run(request: DeltaStepRequest, plan: StepPlan) -> tuple[Tensor, State]:
-    """Run the steps as planned.
+def compute(request: DeltaStepRequest) -> tuple[Tensor, State]:
+    """Compute the steps of a call, or of the same call on the local tensors of DTensors.
 
     Returns:
         h, with a dimension of time where the request has one, and the new state, of empty tensors without return_state.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
     """
+    if not is_distributed(request.q):
+        return _run(request, plan(request))
+    from tfla.ops import sharded
+
+    return sharded.run_steps(
+        {name: getattr(request, name) for name in (*request._fields[:8], "lengths")}, request.state,
+        request.state_indices, lambda local, state: compute(request._replace(**local, state=state)),
+        time=request.time, return_state=request.return_state,
+    )  # fmt: skip
+
+
+def _run(request: DeltaStepRequest, plan: StepPlan) -> tuple[Tensor, State]:
+    """Run the steps as planned, with the results of :func:`compute`."""
     state = request.state
     if plan.replay is not None:
         into = state.C if request.overwrites else None

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tfla.backends.delta import BetaActivation, GateActivation
 from tfla.ops.checks import check_scale
-from tfla.ops.delta_step_dispatch import DeltaStepRequest, plan
-from tfla.ops.delta_step_operators import run
+from tfla.ops.delta_step_dispatch import DeltaStepRequest
+from tfla.ops.delta_step_operators import compute
 from tfla.ops.state import State
 
 
@@ -63,7 +63,7 @@ def delta_rule_step(
         beta_activation, gate_activation, lower_bound, True, in_place, check_scale(scale), backend,
         state_indices,
     )  # fmt: skip
-    return run(request, plan(request))
+    return compute(request)
 
 
 @overload
@@ -167,5 +167,5 @@ def delta_rule_steps(
         beta_activation, gate_activation, lower_bound, return_state, in_place, check_scale(scale), backend,
         state_indices,
     )  # fmt: skip
-    h, new = run(request, plan(request))
+    h, new = compute(request)
     return (h, new) if return_state else h

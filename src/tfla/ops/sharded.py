@@ -9,7 +9,7 @@ with those of v, or, where all heads of v share a single one, replicated. Its gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from tfla.ops.state import State
 
 Results = Tensor | tuple[Tensor, State]
 PLAIN_TOO = ("lengths", "cu_seqlens")  # arguments that may be plain tensors
+KEYS = ("q", "k", "read_key", "a", "b")  # arguments that may have fewer heads than v
+OF_STEPS = (*KEYS, "v", "i", "f", "log_i", "log_f", "beta")
 
 
 class Dims(NamedTuple):
@@ -54,7 +56,8 @@ def dims_of(time: bool) -> dict[str, Dims]:
     of_steps = Dims(0, 2 if time else 1)
     of_states = Dims(0, 1)
     return {
-        **dict.fromkeys(("v", "q", "k", "i", "f", "log_i", "log_f"), of_steps),
+        **dict.fromkeys(OF_STEPS, of_steps),
+        **dict.fromkeys(("A_log", "dt_bias"), Dims(None, 0)),
         **{f"{name}.{part}": of_states for name in ("initial_state", "state") for part in State._fields},
         "lengths": Dims(0, None),
         "cu_seqlens": Dims(None, None),
@@ -70,7 +73,7 @@ def _check(name: str, x: DTensor, dims: Dims, wanted: Sequence[str], mesh: Devic
         dims: the dimensions over which it may be sharded.
         wanted: what v shards, for each dimension of the mesh.
         mesh: that of v.
-        shared: it is q or k with a single head, which may be replicated where v's heads are sharded.
+        shared: it is one of :data:`KEYS` with a single head, which may be replicated where v's heads are sharded.
     """
     if x.device_mesh != mesh:
         raise ValueError(f"{name}: got a DTensor on {x.device_mesh}, expected one on the mesh of v, {mesh}")
@@ -105,10 +108,10 @@ def _num_shares(mesh: DeviceMesh, shards: Sequence[str | None], name: str) -> in
     return found
 
 
-def _local(x: DTensor, wanted: Sequence[str], dims: Dims) -> Tensor:
-    """Return the local tensor, whose gradient is a sum over the processes that share a head of q and k."""
+def _local(x: DTensor, wanted: Sequence[str]) -> Tensor:
+    """Return the local tensor, whose gradient is a sum over the processes that have different rows or heads of v."""
     of_gradient = [
-        Partial() if isinstance(placement, Replicate) and wanted[j] == "heads" and dims.heads is not None else placement
+        Partial() if isinstance(placement, Replicate) and wanted[j] != "nothing" else placement
         for j, placement in enumerate(x.placements)
     ]
     return x.to_local(grad_placements=of_gradient)
@@ -147,9 +150,9 @@ def call_locally(
             local[name] = x
             continue
         per_head = wanted if dims.heads is not None else ["nothing" if w == "heads" else w for w in wanted]
-        shared = name in ("q", "k") and dims.heads is not None and x.shape[dims.heads] == 1
+        shared = name in KEYS and dims.heads is not None and x.shape[dims.heads] == 1
         _check(name, x, dims, per_head, v.device_mesh, shared)
-        local[name] = _local(x, per_head, dims)
+        local[name] = _local(x, per_head)
     found = run(local)
     if isinstance(found, Tensor):
         return _sharded(found, every["v"], wanted, v)
@@ -192,57 +195,97 @@ def _sharded(x: Tensor, dims: Dims, wanted: Sequence[str], v: DTensor) -> DTenso
 # The public operators.
 
 
-def _of_state(name: str, state: State | None) -> dict[str, Tensor | None]:
-    """Return the parts of a state by name."""
-    if state is None:
-        return {}
-    return {f"{name}.{part}": t for part, t in zip(State._fields, state, strict=True)}
+def call_with_state(
+    given: Mapping[str, Tensor | None],
+    state: State | None,
+    run: Callable[[dict[str, Any], Any], Results],
+    *,
+    time: bool = True,
+    name: str = "initial_state",
+) -> Results:
+    """Call an operator on local tensors and on the local part of a state.
+
+    Args:
+        given: the tensors of the call by name.
+        state: the state; None is none.
+        run: the operator, from local tensors by name and the local state to h, or to h and the state.
+        time: whether tensors have the dimension T.
+        name: the name of the state.
+
+    Returns:
+        what ``run`` returns, as DTensors.
+
+    Raises:
+        ValueError, TypeError: as :func:`call_locally`; or the state is no :class:`tfla.State`.
+    """
+    if state is not None and not isinstance(state, State):
+        raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.State")
+    parts = {} if state is None else {f"{name}.{part}": t for part, t in zip(State._fields, state, strict=True)}
+
+    def locally(local: dict[str, Tensor | None]) -> Results:
+        own = [local[part] for part in parts]
+        return run({each: local[each] for each in given}, State(*own) if own else None)  # type: ignore[arg-type]
+
+    return call_locally({**given, **parts}, time, locally)
 
 
-def _state_of(name: str, local: Mapping[str, Tensor | None]) -> State | None:
-    """Return the state of local tensors by name, None where there is none."""
-    parts = [local.get(f"{name}.{part}") for part in State._fields]
-    return None if parts[0] is None else State(*parts)  # type: ignore[arg-type]
+def named(request: Request, lengths: str) -> dict[str, Tensor | None]:
+    """Return the tensors of a request by the names that they have for the caller, in the order of its fields."""
+    gates = ("log_i", "log_f") if request.gates == "log" else ("i", "f")
+    return dict(zip(("q", "k", "v", *gates, lengths), (*request[:5], request.lengths), strict=True))
 
 
 def attend(request: Request, run: Callable[[Request], Results]) -> Results:
     """Compute a call over whole sequences by ``run`` on local tensors.
 
     Raises:
-        ValueError, TypeError: as :func:`call_locally`; or the state is no :class:`tfla.State`.
+        ValueError, TypeError: as :func:`call_with_state`.
     """
-    _check_state("initial_state", request.state)
-    i, f = ("log_i", "log_f") if request.gates == "log" else ("i", "f")
-    given = {"q": request.q, "k": request.k, "v": request.v, i: request.i, f: request.f, "cu_seqlens": request.lengths}
 
-    def locally(local: dict[str, Tensor | None]) -> Results:
-        q, k, v, input_gate, forget_gate = (local[name] for name in ("q", "k", "v", i, f))
-        state, lengths = _state_of("initial_state", local), local["cu_seqlens"]
-        return run(Request(q, k, v, input_gate, forget_gate, state, lengths, *request[7:]))  # type: ignore[arg-type]
+    def locally(local: dict[str, Any], state: Any) -> Results:
+        *tensors, lengths = local.values()
+        return run(Request(*tensors, state, lengths, *request[7:]))  # type: ignore[call-arg]
 
-    return call_locally({**given, **_of_state("initial_state", request.state)}, True, locally)
+    return call_with_state(named(request, "cu_seqlens"), request.state, locally)
 
 
-def steps(
-    given: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor], gates: str, time: bool, state: State,
-    lengths: Tensor | None, run: Callable[..., Results],
-) -> Results:  # fmt: skip
-    """Compute decoding steps by ``run(given, state, lengths)`` on local tensors.
+def run_steps(
+    given: Mapping[str, Tensor | None],
+    state: State,
+    state_indices: Tensor | None,
+    run: Callable[[dict[str, Any], Any], tuple[Tensor, State]],
+    *,
+    time: bool,
+    return_state: bool,
+) -> tuple[Tensor, State]:
+    """Compute decoding steps on local tensors.
+
+    Args:
+        given: the tensors of the call by name.
+        state: the state before the steps.
+        state_indices: rows of a pool, which are refused.
+        run: the operator, from local tensors by name and the local state to h and the new state, whose tensors are
+            empty without ``return_state``.
+        time: whether tensors have the dimension T.
+        return_state: whether there is a new state.
+
+    Returns:
+        h, and the new state or, without ``return_state``, the given one.
 
     Raises:
-        ValueError, TypeError: as :func:`attend`.
+        ValueError, TypeError: as :func:`call_with_state`; or ``state_indices`` are given.
     """
-    _check_state("state", state)
-    names = ("q", "k", "v", "log_i", "log_f") if gates == "log" else ("q", "k", "v", "i", "f")
-    named = dict(zip(names, given, strict=True))
+    check_no_indices(state_indices)
 
-    def locally(local: dict[str, Tensor | None]) -> Results:
-        return run(tuple(local[name] for name in names), _state_of("state", local), local["lengths"])
+    def locally(local: dict[str, Any], own: Any) -> Results:
+        found = run(local, own)
+        return found if return_state else found[0]
 
-    return call_locally({**named, "lengths": lengths, **_of_state("state", state)}, time, locally)
+    found = call_with_state(given, state, locally, time=time, name="state")
+    return (found, state) if isinstance(found, Tensor) else found
 
 
-def _check_state(name: str, state: object) -> None:
-    """Check the type of a state."""
-    if state is not None and not isinstance(state, State):
-        raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.State")
+def check_no_indices(state_indices: Tensor | None) -> None:
+    """Raise if the states of a call on DTensors are rows of a pool."""
+    if state_indices is not None:
+        raise TypeError("state_indices: got them with DTensors, expected plain tensors: call it on the local tensors")

@@ -14,12 +14,12 @@ from tfla.ops.gates import InputGate
 from tfla.ops.state import State
 from tfla.ops.step_dispatch import plan
 from tfla.ops.step_operators import run
-from tfla.ops.transforms import PLAIN
+from tfla.ops.transforms import is_distributed
 
 
 def _run(request: Request) -> tuple[Tensor, State]:
     """Run a call as planned, or the same call on the local tensors of DTensors."""
-    if type(request.q) not in PLAIN and hasattr(request.q, "device_mesh"):
+    if is_distributed(request.q):
         return _run_sharded(request)
     return run(request, plan(request))
 
@@ -28,18 +28,15 @@ def _run_sharded(request: Request) -> tuple[Tensor, State]:
     """Run a call on the local tensors of DTensors."""
     from tfla.ops import sharded
 
-    if request.state_indices is not None:
-        raise TypeError("state_indices: got them with DTensors, expected plain tensors: call it on the local tensors")
+    def local(given: dict[str, Any], state: Any) -> tuple[Tensor, State]:
+        q, k, v, i, f, lengths = given.values()
+        return _run(request._replace(q=q, k=k, v=v, i=i, f=f, state=state, lengths=lengths))
 
-    def local(given: Any, state: State, lengths: Tensor | None) -> Tensor | tuple[Tensor, State]:
-        q, k, v, i, f = given
-        found = _run(request._replace(q=q, k=k, v=v, i=i, f=f, state=state, lengths=lengths))
-        return found if request.return_state else found[0]
-
-    state = request.state
-    assert state is not None
-    found = sharded.steps(request[:5], request.gates, request.time, state, request.lengths, local)
-    return (found, state) if isinstance(found, Tensor) else found
+    assert request.state is not None
+    return sharded.run_steps(
+        sharded.named(request, "lengths"), request.state, request.state_indices, local, time=request.time,
+        return_state=request.return_state,
+    )  # fmt: skip
 
 
 def mlstm_step(

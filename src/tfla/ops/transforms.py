@@ -13,6 +13,11 @@ from tfla.backends.gpu.runtime import constant
 PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
+def is_distributed(x: object) -> bool:
+    """Return whether a tensor is a DTensor, without the import of that class."""
+    return type(x) not in PLAIN and hasattr(x, "device_mesh")
+
+
 def needs_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
     """Return whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator.
 

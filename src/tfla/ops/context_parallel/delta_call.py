@@ -8,7 +8,7 @@ from torch import Tensor
 from tfla.backends import DeltaInputs
 from tfla.ops import checks
 from tfla.ops.context_parallel.call import check_global_offsets, check_no_transforms
-from tfla.ops.context_parallel.cuts import Cut
+from tfla.ops.context_parallel.cuts import Cut, Placement
 from tfla.ops.context_parallel.delta_registration import delta_eagerly, delta_traced
 from tfla.ops.context_parallel.delta_states import PER_STEP
 from tfla.ops.context_parallel.group import context_parallel_of
@@ -27,18 +27,35 @@ def _as_the_backend_reads(x: DeltaInputs, cut: Cut) -> DeltaInputs:
     return DeltaInputs(*of_steps, x.A_log, x.dt_bias, None, offsets)  # type: ignore[arg-type,call-arg]
 
 
-def delta_part(request: DeltaRequest, context_parallel: object) -> Tensor | tuple[Tensor, State]:
+def _check_steps(placement: Placement, T: int, cu_seqlens: Tensor | None, traced: bool) -> None:
+    """Check the cut of steps that are several writes each, in numbers of steps.
+
+    Args:
+        placement: that of steps.
+        T: the steps of this process.
+        cu_seqlens: the offsets in steps.
+        traced: the offsets have no values that can be read. The operator then checks numbers of writes.
+    """
+    if not traced and cu_seqlens is not None:
+        cut_of(placement, T, cu_seqlens)
+    elif not traced or not placement.lengths:
+        placement.own_lengths(T)
+
+
+def delta_part(request: DeltaRequest, context_parallel: object, writes: int = 1) -> Tensor | tuple[Tensor, State]:
     """Compute the delta rule on this process's part of the sequence.
 
     Args:
         request: the arguments of the call; `cu_seqlens` are the offsets among the steps of all processes.
         context_parallel: a process group, a one-dimensional DeviceMesh or a ContextParallel.
+        writes: the number of steps next to each other that are writes of one step for the caller. Cuts lie between
+            these, and the lengths of ``context_parallel`` count them.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
         NotImplementedError: a transform of torch.func or forward-mode AD is active.
     """
-    placement, group = context_parallel_of(context_parallel)
+    placement, group = context_parallel_of(context_parallel, writes)
     x, cu_seqlens = check(request._replace(cu_seqlens=None, state=None)), request.cu_seqlens
     check_no_transforms()
     if cu_seqlens is not None:
@@ -48,6 +65,9 @@ def delta_part(request: DeltaRequest, context_parallel: object) -> Tensor | tupl
         checks.check_state(request.state, sequences, request.q, request.v, False, "initial_state")
         x = x._replace(C=request.state.C)
     traced = needs_dispatcher((*x[:-1], cu_seqlens))
+    if writes > 1:
+        offsets = None if cu_seqlens is None else cu_seqlens // writes
+        _check_steps(context_parallel_of(context_parallel)[0], x.q.shape[1] // writes, offsets, traced)
     cut = None if traced else cut_of(placement, x.q.shape[1], cu_seqlens)
     # A traced call chooses by the shapes of its arguments.
     local = x._replace(C=None) if cut is None else _as_the_backend_reads(x, cut)

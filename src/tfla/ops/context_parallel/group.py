@@ -78,11 +78,16 @@ def _process_group(group: object) -> dist.ProcessGroup:
 
 
 @constant
-def context_parallel_of(group: object) -> tuple[Placement, str]:
+def context_parallel_of(group: object, writes: int = 1) -> tuple[Placement, str]:
     """Return the placement and the name of the process group of the argument `context_parallel`.
+
+    Args:
+        group: the argument.
+        writes: the number of steps for the operator in each step that the argument counts.
 
     Raises:
         TypeError, ValueError: it is none of what the operators take.
     """
     given = group if isinstance(group, ContextParallel) else ContextParallel(group)  # type: ignore[arg-type]
-    return given.placement, given.group_name
+    placement = given.placement
+    return placement._replace(lengths=tuple(n * writes for n in placement.lengths)), given.group_name

@@ -1,0 +1,279 @@
+"""The public operators with several writes in each step, as calls of the delta rule: DeltaProduct and DPLR.
+
+The delta rule gets the writes of a step as steps of its own. The first one has the decay, and the last one is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from tfla.ops import checks
+from tfla.ops.delta_dispatch import DeltaRequest
+from tfla.ops.delta_operator import compute
+from tfla.ops.state import State
+from tfla.ops.transforms import is_distributed
+
+if TYPE_CHECKING:
+    from tfla.ops.context_parallel.group import Group
+
+
+@overload
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    return_state: Literal[False] = False,
+    writes: int,
+    normalize_qk: bool = ...,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    context_parallel: Group | None = ...,
+) -> Tensor: ...
+@overload
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    return_state: Literal[True],
+    writes: int,
+    normalize_qk: bool = ...,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    context_parallel: Group | None = ...,
+) -> tuple[Tensor, State]: ...
+def delta_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    writes: int,
+    normalize_qk: bool = False,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+    context_parallel: Group | None = None,
+) -> Tensor | tuple[Tensor, State]:
+    """Compute (Gated) DeltaProduct over whole sequences: the delta rule with several writes in each step.
+
+    The state decays before the first write of a step and is read by q after the last one. The call is one of
+    :func:`delta_rule` over T x writes steps.
+
+    Args:
+        q: (B, T, Hq, dqk).
+        k: (B, T x writes, Hq, dqk), the keys of a step next to each other.
+        v: (B, T x writes, H, dhv).
+        beta: (B, T x writes, H); None is 1.
+        log_f: (B, T, H) or (B, T, H, dqk); None is no decay.
+        writes: the number of writes in each step.
+        normalize_qk: divide q and k by sqrt(their squared norm + 1e-6).
+        scale, initial_state, return_state, chunk_size, backend, kernel: as in :func:`delta_rule`.
+        cu_seqlens: the offsets of packed sequences in steps, not in writes.
+        context_parallel: as in :func:`delta_rule`. Sequences are cut between steps; its lengths are steps.
+
+    Returns:
+        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`delta_rule`.
+    """
+    if isinstance(writes, bool) or not isinstance(writes, int | torch.SymInt):
+        raise TypeError(f"writes: got {type(writes).__name__}, expected an int")
+    if writes < 1:
+        raise ValueError(f"writes: got {writes}, expected at least 1")
+    options: dict[str, Any] = {
+        "scale": scale, "return_state": return_state, "chunk_size": chunk_size, "backend": backend, "kernel": kernel,
+        "context_parallel": context_parallel,
+    }  # fmt: skip
+    if is_distributed(q):
+        given = {"q": q, "k": k, "v": v, "beta": beta, "log_f": log_f, "cu_seqlens": cu_seqlens}
+        return _on_local_tensors(
+            delta_product, given, initial_state, writes=writes, normalize_qk=normalize_qk, **options
+        )
+    checks.check_float("q", q)
+    checks.check_shape("q", q, ("B", "T", "H", "dqk"))
+    B, T, Hq, dqk = q.shape
+    for name, x, dims in (("k", k, ("H", "dqk")), ("v", v, ("H", "dhv")), ("beta", beta, ("H",))):
+        if x is not None:
+            checks.check_float(name, x)
+            checks.check_shape(name, x, (B, T * writes, *dims))
+    queries = torch.cat([q.new_zeros(B, T, writes - 1, Hq, dqk), q.unsqueeze(2)], 2).flatten(1, 2)
+    if log_f is not None:
+        checks.check_float("log_f", log_f)
+        if log_f.shape[:2] != (B, T):
+            raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected ({B}, {T}, H) or ({B}, {T}, H, {dqk})")
+        open_gates = log_f.new_zeros(B, T, writes - 1, *log_f.shape[2:])
+        log_f = torch.cat([log_f.unsqueeze(2), open_gates], 2).flatten(1, 2)
+    steps = queries, k, v, beta, log_f, None
+    return _compute(steps, initial_state, cu_seqlens, writes, normalize_qk=normalize_qk, **options)
+
+
+@overload
+def dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_f: Tensor,
+    *,
+    return_state: Literal[False] = False,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    context_parallel: Group | None = ...,
+) -> Tensor: ...
+@overload
+def dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_f: Tensor,
+    *,
+    return_state: Literal[True],
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    context_parallel: Group | None = ...,
+) -> tuple[Tensor, State]: ...
+def dplr(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    log_f: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+    context_parallel: Group | None = None,
+) -> Tensor | tuple[Tensor, State]:
+    """Compute a recurrence with a diagonal plus low-rank transition over whole sequences.
+
+    For every head and step t:
+
+        C_t = diag(exp(log_f_t)) C_{t-1} + b_t (C_{t-1}^T a_t)^T + k_t v_t^T        h_t = scale C_t^T q_t
+
+    RWKV-7 has a = -kk, b = kk * (its in-context learning rate) and scale = 1. The call is one of :func:`delta_rule`
+    over 2 T steps: b writes what a reads before the decay, then k writes v.
+
+    Args:
+        q, k, a, b: (B, T, Hq, dqk).
+        v: (B, T, H, dhv).
+        log_f: (B, T, H) or (B, T, H, dqk).
+        scale, initial_state, return_state, chunk_size, backend, kernel: as in :func:`delta_rule`.
+        cu_seqlens: the offsets of packed sequences in steps.
+        context_parallel: as in :func:`delta_rule`.
+
+    Returns:
+        h (B, T, H, dhv); with ``return_state`` also the :class:`State`.
+
+    Raises:
+        ValueError, TypeError: as :func:`delta_rule`.
+    """
+    options: dict[str, Any] = {
+        "scale": scale, "return_state": return_state, "chunk_size": chunk_size, "backend": backend, "kernel": kernel,
+        "context_parallel": context_parallel,
+    }  # fmt: skip
+    if is_distributed(q):
+        given = {"q": q, "k": k, "v": v, "a": a, "b": b, "log_f": log_f, "cu_seqlens": cu_seqlens}
+        return _on_local_tensors(dplr, given, initial_state, **options)
+    for name, x in {"q": q, "k": k, "a": a, "b": b}.items():
+        checks.check_float(name, x)
+        checks.check_shape(name, x, ("B", "T", "H", "dqk") if name == "q" else tuple(q.shape))
+        if x.device != q.device:
+            raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
+    checks.check_float("v", v)
+    checks.check_shape("v", v, (q.shape[0], q.shape[1], "H", "dhv"))
+    checks.check_float("log_f", log_f)
+    zero = torch.zeros_like
+
+    def each(first: Tensor, second: Tensor) -> Tensor:
+        return torch.stack([first, second], 2).flatten(1, 2)
+
+    one = torch.ones(v.shape[:-1], dtype=torch.float32, device=v.device)
+    steps = each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)), each(a, zero(a))
+    return _compute(steps, initial_state, cu_seqlens, 2, read_before_decay=True, **options)
+
+
+def _compute(
+    steps: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    initial_state: State | None,
+    cu_seqlens: Tensor | None,
+    writes: int,
+    *,
+    scale: float | None,
+    return_state: bool,
+    context_parallel: Group | None,
+    read_before_decay: bool = False,
+    normalize_qk: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, State]:
+    """Compute the delta rule over the writes of all steps, and return the outputs of the steps.
+
+    Args:
+        steps: q, k, v, beta, log_f and read_key of the writes, (B, T x writes, ...).
+        initial_state, scale, return_state, context_parallel, read_before_decay, normalize_qk: as in :func:`delta_rule`.
+        cu_seqlens: the offsets of packed sequences in steps.
+        writes: the number of writes in each step.
+        options: the chunk size, the backend and the kernel.
+    """
+    q, k, v, beta, log_f, read_key = steps
+    if cu_seqlens is not None:
+        check = checks.check_cu_seqlens if context_parallel is None else checks.check_offsets
+        check(cu_seqlens, q[:, ::writes])
+        cu_seqlens = cu_seqlens * writes
+    request = DeltaRequest(
+        q, k, v, beta, log_f, read_key, None, None, initial_state, cu_seqlens, True, read_before_decay, normalize_qk,
+        "none", "none", None, return_state, checks.check_scale(scale), **options,
+    )  # fmt: skip
+    found = compute(request, context_parallel, writes=writes)
+    if isinstance(found, Tensor):
+        return found[:, writes - 1 :: writes]
+    return found[0][:, writes - 1 :: writes], found[1]
+
+
+def _on_local_tensors(
+    operator: Any, given: dict[str, Tensor | None], initial_state: State | None, **options: Any
+) -> Tensor | tuple[Tensor, State]:
+    """Compute a call of an operator of this module on the local tensors of DTensors."""
+    from tfla.ops import sharded
+
+    return sharded.call_with_state(
+        given, initial_state, lambda local, state: operator(**local, initial_state=state, **options)
+    )
