@@ -155,7 +155,8 @@ def backend_inputs(request: Request, convert: bool = True) -> Inputs:
 def with_log_gates(x: Inputs, gates: Gates) -> Inputs:
     """Return inputs whose gates are log-gates."""
     log_i, log_f = (None, clamp(x.log_f)) if x.log_i is None else log_gates(x.log_i, x.log_f, gates)
-    return x._replace(log_i=log_i, log_f=log_f)
+    # No `_replace`: torch.compile of PyTorch 2.11 loses the fields of the tuple that it makes at a break of the graph.
+    return Inputs(*x[:3], log_i, log_f, *x[5:])
 
 
 def check(request: Request) -> Inputs:
