@@ -2,8 +2,8 @@
 
 Lines of logic are the lines of function bodies without docstrings, comments, nested signatures, imports and lone
 punctuation. Two places share them where the lines are the same up to a consistent renaming; names of attributes and of
-called functions, and literals, have to be equal. A pair is a pair of files, or a file with itself, with all the runs of
-lines that they share.
+called functions, and literals, have to be equal. A place is a run of lines of one function. Runs that two functions
+share are one pair of places if they overlap or abut on both sides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tfla
 
 SOURCES = Path(tfla.__file__).parent
 RUN = 6  # lines that make a repetition
-PAIRS = 10  # that the package may have
+PAIRS = 10  # of places, that the package may have
 LEFT_OUT = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
 }  # fmt: skip
@@ -79,30 +79,41 @@ def renamed(lines: list[Line]) -> tuple[str, ...]:
     return tuple(found)
 
 
+Run = tuple[int, int, int, int]  # the first lines of both places in their functions, and the lines after the last
+
+
+def merged(runs: list[Run]) -> list[Run]:
+    """Return runs that two functions share, those that overlap or abut on both sides as one."""
+    found: list[Run] = []
+    for run in sorted(runs):
+        near = [x for x in found if run[0] <= x[1] and x[0] <= run[1] and run[2] <= x[3] and x[2] <= run[3]]
+        found = [x for x in found if x not in near]
+        (i, k, j, n) = zip(run, *near, strict=True)
+        found.append((min(i), max(k), min(j), max(n)))
+    return found
+
+
 def repetitions(files: dict[str, str]) -> list[str]:
-    """Return the pairs of files that share runs of at least RUN lines, each with its runs, the longest first."""
+    """Return the pairs of places that share at least RUN lines, the longest first."""
     blocks = [(name, lines) for name, text in files.items() for lines in functions(text)]
     places: dict[tuple[str, ...], list[tuple[int, int]]] = defaultdict(list)
     for block, (_, lines) in enumerate(blocks):
         for start in range(len(lines) - RUN + 1):
             places[renamed(lines[start : start + RUN])].append((block, start))
-    shared = {
-        (a, i, b, j)
-        for found in places.values()
-        for (a, i), (b, j) in itertools.combinations(found, 2)
-        if a != b or abs(i - j) >= RUN
-    }
-    pairs: dict[tuple[str, str], list[tuple[int, str]]] = defaultdict(list)
-    for a, i, b, j in shared:
-        if (a, i - 1, b, j - 1) not in shared:
-            count = next(n for n in itertools.count(1) if (a, i + n, b, j + n) not in shared) + RUN - 1
+    shared: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    for found in places.values():
+        for (a, i), (b, j) in itertools.combinations(found, 2):
+            if a != b or abs(i - j) >= RUN:
+                shared[a, b].append((i, i + RUN, j, j + RUN))
+    pairs: list[tuple[int, str]] = []
+    for (a, b), runs in shared.items():
+        for i, k, j, n in merged(runs):
             sides = [
-                f"{blocks[block][0]}:{blocks[block][1][start][0]}-{blocks[block][1][start + count - 1][0]}"
-                for block, start in ((a, i), (b, j))
+                f"{blocks[block][0]}:{blocks[block][1][first][0]}-{blocks[block][1][end - 1][0]}"
+                for block, first, end in ((a, i, k), (b, j, n))
             ]
-            pairs[blocks[a][0], blocks[b][0]].append((count, " ~ ".join(sides)))
-    runs = sorted(sorted(found, key=lambda run: (-run[0], run[1])) for found in pairs.values())
-    return [", ".join(f"{count} lines {sides}" for count, sides in found) for found in runs]
+            pairs.append((max(k - i, n - j), " ~ ".join(sides)))
+    return [f"{count} lines {sides}" for count, sides in sorted(pairs, key=lambda pair: (-pair[0], pair[1]))]
 
 
 def test_places_share_little_logic() -> None:
@@ -123,6 +134,10 @@ def test_repetitions_are_found() -> None:
     assert repetitions({"a": function(BODY), "b": function(BODY)}) == ["7 lines a:5-11 ~ b:5-11"]
     assert repetitions({"a": function(BODY) + function(BODY, "g")}) == ["7 lines a:5-11 ~ a:16-22"]
     assert len(repetitions({"a": function(BODY), "b": function(other), "c": function(BODY)})) == 3
+    apart = [*BODY, *"pqrs", *BODY]  # each run on both sides is a pair of places with each of the other side
+    assert len(repetitions({"a": function(apart), "b": function(BODY)})) == 3
+    twice = [*BODY[:6], "e = f(x)", *BODY[:6]]
+    assert repetitions({"a": function(twice), "b": function(twice, "g")})[0] == "13 lines a:5-17 ~ b:5-17"
     with_comments = [line for text in BODY for line in ("# why", "", text)]
     assert len(repetitions({"a": function(BODY), "b": function(with_comments)})) == 1
 

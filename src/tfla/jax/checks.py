@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tfla._util.shapes import check_input_shapes, check_shape, state_parts
 from tfla.jax.state import State
 from tfla.ops.checks import LONGEST_STEPS
 
@@ -42,13 +43,6 @@ def check_float(name: str, x: object) -> None:
         raise TypeError(f"{name}: got dtype {dtype}, expected a float dtype: {', '.join(FLOATS)}")
 
 
-def check_shape(name: str, x: Any, allowed: tuple[int | str, ...]) -> None:
-    """Check the shape of an array; a string in ``allowed`` stands for any size and names it in the message."""
-    shape = tuple(x.shape)
-    if len(shape) != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, shape, strict=True)):
-        raise ValueError(f"{name}: got shape {shape}, expected ({', '.join(map(str, allowed))})")
-
-
 def check_inputs(q: Any, k: Any, v: Any, gates: dict[str, Any], time: bool) -> None:
     """Check shapes and dtypes of one call.
 
@@ -59,17 +53,7 @@ def check_inputs(q: Any, k: Any, v: Any, gates: dict[str, Any], time: bool) -> N
     """
     for name, x in {"q": q, "k": k, "v": v, **gates}.items():
         check_float(name, x)
-    lead: tuple[str, ...] = ("B", "T") if time else ("B",)
-    check_shape("q", q, (*lead, "H", "dqk"))
-    *batch, heads, dqk = q.shape
-    check_shape("k", k, (*batch, heads, dqk))
-    check_shape("v", v, (*batch, "H", "dhv"))
-    if 0 in (*v.shape[1:], *q.shape[1:]):
-        raise ValueError(f"v: got shape {tuple(v.shape)} with q {tuple(q.shape)}, expected no empty dimension but B")
-    if v.shape[-2] % heads:
-        raise ValueError(f"v: got {v.shape[-2]} heads, expected a multiple of the {heads} heads of q and k")
-    for name, x in gates.items():
-        check_shape(name, x, tuple(v.shape[:-1]))
+    check_input_shapes(q, k, v, gates, time)
     for name, x in {"k": k, "v": v}.items():
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: got dtype {x.dtype}, expected that of q, {q.dtype}")
@@ -79,16 +63,9 @@ def check_state(state: object, sequences: int, q: Any, v: Any, normalize: bool, 
     """Check type, shapes and dtypes of a state for the given number of sequences."""
     if not isinstance(state, State):
         raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.jax.State")
-    heads, dqk, dhv = v.shape[-2], q.shape[-1], v.shape[-1]
-    shapes = {"C": (sequences, heads, dqk, dhv), "n": (sequences, heads, dqk), "m": (sequences, heads)}
-    for part, shape in shapes.items():
-        x = getattr(state, part)
-        if part != "C" and not normalize:
-            if x is not None:
-                raise ValueError(f"{name}.{part}: got an array, expected None: this form has no normalizer")
-            continue
-        check_float(f"{name}.{part}", x)
-        check_shape(f"{name}.{part}", x, shape)
+    for part, x, shape in state_parts(state, sequences, q, v, normalize, name, "an array"):
+        check_float(part, x)
+        check_shape(part, x, shape)
 
 
 def check_cu_seqlens(cu_seqlens: Any, q: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from tfla._util.shapes import check_input_shapes, check_shape, state_parts
 from tfla.backends.base import Gates, packed_bounds
 from tfla.ops.autocast import autocast_dtype
 from tfla.ops.gates import INPUT_GATES
@@ -34,15 +35,6 @@ def check_float(name: str, x: object) -> None:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def check_shape(name: str, x: Tensor, allowed: tuple[int | str, ...]) -> None:
-    """Check the shape of a tensor; a string in ``allowed`` stands for any size and names it in the message."""
-    shape = x.shape
-    if shape == allowed:  # first, because it is much faster and holds for most
-        return
-    if len(shape) != len(allowed) or any(isinstance(a, int) and a != n for a, n in zip(allowed, shape, strict=True)):
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected ({', '.join(map(str, allowed))})")
 
 
 def check_input_gate(input_gate: object) -> None:
@@ -68,17 +60,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Tensor], time
     """
     for name, x in {"q": q, "k": k, "v": v, **gates}.items():
         check_float(name, x)
-    lead: tuple[str, ...] = ("B", "T") if time else ("B",)
-    check_shape("q", q, (*lead, "H", "dqk"))
-    *batch, heads, dqk = q.shape
-    check_shape("k", k, (*batch, heads, dqk))
-    check_shape("v", v, (*batch, "H", "dhv"))
-    if min(*v.shape, *q.shape) < 1 and 0 in (*v.shape[1:], *q.shape[1:]):
-        raise ValueError(f"v: got shape {tuple(v.shape)} with q {tuple(q.shape)}, expected no empty dimension but B")
-    if v.shape[-2] % heads:
-        raise ValueError(f"v: got {v.shape[-2]} heads, expected a multiple of the {heads} heads of q and k")
-    for name, x in gates.items():
-        check_shape(name, x, tuple(v.shape[:-1]))
+    check_input_shapes(q, k, v, gates, time)
     low = autocast_dtype(q.device.type)
     for name, x in {"k": k, "v": v}.items():
         # Autocast casts all dtypes but float64 to one, so that they may differ before.
@@ -93,18 +75,11 @@ def check_state(state: object, sequences: int, q: Tensor, v: Tensor, normalize: 
     """Check type, shapes, dtypes and devices of a state for the given number of sequences, and return it."""
     if not isinstance(state, State):
         raise TypeError(f"{name}: got {type(state).__name__}, expected tfla.State")
-    heads, dqk, dhv = v.shape[-2], q.shape[-1], v.shape[-1]
-    shapes = {"C": (sequences, heads, dqk, dhv), "n": (sequences, heads, dqk), "m": (sequences, heads)}
-    for part, shape in shapes.items():
-        x = getattr(state, part)
-        if part != "C" and not normalize:
-            if x is not None:
-                raise ValueError(f"{name}.{part}: got a tensor, expected None: this form has no normalizer")
-            continue
-        check_float(f"{name}.{part}", x)
-        check_shape(f"{name}.{part}", x, shape)
+    for part, x, shape in state_parts(state, sequences, q, v, normalize, name, "a tensor"):
+        check_float(part, x)
+        check_shape(part, x, shape)
         if x.device != q.device:
-            raise ValueError(f"{name}.{part}: got device {x.device}, expected that of q, {q.device}")
+            raise ValueError(f"{part}: got device {x.device}, expected that of q, {q.device}")
     return state
 
 

@@ -19,9 +19,14 @@ from torch import Tensor
 
 from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import time_strides
-from tfla.backends.gpu.gate_kernels import locate_segment
 from tfla.backends.triton.channel_tiles import Operands
-from tfla.backends.triton.scan_tiles import describable, load_tile, store_tile, tile_access
+from tfla.backends.triton.scan_tiles import (
+    describable,
+    load_tile,
+    locate_scan,
+    store_tile,
+    tile_access,
+)
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
@@ -49,9 +54,7 @@ def channel_h_scan(
         state_in, state_out: the initial and final states, (sequences, H, DK, DV).
     """
     part = tl.program_id(0)
-    slot = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    first, steps, b, t0, tile0 = locate_segment(cu, sequences, T, slot, T, L, False, IS_VARLEN)
+    h, first, steps, b, t0, tile0 = locate_scan(cu, sequences, T, H, L, IS_VARLEN)
     col = part * BV
     hv = h.to(tl.int64)
     row = first * H + hv
@@ -125,9 +128,7 @@ def channel_dv_scan(
         state_out: those of the initial states, of the same shape; written with STORE_FINAL_STATE.
     """
     part = tl.program_id(0)
-    slot = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    first, steps, b, t0, tile0 = locate_segment(cu, sequences, T, slot, T, L, False, IS_VARLEN)
+    h, first, steps, b, t0, tile0 = locate_scan(cu, sequences, T, H, L, IS_VARLEN)
     col = part * BV
     hv = h.to(tl.int64)
     row = first * H + hv

@@ -55,19 +55,22 @@ from tfla.backends.gpu.gate_kernels import (
     VECTORS,
     first_tile,
     locate_chunk,
-    locate_segment,
 )
 from tfla.backends.gpu.state_passing import rounded_product
 from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.scan_tiles import (
     describable,
+    load_initial_columns,
+    load_keys,
     load_tile,
+    locate_scan,
     matmul,
     store_checkpoint,
     store_tile,
     tile_access,
     touch_tile,
     wait_for_mma,
+    wide_heads,
 )
 
 if TYPE_CHECKING:
@@ -211,12 +214,9 @@ def delta_h_scan(
         scale: the factor of the queries.
     """
     part = tl.program_id(0)
-    slot = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    first, steps, b, t0, tile0 = locate_segment(cu, sequences, T, slot, T, L, False, IS_VARLEN)
+    h, first, steps, b, t0, tile0 = locate_scan(cu, sequences, T, H, L, IS_VARLEN)
     col = part * BV
-    hx = (h // GROUP).to(tl.int64)
-    hv = h.to(tl.int64)
+    hx, hv = wide_heads(h, GROUP)
     q_at = tile_access(Q + b * qb + t0 * qt + hx * qh, steps, DK, qt, L, BK, TMA)
     k_at = tile_access(K + b * kb + t0 * kt + hx * kh, steps, DK, kt, L, BK, TMA)
     r_at = tile_access(R + b * rb + t0 * rt + hx * rh, steps, DK, rt, L, BK, TMA)
@@ -226,22 +226,13 @@ def delta_h_scan(
     x_at = tile_access(X + (first * H + hv) * L, steps, L, H * L, L, L, TMA)
     beta += b * bb + t0 * bt + hv * bh
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
-    rk = tl.arange(0, BK)
-    rv = col + tl.arange(0, BV)
-    state_at = (tl.program_id(1).to(tl.int64) * DK + rk[None, :]) * DV + rv[:, None]
-    inside = (rv < DV)[:, None] & (rk < DK)[None, :]
-    S = tl.zeros([BV, BK], tl.float32)
-    if USE_INITIAL_STATE:
-        S = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
+    S, state_at, inside = load_initial_columns(state_in, col, DK, DV, BK, BV, USE_INITIAL_STATE)
     r = tl.arange(0, L)
     for step in tl.range(0, tl.cdiv(steps, L).to(tl.int32), num_stages=STAGES, disable_licm=True):
         t = step * L
         gate = gates + t * VECTORS
-        q = load_tile(q_at, t, 0, steps, DK, qt, L, BK, TMA)  # (L, BK)
-        k = load_tile(k_at, t, 0, steps, DK, kt, L, BK, TMA)  # (L, BK)
-        read = k
-        if READ_KEY:
-            read = load_tile(r_at, t, 0, steps, DK, rt, L, BK, TMA)  # (L, BK)
+        # (L, BK) each
+        q, k, read = load_keys(q_at, k_at, r_at, t, steps, qt, kt, rt, DK, L, BK, READ_KEY, TMA)
         v = load_tile(v_at, t, col, steps, DV, vt, L, BV, TMA)  # (L, BV)
         x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
         write = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
@@ -288,12 +279,9 @@ def delta_dv_scan(
         state_out: the cotangents of the initial states; written with STORE_FINAL_STATE.
     """
     part = tl.program_id(0)
-    slot = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    first, steps, b, t0, tile0 = locate_segment(cu, sequences, T, slot, T, L, False, IS_VARLEN)
+    h, first, steps, b, t0, tile0 = locate_scan(cu, sequences, T, H, L, IS_VARLEN)
     col = part * BV
-    hx = (h // GROUP).to(tl.int64)
-    hv = h.to(tl.int64)
+    hx, hv = wide_heads(h, GROUP)
     q_at = tile_access(Q + b * qb + t0 * qt + hx * qh, steps, DK, qt, L, BK, TMA)
     k_at = tile_access(K + b * kb + t0 * kt + hx * kh, steps, DK, kt, L, BK, TMA)
     r_at = tile_access(R + b * rb + t0 * rt + hx * rh, steps, DK, rt, L, BK, TMA)
@@ -306,23 +294,14 @@ def delta_dv_scan(
     dots += (part * tokens + first) * H + hv
     do_e = dots + tl.num_programs(0) * tokens * H
     gates += (hv * tiles_of_head + tile0) * VECTORS * L
-    rk = tl.arange(0, BK)
-    rv = col + tl.arange(0, BV)
-    state_at = (tl.program_id(1).to(tl.int64) * DK + rk[None, :]) * DV + rv[:, None]
-    inside = (rv < DV)[:, None] & (rk < DK)[None, :]
-    S = tl.zeros([BV, BK], tl.float32)
-    if USE_INITIAL_STATE:
-        S = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
+    S, state_at, inside = load_initial_columns(state_in, col, DK, DV, BK, BV, USE_INITIAL_STATE)
     r = tl.arange(0, L)
     tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=True):
         t = (tiles - 1 - step) * L
         gate = gates + t * VECTORS
-        q = load_tile(q_at, t, 0, steps, DK, qt, L, BK, TMA)  # (L, BK)
-        k = load_tile(k_at, t, 0, steps, DK, kt, L, BK, TMA)  # (L, BK)
-        read = k
-        if READ_KEY:
-            read = load_tile(r_at, t, 0, steps, DK, rt, L, BK, TMA)  # (L, BK)
+        # (L, BK) each
+        q, k, read = load_keys(q_at, k_at, r_at, t, steps, qt, kt, rt, DK, L, BK, READ_KEY, TMA)
         do = load_tile(g_at, t, col, steps, DV, gt, L, BV, TMA)  # (L, BV)
         e = load_tile(e_at, t, col, steps, DV, et, L, BV, TMA)  # (L, BV)
         x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
@@ -388,12 +367,9 @@ def delta_dq_dk_scan(
         SAME_STEP: whether step i reads the write of step i.
     """
     part = tl.program_id(0)
-    slot = tl.program_id(1) // H
-    h = tl.program_id(1) % H
-    first, steps, b, t0, tile0 = locate_segment(cu, sequences, T, slot, T, L, False, IS_VARLEN)
+    h, first, steps, b, t0, tile0 = locate_scan(cu, sequences, T, H, L, IS_VARLEN)
     col = part * BK
-    hx = (h // GROUP).to(tl.int64)
-    hv = h.to(tl.int64)
+    hx, hv = wide_heads(h, GROUP)
     x_at = tile_access(X + b * xb + t0 * xt + hx * xh, steps, DK, xt, L, BK, TMA)
     w_at = tile_access(W + b * wb + t0 * wt + hx * wh, steps, DK, wt, L, BK, TMA)
     y_at = tile_access(Y + b * yb + t0 * yt + hv * yh, steps, DV, yt, L, BV, TMA)

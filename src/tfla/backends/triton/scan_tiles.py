@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tfla.backends.gpu.gate_kernels import COLUMN, COLUMN_LOW, ROW, ROW_LOW, TINY, locate_chunk
+from tfla.backends.gpu.gate_kernels import COLUMN, COLUMN_LOW, ROW, ROW_LOW, TINY, locate_chunk, locate_segment
 
 
 def without_unknown_options(kernel):
@@ -85,9 +85,61 @@ def store_tile(at, x, t, c, length, width, stride, L: tl.constexpr, W: tl.conste
 
 
 @triton.jit
+def load_keys(
+    q_at, k_at, r_at, t, length, qt, kt, rt, DK: tl.constexpr, L: tl.constexpr, BK: tl.constexpr,
+    READ_KEY: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Load the tiles (L, BK) of q, k and read keys at row t; without READ_KEY read keys are k."""
+    q = load_tile(q_at, t, 0, length, DK, qt, L, BK, TMA)
+    k = load_tile(k_at, t, 0, length, DK, kt, L, BK, TMA)
+    read = k
+    if READ_KEY:
+        read = load_tile(r_at, t, 0, length, DK, rt, L, BK, TMA)
+    return q, k, read
+
+
+@triton.jit
 def wide_heads(h, GROUP):
     """Return the head of q and k of head h, and h, as 64-bit numbers."""
     return (h // GROUP).to(tl.int64), h.to(tl.int64)
+
+
+@triton.jit
+def locate_scan(cu, sequences, T, H, L: tl.constexpr, IS_VARLEN: tl.constexpr):
+    """Return what a program of a grid (programs of a head, sequences * H) scans: its head, and a whole sequence.
+
+    Returns:
+        The head, then as `locate_segment` the first token, the number of steps, the batch row, the step of the first
+        token in that row, and the first tile.
+    """
+    slot = tl.program_id(1) // H
+    h = tl.program_id(1) % H
+    first, steps, b, t0, tile0 = locate_segment(cu, sequences, T, slot, T, L, False, IS_VARLEN)
+    return h, first, steps, b, t0, tile0
+
+
+@triton.jit
+def load_initial_columns(
+    state_in, col, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    USE_INITIAL_STATE: tl.constexpr,
+):  # fmt: skip
+    """Load BV columns of an initial state, from column `col`, for a program of `locate_scan`; they are transposed.
+
+    Args:
+        state_in: the initial states, (sequences, H, DK, DV), read with USE_INITIAL_STATE.
+
+    Returns:
+        The columns, (BV, BK) float32, zeros without USE_INITIAL_STATE; and where they are in the states of all
+        sequences, with the mask of those that exist.
+    """
+    rk = tl.arange(0, BK)
+    rv = col + tl.arange(0, BV)
+    state_at = (tl.program_id(1).to(tl.int64) * DK + rk[None, :]) * DV + rv[:, None]
+    inside = (rv < DV)[:, None] & (rk < DK)[None, :]
+    S = tl.zeros([BV, BK], tl.float32)
+    if USE_INITIAL_STATE:
+        S = tl.load(state_in + state_at, mask=inside, other=0.0).to(tl.float32)
+    return S, state_at, inside
 
 
 @triton.jit

@@ -205,7 +205,7 @@ def mamba_split_conv1d_scan_combined(
     ):  # fmt: skip
         if t is not None or name != "conv1d_bias":
             check_float(name, t)
-            check_shape(name, t, shape)  # type: ignore[arg-type]
+            check_shape(name, t, shape)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: got {activation!r}, allowed are {', '.join(map(repr, ACTIVATIONS))}")
     check_dt_limit(dt_limit)
