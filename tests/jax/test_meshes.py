@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax_delta_cases
 import numpy as np
 import pytest
 import torch
 from cases import TOLERANCE, problem
+from delta_cases import delta_problem
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_cases import call, leaves_of
@@ -139,3 +141,48 @@ def test_context_parallel_takes_no_packed_sequences() -> None:
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"^context_parallel: got it with cu_seqlens, expected at most one of them"):
         run([x[name] for name in STEPS])
+
+
+DELTA: dict[str, Any] = {"B": 2, "T": 40, "H": 4, "K": 4, "V": 3}
+DELTA_STEPS = ("q", "k", "v", "beta", "log_f", "read_key")
+
+
+def delta_leaves(model: str, **changed: Any) -> tuple[dict[str, Any], Any]:
+    """Return the leaves of a problem, and a scalar function of what its model or another function makes of them."""
+    x = jax_delta_cases.leaves_of(delta_problem(model, **DELTA | changed))
+    one = functools.partial(jax_delta_cases.call, model, chunk_size=8)
+    return x, lambda x, run=one: loss(x, run=run)
+
+
+def delta_specs(x: dict[str, Any], steps: P, states: P) -> dict[str, P]:
+    return {name: steps if name in DELTA_STEPS else states for name in x}
+
+
+@pytest.mark.parametrize("divided", DIVIDED)
+def test_delta_rule_without_communication(divided: str) -> None:
+    x, of_call = delta_leaves("kda")
+    expected = jax.jit(jax.value_and_grad(of_call))(x)
+    devices = mesh(2)
+    placed = {name: jax.device_put(x[name], NamedSharding(devices, spec)) for name, spec in
+              delta_specs(x, *DIVIDED[divided]).items()}  # fmt: skip
+    compiled = jax.jit(jax.value_and_grad(of_call)).lower(placed).compile()
+    agree(compiled(placed), expected, 1e-9)
+    assert not any(name in compiled.as_text() for name in COLLECTIVES)
+
+
+@pytest.mark.parametrize(
+    ("model", "gates", "devices", "check_vma"),
+    [("gdn", "long", 4, True), ("kda", "medium", 2, False), ("gla", "long", 4, True), ("comba", "half", 4, True),
+     ("deltanet", "long", 2, True)],
+)  # fmt: skip
+def test_delta_rule_in_context_parallel(model: str, gates: str, devices: int, check_vma: bool) -> None:
+    """Outputs, the final state and all gradients, those of the initial state too, are those of one device."""
+    x, of_call = delta_leaves(model, gates=gates, Hq=2)
+    run = jax.shard_map(
+        functools.partial(jax_delta_cases.call, model, context_parallel="x", chunk_size=8), mesh=mesh(devices),
+        in_specs=(delta_specs(x, P(None, "x"), P()),), out_specs=(P(None, "x"), tfla.jax.State(P())),
+        check_vma=check_vma,
+    )  # fmt: skip
+    compiled = jax.jit(jax.value_and_grad(lambda x: of_call(x, run))).lower(x).compile()
+    agree(compiled(x), jax.jit(jax.value_and_grad(of_call))(x), 1e-9)
+    assert "all-gather" in compiled.as_text()

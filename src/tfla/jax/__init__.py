@@ -10,12 +10,17 @@ except ImportError as error:
     raise ImportError('tfla.jax needs JAX: pip install "tfla[jax]"') from error
 
 from tfla.jax.api import linear_attention, mlstm
+from tfla.jax.delta.api import delta_rule
+from tfla.jax.delta.steps import delta_rule_step, delta_rule_steps
 from tfla.jax.explain import explain
 from tfla.jax.state import State
 from tfla.jax.steps import linear_attention_step, linear_attention_steps, mlstm_step, mlstm_steps
 
 __all__ = [
     "State",
+    "delta_rule",
+    "delta_rule_step",
+    "delta_rule_steps",
     "explain",
     "linear_attention",
     "linear_attention_step",

@@ -10,35 +10,16 @@ import numpy as np
 from jax import Array
 
 from tfla.jax import checks, chunkwise, kernels, reference
+from tfla.jax.choice import Offsets, choose
+from tfla.jax.delta import channel_gates
+from tfla.jax.delta.channel_gates import has_channel_gates
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import Inputs, Spec, acc_dtype
 from tfla.jax.kernels import KernelInputs, KernelSpec
+from tfla.jax.spans import of_last_device
 from tfla.jax.state import State
 from tfla.ops.checks import check_chunk_size, check_flags, check_input_gate
 from tfla.ops.gates import InputGate
-
-KERNELS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(kernels.BACKENDS, ("fused",)),
-    "chunkwise": ("segmented",),
-    "reference": reference.KERNELS,
-}
-Offsets = Array | np.ndarray | tuple[int, ...]
-
-
-def choose(backend: object, kernel: object, chunk_size: int | None) -> tuple[str, str, int]:
-    """Return the backend, the kernel and the chunk size of a call.
-
-    Raises:
-        ValueError: no backend or kernel has that name.
-    """
-    if backend is not None and not (isinstance(backend, str) and backend in KERNELS):
-        raise ValueError(f"backend: got {backend!r}, allowed are None, {', '.join(map(repr, KERNELS))}")
-    chosen = "chunkwise" if backend is None else backend
-    names = KERNELS[chosen]
-    if kernel is not None and not (isinstance(kernel, str) and kernel in names):
-        raise ValueError(f"kernel: got {kernel!r}, backend {chosen!r} has {', '.join(map(repr, names))}")
-    default = chunkwise.CHUNK if chosen == "chunkwise" else 64
-    return chosen, names[0] if kernel is None else kernel, default if chunk_size is None else chunk_size
 
 
 def prepare(
@@ -111,9 +92,8 @@ def _run(return_state: bool, spec: Spec | KernelSpec, x: Inputs | KernelInputs) 
     h, C, n, m = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
     if not return_state:
         return h
-    if spec.axis is not None:  # the state after the last device's part, on all devices
-        last = jax.lax.axis_index(spec.axis) == jax.lax.axis_size(spec.axis) - 1
-        C, n, m = (jax.lax.psum(jnp.where(last, t, 0), spec.axis) for t in (C, n, m))
+    if spec.axis is not None:
+        C, n, m = (of_last_device(t, spec.axis) for t in (C, n, m))
     return h, State(C, n, jax.lax.stop_gradient(m)) if spec.normalize else State(C)
 
 
@@ -250,17 +230,18 @@ def linear_attention(
     store_dtype: Any = None,
     context_parallel: str | None = None,
 ) -> Array | tuple[Array, State]:
-    """Compute scalar-gated linear attention over whole sequences.
+    """Compute gated linear attention over whole sequences.
 
     This is :func:`tfla.linear_attention` on arrays of JAX, with the same arguments. For every head and step t:
 
-        C_t = exp(log_f_t) C_{t-1} + exp(log_i_t) k_t v_t^T        h_t = scale C_t^T q_t
+        C_t = diag(exp(log_f_t)) C_{t-1} + exp(log_i_t) k_t v_t^T        h_t = scale C_t^T q_t
 
     Args:
         q, k, v: as in :func:`mlstm`.
-        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0. They are clamped to [-1e5, 5e4]. Results
-            with gates above 0 are correct as long as the states and the results fit into float32, and the sum of
-            log-gates over 64 steps is at most 176.
+        log_f: (B, T, H), or (B, T, H, dqk) without ``normalize`` and ``store_dtype``: log-gates, any float dtype.
+        log_i: (B, T, H), log-gates, any float dtype; None is 0. All log-gates are clamped to [-1e5, 5e4]. Results with
+            gates above 0 are correct as long as the states and the results fit into float32, and the sum of log-gates
+            over 64 steps is at most 176; with gates for each channel at most 88.
         normalize: divide h_t by max(abs(scale n_t^T q_t), 1) with n_t = exp(log_f_t) n_{t-1} + exp(log_i_t) k_t, as
             mLSTMexp does.
         initial_state, return_state, cu_seqlens, chunk_size, scale: as in :func:`mlstm`. Without ``normalize`` a state
@@ -273,6 +254,11 @@ def linear_attention(
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    if has_channel_gates(log_f):
+        return channel_gates.linear_attention(
+            q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, scale, backend,
+            kernel, store_dtype, context_parallel,
+        )  # fmt: skip
     return _run(
         return_state,
         *prepare(

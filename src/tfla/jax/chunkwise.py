@@ -45,11 +45,9 @@ def stored_states(spec: Spec, T: int, rows: int, sequences: int | None) -> int:
 
 
 def _grid(spec: Spec, x: Inputs) -> Grid:
-    """Return the tiles of a call, in chunks of as equal numbers of tiles as possible."""
+    """Return the tiles of a call, in chunks."""
     T = x.v.shape[1]
-    cut = tiling(T, min(TILE, spec.chunk_size, T), x.cu_seqlens, spec.offsets)
-    chunks = -(-cut.tiles // max(1, spec.chunk_size // cut.steps))
-    return Grid(cut, chunks, -(-cut.tiles // chunks))
+    return Grid.of(tiling(T, min(TILE, spec.chunk_size, T), x.cu_seqlens, spec.offsets), spec.chunk_size)
 
 
 def _gates(spec: Spec, x: Inputs, grid: Grid, m: Array) -> TileGates:

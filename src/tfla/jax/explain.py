@@ -7,7 +7,8 @@ from typing import Any
 from jax import Array
 
 from tfla.jax import kernels
-from tfla.jax.api import KERNELS, Offsets, prepare
+from tfla.jax.api import prepare
+from tfla.jax.choice import KERNELS, Offsets
 from tfla.jax.chunkwise import TILE, stored_states
 from tfla.jax.inputs import Inputs
 from tfla.jax.kernels import KernelInputs, KernelSpec, signature

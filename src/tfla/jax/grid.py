@@ -19,6 +19,12 @@ class Grid(NamedTuple):
     chunks: int
     per_chunk: int  # tiles
 
+    @staticmethod
+    def of(tiling: Tiling, chunk_size: int) -> Grid:
+        """Return the tiles in chunks of as equal numbers of tiles as possible, of at most `chunk_size` steps."""
+        chunks = -(-tiling.tiles // max(1, chunk_size // tiling.steps))
+        return Grid(tiling, chunks, -(-tiling.tiles // chunks))
+
     def chunked(self, x: Array) -> Array:
         """Return x (n, ...) as (chunks, tiles of a chunk, ...); tiles that are missing are 0."""
         missing = self.chunks * self.per_chunk - x.shape[0]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary_alike
+from tfla.jax.scans import over_parts
 from tfla.jax.tiles import tiling
 from tfla.ops.gates import LOG_GATE_MIN
 
@@ -137,37 +138,11 @@ def compute(spec: Spec, x: Inputs) -> tuple[Array, Array, Array, Array]:
     q, k = (cut.split(jnp.repeat(t.astype(dtype), x.group, 2)) for t in (x.q, x.k))
     v, log_i, log_f = cut.split(x.v.astype(dtype)), cut.split(x.log_i, LOG_GATE_MIN), cut.split(x.log_f)
     parts = q, k, v, log_i, log_f
-    initial = x.C, x.n, x.m
+    initial: Triple = x.C, x.n, x.m
     if spec.normalize:  # max states are constants; the weight is 1, with the derivative of the given one
         m0 = jax.lax.stop_gradient(x.m)
         weight = jnp.exp(x.m - m0)
         initial = x.C * weight[..., None, None], x.n * weight[..., None], m0
 
-    if cut.packing is None:
-
-        def dense(state: Triple, at: Any) -> tuple[Triple, Array]:
-            h, state = form(*at, state, spec)
-            return state, h
-
-        (C, n, m), h = jax.lax.scan(dense, initial, parts)
-    else:
-        known = jnp.minimum(cut.packing.sequence, x.C.shape[0] - 1)
-
-        def packed(state: Triple, at: Any) -> tuple[Triple, tuple[Array, Triple]]:
-            part, sequence, starts = at
-            before: Any = tuple(
-                jnp.where(starts, given[sequence][None], now) if now.ndim > 1 else now
-                for given, now in zip(initial, state, strict=True)
-            )
-            h, state = form(*part, before, spec)
-            return state, (h, state)
-
-        start: Any = tuple(t[:1] if t.ndim > 1 else t for t in initial)
-        _, (h, every) = jax.lax.scan(packed, start, (parts, known, cut.packing.starts))
-        C, n, m = (
-            jnp.where(cut.packing.empty.reshape(-1, *[1] * (given.ndim - 1)), given, states[cut.packing.last, 0])
-            if given.ndim > 1
-            else given
-            for given, states in zip(initial, every, strict=True)
-        )
+    h, (C, n, m) = over_parts(lambda state, at: form(*at, state, spec), initial, parts, cut)
     return cut.join(h).astype(x.v.dtype), C, n, jax.lax.stop_gradient(m)

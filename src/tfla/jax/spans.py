@@ -27,6 +27,12 @@ class Span(NamedTuple):
     m: Array  # (B, H); (0,) without a normalizer
 
 
+def of_last_device(x: Array, axis: str) -> Array:
+    """Return x of the last device of a mesh axis, on all devices."""
+    last = jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
+    return jax.lax.psum(jnp.where(last, x, 0), axis)
+
+
 def initial_state(spec: Spec, x: Inputs, span: Span) -> tuple[Array, Array, Array]:
     """Return the state C, n, m before the span of this device: the initial state, then all spans before this one.
 

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from tfla.jax import checks, step_kernels
-from tfla.jax.api import choose
+from tfla.jax.choice import choose
+from tfla.jax.delta import channel_gates
+from tfla.jax.delta.channel_gates import has_channel_gates
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import acc_dtype, vary_alike
 from tfla.jax.reference import Triple, step
+from tfla.jax.scans import over_steps
 from tfla.jax.state import State
 from tfla.jax.step_kernels import PlainSteps, StepInputs, StepKernelSpec
 from tfla.ops.checks import check_flags, check_input_gate
@@ -41,7 +44,7 @@ def _compute(spec: StepSpec, given: Given, state: State, lengths: Array | None) 
         h (B, T, H, dhv) in v's dtype, and the state after ``lengths`` steps of each sequence (after all where None).
     """
     q, k, v, i, f, lengths = vary_alike(*given, lengths)
-    dtype, group, T, out_dtype = acc_dtype(q), v.shape[2] // q.shape[2], v.shape[1], v.dtype
+    dtype, group, out_dtype = acc_dtype(q), v.shape[2] // q.shape[2], v.dtype
     if i is None:
         log_f = clamp(f)
         log_i = jnp.zeros_like(log_f)
@@ -56,22 +59,13 @@ def _compute(spec: StepSpec, given: Given, state: State, lengths: Array | None) 
     q, k = (jnp.repeat(t.astype(dtype), group, 2) for t in (q, k))
     parts = tuple(jnp.moveaxis(t.astype(dtype), 1, 0) for t in (q, k, v, log_i, log_f))
     C, n, m, *_ = vary_alike(*start, q, lengths)
-    memory: Any = ((C, n, m),) * 2
 
-    def one(memory: tuple[Triple, Triple], at: Any) -> tuple[tuple[Triple, Triple], Array]:
-        (now, kept), (t, part) = memory, at
+    def one(state: Triple, part: Any) -> tuple[Array, Triple]:
         q, k, v, log_i, log_f = part
-        h, now = step(q, k, v, log_i, log_f, now, spec.scale, spec.normalize, eps=spec.eps, m_gradient=spec.m_gradient)
-        if lengths is None:
-            return (now, now), h
-        taken = t < jnp.clip(lengths, 0, T)
-        kept = jax.tree.map(
-            lambda a, b: jnp.where(taken.reshape(-1, *[1] * (a.ndim - 1)), a, b) if a.ndim > 1 else a, now, kept
-        )
-        return (now, kept), h
+        return step(q, k, v, log_i, log_f, state, spec.scale, spec.normalize, eps=spec.eps, m_gradient=spec.m_gradient)
 
-    (_, (C, n, m)), h = jax.lax.scan(one, memory, (jnp.arange(T), parts))
-    h = jnp.moveaxis(h, 0, 1).astype(out_dtype)
+    h, (C, n, m) = over_steps(one, (C, n, m), parts, lengths)
+    h = h.astype(out_dtype)
 
     def as_kept(x: Array, given: Array | None) -> Array:  # a state of 16 bits stays so
         assert given is not None
@@ -201,7 +195,8 @@ def linear_attention_step(
 
     Args:
         q, k, v: (B, Hq, dqk), (B, Hq, dqk), (B, H, dhv).
-        log_f, log_i: (B, H), log-gates, any float dtype; log_i None is 0.
+        log_f: (B, H), or (B, H, dqk) without ``normalize``: log-gates, any float dtype.
+        log_i: (B, H), log-gates, any float dtype; None is 0.
         state: as in :func:`mlstm_step`; without ``normalize`` its n and m are None.
         normalize, scale: as in :func:`linear_attention`.
         in_place, backend: as in :func:`mlstm_step`.
@@ -212,6 +207,9 @@ def linear_attention_step(
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    if has_channel_gates(log_f, time=False):
+        more = (False, True, in_place, scale, backend)
+        return channel_gates.steps(q, k, v, log_f, log_i, normalize, state, None, *more)
     given = q, k, v, log_i, log_f
     return _steps(given, False, state, None, scale, "log", normalize, True, in_place, backend)
 
@@ -285,7 +283,8 @@ def linear_attention_steps(
 
     Args:
         q, k, v: (B, T, Hq, dqk), (B, T, Hq, dqk), (B, T, H, dhv), T from 1 to 32.
-        log_f, log_i: (B, T, H), log-gates, any float dtype; log_i None is 0.
+        log_f: (B, T, H), or (B, T, H, dqk) without ``normalize``: log-gates, any float dtype.
+        log_i: (B, T, H), log-gates, any float dtype; None is 0.
         state: as in :func:`linear_attention_step`.
         normalize, scale: as in :func:`linear_attention`.
         return_state, lengths, in_place, backend: as in :func:`mlstm_steps`.
@@ -296,6 +295,10 @@ def linear_attention_steps(
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    if has_channel_gates(log_f):
+        more = (True, return_state, in_place, scale, backend)
+        found = channel_gates.steps(q, k, v, log_f, log_i, normalize, state, lengths, *more)
+        return found if return_state else found[0]
     given = q, k, v, log_i, log_f
     found = _steps(given, True, state, lengths, scale, "log", normalize, return_state, in_place, backend)
     return found if return_state else found[0]

@@ -37,7 +37,7 @@ def _write_strength(log_i: Tensor | None, v: Tensor) -> Tensor | None:
     return clamp(log_i).exp()
 
 
-def _check_options(normalize: bool, store_dtype: torch.dtype | None) -> None:
+def check_options(normalize: bool, store_dtype: object) -> None:
     """Check that no option is given that this form does not have."""
     if normalize:
         raise ValueError("normalize: got True with log_f (B, T, H, dqk), expected False: n has one gate for each step")
@@ -52,7 +52,7 @@ def linear_attention(
     state_indices: Tensor | None,
 ) -> Tensor | tuple[Tensor, State]:  # fmt: skip
     """Compute :func:`tfla.linear_attention` with log_f (B, T, H, dqk)."""
-    _check_options(normalize, store_dtype)
+    check_options(normalize, store_dtype)
     if is_distributed(q):
         from tfla.ops import sharded
 
@@ -79,7 +79,7 @@ def steps(
     state_indices: Tensor | None,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """Compute steps of :func:`tfla.linear_attention` with log_f (B, H, dqk), or (B, T, H, dqk) with `time`."""
-    _check_options(normalize, None)
+    check_options(normalize, None)
     if is_distributed(q):
         from tfla.ops import sharded
 

@@ -6,6 +6,7 @@ Each raises ValueError or TypeError, whose message names the argument, what was 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
@@ -27,6 +28,23 @@ def check_tensors(
 ) -> None:
     """Check shapes, dtypes and devices of one call; tensors have the dimension T with ``time``."""
     checks.check_inputs(q, k, v, {} if beta is None else {"beta": beta}, time=time)
+    check_further_arrays(checks, q, k, v, log_f, read_key, A_log, dt_bias)
+    if read_key is not None and read_key.dtype != k.dtype and autocast_dtype(q.device.type) is None:
+        raise TypeError(f"read_key: got dtype {read_key.dtype}, expected that of q, {q.dtype}")
+    for name, x in {"log_f": log_f, "read_key": read_key, "A_log": A_log, "dt_bias": dt_bias}.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
+
+
+def check_further_arrays(
+    checks: Any, q: Any, k: Any, v: Any, log_f: Any, read_key: Any, A_log: Any, dt_bias: Any
+) -> None:
+    """Check shapes and float dtypes of the arguments that the mLSTM does not have, for PyTorch and for JAX.
+
+    Args:
+        checks: the module with `check_float` and `check_shape`, :mod:`tfla.ops.checks` or :mod:`tfla.jax.checks`.
+        q, k, v, log_f, read_key, A_log, dt_bias: as in :func:`tfla.delta_rule`, of which q, k and v are checked.
+    """
     heads, dqk = v.shape[-2], q.shape[-1]
     if log_f is not None:
         checks.check_float("log_f", log_f)
@@ -36,32 +54,31 @@ def check_tensors(
     if read_key is not None:
         checks.check_float("read_key", read_key)
         checks.check_shape("read_key", read_key, tuple(k.shape))
-        if read_key.dtype != k.dtype and autocast_dtype(q.device.type) is None:
-            raise TypeError(f"read_key: got dtype {read_key.dtype}, expected that of q, {q.dtype}")
     if A_log is not None:
         checks.check_float("A_log", A_log)
         checks.check_shape("A_log", A_log, (heads,))
     if dt_bias is not None:
         checks.check_float("dt_bias", dt_bias)
-        by_channel = log_f is not None and log_f.dim() == v.dim()
+        by_channel = log_f is not None and log_f.ndim == v.ndim
         if dt_bias.shape != (heads,) and not (by_channel and dt_bias.shape == (heads, dqk)):
             allowed = f"({heads},)" + f" or ({heads}, {dqk})" * by_channel
             raise ValueError(f"dt_bias: got shape {tuple(dt_bias.shape)}, expected {allowed}")
-    for name, x in {"log_f": log_f, "read_key": read_key, "A_log": A_log, "dt_bias": dt_bias}.items():
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
 
 
 def check_activations(
-    beta: Tensor | None,
-    log_f: Tensor | None,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    beta: Any,
+    log_f: Any,
+    A_log: Any,
+    dt_bias: Any,
     beta_activation: object,
     gate_activation: object,
     lower_bound: object,
+    array: str = "a tensor",
 ) -> None:
-    """Check the names of activations, and that their parameters are given where they are read."""
+    """Check the names of activations, and that their parameters are given where they are read.
+
+    ``array`` is the word for tensors in messages, since JAX has other ones.
+    """
     for name, given, allowed in (
         ("beta_activation", beta_activation, BETA_ACTIVATIONS),
         ("gate_activation", gate_activation, GATE_ACTIVATIONS),
@@ -69,14 +86,14 @@ def check_activations(
         if not isinstance(given, str) or given not in allowed:
             raise ValueError(f"{name}: got {given!r}, allowed are {', '.join(map(repr, allowed))}")
     if beta is None and beta_activation != "none":
-        raise ValueError(f"beta: got None with beta_activation={beta_activation!r}, expected a tensor")
+        raise ValueError(f"beta: got None with beta_activation={beta_activation!r}, expected {array}")
     if log_f is None and gate_activation != "none":
-        raise ValueError(f"log_f: got None with gate_activation={gate_activation!r}, expected a tensor")
+        raise ValueError(f"log_f: got None with gate_activation={gate_activation!r}, expected {array}")
     for name, x in {"A_log": A_log, "dt_bias": dt_bias}.items():
         if x is not None and gate_activation == "none":
-            raise ValueError(f"{name}: got a tensor with gate_activation='none', expected None")
+            raise ValueError(f"{name}: got {array} with gate_activation='none', expected None")
     if gate_activation == "softplus" and A_log is None:
-        raise ValueError("A_log: got None with gate_activation='softplus', expected a tensor")
+        raise ValueError(f"A_log: got None with gate_activation='softplus', expected {array}")
     if (lower_bound is None) != (gate_activation != "sigmoid"):
         expected = "a number" if gate_activation == "sigmoid" else "None"
         raise ValueError(

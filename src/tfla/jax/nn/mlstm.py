@@ -10,7 +10,8 @@ from flax import nnx
 from jax import Array
 
 from tfla.jax import kernels
-from tfla.jax.api import KERNELS, Offsets, mlstm
+from tfla.jax.api import mlstm
+from tfla.jax.choice import KERNELS, Offsets
 from tfla.jax.gates import widen
 from tfla.jax.nn.layers import GatePreactivation, HeadNorm, projection, reset_forget_gate
 from tfla.jax.state import State

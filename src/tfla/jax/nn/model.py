@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from tfla.jax.api import Offsets
+from tfla.jax.choice import Offsets
 from tfla.jax.gates import widen
 from tfla.jax.nn import pretrained
 from tfla.jax.nn.layers import projection, rms_norm, soft_cap

@@ -1,0 +1,142 @@
+"""The public operator of the delta rule over whole sequences on JAX."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from tfla.backends.delta import BetaActivation, GateActivation
+from tfla.jax import checks
+from tfla.jax.choice import DELTA_KERNELS, Offsets, choose
+from tfla.jax.delta import chunkwise, reference
+from tfla.jax.delta.checks import check_arrays, check_rule
+from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec
+from tfla.jax.spans import of_last_device
+from tfla.jax.state import State
+from tfla.ops.checks import check_chunk_size, check_flags
+
+
+def prepare(
+    x: DeltaArrays, state: State | None, return_state: bool, correct: bool, read_before_decay: bool,
+    normalize_qk: bool, beta_activation: str, gate_activation: str, lower_bound: float | None, scale: float | None,
+    cu_seqlens: Offsets | None, chunk_size: int | None, backend: str | None, kernel: str | None,
+    context_parallel: str | None,
+) -> tuple[DeltaSpec, DeltaArrays]:  # fmt: skip
+    """Check a call and return its options and its arrays.
+
+    Args:
+        x: the arrays, without the initial state and offsets.
+        state, cu_seqlens: the initial state and the offsets of packed sequences.
+        correct: whether the rule subtracts its prediction.
+        return_state, read_before_decay, normalize_qk, beta_activation, gate_activation, lower_bound, scale: as in
+            :func:`delta_rule`.
+        chunk_size, backend, kernel, context_parallel: as in :func:`delta_rule`.
+
+    Raises:
+        ValueError, TypeError: as :func:`delta_rule`.
+    """
+    scale = checks.check_scale(scale)
+    check_chunk_size(chunk_size)
+    check_flags(read_before_decay=read_before_decay, normalize_qk=normalize_qk, return_state=return_state)
+    check_arrays(x)
+    rule = check_rule(
+        x, scale, correct, read_before_decay, normalize_qk, beta_activation, gate_activation, lower_bound
+    )  # fmt: skip
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, x.q)
+    sequences = x.q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    if state is not None:
+        checks.check_state(state, sequences, x.q, x.v, False, "initial_state")
+    backend, kernel, chunk_size = choose(backend, kernel, chunk_size, DELTA_KERNELS)
+    checks.check_context_parallel(context_parallel, cu_seqlens, backend)
+    known = isinstance(cu_seqlens, tuple | np.ndarray)
+    offsets = tuple(int(t) for t in cu_seqlens) if known else None  # type: ignore[union-attr]
+    x = x._replace(C=None if state is None else state.C, cu_seqlens=None if known else cu_seqlens)  # type: ignore[arg-type]
+    spec = DeltaSpec(rule, backend, kernel, chunk_size, sequences, offsets, context_parallel)
+    return spec, DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
+
+
+def run(return_state: bool, spec: DeltaSpec, x: DeltaArrays) -> Array | tuple[Array, State]:
+    """Compute a call that has been checked."""
+    h, C = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
+    if not return_state:
+        return h
+    return h, State(C if spec.axis is None else of_last_device(C, spec.axis))
+
+
+def delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array | None,
+    log_f: Array | None = None,
+    *,
+    read_key: Array | None = None,
+    read_before_decay: bool = False,
+    normalize_qk: bool = False,
+    beta_activation: BetaActivation = "none",
+    gate_activation: GateActivation = "none",
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Offsets | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+    context_parallel: str | None = None,
+) -> Array | tuple[Array, State]:
+    """Compute the gated delta rule over whole sequences.
+
+    This is :func:`tfla.delta_rule` on arrays of JAX, with the same arguments. For every head and step t, with the read
+    key r_t = k_t:
+
+        C'_t = diag(exp(log_f_t)) C_{t-1}        E_t = v_t - C'_t^T r_t
+        C_t  = C'_t + beta_t k_t E_t^T           h_t = scale C_t^T q_t
+
+    Without log_f it is DeltaNet, with one log-gate for each step Gated DeltaNet, with one for each key channel KDA.
+
+    Args:
+        q, k: (B, T, Hq, dqk), float64, float32, bfloat16 or float16. Hq divides H, and each head of q and k serves
+            H / Hq heads of v. The rule needs beta |k|^2 <= 2 to be stable.
+        v: (B, T, H, dhv), dtype of q.
+        beta: (B, T, H), write strengths in any float dtype; None is 1.
+        log_f: (B, T, H) or (B, T, H, dqk), log-gates in any float dtype; None is no decay. They are clamped to
+            [-1e5, 5e4], so that -inf closes a gate.
+        read_key: (B, T, Hq, dqk), dtype of q, the keys by which the state is read; None is k.
+        read_before_decay: E_t = v_t - C_{t-1}^T r_t.
+        normalize_qk: divide q, k and read_key by sqrt(their squared norm + 1e-6).
+        beta_activation: "none", "sigmoid" for sigmoid(beta), or "2sigmoid" for 2 sigmoid(beta).
+        gate_activation: "none"; "softplus" for log-gates -exp(A_log) softplus(log_f + dt_bias); or "sigmoid" for
+            lower_bound sigmoid(exp(A_log) (log_f + dt_bias)).
+        A_log: (H,), of the gates' activation; None is 0, for "sigmoid" alone.
+        dt_bias: (H,), or (H, dqk) with gates for each channel, of the gates' activation; None is 0.
+        lower_bound: the smallest log-gate of "sigmoid".
+        scale: the factor of the queries, a finite number without a gradient; None is 1/sqrt(dqk).
+        initial_state: the state before the first step of each sequence, with n and m None; None is zero.
+        return_state: also return the state after the last step.
+        cu_seqlens, chunk_size: as in :func:`mlstm`.
+        backend: "chunkwise", or "reference" for the equations as they are written, which also have derivatives in
+            forward mode. None is "chunkwise".
+        kernel: the name of one of the backend's kernels; None chooses it.
+        context_parallel: the name of a mesh axis over whose devices the sequence is divided, as in :func:`mlstm`.
+
+    Returns:
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
+    """
+    given: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
+    return run(
+        return_state,
+        *prepare(
+            given, initial_state, return_state, True, read_before_decay, normalize_qk, beta_activation,
+            gate_activation, lower_bound, scale, cu_seqlens, chunk_size, backend, kernel, context_parallel,
+        ),
+    )  # fmt: skip

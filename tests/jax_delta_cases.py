@@ -1,0 +1,56 @@
+"""The problems of delta_cases.py on JAX: the same quantities as there, compared with the same truth and tolerances."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from delta_cases import MODELS, DeltaProblem, options
+from jax_cases import Arrays, to_jax, to_torch
+from torch import Tensor
+
+import tfla.jax
+
+
+def leaves_of(p: DeltaProblem) -> Arrays:
+    """Return everything that has a gradient, by name."""
+    return {name: to_jax(x) for name, x in p.leaves.items()}
+
+
+def call(model: str, leaves: Mapping[str, Any], **given: Any) -> tuple[Any, tfla.jax.State]:
+    """Return what the public function of a model returns on these leaves."""
+    correct, _, _, before = MODELS[model]
+    state = tfla.jax.State(leaves["C"]) if "C" in leaves else None
+    given |= {"initial_state": state, "return_state": True}
+    qkv = leaves["q"], leaves["k"], leaves["v"]
+    if not correct:
+        return tfla.jax.linear_attention(*qkv, leaves["log_f"], leaves.get("log_i"), **given)
+    given |= options(**{name: leaves.get(name) for name in ("read_key", "A_log", "dt_bias")})
+    return tfla.jax.delta_rule(*qkv, leaves.get("beta"), leaves.get("log_f"), read_before_decay=before, **given)
+
+
+@functools.partial(jax.jit, static_argnames=("model", "given"))
+def _quantities(
+    model: str, given: tuple[tuple[str, Any], ...], leaves: Arrays, cu_seqlens: Any, dh: Any, dC: Any
+) -> Arrays:
+    """Return outputs, and gradients of all leaves as "d...", of one problem as one compiled function."""
+    more = dict(given) | options(cu_seqlens=cu_seqlens)
+
+    def outputs(leaves: Arrays) -> tuple[Any, Any]:
+        h, state = call(model, leaves, **more)
+        return h, state.C
+
+    (h, C), pullback = jax.vjp(outputs, leaves)
+    (grads,) = pullback((dh.astype(h.dtype), dC.astype(C.dtype)))
+    return {"h": h, "C": C} | {f"d{name}": x for name, x in grads.items()}
+
+
+def solve(p: DeltaProblem, more: Mapping[str, Tensor] | None = None, **given: Any) -> dict[str, Tensor]:
+    """Return all quantities of `delta_cases.truth`, computed by JAX; `more` are further leaves."""
+    leaves = leaves_of(p) | {name: to_jax(x) for name, x in (more or {}).items()}
+    given |= {"scale": p.scale}
+    cu_seqlens = None if "cu_seqlens" in given else to_jax(p.x.cu_seqlens)
+    found = _quantities(p.model, tuple(sorted(given.items())), leaves, cu_seqlens, to_jax(p.dh), to_jax(p.dC))
+    return {name: to_torch(x) for name, x in found.items()}
