@@ -16,7 +16,7 @@ test: $(VENV)/dev  ## everything that runs without a GPU
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter
 
 kernels: $(VENV)/dev  ## every kernel compiles for every supported GPU and fits it, without a GPU
-	$(PYTEST) --dist loadfile -m compiles
+	$(BIN)/python -m pytest -m compiles  # each test has a process for each core
 
 triton-versions: $(TRITON_VERSIONS:%=triton-%)  ## what tests Triton kernels without a GPU, with other versions of Triton
 

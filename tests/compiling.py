@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -11,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 SCRIPT = Path(__file__).with_name("backends") / "compile_for.py"
+
+
+def cache_name() -> str:
+    """Return a name that changes with what is kept of each kernel."""
+    return f"triton-{hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:8]}"
 
 
 def compile_kernels(jobs: Iterable[str], cache: Path) -> list[dict[str, Any]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import gpus  # noqa: F401
 import pytest
 import torch
 from cases import DEVICES, INTERPRETED, Implementation, implementations
+from compiling import cache_name
 from hypothesis import HealthCheck, settings
 
 EXAMPLES = 3 if INTERPRETED else 30  # a simulated GPU takes a second a call
@@ -47,6 +49,13 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
 def device(request: pytest.FixtureRequest) -> str:
     """Every device, for what does not depend on the backend."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of compiled kernels: one for all tests that compile for absent GPUs, kept from run to run."""
+    cache = getattr(request.config, "cache", None)  # absent with -p no:cacheprovider
+    return cache.mkdir(cache_name()) if cache else tmp_path_factory.mktemp("kernels")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -6,13 +6,17 @@ TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] 
 with commas between, gate plain being linear attention without an input gate or a normalizer, and parallel context
 parallelism; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state
 in bfloat16. The delta rule is the kernel "delta" with [packed] [state], its decoding "delta_steps" with [several]
-[low]; both have a model of MODELS as gate. With [lengths] the kernels are those that other lengths compile, on a GPU of
-PROCESSORS multiprocessors.
+[low]; both have a model of MODELS as gate. With [lengths] the kernels are those that other lengths would compile, on a
+GPU of PROCESSORS multiprocessors, and nothing is compiled. With [parallel] only the kernels of context parallelism are
+compiled; kernels with levels of gates by channel are compiled for sm_90 alone, since they take long.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -27,8 +31,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime import cache as triton_cache
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from wgmma_descriptors import disassemble, unset_descriptors
@@ -40,6 +46,7 @@ T, H = 256, 8  # with fewer heads than a program of the gate kernels has it woul
 SEGMENT = 128  # steps between stored states of what is segmented
 LENGTHS = ((2, 1100), (1, 1100), (2, 1024), (1, 1025), (3, 2048), (40, 1024), (2, 700), (1, 70))  # sequences, steps
 PROCESSORS = 132
+KERNELS = ("triton.fused", "triton.paper.tfla", "triton.decode", "triton.delta", "triton.delta_decode", "hopper.fused")
 # Models of the delta rule: the dims of their gates; whether they have a read key, which reads before the decay.
 MODELS = {"deltanet": (0, False), "gdn": (1, False), "kda": (2, False), "gla": (2, False), "comba": (1, True)}
 
@@ -82,8 +89,9 @@ def unequal_sums(ptx: str) -> int:
 
 
 def assemble(
-    self: CUDABackend, ptx: str, metadata: dict[str, Any], *rest: Any, make_cubin: Any = CUDABackend.make_cubin
-) -> bytes:
+    self: CUDABackend, ptx: str, metadata: dict[str, Any], *rest: Any, disassembled: bool = True,
+    make_cubin: Any = CUDABackend.make_cubin,
+) -> bytes:  # fmt: skip
     """Triton's own last stage; what ptxas says of registers and spills is kept."""
     said = ""
     run = subprocess.run
@@ -100,7 +108,7 @@ def assemble(
     metadata["registers"] = sum(map(int, re.findall(r"Used (\d+) registers", said)))
     metadata["spilled"] = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
     metadata["unequal"] = unequal_sums(ptx)
-    metadata["unset"] = len(unset_descriptors(disassemble(cubin))) if "wgmma" in ptx else 0
+    metadata["unset"] = len(unset_descriptors(disassemble(cubin))) if disassembled and "wgmma" in ptx else 0
     metadata["serialized"] = said.count("instructions are serialized")  # ptxas waits after every wgmma
     return cubin
 
@@ -116,12 +124,23 @@ def resources(kernel: Any) -> dict[str, int]:
     return {"registers": said["vgpr_count"], "spilled": spilled, "shared": shared}
 
 
-def compile_only(found: dict[str, dict[str, Any]]) -> None:
+def is_left_out(target: str, variants: list[str], kernel: str, constants: dict[str, Any]) -> bool:
+    """Return whether a job leaves a kernel uncompiled that its case launches."""
+    if "parallel" in variants and not kernel.startswith(("own_", "join_")):
+        return True
+    return target != "sm_90" and bool(constants.get("LEVELED"))
+
+
+def compile_only(found: dict[str, dict[str, Any]], target: str = "sm_90", case: str = "") -> None:
     """Launches compile and do not run; what they compiled is added to `found`."""
-    launch = JITFunction.run
+    launch, variants = JITFunction.run, case.split(",")
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+        if is_left_out(target, variants, self.__name__, kwargs):
+            return None
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if kernel is None:
+            return None  # `note_only` has noted it
         name = self.__name__ + (" back" if kwargs.get("REVERSE") else "")
         name += "" if kwargs.get("OUTPUT", True) else " states"
         name += " indexed" if kwargs.get("INDEXED") else ""
@@ -129,7 +148,18 @@ def compile_only(found: dict[str, dict[str, Any]]) -> None:
         return kernel
 
     JITFunction.run = run
-    CUDABackend.make_cubin = assemble
+    # Of Hopper's kernels descriptors are not looked at: they are written in Gluon, without such loops.
+    CUDABackend.make_cubin = functools.partialmethod(assemble, disassembled=not case.startswith("hopper"))
+
+
+def note_only(found: dict[str, dict[str, Any]]) -> None:
+    """Add what launches would compile to `found`, without compiling it."""
+
+    def note(*, key: Any, fn: Any, **_: Any) -> bool:
+        found[f"{fn.name} {key}"] = {"kernel": fn.name}
+        return True
+
+    knobs.runtime.jit_cache_hook = note
 
 
 def second_of_two() -> dist.ProcessGroup:
@@ -243,6 +273,7 @@ def other_lengths(found: dict[str, dict[str, Any]], *case: str) -> None:
     """Leaves in `found` what is not compiled for the first of them."""
     chunk_size = T if "tfla" in case else 1 << 20
     first: set[str] = set()
+    note_only(found)
     with mock.patch("tfla.backends.gpu.config.processors", return_value=PROCESSORS):
         for B, steps in LENGTHS:
             forward_and_backward((1, B * steps) if "packed" in case else (B, steps), chunk_size, *case)
@@ -273,15 +304,33 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def compile_for(job: str) -> dict[str, Any]:
     """In a process of its own: Triton keeps what it compiled by number of the GPU."""
+    gc.disable()  # a process is short
     target, case = job.split(":")
-    torch.set_num_threads(1)
     driver.set_active(AbsentGPU(target))
     found: dict[str, dict[str, Any]] = {}
-    compile_only(found)
+    compile_only(found, target, case)
     return {"target": target, **compile_case(case, found)}
 
 
+def prepare() -> None:
+    """Do once what each of the processes would do: import, and hash Triton and the kernels."""
+    torch.set_num_threads(1)
+    importlib.import_module("sympy")  # which PyTorch imports in the first backward
+    for module in KERNELS:
+        with contextlib.suppress(ImportError):  # Triton is too old for Gluon
+            importlib.import_module(f"tfla.backends.{module}")
+    if hasattr(triton_cache, "triton_key"):
+        triton_cache.triton_key()
+    driver.set_active(AbsentGPU("sm_90"))
+    for kernel in [
+        x for x in gc.get_objects() if issubclass(type(x), JITFunction) and x.__module__.startswith("tfla.")
+    ]:
+        _ = kernel.cache_key
+    gc.freeze()
+
+
 def main() -> None:
+    prepare()
     with multiprocessing.get_context("fork").Pool(os.cpu_count(), maxtasksperchild=1) as processes:
         for answer in processes.imap_unordered(compile_for, sys.argv[1:]):
             print(json.dumps(answer), flush=True)

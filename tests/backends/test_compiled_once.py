@@ -28,11 +28,11 @@ FORMS = {
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("backend", FORMS)
-def test_other_lengths_compile_nothing(backend: str, tmp_path: Path) -> None:
+def test_other_lengths_compile_nothing(backend: str, kernel_cache: Path) -> None:
     pytest.importorskip("triton")
     pytest.importorskip(f"tfla.backends.{backend}.fused", exc_type=ImportError)
     forms = [f"{backend},{form}" for form in FORMS[backend]]
-    answers = compile_kernels([f"sm_90:{form},lengths" for form in forms], tmp_path)
+    answers = compile_kernels([f"sm_90:{form},lengths" for form in forms], kernel_cache)
     assert {a["case"].removesuffix(",lengths"): (a["failure"], a["kernels"]) for a in answers} == dict.fromkeys(
         forms, (None, [])
     )

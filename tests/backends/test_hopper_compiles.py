@@ -58,10 +58,10 @@ def too_old() -> bool:
 
 @pytest.mark.compiles
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_compiles_and_fits(tmp_path: Path) -> None:
+def test_compiles_and_fits(kernel_cache: Path) -> None:
     if too_old():
         pytest.skip("Gluon has no warpgroup MMAs before Triton 3.6")
-    answers = compile_kernels([f"sm_90:hopper,fused,{case}" for case in CASES], tmp_path)
+    answers = compile_kernels([f"sm_90:hopper,fused,{case}" for case in CASES], kernel_cache)
     assert len(answers) == len(CASES)
     for answer in answers:
         assert answer["failure"] is None

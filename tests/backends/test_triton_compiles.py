@@ -9,7 +9,6 @@ a change that is meant, and after an hour with every combination:
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -21,7 +20,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from compiling import SCRIPT, compile_kernels
+from compiling import compile_kernels
 
 pytestmark = [
     pytest.mark.compiles,
@@ -108,7 +107,8 @@ COMPILED = {
 
 Resources = tuple[int, int, int]  # registers of a thread, bytes that it spills, bytes of shared memory of a program
 Found = dict[str, dict[str, dict[str, Resources]]]  # by case, target and kernel
-RECORDS = Path(__file__).with_name("compiled")
+THIS = Path(__file__)
+RECORDS = THIS.with_name("compiled")
 
 
 def installed() -> str:
@@ -126,22 +126,25 @@ def recorded() -> Found:
 
 
 def record(found: Found) -> None:
-    """A line for each case and target."""
+    """A line for each case and target; cases that were not selected keep theirs."""
+    path = RECORDS / f"{installed()}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
     cases = []
-    for case, targets in found.items():
+    for case, targets in {case: found.get(case, before.get(case, {})) for case in COMPILED}.items():
         lines = [f"    {json.dumps(target)}: {json.dumps(kernels)}" for target, kernels in targets.items()]
         cases.append(f"  {json.dumps(case)}: {{\n" + ",\n".join(lines) + "\n  }")
     RECORDS.mkdir(exist_ok=True)
-    (RECORDS / f"{installed()}.json").write_text("{\n" + ",\n".join(cases) + "\n}\n")
+    path.write_text("{\n" + ",\n".join(cases) + "\n}\n")
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> tuple[Found, dict[str, list[str]]]:
-    """The most that any form of a kernel takes, and by case what did not compile."""
-    jobs = [f"{target}:{case}" for case, targets in COMPILED.items() for target in targets]
-    cache = request.config.cache.mkdir(f"triton-{hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:8]}")
-    answers = compile_kernels(jobs, cache)
-    found: Found = {case: {target: {} for target in targets} for case, targets in COMPILED.items()}
+def compiled(request: pytest.FixtureRequest, kernel_cache: Path) -> tuple[Found, dict[str, list[str]]]:
+    """The most that any form of a kernel takes, and by case what did not compile, of the cases that are selected."""
+    selected = {item.callspec.params["case"] for item in request.session.items if item.path == THIS}
+    cases = {case: targets for case, targets in COMPILED.items() if case in selected}
+    jobs = [f"{target}:{case}" for case, targets in cases.items() for target in targets]
+    answers = compile_kernels(jobs, kernel_cache)
+    found: Found = {case: {target: {} for target in targets} for case, targets in cases.items()}
     failures: dict[str, list[str]] = defaultdict(list)
     for answer in answers:
         kernels = found[answer["case"]][answer["target"]]

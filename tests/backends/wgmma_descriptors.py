@@ -28,7 +28,7 @@ def disassemble(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([NVDISASM, "-c", "-ndf", file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _number(operand: str) -> int | None:

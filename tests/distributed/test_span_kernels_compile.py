@@ -17,9 +17,9 @@ KERNELS = {
 }
 
 
-def test_kernels_compile_and_keep_their_registers(tmp_path: Path) -> None:
+def test_kernels_compile_and_keep_their_registers(kernel_cache: Path) -> None:
     jobs = [f"{'sm_90' if case.startswith('hopper') else 'sm_80'}:{case}" for case in KERNELS]
-    answers = compile_kernels(jobs, tmp_path)
+    answers = compile_kernels(jobs, kernel_cache)
     assert len(answers) == len(KERNELS)
     for answer in answers:
         assert answer["failure"] is None
