@@ -165,6 +165,14 @@ def a_step(dtype: torch.dtype, state_dtype: torch.dtype) -> Tensors:
     return one | {name[0]: t.detach().to(state_dtype) for name, t in states().items()}
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 0.3])
+def test_gradients_of_steps(eps: float) -> None:
+    """Those of the new states included, with the max state's, which the package has by autograd."""
+    one = {name: t.requires_grad_() for name, t in a_step(torch.float64, torch.float64).items()}
+    kernels = [m.get_mlstm_step_kernel("native") for m in (ours, theirs)]
+    agree(*kernels, one, eps=eps, dtype_state=torch.float64)
+
+
 @pytest.mark.parametrize("eps", [1e-6, 0.3])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

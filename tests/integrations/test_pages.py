@@ -17,8 +17,10 @@ from tfla.support_table import page
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", ["quickstart", "mlstm_kernels", "fla", "mamba", "models"])
+@pytest.mark.parametrize("name", ["quickstart", "mlstm_kernels", "fla", "mamba", "models", "xlstm"])
 def test_examples_run(name: str) -> None:
+    if name == "xlstm":
+        pytest.importorskip("xlstm", reason='pip install "tfla[baselines]"')
     path = DOCS / f"{name}.md"
     blocks = re.findall(r"^```python\n(.*?)^```$", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert blocks

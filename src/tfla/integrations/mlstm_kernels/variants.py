@@ -24,6 +24,7 @@ from tfla.ops.autocast import without_autocast
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.gates import InputGate, cast, log_gates
 from tfla.ops.steps import step_with_offset
+from tfla.ops.transforms import transforms_active
 
 States = tuple[Tensor, ...]
 Result = Tensor | tuple[Tensor, States]
@@ -229,12 +230,41 @@ def compute_step(
     state = tfla.State(c, cast(n, wide), cast(m.squeeze(-1), wide))
     if variant.input_gate == "exp":
         h, new = step_with_offset(q, k, v, i, f, state, eps)
+        if torch.is_grad_enabled() and (transforms_active() or any(t.requires_grad for t in (q, k, v, i, f, *state))):  # type: ignore[union-attr]
+            h, new = _differentiate_max_state(q, i, f, state, h, new, eps)
         C, n_new, m_new = new
         assert n_new is not None
         assert m_new is not None
         return h, (cast(C, state_dtype), cast(n_new, state_dtype), cast(m_new.unsqueeze(-1), state_dtype))
     h, C, n = _step_sigmoid(q, k, v, i, f, state, eps)
     return h, (C.to(state_dtype), n.to(state_dtype), torch.zeros_like(m).to(state_dtype))
+
+
+def _differentiate_max_state(
+    q: Tensor, i: Tensor, f: Tensor, old: tfla.State, h: Tensor, new: tfla.State, eps: float
+) -> tuple[Tensor, tfla.State]:
+    """Return the results of a step with the gradients of the max state, which the operator takes for a constant.
+
+    `dm` is 0 and carries the gradient of m: C and n shrink where m grows, and h as if eps grew by exp(m).
+    """
+    C, n, m = new
+    assert old.m is not None
+    assert n is not None
+    assert m is not None
+    log_i, log_f = (t.to(m.dtype) for t in log_gates(i, f, "exp"))
+    exact = torch.maximum(log_f + old.m, log_i)
+    dm = exact - exact.detach()
+    if eps != 0:
+        denominator = _step_denominator(q, n, m)
+        h = h * ((denominator + eps) / (denominator + eps * torch.exp(dm)))[..., None].to(h.dtype)
+    scale = torch.exp(-dm)
+    return h, tfla.State(C * scale[..., None, None].to(C.dtype), n * scale[..., None].to(n.dtype), m + dm)
+
+
+def _step_denominator(q: Tensor, n: Tensor, m: Tensor) -> Tensor:
+    """Return max(|d|, exp(-m)) (B, NH) of a step with q (B, NH, DHQK), for the new state n, m."""
+    d = torch.einsum("bhk,bhk->bh", q.to(n.dtype), n) * q.shape[-1] ** -0.5
+    return torch.maximum(d.abs(), torch.exp(-m.detach()).clamp(torch.finfo(m.dtype).tiny, MAX_EXP))
 
 
 def _step_sigmoid(
@@ -250,8 +280,7 @@ def _step_sigmoid(
     assert n is not None
     assert m is not None
     if eps != 0:
-        d = torch.einsum("bhk,bhk->bh", q.to(n.dtype), n) * q.shape[-1] ** -0.5
-        denominator = torch.maximum(d.abs(), torch.exp(-m).clamp(torch.finfo(m.dtype).tiny, MAX_EXP))
+        denominator = _step_denominator(q, n, m)
         offset = eps * torch.exp(-m).clamp(max=MAX_EXP)
         h = h * (denominator / (denominator + offset))[..., None].to(h.dtype)
     scale = torch.exp(m)

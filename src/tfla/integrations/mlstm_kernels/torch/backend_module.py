@@ -108,11 +108,6 @@ class mLSTMBackendConfig:
         """True for a kernel that computes all steps at once, without states."""
         return self.chunkwise_kernel.startswith("parallel--")
 
-    @property
-    def sigmoid(self) -> bool:
-        """True for a kernel with a sigmoid input gate."""
-        return "siging" in self.chunkwise_kernel
-
 
 class mLSTMBackend(nn.Module):
     """A module that calls the kernels which its configuration names.
@@ -130,7 +125,7 @@ class mLSTMBackend(nn.Module):
     replaced. No mode needs the last one, because the chunkwise kernels take any length.
 
     Args:
-        config: the options.
+        config: the options; a configuration of mlstm_kernels itself has the same fields.
     """
 
     config_class = mLSTMBackendConfig
@@ -178,14 +173,15 @@ class mLSTMBackend(nn.Module):
             raise ValueError("return_last_states: got True, expected False with mode 'train_with_padding'")
         config = self.config
         dtype = getattr(torch, config.autocast_kernel_dtype)
-        options: dict[str, Any] = {"normalize": config.normalize_siging} if config.sigmoid else {}
+        sigmoid = "siging" in config.chunkwise_kernel
+        options: dict[str, Any] = {"normalize": config.normalize_siging} if sigmoid else {}
         if mode != "inference":
             return self.chunkwise_kernel_fn(
                 q, k, v, i, f, c_initial, n_initial, m_initial, with_states, config.eps,
                 chunk_size=config.chunk_size, autocast_kernel_dtype=dtype, **options,
             )  # fmt: skip
         state_dtype = getattr(torch, config.inference_state_dtype)
-        step_kernel = recurrent_step_siging if config.sigmoid else self.step_kernel_fn
+        step_kernel = recurrent_step_siging if sigmoid else self.step_kernel_fn
         return wrap_chunkwise__arbitrary_sequence_length_with_padding(
             functools.partial(self.chunkwise_kernel_fn, **options), self.sequence_kernel_fn,
             functools.partial(step_kernel, dtype_state=state_dtype, **options), q, k, v, f, i,

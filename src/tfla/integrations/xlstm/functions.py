@@ -1,0 +1,87 @@
+"""The functions that an mLSTMCell of xlstm calls, with the names and arguments that they have there.
+
+The states have the scale 1 / sqrt(DH) of the keys, which tfla's operator has in the queries:
+
+    C_t = f_t C_{t-1} + i_t (k_t / sqrt(DH)) v_t^T
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from tfla.integrations.mlstm_kernels.kernels import parallel_autograd, recurrent_step
+from tfla.ops.checks import check_shape
+
+
+def parallel_stabilized_simple(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    igate_preact: Tensor,
+    fgate_preact: Tensor,
+    lower_triangular_matrix: Tensor | None = None,
+    stabilize_rowwise: bool = True,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Compute mLSTMexp over whole sequences of any length, with exact gradients.
+
+    Args:
+        queries, keys, values: (B, NH, S, DH).
+        igate_preact, fgate_preact: (B, NH, S, 1), pre-activations of the gates.
+        lower_triangular_matrix: without effect; the mask is always causal.
+        stabilize_rowwise: True; the maximum over all rows is not supported.
+        eps: the number that is added to the denominator, which is stabilized by the maximum of each row.
+
+    Returns:
+        h (B, NH, S, DH).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+    """
+    if not stabilize_rowwise:
+        raise ValueError(f"stabilize_rowwise: got {stabilize_rowwise!r}, expected True")
+    for name, gate in {"igate_preact": igate_preact, "fgate_preact": fgate_preact}.items():
+        check_shape(name, gate, (*queries.shape[:3], 1))
+    h = parallel_autograd(queries, keys, values, igate_preact.squeeze(-1), fgate_preact.squeeze(-1), eps=eps)
+    assert isinstance(h, Tensor)
+    return h
+
+
+def recurrent_step_stabilized_simple(
+    c_state: Tensor,
+    n_state: Tensor,
+    m_state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    igate_preact: Tensor,
+    fgate_preact: Tensor,
+    eps: float = 1e-6,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """Compute one step of mLSTMexp.
+
+    Args:
+        c_state, n_state, m_state: the state before the step, (B, NH, DH, DH), (B, NH, DH, 1) and (B, NH, 1, 1).
+        q, k, v: (B, NH, 1, DH).
+        igate_preact, fgate_preact: (B, NH, 1, 1), pre-activations of the gates.
+        eps: the number that is added to the stabilized denominator.
+
+    Returns:
+        h (B, NH, 1, DH), and the new state in the shapes and the dtype of the old one.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
+    """
+    check_shape("q", q, ("B", "NH", 1, "DH"))
+    B, NH, _, DH = q.shape
+    shapes = {"n_state": (DH, 1), "m_state": (1, 1), "igate_preact": (1, 1), "fgate_preact": (1, 1)}
+    given = (n_state, m_state, igate_preact, fgate_preact)
+    for (name, shape), t in zip(shapes.items(), given, strict=True):
+        check_shape(name, t, (B, NH, *shape))
+    n, m, i, f = (t.squeeze(-1) for t in given)
+    q, k, v = (t.squeeze(2) for t in (q, k, v))
+    root = math.sqrt(DH)
+    h, (c, n, m) = recurrent_step(q * root, k / root, v, i, f, c_state, n, m, eps, dtype_state=c_state.dtype)
+    return h.unsqueeze(2), (c, n.unsqueeze(-1), m.unsqueeze(-1))
