@@ -305,7 +305,7 @@ def errors(out: Mapping[str, Tensor], ref: Mapping[str, Tensor]) -> dict[str, fl
 def size_of_terms(p: Problem) -> dict[str, float]:
     """Norms of the largest terms of each quantity, whose rounding stays where they cancel.
 
-    Behind one dominant step h hardly depends on q, k and the gates: the normalizer's gradient cancels the numerator's.
+    After one dominant step h hardly depends on q, k and the gates: the normalizer's gradient cancels the numerator's.
     The gradient of the forget gate is a sum of differences of the size of the input gate's.
     """
     exact = truth(p)

@@ -1,4 +1,4 @@
-"""Behind a first, long batch of a form no other length compiles anything. Needs no GPU.
+"""After a first, long batch of a form no other length compiles anything. Needs no GPU.
 
 On one, `test_compiled_once_for_all_lengths` sees less: what tests before it have compiled is there already.
 """

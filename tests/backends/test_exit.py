@@ -40,7 +40,7 @@ def test_a_process_ends_cleanly() -> None:
 
 
 def test_only_threads_of_backwards_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each GPU, whatever the thread; a forward in the main thread leaves nothing behind."""
+    """Once for each GPU, whatever the thread; a forward in the main thread registers nothing."""
     registered: list[torch.device] = []
     monkeypatch.setattr(atexit, "register", lambda settle, device: registered.append(device))
     monkeypatch.setattr(torch, "zeros", lambda *_, device: None)

@@ -21,7 +21,7 @@ class NoBackward(torch.autograd.Function):
 
 def works(problem):
     print("a library that prints")
-    return Work(lambda x: x * 2, problem.qkv()[:1], {"way": "fake"})
+    return Work(lambda x: x * 2, problem.qkv()[:1], {"implementation": "fake"})
 
 
 def half(problem):

@@ -61,7 +61,7 @@ def test_a_run_its_page_and_its_figure(monkeypatch, tmp_path):
     rows = json.loads(out.read_text())["rows"]
     assert [(r["group"], r["direction"]) for r in rows] == [("KDA", FORWARD), ("KDA", BOTH)]
     for row in rows:
-        assert row["way"] == "chunkwise segmented"
+        assert row["implementation"] == "chunkwise segmented"
         assert row["ratio"] == pytest.approx(row["seconds"] / row["floor_seconds"])
     page = tmp_path / "docs" / "performance.md"
     assert bench(["report", "--results", str(out.parent), "--out", str(page)]) == 0

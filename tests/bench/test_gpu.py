@@ -329,7 +329,7 @@ def test_what_failed_few_samples_and_absent_baselines_on_the_page():
         "title": suite.title, "axis": suite.axis, "config": config, "rates": RATES,
         "environment": {"device": "a GPU", "date": "today", "versions": {"tfla": "1"}},
         "rows": [
-            sizes | timed | {"name": "tfla mLSTMsig", "way": "triton fused", "peak_bytes": 2**30},
+            sizes | timed | {"name": "tfla mLSTMsig", "implementation": "triton fused", "peak_bytes": 2**30},
             sizes | {"name": "tfla mLSTMsig, hopper fused", "error": "ValueError: cannot run these inputs"},
             sizes | {"name": "fla gla chunk", "error": "RuntimeError: a | b"},
             sizes | {"name": "fla simple_gla chunk", "error": gpu.NOT_RUN},
@@ -351,7 +351,7 @@ def test_what_failed_few_samples_and_absent_baselines_on_the_page():
 def test_training_steps_and_implementations_on_the_page():
     rows = [
         {"x": x, "name": name, "direction": STEP, "seconds": 0.25, "samples": 7, "tokens_per_second": 98_304.0,
-         "operator_share": 0.0625, "peak_bytes": 3 * 2**30, "way": kernel, "group": "dqk = dhv"}
+         "operator_share": 0.0625, "peak_bytes": 3 * 2**30, "implementation": kernel, "group": "dqk = dhv"}
         for name, x, kernel in (("tfla mLSTMsig", 64, "triton fused"), ("tfla mLSTMsig", 128, "hopper fused"),
                              ("tfla mLSTMexp", 64, "triton fused"), ("tfla mLSTMsig", 256, "hopper fused"))
     ]  # fmt: skip
@@ -407,10 +407,12 @@ def test_runs_of_one_setup_are_one_result(tmp_path):
 
 
 def test_options_from_the_command_line(capsys):
-    config = parse(["fig4", "--only", "fla", "Mamba", "--lengths", "512", "--no-peers", "--budget", "60"], "bench")
-    assert config == GpuBench("fig4", only=("fla", "Mamba"), lengths=(512,), peers=False, budget=60.0)
+    config = parse(["fig4", "--only", "fla", "Mamba", "--lengths", "512", "--no-baselines", "--budget", "60"], "bench")
+    assert config == GpuBench("fig4", only=("fla", "Mamba"), lengths=(512,), baselines=False, budget=60.0)
+    assert parse(["fig4", "--no-peers"], "bench") == GpuBench("fig4", baselines=False)  # the option's earlier name
     assert gpu_report.command(json.loads(json.dumps(vars(config), default=str)), "x") == (
-        "tfla bench gpu fig4 --only fla Mamba --lengths 512 --no-peers --budget 60.0 --out benchmarks/results/x.json"
+        "tfla bench gpu fig4 --only fla Mamba --lengths 512 --no-baselines --budget 60.0 "
+        "--out benchmarks/results/x.json"
     )
     assert gpu.main(["fig4", "--only", "nobody"]) == 2
     assert "this suite has tfla mLSTMsig; tfla mLSTMexp" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tfla.bench import results
 from tfla.bench.stored import load, merge
 
 Row = dict[str, Any]
@@ -39,7 +40,7 @@ def test_the_latest_run_that_measured_a_cell_has_it() -> None:
 
 def test_what_is_picked_by_default_has_no_older_row_of_its_own() -> None:
     """Neither a time nor a refusal; one of the same run or a later one stays."""
-    by_x, by_y = ({"way": f"{backend} fused"} for backend in "xy")
+    by_x, by_y = ({"implementation": f"{backend} fused"} for backend in "xy")
     refusal = {"error": "ValueError: backend: 'x' cannot run these inputs: why"}
     old = run(
         "2026-01-01", cell("a", 1, "forward", seconds=1.0, **by_y), cell("a, x fused", 1, "forward", **refusal),
@@ -64,3 +65,13 @@ def test_rooflines_of_the_device_do_not_bound_the_host(suite: str, bounded: bool
     (row,) = load(tmp_path)["found"]["rows"]
     assert ("floor_seconds" in row, "sustained_floor_seconds" in row) == (bounded, bounded)
     assert row["seconds"] == 1.0
+
+
+def test_results_of_earlier_versions_have_the_keys_of_today(tmp_path: Path) -> None:
+    row = cell("a", 1, "forward", seconds=1.0)
+    old = {"config": {"peers": False, "repeats": 3}, "rows": [row | {"way": "triton fused"}, "broken"], "kind": "way"}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    assert results.read(tmp_path / "old.json") == {
+        "config": {"baselines": False, "repeats": 3}, "rows": [row | {"implementation": "triton fused"}, "broken"],
+        "kind": "way",
+    }  # fmt: skip

@@ -48,7 +48,7 @@ def test_without_a_profiler(
 def call(direction: str, details: dict[str, str], read: float, written: float) -> traffic.Row:
     kernels = [{"name": "a", "read": read, "written": 0}, {"name": "b", "read": 0, "written": written}]
     shape = {"B": 2, "T": 256, "H": 3, "dqk": 16, "dhv": 32}
-    return {"gate": "exp", "direction": direction, "way": "triton fused", "details": details, **shape} | {
+    return {"gate": "exp", "direction": direction, "implementation": "triton fused", "details": details, **shape} | {
         "kernels": kernels
     }
 

@@ -2,7 +2,7 @@
 
 Triton's interpreter takes no Gluon. Here a kernel's functions run as the Python that they are, their modules imported
 once more with a language of our own for Triton's (:mod:`.language`). Partitions are threads that take turns at random
-(:mod:`.program`); what is asynchronous on the GPU is done at once, but nobody may use it before waiting for it: each
+(:mod:`.program`); what is asynchronous on the GPU is done at once, but may only be used after a wait for it: each
 access of shared memory is checked by vector clocks against all before it (:mod:`.clocks`), which finds a missing wait,
 arrival, fence or barrier in whatever order things happened. What is outside a tensor is an error.
 

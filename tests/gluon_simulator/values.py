@@ -120,7 +120,7 @@ class Number(Operand):
 
 
 class Block(Operand):
-    """In registers. That of an MMA which nobody has waited for is not there yet."""
+    """In registers. The result of an MMA exists only after a wait for it."""
 
     __slots__ = ("_data", "pending")
 

@@ -20,7 +20,7 @@ from tfla.integrations.fla.replacement import MODULES
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """Leave no patch behind."""
+    """Undo patches after a test."""
     yield
     ours.restore()
 

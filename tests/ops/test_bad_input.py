@@ -211,7 +211,7 @@ def of_16_steps() -> list[Tensor]:
 @pytest.mark.parametrize("at", MALFORMED, ids=str)
 @pytest.mark.parametrize("gradients", [False, True], ids=["inference", "training"])
 def test_malformed_cu_seqlens_in_a_compiled_function(at: list[int], gradients: bool, backend: str) -> None:
-    """Neither memory that nobody has written nor another library's error."""
+    """Neither memory that was never written nor another library's error."""
     torch.compiler.reset()
     x = [t.requires_grad_(gradients) for t in of_16_steps()]
     compiled = torch.compile(

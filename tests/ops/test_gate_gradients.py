@@ -78,7 +78,7 @@ def test_closed_gates_hide_nothing(implementation: Implementation, form: str) ->
 @pytest.mark.interpreter
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_rounding_does_not_pass_closed_gates(implementation: Implementation, form: str) -> None:
-    """Behind 64 open gates, gradients of closed ones are as exact as in a sequence of closed gates alone."""
+    """After 64 open gates, gradients of closed ones are as exact as in a sequence of closed gates alone."""
     p = float32_problem(form, 160, 4.0)
     f = p.f.clone()
     f[:, 64:] -= 24.0

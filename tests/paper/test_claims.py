@@ -96,11 +96,12 @@ def test_attention_is_beaten_from_where_on(tmp_path):
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"name": "tfla mLSTMsig", "way": "hopper fused", "details": {"tile": "64", "segment": "512"}},
+        ({"name": "tfla mLSTMsig", "implementation": "hopper fused", "details": {"tile": "64", "segment": "512"}},
          ("fused", {"L": 64, "segment": 512})),
-        ({"name": "tfla mLSTMexp", "way": "triton fused", "details": {"tile": "32", "segment": "256"}},
+        ({"name": "tfla mLSTMexp", "implementation": "triton fused", "details": {"tile": "32", "segment": "256"}},
          ("segments", {"L": 32, "segment": 256})),
-        ({"name": "tfla mLSTMexp", "way": "triton tfla", "details": {"chunk": "256"}}, ("chunkwise", {"L": 256})),
+        ({"name": "tfla mLSTMexp", "implementation": "triton tfla", "details": {"chunk": "256"}},
+         ("chunkwise", {"L": 256})),
         ({"name": "mlstm_kernels mLSTMsig xl_chunk 128"}, ("chunkwise", {"L": 128})),
         ({"name": "fla simple_gla chunk"}, None),
     ],

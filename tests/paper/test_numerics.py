@@ -65,7 +65,7 @@ def test_run_writes_what_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     result = run.run("cpu", SMALL, 1)
     assert result["environment"]["device"]
-    assert {row["way"] for row in result["rows"]} == {ROUNDING, "chunkwise segmented"}
+    assert {row["implementation"] for row in result["rows"]} == {ROUNDING, "chunkwise segmented"}
     assert len(csv_rows(result["rows"])) == len(result["rows"])
 
 

@@ -104,7 +104,7 @@ def test_figures_have_the_stored_points_and_the_users_accelerator(tmp_path):
     stored = {
         r["x"]: r["seconds"]
         for r in result["rows"]
-        if r["name"] in named and r["direction"] == "forward" and r.get("way") == "triton tfla"
+        if r["name"] in named and r["direction"] == "forward" and r.get("implementation") == "triton tfla"
     }
     assert stored
     assert all(points["measured, tfla mLSTMsig, triton tfla", x] == seconds for x, seconds in stored.items())

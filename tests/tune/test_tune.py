@@ -105,7 +105,7 @@ def stored(suite: str) -> list[tuple[dict[str, Any], Candidate]]:
     found = []
     for row in result["rows"]:
         if row["name"].startswith("tfla") and "seconds" in row and row["direction"] == "forward + backward":
-            backend, kernel = row["way"].split()
+            backend, kernel = row["implementation"].split()
             p = Problem(*(row[name] for name in ("B", "T", "H", "dqk", "dhv")))
             L = int(row["details"].get("segment") or row["details"]["chunk"])
             found.append((row, predict(p, "exp" in row["name"], backend, kernel, L, gpu)))
@@ -309,7 +309,7 @@ def test_the_shipped_table() -> None:
 def benchmark(*rows: tuple[str, str, int, float], date: str = "2026-01-02") -> dict[str, Any]:
     """A result with rows of name, implementation, chunk size, seconds; a larger chunk takes less memory."""
     shape = {"B": 8, "T": 8192, "H": 8, "dqk": 256, "dhv": 512, "direction": "forward + backward"}
-    names = ("name", "way", "x", "seconds")
+    names = ("name", "implementation", "x", "seconds")
     return {
         "suite": "fig5", "axis": "chunk size", "config": {"repeats": 1},
         "environment": {"device": "a GPU", "date": date, "versions": {"torch": "2.11.0"}},

@@ -115,8 +115,8 @@ def recurrent_backward(x: Sequence, C: Tensor, dh: Tensor, dC: Tensor, spec: Del
         q, k, v, beta, log_f, r = (part[t] for part in x)
         C, f = states[t], log_f.exp()[..., None]
         decayed = f * C
-        seen = C if spec.read_before_decay else decayed
-        E = v - torch.einsum("hkv,hk->hv", seen, r) if spec.correct else v
+        C_read = C if spec.read_before_decay else decayed
+        E = v - torch.einsum("hkv,hk->hv", C_read, r) if spec.correct else v
         grads.q[t] = spec.scale * torch.einsum("hkv,hv->hk", states[t + 1], dh[t])
         dC = dC + spec.scale * q[:, :, None] * dh[t][:, None, :]
         written = torch.einsum("hkv,hk->hv", dC, k)  # the cotangent of beta E
@@ -126,7 +126,7 @@ def recurrent_backward(x: Sequence, C: Tensor, dh: Tensor, dC: Tensor, spec: Del
         grads.v[t] = dE
         read = torch.zeros_like(dC)
         if spec.correct:
-            grads.read_key[t] = -torch.einsum("hkv,hv->hk", seen, dE)
+            grads.read_key[t] = -torch.einsum("hkv,hv->hk", C_read, dE)
             read = -r[:, :, None] * dE[:, None, :]
         decayed_grad = dC if spec.read_before_decay else dC + read
         gate = (decayed * decayed_grad).sum(-1)

@@ -59,7 +59,7 @@ def chunk(problem: Problem, model: DeltaModel, packed: bool = False) -> Work:
             return tfla.linear_attention(q, k, v, log_f, cu_seqlens=cu_seqlens)
         return tfla.delta_rule(q, k, v, beta, log_f, cu_seqlens=cu_seqlens)
 
-    return Work(run, given, {"way": f"{backend.name} {kernel}"})
+    return Work(run, given, {"implementation": f"{backend.name} {kernel}"})
 
 
 def step(problem: Problem, model: DeltaModel, in_place: bool = False) -> Work:

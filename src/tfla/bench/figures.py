@@ -23,7 +23,7 @@ FAMILIES = {
     "device copy": "#999999",
 }
 INK = "#333333"
-NARROW = 5  # ratio of the largest to the smallest value below which an axis is linear and starts at 0
+LINEAR_RATIO = 5  # ratio of the largest to the smallest value below which an axis is linear and starts at 0
 MARKERS, DASHES = "osD^vPX*", ("-", "--", ":", "-.")
 LABELS = {FORWARD: "forward", BOTH: "forward and backward", "memory": "peak memory beyond inputs"}
 Row = dict[str, Any]
@@ -106,13 +106,13 @@ def figure_of(result: dict[str, Any]) -> Figure | None:
                         handles.setdefault(label, line)
             title = LABELS[panel] + (f", {group}" if group else "")
             heights = [float(y) for line in axes.lines for y in line.get_ydata()]
-            narrow = not heights or max(heights) < NARROW * min(heights)
-            axes.set(xscale="log", yscale="linear" if narrow else "log", title=title, xlabel=result["axis"])
+            linear = not heights or max(heights) < LINEAR_RATIO * min(heights)
+            axes.set(xscale="log", yscale="linear" if linear else "log", title=title, xlabel=result["axis"])
             axes.set_ylabel("GiB" if panel == "memory" else "ms")
             axes.xaxis.set_major_locator(FixedLocator(xs))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short(round(x))))
-            if narrow:
+            if linear:
                 axes.set_ylim(0, 1.1 * max(heights, default=1.0))
             else:
                 axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))

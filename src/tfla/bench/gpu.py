@@ -263,8 +263,8 @@ class Run:
             row["tokens_per_second"] = problem.B * problem.T / row["seconds"]
         if "operator_seconds" in row:
             row["operator_share"] = row["operator_seconds"] / row["seconds"]
-        if "way" in row:
-            self.defaults.setdefault(entry.key, set()).add(row["way"])
+        if "implementation" in row:
+            self.defaults.setdefault(entry.key, set()).add(row["implementation"])
         return row
 
     def repeats(self, entry: Entry) -> bool:
@@ -299,7 +299,7 @@ def chosen(config: GpuBench, suite: Suite) -> list[Entry]:
     Raises:
         ValueError: none is selected; the message lists their names.
     """
-    entries = [e for e in suite.entries if config.peers or e.ours or e.make.endswith(":copy_state")]
+    entries = [e for e in suite.entries if config.baselines or e.ours or e.make.endswith(":copy_state")]
     names = [e.key for e in entries]
     if config.only:
         entries = [e for e in entries if any(part.lower() in e.key.lower() for part in config.only)]

@@ -161,7 +161,7 @@ def command(config: dict[str, Any], stem: str) -> str:
         if value == option.default:
             continue
         if isinstance(value, bool):
-            words.append("--no-peers" if option.name == "peers" else name)
+            words.append("--no-baselines" if option.name == "baselines" else name)
         else:
             words += [name, *map(str, value if isinstance(value, tuple) else (value,))]
     return shlex.join([*words, "--out", f"benchmarks/results/{stem}.json"])
@@ -185,8 +185,8 @@ def _default_kernels(rows: list[Row]) -> str:
     """Return which backend and kernel `backend=None` chose, and at which sizes if there are several."""
     picked: dict[str, dict[str, list[int]]] = {}
     for row in rows:
-        if "way" in row and "," not in row["name"]:
-            xs = picked.setdefault(row["name"], {}).setdefault(row["way"], [])
+        if "implementation" in row and "," not in row["name"]:
+            xs = picked.setdefault(row["name"], {}).setdefault(row["implementation"], [])
             xs += [row["x"]] if row["x"] not in xs else []
     said = []
     for name, kernels in picked.items():

@@ -21,7 +21,7 @@ class GpuBench:
     suite: str
     only: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
-    peers: bool = True
+    baselines: bool = True
     repeats: int = 30
     warmup: int = 10
     pause: float = 0.02
@@ -77,7 +77,9 @@ def parse(args: Sequence[str], prog: str) -> GpuBench:
     parser.add_argument("suite", choices=list(SUITES), help="; ".join(f"{k}: {s.title}" for k, s in SUITES.items()))
     add("only", "implementations whose name contains one of these", nargs="+", metavar="NAME")
     add("lengths", "values of the suite's axis: T, chunk size, head dim or batch", count, nargs="+", metavar="N")
-    parser.add_argument("--no-peers", dest="peers", action="store_false", help="time this library alone")
+    parser.add_argument("--no-baselines", dest="baselines", action="store_false", help="time this library alone")
+    # The name of the option before.
+    parser.add_argument("--no-peers", dest="baselines", action="store_false", help=argparse.SUPPRESS)
     add("repeats", "samples of a call", count)
     add("warmup", "calls before the samples", count_or_none)
     add("pause", "seconds of rest before a sample", seconds)

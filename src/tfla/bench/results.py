@@ -12,6 +12,9 @@ from tfla.bench import schema
 
 Row = dict[str, Any]
 CHECKOUT = Path("benchmarks") / "results"
+# Keys of rows and of options by the names that results before 2026-11-25 have for them.
+OLD_ROW_KEYS = {"way": "implementation"}
+OLD_CONFIG_KEYS = {"peers": "baselines"}
 
 
 def default_folder() -> Path:
@@ -33,7 +36,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read(path: Path) -> Row:
-    """Read a file of results, which is a JSON object.
+    """Read a file of results, which is a JSON object; keys that had other names get those of today.
 
     Raises:
         UserError: it cannot be read or has another form; the message names the file and says what is wrong.
@@ -44,7 +47,16 @@ def read(path: Path) -> Row:
             raise ValueError(f"got a JSON {type(found).__name__}, expected an object")
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as a result: {reason(error)}") from error
+    if isinstance(found.get("rows"), list):
+        found["rows"] = [_renamed(row, OLD_ROW_KEYS) for row in found["rows"]]
+    if "config" in found:
+        found["config"] = _renamed(found["config"], OLD_CONFIG_KEYS)
     return found
+
+
+def _renamed(x: Any, names: dict[str, str]) -> Any:
+    """Return an object with other names of its keys, in its order; what is no object as it is."""
+    return {names.get(key, key): value for key, value in x.items()} if isinstance(x, dict) else x
 
 
 def read_rows(path: Path, kind: str) -> Row:

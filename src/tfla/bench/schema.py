@@ -53,8 +53,9 @@ ENVIRONMENT: Fields = {"device": TEXT, "date": TEXT}
 RATES: Fields = {"rested": RATE, "sustained": RATE}
 # `tfla bench gpu`: optional fields of every row; fields of timed rows; fields that pages and figures show.
 ROW: Fields = {
-    "name": TEXT, "group": TEXT, "x": COUNT, "direction": TEXT, "way": TEXT, "error": TEXT, "details": DETAILS, **SHAPE,
-    "samples": COUNT, "peak_bytes": or_none(BYTES), "state_bytes": BYTES, "moved_bytes": BYTES,
+    "name": TEXT, "group": TEXT, "x": COUNT, "direction": TEXT, "implementation": TEXT, "error": TEXT,
+    "details": DETAILS, **SHAPE, "samples": COUNT, "peak_bytes": or_none(BYTES),
+    "state_bytes": BYTES, "moved_bytes": BYTES,
     **dict.fromkeys(
         ("seconds", "sustained_seconds", "floor_seconds", "sustained_floor_seconds", "ratio", "tokens_per_second"), RATE
     ),
@@ -75,7 +76,7 @@ CPU_TIMED = ("direction", "seconds", "ratio", "floor_seconds")
 TRAFFIC: Fields = {
     "gate": TEXT,
     "direction": TEXT,
-    "way": TEXT,
+    "implementation": TEXT,
     "details": DETAILS,
     **SHAPE,
     "kernels": list_of(OBJECT),
@@ -85,7 +86,7 @@ ERRORS = Kind(
     "an object of numbers", lambda x: isinstance(x, dict) and all(_number(v) for v in x.values()) and "h" in x
 )
 NUMERICS: Fields = {
-    "way": TEXT, "dtype": TEXT, "gate": TEXT, "regime": TEXT, "T": COUNT, "chunk_size": or_none(COUNT),
+    "implementation": TEXT, "dtype": TEXT, "gate": TEXT, "regime": TEXT, "T": COUNT, "chunk_size": or_none(COUNT),
 }  # fmt: skip
 GRID: Fields = {"T": COUNT, "chunk_sizes": list_of(COUNT), "lengths": list_of(COUNT)}
 

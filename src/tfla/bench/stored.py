@@ -44,7 +44,11 @@ def merge(runs: dict[str, Row]) -> Row:
         and ("x" in row or _implementation(row) not in there)  # a row without x says that it was not installed
     ]
     # A kernel that is chosen by default is not timed again under its own name, so such a row is of an earlier run.
-    picked = {(f"{row['name']}, {row['way']}", row.get("group", ""), row["x"]): n for n, row in kept if "way" in row}
+    picked = {
+        (f"{row['name']}, {row['implementation']}", row.get("group", ""), row["x"]): n
+        for n, row in kept
+        if "implementation" in row
+    }
     rows = [row for n, row in kept if n >= picked.get((*_implementation(row), row.get("x")), 0)]
     rows.sort(key=lambda row: (order.index(_implementation(row)), row.get("x", 0)))
     return next(iter(runs.values())) | {"rows": rows, "runs": runs}

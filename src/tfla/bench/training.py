@@ -47,7 +47,7 @@ def step(
     """
     operator = sdpa(problem, attention) if mixer == "attention" else mlstm(problem, _gate(mixer))
     row = measure(call_of(operator, BOTH), clock_of(problem.device), BRIEF)
-    facts: dict[str, Any] = {key: operator.facts[key] for key in ("way", "details") if key in operator.facts}
+    facts: dict[str, Any] = {key: operator.facts[key] for key in ("implementation", "details") if key in operator.facts}
     facts["operator_seconds"] = blocks * row["sustained_seconds"]
     del operator
 

@@ -15,13 +15,13 @@ from tfla.tune.predict import Candidate
 
 Row = dict[str, Any]
 SHAPE = ("B", "T", "H", "dqk", "dhv")
-NEEDED = {"seconds", "way", "details", "peak_bytes", *SHAPE}
+NEEDED = {"seconds", "implementation", "details", "peak_bytes", *SHAPE}
 NOT_OF_SEQUENCES = ("decode", "steps", "generate", "host")  # suites of decoding steps and of host times
 
 
 def candidate(row: Row, axis: str) -> Measured:
     """Return the candidate of a row, with the chunk size that was given or chosen."""
-    backend, _, kernel = row["way"].partition(" ")
+    backend, _, kernel = row["implementation"].partition(" ")
     details = row["details"]
     chunk = row["x"] if axis == "chunk size" else details.get("segment") or details["chunk"]
     found = Candidate(backend, kernel, int(chunk), row["seconds"], row["peak_bytes"])

@@ -40,7 +40,7 @@ def mlstm(
         )  # fmt: skip
 
     facts = {
-        "way": f"{chosen.name} {kernel_run}",
+        "implementation": f"{chosen.name} {kernel_run}",
         "details": {k: str(d) for k, d in chosen.details(x, chunk_size, kernel_run).items()},
         "state_bytes": chosen.stored_states(x, chunk_size, kernel_run) * state,
     }

@@ -26,7 +26,11 @@ class SuiteResult:
         self.suite = suite
         result = next((r for r in results.values() if r["suite"] == suite), None)
         rows = [r for r in result["rows"] if "x" in r and group in (None, r.get("group"))] if result else []
-        rows += [r | {"name": f"{r['name']}, {r['way']}"} for r in rows if "way" in r and "," not in r["name"]]
+        rows += [
+            r | {"name": f"{r['name']}, {r['implementation']}"}
+            for r in rows
+            if "implementation" in r and "," not in r["name"]
+        ]
         self.device = result["environment"]["device"] if result else ""
         self.has_rows = bool(rows)
         self.has_baselines = any(not r["name"].startswith("tfla") for r in rows)

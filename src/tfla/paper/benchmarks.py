@@ -41,7 +41,7 @@ class Config(Options):
 
 def numbers(rows: list[dict[str, Any]]) -> list[Row]:
     """Return the timed rows: one for each implementation, direction and place on the axis."""
-    first = ("name", "group", "direction", "x", "B", "T", "H", "dqk", "dhv", "way")
+    first = ("name", "group", "direction", "x", "B", "T", "H", "dqk", "dhv", "implementation")
     return [{key: r[key] for key in (*first, *COLUMNS) if key in r} for r in rows if "seconds" in r]
 
 

@@ -40,7 +40,11 @@ def sig_forward(config: Options) -> ChunkTimings:
     found = ChunkTimings(f"{env['device']}, {env['date']}", of_result(result))
     for row in result["rows"]:
         if row.get("direction") == "forward" and "mLSTMsig" in row["name"] and "seconds" in row:
-            name = row["name"] if "," in row["name"] or "way" not in row else f"{row['name']}, {row['way']}"
+            name = (
+                row["name"]
+                if "," in row["name"] or "implementation" not in row
+                else f"{row['name']}, {row['implementation']}"
+            )
             found.curves.setdefault(name, {})[row["x"]] = row["seconds"]
     return found
 

@@ -19,7 +19,7 @@ def compare_with_counts(result: Row) -> list[Row]:
     """Return, for each call, the counted bytes of its algorithm and those that its kernels read and wrote."""
     found = []
     for row in result["rows"]:
-        counted_as = algorithm_of(row | {"name": row["way"]})
+        counted_as = algorithm_of(row | {"name": row["implementation"]})
         if counted_as is None:
             continue
         name, sizes = counted_as
@@ -27,7 +27,7 @@ def compare_with_counts(result: Row) -> list[Row]:
         counted = row["B"] * row["H"] * float(algorithm.bytes(T=row["T"], dqk=row["dqk"], dhv=row["dhv"], **sizes))
         read, written = (sum(kernel[what] for kernel in row["kernels"]) for what in ("read", "written"))
         found.append(
-            {key: row[key] for key in ("way", "gate", "direction")}
+            {key: row[key] for key in ("implementation", "gate", "direction")}
             | {"algorithm": name, "counted": counted, "read": read, "written": written,
                "measured / counted": (read + written) / counted}
         )  # fmt: skip
@@ -40,12 +40,12 @@ def draw_profiled_traffic(config: Options, command: str) -> Figure | Missing:
     if result is None:
         return Missing(NAME, TITLE, f"no {config.results / f'{NAME}.json'}: `{MEASURE}`")
     rows = compare_with_counts(result)
-    labels = list(dict.fromkeys(f"{r['way']}, mLSTM{r['gate'][:3]}" for r in rows))
+    labels = list(dict.fromkeys(f"{r['implementation']}, mLSTM{r['gate'][:3]}" for r in rows))
     drawing, [axes_row] = style.panels(1, 2, width=4.8, height=0.9 + 0.36 * len(labels), sharey=True)
     for axes, direction in zip(axes_row, ("forward", "backward"), strict=True):
         selected = [r for r in rows if r["direction"] == direction]
         for n, r in enumerate(selected):
-            place = labels.index(f"{r['way']}, mLSTM{r['gate'][:3]}")
+            place = labels.index(f"{r['implementation']}, mLSTM{r['gate'][:3]}")
             read, written, counted = (r[key] / 2**30 for key in ("read", "written", "counted"))
             axes.barh(place, read, 0.6, color=style.SKY, label=None if n else "read")
             axes.barh(place, written, 0.6, read, color=style.ORANGE, label=None if n else "written")
@@ -80,11 +80,13 @@ def claim_values(config: Options) -> Values:
         return {"profiled": False, "device": None, "date": None}
     rows = compare_with_counts(result)
     table = []
-    for implementation in dict.fromkeys(r["way"] for r in rows):
+    for implementation in dict.fromkeys(r["implementation"] for r in rows):
         cells = []
         for direction in ("forward", "backward"):
             ratios = [
-                r["measured / counted"] for r in rows if (r["way"], r["direction"]) == (implementation, direction)
+                r["measured / counted"]
+                for r in rows
+                if (r["implementation"], r["direction"]) == (implementation, direction)
             ]
             cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-")
         table.append([implementation, *cells])

@@ -24,7 +24,7 @@ def algorithm_of(row: Row) -> tuple[str, dict[str, int]] | None:
     details = row.get("details", {})
     if "chunk" in details:
         return "chunkwise", {"L": int(details["chunk"])}
-    if row.get("way", "").endswith("fused") and {"segment", "tile"} <= set(details):
+    if row.get("implementation", "").endswith("fused") and {"segment", "tile"} <= set(details):
         segment = int(details["segment"])
         algorithm = "fused" if segment >= row["T"] else "segments"
         return algorithm, {"L": int(details["tile"]), "segment": segment}

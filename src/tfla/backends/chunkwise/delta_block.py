@@ -178,10 +178,10 @@ def backward(x: Block, E: Tensor, X: Tensor | None, do: Tensor, C: Tensor, dC: T
     readers = [Reader(x.q, q_in, weights)]
     if dr is not None and r_in is not None and x.read_key is not None:
         dr.mul_(x.read_start).neg_()
-        seen, dE = x.read_key * dr, dv
+        of_read_key, dE = x.read_key * dr, dv
         if x.read_before_decay:
-            seen, dE = _earlier(seen), _earlier(dE)
-        reads += seen
+            of_read_key, dE = _earlier(of_read_key), _earlier(dE)
+        reads += of_read_key
         weights = (dE @ E.mT).tril_(0 if x.read_before_decay else -1).mul_(-x.beta.unsqueeze(-2))
         readers.append(Reader(x.readers, x.decayed_readers(r_in), weights))
     tile = decays.gradients(readers, reads, writes, torch.stack(across[::-1]))

@@ -9,8 +9,9 @@ INTER and UPDATE are the names of these weights in `gate_kernels.py`:
     o        with time      k    v     q    C^T      INTER        UPDATE
     dv       against time   q    do    k    dC^T     UPDATE       INTER (a')
 
-The steps of a tile n (`process_tile`); P is that of tile n, computed during tile n - 1. With two blocks, step (3) comes
-first, then (1) and (2), and from (4) on the steps (5) to (7) and (10) of the first block before (1) of the second:
+The steps of a tile n (`process_tile`), with the gate matrix D, the decay g of the tile and P 1, the row sums of P. P is
+that of tile n, computed during tile n - 1. With two blocks, step (3) comes first, then (1) and (2), and from (4) on the
+steps (5) to (7) and (10) of the first block before (1) of the second:
 
     (1)   out^T <- C^T z^T                              (64, L) = (64, dqk) (dqk, L), first term of (T2), (T11)
     (2)   the stage of tile n - 1 is empty              its output has left shared memory
@@ -355,7 +356,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     tile_decay = gl.expand_dims(
         g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(config.DK))), 0
     )
-    y_b = transposed_block(y, 0, config)
+    y_b = transposed_block(y, 0, config)  # y^T of the first block, (64, L), in shared memory
+    # A and B are left operands in registers. They must not change before the wait for their product.
     if config.COMPUTE_DP_OFFSET and config.BLOCKS == 2:
         # (3) do . h
         store_dots(y, shared.y2.index(2 * s + half), shared.d.index(s), half, config)
@@ -366,7 +368,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     mbarrier.arrive(shared.empty.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
     weight = gl.expand_dims(g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)  # (1, L)
     out, A = warpgroup_mma_wait(0, deps=[out, A])
-    y_t = y_b.load(of_out)  # (64, L)
+    y_t = y_b.load(of_out)  # (64, L), from shared memory to registers
     if config.COMPUTE_DP_OFFSET and config.BLOCKS == 1:
         # (3) do . h
         mma.store_partial_dots(

@@ -1,6 +1,6 @@
 """The gradients of queries, keys, beta and gates of one tile, from the states around it.
 
-With the notation of :mod:`.channel_tiles`, the state C before the tile and the cotangent dC behind it,
+With the notation of :mod:`.channel_tiles`, the state C before the tile and the cotangent dC after it,
 
     dq = scale ((do C^T) a + <do E^T> B k),    dr = -((dv C^T) a_r + <dv E^T> B k)
     W  = (E dC^T) w + scale <do E^T>^T q - <dv E^T>^T r,    dk = B W,    dbeta_t = k_t . W_t
@@ -8,7 +8,7 @@ With the notation of :mod:`.channel_tiles`, the state C before the tile and the 
 where <S> x has the rows sum over j of S_ij D_ij x_j, for S masked like P or M, and <S>^T x its columns.
 
 The gradient of the gates of step t is the sum over all pairs of a write before t and a read from t on, for each channel
-(docs/delta-rule.md). Both lie in the tile, or the write before it and the read behind it, or one of them:
+(docs/delta-rule.md). Both lie in the tile, or the write before it and the read after it, or one of them:
 
     dg_t = g sum over dhv of C * dC + sum over i >= t of reads_i + sum over j < t of writes_j + pairs around t
 
@@ -65,7 +65,7 @@ def channel_gradients(
         leveled: (H, tiles) int8, which tiles are not bounded; those are computed with LEVELED, all others without.
         dO, dV: the cotangents of h and of the values, (B, T, H, DV).
         E: the prediction errors, or without CORRECT the values, (B, T, H, DV).
-        states, cotangents: C before each tile and dC behind it, (H, tiles, DV, DK).
+        states, cotangents: C before each tile and dC after it, (H, tiles, DV, DK).
         dQ, dK, dR: the gradients, (B, T, H, DK); dR is written with READ_KEY, else it is added to dK.
         dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels, (B, T, H).
         dbeta: the gradient of beta, (B, T, H) float32.
@@ -185,7 +185,7 @@ def channel_gradients(
                     Z -= reads.to(tl.float32) * of_r
             W += of_k * down
             Z += writes.to(tl.float32) * of_k
-            # (3) Products with the state before the tile and the cotangent behind it
+            # (3) Products with the state before the tile and the cotangent after it
             do_C = tl.zeros([L, BK], tl.float32)
             dv_C = tl.zeros([L, BK], tl.float32)
             E_dC = tl.zeros([L, BK], tl.float32)
@@ -205,7 +205,7 @@ def channel_gradients(
                 error = tl.load(e_at + v[None, :], held, 0.0)  # (L, BV)
                 E_dC = tl.dot(error, dC, E_dC, input_precision=PRECISION)
                 across = add_sums(across, tl.full([L, BV], 1.0, tl.float32), C.to(tl.float32) * dC.to(tl.float32), SUMS)
-            # (4) What the tile reads of the state before it and writes to the one behind it
+            # (4) What the tile reads of the state before it and writes to the one after it
             up = decay_to(g, r, SUMS)
             down = decay_after(g, r, SUMS)
             up_r = up
@@ -214,7 +214,7 @@ def channel_gradients(
             do_C *= up * scale
             dq += do_C
             tl.store(dQ + to[:, None] * DK + c[None, :], dq.to(dQ.dtype.element_ty), inside)
-            seen = q * do_C
+            state_reads = q * do_C
             E_dC *= down
             W += E_dC
             Z += k * b * E_dC
@@ -226,8 +226,8 @@ def channel_gradients(
                     dg = add_sums_after(dg, read * dv_C, r, SUMS)
                     dg = add_sums_to(dg, Z_before, r, SUMS)
                 else:
-                    seen += read * dv_C
-            dg = add_sums_after(dg, seen, r - 1, SUMS)
+                    state_reads += read * dv_C
+            dg = add_sums_after(dg, state_reads, r - 1, SUMS)
             dg = add_sums_to(dg, Z, r - 1, SUMS)
             # (5) Results
             place = to[:, None] * DK + c[None, :]
@@ -281,7 +281,7 @@ def launch(
         operands: The result of :func:`.channel_tiles.launch`.
         dh, dv: The cotangents of h and v, (B, T, H, dhv); dv is dense.
         E: The prediction errors, or without correction the values.
-        states, cotangents: The states before the tiles and the cotangents behind them, (H, tiles, dhv, dqk).
+        states, cotangents: The states before the tiles and the cotangents after them, (H, tiles, dhv, dqk).
         grads: The outputs.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.gradients

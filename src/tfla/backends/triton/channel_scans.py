@@ -1,6 +1,6 @@
-"""The scans over tiles whose operands are ready: h, the states before tiles, and dv with the cotangents behind tiles.
+"""The scans over tiles whose operands are ready: h, the states before tiles, and dv with the cotangents after tiles.
 
-With the operands of :mod:`.channel_tiles`, the state C before a tile and the cotangent dC behind it, a tile computes
+With the operands of :mod:`.channel_tiles`, the state C before a tile and the cotangent dC after it, a tile computes
 
     R = V - (r a) C,    E = R - (X B) R,    h = (q a) C + (P B) E,    C <- g C + (k w B)^T E
     Y = (P B)^T do + (k w B) dC,    dv = Y - (X B)^T Y,    dC <- g dC + (q a)^T do - (r a)^T dv
@@ -114,7 +114,7 @@ def channel_dv_scan(
     IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dv and the cotangents behind the tiles: a program computes BV columns of dhv of one head.
+    """Compute dv and the cotangents after the tiles: a program computes BV columns of dhv of one head.
 
     The grid is (dhv / BV, sequences * H). S holds BV columns of dC, transposed, (BV, BK).
 
@@ -123,7 +123,7 @@ def channel_dv_scan(
         dO: the cotangent of h, (B, T, H, DV).
         cu: the offsets of packed sequences, (sequences + 1).
         Out: dv, (B, T, H, DV).
-        cotangents: dC behind each tile, (H, tiles, DV, DK).
+        cotangents: dC after each tile, (H, tiles, DV, DK).
         state_in: the cotangents of the final states, (sequences, H, DK, DV); read with USE_INITIAL_STATE.
         state_out: those of the initial states, of the same shape; written with STORE_FINAL_STATE.
     """
@@ -243,7 +243,7 @@ def launch_dv(
         initial: Output for the cotangents of the initial states, or None.
 
     Returns:
-        The cotangents of the states behind the tiles, (H, tiles, dhv, dqk).
+        The cotangents of the states after the tiles, (H, tiles, dhv, dqk).
     """
     base, config = ctx.base, ctx.config
     q, r, k, P, X, decays, _ = operands

@@ -34,7 +34,7 @@ class StepsPass(Pass):
     def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run :meth:`Pass.convolve`."""
         found = [conv.steps(x, old) for conv, x, old in zip(convolutions, inputs, self.state.convolution, strict=True)]
-        self.inputs = tuple(seen for _, seen in found)
+        self.inputs = tuple(x for _, x in found)
         return tuple(y for y, _ in found)
 
     def position(self) -> Tensor:
@@ -70,7 +70,7 @@ class StepsPass(Pass):
         """Return the state after the first lengths (B,) of the tokens."""
         assert self.recur is not None
         _, recurrence = self.recur(lengths=lengths, in_place=self.in_place)
-        convolution = tuple(inputs_after(seen, lengths, self.count) for seen in self.inputs)
+        convolution = tuple(inputs_after(x, lengths, self.count) for x in self.inputs)
         position = self.state.position
         return MixerState(recurrence, convolution, None if position is None else position + lengths)
 

@@ -46,14 +46,14 @@ def line(rows: list[Row], implementation: str, dtype: str, axis: Axis, part: str
     """Return the larger error of the two gates by place on the axis."""
     found: dict[Any, float] = {}
     for row in rows:
-        if (row["way"], row["dtype"]) == (implementation, dtype) and "error" in row:
+        if (row["implementation"], row["dtype"]) == (implementation, dtype) and "error" in row:
             found[axis(row)] = max(found.get(axis(row), 0.0), PANELS[part](row["error"]))
     return found
 
 
 def draw(axes: Axes, rows: list[Row], axis: Axis, places: list[Any], part: str) -> None:
     """Plot a line for each implementation and dtype, and the error of rounding alone as a dashed line."""
-    implementations = list(dict.fromkeys(row["way"] for row in rows))
+    implementations = list(dict.fromkeys(row["implementation"] for row in rows))
     for dtype in DTYPES:
         for n, implementation in enumerate(implementations):
             found = line(rows, implementation, dtype, axis, part)
@@ -102,7 +102,7 @@ def gaussian(result: Row) -> list[Row]:
     """Return the rows of the axis of chunk sizes, and those of rounding alone, which has no chunk size."""
     return [
         row for row in result["rows"]
-        if row["regime"] == "gaussian" and (row["chunk_size"] is not None or row["way"] == ROUNDING)
+        if row["regime"] == "gaussian" and (row["chunk_size"] is not None or row["implementation"] == ROUNDING)
     ]  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def mean_absolute(result: Row, dtype: str) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
     for row in gaussian(result):
         if row["dtype"] == dtype and row["gate"] == "exp" and row["chunk_size"] and "error" in row:
-            found.setdefault(row["way"], {})[row["chunk_size"]] = row["mean_absolute_error_h"]
+            found.setdefault(row["implementation"], {})[row["chunk_size"]] = row["mean_absolute_error_h"]
     if dtype in PAPER_DTYPES:
         found["the paper's authors, xl_chunk"] = {L: e[PAPER_DTYPES.index(dtype)] for L, e in PAPER.items()}
     return found
@@ -129,13 +129,16 @@ def compare_with_the_paper(config: Config, result: Row) -> Figure:
                 list(found), list(found.values()), label=implementation, color="#333333" if theirs else COLORS[dtype],
                 ls="--" if theirs else "-", marker=MARKERS[n],
             )  # fmt: skip
-            numbers += [{"dtype": dtype, "way": implementation, "chunk_size": L, "error": e} for L, e in found.items()]
+            numbers += [
+                {"dtype": dtype, "implementation": implementation, "chunk_size": L, "error": e}
+                for L, e in found.items()
+            ]
         alone = next(
             row["mean_absolute_error_h"] for row in gaussian(result)
-            if (row["way"], row["dtype"], row["gate"]) == (ROUNDING, dtype, "exp")
+            if (row["implementation"], row["dtype"], row["gate"]) == (ROUNDING, dtype, "exp")
         )  # fmt: skip
         one.axhline(alone, color=COLORS[dtype], ls=":", label="rounding alone")
-        numbers.append({"dtype": dtype, "way": ROUNDING, "error": alone})
+        numbers.append({"dtype": dtype, "implementation": ROUNDING, "error": alone})
         float32 = dtype == "float32"  # over four orders of magnitude
         one.set(yscale="log" if float32 else "linear", ylim=(2e-8, 3e-3) if float32 else (0, 3.5e-3), title=dtype)
         power_of_two_axis(one, sizes, "chunk size")
@@ -198,9 +201,11 @@ def worst(result: Row) -> Table:
     quantities = ("h", "dq", "dk", "dv", "di", "df", "dC", "dn", "dm")
     rows = []
     for dtype in DTYPES:
-        for implementation in dict.fromkeys(row["way"] for row in result["rows"]):
+        for implementation in dict.fromkeys(row["implementation"] for row in result["rows"]):
             errors = [
-                r["error"] for r in result["rows"] if (r["way"], r["dtype"]) == (implementation, dtype) and "error" in r
+                r["error"]
+                for r in result["rows"]
+                if (r["implementation"], r["dtype"]) == (implementation, dtype) and "error" in r
             ]
             if errors:
                 found = [max((e[name] for e in errors if name in e), default=None) for name in quantities]
@@ -226,7 +231,7 @@ def claims(config: Config) -> list[Claim]:
         for d in PAPER_DTYPES
     }  # fmt: skip
     theirs = {d: [e[n] for e in PAPER.values()] for n, d in enumerate(PAPER_DTYPES)}
-    measured = [row for row in result["rows"] if row["way"] != ROUNDING and row["dtype"] in DTYPES]
+    measured = [row for row in result["rows"] if row["implementation"] != ROUNDING and row["dtype"] in DTYPES]
     failed = [row for row in measured if "failed" in row]
     drift = max(
         max(found.values()) / min(found.values()) for d in PAPER_DTYPES

@@ -88,7 +88,7 @@ def measure(implementation: str, dtype: str, grid: Grid, device: str) -> Iterato
 
     backend, _, kernel = implementation.partition(" ")
     for setting, chunk_size in grid.points(implementation, dtype):
-        row: Row = {"way": implementation, "dtype": dtype, **asdict(setting), "chunk_size": chunk_size}
+        row: Row = {"implementation": implementation, "dtype": dtype, **asdict(setting), "chunk_size": chunk_size}
         begin = time.perf_counter()
         try:
             x, truth = problem(setting)
