@@ -98,6 +98,23 @@ def test_layer(S: int, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(results(layer, x), expected, strict=True))
 
 
+@pytest.mark.parametrize("mode", ["bfloat16", "autocast"])
+def test_layer_in_half_precision(mode: str) -> None:
+    """The error is at most 1.5 times that of the package, beside its own layer in float64."""
+    layer, x = mlstm_layer(), torch.randn(2, 40, 16, dtype=torch.float64)
+    exact = layer(x)
+    dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
+    layer.to(dtype)
+    found = []
+    for change in (restore, accelerate):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "autocast"):
+            y = change(layer)(x.to(dtype))
+        assert y.dtype == torch.bfloat16
+        y.float().sum().backward()
+        found.append(error(y, exact))
+    assert found[1] <= 1.5 * found[0] < 0.1
+
+
 def run_steps(model: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     """Return the outputs of single steps of a layer, whose state is a dict of its arguments, or of a model."""
     outputs = []
@@ -311,6 +328,20 @@ def test_bidirectional_block() -> None:
     accelerate(block)
     y = block(nn.utils.rnn.pad_sequence(xs, batch_first=True), torch.tensor(lengths))
     check_same([row[:n] for row, n in zip(y, lengths, strict=True)], alone)
+
+
+def test_block_of_tirex() -> None:
+    """The block itself: covariates are read in both directions, targets forwards."""
+    component = pytest.importorskip("tirex2.model.component", reason="pip install tirex-2")
+    options = {"norm_reduction_force_float32": False, "chunk_size": 16, "num_heads": 2, "embedding_dim": 32}
+    config = component.xLSTMMixedConfig(num_blocks=1, **options)
+    block = randomize(component.BiXLSTM(config, 0, 1, "cpu", cell_type="mlstm"))
+    x, targets = torch.randn(5, 48, 32, dtype=torch.float64), torch.tensor([True, False, False, True, False])
+    expected = results(block, x, targets)
+    check_same(results(accelerate(block), x, targets), expected)
+    changed = torch.cat([x[:, :-1], x[:, -1:] + 1], 1)
+    difference = (block(changed, targets) - block(x, targets))[:, 0].norm(dim=-1)
+    assert torch.equal(difference > 1e-6, ~targets)  # only covariates hear of the last step at the first
 
 
 @pytest.mark.parametrize("name", ["parallel_stabilized_simple", "recurrent_step_stabilized_simple"])

@@ -216,8 +216,10 @@ class MLSTMStack(nn.Module):
             place, offsets = packed_places(input)
             order = torch.empty_like(place).index_copy_(0, place, torch.arange(len(place), device=place.device))
             start = None if document_start is None else document_start[order][None]
-            x, new = self._layers(data[order][None], Sequences(None, offsets, start), state)
-            return PackedSequence(x[0][place], input.batch_sizes, input.sorted_indices, input.unsorted_indices), new
+            x, new = self._layers(data.index_select(0, order)[None], Sequences(None, offsets, start), state)
+            return PackedSequence(
+                x[0].index_select(0, place), input.batch_sizes, input.sorted_indices, input.unsorted_indices
+            ), new
         if data.dim() == 2:
             start = None if document_start is None else document_start[None]
             x, new = self._layers(data[None], Sequences(lengths, None, start), state)
