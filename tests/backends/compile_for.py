@@ -5,10 +5,10 @@ python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any
 TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped] [parallel],
 with commas between, gate plain being linear attention without an input gate or a normalizer, and parallel context
 parallelism; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state
-in bfloat16. The delta rule is the kernel "delta" with [packed] [state], its decoding "delta_steps" with [several]
-[low]; both have a model of MODELS as gate. With [lengths] the kernels are those that other lengths would compile, on a
-GPU of PROCESSORS multiprocessors, and nothing is compiled. With [parallel] only the kernels of context parallelism are
-compiled; kernels with levels of gates by channel are compiled for sm_90 alone, since they take long.
+in bfloat16. The delta rule is the kernel "delta" with [packed] [state] [forward], its decoding "delta_steps" with
+[several] [low]; both have a model of MODELS as gate. With [lengths] the kernels are those that other lengths would
+compile, on a GPU of PROCESSORS multiprocessors, and nothing is compiled. With [parallel] only the kernels of context
+parallelism are compiled; kernels with levels of gates by channel are compiled for sm_90 alone, since they take long.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
         outputs, leaves["C"] = [h, last.C], C
     else:
         outputs = [operator(**leaves, **options)]
-    torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(t) for t in outputs])
+    if "forward" not in variant:
+        torch.autograd.grad(outputs, list(leaves.values()), [torch.ones_like(t) for t in outputs])
 
 
 def delta_decoding(backend: str, model: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:

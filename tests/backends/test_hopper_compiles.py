@@ -43,6 +43,11 @@ CASES = [
     "plain,128,128,float16,packed",
     "plain,64,64,bfloat16",
 ]
+DELTA_CASES = [
+    "gdn,128,128,bfloat16",
+    "gdn,128,256,bfloat16,packed,state",
+    "deltanet,64,128,bfloat16,state",
+]
 KERNELS = [
     name + implementation
     for name in ("o_dv_kernel", "dq_dk_kernel", "segment_states_kernel", "small_head_kernel")
@@ -50,6 +55,8 @@ KERNELS = [
 ] + ["dk_dv_kernel back"]
 SHARED = 232_448  # bytes of shared memory that a program can have
 SPILLED = 320  # bytes, mostly addresses in the 24 registers of the load and gate warps, and the ends of segments
+
+DELTA_SPILLED = 64  # of which the consumers spill nothing
 
 
 def too_old() -> bool:
@@ -73,6 +80,21 @@ def test_compiles_and_fits(kernel_cache: Path) -> None:
             assert row["shared"] <= SHARED, row
             assert row["spilled"] <= SPILLED, row
             assert row["serialized"] == 0, row
+
+
+@pytest.mark.compiles
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_delta_rule_compiles_and_fits(kernel_cache: Path) -> None:
+    if too_old():
+        pytest.skip("Gluon has no warpgroup MMAs before Triton 3.6")
+    answers = compile_kernels([f"sm_90:hopper,delta,{case},forward" for case in DELTA_CASES], kernel_cache)
+    assert len(answers) == len(DELTA_CASES)
+    for answer in answers:
+        assert answer["failure"] is None
+        (row,) = [row for row in answer["kernels"] if row["kernel"] == "delta_h_kernel"]
+        assert row["shared"] <= SHARED, row
+        assert row["spilled"] <= DELTA_SPILLED, row
+        assert row["serialized"] == row["unequal"] == row["unset"] == 0, row
 
 
 def test_says_once_that_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import INTERPRETED, TOLERANCE, Implementation, check_beside_terms, problem, solve
+from cases import INTERPRETED, TOLERANCE, Implementation, check_beside_terms, error, problem, solve
+from delta_cases import MODELS as DELTA_MODELS
+from delta_cases import DeltaProblem, delta_problem
 
-from tfla.backends import hopper
+from tfla.backends import DELTA_BACKENDS, hopper
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -43,6 +45,7 @@ CASES: dict[str, list[Case]] = {
     "normalizer": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 256, "V": 128}, None)],
     "store_warp": [("exp", {"K": 128, "V": 128}, None)],
     "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
+    "delta_h": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
 }  # fmt: skip
 # Barriers between warps of a partition, which the simulator does not tell apart; the compiler inserts one there, too.
 REDUNDANT = {("normalizer", "store_shared_inverse", "barrier()"), ("split_reduce", "run_zero_fill_warp", "barrier()")}
@@ -73,10 +76,21 @@ def write_without(module: str, line: int, folder: Path) -> Path:
 def run(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Implementation, "refusal", lambda implementation, dtype: None)
     for form, sizes, chunk_size in cases:
-        p = problem(form, **{"B": 1, "T": 130, "H": 2, "Hq": 1, "dtype": torch.float16, **sizes})
+        sizes = {"B": 1, "T": 130, "H": 2, "Hq": 1, "dtype": torch.float16, **sizes}
+        if form in DELTA_MODELS:
+            check_delta_forward(delta_problem(form, **sizes))
+            continue
+        p = problem(form, **sizes)
         check_beside_terms(
             solve(p, Implementation("hopper", "fused", "cpu"), chunk_size=chunk_size), p, TOLERANCE[p.dtype]
         )
+
+
+def check_delta_forward(p: DeltaProblem) -> None:
+    """h, E and C of the kernel are those of Triton's kernels."""
+    found, expected = (DELTA_BACKENDS[name].forward(p.x, p.spec("fused")) for name in ("hopper", "triton"))
+    for name in ("h", "E", "C"):
+        assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
 
 
 @pytest.mark.parametrize("module", CASES)

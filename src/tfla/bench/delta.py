@@ -39,27 +39,28 @@ def inputs(problem: Problem, model: DeltaModel) -> list[Tensor]:
     return [q, k, v, log_f, problem.randn(problem.B, problem.T, problem.H, dtype="float32").sigmoid()]
 
 
-def chunk(problem: Problem, model: DeltaModel, packed: bool = False) -> Work:
+def chunk(problem: Problem, model: DeltaModel, packed: bool = False, backend: str | None = None) -> Work:
     """Return a call of `tfla.delta_rule` or `tfla.linear_attention`, with facts on the backend and kernel that run.
 
     Args:
         problem: the sizes, dtype and device.
         model: the recurrence.
         packed: whether the sequences are packed, with exponentially distributed lengths.
+        backend: the backend, or None for the library's choice.
     """
     given, cu_seqlens = inputs(problem, model), None
     if packed:
         given, cu_seqlens = problem.packed(given)
     q, k, v, log_f, *beta = given
     x = DeltaInputs(q, k, v, beta[0] if beta else None, log_f, None, None, None, None, cu_seqlens)
-    backend, kernel, _ = choose(x, False, None, None, None)
+    chosen, kernel, _ = choose(x, False, backend, None, None)
 
     def run(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, beta: Tensor | None = None) -> Any:
         if beta is None:
-            return tfla.linear_attention(q, k, v, log_f, cu_seqlens=cu_seqlens)
-        return tfla.delta_rule(q, k, v, beta, log_f, cu_seqlens=cu_seqlens)
+            return tfla.linear_attention(q, k, v, log_f, cu_seqlens=cu_seqlens, backend=backend)
+        return tfla.delta_rule(q, k, v, beta, log_f, cu_seqlens=cu_seqlens, backend=backend)
 
-    return Work(run, given, {"implementation": f"{backend.name} {kernel}"})
+    return Work(run, given, {"implementation": f"{chosen.name} {kernel}"})
 
 
 def step(problem: Problem, model: DeltaModel, in_place: bool = False) -> Work:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tfla.backends.base import Backend, Exchange, Grads, Inputs, Outputs, Replay, Spec, Starts
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, constant, planned_gpu
+from tfla.backends.hopper.delta_backend import HopperDelta
 from tfla.backends.triton import BACKEND as TRITON
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def _is_hopper(device: torch.device) -> bool:
 def _cannot_build() -> str | None:
     """Return why the installed Triton cannot build the kernels, or None. A reason is also given as a warning, once."""
     try:
-        from tfla.backends.hopper import fused, fused_small_head  # noqa: F401
+        from tfla.backends.hopper import delta_h, fused, fused_small_head  # noqa: F401
     except (ImportError, AttributeError) as error:
         reason = f"it needs Triton 3.6 or newer: {error}"
         warnings.warn(f"tfla: the Hopper kernels cannot be built, {reason}; using the Triton backend", stacklevel=2)
@@ -93,6 +94,13 @@ def _with_positive_scale(x: Inputs, spec: Spec) -> tuple[Inputs, Spec]:
     The kernels compute the gate matrix as powers of two, which contain the scale.
     """
     return (x, spec) if spec.scale >= 0 else (x._replace(q=-x.q), spec._replace(scale=-spec.scale))
+
+
+def _device_unsupported(q: Tensor) -> str | None:
+    """Return why the kernels cannot run on the device of q with its Triton, or None."""
+    if not _is_hopper(q.device):
+        return "it needs a Hopper GPU (compute capability 9.0)"
+    return TRITON.device_unsupported(q) or _cannot_build()
 
 
 class Hopper(Backend):
@@ -191,3 +199,4 @@ class Hopper(Backend):
 
 
 BACKEND = Hopper()
+DELTA_BACKEND = HopperDelta(_device_unsupported, _aligned)

@@ -8,7 +8,7 @@ linear attention without an input gate.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,8 +145,11 @@ def takes_channel_kernels(x: DeltaInputs, spec: DeltaSpec) -> bool:
     return x.channel_gates or spec.read_before_decay or not spec.correct
 
 
-def forward(ctx: DeltaContext) -> DeltaOutputs:
-    """Launch the forward."""
+LaunchH = Callable[["DeltaContext", Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
+
+
+def forward(ctx: DeltaContext, launch_h: LaunchH) -> DeltaOutputs:
+    """Launch the forward, with the scan for h by `launch_h`, whose arguments are those of the Triton kernel's."""
     x, spec, base = ctx.x, ctx.spec, ctx.base
     h = base.new(*x.v.shape, dtype=x.v.dtype)
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save else None
@@ -154,7 +157,7 @@ def forward(ctx: DeltaContext) -> DeltaOutputs:
     final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
     gates = ctx.gates()
     X = delta_kernels.launch_solve(ctx, gates)
-    delta_kernels.launch_h(ctx, gates, X, h, E, results.dense(ctx.base, x.C), final)
+    launch_h(ctx, gates, X, h, E, results.dense(ctx.base, x.C), final)
     none = base.placeholder(0)
     chunk_C = base.placeholder(0, base.H, base.K, base.V) if spec.save else none
     return DeltaOutputs(
@@ -273,14 +276,14 @@ def gate_gradient(
     return df
 
 
-def _signature(direction: str, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | None) -> Hashable:
+def _signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | None) -> Hashable:
     """Return all that the launches of a call depend on; `more` are further tensors that are given."""
     return direction, "delta", spec, torch.get_float32_matmul_precision(), static((*x, *more))
 
 
-def run_forward(x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
-    """Record or replay the launches of the forward."""
-    signature = _signature("forward", x, spec)
+def run_forward(x: DeltaInputs, spec: DeltaSpec, launch_h: LaunchH = delta_kernels.launch_h) -> DeltaOutputs:
+    """Record or replay the launches of the forward, with the scan for h by `launch_h`."""
+    signature = _signature(("forward", launch_h), x, spec)
     recorded = recorded_launches(signature)
     if recorded is not None:
         return DeltaOutputs(*recorded(x))
@@ -290,14 +293,14 @@ def run_forward(x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         if takes_channel_kernels(given, spec):
             out = channel_rule.forward(channel_rule.context(base, given, spec, beta))
         else:
-            out = forward(context(base, given, spec, beta))
+            out = forward(context(base, given, spec, beta), launch_h)
         recorder.results = out
     return out
 
 
-def forward_replay(x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
+def forward_replay(x: DeltaInputs, spec: DeltaSpec, launch_h: LaunchH = delta_kernels.launch_h) -> Replay | None:
     """Return the recorded launches of an earlier `run_forward` with this signature, or None; always for float32."""
-    return None if x.q.dtype == torch.float32 else recorded_launches(_signature("forward", x, spec))
+    return None if x.q.dtype == torch.float32 else recorded_launches(_signature(("forward", launch_h), x, spec))
 
 
 def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:

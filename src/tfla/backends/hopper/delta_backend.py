@@ -1,0 +1,69 @@
+"""The Hopper backend of the delta rule: its scan for h in Gluon, all other kernels those of the Triton backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import Replay
+from tfla.backends.delta import DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
+from tfla.backends.triton.delta_backend import TritonDelta
+
+# Below the 10 of the Triton backend: no GPU has timed the kernel, so it runs only where `backend` names it. Once it has
+# been measured to be faster, 20 makes it the choice on GPUs of compute capability 9.0.
+PRIORITY = 5
+DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
+SMALLEST_DIM, LARGEST_DQK, LARGEST_DHV = 64, 128, 256
+
+
+class HopperDelta(TritonDelta):
+    """The backend of the kernel in :mod:`.delta_h`; what it stores for the backward is what Triton's kernels store."""
+
+    name = "hopper"
+    priority = PRIORITY
+    reads_before_decay = False
+
+    def __init__(self, device_unsupported: Callable[[Tensor], str | None], aligned: Callable[[Tensor], bool]) -> None:
+        super().__init__(device_unsupported)
+        self._aligned = aligned
+
+    def unsupported(self, x: DeltaInputs) -> str | None:
+        """Return why the backend cannot run these inputs, or None."""
+        if why := super().unsupported(x):
+            return why
+        if x.q.dtype not in DTYPES:
+            return f"it takes bfloat16, the inputs are {x.q.dtype}"
+        if x.channel_gates:
+            return "it takes one gate a step"
+        if x.read_key is not None:
+            return "it takes no read key"
+        dqk, dhv = x.q.shape[3], x.v.shape[3]
+        fits = SMALLEST_DIM <= dqk <= LARGEST_DQK and SMALLEST_DIM <= dhv <= LARGEST_DHV
+        if not fits or dqk % 8 or dhv % 8:  # TMA needs rows that are multiples of 16 bytes
+            return (
+                f"it takes multiples of 8, dqk from {SMALLEST_DIM} to {LARGEST_DQK} and dhv from {SMALLEST_DIM} to "
+                f"{LARGEST_DHV}"
+            )
+        if not all(map(self._aligned, (x.q, x.k, x.v))):
+            return "it needs strides that are multiples of 16 bytes"
+        return None
+
+    def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
+        """Compute h, and what the options ask for."""
+        from tfla.backends.hopper import delta_h
+        from tfla.backends.triton import delta
+
+        return delta.run_forward(x, spec, delta_h.launch)
+
+    def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
+        """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
+        from tfla.backends.hopper import delta_h
+        from tfla.backends.triton import delta
+
+        return delta.forward_replay(x, spec, delta_h.launch)
+
+    def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
+        """Return why the backend cannot run these steps, or None."""
+        return "it has no kernel for single steps"

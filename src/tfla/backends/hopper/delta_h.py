@@ -1,0 +1,473 @@
+"""h of the delta rule with at most one forget gate a step: a fused scan that keeps the state on chip.
+
+A program computes 128 columns of dhv of each of its work tiles. Two consumers share them: each holds 64 columns of the
+transposed state C^T, (dhv, dqk), in registers, as `o_dv.py` does with one block. The equations are (R2) to (R4) of
+`tfla.backends.triton.delta_kernels`; X of (R1) comes from the Triton kernel `solve_tiles`, for all tiles at once.
+
+The steps of a tile n (`process_tile`); P is that of tile n, computed during tile n - 1. From (1) to (6) each product
+reads the result of the one before it from registers, and neither consumer needs anything of the other for it:
+
+    (1)   R^T <- C^T k^T and out^T <- C^T q^T           (64, L) = (64, dqk) (dqk, L)
+    (2)   the stage of tile n - 1 is empty              its outputs have left shared memory
+    (3)   R^T <- V^T - R^T * a                          (64, L), (R2)
+    (4)   E^T <- R^T - (R^T * beta) X^T                 (64, L) = (64, L) (L, L), (R2)
+    (5)   E                                             to shared memory and from there to global memory, with SAVE
+    (6)   C^T <- g C^T + (E^T * (w beta)) k             (64, dqk) = (64, L) (L, dqk), (R4)
+    (7)   wait for both halves of P
+    (8)   out^T <- out^T * a + E^T P^T                  (64, L) = (64, L) (L, L), (R3)
+    (9)   S <- q k^T of tile n + 1                      (L, L / 2), one half of the columns for each consumer
+    (10)  out^T * scale                                 over v, and from there to global memory
+    (11)  P <- S * D * beta of tile n + 1, masked       (L, L / 2), to shared memory, (R1) times beta
+
+Who waits for whom:
+
+    load and gate warp --full[s]--> consumers 0 and 1 --empty[s]--> load and gate warp
+    consumer 0 <--ready[n % 2] (P of tile n)--> consumer 1
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu.context import time_strides
+from tfla.backends.gpu.gate_kernels import COLUMN, DECAY, INTER, ROW, UPDATE, VECTORS
+from tfla.backends.hopper import host, mma, pipeline, scheduler
+from tfla.backends.hopper.pipeline import (
+    COLUMN_EXPONENT,
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    ROW_EXPONENT,
+)
+
+if TYPE_CHECKING:
+    from tfla.backends.triton.delta import DeltaContext
+
+ROWS = gl.constexpr(128)  # dqk of the kernel; TMA reads zeros where heads are narrower
+COLUMNS = gl.constexpr(128)  # columns of dhv that a program computes
+STAGES = gl.constexpr(3)  # stages of the ring; a stage has 56 KiB of tiles
+
+# Vectors of a stage, NUM_VECTORS of L float32 numbers each, after ROW_EXPONENT and COLUMN_EXPONENT of `pipeline`.
+READ_WEIGHT = gl.constexpr(2)  # a, the weight of the state in what each step reads
+WRITE = gl.constexpr(3)  # beta
+UPDATE_WEIGHT = gl.constexpr(4)  # w beta, the weight of each step in the update of the state
+TILE_DECAY = gl.constexpr(5)  # g, the same number in each element
+NUM_VECTORS = gl.constexpr(8)  # a power of two; six are used
+
+
+class Config(NamedTuple):
+    """The constants of the kernel."""
+
+    DK: Any  # dqk of the tensors, up to ROWS
+    DV: Any  # dhv of the tensors
+    L: Any  # steps of a tile
+    GATED: Any  # gates decay the state
+    SAVE: Any  # store E
+    USE_INITIAL_STATE: Any  # start from `state_in`, not from zeros
+    STORE_FINAL_STATE: Any  # store the states after work tiles to `state_out`
+
+
+class GlobalPointers(NamedTuple):
+    """The tensors in global memory that consumers access."""
+
+    out: Any  # TMA descriptor of h
+    e: Any  # TMA descriptor of E
+    state_in: Any  # (sequences, H, dqk, dhv)
+    state_out: Any  # (sequences, H, dqk, dhv)
+    scale: Any  # the factor of the queries
+
+
+class SharedStorage(NamedTuple):
+    """The shared memory of a program."""
+
+    # The ring:
+    q: Any  # (STAGES, L, dqk)
+    k: Any  # (STAGES, L, dqk)
+    v: Any  # (2 STAGES, L, 64): one tile for each consumer
+    x: Any  # X, (STAGES, L, L)
+    g: Any  # the vectors of each tile, (STAGES, NUM_VECTORS L)
+    full: Any  # barriers, (STAGES)
+    empty: Any  # barriers, (STAGES)
+    # What consumers exchange, and what leaves:
+    p: Any  # P of this tile and of the next, (2, L, L)
+    ready: Any  # barriers, (2): both halves of P are stored
+    e: Any  # E, (2, L, 64): one tile for each consumer
+
+
+class FragmentIds(NamedTuple):
+    """The indices of what a consumer holds."""
+
+    i: Any  # rows of P, which are the steps that read, (L)
+    j: Any  # columns of P, which are the steps that write, (L / 2); 0 is the first one of the consumer's half
+    column: Any  # the first column of dhv that the consumer computes
+
+
+class WriteSource(NamedTuple):
+    """The source of the vectors of the gate warp."""
+
+    vectors: Any  # (H, tiles, VECTORS, L), float32, read with GATED
+    beta: Any  # (B, T, H)
+    stride_b: Any  # strides of beta, by batch row, token and head
+    stride_t: Any
+    stride_h: Any
+    tiles_per_head: Any  # tiles of one head over all batch rows
+
+
+@gluon.jit
+def run_load_warp(Q, K, V, X, shared, params, group_size, config):
+    """Load the tiles of q, k, v and X to shared memory by TMA.
+
+    Args:
+        Q, K: TMA descriptors of q and k, in tiles (L, ROWS).
+        V: TMA descriptor of v, in tiles (L, 64), two a program.
+        X: TMA descriptor of X, in tiles (L, L).
+        shared: Shared memory.
+        params: The numbers of the scheduler.
+        group_size: Heads of v that share a head of q and k.
+        config: Constants.
+    """
+    L: gl.constexpr = config.L
+    nbytes: gl.constexpr = Q.block_type.nbytes + K.block_type.nbytes + 2 * V.block_type.nbytes + X.block_type.nbytes
+    n = 0
+    column = gl.program_id(1) * COLUMNS
+    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False)
+        for i in range(0, (steps + L - 1) // L):
+            t, end = scheduler.tile_rows(i, start, steps, L, False)
+            s, bar = pipeline.acquire(n, shared.full, shared.empty, STAGES)
+            mbarrier.expect(bar, nbytes)
+            keys = scheduler.tile_coordinates(b, h // group_size, t, 0, end, params)
+            pipeline.async_load(K, keys, bar, shared.k.index(s))
+            pipeline.async_load(V, scheduler.tile_coordinates(b, h, t, column, end, params), bar, shared.v.index(2 * s))
+            pipeline.async_load(
+                V, scheduler.tile_coordinates(b, h, t, column + 64, end, params), bar, shared.v.index(2 * s + 1)
+            )
+            pipeline.async_load(X, scheduler.tile_coordinates(b, h, t, 0, end, params), bar, shared.x.index(s))
+            pipeline.async_load(Q, keys, bar, shared.q.index(s))
+            n += 1
+    pipeline.producer_tail(n, shared.full, shared.empty, STAGES)
+
+
+@gluon.jit
+def run_gate_warp(source, shared, params, config):
+    """Store the vectors of each tile to shared memory: gate vectors from global memory, beta, and their product."""
+    L: gl.constexpr = config.L
+    r = gl.arange(0, L, gl.BlockedLayout([L // 32], [32], [1], [0]))
+    n = 0
+    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+        b, h, start, steps, first_tile = scheduler.get_work_tile(index, params, L, False)
+        beta = source.beta + (b.to(gl.int64) * source.stride_b + h.to(gl.int64) * source.stride_h)
+        beta += gl.to_tensor(start).to(gl.int64) * source.stride_t
+        vectors = source.vectors + (h.to(gl.int64) * source.tiles_per_head + first_tile) * (VECTORS * L)
+        for i in range(0, (steps + L - 1) // L):
+            t = i * L + r
+            # A sector has beta of several heads, and their programs are not at the same tile: L2 has to keep it.
+            write = gl.load(
+                beta + t.to(gl.int64) * source.stride_t, mask=t < steps, other=0.0, eviction_policy="evict_last"
+            ).to(gl.float32)  # (L)
+            if config.GATED:
+                at = vectors + i * (VECTORS * L) + r
+                row = gl.load(at + ROW * L)  # (L)
+                column = gl.load(at + COLUMN * L)  # (L)
+                read_weight = gl.load(at + INTER * L)  # (L)
+                update_weight = write * gl.load(at + UPDATE * L)  # (L)
+                decay = gl.load(at + DECAY * L)  # (L)
+            else:
+                row = r.to(gl.float32) * 0.0
+                column = row
+                read_weight = row + 1.0
+                update_weight = write
+                decay = read_weight
+            s, phase = pipeline.stage_and_phase(n, STAGES)
+            mbarrier.wait(shared.empty.index(s), phase ^ 1)
+            g = shared.g.index(s)
+            g.slice(ROW_EXPONENT * L, L, 0).store(row)
+            g.slice(COLUMN_EXPONENT * L, L, 0).store(column)
+            g.slice(READ_WEIGHT * L, L, 0).store(read_weight)
+            g.slice(WRITE * L, L, 0).store(write)
+            g.slice(UPDATE_WEIGHT * L, L, 0).store(update_weight)
+            g.slice(TILE_DECAY * L, L, 0).store(decay)
+            pipeline.barrier()
+            mbarrier.arrive(shared.full.index(s), count=1)
+            n += 1
+    pipeline.producer_tail(n, shared.full, shared.empty, STAGES)
+
+
+@gluon.jit
+def locate_state(state, index, ids, params, config):
+    """Return pointers to the consumer's columns of a state, transposed, (64, ROWS), and which of them exist."""
+    layout: gl.constexpr = mma.accumulator_layout(ROWS)
+    at = scheduler.state_index(index, params)
+    pointers = mma.state_pointers(state, at, ids.column, 0, config.DV, config.DK, True, layout)
+    v = ids.column + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    k = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
+    return pointers, (v < config.DV) & (k < config.DK)
+
+
+@gluon.jit
+def load_vector(g, WHICH: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
+    """Return a vector of a tile as weights of the columns of a matrix in `layout`, (1, L)."""
+    return gl.expand_dims(g.slice(WHICH * L, L, 0).load(gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
+def issue_scores(shared, s, half: gl.constexpr, config):
+    """Start S = q k^T of the tile in stage s for one half of the columns: (L, dqk) @ (dqk, L / 2), step (9)."""
+    L: gl.constexpr = config.L
+    q = shared.q.index(s).reshape([L, ROWS])
+    k = shared.k.index(s).reshape([L, ROWS]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    return mma.issue_mma(q, k)
+
+
+@gluon.jit
+def load_decays(shared, s, half: gl.constexpr, config):
+    """Return D of the tile in stage s times beta of the step that writes, (L, L / 2), unmasked."""
+    L: gl.constexpr = config.L
+    layout: gl.constexpr = mma.accumulator_layout(L // 2)
+    g = shared.g.index(s)
+    write = g.slice(WRITE * L + half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout))  # (L / 2)
+    if config.GATED:
+        return mma.load_gate_matrix(g, L, half, layout) * gl.expand_dims(write, 0)
+    else:
+        return gl.zeros([L, L // 2], gl.float32, layout) + gl.expand_dims(write, 0)
+
+
+@gluon.jit
+def store_scores(S, D, n, ids, shared, half: gl.constexpr, config):
+    """Store the consumer's half of P of tile n, and tell the other consumer, step (11)."""
+    L: gl.constexpr = config.L
+    P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, False)
+    shared.p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(shared.p.dtype))
+    fence_async_shared()  # MMAs read P through the asynchronous proxy
+    pipeline.barrier()  # all warps of this consumer have stored
+    mbarrier.arrive(shared.ready.index(n % 2), count=1)
+
+
+@gluon.jit
+def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constexpr, config):
+    """Process a tile: everything from step (1) to (11) of the module's docstring.
+
+    Args:
+        C: The state before the tile, transposed, (64, ROWS).
+        pipe_state: Position of the tile in the ring. Its stage is full, and the consumer has waited for that.
+        coordinates: TMA coordinates of the outputs.
+        ids: Indices of what the consumer holds.
+        gmem: Tensors in global memory.
+        shared: Shared memory.
+        half: Which consumer this is.
+        config: Constants.
+
+    Returns:
+        The state after the tile, and the position of the next tile.
+    """
+    L: gl.constexpr = config.L
+    of_out: gl.constexpr = mma.accumulator_layout(L)
+    dtype: gl.constexpr = shared.p.dtype
+    s, phase, n = pipe_state
+    k = shared.k.index(s).reshape([L, ROWS])
+    q = shared.q.index(s).reshape([L, ROWS])
+    v = shared.v.index(2 * s + half).reshape([L, 64]).permute((1, 0))  # (64, L)
+    x = shared.x.index(s).reshape([L, L]).permute((1, 0))
+    g = shared.g.index(s)
+    # (1) R^T <- C^T k^T and out^T <- C^T q^T
+    A = mma.to_left_operand(C.to(dtype), L)
+    R = mma.issue_mma(A, k.permute((1, 0)))
+    out = mma.issue_mma(A, q.permute((1, 0)))
+    # (2) The outputs of the previous tile have left: its stage is empty.
+    tma.store_wait(0)
+    mbarrier.arrive(shared.empty.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
+    read_weight = load_vector(g, READ_WEIGHT, L, of_out)  # (1, L)
+    write = load_vector(g, WRITE, L, of_out)  # (1, L)
+    v_t = v.load(of_out).to(gl.float32)  # (64, L)
+    R = warpgroup_mma_wait(1, deps=[R])  # C^T q^T still runs
+    # (3) R^T <- V^T - R^T * a
+    R = v_t - R * read_weight
+    # (4) E^T <- R^T - (R^T * beta) X^T
+    B = mma.to_left_operand((R * (-write)).to(dtype), L)
+    E = warpgroup_mma(B, x, R, is_async=True)
+    E, B, out, A = warpgroup_mma_wait(0, deps=[E, B, out, A])
+    if config.SAVE:
+        # (5) E on its way to memory
+        shared.e.index(half).reshape([L, 64]).permute((1, 0)).store(E.to(dtype))
+        fence_async_shared()
+        pipeline.async_store(gmem.e, coordinates, shared.e.index(half))
+    # (6) C^T <- g C^T + (E^T * (w beta)) k
+    decay = gl.expand_dims(
+        g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(ROWS))), 0
+    )  # (1, 1)
+    U = mma.to_left_operand((E * load_vector(g, UPDATE_WEIGHT, L, of_out)).to(dtype), ROWS)
+    C = warpgroup_mma(U, k, C * decay, is_async=True)
+    # (7) Both consumers have stored their half of P.
+    mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
+    # (8) out^T <- out^T * a + E^T P^T
+    A = mma.to_left_operand(E.to(dtype), L)
+    p = shared.p.index(n % 2).permute((1, 0))
+    out = warpgroup_mma(A, p, out * load_vector(g, READ_WEIGHT, L, of_out), is_async=True)
+    # (9) The next tile has arrived: start its S while the products of this tile run.
+    s, phase = pipeline.advance(s, phase, STAGES)
+    n += 1
+    mbarrier.wait(shared.full.index(s), phase)
+    S = issue_scores(shared, s, half, config)
+    # (10) The output, over v and on its way to memory.
+    C, U, out, A = warpgroup_mma_wait(1, deps=[C, U, out, A])  # S still runs
+    v.store((out * gmem.scale).to(dtype))
+    fence_async_shared()
+    pipeline.async_store(gmem.out, coordinates, shared.v.index(2 * pipe_state.index + half))
+    # (11) P of the next tile
+    D = load_decays(shared, s, half, config)  # (L, L / 2)
+    S = warpgroup_mma_wait(0, deps=[S])
+    store_scores(S, D, n, ids, shared, half, config)
+    return C, pipeline.PipelineState(s, phase, n)
+
+
+@gluon.jit
+def run_consumer(half: gl.constexpr, gmem, shared, params, config):
+    """Run one consumer warpgroup over all work tiles of the program."""
+    L: gl.constexpr = config.L
+    i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
+    j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
+    ids = FragmentIds(i=i, j=j, column=gl.program_id(1) * COLUMNS + half * 64)
+    pipe_state = pipeline.PipelineState(0, 0, 0)
+    # (9) and (11) of the first tile, which no earlier tile has done
+    mbarrier.wait(shared.full.index(0), 0)
+    S = issue_scores(shared, 0, half, config)
+    D = load_decays(shared, 0, half, config)  # (L, L / 2)
+    S = warpgroup_mma_wait(0, deps=[S])
+    store_scores(S, D, 0, ids, shared, half, config)
+    index = gl.program_id(0)
+    while index < params.num_work_tiles:
+        b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False, True)
+        C = gl.zeros([64, ROWS], gl.float32, mma.accumulator_layout(ROWS))
+        if config.USE_INITIAL_STATE:
+            pointers, exists = locate_state(gmem.state_in, index, ids, params, config)
+            C = gl.load(pointers, mask=exists, other=0.0).to(gl.float32)  # (64, ROWS)
+        for step in range(0, (steps + L - 1) // L):
+            coordinates = scheduler.tile_coordinates(b, h, start + step * L, ids.column, start + steps, params)
+            C, pipe_state = process_tile(C, pipe_state, coordinates, ids, gmem, shared, half, config)
+        if config.STORE_FINAL_STATE:
+            pointers, exists = locate_state(gmem.state_out, index, ids, params, config)
+            gl.store(pointers, C, mask=exists)
+        index = scheduler.next_work_tile(index)
+    tma.store_wait(0)
+
+
+# Scalar arguments that Triton must not specialize on, so that one compiled kernel serves all lengths.
+RUNTIME_SCALARS = [
+    "T", "tiles_per_head", "H", "group_size", "num_work_tiles", "stride_b", "stride_t", "stride_h", "scale",
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=RUNTIME_SCALARS)
+def delta_h_kernel(
+    Q, K, V, X, Out, E, gates, beta, state_in, state_out, schedule, T, tiles_per_head, H, group_size, num_work_tiles,
+    stride_b, stride_t, stride_h, scale,
+    DK: gl.constexpr, DV: gl.constexpr, L: gl.constexpr, GATED: gl.constexpr, SAVE: gl.constexpr,
+    IS_VARLEN: gl.constexpr, USE_INITIAL_STATE: gl.constexpr, STORE_FINAL_STATE: gl.constexpr,
+):  # fmt: skip
+    """Compute h, and with SAVE E.
+
+    Tensors that the constants say are not used may be any.
+
+    Args:
+        Q, K: TMA descriptors of the queries and keys, in tiles (L, ROWS).
+        V: TMA descriptor of the values, in tiles (L, 64).
+        X: TMA descriptor of the result of `solve_tiles`, (B, T, H, L), in tiles (L, L).
+        Out: TMA descriptor of h, in tiles like those of v.
+        E: TMA descriptor of the prediction errors, in tiles like those of v; unused without SAVE.
+        gates: Gate vectors, (H, tiles, VECTORS, L), with GATED.
+        beta: (B, T, H), any float dtype.
+        state_in: Initial states, (sequences, H, dqk, dhv), with USE_INITIAL_STATE.
+        state_out: Final states, (sequences, H, dqk, dhv), with STORE_FINAL_STATE.
+        schedule: Schedule of packed sequences, with IS_VARLEN.
+        T: Tokens of a batch row.
+        tiles_per_head: Tiles of one head over all batch rows.
+        H: Heads.
+        group_size: Heads of v that share a head of q and k.
+        num_work_tiles: Sequences times H.
+        stride_b, stride_t, stride_h: Strides of beta.
+        scale: The factor of the queries.
+    """
+    partitions(
+        (Q, K, V, X),
+        WriteSource(
+            vectors=gates, beta=beta, stride_b=stride_b, stride_t=stride_t, stride_h=stride_h,
+            tiles_per_head=tiles_per_head,
+        ),
+        group_size,
+        GlobalPointers(out=Out, e=E, state_in=state_in, state_out=state_out, scale=scale),
+        scheduler.SchedulerParams(
+            T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
+        ),
+        Config(
+            DK=DK, DV=DV, L=L, GATED=GATED, SAVE=SAVE, USE_INITIAL_STATE=USE_INITIAL_STATE,
+            STORE_FINAL_STATE=STORE_FINAL_STATE,
+        ),
+    )  # fmt: skip
+
+
+@gluon.jit
+def partitions(tensors, source, group_size, gmem, params, config):
+    """Allocate shared memory and start the partitions of the program: consumers, load and gate warp."""
+    Q, K, V, X = tensors
+    L: gl.constexpr = config.L
+    full, empty = pipeline.allocate_full_empty(STAGES, 2, 2)
+    shared = SharedStorage(
+        q=pipeline.allocate_tiles(Q, STAGES),
+        k=pipeline.allocate_tiles(K, STAGES),
+        v=pipeline.allocate_tiles(V, 2 * STAGES),
+        x=pipeline.allocate_tiles(X, STAGES),
+        g=pipeline.allocate_vectors(gl.float32, STAGES, NUM_VECTORS * L),
+        full=full,
+        empty=empty,
+        p=pipeline.allocate_operands(Q.dtype, 2, L, L),
+        ready=pipeline.allocate_barriers(2, 2),
+        e=pipeline.allocate_tiles(gmem.e, 2) if config.SAVE else None,
+    )
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (run_consumer, (0, gmem, shared, params, config)),
+            (run_consumer, (1, gmem, shared, params, config)),
+            (run_load_warp, (Q, K, V, X, shared, params, group_size, config)),
+            (run_gate_warp, (source, shared, params, config)),
+        ],
+        [4, 1, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def launch(
+    ctx: "DeltaContext", gates: Tensor, X: Tensor, h: Tensor, E: Tensor | None, initial: Tensor | None,
+    final: Tensor | None,
+) -> None:  # fmt: skip
+    """Compute h, the prediction errors and the final states, like `launch_h` of the Triton kernels.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors, or any tensor where there are no gates.
+        X: The result of `launch_solve`.
+        h: Output, (B, T, H, dhv).
+        E: Output for the prediction errors, (B, T, H, dhv), or None.
+        initial: The initial states, (N, H, dqk, dhv), or None for zeros.
+        final: Output for the final states, or None.
+    """
+    base, x = scheduler.launch(ctx.base), ctx.x
+    rows, half = ROWS.value, COLUMNS.value // 2
+    base.launch(delta_h_kernel, host.grid(base, ceil_div(base.V, COLUMNS.value)),
+        host.descriptor(base, x.q, rows), host.descriptor(base, x.k, rows), host.descriptor(base, x.v, half),
+        host.descriptor(base, X, base.L), host.descriptor(base, h, half),
+        gates if E is None else host.descriptor(base, E, half), gates, ctx.beta, gates if initial is None else initial,
+        gates if final is None else final, base.schedule, base.T, base.tiles, base.H, base.group,
+        base.segments * base.H, *time_strides(ctx.beta), ctx.spec.scale,
+        DK=base.K, DV=base.V, L=base.L, GATED=ctx.gated, SAVE=E is not None, IS_VARLEN=base.packed,
+        USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, num_warps=4,
+    )  # fmt: skip

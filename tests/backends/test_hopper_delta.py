@@ -1,0 +1,242 @@
+"""The Hopper kernel of the delta rule, against the recurrence in float64, with the Triton kernels' backward after it.
+
+They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, the kernel in the simulator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED, TOLERANCE, error
+from delta_cases import DeltaProblem, check_beside_terms, delta_problem, rounding_of_inputs, truth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tfla
+from tfla._util import caching
+from tfla.backends import DELTA_BACKENDS, select
+from tfla.backends.delta import DeltaInputs
+
+on_hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+pytestmark = [pytest.mark.interpreter] if INTERPRETED else on_hopper
+if INTERPRETED:
+    pytest.importorskip("tfla.backends.hopper.delta_h", exc_type=ImportError)
+
+BACKEND = DELTA_BACKENDS["hopper"]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+MANY_HEADS = 3 if INTERPRETED else 50
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulation() -> Iterator[None]:
+    if not INTERPRETED:
+        yield
+        return
+    from gluon_simulator.hopper import on_cpu
+
+    with on_cpu():
+        yield
+
+
+def inputs(p: DeltaProblem) -> DeltaInputs:
+    x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
+    assert BACKEND.unsupported(x) is None
+    return x
+
+
+def solve(p: DeltaProblem, backward: bool) -> dict[str, Tensor]:
+    """The quantities of `truth` by the kernels, without `backward` h and C alone."""
+    x, spec = inputs(p), p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))
+    out = BACKEND.forward(x, spec)
+    found = {"h": out.h, "C": out.C}
+    if backward:
+        grads = BACKEND.backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec)
+        found |= {f"d{name}": getattr(grads, name) for name in p.leaves}
+    return {name: t.cpu() for name, t in found.items()}
+
+
+def check(p: DeltaProblem, backward: bool = not INTERPRETED) -> None:
+    """On a GPU also the gradients, which Triton's kernels make of what this one stores."""
+    found = solve(p, backward)
+    exact = truth(p)
+    if not backward:
+        found |= {name: x for name, x in exact.items() if name not in found}
+    elif INTERPRETED and p.x.log_f is not None:
+        # Those kernels take no float16 on GPUs: the error of this gradient is then above that of float16.
+        found["dlog_f"] = exact["dlog_f"]
+    check_beside_terms(p, found)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one step": {"T": 1, "carried": False},
+    "a tile": {"T": 64, "B": 1},
+    "more tiles than stages": {"T": 290, "B": 1, "H": 1, "Hq": 1},
+    "more heads than multiprocessors": {"B": 3, "H": MANY_HEADS, "Hq": MANY_HEADS, "T": 70},
+    "heads that share keys": {"T": 70, "Hq": 1, "H": 3, "B": 1},
+    "128 x 256": {"T": 130, "V": 256, "B": 1, "Hq": 1},
+    "64 x 64": {"T": 70, "K": 64, "V": 64, "B": 1},
+    "72 x 136": {"T": 70, "K": 72, "V": 136, "B": 1},
+    "packed": {"lengths": (0, 100, 1, 64, 0), "Hq": 1},
+}
+
+
+@pytest.mark.parametrize("model", ["deltanet", "gdn"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_shapes(shape: dict[str, Any], model: str) -> None:
+    check(delta_problem(model, **{"K": 128, "V": 128, **shape}, dtype=DTYPE))
+
+
+@pytest.mark.parametrize("sizes", [{"T": 70}, {"lengths": (70, 3), "Hq": 1}], ids=["dense", "packed"])
+def test_gradients(sizes: dict[str, Any]) -> None:
+    check(delta_problem("gdn", **{"K": 128, "V": 128, "B": 1, **sizes}, dtype=DTYPE), backward=True)
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.9])
+@pytest.mark.parametrize("gates", ["long", "medium", "short", "closed", "half", "resets"])
+def test_gates(gates: str, alike: float) -> None:
+    """Errors of h, C and E are at most 1.5 times what rounding inputs and outputs costs, or the Triton kernels'."""
+    T = 200 if INTERPRETED else 1000
+    p = delta_problem("gdn", gates=gates, T=T, B=1, H=1, Hq=1, K=128, V=128, alike=alike)
+    exact, costs = truth(p), rounding_of_inputs(p, DTYPE)
+    p = p.to(DTYPE)
+    x, spec = inputs(p), p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))
+    out, by_triton = BACKEND.forward(x, spec), DELTA_BACKENDS["triton"].forward(x, spec)
+    for name in ("h", "C"):
+        found, other = (error(getattr(o, name).cpu(), exact[name]) for o in (out, by_triton))
+        assert found <= max(1.5 * costs[name], 1.1 * other), name
+    assert torch.equal(out.X, by_triton.X)
+    assert error(out.E.cpu(), by_triton.E.cpu().double()) <= TOLERANCE[DTYPE]
+
+
+@pytest.mark.parametrize("programs", [1, 2])
+def test_programs_that_take_several_heads(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program goes on with its next head where the ring is, and starts it from the state of that head."""
+    monkeypatch.setattr("tfla.backends.hopper.host.processors", lambda device: programs)
+    caching.clear_caches()
+    for sizes in ({"T": 70}, {"lengths": (70, 0, 65)}):
+        check(delta_problem("gdn", K=128, V=128, dtype=DTYPE, **sizes))
+    caching.clear_caches()
+
+
+def test_scale_of_either_sign_and_0() -> None:
+    p = delta_problem("gdn", K=128, V=128, T=70, B=1, dtype=DTYPE)
+    for scale in (-0.3, 0.0):
+        q = dataclasses.replace(p, scale=scale)
+        found = BACKEND.forward(inputs(q), q.spec("fused")).h.cpu()
+        assert not found.any() if scale == 0 else error(found, truth(q)["h"]) <= TOLERANCE[DTYPE]
+
+
+def test_beta_of_either_sign() -> None:
+    """And of any size: no quotient of beta is taken."""
+    p = delta_problem("gdn", K=128, V=128, T=70, B=1, dtype=DTYPE)
+    assert p.x.beta is not None
+    beta = p.x.beta.clone()
+    beta[:, ::3] = 0.0
+    beta[:, 1::3] *= -0.5
+    check(dataclasses.replace(p, x=p.x._replace(beta=beta)))
+
+
+def test_gates_above_0_leave_no_nan() -> None:
+    p = delta_problem("gdn", T=150, B=1, K=128, V=128, carried=False, dtype=DTYPE)
+    assert p.x.log_f is not None
+    keys, values = torch.zeros_like(p.x.q), torch.zeros_like(p.x.v)
+    p = dataclasses.replace(p, x=p.x._replace(q=keys, k=keys, v=values, log_f=torch.full_like(p.x.log_f, 0.8)))
+    out = BACKEND.forward(inputs(p), p.spec("fused"))
+    assert not out.h.any()  # NaN is true
+    assert not out.C.any()
+
+
+def test_same_bits_again() -> None:
+    """The second call replays the launches of the first."""
+    p = delta_problem("gdn", T=130, B=1, K=128, V=128, dtype=DTYPE)
+    first, again = solve(p, False), solve(p, False)
+    assert all(torch.equal(x, again[name]) for name, x in first.items())
+
+
+def test_sequences_do_not_leak() -> None:
+    """With all that the second sequence is given times 8, not one bit of the others' results is another."""
+    p = delta_problem("gdn", lengths=(70, 65, 1, 64), K=128, V=128, dtype=DTYPE)
+    more = {name: getattr(p.x, name).clone() for name in ("q", "k", "v")}
+    for t in more.values():
+        t[:, 70:135] *= 8
+    a, b = (BACKEND.forward(inputs(o), p.spec("fused")) for o in (p, dataclasses.replace(p, x=p.x._replace(**more))))
+    rest = [*range(70), *range(135, 200)]
+    assert torch.equal(a.h[:, rest], b.h[:, rest])
+    assert torch.equal(a.C[[0, 2, 3]], b.C[[0, 2, 3]])
+
+
+@settings(max_examples=3 if INTERPRETED else 30, deadline=None)
+@given(
+    st.sampled_from(["deltanet", "gdn"]), st.integers(1, 200), st.integers(8, 16), st.integers(8, 32),
+    st.sampled_from([(1, 1), (1, 3), (2, 2)]), st.booleans(), st.integers(0, 3),
+)  # fmt: skip
+def test_any_problem(model: str, T: int, K: int, V: int, heads: tuple[int, int], carried: bool, seed: int) -> None:
+    check(
+        delta_problem(
+            model, B=1, T=T, K=8 * K, V=8 * V, Hq=heads[0], H=heads[1], carried=carried, seed=seed, dtype=DTYPE
+        )
+    )
+
+
+def test_public_function() -> None:
+    """tfla.delta_rule takes the kernel on request, also without gradients, where it stores no E."""
+    p = delta_problem("gdn", T=70, B=1, K=128, V=128, carried=False, dtype=DTYPE)
+    given = [getattr(p.x, name).to(DEVICE) for name in ("q", "k", "v", "beta", "log_f")]
+    h = tfla.delta_rule(*given, scale=p.scale, backend="hopper")
+    leaves = [t.requires_grad_() for t in given]
+    with_gradients, state = tfla.delta_rule(*leaves, scale=p.scale, backend="hopper", return_state=True)
+    assert torch.equal(h, with_gradients)
+    assert error(h.detach().cpu(), truth(p)["h"]) <= TOLERANCE[DTYPE]
+    assert error(state.C.detach().cpu(), truth(p)["C"]) <= TOLERANCE[DTYPE]
+    dv = torch.autograd.grad(with_gradients, leaves, p.dh.to(h))[2]
+    assert dv.isfinite().all()
+
+
+def test_runs_only_by_name() -> None:
+    """Until the kernel has been timed on a GPU."""
+    p = delta_problem("gdn", T=70, B=1, K=128, V=128, dtype=DTYPE)
+    x = inputs(p)
+    assert select(None, x, DELTA_BACKENDS).name == "triton"
+    assert select("hopper", x, DELTA_BACKENDS) is BACKEND
+    given = {name: getattr(x, name) for name in ("q", "k", "v", "beta", "log_f")}
+    assert tfla.explain_delta_rule(**given, backend="hopper").backend == "hopper"
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "gates by channel": ("kda", {}, "one gate a step"),
+    "read key": ("read", {}, "no read key"),
+    "dqk": ("gdn", {"K": 136}, "dqk from 64 to 128"),
+    "small dqk": ("gdn", {"K": 56}, "dqk from 64 to 128"),
+    "dhv": ("gdn", {"V": 264}, "dhv"),
+    "multiple of 8": ("gdn", {"V": 100}, "multiples of 8"),
+    "dtype": ("gdn", {"dtype": torch.float32}, "it takes bfloat16"),
+}
+
+
+@pytest.mark.parametrize(("model", "sizes", "why"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses(model: str, sizes: dict[str, Any], why: str) -> None:
+    p = delta_problem(model, **{"T": 3, "B": 1, "K": 128, "V": 128, "dtype": DTYPE, **sizes})
+    said = BACKEND.unsupported(DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x)))
+    assert said is not None
+    assert why in said
+
+
+def test_refuses_unaligned_strides_and_reads_before_the_decay() -> None:
+    p = delta_problem("gdn", T=3, B=1, K=128, V=128, dtype=DTYPE)
+    x = inputs(p)
+    unaligned = torch.zeros(1, 3, 2, 132, dtype=DTYPE, device=DEVICE)[..., :128]
+    assert "16 bytes" in (BACKEND.unsupported(x._replace(q=unaligned)) or "")
+    given = [getattr(x, name) for name in ("q", "k", "v", "beta", "log_f")]
+    with pytest.raises(ValueError, match="reads after the decay only"):
+        tfla.delta_rule(*given, read_before_decay=True, backend="hopper")
