@@ -33,10 +33,10 @@ ROW_SUM = tl.constexpr(1)  # the sum of the step's row of W below the diagonal
 COLUMN_SUM = tl.constexpr(2)  # the sum of the step's column of W below the diagonal
 SAME_STEP = tl.constexpr(3)  # the step's element of the diagonal of W
 PAIR_SUMS = tl.constexpr(4)  # the number of these sums
-ROUNDING = tl.constexpr(
-    2.0**-21
-)  # bound of the rounding of a float32 sum, relative to the root of its terms' sum of squares
-SMALL_DECAY = tl.constexpr(2.0**-8)  # a decay of a tile below which 16-bit rounding is most of what seems to cross it
+# A bound of the rounding of a float32 sum, relative to the root of its terms' sum of squares.
+ROUNDING = tl.constexpr(2.0**-21)
+# A decay of a tile below which 16-bit rounding is most of what seems to be read across the tile.
+SMALL_DECAY = tl.constexpr(2.0**-8)
 
 
 @triton.jit
@@ -263,35 +263,35 @@ def gate_gradients(
             i = tl.load(i_gate + b * ib + (t_first + t) * it + h * ih, mask=inside, other=0.0)
         # (1) <k, dk> and <q, dq> of each step, (HEADS, CHECKPOINT_STEPS).
         if BY_PAIRS:
-            k, reads, writes, in_tile = pair_sums(q_dq, k_dk, at, size, inside, PARTS, L)
+            k_dk_t, reads, writes, in_tile = pair_sums(q_dq, k_dk, at, size, inside, PARTS, L)
         else:
-            k = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
-            q = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
+            k_dk_t = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
+            q_dq_t = tl.zeros([HEADS, CHECKPOINT_STEPS], tl.float32)
             for n in tl.range(0, PARTS * NP, loop_unroll_factor=2):  # more loads in flight need too many registers
                 each = n // NP * size + n % NP * L
-                k += tl.load(k_dk + each + at, mask=inside, other=0.0)
-                q += tl.load(q_dq + each + at, mask=inside, other=0.0)
-            falls = (q - k).to(tl.float64)
+                k_dk_t += tl.load(k_dk + each + at, mask=inside, other=0.0)
+                q_dq_t += tl.load(q_dq + each + at, mask=inside, other=0.0)
+            falls = (q_dq_t - k_dk_t).to(tl.float64)
         # (2) dlog_i, (D1).
         to = (first + t) * H + h
         if INPUT_GATE:
-            tl.store(di + to, gate_gradient_of(k, i, SIGMOID_I), mask=inside)
+            tl.store(di + to, gate_gradient_of(k_dk_t, i, SIGMOID_I), mask=inside)
         # (3) dlog_f by a prefix sum of (D2) from `start`, (D3).
         if not BY_PAIRS:
             before = start - (tl.cumsum(falls, 1) - falls)
         end = tl.zeros([HEADS, 1], tl.float64)  # (D3) after its last step
-        known = (part + 1) * CHECKPOINT_STEPS < length
-        if known:
+        has_end = (part + 1) * CHECKPOINT_STEPS < length  # a checkpoint or segment starts there and has its value
+        if has_end:
             end = sum_parts(dots, checkpoint + H, h < H, DOTS)
         elif IS_SEGMENTED:
             s, _, whole, begin, slot0 = locate_chunk(cu, sequences, T, slot, steps, IS_VARLEN)
-            known = begin + length < whole
-            if known:
+            has_end = begin + length < whole
+            if has_end:
                 end = segment_start_dot(
                     C, n_start, dC, dn_end, dC_first, dn_first, s, slot + 1, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
                     NORMALIZE, USE_INITIAL_STATE,
                 )  # fmt: skip
-        # (4) Subtract the accumulated rounding error evenly.
+        # (4) Subtract the accumulated rounding error evenly; with BY_PAIRS dlog_f follows from (B6) and (B7) instead.
         if BY_PAIRS:
             trust = 1.0
             if TRUST_DECAYS:
@@ -299,12 +299,12 @@ def gate_gradients(
                 decay = tl.exp(2.0 * tl.minimum(total, 0.0).to(tl.float32)).to(tl.float64)  # squared; at most 1
                 trust = decay / (decay + SMALL_DECAY * SMALL_DECAY)
             across, after, _squares, kept = pass_tiles(start, start * start, reads, writes, trust, ROUNDING)
-            if known or not USE_FINAL_STATE:
+            if has_end or not USE_FINAL_STATE:
                 tile = tl.arange(0, CHECKPOINT_STEPS // L).to(tl.float64)
                 count = tl.cdiv(tl.minimum(length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS), L)
                 across -= tl.where(kept > 0.0, after - end, 0.0) * (tile / count)[None, :]
             before = forget_gate_gradients(across, reads, writes, in_tile)
-        elif known or not USE_FINAL_STATE:
+        elif has_end or not USE_FINAL_STATE:
             rounding = start - tl.sum(falls, 1)[:, None] - end
             share = tl.arange(0, CHECKPOINT_STEPS).to(tl.float64) / tl.minimum(
                 length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS

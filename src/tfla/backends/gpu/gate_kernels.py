@@ -298,7 +298,7 @@ def chunk_gates(
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, -1e9, IS_VARLEN, SIGMOID_I)
     step = tl.arange(0, CHUNK)[None, :]
     at = out + (heads.to(tl.int64) * tiles + tile0 + step // L) * (VECTORS * L) + step % L
-    held = start + step // L * L < length
+    held = start + step // L * L < length  # whether the sequence has the step's tile
     if NORMALIZE:
         m_start = tl.zeros([HEADS, 1], tl.float64)
         if USE_INITIAL_STATE:

@@ -80,7 +80,7 @@ def channel_gradients(
         t0 = first + start if IS_VARLEN else start
         steps = length - start
         r = tl.arange(0, L)
-        e = r - 1 if READ_BEFORE else r
+        e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
         at = (t0 + r).to(tl.int64)[:, None]
         to = (first + start + r) * H + h
         b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
@@ -99,11 +99,11 @@ def channel_gradients(
             if CORRECT:
                 dv = tl.load(dv_at + v, held, 0.0)  # (L, BV)
                 weights_r = tl.dot(dv, error, weights_r, input_precision=PRECISION)
-        # Of the diagonal, what a step reads of its own write, which no gate lies between
+        # The diagonal: what a step reads of its own write. No gate lies between, so it is kept apart.
         own = tl.sum(tl.where(r[:, None] == r[None, :], weights_q * scale, 0.0), 1)[:, None]  # (L, 1)
         weights_q = tl.where(r[:, None] > r[None, :], weights_q * scale, 0.0).to(OPERAND)
         weights_r = tl.where(r[:, None] > r[None, :], -weights_r, 0.0).to(OPERAND)
-        if CORRECT and READ_BEFORE:  # nor between a step and what the step before wrote
+        if CORRECT and READ_BEFORE:  # no gate lies between a step and what the step before it wrote either
             last = e[:, None] == r[None, :]
             previous = tl.where(last, weights_r, 0.0).to(OPERAND)
             weights_r = tl.where(last, 0.0, weights_r).to(OPERAND)
@@ -116,11 +116,12 @@ def channel_gradients(
             k_at = K + row * kb + hx * kh + at * kt + c[None, :]
             r_at = R + row * rb + hx * rh + at * rt + c[None, :]
             f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
-            # (2) Pairs inside the tile: dq and dr, W, and in Z what the gates' gradient sums from the start of the tile
-            g = load_exponents(f_at, inside)
-            k = tl.load(k_at, inside, 0.0)
-            q = tl.load(q_at, inside, 0.0)
-            read = k
+            # (2) Pairs inside the tile add to dq, dr and W, and to Z: what a step writes for reads in the tile, less
+            # what it reads of writes in it. The gradient of a step's gates sums Z over the steps before it.
+            g = load_exponents(f_at, inside)  # (L, BK)
+            k = tl.load(k_at, inside, 0.0)  # (L, BK)
+            q = tl.load(q_at, inside, 0.0)  # (L, BK)
+            read = k  # read keys, (L, BK)
             if READ_KEY:
                 read = tl.load(r_at, inside, 0.0)
             dr = tl.zeros([L, BK], tl.float32)
@@ -159,8 +160,8 @@ def channel_gradients(
                         Z -= reads.to(tl.float32) * of_r
                 W += tl.where(odd, 0.0, of_k * factor)
                 Z += writes.to(tl.float32) * of_k
-            up = tl.exp2(middle)
-            down = tl.exp2(-middle)
+            up = tl.exp2(middle)  # factors of reads in one block
+            down = tl.exp2(-middle)  # factors of writes
             queries = (q * up).to(OPERAND)
             writes = (k * b * down).to(OPERAND)
             pairs = tl.where((r[:, None] >> shift) == (r[None, :] >> shift), weights_q, 0.0).to(OPERAND)

@@ -79,11 +79,11 @@ def decay_operands(
         t0 = first + start if IS_VARLEN else start
         steps = length - start
         r = tl.arange(0, L)
-        e = r - 1 if READ_BEFORE else r
+        e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
         at = (t0 + r).to(tl.int64)[:, None]
         to = ((first + start + r) * H + h)[:, None]
         b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)  # (L)
-        worst = 0.0
+        worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
         S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
         M = tl.zeros([L, L], tl.float32)
         for c0 in tl.range(0, DK, BK, num_stages=1, disable_licm=True):
@@ -93,14 +93,14 @@ def decay_operands(
             k_at = K + row * kb + hx * kh + at * kt + c[None, :]
             r_at = R + row * rb + hx * rh + at * rt + c[None, :]
             g = load_exponents(F + row * fb + h * fh + at * ft + c[None, :] * fd, inside)  # (L, BK)
-            q = tl.load(q_at, inside, 0.0)
-            k = tl.load(k_at, inside, 0.0)
-            read = k
+            q = tl.load(q_at, inside, 0.0)  # (L, BK)
+            k = tl.load(k_at, inside, 0.0)  # (L, BK)
+            read = k  # read keys, (L, BK)
             if READ_KEY:
                 read = tl.load(r_at, inside, 0.0)
             middle, shift, top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
             worst = tl.maximum(worst, top)
-            # (1) Pairs of steps in different blocks, level by level
+            # (1) S and M of pairs of steps in different blocks, level by level: odd blocks read what even ones write
             for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
                 factor = level_factors(g, r, level, LEVELS, SUMS)
                 odd = in_odd_block(r, level, L, LEVELS)[:, None]
@@ -113,9 +113,9 @@ def decay_operands(
                         odd = in_odd_block(e, level, L, LEVELS)[:, None]
                     D = tl.dot(tl.where(odd, read * factor, 0.0).to(OPERAND), writes, input_precision=PRECISION)
                     M += tl.where(level_pairs(e, level, L, LEVELS), D, 0.0)
-            # (2) Pairs of steps in one block
-            up = tl.exp2(middle)
-            down = tl.exp2(-middle)
+            # (2) S and M of pairs of steps in one block
+            up = tl.exp2(middle)  # factors of reads
+            down = tl.exp2(-middle)  # factors of writes
             up_r = up
             if CORRECT and READ_BEFORE:
                 if LEVELED:
@@ -131,8 +131,8 @@ def decay_operands(
             # (3) Operands times their decays
             place = to * DK + c[None, :]
             dtype: tl.constexpr = Qa.dtype.element_ty
-            up = decay_to(g, r, SUMS)
-            down = decay_after(g, r, SUMS)
+            up = decay_to(g, r, SUMS)  # from the start of the tile
+            down = decay_after(g, r, SUMS)  # to its end
             up_r = up
             if CORRECT and READ_BEFORE:
                 up_r = decay_to(g, e, SUMS)
@@ -182,13 +182,13 @@ def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
     P = base.new(*shape, base.L, dtype=dtype)
     decays = base.new(base.H, base.tiles, base.K)
     leveled = base.new(base.H, base.tiles, dtype=torch.int8)
-    for again in (False, True):
+    for leveled_tiles in (False, True):
         with ampere_mmas():
             base.launch(decay_operands, (base.tiles * base.H,),
                 x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k, P,
                 P if X is None else X, decays, leveled, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H,
                 base.group, *ctx.input_strides, SOLVE=solve, DOUBLINGS=3, BASE=8,
-                SOLVE_PRECISION=solve_precision(dtype), LEVELED=again, **ctx.tile_constants,
+                SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
                 num_warps=ctx.config.tiles.num_warps, BK=ctx.config.tiles.block,
             )  # fmt: skip
     return Operands(q, r, k, P, X, decays, leveled)

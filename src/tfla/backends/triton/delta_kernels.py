@@ -235,17 +235,17 @@ def delta_h_scan(
         q, k, read = load_keys(q_at, k_at, r_at, t, steps, qt, kt, rt, DK, L, BK, READ_KEY, TMA)
         v = load_tile(v_at, t, col, steps, DV, vt, L, BV, TMA)  # (L, BV)
         x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
-        write = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
+        beta_t = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
         a = gate_vector(gate, r, INTER, L, GATED)  # (L)
         w = gate_vector(gate, r, UPDATE, L, GATED)  # (L)
         # (1) R^T <- V^T - (C^T r^T) a, (BV, L)
         S16 = S.to(k.dtype)
         res = tl.trans(v).to(tl.float32) - tl.dot(S16, tl.trans(read), input_precision=PRECISION) * a[None, :]
         # (2) E^T <- R^T - (B R)^T X^T, (BV, L)
-        res -= tl.dot((res * write[None, :]).to(x.dtype), tl.trans(x), input_precision=PRECISION)
+        res -= tl.dot((res * beta_t[None, :]).to(x.dtype), tl.trans(x), input_precision=PRECISION)
         if SAVE:
             store_tile(e_at, tl.trans(res).to(E.dtype.element_ty), t, col, steps, DV, et, L, BV, TMA)
-        res *= write[None, :]
+        res *= beta_t[None, :]
         # (3) h^T <- scale ((C^T q^T) a + (B E)^T P^T), (BV, L)
         P = tl.dot(k, tl.trans(q), input_precision=PRECISION) * decay_matrix(gate, r, L, GATED, True, False)
         out = tl.dot(S16, tl.trans(q), input_precision=PRECISION) * a[None, :]
@@ -305,7 +305,7 @@ def delta_dv_scan(
         do = load_tile(g_at, t, col, steps, DV, gt, L, BV, TMA)  # (L, BV)
         e = load_tile(e_at, t, col, steps, DV, et, L, BV, TMA)  # (L, BV)
         x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
-        write = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
+        beta_t = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
         a = gate_vector(gate, r, INTER, L, GATED)  # (L)
         w = gate_vector(gate, r, UPDATE, L, GATED)  # (L)
         # (1) dU^T <- (dC^T k^T) w + do^T scale P, (BV, L)
@@ -313,18 +313,18 @@ def delta_dv_scan(
         U = tl.dot(S.to(k.dtype), tl.trans(k), input_precision=PRECISION) * w[None, :]
         U = tl.dot(tl.trans(do), P.to(k.dtype), U, input_precision=PRECISION)
         # (2) Z^T <- dU^T - (B dU)^T X, (BV, L)
-        U -= tl.dot((U * write[None, :]).to(x.dtype), x, input_precision=PRECISION)
+        U -= tl.dot((U * beta_t[None, :]).to(x.dtype), x, input_precision=PRECISION)
         sums = tl.sum(rounded_product(tl.trans(U), e.to(tl.float32)), 1)  # (L)
         tl.store(dots + (t + r) * H, sums, t + r < steps)
         sums = tl.sum(rounded_product(do.to(tl.float32), e.to(tl.float32)), 1)  # (L)
         tl.store(do_e + (t + r) * H, sums, t + r < steps)
         # (3) dv^T <- Z^T B, (BV, L)
-        dv = (U * write[None, :]).to(k.dtype)
+        dv = (U * beta_t[None, :]).to(k.dtype)
         store_tile(o_at, tl.trans(dv), t, col, steps, DV, et, L, BV, TMA)
         # (4) dC^T <- g dC^T + (scale a do)^T q - (a dv)^T r, (BV, BK)
         S = S * tile_decay(gate, L, GATED)
         S = tl.dot((tl.trans(do) * (a * scale)[None, :]).to(k.dtype), q, S, input_precision=PRECISION)
-        S = tl.dot((U * (-a * write)[None, :]).to(k.dtype), read, S, input_precision=PRECISION)
+        S = tl.dot((U * (-a * beta_t)[None, :]).to(k.dtype), read, S, input_precision=PRECISION)
     if STORE_FINAL_STATE:
         tl.store(state_out + state_at, S, mask=inside)
 
@@ -399,7 +399,8 @@ def delta_dq_dk_scan(
     r = tl.arange(0, L)
     tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=True):
-        t = tl.minimum((tiles - 1 - step if REVERSE else step) * L, T)  # see dq_dk_scan
+        # T is never smaller: the minimum is for the compiler, as in `dq_dk_scan`.
+        t = tl.minimum((tiles - 1 - step if REVERSE else step) * L, T)
         gate = gates + t * VECTORS
         x = load_tile(x_at, t, col, steps, DK, xt, L, BK, TMA)  # (L, BK)
         y0 = load_tile(y_at, t, 0, steps, DV, yt, L, BV, TMA)  # (L, BV)
@@ -408,16 +409,17 @@ def delta_dq_dk_scan(
             y1 = load_tile(y_at, t, BV, steps, DV, yt, L, BV, TMA)
             z1 = load_tile(z_at, t, BV, steps, DV, zt, L, BV, TMA)
         decay = tile_decay(gate, L, GATED)
-        if WGMMA:  # see dq_dk_scan
+        if WGMMA:  # reads y and z outside of MMAs, see `touch_tile`
             u = touch_tile(y0 + z0)
             if BLOCKS == 2:
                 u += touch_tile(y1 + z1)
             if T < 0:
                 decay += tl.sum(u.to(tl.float32), 0)
-        write = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
+        beta_t = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
+        # The weights of x in (4): those of writes, w B, or against time those of a reader, a, because S is dC / factor.
         wx = gate_vector(gate, r, INTER if REVERSE else UPDATE, L, GATED)  # (L)
         if not REVERSE:
-            wx *= write
+            wx *= beta_t
         x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)  # (BK, L)
         # (1) P^T <- <y z^T>, [step of x, step of z], (L, L)
         P = matmul(y0, tl.trans(z0), PRECISION)
@@ -425,7 +427,7 @@ def delta_dq_dk_scan(
             P += matmul(y1, tl.trans(z1), PRECISION)
         P *= decay_matrix(gate, r, L, GATED, not REVERSE, True)
         if not REVERSE:
-            P *= write[:, None]
+            P *= beta_t[:, None]
         if GATED:
             w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)  # (L, BK)
             sums_at = pair_sums + t * PAIR_SUMS + r
@@ -439,17 +441,17 @@ def delta_dq_dk_scan(
         if BLOCKS == 2:
             out += matmul(S1.to(x.dtype), tl.trans(z1), PRECISION)
         out *= gate_vector(gate, r, UPDATE if REVERSE else INTER, L, GATED)[None, :]
-        if GATED:
+        if GATED:  # w . out, which pairs of a read and a write in different tiles add to the gradients of the gates
             sums = tl.sum(rounded_product(out, tl.trans(w).to(tl.float32)), 0)
             if REVERSE:
-                tl.store(sums_at + OTHER_TILES * L, sums * write * factor)
+                tl.store(sums_at + OTHER_TILES * L, sums * beta_t * factor)
             else:
                 tl.store(reads + t + r, sums * factor)
-        if SAME_STEP:
+        if SAME_STEP:  # the diagonal of P, do . E of each step
             same = tl.load(do_e + (t + r) * H, t + r < steps, 0.0)  # (L)
-            P = tl.where(r[:, None] == r[None, :], (same if REVERSE else same * write)[None, :], P)
+            P = tl.where(r[:, None] == r[None, :], (same if REVERSE else same * beta_t)[None, :], P)
         out = tl.dot(tl.trans(x), P.to(x.dtype), out, input_precision=PRECISION)
-        out *= (write * factor)[None, :] if REVERSE else factor
+        out *= (beta_t * factor)[None, :] if REVERSE else factor
         out = tl.trans(out)  # (L, BK)
         if NUM_ADDED > 0:
             out += load_tile(add0_at, t, col, steps, DK, ot, L, BK, TMA)

@@ -124,13 +124,14 @@ def normalizer_scan(
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
         t = (tiles - 1 - step if REVERSE else step) * L
         gate = gates + t * VECTORS
-        x = load_tile(x_at, t, k0, steps, DK, xt, L, BK, TMA)
-        wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
+        x = load_tile(x_at, t, k0, steps, DK, xt, L, BK, TMA)  # (L, BK)
+        wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)  # (L)
         if DELTA:
             wx *= tl.load(gate + DELTA_P * L + r)
         if OUTPUT:
-            z = load_tile(z_at, t, k0, steps, DK, zt, L, BK, TMA)
-            inter = tl.load(gate + INTER * L + r)
+            z = load_tile(z_at, t, k0, steps, DK, zt, L, BK, TMA)  # (L, BK)
+            inter = tl.load(gate + INTER * L + r)  # (L)
+            # d <- the row sums of P, (L, L), + (z n) a, (T3)
             P = rounded_product(tl.dot(z, tl.trans(x), input_precision=PRECISION), gate_matrix(gate, r, L, True, EXACT))
             if NEGATIVE:
                 P = -P

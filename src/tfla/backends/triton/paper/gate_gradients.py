@@ -68,8 +68,8 @@ def chunk_gate_gradients(
         USE_INITIAL_STATE, q.dtype.element_ty,
     )  # fmt: skip
     end = top * 0
-    known = start + steps < length
-    if known:
+    has_end = start + steps < length  # the next chunk starts there: its state is stored
+    if has_end:
         C_at, n_at = C + row * SIZE, n + row * SIZE_N
         end = checkpoint_dot(
             C_at, n_at, dC, dn, index, index >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, DC_AS=q.dtype.element_ty
@@ -91,7 +91,7 @@ def chunk_gate_gradients(
             of_q, of_k = _falls(q_dq, k_dk, at + t + r, size, t + r < count, PARTS)
             total += (of_q - of_k).to(tl.float64)
     rounding = top * 0
-    if known or not USE_FINAL_STATE:
+    if has_end or not USE_FINAL_STATE:
         if EXACT:
             rounding = tl.where(kept > 0.0, after - end, 0.0) / tl.cdiv(count, L)  # of each tile
         else:
