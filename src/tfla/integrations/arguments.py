@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Collection
@@ -10,6 +11,20 @@ from typing import Any
 import torch
 
 from tfla.ops import checks
+
+
+def drop_unknown(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `function` without the keyword arguments that this one does not name.
+
+    Models of transformers pass on everything that their callers gave them.
+    """
+    names = frozenset(inspect.signature(function).parameters) - {"kwargs"}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: value for name, value in kwargs.items() if name in names})
+
+    return call
 
 
 def reject_unknown(function: Callable[..., Any], given: Collection[str], ignored: Collection[str]) -> None:

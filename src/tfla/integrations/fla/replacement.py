@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from tfla.integrations.arguments import drop_unknown
+
 Function = Callable[..., Any]
 
 MODULES = (
@@ -102,13 +104,11 @@ def _replacement(function: Function, original: Function, only_known: bool = Fals
 
     It is a new function, so that modules that have tfla's function itself keep it when the patch is undone.
     """
-    names = frozenset(inspect.signature(function).parameters) - {"kwargs"}
+    called = drop_unknown(function) if only_known else function
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        if only_known:  # models pass on everything that their callers gave them
-            kwargs = {name: value for name, value in kwargs.items() if name in names}
-        return function(*args, **kwargs)
+        return called(*args, **kwargs)
 
     return replacement
 

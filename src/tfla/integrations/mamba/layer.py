@@ -22,14 +22,14 @@ ACTIVATIONS = (None, "silu", "swish")
 def _convolve_and_activate(
     x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Return activation(conv(x)), (batch, seqlen, channels), with the causal convolution of :func:`_convolve`."""
-    y = _convolve(x, weight, bias, seq_idx)
+    """Return activation(conv(x)), (batch, seqlen, channels), with the causal convolution of :func:`convolve`."""
+    y = convolve(x, weight, bias, seq_idx)
     y = y if activation is None else F.silu(y)
     # Dense here: one copy in place of three in the operator, of x, B and C.
     return y.to(x.dtype, memory_format=torch.contiguous_format)
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
     """Return the causal depthwise convolution of x (batch, seqlen, channels) with weight (channels, width).
 
         y_t = bias + sum_{0 <= i < width} weight[:, width - 1 - i] x_{t-i}

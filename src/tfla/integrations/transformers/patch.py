@@ -1,4 +1,4 @@
-"""The functions that switch models of transformers to tfla's operator, and back."""
+"""The functions that switch models of transformers to tfla's operators, and back."""
 
 from __future__ import annotations
 
@@ -7,51 +7,61 @@ from typing import Any, TypeVar
 from torch import nn
 
 from tfla.backends import BACKENDS
-from tfla.integrations.transformers.cell import Cell
-from tfla.integrations.transformers.padding import PaddingHooks
+from tfla.integrations.transformers import xlstm
+from tfla.integrations.transformers.rebind import Function, reset_forward, set_forward
+from tfla.integrations.transformers.recurrences import LAYERS, REFUSED, replaced_forward
 from tfla.ops.checks import check_chunk_size
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def accelerate(model: Model, *, chunk_size: int | None = None, backend: str | None = None) -> Model:
-    """Make every xLSTM of transformers in the model compute with :func:`tfla.mlstm`.
+    """Make the recurrent layers of a model of transformers compute with tfla's operators.
 
-    Training, prefill and generation use it, with and without a cache. The weights and the config stay as they are.
-    Sequences may have any length. With an ``attention_mask``, padding on either side gives every row the result that it
-    has alone. In eval mode a new cache has the config's ``inference_state_dtype``. For a model that was accelerated
-    before, the new options replace the old ones.
+    Layers of mLSTM, Mamba-2, Gated DeltaNet, Kimi Delta Attention and Lightning Attention do so; docs/transformers.md
+    lists the models. Training, prefill and generation use it, with and without a cache. The weights and the config stay
+    as they are. For a model that was accelerated before, the new options replace the old ones.
+
+    xLSTM takes sequences of any length. With an ``attention_mask``, padding on either side gives every row the result
+    that it has alone. In eval mode a new cache has the config's ``inference_state_dtype``.
 
     Args:
-        model: an ``xLSTMForCausalLM``, an ``xLSTMModel``, or a module that contains one.
-        chunk_size: the number of steps between the states that are stored for the backward; None lets the operator
-            choose.
-        backend: the backend of the operator; None lets the operator choose.
+        model: a model of transformers, or a module that contains one.
+        chunk_size: for xLSTM, the number of steps between the states that are stored for the backward; None lets the
+            operator choose.
+        backend: for xLSTM, the backend of the operator; None lets the operator choose.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: the model contains no xLSTM, or `chunk_size` is not an int.
-        ValueError: the config names a kernel that does not compute mLSTMexp, `chunk_size` is below 1, or there is no
-            such backend.
+        TypeError: the model contains no layer of these recurrences, or also one of another recurrence, or `chunk_size`
+            is not an int.
+        ValueError: a config names a kernel that does not compute mLSTMexp, `chunk_size` is below 1, there is no such
+            backend, the model takes neither option, another program has replaced the forward of a layer, or a layer
+            is of a version of transformers in which the table does not find what it replaces.
         ImportError: transformers is not installed.
     """
     check_chunk_size(chunk_size)
     if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
         raise ValueError(f"backend: got {backend!r}, expected None or one of {', '.join(map(repr, BACKENDS))}")
-    backbones = _backbones(model)
+    backbones, layers = _find(model)
     for backbone in backbones:
-        kernel = str(backbone.config.chunkwise_kernel)
-        if "siging" in kernel:
-            raise ValueError(f"chunkwise_kernel: got {kernel!r} in the model's config, expected one of mLSTMexp")
+        xlstm.check_kernel(backbone)
+    options = {"chunk_size": chunk_size, "backend": backend}
+    for name, layer in layers.items():
+        for option, value in options.items():
+            if value is not None:
+                raise ValueError(
+                    f"{option}: got {value!r} for a model with {name} ({type(layer).__name__}), expected None; xLSTM"
+                    " alone takes it"
+                )
+    forwards = {name: _replaced_forward(name, layer) for name, layer in layers.items()}
     restore(model)
+    for name, layer in layers.items():
+        set_forward(layer, forwards[name])
     for backbone in backbones:
-        padding = PaddingHooks()
-        for block in backbone.blocks:
-            layer = block.mlstm_layer
-            layer.mlstm_backend = Cell(layer.mlstm_backend, padding, chunk_size, backend)
-        padding.attach(backbone)
+        xlstm.accelerate_backbone(backbone, chunk_size, backend)
     return model
 
 
@@ -62,31 +72,48 @@ def restore(model: Model) -> Model:
         The same model.
 
     Raises:
-        TypeError: the model contains no xLSTM.
+        TypeError: the model contains no layer that :func:`accelerate` takes, or also one of another recurrence.
         ImportError: transformers is not installed.
     """
-    for backbone in _backbones(model):
-        cells = {
-            block.mlstm_layer: cell
-            for block in backbone.blocks
-            if isinstance(cell := block.mlstm_layer.mlstm_backend, Cell)
-        }
-        for padding in {cell.padding for cell in cells.values()}:
-            padding.detach(backbone)
-        for layer, cell in cells.items():
-            (layer.mlstm_backend,) = cell.original_in_tuple
+    backbones, layers = _find(model)
+    for backbone in backbones:
+        xlstm.restore_backbone(backbone)
+    for layer in layers.values():
+        reset_forward(layer)
     return model
 
 
-def _backbones(model: nn.Module) -> list[Any]:
-    """Return the modules of class xLSTMModel in the model, or raise a TypeError if there is none."""
+def _find(model: nn.Module) -> tuple[list[Any], dict[str, nn.Module]]:
+    """Return the xLSTM backbones and, by name, the layers of other recurrences, or raise a TypeError."""
     try:
-        from transformers import xLSTMModel
+        backbones = xlstm.find_backbones(model)
     except ImportError as error:
         raise ImportError('this needs transformers: pip install "tfla[transformers]"') from error
-    backbones = (
-        [module for module in model.modules() if isinstance(module, xLSTMModel)] if isinstance(model, nn.Module) else []
-    )
-    if not backbones:
-        raise TypeError(f"model: got {type(model).__name__}, expected an xLSTMForCausalLM or a module with one")
-    return backbones
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    for name, module in modules.items():
+        if (reason := REFUSED.get(type(module).__name__)) is not None:
+            raise TypeError(
+                f"model: got {type(model).__name__}, whose {name} is a {type(module).__name__}: {reason}; expected"
+                " mLSTM, Mamba-2, Gated DeltaNet, Kimi Delta Attention or Lightning Attention"
+            )
+    layers = {name: module for name, module in modules.items() if type(module).__name__ in LAYERS}
+    if not backbones and not layers:
+        raise TypeError(
+            f"model: got {type(model).__name__}, expected an xLSTMForCausalLM or a module with one, or with one of"
+            f" {', '.join(LAYERS)}"
+        )
+    return backbones, layers
+
+
+def _replaced_forward(name: str, layer: nn.Module) -> Function:
+    """Return what replaces the forward of a layer, or raise a ValueError."""
+    import transformers
+
+    recurrence = LAYERS[type(layer).__name__]
+    try:
+        return replaced_forward(type(layer).forward, recurrence.name)
+    except LookupError as error:
+        raise ValueError(
+            f"model: got {name} ({type(layer).__name__}) of transformers {transformers.__version__}, whose forward does"
+            f" not call {error.args[0]}, expected to replace {', '.join((*recurrence.functions, *recurrence.wrappers))}"
+        ) from None
