@@ -304,6 +304,31 @@ def _lengths(H: int, dqk: int, dhv: int) -> Callable[[int], Problem]:
 
 
 LENGTHS = tuple(2**n for n in range(9, 17))
+RECURRENT_MODELS = (
+    "Weights are random. mamba2 has 16 layers of width 2,048 with 64 heads of 64, state 128 and 8 groups; qwen3_next "
+    "has 8 layers of width 2,048, of which 2 are attention, with 32 experts of which 4 are used. tfla is "
+    "tfla.integrations.transformers.accelerate(model)."
+)
+
+
+def _recurrent_models(call: str) -> list[Entry]:
+    """Return two models of transformers on tfla, in PyTorch, and on the package that transformers calls.
+
+    Args:
+        call: "model" for prefill and training, "step" for decoding.
+    """
+    paths = {"tfla": "tfla", "transformers, in PyTorch": "pytorch"}
+    packages = {"mamba2": "mamba_ssm", "qwen3_next": "fla"}
+    return [
+        Entry(
+            name, f"tfla.bench.recurrent_models:{call}", {"name": model, "path": path}, group=model,
+            needs=packages[model] if path == "packages" else "transformers",
+        )
+        for model, package in packages.items()
+        for name, path in (paths | {f"transformers, on {package}": "packages"}).items()
+    ]  # fmt: skip
+
+
 SUITES = {
     "fig4": Suite(
         f"Figure 4: runtime by sequence length, {TOKENS:,} tokens, 16 heads, dqk 128, dhv 256", "T", LENGTHS,
@@ -436,6 +461,18 @@ SUITES = {
             ),
         ),
         panels=(),
+    ),
+    "transformers_models": Suite(
+        "Hugging Face transformers: prefill (forward) and training step (forward + backward) of Mamba-2 and Qwen3-Next "
+        "of medium size, 8,192 tokens", "T",
+        (2048, 8192), lambda T: Problem(max(1, 8192 // T), T, 1, 1, 1), tuple(_recurrent_models("model")), panels=(),
+        note=RECURRENT_MODELS,
+    ),
+    "transformers_steps": Suite(
+        "Hugging Face transformers: decoding of one token of each sequence by Mamba-2 and Qwen3-Next of medium size, "
+        "after prompts of 1,024 tokens", "batch",
+        (1, 16), lambda B: Problem(B, 1024, 1, 1, 1), tuple(_recurrent_models("step")), directions=(FORWARD,),
+        panels=(), note=RECURRENT_MODELS,
     ),
     "train": Suite(
         "Training step: 1.4 billion parameters, T 8,192, 8 heads of dqk 128, dhv 256, bfloat16 autocast", "batch",
