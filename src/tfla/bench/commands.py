@@ -1,4 +1,4 @@
-"""The commands `tfla bench cpu`, `tfla bench gpu` and `tfla bench report`."""
+"""The commands `tfla bench cpu`, `tfla bench gpu`, `tfla bench invariance` and `tfla bench report`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 from tfla._util.errors import wrong_word
 
-USAGE = """usage: tfla bench {cpu,gpu,report} [options]
+USAGE = """usage: tfla bench {cpu,gpu,invariance,report} [options]
 
-  cpu     time the operator on this CPU beside its roofline, attention and mlstm_kernels
-  gpu     time the paper's setups on this GPU beside their rooflines and other libraries' kernels
-  report  render benchmarks/results into docs/performance.md and its figures"""
+  cpu         time the operator on this CPU beside its roofline, attention and mlstm_kernels
+  gpu         time the paper's setups on this GPU beside their rooflines and other libraries' kernels
+  invariance  time a model whose outputs depend on no other sequence of the batch
+  report      render benchmarks/results into docs/performance.md and its figures"""
 
 
 def bench(args: Sequence[str]) -> int:
@@ -27,6 +28,14 @@ def bench(args: Sequence[str]) -> int:
         from tfla.bench import gpu
 
         return gpu.main(rest, "tfla bench gpu")
+    elif name == "invariance":
+        import tyro
+
+        from tfla.bench import batch_invariance
+
+        text = "What batch_invariant costs."
+        options = tyro.cli(batch_invariance.InvarianceBench, args=rest, prog="tfla bench invariance", description=text)
+        batch_invariance.run(options)
     elif name == "report":
         import tyro
 

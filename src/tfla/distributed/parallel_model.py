@@ -173,6 +173,9 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
         )
     for mixer in mixers:
         kind = type(mixer).__name__
+        if max(tp, cp) > 1 and mixer.batch_invariant:
+            dim, size = ("tp", tp) if tp > 1 else ("cp", cp)
+            raise ValueError(f"mesh: got {dim} of size {size}, expected 1 for a model with batch_invariant=True")
         if tp > 1 and mixer.unsplittable is not None:
             raise ValueError(f"mesh: got tp of size {tp}, expected 1 for {kind}, {mixer.unsplittable}")
         for heads in {mixer.num_heads, getattr(mixer, "num_kv_heads", mixer.num_heads)}:

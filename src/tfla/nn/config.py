@@ -84,6 +84,8 @@ class ModelConfig:
         rope_base: base of the frequencies of the rotary embedding of attention.
         chunk_size: steps between the states that are stored for the backward; None lets the operator choose.
         backend: backend of the operator; None lets it choose.
+        batch_invariant: the outputs of a sequence do not depend on the other sequences of the batch, not even in the
+            last bit. It takes time, see docs/numerics.md.
 
     Raises:
         ValueError: a field is out of range; the message names it, what was given and what is allowed.
@@ -119,6 +121,7 @@ class ModelConfig:
     rope_base: float = 10_000.0
     chunk_size: int | None = None
     backend: str | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         for field in ("forget_gate_bias", "layers"):
@@ -151,7 +154,7 @@ class ModelConfig:
             value = getattr(self, field)
             ok = value is None or (_is_number(value) and value > 0)
             _require(ok, field, value, f"None or a number above 0 and at most {MAX_SIZE}")
-        for field in ("input_gate_trainable", "negative_eigenvalues", "attention_sinks"):
+        for field in ("input_gate_trainable", "negative_eigenvalues", "attention_sinks", "batch_invariant"):
             value = getattr(self, field)
             _require(isinstance(value, bool), field, value, "True or False")
         _require(

@@ -32,6 +32,8 @@ def unsupported(model: LanguageModel, state: ModelState) -> str | None:
         return "it needs Triton and an NVIDIA GPU"
     if not all(isinstance(block_state, State) and len(block_state.C) == 1 for block_state in state):
         return "it is for one sequence and mLSTMs"
+    if model.config.batch_invariant:
+        return "it adds up products in another order than larger batches do"
     if autocast_dtype(weight.device.type) is not None:
         return "it does not support autocast"
     if max(model.config.d_model, model.config.ffn_dim) > MAX_COLUMNS:

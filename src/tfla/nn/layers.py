@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tfla.nn import batch_invariance
 from tfla.nn.validation import check_int, check_number
 from tfla.ops.autocast import autocast_dtype, without_autocast
 from tfla.ops.transforms import needs_dispatcher
@@ -44,12 +45,14 @@ class SequenceMixer(nn.Module, ABC):
         first_head: the first of this process's heads under tensor parallelism.
         tensor_parallel: how the processes share the modules of the layer under tensor parallelism, by their names.
         unsplittable: why the heads cannot be shared, a clause about the mixer; None where they can.
+        batch_invariant: whether each sequence is computed as if it were alone in the batch.
     """
 
     num_heads: int
     first_head: int = 0
     tensor_parallel: ClassVar[dict[str, Sharding]] = {}
     unsplittable: ClassVar[str | None] = None
+    batch_invariant: bool = False
 
     @abstractmethod
     def forward(
@@ -111,6 +114,8 @@ class SequenceMixer(nn.Module, ABC):
 class Projection(nn.Linear):
     """A linear layer whose weight (out_features, in_features) is drawn from N(0, std^2), and a bias 0 if requested."""
 
+    batch_invariant = False
+
     def __init__(
         self,
         in_features: int,
@@ -128,6 +133,11 @@ class Projection(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output (..., out_features) for x (..., in_features)."""
+        product = batch_invariance.linear if self.batch_invariant else F.linear
+        return product(x, self.weight, self.bias)
 
 
 class LowRankProjection(nn.Module):
@@ -175,6 +185,8 @@ class GatePreactivation(nn.Linear):
         TypeError, ValueError: an argument has the wrong type or is out of range; the message names it.
     """
 
+    batch_invariant = False
+
     def __init__(
         self,
         d_model: int,
@@ -209,7 +221,8 @@ class GatePreactivation(nn.Linear):
     def _float32_gate(self, x: Tensor) -> Tensor:
         """Return softcap(W x + b) in at least float32."""
         x, weight, bias = map(at_least_float32, (x, self.weight, self.bias))
-        return soft_cap(F.linear(x, weight, bias), self.cap)
+        product = batch_invariance.linear if self.batch_invariant else F.linear
+        return soft_cap(product(x, weight, bias), self.cap)
 
 
 def reset_forget_gate(f: Tensor, document_start: Tensor) -> Tensor:

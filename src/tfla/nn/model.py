@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla._util.device import check_device
-from tfla.nn import pretrained
+from tfla.nn import batch_invariance, pretrained
 from tfla.nn.config import ModelConfig
 from tfla.nn.layers import (
     Accept,
@@ -68,6 +68,8 @@ class LanguageModel(nn.Module):
         )
         self.norm = nn.RMSNorm(config.d_model, config.norm_eps)
         self.unembedding = Projection(config.d_model, config.vocab_size, std)
+        if config.batch_invariant:
+            batch_invariance.make_batch_invariant(self)
 
     def hidden(
         self,
@@ -386,6 +388,8 @@ class Block(nn.Module):
 class SwiGLU(nn.Module):
     """The feed-forward network W_down (silu(W_gate x) * W_up x) (Shazeer, 2020) on x (..., d_model), without biases."""
 
+    batch_invariant = False
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         d, hidden = config.d_model, config.ffn_dim
@@ -395,9 +399,9 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (..., d_model) for x (..., d_model)."""
-        return self.down_proj(recomputed(_silu_gate, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(recomputed(self._silu_gate, self.gate_proj(x), self.up_proj(x)))
 
-
-def _silu_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up, elementwise."""
-    return F.silu(gate) * up
+    def _silu_gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return silu(gate) * up, elementwise."""
+        silu = batch_invariance.silu if self.batch_invariant else F.silu
+        return silu(gate) * up

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TypeVar, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tfla.backends.delta import BetaActivation, DeltaInputs, DeltaStepInputs, GateActivation
+from tfla.ops.activations import sigmoid, softplus
 from tfla.ops.gates import clamp
 
 EPS = 1e-6  # added to the squared norm of q and k
@@ -36,7 +36,7 @@ def write_strength(beta: Tensor, activation: BetaActivation) -> Tensor:
     wide = _wide(beta)
     if activation == "none":
         return wide
-    return wide.sigmoid() * (2.0 if activation == "2sigmoid" else 1.0)
+    return sigmoid(wide) * (2.0 if activation == "2sigmoid" else 1.0)
 
 
 def log_gate(
@@ -64,9 +64,9 @@ def log_gate(
         rate = _wide(A_log).exp()
         rate = rate.unsqueeze(-1) if by_channel else rate
     if activation == "softplus":
-        decay = -F.softplus(wide)
+        decay = -softplus(wide)
         return clamp(decay if rate is None else decay * rate)
-    return clamp(lower_bound * (wide if rate is None else wide * rate).sigmoid())
+    return clamp(lower_bound * sigmoid(wide if rate is None else wide * rate))
 
 
 def activated(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tfla.nn.layers import recomputed
 from tfla.ops.transforms import needs_dispatcher
@@ -40,6 +44,41 @@ def attend(
         for at in range(0, T, QUERIES)
     ]
     return torch.cat(blocks, 2).transpose(1, 2)
+
+
+def attend_alone(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Compute :func:`attend` for each sequence of a batch alone, on a CPU without the keys that it does not see."""
+    found = []
+    for row in range(q.shape[0]):
+        own, low, seen = slice(row, row + 1), 0, None
+        if first is not None:
+            seen = first[own] if first.shape[0] > 1 else first
+            if q.device.type == "cpu":
+                low = max(0, int(seen.min()))
+                seen = None if bool((seen <= low).all()) else seen - low
+        with _same_kernel(sinks):
+            found.append(attend(q[own].clone(), k[own, low:].clone(), v[own, low:].clone(), seen, window, sinks))
+    return torch.cat(found)
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, sinks: Tensor | None
+) -> Tensor:
+    """Compute :func:`attend` for each packed sequence alone; the offsets are read on the host."""
+    with _same_kernel(sinks):
+        found = [
+            attend(q[:, a:b].clone(), k[:, a:b].clone(), v[:, a:b].clone(), None, window, sinks)
+            for a, b in itertools.pairwise(cu_seqlens.tolist())
+            if a < b
+        ]
+    return torch.cat(found, 1)
+
+
+def _same_kernel(sinks: Tensor | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which a mask with the logits of sinks has one kernel, with gradients of it and without."""
+    return contextlib.nullcontext() if sinks is None else sdpa_kernel(SDPBackend.MATH)
 
 
 def _columns(first: Tensor | None, at: int) -> Tensor | None:

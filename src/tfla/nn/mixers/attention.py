@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import Accept, Projection, SequenceMixer, Sharding, input_std, local, output_std
-from tfla.nn.mixers.attend import attend, attend_masked
+from tfla.nn.mixers.attend import attend, attend_alone, attend_masked, attend_packed
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.gather_steps import gather_steps, own_steps
 from tfla.nn.mixers.rotary import rotate_both
@@ -151,7 +151,13 @@ class Attention(SequenceMixer):
             first = documents.first(before) + past
         if state is not None:
             k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
-        h = attend(q, k, v, first, self.window, None if self.sinks is None else self.sinks())
+        sinks = None if self.sinks is None else self.sinks()
+        if not self.batch_invariant:
+            h = attend(q, k, v, first, self.window, sinks)
+        elif cu_seqlens is None:
+            h = attend_alone(q, k, v, first, self.window, sinks)
+        else:
+            h = attend_packed(q, k, v, cu_seqlens, self.window, sinks)
         y = self.out_proj(h.flatten(-2))
         if not return_state:
             return y, None
@@ -204,6 +210,16 @@ class Attention(SequenceMixer):
             )
             for cache, new in ((state.k, k), (state.v, v))
         )
+        sinks = None if self.sinks is None else self.sinks()
+        if self.batch_invariant and x.device.type == "cpu":
+            found = []
+            for row, held in enumerate((length + x.shape[1]).tolist()):
+                own = slice(row, row + 1)
+                first = None if state.start is None else state.start[own, None]
+                keys, values = (t[own, :held].to(q.dtype) for t in (k, v))
+                found.append(attend_alone(q[own], keys, values, first, self.window, sinks))
+            y = self.out_proj(torch.cat(found).flatten(-2))
+            return y, lambda lengths: KeyValues(k, v, state.start, length + lengths)
         token, place = torch.arange(k.shape[1], device=x.device), place[..., None]
         visible = token <= place
         if state.start is not None:
@@ -211,7 +227,9 @@ class Attention(SequenceMixer):
         if self.window is not None:
             visible = visible & (token > place - self.window)
         q, keys, values = (t.transpose(1, 2).to(q.dtype) for t in (q, k, v))
-        h = attend_masked(q, keys, values, visible[:, None], None if self.sinks is None else self.sinks())
+        rows = [slice(row, row + 1) for row in range(len(q))] if self.batch_invariant else [slice(None)]
+        masked = [attend_masked(q[own], keys[own], values[own], visible[own, None], sinks) for own in rows]
+        h = torch.cat(masked)
         y = self.out_proj(h.transpose(1, 2).flatten(-2))
         return y, lambda lengths: KeyValues(k, v, state.start, length + lengths)
 

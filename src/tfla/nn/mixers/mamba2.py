@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tfla.nn import batch_invariance
 from tfla.nn.config import ModelConfig
 from tfla.nn.layers import Projection, Sharding, at_least_float32, input_std, local
 from tfla.nn.mixers.decay import DecayParameters
@@ -52,7 +53,8 @@ class Mamba2(RecurrentMixer):
         """Run :meth:`RecurrentMixer.mix`."""
         q, k, v = self._queries_keys_values(x, run)
         A_log, dt_bias = map(at_least_float32, self.decay())
-        dt = F.softplus(at_least_float32(self.dt_proj(x)) + dt_bias)
+        softplus = batch_invariance.softplus if self.batch_invariant else F.softplus
+        dt = softplus(at_least_float32(self.dt_proj(x)) + dt_bias)
         h = run.linear_attention(q, k, v, -A_log.exp() * dt, dt.clamp(min=SMALLEST_STEP).log(), scale=1.0)
         heads = slice(self.first_head, self.first_head + v.shape[-2])  # of this process, under tensor parallelism
         h = h + (v * local(self.D)[heads, None]).to(h.dtype)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from tfla.nn import batch_invariance
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import (
     Accept,
@@ -89,6 +91,11 @@ class MLSTM(SequenceMixer):
             "backend": self.backend,
             "context_parallel": self.context_parallel,
         }
+        if self.batch_invariant:
+            del options["context_parallel"]
+            tensors = {"q": q, "k": k, "v": v, "i": i, "f": f}
+            h, new = batch_invariance.sequence_by_sequence(mlstm, tensors, **options)
+            return self._output(x, h), new if return_state else None
         if not return_state:
             return self._output(x, mlstm(q, k, v, i, f, **options)), None
         h, new = mlstm(q, k, v, i, f, return_state=True, **options)
@@ -96,12 +103,12 @@ class MLSTM(SequenceMixer):
 
     def step(self, x: Tensor, state: State, in_place: bool = False) -> tuple[Tensor, State]:
         """Run :meth:`SequenceMixer.step`."""
-        h, new = mlstm_step(*self._inputs(x), state, input_gate=self.input_gate_kind, in_place=in_place)
+        h, new = self._recur(mlstm_step, x, state)(in_place=in_place)
         return self._output(x, h), new
 
     def steps(self, x: Tensor, state: State, in_place: bool = False) -> tuple[Tensor, Accept]:
         """Run :meth:`SequenceMixer.steps`."""
-        call = functools.partial(mlstm_steps, *self._inputs(x), state, input_gate=self.input_gate_kind)
+        call = self._recur(mlstm_steps, x, state)
         h: Any = call(return_state=False)
         return self._output(x, h), lambda lengths: call(lengths=lengths, in_place=in_place)[1]
 
@@ -120,10 +127,20 @@ class MLSTM(SequenceMixer):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return q, k, v, self.input_gate(x), self.forget_gate(x)
 
+    def _recur(self, operator: Callable[..., Any], x: Tensor, state: State) -> Callable[..., Any]:
+        """Return a function of further options that computes an operator for steps."""
+        tensors = dict(zip("qkvif", self._inputs(x), strict=True))
+        if self.batch_invariant:
+            call = functools.partial(batch_invariance.step_by_sequence, operator, tensors)
+        else:
+            call = functools.partial(operator, **tensors)
+        return functools.partial(call, state=state, input_gate=self.input_gate_kind)
+
     def _output(self, x: Tensor, h: Tensor) -> Tensor:
         """Apply equation (8) and the output projection: x (..., d_model), h (..., heads, dhv) -> (..., d_model)."""
         return self.out_proj(recomputed(self._gated_norm, self.output_gate(x), h))
 
     def _gated_norm(self, gate: Tensor, h: Tensor) -> Tensor:
         """Return sigmoid(gate) * NORM(h), equation (8), in h's dtype: gate (..., d_model), h (..., heads, dhv)."""
-        return (torch.sigmoid(at_least_float32(gate)) * self.head_norm(h).flatten(-2)).to(h.dtype)
+        sigmoid = batch_invariance.sigmoid if self.batch_invariant else torch.sigmoid
+        return (sigmoid(at_least_float32(gate)) * self.head_norm(h).flatten(-2)).to(h.dtype)

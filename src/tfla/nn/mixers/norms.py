@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tfla.nn import batch_invariance
 from tfla.nn.layers import at_least_float32, local, recomputed, sharding_mesh, summed
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
+INVARIANT: dict[str, Callable[[Tensor], Tensor]] = {"silu": batch_invariance.silu, "sigmoid": batch_invariance.sigmoid}
 
 
 class GatedNorm(nn.Module):
@@ -25,11 +27,13 @@ class GatedNorm(nn.Module):
         gate_first: w * RMS(h * activation(gate)) instead, as in Mamba-2.
     """
 
+    batch_invariant = False
+
     def __init__(
         self, dim: int, eps: float, activation: Literal["silu", "sigmoid"] = "silu", gate_first: bool = False
     ) -> None:
         super().__init__()
-        self.eps, self.activation, self.gate_first = eps, ACTIVATIONS[activation], gate_first
+        self.eps, self.activation, self.gate_first = eps, activation, gate_first
         self.weight = nn.Parameter(torch.ones(dim))
 
     def reset_parameters(self) -> None:
@@ -38,7 +42,8 @@ class GatedNorm(nn.Module):
 
     def forward(self, h: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return the gated norm of h (..., dim) in h's dtype; gate has h's shape, None is no gate."""
-        norm = partial(_gated_norm, self.eps, self.activation, self.gate_first, sharding_mesh(self.weight))
+        activation = (INVARIANT if self.batch_invariant else ACTIVATIONS)[self.activation]
+        norm = partial(_gated_norm, self.eps, activation, self.gate_first, sharding_mesh(self.weight))
         return recomputed(norm, h, local(self.weight), gate)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tfla.backends.delta import BetaActivation
+from tfla.nn import batch_invariance
 from tfla.nn.layers import CLOSED_GATE
 from tfla.nn.mixer_state import MixerState
 from tfla.nn.mixers.context import ContextPart
@@ -89,7 +90,6 @@ class SequencePass(Pass):
         self.documents = Documents(x, document_start, cu_seqlens)
         self.options: dict[str, Any] = {
             "initial_state": None if state is None else state.recurrence,
-            "return_state": True,
             "cu_seqlens": cu_seqlens,
             "chunk_size": mixer.chunk_size,
             "backend": mixer.backend,
@@ -123,8 +123,8 @@ class SequencePass(Pass):
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Run :meth:`Pass.linear_attention`."""
-        h = linear_attention(q, k, v, self._reset(log_f), log_i, scale=scale, **self._options())
-        return self._keep(h)
+        tensors = {"q": q, "k": k, "v": v, "log_f": self._reset(log_f), "log_i": log_i}
+        return self._compute(linear_attention, tensors, scale=scale)
 
     def delta_rule(
         self,
@@ -137,19 +137,16 @@ class SequencePass(Pass):
         decay: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run :meth:`Pass.delta_rule`."""
-        options = self._options() | {"normalize_qk": True, "beta_activation": beta_activation}
+        options: dict[str, Any] = {"normalize_qk": True, "beta_activation": beta_activation}
         if self.documents.document_start is not None:
             # A gate is closed after its activation, which the operator would apply.
             log_f = beta.new_zeros(beta.shape, dtype=torch.float32) if f is None else f
             if f is not None and decay is not None:
                 log_f = log_gate(f, "softplus", *decay, 0.0)
-            h = delta_rule(q, k, v, beta, self._reset(log_f), **options)
-        elif f is None or decay is None:
-            h = delta_rule(q, k, v, beta, f, **options)
-        else:
-            A_log, dt_bias = decay
-            h = delta_rule(q, k, v, beta, f, gate_activation="softplus", A_log=A_log, dt_bias=dt_bias, **options)
-        return self._keep(h)
+            f = self._reset(log_f)
+        elif f is not None and decay is not None:
+            options |= {"gate_activation": "softplus", "A_log": decay[0], "dt_bias": decay[1]}
+        return self._compute(delta_rule, {"q": q, "k": k, "v": v, "beta": beta, "log_f": f}, **options)
 
     def new_state(self) -> MixerState | None:
         """Return the state after the last token, None where none is requested."""
@@ -171,10 +168,6 @@ class SequencePass(Pass):
         last = [conv.last_inputs(x, None, self.documents) for conv, x in zip(convolutions, inputs, strict=True)]
         return part.from_previous(torch.cat(last, -1)).split([x.shape[-1] for x in inputs], -1)
 
-    def _options(self) -> dict[str, Any]:
-        """Return the options of the operator."""
-        return self.options | {"return_state": self.return_state}
-
     def _reset(self, log_f: Tensor) -> Tensor:
         """Close gates (B, T, heads) or (B, T, heads, dqk) where a document starts."""
         starts = self.documents.document_start
@@ -182,9 +175,13 @@ class SequencePass(Pass):
             return log_f
         return log_f.masked_fill(starts.reshape(*starts.shape, *[1] * (log_f.dim() - 2)), CLOSED_GATE)
 
-    def _keep(self, found: Any) -> Tensor:
-        """Return h of an operator's result and keep the state."""
+    def _compute(self, operator: Callable[..., Any], tensors: dict[str, Tensor | None], **options: Any) -> Tensor:
+        """Return h of an operator and keep the state."""
         h: Tensor
+        if self.mixer.batch_invariant:
+            h, self.recurrence = batch_invariance.sequence_by_sequence(operator, tensors, **self.options, **options)
+            return h
+        found = operator(**tensors, return_state=self.return_state, **self.options, **options)
         h, self.recurrence = found if self.return_state else (found, None)
         return h
 
@@ -192,8 +189,8 @@ class SequencePass(Pass):
 class StepPass(Pass):
     """A call for one token of each sequence; arguments are those of :meth:`SequenceMixer.step`."""
 
-    def __init__(self, state: MixerState, in_place: bool) -> None:
-        self.state, self.in_place = state, in_place
+    def __init__(self, mixer: RecurrentMixer, state: MixerState, in_place: bool) -> None:
+        self.mixer, self.state, self.in_place = mixer, state, in_place
 
     def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run :meth:`Pass.convolve`."""
@@ -212,9 +209,8 @@ class StepPass(Pass):
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Run :meth:`Pass.linear_attention`."""
-        return self._keep(
-            linear_attention_step(q, k, v, log_f, self.state.recurrence, log_i, scale=scale, in_place=self.in_place)
-        )
+        tensors = {"q": q, "k": k, "v": v, "log_f": log_f, "log_i": log_i}
+        return self._compute(linear_attention_step, tensors, scale=scale)
 
     def delta_rule(
         self,
@@ -227,21 +223,21 @@ class StepPass(Pass):
         decay: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run :meth:`Pass.delta_rule`."""
-        gates: dict[str, Any] = {}
-        if decay is not None:
-            gates = {"gate_activation": "softplus", "A_log": decay[0], "dt_bias": decay[1]}
-        return self._keep(
-            delta_rule_step(
-                q, k, v, beta, self.state.recurrence, f, normalize_qk=True, beta_activation=beta_activation,
-                in_place=self.in_place, **gates,
-            )
-        )  # fmt: skip
+        gates = {} if decay is None else {"gate_activation": "softplus", "A_log": decay[0], "dt_bias": decay[1]}
+        tensors = {"q": q, "k": k, "v": v, "beta": beta, "log_f": f}
+        return self._compute(delta_rule_step, tensors, normalize_qk=True, beta_activation=beta_activation, **gates)
 
     def new_state(self) -> MixerState:
         """Return the state after the token."""
         return self.state
 
-    def _keep(self, found: tuple[Tensor, State]) -> Tensor:
-        """Return h of an operator's result and keep the state."""
-        self.state = self.state._replace(recurrence=found[1])
-        return found[0]
+    def _compute(self, operator: Callable[..., Any], tensors: dict[str, Tensor | None], **options: Any) -> Tensor:
+        """Return h of an operator and keep the state."""
+        options |= {"state": self.state.recurrence, "in_place": self.in_place}
+        h: Tensor
+        if self.mixer.batch_invariant:
+            h, recurrence = batch_invariance.step_by_sequence(operator, tensors, **options)
+        else:
+            h, recurrence = operator(**tensors, **options)
+        self.state = self.state._replace(recurrence=recurrence)
+        return h

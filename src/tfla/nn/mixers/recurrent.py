@@ -80,13 +80,13 @@ class RecurrentMixer(SequenceMixer):
     def step(self, x: Tensor, state: MixerState, in_place: bool = False) -> tuple[Tensor, MixerState]:
         """Run :meth:`SequenceMixer.step`."""
         self._check_state(state)
-        run = StepPass(state, in_place)
+        run = StepPass(self, state, in_place)
         return self.mix(x, run), run.new_state()
 
     def steps(self, x: Tensor, state: MixerState, in_place: bool = False) -> tuple[Tensor, Accept]:
         """Run :meth:`SequenceMixer.steps`."""
         self._check_state(state)
-        run = StepsPass(state, x.shape[1], in_place)
+        run = StepsPass(self, state, x.shape[1], in_place)
         return self.mix(x, run), run.accept
 
     def initial_state(self, batch_size: int, device: torch.device) -> MixerState:

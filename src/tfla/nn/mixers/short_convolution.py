@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tfla.nn import batch_invariance
 from tfla.nn.layers import at_least_float32, local, recomputed
 from tfla.nn.mixers.documents import Documents
 
@@ -22,6 +25,8 @@ class ShortConvolution(nn.Module):
         size: number of tokens that an output depends on.
         bias: whether there is a bias b.
     """
+
+    batch_invariant = False
 
     def __init__(self, channels: int, size: int, bias: bool = False) -> None:
         super().__init__()
@@ -51,7 +56,8 @@ class ShortConvolution(nn.Module):
         history = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if before is None or packed else before.to(x.dtype)
         carried = self._carried(before, documents) if before is not None and packed else None
         inputs = torch.cat([history, x], 1)
-        return recomputed(_convolve, inputs, local(self.weight), _local(self.bias), documents.boundaries(), carried)
+        convolve = partial(_convolve, self._silu)
+        return recomputed(convolve, inputs, local(self.weight), _local(self.bias), documents.boundaries(), carried)
 
     def step(self, x: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
         """Convolve one token of each sequence.
@@ -77,7 +83,12 @@ class ShortConvolution(nn.Module):
             (B, T, channels) in x's dtype, and the inputs before and of the tokens, (B, size - 1 + T, channels).
         """
         inputs = torch.cat([before.to(x.dtype), x], 1)
-        return _convolve(inputs, local(self.weight), _local(self.bias), None, None), inputs
+        return _convolve(self._silu, inputs, local(self.weight), _local(self.bias), None, None), inputs
+
+    @property
+    def _silu(self) -> Callable[[Tensor], Tensor]:
+        """The activation."""
+        return batch_invariance.silu if self.batch_invariant else F.silu
 
     def last_inputs(self, x: Tensor, before: Tensor | None, documents: Documents) -> Tensor:
         """Return the inputs before the token after the last one, of the same document: (B, size - 1, channels).
@@ -124,10 +135,14 @@ def inputs_after(inputs: Tensor, lengths: Tensor, count: int) -> Tensor:
     return inputs.gather(1, last.to(torch.int64)[..., None].expand(-1, -1, inputs.shape[2]))
 
 
-def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, carried: Tensor | None) -> Tensor:
+def _convolve(
+    silu: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None,
+    carried: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Convolve in float32 or float64.
 
     Args:
+        silu: the activation.
         x: (B, size - 1 + T, channels), the inputs after those before the first token.
         weight: (channels, size), the weight of the newest input last.
         bias: (channels,) or None.
@@ -149,7 +164,7 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | No
         y = y + term
     if bias is not None:
         y = y + bias
-    return F.silu(y if carried is None else y + carried).to(x.dtype)
+    return silu(y if carried is None else y + carried).to(x.dtype)
 
 
 def _local(parameter: Tensor | None) -> Tensor | None:

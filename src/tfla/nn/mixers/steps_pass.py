@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tfla.backends.delta import BetaActivation
+from tfla.nn import batch_invariance
 from tfla.nn.mixer_state import MixerState
 from tfla.nn.mixers.passes import Pass
 from tfla.nn.mixers.short_convolution import ShortConvolution, inputs_after
 from tfla.ops.delta_steps import delta_rule_steps
 from tfla.ops.steps import linear_attention_steps
 
+if TYPE_CHECKING:
+    from tfla.nn.mixers.recurrent import RecurrentMixer
+
 
 class StepsPass(Pass):
     """A call for a few tokens of each sequence; arguments are those of :meth:`SequenceMixer.steps`.
 
     Args:
+        mixer: the layer.
         state: the state before the tokens.
         count: the number of tokens, T.
         in_place: whether :meth:`accept` overwrites the C of the recurrence.
     """
 
-    def __init__(self, state: MixerState, count: int, in_place: bool) -> None:
+    def __init__(self, mixer: RecurrentMixer, state: MixerState, count: int, in_place: bool) -> None:
+        self.mixer = mixer
         self.state, self.count, self.in_place = state, count, in_place
         self.inputs: tuple[Tensor, ...] = ()  # of each convolution, (B, size - 1 + T, channels)
         self.recur: Callable[..., Any] | None = None
@@ -47,8 +53,8 @@ class StepsPass(Pass):
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """Run :meth:`Pass.linear_attention`."""
-        state = self.state.recurrence
-        return self._verify(functools.partial(linear_attention_steps, q, k, v, log_f, state, log_i, scale=scale))
+        tensors = {"q": q, "k": k, "v": v, "log_f": log_f, "log_i": log_i}
+        return self._verify(linear_attention_steps, tensors, scale=scale)
 
     def delta_rule(
         self,
@@ -64,7 +70,7 @@ class StepsPass(Pass):
         gates: dict[str, Any] = {"normalize_qk": True, "beta_activation": beta_activation}
         if decay is not None:
             gates |= {"gate_activation": "softplus", "A_log": decay[0], "dt_bias": decay[1]}
-        return self._verify(functools.partial(delta_rule_steps, q, k, v, beta, self.state.recurrence, f, **gates))
+        return self._verify(delta_rule_steps, {"q": q, "k": k, "v": v, "beta": beta, "log_f": f}, **gates)
 
     def accept(self, lengths: Tensor) -> MixerState:
         """Return the state after the first lengths (B,) of the tokens."""
@@ -74,8 +80,12 @@ class StepsPass(Pass):
         position = self.state.position
         return MixerState(recurrence, convolution, None if position is None else position + lengths)
 
-    def _verify(self, recur: Callable[..., Any]) -> Tensor:
+    def _verify(self, operator: Callable[..., Any], tensors: dict[str, Tensor | None], **options: Any) -> Tensor:
         """Return h of all tokens and keep the call."""
-        self.recur = recur
-        h: Tensor = recur(return_state=False)
+        options["state"] = self.state.recurrence
+        if self.mixer.batch_invariant:
+            self.recur = functools.partial(batch_invariance.step_by_sequence, operator, tensors, **options)
+        else:
+            self.recur = functools.partial(operator, **tensors, **options)
+        h: Tensor = self.recur(return_state=False)
         return h
