@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from jax_cases import to_torch
 
-from tfla.backends.gpu.planning import Allocate, Copy, Fill, Launch, Plan, Resize
+from tfla.backends.gpu.planning import Allocate, Copy, Fill, Launch, Plan, Resize, Rows, ScaledColumns, SumOf
 from tfla.backends.gpu.replay import resized
 from tfla.jax.inputs import vary, varying_axes
 
@@ -49,6 +49,13 @@ class InterpretedPlan:
                 values[step.target].copy_(values[step.source])
             elif isinstance(step, Resize):
                 values[step.result] = resized(step.shape, values[step.source])
+            elif isinstance(step, Rows):
+                values[step.result] = values[step.source][step.start : step.stop]
+            elif isinstance(step, SumOf):
+                values[step.result] = values[step.source][step.row].sum(0)
+            elif isinstance(step, ScaledColumns):
+                columns = [values[n] * f for n, f in zip(step.sources, step.factors, strict=True)]
+                values[step.result] = torch.cat(columns, 1)
             else:
                 assert isinstance(step, Launch), "the interpreter runs kernels without TMA descriptors"
                 self.ran.append(step.kernel.__name__)

@@ -10,6 +10,7 @@ import pytest
 from cases import INTERPRETED
 
 from tfla.jax import hosting, kernels, step_kernels
+from tfla.jax.delta import kernels as delta_kernels
 
 ON_GPU = jax.default_backend() == "gpu"
 MARKS = (
@@ -19,14 +20,14 @@ MARKS = (
 )
 CACHED = (
     kernels.unsupported, kernels.best_chunk_size, kernels._forward_plan, kernels._backward_plan,
-    step_kernels.unsupported, step_kernels._plan,
+    step_kernels.unsupported, step_kernels._plan, delta_kernels.unsupported, delta_kernels._plan,
 )  # fmt: skip
 
 
 def forget_plans() -> None:
     for cached in CACHED:
         cached.cache_clear()
-    for compiled in (kernels.compute, step_kernels.compute):
+    for compiled in (kernels.compute, step_kernels.compute, delta_kernels.compute):
         compiled.clear_cache()
 
 
@@ -41,7 +42,8 @@ def plans_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr("tfla.jax.launches.LoweredPlan", InterpretedPlan)
         monkeypatch.setattr(hosting, "PLATFORM", "cpu")
         monkeypatch.setattr("tfla.jax.launches.unsupported", lambda: None)
-        monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(80, 1, "ieee"))
+        for module in (kernels, delta_kernels):
+            monkeypatch.setattr(module, "present_gpu", lambda: kernels.GPU(80, 1, "ieee"))
     with jax.default_matmul_precision("highest"):
         yield
     forget_plans()

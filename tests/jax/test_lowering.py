@@ -20,6 +20,7 @@ from jaxlib import gpu_triton
 import tfla.jax
 from tfla.backends.gpu import planning
 from tfla.jax import kernels, launches, step_kernels
+from tfla.jax.delta import kernels as delta_kernels
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
@@ -83,6 +84,15 @@ def calls(module: str) -> list[tuple[dict[str, Any], list[str]]]:
     return found
 
 
+def check_parameters(found: list[tuple[dict[str, Any], list[str]]], architecture: int) -> None:
+    for told, operands in found:
+        kinds = [kind for kind, *_ in told["parameters"]]
+        assert sum(kind in ("array", "descriptor") for kind in kinds) == len(operands), told["name"]
+        assert told["declared"] == len(kinds) + 2, told["name"]  # Triton adds two addresses of scratch memory
+        assert told["arch"] == architecture
+        assert all(n >= 1 for n in told["grid"])
+
+
 @pytest.mark.parametrize(("architecture", "backend", "names"), [
     (80, "triton", ["chunk_aggregates", "chunk_gates", "o_dv_scan", "pass_states", "normalizer_scan", "pass_states",
                     "normalizer_scan", "o_dv_scan"]),
@@ -95,17 +105,40 @@ def test_calls(architecture: int, backend: str, names: list[str], monkeypatch: p
     found = calls(module)
     assert [told["name"] for told, _ in found][: len(names)] == names
     assert found[-1][0]["name"] in ("gate_gradients", "sum_head_groups")
-    for told, operands in found:
-        kinds = [kind for kind, *_ in told["parameters"]]
-        assert sum(kind in ("array", "descriptor") for kind in kinds) == len(operands), told["name"]
-        assert told["declared"] == len(kinds) + 2, told["name"]  # Triton adds two addresses of scratch memory
-        assert told["arch"] == architecture
-        assert all(n >= 1 for n in told["grid"])
+    check_parameters(found, architecture)
     if backend == "hopper":  # warps of a specialized kernel are those of all its partitions
         assert max(told["threads"] for told, _ in found) == 384
         assert any("descriptor" in map(str, (p[0] for p in told["parameters"])) for told, _ in found)
         assert "stablehlo.pad" in module
     assert "dot_general" not in module  # no chunkwise form beside the kernels
+
+
+NAMES = ["chunk_gates", "solve_tiles", "delta_h_scan", "chunk_gates", "delta_dv_scan"]
+OF_TILES = ["decay_operands", "decay_operands", "channel_h_scan"]
+NAMES_BY_CHANNEL = [*OF_TILES, *OF_TILES, "channel_dv_scan", "channel_gradients"]
+
+
+@pytest.mark.parametrize(
+    ("by_channel", "architecture", "names"),
+    [(False, 90, NAMES), pytest.param(True, 80, NAMES_BY_CHANNEL, marks=pytest.mark.compiles)],
+)
+def test_calls_of_the_delta_rule(
+    by_channel: bool, architecture: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_kernels, "present_gpu", lambda: kernels.GPU(architecture, 132, "tf32"))
+    q, gates = jnp.ones((1, 256, 2, 16), jnp.bfloat16), jnp.ones((1, 256, 2))
+    log_f = -jnp.ones((1, 256, 2, 16)) if by_channel else -gates
+
+    def loss(q: Any, beta: Any, log_f: Any) -> Any:
+        h, last = tfla.jax.delta_rule(q, q, q, beta, log_f, return_state=True, normalize_qk=True, backend="triton")
+        return h.astype(jnp.float32).sum() + last.C.sum()
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, gates, log_f)
+    module = traced.lower(lowering_platforms=("cuda",)).as_text()
+    found = calls(module)
+    assert [told["name"] for told, _ in found][: len(names)] == names
+    check_parameters(found, architecture)
+    assert "dot_general" not in module
 
 
 def test_a_descriptor_that_a_kernel_does_not_read_gets_no_tensor_of_the_call() -> None:

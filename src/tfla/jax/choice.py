@@ -15,7 +15,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "chunkwise": ("segmented",),
     "reference": reference.KERNELS,
 }
-DELTA_KERNELS: dict[str, tuple[str, ...]] = {"chunkwise": ("segmented",), "reference": ("recurrent", "parallel")}
+DELTA_KERNELS: dict[str, tuple[str, ...]] = {
+    "triton": ("fused",), "chunkwise": ("segmented",), "reference": ("recurrent", "parallel")
+}  # fmt: skip
 Offsets = Array | np.ndarray | tuple[int, ...]
 
 

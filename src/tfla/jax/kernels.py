@@ -101,9 +101,7 @@ def unsupported(backend: str, gpu: GPU, given: Signature) -> str | None:
         found = backends[backend]
         reason = found.unsupported(x) or found.kernel_unsupported(x, "fused")
     uses_descriptors = gpu.architecture == 90 and x.q.element_size() == 2
-    if reason is None and uses_descriptors and launches.jaxlib_version() < launches.DESCRIPTORS:
-        return f"it needs jaxlib {'.'.join(map(str, launches.DESCRIPTORS))} or newer"
-    return reason
+    return launches.descriptors_unsupported() if reason is None and uses_descriptors else reason
 
 
 def why_not(given: Signature, chosen: str, otherwise: str) -> dict[str, str]:

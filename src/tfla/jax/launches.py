@@ -17,7 +17,18 @@ import jax.numpy as jnp
 import jaxlib
 from jax import Array
 
-from tfla.backends.gpu.planning import Allocate, Copy, Describe, Fill, Launch, Plan, Resize
+from tfla.backends.gpu.planning import (
+    Allocate,
+    Copy,
+    Describe,
+    Fill,
+    Launch,
+    Plan,
+    Resize,
+    Rows,
+    ScaledColumns,
+    SumOf,
+)
 from tfla.jax.inputs import vary, varying_axes
 
 TARGET = "triton_kernel_call_ffi"  # of the plugin for CUDA, which compiles PTX and launches kernels
@@ -44,6 +55,12 @@ def unsupported() -> str | None:
     except (ImportError, AttributeError) as error:
         return f"it needs JAX's plugin for CUDA: {error}"
     return None
+
+
+def descriptors_unsupported() -> str | None:
+    """Return why the installed jaxlib cannot launch kernels with TMA descriptors, or None."""
+    enough = jaxlib_version() >= DESCRIPTORS
+    return None if enough else f"it needs jaxlib {'.'.join(map(str, DESCRIPTORS))} or newer"
 
 
 def _used_parameters(ptx: str, name: str) -> set[int]:
@@ -133,7 +150,8 @@ class LoweredPlan:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         overwritten = {n for n in plan.results if n < len(plan.given)}
-        self.owned = overwritten | {step.result for step in plan.steps if isinstance(step, Allocate | Resize)}
+        self.owned = overwritten | {step.result for step in plan.steps if isinstance(step, Allocate | Resize | Rows)}
+        self.rows = {step.result: step for step in plan.steps if isinstance(step, Rows)}
         described = {step.result: step for step in plan.steps if isinstance(step, Describe)}
         first = plan.given.index(True)
         self.calls = [KernelCall(s, described, first) if isinstance(s, Launch) else None for s in plan.steps]
@@ -154,6 +172,16 @@ class LoweredPlan:
                 x = values[step.source]
                 margins = [(0, new - old, 0) for new, old in zip(step.shape, x.shape, strict=True)]
                 values[step.result] = jax.lax.pad(x, jnp.zeros((), x.dtype), margins)
+            elif isinstance(step, Rows):
+                values[step.result] = values[step.source][step.start : step.stop]
+            elif isinstance(step, SumOf):
+                values[step.result] = values[step.source][step.row].sum(0)
+            elif isinstance(step, ScaledColumns):
+                columns = [values[n] * f for n, f in zip(step.sources, step.factors, strict=True)]
+                values[step.result] = jnp.concatenate(columns, 1)
             elif call is not None:
                 call(values, self.owned)
+                for rows in (self.rows[n] for n in call.operands if n in self.rows):
+                    whole, part = values[rows.source], values[rows.result]
+                    values[rows.source] = jax.lax.dynamic_update_slice_in_dim(whole, part, rows.start, 0)
         return [values[n] for n in self.plan.results]

@@ -50,6 +50,31 @@ class Resize(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Rows(NamedTuple):
+    """The rows [start, stop) of a tensor, in its memory: what a launch writes to them it writes to the tensor."""
+
+    result: int
+    source: int
+    start: int
+    stop: int
+
+
+class SumOf(NamedTuple):
+    """The sum of source[row] over its first dim."""
+
+    result: int
+    source: int
+    row: int
+
+
+class ScaledColumns(NamedTuple):
+    """The columns of two matrices beside each other, those of each times a factor."""
+
+    result: int
+    sources: tuple[int, int]
+    factors: tuple[float, float]
+
+
 class Describe(NamedTuple):
     """The making of a TMA descriptor of a tensor."""
 
@@ -70,7 +95,7 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-Step = Allocate | Fill | Copy | Resize | Describe | Launch
+Step = Allocate | Fill | Copy | Resize | Rows | SumOf | ScaledColumns | Describe | Launch
 
 
 class Plan(NamedTuple):
@@ -113,6 +138,25 @@ class PlanRecorder(LaunchRecorder):
         """Record the padding or cutting of a tensor."""
         made = torch.empty(shape, dtype=x.dtype, device=self.device)
         self.plan.append(Resize(self._new_number(made), self.numbers[id(x)], tuple(shape)))
+        return made
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Record the taking of rows."""
+        made = x[start:stop]
+        self.plan.append(Rows(self._new_number(made), self.numbers[id(x)], start, stop))
+        return made
+
+    def sum_of(self, x: Tensor, index: int) -> Tensor:
+        """Record a sum."""
+        made = torch.empty(x.shape[2:], dtype=x.dtype, device=self.device)
+        self.plan.append(SumOf(self._new_number(made), self.numbers[id(x)], index))
+        return made
+
+    def scaled_columns(self, a: Tensor, of_a: float, b: Tensor, of_b: float) -> Tensor:
+        """Record the scaling and joining of columns."""
+        made = torch.empty(a.shape[0], a.shape[1] + b.shape[1], dtype=a.dtype, device=self.device)
+        sources = self.numbers[id(a)], self.numbers[id(b)]
+        self.plan.append(ScaledColumns(self._new_number(made), sources, (of_a, of_b)))
         return made
 
     def placeholder(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -189,6 +189,21 @@ class LaunchRecorder:
         made: Tensor = self.do(functools.partial(resized, shape), x)
         return made
 
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return rows of the first dim of x, a view; no launch uses x and the view at once."""
+        found: Tensor = self.do(lambda t: t[start:stop], x)
+        return found
+
+    def sum_of(self, x: Tensor, index: int) -> Tensor:
+        """Return the sum of x[index] over its first dim."""
+        found: Tensor = self.do(lambda t: t[index].sum(0), x)
+        return found
+
+    def scaled_columns(self, a: Tensor, of_a: float, b: Tensor, of_b: float) -> Tensor:
+        """Return the columns of two matrices beside each other, those of each times a factor."""
+        found: Tensor = self.do(lambda a, b: torch.cat((a * of_a, b * of_b), 1), a, b)
+        return found
+
     def placeholder(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return a tensor without elements for a result that was not requested; all calls share it."""
         empty = _shared_empty(shape, dtype, self.device)

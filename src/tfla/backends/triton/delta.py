@@ -180,7 +180,9 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     dq, dr, dk = (base.new(*shape, dtype=x.q.dtype) for _ in range(3))
     dv = base.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
-    base = sequences.bound(base, dq, dr, dk, dv)
+    # The last scan adds to dk what it reads of it, through one pointer or as a new tensor.
+    total = base.new(*shape, dtype=x.q.dtype) if base.recorder.one_pointer_each else dk
+    base = sequences.bound(base, dq, dr, dk, dv, *(() if total is dk else (total,)))
     ctx = replace(ctx, base=base)
     gates = ctx.gates()
     C, dC = results.dense(base, x.C), results.dense(base, dC)
@@ -192,8 +194,8 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
 
     def parts(n: int) -> tuple[Tensor, Tensor]:
         """Return the sums of queries, or for n = 1 of reads by the read key."""
-        cut = slice(n * programs, (n + 1) * programs)
-        return base.do(lambda t: t[cut], reads), base.do(lambda t: t[cut], pair_sums)
+        cut = n * programs, (n + 1) * programs
+        return base.recorder.rows(reads, *cut), base.recorder.rows(pair_sums, *cut)
 
     delta_kernels.launch_dq_dk(
         ctx, gates, x.k, E, dh, x.q, dq, do_e, *parts(0), factor=scale, reverse=False, initial=C,
@@ -208,13 +210,13 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
         checkpoints=by_queries,
     )  # fmt: skip
     delta_kernels.launch_dq_dk(
-        ctx, gates, ctx.read_key, dv, E, x.k, dk, None, *parts(1), factor=-1.0, reverse=True, initial=dC,
+        ctx, gates, ctx.read_key, dv, E, x.k, total, None, *parts(1), factor=-1.0, reverse=True, initial=dC,
         checkpoints=by_reads, add=(dk,) if x.read_key is not None else (dk, dr),
     )  # fmt: skip
     df = None
     if x.log_f is not None:
         df = gate_gradient(ctx, gates, reads, pair_sums, (states, by_queries, by_reads), dC, dC0)
-    dq, dk = (reductions.launch(base, t, base.group) for t in (dq, dk))
+    dq, dk = (reductions.launch(base, t, base.group) for t in (dq, total))
     read_key = reductions.launch(base, dr, base.group) if x.read_key is not None else None
     none = base.placeholder(0)
     found = (dq, dk, dv, dbeta if x.beta is not None else None, df, read_key, None, None, dC0)
@@ -264,7 +266,7 @@ def gate_gradient(
         queries, read = (
             gate_gradients.launch_checkpoint_dots(base, (states, gates), (t, gates)) for t in (by_queries, by_reads)
         )
-        dots = base.do(lambda a, b: torch.cat((a * scale, -b), 1), queries, read)
+        dots = base.recorder.scaled_columns(queries, scale, read, -1.0)
     assert ctx.x.log_f is not None
     df = base.new(*ctx.x.log_f.shape, dtype=ctx.x.log_f.dtype)
     sequences.clear(base, df)
@@ -274,6 +276,26 @@ def gate_gradient(
         base, gates, reads, pair_sums, dots, (C, None), (dC, None), grads, final_cotangent=dC is not None, by_pairs=True
     )
     return df
+
+
+def launch_forward(
+    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, launch_h: LaunchH = delta_kernels.launch_h
+) -> DeltaOutputs:
+    """Launch the forward by the kernels that take the call, with the scan for h by `launch_h`."""
+    base, beta = launch_context(recorder, x, spec)
+    if takes_channel_kernels(x, spec):
+        return channel_rule.forward(channel_rule.context(base, x, spec, beta))
+    return forward(context(base, x, spec, beta), launch_h)
+
+
+def launch_backward(
+    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None
+) -> DeltaGrads:
+    """Launch the backward by the kernels that take the call."""
+    base, beta = launch_context(recorder, x, spec)
+    if takes_channel_kernels(x, spec):
+        return channel_rule.backward(channel_rule.context(base, x, spec, beta), E, X, dh, dC)
+    return backward(context(base, x, spec, beta), E, X, dh, dC)
 
 
 def _signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | None) -> Hashable:
@@ -289,12 +311,7 @@ def run_forward(x: DeltaInputs, spec: DeltaSpec, launch_h: LaunchH = delta_kerne
         return DeltaOutputs(*recorded(x))
     with recording(signature, x) as recorder:
         given = DeltaInputs(*recorder.given)  # type: ignore[arg-type]
-        base, beta = launch_context(recorder, given, spec)
-        if takes_channel_kernels(given, spec):
-            out = channel_rule.forward(channel_rule.context(base, given, spec, beta))
-        else:
-            out = forward(context(base, given, spec, beta), launch_h)
-        recorder.results = out
+        out = recorder.results = launch_forward(recorder, given, spec, launch_h)
     return out
 
 
@@ -314,13 +331,8 @@ def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | Non
     else:
         with recording(signature, given) as recorder:
             inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
-            base, beta = launch_context(recorder, inputs, spec)
             read: Any = recorder.given[len(x) :]
-            if takes_channel_kernels(inputs, spec):
-                grads = channel_rule.backward(channel_rule.context(base, inputs, spec, beta), *read)
-            else:
-                grads = backward(context(base, inputs, spec, beta), *read)
-            found = recorder.results = grads  # type: ignore[assignment]
+            found = recorder.results = launch_backward(recorder, inputs, spec, *read)  # type: ignore[assignment]
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]
 
 

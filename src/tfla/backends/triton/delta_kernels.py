@@ -549,7 +549,7 @@ def launch_dv(
         TMA=ctx.config.descriptors and describable(x.q, x.k, ctx.read_key, dh, dv), STAGES=tiles.stages,
         num_warps=tiles.num_warps, **ctx.constants,
     )  # fmt: skip
-    return base.do(lambda t: t[0].sum(0), dots), base.do(lambda t: t[1].sum(0), dots)
+    return base.recorder.sum_of(dots, 0), base.recorder.sum_of(dots, 1)
 
 
 def launch_dq_dk(
@@ -575,9 +575,11 @@ def launch_dq_dk(
     base, tiles = ctx.base, ctx.config.dq_dk
     added = (*add, out, out)[:2]
     steps = NO_CHECKPOINTS if checkpoints is None else base.checkpoint_steps
+    if checkpoints is None:  # a store to them is compiled, which never runs
+        checkpoints = base.new(1, dtype=gates.dtype) if base.recorder.one_pointer_each else gates
     base.launch(delta_dq_dk_scan, (ceil_div(base.K, tiles.split), ctx.x.sequences * base.H),
         x, y, z, w, out, *added, ctx.beta, gates if do_e is None else do_e, gates, base.cu_seqlens, reads,
-        pair_sums, gates if initial is None else initial, gates if checkpoints is None else checkpoints, factor,
+        pair_sums, gates if initial is None else initial, checkpoints, factor,
         ctx.x.sequences, base.T, base.tiles, base.H, base.group, *time_strides(x), *time_strides(y), *time_strides(z),
         *time_strides(w), *time_strides(out), *time_strides(ctx.beta),
         DK=base.K, DV=base.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=base.L, REVERSE=reverse,

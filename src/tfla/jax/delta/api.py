@@ -11,7 +11,7 @@ from jax import Array
 from tfla.backends.delta import BetaActivation, GateActivation
 from tfla.jax import checks
 from tfla.jax.choice import DELTA_KERNELS, Offsets, choose
-from tfla.jax.delta import chunkwise, reference
+from tfla.jax.delta import chunkwise, kernels, reference
 from tfla.jax.delta.checks import check_arrays, check_rule
 from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec
 from tfla.jax.spans import of_last_device
@@ -61,7 +61,10 @@ def prepare(
 
 def run(return_state: bool, spec: DeltaSpec, x: DeltaArrays) -> Array | tuple[Array, State]:
     """Compute a call that has been checked."""
-    h, C = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
+    if spec.backend == kernels.BACKEND:
+        h, C = kernels.compute(kernels.prepare(spec, x, bool(return_state)), spec, x)
+    else:
+        h, C = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
     if not return_state:
         return h
     return h, State(C if spec.axis is None else of_last_device(C, spec.axis))
@@ -121,8 +124,8 @@ def delta_rule(
         initial_state: the state before the first step of each sequence, with n and m None; None is zero.
         return_state: also return the state after the last step.
         cu_seqlens, chunk_size: as in :func:`mlstm`.
-        backend: "chunkwise", or "reference" for the equations as they are written, which also have derivatives in
-            forward mode. None is "chunkwise".
+        backend: "chunkwise"; "triton", the kernels for NVIDIA GPUs from Ampere on, for bfloat16; or "reference" for the
+            equations as they are written, which also have derivatives in forward mode. None is "chunkwise".
         kernel: the name of one of the backend's kernels; None chooses it.
         context_parallel: the name of a mesh axis over whose devices the sequence is divided, as in :func:`mlstm`.
 

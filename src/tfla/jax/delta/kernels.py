@@ -1,0 +1,249 @@
+"""The kernels for GPUs of the delta rule under JAX: plans of their launches, and the gradient.
+
+As in :mod:`tfla.jax.kernels`, the launch code is that of PyTorch's Triton backend, planned once for each signature. The
+kernels run where they are asked for by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tfla.jax import partitions
+from tfla.jax.chunkwise import CHUNK
+from tfla.jax.delta import chunkwise
+from tfla.jax.delta.inputs import DeltaArrays, DeltaInputs, DeltaSpec, activated
+from tfla.jax.hosting import by_batch, on_platform
+from tfla.jax.inputs import vary_alike
+from tfla.jax.kernels import GPU, Signature, present_gpu, signature, torch_inputs
+
+BACKEND = "triton"
+
+
+class KernelArrays(NamedTuple):
+    """The arrays of one call after its activations, as :class:`tfla.backends.delta.DeltaInputs` begins and ends."""
+
+    q: Array  # (B, T, Hq, dqk)
+    k: Array  # (B, T, Hq, dqk)
+    v: Array  # (B, T, H, dhv)
+    beta: Array  # (B, T, H) float32
+    log_f: Array | None  # (B, T, H) or (B, T, H, dqk) float32
+    read_key: Array | None  # (B, T, Hq, dqk)
+    C: Array | None  # (N, H, dqk, dhv) float32
+    cu_seqlens: Array | None  # (N + 1,) int
+
+
+class KernelSpec(NamedTuple):
+    """The options of one call, all of them static."""
+
+    gpu: GPU
+    options: Any  # tfla.backends.delta.DeltaSpec
+    plain: DeltaSpec  # of the same call in the chunkwise form
+
+
+Results = tuple[Array, Array]  # h and the final C
+STEPS = ("btgk", "btgk", "bthv", "bth")  # q, k, v and beta
+INPUTS = (*STEPS, "bthk", "btgk", "nhkv", "o")  # KernelArrays with gates by channel
+SAVED = ("bthv", "bthx")  # E and X
+
+
+def _dims(x: KernelArrays, forward: bool) -> partitions.Dims:
+    """Return the dims of what the forward or the backward is given and returns."""
+    inputs = INPUTS if x.log_f is None or x.log_f.ndim == 4 else (*STEPS, "bth", *INPUTS[5:])
+    if forward:
+        return partitions.Dims(inputs, ("bthv", "nhkv", *SAVED), 7)
+    there = [dims for dims, t in zip(inputs[:-1], x[:-1], strict=True) if t is not None]
+    return partitions.Dims((*inputs, *SAVED, "bthv", "nhkv"), tuple(there), 7)
+
+
+def _torch_inputs(given: Signature) -> Any:
+    """Return the inputs as tensors of the meta device."""
+    from tfla.backends import DeltaInputs as TorchInputs
+
+    q, k, v, beta, log_f, read_key, C, cu_seqlens = torch_inputs(given)
+    return TorchInputs(q, k, v, beta, log_f, read_key, None, None, C, cu_seqlens)
+
+
+@functools.lru_cache(1024)
+def unsupported(gpu: GPU, given: Signature) -> str | None:
+    """Return why the kernels do not run these inputs on a GPU, or None."""
+    from tfla.backends import DELTA_BACKENDS
+    from tfla.backends.gpu import runtime
+    from tfla.jax import launches
+
+    if not runtime.INSTALLED:
+        return 'Triton is not installed: pip install "tfla[triton]"'
+    if (reason := launches.unsupported()) is not None:
+        return reason
+    from tfla.backends.gpu.planning import planning
+
+    with planning(runtime.PlannedGPU(*gpu)):
+        reason = DELTA_BACKENDS[BACKEND].unsupported(_torch_inputs(given))
+    return launches.descriptors_unsupported() if reason is None and gpu.architecture == 90 else reason
+
+
+@functools.lru_cache(256)
+def _plan(spec: KernelSpec, given: Signature, forward: bool) -> Any:
+    """Return the lowered plan of a forward, or of a backward, which is also given E, X, dh and dC."""
+    from tfla.backends.gpu import planning, runtime
+    from tfla.backends.triton import delta
+    from tfla.jax.launches import LoweredPlan
+
+    with planning.planning(runtime.PlannedGPU(*spec.gpu)):
+        x, more = _torch_inputs(given[:8]), torch_inputs(given[8:])
+        recorder = planning.PlanRecorder([*x[:6], *x[8:], *more])
+        if forward:
+            return LoweredPlan(recorder.finish(delta.launch_forward(recorder, x, spec.options)[:4]))
+        grads = delta.launch_backward(recorder, x, spec.options, *more)
+        return LoweredPlan(
+            recorder.finish([g for g, t in zip(grads, x, strict=False) if g is not None and t is not None])
+        )
+
+
+def _plain(spec: KernelSpec, x: KernelArrays) -> Results:
+    """Compute h and the final C in the chunkwise form; (0,) for what the options do not ask for."""
+    given = DeltaArrays(*x[:6], None, None, *x[6:])
+    rule = spec.plain.rule._replace(normalize_qk=False, beta_activation="none", gate_activation="none")
+    sequences = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    h, C = chunkwise.attend(spec.plain, activated(rule, given, sequences))
+    return h, C if spec.options.final_state else C.ravel()[:0]
+
+
+def _plain_gradients(spec: KernelSpec, x: KernelArrays, cotangents: Results) -> KernelArrays:
+    """Compute the gradients in the chunkwise form."""
+    _, pull = jax.vjp(lambda y: _plain(spec, y._replace(cu_seqlens=x.cu_seqlens)), x._replace(cu_seqlens=None))
+    (found,) = pull(cotangents)
+    return found
+
+
+def _launch_forward(spec: KernelSpec, x: KernelArrays) -> list[Array]:
+    """Launch the forward: h, the final C, E and X."""
+
+    def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
+        lowered = _plan(spec, signature(arrays), True)
+        return on_platform(lowered, arrays, lambda whole: list(_plain(spec, KernelArrays(*whole))))  # type: ignore[arg-type]
+
+    return by_batch(launch, x, _dims(x, True))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(spec: KernelSpec, x: KernelArrays) -> Results:
+    """Compute h and the final C; (0,) for what the options do not ask for."""
+    h, C, *_ = _launch_forward(spec._replace(options=spec.options._replace(save=False)), x)
+    return h, C
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _saving(spec: KernelSpec, x: KernelArrays) -> list[Array]:
+    """Compute the results and what the backward reads of them, a function that can be differentiated once more."""
+    return _launch_forward(spec, x)
+
+
+def _saving_forward(spec: KernelSpec, x: KernelArrays) -> tuple[list[Array], Any]:
+    found = _saving(spec, x)
+    return found, (x, found[2:])
+
+
+def _backward(spec: KernelSpec, kept: Any, cotangents: Any) -> tuple[KernelArrays]:
+    x, saved = kept  # cotangents of what was saved are 0: derivatives of `gradients` are with respect to x
+    return (gradients(spec, x, saved, (cotangents[0], cotangents[1])),)
+
+
+def _attend_forward(spec: KernelSpec, x: KernelArrays) -> tuple[Results, Any]:
+    h, C, *saved = _saving(spec, x)
+    return (h, C), (x, saved)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gradients(spec: KernelSpec, x: KernelArrays, saved: list[Array], cotangents: Results) -> KernelArrays:
+    """Compute the gradients from what the forward saved, E and X."""
+    dh, dC = cotangents
+
+    def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
+        lowered = _plan(spec, signature(arrays), False)
+
+        def otherwise(whole: list[Array | None]) -> list[Array | None]:
+            x, dh = KernelArrays(*whole[:8]), whole[10]  # type: ignore[arg-type]
+            assert dh is not None
+            dC = whole[11] if spec.options.final_state else dh.ravel()[:0].astype(jnp.float32)
+            assert dC is not None
+            found = _plain_gradients(spec, x, (dh, dC))
+            return [g for g, t in zip(found[:7], whole, strict=False) if t is not None]
+
+        return on_platform(lowered, arrays, otherwise)
+
+    given = (*x, *saved, dh, dC if spec.options.final_state else None)
+    found = by_batch(launch, given, _dims(x, False))
+    every: Any = [None if t is None else found.pop(0).astype(t.dtype) for t in x[:7]]
+    return KernelArrays._make([*every, None])
+
+
+def _gradients_forward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cotangents: Results) -> tuple[Any, Any]:
+    return gradients(spec, x, saved, cotangents), (x, saved, cotangents)
+
+
+def _gradients_backward(spec: KernelSpec, kept: Any, second: KernelArrays) -> tuple[Any, Any, Any]:
+    """Differentiate the gradients of the chunkwise form, of which what was saved is no input."""
+    x, saved, cotangents = kept
+    at = x.cu_seqlens
+    _, pull = jax.vjp(
+        lambda y, d: _plain_gradients(spec, y._replace(cu_seqlens=at), d), x._replace(cu_seqlens=None), cotangents
+    )
+    dx, dcotangents = pull(second)
+    return dx, jax.tree.map(jnp.zeros_like, saved), dcotangents
+
+
+attend.defvjp(_attend_forward, _backward)
+_saving.defvjp(_saving_forward, _backward)
+gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+def _arrays(spec: DeltaSpec, given: DeltaArrays) -> KernelArrays:
+    """Return the arrays that kernels read: without activations, gates and a read key only where there are some."""
+    x: DeltaInputs = activated(spec.rule, given, spec.sequences)
+    log_f: Array | None = x.log_f
+    if spec.rule.read_before_decay:  # its kernels have gates by channel
+        log_f = jnp.broadcast_to(x.log_f, (*x.v.shape[:3], x.q.shape[3]))
+    elif given.log_f is None:
+        log_f = None
+    elif given.log_f.ndim == 3:
+        log_f = x.log_f[..., 0]
+    offsets = x.cu_seqlens if spec.offsets is None else jnp.asarray(spec.offsets, jnp.int32)
+    return KernelArrays(
+        x.q, x.k, x.v, x.beta, log_f, None if given.read_key is None else x.read_key,
+        None if given.C is None else x.C, offsets,
+    )  # fmt: skip
+
+
+def prepare(spec: DeltaSpec, x: DeltaArrays, return_state: bool) -> KernelSpec:
+    """Return the options of a checked call that the kernels compute.
+
+    Raises:
+        ValueError: they do not run these inputs here.
+    """
+    gpu = present_gpu()
+    reason: str | None = "it needs an NVIDIA GPU, JAX has none"
+    if gpu is not None:
+        shapes = jax.eval_shape(functools.partial(_arrays, spec), x)
+        reason = unsupported(gpu, signature(shapes))
+    if gpu is None or reason is not None:
+        raise ValueError(f"backend: {BACKEND!r} cannot run this: {reason}")
+    from tfla.backends.delta import DeltaSpec as TorchSpec
+
+    rule = spec.rule
+    options = TorchSpec(
+        scale=rule.scale, correct=rule.correct, read_before_decay=rule.read_before_decay, chunk_size=spec.chunk_size,
+        kernel=spec.kernel, save=True, final_state=return_state,
+    )  # fmt: skip
+    plain = spec._replace(backend="chunkwise", kernel="segmented", chunk_size=CHUNK, offsets=None)
+    return KernelSpec(gpu, options, plain)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def compute(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> Results:
+    """Compute :func:`attend` of arrays before their activations as one compiled function."""
+    return attend(kernels, KernelArrays(*vary_alike(*_arrays(spec, x))))

@@ -1,0 +1,101 @@
+"""The kernels of the delta rule for GPUs from JAX: the recurrence of delta_cases.py.
+
+They run on a GPU. With TRITON_INTERPRET=1 their plans run on the CPU, in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_delta_cases
+import numpy as np
+import pytest
+import torch
+from cases import INTERPRETED
+from delta_cases import check_beside_terms, delta_problem
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from jax_delta_cases import call, leaves_of
+from jax_plans import MARKS, plans_run
+
+import tfla.jax
+
+pytestmark = MARKS
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+SHAPE: dict[str, Any] = {"B": 2, "T": 70, "Hq": 1, "H": 2, "K": 16, "V": 16, "dtype": DTYPE}
+
+
+@pytest.fixture(autouse=True)
+def _plans_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with plans_run(monkeypatch):
+        yield
+
+
+def solve(p: Any, **given: Any) -> Any:
+    return jax_delta_cases.solve(p, backend="triton", **given)
+
+
+@pytest.mark.parametrize("model", ["deltanet", "gdn", "read", "kda", "gla", "comba"])
+def test_every_model(model: str) -> None:
+    p = delta_problem(model, **SHAPE)
+    check_beside_terms(p, solve(p))
+
+
+@pytest.mark.parametrize("model", ["gdn", "kda"])
+def test_packed_and_without_a_state(model: str) -> None:
+    p = delta_problem(model, lengths=(5, 0, 66), carried=False, **SHAPE)
+    check_beside_terms(p, solve(p))
+    check_beside_terms(p, solve(p, cu_seqlens=(0, 5, 5, 71)))
+
+
+def arguments(**changed: Any) -> list[Any]:
+    x = leaves_of(delta_problem("gdn", **SHAPE | {"T": 20} | changed))
+    return [x[name] for name in ("q", "k", "v", "beta", "log_f")]
+
+
+def loss(x: list[Any], **given: Any) -> Any:
+    h = tfla.jax.delta_rule(*x, **{"backend": "triton"} | given)
+    assert isinstance(h, jax.Array)
+    return jnp.sin(h).sum()
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-5 if INTERPRETED else 2e-2) -> None:
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert np.linalg.norm(np.asarray(x - y, float)) <= tolerance * np.linalg.norm(np.asarray(y, float))
+
+
+def test_vmap_and_derivatives_of_gradients() -> None:
+    x = arguments()
+    both = [jnp.stack([a, a[:, ::-1]]) for a in x]
+    close([g[1] for g in jax.jit(jax.vmap(jax.grad(loss)))(both)], jax.grad(loss)([a[1] for a in both]))
+
+    def slope(x: list[Any], **given: Any) -> Any:
+        return sum((g * jnp.cos(a)).sum() for g, a in zip(jax.grad(loss)(x, **given), x, strict=True))
+
+    found = jax.jit(jax.grad(slope))(x)
+    close(found, jax.jit(jax.grad(lambda x: slope(x, backend="chunkwise")))(x), 1e-4 if INTERPRETED else 5e-2)
+
+
+def test_shard_map() -> None:
+    x = leaves_of(delta_problem("kda", **SHAPE | {"T": 20}))
+    count = min(2, jax.device_count())
+    mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+    run = jax.shard_map(
+        lambda x: call("kda", x, backend="triton"), mesh=mesh, in_specs=(dict.fromkeys(x, P("x")),),
+        out_specs=(P("x"), tfla.jax.State(P("x"))),
+    )  # fmt: skip
+
+    def total(run: Any, x: Any) -> Any:
+        h, state = run(x)
+        return jnp.sin(h).sum() + state.C.sum()
+
+    found = jax.jit(jax.grad(lambda x: total(run, x)))(x)
+    close(found, jax.jit(jax.grad(lambda x: total(lambda x: call("kda", x, backend="triton"), x)))(x))
+
+
+def test_what_they_do_not_run() -> None:
+    with pytest.raises(ValueError, match=r"^backend: 'triton' cannot run this: "):
+        tfla.jax.delta_rule(*(a.astype(jnp.float64) for a in arguments()), backend="triton")
