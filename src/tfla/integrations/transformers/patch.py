@@ -110,6 +110,11 @@ def _replaced_forward(name: str, layer: nn.Module) -> Function:
     import transformers
 
     recurrence = LAYERS[type(layer).__name__]
+    if not type(layer).__module__.startswith("transformers.models."):
+        raise ValueError(
+            f"model: got {name} of class {type(layer).__module__}.{type(layer).__name__}, expected the class of this"
+            " name in transformers.models"
+        )
     try:
         return replaced_forward(type(layer).forward, recurrence.name)
     except LookupError as error:
