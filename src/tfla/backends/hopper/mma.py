@@ -42,7 +42,10 @@ def accumulator_layout(columns):
 
 @gluon.jit
 def to_left_operand(x, columns: gl.constexpr):
-    """Return `x`, 16-bit in the layout of accumulators, as the left operand of a product with this many columns."""
+    """Return `x`, 16-bit in the layout of accumulators, as the left operand of a product with this many columns.
+
+    The layouts are the same, so that nothing moves: a register holds two neighboring numbers in both.
+    """
     return gl.convert_layout(x, gl.DotOperandLayout(0, accumulator_layout(columns), 2), assert_trivial=True)
 
 

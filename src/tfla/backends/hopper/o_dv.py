@@ -3,37 +3,46 @@
 A program computes 128 or 256 columns of dhv of each of its work tiles. Two consumers share them: each holds half of the
 columns of the transposed state C^T, (dhv, dqk), in registers, as BLOCKS blocks of 64 x dqk, and computes the transposed
 output, (dhv, L), of one tile after the other. The operands by result, with the gate weights of `docs/mathematics.md`;
-INTER and UPDATE are the names of these weights in `gate_kernels.py`:
+INTER and UPDATE are the names of these weights in `gate_kernels.py`, which divides D and INTER by the denominators in a
+backward with a normalizer (D', a'):
 
     result   scan           x    y     z    state    a            w
     o        with time      k    v     q    C^T      INTER        UPDATE
     dv       against time   q    do    k    dC^T     UPDATE       INTER (a')
 
-The steps of a tile n (`process_tile`), with the gate matrix D, the decay g of the tile and P 1, the row sums of P. P is
-that of tile n, computed during tile n - 1. With two blocks, step (3) comes first, then (1) and (2), and from (4) on the
-steps (5) to (7) and (10) of the first block before (1) of the second:
+The steps of tile number n (`process_tile`), with the gate matrix D, the decay g of the tile and P 1, the row sums of P.
+In (5), (8) and (12) n is the normalizer state, which the code has as `N`, the consumer's half in registers, and as
+`shared.n`. P is that of tile n, computed during tile n - 1. "With a normalizer" means for o (NORMALIZE): dv has the
+denominators in its gate weights.
 
     (1)   out^T <- C^T z^T                              (64, L) = (64, dqk) (dqk, L), first term of (T2), (T11)
     (2)   the stage of tile n - 1 is empty              its output has left shared memory
-    (3)   do . h, summed over the consumer's columns    (L), only for delta of (T7)
+    (3)   do . h, summed over the consumer's columns    (L), only for dv that computes delta, (T7)
     (4)   wait for both halves of P
     (5)   d <- a * (z n) + P 1;  1 / max(|d|, exp(-m))  (L), only with a normalizer, (T3)
     (6)   out^T <- out^T * a + y^T P^T                  (64, L), (T2), (T11)
     (7)   C^T <- g C^T + (y * w)^T x                    (64, dqk) = (64, L) (L, dqk), (T5), (T12)
     (8)   n <- g n + x^T w                              half of dqk, only with a normalizer, (T6)
     (9)   S <- z x^T of tile n + 1                      (L, L / 2), one half of the columns for each consumer, (T1)
-    (10)  out^T <- out^T / max(|d|, exp(-m))            to shared memory, over y, and from there to global memory, (T4)
+    (10)  out^T <- out^T / max(|d|, exp(-m))            with a normalizer, (T4); then over y in shared memory, and out
     (11)  P <- S * D of tile n + 1, masked              (L, L / 2), (T1)
-    (12)  P, its row sums and n                         to shared memory
+    (12)  P; with a normalizer its row sums and n       to shared memory
+
+With two blocks the order is (3), (1), (2), (4), then (5), (6), (7) and (10) of the first block, where its output waits
+in shared memory, then (1), (6) and (7) of the second, and (8) to (12).
 
 Who waits for whom:
 
     load, gate and store warps --full[s]--> consumers 0 and 1 --empty[s]--> load, gate and store warps
-    consumer 0 <--ready[n % 2] (P of tile n), initial_n_ready (n at the start of a work tile)--> consumer 1
+    consumer 0 <--ready[n % 2], initial_n_ready--> consumer 1
 
-For dv with a normalizer the load warp also loads h, and the store warp writes delta = -u (do . h): of the scans of the
-backward only this one has time for more loads. Without a normalizer dv of heads of 128 x 128 is computed together
-with dk, in `dk_dv.py`.
+ready[n % 2] says that both consumers have done (12) of tile n - 1. For the first tile of a work tile that is too early
+for n: the consumers load the initial normalizer state after the last tile of the previous work tile. initial_n_ready
+says that both halves of it are stored.
+
+Where dv computes delta, the load warp also loads h, and the store warp writes delta = -u (do . h), with u the sign of d
+where |d| > exp(-m) and 0 elsewhere. Of the scans of the backward only this one has time for more loads. Without a
+normalizer dv of heads of 128 x 128 is computed together with dk, in `dk_dv.py`.
 """
 
 from typing import Any, NamedTuple
@@ -76,9 +85,9 @@ class Config(NamedTuple):
     IS_SEGMENTED: Any  # sequences are cut into segments, each a work tile
     USE_INITIAL_STATE: Any  # start work tiles from `state_in` and `n_in`, not from zeros
     STORE_FINAL_STATE: Any  # store the states after work tiles to `state_out` and `n_out`
-    NORMALIZE: Any  # divide by the denominators, for o
+    NORMALIZE: Any  # divide by the denominators, for o; for dv the gate weights are divided already
     SAVE_D: Any  # store d to `d_out`
-    COMPUTE_DP_OFFSET: Any  # replace the gate vector DELTA_P = -u by delta = -u (y . y2); y, y2 are do, h
+    COMPUTE_DP_OFFSET: Any  # replace -u in the gate vector DELTA_P by delta, the offset of dP: -u (y . y2), y2 being h
 
 
 class GlobalPointers(NamedTuple):
@@ -94,18 +103,18 @@ class GlobalPointers(NamedTuple):
 class SharedStorage(NamedTuple):
     """The shared memory of a program."""
 
-    # The ring:
+    # The ring. Tiles of TMA have dimensions of size 1 before L, which views of them drop (`reshape`).
     x: Any  # (STAGES, L, dqk)
     y: Any  # (2 STAGES, L, 64 BLOCKS): one tile for each consumer
     z: Any  # (STAGES, L, dqk)
     y2: Any  # (2 STAGES, L, 64 BLOCKS)
     g: Any  # gate vectors, (STAGES, NUM_GATE_VECTORS L)
-    w: Any  # update weights, (STAGES, 2 L)
+    w: Any  # update weights, each as the sum of two 16-bit numbers, (STAGES, 2 L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
-    d: Any  # for the store warp: d, or partial sums of do . h, (STAGES, parts L)
+    d: Any  # for the store warp: d, or `parts` partial sums of do . h, (STAGES, parts L)
     floor: Any  # exp(-m), (STAGES, L)
-    matrix: Any  # update weights as a right operand, (STAGES, 8, L)
+    matrix: Any  # update weights as a right operand, each the sum of three of its rows, (STAGES, 8, L)
     # What the consumers exchange:
     p: Any  # P of this tile and of the next, (2, L, L)
     ready: Any  # barriers, (2): both halves of P are stored, and with a normalizer n and the row sums of P
@@ -160,7 +169,7 @@ def run_load_warp(X, Y, Z, Y2, shared, params, group_size, config):
     WIDTH: gl.constexpr = 64 * config.BLOCKS
     each_y: gl.constexpr = 4 if config.COMPUTE_DP_OFFSET else 2
     n = 0
-    column = gl.program_id(1) * (2 * WIDTH)
+    column = gl.program_id(1) * (2 * WIDTH)  # the first one of the program
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED)
         for i in range(0, (steps + L - 1) // L):
@@ -305,11 +314,26 @@ def issue_state_update(C, tile_decay, y_t, w, x):
 
 
 @gluon.jit
-def finish_first_block(C, out, weight, y_t, to, p, x, tile_decay, shared, s, n, half: gl.constexpr, config):
+def finish_first_block(C, out, weight, y_t, y_b, p, x, tile_decay, shared, s, n, half: gl.constexpr, config):
     """Return the first of two blocks of the state after the tile, steps (5), (6), (7) and (10) of that block.
 
-    Its output goes to shared memory over its columns of y, `to`, (64, L). The output of the second block follows, and
-    both leave together.
+    Its output goes to shared memory over its columns of y. The output of the second block follows, and both leave
+    together.
+
+    Args:
+        C: The block of C^T before the tile, (64, dqk).
+        out: C^T z^T, (64, L).
+        weight: Weight of the state in the output of each step, (1, L).
+        y_t: y^T of the block in registers, (64, L).
+        y_b: y^T of the block in shared memory, (64, L), which the output overwrites.
+        p: P^T, (L, L).
+        x: The tile of x, (L, dqk).
+        tile_decay: The decay g, (1, 1).
+        shared: Shared memory.
+        s: Stage of the tile.
+        n: Number of the tile.
+        half: Which consumer this is.
+        config: Constants.
     """
     if config.NORMALIZE:
         d = normalizer.issue_n_product(shared.z.index(s).reshape([config.L, config.DK]), shared, n)
@@ -321,7 +345,7 @@ def finish_first_block(C, out, weight, y_t, to, p, x, tile_decay, shared, s, n, 
         out = normalizer.divide_by_denominators(out, shared, half)
     else:
         out, A = warpgroup_mma_wait(1, deps=[out, A])
-    to.store(out.to(to.dtype))
+    y_b.store(out.to(y_b.dtype))
     C, B = warpgroup_mma_wait(0, deps=[C, B])
     return C
 
@@ -351,7 +375,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     C, C1, N = acc
     s, phase, n = pipe_state
     x, y, z, g, p = view_tile(shared, s, n, half, config)
-    t = (work_tile.tiles - 1 - step if config.REVERSE else step) * L
+    first = (work_tile.tiles - 1 - step if config.REVERSE else step) * L  # first step, counted in the work tile
     # (1, 1)
     tile_decay = gl.expand_dims(
         g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(config.DK))), 0
@@ -363,7 +387,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         store_dots(y, shared.y2.index(2 * s + half), shared.d.index(s), half, config)
     # (1) out^T <- C^T z^T
     out, A = issue_state_product(C, z)
-    # (2) The output of the previous tile has left: its stage is empty.
+    # (2) The output of the previous tile has left: its stage is empty. The compiler adds a barrier after this wait, so
+    # that one arrival stands for all warps of the consumer.
     tma.store_wait(0)
     mbarrier.arrive(shared.empty.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
     weight = gl.expand_dims(g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)  # (1, L)
@@ -374,7 +399,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         mma.store_partial_dots(
             y_t, transposed_block(shared.y2.index(2 * s + half), 0, config), shared.d.index(s), half, L
         )
-    # (4) Both consumers have stored their half of P.
+    # (4) Both consumers have stored their half of P, and with a normalizer of its row sums and of n.
     mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     if config.BLOCKS == 2:
         # (5), (6), (7), (10) of the first block, then (1) of the second
@@ -382,6 +407,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         C = C1
         y_b = transposed_block(y, 1, config)
         out, A = issue_state_product(C, z)
+        # The weights are loaded again, so that they do not stay in registers through the first block.
         weight = gl.expand_dims(g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(0, of_out)), 0)
         out, A = warpgroup_mma_wait(0, deps=[out, A])
         y_t = y_b.load(of_out)  # (64, L)
@@ -396,7 +422,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     if config.NORMALIZE:
         # (8) n <- g n + x^T w
         N = normalizer.update_n(N, x, half * 64, shared, s, L)
-    # (9) The next tile has arrived: start its S while the products of this tile run.
+    # (9) The next tile has arrived: start its S while the products of this tile run. From here on s, phase and n are
+    # those of the next tile, while x, y and y_b are still views of this one.
     s, phase = pipeline.advance(s, phase, STAGES)
     n += 1
     mbarrier.wait(shared.full.index(s), phase)
@@ -412,7 +439,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     pipeline.async_store(
         gmem.out,
         scheduler.tile_coordinates(
-            work_tile.b, work_tile.h, work_tile.start + t, ids.column, work_tile.start + work_tile.steps, params
+            work_tile.b, work_tile.h, work_tile.start + first, ids.column, work_tile.start + work_tile.steps, params
         ),
         y,
     )
@@ -461,6 +488,8 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     mbarrier.arrive(shared.ready.index(0), count=1)
     initial_n_phase = 0
     index = gl.program_id(0)
+    # The last argument of `get_work_tile` is REMATERIALIZE. Together with `next_work_tile`, in place of a `range`, it
+    # keeps the scheduler's numbers out of the registers that the tiles need.
     while index < params.num_work_tiles:
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, config.IS_SEGMENTED, True)
         tiles = (steps + L - 1) // L
@@ -560,9 +589,9 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
     n = pipeline.allocate_operands(dtype, 2, 8, config.DK) if config.NORMALIZE else None
     sums = pipeline.allocate_vectors(gl.float32, 4, L) if config.NORMALIZE else None
     inverse = pipeline.allocate_vectors(gl.float32, 2, L) if config.NORMALIZE else None
-    d = g  # unused where the store warp has no RESULT
+    d = g  # any buffer, where the store warp has nothing to store and nothing uses d
     if config.NORMALIZE or config.COMPUTE_DP_OFFSET:
-        # Partial sums that both consumers leave: 1 each with `store_dots`, 4 each with `store_partial_dots`.
+        # Partial sums of do . h that both consumers leave: 1 each with `store_dots`, 4 each with `store_partial_dots`.
         parts: gl.constexpr = 2 if config.BLOCKS == 2 else 8
         d = pipeline.allocate_vectors(gl.float32, STAGES, (parts if config.COMPUTE_DP_OFFSET else 1) * L)
     consumer_registers: gl.constexpr = CONSUMER_REGISTERS_MAX if config.BLOCKS == 2 else CONSUMER_REGISTERS
@@ -587,6 +616,8 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
         EXTRA=FLOOR if config.NORMALIZE else None,
         GATE_WARPS=2 if config.BLOCKS == 1 or config.NORMALIZE else 1,
     )  # fmt: skip
+    # Consumer 0 runs in the four warps of the launch, with the registers that the other partitions leave. The lists of
+    # warps and of registers are those of the other five partitions.
     gl.warp_specialize(
         [
             (run_consumer, (0, gmem, shared, params, config)),
@@ -620,12 +651,13 @@ def launch(
         x, y, z: The operands, in the table of the module: k, v, q for o; q, do, k for dv.
         out: Output like y.
         reverse: Whether dv is computed.
-        initial: Initial states of work tiles, (segments, H, K, V) and (segments, H, K), or None for zeros.
+        initial: Initial states of work tiles, (segments, H, dqk, dhv) and (segments, H, dqk), or None for zeros.
         final: Outputs for the states after work tiles, or None.
         d: Output for the denominators, (B, T, H), or None.
         h: The output of the forward, with which delta is computed, or None.
     """
     vectors, blocks = gates.vectors, num_blocks(ctx.V)
+    # `vectors` stands for the tensors that this launch does not use.
     C, n, C_final, n_final, d_out = (vectors if t is None else t for t in (*initial, *final, d))
     ctx.launch(o_dv_kernel, host.grid(ctx, ctx.V // (128 * blocks)),
         host.descriptor(ctx, x, ctx.K), host.descriptor(ctx, y, 64 * blocks), host.descriptor(ctx, z, ctx.K),
