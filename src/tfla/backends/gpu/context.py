@@ -59,8 +59,10 @@ class LaunchContext:
     cu_seqlens: Tensor  # offsets of packed sequences, bounded by `sequences.bound`; any tensor where there are none
     schedule: Tensor  # work tiles of packed sequences in their order, on Hopper; any tensor where there is none
     exchange: Exchange | None = None  # of states with other processes, see `exchanging`
-    exchanged: list[Tensor] = field(default_factory=list)  # its results in a forward
-    saved: tuple[Tensor, ...] = ()  # what it reads in a backward
+    exchanged: list[Tensor] = field(default_factory=list)  # the results of the exchange in a forward
+    # What the exchange reads in a backward: the max states after this process's steps and the decays, which the forward
+    # has saved, and of the final states the max states and the cotangents dC and dn.
+    saved: tuple[Tensor, ...] = ()
 
     @property
     def B(self) -> int:
