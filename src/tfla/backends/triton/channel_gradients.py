@@ -42,6 +42,7 @@ from tfla.backends.triton.channel_decays import (
     load_exponents,
     sums_from_middle,
 )
+from tfla.backends.triton.scan_tiles import key_addresses, locate_tile
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
@@ -76,9 +77,7 @@ def channel_gradients(
     exists = start < length
     if exists & ((tl.load(leveled + tile, exists, 0) != 0) == LEVELED):
         hx = h // GROUP
-        row = first * 0 if IS_VARLEN else s.to(tl.int64)
-        t0 = first + start if IS_VARLEN else start
-        steps = length - start
+        row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
         r = tl.arange(0, L)
         e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
         at = (t0 + r).to(tl.int64)[:, None]
@@ -112,9 +111,7 @@ def channel_gradients(
         for c0 in tl.range(0, DK, BK, num_stages=1, disable_licm=True):
             c = c0 + tl.arange(0, BK)
             inside = (r < steps)[:, None] & (c < DK)[None, :]
-            q_at = Q + row * qb + hx * qh + at * qt + c[None, :]
-            k_at = K + row * kb + hx * kh + at * kt + c[None, :]
-            r_at = R + row * rb + hx * rh + at * rt + c[None, :]
+            q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
             f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
             # (2) Pairs inside the tile add to dq, dr and W, and to Z: what a step writes for reads in the tile, less
             # what it reads of writes in it. The gradient of a step's gates sums Z over the steps before it.

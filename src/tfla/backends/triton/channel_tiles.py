@@ -37,6 +37,7 @@ from tfla.backends.triton.channel_decays import (
 )
 from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
+from tfla.backends.triton.scan_tiles import key_addresses, locate_tile
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
@@ -75,9 +76,7 @@ def decay_operands(
     tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
     if takes_tile(leveled + tile, start < length, LEVELED):
         hx = h // GROUP
-        row = first * 0 if IS_VARLEN else s.to(tl.int64)
-        t0 = first + start if IS_VARLEN else start
-        steps = length - start
+        row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
         r = tl.arange(0, L)
         e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
         at = (t0 + r).to(tl.int64)[:, None]
@@ -89,9 +88,7 @@ def decay_operands(
         for c0 in tl.range(0, DK, BK, num_stages=1, disable_licm=True):
             c = c0 + tl.arange(0, BK)
             inside = (r < steps)[:, None] & (c < DK)[None, :]
-            q_at = Q + row * qb + hx * qh + at * qt + c[None, :]
-            k_at = K + row * kb + hx * kh + at * kt + c[None, :]
-            r_at = R + row * rb + hx * rh + at * rt + c[None, :]
+            q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
             g = load_exponents(F + row * fb + h * fh + at * ft + c[None, :] * fd, inside)  # (L, BK)
             q = tl.load(q_at, inside, 0.0)  # (L, BK)
             k = tl.load(k_at, inside, 0.0)  # (L, BK)

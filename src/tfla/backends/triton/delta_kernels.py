@@ -64,6 +64,7 @@ from tfla.backends.triton.scan_tiles import (
     load_keys,
     load_tile,
     locate_scan,
+    locate_tile,
     matmul,
     store_checkpoint,
     store_tile,
@@ -173,9 +174,7 @@ def solve_tiles(
     s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0), L, IS_VARLEN)
     if start < length:
         hx = h // GROUP
-        row = first * 0 if IS_VARLEN else s.to(tl.int64)
-        t0 = first + start if IS_VARLEN else start
-        steps = length - start
+        row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
         r = tl.arange(0, L)
         c = tl.arange(0, BK)
         inside = (r < steps)[:, None] & (c < DK)[None, :]

@@ -119,6 +119,27 @@ def locate_scan(cu, sequences, T, H, L: tl.constexpr, IS_VARLEN: tl.constexpr):
 
 
 @triton.jit
+def locate_tile(s, first, length, start, IS_VARLEN: tl.constexpr):
+    """Return where a tile of the tensors (B, T, ...) lies, from the results of `locate_chunk`.
+
+    Returns:
+        The batch row, the step of the tile's first token in that row, and the number of steps from there on.
+    """
+    row = first * 0 if IS_VARLEN else s.to(tl.int64)
+    t0 = first + start if IS_VARLEN else start
+    return row, t0, length - start
+
+
+@triton.jit
+def key_addresses(Q, K, R, row, h, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh):
+    """Return the addresses of queries, write keys and read keys of head h at steps at, (L, 1), and channels c, (D)."""
+    q_at = Q + row * qb + h * qh + at * qt + c[None, :]
+    k_at = K + row * kb + h * kh + at * kt + c[None, :]
+    r_at = R + row * rb + h * rh + at * rt + c[None, :]
+    return q_at, k_at, r_at
+
+
+@triton.jit
 def load_initial_columns(
     state_in, col, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     USE_INITIAL_STATE: tl.constexpr,
