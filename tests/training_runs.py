@@ -99,7 +99,7 @@ def curve(run: Path) -> dict[tuple[str, int], list[float]]:
     """Return what a run has measured, by kind and step."""
     return {
         (r["kind"], r["step"]): [
-            r[name] for name in ("loss", "grad_norm", "max_input_gate", "bits_per_byte") if name in r
+            r[name] for name in ("loss", "grad_norm", "max_input_gate", "bits_per_byte") if r.get(name) is not None
         ]
         for r in read_metrics(run)
     }

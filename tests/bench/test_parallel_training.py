@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -9,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from processes import run_on_processes
 
 from tfla.bench import gpu, worker_group
 from tfla.bench.commands import bench
 from tfla.bench.options import GpuBench
 from tfla.bench.parallel_training import step
-from tfla.bench.suites import SUITES, Entry, Suite
+from tfla.bench.stream_profile import Kernel, length, summary, union
+from tfla.bench.suites import SUITES, VARIANTS, Entry, Suite
 from tfla.measure.problem import FORWARD, STEP, Problem
 from tfla.nn import ModelConfig
 
@@ -52,6 +56,53 @@ def test_every_layout_trains_the_model_of_one_process() -> None:
     assert losses({"activation_checkpointing": True}) == pytest.approx(expected, rel=1e-5)
     for found in run_on_processes(2, _all_losses):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def _losses_of_variants() -> dict[str, list[float]]:
+    """Return the losses of each variant of FSDP2, under autocast where weights are gathered in bfloat16."""
+    found = {}
+    for name, options in VARIANTS.items():
+        problem = replace(PROBLEM, dtype="bfloat16") if "gathered" in name else PROBLEM
+        work = step(problem, **TINY, layout={"dp_shard": 2}, **options)
+        found[name] = [work.run(*work.inputs) for _ in range(3)]
+    return found
+
+
+def test_every_variant_of_fsdp_trains_the_model_of_one_process() -> None:
+    expected = losses({})
+    found = run_on_processes(2, _losses_of_variants)
+    assert {entry.name.split(", ", 2)[-1] for entry in SUITES["train_fsdp"].entries} >= found.keys()
+    for name, each in found.items():
+        rounded = "bfloat16" in name
+        assert each == pytest.approx(expected, rel=2e-2 if rounded else 1e-5), name
+        assert (max(abs(a - b) for a, b in zip(each, expected, strict=True)) > 1e-7) or not rounded, name
+
+
+def test_a_step_is_profiled_after_it_is_warm() -> None:
+    work = step(PROBLEM, **TINY, profile=True)
+    assert work.facts["streams"] == summary([])  # there is no GPU in this test
+    assert work.run(*work.inputs) < losses({})[2]  # it is the fourth step
+
+
+def test_the_profile_says_what_is_exposed() -> None:
+    kernels = [
+        Kernel("gemm", 7, 0.0, 4.0), Kernel("gemm", 7, 5.0, 6.0), Kernel("copy", 7, 9.0, 9.5),
+        Kernel("ncclDevKernel_AllGather", 20, 3.0, 5.5), Kernel("ncclDevKernel_ReduceScatter", 24, 6.0, 7.0),
+    ]  # fmt: skip
+    found = summary(kernels)
+    assert {name: found[name] for name in ("seconds", "computing", "sending", "exposed", "idle")} == {
+        "seconds": 9.5, "computing": 5.5, "sending": 3.5, "exposed": 2.0, "idle": 2.0,
+    }  # fmt: skip
+    assert found["streams"]["7"] == {"busy": 5.5, "kernels": 3, "longest": {"gemm": 5.0, "copy": 0.5}}
+    assert list(found["streams"]) == ["7", "20", "24"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), max_size=8))
+def test_a_union_covers_each_moment_once(spans: list[tuple[int, int]]) -> None:
+    found = union([(float(a), float(a + n)) for a, n in spans])
+    covered = {t for a, n in spans for t in range(a, a + n)}
+    assert length(found) == len(covered)
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(found))
 
 
 def test_a_run_and_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,12 @@ class Case(NamedTuple):
     fields: tuple[tuple[str, Any], ...] = ()
 
 
+# Layers of every kind in one model.
+MIXTURES: tuple[tuple[tuple[str, Any], ...], ...] = (
+    (("layers", ("gated_delta_net", "mamba2", "attention", "mlstm_exp")), ("num_blocks", 4), ("window", 7)),
+    (("layers", ("kda", "gla", "attention", "delta_net", "retnet")), ("num_blocks", 5)),
+)
+
 CASES = [
     *itertools.starmap(Case, itertools.product(LAYOUTS, (torch.float64, torch.float32))),
     Case("fsdp-tp", torch.float64, "mlstm_sig"),
@@ -76,15 +82,34 @@ CASES = [
     Case("cp-tp", torch.float64, "mlstm_exp", (("compile", "aot_eager"),)),
     Case("fsdp-tp", torch.float64, "mlstm_sig", (("activation_checkpointing", True), ("compile", "aot_eager"))),
     Case("fsdp", torch.float32, "mlstm_exp", (("reshard_after_forward", False),)),
+    Case("fsdp", torch.float64, "mlstm_exp", (("blocks_per_gather", 2), ("prefetch", 1))),
+    Case("fsdp-cp", torch.float64, fields=(("num_blocks", 5),), options=(("blocks_per_gather", 2), ("prefetch", 2))),
+    Case("hsdp-tp", torch.float64, options=(("prefetch", 1), ("reshard_after_forward", False))),
+    Case(
+        "fsdp",
+        torch.float64,
+        fields=(("num_blocks", 3),),
+        options=(("blocks_per_gather", 2), ("activation_checkpointing", True), ("compile", "aot_eager")),
+    ),
+    Case("fsdp", torch.float64, fields=MIXTURES[0]),
+    Case("tp", torch.float64, fields=MIXTURES[1]),
+    Case("hsdp-tp", torch.float64, fields=MIXTURES[0]),
+    Case("cp", torch.float64, fields=MIXTURES[0]),
+    Case("fsdp-cp", torch.float64, fields=MIXTURES[1]),
+    Case("cp-tp", torch.float64, options=(("activation_checkpointing", True),), fields=MIXTURES[0]),
+    Case("tp", torch.float64, options=(("compile", "aot_eager"),), fields=MIXTURES[0]),
+    Case("cp-tp", torch.float64, options=(("compile", "aot_eager"),), fields=MIXTURES[1]),
+    Case("fsdp-tp", torch.float64, "mamba2", (("activation_checkpointing", True), ("compile", "aot_eager"))),
 ]
 
 
 def make_model(dtype: torch.dtype, mixer: str = "mlstm_exp", **fields: Any) -> LanguageModel:
     """Return a model of random weights, the same on every process."""
-    config = ModelConfig(
-        d_model=32, num_blocks=2, num_heads=4, vocab_size=33, mixer=mixer, ffn_multiple=8, input_gate_bias=-1.0,
-        mamba_head_dim=16, mamba_state_dim=8, **fields,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "d_model": 32, "num_blocks": 2, "num_heads": 4, "vocab_size": 33, "mixer": mixer, "ffn_multiple": 8,
+        "input_gate_bias": -1.0, "mamba_head_dim": 16, "mamba_state_dim": 8,
+    }  # fmt: skip
+    config = ModelConfig(**given | fields)
     torch.manual_seed(0)
     model = LanguageModel(config).to(dtype)
     with torch.no_grad():  # gates start with weights of 0, which would hide a gradient that is not reduced
@@ -250,6 +275,8 @@ def _bad_layouts() -> dict[str, str]:
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
         "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
         "blocks": (model, mesh(("dp_shard",), 4), {"blocks": [nn.Linear(2, 2)]}),
+        "no blocks": (model, mesh(("dp_shard",), 4), {"blocks_per_gather": 0}),
+        "no prefetch": (model, mesh(("dp_shard",), 4), {"prefetch": 1.5}),
         "plan": (model, mesh(("tp",), 4), {"tp_plan": {"blocks.9": None}}),
     }
 
@@ -282,6 +309,8 @@ EXPECTED = {
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
     "policy alone": "ValueError mixed_precision: got a policy, expected None for a mesh without data parallelism",
     "blocks": "ValueError blocks[0]: got Linear, expected a module within the model",
+    "no blocks": "ValueError blocks_per_gather: got 0, expected at least 1",
+    "no prefetch": "TypeError prefetch: got float, expected an int",
     "plan": "ValueError tp_plan: got blocks.9, expected names of modules of the model",
 }
 

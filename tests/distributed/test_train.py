@@ -19,6 +19,11 @@ from tfla.train.ranks import Ranks
 from tfla.train.sample import sample
 
 PROCESSES = 4
+ONCE = Parallel(reshard_after_forward=False, blocks_per_gather=2, prefetch=1, reduce_each_pass=False)
+MIXED = Model(
+    d_model=32, num_blocks=4, num_heads=2, mamba_head_dim=16, mamba_state_dim=8,
+    layers=("gated_delta_net", "attention", "mamba2", "kda"),
+)  # fmt: skip
 HSDP, TP, CP, CP_TP = Parallel(dp_replicate=2), Parallel(tp=2), Parallel(cp=4), Parallel(cp=2, tp=2)
 
 
@@ -30,6 +35,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one = make_config(folder, "one", threads=1)
     train(one)
     fsdp = make_config(folder, "fsdp", threads=1)
+    mixed = replace(make_config(folder, "mixed-one", threads=1), model=MIXED)
+    train(mixed)
     four = [
         Job(fsdp),
         Job(replace(fsdp, run=folder / "hsdp", parallel=HSDP, accumulate=2, activation_checkpointing=True)),
@@ -41,6 +48,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Job(replace(fsdp, run=folder / "fsdp-tp", parallel=TP), copy=(folder / "fsdp", 2)),
         Job(replace(fsdp, run=folder / "tp-tp", parallel=TP), copy=(folder / "tp", 4)),
         Job(replace(fsdp, run=folder / "one-tp", parallel=TP), copy=(folder / "one", 2)),
+        Job(replace(fsdp, run=folder / "once", accumulate=2, parallel=ONCE)),
+        Job(replace(fsdp, run=folder / "once-each", accumulate=2), copy=(folder / "once", 2)),
+        Job(replace(fsdp, run=folder / "reduced", parallel=Parallel(reduce_dtype="bfloat16"))),
+        Job(replace(fsdp, run=folder / "gathered", precision="bfloat16", parallel=Parallel(gather_dtype="bfloat16"))),
+        Job(replace(mixed, run=folder / "mixed-cp-tp", parallel=CP_TP)),
+        Job(replace(mixed, run=folder / "mixed-fsdp-tp", parallel=TP), copy=(folder / "mixed-cp-tp", 4)),
         Job(replace(fsdp, run=folder / "full-disk"), copy=(folder / "fsdp", 2), full_disk=True),
     ]
     run_jobs(PROCESSES, four, folder)
@@ -48,7 +61,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp", "hsdp", "tp", "cp", "packed", "fsdp-cp-tp", "fsdp-fsdp", "fsdp-tp", "tp-tp", "one-tp"]
+    "name",
+    [
+        "fsdp",
+        "hsdp",
+        "tp",
+        "cp",
+        "packed",
+        "fsdp-cp-tp",
+        "fsdp-fsdp",
+        "fsdp-tp",
+        "tp-tp",
+        "one-tp",
+        "once",
+        "once-each",
+    ],
 )
 def test_every_layout_has_the_curve_of_one_process(runs: Path, name: str) -> None:
     expected, found = curve(runs / "one"), curve(runs / name)
@@ -56,6 +83,21 @@ def test_every_layout_has_the_curve_of_one_process(runs: Path, name: str) -> Non
     assert len(found) == 6 + 3
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-4), key
+
+
+@pytest.mark.parametrize("name", ["mixed-cp-tp", "mixed-fsdp-tp"])
+def test_layers_of_several_kinds_have_the_curve_of_one_process(runs: Path, name: str) -> None:
+    expected, found = curve(runs / "mixed-one"), curve(runs / name)
+    assert list(found) == list(expected)
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=1e-4), key
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("reduced", 2e-3), ("gathered", 2e-2)])
+def test_weights_are_gathered_and_gradients_reduced_in_bfloat16(runs: Path, name: str, tolerance: float) -> None:
+    expected, found = curve(runs / "one"), curve(runs / name)
+    apart = [abs(found[key][0] / values[0] - 1) for key, values in expected.items()]
+    assert 1e-6 < max(apart) < tolerance
 
 
 @pytest.mark.parametrize("name", ["fsdp", "tp"])
@@ -124,6 +166,11 @@ def test_sizes_that_do_not_fit_are_named(parallel: Parallel, processes: int, mes
         ({"dp_shard": 4}, {"batch_size": 6}, "batch_size: got 6 with accumulate 1, expected a multiple of 4"),
         ({"dp_replicate": 2, "dp_shard": 2}, {"accumulate": 4}, "batch_size: got 8 with accumulate 4, expected a mul"),
         ({"cp": 4}, {"context": 26}, "context: got 26, expected a multiple of parallel.cp, 4"),
+        (
+            {"tp": 2},
+            {"parallel": Parallel(reduce_dtype="bfloat16")},
+            "parallel.reduce_dtype: got bfloat16, expected flo",
+        ),
         ({"tp": 4}, {}, "parallel: mesh: got tp of size 4, expected a divisor of the 2 heads"),
     ],
 )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tfla.bench.models import Mixer, random_model
+from tfla.bench.stream_profile import profiled
 from tfla.bench.training import autocast, update
 from tfla.measure.problem import Problem, Work
 from tfla.nn.layers import wrap_forward
@@ -24,6 +25,11 @@ def step(
     activation_checkpointing: bool = False,
     blocks: int = 24,
     vocab: int = 50_257,
+    passes: int = 1,
+    reduce_each_pass: bool = True,
+    dtypes: dict[str, str] | None = None,
+    profile: bool = False,
+    **options: Any,
 ) -> Work:
     """Return a training step of this process's part of a batch: random tokens, one document a sequence.
 
@@ -38,6 +44,11 @@ def step(
         activation_checkpointing: compute blocks and logits again in the backward.
         blocks: the blocks of the model.
         vocab: the size of its vocabulary.
+        passes: the parts of a batch whose gradients are accumulated.
+        reduce_each_pass: whether FSDP2 reduces gradients after each of them, or once.
+        dtypes: the dtypes of FSDP2's `MixedPrecisionPolicy` by name, such as "reduce_dtype"; None is float32.
+        profile: also profile a step: "streams" of the facts is its :func:`tfla.bench.stream_profile.summary`.
+        options: further options of :func:`tfla.distributed.parallelize`.
 
     Raises:
         RuntimeError: a step's loss or gradients are not finite.
@@ -51,6 +62,7 @@ def step(
             wrap_forward(block, activation_checkpointing, compile=False)
     else:
         from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy
 
         from tfla.distributed import parallelize
 
@@ -62,7 +74,9 @@ def step(
             dist.get_rank(), dist.get_world_size(), layout, dict(zip(layout, coordinate, strict=True)), mesh,
             torch.device(problem.device),
         )  # fmt: skip
-        parallelize(model, mesh, activation_checkpointing=activation_checkpointing)
+        if dtypes is not None:
+            options["mixed_precision"] = MixedPrecisionPolicy(**{k: getattr(torch, v) for k, v in dtypes.items()})
+        parallelize(model, mesh, activation_checkpointing=activation_checkpointing, **options)
     index, parts = ranks.rows
     windows = windows.chunk(parts)[index].clone()
     facts: dict[str, Any] = {}
@@ -71,7 +85,7 @@ def step(
         with autocast(problem):
             return token_losses(model, windows, bos=vocab, steps=ranks.steps, recompute_logits=activation_checkpointing)
 
-    train = update(model, losses, ranks)
+    train = update(model, losses, ranks, passes, reduce_each_pass)
 
     def run(windows: Tensor) -> float:
         loss = train(windows)
@@ -80,4 +94,8 @@ def step(
         # The mean over all processes, which also makes each step end on all of them at once.
         return math.fsum(part for (part,) in ranks.gather([loss])) / ranks.size
 
+    if profile:
+        for _ in range(2):  # the first steps make the optimizer's state and compile kernels
+            run(windows)
+        facts["streams"] = profiled(lambda: run(windows))
     return Work(run, [windows], facts)

@@ -59,7 +59,8 @@ ROW: Fields = {
     **dict.fromkeys(
         ("seconds", "sustained_seconds", "floor_seconds", "sustained_floor_seconds", "ratio", "tokens_per_second"), RATE
     ),
-    "allocated_bytes": BYTES, "processes": COUNT, "operator_seconds": AMOUNT, "operator_share": AMOUNT,
+    "allocated_bytes": BYTES, "processes": COUNT, "streams": OBJECT,
+    "operator_seconds": AMOUNT, "operator_share": AMOUNT,
 }  # fmt: skip
 TIMED = ("x", "direction", "seconds")
 CONFIG: Fields = {"repeats": COUNT, "only": list_of(TEXT), "lengths": list_of(COUNT)}

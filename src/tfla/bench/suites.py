@@ -263,6 +263,44 @@ def _trained_together(gpus: int, **options: Any) -> list[Entry]:
     ]  # fmt: skip
 
 
+WITHOUT_RESHARD = {"reshard_after_forward": False}
+# What FSDP2 can do otherwise, by a name of each.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "FSDP": {},
+    "weights kept": WITHOUT_RESHARD,
+    "2 blocks a gather": {"blocks_per_gather": 2},
+    "4 blocks a gather": {"blocks_per_gather": 4},
+    "prefetch 1": {"prefetch": 1},
+    "prefetch 2": {"prefetch": 2},
+    "bfloat16 reduced": {"dtypes": {"reduce_dtype": "bfloat16"}},
+    "bfloat16 gathered": {"dtypes": {"param_dtype": "bfloat16", "reduce_dtype": "float32"}},
+    "weights kept, 2 blocks a gather, prefetch 2": WITHOUT_RESHARD | {"blocks_per_gather": 2, "prefetch": 2},
+    "weights kept, bfloat16 reduced": WITHOUT_RESHARD | {"dtypes": {"reduce_dtype": "bfloat16"}},
+    "bfloat16 gathered and reduced, weights kept, prefetch 2": WITHOUT_RESHARD
+    | {"dtypes": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}, "prefetch": 2},
+    "2 passes": {"passes": 2},
+    "2 passes, reduced once": {"passes": 2, "reduce_each_pass": False},
+    "2 passes, reduced once, weights kept": WITHOUT_RESHARD | {"passes": 2, "reduce_each_pass": False},
+}
+
+
+def _fsdp_variants(gpus: int, **options: Any) -> list[Entry]:
+    """Return training steps on one GPU, in one and in two passes, and on several with each variant of FSDP2."""
+    make, options = "tfla.bench.parallel_training:step", {"mixer": "mlstm_exp", "profile": True, **options}
+    several = {**options, "layout": {"dp_shard": gpus}}
+    return [
+        Entry("tfla mLSTMexp, 1 GPU", make, options),
+        Entry("tfla mLSTMexp, 1 GPU, 2 passes", make, options | {"passes": 2}, batch_factor=2),
+        *(
+            Entry(
+                f"tfla mLSTMexp, {gpus} GPUs, {name}", make, several | given, processes=gpus,
+                batch_factor=gpus * given.get("passes", 1),
+            )
+            for name, given in VARIANTS.items()
+        ),
+    ]  # fmt: skip
+
+
 def _trained_on_parts(gpus: int, **options: Any) -> list[Entry]:
     """Return training steps on one GPU, and on several that share the steps of each sequence and the parameters."""
     make, options = "tfla.bench.parallel_training:step", {"mixer": "mlstm_exp", **options}
@@ -485,6 +523,14 @@ SUITES = {
         directions=(STEP,), panels=(), alone=True, sustained_at=(),
         note=TOGETHER + "FSDP is FSDP2's fully_shard of each block and of the rest of the model.",
     ),
+    "train_fsdp": Suite(
+        "Training step on two GPUs by variants of FSDP2: 1.4 billion parameters, T 8,192, 8 heads of dqk 128, dhv 256, "
+        "bfloat16 autocast", "sequences per GPU and pass", (2,), lambda B: Problem(B, 8192, 8, 128, 256),
+        tuple(_fsdp_variants(2)), directions=(STEP,), panels=(), alone=True, sustained_at=(),
+        note=TOGETHER + "Weights are gathered and gradients reduced in float32 where nothing else is said. Each row "
+        "has the profile of one further step, 'streams': the seconds in which the GPU computes, sends, sends without "
+        "computing, and does neither, and those of each stream.",
+    ),
     "train_long": Suite(
         "Training step by length on two GPUs: one sequence, 1.4 billion parameters, 8 heads of dqk 128, dhv 256, "
         "bfloat16 autocast", "T", tuple(2**n for n in range(15, 20)), lambda T: Problem(1, T, 8, 128, 256),
@@ -547,6 +593,13 @@ SUITES = {
         "Smoke: one sequence on two processes, seconds on any device", "T", (64, 128),
         lambda T: Problem(1, T, 2, 8, 16, dtype="float32"), tuple(_on_parts(2)), panels=(), alone=True,
         sustained_at=(),
+    ),
+    "smoke_fsdp": Suite(
+        "Smoke: variants of FSDP2 on two processes, seconds on any device", "T", (64,),
+        lambda T: Problem(2, T, 2, 8, 16, dtype="float32"),
+        tuple(e for e in _fsdp_variants(2, **TINY) if "gathered" not in e.name),
+        directions=(STEP,), panels=(), alone=True, sustained_at=(),
+        note="bfloat16 weights need autocast, which a CPU's float32 steps do not have.",
     ),
     "smoke_parallel": Suite(
         "Smoke: training on several processes, seconds on any device", "T", (64, 128),

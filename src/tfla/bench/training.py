@@ -75,7 +75,11 @@ def autocast(problem: Problem) -> torch.autocast:
 
 
 def update(
-    model: nn.Module, losses: Callable[[Tensor], Tensor], ranks: Ranks = ONE_PROCESS
+    model: nn.Module,
+    losses: Callable[[Tensor], Tensor],
+    ranks: Ranks = ONE_PROCESS,
+    passes: int = 1,
+    reduce_each_pass: bool = True,
 ) -> Callable[[Tensor], float]:
     """Return the function that updates a model once: windows -> the mean loss of this process.
 
@@ -83,6 +87,8 @@ def update(
         model: the model.
         losses: windows -> the loss of every token.
         ranks: the processes that train the model.
+        passes: the parts of the windows whose gradients are accumulated.
+        reduce_each_pass: whether FSDP2 reduces gradients after each of them, or once.
 
     Raises:
         RuntimeError: a step's loss or gradients are not finite.
@@ -91,7 +97,8 @@ def update(
     adamw = optimizer(model, recipe)
 
     def run(windows: Tensor) -> float:
-        loss, norm = clipped_gradients(model, losses, [windows], recipe.clip, ranks)
+        parts = windows.chunk(passes)
+        loss, norm = clipped_gradients(model, losses, parts, recipe.clip, ranks, reduce_each_pass)
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise RuntimeError(f"loss {loss}, gradient norm {norm}: a step that fails is no measure of one")
         adamw.step()

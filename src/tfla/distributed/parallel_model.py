@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from tfla.nn import HeadNorm, LanguageModel, SequenceMixer, SwiGLU
 from tfla.nn.layers import Sharding, wrap_forward
+from tfla.nn.validation import check_int
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,6 +39,8 @@ def parallelize(
     activation_checkpointing: bool = False,
     compile: bool | str = False,
     reshard_after_forward: bool | None = None,
+    blocks_per_gather: int = 1,
+    prefetch: int | None = None,
     blocks: Sequence[nn.Module] | None = None,
     tp_plan: dict[str, ParallelStyle] | None = None,
 ) -> Model:
@@ -66,7 +69,11 @@ def parallelize(
         activation_checkpointing: keep only the input of each block for the backward, and compute the block again there.
         compile: compile each block with torch.compile; a string is its backend.
         reshard_after_forward: whether a block's parameters are freed between forward and backward; None lets FSDP2
-            choose.
+            choose, which frees them.
+        blocks_per_gather: the number of consecutive blocks whose parameters are gathered, and whose gradients are
+            reduced, in one collective.
+        prefetch: the number of further gathers that are started with each one, in forward and backward; None leaves
+            the order to FSDP2, which starts a gather when the host comes to its block.
         blocks: the parts that are checkpointed, compiled and sharded as a unit; None takes the elements of the model's
             outermost ModuleLists.
         tp_plan: styles of torch.distributed.tensor.parallel for further modules, by their names in the model. They
@@ -86,6 +93,9 @@ def parallelize(
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
         got = type(mixed_precision).__name__
         raise TypeError(f"mixed_precision: got {got}, expected a torch.distributed.fsdp.MixedPrecisionPolicy")
+    check_int("blocks_per_gather", blocks_per_gather, 1)
+    if prefetch is not None:
+        check_int("prefetch", prefetch, 1)
     sharded = any(name != "tp" and size > 1 for name, size in sizes.items())
     if mixed_precision is not None and not sharded:
         raise ValueError("mixed_precision: got a policy, expected None for a mesh without data parallelism")
@@ -100,14 +110,32 @@ def parallelize(
     if sharded:
         data_mesh = _data_mesh(mesh, sizes)
         policy = mixed_precision or MixedPrecisionPolicy()
-        for block in blocks:
-            fully_shard(block, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        groups = [list(blocks[k : k + blocks_per_gather]) for k in range(0, len(blocks), blocks_per_gather)]
+        for group in groups:
+            # FSDP2 gathers before the first module of a group, and frees after the last one.
+            fully_shard(group, mesh=data_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(model, mesh=data_mesh, mp_policy=policy, reshard_after_forward=False)
+        if prefetch is not None:
+            _prefetch(model, [group[0] for group in groups], prefetch)
         model.register_forward_hook(_reshard_without_backward)
         if isinstance(model, LanguageModel):
             register_fsdp_forward_method(model, "losses")
             model.losses = _resharding(model, model.losses)  # type: ignore[method-assign]
     return model
+
+
+def _prefetch(model: Any, first: Sequence[Any], count: int) -> None:
+    """Let the gather of each group of blocks start those of ``count`` further ones, in forward and backward.
+
+    Args:
+        model: the model, whose gather starts those of the first groups in the forward.
+        first: the first block of each group, which has its state of FSDP2, in the order of the forward.
+        count: the number of groups.
+    """
+    model.set_modules_to_forward_prefetch(list(first[:count]))
+    for k, block in enumerate(first):
+        block.set_modules_to_forward_prefetch(list(first[k + 1 : k + 1 + count]))
+        block.set_modules_to_backward_prefetch(list(first[max(0, k - count) : k][::-1]))
 
 
 def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tfla.nn import batch_invariance
 from tfla.nn.validation import check_int, check_number
 from tfla.ops.autocast import autocast_dtype, without_autocast
-from tfla.ops.transforms import needs_dispatcher
+from tfla.ops.transforms import PLAIN, needs_dispatcher
 
 # The forget gate's pre-activation at the first token of a document; its sigmoid is 0 in every dtype.
 CLOSED_GATE = -1e4
@@ -311,21 +312,30 @@ def local(parameter: Tensor) -> Tensor:
 
     A parameter without shards is read by the heads of every process, so that its gradient is the sum of theirs.
     """
-    distributed: Any = parameter
-    if not hasattr(distributed, "to_local"):
+    if not _is_distributed(parameter):
         return parameter
     from torch.distributed.tensor import Partial
 
+    distributed: Any = parameter
     part: Tensor = distributed.to_local(
         grad_placements=[Partial() if place.is_replicate() else place for place in distributed.placements]
     )
     return part
 
 
+def _is_distributed(parameter: Tensor) -> bool:
+    """Return whether a parameter is a DTensor; torch.compile, for which it has no attributes, knows its type."""
+    if type(parameter) in PLAIN:  # first, since the import below takes a second
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
+
+
 def sharding_mesh(parameter: Tensor) -> Any:
     """Return the mesh of tensor parallelism whose processes share the elements of a parameter, else None."""
     distributed: Any = parameter
-    if not hasattr(distributed, "to_local") or all(place.is_replicate() for place in distributed.placements):
+    if not _is_distributed(parameter) or all(place.is_replicate() for place in distributed.placements):
         return None
     return distributed.device_mesh
 
@@ -337,6 +347,23 @@ def summed(x: Tensor, mesh: Any) -> Tensor:
     total = DTensor.from_local(x, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()])
     found: Tensor = total.to_local(grad_placements=[Partial()])
     return found
+
+
+def _with_own_code(forward: Any, block: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a block as a function of its own for each type of mixer.
+
+    torch.compile takes numbers that differ between two calls of a function for variables. In a model of several mixers
+    these would be the head dimensions, of which kernels need the values.
+    """
+    bound = isinstance(forward, MethodType)
+    function = forward.__func__ if bound else forward
+    if not isinstance(function, FunctionType) or not hasattr(block, "mixer"):
+        found: Callable[..., Any] = forward
+        return found
+    code = function.__code__.replace(co_name=f"{function.__name__}_{type(block.mixer).__name__}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(own, block) if bound else own
 
 
 def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool | str) -> None:
@@ -357,4 +384,4 @@ def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool | str) -> 
     if checkpointing or compile:
         forward = checkpointed if checkpointing else inner
         backend = compile if isinstance(compile, str) else "inductor"
-        block.forward = torch.compile(forward, backend=backend) if compile else forward
+        block.forward = torch.compile(_with_own_code(forward, block), backend=backend) if compile else forward

@@ -19,7 +19,8 @@ from tfla.nn.config import Mixer
 RESUMABLE_FIELDS = frozenset(
     {"run", "device", "threads", "compile", "eval_every", "eval_windows"}
     | {"checkpoint_every", "keep_last", "keep_every", "tensorboard", "activation_checkpointing"}
-    | {f"parallel.{name}" for name in ("dp_replicate", "dp_shard", "cp", "tp")}
+    | {f"parallel.{name}" for name in ("dp_replicate", "dp_shard", "cp", "tp", "reshard_after_forward")}
+    | {f"parallel.{name}" for name in ("blocks_per_gather", "prefetch", "reduce_each_pass")}
 )
 
 C = TypeVar("C")
@@ -199,6 +200,27 @@ class Parallel:
     """Processes that share each sequence, a part of its steps each. The model is shared over these as well."""
     tp: int = 1
     """Processes that share the heads of each layer; a divisor of num_heads."""
+    reshard_after_forward: bool = True
+    """Whether the gathered weights of a block are freed between its forward and its backward, which gathers them again;
+    kept, they take the memory of all weights."""
+    blocks_per_gather: int = 1
+    """Consecutive blocks whose weights are gathered, and whose gradients are reduced, in one message."""
+    prefetch: int | None = None
+    """Further gathers that each gather starts; None leaves the order to FSDP2."""
+    gather_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype in which FSDP2 gathers weights; bfloat16, for bfloat16 precision, also rounds the weights of gates and
+    norms, and the residual stream."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """The dtype in which FSDP2 adds up the gradients of the processes."""
+    reduce_each_pass: bool = True
+    """Whether gradients are reduced after each of the passes of `--accumulate`, or once an update, with the memory of
+    all gradients."""
+
+    def check(self) -> None:
+        """Raise UserError where a value is out of range; :meth:`sizes` checks those of the layout."""
+        check_count("parallel.blocks_per_gather", self.blocks_per_gather)
+        if self.prefetch is not None:
+            check_count("parallel.prefetch", self.prefetch)
 
     def sizes(self, processes: int) -> dict[str, int]:
         """Return the size of each dimension for a number of processes.
@@ -291,6 +313,7 @@ class TrainConfig:
         check_count("seed", self.seed, 0)
         self.data.check()
         self.optim.check()
+        self.parallel.check()
 
 
 @dataclass(frozen=True)

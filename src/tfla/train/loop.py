@@ -170,6 +170,17 @@ def _check_layout(config: TrainConfig, model: ModelConfig, ranks: Ranks) -> None
         )
     if config.context % steps:
         raise UserError(f"context: got {config.context}, expected a multiple of parallel.cp, {steps}")
+    for name in ("gather_dtype", "reduce_dtype"):
+        dtype = getattr(config.parallel, name)
+        if dtype != "float32" and rows * steps == 1:
+            raise UserError(
+                f"parallel.{name}: got {dtype}, expected float32 where no processes share the sequences or their steps"
+            )
+    if config.parallel.gather_dtype != "float32" and not _is_bfloat16(config, ranks.device):
+        raise UserError(
+            f"parallel.gather_dtype: got {config.parallel.gather_dtype} with precision {config.precision} on "
+            f"{ranks.device.type}, expected it with bfloat16 alone"
+        )
     if ranks.size == 1:
         return
     from tfla.distributed.parallel_model import check_model
@@ -292,7 +303,9 @@ class _Training:
         index, parts = self.ranks.rows
         micro_batches = self.batches(self.step).split(config.micro_batch_size)
         micro_batches = [rows.chunk(parts)[index] for rows in micro_batches]
-        loss, norm = clipped_gradients(self.model, self._losses, micro_batches, config.optim.clip, self.ranks)
+        loss, norm = clipped_gradients(
+            self.model, self._losses, micro_batches, config.optim.clip, self.ranks, config.parallel.reduce_each_pass
+        )
         gate = self.input_gates.take()
         gathered = self.ranks.gather(
             [loss, -math.inf if gate is None else gate, float(stop[0] if stop else 0), peak_memory(self.device)]
@@ -381,10 +394,26 @@ def _distribute(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> None
         return
     from tfla.distributed import parallelize
 
-    parallelize(model, ranks.mesh, compile=config.compile, activation_checkpointing=config.activation_checkpointing)
+    given = config.parallel
+    parallelize(
+        model, ranks.mesh, mixed_precision=_policy(config), compile=config.compile,
+        activation_checkpointing=config.activation_checkpointing, reshard_after_forward=given.reshard_after_forward,
+        blocks_per_gather=given.blocks_per_gather, prefetch=given.prefetch,
+    )  # fmt: skip
     model.to(ranks.device)
     if config.compile:
         model.logits = torch.compile(model.logits)  # type: ignore[method-assign]
+
+
+def _policy(config: TrainConfig) -> Any:
+    """Return FSDP2's policy on the dtypes of gathered weights and reduced gradients; None where all are float32."""
+    gather, reduce = config.parallel.gather_dtype, config.parallel.reduce_dtype
+    if gather == reduce == "float32":
+        return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    param_dtype = None if gather == "float32" else getattr(torch, gather)
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=getattr(torch, reduce))
 
 
 def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, ranks: Ranks, step: int) -> None:

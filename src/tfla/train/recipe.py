@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ def clipped_gradients(
     micro_batches: Sequence[Tensor],
     clip: float,
     ranks: Ranks = ONE_PROCESS,
+    reduce_each_pass: bool = True,
 ) -> tuple[float, float]:
     """Set the gradients of the parameters to those of a batch's mean loss, clipped to a norm of ``clip``.
 
@@ -55,13 +56,16 @@ def clipped_gradients(
         micro_batches: the batch in parts of equal size, whose gradients are accumulated.
         clip: the largest norm of all gradients together, over all processes.
         ranks: the processes; each computes the losses of its own part of the batch.
+        reduce_each_pass: whether FSDP2 reduces gradients after the backward of each part, or after the last one alone.
 
     Returns:
         the mean loss of this process, and the norm before clipping.
     """
     model.zero_grad()
-    means = []
-    for windows in micro_batches:
+    means, fsdp = [], cast(Any, model)
+    for number, windows in enumerate(micro_batches, 1):
+        if not reduce_each_pass and hasattr(fsdp, "set_requires_gradient_sync"):
+            fsdp.set_requires_gradient_sync(number == len(micro_batches))
         mean = losses(windows).mean()
         (mean / len(micro_batches)).backward()
         means.append(mean.detach())

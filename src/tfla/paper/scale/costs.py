@@ -4,7 +4,8 @@ What one GPU computes takes the FLOPs of its tokens at the rate that one GPU rea
 each other takes a latency and a bandwidth for each kind of link. Three things are sent:
 
 - FSDP gathers the weights of a block before its forward and before its backward, and scatters its gradients. This
-  overlaps with the computation of the block before, so that only what takes longer than that counts.
+  overlaps with the computation of the block before, so that only what takes longer than that counts. What it copies
+  between parameters and the buffers that are sent does not overlap: the copies are in the stream of the computation.
 - Context parallelism gathers one state for each sequence, head and layer, forward and backward. It does not overlap.
 - Tensor parallelism sums the residual stream twice in each block, forward and backward. It does not overlap.
 """
@@ -22,6 +23,7 @@ from tfla.ops.flops import TILE, backward_flops, forward_flops
 from tfla.train.memory import FLOAT32, needed
 
 BFLOAT16 = 2  # bytes of an activation
+READ_AND_WRITE = 2  # passes over memory of a copy
 ADAMW_PASSES = 8  # weights, gradient and moments read, weights and moments written, the gradient read for its norm
 
 
@@ -142,7 +144,7 @@ class Cost:
     compute: float
     optimizer: float
     fsdp: float
-    """The part of FSDP's communication that does not overlap."""
+    """The part of FSDP's communication that does not overlap, and its copies."""
     cp: float
     tp: float
     memory: float
@@ -174,6 +176,9 @@ def step_cost(work: Work, layout: Layout, cluster: Cluster) -> Cost:
     gather, ends = (cluster.all_gather_seconds(x, layout.shards, stride=layout.tp) for x in (block_bytes, end_bytes))
     # The weights of the first block and of the ends, and the gradients of the last ones, overlap with nothing.
     fsdp = 2 * (gather + ends) + blocks * (max(0.0, gather - forward) + max(0.0, 2 * gather - backward))
+    if layout.shards > 1:
+        # Gathered weights are copied out of a buffer, those of blocks twice, and gradients into one, once.
+        fsdp += READ_AND_WRITE * (3 * blocks * block_bytes + 2 * end_bytes) / cluster.memory_rate
 
     states = cluster.all_gather_seconds(
         layout.cp * sequences * work.state_bytes / layout.tp, layout.cp, stride=layout.tp

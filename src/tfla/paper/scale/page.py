@@ -16,7 +16,8 @@ SHOWN = (8, 64, 256, 1024)
 LARGE = 0.95  # the share of a step from which on the rest is not named
 REASONS = {
     "again": "the backward computes blocks and logits again, so that a step fits into the memory",
-    "FSDP": "gathering weights and scattering gradients takes longer than the computation that it overlaps with",
+    "FSDP": "gathering weights and scattering gradients takes longer than the computation that it overlaps with, and "
+    "FSDP2 copies both between buffers",
     "cp": "every GPU receives the states of all parts, so that they grow with the number of parts while each part's "
     "computation shrinks; a scan over the parts, which sends one state on, would not",
     "tp": "the residual stream is summed over the GPUs that share heads",
@@ -35,12 +36,16 @@ The cost of a step is the sum of what follows. [Several GPUs](distributed.md) sa
 - **AdamW.** Eight passes over a GPU's share of weights, gradients and moments at the rate of a device copy.
 - **FSDP** over dp_shard × cp GPUs. The weights of a block in float32 are gathered before its forward and before its
   backward, and its gradients scattered. The next block's weights arrive while a block computes, so that only the rest
-  counts.
+  counts. FSDP2 copies gathered weights out of a buffer, and gradients into one, in the stream of the computation: each
+  copy is a read and a write at the rate of a device copy.
 - **Context parallelism.** One all_gather of the states of all parts in each block, forward and backward: from each GPU
   dqk (dhv + 1) + 2 numbers for a head and sequence, whatever the length. Nothing overlaps with it.
 - **Tensor parallelism**, within a node. Two sums of the residual stream in each block, forward and backward.
 - **Memory.** Weights, gradients and moments in float32, divided by all GPUs; two gathered blocks; and what a GPU's
   tokens save for the backward, as `tfla train` estimates it.
+- **Left out**: the time in which a GPU waits for the host, above all between the backward and the next forward, and the
+  multiprocessors that NCCL's kernels take from the computation while they send. The
+  [tuning log](tuning-log.md#several-gpus-a-training-step-of-the-14b) says what they come to in the step of FSDP below.
 
 An all_gather of B bytes over n GPUs takes its latency log2 n times, and (n - 1) / n · B at the bandwidth of a GPU.
 Where a group spans nodes, all its GPUs of a node share their links. The layout is the fastest that fits: dp_shard, cp
