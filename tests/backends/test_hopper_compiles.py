@@ -56,7 +56,8 @@ KERNELS = [
 SHARED = 232_448  # bytes of shared memory that a program can have
 SPILLED = 320  # bytes, mostly addresses in the 24 registers of the load and gate warps, and the ends of segments
 
-DELTA_SPILLED = 64  # of which the consumers spill nothing
+# Consumers of delta_h_kernel spill nothing; solve_blocks has 255 registers a thread, and one warp.
+DELTA_SPILLED = {"delta_h_kernel": 64, "solve_blocks": 96}
 
 
 def too_old() -> bool:
@@ -91,10 +92,12 @@ def test_delta_rule_compiles_and_fits(kernel_cache: Path) -> None:
     assert len(answers) == len(DELTA_CASES)
     for answer in answers:
         assert answer["failure"] is None
-        (row,) = [row for row in answer["kernels"] if row["kernel"] == "delta_h_kernel"]
-        assert row["shared"] <= SHARED, row
-        assert row["spilled"] <= DELTA_SPILLED, row
-        assert row["serialized"] == row["unequal"] == row["unset"] == 0, row
+        rows = {row["kernel"]: row for row in answer["kernels"]}
+        for kernel, spilled in DELTA_SPILLED.items():
+            row = rows[kernel]
+            assert row["shared"] <= SHARED, row
+            assert row["spilled"] <= spilled, row
+            assert row["serialized"] == row["unequal"] == row["unset"] == 0, row
 
 
 def test_says_once_that_triton_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

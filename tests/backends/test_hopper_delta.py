@@ -115,8 +115,9 @@ def test_gates(gates: str, alike: float) -> None:
     for name in ("h", "C"):
         found, other = (error(getattr(o, name).cpu(), exact[name]) for o in (out, by_triton))
         assert found <= max(1.5 * costs[name], 1.1 * other), name
-    assert torch.equal(out.X, by_triton.X)
-    assert error(out.E.cpu(), by_triton.E.cpu().double()) <= TOLERANCE[DTYPE]
+    for name in ("E", "X"):
+        found, other = (getattr(o, name).cpu() for o in (out, by_triton))
+        assert error(found, other.double()) <= TOLERANCE[DTYPE], name
 
 
 @pytest.mark.parametrize("programs", [1, 2])

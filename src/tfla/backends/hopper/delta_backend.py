@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +12,22 @@ from tfla.backends.base import Replay
 from tfla.backends.delta import DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
 from tfla.backends.triton.delta_backend import TritonDelta
 
+if TYPE_CHECKING:
+    from tfla.backends.triton.delta import ForwardKernels
+
 # Below the 10 of the Triton backend: no GPU has timed the kernel, so it runs only where `backend` names it. Once it has
 # been measured to be faster, 20 makes it the choice on GPUs of compute capability 9.0.
 PRIORITY = 5
 DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
 SMALLEST_DIM, LARGEST_DQK, LARGEST_DHV = 64, 128, 256
+
+
+def _kernels() -> ForwardKernels:
+    """Return the launchers of a forward."""
+    from tfla.backends.hopper import delta_h
+    from tfla.backends.triton import delta, delta_solve
+
+    return delta.ForwardKernels(solve=delta_solve.launch, h=delta_h.launch)
 
 
 class HopperDelta(TritonDelta):
@@ -52,17 +64,15 @@ class HopperDelta(TritonDelta):
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
-        from tfla.backends.hopper import delta_h
         from tfla.backends.triton import delta
 
-        return delta.run_forward(x, spec, delta_h.launch)
+        return delta.run_forward(x, spec, _kernels())
 
     def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
-        from tfla.backends.hopper import delta_h
         from tfla.backends.triton import delta
 
-        return delta.forward_replay(x, spec, delta_h.launch)
+        return delta.forward_replay(x, spec, _kernels())
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
         """Return why the backend cannot run these steps, or None."""

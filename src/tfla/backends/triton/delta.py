@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,19 +145,26 @@ def takes_channel_kernels(x: DeltaInputs, spec: DeltaSpec) -> bool:
     return x.channel_gates or spec.read_before_decay or not spec.correct
 
 
-LaunchH = Callable[["DeltaContext", Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
+class ForwardKernels(NamedTuple):
+    """The launchers that a backend chooses for a forward; their arguments are those of :data:`KERNELS`."""
+
+    solve: Callable[[DeltaContext, Tensor], Tensor]  # of X
+    h: Callable[[DeltaContext, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None], None]
 
 
-def forward(ctx: DeltaContext, launch_h: LaunchH) -> DeltaOutputs:
-    """Launch the forward, with the scan for h by `launch_h`, whose arguments are those of the Triton kernel's."""
+KERNELS = ForwardKernels(delta_kernels.launch_solve, delta_kernels.launch_h)
+
+
+def forward(ctx: DeltaContext, kernels: ForwardKernels) -> DeltaOutputs:
+    """Launch the forward."""
     x, spec, base = ctx.x, ctx.spec, ctx.base
     h = base.new(*x.v.shape, dtype=x.v.dtype)
     E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save else None
     ctx = replace(ctx, base=sequences.bound(base, h, *(() if E is None else (E,))))
     final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
     gates = ctx.gates()
-    X = delta_kernels.launch_solve(ctx, gates)
-    launch_h(ctx, gates, X, h, E, results.dense(ctx.base, x.C), final)
+    X = kernels.solve(ctx, gates)
+    kernels.h(ctx, gates, X, h, E, results.dense(ctx.base, x.C), final)
     none = base.placeholder(0)
     chunk_C = base.placeholder(0, base.H, base.K, base.V) if spec.save else none
     return DeltaOutputs(
@@ -279,13 +286,13 @@ def gate_gradient(
 
 
 def launch_forward(
-    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, launch_h: LaunchH = delta_kernels.launch_h
+    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS
 ) -> DeltaOutputs:
-    """Launch the forward by the kernels that take the call, with the scan for h by `launch_h`."""
+    """Launch the forward by the kernels that take the call, with at most one gate a step by `kernels`."""
     base, beta = launch_context(recorder, x, spec)
     if takes_channel_kernels(x, spec):
         return channel_rule.forward(channel_rule.context(base, x, spec, beta))
-    return forward(context(base, x, spec, beta), launch_h)
+    return forward(context(base, x, spec, beta), kernels)
 
 
 def launch_backward(
@@ -303,21 +310,21 @@ def _signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: Tens
     return direction, "delta", spec, torch.get_float32_matmul_precision(), static((*x, *more))
 
 
-def run_forward(x: DeltaInputs, spec: DeltaSpec, launch_h: LaunchH = delta_kernels.launch_h) -> DeltaOutputs:
-    """Record or replay the launches of the forward, with the scan for h by `launch_h`."""
-    signature = _signature(("forward", launch_h), x, spec)
+def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS) -> DeltaOutputs:
+    """Record or replay the launches of the forward."""
+    signature = _signature(("forward", kernels), x, spec)
     recorded = recorded_launches(signature)
     if recorded is not None:
         return DeltaOutputs(*recorded(x))
     with recording(signature, x) as recorder:
         given = DeltaInputs(*recorder.given)  # type: ignore[arg-type]
-        out = recorder.results = launch_forward(recorder, given, spec, launch_h)
+        out = recorder.results = launch_forward(recorder, given, spec, kernels)
     return out
 
 
-def forward_replay(x: DeltaInputs, spec: DeltaSpec, launch_h: LaunchH = delta_kernels.launch_h) -> Replay | None:
+def forward_replay(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS) -> Replay | None:
     """Return the recorded launches of an earlier `run_forward` with this signature, or None; always for float32."""
-    return None if x.q.dtype == torch.float32 else recorded_launches(_signature(("forward", launch_h), x, spec))
+    return None if x.q.dtype == torch.float32 else recorded_launches(_signature(("forward", kernels), x, spec))
 
 
 def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
