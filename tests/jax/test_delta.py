@@ -13,6 +13,7 @@ import torch
 from delta_cases import GATES, MODELS, check_beside_terms, delta_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax_cases import to_jax
 from jax_delta_cases import call, leaves_of, solve
 from ops.test_delta_rule import check
 from ops.test_delta_rule import solve as solve_by_torch
@@ -151,6 +152,38 @@ def test_activations(activation: str, bias_by_channel: bool) -> None:
     found = solve(p, more, **given, **STATIC)
     assert found.keys() == expected.keys()
     assert all((found[name] - x).norm() <= 1e-10 * x.norm() for name, x in expected.items())
+
+
+def test_several_writes_in_a_step() -> None:
+    """DeltaProduct and DPLR are those of PyTorch, with gradients, states and packed sequences."""
+    p = delta_problem("kda", **SMALL | {"Hq": 2})
+    x = p.leaves
+    of_product = [x["q"][:, :10], x["k"], x["v"], x["beta"], x["log_f"][:, :10]]
+    of_dplr = [x["q"], 0.5 * x["k"], x["v"], -x["k"], 0.3 * x["k"], x["log_f"]]
+    for name, inputs, more in (("delta_product", of_product, {"writes": 2}), ("dplr", of_dplr, {})):
+        leaves = [t.detach().clone().requires_grad_() for t in (*inputs, x["C"])]
+        steps = inputs[0].shape[1]
+        h, state = getattr(tfla, name)(
+            *leaves[:-1], initial_state=tfla.State(leaves[-1]), return_state=True, **more
+        )  # fmt: skip
+        grads = torch.autograd.grad(h.sin().sum() + state.C.sum(), leaves)
+
+        @jax.jit
+        def total(leaves: list[Any], name: str = name, more: dict[str, int] = more) -> Any:
+            h, state = getattr(tfla.jax, name)(
+                *leaves[:-1], initial_state=tfla.jax.State(leaves[-1]), return_state=True, chunk_size=8, **more
+            )
+            return jnp.sin(h).sum() + state.C.sum(), h
+
+        arrays = [to_jax(t) for t in leaves]
+        found, h_found = jax.grad(total, has_aux=True)(arrays)
+        close([h_found, *found], [to_jax(t) for t in (h, *grads)])
+        packed = getattr(tfla.jax, name)(*arrays[:-1], cu_seqlens=(0, 3, steps), chunk_size=8, **more)
+        expected = getattr(tfla, name)(*inputs, cu_seqlens=torch.tensor([0, 3, steps]), **more)
+        close(packed, to_jax(expected))
+    for wrong, kind in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(kind, match=r"^writes: got "):
+            tfla.jax.delta_product(*map(to_jax, of_product), writes=wrong)  # type: ignore[arg-type]
 
 
 def test_no_batch_rows() -> None:

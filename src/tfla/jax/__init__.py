@@ -11,6 +11,7 @@ except ImportError as error:
 
 from tfla.jax.api import linear_attention, mlstm
 from tfla.jax.delta.api import delta_rule
+from tfla.jax.delta.several_writes import delta_product, dplr
 from tfla.jax.delta.steps import delta_rule_step, delta_rule_steps
 from tfla.jax.explain import explain
 from tfla.jax.state import State
@@ -18,9 +19,11 @@ from tfla.jax.steps import linear_attention_step, linear_attention_steps, mlstm_
 
 __all__ = [
     "State",
+    "delta_product",
     "delta_rule",
     "delta_rule_step",
     "delta_rule_steps",
+    "dplr",
     "explain",
     "linear_attention",
     "linear_attention_step",
