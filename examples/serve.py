@@ -8,8 +8,9 @@ request that comes in is read by the chunkwise kernels, on its own and at any le
 long the prompt was, is put into a free slot. A request that is done leaves the slot to the next one. What a request
 gets does not depend on who its neighbours are.
 
-A prompt is read in parts, and the states after them are kept: a prompt that starts as an earlier one did, as with a
-system prompt, is read from the end of the last part that they share. Such a state is as large as that of any prompt.
+A prompt is read by one call, which also returns the states after every part of it. They are kept: a prompt that starts
+as an earlier one did, as with a system prompt, is read from the end of the last part that they share. Such a state is
+as large as that of any prompt.
 """
 
 from __future__ import annotations
@@ -65,14 +66,10 @@ class Server:
         """Reads the prompt and puts the state behind it into the slot; its logits give the first token."""
         start, state = self._shared_prefix(request.prompt)
         self.shared += start
-        hidden = None
-        while start < len(request.prompt):
-            ids = request.prompt[None, start : start + self.part].to(self.last.device)
-            hidden, state = self.model.hidden(ids, state, return_state=True)
-            start += ids.shape[1]
-            if start % self.part == 0:
-                self._remember(request.prompt[:start], state)
-        assert hidden is not None
+        ids = request.prompt[None, start:].to(self.last.device)
+        hidden, state, states = self.model.prefill(ids, state, states_every=self.part)
+        for number, each in enumerate(states, 1):
+            self._remember(request.prompt[: start + number * self.part], each)
         self.decoder.scatter([slot], state)
         self.last[slot] = self.model.logits(hidden[:, -1]).argmax(-1)[0]
         self.requests[slot] = request

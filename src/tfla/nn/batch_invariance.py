@@ -10,7 +10,7 @@ and sequences are computed one after another where a batch of them would be comp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ def sequence_by_sequence(
     cu_seqlens: Tensor | None,
     chunk_size: int | None,
     **options: Any,
-) -> tuple[Tensor, State]:
+) -> tuple[Any, ...]:
     """Compute an operator over whole sequences so that no sequence depends on another one.
 
     On a CPU each sequence is a call of its own. On a GPU the programs of a kernel belong to one sequence each, and only
@@ -106,28 +106,27 @@ def sequence_by_sequence(
         options: its other options, without return_state.
 
     Returns:
-        h, and the final states.
+        h, the final states, and with states_every those too.
     """
     v = tensors["v"]
     assert v is not None
     options["return_state"] = True
     if v.device.type != "cpu":
         chunk_size = ONE_SEGMENT if chunk_size is None else chunk_size
-        found: tuple[Tensor, State] = operator(
+        found: tuple[Any, ...] = operator(
             **tensors, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, **options
         )
         return found
     bounds = [(b, 0, v.shape[1]) for b in range(v.shape[0])]
     if cu_seqlens is not None:
         bounds = [(0, a, b) for a, b in itertools.pairwise(packed_bounds(cu_seqlens, v.shape[1]))]
-    hs, states = [], []
+    results = []
     for sequence, (row, start, stop) in enumerate(bounds):
         own = {name: None if t is None else _own(t[row : row + 1, start:stop]) for name, t in tensors.items()}
         before = None if initial_state is None else _row(initial_state, sequence)
-        h, after = operator(**own, initial_state=before, chunk_size=chunk_size, **options)
-        hs.append(h)
-        states.append(after)
-    return torch.cat(hs, 0 if cu_seqlens is None else 1), _joined(states)
+        results.append(operator(**own, initial_state=before, chunk_size=chunk_size, **options))
+    hs, *states = zip(*results, strict=True)
+    return torch.cat(hs, 0 if cu_seqlens is None else 1), *map(_joined, states)
 
 
 def step_by_sequence(
@@ -189,6 +188,6 @@ def _row(state: State, row: int) -> State:
     return State(*(None if t is None else _own(t[row : row + 1]) for t in state))  # type: ignore[arg-type]
 
 
-def _joined(states: list[State]) -> State:
+def _joined(states: Sequence[State]) -> State:
     """Return the states of sequences in one."""
     return State(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*states, strict=True)))  # type: ignore[arg-type]

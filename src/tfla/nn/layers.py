@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tfla.nn import batch_invariance
+from tfla.nn.mixer_state import StatesEvery
 from tfla.nn.validation import check_int, check_number
 from tfla.ops.autocast import autocast_dtype, without_autocast
 from tfla.ops.transforms import PLAIN, needs_dispatcher
@@ -64,6 +65,7 @@ class SequenceMixer(nn.Module, ABC):
         document_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
+        states_every: StatesEvery | None = None,
     ) -> tuple[Tensor, Any]:
         """Mix whole sequences.
 
@@ -74,6 +76,7 @@ class SequenceMixer(nn.Module, ABC):
                 tokens before it.
             cu_seqlens: (num_sequences + 1,) int, for B = 1: the offsets of the packed sequences, from 0 to T.
             return_state: whether to return the state after the last token.
+            states_every: a request for states in between, with return_state and without cu_seqlens.
 
         Returns:
             the mixed sequences (B, T, d_model), and the state after the last token, or None without return_state.

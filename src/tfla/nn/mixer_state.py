@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tfla.ops.state import State
+
+
+@dataclass
+class StatesEvery:
+    """A request for the states of a layer after every ``every`` tokens, to which the layer appends them."""
+
+    every: int
+    states: list[Any] = field(default_factory=list)
+
+    def ends(self, tokens: int) -> range:
+        """Return the numbers of tokens after which there is a state, of a call of so many tokens."""
+        return range(self.every, tokens + 1, self.every)
 
 
 class MixerState(NamedTuple):

@@ -28,7 +28,7 @@ from tfla.nn.layers import (
     recomputed,
     soft_cap,
 )
-from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers import MIXERS
 from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.validation import check_ids, check_int, check_num_entries, check_vocabulary, describe
@@ -95,6 +95,37 @@ class LanguageModel(nn.Module):
             x, after = block(x, before, document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state)
             states.append(after)
         return x, tuple(states) if return_state else ()
+
+    def prefill(
+        self, ids: Tensor, state: ModelState | None = None, *, states_every: int
+    ) -> tuple[Tensor, ModelState, list[ModelState]]:
+        """Read prompts, and return the states after every so many tokens too, for a cache of prefixes.
+
+        Each token is computed once. The recurrences run in parts of ``states_every`` tokens, so that on a GPU these
+        should be some hundred; all else runs over whole prompts.
+
+        Args:
+            ids: (B, T) int64 tokens, T >= 1.
+            state: the state before the first token, as :meth:`forward` takes it.
+            states_every: the number of tokens n between two states.
+
+        Returns:
+            the residual stream (B, T, d_model) after the last block; the state after the last token; and those after
+            n, 2 n, ... tokens, T // n of them. The latter keep no tensor of the whole call alive, but for attention,
+            where they are views of one cache.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
+        """
+        check_int("states_every", states_every, 1)
+        self._check(ids, state, None, None)
+        x, last, between = self._embed(ids), [], []
+        for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
+            wanted = StatesEvery(states_every)
+            x, after = block(x, before, return_state=True, states_every=wanted)
+            last.append(after)
+            between.append(wanted.states)
+        return x, tuple(last), list(zip(*between, strict=True))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply RMSNorm, unembedding and soft cap (110): (..., d_model) -> (..., vocab_size), float32 or float64."""
@@ -361,11 +392,13 @@ class Block(nn.Module):
         document_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
+        states_every: StatesEvery | None = None,
     ) -> tuple[Tensor, Any]:
         """Run the block on whole sequences, as :meth:`SequenceMixer.forward`."""
         mixed, new = self.mixer(
             cast_for_autocast(self.mixer_norm(x)), state,
             document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state,
+            states_every=states_every,
         )  # fmt: skip
         return self._add_residuals(x, mixed), new
 

@@ -15,6 +15,7 @@ from tfla.ops.gates import InputGate
 from tfla.ops.operators import attend
 from tfla.ops.state import State
 from tfla.ops.state_pool import attend_by_index
+from tfla.ops.states_every import with_states_every
 from tfla.ops.transforms import PLAIN, is_distributed
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def mlstm(
     store_dtype: torch.dtype | None = ...,
     context_parallel: Group | None = ...,
     state_indices: Tensor | None = ...,
+    states_every: None = ...,
 ) -> Tensor: ...
 @overload
 def mlstm(
@@ -88,7 +90,30 @@ def mlstm(
     store_dtype: torch.dtype | None = ...,
     context_parallel: Group | None = ...,
     state_indices: Tensor | None = ...,
+    states_every: None = ...,
 ) -> tuple[Tensor, State]: ...
+@overload
+def mlstm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    f: Tensor,
+    *,
+    return_state: Literal[True],
+    input_gate: InputGate = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    scale: float | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    normalizer_grad: bool = ...,
+    store_dtype: torch.dtype | None = ...,
+    context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: int,
+) -> tuple[Tensor, State, State]: ...
 def mlstm(
     q: Tensor,
     k: Tensor,
@@ -108,7 +133,8 @@ def mlstm(
     store_dtype: torch.dtype | None = None,
     context_parallel: Group | None = None,
     state_indices: Tensor | None = None,
-) -> Tensor | tuple[Tensor, State]:
+    states_every: int | None = None,
+) -> Tensor | tuple[Tensor, State] | tuple[Tensor, State, State]:
     """Compute the mLSTM over whole sequences: mLSTMexp, equations (1)-(8) of the paper, or mLSTMsig, (22)-(24).
 
     For every head and step t, with log_f = logsigmoid(f), and log_i = i (mLSTMexp) or logsigmoid(i) (mLSTMsig):
@@ -152,9 +178,14 @@ def mlstm(
             these rows, but for those at -1, and the returned state is the pool. The rows are gathered before the
             kernels and scattered after them: two passes over the states, not over the sequences. Further as in
             :func:`mlstm_step`.
+        states_every: also return the states after every so many steps, for which each step is computed once; requires
+            ``return_state``. The steps are computed in parts of this length, so that a state has the bits of a call
+            that stops there. On a GPU a part should have some hundred steps, and offsets are read on the host.
 
     Returns:
-        h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`.
+        h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`, and
+        with ``states_every`` = n a further one of shape (B, T // n, H, ...). Of packed sequences, the state after step
+        (j + 1) n of sequence s is in [0, cu_seqlens[s] // n + j], and rows that belong to none are zero.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
@@ -164,6 +195,13 @@ def mlstm(
     Autograd, derivatives of gradients, forward-mode AD, `torch.func` and `torch.compile` work; docs/transforms.md says
     which of them run on the kernels.
     """
+    if states_every is not None:
+        return with_states_every(
+            mlstm, {"q": q, "k": k, "v": v, "i": i, "f": f}, states_every, initial_state=initial_state,
+            return_state=return_state, cu_seqlens=cu_seqlens, context_parallel=context_parallel,
+            state_indices=state_indices, input_gate=input_gate, chunk_size=chunk_size, scale=scale, backend=backend,
+            kernel=kernel, normalizer_grad=normalizer_grad, store_dtype=store_dtype,
+        )  # fmt: skip
     check_input_gate(input_gate)
     request = Request(
         q, k, v, i, f, initial_state, cu_seqlens, input_gate, input_gate == "exp", return_state, check_scale(scale),
@@ -173,6 +211,50 @@ def mlstm(
     return _attend(request, context_parallel, state_indices)
 
 
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    log_i: Tensor | None = ...,
+    *,
+    normalize: bool = ...,
+    initial_state: State | None = ...,
+    return_state: bool = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    scale: float | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    normalizer_grad: bool = ...,
+    store_dtype: torch.dtype | None = ...,
+    context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: None = ...,
+) -> Tensor | tuple[Tensor, State]: ...
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    log_i: Tensor | None = ...,
+    *,
+    normalize: bool = ...,
+    initial_state: State | None = ...,
+    return_state: Literal[True],
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    scale: float | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    normalizer_grad: bool = ...,
+    store_dtype: torch.dtype | None = ...,
+    context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: int,
+) -> tuple[Tensor, State, State]: ...
 def linear_attention(
     q: Tensor,
     k: Tensor,
@@ -192,7 +274,8 @@ def linear_attention(
     store_dtype: torch.dtype | None = None,
     context_parallel: Group | None = None,
     state_indices: Tensor | None = None,
-) -> Tensor | tuple[Tensor, State]:
+    states_every: int | None = None,
+) -> Tensor | tuple[Tensor, State] | tuple[Tensor, State, State]:
     """Compute gated linear attention over whole sequences.
 
     For every head and step t:
@@ -214,14 +297,22 @@ def linear_attention(
             mLSTMexp does.
         initial_state, return_state: as in :func:`mlstm`. Without ``normalize`` a state has n and m None.
         cu_seqlens, chunk_size, scale, backend, kernel, normalizer_grad: as in :func:`mlstm`.
-        store_dtype, context_parallel, state_indices: as in :func:`mlstm`.
+        store_dtype, context_parallel, state_indices, states_every: as in :func:`mlstm`.
 
     Returns:
-        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`; with ``states_every`` also those.
 
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    if states_every is not None:
+        return with_states_every(
+            linear_attention, {"q": q, "k": k, "v": v, "log_f": log_f, "log_i": log_i}, states_every,
+            initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
+            context_parallel=context_parallel, state_indices=state_indices, normalize=normalize,
+            chunk_size=chunk_size, scale=scale, backend=backend, kernel=kernel, normalizer_grad=normalizer_grad,
+            store_dtype=store_dtype,
+        )  # fmt: skip
     if has_channel_gates(log_f):
         return channel_gates.linear_attention(
             q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, check_scale(scale),

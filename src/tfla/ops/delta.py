@@ -11,6 +11,7 @@ from tfla.ops import checks
 from tfla.ops.delta_dispatch import DeltaRequest
 from tfla.ops.delta_operator import compute
 from tfla.ops.state import State
+from tfla.ops.states_every import with_states_every
 
 if TYPE_CHECKING:
     from tfla.ops.context_parallel.group import Group
@@ -41,6 +42,7 @@ def delta_rule(
     kernel: str | None = ...,
     context_parallel: Group | None = ...,
     state_indices: Tensor | None = ...,
+    states_every: None = ...,
 ) -> Tensor: ...
 @overload
 def delta_rule(
@@ -67,7 +69,35 @@ def delta_rule(
     kernel: str | None = ...,
     context_parallel: Group | None = ...,
     state_indices: Tensor | None = ...,
+    states_every: None = ...,
 ) -> tuple[Tensor, State]: ...
+@overload
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    log_f: Tensor | None = None,
+    *,
+    return_state: Literal[True],
+    read_key: Tensor | None = ...,
+    read_before_decay: bool = ...,
+    normalize_qk: bool = ...,
+    beta_activation: BetaActivation = ...,
+    gate_activation: GateActivation = ...,
+    A_log: Tensor | None = ...,
+    dt_bias: Tensor | None = ...,
+    lower_bound: float | None = ...,
+    scale: float | None = ...,
+    initial_state: State | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    chunk_size: int | None = ...,
+    backend: str | None = ...,
+    kernel: str | None = ...,
+    context_parallel: Group | None = ...,
+    state_indices: Tensor | None = ...,
+    states_every: int,
+) -> tuple[Tensor, State, State]: ...
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -92,7 +122,8 @@ def delta_rule(
     kernel: str | None = None,
     context_parallel: Group | None = None,
     state_indices: Tensor | None = None,
-) -> Tensor | tuple[Tensor, State]:
+    states_every: int | None = None,
+) -> Tensor | tuple[Tensor, State] | tuple[Tensor, State, State]:
     """Compute the gated delta rule over whole sequences.
 
     For every head and step t, with the read key r_t = k_t:
@@ -131,6 +162,7 @@ def delta_rule(
         kernel: the name of one of the backend's kernels; None chooses it.
         context_parallel: the processes that share the steps of all sequences, as in :func:`tfla.mlstm`.
         state_indices: (sequences,) int32 or int64: the states are these rows of a pool, see :func:`tfla.mlstm`.
+        states_every: also return the states after every so many steps, see :func:`tfla.mlstm`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
@@ -141,6 +173,15 @@ def delta_rule(
     All tensors may be DTensors that are sharded over B or the heads, A_log and dt_bias over the heads; results are then
     sharded like v.
     """
+    if states_every is not None:
+        return with_states_every(
+            delta_rule, {"q": q, "k": k, "v": v, "beta": beta, "log_f": log_f, "read_key": read_key}, states_every,
+            initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
+            context_parallel=context_parallel, state_indices=state_indices, read_before_decay=read_before_decay,
+            normalize_qk=normalize_qk, beta_activation=beta_activation, gate_activation=gate_activation, A_log=A_log,
+            dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, chunk_size=chunk_size, backend=backend,
+            kernel=kernel,
+        )  # fmt: skip
     request = DeltaRequest(
         q, k, v, beta, log_f, read_key, A_log, dt_bias, initial_state, cu_seqlens, True, read_before_decay,
         normalize_qk, beta_activation, gate_activation, lower_bound, return_state, checks.check_scale(scale),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import Accept, Projection, SequenceMixer, Sharding, input_std, local, output_std
+from tfla.nn.mixer_state import StatesEvery
 from tfla.nn.mixers.attend import attend, attend_alone, attend_masked, attend_packed
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.gather_steps import gather_steps, own_steps
@@ -122,6 +123,7 @@ class Attention(SequenceMixer):
         document_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
+        states_every: StatesEvery | None = None,
     ) -> tuple[Tensor, KeyValues | None]:
         """Run :meth:`SequenceMixer.forward`.
 
@@ -159,6 +161,10 @@ class Attention(SequenceMixer):
         else:
             h = attend_packed(q, k, v, cu_seqlens, self.window, sinks)
         y = self.out_proj(h.flatten(-2))
+        if states_every is not None:
+            for end in states_every.ends(x.shape[1]):
+                seen = first if first is None or first.shape[1] == 1 else first[:, :end]
+                states_every.states.append(self._new_state(k[:, : past + end], v[:, : past + end], seen))
         if not return_state:
             return y, None
         return y, self._new_state(k, v, first) if cu_seqlens is None else self._packed_state(k, v, cu_seqlens)

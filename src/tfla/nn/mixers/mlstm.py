@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,9 +24,11 @@ from tfla.nn.layers import (
     recomputed,
     reset_forget_gate,
 )
+from tfla.nn.mixer_state import StatesEvery
 from tfla.ops.api import mlstm
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
+from tfla.ops.states_every import unstacked
 from tfla.ops.steps import mlstm_step, mlstm_steps
 
 
@@ -78,6 +80,7 @@ class MLSTM(SequenceMixer):
         document_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
+        states_every: StatesEvery | None = None,
     ) -> tuple[Tensor, State | None]:
         """Run :meth:`SequenceMixer.forward`; with cu_seqlens, a state has a row per packed sequence."""
         q, k, v, i, f = self._inputs(x)
@@ -91,15 +94,24 @@ class MLSTM(SequenceMixer):
             "backend": self.backend,
             "context_parallel": self.context_parallel,
         }
+        if states_every is not None:
+            options["states_every"] = states_every.every
         if self.batch_invariant:
             del options["context_parallel"]
             tensors = {"q": q, "k": k, "v": v, "i": i, "f": f}
-            h, new = batch_invariance.sequence_by_sequence(mlstm, tensors, **options)
+            h, new, *between = batch_invariance.sequence_by_sequence(mlstm, tensors, **options)
+            self._append(states_every, between)
             return self._output(x, h), new if return_state else None
         if not return_state:
             return self._output(x, mlstm(q, k, v, i, f, **options)), None
-        h, new = mlstm(q, k, v, i, f, return_state=True, **options)
+        h, new, *between = mlstm(q, k, v, i, f, return_state=True, **options)
+        self._append(states_every, between)
         return self._output(x, h), new
+
+    def _append(self, states_every: StatesEvery | None, between: Sequence[State]) -> None:
+        """Append the states in between, (B, T // n, ...), to those that were requested."""
+        if states_every is not None:
+            states_every.states += unstacked(between[0])
 
     def step(self, x: Tensor, state: State, in_place: bool = False) -> tuple[Tensor, State]:
         """Run :meth:`SequenceMixer.step`."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tfla.backends.delta import BetaActivation
 from tfla.nn import batch_invariance
 from tfla.nn.layers import CLOSED_GATE
-from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.context import ContextPart
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.short_convolution import ShortConvolution
@@ -22,6 +22,7 @@ from tfla.ops.delta import delta_rule
 from tfla.ops.delta_activations import log_gate
 from tfla.ops.delta_steps import delta_rule_step
 from tfla.ops.state import State
+from tfla.ops.states_every import unstacked
 from tfla.ops.steps import linear_attention_step
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class SequencePass(Pass):
         document_start: Tensor | None,
         cu_seqlens: Tensor | None,
         return_state: bool,
+        states_every: StatesEvery | None = None,
     ) -> None:
         group = mixer.context_parallel
         self.part = None if group is None else ContextPart(group)
@@ -96,6 +98,11 @@ class SequencePass(Pass):
         }
         if group is not None:
             self.options["context_parallel"] = group
+        self.ends: Sequence[int] = () if states_every is None else states_every.ends(x.shape[1])
+        if states_every is not None:
+            self.options["states_every"] = states_every.every
+        self.between: list[State] = []
+        self.convolution_between: list[tuple[Tensor, ...]] = []
         self.recurrence: State | None = None
         self.convolution: tuple[Tensor, ...] = ()
 
@@ -107,6 +114,10 @@ class SequencePass(Pass):
         triples = list(zip(convolutions, inputs, before, strict=True))
         if self.return_state:
             self.convolution = tuple(conv.last_inputs(x, old, self.documents) for conv, x, old in triples)
+        for end in self.ends:
+            documents = self._until(end)
+            kept = [conv.last_inputs(x[:, :end], old, documents) for conv, x, old in triples]
+            self.convolution_between.append(tuple(kept))
         return tuple(conv(x, old, self.documents) for conv, x, old in triples)
 
     def position(self) -> Tensor:
@@ -158,6 +169,21 @@ class SequencePass(Pass):
             position = self.documents.length(None if self.state is None else self.state.position, self.batch)
         return MixerState(self.recurrence, self.convolution, position)
 
+    def states_between(self) -> list[MixerState]:
+        """Return the states that were requested."""
+        found = []
+        before = None if self.state is None else self.state.position
+        for j, end in enumerate(self.ends):
+            position = self._until(end).length(before, self.batch) if self.mixer.has_position else None
+            convolution = self.convolution_between[j] if self.convolution_between else ()
+            found.append(MixerState(self.between[j], convolution, position))
+        return found
+
+    def _until(self, end: int) -> Documents:
+        """Return the documents of the first tokens of a call that is not packed."""
+        token, starts = self.documents.token[None, :end], self.documents.document_start
+        return Documents(token, None if starts is None else starts[:, :end], None)
+
     def _halos(
         self, part: ContextPart, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]
     ) -> Sequence[Tensor]:
@@ -179,10 +205,13 @@ class SequencePass(Pass):
         """Return h of an operator and keep the state."""
         h: Tensor
         if self.mixer.batch_invariant:
-            h, self.recurrence = batch_invariance.sequence_by_sequence(operator, tensors, **self.options, **options)
-            return h
-        found = operator(**tensors, return_state=self.return_state, **self.options, **options)
-        h, self.recurrence = found if self.return_state else (found, None)
+            found = batch_invariance.sequence_by_sequence(operator, tensors, **self.options, **options)
+        elif self.return_state:
+            found = operator(**tensors, return_state=True, **self.options, **options)
+        else:
+            found = operator(**tensors, **self.options, **options), None
+        h, self.recurrence, *between = found
+        self.between = [each for states in between for each in unstacked(states)]
         return h
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import Accept, Projection, SequenceMixer, Sharding, input_std, output_std
-from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.passes import Pass, SequencePass, StepPass
 from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.nn.mixers.steps_pass import StepsPass
@@ -71,11 +71,15 @@ class RecurrentMixer(SequenceMixer):
         document_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
+        states_every: StatesEvery | None = None,
     ) -> tuple[Tensor, MixerState | None]:
         """Run :meth:`SequenceMixer.forward`; with cu_seqlens, a state has a row per packed sequence."""
         self._check_state(state)
-        run = SequencePass(self, x, state, document_start, cu_seqlens, return_state)
-        return self.mix(x, run), run.new_state()
+        run = SequencePass(self, x, state, document_start, cu_seqlens, return_state, states_every)
+        mixed = self.mix(x, run)
+        if states_every is not None:
+            states_every.states += run.states_between()
+        return mixed, run.new_state()
 
     def step(self, x: Tensor, state: MixerState, in_place: bool = False) -> tuple[Tensor, MixerState]:
         """Run :meth:`SequenceMixer.step`."""

@@ -1,0 +1,178 @@
+"""The states after every n steps of a call over whole sequences, for caches of prefixes.
+
+The steps are computed in parts that end where a state is wanted, each by a call that starts from the state after the
+one before. So every step is computed once, by the kernels of all backends, and a state has the bits of a call that
+stops there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla.backends.base import packed_bounds
+from tfla.ops import checks
+from tfla.ops.state import State
+from tfla.ops.state_pool import read_rows
+from tfla.ops.transforms import PLAIN
+
+Found = tuple[Tensor, State, State]
+Tensors = Mapping[str, Tensor | None]
+
+
+def with_states_every(
+    operator: Callable[..., Any],
+    tensors: Tensors,
+    every: int,
+    *,
+    initial_state: State | None,
+    return_state: bool,
+    cu_seqlens: Tensor | None,
+    context_parallel: object,
+    state_indices: Tensor | None,
+    **options: Any,
+) -> Found:
+    """Compute h, the final states, and the states after every n steps.
+
+    Args:
+        operator: the operator over whole sequences.
+        tensors: its tensors (B, T, ...) by name, those that are None too.
+        every: n.
+        initial_state, return_state, cu_seqlens, context_parallel, state_indices: the operator's own.
+        options: its other options.
+
+    Returns:
+        h, the final states, and states with two dimensions of the batch, (B, T // n, H, ...). Of packed sequences the
+        one after step (j + 1) n of sequence s is in [0, cu_seqlens[s] // n + j], and rows of none are zero.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"states_every: got {type(every).__name__}, expected None or an int")
+    if every < 1:
+        raise ValueError(f"states_every: got {every}, expected at least 1")
+    if return_state is not True:
+        raise ValueError(f"states_every: got {every} with return_state {return_state!r}, expected return_state=True")
+    if context_parallel is not None:
+        raise ValueError("states_every: got it with context_parallel, expected at most one of them")
+    q, v = tensors["q"], tensors["v"]
+    for name, x in (("q", q), ("v", v)):
+        checks.check_float(name, x)
+        if type(x) not in PLAIN or x is None:
+            raise TypeError(f"states_every: got it with {name} of type {type(x).__name__}, expected plain tensors")
+    assert q is not None
+    checks.check_shape("q", q, ("B", "T", "H", "dqk"))
+    run = _Run(operator, tensors, q.shape[1], state_indices, options)
+    if cu_seqlens is None:
+        return run.dense(every, initial_state)
+    checks.check_cu_seqlens(cu_seqlens, q)
+    return run.packed(every, initial_state, cu_seqlens)
+
+
+def unstacked(states: State) -> list[State]:
+    """Return states (B, S, ...) of a dense batch as S copies (B, ...)."""
+
+    def one(j: int) -> State:
+        return State(*(None if t is None else t[:, j].clone() for t in states))  # type: ignore[arg-type]
+
+    return [one(j) for j in range(states.C.shape[1])]
+
+
+class _Run:
+    """A call in parts.
+
+    Args:
+        operator, tensors, state_indices, options: as :func:`with_states_every` has them.
+        T: the number of steps.
+    """
+
+    def __init__(
+        self, operator: Callable[..., Any], tensors: Tensors, T: int, state_indices: Tensor | None,
+        options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.operator, self.tensors, self.T, self.options = operator, tensors, T, options
+        self.state_indices = state_indices
+
+    def part(self, steps: slice | Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
+        """Compute some steps; tensors that have no dimension of steps are errors of the operator."""
+
+        def own(t: Tensor | None) -> Tensor | None:
+            fits = isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] == self.T
+            return t[:, steps] if fits and isinstance(t, Tensor) else t
+
+        tensors = {name: own(t) for name, t in self.tensors.items()}
+        found: tuple[Tensor, State] = self.operator(
+            **tensors, initial_state=state, return_state=True, cu_seqlens=cu_seqlens,
+            state_indices=self.state_indices, **self.options,
+        )  # fmt: skip
+        return found
+
+    def copied(self, state: State) -> State:
+        """Return the states of the sequences, out of their pool where there is one."""
+        return state if self.state_indices is None else read_rows(state, self.state_indices)
+
+    def dense(self, every: int, state: State | None) -> Found:
+        """Compute the sequences of a dense batch."""
+        hs, states = [], []
+        for start in range(0, max(self.T, 1), every):
+            h, state = self.part(slice(start, start + every), state, None)
+            hs.append(h)
+            if start + every <= self.T:
+                states.append(self.copied(state))
+        assert state is not None
+        like = self.copied(state)
+
+        def stacked(field: int) -> Tensor | None:
+            one = like[field]
+            if one is None:
+                return None
+            return torch.stack([s[field] for s in states], 1) if states else one.new_empty(len(one), 0, *one.shape[1:])  # type: ignore[misc]
+
+        return torch.cat(hs, 1), state, State(*map(stacked, range(3)))  # type: ignore[arg-type]
+
+    def packed(self, every: int, state: State | None, cu_seqlens: Tensor) -> Found:
+        """Compute packed sequences, of which each part has the next n steps; the offsets are read on the host."""
+        bounds = list(itertools.pairwise(packed_bounds(cu_seqlens, self.T)))
+        device = cu_seqlens.device
+        hs: list[Tensor] = []
+        taken: list[int] = []
+        rows: list[int] = []
+        found: list[State] = []
+        for start in range(0, max([b - a for a, b in bounds], default=0) or 1, every):
+            spans = [(min(a + start, b), min(a + start + every, b)) for a, b in bounds]
+            steps = [t for a, b in spans for t in range(a, b)]
+            offsets = torch.tensor([0, *itertools.accumulate(b - a for a, b in spans)], device=device)
+            index = torch.tensor(steps, dtype=torch.int64, device=self._device())
+            h, state = self.part(index, state, offsets.to(cu_seqlens.dtype))
+            hs.append(h)
+            taken += steps
+            ended = [s for s, (a, b) in enumerate(spans) if b - a == every]
+            rows += [bounds[s][0] // every + start // every for s in ended]
+            found.append(_rows(self.copied(state), ended))
+        assert state is not None
+        back = torch.tensor(taken, dtype=torch.int64, device=self._device()).argsort()
+        target = torch.tensor(rows, dtype=torch.int64, device=self._device())
+
+        def placed(field: int) -> Tensor | None:
+            if found[0][field] is None:
+                return None
+            each = torch.cat([s[field] for s in found])  # type: ignore[misc]
+            return each.new_zeros(self.T // every, *each.shape[1:]).index_copy(0, target, each)[None]
+
+        return torch.cat(hs, 1)[:, back], state, State(*map(placed, range(3)))  # type: ignore[arg-type]
+
+    def _device(self) -> torch.device:
+        """Return the device of the tensors."""
+        q = self.tensors["q"]
+        assert q is not None
+        return q.device
+
+
+def _rows(state: State, rows: list[int]) -> State:
+    """Return the states of some sequences."""
+    return State(*(None if t is None else t[rows] for t in state))  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""`states_every`: the states after every n steps, with the bits of a call that stops there, from one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tfla
+from tfla.backends.gpu.runtime import INTERPRETED
+
+H, K, V = 2, 16, 8
+
+
+def problem(B: int, T: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(B * 1000 + T)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(B, T, H, *shape, generator=g, dtype=torch.float64).to(dtype)
+
+    return {"q": random(K), "k": random(K), "v": random(V), "i": random(), "f": random() + 2, "channels": random(K)}
+
+
+def mlstm(x: dict[str, Tensor], **options: Any) -> Any:
+    return tfla.mlstm(x["q"], x["k"], x["v"], x["i"], x["f"], **options)
+
+
+def mlstm_sig(x: dict[str, Tensor], **options: Any) -> Any:
+    return mlstm(x, input_gate="sigmoid", **options)
+
+
+def linear_attention(x: dict[str, Tensor], **options: Any) -> Any:
+    return tfla.linear_attention(x["q"], x["k"], x["v"], -x["f"].abs(), **options)
+
+
+def gla(x: dict[str, Tensor], **options: Any) -> Any:
+    return tfla.linear_attention(x["q"], x["k"], x["v"], -x["channels"].abs(), x["i"], **options)
+
+
+def delta_rule(x: dict[str, Tensor], **options: Any) -> Any:
+    more = {"normalize_qk": True, "beta_activation": "sigmoid", "gate_activation": "softplus"}
+    A_log, dt_bias = torch.zeros(H), torch.ones(H)
+    return tfla.delta_rule(x["q"], x["k"], x["v"], x["i"], x["f"], A_log=A_log, dt_bias=dt_bias, **more, **options)
+
+
+CALLS: list[Callable[..., Any]] = [mlstm, mlstm_sig, linear_attention, gla, delta_rule]
+each_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+
+
+def cut(x: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    return {name: t[:, start:stop] for name, t in x.items()}
+
+
+def check(found: Tensor | None, expected: Tensor | None) -> None:
+    assert (found is None) == (expected is None)
+    assert found is None or expected is None or torch.equal(found, expected)
+
+
+def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert (found - expected).norm() <= (1e-11 if dtype == torch.float64 else 1e-5) * expected.norm()
+
+
+@each_call
+@pytest.mark.parametrize("backend", ["reference", "chunkwise"])
+@settings(max_examples=6, deadline=None)
+@given(T=st.integers(1, 150), every=st.integers(1, 160), carried=st.booleans())
+def test_states_are_those_of_calls_that_stop_there(
+    call: Callable[..., Any], backend: str, T: int, every: int, carried: bool
+) -> None:
+    x, dtype = problem(2, T, torch.float64), torch.float64
+    start = call(problem(2, 9, dtype), return_state=True)[1] if carried else None
+    options = {"initial_state": start, "return_state": True, "backend": backend}
+    h, last, states = call(x, states_every=every, **options)
+    whole, final = call(x, **options)
+    close(h, whole, dtype)
+    close(last.C, final.C, dtype)
+    assert states.C.shape == (2, T // every, H, K, V)
+    for j in range(T // every):
+        _, stopped = call(cut(x, 0, (j + 1) * every), states_every=every, **options)[:2]
+        for name in ("C", "n", "m"):
+            own = getattr(states, name)
+            check(None if own is None else own[:, j], getattr(stopped, name))
+        _, direct = call(cut(x, 0, (j + 1) * every), **options)
+        exact = (
+            states.C[:, j] if states.m is None else states.C[:, j] * (states.m[:, j] - direct.m)[..., None, None].exp()
+        )
+        close(exact, direct.C, dtype)
+
+
+@each_call
+@settings(max_examples=6, deadline=None)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=5), every=st.integers(1, 30))
+def test_packed_sequences(call: Callable[..., Any], lengths: list[int], every: int) -> None:
+    lengths = [*lengths, 3]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    x = problem(1, sum(lengths), torch.float64)
+    h, last, states = call(x, cu_seqlens=offsets, return_state=True, states_every=every)
+    whole, final = call(x, cu_seqlens=offsets, return_state=True)
+    close(h, whole, torch.float64)
+    close(last.C, final.C, torch.float64)
+    assert states.C.shape == (1, sum(lengths) // every, H, K, V)
+    rows = set()
+    for s, length in enumerate(lengths):
+        a = int(offsets[s])
+        own = call(cut(x, a, a + length), return_state=True, states_every=every)[2] if length else None
+        for j in range(length // every):
+            rows.add(a // every + j)
+            assert own is not None
+            close(states.C[0, a // every + j], own.C[0, j], torch.float64)
+    assert not any(states.C[0, row].any() for row in set(range(sum(lengths) // every)) - rows)
+
+
+@each_call
+def test_rows_of_a_pool(call: Callable[..., Any]) -> None:
+    x = problem(2, 23, torch.float32)
+    start = call(problem(4, 5, torch.float32), return_state=True)[1]
+    pool, rows = start.clone(), torch.tensor([2, -1])
+    h, last, states = call(x, initial_state=pool, state_indices=rows, return_state=True, states_every=10)
+    zero = start.gather([2, 0])
+    zero.reset([1])
+    expected_h, expected_last, expected = call(x, initial_state=zero, return_state=True, states_every=10)
+    assert last is pool
+    check(h[0], expected_h[0])
+    check(states.C[0], expected.C[0])
+    check(pool.C[2], expected_last.C[0])
+    check(pool.C[[0, 1, 3]], start.C[[0, 1, 3]])
+
+
+def test_gradients_reach_the_states() -> None:
+    x = {name: t.requires_grad_() for name, t in problem(1, 12, torch.float64).items()}
+
+    def values(*tensors: Tensor) -> tuple[Tensor, ...]:
+        own = dict(zip("qkvif", tensors, strict=True))
+        h, last, states = mlstm_sig(own, return_state=True, states_every=5)  # m of mLSTMexp carries no gradient
+        return h, last.C, states.C
+
+    assert torch.autograd.gradcheck(values, [x[name] for name in "qkvif"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"states_every": 0}, ValueError, "states_every: got 0, expected at least 1"),
+        ({"states_every": True}, TypeError, "states_every: got bool, expected None or an int"),
+        ({"states_every": 4, "return_state": False}, ValueError, "states_every: got 4 with return_state False"),
+        ({"states_every": 4, "context_parallel": object()}, ValueError, "states_every: got it with context_parallel"),
+        ({"states_every": 4, "backend": "other"}, ValueError, "backend: "),
+    ],
+)
+def test_errors(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    for call in CALLS:
+        with pytest.raises(error, match=words):
+            call(problem(1, 9, torch.float32), **{"return_state": True} | options)
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@each_call
+def test_kernels_of_triton(call: Callable[..., Any]) -> None:
+    x = problem(1, 140, torch.float32)
+    h, last, states = call(x, return_state=True, states_every=64, backend="triton")
+    expected_h, expected_last, expected = call(
+        {name: t.double() for name, t in x.items()}, return_state=True, states_every=64, backend="reference"
+    )
+    assert (h - expected_h).norm() <= 1e-3 * expected_h.norm()
+    for own, ref in ((last, expected_last), (states, expected)):
+        weight = 1.0 if own.m is None else (own.m - ref.m)[..., None, None].exp()
+        assert (own.C * weight - ref.C).norm() <= 1e-3 * ref.C.norm()
