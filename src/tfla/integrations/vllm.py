@@ -1,0 +1,153 @@
+"""The operators for a server's batch of prefills and decoding steps, with the metadata of vLLM's recurrent layers.
+
+vLLM gives a recurrent layer the tokens of all requests in a row, (tokens, heads, dim): first one token of each request
+that decodes, then the prompts or parts of prompts. Its metadata says where sequences begin, which row of the pool has
+the state of each, and which of the prompts go on from a state. A layer of a plug-in is then one call here. vLLM itself
+is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import tfla
+from tfla.ops.state import State
+from tfla.ops.state_pool import read_rows, write_rows
+
+__all__ = ["BatchMetadata", "delta_rule", "linear_attention", "mlstm"]
+
+
+class BatchMetadata(Protocol):
+    """What is read of vLLM's metadata of a batch; the sequences that decode come first."""
+
+    @property
+    def num_decodes(self) -> int:
+        """The number of sequences of one token, which are decoding steps."""
+
+    @property
+    def num_prefills(self) -> int:
+        """The number of the other sequences, which may have any number of tokens."""
+
+    @property
+    def query_start_loc(self) -> Tensor:
+        """(num_decodes + num_prefills + 1,) int, the offsets of all sequences."""
+
+    @property
+    def state_indices_tensor(self) -> Tensor:
+        """(num_decodes + num_prefills,) int, the rows of the pool; -1 is padding."""
+
+    @property
+    def has_initial_states(self) -> Tensor | None:
+        """(num_prefills,) bool, whether a prefill goes on from the state in its row; None is from zero."""
+
+
+def mlstm(
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, pool: State, metadata: BatchMetadata, **options: Any
+) -> Tensor:
+    """Compute :func:`tfla.mlstm` for the prefills of a batch and :func:`tfla.mlstm_step` for its decoding steps.
+
+    Args:
+        q, k: (tokens, Hq, dqk).
+        v: (tokens, H, dhv).
+        i, f: (tokens, H), pre-activations.
+        pool: the states, with a row for each request; the rows of the batch are overwritten.
+        metadata: the batch. Tokens after those that it describes are padding, whose outputs are zero.
+        options: input_gate and scale, as the operators take them.
+
+    Returns:
+        h (tokens, H, dhv) in v's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    return _compute(tfla.mlstm, tfla.mlstm_step, {"q": q, "k": k, "v": v, "i": i, "f": f}, pool, metadata, options)
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, pool: State, metadata: BatchMetadata, log_i: Tensor | None = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """Compute :func:`tfla.linear_attention` and its step, as :func:`mlstm` does.
+
+    Args:
+        q, k, v, pool, metadata: as in :func:`mlstm`.
+        log_f: (tokens, H) or (tokens, H, dqk), log-gates.
+        log_i: (tokens, H), log-gates; None is 0.
+        options: normalize and scale.
+
+    Returns:
+        h (tokens, H, dhv) in v's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    tensors = {"q": q, "k": k, "v": v, "log_f": log_f, "log_i": log_i}
+    return _compute(tfla.linear_attention, tfla.linear_attention_step, tensors, pool, metadata, options)
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, pool: State, metadata: BatchMetadata,
+    log_f: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Compute :func:`tfla.delta_rule` and its step, as :func:`mlstm` does.
+
+    Args:
+        q, k, v, pool, metadata: as in :func:`mlstm`.
+        beta: (tokens, H), write strengths; None is 1.
+        log_f: (tokens, H) or (tokens, H, dqk), log-gates; None is no decay.
+        options: normalize_qk, scale, and the activations with their parameters.
+
+    Returns:
+        h (tokens, H, dhv) in v's dtype.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    tensors = {"q": q, "k": k, "v": v, "beta": beta, "log_f": log_f}
+    return _compute(tfla.delta_rule, tfla.delta_rule_step, tensors, pool, metadata, options)
+
+
+@torch.no_grad()
+def _compute(
+    operator: Callable[..., Any], step: Callable[..., Any], tensors: Mapping[str, Tensor | None], pool: State,
+    metadata: BatchMetadata, options: Mapping[str, Any],
+) -> Tensor:  # fmt: skip
+    """Compute the decoding steps in place in the pool, then the prefills."""
+    if not isinstance(pool, State):
+        raise TypeError(f"pool: got {type(pool).__name__}, expected tfla.State")
+    v = tensors["v"]
+    assert v is not None
+    decodes, prefills = metadata.num_decodes, metadata.num_prefills
+    indices, offsets = metadata.state_indices_tensor, metadata.query_start_loc
+    for name, x, length in (("state_indices_tensor", indices, 0), ("query_start_loc", offsets, 1)):
+        if x.shape[0] != decodes + prefills + length:
+            expected = f"({decodes + prefills + length},)"
+            raise ValueError(f"metadata.{name}: got shape {tuple(x.shape)}, expected {expected} for its sequences")
+    h = v.new_zeros(v.shape)
+    if decodes:
+        own = {name: None if t is None else t[:decodes] for name, t in tensors.items()}
+        h[:decodes] = step(**own, state=pool, state_indices=indices[:decodes], **options)[0]
+    if prefills:
+        # The host knows how many tokens there are only where the batch is not padded: padding is a sequence of its own.
+        starts = offsets[decodes:] - decodes
+        rest = starts.new_full((1,), v.shape[0] - decodes)
+        own = {name: None if t is None else t[None, decodes:] for name, t in tensors.items()}
+        rows = indices[decodes:]
+        given = metadata.has_initial_states
+        read = rows.new_full(rows.shape, -1) if given is None else torch.where(given, rows, -1)
+        padding = rows.new_full((1,), -1)
+        wide = torch.float64 if v.dtype == torch.float64 else torch.float32
+        before = read_rows(pool, torch.cat([read, padding]))
+        state = State(*(None if t is None else t.to(wide) for t in before))  # type: ignore[arg-type]
+        found, after = operator(
+            **own, initial_state=state, return_state=True, cu_seqlens=torch.cat([starts, rest]), **options
+        )
+        write_rows(pool, torch.cat([rows, padding]), after)
+        # Outputs of padding are zero, whatever its tokens hold.
+        token = torch.arange(found.shape[1], device=v.device)
+        h[decodes:] = torch.where((token < starts[-1])[:, None, None], found[0], 0)
+    return h

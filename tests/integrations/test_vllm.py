@@ -1,0 +1,114 @@
+"""Batches of prefills and decoding steps as vLLM describes them, beside each sequence alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tfla
+from tfla.integrations import vllm
+
+H, K, V, ROWS = 2, 8, 4, 12
+Call = Callable[..., Any]
+
+
+def mlstm(call: Call, x: dict[str, Tensor], *rest: Any, **options: Any) -> Any:
+    return call(x["q"], x["k"], x["v"], x["i"], x["f"], *rest, **options)
+
+
+def linear_attention(call: Call, x: dict[str, Tensor], *rest: Any, **options: Any) -> Any:
+    return call(x["q"], x["k"], x["v"], -x["f"].abs(), *rest, log_i=x["i"], **options)
+
+
+def gla(call: Call, x: dict[str, Tensor], *rest: Any, **options: Any) -> Any:
+    return call(x["q"], x["k"], x["v"], -x["channels"].abs(), *rest, **options)
+
+
+def delta_rule(call: Call, x: dict[str, Tensor], *rest: Any, **options: Any) -> Any:
+    return call(x["q"], x["k"], x["v"], x["i"].sigmoid(), *rest, log_f=-x["f"].abs(), normalize_qk=True, **options)
+
+
+FORMS: dict[str, tuple[Callable[..., Any], Call, Call]] = {
+    "mlstm": (mlstm, tfla.mlstm, vllm.mlstm),
+    "linear_attention": (linear_attention, tfla.linear_attention, vllm.linear_attention),
+    "gla": (gla, tfla.linear_attention, vllm.linear_attention),
+    "delta_rule": (delta_rule, tfla.delta_rule, vllm.delta_rule),
+}
+
+
+def problem(tokens: int, seed: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    dims = {"q": (K,), "k": (K,), "v": (V,), "i": (), "f": (), "channels": (K,)}
+    return {name: torch.randn(tokens, H, *d, generator=g, dtype=torch.float64) for name, d in dims.items()}
+
+
+def pool_of(form: str) -> tfla.State:
+    call, operator, _ = FORMS[form]
+    x = {name: t.unflatten(0, (ROWS, 5)) for name, t in problem(ROWS * 5, 1).items()}
+    state: tfla.State = call(operator, x, return_state=True)[1]
+    return state
+
+
+def metadata(decodes: int, lengths: list[int], rows: list[int], given: list[bool] | None) -> Any:
+    return SimpleNamespace(
+        num_decodes=decodes, num_prefills=len(lengths), state_indices_tensor=torch.tensor(rows, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *[1] * decodes, *lengths]).cumsum(0).to(torch.int32),
+        has_initial_states=None if given is None else torch.tensor(given, dtype=torch.bool),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=15, deadline=None)
+@given(
+    data=st.data(), decodes=st.integers(0, 4), lengths=st.lists(st.integers(1, 9), max_size=4), pad=st.integers(0, 3)
+)
+def test_each_sequence_is_as_alone(form: str, data: st.DataObject, decodes: int, lengths: list[int], pad: int) -> None:
+    call, operator, batched = FORMS[form]
+    count = decodes + len(lengths)
+    rows = data.draw(st.permutations(range(ROWS)))[:count]
+    given = data.draw(st.none() | st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    tokens = decodes + sum(lengths)
+    x, pool = problem(tokens + pad, 2), pool_of(form)
+    before = pool.clone()
+    h = call(batched, x, pool, metadata(decodes, lengths, rows, given))
+    start = 0
+    for s, length in enumerate([1] * decodes + lengths):
+        own = {name: t[None, start : start + length] for name, t in x.items()}
+        kept = s < decodes or (given is not None and given[s - decodes])
+        state = before.gather([rows[s]]) if kept else None
+        expected, after = call(operator, own, initial_state=state, return_state=True)
+        assert (h[start : start + length] - expected[0]).norm() <= 1e-10 * expected.norm() + 1e-14
+        ours = pool.gather([rows[s]])
+        weight = 1.0 if ours.m is None else (ours.m - after.m)[..., None, None].exp()
+        assert (ours.C * weight - after.C).norm() <= 1e-10 * after.C.norm()
+        start += length
+    assert not h[tokens:].any()
+    others = [row for row in range(ROWS) if row not in rows]
+    assert torch.equal(pool.C[others], before.C[others])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_changes_no_row(form: str) -> None:
+    call, _, batched = FORMS[form]
+    pool = pool_of(form)
+    before = pool.clone()
+    h = call(batched, problem(6, 3), pool, metadata(2, [3, 1], [-1, 4, -1, 7], None))
+    others = [row for row in range(ROWS) if row not in (4, 7)]
+    assert torch.equal(pool.C[others], before.C[others])
+    assert not torch.equal(pool.C[[4, 7]], before.C[[4, 7]])
+    assert not h[0].any()
+
+
+def test_errors() -> None:
+    x, pool = problem(3, 4), pool_of("mlstm")
+    with pytest.raises(TypeError, match="pool: got Tensor, expected"):
+        mlstm(vllm.mlstm, x, pool.C, metadata(3, [], [0, 1, 2], None))
+    with pytest.raises(ValueError, match=r"metadata.state_indices_tensor: got shape \(2,\), expected \(3,\)"):
+        mlstm(vllm.mlstm, x, pool, metadata(3, [], [0, 1], None))
