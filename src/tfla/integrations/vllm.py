@@ -22,7 +22,7 @@ __all__ = ["BatchMetadata", "delta_rule", "linear_attention", "mlstm"]
 
 
 class BatchMetadata(Protocol):
-    """What is read of vLLM's metadata of a batch; the sequences that decode come first."""
+    """The part of vLLM's metadata of a batch that is read; the sequences that decode come first."""
 
     @property
     def num_decodes(self) -> int:
