@@ -272,6 +272,11 @@ def _bad_layouts() -> dict[str, str]:
         "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
         "cp of its own": (own, mesh(("cp",), 4), {}),
         "tp of its own": (own, mesh(("tp",), 4), {}),
+        "attention again": (
+            make_model(torch.float32, "attention"),
+            mesh(("tp",), 4),
+            {"compile": "aot_eager", "activation_checkpointing": True},
+        ),
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
         "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
         "blocks": (model, mesh(("dp_shard",), 4), {"blocks": [nn.Linear(2, 2)]}),
@@ -306,6 +311,8 @@ EXPECTED = {
     "cp of its own": "ValueError mesh: got cp of size 4, expected 1 for GatedLinearAttention, which has no exchange of "
     "states between processes",
     "tp of its own": "ValueError mesh: got tp of size 4, expected 1 for GatedLinearAttention, whose heads are mixed",
+    "attention again": "ValueError activation_checkpointing: got it with compile and tp of size 4, expected at most "
+    "two of them for Attention: PyTorch cannot save what its compiled backward needs",
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
     "policy alone": "ValueError mixed_precision: got a policy, expected None for a mesh without data parallelism",
     "blocks": "ValueError blocks[0]: got Linear, expected a module within the model",

@@ -180,3 +180,23 @@ def test_runs_that_cannot_be_divided_are_named(
     model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257)
     with pytest.raises(UserError, match=message):
         _check_layout(make_config(tmp_path, "run", **changes), model, Ranks(size=4, sizes=sizes))
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "message"),
+    [
+        ({"num_kv_heads": 1}, {}, "parallel: mesh: got tp of size 2, expected a divisor of the 1 heads"),
+        (
+            {},
+            {"compile": True, "activation_checkpointing": True},
+            "parallel: activation_checkpointing: got it with comp",
+        ),
+    ],
+)
+def test_every_kind_of_layer_is_checked(
+    tmp_path: Path, fields: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    layers = ("gated_delta_net", "attention")
+    model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257, layers=layers, **fields)
+    with pytest.raises(UserError, match=message):
+        _check_layout(make_config(tmp_path, "run", **changes), model, Ranks(size=2, sizes={"tp": 2}))

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from tfla.nn import HeadNorm, LanguageModel, SequenceMixer, SwiGLU
 from tfla.nn.layers import Sharding, wrap_forward
+from tfla.nn.mixers import Attention
 from tfla.nn.validation import check_int
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -87,7 +88,7 @@ def parallelize(
             it, what was given and what is allowed. The model is as it was.
     """
     sizes = mesh_sizes(mesh)
-    check_model(model, sizes, tp_plan)
+    check_model(model, sizes, tp_plan, bool(compile) and activation_checkpointing)
     blocks = _blocks(model) if blocks is None else blocks
     _check_blocks(model, blocks)
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecisionPolicy):
@@ -183,8 +184,17 @@ def _modules(model: nn.Module, kind: type[Kind]) -> Iterator[Kind]:
     return (module for module in model.modules() if isinstance(module, kind))
 
 
-def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, ParallelStyle] | None = None) -> None:
-    """Raise unless a model can be distributed over dimensions of these sizes."""
+def check_model(
+    model: object, sizes: dict[str, int], tp_plan: dict[str, ParallelStyle] | None = None, recompiled: bool = False
+) -> None:
+    """Raise unless a model can be distributed over dimensions of these sizes.
+
+    Args:
+        model: the model.
+        sizes: the sizes of the mesh's dimensions by name.
+        tp_plan: as in :func:`parallelize`.
+        recompiled: whether its blocks are compiled, and computed again in the backward.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     if any(isinstance(p, DTensor) for p in model.parameters()):
@@ -209,6 +219,11 @@ def check_model(model: object, sizes: dict[str, int], tp_plan: dict[str, Paralle
         for heads in {mixer.num_heads, getattr(mixer, "num_kv_heads", mixer.num_heads)}:
             if heads % tp:
                 raise ValueError(f"mesh: got tp of size {tp}, expected a divisor of the {heads} heads")
+        if tp > 1 and recompiled and isinstance(mixer, Attention):
+            raise ValueError(
+                f"activation_checkpointing: got it with compile and tp of size {tp}, expected at most two of them for "
+                f"{kind}: PyTorch cannot save what its compiled backward needs"
+            )
         if cp > 1 and not hasattr(mixer, "context_parallel"):
             why = "which has no exchange of states between processes"
             raise ValueError(f"mesh: got cp of size {cp}, expected 1 for {kind}, {why}")
