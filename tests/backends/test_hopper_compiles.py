@@ -56,7 +56,7 @@ KERNELS = [
 SHARED = 232_448  # bytes of shared memory that a program can have
 SPILLED = 320  # bytes, mostly addresses in the 24 registers of the load and gate warps, and the ends of segments
 
-# Consumers of delta_h_kernel spill nothing; solve_blocks has 255 registers a thread, and one warp.
+# Consumers of delta_h_kernel spill nothing in the loop over tiles; solve_blocks has 255 registers a thread.
 DELTA_SPILLED = {"delta_h_kernel": 64, "solve_blocks": 96}
 
 

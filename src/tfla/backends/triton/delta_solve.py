@@ -24,6 +24,7 @@ from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_kernels import COLUMN, ROW, VECTORS, first_tile, locate_chunk
 from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.delta_kernels import solve_diagonal, solve_precision
+from tfla.backends.triton.scan_tiles import locate_tile
 
 if TYPE_CHECKING:
     from tfla.backends.triton.delta import DeltaContext
@@ -100,9 +101,8 @@ def solve_blocks(
     s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0), L, IS_VARLEN)
     if start < length:
         hx = h // GROUP
-        row = first * 0 if IS_VARLEN else s.to(tl.int64)
-        t0 = (first + start if IS_VARLEN else start).to(tl.int64)
-        steps = length - start
+        row, t0, steps = locate_tile(s, first, length, start, IS_VARLEN)
+        t0 = t0.to(tl.int64)
         K += row * kb + hx * kh + t0 * kt
         R += row * rb + hx * rh + t0 * rt
         beta += row * bb + h * bh + t0 * bt
