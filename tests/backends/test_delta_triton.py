@@ -48,6 +48,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no initial state": {"T": 65, "carried": False},
     "three heads share keys": {"T": 70, "Hq": 1, "H": 3, "B": 1},
     "unaligned head dims": {"T": 40, "K": 13, "V": 35},
+    "three blocks of channels": {"T": 66, "K": 70, "V": 20, "B": 1},
     "packed": {"lengths": (0, 30, 1, 70, 0), "Hq": 1},
     "checkpoints": {"T": 300, "B": 1, "H": 1, "Hq": 1},
 }

@@ -79,6 +79,17 @@ def _architecture(device: torch.device) -> int:
     return target.arch if target.backend == "cuda" else 80
 
 
+def ampere_mmas(device: torch.device) -> dict[str, str]:
+    """Return the options with which Triton compiles one kernel without wgmma on Hopper; elsewhere there are none.
+
+    ptxas 12.8 and 12.9 leave matrix descriptors of some kernels unset, mostly of those with many products in loops;
+    wgmma then reads shared memory at addresses that do not exist. The MMAs of Ampere have no descriptors. Triton's
+    own passes then see an Ampere GPU, and ptxas the one that is there. Unlike Triton's DISABLE_MMA_V3, which is a
+    variable of the process, an option of the launch does not touch what other threads compile.
+    """
+    return {"arch": "sm80"} if architecture(device) == 90 else {}
+
+
 def kernel_config(x: Inputs) -> KernelConfig:
     """Return the configuration of the fused scans for these inputs."""
     dqk, dhv = int(x.q.shape[3]), int(x.v.shape[3])

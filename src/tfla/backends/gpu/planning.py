@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -182,12 +182,13 @@ class PlanRecorder(LaunchRecorder):
         return made
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False, **constants: Any
-    ) -> None:
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False,
+        compilation: Mapping[str, str] | None = None, **constants: Any,
+    ) -> None:  # fmt: skip
         """Record a launch and compile its kernel, see :meth:`.LaunchRecorder.launch`."""
         compiled = None
         if not INTERPRETED:
-            options = {"enable_fp_fusion": True, "num_warps": num_warps}
+            options = {"enable_fp_fusion": True, "num_warps": num_warps, **(compilation or {})}
             compiled = kernel.run(*args, grid=grid, warmup=True, **options, **constants)
         count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
         read = tuple(-1 if x is None else self.numbers[id(x)] for x in args[:count])

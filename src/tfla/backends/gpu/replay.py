@@ -14,7 +14,7 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -211,8 +211,9 @@ class LaunchRecorder:
         return found
 
     def launch(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False, **constants: Any
-    ) -> None:
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, tunable: bool = False,
+        compilation: Mapping[str, str] | None = None, **constants: Any,
+    ) -> None:  # fmt: skip
         """Launch and record kernel[grid](*args, num_warps=num_warps, **constants).
 
         Args:
@@ -222,9 +223,10 @@ class LaunchRecorder:
             num_warps: warps of a program, unless the autotuner chooses them.
             tunable: whether the autotuner may choose the warps and the constant STAGES. The kernel then runs several
                 times, so it must not read what it writes.
+            compilation: further options of Triton for the compilation of this kernel.
             constants: the constexpr parameters, which are the last ones of the kernel.
         """
-        options = {"enable_fp_fusion": True}  # off by default from Triton 3.10 on
+        options = {"enable_fp_fusion": True, **(compilation or {})}  # fusion is off by default from Triton 3.10 on
         if tunable and os.environ.get(AUTOTUNE) == "1":
             chosen = {name: x for name, x in constants.items() if name != "STAGES"}
             run = functools.partial(autotuned(kernel, tuple(constants), constants["STAGES"])[grid], **options, **chosen)

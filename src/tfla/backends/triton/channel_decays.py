@@ -38,9 +38,9 @@ def add_sums(total, weights, x, PRECISION: tl.constexpr):
     """
     if PRECISION == "bf16x2":
         w = weights.to(tl.bfloat16)
-        high = x.to(tl.bfloat16)
-        low = (x - high.to(tl.float32)).to(tl.bfloat16)
-        return tl.dot(w, low, tl.dot(w, high, total))
+        # Rounded in integers: two numbers are converted by one instruction, and only where the result is not used again
+        high = ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+        return tl.dot(w, (x - high).to(tl.bfloat16), tl.dot(w, high.to(tl.bfloat16), total))
     else:
         return tl.dot(weights, x, total, input_precision=PRECISION)
 

@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfla.backends.gpu import reductions
+from tfla.backends.gpu.config import ampere_mmas, ceil_div
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_gradients import gate_gradient_of
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
 from tfla.backends.gpu.state_passing import rounded_product
-from tfla.backends.triton.ampere_mmas import ampere_mmas
 from tfla.backends.triton.channel_decays import (
-    add_sums,
     add_sums_after,
     add_sums_to,
     block_exponents,
@@ -59,7 +59,7 @@ def channel_gradients(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, LEVELS: tl.constexpr,
     LEVELED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one tile of one head, BK key channels at a time. The grid is (tiles * H).
+    """Compute the gradients of one tile of one head for BK key channels. The grid is (tiles * H, DK / BK).
 
     Args:
         Q, K, R, F, beta, cu, scale: as for `decay_operands`.
@@ -68,8 +68,9 @@ def channel_gradients(
         E: the prediction errors, or without CORRECT the values, (B, T, H, DV).
         states, cotangents: C before each tile and dC after it, (H, tiles, DV, DK).
         dQ, dK, dR: the gradients, (B, T, H, DK); dR is written with READ_KEY, else it is added to dK.
-        dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels, (B, T, H).
-        dbeta: the gradient of beta, (B, T, H) float32.
+        dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels of each program,
+            (B, T, H, DK / BK) float32.
+        dbeta: the sums over the channels of each program of the gradient of beta, (B, T, H, DK / BK) float32.
     """
     h = (tl.program_id(0) % H).to(tl.int64)
     s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0) // H, L, IS_VARLEN)
@@ -81,55 +82,99 @@ def channel_gradients(
         r = tl.arange(0, L)
         e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
         at = (t0 + r).to(tl.int64)[:, None]
-        to = (first + start + r) * H + h
-        b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
+        of_tile = (first + start) * H + h  # of results, which are dense: offsets inside a tile fit 32 bits
+        c = tl.program_id(1) * BK + tl.arange(0, BK)
         do_at = dO + row * gb + h * gh + at * gt
         e_at = E + row * eb + h * eh + at * et
-        dv_at = dV + to[:, None] * DV
-        # (1) What steps read of writes inside the tile, [reading step, writing step]
+        dv_at = dV + of_tile * DV + (r * H * DV)[:, None]
+        # (1) What steps read of writes inside the tile, [reading step, writing step], and the products with the state
+        # before the tile and the cotangent after it, (L, BK)
         weights_q = tl.zeros([L, L], tl.float32)
         weights_r = tl.zeros([L, L], tl.float32)
+        dq = tl.zeros([L, BK], tl.float32)
+        dr = tl.zeros([L, BK], tl.float32)
+        W = tl.zeros([L, BK], tl.float32)
+        across = tl.zeros([BK], tl.float32)
         for v0 in tl.range(0, DV, BV, num_stages=STAGES, disable_licm=True):
-            v = v0 + tl.arange(0, BV)[None, :]
-            held = (r < steps)[:, None] & (v < DV)
-            do = tl.load(do_at + v, held, 0.0)  # (L, BV)
-            error = tl.trans(tl.load(e_at + v, held, 0.0))  # (BV, L)
-            weights_q = tl.dot(do, error, weights_q, input_precision=PRECISION)
+            v = v0 + tl.arange(0, BV)
+            held = (r < steps)[:, None] & (v < DV)[None, :]
+            there = (v < DV)[:, None] & (c < DK)[None, :]
+            state_at = (tile * DV + v[:, None]) * DK + c[None, :]
+            do = tl.load(do_at + v[None, :], held, 0.0)  # (L, BV)
+            error = tl.load(e_at + v[None, :], held, 0.0)  # (L, BV)
+            C = tl.load(states + state_at, there, 0.0)  # (BV, BK)
+            dC = tl.load(cotangents + state_at, there, 0.0)  # (BV, BK)
+            weights_q = tl.dot(do, tl.trans(error), weights_q, input_precision=PRECISION)
+            dq = tl.dot(do, C, dq, input_precision=PRECISION)
+            W = tl.dot(error, dC, W, input_precision=PRECISION)
             if CORRECT:
-                dv = tl.load(dv_at + v, held, 0.0)  # (L, BV)
-                weights_r = tl.dot(dv, error, weights_r, input_precision=PRECISION)
+                dv = tl.load(dv_at + v[None, :], held, 0.0)  # (L, BV)
+                weights_r = tl.dot(dv, tl.trans(error), weights_r, input_precision=PRECISION)
+                dr = tl.dot(dv, C, dr, input_precision=PRECISION)
+            across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
         # The diagonal: what a step reads of its own write. No gate lies between, so it is kept apart.
         own = tl.sum(tl.where(r[:, None] == r[None, :], weights_q * scale, 0.0), 1)[:, None]  # (L, 1)
         weights_q = tl.where(r[:, None] > r[None, :], weights_q * scale, 0.0).to(OPERAND)
         weights_r = tl.where(r[:, None] > r[None, :], -weights_r, 0.0).to(OPERAND)
+        # (2) The decays of pairs in one block, and those from the start of the tile and to its end
+        inside = (r < steps)[:, None] & (c < DK)[None, :]
+        f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
+        g = load_exponents(f_at, inside)  # (L, BK)
+        middle, shift, _top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
+        up = tl.exp2(middle)  # factors of reads in one block
+        down = tl.exp2(-middle)  # factors of writes
+        up_r = up
+        if CORRECT and READ_BEFORE:
+            if LEVELED:
+                up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
+            else:
+                up_r = tl.exp2(middle - g)
+        if LEVELED:
+            before = decay_to(g, r, SUMS)
+            before_r = before
+            if CORRECT and READ_BEFORE:
+                before_r = decay_to(g, e, SUMS)
+            after = decay_after(g, r, SUMS)
+            across *= tl.exp2(tl.sum(g, 0))
+        else:
+            halves = tl.exp2(tl.sum(tl.reshape(g, [2, L // 2, BK]), 1))  # (2, BK)
+            to_middle, from_middle = tl.split(tl.trans(halves))
+            before = up * to_middle[None, :]
+            before_r = up_r * to_middle[None, :]
+            after = down * from_middle[None, :]
+            across *= to_middle * from_middle
+        # (3) What the tile reads of the state before it and writes to the one after it. The gradient of a step's gates
+        # sums state_reads from the step on, and over the steps before it Z: what a step writes less what it reads of
+        # writes in the tile.
+        b = tl.load(beta + row * bb + h * bh + (t0 + r) * bt, r < steps, 0.0).to(tl.float32)[:, None]
+        q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
+        k = tl.load(k_at, inside, 0.0)  # (L, BK)
+        q = tl.load(q_at, inside, 0.0)  # (L, BK)
+        read = k  # read keys, (L, BK)
+        if READ_KEY:
+            read = tl.load(r_at, inside, 0.0)
+        dq *= before * scale
+        state_reads = q * dq
+        W *= after
+        Z = k * b * W
+        state_reads_r = tl.zeros([L, BK], tl.float32)  # with READ_BEFORE, what read keys read of the state
+        Z_before = tl.zeros([L, BK], tl.float32)  # with READ_BEFORE, what counts from the read on
+        if CORRECT:
+            dr *= -before_r
+            if READ_BEFORE:
+                state_reads_r = read * dr
+            else:
+                state_reads += read * dr
+        # (4) Pairs inside the tile add to dq, dr, W and Z
+        dq += own * k.to(tl.float32) * b
+        W += own * q.to(tl.float32)
         if CORRECT and READ_BEFORE:  # no gate lies between a step and what the step before it wrote either
             last = e[:, None] == r[None, :]
             previous = tl.where(last, weights_r, 0.0).to(OPERAND)
             weights_r = tl.where(last, 0.0, weights_r).to(OPERAND)
-        dbeta_sums = tl.zeros([L], tl.float32)
-        dF_sums = tl.zeros([L], tl.float32)
-        for c0 in tl.range(0, DK, BK, num_stages=1, disable_licm=True):
-            c = c0 + tl.arange(0, BK)
-            inside = (r < steps)[:, None] & (c < DK)[None, :]
-            q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
-            f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
-            # (2) Pairs inside the tile add to dq, dr and W, and to Z: what a step writes for reads in the tile, less
-            # what it reads of writes in it. The gradient of a step's gates sums Z over the steps before it.
-            g = load_exponents(f_at, inside)  # (L, BK)
-            k = tl.load(k_at, inside, 0.0)  # (L, BK)
-            q = tl.load(q_at, inside, 0.0)  # (L, BK)
-            read = k  # read keys, (L, BK)
-            if READ_KEY:
-                read = tl.load(r_at, inside, 0.0)
-            dr = tl.zeros([L, BK], tl.float32)
-            dq = own * k.to(tl.float32) * b
-            W = own * q.to(tl.float32)
-            Z = tl.zeros([L, BK], tl.float32)
-            Z_before = tl.zeros([L, BK], tl.float32)  # with READ_BEFORE what counts from the read on
-            if CORRECT and READ_BEFORE:
-                dr = tl.dot(previous, (k * b).to(OPERAND), input_precision=PRECISION)
-                W = tl.dot(tl.trans(previous), read.to(OPERAND), W, input_precision=PRECISION)
-            middle, shift, _top = block_exponents(g, r, BOUND, LEVELS, LEVELED, SUMS)
+            dr = tl.dot(previous, (k * b).to(OPERAND), dr, input_precision=PRECISION)
+            W = tl.dot(tl.trans(previous), read.to(OPERAND), W, input_precision=PRECISION)
+        if LEVELED:
             for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
                 factor = level_factors(g, r, level, LEVELS, SUMS)
                 odd = in_odd_block(r, level, L, LEVELS)[:, None]
@@ -157,94 +202,47 @@ def channel_gradients(
                         Z -= reads.to(tl.float32) * of_r
                 W += tl.where(odd, 0.0, of_k * factor)
                 Z += writes.to(tl.float32) * of_k
-            up = tl.exp2(middle)  # factors of reads in one block
-            down = tl.exp2(-middle)  # factors of writes
-            queries = (q * up).to(OPERAND)
-            writes = (k * b * down).to(OPERAND)
-            pairs = tl.where((r[:, None] >> shift) == (r[None, :] >> shift), weights_q, 0.0).to(OPERAND)
-            of_q = tl.dot(pairs, writes, input_precision=PRECISION)
-            of_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
-            dq += of_q * up
-            Z -= queries.to(tl.float32) * of_q
-            up_r = up
-            if CORRECT:
-                if READ_BEFORE and LEVELED:
-                    up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
-                elif READ_BEFORE:
-                    up_r = tl.exp2(middle - g)
-                reads = (read * up_r).to(OPERAND)
-                pairs = tl.where((e[:, None] >> shift) == (r[None, :] >> shift), weights_r, 0.0).to(OPERAND)
-                of_r = tl.dot(pairs, writes, input_precision=PRECISION)
-                of_k = tl.dot(tl.trans(pairs), reads, of_k, input_precision=PRECISION)
-                dr += of_r * up_r
-                if READ_BEFORE:
-                    Z_before -= reads.to(tl.float32) * of_r
-                else:
-                    Z -= reads.to(tl.float32) * of_r
-            W += of_k * down
-            Z += writes.to(tl.float32) * of_k
-            # (3) Products with the state before the tile and the cotangent after it
-            do_C = tl.zeros([L, BK], tl.float32)
-            dv_C = tl.zeros([L, BK], tl.float32)
-            E_dC = tl.zeros([L, BK], tl.float32)
-            across = tl.zeros([L, BK], tl.float32)
-            for v0 in tl.range(0, DV, BV, num_stages=STAGES, disable_licm=True):
-                v = v0 + tl.arange(0, BV)
-                held = (r < steps)[:, None] & (v < DV)[None, :]
-                there = (v < DV)[:, None] & (c < DK)[None, :]
-                state_at = (tile * DV + v[:, None]) * DK + c[None, :]
-                C = tl.load(states + state_at, there, 0.0)  # (BV, BK)
-                do = tl.load(do_at + v[None, :], held, 0.0)  # (L, BV)
-                do_C = tl.dot(do, C, do_C, input_precision=PRECISION)
-                if CORRECT:
-                    dv = tl.load(dv_at + v[None, :], held, 0.0)  # (L, BV)
-                    dv_C = tl.dot(dv, C, dv_C, input_precision=PRECISION)
-                dC = tl.load(cotangents + state_at, there, 0.0)  # (BV, BK)
-                error = tl.load(e_at + v[None, :], held, 0.0)  # (L, BV)
-                E_dC = tl.dot(error, dC, E_dC, input_precision=PRECISION)
-                across = add_sums(across, tl.full([L, BV], 1.0, tl.float32), C.to(tl.float32) * dC.to(tl.float32), SUMS)
-            # (4) What the tile reads of the state before it and writes to the one after it
-            up = decay_to(g, r, SUMS)
-            down = decay_after(g, r, SUMS)
-            up_r = up
-            if CORRECT and READ_BEFORE:
-                up_r = decay_to(g, e, SUMS)
-            do_C *= up * scale
-            dq += do_C
-            tl.store(dQ + to[:, None] * DK + c[None, :], dq.to(dQ.dtype.element_ty), inside)
-            state_reads = q * do_C
-            E_dC *= down
-            W += E_dC
-            Z += k * b * E_dC
-            dg = across * up * down
-            if CORRECT:
-                dv_C *= -up_r
-                dr += dv_C
-                if READ_BEFORE:
-                    dg = add_sums_after(dg, read * dv_C, r, SUMS)
-                    dg = add_sums_to(dg, Z_before, r, SUMS)
-                else:
-                    state_reads += read * dv_C
-            dg = add_sums_after(dg, state_reads, r - 1, SUMS)
-            dg = add_sums_to(dg, Z, r - 1, SUMS)
-            # (5) Results
-            place = to[:, None] * DK + c[None, :]
-            dk = b * W
-            if CORRECT:
-                if READ_KEY:
-                    tl.store(dR + place, dr.to(dR.dtype.element_ty), inside)
-                else:
-                    dk += dr
-            tl.store(dK + place, dk.to(dK.dtype.element_ty), inside)
-            dbeta_sums += tl.sum(rounded_product(k.to(tl.float32), W), 1)
-            dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)
-            if STEP_GATES:
-                dF_sums += tl.sum(tl.where(inside, dg, 0.0), 1)
+            weights_q = tl.where((r[:, None] >> shift) == (r[None, :] >> shift), weights_q, 0.0).to(OPERAND)
+            weights_r = tl.where((e[:, None] >> shift) == (r[None, :] >> shift), weights_r, 0.0).to(OPERAND)
+        queries = (q * up).to(OPERAND)
+        writes = (k * b * down).to(OPERAND)
+        of_q = tl.dot(weights_q, writes, input_precision=PRECISION)
+        dq += of_q * up
+        Z -= queries.to(tl.float32) * of_q
+        place = (r * H)[:, None] * DK + c[None, :]  # (L, BK)
+        tl.store(dQ + of_tile * DK + place, dq.to(dQ.dtype.element_ty), inside)
+        of_k = tl.dot(tl.trans(weights_q), queries, input_precision=PRECISION)
+        if CORRECT:
+            reads = (read * up_r).to(OPERAND)
+            of_r = tl.dot(weights_r, writes, input_precision=PRECISION)
+            of_k = tl.dot(tl.trans(weights_r), reads, of_k, input_precision=PRECISION)
+            dr += of_r * up_r
+            if READ_BEFORE:
+                Z_before -= reads.to(tl.float32) * of_r
             else:
-                tl.store(dF + place, dg.to(dF.dtype.element_ty), inside)
-        tl.store(dbeta + to, dbeta_sums, r < steps)
+                Z -= reads.to(tl.float32) * of_r
+            if READ_KEY:
+                tl.store(dR + of_tile * DK + place, dr.to(dR.dtype.element_ty), inside)
+        W += of_k * down
+        Z += writes.to(tl.float32) * of_k
+        # (5) Results
+        dk = b * W
+        if CORRECT and not READ_KEY:
+            dk += dr
+        tl.store(dK + of_tile * DK + place, dk.to(dK.dtype.element_ty), inside)
+        part = (of_tile + r * H) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(dbeta + part, tl.sum(rounded_product(k.to(tl.float32), W), 1), r < steps)
+        dg = tl.zeros([L, BK], tl.float32) + across[None, :]
+        if CORRECT and READ_BEFORE:
+            dg = add_sums_after(dg, state_reads_r, r, SUMS)
+            dg = add_sums_to(dg, Z_before, r, SUMS)
+        dg = add_sums_after(dg, state_reads, r - 1, SUMS)
+        dg = add_sums_to(dg, Z, r - 1, SUMS)
+        dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)
         if STEP_GATES:
-            tl.store(dF + to, dF_sums.to(dF.dtype.element_ty), r < steps)
+            tl.store(dF + part, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
+        else:
+            tl.store(dF + of_tile * DK + place, dg.to(dF.dtype.element_ty), inside)
 
 
 class Gradients(NamedTuple):
@@ -283,13 +281,21 @@ def launch(
         grads: The outputs.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.gradients
+    parts = ceil_div(base.K, tiles.split)
+    dbeta, log_f = grads.beta, grads.log_f  # with several programs for a tile, their sums over channels are added later
+    if parts > 1:
+        dbeta = base.new(base.B, base.T, base.H * parts, 1)
+        log_f = grads.log_f if x.channel_gates else base.new(base.B, base.T, base.H * parts, 1)
     for leveled in (False, True):
-        with ampere_mmas():
-            base.launch(channel_gradients, (base.tiles * base.H,),
-                x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
-                cotangents, grads.q, grads.k, grads.q if grads.read_key is None else grads.read_key, grads.log_f,
-                grads.beta, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H, base.group, *ctx.input_strides,
-                *time_strides(dh), *time_strides(E), DV=base.V, BK=tiles.split, BV=tiles.block,
-                STEP_GATES=not x.channel_gates, LEVELED=leveled, STAGES=tiles.stages, num_warps=tiles.num_warps,
-                **ctx.tile_constants,
-            )  # fmt: skip
+        base.launch(channel_gradients, (base.tiles * base.H, parts),
+            x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
+            cotangents, grads.q, grads.k, grads.q if grads.read_key is None else grads.read_key, log_f,
+            dbeta, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H, base.group, *ctx.input_strides,
+            *time_strides(dh), *time_strides(E), DV=base.V, BK=tiles.split, BV=tiles.block,
+            STEP_GATES=not x.channel_gates, LEVELED=leveled, STAGES=tiles.stages, num_warps=tiles.num_warps,
+            compilation=ampere_mmas(x.q.device), **ctx.tile_constants,
+        )  # fmt: skip
+    if dbeta is not grads.beta and x.beta is not None:
+        reductions.launch(base, dbeta, parts, grads.beta)
+    if log_f is not grads.log_f and x.log_f is not None:
+        reductions.launch(base, log_f, parts, grads.log_f)

@@ -36,7 +36,7 @@ class ChannelConfig:
     h: TileConfig  # of channel_h_scan: a program has `split` columns of dhv
     states: TileConfig  # of channel_h_scan without outputs
     dv: TileConfig  # of channel_dv_scan
-    gradients: TileConfig  # of channel_gradients: `split` key channels and `block` columns of dhv at a time
+    gradients: TileConfig  # of channel_gradients: `split` key channels of a program, `block` columns of dhv at a time
     descriptors: bool  # whether the scans use TMA descriptors, where strides allow them
 
 
@@ -60,7 +60,7 @@ def channel_config(dqk: int, dhv: int, correct: bool, arch: int) -> ChannelConfi
             h=tile(columns, columns, 8 if wide else 4, stages),
             states=tile(columns, columns, 4, 2),
             dv=tile(columns, columns, 8 if wide else 4, stages),
-            gradients=tile(min(K, 32), min(V, 64), 4, 1),
+            gradients=tile(min(K, 32), min(V, 64), 4, 2),
             descriptors=dqk % 8 == 0 and dhv % 8 == 0,
         )
     columns = min(V, 16 if wide else 32)

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tfla.backends.gpu.config import ampere_mmas
 from tfla.backends.gpu.gate_kernels import first_tile, locate_chunk
-from tfla.backends.triton.ampere_mmas import ampere_mmas
 from tfla.backends.triton.channel_decays import (
     block_exponents,
     decay_after,
@@ -180,12 +180,11 @@ def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
     decays = base.new(base.H, base.tiles, base.K)
     leveled = base.new(base.H, base.tiles, dtype=torch.int8)
     for leveled_tiles in (False, True):
-        with ampere_mmas():
-            base.launch(decay_operands, (base.tiles * base.H,),
-                x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k, P,
-                P if X is None else X, decays, leveled, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H,
-                base.group, *ctx.input_strides, SOLVE=solve, DOUBLINGS=3, BASE=8,
-                SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
-                num_warps=ctx.config.tiles.num_warps, BK=ctx.config.tiles.block,
-            )  # fmt: skip
+        base.launch(decay_operands, (base.tiles * base.H,),
+            x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k, P,
+            P if X is None else X, decays, leveled, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H,
+            base.group, *ctx.input_strides, SOLVE=solve, DOUBLINGS=3, BASE=8,
+            SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
+            num_warps=ctx.config.tiles.num_warps, BK=ctx.config.tiles.block, compilation=ampere_mmas(x.q.device),
+        )  # fmt: skip
     return Operands(q, r, k, P, X, decays, leveled)
