@@ -25,6 +25,7 @@ COMMANDS = {
     "export": Command(
         "tfla.integrations.transformers.export", "export_command", "train", "write a trained model for transformers"
     ),
+    "warmup": Command("tfla.train.warmup", "warmup", "train", "compile what a model needs before its first request"),
     "demo": Command("tfla.train.commands", "demo", "train", "train a small model on Python's own library, in minutes"),
     "experiment": Command(
         "tfla.paper.experiments.commands",

@@ -20,6 +20,7 @@ from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.model import Block, LanguageModel, ModelState, SwiGLU
 from tfla.nn.sequences import reverse_sequences
 from tfla.nn.stack import MLSTMStack, StackState
+from tfla.nn.warmup import Warmup, warmup
 
 __all__ = [
     "Attention",
@@ -44,6 +45,8 @@ __all__ = [
     "SequenceMixer",
     "StackState",
     "SwiGLU",
+    "Warmup",
     "generate",
     "reverse_sequences",
+    "warmup",
 ]

@@ -1,0 +1,56 @@
+"""The command `tfla warmup`, which fills the cache of compiled kernels that the processes of a server then load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+from tfla._util.device import pick_device
+from tfla._util.errors import UserError, one_line
+from tfla.nn import LanguageModel
+from tfla.nn import warmup as warm
+from tfla.train.checkpoint import find_model
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    """Compile what a model needs before the first request, and say how long it took."""
+
+    checkpoint: Path
+    """The folder of a run (its newest checkpoint), a checkpoint, or a model that save_pretrained wrote."""
+    prompts: tuple[int, ...] = (1, 1024)
+    """Numbers of tokens of prompts."""
+    batches: tuple[int, ...] = (1,)
+    """Numbers of sequences that decode together."""
+    states_every: int | None = None
+    """Tokens between the states that a cache of prefixes keeps; None is no such cache."""
+    capacity: int | None = None
+    """For models with attention, tokens for which caches have room."""
+    dtype: str = "bfloat16"
+    """Dtype of the weights on a GPU: bfloat16, float16 or float32."""
+    device: str = "auto"
+    """auto is the GPU if there is one."""
+
+
+def warmup(args: Sequence[str]) -> int:
+    """Run ``tfla warmup``."""
+    config = tyro.cli(WarmupConfig, args=args, prog="tfla warmup")
+    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if config.dtype not in dtypes:
+        raise UserError(f"dtype: got {config.dtype!r}, expected one of {', '.join(dtypes)}")
+    device = pick_device(config.device)
+    try:
+        dtype = dtypes[config.dtype] if torch.device(device).type == "cuda" else None
+        model = LanguageModel.from_pretrained(find_model(config.checkpoint), device, dtype, backend=None)
+        found = warm(
+            model, prompts=config.prompts, batches=config.batches, states_every=config.states_every,
+            capacity=config.capacity,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(one_line(error)) from error
+    print(found)
+    return 0
