@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from cases import INTERPRETED
 from jax_plans import forget_plans
 from jaxlib import gpu_triton
@@ -139,6 +141,26 @@ def test_calls_of_the_delta_rule(
     assert [told["name"] for told, _ in found][: len(names)] == names
     check_parameters(found, architecture)
     assert "dot_general" not in module
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_steps_keep_float64_where_x64_is_off(compiled: bool) -> None:
+    """Kernels read such tensors as float64, whatever JAX's flag says."""
+    wide = torch.empty(3, 1, dtype=torch.float64)
+    steps = (
+        *(planning.Allocate(n, (3, 1), torch.float64) for n in (1, 2)),
+        planning.Fill(1),
+        planning.Copy(2, 0),
+        planning.ScaledColumns(3, (1, 2), (2.0, -1.0)),
+        planning.Resize(4, 3, (4, 2)),
+    )
+    plan = launches.LoweredPlan(planning.Plan((True,), steps, (1, 2, 3, 4), dict.fromkeys(range(1, 5), wide)))
+    with jax.enable_x64(False):
+        given = jnp.array([[1.0], [2.0], [3.0]])
+        found = (jax.jit(plan) if compiled else plan)([given])
+        assert given.dtype == jnp.float32
+    assert [x.dtype for x in found] == [jnp.float64] * 4
+    assert np.array_equal(found[3], [[0, -1], [0, -2], [0, -3], [0, 0]])
 
 
 def test_a_descriptor_that_a_kernel_does_not_read_gets_no_tensor_of_the_call() -> None:

@@ -158,6 +158,11 @@ class LoweredPlan:
 
     def __call__(self, given: Sequence[Array | None]) -> list[Array]:
         """Emit the steps on the given arrays and return the results."""
+        with jax.enable_x64(True):  # else JAX makes float32 of the sums that kernels read as float64
+            return self._emit(given)
+
+    def _emit(self, given: Sequence[Array | None]) -> list[Array]:
+        """Emit the steps, with the dtypes that they name."""
         values: dict[int, Any] = dict(enumerate(given))
         axes = frozenset().union(*(varying_axes(x) for x in given if x is not None))
         for step, call in zip(self.plan.steps, self.calls, strict=True):
