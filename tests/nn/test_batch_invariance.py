@@ -113,6 +113,22 @@ def test_outputs_and_gradients_are_those_of_the_model_without_it(case: str, dtyp
         assert g is None or (g - e).norm() <= 1e-9 * e.norm() + 1e-14
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("carried", [False, True], ids=["start", "carried"])
+def test_empty_sequences_keep_their_states(case: str, carried: bool) -> None:
+    model, plain = (build(case, torch.float64, batch_invariant=b) for b in (True, False))
+    offsets = torch.tensor([0, 0, 5, 5, 12])
+    if "attention" in str(CASES[case]):  # it carries no state past packed sequences
+        expected = plain(tokens(1, 12), cu_seqlens=offsets)
+        assert (model(tokens(1, 12), cu_seqlens=offsets) - expected).norm() <= 1e-10 * expected.norm()
+        return
+    start = plain(tokens(4, 5), return_state=True)[1] if carried else None
+    results = [m(tokens(1, 12), start, cu_seqlens=offsets, return_state=True) for m in (model, plain)]
+    for found, wanted in zip(*map(leaves, results), strict=True):
+        assert found.shape == wanted.shape
+        assert (found - wanted).double().norm() <= 1e-10 * wanted.double().norm() + 1e-12
+
+
 def test_recording_gradients_changes_no_bit(case: str) -> None:
     model, ids = build(case), tokens(2, 70)
     with torch.no_grad():

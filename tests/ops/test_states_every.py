@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tfla
+from tfla import State
 from tfla.backends.gpu.runtime import INTERPRETED
 
 H, K, V = 2, 16, 8
@@ -129,6 +130,37 @@ def test_rows_of_a_pool(call: Callable[..., Any]) -> None:
     check(states.C[0], expected.C[0])
     check(pool.C[2], expected_last.C[0])
     check(pool.C[[0, 1, 3]], start.C[[0, 1, 3]])
+
+
+@each_call
+def test_the_state_is_rounded_to_the_dtype_of_the_pool_once(call: Callable[..., Any]) -> None:
+    x = problem(2, 40, torch.float32)
+    start = call(problem(4, 5, torch.float32), return_state=True)[1]
+    pool = State(*(None if t is None else t.bfloat16() for t in start))
+    rows, options = torch.tensor([2, 0]), {"return_state": True}
+    wide = State(*(None if t is None else t[rows].float() for t in pool))
+    h, last, _ = call(x, initial_state=pool, state_indices=rows, states_every=5, **options)
+    expected_h, expected_last, _ = call(x, initial_state=wide, states_every=5, **options)
+    check(h, expected_h)
+    check(last.C[rows], expected_last.C.bfloat16())
+
+
+@each_call
+def test_a_sequence_without_a_row_goes_on_from_part_to_part(call: Callable[..., Any]) -> None:
+    x = problem(2, 23, torch.float32)
+    pool = call(problem(4, 5, torch.float32), return_state=True)[1]
+    h, _, states = call(x, initial_state=pool, state_indices=torch.tensor([2, -1]), return_state=True, states_every=10)
+    expected_h, _, expected = call(x, return_state=True, states_every=10)
+    check(h[1], expected_h[1])
+    check(states.C[1], expected.C[1])
+
+
+@each_call
+def test_all_tensors_have_the_same_steps(call: Callable[..., Any]) -> None:
+    """A tensor as long as a part would fit every part."""
+    x = problem(1, 12, torch.float32)
+    with pytest.raises(ValueError, match=r"v: got shape \(1, 6, .*expected \(1, 12\)"):
+        call(x | {"v": x["v"][:, :6]}, return_state=True, states_every=6)
 
 
 def test_gradients_reach_the_states() -> None:

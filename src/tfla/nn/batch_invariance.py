@@ -111,8 +111,9 @@ def sequence_by_sequence(
     v = tensors["v"]
     assert v is not None
     options["return_state"] = True
-    if v.device.type != "cpu":
-        chunk_size = ONE_SEGMENT if chunk_size is None else chunk_size
+    on_cpu = v.device.type == "cpu"
+    if not on_cpu or not v.shape[0]:
+        chunk_size = ONE_SEGMENT if chunk_size is None and not on_cpu else chunk_size
         found: tuple[Any, ...] = operator(
             **tensors, initial_state=initial_state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, **options
         )
@@ -120,13 +121,21 @@ def sequence_by_sequence(
     bounds = [(b, 0, v.shape[1]) for b in range(v.shape[0])]
     if cu_seqlens is not None:
         bounds = [(0, a, b) for a, b in itertools.pairwise(packed_bounds(cu_seqlens, v.shape[1]))]
-    results = []
+    hs: list[Tensor] = []
+    states: list[list[State]] = []
     for sequence, (row, start, stop) in enumerate(bounds):
+        if start == stop:
+            continue
         own = {name: None if t is None else _own(t[row : row + 1, start:stop]) for name, t in tensors.items()}
         before = None if initial_state is None else _row(initial_state, sequence)
-        results.append(operator(**own, initial_state=before, chunk_size=chunk_size, **options))
-    hs, *states = zip(*results, strict=True)
-    return torch.cat(hs, 0 if cu_seqlens is None else 1), *map(_joined, states)
+        h, *after = operator(**own, initial_state=before, chunk_size=chunk_size, **options)
+        hs.append(h)
+        states.append(after)
+    for sequence, (_, start, stop) in enumerate(bounds):
+        if start == stop:  # an empty sequence ends in its initial state
+            first = _zero(states[0][0]) if initial_state is None else _row(initial_state, sequence)
+            states.insert(sequence, [first])
+    return torch.cat(hs, 0 if cu_seqlens is None else 1), *map(_joined, zip(*states, strict=True))
 
 
 def step_by_sequence(
@@ -155,7 +164,7 @@ def step_by_sequence(
     """
     v = tensors["v"]
     assert v is not None
-    if v.device.type != "cpu" or v.shape[0] == 1:
+    if v.device.type != "cpu" or v.shape[0] <= 1:
         if lengths is not None:
             options["lengths"] = lengths
         return operator(**tensors, state=state, in_place=in_place, **options)
@@ -186,6 +195,11 @@ def _own(t: Tensor) -> Tensor:
 def _row(state: State, row: int) -> State:
     """Return a copy of the state of one sequence."""
     return State(*(None if t is None else _own(t[row : row + 1]) for t in state))  # type: ignore[arg-type]
+
+
+def _zero(like: State) -> State:
+    """Return the state before the first step, as zeros like another state."""
+    return State(*(None if t is None else torch.zeros_like(t) for t in like))  # type: ignore[arg-type]
 
 
 def _joined(states: Sequence[State]) -> State:

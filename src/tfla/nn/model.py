@@ -395,10 +395,11 @@ class Block(nn.Module):
         states_every: StatesEvery | None = None,
     ) -> tuple[Tensor, Any]:
         """Run the block on whole sequences, as :meth:`SequenceMixer.forward`."""
+        # Mixers of users may not know of the argument.
+        between = {} if states_every is None else {"states_every": states_every}
         mixed, new = self.mixer(
             cast_for_autocast(self.mixer_norm(x)), state,
-            document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state,
-            states_every=states_every,
+            document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state, **between,
         )  # fmt: skip
         return self._add_residuals(x, mixed), new
 

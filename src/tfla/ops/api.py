@@ -179,8 +179,8 @@ def mlstm(
             kernels and scattered after them: two passes over the states, not over the sequences. Further as in
             :func:`mlstm_step`.
         states_every: also return the states after every so many steps, for which each step is computed once; requires
-            ``return_state``. The steps are computed in parts of this length, so that a state has the bits of a call
-            that stops there. On a GPU a part should have some hundred steps, and offsets are read on the host.
+            ``return_state``. The steps are computed in parts of this length, so that a state has the bits of the
+            same call that stops there. On a GPU a part should have some hundred steps. Offsets are read on the host.
 
     Returns:
         h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`, and

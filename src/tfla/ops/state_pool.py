@@ -6,7 +6,7 @@ scatter their final ones. An index of -1 stands for no state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,11 @@ def without_padding(h: Tensor, indices: Tensor) -> Tensor:
 
 
 def attend_by_index(
-    request: Any, indices: Tensor, cu_seqlens: Tensor | None, run: Callable[[Any], Any]
+    request: Any,
+    indices: Tensor,
+    cu_seqlens: Tensor | None,
+    run: Callable[[Any], Any],
+    further: Sequence[object] = (),
 ) -> Tensor | tuple[Tensor, State]:
     """Compute a call over whole sequences whose initial states are rows of a pool, and its final states too.
 
@@ -68,6 +72,7 @@ def attend_by_index(
         indices: (sequences,), the rows.
         cu_seqlens: the offsets of packed sequences.
         run: the function that computes a call from its arguments.
+        further: arguments of the call that are not in the request.
 
     Returns:
         h; with `request.return_state` also the pool, whose rows are then overwritten.
@@ -87,7 +92,7 @@ def attend_by_index(
     checks.check_state_indices(indices, sequences, pool)
     indices = checked(indices, pool)
     if request.return_state:
-        given = [t for t in (*request, *pool) if isinstance(t, Tensor)]
+        given = [t for t in (*request, *further, *pool) if isinstance(t, Tensor)]
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         parts = {name: t.dtype for name, t in zip(State._fields, pool, strict=True) if t is not None}
         checks.check_in_place(pool, parts, recorded, transforms_active(), "state_indices: got them", "initial_state")

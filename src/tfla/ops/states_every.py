@@ -1,15 +1,15 @@
 """The states after every n steps of a call over whole sequences, for caches of prefixes.
 
 The steps are computed in parts that end where a state is wanted, each by a call that starts from the state after the
-one before. So every step is computed once, by the kernels of all backends, and a state has the bits of a call that
-stops there.
+one before. So every step is computed once, by the kernels of all backends, and a state has the bits of the same call,
+with the same n, that stops there.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,19 @@ from torch import Tensor
 from tfla.backends.base import packed_bounds
 from tfla.ops import checks
 from tfla.ops.state import State
-from tfla.ops.state_pool import read_rows
+from tfla.ops.state_pool import attend_by_index
 from tfla.ops.transforms import PLAIN
 
 Found = tuple[Tensor, State, State]
 Tensors = Mapping[str, Tensor | None]
+
+
+class _PooledCall(NamedTuple):
+    """A call whose initial states are rows of a pool, as :func:`tfla.ops.state_pool.attend_by_index` takes it."""
+
+    q: Tensor
+    state: State | None
+    return_state: bool = True
 
 
 def with_states_every(
@@ -67,11 +75,27 @@ def with_states_every(
             raise TypeError(f"states_every: got it with {name} of type {type(x).__name__}, expected plain tensors")
     assert q is not None
     checks.check_shape("q", q, ("B", "T", "H", "dqk"))
-    run = _Run(operator, tensors, q.shape[1], state_indices, options)
-    if cu_seqlens is None:
-        return run.dense(every, initial_state)
-    checks.check_cu_seqlens(cu_seqlens, q)
-    return run.packed(every, initial_state, cu_seqlens)
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and x.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"{name}: got shape {tuple(x.shape)}, expected {tuple(q.shape[:2])} as its first dimensions"
+            )
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, q)
+    run = _Run(operator, tensors, q.shape[1], options)
+    if state_indices is None:
+        return run(every, initial_state, cu_seqlens)
+    between: list[State] = []
+
+    def from_rows(call: _PooledCall) -> tuple[Tensor, State]:
+        h, last, states = run(every, call.state, cu_seqlens)
+        between.append(states)
+        return h, last
+
+    # All parts go from state to state outside of the pool, whose dtype may be a narrower one.
+    call = _PooledCall(q, initial_state)
+    h, pool = attend_by_index(call, state_indices, cu_seqlens, from_rows, (*tensors.values(), *options.values()))
+    return h, pool, between[0]
 
 
 def unstacked(states: State) -> list[State]:
@@ -87,34 +111,26 @@ class _Run:
     """A call in parts.
 
     Args:
-        operator, tensors, state_indices, options: as :func:`with_states_every` has them.
+        operator, tensors, options: as :func:`with_states_every` has them.
         T: the number of steps.
     """
 
     def __init__(
-        self, operator: Callable[..., Any], tensors: Tensors, T: int, state_indices: Tensor | None,
-        options: Mapping[str, Any],
+        self, operator: Callable[..., Any], tensors: Tensors, T: int, options: Mapping[str, Any]
     ) -> None:  # fmt: skip
         self.operator, self.tensors, self.T, self.options = operator, tensors, T, options
-        self.state_indices = state_indices
+
+    def __call__(self, every: int, state: State | None, cu_seqlens: Tensor | None) -> Found:
+        """Compute the sequences from their initial states."""
+        return self.dense(every, state) if cu_seqlens is None else self.packed(every, state, cu_seqlens)
 
     def part(self, steps: slice | Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
-        """Compute some steps; tensors that have no dimension of steps are errors of the operator."""
-
-        def own(t: Tensor | None) -> Tensor | None:
-            fits = isinstance(t, Tensor) and t.dim() > 1 and t.shape[1] == self.T
-            return t[:, steps] if fits and isinstance(t, Tensor) else t
-
-        tensors = {name: own(t) for name, t in self.tensors.items()}
+        """Compute some steps."""
+        tensors = {name: t[:, steps] if isinstance(t, Tensor) else t for name, t in self.tensors.items()}
         found: tuple[Tensor, State] = self.operator(
-            **tensors, initial_state=state, return_state=True, cu_seqlens=cu_seqlens,
-            state_indices=self.state_indices, **self.options,
-        )  # fmt: skip
+            **tensors, initial_state=state, return_state=True, cu_seqlens=cu_seqlens, **self.options
+        )
         return found
-
-    def copied(self, state: State) -> State:
-        """Return the states of the sequences, out of their pool where there is one."""
-        return state if self.state_indices is None else read_rows(state, self.state_indices)
 
     def dense(self, every: int, state: State | None) -> Found:
         """Compute the sequences of a dense batch."""
@@ -123,9 +139,9 @@ class _Run:
             h, state = self.part(slice(start, start + every), state, None)
             hs.append(h)
             if start + every <= self.T:
-                states.append(self.copied(state))
+                states.append(state)
         assert state is not None
-        like = self.copied(state)
+        like = state
 
         def stacked(field: int) -> Tensor | None:
             one = like[field]
@@ -153,7 +169,7 @@ class _Run:
             taken += steps
             ended = [s for s, (a, b) in enumerate(spans) if b - a == every]
             rows += [bounds[s][0] // every + start // every for s in ended]
-            found.append(_rows(self.copied(state), ended))
+            found.append(_rows(state, ended))
         assert state is not None
         back = torch.tensor(taken, dtype=torch.int64, device=self._device()).argsort()
         target = torch.tensor(rows, dtype=torch.int64, device=self._device())
