@@ -173,10 +173,12 @@ def large_model(monkeypatch: pytest.MonkeyPatch, backend_module: Any, **options:
     """Return a small xLSTMLarge of the xlstm package that uses this backend module, always with the same weights."""
     pytest.importorskip("xlstm", reason='pip install "tfla[baselines]"')
     monkeypatch.setitem(sys.modules, "mlstm_kernels.torch.backend_module", backend_module)
-    monkeypatch.delitem(sys.modules, "xlstm.xlstm_large.model", raising=False)
+    for name in [name for name in sys.modules if name.startswith("xlstm.xlstm_large")]:
+        monkeypatch.delitem(sys.modules, name)
     module = importlib.import_module("xlstm.xlstm_large.model")
     assert module.mLSTMBackend is backend_module.mLSTMBackend
-    monkeypatch.delitem(sys.modules, "xlstm.xlstm_large.model")
+    for name in [name for name in sys.modules if name.startswith("xlstm.xlstm_large")]:
+        del sys.modules[name]  # monkeypatch would put these back for other tests
     torch.manual_seed(0)
     config = module.xLSTMLargeConfig(
         embedding_dim=32, num_heads=2, num_blocks=2, vocab_size=40, step_kernel="native",

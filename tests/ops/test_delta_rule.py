@@ -492,7 +492,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"gate_activation": "softplus", "A_log": torch.zeros(3)}, ValueError, r"A_log: got shape \(3,\), expected \(4\)"),
     ({"lower_bound": -1.0}, ValueError, "lower_bound: got -1.0 with gate_activation='none', expected None"),
-    ({"backend": "nothing"}, ValueError, "backend: got 'nothing', allowed are None and 'triton', 'chunkwise'"),
+    (
+        {"backend": "nothing"},
+        ValueError,
+        "backend: got 'nothing', allowed are None and 'triton', 'hopper', 'chunkwise'",
+    ),
     ({"kernel": "nothing"}, ValueError, "kernel: got 'nothing', backend 'chunkwise' has 'segmented'"),
     ({"initial_state": tfla.State.zeros(B, H, K, V, normalize=True)}, ValueError, "initial_state.n: got a tensor"),
     ({"chunk_size": 0}, ValueError, "chunk_size: got 0, expected at least 1"),

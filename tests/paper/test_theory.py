@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tfla.bench import results
 from tfla.cli import main
 from tfla.measure.accelerators import ACCELERATORS, Accelerator, measured
 from tfla.paper import theory
@@ -99,7 +99,7 @@ def test_figures_have_the_stored_points_and_the_users_accelerator(tmp_path):
         rows = list(csv.DictReader(file))
     assert any(r["what"] == "theory, mine" for r in rows)
     points = {(r["what"], int(float(r["L"]))): float(r["seconds"]) for r in rows if r["what"].startswith("measured, ")}
-    result = json.loads((RESULTS / "fig5.json").read_text())
+    result = results.read(RESULTS / "fig5.json")
     named = {"tfla mLSTMsig", "tfla mLSTMsig, triton tfla"}
     stored = {
         r["x"]: r["seconds"]

@@ -73,7 +73,7 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     page = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     names: dict[str, Any] = {}
     exec(compile("\n".join(blocks), "docs/transformers.md", "exec"), names)
     assert names["text"].shape == (2, 24)
