@@ -367,6 +367,22 @@ def test_functions_with_an_eps() -> None:
     assert torch.equal(one[0], q[:, :, :1])
 
 
+@pytest.mark.parametrize("records", [False, True], ids=["plain", "gradients"])
+def test_a_step_with_large_queries_in_float16(records: bool) -> None:
+    """The products of queries and sqrt(DH) are above the largest number of float16."""
+    torch.manual_seed(4)
+    exact = [t.double() for t in torch.randn(3, 2, 2, 1, 64).half()]
+    exact[0] = (exact[0] * 1e4).half().double()
+    assert 1e4 < exact[0].abs().max() < torch.finfo(torch.float16).max < 8 * exact[0].abs().max()
+    gates = [t.double() for t in torch.randn(2, 2, 2, 1, 1).half()]
+    state = torch.randn(2, 2, 64, 64).double(), torch.randn(2, 2, 64, 1).double(), torch.randn(2, 2, 1, 1).double()
+    expected, _ = functions.recurrent_step_stabilized_simple(*state, *(t.clone() for t in (*exact, *gates)), eps=0.3)
+    half = [t.half().requires_grad_(records) for t in (*exact, *gates)]
+    found, _ = ours.recurrent_step_stabilized_simple(*(t.float() for t in state), *half, eps=0.3)
+    assert (found.shape, found.dtype) == (expected.shape, torch.float16)
+    assert error(found, expected) <= TOLERANCE[torch.float16]
+
+
 def test_what_cannot_be_accelerated() -> None:
     for nothing in (nn.Linear(2, 2), "model", OurBackend(OurBackend.config_class())):
         for function in (accelerate, restore):

@@ -95,10 +95,10 @@ def mlstm_step(
 
 
 def step_with_offset(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: State, eps: float
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: State, eps: float, scale: float | None = None
 ) -> tuple[Tensor, State]:
     """Compute :func:`mlstm_step` with an exponential gate and the denominator max(abs(scale n^T q), exp(-m)) + eps."""
-    return _run(Request(q, k, v, i, f, state, None, "exp", True, True, None, None, time=False, eps=eps))
+    return _run(Request(q, k, v, i, f, state, None, "exp", True, True, scale, None, time=False, eps=eps))
 
 
 def linear_attention_step(

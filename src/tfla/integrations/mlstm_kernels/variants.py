@@ -191,7 +191,7 @@ def compute_sequence(
 
 def compute_step(
     variant: KernelVariant, q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, c: Tensor, n: Tensor, m: Tensor,
-    eps: float, state_dtype: torch.dtype, normalize: bool = True,
+    eps: float, state_dtype: torch.dtype, normalize: bool = True, scale: float | None = None,
 ) -> tuple[Tensor, States]:  # fmt: skip
     """Compute one step.
 
@@ -204,6 +204,7 @@ def compute_step(
         eps: the number that is added to the stabilized denominator max(|d|, exp(-m)).
         state_dtype: the dtype of the new state.
         normalize: divide by the denominator. Without, n is returned as it is given.
+        scale: the factor of q^T k; None is 1 / sqrt(DHQK).
 
     Returns:
         h (B, NH, DHHV) in the dtype of v, and the new state (c, n, m); with a sigmoid input gate m is 0.
@@ -225,23 +226,23 @@ def compute_step(
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     c = c if c.dtype == state_dtype else cast(c, wide)  # the operator computes a state in its own dtype
     if not normalize:
-        h, new = tfla.mlstm_step(q, k, v, i, f, tfla.State(c), input_gate=variant.input_gate)
+        h, new = tfla.mlstm_step(q, k, v, i, f, tfla.State(c), input_gate=variant.input_gate, scale=scale)
         return h, (cast(new.C, state_dtype), cast(n, state_dtype), cast(m, state_dtype))
     state = tfla.State(c, cast(n, wide), cast(m.squeeze(-1), wide))
     if variant.input_gate == "exp":
-        h, new = step_with_offset(q, k, v, i, f, state, eps)
+        h, new = step_with_offset(q, k, v, i, f, state, eps, scale)
         if torch.is_grad_enabled() and (transforms_active() or any(t.requires_grad for t in (q, k, v, i, f, *state))):  # type: ignore[union-attr]
-            h, new = _differentiate_max_state(q, i, f, state, h, new, eps)
+            h, new = _differentiate_max_state(q, i, f, state, h, new, eps, scale)
         C, n_new, m_new = new
         assert n_new is not None
         assert m_new is not None
         return h, (cast(C, state_dtype), cast(n_new, state_dtype), cast(m_new.unsqueeze(-1), state_dtype))
-    h, C, n = _step_sigmoid(q, k, v, i, f, state, eps)
+    h, C, n = _step_sigmoid(q, k, v, i, f, state, eps, scale)
     return h, (C.to(state_dtype), n.to(state_dtype), torch.zeros_like(m).to(state_dtype))
 
 
 def _differentiate_max_state(
-    q: Tensor, i: Tensor, f: Tensor, old: tfla.State, h: Tensor, new: tfla.State, eps: float
+    q: Tensor, i: Tensor, f: Tensor, old: tfla.State, h: Tensor, new: tfla.State, eps: float, scale: float | None
 ) -> tuple[Tensor, tfla.State]:
     """Return the results of a step with the gradients of the max state, which the operator takes for a constant.
 
@@ -255,20 +256,20 @@ def _differentiate_max_state(
     exact = torch.maximum(log_f + old.m, log_i)
     dm = exact - exact.detach()
     if eps != 0:
-        denominator = _step_denominator(q, n, m)
+        denominator = _step_denominator(q, n, m, scale)
         h = h * ((denominator + eps) / (denominator + eps * torch.exp(dm)))[..., None].to(h.dtype)
-    scale = torch.exp(-dm)
-    return h, tfla.State(C * scale[..., None, None].to(C.dtype), n * scale[..., None].to(n.dtype), m + dm)
+    shrink = torch.exp(-dm)
+    return h, tfla.State(C * shrink[..., None, None].to(C.dtype), n * shrink[..., None].to(n.dtype), m + dm)
 
 
-def _step_denominator(q: Tensor, n: Tensor, m: Tensor) -> Tensor:
+def _step_denominator(q: Tensor, n: Tensor, m: Tensor, scale: float | None) -> Tensor:
     """Return max(|d|, exp(-m)) (B, NH) of a step with q (B, NH, DHQK), for the new state n, m."""
-    d = torch.einsum("bhk,bhk->bh", q.to(n.dtype), n) * q.shape[-1] ** -0.5
+    d = torch.einsum("bhk,bhk->bh", q.to(n.dtype), n) * (q.shape[-1] ** -0.5 if scale is None else scale)
     return torch.maximum(d.abs(), torch.exp(-m.detach()).clamp(torch.finfo(m.dtype).tiny, MAX_EXP))
 
 
 def _step_sigmoid(
-    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: tfla.State, eps: float
+    q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: tfla.State, eps: float, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute one normalized step with a sigmoid input gate; i, f (B, NH) are pre-activations.
 
@@ -276,12 +277,12 @@ def _step_sigmoid(
         h (B, NH, DHHV), and the new C (B, NH, DHQK, DHHV) and n (B, NH, DHQK) without max state.
     """
     log_i, log_f = log_gates(i, f, "sigmoid")
-    h, (C, n, m) = tfla.linear_attention_step(q, k, v, log_f, state, log_i, normalize=True)
+    h, (C, n, m) = tfla.linear_attention_step(q, k, v, log_f, state, log_i, normalize=True, scale=scale)
     assert n is not None
     assert m is not None
     if eps != 0:
-        denominator = _step_denominator(q, n, m)
+        denominator = _step_denominator(q, n, m, scale)
         offset = eps * torch.exp(-m).clamp(max=MAX_EXP)
         h = h * (denominator / (denominator + offset))[..., None].to(h.dtype)
-    scale = torch.exp(m)
-    return h, C * scale[..., None, None], n * scale[..., None]
+    unit = torch.exp(m)
+    return h, C * unit[..., None, None], n * unit[..., None]

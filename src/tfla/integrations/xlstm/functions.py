@@ -1,6 +1,6 @@
 """The functions that an mLSTMCell of xlstm calls, with the names and arguments that they have there.
 
-The states have the scale 1 / sqrt(DH) of the keys, which tfla's operator has in the queries:
+The states have the scale 1 / sqrt(DH) of the keys, which tfla's operator has in the product with the queries:
 
     C_t = f_t C_{t-1} + i_t (k_t / sqrt(DH)) v_t^T
 """
@@ -11,7 +11,8 @@ import math
 
 from torch import Tensor
 
-from tfla.integrations.mlstm_kernels.kernels import parallel_autograd, recurrent_step
+from tfla.integrations.mlstm_kernels.kernels import EXP_EXACT, parallel_autograd
+from tfla.integrations.mlstm_kernels.variants import compute_step
 from tfla.ops.checks import check_shape
 
 
@@ -82,6 +83,6 @@ def recurrent_step_stabilized_simple(
         check_shape(name, t, (B, NH, *shape))
     n, m, i, f = (t.squeeze(-1) for t in given)
     q, k, v = (t.squeeze(2) for t in (q, k, v))
-    root = math.sqrt(DH)
-    h, (c, n, m) = recurrent_step(q * root, k / root, v, i, f, c_state, n, m, eps, dtype_state=c_state.dtype)
+    k = k / math.sqrt(DH)
+    h, (c, n, m) = compute_step(EXP_EXACT, q, k, v, i, f, c_state, n, m, eps, c_state.dtype, scale=1.0)
     return h.unsqueeze(2), (c, n.unsqueeze(-1), m.unsqueeze(-1))
