@@ -316,6 +316,23 @@ def test_a_forward_that_another_program_has_replaced(make: Make) -> None:
         accelerate(model)
 
 
+@pytest.mark.parametrize(("accelerated", "at"), [(False, -1), (True, 0)], ids=["own", "accelerated"])
+def test_a_model_that_is_refused_stays_as_it_was(make: Make, tokens: Tokens, accelerated: bool, at: int) -> None:
+    model, ids = make("mamba2"), tokens(1, 9)
+    if accelerated:
+        accelerate(model)
+    layers = recurrent_layers(model)
+    forward = layers[at].forward
+    layers[at].forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    before = [vars(layer).get("forward") for layer in layers]
+    with torch.no_grad():
+        expected = model(ids)[0]
+        with pytest.raises(ValueError, match=r"^model: got a Mamba2Mixer whose forward another program has replaced"):
+            accelerate(model)
+        assert [vars(layer).get("forward") for layer in layers] == before
+        assert torch.equal(model(ids)[0], expected)
+
+
 def test_packed_sequences_after_a_cache(make: Make, tokens: Tokens) -> None:
     model, ids = accelerate(make("bamba")), tokens(1, 8)
     with torch.no_grad():

@@ -8,7 +8,7 @@ from torch import nn
 
 from tfla.backends import BACKENDS
 from tfla.integrations.transformers import xlstm
-from tfla.integrations.transformers.rebind import Function, reset_forward, set_forward
+from tfla.integrations.transformers.rebind import Function, check_forward, reset_forward, set_forward
 from tfla.integrations.transformers.recurrences import LAYERS, REFUSED, replaced_forward
 from tfla.ops.checks import check_chunk_size
 
@@ -32,7 +32,7 @@ def accelerate(model: Model, *, chunk_size: int | None = None, backend: str | No
         backend: for xLSTM, the backend of the operator; None lets the operator choose.
 
     Returns:
-        The same model.
+        The same model. One that is refused stays as it was, accelerated or not.
 
     Raises:
         TypeError: the model contains no layer of these recurrences, or also one of another recurrence, or `chunk_size`
@@ -57,7 +57,9 @@ def accelerate(model: Model, *, chunk_size: int | None = None, backend: str | No
                     " alone takes it"
                 )
     forwards = {name: _replaced_forward(name, layer) for name, layer in layers.items()}
-    restore(model)
+    for layer in layers.values():
+        check_forward(layer)
+    restore(model)  # from here on nothing is refused, which would leave a part of the layers switched
     for name, layer in layers.items():
         set_forward(layer, forwards[name])
     for backbone in backbones:

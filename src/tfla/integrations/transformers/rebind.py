@@ -14,20 +14,23 @@ Function = Callable[..., Any]
 MARK = "_replaced_by_tfla"  # an attribute of the functions that replace a module's forward
 
 
+def check_forward(module: nn.Module) -> None:
+    """Raise a ValueError where another program has replaced the forward of the module."""
+    current = vars(module).get(_name_of_forward(module))
+    if current is None or hasattr(current, MARK) or getattr(current, "__func__", None) is type(module).forward:
+        return
+    raise ValueError(
+        f"model: got a {type(module).__name__} whose forward another program has replaced, expected its class's"
+    )
+
+
 def set_forward(module: nn.Module, forward: Function) -> None:
     """Make `forward`, a function of the module and its inputs, the forward of this module alone.
 
-    Raises:
-        ValueError: another program has replaced the forward of the module.
+    :func:`check_forward` says whether that would undo what another program has done.
     """
-    name = _name_of_forward(module)
-    current = vars(module).get(name)
-    if current is not None and getattr(current, "__func__", None) is not type(module).forward:
-        raise ValueError(
-            f"model: got a {type(module).__name__} whose forward another program has replaced, expected its class's"
-        )
     setattr(forward, MARK, True)
-    setattr(module, name, MethodType(forward, module))
+    setattr(module, _name_of_forward(module), MethodType(forward, module))
 
 
 def reset_forward(module: nn.Module) -> None:
