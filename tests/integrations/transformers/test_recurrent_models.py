@@ -333,9 +333,47 @@ def test_a_model_that_is_refused_stays_as_it_was(make: Make, tokens: Tokens, acc
         assert torch.equal(model(ids)[0], expected)
 
 
-def test_packed_sequences_after_a_cache(make: Make, tokens: Tokens) -> None:
-    model, ids = accelerate(make("bamba")), tokens(1, 8)
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("form", ["seq_idx", "cu_seq_lens_q"])
+@pytest.mark.parametrize("name", ["bamba", "qwen3_5", "kimi_linear"])
+def test_packed_sequences_after_a_cache(make: Make, tokens: Tokens, name: str, form: str) -> None:
+    model, ids = accelerate(make(name)), tokens(1, 20)
     with torch.no_grad():
-        cache = model(ids, use_cache=True).past_key_values
-        with pytest.raises(ValueError, match=r"^seq_idx: got 8 steps for 12 steps with those of the cache, expected"):
-            model(ids, past_key_values=cache, use_cache=True, seq_idx=torch.zeros(1, 8, dtype=torch.int32))
+        expected = model(ids, use_cache=False)[0][:, 12:]
+        cache = model(ids[:, :12], use_cache=True).past_key_values
+        inputs = {"past_key_values": cache, "use_cache": True, "position_ids": torch.arange(12, 20)[None]}
+        if form == "seq_idx":
+            with pytest.raises(ValueError, match=r"^seq_idx: got 8 steps for 12 steps with those of the cache, expect"):
+                model(ids[:, 12:], seq_idx=torch.zeros(1, 8, dtype=torch.int32), **inputs)
+        else:
+            found = model(ids[:, 12:], cu_seq_lens_q=torch.tensor([0, 8], dtype=torch.int32), **inputs)[0]
+            assert error(found, expected) <= EXACT
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("offsets", [[0, 5, 8], [0, 1, 8, 8], [0, 0, 8]], ids=str)
+def test_several_packed_sequences_after_a_cache(make: Make, tokens: Tokens, offsets: list[int]) -> None:
+    """The cache belongs to the first of them; layers that have no such state for the others refuse them."""
+    ids, packed = tokens(1, 20), {"cu_seq_lens_q": torch.tensor(offsets, dtype=torch.int32)}
+    first = 12 + offsets[1]
+    model = accelerate(make("mamba2")).backbone
+    with torch.no_grad():
+        parts = [model(each, use_cache=False)[0] for each in (ids[:, :first], ids[:, first:])]
+        cache = model(ids[:, :12], use_cache=True).cache_params
+        found = model(ids[:, 12:], cache_params=cache, use_cache=True, **packed)[0]
+        assert error(found, torch.cat(parts, 1)[:, 12:]) <= EXACT
+        model = accelerate(make("qwen3_5"))
+        cache = model(ids[:, :12], use_cache=True).past_key_values
+        with pytest.raises(ValueError, match=r"^initial_state\.C: got shape \(1, .*, expected \([23], "):
+            model(ids[:, 12:], past_key_values=cache, use_cache=True, **packed)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("offsets", [[0, 3], [0, 1, 3], [0, 2, 3, 3]], ids=str)
+def test_packed_prompt_shorter_than_the_convolution(make: Make, tokens: Tokens, offsets: list[int]) -> None:
+    """A new cache pads it on the left."""
+    model, ids = accelerate(make("mamba2")).backbone, tokens(1, 3)
+    packed = {"cu_seq_lens_q": torch.tensor(offsets, dtype=torch.int32)}
+    with torch.no_grad():
+        found = model(ids, use_cache=True, **packed)[0]
+        assert error(found, model(ids, use_cache=False, **packed)[0]) <= EXACT

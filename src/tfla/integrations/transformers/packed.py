@@ -37,8 +37,9 @@ def keep_sequences_apart(original: Callable[..., Tensor]) -> Callable[..., Tenso
             bias: (channels,) or None.
             activation: the name that transformers has for the activation, or None.
             seq_idx: (batch, seqlen) int, the index of the sequence to which a step belongs, or None.
-            cu_seq_lens_q: (sequences + 1,) int, for batch 1: the first step of each packed sequence and, last, seqlen;
-                read where seq_idx is None.
+            cu_seq_lens_q: (sequences + 1,) int, for batch 1: the first step of each packed sequence and, last, the
+                number of new steps; read where seq_idx is None. Steps before the new ones, of a cache or of padding,
+                belong to the first sequence.
             kwargs: arguments of the original.
 
         Returns:
@@ -71,8 +72,12 @@ def forget_at_starts(log_f: Tensor, seq_idx: Tensor) -> Tensor:
 
 
 def _sequence_index(cu_seqlens: Any, steps: int) -> Tensor:
-    """Return the index (1, steps) of the packed sequence to which each step belongs."""
-    return torch.bucketize(torch.arange(steps, device=cu_seqlens.device), cu_seqlens[1:], right=True)[None]
+    """Return the index (1, steps) of the packed sequence to which each step belongs.
+
+    The offsets count the last steps alone: a layer with a cache has the steps of the cache, or padding, before them.
+    """
+    step = torch.arange(steps, device=cu_seqlens.device) - (steps - cu_seqlens[-1])
+    return torch.bucketize(step, cu_seqlens[1:], right=True)[None]
 
 
 def _activate(x: Tensor, activation: str | None) -> Tensor:
