@@ -112,3 +112,34 @@ def test_errors() -> None:
         mlstm(vllm.mlstm, x, pool.C, metadata(3, [], [0, 1, 2], None))
     with pytest.raises(ValueError, match=r"metadata.state_indices_tensor: got shape \(2,\), expected \(3,\)"):
         mlstm(vllm.mlstm, x, pool, metadata(3, [], [0, 1], None))
+
+
+GIVEN = torch.tensor([True, False, True])
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "changes"),
+    [
+        (ValueError, r"has_initial_states: got shape \(1,\), expected \(2,\)", {"has_initial_states": GIVEN[:1]}),
+        (ValueError, r"has_initial_states: got shape \(3,\), expected \(2,\)", {"has_initial_states": GIVEN}),
+        (TypeError, "has_initial_states: got dtype torch.float32, expected", {"has_initial_states": torch.ones(2)}),
+        (ValueError, "num_decode_tokens: got 2, expected num_decodes, 1: speculative", {"num_decode_tokens": 2}),
+        (ValueError, r"query_start_loc: got shape \(3,\), expected \(4,\)", {"query_start_loc": torch.arange(3)}),
+        (ValueError, "state_indices_tensor: got device meta, expected that of v, cpu", "state_indices_tensor"),
+        (ValueError, "query_start_loc: got device meta, expected that of v, cpu", "query_start_loc"),
+        (ValueError, "has_initial_states: got device meta, expected that of v, cpu", "has_initial_states"),
+    ],
+)  # fmt: skip
+def test_metadata_that_does_not_fit_is_named(kind: type[Exception], error: str, changes: str | dict[str, Any]) -> None:
+    x, pool, batch = problem(6, 4), pool_of("mlstm"), metadata(1, [3, 2], [0, 1, 2], [True, False])
+    changes = {changes: getattr(batch, changes).to("meta")} if isinstance(changes, str) else changes
+    before = pool.clone()
+    with pytest.raises(kind, match=f"^metadata.{error}"):
+        mlstm(vllm.mlstm, x, pool, SimpleNamespace(**vars(batch) | changes))
+    assert torch.equal(pool.C, before.C)
+
+
+def test_the_number_of_decoding_tokens_may_be_said() -> None:
+    x, pools, batch = problem(6, 4), (pool_of("mlstm"), pool_of("mlstm")), metadata(1, [3, 2], [0, 1, 2], None)
+    found = mlstm(vllm.mlstm, x, pools[0], SimpleNamespace(**vars(batch), num_decode_tokens=1))
+    assert torch.equal(found, mlstm(vllm.mlstm, x, pools[1], batch))

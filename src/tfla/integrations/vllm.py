@@ -22,7 +22,10 @@ __all__ = ["BatchMetadata", "delta_rule", "linear_attention", "mlstm"]
 
 
 class BatchMetadata(Protocol):
-    """The part of vLLM's metadata of a batch that is read; the sequences that decode come first."""
+    """The part of vLLM's metadata of a batch that is read; the sequences that decode come first.
+
+    A ``num_decode_tokens`` is read too if there is one: it has to be num_decodes, as a decoding step is one token.
+    """
 
     @property
     def num_decodes(self) -> int:
@@ -123,10 +126,7 @@ def _compute(
     assert v is not None
     decodes, prefills = metadata.num_decodes, metadata.num_prefills
     indices, offsets = metadata.state_indices_tensor, metadata.query_start_loc
-    for name, x, length in (("state_indices_tensor", indices, 0), ("query_start_loc", offsets, 1)):
-        if x.shape[0] != decodes + prefills + length:
-            expected = f"({decodes + prefills + length},)"
-            raise ValueError(f"metadata.{name}: got shape {tuple(x.shape)}, expected {expected} for its sequences")
+    _check_metadata(metadata, v.device)
     h = v.new_zeros(v.shape)
     if decodes:
         own = {name: None if t is None else t[:decodes] for name, t in tensors.items()}
@@ -151,3 +151,26 @@ def _compute(
         token = torch.arange(found.shape[1], device=v.device)
         h[decodes:] = torch.where((token < starts[-1])[:, None, None], found[0], 0)
     return h
+
+
+def _check_metadata(metadata: BatchMetadata, device: torch.device) -> None:
+    """Raise unless the sizes of a batch's metadata fit each other, and its tensors are on the device of v."""
+    decodes, prefills = metadata.num_decodes, metadata.num_prefills
+    tokens = getattr(metadata, "num_decode_tokens", decodes)
+    if tokens != decodes:
+        raise ValueError(
+            f"metadata.num_decode_tokens: got {tokens}, expected num_decodes, {decodes}: speculative decoding, with "
+            "several tokens of a sequence that decodes, is not supported"
+        )
+    sizes = {"state_indices_tensor": decodes + prefills, "query_start_loc": decodes + prefills + 1}
+    if prefills and metadata.has_initial_states is not None:
+        sizes["has_initial_states"] = prefills
+        if metadata.has_initial_states.dtype != torch.bool:
+            got = metadata.has_initial_states.dtype
+            raise TypeError(f"metadata.has_initial_states: got dtype {got}, expected torch.bool")
+    for name, size in sizes.items():
+        x: Tensor = getattr(metadata, name)
+        if x.shape != (size,):
+            raise ValueError(f"metadata.{name}: got shape {tuple(x.shape)}, expected ({size},) for its sequences")
+        if x.device != device:
+            raise ValueError(f"metadata.{name}: got device {x.device}, expected that of v, {device}")
