@@ -10,11 +10,12 @@ import pytest
 import torch
 from training_runs import Job, copy_run, curve, make_config, run_jobs, weights, write_texts
 
+import tfla.distributed
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.checkpoint import latest_checkpoint
 from tfla.train.config import GenerateConfig, Model, Optim, Parallel
-from tfla.train.loop import _check_layout, train
+from tfla.train.loop import _check_layout, _distribute, train
 from tfla.train.ranks import Ranks
 from tfla.train.sample import sample
 
@@ -171,6 +172,13 @@ def test_sizes_that_do_not_fit_are_named(parallel: Parallel, processes: int, mes
             {"parallel": Parallel(reduce_dtype="bfloat16")},
             "parallel.reduce_dtype: got bfloat16, expected flo",
         ),
+        (
+            {"tp": 2},
+            {"parallel": Parallel(reshard_after_forward=False)},
+            "parallel.reshard_after_forward: got False, expected True where no processes share",
+        ),
+        ({"tp": 2}, {"parallel": Parallel(blocks_per_gather=2)}, "parallel.blocks_per_gather: got 2, expected 1 where"),
+        ({"tp": 2}, {"parallel": Parallel(prefetch=1)}, "parallel.prefetch: got 1, expected None where no processes"),
         ({"tp": 4}, {}, "parallel: mesh: got tp of size 4, expected a divisor of the 2 heads"),
     ],
 )
@@ -180,6 +188,23 @@ def test_runs_that_cannot_be_divided_are_named(
     model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257)
     with pytest.raises(UserError, match=message):
         _check_layout(make_config(tmp_path, "run", **changes), model, Ranks(size=4, sizes=sizes))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "given", "expected"),
+    [({"tp": 2}, True, None), ({"dp_shard": 2, "tp": 2}, True, True), ({"cp": 2}, False, False)],
+)
+def test_weights_are_freed_where_they_are_sharded(
+    tmp_path: Path, sizes: dict[str, int], given: bool, expected: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`parallelize` refuses any choice on a mesh that shards no weights."""
+    calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(tfla.distributed, "parallelize", lambda model, mesh, **options: calls.append(options))
+    model = LanguageModel(ModelConfig(d_model=32, num_blocks=1, num_heads=2, vocab_size=257))
+    config = make_config(tmp_path, "run", parallel=Parallel(reshard_after_forward=given))
+    mesh: Any = "mesh"
+    _distribute(model, config, Ranks(size=2, sizes=sizes, mesh=mesh))
+    assert [call["reshard_after_forward"] for call in calls] == [expected]
 
 
 @pytest.mark.parametrize(

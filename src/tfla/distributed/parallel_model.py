@@ -70,7 +70,8 @@ def parallelize(
         activation_checkpointing: keep only the input of each block for the backward, and compute the block again there.
         compile: compile each block with torch.compile; a string is its backend.
         reshard_after_forward: whether a block's parameters are freed between forward and backward; None lets FSDP2
-            choose, which frees them.
+            choose, which frees them. On a mesh whose only size above 1 is that of ``tp``, where nothing is gathered,
+            this and the next two have to be their defaults, and mixed_precision None.
         blocks_per_gather: the number of consecutive blocks whose parameters are gathered, and whose gradients are
             reduced, in one collective.
         prefetch: the number of further gathers that are started with each one, in forward and backward; None leaves
@@ -100,6 +101,14 @@ def parallelize(
     sharded = any(name != "tp" and size > 1 for name, size in sizes.items())
     if mixed_precision is not None and not sharded:
         raise ValueError("mixed_precision: got a policy, expected None for a mesh without data parallelism")
+    only_sharded: dict[str, tuple[object, object]] = {
+        "reshard_after_forward": (reshard_after_forward, None),
+        "blocks_per_gather": (blocks_per_gather, 1),
+        "prefetch": (prefetch, None),
+    }
+    for name, (given, default) in only_sharded.items():
+        if given != default and not sharded:
+            raise ValueError(f"{name}: got {given}, expected {default} for a mesh without data parallelism")
 
     if sizes.get("tp", 1) > 1:
         _apply_tensor_parallel(model, mesh["tp"], tp_plan or {})

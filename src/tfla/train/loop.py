@@ -23,7 +23,7 @@ from tfla._util.files import remove_directory
 from tfla.nn import GatePreactivation, LanguageModel, ModelConfig
 from tfla.nn.layers import wrap_forward
 from tfla.train.checkpoint import Checkpoints, restore, step_of
-from tfla.train.config import TrainConfig, from_json, to_json
+from tfla.train.config import Parallel, TrainConfig, from_json, to_json
 from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepare_tokens, read_tokens
 from tfla.train.evaluation import Evaluation, evaluate, token_losses
 from tfla.train.initial import architecture, check_backend, load_weights
@@ -170,11 +170,12 @@ def _check_layout(config: TrainConfig, model: ModelConfig, ranks: Ranks) -> None
         )
     if config.context % steps:
         raise UserError(f"context: got {config.context}, expected a multiple of parallel.cp, {steps}")
-    for name in ("gather_dtype", "reduce_dtype"):
-        dtype = getattr(config.parallel, name)
-        if dtype != "float32" and rows * steps == 1:
+    for name in ("gather_dtype", "reduce_dtype", "reshard_after_forward", "blocks_per_gather", "prefetch"):
+        given, default = getattr(config.parallel, name), getattr(Parallel(), name)
+        if given != default and rows * steps == 1:
             raise UserError(
-                f"parallel.{name}: got {dtype}, expected float32 where no processes share the sequences or their steps"
+                f"parallel.{name}: got {given}, expected {default} where no processes share the sequences or their "
+                "steps"
             )
     if config.parallel.gather_dtype != "float32" and not _is_bfloat16(config, ranks.device):
         raise UserError(
@@ -396,10 +397,11 @@ def _distribute(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> None
         return
     from tfla.distributed import parallelize
 
-    given = config.parallel
+    given, sharded = config.parallel, ranks.rows[1] * ranks.steps[1] > 1
     parallelize(
         model, ranks.mesh, mixed_precision=_policy(config), compile=config.compile,
-        activation_checkpointing=config.activation_checkpointing, reshard_after_forward=given.reshard_after_forward,
+        activation_checkpointing=config.activation_checkpointing,
+        reshard_after_forward=given.reshard_after_forward if sharded else None,
         blocks_per_gather=given.blocks_per_gather, prefetch=given.prefetch,
     )  # fmt: skip
     model.to(ranks.device)
