@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_sequence, unpa
 
 import tfla
 from tfla.nn import MLSTMStack, reverse_sequences
+from tfla.nn.sequences import Sequences
 from tfla.nn.stack import StackLayer
 
 INPUT, HIDDEN, HEADS = 5, 8, 2
@@ -400,6 +401,22 @@ def test_reverse_sequences(shape: tuple[int, ...], options: dict[str, list[int]]
         assert torch.equal(reverse_sequences(found, **given), x)
 
 
+@settings(max_examples=50, deadline=None)
+@given(T=st.integers(1, 6), values=st.lists(st.integers(-9, 9), min_size=2, max_size=5))
+def test_the_reverse_reads_no_step_outside(T: int, values: list[int]) -> None:
+    """On a GPU, where values are not checked, no index leaves x: values count as the nearest ones that are allowed."""
+    given, inside = torch.tensor(values), torch.tensor(values).clamp(0, T)
+    x = torch.randn(len(values), T, 2)
+    assert torch.equal(Sequences(lengths=given).reverse(x), reverse_sequences(x, lengths=inside))
+    found = Sequences(cu_seqlens=given).reverse(x[:1])
+    assert found.shape == (1, T, 2)
+    if inside.tolist() == sorted(inside.tolist()):
+        assert torch.equal(found, reverse_sequences(x[:1], cu_seqlens=inside))
+
+
+ROW = torch.zeros(1, 3)
+
+
 @pytest.mark.parametrize(
     ("error", "arguments"),
     [
@@ -412,6 +429,9 @@ def test_reverse_sequences(shape: tuple[int, ...], options: dict[str, list[int]]
         (r"lengths: got shape \(2, 1\)", {"lengths": torch.ones(2, 1, dtype=torch.int64)}),
         ("cu_seqlens: got it with 2 rows", {"cu_seqlens": torch.tensor([0, 3])}),
         ("cu_seqlens: got 1 offsets", {"x": torch.zeros(1, 3), "cu_seqlens": torch.tensor([0])}),
+        ("cu_seqlens: got from 0 to 4, expected from 0 to 3", {"x": ROW, "cu_seqlens": torch.tensor([0, 4])}),
+        ("cu_seqlens: got from -1 to 3, expected from 0 to 3", {"x": ROW, "cu_seqlens": torch.tensor([-1, 3])}),
+        (r"cu_seqlens: got \[0, 3, 2\], expected values that never", {"x": ROW, "cu_seqlens": torch.tensor([0, 3, 2])}),
     ],
 )
 def test_reverse_sequences_refuses(error: str, arguments: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ A batch lies in x (B, T, ...) in one of three ways: every row is a sequence of T
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,17 +40,22 @@ class Sequences:
         return (torch.arange(x.shape[1], device=x.device) >= self.lengths[:, None])[..., None]
 
     def reverse(self, x: Tensor) -> Tensor:
-        """Return x (B, T, ...) with the steps of each sequence in reverse, and padding where it is."""
+        """Return x (B, T, ...) with the steps of each sequence in reverse, and padding where it is.
+
+        Values of lengths and cu_seqlens outside of 0 to T count as the nearest of these.
+        """
+        # On a GPU the values are not checked; an index outside of x would end the process there.
         if self.cu_seqlens is not None:
+            offsets = self.cu_seqlens.clamp(0, x.shape[1])
             token = torch.arange(x.shape[1], device=x.device)
-            sequence = torch.bucketize(token, self.cu_seqlens, right=True).clamp(1, len(self.cu_seqlens) - 1)
-            start, end = self.cu_seqlens[sequence - 1], self.cu_seqlens[sequence]
-            # On a GPU the values of cu_seqlens are not checked; a step outside of all sequences stays where it is.
+            sequence = torch.bucketize(token, offsets, right=True).clamp(1, len(offsets) - 1)
+            start, end = offsets[sequence - 1], offsets[sequence]
+            # A step outside of all sequences stays where it is.
             return x.index_select(1, torch.where((start <= token) & (token < end), start + end - 1 - token, token))
         if self.lengths is None:
             return x.flip(1)
         token = torch.arange(x.shape[1], device=x.device)
-        length = self.lengths[:, None]
+        length = self.lengths.clamp(0, x.shape[1])[:, None]
         index = torch.where(token < length, length - 1 - token, token)
         return torch.take_along_dim(x, index.view(*index.shape, *[1] * (x.dim() - 2)), 1)
 
@@ -72,14 +78,15 @@ def reverse_sequences(x: Tensor, *, lengths: Tensor | None = None, cu_seqlens: T
     Args:
         x: (B, T, ...), any dtype.
         lengths: (B,) int, how many steps each row has before its padding, from 0 to T; None is T for every row.
-        cu_seqlens: (sequences + 1,) int, for B = 1: the offsets of packed sequences, from 0 to T.
+        cu_seqlens: (sequences + 1,) int, for B = 1: the offsets of packed sequences, from 0 to T, which never fall.
 
     Returns:
         a tensor like x.
 
     Raises:
         TypeError, ValueError: x has fewer than two dimensions, lengths or cu_seqlens are no tensors of integers or do
-            not fit x, or both are given.
+            not fit x, or both are given. Their values are read on a CPU outside of traced and mapped calls, since the
+            host would wait for a GPU; else values outside of 0 to T count as the nearest of these.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"x: got {describe(x)}, expected a tensor")
@@ -96,6 +103,8 @@ def reverse_sequences(x: Tensor, *, lengths: Tensor | None = None, cu_seqlens: T
     _check_integers("cu_seqlens", cu_seqlens)
     if len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens: got {len(cu_seqlens)} offsets, expected at least 2")
+    if _is_readable(cu_seqlens):
+        _check_values_of_offsets(cu_seqlens, x.shape[1])
     return Sequences(cu_seqlens=cu_seqlens.to(x.device, torch.int64)).reverse(x)
 
 
@@ -107,11 +116,26 @@ def check_lengths(lengths: Tensor, x: Tensor) -> Tensor:
     _check_integers("lengths", lengths)
     if len(lengths) != len(x):
         raise ValueError(f"lengths: got shape {tuple(lengths.shape)}, expected ({len(x)},), one for each sequence")
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and len(lengths):
+    if _is_readable(lengths) and len(lengths):
         low, high = (int(n) for n in torch.aminmax(lengths))
         if low < 0 or high > x.shape[1]:
             raise ValueError(f"lengths: got from {low} to {high}, expected from 0 to {x.shape[1]}, the steps of a row")
     return lengths.to(x.device, torch.int64)
+
+
+def _is_readable(x: Tensor) -> bool:
+    """Return whether the values of x can be read, without a wait for a device: x is no part of a trace or a map."""
+    plain = not torch.compiler.is_compiling() and type(x) is Tensor
+    return plain and x.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
+def _check_values_of_offsets(cu_seqlens: Tensor, T: int) -> None:
+    """Raise unless the offsets of packed sequences are from 0 to T and never fall; steps around them may remain."""
+    at: list[int] = cu_seqlens.tolist()
+    if min(at) < 0 or max(at) > T:
+        raise ValueError(f"cu_seqlens: got from {min(at)} to {max(at)}, expected from 0 to {T}, the steps of x")
+    if any(a > b for a, b in itertools.pairwise(at)):
+        raise ValueError(f"cu_seqlens: got {at}, expected values that never fall")
 
 
 def _check_integers(name: str, x: Tensor) -> None:
