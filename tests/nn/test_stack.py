@@ -449,12 +449,19 @@ def test_reverse_sequences_refuses(error: str, arguments: dict[str, Any]) -> Non
         ("bidirectional: got int, expected a bool", {"bidirectional": 1}),
         ("qk_factor: got 0", {"qk_factor": 0}),
         ("input_gate: got 'tanh'", {"input_gate": "tanh"}),
-        ("bias_range: got", {"forget_gate_bias": 3.0}),
+        ("forget_gate_bias: got 3.0, expected two numbers", {"forget_gate_bias": 3.0}),
+        ("forget_gate_bias: got str, expected a number", {"forget_gate_bias": (1.0, "x")}),
+        ("forget_gate_bias: got inf, expected a finite number", {"forget_gate_bias": (1.0, math.inf)}),
+        ("input_gate_bias: got str, expected a number", {"input_gate_bias": "x"}),
     ],
 )
 def test_constructor_refuses(error: str, arguments: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{error}"):
         MLSTMStack(**{"input_size": INPUT, "hidden_size": HIDDEN} | arguments)
+
+
+STATE_OF = MLSTMStack(INPUT, HIDDEN, 2).initial_state
+PACKED = pack_sequence([torch.zeros(n, INPUT) for n in (4, 2)])
 
 
 @pytest.mark.parametrize(
@@ -467,7 +474,18 @@ def test_constructor_refuses(error: str, arguments: dict[str, Any]) -> None:
             "state: got 1 entries, expected 2, one for each layer and direction",
             {"state": (tfla.State(torch.zeros(1)),)},
         ),
-        (r"initial_state.C: got shape", {"state": MLSTMStack(INPUT, HIDDEN, 2).initial_state(7)}),
+        (r"input: got shape \(0, 2, 5\), expected .*, all from 1", {"input": torch.zeros(0, 2, INPUT)}),
+        (r"input: got shape \(4, 0, 5\), expected .*, all from 1", {"input": torch.zeros(4, 0, INPUT)}),
+        (r"input: got shape \(0, 5\), expected .*, all from 1", {"input": torch.zeros(0, INPUT)}),
+        (r"state\[0\].C: got shape \(7, 4, 1, 2\), expected \(2, 4, 1, 2\)", {"state": STATE_OF(7)}),
+        (
+            r"state\[0\].C: got shape \(2, 4, 1, 2\), expected \(1,",
+            {"input": torch.zeros(4, INPUT), "state": STATE_OF(2)},
+        ),
+        (r"state\[0\].C: got shape \(3, 4, 1, 2\), expected \(2,", {"input": PACKED, "state": STATE_OF(3)}),
+        (r"state\[1\].C: got shape \(7,", {"state": (STATE_OF(2)[0], STATE_OF(7)[1])}),
+        (r"state\[0\].C: got device meta, expected that of input, cpu", {"state": STATE_OF(2, "meta")}),
+        (r"state\[1\].n: got NoneType, expected a float", {"state": (STATE_OF(2)[0], tfla.State(STATE_OF(2)[0].C))}),
         ("lengths: got them, expected None", {"input": torch.zeros(4, INPUT), "lengths": torch.tensor([4])}),
         (r"lengths: got shape \(4,\), expected \(2,\)", {"lengths": torch.tensor([4] * 4)}),
         ("document_start: got a tensor of torch.float32", {"document_start": torch.zeros(4, 2)}),

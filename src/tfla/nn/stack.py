@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from tfla._util.shapes import check_shape, state_parts
 from tfla.nn.layers import (
     GatePreactivation,
     HeadNorm,
@@ -162,6 +165,11 @@ class MLSTMStack(nn.Module):
             raise ValueError(f"dropout: got {dropout}, expected from 0 to 1")
         check_number("qk_factor", qk_factor, 0)
         check_input_gate(input_gate)
+        check_number("input_gate_bias", input_gate_bias)
+        if not isinstance(forget_gate_bias, tuple | list) or len(forget_gate_bias) != 2:
+            raise TypeError(f"forget_gate_bias: got {forget_gate_bias!r}, expected two numbers")
+        for end in forget_gate_bias:
+            check_number("forget_gate_bias", end)
         self.input_size, self.hidden_size, self.num_layers, self.num_heads = (
             input_size,
             hidden_size,
@@ -287,14 +295,15 @@ class MLSTMStack(nn.Module):
         return x, tuple(new)
 
     def _check(self, input: object, data: object, state: object, lengths: object, document_start: object) -> None:
-        """Raise unless the arguments of :meth:`forward` fit, apart from the tensors of the state and values."""
+        """Raise unless the arguments of :meth:`forward` fit, apart from values and from the tensor of lengths."""
         if not isinstance(data, Tensor):
             raise TypeError(f"input: got {describe(data)}, expected a tensor or a PackedSequence")
         packed = isinstance(input, PackedSequence)
-        if not (packed or 2 <= data.dim() <= 3) or data.shape[-1] != self.input_size:
+        if not (packed or 2 <= data.dim() <= 3) or data.shape[-1] != self.input_size or 0 in data.shape:
             layout = "(B, T, " if self.batch_first else "(T, B, "
             raise ValueError(
                 f"input: got shape {tuple(data.shape)}, expected {layout}{self.input_size}) or (T, {self.input_size})"
+                + (", all from 1" if 0 in data.shape else "")
             )
         if state is not None:
             if not isinstance(state, tuple | list) or not all(isinstance(entry, State) for entry in state):
@@ -303,6 +312,7 @@ class MLSTMStack(nn.Module):
                 raise ValueError(
                     f"state: got {len(state)} entries, expected {len(self.layers)}, one for each layer and direction"
                 )
+            self._check_states(state, self._num_sequences(input, data), data)
         if lengths is not None and (packed or data.dim() == 2):
             raise ValueError("lengths: got them, expected None for a single sequence and for a PackedSequence")
         if document_start is not None:
@@ -312,3 +322,27 @@ class MLSTMStack(nn.Module):
                 raise ValueError(
                     f"document_start: got shape {tuple(document_start.shape)}, expected {tuple(data.shape[:-1])}"
                 )
+
+    def _num_sequences(self, input: object, data: Tensor) -> int:
+        """Return the number of sequences of an input, whose tensor is data."""
+        if not isinstance(input, PackedSequence):
+            return 1 if data.dim() == 2 else data.shape[0 if self.batch_first else 1]
+        order = input.sorted_indices
+        return int(input.batch_sizes[0]) if order is None else len(order)
+
+    def _check_states(self, state: Sequence[State], sequences: int, data: Tensor) -> None:
+        """Raise unless the tensors of a state fit the layers, the number of sequences and the device of the input."""
+        for index, (entry, layer) in enumerate(zip(state, self._stack(), strict=True)):
+            q, v = (data.new_empty(0, layer.num_heads, size) for size in (layer.qk_head_dim, layer.head_dim))
+            name = f"state[{index}]"
+            for part, x, shape in state_parts(entry, sequences, q, v, self.input_gate == "exp", name, "a tensor"):
+                if not isinstance(x, Tensor) or not x.is_floating_point():
+                    raise TypeError(f"{part}: got {describe(x)}, expected a float tensor")
+                check_shape(part, x, shape)
+                _check_device(part, x, data)
+
+
+def _check_device(name: str, x: Tensor, data: Tensor) -> None:
+    """Raise unless x is on the device of the input, whose tensor is data."""
+    if x.device != data.device:
+        raise ValueError(f"{name}: got device {x.device}, expected that of input, {data.device}")
