@@ -486,6 +486,10 @@ PACKED = pack_sequence([torch.zeros(n, INPUT) for n in (4, 2)])
         (r"state\[1\].C: got shape \(7,", {"state": (STATE_OF(2)[0], STATE_OF(7)[1])}),
         (r"state\[0\].C: got device meta, expected that of input, cpu", {"state": STATE_OF(2, "meta")}),
         (r"state\[1\].n: got NoneType, expected a float", {"state": (STATE_OF(2)[0], tfla.State(STATE_OF(2)[0].C))}),
+        (
+            "document_start: got device meta, expected that of input, cpu",
+            {"document_start": torch.zeros(4, 2, dtype=torch.bool, device="meta")},
+        ),
         ("lengths: got them, expected None", {"input": torch.zeros(4, INPUT), "lengths": torch.tensor([4])}),
         (r"lengths: got shape \(4,\), expected \(2,\)", {"lengths": torch.tensor([4] * 4)}),
         ("document_start: got a tensor of torch.float32", {"document_start": torch.zeros(4, 2)}),

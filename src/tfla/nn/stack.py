@@ -322,6 +322,7 @@ class MLSTMStack(nn.Module):
                 raise ValueError(
                     f"document_start: got shape {tuple(document_start.shape)}, expected {tuple(data.shape[:-1])}"
                 )
+            _check_device("document_start", document_start, data)
 
     def _num_sequences(self, input: object, data: Tensor) -> int:
         """Return the number of sequences of an input, whose tensor is data."""
