@@ -1,7 +1,7 @@
 """The operators of tfla on JAX: `jax.jit`, gradients, `jax.vmap`, meshes, on CPUs, GPUs and TPUs.
 
-Names, arguments, layouts and defaults are those of :mod:`tfla`. No module here uses PyTorch; what it shares with the
-operators for PyTorch are names, limits and checks. docs/jax.md is about its use.
+Names, arguments, layouts and defaults are those of :mod:`tfla`, but for what docs/jax.md lists as missing. The forms in
+pure JAX do not call PyTorch. Kernels for GPUs come from launches that the backends of PyTorch record on the host.
 """
 
 try:

@@ -115,9 +115,7 @@ class _Run:
         T: the number of steps.
     """
 
-    def __init__(
-        self, operator: Callable[..., Any], tensors: Tensors, T: int, options: Mapping[str, Any]
-    ) -> None:  # fmt: skip
+    def __init__(self, operator: Callable[..., Any], tensors: Tensors, T: int, options: Mapping[str, Any]) -> None:
         self.operator, self.tensors, self.T, self.options = operator, tensors, T, options
 
     def __call__(self, every: int, state: State | None, cu_seqlens: Tensor | None) -> Found:
