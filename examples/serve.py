@@ -3,10 +3,11 @@
     python examples/serve.py                                   # a tiny model with random weights, on any machine
     python examples/serve.py --checkpoint runs/mine --slots 64  # a model that `tfla train` has made
 
-The batch has a fixed number of slots, whose state stays where it is, so that on a GPU every step is one CUDA graph. A
-request that comes in is read by the chunkwise kernels, on its own and at any length; its state, a few megabytes however
-long the prompt was, is put into a free slot. A request that is done leaves the slot to the next one. What a request
-gets does not depend on who its neighbours are.
+The states of all requests are rows of one pool, which prompts and steps read and overwrite where they are. A request
+that comes in gets a free row, of a few megabytes however long its prompt is, and the chunkwise kernels read the prompt
+into it. A step advances the requests that run, by the rows that they have; on a GPU it is one CUDA graph for each of a
+few numbers of requests. A request that is done leaves its row to the next one. What a request gets does not depend on
+who its neighbours are.
 
 A prompt is read by one call, which also returns the states after every part of it. They are kept: a prompt that starts
 as an earlier one did, as with a system prompt, is read from the end of the last part that they share. Such a state is
@@ -48,8 +49,10 @@ class Server:
         self.model, self.stop_token, self.part, self.prefixes = model, stop_token, part, prefixes
         self.states: OrderedDict[bytes, ModelState] = OrderedDict()  # by the tokens of a prefix, the last used one last
         self.shared = 0  # tokens of prompts whose state was there already
-        self.decoder = Decoder(model, model.initial_state(slots))
-        self.requests: list[Request | None] = [None] * slots
+        self.pool = model.initial_state(slots)
+        self.decoder = Decoder(model, self.pool, batches=[n for n in (1, 2, 4, 8, 16, 32, 64) if n < slots] + [slots])
+        self.free = deque(range(slots))
+        self.running: dict[int, Request] = {}  # by their rows of the pool
         self.waiting: deque[Request] = deque()
         self.last = torch.zeros(slots, dtype=torch.int64, device=model.embedding.weight.device)
 
@@ -59,20 +62,29 @@ class Server:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting) or any(self.requests)
+        return bool(self.waiting or self.running)
 
     @torch.no_grad()
-    def _admit(self, slot: int, request: Request) -> None:
-        """Reads the prompt and puts the state behind it into the slot; its logits give the first token."""
+    def _admit(self, row: int, request: Request) -> None:
+        """Reads the prompt into a row of the pool; its logits give the first token."""
         start, state = self._shared_prefix(request.prompt)
         self.shared += start
+        if state is None:
+            self.decoder.reset([row])
+        else:
+            self.decoder.scatter([row], state)
         ids = request.prompt[None, start:].to(self.last.device)
-        hidden, state, states = self.model.prefill(ids, state, states_every=self.part)
+        hidden, _, states = self.model.prefill(
+            ids, self.pool, states_every=self.part, state_indices=self._indices([row])
+        )
         for number, each in enumerate(states, 1):
             self._remember(request.prompt[: start + number * self.part], each)
-        self.decoder.scatter([slot], state)
-        self.last[slot] = self.model.logits(hidden[:, -1]).argmax(-1)[0]
-        self.requests[slot] = request
+        self.last[row] = self.model.logits(hidden[:, -1]).argmax(-1)[0]
+        self.running[row] = request
+
+    def _indices(self, rows: list[int]) -> Tensor:
+        """Returns rows of the pool on the device of the model."""
+        return torch.tensor(rows, device=self.last.device)
 
     def _shared_prefix(self, prompt: Tensor) -> tuple[int, ModelState | None]:
         """Returns the length of the longest prefix whose state is known, short of the last token, and the state."""
@@ -91,20 +103,18 @@ class Server:
 
     def step(self) -> Iterator[Request]:
         """A token for every request that runs; yields those that are done with it."""
-        for slot, request in enumerate(self.requests):
-            if request is None and self.waiting:
-                self._admit(slot, self.waiting.popleft())
+        while self.free and self.waiting:
+            self._admit(self.free.popleft(), self.waiting.popleft())
         tokens = self.last.tolist()
-        for slot, request in enumerate(self.requests):
-            if request is None:
-                continue
-            request.tokens.append(tokens[slot])
-            if len(request.tokens) == request.max_new_tokens or tokens[slot] == self.stop_token:
-                self.requests[slot] = None
-                self.decoder.reset([slot])
+        for row, request in list(self.running.items()):
+            request.tokens.append(tokens[row])
+            if len(request.tokens) == request.max_new_tokens or tokens[row] == self.stop_token:
+                del self.running[row]
+                self.free.append(row)
                 yield request
-        if any(self.requests):
-            self.last.copy_(self.decoder.step(self.last).argmax(-1))
+        if self.running:
+            rows = self._indices(list(self.running))
+            self.last[rows] = self.decoder.step(self.last[rows], rows).argmax(-1)
 
 
 def load(checkpoint: str | None, device: str) -> LanguageModel:
@@ -124,7 +134,7 @@ def main(args: list[str] | None = None) -> list[Request]:
     """Runs requests of all lengths through a server, a few of which come in at every step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", help="a run of tfla train, or a saved model")
-    parser.add_argument("--slots", type=int, default=4, help="requests that run at a time")
+    parser.add_argument("--slots", type=int, default=4, help="requests that run at a time, rows of the pool")
     parser.add_argument("--requests", type=int, default=12, help="requests in all")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(args)

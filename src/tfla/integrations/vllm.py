@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tfla
 from tfla.ops.state import State
-from tfla.ops.state_pool import read_rows, write_rows
+from tfla.ops.state_pool import PoolRows
 
 __all__ = ["BatchMetadata", "delta_rule", "linear_attention", "mlstm"]
 
@@ -141,12 +141,12 @@ def _compute(
         read = rows.new_full(rows.shape, -1) if given is None else torch.where(given, rows, -1)
         padding = rows.new_full((1,), -1)
         wide = torch.float64 if v.dtype == torch.float64 else torch.float32
-        before = read_rows(pool, torch.cat([read, padding]))
+        before = PoolRows(torch.cat([read, padding]), pool.C.shape[0]).read_state(pool)
         state = State(*(None if t is None else t.to(wide) for t in before))  # type: ignore[arg-type]
         found, after = operator(
             **own, initial_state=state, return_state=True, cu_seqlens=torch.cat([starts, rest]), **options
         )
-        write_rows(pool, torch.cat([rows, padding]), after)
+        PoolRows(torch.cat([rows, padding]), pool.C.shape[0]).write_state(pool, after)
         # Outputs of padding are zero, whatever its tokens hold.
         token = torch.arange(found.shape[1], device=v.device)
         h[decodes:] = torch.where((token < starts[-1])[:, None, None], found[0], 0)

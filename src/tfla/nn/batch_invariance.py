@@ -21,6 +21,7 @@ from tfla.backends.base import packed_bounds
 from tfla.ops.activations import sigmoid, silu, softplus
 from tfla.ops.autocast import autocast_dtype
 from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows, without_padding
 
 CPU_ROWS = 16  # of one product: fewer cost prefills more, more cost the decoding of single sequences more
 GPU_ROWS = 128  # a tile of tensor cores, up to which a product with weights takes as long as reading them
@@ -145,6 +146,7 @@ def step_by_sequence(
     *,
     lengths: Tensor | None = None,
     in_place: bool = False,
+    state_indices: Tensor | None = None,
     **options: Any,
 ) -> Any:
     """Compute decoding steps so that no sequence depends on another one, on a CPU by a call for each.
@@ -157,6 +159,7 @@ def step_by_sequence(
         state: the state before the steps.
         lengths: (B,) or None, as operators for several steps take them.
         in_place: whether to overwrite C of the state.
+        state_indices: (B,) or None, the rows of the state, then a pool, as operators take them.
         options: its other options.
 
     Returns:
@@ -167,7 +170,11 @@ def step_by_sequence(
     if v.device.type != "cpu" or v.shape[0] <= 1:
         if lengths is not None:
             options["lengths"] = lengths
+        if state_indices is not None:
+            options["state_indices"] = state_indices
         return operator(**tensors, state=state, in_place=in_place, **options)
+    if state_indices is not None:
+        return _step_rows(operator, tensors, state, state_indices, {"lengths": lengths, **options})
     hs: list[Tensor] = []
     states: list[State] = []
     for row in range(v.shape[0]):
@@ -185,6 +192,18 @@ def step_by_sequence(
         return h
     joined = _joined(states)
     return h, joined._replace(C=state.C.copy_(joined.C)) if in_place else joined
+
+
+def _step_rows(
+    operator: Callable[..., Any], tensors: Tensors, pool: State, indices: Tensor, options: Mapping[str, Any]
+) -> Any:
+    """Compute steps of sequences whose states are rows of a pool, and overwrite the rows if a state is returned."""
+    rows = PoolRows(indices, pool.C.shape[0])
+    found = step_by_sequence(operator, tensors, rows.read_state(pool), **options)
+    if isinstance(found, Tensor):
+        return without_padding(found, indices)
+    rows.write_state(pool, found[1])
+    return without_padding(found[0], indices), pool
 
 
 def _own(t: Tensor) -> Tensor:

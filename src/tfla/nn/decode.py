@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from tfla.nn import fused_step
 from tfla.nn.mixer_state import MixerState
 from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.model import LanguageModel, ModelState
+from tfla.nn.pool import check_pool, find_rows
 from tfla.nn.validation import check_ids, check_int, check_model, check_model_state
 from tfla.ops.state import State
 
@@ -20,15 +22,19 @@ class Decoder:
     """A batch of sequences that advance together by one token per step, on an NVIDIA GPU by replaying a CUDA graph.
 
     Between steps, :meth:`gather`, :meth:`scatter` and :meth:`reset` read, replace and restart single sequences of the
-    batch. No gradients are recorded.
+    batch. With ``batches`` the state is a pool with a row for each sequence that a server can hold, and each step
+    advances the sequences of some rows. No gradients are recorded.
 
     Args:
         model: the model. A graph reads its weights at the addresses that they have now.
-        state: the state of the batch, from :meth:`LanguageModel.initial_state` or from a prompt. It is copied.
+        state: the state of the batch, from :meth:`LanguageModel.initial_state` or from a prompt. It is copied, unless
+            it is a pool, which steps overwrite where it is, as :meth:`LanguageModel.hidden` with state_indices does.
         capacity: for models with attention, the number of tokens of a sequence for which its caches have room from the
             start; None lets the caches grow, without a CUDA graph and without single sequences that can be replaced.
         cuda_graph: whether to capture a CUDA graph; None captures one where possible, for recurrent mixers on a
             GPU.
+        batches: for a pool, the numbers of sequences for which a step is captured in a CUDA graph of its own. A step of
+            fewer sequences is padded to the next of them; more than the largest one are an error. None is no pool.
 
     Raises:
         TypeError, ValueError: the state does not fit the model; the message names the block and what is expected.
@@ -36,20 +42,34 @@ class Decoder:
     """
 
     def __init__(
-        self, model: LanguageModel, state: ModelState, *, cuda_graph: bool | None = None, capacity: int | None = None
+        self,
+        model: LanguageModel,
+        state: ModelState,
+        *,
+        cuda_graph: bool | None = None,
+        capacity: int | None = None,
+        batches: Sequence[int] | None = None,
     ) -> None:
         check_model(model)
         self.model = model
         device = model.embedding.weight.device
         self.batch = check_model_state(model, state)
+        self.batches = None if batches is None else _check_batches(batches, state)
         self._used = _cached_tokens(state)
         if capacity is not None:
             check_int("capacity", capacity, max(self._used, default=0) + 1)
         self.capacity = capacity if self._used else None
         constant = not self._used or capacity is not None
         check_cuda_graph(cuda_graph, constant, device)
-        self.state: ModelState = tuple(own_state(block_state, capacity) for block_state in state)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._pooled: dict[int, PooledGraph] = {}
+        if self.batches is not None:
+            self.state: ModelState = state
+            if device.type == "cuda" and cuda_graph is not False:
+                for size in reversed(self.batches):  # smaller ones find room in the memory of the largest one
+                    self._pooled[size] = PooledGraph(self, size, next(iter(self._pooled.values()), None))
+            return
+        self.state = tuple(own_state(block_state, capacity) for block_state in state)
         if device.type == "cuda" and constant and cuda_graph is not False:
             # Capturing runs a step. In a cache it writes after the last token, where the first step will write.
             overwritten = [
@@ -61,11 +81,13 @@ class Decoder:
                 target.copy_(source)
 
     @torch.no_grad()
-    def step(self, ids: Tensor) -> Tensor:
+    def step(self, ids: Tensor, state_indices: Tensor | None = None) -> Tensor:
         """Advance every sequence by one token.
 
         Args:
             ids: (B,) int64 tokens.
+            state_indices: (B,) int32 or int64, for a pool: the row of each sequence, at most once each; -1 is padding.
+                On a GPU their values are not read by the host.
 
         Returns:
             logits (B, vocab_size) of the next token. With a CUDA graph, the next step overwrites them.
@@ -74,6 +96,10 @@ class Decoder:
             ValueError, TypeError: ids do not fit; the message says what was given and what is allowed.
         """
         check_ids(ids, "(B,)", 1)
+        if self.batches is not None:
+            return self._step_rows(ids, state_indices, self.batches)
+        if state_indices is not None:
+            raise ValueError("state_indices: got them, expected None for a Decoder without batches, which has no pool")
         if len(ids) != self.batch:
             raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected ({self.batch},): one for each sequence")
         if self.capacity is not None:
@@ -86,6 +112,18 @@ class Decoder:
         self._ids.copy_(ids)
         self._graph.replay()
         return self._logits
+
+    def _step_rows(self, ids: Tensor, indices: Tensor | None, batches: Sequence[int]) -> Tensor:
+        """Advance the sequences of some rows of the pool."""
+        if indices is None:
+            raise ValueError("state_indices: got None, expected the rows (B,) of the pool that the sequences have")
+        size = next((size for size in batches if size >= len(ids)), None)
+        if size is None:
+            raise ValueError(f"ids: got {len(ids)} sequences, expected at most {batches[-1]}, the largest of batches")
+        if not self._pooled:
+            return self.model.step(ids, self.state, state_indices=indices)[0]
+        find_rows(self.state, indices, len(ids))
+        return self._pooled[size].replay(ids, indices)
 
     def gather(self, rows: Tensor | Sequence[int]) -> ModelState:
         """Return a copy of the states of the sequences ``rows``; see :meth:`tfla.State.gather`."""
@@ -138,17 +176,70 @@ class Decoder:
         self._ids = torch.zeros(self.batch, dtype=torch.int64, device=device)
         fusable = fused_step.unsupported(self.model, self.state) is None
         self._fused = fused_step.FusedStep(self.model) if fusable else None
-        # Autocast's cache of cast weights would be filled during the capture and freed before the replay.
-        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        with torch.cuda.device(device), torch.autocast("cuda", dtype, enabled, cache_enabled=False):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._advance()  # compilation and allocations must not be captured
-            torch.cuda.current_stream().wait_stream(stream)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._logits = self._advance()
+        self._graph, self._logits = captured(self._advance, device)
+
+
+class PooledGraph:
+    """A CUDA graph of a step of ``size`` sequences of a pool.
+
+    Args:
+        decoder: the decoder whose pool it is.
+        size: the number of sequences.
+        like: another graph, whose memory this one may use for what it computes in between.
+    """
+
+    def __init__(self, decoder: Decoder, size: int, like: PooledGraph | None) -> None:
+        device = decoder.model.embedding.weight.device
+        self.ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self.indices = torch.full((size,), -1, dtype=torch.int64, device=device)  # a step of padding writes nothing
+        model, state = decoder.model, decoder.state
+        fusable = fused_step.unsupported(model, state, size) is None
+        step: Any = fused_step.FusedStep(model) if fusable else model.step
+        memory = None if like is None else like.graph.pool()
+        self.graph: torch.cuda.CUDAGraph
+        self.graph, self.logits = captured(lambda: step(self.ids, state, state_indices=self.indices)[0], device, memory)
+
+    def replay(self, ids: Tensor, indices: Tensor) -> Tensor:
+        """Advance sequences and return their logits, which the next step overwrites."""
+        count = len(ids)
+        self.ids[:count].copy_(ids)
+        self.indices[:count].copy_(indices)
+        self.indices[count:].fill_(-1)
+        self.graph.replay()
+        return self.logits[:count]
+
+
+@torch.no_grad()
+def captured(call: Callable[[], Tensor], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Run a call twice, the second time to capture it in a CUDA graph, and return the graph and the call's result.
+
+    Args:
+        call: the call.
+        device: the GPU.
+        pool: the memory of another graph.
+    """
+    # Autocast's cache of cast weights would be filled during the capture and freed before the replay.
+    enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    with torch.cuda.device(device), torch.autocast("cuda", dtype, enabled, cache_enabled=False):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()  # compilation and allocations must not be captured
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            result = call()
+    return graph, result
+
+
+def _check_batches(batches: object, state: ModelState) -> tuple[int, ...]:
+    """Return the numbers of sequences of a pool's steps, sorted, after a check of them and of the pool."""
+    if not isinstance(batches, Sequence) or isinstance(batches, str) or not batches:
+        raise TypeError(f"batches: got {batches!r}, expected None or a sequence of ints")
+    for size in batches:
+        check_int("batches", size, 1)
+    check_pool(state)
+    return tuple(sorted(set(batches)))
 
 
 def _tensors(state: ModelState) -> list[Tensor]:

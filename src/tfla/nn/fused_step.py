@@ -5,6 +5,8 @@ The kernels and their equations are in :mod:`tfla.nn.step_kernels`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,15 +24,18 @@ MAX_COLUMNS = 16_384  # of a weight matrix, since one program loads a whole row
 SUPPORTED_MODULES = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactivation, HeadNorm)
 
 
-def unsupported(model: LanguageModel, state: ModelState) -> str | None:
+def unsupported(model: LanguageModel, state: ModelState, batch: int | None = None) -> str | None:
     """Return why :class:`FusedStep` cannot replace the model's own step, or None if it can.
+
+    The batch is the number of sequences of a step; None is that of the state, which else is a pool.
 
     A model with forward hooks or with modules of other types keeps its own step.
     """
     weight = model.embedding.weight
     if not INSTALLED or not (weight.is_cuda or INTERPRETED):
         return "it needs Triton and an NVIDIA GPU"
-    if not all(isinstance(block_state, State) and len(block_state.C) == 1 for block_state in state):
+    sizes = {len(each.C) if batch is None else batch for each in state if isinstance(each, State)}
+    if not all(isinstance(each, State) for each in state) or sizes != {1}:
         return "it is for one sequence and mLSTMs"
     if model.config.batch_invariant:
         return "it adds up products in another order than larger batches do"
@@ -73,27 +78,31 @@ class FusedStep:
         self.mixed, self.inner = weight.new_empty(self.D), weight.new_empty(self.hidden)
         self.out = weight.new_empty(1, config.vocab_size, dtype=torch.float32)
 
-    def __call__(self, ids: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+    def __call__(
+        self, ids: Tensor, state: ModelState, state_indices: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:
         """Advance the sequence by one token.
 
         Args:
             ids: (1,) int64.
             state: the state before the token. Its C is overwritten.
+            state_indices: (1,), the row of the sequence in the state, which then is a pool; None is no pool.
 
         Returns:
             logits (1, vocab_size) float32, which the next call overwrites, and the new state.
         """
         model, kernels = self.model, self.kernels
         x = F.embedding(ids, model.embedding.weight)
-        new = tuple(self._block(block, x, before) for block, before in zip(model.blocks, state, strict=True))  # type: ignore[arg-type]
+        options: dict[str, Any] = {"in_place": True} if state_indices is None else {"state_indices": state_indices}
+        new = tuple(self._block(block, x, before, options) for block, before in zip(model.blocks, state, strict=True))  # type: ignore[arg-type]
         # (7) soft-capped logits
         kernels.logits[(model.config.vocab_size,)](
             x, model.norm.weight, self.eps, model.unembedding.weight, model.config.logit_soft_cap, self.out, **self.row
         )
         return self.out, new
 
-    def _block(self, block: Block, x: Tensor, state: State) -> State:
-        """Add a block's output to x (1, d_model) in place and return its new state."""
+    def _block(self, block: Block, x: Tensor, state: State, options: dict[str, Any]) -> State:
+        """Add a block's output to x (1, d_model) in place and return its new state; options are of the operator."""
         mixer, ffn, kernels = block.mixer, block.ffn, self.kernels
         assert isinstance(mixer, MLSTM)
         D, DQ, H = self.D, self.DQ, self.H
@@ -106,7 +115,7 @@ class FusedStep:
         q, k, v, o = self.qkvo.split([DQ, DQ, D, D])
         h, new = mlstm_step(
             q.view(1, H, -1), k.view(1, H, -1), v.view(1, H, -1), self.gates[0], self.gates[1], state,
-            input_gate=mixer.input_gate_kind, in_place=True,
+            input_gate=mixer.input_gate_kind, **options,
         )  # fmt: skip
         # (4) x <- x + W_out (sigmoid(o) * NORM(h))
         norm, d = mixer.head_norm, mixer.head_dim

@@ -20,6 +20,7 @@ from tfla.nn import batch_invariance
 from tfla.nn.mixer_state import StatesEvery
 from tfla.nn.validation import check_int, check_number
 from tfla.ops.autocast import autocast_dtype, without_autocast
+from tfla.ops.state_pool import PoolRows
 from tfla.ops.transforms import PLAIN, needs_dispatcher
 
 # The forget gate's pre-activation at the first token of a document; its sigmoid is 0 in every dtype.
@@ -83,20 +84,23 @@ class SequenceMixer(nn.Module, ABC):
         """
 
     @abstractmethod
-    def step(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: Any, in_place: bool = False, rows: PoolRows | None = None) -> tuple[Tensor, Any]:
         """Mix one token of each sequence.
 
         Args:
             x: (B, d_model), any float dtype.
             state: the state before the token.
             in_place: whether the layer may overwrite the tensors of ``state``.
+            rows: the rows of ``state``, then a pool, that the sequences have. The layer overwrites them.
 
         Returns:
-            the mixed token (B, d_model) and the state after it.
+            the mixed token (B, d_model) and the state after it, or the pool.
         """
 
     @abstractmethod
-    def steps(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Accept]:
+    def steps(
+        self, x: Tensor, state: Any, in_place: bool = False, rows: PoolRows | None = None
+    ) -> tuple[Tensor, Accept]:
         """Mix a few proposed tokens of each sequence, of which some are accepted later.
 
         Args:
@@ -104,6 +108,8 @@ class SequenceMixer(nn.Module, ABC):
             state: the state before the tokens.
             in_place: whether the layer may overwrite the tensors of ``state`` when tokens are accepted, and places in
                 them that no token has.
+            rows: the rows of ``state``, then a pool, that the sequences have. The layer overwrites them when tokens are
+                accepted.
 
         Returns:
             the mixed tokens (B, T, d_model), and the function that returns the state after the first ``lengths`` (B,)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows
 
 
 @dataclass
@@ -68,6 +69,19 @@ class MixerState(NamedTuple):
         index = self._index(rows)
         for own in self._others():
             own.index_fill_(0, index, 0)
+
+    def read(self, rows: PoolRows) -> MixerState:
+        """Return what the recurrence does not keep, of the rows of this pool, beside the whole pool of the recurrence.
+
+        The operators for steps find the rows of the recurrence's pool themselves.
+        """
+        position = None if self.position is None else rows.read(self.position)
+        return MixerState(self.recurrence, tuple(map(rows.read, self.convolution)), position)
+
+    def write(self, rows: PoolRows, states: MixerState) -> None:
+        """Overwrite what the recurrence does not keep in the rows of this pool by that of states (B, ...)."""
+        for own, given in zip(self._others(), states._others(), strict=True):
+            rows.write(own, given)
 
     def _index(self, rows: Tensor | Sequence[int]) -> Tensor:
         """Return rows that the recurrence's state has checked as a tensor."""

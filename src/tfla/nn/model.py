@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla._util.device import check_device
-from tfla.nn import batch_invariance, pretrained
+from tfla.nn import batch_invariance, pool, pretrained
 from tfla.nn.config import ModelConfig
 from tfla.nn.layers import (
     Accept,
@@ -34,6 +34,7 @@ from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.validation import check_ids, check_int, check_num_entries, check_vocabulary, describe
 from tfla.ops.checks import LONGEST_STEPS
 from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows
 
 TOKENS_PER_PASS = 4096  # tokens whose logits `LanguageModel.losses` holds at once
 
@@ -79,10 +80,18 @@ class LanguageModel(nn.Module):
         document_start: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
+        state_indices: Tensor | None = None,
     ) -> tuple[Tensor, ModelState]:
         """Return the residual stream after the last block, for callers that cannot hold all logits at once.
 
         ``logits(hidden(ids)[0])`` equals ``forward(ids)``. Arguments and errors are those of :meth:`forward`.
+
+        Args:
+            state_indices: (B,) int32 or int64, or one for each packed sequence: ``state`` is a pool, that is a state
+                with any number of rows, of which each sequence continues the one at its index. With return_state
+                the rows are overwritten, and the pool is returned. A sequence at -1 starts from zero and writes
+                nothing. Each row may occur once; on a CPU, indices that do not fit are an error. Gradients must not be
+                recorded.
 
         Returns:
             the residual stream (B, T, d_model), and the state after the last token, which is empty without
@@ -90,14 +99,22 @@ class LanguageModel(nn.Module):
         """
         self._check(ids, state, document_start, cu_seqlens)
         x = self._embed(ids)
-        states = []
+        rows = self._find_rows(state, state_indices, len(ids) if cu_seqlens is None else len(cu_seqlens) - 1)
+        states: list[Any] = []
         for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
-            x, after = block(x, before, document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state)
-            states.append(after)
+            x, after = block(
+                x, _read(before, rows), document_start=document_start, cu_seqlens=cu_seqlens, return_state=return_state
+            )
+            states.append(_write(before, rows, after) if return_state else None)
         return x, tuple(states) if return_state else ()
 
     def prefill(
-        self, ids: Tensor, state: ModelState | None = None, *, states_every: int
+        self,
+        ids: Tensor,
+        state: ModelState | None = None,
+        *,
+        states_every: int,
+        state_indices: Tensor | None = None,
     ) -> tuple[Tensor, ModelState, list[ModelState]]:
         """Read prompts, and return the states after every so many tokens too, for a cache of prefixes.
 
@@ -108,11 +125,12 @@ class LanguageModel(nn.Module):
             ids: (B, T) int64 tokens, T >= 1.
             state: the state before the first token, as :meth:`forward` takes it.
             states_every: the number of tokens n between two states.
+            state_indices: (B,), as in :meth:`hidden`: the rows of ``state``, then a pool, which are overwritten.
 
         Returns:
-            the residual stream (B, T, d_model) after the last block; the state after the last token; and those after
-            n, 2 n, ... tokens, T // n of them. The latter keep no tensor of the whole call alive, but for attention,
-            where they are views of one cache.
+            the residual stream (B, T, d_model) after the last block; the state after the last token, or the pool;
+            and those after n, 2 n, ... tokens, T // n of them. The latter keep no tensor of the whole call alive, but
+            for attention, where they are views of one cache.
 
         Raises:
             ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
@@ -120,10 +138,11 @@ class LanguageModel(nn.Module):
         check_int("states_every", states_every, 1)
         self._check(ids, state, None, None)
         x, last, between = self._embed(ids), [], []
+        rows = self._find_rows(state, state_indices, len(ids))
         for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
             wanted = StatesEvery(states_every)
-            x, after = block(x, before, return_state=True, states_every=wanted)
-            last.append(after)
+            x, after = block(x, _read(before, rows), return_state=True, states_every=wanted)
+            last.append(_write(before, rows, after))
             between.append(wanted.states)
         return x, tuple(last), list(zip(*between, strict=True))
 
@@ -228,7 +247,9 @@ class LanguageModel(nn.Module):
         """Return the cross-entropy of targets (N,) from the residual stream (N, d_model)."""
         return F.cross_entropy(self.logits(hidden), targets, reduction="none")
 
-    def step(self, ids: Tensor, state: ModelState, *, in_place: bool = False) -> tuple[Tensor, ModelState]:
+    def step(
+        self, ids: Tensor, state: ModelState, *, in_place: bool = False, state_indices: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:
         """Advance every sequence by one token.
 
         Args:
@@ -236,6 +257,8 @@ class LanguageModel(nn.Module):
             state: the state before the tokens.
             in_place: let recurrent mixers overwrite C of ``state``, as :func:`tfla.mlstm_step` does. The old state must
                 not be used afterwards.
+            state_indices: (B,), as in :meth:`hidden`: the rows of ``state``, then a pool. They are overwritten where
+                they are, and the pool is returned.
 
         Returns:
             logits (B, vocab_size), equal to those of :meth:`forward`, and the new state.
@@ -246,14 +269,15 @@ class LanguageModel(nn.Module):
         check_ids(ids, "(B,)", 1)
         check_num_entries(state, len(self.blocks))
         x = self._embed(ids)
+        rows = self._find_rows(state, state_indices, len(ids))
         states = []
         for block, before in zip(self.blocks, state, strict=True):
-            x, after = block.step(x, before, in_place)
+            x, after = block.step(x, before, in_place, rows)
             states.append(after)
         return self.logits(x), tuple(states)
 
     def steps(
-        self, ids: Tensor, state: ModelState, *, in_place: bool = False
+        self, ids: Tensor, state: ModelState, *, in_place: bool = False, state_indices: Tensor | None = None
     ) -> tuple[Tensor, Callable[[Tensor], ModelState]]:
         """Compute the logits of a few proposed tokens of every sequence, of which some are accepted later.
 
@@ -265,6 +289,8 @@ class LanguageModel(nn.Module):
             state: the state before the tokens.
             in_place: let mixers overwrite ``state`` when tokens are accepted. Until then it stays as it is, but for
                 places of caches that hold no token.
+            state_indices: (B,), as in :meth:`hidden`: the rows of ``state``, then a pool, which are overwritten when
+                tokens are accepted.
 
         Returns:
             logits (B, T, vocab_size), equal to those of :meth:`forward`, and a function that may be called once: from
@@ -278,8 +304,9 @@ class LanguageModel(nn.Module):
             raise ValueError(f"ids: got T = {ids.shape[1]}, expected from 1 to {LONGEST_STEPS} tokens")
         check_num_entries(state, len(self.blocks))
         x, accepts = self._embed(ids), []
+        rows = self._find_rows(state, state_indices, len(ids))
         for block, before in zip(self.blocks, state, strict=True):
-            x, accept = block.steps(x, before, in_place)
+            x, accept = block.steps(x, before, in_place, rows)
             accepts.append(accept)
         return self.logits(x), lambda lengths: tuple(accept(lengths) for accept in accepts)
 
@@ -347,6 +374,10 @@ class LanguageModel(nn.Module):
             check_vocabulary(ids, self.config.vocab_size)
             raise
 
+    def _find_rows(self, state: ModelState | None, state_indices: Tensor | None, sequences: int) -> PoolRows | None:
+        """Return the rows of a pool that the sequences of a call have; None without state_indices."""
+        return None if state_indices is None else pool.find_rows(state, state_indices, sequences)
+
     def _check(
         self, ids: Tensor, state: ModelState | None, document_start: Tensor | None, cu_seqlens: Tensor | None
     ) -> None:
@@ -366,6 +397,19 @@ class LanguageModel(nn.Module):
             raise ValueError(
                 f"document_start: got shape {tuple(document_start.shape)}, expected that of ids, {tuple(ids.shape)}"
             )
+
+
+def _read(state: Any, rows: PoolRows | None) -> Any:
+    """Return the state of the sequences of a call: rows of a pool, or the state itself."""
+    return state if rows is None else pool.read(state, rows)
+
+
+def _write(state: Any, rows: PoolRows | None, new: Any) -> Any:
+    """Return the new state: the pool, whose rows are overwritten, or ``new`` itself."""
+    if rows is None:
+        return new
+    pool.write(state, rows, new)
+    return state
 
 
 class Block(nn.Module):
@@ -403,20 +447,27 @@ class Block(nn.Module):
         )  # fmt: skip
         return self._add_residuals(x, mixed), new
 
-    def step(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Any]:
+    def step(self, x: Tensor, state: Any, in_place: bool = False, rows: PoolRows | None = None) -> tuple[Tensor, Any]:
         """Run the block on one token of each sequence, as :meth:`SequenceMixer.step`."""
-        mixed, new = self.mixer.step(cast_for_autocast(self.mixer_norm(x)), state, in_place)
+        mixed, new = self.mixer.step(cast_for_autocast(self.mixer_norm(x)), state, in_place, *_given(rows))
         return self._add_residuals(x, mixed), new
 
-    def steps(self, x: Tensor, state: Any, in_place: bool = False) -> tuple[Tensor, Accept]:
+    def steps(
+        self, x: Tensor, state: Any, in_place: bool = False, rows: PoolRows | None = None
+    ) -> tuple[Tensor, Accept]:
         """Run the block on a few proposed tokens of each sequence, as :meth:`SequenceMixer.steps`."""
-        mixed, accept = self.mixer.steps(cast_for_autocast(self.mixer_norm(x)), state, in_place)
+        mixed, accept = self.mixer.steps(cast_for_autocast(self.mixer_norm(x)), state, in_place, *_given(rows))
         return self._add_residuals(x, mixed), accept
 
     def _add_residuals(self, x: Tensor, mixed: Tensor) -> Tensor:
         """Add the output of the mixer to the residual stream, then that of the feed-forward network."""
         x = x + mixed
         return x + self.ffn(cast_for_autocast(self.ffn_norm(x)))
+
+
+def _given(rows: PoolRows | None) -> tuple[PoolRows, ...]:
+    """Return an argument that mixers of users may not know of, if there is one."""
+    return () if rows is None else (rows,)
 
 
 class SwiGLU(nn.Module):

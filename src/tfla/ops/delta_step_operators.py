@@ -68,11 +68,11 @@ def _compute(x: DeltaStepInputs, spec: DeltaStepSpec, in_place: bool) -> tuple[T
         h, C = compute_steps(x, spec)
         return h, x.C.copy_(C) if in_place else C
     pool = State(x.C)
-    indices = state_pool.checked(x.indices, pool)
-    h, C = compute_steps(x._replace(C=state_pool.read_rows(pool, indices).C), spec)
+    rows = state_pool.PoolRows(state_pool.checked(x.indices, pool), x.C.shape[0])
+    h, C = compute_steps(x._replace(C=rows.read(x.C)), spec)
     if spec.final_state:
-        state_pool.write_rows(pool, indices, State(C))
-    return state_pool.without_padding(h, indices), x.C
+        rows.write(x.C, C)
+    return state_pool.without_padding(h, rows.indices), x.C
 
 
 def _run_backend(request: DeltaStepRequest, plan: StepPlan) -> Sequence[Tensor]:

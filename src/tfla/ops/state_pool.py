@@ -25,32 +25,59 @@ def checked(indices: Tensor, pool: State) -> Tensor:
     return indices
 
 
-def read_rows(pool: State, indices: Tensor) -> State:
-    """Return the states of the pool at indices (B,); those at -1 are zero."""
+class PoolRows:
+    """The rows of a pool that belong to the sequences of a call, for all tensors of the pool.
 
-    def rows(t: Tensor | None) -> Tensor | None:
-        if t is None or t.shape[0] == 0:  # then no index is a row
-            return None if t is None else t.new_zeros(indices.shape[0], *t.shape[1:])
-        return torch.where(_like(indices >= 0, t), t.index_select(0, indices.clamp(min=0)), 0.0)
-
-    return State(*map(rows, pool))  # type: ignore[arg-type]
-
-
-def write_rows(pool: State, indices: Tensor, states: State) -> None:
-    """Overwrite the rows of the pool at indices (B,) by the states (B, ...); states at -1 are left out.
-
-    A state at -1 becomes a copy of one that is not, so that both write the same. If all are at -1, the first row is
-    overwritten by itself.
+    Args:
+        indices: (B,) int32 or int64, the row of each sequence, each at most once; -1 stands for none.
+        size: the number of rows of the pool.
     """
-    if not indices.shape[0] or not pool.C.shape[0]:
-        return
-    valid = indices >= 0
-    source = torch.where(valid, torch.arange(indices.shape[0], device=indices.device), valid.to(torch.int8).argmax())
-    target = indices.index_select(0, source).clamp(min=0).to(torch.int64)
-    for own, given in zip(pool, states, strict=True):
-        if own is not None and given is not None:
-            rows = given.to(own.dtype).index_select(0, source)
-            own.index_copy_(0, target, torch.where(valid.any(), rows, own.index_select(0, target)))
+
+    def __init__(self, indices: Tensor, size: int) -> None:
+        self.indices, self.size = indices, size
+        self._targets: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def read(self, t: Tensor) -> Tensor:
+        """Return the rows (B, ...) of t (size, ...); those of sequences at -1 are zero."""
+        if not self.size:  # then no index is a row
+            return t.new_zeros(self.indices.shape[0], *t.shape[1:])
+        return torch.where(_like(self.indices >= 0, t), t.index_select(0, self.indices.clamp(min=0)), 0)
+
+    def write(self, t: Tensor, rows: Tensor) -> None:
+        """Overwrite the rows of t (size, ...) by rows (B, ...); those of sequences at -1 are left out.
+
+        A row at -1 becomes a copy of one that is not, so that both write the same. If all are at -1, the first row of t
+        is overwritten by itself.
+
+        Raises:
+            ValueError: gradients of the rows are recorded.
+        """
+        if not self.indices.shape[0] or not self.size:
+            return
+        if rows.requires_grad:
+            raise ValueError("state_indices: got them while gradients are recorded, expected torch.no_grad()")
+        if self._targets is None:
+            self._targets = self._find_targets()
+        source, target, written = self._targets
+        rows = rows.to(t.dtype).index_select(0, source)
+        t.index_copy_(0, target, torch.where(written, rows, t.index_select(0, target)))
+
+    def read_state(self, pool: State) -> State:
+        """Return the states (B, ...) of a pool."""
+        return State(*(None if t is None else self.read(t) for t in pool))  # type: ignore[arg-type]
+
+    def write_state(self, pool: State, states: State) -> None:
+        """Overwrite the rows of a pool by states (B, ...)."""
+        for own, given in zip(pool, states, strict=True):
+            if own is not None and given is not None:
+                self.write(own, given)
+
+    def _find_targets(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which sequence (B,) writes and to which row (B,), and whether any does."""
+        valid = self.indices >= 0
+        own = torch.arange(self.indices.shape[0], device=self.indices.device)
+        source = torch.where(valid, own, valid.to(torch.int8).argmax())
+        return source, self.indices.index_select(0, source).clamp(min=0).to(torch.int64), valid.any()
 
 
 def without_padding(h: Tensor, indices: Tensor) -> Tensor:
@@ -97,12 +124,13 @@ def attend_by_index(
         parts = {name: t.dtype for name, t in zip(State._fields, pool, strict=True) if t is not None}
         checks.check_in_place(pool, parts, recorded, transforms_active(), "state_indices: got them", "initial_state")
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    rows = State(*(None if t is None else t.to(wide) for t in read_rows(pool, indices)))  # type: ignore[arg-type]
-    found = run(request._replace(state=rows))
+    rows = PoolRows(indices, pool.C.shape[0])
+    before = State(*(None if t is None else t.to(wide) for t in rows.read_state(pool)))  # type: ignore[arg-type]
+    found = run(request._replace(state=before))
     if not request.return_state:
         h: Tensor = found
         return h
-    write_rows(pool, indices, found[1])
+    rows.write_state(pool, found[1])
     return found[0], pool
 
 

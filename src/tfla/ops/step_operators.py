@@ -54,12 +54,12 @@ def _compute(x: StepInputs, spec: StepSpec, in_place: bool) -> tuple[Tensor, Sta
         h, new = compute_steps(x, spec)
         return h, new._replace(C=x.C.copy_(new.C)) if in_place else new
     pool = State(x.C, x.n, x.m)
-    indices = state_pool.checked(x.indices, pool)
-    C, n, m = state_pool.read_rows(pool, indices)
+    rows = state_pool.PoolRows(state_pool.checked(x.indices, pool), x.C.shape[0])
+    C, n, m = rows.read_state(pool)
     h, new = compute_steps(x._replace(C=C, n=n, m=m), spec)
     if spec.final_state:
-        state_pool.write_rows(pool, indices, new)
-    return state_pool.without_padding(h, indices), pool
+        rows.write_state(pool, new)
+    return state_pool.without_padding(h, rows.indices), pool
 
 
 def _run_backend(request: Request, plan: StepPlan, backend: Backend) -> Sequence[Tensor]:

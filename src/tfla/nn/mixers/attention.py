@@ -18,6 +18,7 @@ from tfla.nn.mixers.gather_steps import gather_steps, own_steps
 from tfla.nn.mixers.rotary import rotate_both
 from tfla.ops.checks import check_cu_seqlens
 from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows
 
 
 class KeyValues(NamedTuple):
@@ -189,20 +190,26 @@ class Attention(SequenceMixer):
         out: Tensor = self.out_proj(h.flatten(-2))
         return out
 
-    def step(self, x: Tensor, state: KeyValues, in_place: bool = False) -> tuple[Tensor, KeyValues]:
+    def step(
+        self, x: Tensor, state: KeyValues, in_place: bool = False, rows: PoolRows | None = None
+    ) -> tuple[Tensor, KeyValues]:
         """Run :meth:`SequenceMixer.step`; a cache without room for more tokens grows, whatever in_place says."""
+        _check_no_rows(rows)
         if isinstance(state, KeyValues) and state.length is not None:
             y, accept = self.steps(x[:, None], state, in_place)
             return y[:, 0], accept(torch.ones_like(state.length))
         y, new = self(x[:, None], state, return_state=True)
         return y[:, 0], new
 
-    def steps(self, x: Tensor, state: KeyValues, in_place: bool = False) -> tuple[Tensor, Accept]:
+    def steps(
+        self, x: Tensor, state: KeyValues, in_place: bool = False, rows: PoolRows | None = None
+    ) -> tuple[Tensor, Accept]:
         """Run :meth:`SequenceMixer.steps` on a cache with room for the tokens, into which their keys and values go.
 
         Raises:
             ValueError: the cache has no room, see :meth:`KeyValues.reserve`.
         """
+        _check_no_rows(rows)
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         check_state(state, k)
         if state.length is None:
@@ -233,8 +240,8 @@ class Attention(SequenceMixer):
         if self.window is not None:
             visible = visible & (token > place - self.window)
         q, keys, values = (t.transpose(1, 2).to(q.dtype) for t in (q, k, v))
-        rows = [slice(row, row + 1) for row in range(len(q))] if self.batch_invariant else [slice(None)]
-        masked = [attend_masked(q[own], keys[own], values[own], visible[own, None], sinks) for own in rows]
+        parts = [slice(row, row + 1) for row in range(len(q))] if self.batch_invariant else [slice(None)]
+        masked = [attend_masked(q[own], keys[own], values[own], visible[own, None], sinks) for own in parts]
         h = torch.cat(masked)
         y = self.out_proj(h.transpose(1, 2).flatten(-2))
         return y, lambda lengths: KeyValues(k, v, state.start, length + lengths)
@@ -279,6 +286,14 @@ class Sinks(nn.Module):
     def forward(self) -> Tensor:
         """Return the logits (heads,) of this process's heads."""
         return local(self.logits)
+
+
+def _check_no_rows(rows: PoolRows | None) -> None:
+    """Raise if rows of a pool are given."""
+    if rows is not None:
+        raise TypeError(
+            "rows: got rows of a pool with attention, expected None: its cache has no rows of constant size"
+        )
 
 
 def check_state(state: object, k: Tensor) -> None:

@@ -74,4 +74,5 @@ class Documents:
         if self.offsets is not None:
             lengths = self.offsets[1:] - self.offsets[:-1]
             return lengths if before is None else lengths + before
-        return (len(self.token) - self.first(before)[:, -1]).expand(batch)
+        # Rows of their own, since a state may become a pool, whose rows are overwritten.
+        return (len(self.token) - self.first(before)[:, -1]).expand(batch).contiguous()

@@ -28,6 +28,7 @@ from tfla.nn.mixer_state import StatesEvery
 from tfla.ops.api import mlstm
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows
 from tfla.ops.states_every import unstacked
 from tfla.ops.steps import mlstm_step, mlstm_steps
 
@@ -113,14 +114,18 @@ class MLSTM(SequenceMixer):
         if states_every is not None:
             states_every.states += unstacked(between[0])
 
-    def step(self, x: Tensor, state: State, in_place: bool = False) -> tuple[Tensor, State]:
+    def step(
+        self, x: Tensor, state: State, in_place: bool = False, rows: PoolRows | None = None
+    ) -> tuple[Tensor, State]:
         """Run :meth:`SequenceMixer.step`."""
-        h, new = self._recur(mlstm_step, x, state)(in_place=in_place)
+        h, new = self._recur(mlstm_step, x, state, rows)(in_place=in_place and rows is None)
         return self._output(x, h), new
 
-    def steps(self, x: Tensor, state: State, in_place: bool = False) -> tuple[Tensor, Accept]:
+    def steps(
+        self, x: Tensor, state: State, in_place: bool = False, rows: PoolRows | None = None
+    ) -> tuple[Tensor, Accept]:
         """Run :meth:`SequenceMixer.steps`."""
-        call = self._recur(mlstm_steps, x, state)
+        call, in_place = self._recur(mlstm_steps, x, state, rows), in_place and rows is None
         h: Any = call(return_state=False)
         return self._output(x, h), lambda lengths: call(lengths=lengths, in_place=in_place)[1]
 
@@ -139,14 +144,17 @@ class MLSTM(SequenceMixer):
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         return q, k, v, self.input_gate(x), self.forget_gate(x)
 
-    def _recur(self, operator: Callable[..., Any], x: Tensor, state: State) -> Callable[..., Any]:
+    def _recur(
+        self, operator: Callable[..., Any], x: Tensor, state: State, rows: PoolRows | None
+    ) -> Callable[..., Any]:
         """Return a function of further options that computes an operator for steps."""
         tensors = dict(zip("qkvif", self._inputs(x), strict=True))
         if self.batch_invariant:
             call = functools.partial(batch_invariance.step_by_sequence, operator, tensors)
         else:
             call = functools.partial(operator, **tensors)
-        return functools.partial(call, state=state, input_gate=self.input_gate_kind)
+        options: dict[str, Any] = {} if rows is None else {"state_indices": rows.indices}
+        return functools.partial(call, state=state, input_gate=self.input_gate_kind, **options)
 
     def _output(self, x: Tensor, h: Tensor) -> Tensor:
         """Apply equation (8) and the output projection: x (..., d_model), h (..., heads, dhv) -> (..., d_model)."""

@@ -22,6 +22,7 @@ from tfla.ops.delta import delta_rule
 from tfla.ops.delta_activations import log_gate
 from tfla.ops.delta_steps import delta_rule_step
 from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows
 from tfla.ops.states_every import unstacked
 from tfla.ops.steps import linear_attention_step
 
@@ -218,8 +219,10 @@ class SequencePass(Pass):
 class StepPass(Pass):
     """A call for one token of each sequence; arguments are those of :meth:`SequenceMixer.step`."""
 
-    def __init__(self, mixer: RecurrentMixer, state: MixerState, in_place: bool) -> None:
-        self.mixer, self.state, self.in_place = mixer, state, in_place
+    def __init__(self, mixer: RecurrentMixer, state: MixerState, in_place: bool, rows: PoolRows | None = None) -> None:
+        self.mixer, self.pool, self.rows = mixer, state, rows
+        self.state = state if rows is None else state.read(rows)
+        self.options: dict[str, Any] = {"in_place": in_place} if rows is None else {"state_indices": rows.indices}
 
     def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run :meth:`Pass.convolve`."""
@@ -257,12 +260,15 @@ class StepPass(Pass):
         return self._compute(delta_rule_step, tensors, normalize_qk=True, beta_activation=beta_activation, **gates)
 
     def new_state(self) -> MixerState:
-        """Return the state after the token."""
-        return self.state
+        """Return the state after the token, or the pool with it."""
+        if self.rows is None:
+            return self.state
+        self.pool.write(self.rows, self.state)
+        return self.pool
 
     def _compute(self, operator: Callable[..., Any], tensors: dict[str, Tensor | None], **options: Any) -> Tensor:
         """Return h of an operator and keep the state."""
-        options |= {"state": self.state.recurrence, "in_place": self.in_place}
+        options |= {"state": self.state.recurrence, **self.options}
         h: Tensor
         if self.mixer.batch_invariant:
             h, recurrence = batch_invariance.step_by_sequence(operator, tensors, **options)

@@ -15,6 +15,7 @@ from tfla.nn.mixers.passes import Pass, SequencePass, StepPass
 from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.nn.mixers.steps_pass import StepsPass
 from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows
 
 
 class RecurrentMixer(SequenceMixer):
@@ -81,16 +82,20 @@ class RecurrentMixer(SequenceMixer):
             states_every.states += run.states_between()
         return mixed, run.new_state()
 
-    def step(self, x: Tensor, state: MixerState, in_place: bool = False) -> tuple[Tensor, MixerState]:
+    def step(
+        self, x: Tensor, state: MixerState, in_place: bool = False, rows: PoolRows | None = None
+    ) -> tuple[Tensor, MixerState]:
         """Run :meth:`SequenceMixer.step`."""
         self._check_state(state)
-        run = StepPass(self, state, in_place)
+        run = StepPass(self, state, in_place, rows)
         return self.mix(x, run), run.new_state()
 
-    def steps(self, x: Tensor, state: MixerState, in_place: bool = False) -> tuple[Tensor, Accept]:
+    def steps(
+        self, x: Tensor, state: MixerState, in_place: bool = False, rows: PoolRows | None = None
+    ) -> tuple[Tensor, Accept]:
         """Run :meth:`SequenceMixer.steps`."""
         self._check_state(state)
-        run = StepsPass(self, state, x.shape[1], in_place)
+        run = StepsPass(self, state, x.shape[1], in_place, rows)
         return self.mix(x, run), run.accept
 
     def initial_state(self, batch_size: int, device: torch.device) -> MixerState:

@@ -15,6 +15,7 @@ from tfla.nn.mixer_state import MixerState
 from tfla.nn.mixers.passes import Pass
 from tfla.nn.mixers.short_convolution import ShortConvolution, inputs_after
 from tfla.ops.delta_steps import delta_rule_steps
+from tfla.ops.state_pool import PoolRows
 from tfla.ops.steps import linear_attention_steps
 
 if TYPE_CHECKING:
@@ -29,11 +30,15 @@ class StepsPass(Pass):
         state: the state before the tokens.
         count: the number of tokens, T.
         in_place: whether :meth:`accept` overwrites the C of the recurrence.
+        rows: the rows of the state, then a pool, that :meth:`accept` overwrites.
     """
 
-    def __init__(self, mixer: RecurrentMixer, state: MixerState, count: int, in_place: bool) -> None:
-        self.mixer = mixer
-        self.state, self.count, self.in_place = state, count, in_place
+    def __init__(
+        self, mixer: RecurrentMixer, state: MixerState, count: int, in_place: bool, rows: PoolRows | None = None
+    ) -> None:
+        self.mixer, self.pool, self.rows = mixer, state, rows
+        self.state = state if rows is None else state.read(rows)
+        self.count, self.in_place = count, in_place and rows is None
         self.inputs: tuple[Tensor, ...] = ()  # of each convolution, (B, size - 1 + T, channels)
         self.recur: Callable[..., Any] | None = None
 
@@ -78,11 +83,17 @@ class StepsPass(Pass):
         _, recurrence = self.recur(lengths=lengths, in_place=self.in_place)
         convolution = tuple(inputs_after(x, lengths, self.count) for x in self.inputs)
         position = self.state.position
-        return MixerState(recurrence, convolution, None if position is None else position + lengths)
+        new = MixerState(recurrence, convolution, None if position is None else position + lengths)
+        if self.rows is None:
+            return new
+        self.pool.write(self.rows, new)
+        return self.pool
 
     def _verify(self, operator: Callable[..., Any], tensors: dict[str, Tensor | None], **options: Any) -> Tensor:
         """Return h of all tokens and keep the call."""
         options["state"] = self.state.recurrence
+        if self.rows is not None:
+            options["state_indices"] = self.rows.indices
         if self.mixer.batch_invariant:
             self.recur = functools.partial(batch_invariance.step_by_sequence, operator, tensors, **options)
         else:

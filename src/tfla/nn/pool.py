@@ -1,0 +1,79 @@
+"""A model's states in a pool, of which each sequence of a call has a row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tfla.nn.mixer_state import MixerState
+from tfla.ops.checks import check_state_indices
+from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows, checked
+
+if TYPE_CHECKING:
+    from tfla.nn.model import ModelState
+
+
+def find_rows(pool: ModelState | None, indices: Tensor, sequences: int) -> PoolRows:
+    """Return the rows of a model's pool that the sequences of a call have.
+
+    Args:
+        pool: the state of a model with a row for each sequence that it can hold.
+        indices: (sequences,) int32 or int64, the rows; -1 stands for none.
+        sequences: the number of sequences of the call.
+
+    Raises:
+        TypeError, ValueError: the indices do not fit, there is no pool, or a block has a state that is none.
+    """
+    if pool is None:
+        raise ValueError("state_indices: got them without a state, expected the pool in which they are rows")
+    first = check_pool(pool)
+    check_state_indices(indices, sequences, first)
+    return PoolRows(checked(indices, first), first.C.shape[0])
+
+
+def check_pool(pool: ModelState) -> State:
+    """Return the recurrence's state of the first block after a check that all blocks have as many rows.
+
+    Raises:
+        TypeError, ValueError: a block has a state that is no pool, or another number of rows.
+    """
+    first = None
+    for number, each in enumerate(pool):
+        if not isinstance(each, State | MixerState):
+            raise TypeError(
+                f"state[{number}]: got {type(each).__name__}, expected State or MixerState in a pool: attention's "
+                "cache has no rows of constant size"
+            )
+        recurrence = _recurrence(each)
+        first = recurrence if first is None else first
+        if recurrence.C.shape[0] != first.C.shape[0]:
+            raise ValueError(
+                f"state[{number}]: got {recurrence.C.shape[0]} rows, expected {first.C.shape[0]} as in state[0]"
+            )
+    assert first is not None
+    return first
+
+
+def read(pool: State | MixerState, rows: PoolRows) -> State | MixerState:
+    """Return the states (B, ...) of a block's pool, those of recurrences in float32 or float64."""
+
+    def wide(t: Tensor | None) -> Tensor | None:
+        return None if t is None else t.to(torch.promote_types(t.dtype, torch.float32))
+
+    recurrence = State(*map(wide, rows.read_state(_recurrence(pool))))  # type: ignore[arg-type]
+    return pool.read(rows)._replace(recurrence=recurrence) if isinstance(pool, MixerState) else recurrence
+
+
+def write(pool: State | MixerState, rows: PoolRows, states: State | MixerState) -> None:
+    """Overwrite rows of a block's pool by states (B, ...)."""
+    rows.write_state(_recurrence(pool), _recurrence(states))
+    if isinstance(pool, MixerState) and isinstance(states, MixerState):
+        pool.write(rows, states)
+
+
+def _recurrence(state: State | MixerState) -> State:
+    """Return the state of the recurrence."""
+    return state.recurrence if isinstance(state, MixerState) else state
