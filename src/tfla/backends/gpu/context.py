@@ -47,9 +47,9 @@ class LaunchContext:
     """The sizes and options of one forward or backward, and the recorder that all its launches go through."""
 
     recorder: LaunchRecorder
-    x: Inputs
-    spec: Spec
-    config: KernelConfig  # of the Triton kernels
+    x: Inputs  # of the call; with offsets as the caller gave them
+    spec: Spec  # the options of the call
+    config: KernelConfig  # the tiles, warps and stages of the Triton kernels
     K: int  # dqk of the states, padded where the kernels need it
     V: int  # dhv of the states, padded
     L: int  # steps of a tile
@@ -58,7 +58,8 @@ class LaunchContext:
     checkpoint_steps: int  # steps between state checkpoints
     cu_seqlens: Tensor  # offsets of packed sequences, bounded by `sequences.bound`; any tensor where there are none
     schedule: Tensor  # work tiles of packed sequences in their order, on Hopper; any tensor where there is none
-    exchange: Exchange | None = None  # of states with other processes, see `exchanging`
+    # With context parallelism, see `exchanging`:
+    exchange: Exchange | None = None  # of states with other processes
     exchanged: list[Tensor] = field(default_factory=list)  # the results of the exchange in a forward
     # What the exchange reads in a backward: the max states after this process's steps and the decays, which the forward
     # has saved, and of the final states the max states and the cotangents dC and dn.
@@ -189,7 +190,19 @@ def new_context(
     recorder: LaunchRecorder, x: Inputs, spec: Spec, *, config: KernelConfig, dims: tuple[int, int], L: int,
     segment_steps: int, segments: int, checkpoint_steps: int,
 ) -> LaunchContext:  # fmt: skip
-    """Return the context of a call whose offsets are not bounded yet; `dims` are dqk and dhv of the states."""
+    """Return the context of a call whose offsets are not bounded yet (`sequences.bound` does that).
+
+    Args:
+        recorder: The recorder of the call.
+        x: The inputs.
+        spec: The options.
+        config: The kernel configuration.
+        dims: The dqk and dhv of the states, K and V of the context.
+        L: Steps of a tile.
+        segment_steps: Steps of a segment.
+        segments: Segments of all sequences.
+        checkpoint_steps: Steps between checkpoints.
+    """
     unbounded = x.log_f if x.cu_seqlens is None else x.cu_seqlens
     return LaunchContext(
         recorder=recorder, x=x, spec=spec, config=config, K=dims[0], V=dims[1], L=L, segment_steps=segment_steps,

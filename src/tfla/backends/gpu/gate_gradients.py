@@ -13,6 +13,9 @@ q . dq and k . dk both contain what a step reads of its own write. These terms c
 and where gates are closed that would be all of dlog_f. Float32 kernels (EXACT) therefore leave separate sums for pairs
 of steps in different tiles, for pairs of different steps of one tile, and for a step with itself, which only dlog_i
 contains. From these follow (B6) and (B7).
+
+The launches of a backward: `checkpoint_dots` where states and cotangents at checkpoints are both in memory (the Hopper
+scan for dk leaves <C, dC> itself), then `gate_gradients`.
 """
 
 import torch
@@ -41,7 +44,10 @@ SMALL_DECAY = tl.constexpr(2.0**-8)
 
 @triton.jit
 def gate_gradient_of(grad, x, SIGMOID: tl.constexpr):
-    """Return the gradient of gate x from the gradient of its log-gate; it is 0 where the log-gate was clamped."""
+    """Return the gradient of gate x from the gradient of its log-gate; it is 0 where the log-gate was clamped.
+
+    With SIGMOID x is a pre-activation, and the derivative of logsigmoid(x) is 1 / (1 + e^x).
+    """
     x = x.to(tl.float32)
     if SIGMOID:
         grad = grad / (1.0 + tl.exp(x))
@@ -114,7 +120,7 @@ def segment_start_dot(
 
 @triton.jit
 def sum_parts(x, row, there, PARTS: tl.constexpr):
-    """Return the sum of the PARTS partial sums of each row of x, (rows, PARTS), as (HEADS, 1) float64."""
+    """Return the sums of rows `row`, (HEADS, 1), of x, (rows, PARTS), as (HEADS, 1) float64; 0 where not `there`."""
     parts = tl.load(x + row * PARTS + tl.arange(0, PARTS)[None, :], there, 0.0)
     return tl.sum(parts.to(tl.float64), 1)[:, None]
 
@@ -141,19 +147,19 @@ def pair_sums(q_dq, k_dk, at, size, inside, PARTS: tl.constexpr, L: tl.constexpr
     writes = tl.zeros(at.shape, tl.float32)
     rows = tl.zeros(at.shape, tl.float32)
     columns = tl.zeros(at.shape, tl.float32)
-    own = tl.zeros(at.shape, tl.float32)
+    same_step = tl.zeros(at.shape, tl.float32)
     for part in tl.range(0, PARTS):
         of_k = k_dk + (part * size + at // L * L) * PAIR_SUMS + at % L
         reads += tl.load(q_dq + part * size + at, mask=inside, other=0.0)
         writes += tl.load(of_k + OTHER_TILES * L, mask=inside, other=0.0)
         rows += tl.load(of_k + ROW_SUM * L, mask=inside, other=0.0)
         columns += tl.load(of_k + COLUMN_SUM * L, mask=inside, other=0.0)
-        own += tl.load(of_k + SAME_STEP * L, mask=inside, other=0.0)
+        same_step += tl.load(of_k + SAME_STEP * L, mask=inside, other=0.0)
     in_tile = tl.reshape(rows.to(tl.float64) - columns, (HEADS, TILES, L))
     in_tile -= (tl.sum(in_tile, 2) / L)[:, :, None]
     reads_of = tl.reshape(reads.to(tl.float64), (HEADS, TILES, L))
     writes_of = tl.reshape(writes.to(tl.float64), (HEADS, TILES, L))
-    return writes + columns + own, reads_of, writes_of, in_tile
+    return writes + columns + same_step, reads_of, writes_of, in_tile
 
 
 @triton.jit
@@ -222,9 +228,10 @@ def gate_gradients(
     H / HEADS).
 
     Args:
-        q_dq: sums of q . dq over parts of dqk, (PARTS, H, tiles, NP, L) float32.
+        q_dq: sums of q . dq over parts of dqk, (PARTS, H, tiles, NP, L) float32: PARTS programs of the scan for dq
+            share dqk, and each leaves NP sums for a step.
         k_dk: sums of k . dk, of the same shape. With BY_PAIRS the two are as `pair_sums` has them.
-        dots: <C, dC> of the checkpoints, (checkpoints, H, DOTS) float64.
+        dots: <C, dC> of the checkpoints as DOTS partial sums, (checkpoints, H, DOTS).
         C: the states before each segment, see `segment_start_dot`, which also describes n_start to dn_first.
         cu: the offsets of packed sequences, (sequences + 1).
         i_gate: the input gate as the caller gave it, (B, T, H).
@@ -232,6 +239,12 @@ def gate_gradients(
         di: the gradient of i_gate, (B, T, H).
         df: the gradient of f_gate, (B, T, H).
         steps: the number of steps of a segment.
+        SIZE, SIZE_N: the numbers of elements of C and of n.
+        ib, it, ih, fb, ft, fh: the strides of the gates by batch row, step and head.
+        BY_PAIRS: whether (B6) and (B7) are computed, else (D2).
+        ROUNDING: see `pass_tiles`; read with BY_PAIRS.
+        TRUST_DECAYS: whether differences across a tile are trusted less where the tile's decay is below SMALL_DECAY,
+            for sums that stem from 16-bit inputs; read with BY_PAIRS.
     """
     slot = tl.program_id(0)
     part = tl.program_id(1)
@@ -271,15 +284,15 @@ def gate_gradients(
                 each = n // NP * size + n % NP * L
                 k_dk_t += tl.load(k_dk + each + at, mask=inside, other=0.0)
                 q_dq_t += tl.load(q_dq + each + at, mask=inside, other=0.0)
-            falls = (q_dq_t - k_dk_t).to(tl.float64)
+            falls = (q_dq_t - k_dk_t).to(tl.float64)  # dlog_f of a step less that of the next one, (D2)
         # (2) dlog_i, (D1).
         to = (first + t) * H + h
         if INPUT_GATE:
             tl.store(di + to, gate_gradient_of(k_dk_t, i, SIGMOID_I), mask=inside)
-        # (3) dlog_f by a prefix sum of (D2) from `start`, (D3).
+        # (3) dlog_f of each step, `before`, by a prefix sum of (D2) from `start`, (D3).
         if not BY_PAIRS:
             before = start - (tl.cumsum(falls, 1) - falls)
-        end = tl.zeros([HEADS, 1], tl.float64)  # (D3) after its last step
+        end = tl.zeros([HEADS, 1], tl.float64)  # (D3) after the last step of this program
         has_end = (part + 1) * CHECKPOINT_STEPS < length  # a checkpoint or segment starts there and has its value
         if has_end:
             end = sum_parts(dots, checkpoint + H, h < H, DOTS)
@@ -344,7 +357,7 @@ def launch(
         gates: Any tensor, which stands for those that are None.
         q_dq: Sums of q . dq over parts of dqk, (PARTS, H, tiles, NP, L) float32.
         k_dk: Sums of k . dk, of the same shape. With BY_PAIRS the two are as `pair_sums` has them.
-        dots: Parts of <C, dC> at the checkpoints, (checkpoints * H, DOTS).
+        dots: Partial sums of <C, dC> at the checkpoints, (checkpoints * H, DOTS).
         starts: C and n at the starts of segments or sequences, or None.
         ends: dC and dn at the ends of segments or sequences, or None.
         grads: The gradients, of which di and df are written; dC0 and dn0 are read.
@@ -354,7 +367,7 @@ def launch(
     x, spec = ctx.x, ctx.spec
     by_pairs = ctx.exact if by_pairs is None else by_pairs
     states = (gates if t is None else t for t in (*starts, *ends, grads.dC0, grads.dn0))
-    # Intervals between checkpoints. The longest packed sequence is not known on the host.
+    # Segments, and intervals between checkpoints in each. The longest packed sequence is not known on the host.
     steps = ctx.checkpoint_steps
     intervals = ctx.segments, ceil_div(min(ctx.segment_steps, ctx.T), steps)
     if ctx.packed and not ctx.segmented:

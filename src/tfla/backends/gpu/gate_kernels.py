@@ -7,16 +7,25 @@ With stabilized log-gates (equations (6) and (7) of arXiv 2503.14376)
 the stabilized operator is an operator without max state, so the fused scans need no max state. For step i of a tile and
 the prefix sums b_i = F_1 + ... + F_i inside the tile, with g = b_L, all of the tile's gates follow from
 
-    gate matrix    D_ij = exp(b_i - b_j + I_j) for j <= i                                              (G2)
-    inter weight   exp(b_i), the weight of the state before the tile in the output of step i            (G3)
+    gate matrix    D_ij = exp(b_i - b_j + I_j) for j <= i, times the scale                             (G2)
+    inter weight   exp(b_i), times the scale: the weight of the state before the tile in output i       (G3)
     update weight  exp(g - b_j + I_j), the weight of step j in the state after the tile                 (G4)
     decay          exp(g), of the state over the tile                                                   (G5)
 
-Exponents are in base 2, sums are float64. F_t and I_t are at most 0 up to the rounding of m to float32. Exponents below
-CLOSED are clamped to it, because exp2 of them is 0 in float32 whatever is added. Without a normalizer m is 0.
+These are D, a, w and g of docs/mathematics.md. Exponents are in base 2, sums are float64. F_t and I_t are at most 0 up
+to the rounding of m to float32. Exponents below CLOSED are clamped to it, because exp2 of them is 0 in float32 whatever
+is added. Without a normalizer m is 0.
 
 Gate vectors are (H, tiles, VECTORS, L) float32, with the tiles of all sequences in a row. The last tile of a sequence
 is padded with steps of weight 0, so that the scans need no masks and only one address.
+
+The launches of a forward:
+
+    chunk_aggregates    with a normalizer: what each chunk does to the max state, so that chunks can run in parallel
+    chunk_gates         m before the chunk from the aggregates of earlier ones, m of each step, and the gate vectors
+    compute_delta       in a backward: delta, (T7), where no scan computes it
+
+A chunk is CHUNK steps here, several tiles, whatever the chunk_size of the call is.
 """
 
 from typing import Any
@@ -97,7 +106,7 @@ def base2_exponent(x):
 
 @triton.jit
 def _exp2(x):
-    """Return 2^x in float32 for a float64 x."""
+    """Return 2^x in float32 for a float64 x, of which float32 alone would cut off digits that 2^x shows."""
     high = x.to(tl.float32)
     return tl.exp2(high) * tl.exp2((x - high.to(tl.float64)).to(tl.float32))
 
@@ -122,6 +131,13 @@ def locate_chunk(cu, sequences, T, slot, chunk, IS_VARLEN: tl.constexpr):
 
     Chunks of all sequences are numbered in a row. Packed sequence s starts with chunk number cu[s] // chunk + s, so
     some numbers have no steps.
+
+    Args:
+        cu: the offsets of packed sequences, (sequences + 1); read with IS_VARLEN.
+        sequences: the number of sequences.
+        T: the number of steps of a batch row.
+        slot: the number of the chunk; the functions below number tiles and segments likewise.
+        chunk: the steps of a chunk.
 
     Returns:
         The sequence, its first token, its length, the first step of the chunk in it, the number of its first chunk.
@@ -182,7 +198,10 @@ def locate_segment(cu, sequences, T, slot, steps, L: tl.constexpr, IS_SEGMENTED:
 
 @triton.jit
 def load_gate(gate, s, first, t, stride_b, stride_t, inside, IS_VARLEN: tl.constexpr):
-    """Load steps t of a gate of sequence s, whose first token is `first`; `gate` points to the head, 0 outside."""
+    """Load steps t of a gate of sequence s, whose first token is `first`, and 0 where not `inside`.
+
+    `gate` points to the head in a tensor (B, T, H), and stride_b and stride_t are its strides.
+    """
     if IS_VARLEN:
         at = gate + (first + t) * stride_t
     else:
@@ -194,6 +213,7 @@ def load_gate(gate, s, first, t, stride_b, stride_t, inside, IS_VARLEN: tl.const
 def _load_log_gate(
     gate, s, first, t, stride_b, stride_t, inside, other, IS_VARLEN: tl.constexpr, SIGMOID: tl.constexpr
 ):
+    """Load steps t as :func:`load_gate` does, and return their finite log-gates in float64, `other` outside."""
     x = load_gate(gate, s, first, t, stride_b, stride_t, inside, IS_VARLEN)
     return tl.where(inside, finite_log_gate(x, SIGMOID), other).to(tl.float64)
 
@@ -206,7 +226,7 @@ def aggregates_of(gates, H, tiles, L: tl.constexpr):
 
 @triton.jit
 def _heads(H, HEADS: tl.constexpr):
-    """Return the HEADS heads of this program; numbers past the last head repeat it.
+    """Return the heads of this program, (HEADS); numbers past the last head repeat it.
 
     A program computes several heads because adjacent heads are adjacent in memory, (B, T, H).
     """
@@ -221,21 +241,23 @@ def chunk_aggregates(
 ):  # fmt: skip
     """Store the aggregate of each chunk, from which later chunks compute the max state before them.
 
-    It is the sum of log_f, and the max state after the chunk if that before it is minus infinity. The aggregates are
-    stored after the gate vectors `out`, see `aggregates_of`. The grid is (chunks, H / HEADS).
+    It is the sum of log_f, and the max state after the chunk if that before it is minus infinity. With a max state m
+    before the chunk that after it is max(m + sum, aggregate). The aggregates are stored after the gate vectors `out`,
+    see `aggregates_of`. The grid is (chunks, H / HEADS). The arguments are those of `chunk_gates`.
     """
     slot = tl.program_id(0)
     heads = _heads(H, HEADS)
     s, first, length, start, _ = locate_chunk(cu, sequences, T, slot, CHUNK, IS_VARLEN)
     h = heads[:, None, None]
-    t = start + step_indices(CHUNK)
+    t = start + step_indices(CHUNK)  # steps in the sequence, (1, CHUNK // RUN, RUN)
     inside = t < length
+    # Values of the steps of all heads are (HEADS, CHUNK // RUN, RUN), see `scan.py`.
     f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, IS_VARLEN, SIGMOID_F)
     total = total_sum(f)
     i = tl.zeros_like(f)
     if INPUT_GATE:
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, 0.0, IS_VARLEN, SIGMOID_I)
-    top = tl.where(inside, (i - running_sum(f)).to(tl.float32), float("-inf"))
+    top = tl.where(inside, (i - running_sum(f)).to(tl.float32), float("-inf"))  # of each step, less the sum up to it
     at = aggregates_of(out, H, tiles, L) + (heads * slots + slot).to(tl.int64) * 2
     tl.store(at, total)
     tl.store(at + 1, total + tl.max(tl.max(top, 2), 1))
@@ -243,7 +265,10 @@ def chunk_aggregates(
 
 @triton.jit
 def _max_before(aggregates, m, h, slot0, slot, slots, BLOCK: tl.constexpr):
-    """Return the max state before chunk `slot`, (HEADS, 1), from m before chunk `slot0` and the aggregates between."""
+    """Return the max state before chunk `slot`, (HEADS, 1), from m before chunk `slot0` and the aggregates between.
+
+    BLOCK aggregates are read at once, and joined as the steps of a chunk are.
+    """
     for c in range(slot0, slot, BLOCK):
         at = c + step_indices(BLOCK)
         inside = at < slot
@@ -276,6 +301,10 @@ def chunk_gates(
         d: the denominators d of the forward before the lower bound, (B, T, H); read with FOLD_DENOMINATOR.
         out: the gate vectors, (H, tiles, VECTORS, L) float32, and after them the chunk aggregates.
         m_final: the max states after the sequences, (sequences, H); written with STORE_FINAL_STATE.
+        tiles: the number of tiles of one head.
+        ib, it, ih: the strides of i_gate by batch row, step and head; fb, ft, fh those of f_gate; db, dt, dh of d.
+        scale, log_scale: the scale and the logarithm of its absolute value in base 2.
+        slots: the number of chunks of all sequences.
         TOTAL_ONLY: whether INTER and UPDATE are left out and TOTAL is stored in place of DECAY. The Hopper kernels
             compute all three from ROW, COLUMN and TOTAL.
         FOLD_DENOMINATOR: whether ROW and INTER are divided by the denominator max(|d|, exp(-m)), for the backward.
@@ -293,12 +322,13 @@ def chunk_gates(
     f = _load_log_gate(f_gate + h * fh, s, first, t, fb, ft, inside, 0.0, IS_VARLEN, SIGMOID_F)
     if FOLD_DENOMINATOR:
         den = load_gate(d + h * dh, s, first, t, db, dt, inside, IS_VARLEN)  # (HEADS, CHUNK // RUN, RUN)
-    i = tl.where(inside, tl.zeros_like(f), -1e9)
+    i = tl.where(inside, tl.zeros_like(f), -1e9)  # steps after the sequence have weight 0
     if INPUT_GATE:
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, -1e9, IS_VARLEN, SIGMOID_I)
     step = tl.arange(0, CHUNK)[None, :]
+    # Where ROW of each step goes, and whether the sequence has the step's tile, (HEADS, CHUNK) and (1, CHUNK).
     at = out + (heads.to(tl.int64) * tiles + tile0 + step // L) * (VECTORS * L) + step % L
-    held = start + step // L * L < length  # whether the sequence has the step's tile
+    held = start + step // L * L < length
     if NORMALIZE:
         m_start = tl.zeros([HEADS, 1], tl.float64)
         if USE_INITIAL_STATE:
@@ -332,12 +362,12 @@ def chunk_gates(
     b = running_sum(f)
     total = total_sum(f)
     g = total[:, :, None, None]
-    # (4) Exponents and weights, (G2) to (G5).
+    # (4) Exponents and weights, (G2) to (G5): COLUMN = i - b + log scale, UPDATE, INTER and ROW = b.
     column = i - b
     update = tl.exp2((g + column).to(tl.float32))
     column += log_scale
     inter = tl.exp2(b.to(tl.float32)) * scale
-    if FOLD_DENOMINATOR:
+    if FOLD_DENOMINATOR:  # D' and a': `floor` holds max(|d|, exp(-m)) now
         inter /= floor
         b -= tl.log2(floor).to(tl.float64)
     row_high = b.to(tl.float32)
@@ -396,13 +426,16 @@ CHUNK, HEADS, WARPS = 128, 4, 4  # steps, heads and warps of a program of the ga
 def launch(
     ctx: LaunchContext, m_final: Tensor | None = None, d: Tensor | None = None, total_only: bool = False
 ) -> Tensor:
-    """Compute the gate vectors, (H, tiles, VECTORS, L) float32.
+    """Compute the gate vectors.
 
     Args:
         ctx: The context of the call.
         m_final: Output for the max states after the sequences, (N, H), or None.
         d: The denominators of the forward, (B, T, H), for the gate vectors of the backward.
         total_only: Whether INTER, UPDATE and DECAY are left out, see TOTAL_ONLY of `chunk_gates`.
+
+    Returns:
+        The gate vectors, (H, tiles, VECTORS, L) float32 in a flat tensor, and after them the chunk aggregates.
     """
     x, spec = ctx.x, ctx.spec
     m = dense(ctx, x.m)
@@ -448,6 +481,9 @@ def launch_backward(ctx: LaunchContext, out: Outputs, dh: Tensor) -> Tensor:
         ctx: The context of the call.
         out: The results of the forward.
         dh: The cotangent of h, (B, T, H, dhv).
+
+    Returns:
+        The gate vectors, as :func:`launch` returns them.
     """
     spec = ctx.spec
     gates = launch(ctx, d=out.d if spec.normalize else None)

@@ -103,8 +103,8 @@ class Plan(NamedTuple):
 
     given: tuple[bool, ...]  # whether each input is there
     steps: tuple[Step, ...]
-    results: tuple[int, ...]  # a given one is overwritten
-    meta: dict[int, Tensor]  # shapes and dtypes of the tensors
+    results: tuple[int, ...]  # the numbers of the results; a given tensor among them is overwritten
+    meta: dict[int, Tensor]  # tensors of the meta device, which have the shapes and dtypes of all tensors
 
 
 class PlanRecorder(LaunchRecorder):
@@ -164,10 +164,10 @@ class PlanRecorder(LaunchRecorder):
         return self.new(*shape, dtype=dtype)
 
     def do(self, fn: Callable[..., Any], *read: Any) -> Any:
-        """Record an operation.
+        """Record an operation: `Tensor.zero_`, `Tensor.copy_`, or the making of a TMA descriptor.
 
         Raises:
-            NotImplementedError: it is none of those that plans have.
+            NotImplementedError: it is another operation, which plans do not have.
         """
         if fn is Tensor.zero_:
             self.plan.append(Fill(self.numbers[id(read[0])]))
@@ -228,12 +228,18 @@ class _AbsentDriver:
         return "int"
 
 
-_LOCK = threading.RLock()  # Triton has one active driver for all threads
+_LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
 def planning(gpu: PlannedGPU) -> Iterator[None]:
-    """Let launch code in the body of a `with` statement plan for a GPU, which need not be there."""
+    """Let launch code in the body of a `with` statement plan for a GPU, which need not be there.
+
+    One thread at a time plans, because Triton has one active driver for all threads.
+
+    Args:
+        gpu: The GPU whose kernels are compiled.
+    """
     with _LOCK, planned_for(gpu):
         if INTERPRETED:
             yield

@@ -37,7 +37,9 @@ def autotuned(kernel: Any, constants: tuple[str, ...], stages: int) -> Any:
 
 
 class _Thread(threading.local):
-    has_context = False
+    """What is known of the current thread."""
+
+    has_context = False  # whether a CUDA context is current in it
 
 
 _THREAD = _Thread()
@@ -108,7 +110,7 @@ def resized(shape: tuple[int, ...], x: Tensor) -> Tensor:
 
 
 # A recorded step: the function, the numbers of the operands that it reads, and for a launch the remaining arguments;
-# for any other step whether the result is a tensor (else it is a tensor descriptor).
+# for any other step, whose result is the next operand, whether that is a tensor (else it is a tensor descriptor).
 Step = tuple[Callable[..., Any], tuple[int, ...], list[Any] | bool]
 
 
@@ -134,10 +136,10 @@ class LaunchRecorder:
         self.given = given
         self.results: Sequence[Tensor] = ()
         self.device = next(t.device for t in given if t is not None)
-        self.made: list[Any] = []
-        self.numbers: dict[int, int] = {}
+        self.made: list[Any] = []  # all operands, by number
+        self.numbers: dict[int, int] = {}  # the number of each operand, by its id
         self.steps: list[Step] = []
-        self.versions: dict[int, int] = {}
+        self.versions: dict[int, int] = {}  # PyTorch's version counter of each tensor after its last step, by its id
         for t in given:
             self._number(t)
 
@@ -233,7 +235,7 @@ class LaunchRecorder:
         else:
             run = functools.partial(kernel[grid], num_warps=num_warps, **options, **constants)
         compiled = run(*args)
-        count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
+        count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))  # of operands
         assert all(isinstance(x, int | float) for x in args[count:]), "tensors come first"
         if compiled is None:  # interpreted
             self._record(lambda stream, hooks_active, args: run(*args), args[:count], [*args[count:]])
@@ -247,12 +249,16 @@ def _itself(x: Tensor) -> Tensor:
 
 
 class RecordedLaunches:
-    """The recorded steps of one call, to be replayed on other tensors with the same call signature."""
+    """The recorded steps of one call, to be replayed on other tensors with the same call signature.
+
+    Args:
+        recorder: the recorder of the call, after its `results` have been set.
+    """
 
     def __init__(self, recorder: LaunchRecorder) -> None:
         self.steps = recorder.steps
         self.num_given = len(recorder.given)
-        self.results = [recorder.numbers[id(t)] for t in recorder.results]
+        self.results = [recorder.numbers[id(t)] for t in recorder.results]  # the numbers of the results
         self.device = recorder.device
         self.index = recorder.device.index if recorder.device.type == "cuda" else None
         # Compiled kernels take addresses, Triton's interpreter takes tensors.
@@ -262,6 +268,10 @@ class RecordedLaunches:
         """Return the same launches, with a result that is allocated in another shape of as many elements.
 
         Kernels are given addresses, so that a result in the shape that a caller needs takes no view of it.
+
+        Args:
+            result: the index of the result among the results of the call.
+            shape: the other shape.
         """
         operands = [n for n, step in enumerate(self.steps) if isinstance(step[2], bool)]  # steps that make an operand
         at = operands[self.results[result] - self.num_given]
@@ -273,13 +283,14 @@ class RecordedLaunches:
         return changed
 
     def __call__(self, given: Sequence[Tensor | None]) -> list[Tensor]:
-        """Replay the steps on the given tensors and return the results."""
+        """Replay the steps on the given tensors, in the order of those of the recorder, and return the results."""
         if self.index is None or self.index == torch.cuda.current_device():
             return self._run(given)
         with torch.cuda.device(self.index):
             return self._run(given)
 
     def _run(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """Replay the steps on the current device: the list of operands grows by one with each step that makes one."""
         _make_context_current(self.device)
         triton.set_allocator(_allocate)
         hooks_active = launch_hooks_active()

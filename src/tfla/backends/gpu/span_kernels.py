@@ -1,12 +1,15 @@
 """The kernels of context parallelism: the rows that a process gives to the others, and what it makes of theirs.
 
-A span of steps acts on the state of a head by exp(g) and S (docs/mathematics.md, spans of steps). Processes exchange a
-row for each span and head, `SIZE + 2` float32 numbers where SIZE = dqk dhv, or with n and m `SIZE + 3 + K`:
+A span of steps acts on the state of a head by exp(g) and S, (S1) of docs/mathematics.md; two spans make one by (S2). In
+a backward exp(g) and R act on its cotangent. Processes exchange a row for each span and head, `SIZE + 2` float32
+numbers where SIZE = dqk dhv, or with n and m `SIZE + 3 + K`:
 
-    S, dense | g as the sum of two numbers | n | m
+    S or R, dense | g as the sum of two numbers | what the span adds to n or dn | m
 
-A process has one or two spans of each sequence of a batch. Span s of sequence b is sequence b S + s of its kernels, and
-rows are (S, B, H, width). In a backward with final states the rows of their cotangents follow, (B, H, width).
+A process has S spans of each sequence of a batch, one or two. Of R processes and two spans each, process r has spans r
+and 2 R - 1 - r in time, as attention layers need for balance. Span s of sequence b is sequence b S + s of the kernels
+of a process, and rows are (S, B, H, width). In a backward with final states the rows of their cotangents follow,
+(B, H, width).
 
     forward     own_max, collective, join_max       the max states before the spans, with a normalizer alone
                 own_rows, collective, join_spans    the states before the spans, and the final states
@@ -31,7 +34,7 @@ CHUNKS = 128  # chunks whose aggregates are read at once
 
 @triton.jit(do_not_specialize=["position"])
 def own_max(aggregates, m0, rows, position, B, S, H, chunks, CHUNKS: tl.constexpr, USE_M0: tl.constexpr):
-    """Store the sum of log-gates of each span of this process, and the max state that it leaves.
+    """Store the sum of log_f over each span of this process, g, and the max state that the span leaves, m of (S2).
 
     Only the first span of all contains the given max state before it; the others start from minus infinity.
 
@@ -73,7 +76,7 @@ def own_max(aggregates, m0, rows, position, B, S, H, chunks, CHUNKS: tl.constexp
 def join_max(
     gathered, m0, out, position0, position1, R, B, S, H, BLOCK_H: tl.constexpr, USE_M0: tl.constexpr
 ):  # fmt: skip
-    """Store the max states before the spans of this process.
+    """Store the max states before the spans of this process: m <- max(m + g, m of the span) over all earlier spans.
 
     Args:
         gathered: the rows of all processes, (R, S, 2, B, H) float64.
@@ -130,16 +133,18 @@ def own_rows(
     """
     r = tl.program_id(1)
     h = tl.program_id(2)
-    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # elements of a row, (BLOCK)
     of_C = e < SIZE
     at_n = e - SIZE - 2
     of_n = (at_n >= 0) & (at_n < K)
     b = r % B
     x = tl.zeros([BLOCK], tl.float32)
+    # The two parts of g, and m.
     high = 0.0
     low = 0.0
     last_m = 0.0
     if r < S * B:
+        # (1) The row of a span: pass what its segments add from segment to segment, (S2).
         sequence = (b * S + r // B).to(tl.int64)
         count = tl.cdiv(T, steps).to(tl.int64)
         if USE_GIVEN:
@@ -155,6 +160,8 @@ def own_rows(
                 adds += tl.load(states_n + row * K + at_n, mask=of_n, other=0.0)
             x = x * decay + adds
             total *= decay
+        # (2) The max state that R is scaled by, that before the span; or g, and the max state after the span. Decays of
+        # stabilized segments are exp(g + m before - m after), which gives g.
         if REVERSE:
             if NORMALIZE and USE_M0:
                 last_m = tl.load(m0 + sequence * H + h)
@@ -168,6 +175,7 @@ def own_rows(
             high = log_decay.to(tl.float32)
             low = (log_decay - high.to(tl.float64)).to(tl.float32)
     else:
+        # (1) and (2) of a row of a final state: its cotangents, and its max state.
         if USE_FINAL_C:
             x += tl.load(final + (b * H + h).to(tl.int64) * SIZE + e, mask=of_C, other=0.0)
         if NORMALIZE:
@@ -175,6 +183,7 @@ def own_rows(
                 x += tl.load(final_n + (b * H + h).to(tl.int64) * K + at_n, mask=of_n, other=0.0)
             if REVERSE:
                 last_m = tl.load(final_m + b * H + h)
+    # (3) The row: S, g in two numbers, n and m.
     x = tl.where(e == SIZE, high, x)
     x = tl.where(e == SIZE + 1, low, x)
     if NORMALIZE:
@@ -184,7 +193,7 @@ def own_rows(
 
 @triton.jit
 def _row_of(gathered, span, b, h, R, ROWS, B, H, width):
-    """Return the address of the row of a span, which process `span` has, or the one as far from the last span."""
+    """Return the address of the row of a span: process `span` has it, or process 2 R - 1 - span as its second one."""
     rank = tl.where(span < R, span, 2 * R - 1 - span)
     index = tl.where(span < R, 0, 1)
     return gathered + (((rank * ROWS + index) * B + b) * H + h).to(tl.int64) * width
@@ -198,6 +207,10 @@ def join_spans(
     FINAL: tl.constexpr,
 ):  # fmt: skip
     """Store the states before the spans of this process, or with REVERSE the cotangents of the states after them.
+
+    The result is the sum over all earlier spans of exp(g between) S, or over all later ones of exp(g between) R, (S2),
+    and of the given initial state, or of the cotangents of the final states. Each term has a max state of its own, and
+    its weight contains the difference to that of the result.
 
     Args:
         gathered: the rows of all processes, (R, ROWS, B, H, width).
@@ -219,35 +232,39 @@ def join_spans(
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     of_C = e < SIZE
     of_n = (e >= SIZE) & (e < SIZE + K)
-    # Elements of n follow those of C and two more numbers.
+    # Where elements of C and n are in a row: those of n follow those of C and two more numbers.
     inside = e < SIZE + K if NORMALIZE else of_C
     place = tl.where(of_C, e, e + 2) if NORMALIZE else e
     b = r % B
     s = r // B
     sequence = (b * S + s).to(tl.int64)
     spans = R * S
-    position = tl.where(s == 0, position0, tl.where(s < S, position1, spans))
+    position = tl.where(s == 0, position0, tl.where(s < S, position1, spans))  # s = S: the final state of a sequence
+    # The spans to add up: [first, stop) in time.
     first = position + 1 if REVERSE else 0
     stop = spans if REVERSE else position
     x = tl.zeros([BLOCK], tl.float32)
     target_m = tl.zeros([], tl.float32)
+    # (1) The first span of all starts from the given state.
     if USE_GIVEN:
         begins = position == 0
         x = tl.load(given + (sequence * H + h) * SIZE + e, mask=of_C & begins, other=0.0)
         if NORMALIZE:
             x += tl.load(given_n + (sequence * H + h) * K + e - SIZE, mask=of_n & begins, other=0.0)
+    # (2) The max state of the result.
     if NORMALIZE:
         if s < S:
             if USE_M:
                 target_m = tl.load(m + sequence * H + h)
-        else:  # the largest exponent of all parts
+        else:  # of a final state: the largest exponent of all terms
             target_m = tl.full([], float("-inf"), tl.float32)
             later = tl.zeros([], tl.float64)
             for c in range(0, spans):
                 row = _row_of(gathered, spans - 1 - c, b, h, R, ROWS, B, H, width)
                 target_m = tl.maximum(target_m, (later + tl.load(row + SIZE + 2 + K).to(tl.float64)).to(tl.float32))
                 later += tl.load(row + SIZE).to(tl.float64) + tl.load(row + SIZE + 1).to(tl.float64)
-    between = tl.zeros([], tl.float64)  # the sum of log-gates between a span and the result
+    # (3) The sum over spans, from the nearest one on.
+    between = tl.zeros([], tl.float64)  # the sum of log_f between a span and the result
     for c in range(0, stop - first):
         span = first + c if REVERSE else stop - 1 - c
         row = _row_of(gathered, span, b, h, R, ROWS, B, H, width)
@@ -263,6 +280,7 @@ def join_spans(
             between += tl.load(log_decays + (span * B + b) * H + h)
         else:
             between += tl.load(row + SIZE).to(tl.float64) + tl.load(row + SIZE + 1).to(tl.float64)
+    # (4) The cotangents of the final states from all processes; they come after the last span.
     if FINAL and REVERSE:
         log_weight = between
         if NORMALIZE:
@@ -271,6 +289,7 @@ def join_spans(
         for rank in range(0, R):
             row = gathered + (((rank * ROWS + S) * B + b) * H + h).to(tl.int64) * width
             x += weight * tl.load(row + place, mask=inside, other=0.0)
+    # (5) The results, and the g of all spans for the backward, which one program of each sequence and head stores.
     if s < S:
         tl.store(out + (sequence * H + h) * SIZE + e, x, mask=of_C)
         if NORMALIZE:
@@ -317,7 +336,13 @@ def launch_max_states(ctx: LaunchContext, exchange: Exchange) -> Tensor:
 def launch_own_states(
     ctx: LaunchContext, exchange: Exchange, C: Tensor, n: Tensor | None, decays: Tensor, initial: Pair, m: Tensor | None
 ) -> Tensor:
-    """Return the rows of the spans of this process, (S, B, H, width); see :func:`.exchanging.exchange_states`."""
+    """Return the rows of the spans of this process, (S, B, H, width) float32.
+
+    Args:
+        ctx: The context of the call.
+        exchange: The exchange.
+        C, n, decays, initial, m: As in :func:`.exchanging.exchange_states`.
+    """
     B, S, H, size, K, width = _sizes(ctx, exchange)
     rows, m0 = ctx.new(S, B, H, width), ctx.x.m
     ctx.launch(own_rows, (ceil_div(width, BLOCK), S * B, H),
@@ -329,13 +354,17 @@ def launch_own_states(
 
 
 def launch_starts(ctx: LaunchContext, exchange: Exchange, gathered: Tensor, initial: Pair) -> Starts:
-    """Return what follows for this process from the rows of all, (R, S, B, H, width).
+    """Return the states before the spans of this process, and the final states, from the rows of all processes.
 
     Args:
         ctx: The context of the call.
         exchange: The exchange.
-        gathered: The rows.
+        gathered: The rows of all processes, (R, S, B, H, width).
         initial: The given initial states of whole sequences, or None.
+
+    Returns:
+        The states before the spans, (B S, H, K, V), (B S, H, K) and (B S, H), the sums of log_f over all spans,
+        (R S, B, H) float64, and the final states, (B, H, ...). What is not needed is a tensor without elements.
     """
     B, S, H, size, K, width = _sizes(ctx, exchange)
     normalize, final, m = ctx.spec.normalize, exchange.final, ctx.x.m
@@ -365,6 +394,9 @@ def launch_own_cotangents(
         dC, dn, decays: As in :func:`.exchanging.start_cotangents`.
         final: The cotangents of the final states from this process, (B, H, K, V) and (B, H, K), or None.
         final_m: The max states of the final states, (B, H).
+
+    Returns:
+        The rows, (S, B, H, width) float32, or with final states (S + 1, B, H, width).
     """
     B, S, H, size, K, width = _sizes(ctx, exchange)
     count = S + 1 if exchange.final else S

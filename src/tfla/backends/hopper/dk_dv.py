@@ -30,6 +30,9 @@ Who waits for whom:
 
 q and v have a ring of their own, since their stages are empty before step (8). The stages of k and do are empty one
 tile later, when the results that overwrite them have left.
+
+(6) comes before (7) in the tensor cores' order, so that (8) can start when dk is done and (7) still runs. (9) reads dC
+from shared memory, as it was before (7), since each consumer needs all rows of dC for its columns of dv.
 """
 
 from typing import Any, NamedTuple
@@ -153,24 +156,26 @@ def run_load_warp(tensors, shared, params, group_size, config):
         end = start + steps
         for i in range(0, tiles):
             t = start + (tiles - 1 - i) * L
-            left_k = scheduler.tile_coordinates(b, h // group_size, t, 0, end, params)
-            left_v = scheduler.tile_coordinates(b, h, t, 0, end, params)
+            at_k = scheduler.tile_coordinates(b, h // group_size, t, 0, end, params)  # of q and k, from column 0 on
+            at_v = scheduler.tile_coordinates(b, h, t, 0, end, params)  # of v and do
+            # k and do, in halves of 64 columns
             s, bar = pipeline.acquire(n, shared.full, shared.empty, STAGES)
             mbarrier.expect(bar, 2 * (K.block_type.nbytes + DO.block_type.nbytes))
-            pipeline.async_load(DO, left_v, bar, shared.do.index(2 * s))
+            pipeline.async_load(DO, at_v, bar, shared.do.index(2 * s))
             pipeline.async_load(
                 DO, scheduler.tile_coordinates(b, h, t, HALF, end, params), bar, shared.do.index(2 * s + 1)
             )
-            pipeline.async_load(K, left_k, bar, shared.k.index(2 * s))
+            pipeline.async_load(K, at_k, bar, shared.k.index(2 * s))
             pipeline.async_load(
                 K, scheduler.tile_coordinates(b, h // group_size, t, HALF, end, params), bar, shared.k.index(2 * s + 1)
             )
-            s, phase = pipeline.stage_and_phase(n, QV_STAGES)
-            mbarrier.wait(shared.empty_q.index(s), phase ^ 1)
-            bar = shared.full_q.index(s)
+            # q and v, in their own ring
+            r, phase = pipeline.stage_and_phase(n, QV_STAGES)
+            mbarrier.wait(shared.empty_q.index(r), phase ^ 1)
+            bar = shared.full_q.index(r)
             mbarrier.expect(bar, Q.block_type.nbytes + V.block_type.nbytes)
-            pipeline.async_load(V, left_v, bar, shared.v.index(s))
-            pipeline.async_load(Q, left_k, bar, shared.q.index(s))
+            pipeline.async_load(V, at_v, bar, shared.v.index(r))
+            pipeline.async_load(Q, at_k, bar, shared.q.index(r))
             n += 1
 
 
@@ -320,11 +325,12 @@ def process_tile(C0, C1, n, step, work_tile, ids, gmem, shared, params, half: gl
     dv = issue_mma_of_halves(tile.k0, ids.columns.slice(0, HALF, 0), tile.k1, ids.columns.slice(HALF, HALF, 0))
     weight = gl.expand_dims(g.slice(STATE_WEIGHT * L, L, 0).load(gl.SliceLayout(1, layout)), 1)  # (L, 1)
     dv = warpgroup_mma_wait(0, deps=[dv])
-    # (10) dv <- dv * w + P do, and (11)
+    # (10) dv <- dv * w + P do, after this consumer's arrival for (11): it is done with k
     pipeline.barrier()
     mbarrier.arrive(shared.consumed, count=1)
     my_do = shared.do.index(2 * s + half)
     dv = warpgroup_mma(tile.p_v, my_do.reshape([L, HALF]), dv * weight, is_async=True)
+    # (11) The other consumer is done with k, too, and with this consumer's columns of do.
     mbarrier.wait(shared.consumed, n & 1)
     # (12) Both results, over k and do and on their way to memory.
     k_t.store(dk.to(dtype))

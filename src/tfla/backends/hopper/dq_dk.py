@@ -27,7 +27,13 @@ dk, P of (T1) for o and P'^T of (T11) for dv:
     (11)  P <- (z y^T + delta) * D of tile n + 1     (L, L / 2), masked, one half of the columns for each consumer
     (12)  checkpoint                                 dq stores C and n, dk the inner product <C, dC> with them, (B5)
 
-The load, gate and store warps fill the ring as in `o_dv.py`, and the barriers are the same.
+Who waits for whom:
+
+    load, gate and store warps --full[s]--> consumers 0 and 1 --empty[s]--> load, gate and store warps
+    consumer 0 <--ready[n % 2] (3), initial_n_ready--> consumer 1         the latter with FUSE_NORMALIZER, as in o_dv.py
+
+(11) is of the next tile so that its product and its exchange between the consumers go on while the tensor cores still
+compute (6). (10) stands between them because it needs no tensor cores.
 
 All results are linear in the columns of the state. Where dhv is above 256, NUM_SPLITS programs share the columns. Each
 pair of them adds up its outputs in memory (`split_reduce.py`), and a later kernel adds up what several pairs leave.
@@ -196,20 +202,21 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
         for i in range(0, (steps + L - 1) // L):
             t, end = scheduler.tile_rows(i, start, steps, L, config.REVERSE)
             s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
-            of_w: gl.constexpr = 0 if config.TRANSPOSED else 2 * W.block_type.nbytes
+            w_bytes: gl.constexpr = 0 if config.TRANSPOSED else 2 * W.block_type.nbytes
             # The barrier completes when all of these bytes have arrived.
-            mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes + Z.block_type.nbytes + of_w)
-            of_x = h if config.TRANSPOSED else h // group_size
-            of_y = h // group_size if config.TRANSPOSED else h
-            y = scheduler.tile_coordinates(b, of_y, t, column, end, params)
-            x = scheduler.tile_coordinates(b, of_x, t, row, end, params)
-            pipeline.async_load(Z, y, bar, shared.z.index(s))
-            pipeline.async_load(Y, y, bar, shared.y.index(s))
-            pipeline.async_load(X, x, bar, shared.x.index(s))
+            mbarrier.expect(bar, X.block_type.nbytes + Y.block_type.nbytes + Z.block_type.nbytes + w_bytes)
+            # x and w have the heads of q and k, y and z those of v and do; with TRANSPOSED it is the other way round.
+            x_head = h if config.TRANSPOSED else h // group_size
+            y_head = h // group_size if config.TRANSPOSED else h
+            at_y = scheduler.tile_coordinates(b, y_head, t, column, end, params)
+            at_x = scheduler.tile_coordinates(b, x_head, t, row, end, params)
+            pipeline.async_load(Z, at_y, bar, shared.z.index(s))
+            pipeline.async_load(Y, at_y, bar, shared.y.index(s))
+            pipeline.async_load(X, at_x, bar, shared.x.index(s))
             if not config.TRANSPOSED:
-                pipeline.async_load(W, x, bar, shared.w.index(2 * s))
+                pipeline.async_load(W, at_x, bar, shared.w.index(2 * s))
                 pipeline.async_load(
-                    W, scheduler.tile_coordinates(b, of_x, t, row + 64, end, params), bar, shared.w.index(2 * s + 1)
+                    W, scheduler.tile_coordinates(b, x_head, t, row + 64, end, params), bar, shared.w.index(2 * s + 1)
                 )
             n += 1
     pipeline.producer_tail(n, shared.full, shared.empty, config.STAGES)
@@ -497,7 +504,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
         d = warpgroup_mma_wait(0, deps=[normalizer.issue_n_product(z, shared, n)])
         normalizer.store_shared_inverse(d, shared, s, n, half, L, config.SAVE_D)
-    x_t = x.load(mma.accumulator_layout(L))  # (64, L)
+    x_t = x.load(mma.accumulator_layout(L))  # (64, L), before the wait, on which it does not depend
     if not config.FUSE_NORMALIZER:  # (3) Both consumers have stored their half of P.
         mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     # (5) out^T <- out^T + x^T P^T
@@ -685,6 +692,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     g = pipeline.allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
     u = pipeline.allocate_vectors(dtype, STAGES, 2 * L)
     delta = pipeline.allocate_vectors(gl.float32, STAGES, L)
+    # A buffer that the constants say is not used is an alias of another one, or None.
     partial_dots = delta if config.TRANSPOSED else pipeline.allocate_vectors(gl.float32, STAGES, 8 * L)
     d = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.FUSE_NORMALIZER else partial_dots
     floor = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.FUSE_NORMALIZER else None

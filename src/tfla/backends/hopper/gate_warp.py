@@ -52,6 +52,31 @@ from tfla.backends.hopper.pipeline import (
 )
 from tfla.backends.hopper.scheduler import get_work_tile, num_tiles
 
+# Values of GATES: which gate vectors the gate warp computes.
+LOADED = gl.constexpr(0)  # none
+PARTIAL = gl.constexpr(1)  # INTER, UPDATE and DECAY, from the others
+RECOMPUTED = gl.constexpr(2)  # all, from the gates
+
+
+class GateSource(NamedTuple):
+    """The source of the gate vectors of a kernel: the vectors in global memory, or the gates that the caller gave."""
+
+    vectors: Any  # (H, tiles, VECTORS, L), float32, unused with RECOMPUTED
+    i_gate: Any  # input gates, (B, T, H), read with RECOMPUTED
+    f_gate: Any  # forget gates, (B, T, H), read with RECOMPUTED
+    stride_ib: Any  # strides of the gates: input or forget, by batch row, token and head
+    stride_it: Any
+    stride_ih: Any
+    stride_fb: Any
+    stride_ft: Any
+    stride_fh: Any
+    scale: Any  # the factor of q
+    log_scale: Any  # its logarithm in base 2
+    GATES: Any  # LOADED, PARTIAL or RECOMPUTED
+    INPUT_GATE: Any  # with RECOMPUTED: whether there is an input gate
+    SIGMOID_I: Any  # with RECOMPUTED: whether log i is logsigmoid(i), not i
+    SIGMOID_F: Any  # with RECOMPUTED: whether log f is logsigmoid(f), not f
+
 
 class GateBuffers(NamedTuple):
     """The shared memory of the gate vectors: for each head of the program STAGES stages, (heads * STAGES, ...)."""
@@ -66,9 +91,9 @@ class GateWarpConfig(NamedTuple):
     """The constants of the gate warps of a kernel."""
 
     L: Any  # steps of a tile
-    STAGES: Any
+    STAGES: Any  # stages of the ring
     REVERSE: Any  # whether the scan goes against time
-    IS_SEGMENTED: Any
+    IS_SEGMENTED: Any  # whether sequences are cut into segments, each a work tile
     EXTRA: Any = None  # index of one more gate vector that the consumers need, FLOOR or DELTA_P
     NUM_SPLITS: Any = 1  # programs that share the columns of a state: the first has EXTRA, the others zeros instead
     SKIP_LAST: Any = False  # whether the last segment of a sequence has no tiles, see `num_tiles`
@@ -112,7 +137,7 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
             t = tile_of_iteration(i, tiles, config)
             head = i % HEADS
             tile = (h * HEADS + head).to(gl.int64) * tiles_per_head + first_tile + t
-            # (L) each
+            # (1) The gate vectors of the tile, (L) each.
             if source.GATES == RECOMPUTED:
                 row, column, inter, update, decay = compute_gate_vectors(
                     i_gate, f_gate, t * L + r < steps, source.scale, source.log_scale, source.INPUT_GATE,
@@ -124,9 +149,10 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
                 i_gate, f_gate = load_gates_of_iteration(later, b, h, start, steps, tiles, source, r, config)
             else:
                 row, column, inter, update, decay = load_gate_vectors(source, tile, r)
-            # The consumers have released the stage.
+            # (2) The consumers have released the stage.
             s, phase = stage_and_phase(n // HEADS, config.STAGES)
             mbarrier.wait(empty.index(s), phase ^ 1)
+            # (3) The vectors to shared memory, in the order of the scan: rows of P are outputs, columns are updates.
             at = head * config.STAGES + s
             g = buffers.vectors.index(at)
             g.slice(ROW_EXPONENT * L, L, 0).store(column if config.REVERSE else row)
@@ -138,6 +164,7 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
                 extra = source.vectors + tile * (VECTORS * L) + config.EXTRA * L + r
                 buffers.extra.index(at).store(gl.load(extra, mask=has_extra, other=0.0))
             store_update_weights(inter if config.REVERSE else update, buffers, at, L)
+            # (4) All threads of the warp have stored their part: one arrival for the head.
             barrier()
             mbarrier.arrive(full.index(s), count=1)
             n += GATE_WARPS
@@ -181,32 +208,6 @@ def store_update_weights(update, buffers, at, L: gl.constexpr):
         fence_async_shared()
 
 
-# Values of GATES: which gate vectors the gate warp computes.
-LOADED = gl.constexpr(0)  # none
-PARTIAL = gl.constexpr(1)  # INTER, UPDATE and DECAY, from the others
-RECOMPUTED = gl.constexpr(2)  # all, from the gates
-
-
-class GateSource(NamedTuple):
-    """The source of the gate vectors of a kernel."""
-
-    vectors: Any  # (H, tiles, VECTORS, L), float32, unused with RECOMPUTED
-    i_gate: Any  # (B, T, H)
-    f_gate: Any  # (B, T, H)
-    stride_ib: Any  # strides of the gates: input or forget, by batch row, token and head
-    stride_it: Any
-    stride_ih: Any
-    stride_fb: Any
-    stride_ft: Any
-    stride_fh: Any
-    scale: Any
-    log_scale: Any  # log2 of scale
-    GATES: Any  # LOADED, PARTIAL or RECOMPUTED
-    INPUT_GATE: Any
-    SIGMOID_I: Any
-    SIGMOID_F: Any
-
-
 @triton.jit
 def _add(a, b):
     """Return `a + b`, the operator of the scan over the forget gates."""
@@ -221,7 +222,7 @@ def compute_gate_vectors(
 
     With b the sums of log2 f from the start of the tile, g the sum over all of it and i in base 2: ROW = b, COLUMN = i
     - b + log2 scale, INTER = scale 2^b, UPDATE = 2^(g - b + i), DECAY = 2^g. Sums are float64, as in `chunk_gates` of
-    the Triton backend.
+    `gate_kernels.py`.
 
     Args:
         i: Input gates, (L); unused without INPUT_GATE.
@@ -299,19 +300,23 @@ class GateVectors(NamedTuple):
     """The gate vectors of a call, and how the gate warps of its kernels get them."""
 
     vectors: Tensor  # (H, tiles, VECTORS, L) float32; with RECOMPUTED any tensor
-    constants: dict[str, int]  # GATES, and the forms of the gates where the gate warps read these
+    constants: dict[str, int]  # GATES, INPUT_GATE, SIGMOID_I and SIGMOID_F of the kernel that reads them
 
 
 def launch(ctx: LaunchContext, m_final: Tensor | None = None, d: Tensor | None = None) -> GateVectors:
     """Compute the gate vectors that the gate warps do not compute themselves.
 
-    The gate warps compute all gate vectors where no two programs would compute the same ones. Otherwise a kernel does
-    not depend on the form of the gates, so that one compiled kernel serves all forms.
+    The gate warps compute all gate vectors where no two programs would compute the same ones and there is no
+    normalizer. Otherwise the kernel reads vectors that do not depend on what the caller's gates are (logarithms or
+    pre-activations), so that one compiled kernel serves all of them.
 
     Args:
         ctx: The context of the call.
         m_final: Output for the max states after the sequences, (N, H), or None.
         d: The denominators of the forward, (B, T, H), for the gate vectors of the backward.
+
+    Returns:
+        The gate vectors, and the constants that tell a kernel what they are.
     """
     one_program = ctx.K <= 128  # has all rows of a state
     if one_program and not ctx.spec.normalize:

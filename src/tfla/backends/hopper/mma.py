@@ -72,15 +72,16 @@ def split_in_three(x, dtype: gl.constexpr):
 
 @gluon.jit
 def store_partial_dots(x, y, to, part: gl.constexpr, L: gl.constexpr):
-    """Store partial sums over the rows of `x * y` to shared memory, four of L elements from index part * 4 L on.
+    """Store partial sums over the rows of `x * y` to shared memory: what one consumer adds to q . dq or k . dk, (B5).
 
-    Each of the four sums goes over the 16 rows that one warp holds, so that warps exchange nothing.
+    There are four for each step, each over the 16 rows that one warp holds, so that warps exchange nothing. The store
+    warp adds them up.
 
     Args:
-        x: Accumulators (64, L) in registers.
-        y: A tile (64, L) in shared memory.
-        to: The vector in shared memory.
-        part: Which part of `to`; one for each consumer.
+        x: Accumulators (64, L) in registers: a transposed gradient.
+        y: A transposed tile (64, L) in shared memory, of what it is the gradient of.
+        to: The vector in shared memory, (8 L): four sums of L elements for each consumer.
+        part: Which consumer this is.
         L: Steps of a tile.
     """
     products = x.to(gl.float32) * y.load(x.type.layout).to(gl.float32)
@@ -90,7 +91,7 @@ def store_partial_dots(x, y, to, part: gl.constexpr, L: gl.constexpr):
 
 @gluon.jit
 def load_update_weights(w, L: gl.constexpr, layout: gl.constexpr):
-    """Return the update weights w of a tile in float32, (L), the sum of the two vectors in shared memory."""
+    """Return the update weights of a tile in float32, (L): the sum of the high and the low part in `w`, (2 L)."""
     return w.slice(0, L, 0).load(layout).to(gl.float32) + w.slice(L, L, 0).load(layout).to(gl.float32)
 
 
@@ -119,7 +120,15 @@ def scale_by_gates(tile, w, L: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def load_gate_matrix(g, L: gl.constexpr, half: gl.constexpr, layout: gl.constexpr, PARTS: gl.constexpr = 2):
-    """Return exp2(ROW_EXPONENT[i] + COLUMN_EXPONENT[j]), (L, L / PARTS), for part `half` of the columns j, unmasked."""
+    """Return columns of the gate matrix D (docs/mathematics.md), (L, L / PARTS), not masked yet.
+
+    Args:
+        g: Gate vectors of the tile in shared memory, (NUM_GATE_VECTORS L).
+        L: Steps of a tile.
+        half: Which of the PARTS parts of the columns.
+        layout: Layout of the result.
+        PARTS: 2 where each consumer has half of the columns, 1 where it has all.
+    """
     row = g.slice(ROW_EXPONENT * L, L, 0).load(gl.SliceLayout(1, layout))  # (L)
     # (L / PARTS)
     column = g.slice(COLUMN_EXPONENT * L + half * (L // PARTS), L // PARTS, 0).load(gl.SliceLayout(0, layout))
@@ -133,6 +142,14 @@ def apply_causal_mask(S, D, i, j, half: gl.constexpr, REVERSE: gl.constexpr):
     In the layout of accumulators a thread has row indices {r, r + 8} and column indices {c, c + 1} + 8 n. The
     comparison is therefore one of a number of the thread, r - c, with constants. The plain comparison i >= j holds 16
     more registers.
+
+    Args:
+        S: Scores, (L, L), or one half of their columns, (L, 32).
+        D: The gate matrix, of the same shape.
+        i: Rows of S, (L).
+        j: Columns of S, counted from the first one that S has.
+        half: Which half of the columns S has; 0 where it has all.
+        REVERSE: Whether the scan goes against time.
     """
     of_thread = gl.expand_dims(i & -9, 1) - gl.expand_dims(j & 6, 0)
     constant = gl.expand_dims(j & -7, 0) - gl.expand_dims(i & 8, 1) + half * 32

@@ -7,7 +7,7 @@ A ring has STAGES stages in shared memory. Tile n of a program goes to stage n %
 
 A barrier completes once for each tile that passes its stage, and its phase alternates between 0 and 1. Consumers wait
 for full[s] with the phase of the tile. Producers wait for empty[s] with the opposite phase, so that the first wait for
-each stage passes at once.
+each stage passes at once: a wait for the phase before the first one returns immediately.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PipelineState(NamedTuple):
     """The position of a partition in the ring."""
 
     index: Any  # stage of the current tile
-    phase: Any  # phase of the stage's barriers for this tile
+    phase: Any  # phase of the stage's barriers for this tile, 0 or 1
     count: Any  # number of tiles before this one, over all work tiles of the program
 
 
@@ -113,7 +113,14 @@ def advance(s, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def acquire(n, full, empty, STAGES: gl.constexpr):
-    """Wait until the stage of tile n is empty; return the stage and its full barrier."""
+    """Wait until the stage of tile n is empty; return the stage and its full barrier.
+
+    Args:
+        n: Number of the tile, over all work tiles of the program.
+        full: Full barriers of the ring, (STAGES).
+        empty: Empty barriers of the ring, (STAGES).
+        STAGES: Stages of the ring.
+    """
     s, phase = stage_and_phase(n, STAGES)
     mbarrier.wait(empty.index(s), phase ^ 1)
     return s, full.index(s)
@@ -123,7 +130,14 @@ def acquire(n, full, empty, STAGES: gl.constexpr):
 def producer_tail(n, full, empty, STAGES: gl.constexpr, arrivals: gl.constexpr = 1):
     """Hand over one more stage without data after the last tile, n - 1.
 
-    Consumers wait for tile n + 1 while they compute tile n, so they wait for one stage more than there are tiles.
+    Consumers wait for the next tile while they compute one, so they wait for one stage more than there are tiles.
+
+    Args:
+        n: Number of tiles of the program.
+        full: Full barriers of the ring, (STAGES).
+        empty: Empty barriers of the ring, (STAGES).
+        STAGES: Stages of the ring.
+        arrivals: How many of the arrivals that complete the stage are of this warp.
     """
     s, phase = stage_and_phase(n, STAGES)
     mbarrier.wait(empty.index(s), phase ^ 1)

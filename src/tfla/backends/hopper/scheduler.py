@@ -3,7 +3,8 @@
 A work tile is what a program computes from an initial to a final state: one head of one sequence, or of one segment of
 a sequence. Programs are persistent: program p of P takes work tiles p, p + P, p + 2 P, ... Work tile `index` is of head
 index % H and of sequence or segment index // H. Packed sequences have different lengths: there the second number counts
-rows of a schedule, which `schedule_packed` writes with the longest work first.
+rows of a schedule. A Triton kernel, `schedule_packed`, writes it in a launch of its own, with the longest work first,
+so that no program still has a long work tile when the others are done.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ VIRTUAL_ROWS = tl.constexpr(1 << 30)  # extent of the rows in a TMA descriptor o
 
 @triton.jit
 def _bounds(cu_seqlens, sequence, inside):
-    """Return first token and length of sequences, of which `inside` says whether they exist."""
+    """Return first token and length of the sequences of these numbers, zeros where there is none (not `inside`)."""
     first = tl.load(cu_seqlens + sequence, mask=inside, other=0).to(tl.int64)
     return first, tl.load(cu_seqlens + sequence + 1, mask=inside, other=0).to(tl.int64) - first
 
@@ -56,6 +57,7 @@ def schedule_packed(
         segment_steps: Steps of a segment. Where sequences are not cut, a number above the longest possible sequence.
         num_segments: Number of segments, an upper bound that follows from the shapes alone. Sequence s, which starts at
             token f, has its segments at f // segment_steps + s and following; what is left over are empty segments.
+            Tiles are numbered likewise, from f // L + s on.
         L: Steps of a tile.
         SEGMENT_BLOCK: Segments of one program.
         SEQUENCE_BLOCK: Sequences that are read at once.
@@ -75,6 +77,10 @@ def schedule_packed(
     start = (segment - first // segment_steps - sequence) * segment_steps
     num_steps = tl.maximum(tl.minimum(sequence_steps - start, segment_steps), 0)
     # (3) Its rank: segments before it in its own sequence, plus those of each sequence j that come before it.
+    #     a full segment:     the full segments of its own sequence before it, and all full ones of earlier sequences;
+    #     a shorter segment:  all full segments, and the last segments of other sequences that are longer, or as long
+    #                         and of an earlier sequence;
+    #     an empty segment:   all segments of smaller index, and the segments with steps of later sequences.
     rank = tl.where(num_steps == segment_steps, start // segment_steps, tl.where(num_steps > 0, 0, segment))
     for a in range(0, num_sequences, SEQUENCE_BLOCK):
         j = a + tl.arange(0, SEQUENCE_BLOCK)
@@ -83,10 +89,11 @@ def schedule_packed(
         rest = (other % segment_steps)[None, :]  # steps of its last, shorter segment
         earlier = j[None, :] < sequence[:, None]
         size = num_steps[:, None]
-        longer = whole + ((rest > size) | ((rest == size) & earlier)).to(tl.int64)
-        used = tl.where(j[None, :] > sequence[:, None], whole + (rest > 0).to(tl.int64), 0)
+        before_full = tl.where(earlier, whole, 0)  # segments of sequence j that come before a full one
+        before_shorter = whole + ((rest > size) | ((rest == size) & earlier)).to(tl.int64)
+        before_empty = tl.where(j[None, :] > sequence[:, None], whole + (rest > 0).to(tl.int64), 0)
         rank += tl.sum(
-            tl.where(size == segment_steps, tl.where(earlier, whole, 0), tl.where(size > 0, longer, used)), 1
+            tl.where(size == segment_steps, before_full, tl.where(size > 0, before_shorter, before_empty)), 1
         )
     # (4) The row of the schedule.
     row = schedule + rank * FIELDS
@@ -157,11 +164,11 @@ def get_work_tile(index, params, L: gl.constexpr, IS_SEGMENTED: gl.constexpr, RE
 
 
 @gluon.jit
-def state_index(index, params, inside=True):
+def state_index(index, params):
     """Return the index of the states of work tile `index` in tensors (segments, H, dqk, dhv)."""
     if params.schedule is not None:
         H = params.H
-        return gl.load(params.schedule + index // H * FIELDS + SEGMENT_INDEX, mask=inside) * H + index % H
+        return gl.load(params.schedule + index // H * FIELDS + SEGMENT_INDEX) * H + index % H
     else:
         return index
 
@@ -185,7 +192,11 @@ def num_tiles(index, start, steps, params, L: gl.constexpr, REVERSE: gl.constexp
 
 @gluon.jit
 def state_block(NUM_SPLITS: gl.constexpr, WIDTH: gl.constexpr):
-    """Return the first row and column of the block of the state, (128, WIDTH), of which a row has NUM_SPLITS."""
+    """Return the first row and column of this program's block of the state, (128, WIDTH).
+
+    Programs are numbered along axis 1 of the grid: those that share 128 rows, NUM_SPLITS of them, come one after the
+    other.
+    """
     return gl.program_id(1) // NUM_SPLITS * 128, gl.program_id(1) % NUM_SPLITS * WIDTH
 
 
@@ -212,9 +223,12 @@ def tile_coordinates(b, h, t, column, end, params):
 
 
 def launch(ctx: LaunchContext) -> LaunchContext:
-    """Return the context with the schedule of packed sequences, after `sequences.bound`.
+    """Return the context with the schedule of packed sequences, (segments, FIELDS) int32, which a launch computes.
 
-    Where sequences are not packed, this is `ctx`.
+    Where sequences are not packed, this is `ctx` without a launch.
+
+    Args:
+        ctx: The context of the call, whose `cu_seqlens` are bounded (`sequences.bound`).
     """
     if not ctx.packed:
         return ctx

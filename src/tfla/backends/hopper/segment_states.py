@@ -1,9 +1,9 @@
-"""The states that segments add up to: a fused scan of every segment from zeros, without outputs.
+"""What each segment adds to the state: a fused scan of every segment from zeros, without outputs.
 
-For each segment the kernel stores the state that its steps alone leave, (dqk, dhv), and the decay over the segment.
-`state_passing.py` computes from these the states at the segment boundaries. With NORMALIZE the kernel does the same for
-n. A program computes 128 rows of the state by WIDTH columns, 128 or 256, of each of its work tiles. Two consumers hold
-64 of the rows each, in registers. The operands, with the gate weights of `docs/mathematics.md`:
+For each segment the kernel stores the state that its steps alone leave, (dqk, dhv), and the decay over the segment: S
+and exp(g) of (S1) in `docs/mathematics.md`. With NORMALIZE it does the same for n. `state_passing.py` computes from
+these the states at the segment boundaries. A program computes 128 rows of the state by WIDTH columns, 128 or 256, of
+each of its work tiles. Two consumers hold 64 of the rows each, in registers. The operands, with the gate weights:
 
     state   scan           x    y     w
     C       with time      k    v     UPDATE
@@ -149,13 +149,13 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
         for _ in range(0, scheduler.num_tiles(index, start, steps, params, L, config.REVERSE, config.SKIP_LAST)):
             y = shared.y.index(s).reshape([L, WIDTH])
             # (1) total <- g total
-            decay = shared.g.index(s).slice(TILE_DECAY * L, 1, 0)
-            of_tile = decay.load(gl.SliceLayout(0, of_state))  # (1)
-            tile_decay = gl.expand_dims(of_tile, 0)
-            total = total * of_tile
+            shared_decay = shared.g.index(s).slice(TILE_DECAY * L, 1, 0)
+            decay = shared_decay.load(gl.SliceLayout(0, of_state))  # g, (1)
+            tile_decay = gl.expand_dims(decay, 0)  # (1, 1)
+            total = total * decay
             # (2) n <- g n + x^T w
             if config.NORMALIZE:
-                N = N * gl.max(decay.load(gl.SliceLayout(0, mma.accumulator_layout(L))), 0) + sums
+                N = N * gl.max(shared_decay.load(gl.SliceLayout(0, mma.accumulator_layout(L))), 0) + sums
             # (3) C <- g C + (x * w)^T y
             C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * tile_decay, is_async=True)
             if WIDTH == 256:
@@ -296,7 +296,7 @@ def partitions(X, Y, source, tiles_per_head, group_size, gmem, params, config):
     )  # fmt: skip
 
 
-RING_STAGES = 4
+RING_STAGES = 4  # x and y take up to 48 KiB a stage, so that no fifth one would fit
 
 
 def launch(

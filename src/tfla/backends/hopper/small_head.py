@@ -11,7 +11,8 @@ each head. The operands by result, with the gate weights of `docs/mathematics.md
 
 The last row is what a segment adds to the state, as in `segment_states.py`. C stands for dC against time.
 
-The steps of a tile (`process_tile`); (2) to (4) with OUTPUT_V, (6) to (8) with OUTPUT_K:
+The steps of a tile (`process_tile`); (2) to (4) with OUTPUT_V, (6) to (8) with OUTPUT_K. In registers, as float32
+accumulators, out_v and out_k are `V` and `K` in the code, and n is `N`:
 
     (1)   wait for the tile
     (2)   S <- zk x^T, out_v <- zk C           (L, L), and (L, dhv) = (L, dqk) (dqk, dhv), (T1), (T2), (T11)
@@ -35,6 +36,10 @@ Who waits for whom:
     load warp, gate warps --full[s]--> consumers --empty[s]--> load warp, gate warps
     load warp --full_checkpoint[head]--> consumer --empty_checkpoint[head]--> load warp    with HAS_CHECKPOINTS, REVERSE
     consumer 1 --part_full--> consumer 0 --part_empty--> consumer 1                        with SHARED_QK, OUTPUT_K
+
+A stage is empty one tile late, at (5), when the outputs that overwrite it have left; without outputs at the end of the
+tile. With both outputs out_k starts when the products of out_v are done. out_v is then held in 16 bits until (8) has
+read zv, over which it is stored.
 
 Where both heads share q and k (SHARED_QK), a stage has those once, and the sum of what both add to dq or dk is stored.
 C is a right operand in shared memory, so that a product can contract either side of it. n is summed in float32.
@@ -185,8 +190,8 @@ class FragmentIds(NamedTuple):
     i: Any  # rows of P, steps of the outputs, (L)
     j: Any  # columns of P, steps of the updates, (L)
     rk: Any  # elements of n, (dqk)
-    rl: Any  # steps of out_k, (L)
-    rd: Any  # steps of out_v, (L)
+    rl: Any  # steps, rows of out_k, (L)
+    rd: Any  # steps, rows of out_v, (L)
     one: Any  # the index of the only element of a vector, 0, (1)
 
 
@@ -206,8 +211,8 @@ def run_load_warp(tensors, shared, params, group_size, config):
     L: gl.constexpr = config.L
     HEADS: gl.constexpr = config.HEADS
     QK_COPIES: gl.constexpr = config.QK_COPIES
-    of_k: gl.constexpr = X.block_type.nbytes * (2 if config.HAS_OUTPUT else 1) * QK_COPIES
-    of_v: gl.constexpr = Y.block_type.nbytes * (2 if config.OUTPUT_K else 1) * HEADS
+    k_bytes: gl.constexpr = X.block_type.nbytes * (2 if config.HAS_OUTPUT else 1) * QK_COPIES  # x, zk
+    v_bytes: gl.constexpr = Y.block_type.nbytes * (2 if config.OUTPUT_K else 1) * HEADS  # y, zv
     n = 0
     num_checkpoints = 0
     for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
@@ -218,18 +223,19 @@ def run_load_warp(tensors, shared, params, group_size, config):
             t = start + step
             end = start + steps
             s, bar = pipeline.acquire(n, shared.full, shared.empty, config.STAGES)
-            mbarrier.expect(bar, of_k + of_v)
+            mbarrier.expect(bar, k_bytes + v_bytes)
             for e in gl.static_range(QK_COPIES):
-                x = scheduler.tile_coordinates(b, (h * HEADS + e) // group_size, t, 0, end, params)
-                pipeline.async_load(X, x, bar, shared.x.index(QK_COPIES * s + e))
+                at_k = scheduler.tile_coordinates(b, (h * HEADS + e) // group_size, t, 0, end, params)
+                pipeline.async_load(X, at_k, bar, shared.x.index(QK_COPIES * s + e))
                 if config.HAS_OUTPUT:
-                    pipeline.async_load(ZK, x, bar, shared.zk.index(QK_COPIES * s + e))
+                    pipeline.async_load(ZK, at_k, bar, shared.zk.index(QK_COPIES * s + e))
             for e in gl.static_range(HEADS):
-                y = scheduler.tile_coordinates(b, h * HEADS + e, t, 0, end, params)
-                pipeline.async_load(Y, y, bar, shared.y.index(HEADS * s + e))
+                at_v = scheduler.tile_coordinates(b, h * HEADS + e, t, 0, end, params)
+                pipeline.async_load(Y, at_v, bar, shared.y.index(HEADS * s + e))
                 if config.OUTPUT_K:
-                    pipeline.async_load(ZV, y, bar, shared.zv.index(HEADS * s + e))
+                    pipeline.async_load(ZV, at_v, bar, shared.zv.index(HEADS * s + e))
             n += 1
+            # The state before the tile: the consumers multiply it by dC when they have processed the tile.
             if config.HAS_CHECKPOINTS and config.REVERSE and step > 0 and step % config.CHECKPOINT_STEPS == 0:
                 for e in gl.static_range(HEADS):
                     mbarrier.wait(shared.empty_checkpoint.index(e), (num_checkpoints & 1) ^ 1)
@@ -581,7 +587,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
     t = (work_tile.tiles - 1 - step if config.REVERSE else step) * L
     # (1) The tile has arrived.
     mbarrier.wait(shared.full.index(s), phase)
-    # (2) S <- zk x^T and out_v <- zk C, or without out_v (6)
+    # (2) S <- zk x^T and out_v <- zk C; without out_v (6), S <- zv y^T and out_k <- zv C^T
     if config.OUTPUT_V:
         S = mma.issue_mma(tile.zk, tile.x.permute((1, 0)))
         V = mma.issue_mma(tile.zk, tile.c)
@@ -629,7 +635,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
     # (10) n <- g n + x^T u
     if config.NORMALIZE:
         N = update_n(N, x_t, tile, config)
-    # (11) The division of o, and zk . out_k
+    # (11) out_v <- out_v / max(|d|, exp(-m)) for o, and zk . out_k
     if config.OUTPUT_V and not config.OUTPUT_K:
         V, A = warpgroup_mma_wait(1, deps=[V, A])
         if config.NORMALIZE and not config.REVERSE:
@@ -789,7 +795,11 @@ def small_head_kernel(
 
 @gluon.jit
 def partitions(tensors, source, tiles_per_head, group_size, gmem, params, config, gate_config):
-    """Allocate shared memory and start the partitions of the program: consumers, load and gate warps."""
+    """Allocate shared memory and start the partitions of the program: consumers, load and gate warps.
+
+    A program has a consumer for each head and starts one gate warp more than heads; `gate_config` says how many of
+    these have work.
+    """
     shared = allocate(tensors, config)
     full = shared.full
     empty = shared.empty
@@ -822,7 +832,11 @@ def partitions(tensors, source, tiles_per_head, group_size, gmem, params, config
 
 @gluon.jit
 def allocate(tensors, config):
-    """Return shared memory and its barriers, as `SharedStorage`."""
+    """Return the shared memory of a program and its barriers, as `SharedStorage`, with aliases for unused fields.
+
+    Full barriers get one arrival of the load warp and one of a gate warp for each head, empty barriers one of each
+    consumer.
+    """
     X, Y, ZK, ZV, _checkpoints = tensors
     STAGES: gl.constexpr = config.STAGES
     dtype: gl.constexpr = X.dtype

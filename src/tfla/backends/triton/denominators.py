@@ -1,7 +1,13 @@
 """The scan of n and of the denominators, :func:`normalizer_scan`, and its launchers.
 
 The denominators (T3) are folded into the gate vectors before o is computed. The same scan computes the states n, (T6),
-or in reverse order dn, (T13), at segment boundaries.
+or in reverse order dn, (T13), at segment boundaries. In a tile of L steps:
+
+    (1)  d <- a * (z n) + P 1                      (L), (T3)
+    (2)  ROW, INTER <- divided by max(|d|, exp(-m)), so that the scan for o computes (T4) without a division
+    (3)  N <- g N + w^T x                          (16, BK), n as rows that add up to it, (T6), (T13)
+
+Where several programs share the keys of a head, each stores its part of d, and `sum_denominators` does (2).
 """
 
 import triton
@@ -43,7 +49,16 @@ MAX_N = 512  # elements of n of one program of `normalizer_scan`; float32 takes 
 
 @triton.jit
 def fold_denominators(gate, r, inter, d, L: tl.constexpr, EXACT: tl.constexpr):
-    """Divide the gate matrix of a tile and INTER by the denominators max(|d|, exp(-m)), d (L), in the gate vectors."""
+    """Divide the gate matrix of a tile and INTER by the denominators max(|d|, exp(-m)), in the gate vectors in memory.
+
+    Args:
+        gate: where the gate vectors of the tile are.
+        r: indices of the steps, (L).
+        inter: INTER, (L).
+        d: the denominators before the lower bound, (L).
+        L: the steps of a tile.
+        EXACT: whether there are LOW vectors.
+    """
     D = tl.maximum(tl.abs(d), tl.load(gate + FLOOR * L + r))
     row_at = gate + (ROW_LOW if EXACT else ROW) * L + r  # ROW can be so large that adding to it loses digits
     tl.store(row_at, tl.load(row_at) - tl.log2(D))
@@ -88,8 +103,9 @@ def normalizer_scan(
     REVERSE to dn, and with DECAYS stores the decay over each segment in `parts`.
 
     N, (16, BK), holds n as a sum of rows, because an MMA takes at least 16 rows. Rows 0 and 1 are updated with the
-    weights rounded to the inputs' dtype and with the rounding errors of the weights. Rows 8 and 9 are the same again:
-    rows below 8 are read rounded, the others as the rounding errors of n.
+    weights rounded to the inputs' dtype and with the rounding errors of the weights. Rows 8 and 9 are copies of these:
+    the product z N^T reads rows below 8 rounded to the inputs' dtype and the copies as what the rounding cuts off, so
+    that it has n in twice the precision.
 
     Args:
         X, Z: x (k, or q with REVERSE) and z (q), (B, T, H / GROUP, DK).
@@ -131,7 +147,7 @@ def normalizer_scan(
         if OUTPUT:
             z = load_tile(z_at, t, k0, steps, DK, zt, L, BK, TMA)  # (L, BK)
             inter = tl.load(gate + INTER * L + r)  # (L)
-            # d <- the row sums of P, (L, L), + (z n) a, (T3)
+            # (1) d <- a * (z n) + P 1. P is not transposed here: (L, L), [reading step, updating step]
             P = rounded_product(tl.dot(z, tl.trans(x), input_precision=PRECISION), gate_matrix(gate, r, L, True, EXACT))
             if NEGATIVE:
                 P = -P
@@ -139,12 +155,14 @@ def normalizer_scan(
             low = (N - high).to(x.dtype)
             read_n = matmul(z, tl.trans(tl.where(row < 8, high, low)), PRECISION)
             d = tl.sum(P, 1) + tl.sum(read_n, 1) * inter
+            # (2) Fold max(|d|, exp(-m)) into the gate vectors
             if BK < DN:
                 tl.store(parts + ((tl.program_id(1) * H + h).to(tl.int64) * tiles_of_head + tile0) * L + t + r, d)
             else:
                 if SAVE_D:
                     tl.store(d_out + (first + t + r) * H + h, d, mask=t + r < steps)
                 fold_denominators(gate, r, inter, d, L, EXACT)
+        # (3) N <- g N + w^T x
         decay = tl.load(gate + DECAY * L)
         N = N * decay
         if DECAYS:

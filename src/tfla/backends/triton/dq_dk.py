@@ -1,15 +1,20 @@
 """The fused scan of dq and dk, :func:`dq_dk_scan`, and its launcher.
 
-:mod:`.scan_tiles` has the table of operands and what a program scans. In a tile of L steps:
+:mod:`.scan_tiles` has the table of operands and what a program scans. In a tile of L steps, of which `P` in the code is
+P^T:
 
-    (1)  P^T <- (y z^T + delta) * D^T              (L, L)
-    (2)  out^T <- (S z^T) * a + x^T P^T            (dims of the output, L)
-    (3)  S <- g S + (x * w)^T y                    the state, C or dC
-    (4)  N <- g N + x^T w                          the normalizer state n, (T6), or dn, (T13)
+    (1)  P^T <- (y z^T + delta) * D^T              (L, L), (T8)
+    (2)  out^T <- (S z^T + n) * a                  (BK, L), first term of (T10), or with n delta^T for n of (T9)
+    (3)  w . (what (2) has found), in float32      (L), and the sums of pairs of steps of the tile, of (B6)
+    (4)  out^T <- out^T + x^T P^T                  (BK, L), second term of (T9), (T10); to memory
+    (5)  w . out, in 16-bit dtypes                 (L), q . dq or k . dk of (B5)
+    (6)  N <- g N + x^T w                          the normalizer state n, (T6), or dn, (T13)
+    (7)  S <- g S + (x * w)^T y                    (BK, dhv), the state C, (T5), or dC, (T12)
 
-The kernel also stores the sums q . dq and k . dk, from which the gate gradients are computed, in float32 separately for
-pairs of steps in one tile (:mod:`tfla.backends.gpu.gate_gradients`). The normalizer acts as one more column of v of all
-ones, whose cotangent is delta, (T7).
+`w` in (3) and (5) is the operand q or k, in (6) and (7) the gate vector. The state is stored where a tile ends at a
+checkpoint; n is stored by the tile after it, in (2), which has it at hand. :mod:`tfla.backends.gpu.gate_gradients`
+reads the sums and the checkpoints. The normalizer acts as one more column of v of all ones, whose cotangent is delta,
+(T7).
 """
 
 import triton
@@ -69,8 +74,13 @@ def dq_dk_scan(
         state_out, n_out: the states that scans end with, of the same shapes.
         checkpoints, n_checkpoints: the state before, or with REVERSE its cotangent at, every CHECKPOINT_STEPS-th step
             of the segment but the first, (checkpoints, H, DK, DV) and (checkpoints, H, DK).
+        tiles_of_head: the number of tiles of one head.
+        GROUP: the number of heads of v that share a head of q and k.
         length: the number of steps of a segment.
+        xb, xt, xh: the strides of X by batch row, step and head; the others are those of Y, Z, W and Out.
+        BK, BV, BLOCKS: the rows of the state of a program, and its columns, BLOCKS blocks of BV.
         DELTA: whether the normalizer adds delta to P.
+        NEGATIVE: whether the scale is negative; the gate vectors hold its absolute value.
         WGMMA: whether two programs share a multiprocessor of Hopper, see `scan_tiles`.
     """
     part = tl.program_id(0)
@@ -119,19 +129,19 @@ def dq_dk_scan(
         y0 = load_tile(y_at, t, 0, steps, DV, yt, L, BV, TMA)  # (L, BV)
         z0 = load_tile(z_at, t, 0, steps, DV, zt, L, BV, TMA)  # (L, BV)
         if BLOCKS == 2:
-            y1 = load_tile(y_at, t, BV, steps, DV, yt, L, BV, TMA)
-            z1 = load_tile(z_at, t, BV, steps, DV, zt, L, BV, TMA)
+            y1 = load_tile(y_at, t, BV, steps, DV, yt, L, BV, TMA)  # (L, BV)
+            z1 = load_tile(z_at, t, BV, steps, DV, zt, L, BV, TMA)  # (L, BV)
         decay = tl.load(gate + DECAY * L)
-        if WGMMA:
-            u = touch_tile(y0 + z0)
+        if WGMMA:  # see `scan_tiles`
+            touched = touch_tile(y0 + z0)
             if BLOCKS == 2:
-                u += touch_tile(y1 + z1)
-            decay = keep_reads(decay, u, T)
+                touched += touch_tile(y1 + z1)
+            decay = keep_reads(decay, touched, T)
         if WGMMA:
-            wx = load_opaque(gate + (INTER if REVERSE else UPDATE) * L + r)
+            wx = load_opaque(gate + (INTER if REVERSE else UPDATE) * L + r)  # (L), w
         else:
-            wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
-        x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)
+            wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)  # (L), w
+        x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)  # (x * w)^T, (BK, L)
         # (1) P^T <- (y z^T + delta) * D^T
         P = matmul(y0, tl.trans(z0), PRECISION)  # (L, L)
         if BLOCKS == 2:
@@ -145,12 +155,13 @@ def dq_dk_scan(
         if NEGATIVE:
             P = -P
         P = P.to(x.dtype)
-        # (2) out^T <- (S z^T) * a + x^T P^T
+        # (2) out^T <- (S z^T + n) * a
         out = matmul(S0.to(x.dtype), tl.trans(z0), PRECISION)  # (BK, L)
         if BLOCKS == 2:
             out += matmul(S1.to(x.dtype), tl.trans(z1), PRECISION)
         if NORMALIZE:
             n = tl.sum(N, 1)  # (BK)
+            # Checkpoint of n before this tile in the order of the scan.
             before = t + L if REVERSE else t
             if before % CHECKPOINT_STEPS == 0 and before > 0 and before < steps:
                 tl.store(
@@ -162,6 +173,7 @@ def dq_dk_scan(
             elif DELTA:
                 out += n * tl.load(gate + DELTA_P * L + r)[None, :]
         out = out * tl.load(gate + (UPDATE if REVERSE else INTER) * L + r)[None, :]
+        # (3) w . out of other tiles, and pairs of steps in the tile: SAME_STEP is the diagonal
         if EXACT:
             w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)  # (L, BK)
             sum_at = w_out + t * NP + r
@@ -173,28 +185,31 @@ def dq_dk_scan(
                 pairs = tl.where(same, 0.0, pairs)
                 tl.store(sum_at + ROW_SUM * L, tl.sum(pairs, 1))
                 tl.store(sum_at + COLUMN_SUM * L, tl.sum(pairs, 0))
+        # (4) out^T <- out^T + x^T P^T
         out = tl.dot(tl.trans(x), P, out, input_precision=PRECISION)
-        out = tl.trans(out)
+        out = tl.trans(out)  # (L, BK)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
+        # (5) w . out
         if not EXACT:
             w = load_tile(w_at, t, col, steps, DK, wt, L, BK, TMA)  # (L, BK)
             sums = tl.sum(tl.reshape(rounded_product(out, w), (L, NP, BK // NP)), 2)
             tl.store(w_out + t * NP + r[:, None] + rp[None, :] * L, sums)
-        # (4) N <- g N + x^T w
+        # (6) N <- g N + x^T w, or for dn with w * delta for w
         if NORMALIZE:
             N = N * decay
             if DELTA or not REVERSE:
-                wn = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)
+                wn = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)  # (L)
                 if REVERSE:
                     wn *= tl.load(gate + DELTA_P * L + r)
                 wn, top = scale_to_range(wn, x.dtype, REVERSE)
-                W_n = tl.trans(split_rounding(wn, rc[:, None], x.dtype))
-                N += top * tl.dot(tl.trans(x), W_n, input_precision=PRECISION)
-        # (3) S <- g S + (x * w)^T y
+                split = tl.trans(split_rounding(wn, rc[:, None], x.dtype))  # (L, 16), w in two columns
+                N += top * tl.dot(tl.trans(x), split, input_precision=PRECISION)
+        # (7) S <- g S + (x * w)^T y
         S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
         if BLOCKS == 2:
             S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
         S0, S1 = complete_mmas(S0, S1, BLOCKS, WGMMA)
+        # Checkpoint of the state after this tile in the order of the scan.
         passed = t if REVERSE else t + L
         if passed % CHECKPOINT_STEPS == 0 and passed > 0 and passed < steps:
             at = ((checkpoint0 + passed // CHECKPOINT_STEPS) * H + h) * DK

@@ -1,12 +1,15 @@
 """The fused scan of o and dv, :func:`o_dv_scan`, and its launchers.
 
-:mod:`.scan_tiles` has the table of operands and what a program scans. In a tile of L steps:
+:mod:`.scan_tiles` has the table of operands and what a program scans. In a tile of L steps, of which `P` in the code is
+P^T:
 
-    (1)  P^T <- x z^T * D^T                        (L, L)
-    (2)  out^T <- (S z^T) * a + y^T P^T            (dims of the output, L)
-    (3)  S <- g S + y^T (x * w)                    the state, C^T or dC^T
+    (1)  P^T <- x z^T * D^T                        (L, L), (T1)
+    (2)  out^T <- (S z^T) * a + y^T P^T            (BV, L), (T2), (T11)
+    (3)  S <- g S + y^T (x * w)                    (BV, BK), the state C^T, (T5), or dC^T, (T12)
 
-Without outputs only (3) is computed: what each segment adds to the state.
+For o the gate vectors have been divided by the denominators (`denominators.py`), so that (2) is (T4). With two blocks
+of columns (2) is computed for one after the other. Without outputs only (3) is computed: what each segment adds to the
+state.
 """
 
 import triton
@@ -54,7 +57,10 @@ def o_dv_scan(
         state_in: the states that scans start from, (segments, H, DK, DV); read with USE_INITIAL_STATE.
         state_out: the states that scans end with, of the same shape; written with STORE_FINAL_STATE.
         decays: the decay over each segment, (segments, H) float32; written without OUTPUT.
+        tiles_of_head: the number of tiles of one head.
+        GROUP: the number of heads of v that share a head of q and k.
         length: the number of steps of a segment.
+        xb, xt, xh: the strides of X by batch row, step and head; the others are those of Y, Z and Out.
         NEGATIVE: whether the scale is negative; the gate vectors hold its absolute value.
         SKIP_LAST: see `count_tiles`.
     """
@@ -92,10 +98,10 @@ def o_dv_scan(
             z = load_tile(z_at, t, 0, steps, DK, zt, L, BK, TMA)  # (L, BK)
         y0 = load_tile(y_at, t, col, steps, DV, yt, L, BV, TMA)  # (L, BV)
         if BLOCKS == 2:
-            y1 = load_tile(y_at, t, col + BV, steps, DV, yt, L, BV, TMA)
+            y1 = load_tile(y_at, t, col + BV, steps, DV, yt, L, BV, TMA)  # (L, BV)
         decay = tl.load(gate + DECAY * L)
         wx = tl.load(gate + (INTER if REVERSE else UPDATE) * L + r)  # (L), w
-        x_up = (x * wx[:, None]).to(x.dtype)
+        x_up = (x * wx[:, None]).to(x.dtype)  # x * w, (L, BK)
         if OUTPUT:
             # (1) P^T <- x z^T * D^T
             P = matmul(x, tl.trans(z), PRECISION)  # (L, L)

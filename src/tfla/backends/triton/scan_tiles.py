@@ -11,9 +11,11 @@ REVERSE to the future. Operands, with the equations of docs/mathematics.md:
     dq     | dq_dk_scan | forward | k, v, do | C (dqk, dhv)   | dqk        | INTER  | UPDATE | (T8), (T9), (T5)
     dk     | dq_dk_scan | REVERSE | q, do, v | dC             | dqk        | UPDATE | INTER  | (T8), (T10), (T12)
 
-a is the weight of the state in the output, w the weight of a step in the state. The kernels compute outputs transposed,
-so that the state is the left operand of an MMA, from registers. The programs that share a head split the output, so
-none needs partial results of another.
+a is the weight of the state in the output, w the weight of a step in the state. Both are gate vectors of
+`gpu/gate_kernels.py`; where there are denominators, the gate matrix and INTER have been divided by them (D', a').
+
+The kernels compute outputs transposed, so that the state is the left operand of an MMA, from registers. The programs
+that share a head split the output, so none needs partial results of another.
 
 A program scans one sequence, or one segment of a sequence from the state at the segment's start. The states at segment
 starts come from `o_dv_scan` or `normalizer_scan` without outputs, which store what each segment adds to the state, and
@@ -220,7 +222,11 @@ def scale_to_range(w, dtype: tl.constexpr, DELTA: tl.constexpr):
 
 @triton.jit
 def gate_matrix(gate, r, L: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr):
-    """Return the transposed gate matrix, [updating step, reading step], (L, L); 0 where the update comes later."""
+    """Return the transposed gate matrix D^T, [updating step, reading step], (L, L); 0 where the update comes later.
+
+    With REVERSE the updating steps are the rows of D and the reading steps its columns: the result is D itself. Entries
+    are exp2 of sums of the vectors ROW and COLUMN, with EXACT also of their LOW vectors.
+    """
     update: tl.constexpr = ROW if REVERSE else COLUMN
     read: tl.constexpr = COLUMN if REVERSE else ROW
     e = tl.load(gate + update * L + r)[:, None] + tl.load(gate + read * L + r)[None, :]
@@ -240,10 +246,10 @@ def store_checkpoint(checkpoints, at, S, rk, rv, DK: tl.constexpr, DV: tl.conste
     tl.store(checkpoints + (at + rk[:, None]) * DV + rv[None, :], S.to(checkpoints.dtype.element_ty), mask=inside)
 
 
-# With these three a kernel needs at most half of the shared memory and of the registers of a Hopper multiprocessor,
-# which then runs two programs (WGMMA in `dq_dk.py`). Triton gives a tile that only MMAs read one buffer more than its
-# pipeline needs; touch_tile() is another read and avoids it. wait_for_mma() completes the MMAs before the next load.
-# load_opaque() keeps the scaled tile out of the registers.
+# With touch_tile(), wait_for_mma() and load_opaque() a kernel needs at most half of the shared memory and of the
+# registers of a Hopper multiprocessor, which then runs two programs (WGMMA in `dq_dk.py`). Triton gives a tile that
+# only MMAs read one buffer more than its pipeline needs; touch_tile() is another read and avoids it. wait_for_mma()
+# completes the MMAs before the next load. load_opaque() keeps the scaled tile out of the registers.
 
 
 @triton.jit
