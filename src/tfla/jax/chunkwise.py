@@ -22,7 +22,7 @@ from tfla.jax.tiles import tiling
 from tfla.jax.weights import TileGates, tile_gates, weights
 from tfla.ops.gates import LOG_GATE_MIN
 
-TILE = 64
+TILE = 64  # steps of a tile
 CHUNK = 1024  # the default chunk size
 
 Results = tuple[Array, Array, Array, Array]  # h and the final C, n, m
@@ -86,12 +86,14 @@ def _scan_forward(
     store = spec.store_dtype
 
     def one(memory: Memory, at: Problem) -> tuple[Memory, tuple[Array, Array]]:
+        """Compute a tile."""
         w = weights(at.gates, spec.grows)
         state = memory.load(at.sequence, at.starts)
         found = tile.outputs(at.tiles, w, state, spec.normalize)
         return memory.store(at.sequence, tile.advance(at.tiles, w, state, spec.normalize)), found
 
     def chunk(memory: Memory, at: Problem) -> tuple[Memory, Any]:
+        """Compute the tiles of a chunk, and keep the state before it in the dtype of stored states."""
         before = memory.now
         if store is not None:
             before = before._replace(C=before.C.astype(store))
@@ -203,6 +205,7 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
     last = _carry(x, dC, dn)
 
     def cotangents_of(at: Problem, h: Array, d: Array, dh: Array) -> tuple[Array, Array | None]:
+        """Return the cotangents of the numerator and the denominator of a tile, (B1)."""
         if not spec.normalize:
             return dh, None
         return tile.output_cotangents(h, d, dh, weights(at.gates, spec.grows), spec.normalizer_grad)
@@ -217,10 +220,12 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
     initial = _carry(x, x.C, x.n)
 
     def rebuild(state: Carry, at: Problem) -> tuple[Carry, Carry]:
+        """Return the state after a tile and that before it, which the backward reads."""
         state = Memory(state, initial if packed else None).load(at.sequence, at.starts)
         return tile.advance(at.tiles, weights(at.gates, spec.grows), state, spec.normalize), state
 
     def one(memory: Memory, at: Any) -> tuple[Memory, tile.Gradients]:
+        """Compute the gradients of a tile, and the cotangent of the state before it."""
         p, h, d, dh, state, ends = at
         cotangent = memory.load(p.sequence, ends)
         w = weights(p.gates, spec.grows)
@@ -229,12 +234,13 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
         return memory.store(p.sequence, tile.retreat(p.tiles, w, do, dd, cotangent)), found
 
     def chunk(memory: Memory, at: Any) -> tuple[Memory, tile.Gradients]:
+        """Compute the states before the tiles of a chunk again, then the gradients from its last tile to its first."""
         p, h, d, dh, before, ends = at
         before = jax.tree.map(lambda t, like: t.astype(like.dtype), before, memory.now)
         _, states = jax.lax.scan(rebuild, before, p)
         return jax.lax.scan(one, memory, (p, h, d, dh, states, ends), reverse=True)
 
-    ends = p.starts
+    ends = p.starts  # whether a tile is the last one of its sequence
     if packed:
         ends = last_of_sequences(p.sequence)
     memory, g = jax.lax.scan(chunk, memory, (p, h, kept.d, dh, kept.before, ends), reverse=True)

@@ -23,15 +23,16 @@ from tfla.jax.state import State
 
 Signature = tuple[tuple[tuple[int, ...], str] | None, ...]  # shapes and dtypes of arrays
 BACKENDS = ("hopper", "triton")  # the fastest first
-PRODUCTS = {"highest": "ieee", "float32": "ieee", "high": "tf32x3", "bfloat16_3x": "tf32x3"}  # others: tf32
+# Float32 products of the kernels by `jax.default_matmul_precision`; for all other values they are tf32.
+PRODUCTS = {"highest": "ieee", "float32": "ieee", "high": "tf32x3", "bfloat16_3x": "tf32x3"}
 
 
 class GPU(NamedTuple):
     """The GPU that kernels are compiled for, as :class:`tfla.backends.gpu.runtime.PlannedGPU` describes it."""
 
-    architecture: int
-    processors: int
-    float32_products: str
+    architecture: int  # 90 for sm_90
+    processors: int  # its multiprocessors
+    float32_products: str  # a value of PRODUCTS, or "tf32"
 
 
 class KernelSpec(NamedTuple):
@@ -203,7 +204,7 @@ def _backward_plan(spec: KernelSpec, given: Signature) -> Any:
         return LoweredPlan(recorder.finish(grads))
 
 
-Results = tuple[Array, Array, Array, Array]
+Results = tuple[Array, Array, Array, Array]  # h and the final C, n and m
 
 
 def fallback(spec: KernelSpec, x: KernelInputs) -> Results:

@@ -70,7 +70,13 @@ def _used_parameters(ptx: str, name: str) -> set[int]:
 
 
 class KernelCall:
-    """The call of one launch: its kernel, its operands and what jaxlib needs to know of them."""
+    """The call of one launch: its kernel, its operands and what jaxlib needs to know of them.
+
+    Args:
+        launch: the launch.
+        described: the TMA descriptors of the plan, by number.
+        unused: the number of a tensor for parameters that the kernel does not read.
+    """
 
     def __init__(self, launch: Launch, described: dict[int, Describe], unused: int) -> None:
         from jaxlib import gpu_triton
@@ -145,7 +151,7 @@ class KernelCall:
 
 
 class LoweredPlan:
-    """A plan as a function of arrays."""
+    """A plan as a function of arrays: those that it is given, None where it has no input, to its results."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

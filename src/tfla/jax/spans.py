@@ -1,9 +1,10 @@
 """The exchange of states between devices that hold consecutive parts of a sequence: context parallelism.
 
 A span of steps acts on the state by a number and a matrix per head, C -> exp(g) C + S, with g the sum of log_f over the
-span and S what the span alone leaves. Each device computes (g, S) of its span, one all-gather hands them to all, and
-each device composes those before it to the state at its start. The backward does the same with cotangents, from the
-last device to the first. What is exchanged does not depend on the length of the sequence.
+span and S what the span alone leaves, (S1) of docs/mathematics.md. Each device computes (g, S) of its span, one
+all-gather hands them to all, and each device composes those before it, (S2), to the state at its start. The backward
+does the same with cotangents, from the last device to the first. What is exchanged does not depend on the length of
+the sequence.
 """
 
 from __future__ import annotations
@@ -37,12 +38,18 @@ def initial_state(spec: Spec, x: Inputs, span: Span) -> tuple[Array, Array, Arra
     """Return the state C, n, m before the span of this device: the initial state, then all spans before this one.
 
     The span of the first device contains the initial state.
+
+    Args:
+        spec: the options.
+        x: the inputs, whose C, n and m are the initial state.
+        span: what the span of this device does to the state.
     """
     assert spec.axis is not None
     me = jax.lax.axis_index(spec.axis)
     every = jax.lax.all_gather(span, spec.axis)
 
     def add(state: Any, at: tuple[Array, Span]) -> tuple[Any, None]:
+        """Pass the state through the span of one device, if that comes before this one."""
         rank, s = at
         C, n, m = state
         if spec.normalize:
@@ -79,6 +86,7 @@ def final_cotangent(spec: Spec, log_decay: Array, cotangent: Carry, last: Carry)
     every = jax.lax.all_gather((log_decay, cotangent), spec.axis)
 
     def add(after: Carry, at: tuple[Array, tuple[Array, Carry]]) -> tuple[Carry, None]:
+        """Pass the cotangent back through the span of one device, if that comes after this one."""
         rank, (g, span) = at
         root = jnp.exp(g / 2)
 

@@ -23,12 +23,12 @@ from tfla.ops.autocast import autocast_dtype
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows, without_padding
 
-CPU_ROWS = 16  # of one product: fewer cost prefills more, more cost the decoding of single sequences more
-GPU_ROWS = 128  # a tile of tensor cores, up to which a product with weights takes as long as reading them
-ALIGNED = 8  # elements of a row: MKL adds up in another order in rows that are not aligned
+CPU_ROWS = 16  # rows of one product: with fewer prefills take longer, with more the decoding of single sequences
+GPU_ROWS = 128  # the same on a GPU: up to a tile of tensor cores a product takes as long as reading the weights
+ALIGNED = 8  # rows have a multiple of so many elements: MKL adds up in another order in rows that are not aligned
 ONE_SEGMENT = 1 << 29  # steps of a chunk, so that kernels for GPUs cut no sequence into segments
 
-Tensors = Mapping[str, Tensor | None]
+Tensors = Mapping[str, Tensor | None]  # the tensors of an operator by name
 
 __all__ = [
     "linear",
@@ -123,7 +123,7 @@ def sequence_by_sequence(
     if cu_seqlens is not None:
         bounds = [(0, a, b) for a, b in itertools.pairwise(packed_bounds(cu_seqlens, v.shape[1]))]
     hs: list[Tensor] = []
-    states: list[list[State]] = []
+    states: list[list[State]] = []  # of each sequence the final state, and with states_every those in between
     for sequence, (row, start, stop) in enumerate(bounds):
         if start == stop:
             continue

@@ -55,11 +55,11 @@ class Decoder:
         device = model.embedding.weight.device
         self.batch = check_model_state(model, state)
         self.batches = None if batches is None else _check_batches(batches, state)
-        self._used = _cached_tokens(state)
+        self._used = _cached_tokens(state)  # the tokens of each sequence in caches; empty without attention
         if capacity is not None:
             check_int("capacity", capacity, max(self._used, default=0) + 1)
         self.capacity = capacity if self._used else None
-        constant = not self._used or capacity is not None
+        constant = not self._used or capacity is not None  # whether no step changes the size of the state
         check_cuda_graph(cuda_graph, constant, device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._pooled: dict[int, PooledGraph] = {}

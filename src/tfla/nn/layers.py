@@ -30,11 +30,13 @@ CLOSED_GATE = -1e4
 # "columns": a linear layer whose outputs belong to heads; each process computes those of its heads.
 # "rows": a linear layer that reads all heads; the outputs of the processes are added up.
 # "whole": a module that every process computes in the same way.
+# "repeated": a linear layer that every process computes in the same way and whose outputs the heads of each read, so
+# that its gradient is the sum of theirs.
 # "heads": parameters whose first dimension belongs to heads; read through :func:`local`.
 # "shared": parameters that all heads read; read through :func:`local`.
 Sharding = Literal["columns", "rows", "whole", "repeated", "heads", "shared"]
 
-# From how many of the proposed tokens (B,) are accepted to the state of a mixer after them.
+# A function of how many of the proposed tokens are accepted, (B,) int: it returns the state of a mixer after them.
 Accept = Callable[[Tensor], Any]
 
 
@@ -386,6 +388,7 @@ def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool | str) -> 
     inner: Callable[..., Any] = block.forward
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        """Run the forward; with gradients, the backward runs it again."""
         if not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)

@@ -1,7 +1,9 @@
 """The language model: embedding, blocks and unembedding.
 
 :mod:`tfla.nn.mixers` has a file for each sequence mixer of the blocks, :mod:`tfla.nn.layers` the layers that they
-share. Equation numbers are those of the paper.
+share. A model runs in three ways: over whole sequences (``forward``), by one token of each sequence (``step``), and by
+a few proposed tokens of which some are accepted later (``steps``). Each block and each mixer has the same three
+methods. Equation numbers and appendix E.2 are those of the paper.
 """
 
 from __future__ import annotations

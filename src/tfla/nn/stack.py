@@ -27,7 +27,7 @@ from tfla.ops.gates import InputGate
 from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
 
-GATE_SOFT_CAP = 15.0
+GATE_SOFT_CAP = 15.0  # c of equation (110), which bounds the pre-activations of the gates
 NORM_EPS = 1e-6
 
 # One entry for each layer and direction: layer 0 forward, layer 0 backward, layer 1 forward, ...

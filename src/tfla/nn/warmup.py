@@ -20,9 +20,9 @@ class WarmCall:
     """A kind of call that has been made once."""
 
     name: str
-    seconds: float  # of the first call, compilation included
-    again: float  # of the second one
-    kernels: tuple[str, ...]  # those that Triton compiled, or loaded from its cache, by their names
+    seconds: float  # the time of the first call, compilation included
+    again: float  # the time of the second call
+    kernels: tuple[str, ...]  # names of the kernels that Triton compiled, or loaded from its cache
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _steps(model: LanguageModel, B: int, capacity: int | None) -> Callable[[], o
 
 
 def _measured(name: str, call: Callable[[], object], device: torch.device) -> WarmCall:
-    """Make a call twice."""
+    """Make a call twice, and return the times of both and the kernels that it compiled."""
     seconds = []
     with compiled_kernels() as kernels:
         for _ in range(2):
@@ -134,6 +134,7 @@ def compiled_kernels() -> Iterator[list[str]]:
         return
 
     def hook(*args: Any, **kwargs: Any) -> Any:
+        """Take the name of the kernel from its description, such as ``name[num_warps: 4, ...](...)``."""
         text = kwargs.get("repr") or next((a for a in args if isinstance(a, str) and "[" in a), "")
         found.append(text.partition("[")[0])
         return None if before is None else before(*args, **kwargs)

@@ -27,6 +27,16 @@ def call(
     Where one of the arguments at the positions `without_batch` is given, that is not possible: it has no dimension of
     the batch, or, as cu_seqlens, it requires a batch of 1. The operator is then called once for each index of the
     mapped dimension.
+
+    Args:
+        operator: the registered operator, which returns a tuple of tensors.
+        size: the size of the mapped dimension.
+        in_dims: the mapped dimension of each argument; None: the argument is not mapped.
+        args: the arguments; those that are not tensors are options.
+        without_batch: positions of arguments.
+
+    Returns:
+        The results, and the mapped dimension of each; None for an empty one, which stands for no result.
     """
     args = [_first(t, dim, size) if isinstance(t, Tensor) else t for t, dim in zip(args, in_dims, strict=True)]
     if any(args[j] is not None for j in without_batch):

@@ -67,8 +67,10 @@ def linear_attention(
         given = dict(zip((*PER_STEP, "cu_seqlens"), (q, k, v, log_f, log_i, cu_seqlens), strict=True))
         return sharded.call_with_state(given, state, locally)
     request = DeltaRequest(
-        q, k, v, _write_strength(log_i, v), log_f, None, None, None, state, cu_seqlens, False, False, False, "none",
-        "none", None, return_state, scale, chunk_size, backend, kernel,
+        q=q, k=k, v=v, beta=_write_strength(log_i, v), log_f=log_f, read_key=None, A_log=None, dt_bias=None,
+        state=state, cu_seqlens=cu_seqlens, correct=False, read_before_decay=False, normalize_qk=False,
+        beta_activation="none", gate_activation="none", lower_bound=None, return_state=return_state, scale=scale,
+        chunk_size=chunk_size, backend=backend, kernel=kernel,
     )  # fmt: skip
     return compute(request, context_parallel, state_indices)
 

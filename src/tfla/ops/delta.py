@@ -183,8 +183,10 @@ def delta_rule(
             kernel=kernel,
         )  # fmt: skip
     request = DeltaRequest(
-        q, k, v, beta, log_f, read_key, A_log, dt_bias, initial_state, cu_seqlens, True, read_before_decay,
-        normalize_qk, beta_activation, gate_activation, lower_bound, return_state, checks.check_scale(scale),
-        chunk_size, backend, kernel,
+        q=q, k=k, v=v, beta=beta, log_f=log_f, read_key=read_key, A_log=A_log, dt_bias=dt_bias, state=initial_state,
+        cu_seqlens=cu_seqlens, correct=True, read_before_decay=read_before_decay, normalize_qk=normalize_qk,
+        beta_activation=beta_activation, gate_activation=gate_activation, lower_bound=lower_bound,
+        return_state=return_state, scale=checks.check_scale(scale), chunk_size=chunk_size, backend=backend,
+        kernel=kernel,
     )  # fmt: skip
     return compute(request, context_parallel, state_indices)

@@ -19,7 +19,10 @@ from tfla.ops.transforms import needs_dispatcher
 
 
 class DeltaRequest(NamedTuple):
-    """The arguments of one call over whole sequences, unchecked but for `scale`."""
+    """The arguments of one call over whole sequences, unchecked but for `scale`, as :func:`tfla.delta_rule` has them.
+
+    The first eight fields are tensors; the fields after `cu_seqlens` are the options.
+    """
 
     q: Tensor
     k: Tensor
@@ -29,9 +32,9 @@ class DeltaRequest(NamedTuple):
     read_key: Tensor | None
     A_log: Tensor | None
     dt_bias: Tensor | None
-    state: State | None
+    state: State | None  # the initial state
     cu_seqlens: Tensor | None
-    correct: bool
+    correct: bool  # whether a write replaces what its key reads (the delta rule); else it is added
     read_before_decay: bool
     normalize_qk: bool
     beta_activation: BetaActivation

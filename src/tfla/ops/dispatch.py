@@ -17,13 +17,15 @@ from tfla.ops.gates import clamp, log_gates
 from tfla.ops.state import State
 from tfla.ops.transforms import needs_dispatcher
 
+# Looks up the tuned entry of a shape: inputs, name of the backend, kernel asked for, whether there is a normalizer.
 Find = Callable[[Inputs, str, str | None, bool], tuned.Entry | None]
 
 
 class Request(NamedTuple):
     """The arguments of one call of a public operator, unchecked but for `scale` and the name of the input gate.
 
-    The fields after `lengths` are the options, on which the plan depends together with properties of the tensors.
+    Fields 0 to 4 are the tensors of the steps, field 5 is the state and field 6 the lengths. Fields 7 to the last but
+    one are the options, on which the plan depends together with properties of the tensors.
     """
 
     q: Tensor
@@ -58,6 +60,8 @@ class Request(NamedTuple):
 
 class Plan:
     """The backend and options of all calls of one signature.
+
+    Plans of the delta rule are of this class, too, with its backends and options.
 
     Attributes:
         backend: the backend.
@@ -95,6 +99,10 @@ def call_signature(
         lengths: `cu_seqlens` of packed sequences, or the lengths of decoding steps.
         options: every other argument of the call.
         state_indices: the rows of the state of decoding steps.
+
+    Returns:
+        whether autocast is on and to which dtype, whether a gradient is recorded, the options, and the shape, strides,
+        dtype, device and alignment of each tensor.
     """
     if type(state) is not State and state is not None:
         return None
@@ -108,8 +116,8 @@ def call_signature(
                 recorded = True
                 break
     device = "cuda" if given[0].is_cuda else given[0].device.type  # the first takes a fraction of the host time
-    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return low, recorded, options, static(tensors)
+    autocast_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return autocast_dtype, recorded, options, static(tensors)
 
 
 def _on_cpu(t: Tensor | None) -> bool:
@@ -144,7 +152,12 @@ def plan(request: Request) -> tuple[Inputs, Plan]:
 
 
 def backend_inputs(request: Request, convert: bool = True) -> Inputs:
-    """Return the inputs as backends read them: autocast, with a dense last dimension and a clamped initial m."""
+    """Return the inputs as backends read them: autocast, with a dense last dimension and a clamped initial m.
+
+    Args:
+        request: the request.
+        convert: whether q, k and v may need a conversion; a plan knows where they do not.
+    """
     q, k, v, i, f, state, lengths = request[:7]
     if convert:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in autocast(q, k, v))
@@ -153,7 +166,7 @@ def backend_inputs(request: Request, convert: bool = True) -> Inputs:
 
 
 def with_log_gates(x: Inputs, gates: Gates) -> Inputs:
-    """Return inputs whose gates are log-gates."""
+    """Return inputs whose gates are log-gates, from those that `gates` describes."""
     log_i, log_f = (None, clamp(x.log_f)) if x.log_i is None else log_gates(x.log_i, x.log_f, gates)
     # No `_replace`: torch.compile of PyTorch 2.11 loses the fields of the tuple that it makes at a break of the graph.
     return Inputs(*x[:3], log_i, log_f, *x[5:])

@@ -119,6 +119,7 @@ def delta_product(
         if x is not None:
             checks.check_float(name, x)
             checks.check_shape(name, x, (B, T * writes, *dims))
+    # Only the last write of a step is read, and only the first one has the decay.
     queries = torch.cat([q.new_zeros(B, T, writes - 1, Hq, dqk), q.unsqueeze(2)], 2).flatten(1, 2)
     if log_f is not None:
         checks.check_float("log_f", log_f)
@@ -224,8 +225,11 @@ def dplr(
     zero = torch.zeros_like
 
     def each(first: Tensor, second: Tensor) -> Tensor:
+        """Return what both writes of a step have, (B, T, ...) each, as (B, 2 T, ...)."""
         return torch.stack([first, second], 2).flatten(1, 2)
 
+    # The first write has key b, value 0 and beta -1: it adds b (C^T a)^T, C being the state before the decay. The
+    # second one has key k and value v and reads nothing.
     one = torch.ones(v.shape[:-1], dtype=torch.float32, device=v.device)
     steps = each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)), each(a, zero(a))
     return _compute(steps, initial_state, cu_seqlens, 2, read_before_decay=True, **options)
@@ -252,6 +256,9 @@ def _compute(
         cu_seqlens: the offsets of packed sequences in steps.
         writes: the number of writes in each step.
         options: the chunk size, the backend and the kernel.
+
+    Returns:
+        h after the last write of each step, (B, T, H, dhv); with ``return_state`` also the final state.
     """
     q, k, v, beta, log_f, read_key = steps
     if cu_seqlens is not None:
@@ -259,8 +266,10 @@ def _compute(
         check(cu_seqlens, q[:, ::writes])
         cu_seqlens = cu_seqlens * writes
     request = DeltaRequest(
-        q, k, v, beta, log_f, read_key, None, None, initial_state, cu_seqlens, True, read_before_decay, normalize_qk,
-        "none", "none", None, return_state, checks.check_scale(scale), **options,
+        q=q, k=k, v=v, beta=beta, log_f=log_f, read_key=read_key, A_log=None, dt_bias=None, state=initial_state,
+        cu_seqlens=cu_seqlens, correct=True, read_before_decay=read_before_decay, normalize_qk=normalize_qk,
+        beta_activation="none", gate_activation="none", lower_bound=None, return_state=return_state,
+        scale=checks.check_scale(scale), **options,
     )  # fmt: skip
     found = compute(request, context_parallel, writes=writes)
     if isinstance(found, Tensor):

@@ -20,8 +20,8 @@ from tfla.ops.state import State
 from tfla.ops.state_pool import attend_by_index
 from tfla.ops.transforms import PLAIN
 
-Found = tuple[Tensor, State, State]
-Tensors = Mapping[str, Tensor | None]
+Found = tuple[Tensor, State, State]  # h, the final states, and the states after every n steps
+Tensors = Mapping[str, Tensor | None]  # the tensors of an operator by name
 
 
 class _PooledCall(NamedTuple):
@@ -88,6 +88,7 @@ def with_states_every(
     between: list[State] = []
 
     def from_rows(call: _PooledCall) -> tuple[Tensor, State]:
+        """Compute the call from the rows of the pool; the states between go around the pool."""
         h, last, states = run(every, call.state, cu_seqlens)
         between.append(states)
         return h, last
@@ -108,7 +109,7 @@ def unstacked(states: State) -> list[State]:
 
 
 class _Run:
-    """A call in parts.
+    """A call in parts: an object that is called with n, the initial states and the offsets of packed sequences.
 
     Args:
         operator, tensors, options: as :func:`with_states_every` has them.
@@ -123,7 +124,7 @@ class _Run:
         return self.dense(every, state) if cu_seqlens is None else self.packed(every, state, cu_seqlens)
 
     def part(self, steps: slice | Tensor, state: State | None, cu_seqlens: Tensor | None) -> tuple[Tensor, State]:
-        """Compute some steps."""
+        """Compute some steps, a slice or the indices of them, from the states before them."""
         tensors = {name: t[:, steps] if isinstance(t, Tensor) else t for name, t in self.tensors.items()}
         found: tuple[Tensor, State] = self.operator(
             **tensors, initial_state=state, return_state=True, cu_seqlens=cu_seqlens, **self.options
@@ -142,6 +143,7 @@ class _Run:
         like = state
 
         def stacked(field: int) -> Tensor | None:
+            """Return C, n or m of all states, (B, T // n, H, ...)."""
             one = like[field]
             if one is None:
                 return None
@@ -154,8 +156,8 @@ class _Run:
         bounds = list(itertools.pairwise(packed_bounds(cu_seqlens, self.T)))
         device = cu_seqlens.device
         hs: list[Tensor] = []
-        taken: list[int] = []
-        rows: list[int] = []
+        taken: list[int] = []  # the steps in the order in which parts compute them
+        rows: list[int] = []  # the rows of the result that the states in `found` are for
         found: list[State] = []
         for start in range(0, max([b - a for a, b in bounds], default=0) or 1, every):
             spans = [(min(a + start, b), min(a + start + every, b)) for a, b in bounds]
@@ -173,6 +175,7 @@ class _Run:
         target = torch.tensor(rows, dtype=torch.int64, device=self._device())
 
         def placed(field: int) -> Tensor | None:
+            """Return C, n or m of all states in their rows, (1, T // n, H, ...), zeros where there is none."""
             if found[0][field] is None:
                 return None
             each = torch.cat([s[field] for s in found])  # type: ignore[misc]

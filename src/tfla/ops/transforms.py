@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from tfla.backends.gpu.runtime import constant
 
-PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))  # types of arguments that no subclass has to see
 
 
 def is_distributed(x: object) -> bool:
@@ -21,7 +21,11 @@ def is_distributed(x: object) -> bool:
 def needs_dispatcher(tensors: tuple[Tensor | None, ...]) -> bool:
     """Return whether a tracer, a mode, a transform or a subclass of Tensor has to see the operator.
 
-    Other calls are plain eager ones, which skip PyTorch's dispatcher.
+    Other calls are plain eager ones, which skip PyTorch's dispatcher. A meta tensor needs the dispatcher for the shapes
+    of the results.
+
+    Args:
+        tensors: the tensors of the call, q first.
     """
     return (
         torch.compiler.is_compiling()

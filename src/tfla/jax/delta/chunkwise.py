@@ -89,6 +89,7 @@ def _forward(spec: DeltaSpec, x: DeltaInputs, C: Array, save: bool) -> tuple[Res
     memory = Memory.start(_carry(x, C), grid.tiling.packing is not None)
 
     def chunk(memory: Memory, at: Problem) -> tuple[Memory, Any]:
+        """Compute the tiles of a chunk: the states and errors one tile after another, then h of all of them."""
         before, b = memory.now, tile.prepare(spec.rule, at.tiles)
         memory, (C, E) = jax.lax.scan(_through, memory, (b.moves, at.sequence, at.starts))
         h = b.moves.q_in @ C + tile.query_scores(b) @ (b.moves.beta * E)
@@ -179,12 +180,14 @@ def _attend_backward(spec: DeltaSpec, kept: Residuals, cotangents: Results) -> t
     ends = last_of_sequences(p.sequence) if packed else p.starts
 
     def back(memory: Memory, at: Any) -> tuple[Memory, tuple[Array, Array]]:
+        """Take the cotangent of the state back by one tile."""
         m, from_queries, do, sequence, end = at
         dC = memory.load(sequence, end).C
         Z, before = tile.retreat(m, from_queries, do, dC)
         return memory.store(sequence, memory.now._replace(C=before)), (Z, dC)
 
     def chunk(memory: Memory, at: Any) -> tuple[Memory, Tile]:
+        """Compute the states and errors of a chunk again, take the cotangent back through it, then all gradients."""
         p, do, before, ends = at
         b = tile.prepare(spec.rule, p.tiles)
         rebuilt = Memory(before, initial if packed else None)

@@ -37,7 +37,7 @@ class Moves(NamedTuple):
     beta: Array  # (..., g, L, 1)
     X: Array | None  # (..., g, L, L), (D5)
     v: Array  # (..., g, L, dhv)
-    whole: Array  # (..., g, dqk or 1, 1)
+    whole: Array  # (..., g, dqk or 1, 1), the decay over the tile
 
 
 class Block(NamedTuple):

@@ -24,8 +24,8 @@ from tfla.ops.gates import InputGate
 class MLSTM(nnx.Module):
     """The mLSTM layer: projections, the mLSTM operator, a norm over each head, and an output gate, (1)-(8).
 
-    This is :class:`tfla.nn.MLSTM` on arrays of JAX. The backends of GPUs that JAX has, "hopper"
-    and "triton", count as None where there is no GPU, and the others of GPUs everywhere.
+    This is :class:`tfla.nn.MLSTM` on arrays of JAX. The backend of the config counts as None where JAX cannot run it:
+    "hopper" and "triton" without a GPU, and a backend that only PyTorch has.
 
     Args:
         config: a config with mixer "mlstm_exp" or "mlstm_sig".

@@ -1,4 +1,8 @@
-"""Causal attention within documents and windows, without a mask of all queries and keys."""
+"""Causal attention within documents and windows, without a mask of all queries and keys.
+
+Queries are taken in blocks. Those of a block attend to the keys from the first to the last that any of them sees, with
+a mask of the block alone; where all queries see all keys up to their own, there is no mask.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tfla.nn.layers import recomputed
 from tfla.ops.transforms import needs_dispatcher
 
-QUERIES = 256  # for which a mask is in memory at once
+QUERIES = 256  # queries of a block, whose mask is in memory at once
 
 
 def attend(
@@ -90,7 +94,15 @@ def _attend_block(
     q: Tensor, k: Tensor, v: Tensor, offset: int, first: Tensor | None, window: int | None, sinks: Tensor | None,
     recompute: bool,
 ) -> Tensor:  # fmt: skip
-    """Attend to the keys that some query of the block sees; the mask is made again in the backward."""
+    """Attend to the keys that some query of the block sees; with ``recompute`` the backward makes the mask again.
+
+    Args:
+        q: (B, H, block, d), the queries of a block.
+        k, v: (B, Hkv, S, d), all keys and values.
+        offset: the key of the first query.
+        first, window, sinks: as in :func:`attend`.
+        recompute: whether the backward computes the block again.
+    """
     low = 0 if window is None else max(0, offset - window + 1)
     if first is not None and first.device.type == "cpu" and not needs_dispatcher((q,)):
         low = max(low, int(first.min()))
@@ -104,7 +116,7 @@ def _attend_masked(
     offset: int, low: int, window: int | None, q: Tensor, k: Tensor, v: Tensor, first: Tensor | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attend with a mask; the first query is that of key ``offset``, and ``first`` counts from key ``-low``."""
+    """Attend with a mask: the keys are those from ``low`` on, and ``offset`` of these is that of the first query."""
     key = torch.arange(k.shape[2], device=q.device)
     query = torch.arange(offset, offset + q.shape[2], device=q.device)[:, None]
     mask = key <= query

@@ -1,4 +1,9 @@
-"""The two ways in which a recurrent mixer runs: over whole sequences, and by one token."""
+"""The ways in which a recurrent mixer runs: over whole sequences, and by one token; `steps_pass.py` has the third one.
+
+A mixer says once what it computes (:meth:`.RecurrentMixer.mix`), by the methods of a :class:`Pass`: the convolution,
+the positions and the recurrence. Each kind of pass runs these in its own way, from the state before the call, and keeps
+what the state after it consists of.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +86,7 @@ class SequencePass(Pass):
         states_every: StatesEvery | None = None,
     ) -> None:
         group = mixer.context_parallel
-        self.part = None if group is None else ContextPart(group)
+        self.part = None if group is None else ContextPart(group)  # with context parallelism
         if self.part is not None:
             if state is not None or return_state:
                 raise ValueError("state: got one with context parallelism, expected neither state nor return_state")
@@ -102,6 +107,7 @@ class SequencePass(Pass):
         self.ends: Sequence[int] = () if states_every is None else states_every.ends(x.shape[1])
         if states_every is not None:
             self.options["states_every"] = states_every.every
+        # The parts of the states at `ends`, and of the state after the last token.
         self.between: list[State] = []
         self.convolution_between: list[tuple[Tensor, ...]] = []
         self.recurrence: State | None = None
@@ -171,7 +177,7 @@ class SequencePass(Pass):
         return MixerState(self.recurrence, self.convolution, position)
 
     def states_between(self) -> list[MixerState]:
-        """Return the states that were requested."""
+        """Return the states that were requested, at the `ends` of the call."""
         found = []
         before = None if self.state is None else self.state.position
         for j, end in enumerate(self.ends):

@@ -26,6 +26,14 @@ class RecurrentMixer(SequenceMixer):
 
     Args:
         config: a config whose mixer is ``name``.
+        num_heads: the number of heads of v; None is that of the config.
+        num_qk_heads: the number of heads of q and k, which divides it; None is as many.
+
+    Attributes:
+        name: the name of the mixer in configs.
+        has_convolution: whether q, k and v come from short convolutions.
+        convolution_bias: whether these have a bias.
+        has_position: whether the mixer reads the positions of tokens, so that its state has the next one.
 
     Raises:
         TypeError, ValueError: config is not a ModelConfig, or has another mixer.
@@ -62,7 +70,12 @@ class RecurrentMixer(SequenceMixer):
 
     @abstractmethod
     def mix(self, x: Tensor, run: Pass) -> Tensor:
-        """Return the mixed x (..., d_model)."""
+        """Return the mixed x (..., d_model).
+
+        Args:
+            x: (B, T, d_model), or (B, d_model) for one token.
+            run: the way in which the convolutions and the recurrence run.
+        """
 
     def forward(
         self,

@@ -96,7 +96,7 @@ class ShortConvolution(nn.Module):
         With packed sequences they are those of each sequence, (sequences, size - 1, channels). Arguments are those of
         :meth:`forward`.
         """
-        back = torch.arange(1 - self.size, 0, device=x.device)
+        back = torch.arange(1 - self.size, 0, device=x.device)  # the last inputs, counted from the end
         if documents.offsets is None:
             history = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if before is None else before.to(x.dtype)
             inputs = torch.cat([history, x], 1)[:, x.shape[1] :]
@@ -112,7 +112,7 @@ class ShortConvolution(nn.Module):
 
     def _carried(self, before: Tensor, documents: Documents) -> Tensor:
         """Return the parts (1, T, channels) of the convolution of packed sequences that come from earlier calls."""
-        age = documents.position(None)[0]  # (T,)
+        age = documents.position(None)[0]  # (T,), the tokens of the sequence before each token, in this call
         sequence = documents.sequence().clamp(0, before.shape[0] - 1)
         weight = at_least_float32(local(self.weight))
         total = torch.zeros((), dtype=weight.dtype, device=before.device)

@@ -40,7 +40,7 @@ class StepsPass(Pass):
         self.state = state if rows is None else state.read(rows)
         self.count, self.in_place = count, in_place and rows is None
         self.inputs: tuple[Tensor, ...] = ()  # of each convolution, (B, size - 1 + T, channels)
-        self.recur: Callable[..., Any] | None = None
+        self.recur: Callable[..., Any] | None = None  # the recurrence of all tokens, to be accepted by a second call
 
     def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run :meth:`Pass.convolve`."""

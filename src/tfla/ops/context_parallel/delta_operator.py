@@ -54,18 +54,21 @@ def local_inputs(x: DeltaInputs, call: DeltaCall, shape: Shape, carried: Tensor)
 
 
 def forward(x: DeltaInputs, call: DeltaCall) -> Results:
-    """Compute the forward of this process's part; the state of ``x`` is that of whole sequences."""
+    """Compute the forward of this process's part; the state of ``x``, (B D, ...), is that of whole sequences."""
     spec, placement, cut = call.spec, call.placement, call.cut
     (B, _, H, V), K = x.v.shape, x.q.shape[3]
     shape = Shape.of_cut(cut, B, call.fragments)
+    # 1. and 2. The actions of spans: by rank (R, rows, B, H, ...), and one for each span in the order of time.
     gathered = exchange.start_gather(action_rows(x, call), call.group, placement.size)
     of_ranks = from_rows(exchange.finish_gather(gathered, placement.size), K, V, spec.correct)
     of_spans = Action(*(exchange.ordered(t, placement) for t in of_ranks))
+    # 3. The states before this process's spans, (S, B, H, dqk, dhv).
     none = x.q.new_empty(0, dtype=x.acc_dtype)
     carried = x.q.new_zeros(len(cut.spans), B, H, K, V, dtype=x.acc_dtype)
     for s, span in enumerate(cut.spans):
         if span.source is not None:
             carried[s] = carried_state(of_spans, span.source, span.position, spec.correct)
+    # 4. The backend's forward, whose final states nothing reads.
     local = local_inputs(x, call, shape, carried)
     out = DELTA_BACKENDS[call.backend].forward(local, spec._replace(final_state=False))
     final, end_A = none, none
@@ -136,7 +139,9 @@ def backward(x: DeltaInputs, saved: Saved, dh: Tensor, dC: Tensor | None, call: 
     cut, placement, size, backend = call.cut, call.placement, call.placement.size, DELTA_BACKENDS[call.backend]
     shape, spec = Shape.of_cut(cut, x.q.shape[0], call.fragments), call.spec._replace(final_state=False)
     local, none = local_inputs(x, call, shape, saved.C), saved.C.new_empty(0)
-    out, do = DeltaOutputs(none, none, saved.E, saved.X, saved.chunk_C), shape.view(dh)
+    out = DeltaOutputs(h=none, C=none, E=saved.E, X=saved.X, chunk_C=saved.chunk_C)
+    do = shape.view(dh)
+    # 1. and 2. The cotangents of the states before spans, and of the final states, from all processes.
     own = None
     if any(span.source is not None for span in cut.spans):
         own = backend.initial_cotangent(local, out, do, spec)
@@ -144,6 +149,7 @@ def backward(x: DeltaInputs, saved: Saved, dh: Tensor, dC: Tensor | None, call: 
     gathered = exchange.finish_gather(exchange.start_gather(rows, call.group, size), size)
     of_spans = exchange.ordered(gathered, placement)
     of_final = gathered[:, len(cut.spans) :].sum(0) if call.spec.final_state else None
+    # 3. and 4.
     grads = backend.backward(local, out, do, _cotangents_after(of_spans, of_final, saved, call, shape), spec)
     found = [None if t is None or g is None else shape.back(g) for t, g in zip(x[:PER_STEP], grads, strict=False)]
     first = None if grads.C is None else initial_gradient(x.C, grads.C, of_final, cut, shape)

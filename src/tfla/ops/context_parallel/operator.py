@@ -30,7 +30,12 @@ def _is_dense(call: Call) -> bool:
 
 
 def forward(x: Inputs, call: Call) -> Results:
-    """Compute the forward of this process's part; the state arguments of ``x`` are those of whole sequences."""
+    """Compute the forward of this process's part, in the steps of the module's docstring.
+
+    Args:
+        x: the inputs, (B, T, ...) of this process's steps; the states are those of whole sequences, (B D, ...).
+        call: the call.
+    """
     spec, backend, shape = call.spec, BACKENDS[call.backend], Shape.of(call, x.q.shape[0])
     (B, _, H, V), K = x.v.shape, x.q.shape[3]
     if backend.exchanges and _is_dense(call):
@@ -38,9 +43,11 @@ def forward(x: Inputs, call: Call) -> Results:
             return _forward_with_segments(x, call, shape, backend)
         if spec.normalize:
             give_max_states(x, call)
+    # 1. and 2. The rows of all processes: by rank (R, rows, B, H, ...), and one for each span in the order of time.
     gathered = exchange.start_gather(state_rows(x, call), call.group, call.placement.size)
     of_ranks = from_rows(exchange.finish_gather(gathered, call.placement.size), K, V)
     of_spans = exchange.in_order_of_time(of_ranks, call.placement)
+    # 3. The state before each span of this process, where its first sequence does not begin with it.
     carried = []
     for span in call.cut.spans:
         if span.source is not None:
@@ -50,7 +57,8 @@ def forward(x: Inputs, call: Call) -> Results:
             n, m = (zero[..., 0], zero[..., 0, 0]) if spec.normalize else (None, None)
             carried.append(Span(of_spans.log_decay[0], zero, n, m))
     saved = _saved(stack(carried), of_spans)
-    # The cotangents of later spans are stabilized with the max states that the backend computes.
+    # 4. The backward stabilizes the cotangents of later spans with the max states after fragments: the backend returns
+    # these as max states of its final states.
     with_last_m = spec.normalize and spec.save
     local = local_inputs(x, shape, *starts_of(x, call, shape, saved))
     out = backend.forward(local, spec._replace(final_state=with_last_m))
@@ -61,7 +69,10 @@ def _saved(before: Span, of_spans: Span) -> Saved:
     """Return what the backward needs from the states before this process's spans, (S, B, ...), and from all spans."""
     none = before.C.new_empty(0)
     n, m = (none if t is None else t for t in before[2:])
-    return Saved(none, none, none, before.C, n, m, none, of_spans.log_decay.contiguous(), none)
+    return Saved(
+        d=none, chunk_C=none, chunk_n=none, C=before.C, n=n, m=m, last_m=none,
+        log_decay=of_spans.log_decay.contiguous(), end_log_decay=none,
+    )  # fmt: skip
 
 
 def _results(
@@ -97,8 +108,9 @@ def _forward_with_segments(x: Inputs, call: Call, shape: Shape, backend: Backend
         (_by_span(found.n, B), _by_span(found.m, B), out.m.unflatten(0, (B, -1))) if spec.normalize else (none,) * 3
     )
     saved = Saved(
-        out.d, out.chunk_C, out.chunk_n, _by_span(found.C, B), n, m, last_m if spec.save else none, found.log_decays,
-        found.log_decays[-1:] if spec.final_state else none,
+        d=out.d, chunk_C=out.chunk_C, chunk_n=out.chunk_n, C=_by_span(found.C, B), n=n, m=m,
+        last_m=last_m if spec.save else none, log_decay=found.log_decays,
+        end_log_decay=found.log_decays[-1:] if spec.final_state else none,
     )  # fmt: skip
     return Results(shape.back(out.h), found.final_C, found.final_n, found.final_m, saved)
 
@@ -123,16 +135,20 @@ def backward(
     spec, size, shape, backend = call.spec, call.placement.size, Shape.of(call, x.q.shape[0]), BACKENDS[call.backend]
     local = local_inputs(x, shape, *starts_of(x, call, shape, saved))
     none = saved.d.new_empty(0)
-    out = Outputs(shape.view(h), none, none, none, saved.d, saved.chunk_C, saved.chunk_n)
+    out = Outputs(
+        h=shape.view(h), C=none, n=none, m=none, d=saved.d, chunk_C=saved.chunk_C, chunk_n=saved.chunk_n
+    )  # fmt: skip
     no_final = spec._replace(final_state=False)
     if backend.exchanges and _is_dense(call) and shape.offsets is None and backend.has_segments(local, spec):
         read = read_by_backward(saved, m, dC, dn)
         grads = backend.backward_exchanging(local, out, shape.view(dh), read, no_final, SegmentExchange.of(call))
         return _of_inputs(x, grads, shape, call, None)
+    # 1. and 2. The cotangents of the states before spans, and of the final states, from all processes.
     like = saved.C[0]
     rows = cotangent_rows(own_cotangents(x, h, saved, dh, call), m, dC, dn, call, like)
     gathered = exchange.finish_gather(exchange.start_gather(rows, call.group, size), size)
     of_spans, of_final = received(gathered, m, call, like)
+    # 3. and 4.
     ends = ends_of(call, saved.log_decay, saved.end_log_decay, saved.last_m, of_spans, of_final, shape)
     grads = backend.backward(local, out, shape.view(dh), *ends, no_final)
     return _of_inputs(x, grads, shape, call, of_final)

@@ -157,15 +157,15 @@ def _shapes(x: Inputs, call: Call) -> tuple[Tensor, ...]:
         return x.q.new_empty(sizes if wanted else (0,), dtype=dtype)
 
     saved = Saved(
-        new(save and normalize, *local.v.shape[:3]),
-        new(save, rows, H, K, V, dtype=spec.store_dtype or x.acc_dtype),
-        new(save and normalize, rows, H, K),
-        new(True, spans, B, H, K, V),
-        new(normalize, spans, B, H, K),
-        new(normalize, spans, B, H),
-        new(save and normalize, B, shape.fragments, H),
-        new(True, every, B, H, dtype=torch.float64),
-        new(final, sequences // B, B, H, dtype=torch.float64),
+        d=new(save and normalize, *local.v.shape[:3]),
+        chunk_C=new(save, rows, H, K, V, dtype=spec.store_dtype or x.acc_dtype),
+        chunk_n=new(save and normalize, rows, H, K),
+        C=new(True, spans, B, H, K, V),
+        n=new(normalize, spans, B, H, K),
+        m=new(normalize, spans, B, H),
+        last_m=new(save and normalize, B, shape.fragments, H),
+        log_decay=new(True, every, B, H, dtype=torch.float64),
+        end_log_decay=new(final, sequences // B, B, H, dtype=torch.float64),
     )
     return (
         x.v.new_empty(x.v.shape),
