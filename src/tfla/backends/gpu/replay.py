@@ -37,7 +37,7 @@ def autotuned(kernel: Any, constants: tuple[str, ...], stages: int) -> Any:
 
 
 class _Thread(threading.local):
-    """What is known of the current thread."""
+    """The state of the current thread."""
 
     has_context = False  # whether a CUDA context is current in it
 

@@ -89,11 +89,13 @@ def schedule_packed(
         rest = (other % segment_steps)[None, :]  # steps of its last, shorter segment
         earlier = j[None, :] < sequence[:, None]
         size = num_steps[:, None]
-        before_full = tl.where(earlier, whole, 0)  # segments of sequence j that come before a full one
         before_shorter = whole + ((rest > size) | ((rest == size) & earlier)).to(tl.int64)
         before_empty = tl.where(j[None, :] > sequence[:, None], whole + (rest > 0).to(tl.int64), 0)
         rank += tl.sum(
-            tl.where(size == segment_steps, before_full, tl.where(size > 0, before_shorter, before_empty)), 1
+            tl.where(
+                size == segment_steps, tl.where(earlier, whole, 0), tl.where(size > 0, before_shorter, before_empty)
+            ),
+            1,
         )
     # (4) The row of the schedule.
     row = schedule + rank * FIELDS
@@ -168,7 +170,8 @@ def state_index(index, params):
     """Return the index of the states of work tile `index` in tensors (segments, H, dqk, dhv)."""
     if params.schedule is not None:
         H = params.H
-        return gl.load(params.schedule + index // H * FIELDS + SEGMENT_INDEX) * H + index % H
+        # The mask is true: with it ptxas allocates registers as in the kernels that have been measured.
+        return gl.load(params.schedule + index // H * FIELDS + SEGMENT_INDEX, mask=True) * H + index % H
     else:
         return index
 

@@ -1,4 +1,4 @@
-"""What each segment adds to the state: a fused scan of every segment from zeros, without outputs.
+"""A fused scan of every segment from zeros, without outputs: what each segment adds to the state.
 
 For each segment the kernel stores the state that its steps alone leave, (dqk, dhv), and the decay over the segment: S
 and exp(g) of (S1) in `docs/mathematics.md`. With NORMALIZE it does the same for n. `state_passing.py` computes from
