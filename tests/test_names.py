@@ -15,6 +15,13 @@ ROOT = Path(__file__).parent.parent
 NAME = re.compile(r"(?<![\w./:-])tfla(?:\.[A-Za-z_]\w*)+(?![\w/])")  # no part of a path, of a file or of torch.ops.tfla
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 MISSING = object()
+FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|md|json|toml))`")  # a file in a page
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("src/**/README.md")),
+)
 
 
 def docstrings(file: Path) -> Iterator[str]:
@@ -93,3 +100,33 @@ def test_names_are_there() -> None:
 )  # fmt: skip
 def test_what_a_name_is(name: str, right: bool) -> None:
     assert resolves(name) is right
+
+
+@pytest.fixture(scope="module")
+def files() -> set[str]:
+    """The files and folders of the repository that a page can name."""
+    found = {path for top in ("benchmarks", "docs", "examples", "src", "tests") for path in (ROOT / top).rglob("*")}
+    return {str(path.relative_to(ROOT)) for path in (*found, *ROOT.glob("*")) if "__pycache__" not in path.parts}
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
+def test_files_that_pages_name_are_there(page: str, files: set[str]) -> None:
+    ends = {f"/{name}" for name in files}
+    assert [
+        name for name in FILE.findall((ROOT / page).read_text()) if not any(e.endswith(f"/{name}") for e in ends)
+    ] == []
+
+
+def test_architecture_names_every_package() -> None:
+    """The tree of layers and the tables of the page have every folder of the package with code."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = [file.parent for file in (ROOT / "src" / "tfla").glob("*/__init__.py")]
+    assert [folder.name for folder in folders if not re.search(rf"\b{folder.name}\b", text)] == []
+
+
+def test_every_page_is_in_the_overview() -> None:
+    """docs/index.md and the navigation of the site have every page."""
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")} - {"index.md"}
+    overview, navigation = (ROOT / "docs" / "index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    assert {page for page in pages if f"({page})" not in overview} == set()
+    assert {page for page in pages if not re.search(rf"[ -]{re.escape(page)}\n", navigation)} == set()

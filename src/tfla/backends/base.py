@@ -335,7 +335,7 @@ def stored_dtype(x: Inputs, spec: Spec) -> torch.dtype:
     return x.acc_dtype if spec.store_dtype is None else spec.store_dtype
 
 
-def sequence_slot(x: Sequences, chunk_size: int, s: int, start: int) -> int:
+def first_chunk_row(x: Sequences, chunk_size: int, s: int, start: int) -> int:
     """Return the row of `Outputs.chunk_C` of the first chunk of sequence s; ``start`` is the sequence's first token."""
     if x.cu_seqlens is None:
         return s * ((x.v.shape[1] + chunk_size - 1) // chunk_size)

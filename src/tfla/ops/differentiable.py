@@ -143,8 +143,8 @@ def _attend(x: Inputs, spec: Spec) -> Outputs:
     spans = [(slice(None), *bounds[0][1:], slice(None))] if x.cu_seqlens is None and bounds else []
     if x.cu_seqlens is not None:
         spans = [(slice(0, 1), a, b, slice(s, s + 1)) for s, (_, a, b) in enumerate(bounds)]
-    for rows, a, b, mine in spans:
-        state = Carried(*(None if t is None else t[mine] for t in first))  # type: ignore[arg-type]
+    for rows, a, b, sequences in spans:
+        state = Carried(*(None if t is None else t[sequences] for t in first))  # type: ignore[arg-type]
         if b > a:
             of_time = tuple(t[rows, :, :, a:b] for t in (q, k, v, log_i, log_f))
             h, d, state = _scan(Sequences(*of_time), state, spec)

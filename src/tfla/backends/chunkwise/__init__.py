@@ -51,7 +51,7 @@ class Scan:
     def chunks(self) -> list[tuple[int, int, list[int]]]:
         """Return (first step, one past the last step, rows of the stored states) of each chunk."""
         a, b, c = self.span.start, self.span.stop, self.spec.chunk_size
-        return [(t, min(t + c, b), [s + n for s in self.span.slots]) for n, t in enumerate(range(a, b, c))]
+        return [(t, min(t + c, b), [s + n for s in self.span.chunk_rows]) for n, t in enumerate(range(a, b, c))]
 
     def parts(self, start: int, stop: int) -> Iterator[Part]:
         """Return the blocks of a chunk; tiles are shorter where the state grows fast."""
@@ -78,11 +78,11 @@ class Scan:
         spec, group, span = self.spec, self.group, self.span
         C = self.of_group(out.C).flatten(0, 1).clone()
         n = self.of_group(out.n).flatten(0, 1).clone() if spec.normalize else out.n
-        for start, stop, slots in self.chunks():
+        for start, stop, chunk_rows in self.chunks():
             if spec.save:
-                group.store_state(out.chunk_C, slots, C)
+                group.store_state(out.chunk_C, chunk_rows, C)
                 if spec.normalize:
-                    group.store_state(out.chunk_n, slots, n)
+                    group.store_state(out.chunk_n, chunk_rows, n)
             for part in self.parts(start, stop):
                 gates = self.gates(part)
                 q, k = (group.qk(t, part, self.dtype) for t in (self.q, self.k))
@@ -113,9 +113,9 @@ class Scan:
         spec, group, span = self.spec, self.group, self.span
         dC = self.of_group(grads.C).flatten(0, 1).clone()
         dn = self.of_group(grads.n).flatten(0, 1).clone() if spec.normalize else grads.n
-        for start, stop, slots in reversed(self.chunks()):
-            C = group.state(out.chunk_C, slots).to(self.dtype)
-            n = group.state(out.chunk_n, slots) if spec.normalize else dn
+        for start, stop, chunk_rows in reversed(self.chunks()):
+            C = group.state(out.chunk_C, chunk_rows).to(self.dtype)
+            n = group.state(out.chunk_n, chunk_rows) if spec.normalize else dn
             blocks = []  # each with its gates and the state before it
             for part in self.parts(start, stop):
                 gates = self.gates(part)

@@ -57,7 +57,7 @@ class Scan:
     def chunks(self) -> list[tuple[int, int, list[int]]]:
         """Return (first step, one past the last step, rows of the stored states) of each chunk."""
         a, b, c = self.span.start, self.span.stop, self.spec.chunk_size
-        return [(t, min(t + c, b), [s + n for s in self.span.slots]) for n, t in enumerate(range(a, b, c))]
+        return [(t, min(t + c, b), [s + n for s in self.span.chunk_rows]) for n, t in enumerate(range(a, b, c))]
 
     def parts(self, start: int, stop: int) -> Iterator[Part]:
         """Return the blocks of a chunk."""
@@ -99,9 +99,9 @@ class Scan:
     def forward(self, out: DeltaOutputs) -> None:
         """Compute this scan's part of `out`; `out.C` has the initial state before and the final one after the call."""
         C = self.of_group(out.C).flatten(0, 1).clone()
-        for start, stop, slots in self.chunks():
+        for start, stop, chunk_rows in self.chunks():
             if self.spec.save:
-                self.group.store_state(out.chunk_C, slots, C)
+                self.group.store_state(out.chunk_C, chunk_rows, C)
             for part in self.parts(start, stop):
                 h, E, X = delta_block.forward(self.block(part), C)
                 self.store(out.h, part, h)
@@ -122,8 +122,8 @@ class Scan:
         the final states before the call and those of the initial states after it.
         """
         dC = self.of_group(dC_all).flatten(0, 1).clone()
-        for start, stop, slots in reversed(self.chunks()):
-            C = self.group.state(out.chunk_C, slots).to(self.dtype)
+        for start, stop, chunk_rows in reversed(self.chunks()):
+            C = self.group.state(out.chunk_C, chunk_rows).to(self.dtype)
             blocks = []  # each with its inputs, its errors and the state before it
             for part in self.parts(start, stop):
                 x = self.block(part)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Sequences, sequence_bounds, sequence_slot
+from tfla.backends.base import Sequences, first_chunk_row, sequence_bounds
 
 MAX_TILES = 16  # of one block
 STATE_BYTES = 1 << 19  # of the states that are computed together, so that they stay in the caches of the cores
@@ -21,7 +21,7 @@ class Span(NamedTuple):
     start: int
     stop: int
     states: slice  # rows of the state
-    slots: list[int]  # row in `Outputs.chunk_C` of the first chunk of each sequence
+    chunk_rows: list[int]  # row in `Outputs.chunk_C` of the first chunk of each sequence
 
 
 class Part(NamedTuple):
@@ -40,10 +40,12 @@ class Part(NamedTuple):
 def spans(x: Sequences, chunk_size: int) -> list[Span]:
     """Return one span for each packed sequence that is not empty, or one for a whole dense batch."""
     bounds = sequence_bounds(x)
-    slots = [sequence_slot(x, chunk_size, s, a) for s, (_, a, _) in enumerate(bounds)]
+    chunk_rows = [first_chunk_row(x, chunk_size, s, a) for s, (_, a, _) in enumerate(bounds)]
     if x.cu_seqlens is None:
-        return [Span(slice(0, len(bounds)), 0, x.v.shape[1], slice(0, len(bounds)), slots)] if bounds else []
-    return [Span(slice(0, 1), a, b, slice(s, s + 1), slots[s : s + 1]) for s, (_, a, b) in enumerate(bounds) if b > a]
+        return [Span(slice(0, len(bounds)), 0, x.v.shape[1], slice(0, len(bounds)), chunk_rows)] if bounds else []
+    return [
+        Span(slice(0, 1), a, b, slice(s, s + 1), chunk_rows[s : s + 1]) for s, (_, a, b) in enumerate(bounds) if b > a
+    ]
 
 
 def parts(start: int, stop: int, tile: int) -> Iterator[Part]:
@@ -78,14 +80,14 @@ class Group(NamedTuple):
         """Return v, h or a cotangent of it, (n, N, L, dhv)."""
         return _tiles(x[self.rows, part.t : part.stop, self.heads], part).to(dtype)
 
-    def state(self, states: Tensor, slots: list[int]) -> Tensor:
+    def state(self, states: Tensor, chunk_rows: list[int]) -> Tensor:
         """Load the stored states (N, ...) of one chunk of each row."""
-        return states[slots[self.rows], self.heads].flatten(0, 1)
+        return states[chunk_rows[self.rows], self.heads].flatten(0, 1)
 
-    def store_state(self, states: Tensor, slots: list[int], x: Tensor) -> None:
+    def store_state(self, states: Tensor, chunk_rows: list[int], x: Tensor) -> None:
         """Store the states (N, ...) of one chunk of each row."""
         x = x.view(-1, self.heads.stop - self.heads.start, *x.shape[1:])
-        states[slots[self.rows], self.heads] = x.to(states.dtype)
+        states[chunk_rows[self.rows], self.heads] = x.to(states.dtype)
 
     def store(self, out: Tensor, part: Part, x: Tensor, divisor: Tensor | None = None) -> None:
         """Store a block (n, N, L, d) of h or of a gradient, divided by ``divisor`` (n, N, L, 1) if there is one."""

@@ -95,24 +95,24 @@ def checkpoint_dots(
 
 @triton.jit
 def segment_start_dot(
-    C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N,
+    C, n, dC, dn, dC_first, dn_first, s, segment, segment0, h, H, SIZE, SIZE_N,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr,
     C_AS: tl.constexpr = tl.float32,
 ):  # fmt: skip
-    """Return <C, dC> at the start of segment `slot`, (HEADS, 1) float64.
+    """Return <C, dC> at the start of segment `segment`, (HEADS, 1) float64.
 
     C and n are the states before each segment, dC and dn the cotangents of the states after each segment, dC_first and
     dn_first the cotangents of the initial states of the sequences. At the first segment of a sequence the result is 0
     without an initial state (USE_INITIAL_STATE).
     """
     row = H.to(tl.int64)  # states of one segment
-    index = slot * row + h
+    index = segment * row + h
     dot = tl.zeros([h.shape[0], 1], tl.float64)
-    if slot > slot0:
+    if segment > segment0:
         dC_after, dn_after = dC - row * SIZE, dn - row * SIZE_N  # dtype may differ from that of dC_first
         dot = checkpoint_dot(C, n, dC_after, dn_after, index, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
     elif USE_INITIAL_STATE:
-        shift = (s - slot) * row
+        shift = (s - segment) * row
         dC_at, dn_at = dC_first + shift * SIZE, dn_first + shift * SIZE_N
         dot = checkpoint_dot(C, n, dC_at, dn_at, index, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
     return dot
@@ -246,27 +246,27 @@ def gate_gradients(
         TRUST_DECAYS: whether differences across a tile are trusted less where the tile's decay is below SMALL_DECAY,
             for sums that stem from 16-bit inputs; read with BY_PAIRS.
     """
-    slot = tl.program_id(0)
+    segment = tl.program_id(0)
     part = tl.program_id(1)
     if IS_VARLEN and not IS_SEGMENTED:  # the grid has no axis for the unknown longest length
-        slot, _, _, begin, _ = locate_chunk(cu, sequences, T, slot, CHECKPOINT_STEPS, IS_VARLEN)
+        segment, _, _, begin, _ = locate_chunk(cu, sequences, T, segment, CHECKPOINT_STEPS, IS_VARLEN)
         part = begin // CHECKPOINT_STEPS
     t = (part * CHECKPOINT_STEPS + tl.arange(0, CHECKPOINT_STEPS))[None, :]
     h = (tl.program_id(2) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-    first, length, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, steps, L, IS_SEGMENTED, IS_VARLEN)
+    first, length, b, t_first, tile0 = locate_segment(cu, sequences, T, segment, steps, L, IS_SEGMENTED, IS_VARLEN)
     if part * CHECKPOINT_STEPS < length:
         checkpoint = (first // CHECKPOINT_STEPS + part - 1) * H + h
         start = tl.zeros([HEADS, 1], tl.float64)  # (D3) before the first step of this program
         if part > 0:
             start = sum_parts(dots, checkpoint, h < H, DOTS)
         elif IS_SEGMENTED:
-            s, _, _, _, slot0 = locate_chunk(cu, sequences, T, slot, steps, IS_VARLEN)
+            s, _, _, _, segment0 = locate_chunk(cu, sequences, T, segment, steps, IS_VARLEN)
             start = segment_start_dot(
-                C, n_start, dC, dn_end, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
+                C, n_start, dC, dn_end, dC_first, dn_first, s, segment, segment0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
                 NORMALIZE, USE_INITIAL_STATE,
             )  # fmt: skip
         elif USE_INITIAL_STATE:
-            row = slot * H + h
+            row = segment * H + h
             start = checkpoint_dot(C, n_start, dC_first, dn_first, row, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
         size = H.to(tl.int64) * (NP * L) * tiles
         inside = (t < length) & (h < H)
@@ -297,12 +297,12 @@ def gate_gradients(
         if has_end:
             end = sum_parts(dots, checkpoint + H, h < H, DOTS)
         elif IS_SEGMENTED:
-            s, _, whole, begin, slot0 = locate_chunk(cu, sequences, T, slot, steps, IS_VARLEN)
+            s, _, whole, begin, segment0 = locate_chunk(cu, sequences, T, segment, steps, IS_VARLEN)
             has_end = begin + length < whole
             if has_end:
                 end = segment_start_dot(
-                    C, n_start, dC, dn_end, dC_first, dn_first, s, slot + 1, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
-                    NORMALIZE, USE_INITIAL_STATE,
+                    C, n_start, dC, dn_end, dC_first, dn_first, s, segment + 1, segment0, h, H, SIZE, SIZE_N, BLOCK,
+                    BLOCK_N, NORMALIZE, USE_INITIAL_STATE,
                 )  # fmt: skip
         # (4) Subtract the accumulated rounding error evenly; with BY_PAIRS dlog_f follows from (B6) and (B7) instead.
         if BY_PAIRS:

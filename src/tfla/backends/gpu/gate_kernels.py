@@ -112,13 +112,13 @@ def _exp2(x):
 
 
 @triton.jit
-def find_sequence(cu, sequences, slot, chunk):
-    """Return the packed sequence of a chunk by bisection: the last s with cu[s] // chunk + s <= slot."""
+def find_sequence(cu, sequences, number, chunk):
+    """Return the packed sequence of a chunk by bisection: the last s with cu[s] // chunk + s <= number."""
     low = 0
     high = sequences
     while high - low > 1:
         middle = (low + high) // 2
-        if tl.load(cu + middle).to(tl.int64) // chunk + middle <= slot:
+        if tl.load(cu + middle).to(tl.int64) // chunk + middle <= number:
             low = middle
         else:
             high = middle
@@ -126,8 +126,8 @@ def find_sequence(cu, sequences, slot, chunk):
 
 
 @triton.jit
-def locate_chunk(cu, sequences, T, slot, chunk, IS_VARLEN: tl.constexpr):
-    """Return where chunk number `slot` lies.
+def locate_chunk(cu, sequences, T, number, chunk, IS_VARLEN: tl.constexpr):
+    """Return where the chunk with this number lies.
 
     Chunks of all sequences are numbered in a row. Packed sequence s starts with chunk number cu[s] // chunk + s, so
     some numbers have no steps.
@@ -136,29 +136,29 @@ def locate_chunk(cu, sequences, T, slot, chunk, IS_VARLEN: tl.constexpr):
         cu: the offsets of packed sequences, (sequences + 1); read with IS_VARLEN.
         sequences: the number of sequences.
         T: the number of steps of a batch row.
-        slot: the number of the chunk; the functions below number tiles and segments likewise.
+        number: the number of the chunk; the functions below number tiles and segments likewise.
         chunk: the steps of a chunk.
 
     Returns:
         The sequence, its first token, its length, the first step of the chunk in it, the number of its first chunk.
     """
     if IS_VARLEN:
-        s = find_sequence(cu, sequences, slot, chunk)
+        s = find_sequence(cu, sequences, number, chunk)
         first = tl.load(cu + s).to(tl.int64)
         length = tl.load(cu + s + 1).to(tl.int64) - first
-        slot0 = first // chunk + s
+        first_number = first // chunk + s
         # Chunk numbers before the first sequence have no steps: they start after all steps, at a multiple of `chunk`,
         # so that the compiler still finds all starts aligned.
-        count = slot - slot0
+        count = number - first_number
         start = tl.where(count < 0, T, count) * chunk
     else:
         chunks = tl.cdiv(T, chunk)
-        s = slot // chunks
+        s = number // chunks
         first = s.to(tl.int64) * T
         length = T.to(tl.int64)
-        slot0 = (s * chunks).to(tl.int64)
-        start = (slot - slot0) * chunk
-    return s, first, length, start, slot0
+        first_number = (s * chunks).to(tl.int64)
+        start = (number - first_number) * chunk
+    return s, first, length, start, first_number
 
 
 @triton.jit
@@ -171,17 +171,19 @@ def first_tile(first, s, T, L: tl.constexpr, IS_VARLEN: tl.constexpr):
 
 
 @triton.jit
-def locate_segment(cu, sequences, T, slot, steps, L: tl.constexpr, IS_SEGMENTED: tl.constexpr, IS_VARLEN: tl.constexpr):
-    """Return what one scan covers: sequence `slot`, or with IS_SEGMENTED segment number `slot` of `steps` steps.
+def locate_segment(
+    cu, sequences, T, segment, steps, L: tl.constexpr, IS_SEGMENTED: tl.constexpr, IS_VARLEN: tl.constexpr
+):
+    """Return what one scan covers: with IS_SEGMENTED a segment of `steps` steps, else the whole sequence `segment`.
 
     Returns:
         The first token, the number of steps, the batch row, the step of the first token in that row, the first tile.
     """
     if IS_SEGMENTED:
-        s, first, length, start, _ = locate_chunk(cu, sequences, T, slot, steps, IS_VARLEN)
+        s, first, length, start, _ = locate_chunk(cu, sequences, T, segment, steps, IS_VARLEN)
         length = tl.maximum(tl.minimum(length - start, steps), 0)
     else:
-        s = slot
+        s = segment
         if IS_VARLEN:
             first = tl.load(cu + s).to(tl.int64)
             length = tl.load(cu + s + 1).to(tl.int64) - first
@@ -233,9 +235,9 @@ def _heads(H, HEADS: tl.constexpr):
     return tl.minimum(tl.program_id(1) * HEADS + tl.arange(0, HEADS), H - 1)
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "slots"])
+@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "num_chunks"])
 def chunk_aggregates(
-    i_gate, f_gate, cu, out, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, slots,
+    i_gate, f_gate, cu, out, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, num_chunks,
     CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, IS_VARLEN: tl.constexpr, INPUT_GATE: tl.constexpr,
     SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
@@ -245,9 +247,9 @@ def chunk_aggregates(
     before the chunk that after it is max(m + sum, aggregate). The aggregates are stored after the gate vectors `out`,
     see `aggregates_of`. The grid is (chunks, H / HEADS). The arguments are those of `chunk_gates`.
     """
-    slot = tl.program_id(0)
+    chunk = tl.program_id(0)
     heads = _heads(H, HEADS)
-    s, first, length, start, _ = locate_chunk(cu, sequences, T, slot, CHUNK, IS_VARLEN)
+    s, first, length, start, _ = locate_chunk(cu, sequences, T, chunk, CHUNK, IS_VARLEN)
     h = heads[:, None, None]
     t = start + step_indices(CHUNK)  # steps in the sequence, (1, CHUNK // RUN, RUN)
     inside = t < length
@@ -258,21 +260,21 @@ def chunk_aggregates(
     if INPUT_GATE:
         i = _load_log_gate(i_gate + h * ih, s, first, t, ib, it, inside, 0.0, IS_VARLEN, SIGMOID_I)
     top = tl.where(inside, (i - running_sum(f)).to(tl.float32), float("-inf"))  # of each step, less the sum up to it
-    at = aggregates_of(out, H, tiles, L) + (heads * slots + slot).to(tl.int64) * 2
+    at = aggregates_of(out, H, tiles, L) + (heads * num_chunks + chunk).to(tl.int64) * 2
     tl.store(at, total)
     tl.store(at + 1, total + tl.max(tl.max(top, 2), 1))
 
 
 @triton.jit
-def _max_before(aggregates, m, h, slot0, slot, slots, BLOCK: tl.constexpr):
-    """Return the max state before chunk `slot`, (HEADS, 1), from m before chunk `slot0` and the aggregates between.
+def _max_before(aggregates, m, h, chunk0, chunk, num_chunks, BLOCK: tl.constexpr):
+    """Return the max state before chunk `chunk`, (HEADS, 1), from m before chunk `chunk0` and the aggregates between.
 
     BLOCK aggregates are read at once, and joined as the steps of a chunk are.
     """
-    for c in range(slot0, slot, BLOCK):
+    for c in range(chunk0, chunk, BLOCK):
         at = c + step_indices(BLOCK)
-        inside = at < slot
-        at = aggregates + (h * slots + at).to(tl.int64) * 2
+        inside = at < chunk
+        at = aggregates + (h * num_chunks + at).to(tl.int64) * 2
         total = tl.load(at, mask=inside, other=0.0)
         top = tl.load(at + 1, mask=inside, other=float("-inf"))
         total_all = total_sum(total)[:, None]
@@ -281,10 +283,12 @@ def _max_before(aggregates, m, h, slot0, slot, slots, BLOCK: tl.constexpr):
     return m
 
 
-@triton.jit(do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "db", "dt", "slots"])
+@triton.jit(
+    do_not_specialize=["sequences", "T", "tiles", "H", "ib", "it", "ih", "fb", "ft", "fh", "db", "dt", "num_chunks"]
+)
 def chunk_gates(
     i_gate, f_gate, m0, cu, d, out, m_final, sequences, T, tiles, H, ib, it, ih, fb, ft, fh, db, dt, dh,
-    scale, log_scale, slots, CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, IS_VARLEN: tl.constexpr,
+    scale, log_scale, num_chunks, CHUNK: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, IS_VARLEN: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr, NORMALIZE: tl.constexpr,
     USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, FOLD_DENOMINATOR: tl.constexpr,
     EXACT: tl.constexpr, TOTAL_ONLY: tl.constexpr,
@@ -304,7 +308,7 @@ def chunk_gates(
         tiles: the number of tiles of one head.
         ib, it, ih: the strides of i_gate by batch row, step and head; fb, ft, fh those of f_gate; db, dt, dh of d.
         scale, log_scale: the scale and the logarithm of its absolute value in base 2.
-        slots: the number of chunks of all sequences.
+        num_chunks: the number of chunks of all sequences.
         TOTAL_ONLY: whether INTER and UPDATE are left out and TOTAL is stored in place of DECAY. The Hopper kernels
             compute all three from ROW, COLUMN and TOTAL.
         FOLD_DENOMINATOR: whether ROW and INTER are divided by the denominator max(|d|, exp(-m)), for the backward.
@@ -312,9 +316,9 @@ def chunk_gates(
             multiplies it by dh . h.
         EXACT: whether the LOW vectors are stored, for float32.
     """
-    slot = tl.program_id(0)
+    chunk = tl.program_id(0)
     heads = _heads(H, HEADS)[:, None]
-    s, first, length, start, slot0 = locate_chunk(cu, sequences, T, slot, CHUNK, IS_VARLEN)
+    s, first, length, start, chunk0 = locate_chunk(cu, sequences, T, chunk, CHUNK, IS_VARLEN)
     h = heads[:, :, None]
     t = start + step_indices(CHUNK)
     inside = t < length
@@ -333,7 +337,7 @@ def chunk_gates(
         m_start = tl.zeros([HEADS, 1], tl.float64)
         if USE_INITIAL_STATE:
             m_start = tl.load(m0 + s * H + heads).to(tl.float64)
-        m_start = _max_before(aggregates_of(out, H, tiles, L), m_start, h, slot0, slot, slots, 128)
+        m_start = _max_before(aggregates_of(out, H, tiles, L), m_start, h, chunk0, chunk, num_chunks, 128)
         # (1) Max state m_t = b_t + max(m_start, max over s <= t of i_s - b_s), with b the prefix sum of log_f. The scan
         # is in float32: the result does not depend on m, as long as every use of it has the same value.
         b = running_sum(f)

@@ -204,7 +204,7 @@ def join_spans(
     gathered, given, given_n, m, log_decays, final_m, out, out_n, whole, whole_n, whole_m, position0, position1, R,
     ROWS, B, S, H, SIZE, K, width,
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, NORMALIZE: tl.constexpr, USE_GIVEN: tl.constexpr, USE_M: tl.constexpr,
-    FINAL: tl.constexpr,
+    FINAL_STATES: tl.constexpr,
 ):  # fmt: skip
     """Store the states before the spans of this process, or with REVERSE the cotangents of the states after them.
 
@@ -217,15 +217,15 @@ def join_spans(
         given, given_n: the given initial states, (B S, H, ...) float32; read with USE_GIVEN by the first span.
         m: the max states of the results, (B S, H); read with USE_M, else 0.
         log_decays: the sums of log-gates over all spans, (R S, B, H) float64; written, with REVERSE read.
-        final_m: the max states of the final states, (B, H); read with NORMALIZE, REVERSE and FINAL.
+        final_m: the max states of the final states, (B, H); read with NORMALIZE, REVERSE and FINAL_STATES.
         out, out_n: the results, (B S, H, ...) float32; n and its cotangent with NORMALIZE.
-        whole, whole_n, whole_m: the final states, (B, H, ...) float32; written with FINAL without REVERSE.
+        whole, whole_n, whole_m: the final states, (B, H, ...) float32; written with FINAL_STATES without REVERSE.
         position0, position1: the places in time of the spans of this process.
         R: the number of processes.
         ROWS: the rows of one of them for each sequence.
         B, S, H, SIZE, K, width: as in :func:`own_rows`.
 
-    The grid is ((SIZE + K) / BLOCK, B S, H), with FINAL without REVERSE (..., B S + B, H).
+    The grid is ((SIZE + K) / BLOCK, B S, H), with FINAL_STATES without REVERSE (..., B S + B, H).
     """
     r = tl.program_id(1)
     h = tl.program_id(2)
@@ -281,7 +281,7 @@ def join_spans(
         else:
             between += tl.load(row + SIZE).to(tl.float64) + tl.load(row + SIZE + 1).to(tl.float64)
     # (4) The cotangents of the final states from all processes; they come after the last span.
-    if FINAL and REVERSE:
+    if FINAL_STATES and REVERSE:
         log_weight = between
         if NORMALIZE:
             log_weight += target_m.to(tl.float64) - tl.load(final_m + b * H + h).to(tl.float64)
@@ -294,7 +294,7 @@ def join_spans(
         tl.store(out + (sequence * H + h) * SIZE + e, x, mask=of_C)
         if NORMALIZE:
             tl.store(out_n + (sequence * H + h) * K + e - SIZE, x, mask=of_n)
-    elif FINAL:
+    elif FINAL_STATES:
         tl.store(whole + (b * H + h).to(tl.int64) * SIZE + e, x, mask=of_C)
         if NORMALIZE:
             tl.store(whole_n + (b * H + h).to(tl.int64) * K + e - SIZE, x, mask=of_n)
@@ -378,7 +378,7 @@ def launch_starts(ctx: LaunchContext, exchange: Exchange, gathered: Tensor, init
         gathered, _or(initial[0], C), _or(initial[1], C), _or(m, C), log_decays, C, C, _or(n, C), _or(whole_C, C),
         _or(whole_n, C), _or(whole_m, C), *_both(exchange.positions), exchange.processes, S, B, S, H, size, K, width,
         BLOCK=BLOCK, REVERSE=False, NORMALIZE=normalize, USE_GIVEN=initial[0] is not None, USE_M=m is not None,
-        FINAL=final, num_warps=4,
+        FINAL_STATES=final, num_warps=4,
     )  # fmt: skip
     return Starts(C, *(_or(t, none) for t in (n, m, log_decays, whole_C, whole_n, whole_m)))
 
@@ -430,7 +430,7 @@ def launch_ends(
         gathered, C, C, last_m if normalize else C, log_decays, final_m if normalize and exchange.final else C, C,
         _or(n, C), C, C, C, *_both(exchange.positions), exchange.processes, S + 1 if exchange.final else S, B, S, H,
         size, K, width, BLOCK=BLOCK, REVERSE=True, NORMALIZE=normalize, USE_GIVEN=False, USE_M=normalize,
-        FINAL=exchange.final, num_warps=4,
+        FINAL_STATES=exchange.final, num_warps=4,
     )  # fmt: skip
     return C, n
 

@@ -80,9 +80,9 @@ def pass_states(
     """
     s = tl.program_id(1)
     h = tl.program_id(2)
-    slot0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
+    segment0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
     e, inside, S = _load_given(given, s, h, H, SIZE, BLOCK, USE_INITIAL_STATE)  # S: the running state
-    row = (slot0 + (count - 1 if REVERSE else 0)) * H + h
+    row = (segment0 + (count - 1 if REVERSE else 0)) * H + h
     step = -H if REVERSE else H
     adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
     for c in range(0, count):
@@ -107,10 +107,10 @@ def final_states(
     """
     s = tl.program_id(1)
     h = tl.program_id(2)
-    slot0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
+    segment0, count = _segments_of(cu, s, T, steps, IS_VARLEN)
     e, inside, S = _load_given(given, s, h, H, SIZE, BLOCK, USE_INITIAL_STATE)  # S: the running state
     for c in range(0, count):
-        row = (slot0 + (count - 1 - c if REVERSE else c)) * H + h
+        row = (segment0 + (count - 1 - c if REVERSE else c)) * H + h
         adds, decay = _load_segment(states, decays, row, e, SIZE, count > 0)
         S = S * decay + adds  # (S)
     tl.store(final + (s * H + h).to(tl.int64) * SIZE + e, S, mask=inside)

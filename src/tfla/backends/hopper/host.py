@@ -68,14 +68,14 @@ def descriptor_factory(descriptor: TensorDescriptor) -> Callable[[Tensor], Tenso
     same address.
     """
     remembered: DescriptorCache = {}
-    known = vars(descriptor) | {"base": None, "remembered": remembered}
+    fields = vars(descriptor) | {"base": None, "remembered": remembered}
 
     def of(base: Tensor) -> TensorDescriptor | EncodedDescriptor:
         encoded = remembered.get(base.data_ptr())
         if encoded is not None:
             return encoded
         made = object.__new__(TensorDescriptor)
-        vars(made).update(known, base=base)
+        vars(made).update(fields, base=base)
         return made
 
     return of

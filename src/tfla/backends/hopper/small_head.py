@@ -283,7 +283,7 @@ def view_tile(shared, buffers, s, n, head: gl.constexpr, config):
     """Return views of tile n of one head, in stage s, and of the state before it."""
     L: gl.constexpr = config.L
     copy: gl.constexpr = 0 if config.SHARED_QK else head
-    gate_slot = head * config.STAGES + s
+    gate_index = head * config.STAGES + s
     return TileViews(
         c=opaque_index(shared.c, head, n),
         n=opaque_index(shared.n, head, n),
@@ -292,9 +292,9 @@ def view_tile(shared, buffers, s, n, head: gl.constexpr, config):
         y=shared.y.index(config.HEADS * s + head).reshape([L, config.DV]),
         zk=shared.zk.index(config.QK_COPIES * s + copy).reshape([L, config.DK]),
         zv=shared.zv.index(config.HEADS * s + head).reshape([L, config.DV]),
-        g=buffers.vectors.index(gate_slot),
-        u=buffers.weights.index(gate_slot),
-        e=buffers.extra.index(gate_slot),
+        g=buffers.vectors.index(gate_index),
+        u=buffers.weights.index(gate_index),
+        e=buffers.extra.index(gate_index),
     )
 
 
@@ -548,12 +548,12 @@ def store_checkpoint_dots(dC, dN, checkpoint, n, num_checkpoints, ids, gmem, sha
     one = gl.arange(0, 1, gl.SliceLayout(0, dC.type.layout))
     mbarrier.wait(full, phase)
     # C is (dqk, dhv), the sum over its columns (dqk).
-    both = gl.convert_layout(gl.sum(dC * C.load(dC.type.layout).to(gl.float32), 1), of_row, assert_trivial=True)
+    dots = gl.convert_layout(gl.sum(dC * C.load(dC.type.layout).to(gl.float32), 1), of_row, assert_trivial=True)
     pipeline.barrier()
     mbarrier.arrive(empty, count=1)
     if config.NORMALIZE:
-        both += dN * gl.load(gmem.n_checkpoints + checkpoint * config.DK + ids.rk)
-    gl.store(gmem.dots + checkpoint + one, gl.sum(both, 0).to(gl.float64) + one.to(gl.float64))
+        dots += dN * gl.load(gmem.n_checkpoints + checkpoint * config.DK + ids.rk)
+    gl.store(gmem.dots + checkpoint + one, gl.sum(dots, 0).to(gl.float64) + one.to(gl.float64))
 
 
 @gluon.jit

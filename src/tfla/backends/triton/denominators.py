@@ -118,9 +118,9 @@ def normalizer_scan(
         length: the number of steps of a segment.
         DELTA: whether updates are weighted by delta as well, as those of dn are.
     """
-    slot = tl.program_id(0) // H
+    segment = tl.program_id(0) // H
     h = tl.program_id(0) % H
-    first, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, length, L, IS_SEGMENTED, IS_VARLEN)
+    first, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, segment, length, L, IS_SEGMENTED, IS_VARLEN)
     hx = (h // GROUP).to(tl.int64)
     x_at = tile_access(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
     z_at = tile_access(Z + b * zb + t_first * zt + hx * zh, steps, DK, zt, L, BK, TMA)
@@ -136,7 +136,7 @@ def normalizer_scan(
         N = tl.where(row % 8 == 0, tl.load(n_in + n_at, mask=rk < DN, other=0.0)[None, :], 0.0)
     r = tl.arange(0, L)
     total = 1.0
-    tiles = count_tiles(cu, sequences, T, slot, length, steps, L, REVERSE, IS_VARLEN, SKIP_LAST)
+    tiles = count_tiles(cu, sequences, T, segment, length, steps, L, REVERSE, IS_VARLEN, SKIP_LAST)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
         t = (tiles - 1 - step if REVERSE else step) * L
         gate = gates + t * VECTORS

@@ -84,9 +84,9 @@ def dq_dk_scan(
         WGMMA: whether two programs share a multiprocessor of Hopper, see `scan_tiles`.
     """
     part = tl.program_id(0)
-    slot = tl.program_id(1) // H
+    segment = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    first, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, length, L, IS_SEGMENTED, IS_VARLEN)
+    first, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, segment, length, L, IS_SEGMENTED, IS_VARLEN)
     col = part * BK
     hx, hv = wide_heads(h, GROUP)
     x_at = tile_access(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)

@@ -65,9 +65,9 @@ def o_dv_scan(
         SKIP_LAST: see `count_tiles`.
     """
     part = tl.program_id(0)
-    slot = tl.program_id(1) // H
+    segment = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    _, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, slot, length, L, IS_SEGMENTED, IS_VARLEN)
+    _, steps, b, t_first, tile0 = locate_segment(cu, sequences, T, segment, length, L, IS_SEGMENTED, IS_VARLEN)
     col = part * BV * BLOCKS
     hx, hv = wide_heads(h, GROUP)
     x_at = tile_access(X + b * xb + t_first * xt + hx * xh, steps, DK, xt, L, BK, TMA)
@@ -88,7 +88,7 @@ def o_dv_scan(
         if BLOCKS == 2:
             S1 = tl.load(state_in + state_at + BV, mask=inside1, other=0.0).to(tl.float32)
     r = tl.arange(0, L)
-    tiles = count_tiles(cu, sequences, T, slot, length, steps, L, REVERSE, IS_VARLEN, SKIP_LAST)
+    tiles = count_tiles(cu, sequences, T, segment, length, steps, L, REVERSE, IS_VARLEN, SKIP_LAST)
     total = 1.0
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=not EXACT):
         t = (tiles - 1 - step if REVERSE else step) * L

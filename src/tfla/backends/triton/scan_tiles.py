@@ -114,9 +114,9 @@ def locate_scan(cu, sequences, T, H, L: tl.constexpr, IS_VARLEN: tl.constexpr):
         The head, then as `locate_segment` the first token, the number of steps, the batch row, the step of the first
         token in that row, and the first tile.
     """
-    slot = tl.program_id(1) // H
+    segment = tl.program_id(1) // H
     h = tl.program_id(1) % H
-    first, steps, b, t0, tile0 = locate_segment(cu, sequences, T, slot, T, L, False, IS_VARLEN)
+    first, steps, b, t0, tile0 = locate_segment(cu, sequences, T, segment, T, L, False, IS_VARLEN)
     return h, first, steps, b, t0, tile0
 
 
@@ -167,7 +167,7 @@ def load_initial_columns(
 
 @triton.jit
 def count_tiles(
-    cu, sequences, T, slot, length, steps, L: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr,
+    cu, sequences, T, segment, length, steps, L: tl.constexpr, REVERSE: tl.constexpr, IS_VARLEN: tl.constexpr,
     SKIP_LAST: tl.constexpr,
 ):  # fmt: skip
     """Return the number of tiles of a scan.
@@ -176,7 +176,7 @@ def count_tiles(
     """
     tiles = tl.cdiv(steps, L).to(tl.int32)
     if SKIP_LAST:
-        _, _, whole, start, _ = locate_chunk(cu, sequences, T, slot, length, IS_VARLEN)
+        _, _, whole, start, _ = locate_chunk(cu, sequences, T, segment, length, IS_VARLEN)
         if start + steps >= whole and not REVERSE:
             tiles *= 0
         if start == 0 and REVERSE:

@@ -55,16 +55,16 @@ def chunk_gate_gradients(
         C, n, dC, dn, dC_first, dn_first: states and cotangents, see `segment_start_dot`.
         di, df: the gradients, (B, T, H).
     """
-    slot = tl.program_id(0) // H
+    chunk = tl.program_id(0) // H
     h = tl.zeros([1, 1], tl.int64) + tl.program_id(0) % H
-    s, first, length, start, slot0 = locate_chunk(cu, sequences, T, slot, steps, IS_VARLEN)
+    s, first, length, start, chunk0 = locate_chunk(cu, sequences, T, chunk, steps, IS_VARLEN)
     count = tl.maximum(tl.minimum(length - start, steps), 0).to(tl.int32)
     if count <= 0:
         return
-    index = slot.to(tl.int64) * H + h
+    index = chunk.to(tl.int64) * H + h
     row = H.to(tl.int64)  # states of one chunk
     top = segment_start_dot(
-        C, n, dC, dn, dC_first, dn_first, s, slot, slot0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE,
+        C, n, dC, dn, dC_first, dn_first, s, chunk, chunk0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE,
         USE_INITIAL_STATE, q.dtype.element_ty,
     )  # fmt: skip
     end = top * 0

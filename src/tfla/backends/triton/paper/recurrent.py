@@ -50,9 +50,9 @@ def chunk_states(
     v0 = part % PARTS * BV
     first, length, b, t_first, tile0 = locate_segment(cu, sequences, T, s, steps, L, False, IS_VARLEN)
     if IS_VARLEN:
-        slot0 = first // steps + s
+        chunk0 = first // steps + s
     else:
-        slot0 = s.to(tl.int64) * tl.cdiv(T, steps)
+        chunk0 = s.to(tl.int64) * tl.cdiv(T, steps)
     x_at = X + b * xb + t_first * xt + h // GROUP * xh
     y_at = Y + b * yb + t_first * yt + h * yh
     gates += (h * tiles_of_head + tile0) * VECTORS * L
@@ -71,12 +71,12 @@ def chunk_states(
             N = tl.where(r[:, None] == 0, n[None, :], 0.0)
     chunks = tl.cdiv(length, steps).to(tl.int32)
     for c in range(0, chunks):
-        slot = slot0 + (chunks - 1 - c if REVERSE else c)
-        row = slot * H + h
+        chunk = chunk0 + (chunks - 1 - c if REVERSE else c)
+        row = chunk * H + h
         tl.store(C_chunks + row * DK * DV + at, C, mask=inside)
         if NORMALIZE:
             tl.store(n_chunks + row * DK + rk, tl.sum(N, 0), mask=owner)
-        begin = (slot - slot0) * steps
+        begin = (chunk - chunk0) * steps
         tiles = tl.cdiv(tl.minimum(length - begin, steps), L).to(tl.int32)
         for step in tl.range(0, tiles, num_stages=STAGES):
             t = begin + (tiles - 1 - step if REVERSE else step) * L
