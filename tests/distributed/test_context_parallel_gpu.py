@@ -83,7 +83,7 @@ def test_segments_are_exchanged(gpus: Pool, form: str, dtype: torch.dtype, order
         dtype=dtype, device="cuda", chunk_size=64,
     )  # fmt: skip
     assert [part.pop("products") for part in found] == [0, 0]
-    assert [len(part.pop("sizes")) for part in found] == [3 if form == "exp" else 2] * 2
+    assert [len(part.pop("sizes")) for part in found] == [4 if form == "exp" else 2] * 2
     steps = torch.cat([own_steps(rank, 2, order, lengths) for rank in range(2)]).argsort()
     for name, x in truth(p).items():
         every = [part[name].double() for part in found]

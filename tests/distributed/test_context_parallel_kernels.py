@@ -37,10 +37,13 @@ def compare(pool: Pool, backend: str, order: str, lengths: tuple[int, ...], chos
     )  # fmt: skip
     products = [part.pop("products") for part in found]
     # One collective of states in the forward and one of cotangents, with those of the final states, in the backward.
-    # With a normalizer two numbers of each head come first, because the segments are stabilized with max states.
+    # With a normalizer two numbers of each head come first, because the segments are stabilized with max states, and
+    # the cotangents of n follow those of C.
     B, spans, K, V = chosen["B"], len(lengths) // 2, chosen["K"], chosen["V"]
-    width = K * V + 2 + (K + 1 if p.normalize else 0)
-    sizes = [*([2 * B * spans] if p.normalize else []), B * spans * width, B * (spans + 1) * width]
+    sizes = [B * spans * (K * V + 2), B * (spans + 1) * (K * V + 2)]
+    if p.normalize:
+        forward, backward = [2, K * V + K + 3], [K * V + 3, K + 3]
+        sizes = [B * spans * width for width in forward] + [B * (spans + 1) * width for width in backward]
     assert [part.pop("sizes") for part in found] == [sizes, sizes]
     steps = torch.cat([own_steps(rank, 2, order, lengths) for rank in range(2)]).argsort()
     for name, x in truth(p).items():

@@ -7,6 +7,7 @@ results, summed over the segments, are what processes exchange; state passing th
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -46,49 +47,59 @@ def exchange_states(
     return found.C, None if n is None else found.n
 
 
-def start_cotangents(ctx: LaunchContext, exchange: Exchange, dC: Tensor, dn: Tensor | None, decays: Tensor) -> Tensor:
-    """Start the exchange of cotangents and return what :func:`finish_cotangents` takes, which nothing else may read.
+class Pending(NamedTuple):
+    """Cotangents whose exchange goes on; its tensors may only be read by :func:`finish_cotangents`."""
 
-    Args:
-        ctx: The context of the call.
-        exchange: The exchange.
-        dC, dn: What segments add, (segments, H, K, V) and (segments, H, K).
-        decays: The decays over segments, (segments, H).
-    """
-    _, _, final_m, final_dC, final_dn = ctx.saved
-    final = [results.dense(ctx, t) if t.numel() else None for t in (final_dC, final_dn)]
-    rows = span_kernels.launch_own_cotangents(ctx, exchange, dC, dn, decays, (final[0], final[1]), final_m)
-    gathered: Tensor = ctx.do(exchange.start, rows)
-    return gathered
-
-
-def finish_cotangents(ctx: LaunchContext, exchange: Exchange, gathered: Tensor) -> Pair:
-    """Return the cotangents of the states after this process's steps, (N, H, K, V) and (N, H, K)."""
-    last_m, log_decays, final_m, _, _ = ctx.saved
-    gathered = ctx.do(exchange.finish, gathered)
-    return span_kernels.launch_ends(ctx, exchange, gathered, last_m, log_decays, final_m)
+    gathered: Tensor  # the rows of all processes
+    adds: Tensor  # what segments add to dC or dn
+    decays: Tensor  # the decays over segments
+    first: Tensor | None  # output for the cotangents of the initial states
 
 
 def pass_cotangents(
-    ctx: LaunchContext, exchange: Exchange, pending: Tensor | None, dC: Tensor | None, dn: Tensor | None,
-    decays: Tensor, *, final: Tensor | None,
-) -> Pair:  # fmt: skip
-    """Finish the exchange of cotangents, and pass dC from segment to segment, in place.
+    ctx: LaunchContext, adds: Tensor, decays: Tensor, final: Tensor | None, *, first: Tensor | None, of_n: bool = False
+) -> Pending | None:
+    """Pass cotangents from segment to segment, in place, or with an exchange start it and leave them as they are.
+
+    The cotangents of C and of n are exchanged one after the other, because dn follows from delta, (T7), which a kernel
+    may compute with dv, from dC.
 
     Args:
         ctx: The context of the call.
-        exchange: The exchange.
-        pending: The result of :func:`start_cotangents`, or None where the exchange has not started.
-        dC, dn: What segments add, (segments, H, K, V) and (segments, H, K).
+        adds: What segments add to dC, (segments, H, K, V), or to dn, (segments, H, K).
         decays: The decays over segments, (segments, H).
-        final: Output for the cotangents of the initial C, (N, H, K, V), or None.
+        final: The cotangents of the final states, (N, H, ...), or None; with an exchange they come from the context.
+        first: Output for the cotangents of the initial states, (N, H, ...), or None.
+        of_n: Whether the cotangents are dn.
 
     Returns:
-        The cotangents of the states after this process's steps, (N, H, K, V) and (N, H, K).
+        What :func:`finish_cotangents` takes, None without an exchange.
     """
-    assert dC is not None
-    if pending is None:
-        pending = start_cotangents(ctx, exchange, dC, dn, decays)
-    dC_final, dn_final = finish_cotangents(ctx, exchange, pending)
-    state_passing.launch(ctx, dC, decays, dC_final, final, reverse=True)
-    return dC_final, dn_final
+    if ctx.exchange is None:
+        state_passing.launch(ctx, adds, decays, final, first, reverse=True)
+        return None
+    _, _, final_m, *finals = ctx.saved
+    given = finals[1 if of_n else 0]
+    own = results.dense(ctx, given) if given.numel() else None
+    rows = span_kernels.launch_own_cotangents(ctx, ctx.exchange, adds, decays, own, final_m)
+    return Pending(ctx.do(ctx.exchange.start, rows), adds, decays, first)
+
+
+def finish_cotangents(ctx: LaunchContext, pending: Pending | None, final: Tensor | None) -> Tensor | None:
+    """Finish the exchange of cotangents, and pass them from segment to segment, in place.
+
+    Args:
+        ctx: The context of the call.
+        pending: The result of :func:`pass_cotangents`.
+        final: The cotangents of the final states, (N, H, ...), or None.
+
+    Returns:
+        The cotangents of the states after this process's steps, (N, H, ...); `final` without an exchange.
+    """
+    if pending is None or ctx.exchange is None:
+        return final
+    last_m, log_decays, final_m, _, _ = ctx.saved
+    gathered = ctx.do(ctx.exchange.finish, pending.gathered)
+    ends = span_kernels.launch_ends(ctx, ctx.exchange, gathered, pending.adds, last_m, log_decays, final_m)
+    state_passing.launch(ctx, pending.adds, pending.decays, ends, pending.first, reverse=True)
+    return ends

@@ -9,11 +9,13 @@ numbers where SIZE = dqk dhv, or with n and m `SIZE + 3 + K`:
 A process has S spans of each sequence of a batch, one or two. Of R processes and two spans each, process r has spans r
 and 2 R - 1 - r in time, as attention layers need for balance. Span s of sequence b is sequence b S + s of the kernels
 of a process, and rows are (S, B, H, width). In a backward with final states the rows of their cotangents follow,
-(B, H, width).
+(B, H, width). The cotangents of C and of n are exchanged one after the other:
+a row then has either as R, with K = 0 numbers of n.
 
     forward     own_max, collective, join_max       the max states before the spans, with a normalizer alone
                 own_rows, collective, join_spans    the states before the spans, and the final states
-    backward    own_rows, collective, join_spans    the cotangents of the states after the spans
+    backward    own_rows, collective, join_spans    the cotangents dC of the states after the spans
+                own_rows, collective, join_spans    the same of dn, with a normalizer alone
 """
 
 import torch
@@ -384,55 +386,64 @@ def launch_starts(ctx: LaunchContext, exchange: Exchange, gathered: Tensor, init
 
 
 def launch_own_cotangents(
-    ctx: LaunchContext, exchange: Exchange, dC: Tensor, dn: Tensor | None, decays: Tensor, final: Pair, final_m: Tensor
+    ctx: LaunchContext, exchange: Exchange, adds: Tensor, decays: Tensor, final: Tensor | None, final_m: Tensor
 ) -> Tensor:
     """Return the rows of cotangents of the states before the spans of this process, and of the final states.
 
     Args:
         ctx: The context of the call.
         exchange: The exchange.
-        dC, dn, decays: As in :func:`.exchanging.start_cotangents`.
-        final: The cotangents of the final states from this process, (B, H, K, V) and (B, H, K), or None.
+        adds, decays: As in :func:`.exchanging.pass_cotangents`.
+        final: The cotangents of the final states from this process, (B, H, K, V) or (B, H, K), or None.
         final_m: The max states of the final states, (B, H).
 
     Returns:
         The rows, (S, B, H, width) float32, or with final states (S + 1, B, H, width).
     """
-    B, S, H, size, K, width = _sizes(ctx, exchange)
-    count = S + 1 if exchange.final else S
+    B, S, H, size, width = _cotangent_sizes(ctx, exchange, adds)
+    count, normalize = S + 1 if exchange.final else S, ctx.spec.normalize
     rows, m0 = ctx.new(count, B, H, width), results.dense(ctx, ctx.x.m)
     ctx.launch(own_rows, (ceil_div(width, BLOCK), count * B, H),
-        dC, _or(dn, dC), decays, dC, dC, dC, _or(m0, dC), _or(final[0], dC), _or(final[1], dC),
-        final_m if exchange.final and dn is not None else dC, rows, ctx.T, B, S, H, ctx.segment_steps, size, K, width,
-        BLOCK=BLOCK, REVERSE=True, NORMALIZE=dn is not None, USE_GIVEN=False, USE_M0=m0 is not None,
-        USE_FINAL_C=final[0] is not None, USE_FINAL_N=final[1] is not None, num_warps=4,
+        adds, adds, decays, adds, adds, adds, _or(m0, adds), _or(final, adds), adds,
+        final_m if exchange.final and normalize else adds, rows, ctx.T, B, S, H, ctx.segment_steps, size, 0, width,
+        BLOCK=BLOCK, REVERSE=True, NORMALIZE=normalize, USE_GIVEN=False, USE_M0=m0 is not None,
+        USE_FINAL_C=final is not None, USE_FINAL_N=False, num_warps=4,
     )  # fmt: skip
     return rows
 
 
 def launch_ends(
-    ctx: LaunchContext, exchange: Exchange, gathered: Tensor, last_m: Tensor, log_decays: Tensor, final_m: Tensor
-) -> Pair:
-    """Return the cotangents of the states after the spans of this process, (B S, H, K, V) and (B S, H, K).
+    ctx: LaunchContext, exchange: Exchange, gathered: Tensor, adds: Tensor, last_m: Tensor, log_decays: Tensor,
+    final_m: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return the cotangents of the states after the spans of this process, (B S, H, K, V) or (B S, H, K).
 
     Args:
         ctx: The context of the call.
         exchange: The exchange.
         gathered: The rows of all processes, (R, rows, B, H, width).
+        adds: As in :func:`.exchanging.pass_cotangents`; only its shape is read.
         last_m: The max states after the spans, (B, S, H).
         log_decays: The sums of log-gates over all spans, (R S, B, H) float64.
         final_m: The max states of the final states, (B, H).
     """
-    B, S, H, size, K, width = _sizes(ctx, exchange)
+    B, S, H, size, width = _cotangent_sizes(ctx, exchange, adds)
     normalize = ctx.spec.normalize
-    C, n = ctx.new(S * B, H, K, ctx.V), ctx.new(S * B, H, K) if normalize else None
-    ctx.launch(join_spans, (ceil_div(size + (K if normalize else 0), BLOCK), S * B, H),
-        gathered, C, C, last_m if normalize else C, log_decays, final_m if normalize and exchange.final else C, C,
-        _or(n, C), C, C, C, *_both(exchange.positions), exchange.processes, S + 1 if exchange.final else S, B, S, H,
-        size, K, width, BLOCK=BLOCK, REVERSE=True, NORMALIZE=normalize, USE_GIVEN=False, USE_M=normalize,
-        FINAL_STATES=exchange.final, num_warps=4,
+    ends = ctx.new(S * B, *adds.shape[1:])
+    ctx.launch(join_spans, (ceil_div(size, BLOCK), S * B, H),
+        gathered, ends, ends, last_m if normalize else ends, log_decays,
+        final_m if normalize and exchange.final else ends, ends, ends, ends, ends, ends, *_both(exchange.positions),
+        exchange.processes, S + 1 if exchange.final else S, B, S, H, size, 0, width, BLOCK=BLOCK, REVERSE=True,
+        NORMALIZE=normalize, USE_GIVEN=False, USE_M=normalize, FINAL_STATES=exchange.final, num_warps=4,
     )  # fmt: skip
-    return C, n
+    return ends
+
+
+def _cotangent_sizes(ctx: LaunchContext, exchange: Exchange, adds: Tensor) -> tuple[int, ...]:
+    """Return B, S, H, SIZE and the width of rows of cotangents of C, or of n, which have no further K numbers."""
+    B, S, H, _, _, _ = _sizes(ctx, exchange)
+    size = adds[0, 0].numel()
+    return B, S, H, size, size + (3 if ctx.spec.normalize else 2)
 
 
 def _or(x: Tensor | None, unread: Tensor) -> Tensor:

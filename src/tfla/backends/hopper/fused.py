@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tfla.backends.base import Grads, Outputs
-from tfla.backends.gpu import exchanging, gate_gradients, gate_kernels, reductions, results, sequences, state_passing
+from tfla.backends.gpu import exchanging, gate_gradients, gate_kernels, reductions, results, sequences
 from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.hopper import config, dk_dv, dq_dk_launch, gate_warp, o_dv, scheduler, segment_starts, segment_states
@@ -55,8 +55,9 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     """
     x, normalize = ctx.x, ctx.spec.normalize
     delta = normalize and ctx.spec.normalizer_grad
-    # With an exchange dv waits for the cotangents of other processes, and dq, which reads delta, comes first.
-    delta_with_dv = delta and o_dv.computes_delta(ctx) and ctx.exchange is None
+    delta_with_dv = delta and o_dv.computes_delta(ctx)
+    # With an exchange dv waits for the cotangents of other processes. dq comes first, unless it reads delta from dv.
+    dv_first = delta_with_dv or ctx.exchange is None
     dh = results.dense_rows(ctx, dh)
     shares = ctx.group * num_partials(ctx.V)
     grads = results.new_gradients(ctx, shares=shares)
@@ -67,29 +68,27 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     scan = _scan_segments(ctx, gates, skip_last=True) if segment_starts.needs_scan(ctx) else None
     starts = segment_starts.of_backward(ctx, out, scan)
     dC, dn = dC_ends, dn_ends = results.final_cotangents(ctx, dC, dn)
-    dC_starts, dn_starts = grads.dC0, grads.dn0
+    dC_starts, dn_starts, pending = grads.dC0, grads.dn0, None
     if ctx.segmented:
         # dC at segment ends: what segments add, then state passing.
         dC_ends, _, decays = segment_states.launch(
             ctx, gates, x.q, dh, reverse=True, normalize=False, skip_last=grads.dC0 is None and ctx.exchange is None
         )  # fmt: skip
-        if ctx.exchange is None:
-            state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        pending = exchanging.pass_cotangents(ctx, dC_ends, decays, dC, first=grads.dC0)
         dC_starts = dn_starts = None
-    pending = None
-    if ctx.exchange is None:
+    if dv_first:
+        dC = exchanging.finish_cotangents(ctx, pending, dC)
         _launch_dv(ctx, gates, dh, grads.dv, dC_ends, h=out.h if delta_with_dv else None)
-    elif dC_ends is not None and not normalize:  # dq is computed while the exchange goes on
-        pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, None, decays)
     # dq, (T8), (T9), with q . dq, checkpoints of C and n, and what segments add to dn.
     q_dq, checkpoints, dn_segments = dq_dk_launch.launch_dq(ctx, gates, dh, grads.dq, starts=starts, delta=delta)
     if ctx.segmented and normalize:  # dn at segment ends
         dn_ends = ctx.zeros(ctx.segments, ctx.H, ctx.K) if dn_segments is None else dn_segments
-    if ctx.exchange is not None:
-        dC, dn = exchanging.pass_cotangents(ctx, ctx.exchange, pending, dC_ends, dn_ends, decays, final=grads.dC0)
+    if not dv_first:
+        dC = exchanging.finish_cotangents(ctx, pending, dC)
         _launch_dv(ctx, gates, dh, grads.dv, dC_ends, h=None)
     if ctx.segmented and dn_ends is not None:
-        state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
+        pending = exchanging.pass_cotangents(ctx, dn_ends, decays, dn, first=grads.dn0, of_n=True)
+        exchanging.finish_cotangents(ctx, pending, dn)
     # dk, (T8), (T10), with k . dk and <C, dC> at the checkpoints.
     if dk_dv.supports(ctx):
         k_dk, dots = dk_dv.launch(

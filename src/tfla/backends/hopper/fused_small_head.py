@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tfla.backends.base import Grads, Outputs
-from tfla.backends.gpu import exchanging, gate_gradients, reductions, results, sequences, state_passing
+from tfla.backends.gpu import exchanging, gate_gradients, reductions, results, sequences
 from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.family import KernelFamily
 from tfla.backends.hopper import config, gate_warp, scheduler, segment_starts, small_head_launch
@@ -56,27 +56,23 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     scan = _scan_segments(ctx, gates, skip_last=True) if segment_starts.needs_scan(ctx) else None
     starts = segment_starts.of_backward(ctx, out, scan)
     dC, dn = dC_ends, dn_ends = results.final_cotangents(ctx, dC, dn)
-    dC_starts, dn_starts = grads.dC0, grads.dn0
+    dC_starts, dn_starts, pending = grads.dC0, grads.dn0, None
     if ctx.segmented:
         # dC at segment ends: what segments add, then state passing.
         dC_ends, _, decays = small_head_launch.launch_segment_states(
             ctx, gates, x.q, dh, reverse=True, normalize=False, skip_last=grads.dC0 is None and ctx.exchange is None
         )  # fmt: skip
-        if ctx.exchange is None:
-            state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        pending = exchanging.pass_cotangents(ctx, dC_ends, decays, dC, first=grads.dC0)  # goes on beside dq
         dC_starts = dn_starts = None
-    pending = None
-    if ctx.exchange is not None and dC_ends is not None and not normalize:  # goes on while dq is computed
-        pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, None, decays)
     # dq, (T7) to (T9), with q . dq and checkpoints of C and n.
     q_dq, checkpoints = small_head_launch.launch_dq(ctx, gates, dh, grads.dq, starts=starts, delta=delta)
     if ctx.segmented and normalize:  # dn at segment ends
         skip_last = grads.dn0 is None and ctx.exchange is None
         dn_ends = denominators.launch_segment_dn(ctx, gates.vectors, delta=delta, skip_last=skip_last)
-    if ctx.exchange is not None:
-        dC, dn = exchanging.pass_cotangents(ctx, ctx.exchange, pending, dC_ends, dn_ends, decays, final=grads.dC0)
+    dC = exchanging.finish_cotangents(ctx, pending, dC)
     if ctx.segmented and dn_ends is not None:
-        state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
+        pending = exchanging.pass_cotangents(ctx, dn_ends, decays, dn, first=grads.dn0, of_n=True)
+        exchanging.finish_cotangents(ctx, pending, dn)
     # dk and dv, (T8), (T10) to (T12), with k . dk and <C, dC> at the checkpoints.
     k_dk, dots = small_head_launch.launch_dk_dv(
         ctx, gates, dh, grads.dk, grads.dv, checkpoints, ends=(dC_ends, dn_ends), final=(dC_starts, dn_starts),

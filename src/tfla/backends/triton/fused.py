@@ -125,19 +125,15 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     gates = gate_kernels.launch_backward(ctx, out, dh)  # with (T7)
     starts = results.pad_state(ctx, x.C, x.n)
     dC, dn = dC_ends, dn_ends = results.final_cotangents(ctx, dC, dn)
-    dC_starts, dn_starts = grads.dC0, grads.dn0
+    dC_starts, dn_starts, pending = grads.dC0, grads.dn0, None
     if ctx.segmented:
         # C and n at segment starts, and dC at segment ends: what segments add, then state passing.
         starts = results.stored_starts(ctx, out) or segment_starts(ctx, gates, starts, results.NO_STATE)
         dC_ends, decays = o_dv.launch_segment_states(
             ctx, gates, x.q, dh, reverse=True, skip_last=grads.dC0 is None and ctx.exchange is None
         )
-        if ctx.exchange is None:
-            state_passing.launch(ctx, dC_ends, decays, dC, grads.dC0, reverse=True)
+        pending = exchanging.pass_cotangents(ctx, dC_ends, decays, dC, first=grads.dC0)  # goes on beside dq
         dC_starts = dn_starts = None
-    pending = None
-    if ctx.exchange is not None and dC_ends is not None and not normalize:  # goes on while dq is computed
-        pending = exchanging.start_cotangents(ctx, ctx.exchange, dC_ends, None, decays)
     # dq, (T8), (T9), with checkpoints of C and n. The memory of dv, which is computed last, holds those of C and dC.
     q_dq, checkpoints = dq_dk.launch(
         ctx, gates, x.k, x.v, dh, x.q, grads.dq, reverse=False, delta=delta, initial=starts, final=results.NO_STATE,
@@ -146,10 +142,10 @@ def backward(ctx: LaunchContext, out: Outputs, dh: Tensor, dC: Tensor | None, dn
     if ctx.segmented and normalize:  # dn at segment ends
         skip_last = grads.dn0 is None and ctx.exchange is None
         dn_ends = denominators.launch_segment_dn(ctx, gates, delta=delta, skip_last=skip_last)
-    if ctx.exchange is not None:
-        dC, dn = exchanging.pass_cotangents(ctx, ctx.exchange, pending, dC_ends, dn_ends, decays, final=grads.dC0)
+    dC = exchanging.finish_cotangents(ctx, pending, dC)
     if ctx.segmented and dn_ends is not None:
-        state_passing.launch(ctx, dn_ends, decays, dn, grads.dn0, reverse=True)
+        pending = exchanging.pass_cotangents(ctx, dn_ends, decays, dn, first=grads.dn0, of_n=True)
+        exchanging.finish_cotangents(ctx, pending, dn)
     # dk, (T8), (T10), with checkpoints of dC and dn; then dv, (T11), (T12).
     size = math.prod(checkpoint_shape(ctx))
     k_dk, cotangents = dq_dk.launch(

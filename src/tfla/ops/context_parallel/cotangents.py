@@ -9,11 +9,11 @@ from tfla.backends import Inputs
 from tfla.ops.context_parallel import exchange, own_states
 from tfla.ops.context_parallel.local import Call, Gated, Saved, Shape
 from tfla.ops.context_parallel.spans import (
+    LOG_DECAY_PARTS,
     Cotangent,
     carry_back,
     exclusive_sums,
     from_rows,
-    row_width,
     to_rows,
 )
 
@@ -43,8 +43,11 @@ def own_cotangents(x: Inputs, h: Tensor, saved: Saved, dh: Tensor, call: Call) -
 
 def cotangent_rows(
     own: list[Cotangent | None], final_m: Tensor, dC: Tensor | None, dn: Tensor | None, call: Call, like: Tensor
-) -> Tensor:
-    """Return the rows that this process gives to the others, (S + D, B, H, width), or (S, ...) without final states.
+) -> list[Tensor]:
+    """Return the rows that this process gives to the others, those of dC and with a normalizer those of dn.
+
+    Backends exchange one after the other, see :func:`tfla.backends.gpu.exchanging.pass_cotangents`. Rows are
+    (S + D, B, H, width), or (S, ...) without final states.
 
     Args:
         own: the cotangents of the states before its spans; None leaves a row of zeros.
@@ -55,33 +58,38 @@ def cotangent_rows(
     """
     (B, H, K, V), normalize = like.shape, call.spec.normalize
     final = len(call.cut.ends) if call.spec.final_state else 0
-    rows = like.new_zeros(len(own) + final, B, H, row_width(K, V, normalize))
-    zero = rows.new_zeros(B, H, dtype=torch.float64)
-    for s, each in enumerate(own):
-        if each is not None:
-            rows[s] = to_rows(each.C, each.n, each.m, zero)
-    if final and (dC is not None or dn is not None):
-        shape = (B * final, H, K, V)
-        dC = rows.new_zeros(shape) if dC is None else dC
-        if normalize:
-            dn = rows.new_zeros(shape[:-1]) if dn is None else dn
-        C, n, m = (
-            None if t is None else t.to(rows.dtype).unflatten(0, (B, -1)).transpose(0, 1)
-            for t in (dC, dn, final_m if normalize else None)
-        )
-        assert C is not None
-        rows[len(own) :] = to_rows(C, n, m, zero.expand(final, B, H))
-    return rows
+    m = final_m.unflatten(0, (B, -1)).transpose(0, 1) if normalize and final else None
+
+    def rows_of(columns: int, spans: list[tuple[Tensor, Tensor | None] | None], at_end: Tensor | None) -> Tensor:
+        """Return the rows of cotangents (B, H, K, columns)."""
+        width = K * columns + LOG_DECAY_PARTS + normalize
+        rows = like.new_zeros(len(own) + final, B, H, width)
+        zero = rows.new_zeros(B, H, dtype=torch.float64)
+        for s, each in enumerate(spans):
+            if each is not None:
+                rows[s] = to_rows(each[0], None, each[1], zero)
+        if final and (dC is not None or dn is not None):
+            x = rows.new_zeros(B * final, H, K, columns) if at_end is None else at_end.to(rows.dtype)
+            rows[len(own) :] = to_rows(x.unflatten(0, (B, -1)).transpose(0, 1), None, m, zero.expand(final, B, H))
+        return rows
+
+    found = [rows_of(V, [each and (each.C, each.m) for each in own], dC)]
+    if normalize:
+        spans = [None if each is None or each.n is None else (each.n.unsqueeze(-1), each.m) for each in own]
+        found.append(rows_of(1, spans, None if dn is None else dn.unsqueeze(-1)))
+    return found
 
 
-def received(gathered: Tensor, final_m: Tensor, call: Call, like: Tensor) -> tuple[Cotangent, Cotangent | None]:
+def received(gathered: list[Tensor], final_m: Tensor, call: Call, like: Tensor) -> tuple[Cotangent, Cotangent | None]:
     """Return the cotangents of the states before all spans, (spans, B, ...), and of the final states, (D, B, ...).
 
     Args:
-        gathered: (R, rows, B, H, width), the rows of all processes.
+        gathered: the rows of all processes, (R, rows, B, H, width) each.
         final_m, call, like: as in :func:`cotangent_rows`.
     """
-    of_ranks = from_rows(gathered, *like.shape[-2:])
+    of_ranks = from_rows(gathered[0], *like.shape[-2:])
+    if call.spec.normalize:
+        of_ranks = of_ranks._replace(n=from_rows(gathered[1], like.shape[-2], 1).C.squeeze(-1))
     of_spans = Cotangent(*exchange.in_order_of_time(of_ranks, call.placement)[1:])
     if not call.spec.final_state:
         return of_spans, None

@@ -2,7 +2,7 @@
 
     forward                                               backward
     1. each span's own state, from its steps alone        each span's own cotangent of the state before it
-    2. all_gather                                         all_gather
+    2. all_gather                                         all_gather of dC, and with a normalizer of dn
     3. the states before this process's spans             the cotangents of the states after this process's spans
     4. the backend's forward from these states            the backend's backward from these cotangents
 
@@ -146,7 +146,7 @@ def backward(
     # 1. and 2. The cotangents of the states before spans, and of the final states, from all processes.
     like = saved.C[0]
     rows = cotangent_rows(own_cotangents(x, h, saved, dh, call), m, dC, dn, call, like)
-    gathered = exchange.finish_gather(exchange.start_gather(rows, call.group, size), size)
+    gathered = [exchange.finish_gather(exchange.start_gather(each, call.group, size), size) for each in rows]
     of_spans, of_final = received(gathered, m, call, like)
     # 3. and 4.
     ends = ends_of(call, saved.log_decay, saved.end_log_decay, saved.last_m, of_spans, of_final, shape)

@@ -108,13 +108,16 @@ def to_rows(C: Tensor, n: Tensor | None, m: Tensor | None, log_decay: Tensor) ->
     high = log_decay.to(C.dtype)
     low = (log_decay - high).to(C.dtype)
     parts = [C.flatten(-2), high.unsqueeze(-1), low.unsqueeze(-1)]
-    if n is not None and m is not None:
-        parts += [n, m.to(C.dtype).unsqueeze(-1)]
+    if n is not None:
+        parts.append(n)
+    if m is not None:
+        parts.append(m.to(C.dtype).unsqueeze(-1))
     return torch.cat(parts, -1)
 
 
 def from_rows(rows: Tensor, dqk: int, dhv: int) -> Span:
     """Return what :func:`to_rows` was given; the states are views of the rows."""
     C, high, low, rest = rows.split([dqk * dhv, 1, 1, rows.shape[-1] - dqk * dhv - LOG_DECAY_PARTS], -1)
-    n, m = (rest[..., :-1], rest[..., -1]) if rest.shape[-1] else (None, None)
+    n = rest[..., :-1] if rest.shape[-1] > 1 else None
+    m = rest[..., -1] if rest.shape[-1] else None
     return Span((high.double() + low.double()).squeeze(-1), C.unflatten(-1, (dqk, dhv)), n, m)
