@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import error
+from context_parts import own_steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from process_pool import Pool, RankError
@@ -34,29 +36,48 @@ def solve(
     dy: torch.Tensor,
     window: int | None,
     options: dict[str, Any],
+    order: str,
+    lengths: tuple[int, ...],
+    given: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return this process's output, the gradient of its input, and those of the weights."""
-    rank, parts = dist.get_rank(group), dist.get_world_size(group)
+    """Return this process's output, the gradient of its input, and those of the weights.
+
+    Args:
+        group: the processes.
+        mixer, window: the layer.
+        x, dy: its whole input, and the cotangent of its whole output.
+        options: further arguments of the layer.
+        order: of the spans.
+        lengths: the steps of each span.
+        given: whether the layer gets the lengths.
+    """
     module = layer(mixer, window)
-    module.context_parallel = group  # type: ignore[assignment]
-    mine, cotangent = (t.chunk(parts, 1)[rank].clone() for t in (x, dy))
+    module.context_parallel = ContextParallel(group, order=order, lengths=lengths if given else None)  # type: ignore[assignment]
+    steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
+    mine, cotangent = x[:, steps], dy[:, steps]
     if "document_start" in options:
-        options = {"document_start": options["document_start"].chunk(parts, 1)[rank]}
+        options = {"document_start": options["document_start"][:, steps]}
     y, _ = module(mine.requires_grad_(), **options)
     y.backward(cotangent)
     return y.detach(), mine.grad, [p.grad for p in module.parameters()]
 
 
-CONVOLUTION = 3  # steps that the convolution reads from before a part
+EXACT = 1e-12
+CONVOLUTION = 3  # steps that the convolution reads from before a span
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(data=st.data())
 def test_parts_are_those_of_the_whole(pool: Pool, data: st.DataObject) -> None:
-    mixer = data.draw(st.sampled_from([name for name in MIXERS if not name.startswith("mlstm")]), "mixer")
+    mixer = data.draw(st.sampled_from(list(MIXERS)), "mixer")
     parts = data.draw(st.integers(2, 4), "processes")
+    order = data.draw(st.sampled_from(["contiguous", "zigzag"]), "order")
     least = CONVOLUTION if getattr(MIXERS[mixer], "has_convolution", False) else 1
-    T = parts * data.draw(st.integers(least, 9), "steps of a process")
+    spans, equal = parts * (2 if order == "zigzag" else 1), data.draw(st.booleans(), "equal spans")
+    each = st.integers(least, 9)
+    lengths = (data.draw(each),) * spans if equal else tuple(data.draw(st.tuples(*[each] * spans), "lengths"))
+    given = not equal or data.draw(st.booleans(), "lengths are given")
+    T = sum(lengths)
     window = data.draw(st.none() | st.integers(1, T), "window") if mixer == "attention" else None
     kind = data.draw(st.sampled_from(["plain", "document_start", "cu_seqlens"]))
     B = 1 if kind == "cu_seqlens" else 2
@@ -71,17 +92,48 @@ def test_parts_are_those_of_the_whole(pool: Pool, data: st.DataObject) -> None:
     module, whole = layer(mixer, window), x.clone().requires_grad_()
     y, _ = module(whole, **options)
     y.backward(dy)
-    found = pool.run(parts, solve, mixer=mixer, x=x, dy=dy, window=window, options=options)
-    torch.testing.assert_close(torch.cat([out for out, _, _ in found], 1), y.detach(), rtol=0, atol=1e-12)
-    torch.testing.assert_close(torch.cat([dx for _, dx, _ in found], 1), whole.grad, rtol=0, atol=1e-12)
+    found = pool.run(
+        parts, solve, mixer=mixer, x=x, dy=dy, window=window, options=options, order=order, lengths=lengths,
+        given=given,
+    )  # fmt: skip
+    in_time = torch.cat([own_steps(rank, parts, order, lengths) for rank in range(parts)]).argsort()
+    h, dx = (torch.cat([part[k] for part in found], 1)[:, in_time] for k in (0, 1))  # type: ignore[misc]
+    assert error(h, y.detach()) <= EXACT
+    assert error(dx, whole.grad) <= EXACT
     for p, *gradients in zip(module.parameters(), *(gradients for _, _, gradients in found), strict=True):
-        torch.testing.assert_close(sum(gradients), p.grad, rtol=0, atol=1e-11)
+        assert error(sum(gradients), p.grad) <= EXACT
+
+
+def _compiled(group: dist.ProcessGroup, *, mixer: str, order: str) -> float:
+    """Return the largest difference of output and gradient between a compiled layer and the layer itself."""
+    module = layer(mixer)
+    module.context_parallel = ContextParallel(group, order=order)  # type: ignore[assignment]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, starts: module(x, document_start=starts)[0], backend="aot_eager", fullgraph=True)
+    worst = 0.0
+    for T in (8, 12):
+        x = torch.randn(1, T, 16, dtype=torch.float64, requires_grad=True)
+        starts = torch.zeros(1, T, dtype=torch.bool)
+        starts[0, 3 + dist.get_rank(group)] = True
+        found = []
+        for call in (compiled, lambda x, starts: module(x, document_start=starts)[0]):
+            y = call(x, starts)
+            found.append((y.detach(), *torch.autograd.grad(y.square().sum(), x)))
+        worst = max(worst, *(error(a, b) for a, b in zip(*found, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mixer", ["attention", "mamba2", "retnet"])
+def test_compiled_layers(pool: Pool, mixer: str, order: str) -> None:
+    assert max(pool.run(2, _compiled, mixer=mixer, order=order)) <= EXACT
 
 
 def _refused(group: dist.ProcessGroup, *, mixer: str, case: str) -> None:
-    module, x = layer(mixer), torch.zeros(1, 2 if case == "short" else 4, 16, dtype=torch.float64)
+    T = {"short": 2, "zigzag": 4, "odd": 5}.get(case, 4)
+    module, x = layer(mixer), torch.zeros(1, T, 16, dtype=torch.float64)
     zigzag = ContextParallel(group, order="zigzag")
-    module.context_parallel = zigzag if case == "zigzag" else group  # type: ignore[assignment]
+    module.context_parallel = zigzag if case in ("zigzag", "odd") else group  # type: ignore[assignment]
     if case == "state":
         module(x, module.initial_state(1, x.device))
     module(x)
@@ -90,14 +142,11 @@ def _refused(group: dist.ProcessGroup, *, mixer: str, case: str) -> None:
 @pytest.mark.parametrize(
     ("mixer", "case", "message"),
     [
-        ("mamba2", "zigzag", "context_parallel: got the order 'zigzag', expected 'contiguous' for this mixer"),
-        ("mamba2", "short", "x: got 2 steps with context parallelism, expected at least 3"),
+        ("mamba2", "zigzag", "x: got a span of 2 steps with context parallelism, expected at least 3"),
+        ("mamba2", "short", "x: got a span of 2 steps with context parallelism, expected at least 3"),
+        ("mamba2", "odd", "x: got T = 5, expected an even number of steps with order 'zigzag' and no lengths"),
         ("retnet", "state", "state: got one with context parallelism, expected neither state nor return_state"),
-        (
-            "attention",
-            "zigzag",
-            "context_parallel: got order 'zigzag' and lengths None, expected equal parts in order 'contiguous'",
-        ),
+        ("attention", "odd", "x: got T = 5, expected an even number of steps with order 'zigzag' and no lengths"),
         ("attention", "state", "state: got one, or return_state, expected neither with context_parallel in attention"),
     ],
 )

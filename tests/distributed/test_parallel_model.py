@@ -250,7 +250,7 @@ def _bad_layouts() -> dict[str, str]:
     own = make_model(torch.float32, "gla")
     for block in own.blocks:
         del block.mixer.context_parallel  # as a mixer of one's own that does not take it
-        block.mixer.unsplittable = "whose heads are mixed"
+        block.mixer.tensor_parallel = {}
 
     def mesh(names: tuple[str, ...] | None, *shape: int) -> Any:
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -283,6 +283,8 @@ def _bad_layouts() -> dict[str, str]:
         "prefetch alone": (model, mesh(("tp",), 4), {"prefetch": 1}),
         "kept alone": (model, mesh(("dp_shard", "tp"), 1, 4), {"reshard_after_forward": False}),
         "freed alone": (model, mesh(("tp",), 4), {"reshard_after_forward": True}),
+        "unknown order": (model, mesh(("cp",), 4), {"cp_order": "ring"}),
+        "order alone": (model, mesh(("dp_shard",), 4), {"cp_order": "zigzag"}),
         "blocks": (model, mesh(("dp_shard",), 4), {"blocks": [nn.Linear(2, 2)]}),
         "no blocks": (model, mesh(("dp_shard",), 4), {"blocks_per_gather": 0}),
         "no prefetch": (model, mesh(("dp_shard",), 4), {"prefetch": 1.5}),
@@ -314,7 +316,8 @@ EXPECTED = {
     "cp of no mixer": "ValueError mesh: got cp of size 4, expected 1 for Linear, which never calls tfla.mlstm",
     "cp of its own": "ValueError mesh: got cp of size 4, expected 1 for GatedLinearAttention, which has no exchange of "
     "states between processes",
-    "tp of its own": "ValueError mesh: got tp of size 4, expected 1 for GatedLinearAttention, whose heads are mixed",
+    "tp of its own": "ValueError mesh: got tp of size 4, expected 1 for GatedLinearAttention, whose "
+    "tensor_parallel does not say how processes share its modules",
     "attention again": "ValueError activation_checkpointing: got it with compile and tp of size 4, expected at most "
     "two of them for Attention: PyTorch cannot save what its compiled backward needs",
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
@@ -323,6 +326,8 @@ EXPECTED = {
     "prefetch alone": "ValueError prefetch: got 1, expected None for a mesh without data parallelism",
     "kept alone": "ValueError reshard_after_forward: got False, expected None for a mesh without data parallelism",
     "freed alone": "ValueError reshard_after_forward: got True, expected None for a mesh without data parallelism",
+    "unknown order": "ValueError cp_order: got 'ring', allowed are 'contiguous', 'zigzag'",
+    "order alone": "ValueError cp_order: got 'zigzag', expected 'contiguous' for a mesh without context parallelism",
     "blocks": "ValueError blocks[0]: got Linear, expected a module within the model",
     "no blocks": "ValueError blocks_per_gather: got 0, expected at least 1",
     "no prefetch": "TypeError prefetch: got float, expected an int",

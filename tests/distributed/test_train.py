@@ -54,6 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Job(replace(fsdp, run=folder / "reduced", parallel=Parallel(reduce_dtype="bfloat16"))),
         Job(replace(fsdp, run=folder / "gathered", precision="bfloat16", parallel=Parallel(gather_dtype="bfloat16"))),
         Job(replace(mixed, run=folder / "mixed-cp-tp", parallel=CP_TP)),
+        Job(replace(mixed, run=folder / "mixed-zigzag", parallel=Parallel(cp=2, cp_order="zigzag"))),
         Job(replace(mixed, run=folder / "mixed-fsdp-tp", parallel=TP), copy=(folder / "mixed-cp-tp", 4)),
         Job(replace(fsdp, run=folder / "full-disk"), copy=(folder / "fsdp", 2), full_disk=True),
     ]
@@ -86,7 +87,7 @@ def test_every_layout_has_the_curve_of_one_process(runs: Path, name: str) -> Non
         assert found[key] == pytest.approx(values, rel=1e-4), key
 
 
-@pytest.mark.parametrize("name", ["mixed-cp-tp", "mixed-fsdp-tp"])
+@pytest.mark.parametrize("name", ["mixed-cp-tp", "mixed-zigzag", "mixed-fsdp-tp"])
 def test_layers_of_several_kinds_have_the_curve_of_one_process(runs: Path, name: str) -> None:
     expected, found = curve(runs / "mixed-one"), curve(runs / name)
     assert list(found) == list(expected)
@@ -178,6 +179,16 @@ def test_sizes_that_do_not_fit_are_named(parallel: Parallel, processes: int, mes
             "parallel.reshard_after_forward: got False, expected True where no processes share",
         ),
         ({"tp": 2}, {"parallel": Parallel(blocks_per_gather=2)}, "parallel.blocks_per_gather: got 2, expected 1 where"),
+        (
+            {"tp": 2},
+            {"parallel": Parallel(reduce_each_pass=False), "accumulate": 2},
+            "parallel.reduce_each_pass: got False, expected True where no processes share",
+        ),
+        (
+            {"dp_shard": 2},
+            {"parallel": Parallel(cp_order="zigzag")},
+            "parallel.cp_order: got zigzag, expected contiguous with parallel.cp 1",
+        ),
         ({"tp": 2}, {"parallel": Parallel(prefetch=1)}, "parallel.prefetch: got 1, expected None where no processes"),
         ({"tp": 4}, {}, "parallel: mesh: got tp of size 4, expected a divisor of the 2 heads"),
     ],

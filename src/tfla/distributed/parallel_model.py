@@ -26,6 +26,8 @@ from tfla.nn import HeadNorm, LanguageModel, SequenceMixer, SwiGLU
 from tfla.nn.layers import Sharding, wrap_forward
 from tfla.nn.mixers import Attention
 from tfla.nn.validation import check_int
+from tfla.ops.context_parallel.cuts import CONTIGUOUS, ORDERS
+from tfla.ops.context_parallel.group import ContextParallel
 
 DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp")
 Model = TypeVar("Model", bound=nn.Module)
@@ -42,6 +44,7 @@ def parallelize(
     reshard_after_forward: bool | None = None,
     blocks_per_gather: int = 1,
     prefetch: int | None = None,
+    cp_order: str = CONTIGUOUS,
     blocks: Sequence[nn.Module] | None = None,
     tp_plan: dict[str, ParallelStyle] | None = None,
 ) -> Model:
@@ -53,9 +56,9 @@ def parallelize(
     - ``dp_replicate``: processes with different rows of the batch and a copy of the parameters each (HSDP).
     - ``dp_shard``: processes with different rows of the batch that share the parameters (FSDP2's ``fully_shard`` of
       each block and of the rest of the model).
-    - ``cp``: processes that share the steps of each sequence, in order of their rank. Every process passes its own
-      part of ``ids`` and ``document_start`` (B, T / cp) to the model. Parameters are sharded over ``dp_shard`` and
-      ``cp`` together.
+    - ``cp``: processes that share the steps of each sequence, in order of their rank or as ``cp_order`` says. Every
+      process passes its own part of ``ids`` and ``document_start`` (B, T / cp) to the model. Parameters are sharded
+      over ``dp_shard`` and ``cp`` together.
     - ``tp``: processes that share the heads of each mixer, the hidden units of each feed-forward network and the
       vocabulary. They get the same rows and steps, and return the same logits.
 
@@ -76,6 +79,8 @@ def parallelize(
             reduced, in one collective.
         prefetch: the number of further gathers that are started with each one, in forward and backward; None leaves
             the order to FSDP2, which starts a gather when the host comes to its block.
+        cp_order: how the steps are cut over ``cp``, "contiguous" or, with attention layers, "zigzag", which gives all
+            processes as many pairs of queries and keys; see :class:`ContextParallel`.
         blocks: the parts that are checkpointed, compiled and sharded as a unit; None takes the elements of the model's
             outermost ModuleLists.
         tp_plan: styles of torch.distributed.tensor.parallel for further modules, by their names in the model. They
@@ -98,6 +103,10 @@ def parallelize(
     check_int("blocks_per_gather", blocks_per_gather, 1)
     if prefetch is not None:
         check_int("prefetch", prefetch, 1)
+    if cp_order not in ORDERS:
+        raise ValueError(f"cp_order: got {cp_order!r}, allowed are {', '.join(map(repr, ORDERS))}")
+    if cp_order != CONTIGUOUS and sizes.get("cp", 1) == 1:
+        raise ValueError(f"cp_order: got {cp_order!r}, expected {CONTIGUOUS!r} for a mesh without context parallelism")
     sharded = any(name != "tp" and size > 1 for name, size in sizes.items())
     if mixed_precision is not None and not sharded:
         raise ValueError("mixed_precision: got a policy, expected None for a mesh without data parallelism")
@@ -114,7 +123,7 @@ def parallelize(
         _apply_tensor_parallel(model, mesh["tp"], tp_plan or {})
     if sizes.get("cp", 1) > 1:
         for mixer in _context_parallel_layers(model):
-            mixer.context_parallel = mesh["cp"]
+            mixer.context_parallel = ContextParallel(mesh["cp"], order=cp_order)
     for block in blocks:
         wrap_forward(block, activation_checkpointing, compile)
     if sharded:
@@ -223,8 +232,11 @@ def check_model(
         if max(tp, cp) > 1 and mixer.batch_invariant:
             dim, size = ("tp", tp) if tp > 1 else ("cp", cp)
             raise ValueError(f"mesh: got {dim} of size {size}, expected 1 for a model with batch_invariant=True")
-        if tp > 1 and mixer.unsplittable is not None:
-            raise ValueError(f"mesh: got tp of size {tp}, expected 1 for {kind}, {mixer.unsplittable}")
+        if tp > 1 and not mixer.tensor_parallel:
+            raise ValueError(
+                f"mesh: got tp of size {tp}, expected 1 for {kind}, whose tensor_parallel does not say how processes "
+                "share its modules"
+            )
         for heads in {mixer.num_heads, getattr(mixer, "num_kv_heads", mixer.num_heads)}:
             if heads % tp:
                 raise ValueError(f"mesh: got tp of size {tp}, expected a divisor of the {heads} heads")

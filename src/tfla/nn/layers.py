@@ -48,15 +48,14 @@ class SequenceMixer(nn.Module, ABC):
     Attributes:
         num_heads: number of heads.
         first_head: the first of this process's heads under tensor parallelism.
-        tensor_parallel: how the processes share the modules of the layer under tensor parallelism, by their names.
-        unsplittable: why the heads cannot be shared, a clause about the mixer; None where they can.
+        tensor_parallel: how the processes share the modules of the layer under tensor parallelism, by their names;
+            empty where they cannot.
         batch_invariant: whether each sequence is computed as if it were alone in the batch.
     """
 
     num_heads: int
     first_head: int = 0
     tensor_parallel: ClassVar[dict[str, Sharding]] = {}
-    unsplittable: ClassVar[str | None] = None
     batch_invariant: bool = False
 
     @abstractmethod

@@ -20,7 +20,7 @@ RESUMABLE_FIELDS = frozenset(
     {"run", "device", "threads", "compile", "eval_every", "eval_windows"}
     | {"checkpoint_every", "keep_last", "keep_every", "tensorboard", "activation_checkpointing"}
     | {f"parallel.{name}" for name in ("dp_replicate", "dp_shard", "cp", "tp", "reshard_after_forward")}
-    | {f"parallel.{name}" for name in ("blocks_per_gather", "prefetch", "reduce_each_pass")}
+    | {f"parallel.{name}" for name in ("blocks_per_gather", "prefetch", "reduce_each_pass", "cp_order")}
 )
 
 C = TypeVar("C")
@@ -198,6 +198,9 @@ class Parallel:
     """Processes that share one copy of the model (FSDP), with different sequences; None takes all that are left."""
     cp: int = 1
     """Processes that share each sequence, a part of its steps each. The model is shared over these as well."""
+    cp_order: Literal["contiguous", "zigzag"] = "contiguous"
+    """The parts of the steps: one span for each process, or two with zigzag, which gives all processes of attention
+    layers as many pairs of tokens."""
     tp: int = 1
     """Processes that share the heads of each layer; a divisor of num_heads."""
     reshard_after_forward: bool = True

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfla.nn import LanguageModel
 from tfla.train.data import Tokens, heldout_windows
-from tfla.train.ranks import ONE_PROCESS, Ranks
+from tfla.train.ranks import ALL_STEPS, ONE_PROCESS, Ranks, StepsPart
 
 Reset = Literal["gate", "cu_seqlens"]
 
@@ -24,7 +24,7 @@ def token_losses(
     bos: int,
     reset: Reset = "gate",
     *,
-    steps: tuple[int, int] = (0, 1),
+    steps: StepsPart = ALL_STEPS,
     device: torch.device | str | None = None,
     recompute_logits: bool = False,
 ) -> Tensor:
@@ -38,8 +38,7 @@ def token_losses(
         bos: the token that starts a document.
         reset: how the model learns where documents start: "gate" closes the forget gate there, "cu_seqlens" packs them
             as sequences.
-        steps: the number of this process, and of all processes, that share the steps of the rows in equal parts. With
-            cu_seqlens the rows are cut as one sequence.
+        steps: this process's part of the steps of the rows. With cu_seqlens the rows are cut as one sequence.
         device: the device of the model; None is that of the windows, which is better the CPU for cu_seqlens.
         recompute_logits: whether the logits of a part of the tokens at a time are held, and computed again in the
             backward; the model is then a LanguageModel.
@@ -55,7 +54,7 @@ def token_losses(
     else:
         cu_seqlens = document_cu_seqlens(ids, bos)
         # The operator reads the offsets of sequences that processes share on the host.
-        options["cu_seqlens"] = cu_seqlens.to(device) if steps[1] == 1 else cu_seqlens.cpu()
+        options["cu_seqlens"] = cu_seqlens.to(device) if steps.parts == 1 else cu_seqlens.cpu()
     ids, targets = _own_part(ids, reset, steps).to(device), _own_part(targets, reset, steps).to(device)
     shape = targets.shape
     if reset == "cu_seqlens":
@@ -68,12 +67,11 @@ def token_losses(
     return losses.view(shape)
 
 
-def _own_part(x: Tensor, reset: Reset, steps: tuple[int, int]) -> Tensor:
+def _own_part(x: Tensor, reset: Reset, steps: StepsPart) -> Tensor:
     """Return what a process has of x (B, T), where ``reset`` and ``steps`` are as in :func:`token_losses`."""
-    index, parts = steps
-    if parts == 1:
+    if steps.parts == 1:
         return x
-    return (x if reset == "gate" else x.reshape(1, -1)).chunk(parts, 1)[index]
+    return steps.of(x if reset == "gate" else x.reshape(1, -1))
 
 
 def document_cu_seqlens(ids: Tensor, bos: int) -> Tensor:
@@ -145,7 +143,7 @@ def evaluate(
             same = [w for w in group if w.stop - w.start == length]
             mine, counts = _share(same, length - 1, ranks)
             rows = np.stack([tokens.heldout[w] for w in mine]).astype(np.int64)
-            rows = np.pad(rows, ((0, 0), (0, -(length - 1) % ranks.steps[1])), constant_values=tokens.tokenizer.bos)
+            rows = np.pad(rows, ((0, 0), (0, -(length - 1) % ranks.steps.spans)), constant_values=tokens.tokenizer.bos)
             losses = token_losses(
                 model, torch.from_numpy(rows), tokens.tokenizer.bos, reset, steps=ranks.steps, device=device
             )
@@ -169,7 +167,7 @@ def _share(windows: list[slice], steps: int, ranks: Ranks) -> tuple[list[slice],
         ranks: the processes.
     """
     index, parts = ranks.rows
-    size, width = -(-len(windows) // parts), steps + -steps % ranks.steps[1]
+    size, width = -(-len(windows) // parts), steps + -steps % ranks.steps.spans
     mine = windows[index * size : (index + 1) * size]
     counts = torch.zeros(size, width, dtype=torch.bool)
     counts[: len(mine), :steps] = True

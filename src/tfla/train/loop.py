@@ -22,6 +22,7 @@ from tfla._util.errors import UserError, notice, reason
 from tfla._util.files import remove_directory
 from tfla.nn import GatePreactivation, LanguageModel, ModelConfig
 from tfla.nn.layers import wrap_forward
+from tfla.ops.context_parallel.cuts import CONTIGUOUS
 from tfla.train.checkpoint import Checkpoints, restore, step_of
 from tfla.train.config import Parallel, TrainConfig, from_json, to_json
 from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepare_tokens, read_tokens
@@ -142,7 +143,7 @@ def _prepare(config: TrainConfig, run: Path, latest: Path | None, ranks: Ranks) 
     _check_layout(config, model, ranks)
     device = ranks.device
     pass_tokens, bfloat16 = config.micro_batch_size * config.context, _is_bfloat16(config, device)
-    pass_tokens //= ranks.rows[1] * ranks.steps[1]
+    pass_tokens //= ranks.rows[1] * ranks.steps.parts
     warning = check_memory(model, pass_tokens, bfloat16, device, ranks.model_parts, config.activation_checkpointing)
     with _precision(config, device):
         check_backend(model, device, packed=config.reset == "cu_seqlens")
@@ -162,15 +163,22 @@ def _prepare(config: TrainConfig, run: Path, latest: Path | None, ranks: Ranks) 
 
 def _check_layout(config: TrainConfig, model: ModelConfig, ranks: Ranks) -> None:
     """Raise UserError unless the batch, the sequences and the model can be divided among the processes of a run."""
-    rows, steps = ranks.rows[1], ranks.steps[1]
+    rows, steps = ranks.rows[1], ranks.steps.parts
     if config.micro_batch_size % rows:
         raise UserError(
             f"batch_size: got {config.batch_size} with accumulate {config.accumulate}, expected a multiple of "
             f"{config.accumulate * rows}, since {rows} processes share the sequences of a pass"
         )
-    if config.context % steps:
-        raise UserError(f"context: got {config.context}, expected a multiple of parallel.cp, {steps}")
-    for name in ("gather_dtype", "reduce_dtype", "reshard_after_forward", "blocks_per_gather", "prefetch"):
+    if config.parallel.cp_order != CONTIGUOUS and steps == 1:
+        raise UserError(f"parallel.cp_order: got {config.parallel.cp_order}, expected {CONTIGUOUS} with parallel.cp 1")
+    if config.context % ranks.steps.spans:
+        times = "" if ranks.steps.spans == steps else f"{ranks.steps.spans // steps} x "
+        raise UserError(
+            f"context: got {config.context}, expected a multiple of {times}parallel.cp, {ranks.steps.spans}"
+        )
+    for name in (
+        "gather_dtype", "reduce_dtype", "reshard_after_forward", "blocks_per_gather", "prefetch", "reduce_each_pass",
+    ):  # fmt: skip
         given, default = getattr(config.parallel, name), getattr(Parallel(), name)
         if given != default and rows * steps == 1:
             raise UserError(
@@ -397,12 +405,12 @@ def _distribute(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> None
         return
     from tfla.distributed import parallelize
 
-    given, sharded = config.parallel, ranks.rows[1] * ranks.steps[1] > 1
+    given, sharded = config.parallel, ranks.rows[1] * ranks.steps.parts > 1
     parallelize(
         model, ranks.mesh, mixed_precision=_policy(config), compile=config.compile,
         activation_checkpointing=config.activation_checkpointing,
         reshard_after_forward=given.reshard_after_forward if sharded else None,
-        blocks_per_gather=given.blocks_per_gather, prefetch=given.prefetch,
+        blocks_per_gather=given.blocks_per_gather, prefetch=given.prefetch, cp_order=given.cp_order,
     )  # fmt: skip
     model.to(ranks.device)
     if config.compile:

@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from tfla._util.errors import UserError, one_line
+from tfla.ops.context_parallel.cuts import CONTIGUOUS, Placement
 from tfla.train.config import Parallel
 
 if TYPE_CHECKING:
@@ -33,6 +34,33 @@ BEAT_SECONDS = 1.0  # between the signs of life of a process
 DEAD_SECONDS = 15.0  # without a sign of life; with the grace below less than the 30 s after which torchrun kills all
 GRACE_SECONDS = 5.0  # in which a process may report its own error, after another one has failed
 FAILED, BEAT, SAID = "failed", "beat", "said"
+
+
+class StepsPart(NamedTuple):
+    """The part that a process has of the steps of each sequence."""
+
+    rank: int = 0  # of this process among those that share the steps
+    parts: int = 1  # the number of these processes
+    order: str = CONTIGUOUS
+
+    @property
+    def spans(self) -> int:
+        """The number of equal spans into which the steps are cut."""
+        return self._placement.spans
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this process's steps of x (B, T)."""
+        spans = x.chunk(self.spans, 1)
+        own = [spans[position] for position in self._placement.positions]
+        return own[0] if len(own) == 1 else torch.cat(own, 1)
+
+    @property
+    def _placement(self) -> Placement:
+        """The place of the spans over the processes."""
+        return Placement(self.rank, self.parts, self.order if self.parts > 1 else CONTIGUOUS, ())
+
+
+ALL_STEPS = StepsPart()
 
 
 @dataclass
@@ -46,6 +74,7 @@ class Ranks:
         coordinates: the place of this process in each dimension.
         mesh: the mesh; None for one process.
         device: the device of this process.
+        order: how the steps of a sequence are cut over ``cp``, see :class:`tfla.distributed.ContextParallel`.
     """
 
     rank: int = 0
@@ -56,6 +85,7 @@ class Ranks:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Any = None
     said: int = 0
+    order: str = CONTIGUOUS
 
     @property
     def first(self) -> bool:
@@ -70,9 +100,9 @@ class Ranks:
         return index, self.sizes.get("dp_replicate", 1) * shards
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """The index of this process among those that share the steps of a sequence, and their number."""
-        return self.coordinates.get("cp", 0), self.sizes.get("cp", 1)
+    def steps(self) -> StepsPart:
+        """The part of this process of the steps of a sequence."""
+        return StepsPart(self.coordinates.get("cp", 0), self.sizes.get("cp", 1), self.order)
 
     @property
     def model_parts(self) -> int:
@@ -223,8 +253,9 @@ def join_ranks(parallel: Parallel, device: torch.device) -> Iterator[Ranks]:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     ranks = Ranks(
-        rank, size, sizes, dict(zip(dimensions, coordinate, strict=True)), mesh, device, dist.PrefixStore("run", store)
-    )
+        rank, size, sizes, dict(zip(dimensions, coordinate, strict=True)), mesh, device,
+        dist.PrefixStore("run", store), order=parallel.cp_order,
+    )  # fmt: skip
     watch = _Watch(ranks, dist.PrefixStore(f"tfla{attempt}", shared.clone()))
     watch.start()
     with _exit_when_terminated():

@@ -14,7 +14,7 @@ from tfla.nn.layers import Accept, Projection, SequenceMixer, Sharding, input_st
 from tfla.nn.mixer_state import StatesEvery
 from tfla.nn.mixers.attend import attend, attend_alone, attend_masked, attend_packed
 from tfla.nn.mixers.documents import Documents
-from tfla.nn.mixers.gather_steps import gather_steps, own_steps
+from tfla.nn.mixers.gather_steps import SharedSteps
 from tfla.nn.mixers.rotary import rotate_both
 from tfla.ops.checks import check_cu_seqlens
 from tfla.ops.state import State
@@ -176,18 +176,22 @@ class Attention(SequenceMixer):
         The keys and values of all processes are gathered. Documents are those of the whole sequence: a process has its
         part of document_start, and all of cu_seqlens on the CPU.
         """
-        own, steps, name = own_steps(self.context_parallel, x.shape[1])
+        shared = SharedSteps(self.context_parallel, x.shape[1])
         if cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], steps, 0))
+            check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], shared.total, 0))
         if document_start is not None:
-            document_start = gather_steps(document_start, name)
-        documents = Documents(x.new_empty(x.shape[0], steps, 0), document_start, cu_seqlens)
+            document_start = shared.gather(document_start)
+        documents = Documents(x.new_empty(x.shape[0], shared.total, 0), document_start, cu_seqlens)
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate_both(q, k, documents.position(None)[:, own], self.rope_base)
-        k, v = (gather_steps(t, name)[:, : own.stop] for t in (k, v))
-        first = None if documents.single else documents.first()[:, own]
-        h = attend(q, k, v, first, self.window, None if self.sinks is None else self.sinks())
-        out: Tensor = self.out_proj(h.flatten(-2))
+        q, k = rotate_both(q, k, shared.of_whole(documents.position(None)), self.rope_base)
+        k, v = (shared.gather(t) for t in (k, v))
+        first = None if documents.single else documents.first()
+        sinks = None if self.sinks is None else self.sinks()
+        attended = []
+        for here, own in zip(shared.here, shared.own, strict=True):
+            before = None if first is None else first[:, own]
+            attended.append(attend(q[:, here], k[:, : own.stop], v[:, : own.stop], before, self.window, sinks))
+        out: Tensor = self.out_proj(torch.cat(attended, 1).flatten(-2))
         return out
 
     def step(

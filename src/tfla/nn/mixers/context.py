@@ -7,62 +7,79 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tfla.ops.context_parallel.cuts import CONTIGUOUS
+from tfla.nn.mixers.spans import Spans
 from tfla.ops.context_parallel.exchange import finish_gather, start_gather
-from tfla.ops.context_parallel.group import Group, context_parallel_of
+from tfla.ops.context_parallel.group import Group
 
 
 class ContextPart:
-    """A process's part of the steps, and its exchange with the processes of the other parts.
+    """A process's part of the steps, one or two spans of them, and its exchange with the processes of the other parts.
 
     Args:
-        group: the processes, in the order of their parts.
+        group: the argument `context_parallel` of :func:`tfla.linear_attention`.
+        T: the steps of this process.
+
+    Attributes:
+        spans: the spans of all processes.
+        own: the steps of each span of this process in its tensors.
 
     Raises:
-        ValueError: the parts are not contiguous.
+        ValueError: T steps do not fit the order or the lengths of the group.
     """
 
-    def __init__(self, group: Group) -> None:
-        placement, self.group = context_parallel_of(group)
-        if placement.order != CONTIGUOUS:
-            raise ValueError(
-                f"context_parallel: got the order {placement.order!r}, expected {CONTIGUOUS!r} for this mixer"
-            )
-        self.rank, self.size, self.lengths = placement.rank, placement.size, placement.lengths
+    def __init__(self, group: Group, T: int) -> None:
+        self.spans = Spans(group, T)
+        self.own = self.spans.own
 
-    def document_start(self, cu_seqlens: Tensor, x: Tensor) -> Tensor:
-        """Return where documents start in x (1, T, ...), a part of packed sequences: (1, T) bool.
+    def document_start(self, cu_seqlens: Tensor, device: torch.device) -> Tensor:
+        """Return where documents start in this part of packed sequences: (1, T) bool.
 
         Args:
-            cu_seqlens: the offsets of the sequences in the whole row.
-            x: this process's part; all parts are equal, or have the lengths of the group.
+            cu_seqlens: the offsets of the sequences in the whole row, whose parts are equal or have the lengths of the
+                group.
+            device: the device of the result.
         """
-        steps = x.shape[1]
-        before = sum(self.lengths[: self.rank]) if self.lengths else self.rank * steps
-        token = torch.arange(before, before + steps, device=x.device)
-        return torch.isin(token, cu_seqlens.to(x.device, torch.int64))[None]
+        bounds = self.spans.bounds
+        token = [torch.arange(bounds[p], bounds[p + 1], device=device) for p in self.spans.positions]
+        return torch.isin(torch.cat(token), cu_seqlens.to(device, torch.int64))[None]
 
     def from_previous(self, x: Tensor) -> Tensor:
-        """Return x of the process before this one, zeros on the first one; gradients go the other way."""
+        """Return for each span of this process (spans, ...) the x of the span before it in time, zeros for the first.
+
+        Gradients go the other way.
+        """
         found: Tensor = _FromPrevious.apply(x, self)
         return found
 
-    def carried_length(self, length: Tensor, started: Tensor) -> Tensor:
-        """Return how many tokens the document that goes on in this part has before it: (B,) int64.
+    def carried_length(self, length: Tensor, started: Tensor) -> list[Tensor]:
+        """Return how many tokens the document that goes on in each span has before it: (B,) int64 each.
 
         Args:
-            length: (B,) int64, the tokens of the last document of this part, all of them if none starts here.
-            started: (B,) bool, whether a document starts in this part.
+            length: (spans, B) int64, the tokens of the last document of each span, all of them if none starts there.
+            started: (spans, B) bool, whether a document starts in the span.
         """
-        parts = self.gather(torch.stack([length, started.long()]))  # (size, 2, B)
-        carried = torch.zeros_like(length)
-        for part in range(self.rank):
-            carried = torch.where(parts[part, 1] > 0, parts[part, 0], carried + parts[part, 0])
-        return carried
+        every = self.gather(torch.stack([length, started.long()], 1))  # (2, B) each
+        carried = [torch.zeros_like(length[0])]
+        for span in every[:-1]:
+            carried.append(torch.where(span[1] > 0, span[0], carried[-1] + span[0]))
+        return [carried[position] for position in self.spans.positions]
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return x of all processes: (size, ...)."""
-        return finish_gather(start_gather(x[None], self.group, self.size), self.size)[:, 0]
+    def gather(self, x: Tensor) -> list[Tensor]:
+        """Return the x of all spans in the order of time, from that of the spans of this process, (spans, ...)."""
+        spans = self.spans
+        of_ranks = finish_gather(start_gather(x, spans.group, spans.size), spans.size)
+        first = [of_ranks[rank, 0] for rank in range(spans.size)]
+        if not spans.zigzag:
+            return first
+        return first + [of_ranks[rank, 1] for rank in range(spans.size - 1, -1, -1)]
+
+    def shifted(self, x: Tensor, by: int) -> Tensor:
+        """Return for each span of this process the x of the span that is ``by`` later, zeros where there is none."""
+        every, found = self.gather(x), []
+        for position in self.spans.positions:
+            there = 0 <= position + by < len(every)
+            found.append(every[position + by] if there else torch.zeros_like(every[0]))
+        return torch.stack(found)
 
 
 class _FromPrevious(torch.autograd.Function):
@@ -70,14 +87,11 @@ class _FromPrevious(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, part: ContextPart) -> Tensor:
-        """Return x of the process before this one."""
+        """Return x of the span before each one."""
         ctx.part = part
-        every = part.gather(x)
-        return every[part.rank - 1] if part.rank else torch.zeros_like(x)
+        return part.shifted(x, -1)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
-        """Return the cotangent of the process after this one."""
-        part, cotangent = ctx.part, cotangents[0]
-        every = part.gather(cotangent)
-        return every[part.rank + 1] if part.rank + 1 < part.size else torch.zeros_like(cotangent), None
+        """Return the cotangent of the span after each one."""
+        return ctx.part.shifted(cotangents[0], 1), None

@@ -5,43 +5,60 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tfla.ops.context_parallel.cuts import CONTIGUOUS
-from tfla.ops.context_parallel.group import context_parallel_of
+from tfla.nn.mixers.spans import Spans
 
 
-def own_steps(group: Any, T: int) -> tuple[slice, int, str]:
-    """Return which steps of a sequence this process has, the number of all steps, and the name of the process group.
+class SharedSteps:
+    """The steps of sequences that several processes share.
 
     Args:
-        group: the argument `context_parallel` of :func:`tfla.mlstm`.
-        T: the steps of this process, as many as those of every other one.
+        group: the argument `context_parallel` of :func:`tfla.mlstm`. Without lengths all parts are equal.
+        T: the steps of this process.
+
+    Attributes:
+        here: the steps of each span of this process in its tensors.
+        own: the same steps in the whole sequence.
+        total: the number of all steps.
 
     Raises:
-        ValueError: the sequence is cut in another way than in equal parts in the order of the processes.
+        ValueError: T steps do not fit the order or the lengths of the group.
     """
-    placement, name = context_parallel_of(group)
-    if placement.order != CONTIGUOUS or len(set(placement.lengths)) > 1:
-        raise ValueError(
-            f"context_parallel: got order {placement.order!r} and lengths {placement.lengths or None}, expected equal "
-            f"parts in order {CONTIGUOUS!r} for attention"
-        )
-    return slice(placement.rank * T, (placement.rank + 1) * T), placement.size * T, name
 
+    def __init__(self, group: Any, T: int) -> None:
+        self.spans = Spans(group, T)
+        bounds = self.spans.bounds
+        self.here, self.total = self.spans.own, bounds[-1]
+        self.own = [slice(bounds[position], bounds[position + 1]) for position in self.spans.positions]
 
-def gather_steps(x: Tensor, name: str) -> Tensor:
-    """Return the steps of all processes of a group: (B, T, ...) -> (B, R T, ...).
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the steps of all processes in the order of time: (B, T, ...) -> (B, all steps, ...).
 
-    The gradient of a step is the sum of those of all processes.
+        The gradient of a step is the sum of those of all processes.
+        """
+        import torch.distributed._functional_collectives as collectives
 
-    Args:
-        x: the steps of this process.
-        name: the name of the process group.
-    """
-    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+        if x.dtype == torch.bool:  # not a dtype of NCCL
+            return self.gather(x.to(torch.uint8)).bool()
+        spans = self.spans
+        held = [sum(spans.lengths[position] for position in spans.of_rank(rank)) for rank in range(spans.size)]
+        most = max(held)
+        padded = F.pad(x, (*(0, 0) * (x.dim() - 2), 0, most - x.shape[1])) if most > x.shape[1] else x.contiguous()
+        # The name before PyTorch 2.13 is deprecated.
+        gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+        every: Tensor = gather(padded, 1, spans.group)
+        if not spans.zigzag and min(held) == most:
+            return every
+        pieces: list[Any] = [None] * len(spans.lengths)
+        for rank in range(spans.size):
+            start = rank * most
+            for position in spans.of_rank(rank):
+                pieces[position] = every[:, start : start + spans.lengths[position]]
+                start += spans.lengths[position]
+        return torch.cat(pieces, 1)
 
-    if x.dtype == torch.bool:  # not a dtype of NCCL
-        return gather_steps(x.to(torch.uint8), name).bool()
-    group: Any = name
-    return all_gather_tensor_autograd(x.contiguous(), 1, group)
+    def of_whole(self, x: Tensor) -> Tensor:
+        """Return this process's steps of a tensor of all steps: (B, all steps, ...) -> (B, T, ...)."""
+        return torch.cat([x[:, steps] for steps in self.own], 1)

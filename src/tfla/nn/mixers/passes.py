@@ -86,12 +86,12 @@ class SequencePass(Pass):
         states_every: StatesEvery | None = None,
     ) -> None:
         group = mixer.context_parallel
-        self.part = None if group is None else ContextPart(group)  # with context parallelism
+        self.part = None if group is None else ContextPart(group, x.shape[1])
         if self.part is not None:
             if state is not None or return_state:
                 raise ValueError("state: got one with context parallelism, expected neither state nor return_state")
             if cu_seqlens is not None:
-                document_start, cu_seqlens = self.part.document_start(cu_seqlens, x), None
+                document_start, cu_seqlens = self.part.document_start(cu_seqlens, x.device), None
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, x)
         self.mixer, self.batch, self.state, self.return_state = mixer, x.shape[0], state, return_state
@@ -115,14 +115,14 @@ class SequencePass(Pass):
 
     def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run :meth:`Pass.convolve`."""
-        before: Sequence[Tensor | None] = [None] * len(inputs) if self.state is None else self.state.convolution
         if self.part is not None:
-            before = self._halos(self.part, convolutions, inputs)
+            return self._convolve_spans(self.part, convolutions, inputs)
+        before: Sequence[Tensor | None] = [None] * len(inputs) if self.state is None else self.state.convolution
         triples = list(zip(convolutions, inputs, before, strict=True))
         if self.return_state:
             self.convolution = tuple(conv.last_inputs(x, old, self.documents) for conv, x, old in triples)
         for end in self.ends:
-            documents = self._until(end)
+            documents = self._within(slice(end))
             kept = [conv.last_inputs(x[:, :end], old, documents) for conv, x, old in triples]
             self.convolution_between.append(tuple(kept))
         return tuple(conv(x, old, self.documents) for conv, x, old in triples)
@@ -130,12 +130,19 @@ class SequencePass(Pass):
     def position(self) -> Tensor:
         """Run :meth:`Pass.position`."""
         before = None if self.state is None else self.state.position
-        if self.part is not None:
-            starts = self.documents.document_start
-            length = self.documents.length(None, self.batch)
-            started = torch.zeros_like(length, dtype=torch.bool) if starts is None else starts.any(1)
-            before = self.part.carried_length(length, started)
-        return self.documents.position(before)
+        if self.part is None:
+            return self.documents.position(before)
+        spans = [self._within(steps) for steps in self.part.own]
+        starts = [each.document_start for each in spans]
+        length = torch.stack([each.length(None, self.batch) for each in spans])
+        started = torch.stack(
+            [
+                torch.zeros_like(of_span, dtype=torch.bool) if each is None else each.any(1).expand(self.batch)
+                for each, of_span in zip(starts, length, strict=True)
+            ]
+        )
+        carried = self.part.carried_length(length, started)
+        return torch.cat([each.position(tokens) for each, tokens in zip(spans, carried, strict=True)], 1)
 
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
@@ -181,25 +188,41 @@ class SequencePass(Pass):
         found = []
         before = None if self.state is None else self.state.position
         for j, end in enumerate(self.ends):
-            position = self._until(end).length(before, self.batch) if self.mixer.has_position else None
+            position = self._within(slice(end)).length(before, self.batch) if self.mixer.has_position else None
             convolution = self.convolution_between[j] if self.convolution_between else ()
             found.append(MixerState(self.between[j], convolution, position))
         return found
 
-    def _until(self, end: int) -> Documents:
-        """Return the documents of the first tokens of a call that is not packed."""
-        token, starts = self.documents.token[None, :end], self.documents.document_start
-        return Documents(token, None if starts is None else starts[:, :end], None)
+    def _within(self, steps: slice) -> Documents:
+        """Return the documents of some tokens of a call that is not packed."""
+        token, starts = self.documents.token[None, steps], self.documents.document_start
+        return Documents(token, None if starts is None else starts[:, steps], None)
 
-    def _halos(
+    def _convolve_spans(
         self, part: ContextPart, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        """Return the last inputs of each convolution on the process before this one."""
-        needed = convolutions[0].size - 1
-        if inputs[0].shape[1] < needed:
-            raise ValueError(f"x: got {inputs[0].shape[1]} steps with context parallelism, expected at least {needed}")
-        last = [conv.last_inputs(x, None, self.documents) for conv, x in zip(convolutions, inputs, strict=True)]
-        return part.from_previous(torch.cat(last, -1)).split([x.shape[-1] for x in inputs], -1)
+    ) -> tuple[Tensor, ...]:
+        """Apply each convolution to the spans of this process, after the last inputs of the spans before them."""
+        needed, shortest = convolutions[0].size - 1, min(steps.stop - steps.start for steps in part.own)
+        if shortest < needed:
+            raise ValueError(f"x: got a span of {shortest} steps with context parallelism, expected at least {needed}")
+        spans = [(steps, self._within(steps)) for steps in part.own]
+        last = torch.stack(
+            [
+                torch.cat(
+                    [
+                        conv.last_inputs(x[:, steps], None, documents)
+                        for conv, x in zip(convolutions, inputs, strict=True)
+                    ],
+                    -1,
+                )
+                for steps, documents in spans
+            ]
+        )
+        before = part.from_previous(last).split([x.shape[-1] for x in inputs], -1)
+        return tuple(
+            torch.cat([conv(x[:, steps], old[s], documents) for s, (steps, documents) in enumerate(spans)], 1)
+            for conv, x, old in zip(convolutions, inputs, before, strict=True)
+        )
 
     def _reset(self, log_f: Tensor) -> Tensor:
         """Close gates (B, T, heads) or (B, T, heads, dqk) where a document starts."""
