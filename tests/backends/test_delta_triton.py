@@ -134,6 +134,16 @@ def test_gates_above_0_leave_no_nan(model: str, dtype: torch.dtype) -> None:
     assert not any(t.any() for t in found.values())  # NaN is true
 
 
+@pytest.mark.parametrize("model", ["gdn", "kda", "comba"])
+def test_large_values_in_float16(model: str) -> None:
+    """Corrections are computed in float16 from operands that exceed its range, and operands that are split add up."""
+    p = delta_problem(model, T=70, B=1, K=16, V=16, carried=False)
+    p = dataclasses.replace(p, x=p.x._replace(v=p.x.v * 8000), dh=p.dh / 8000, dC=p.dC / 8000).to(torch.float16)
+    exact, found = truth(p), solve(p)
+    assert p.x.v.abs().max() * 2 > torch.finfo(torch.float16).max / 2
+    assert all(error(found[n], exact[n]) <= TOLERANCE[torch.float16] for n in ("h", "C", "dq", "dk")), found
+
+
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     st.sampled_from(MODELS), st.integers(1, 200), st.integers(1, 40), st.integers(1, 40),

@@ -146,8 +146,8 @@ class Block(Operand):
     def shape(self) -> list[int]:
         return list(self._data.shape)
 
-    def to(self, dtype: torch.dtype) -> Block:
-        return Block(self.data.to(dtype))
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:
+        return Block(self.data.view(dtype) if bitcast else self.data.to(dtype))
 
 
 class PointerType:

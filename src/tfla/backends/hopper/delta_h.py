@@ -10,11 +10,11 @@ reads the result of the one before it from registers, and neither consumer needs
     (1)   R^T <- C^T k^T and out^T <- C^T q^T           (64, L) = (64, dqk) (dqk, L)
     (2)   the stage of tile n - 1 is empty              its outputs have left shared memory
     (3)   R^T <- V^T - R^T * a                          (64, L), (R2)
-    (4)   E^T <- R^T - (R^T * beta) X^T                 (64, L) = (64, L) (L, L), (R2)
+    (4)   E^T <- R^T - (R^T * beta) X^T                 (64, L) = (64, L) (L, L), (R2), in float16
     (5)   E                                             to shared memory and from there to global memory, with SAVE
-    (6)   C^T <- g C^T + (E^T * (w beta)) k             (64, dqk) = (64, L) (L, dqk), (R4)
+    (6)   C^T <- g C^T + (E^T * (w beta)) k             (64, dqk) = (64, L) (L, dqk), (R4), E^T split in two
     (7)   wait for both halves of P
-    (8)   out^T <- out^T * a + E^T P^T                  (64, L) = (64, L) (L, L), (R3)
+    (8)   out^T <- out^T * a + E^T P^T                  (64, L) = (64, L) (L, L), (R3), E^T split in two
     (9)   S <- q k^T of tile n + 1                      (L, L / 2), one half of the columns for each consumer
     (10)  out^T * scale                                 over v, and from there to global memory
     (11)  P <- S * D * beta of tile n + 1, masked       (L, L / 2), to shared memory, (R1) times beta
@@ -253,6 +253,19 @@ def store_scores(S, D, n, ids, shared, half: gl.constexpr, config):
 
 
 @gluon.jit
+def range_factors(R, N):
+    """Return powers of two that bring the rows of R and N, (64, L), to the range of float16, and those that undo it.
+
+    The largest number of a row gets the exponent 14, as in `scaled_product` of the Triton kernels.
+    """
+    top = gl.max(gl.maximum(gl.abs(R), gl.abs(N)), 1)
+    exponent = gl.maximum(top.to(gl.int32, bitcast=True) & 0x7F800000, 15 << 23)
+    down = ((254 << 23) - exponent + (14 << 23)).to(gl.float32, bitcast=True)
+    up = (exponent - (14 << 23)).to(gl.float32, bitcast=True)
+    return gl.expand_dims(down, 1), gl.expand_dims(up, 1)
+
+
+@gluon.jit
 def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constexpr, config):
     """Process a tile: everything from step (1) to (11) of the module's docstring.
 
@@ -292,9 +305,12 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     # (3) R^T <- V^T - R^T * a
     R = v_t - R * read_weight
     # (4) E^T <- R^T - (R^T * beta) X^T
-    B = mma.to_left_operand((R * (-write)).to(dtype), L)
-    E = warpgroup_mma(B, x, R, is_async=True)
+    N = R * (-write)
+    down, up = range_factors(R, N)
+    B = mma.to_left_operand((N * down).to(shared.x.dtype), L)
+    E = warpgroup_mma(B, x, R * down, is_async=True)
     E, B, out, A = warpgroup_mma_wait(0, deps=[E, B, out, A])
+    E = E * up
     if config.SAVE:
         # (5) E on its way to memory
         shared.e.index(half).reshape([L, 64]).permute((1, 0)).store(E.to(dtype))
@@ -304,21 +320,23 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     decay = gl.expand_dims(
         g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(ROWS))), 0
     )  # (1, 1)
-    U = mma.to_left_operand((E * load_vector(g, UPDATE_WEIGHT, L, of_out)).to(dtype), ROWS)
+    U, U_low = mma.split_left_operand(E * load_vector(g, UPDATE_WEIGHT, L, of_out), ROWS, dtype)
     C = warpgroup_mma(U, k, C * decay, is_async=True)
+    C = warpgroup_mma(U_low, k, C, is_async=True)
     # (7) Both consumers have stored their half of P.
     mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     # (8) out^T <- out^T * a + E^T P^T
-    A = mma.to_left_operand(E.to(dtype), L)
+    A, A_low = mma.split_left_operand(E, L, dtype)
     p = shared.p.index(n % 2).permute((1, 0))
     out = warpgroup_mma(A, p, out * load_vector(g, READ_WEIGHT, L, of_out), is_async=True)
+    out = warpgroup_mma(A_low, p, out, is_async=True)
     # (9) The next tile has arrived: start its S while the products of this tile run.
     s, phase = pipeline.advance(s, phase, STAGES)
     n += 1
     mbarrier.wait(shared.full.index(s), phase)
     S = issue_scores(shared, s, half, config)
     # (10) The output, over v and on its way to memory.
-    C, U, out, A = warpgroup_mma_wait(1, deps=[C, U, out, A])  # S still runs
+    C, U, U_low, out, A, A_low = warpgroup_mma_wait(1, deps=[C, U, U_low, out, A, A_low])  # S still runs
     v.store((out * gmem.scale).to(dtype))
     fence_async_shared()
     pipeline.async_store(gmem.out, coordinates, shared.v.index(2 * pipe_state.index + half))

@@ -59,6 +59,17 @@ def issue_mma(a, b):
 
 
 @gluon.jit
+def split_left_operand(x, columns: gl.constexpr, dtype: gl.constexpr):
+    """Return float32 values x as left operands of two MMAs: x rounded to a 16-bit dtype, and the rounding error."""
+    if dtype == gl.bfloat16:
+        # Rounded in integers: two numbers are converted by one instruction, and only where the result is not used again
+        high = ((x.to(gl.int32, bitcast=True) + 0x8000) & -0x10000).to(gl.float32, bitcast=True)
+    else:
+        high = x.to(dtype).to(gl.float32)
+    return to_left_operand(high.to(dtype), columns), to_left_operand((x - high).to(dtype), columns)
+
+
+@gluon.jit
 def split_in_three(x, dtype: gl.constexpr):
     """Return three numbers of low precision whose sum is `x`.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.triton.channel_tiles import Operands
+from tfla.backends.triton.precise_products import scaled_product, split
 from tfla.backends.triton.scan_tiles import (
     describable,
     load_tile,
@@ -89,8 +90,11 @@ def channel_h_scan(
             read = load_tile(r_at, t, 0, steps, DK, H * DK, L, BK, TMA)  # (L, BK)
             x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
             res = errors.to(tl.float32) - tl.dot(S16, tl.trans(read), input_precision=PRECISION)
-            res -= tl.dot(res.to(x.dtype), tl.trans(x), input_precision=PRECISION)
-            errors = res.to(k.dtype)
+            res -= scaled_product(res, tl.trans(x), PRECISION)
+            if OUTPUT and k.dtype != tl.float32:
+                errors, low = split(res, k.dtype)
+            else:
+                errors = res.to(k.dtype)
             if SAVE:
                 store_tile(e_at, tl.trans(errors), t, col, steps, DV, H * DV, L, BV, TMA)
         if OUTPUT:
@@ -99,6 +103,8 @@ def channel_h_scan(
             p = load_tile(p_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
             out = tl.dot(S16, tl.trans(q), input_precision=PRECISION)
             out = tl.dot(errors, tl.trans(p), out, input_precision=PRECISION)
+            if CORRECT and k.dtype != tl.float32:
+                out = tl.dot(low, tl.trans(p), out)
             store_tile(o_at, tl.trans(out).to(Out.dtype.element_ty), t, col, steps, DV, H * DV, L, BV, TMA)
         # (3) C^T <- C^T g + E^T (k w B), (BV, BK)
         S = tl.dot(errors, k, S * decay[None, :], input_precision=PRECISION)
@@ -165,7 +171,7 @@ def channel_dv_scan(
         if CORRECT:
             # (2) dv^T <- Y^T - Y^T (X B), (BV, L)
             x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
-            Y -= tl.dot(Y.to(x.dtype), x, input_precision=PRECISION)
+            Y -= scaled_product(Y, x, PRECISION)
         store_tile(o_at, tl.trans(Y).to(Out.dtype.element_ty), t, col, steps, DV, H * DV, L, BV, TMA)
         # (3) dC^T <- dC^T g + do^T (q a) - dv^T (r a), (BV, BK)
         S = tl.dot(tl.trans(do), q, S * decay[None, :], input_precision=PRECISION)

@@ -58,6 +58,7 @@ from tfla.backends.gpu.gate_kernels import (
 )
 from tfla.backends.gpu.state_passing import rounded_product
 from tfla.backends.triton.delta_backend import correction_dtype
+from tfla.backends.triton.precise_products import add_split_product, nearest_tf32, scaled_product, split
 from tfla.backends.triton.scan_tiles import (
     describable,
     load_initial_columns,
@@ -149,8 +150,9 @@ def corrections(M, b, L: tl.constexpr, PRECISION: tl.constexpr, BASE: tl.constex
         block = r // (BASE << level)
         lower = (block[:, None] % 2 == 1) & (block[:, None] == block[None, :] + 1)
         M21 = tl.where(lower, M, 0.0)
-        Y = M21 - tl.dot(M21 * b[None, :], X, input_precision=PRECISION)
-        X += Y - tl.dot(X, Y * b[:, None], input_precision=PRECISION)
+        rounded = nearest_tf32(X, PRECISION)
+        Y = M21 - tl.dot(nearest_tf32(M21 * b[None, :], PRECISION), rounded, input_precision=PRECISION)
+        X += Y - tl.dot(rounded, nearest_tf32(Y * b[:, None], PRECISION), input_precision=PRECISION)
     return X
 
 
@@ -241,18 +243,18 @@ def delta_h_scan(
         S16 = S.to(k.dtype)
         res = tl.trans(v).to(tl.float32) - tl.dot(S16, tl.trans(read), input_precision=PRECISION) * a[None, :]
         # (2) E^T <- R^T - (B R)^T X^T, (BV, L)
-        res -= tl.dot((res * beta_t[None, :]).to(x.dtype), tl.trans(x), input_precision=PRECISION)
+        res -= scaled_product(res * beta_t[None, :], tl.trans(x), PRECISION)
         if SAVE:
             store_tile(e_at, tl.trans(res).to(E.dtype.element_ty), t, col, steps, DV, et, L, BV, TMA)
         res *= beta_t[None, :]
         # (3) h^T <- scale ((C^T q^T) a + (B E)^T P^T), (BV, L)
         P = tl.dot(k, tl.trans(q), input_precision=PRECISION) * decay_matrix(gate, r, L, GATED, True, False)
         out = tl.dot(S16, tl.trans(q), input_precision=PRECISION) * a[None, :]
-        out = tl.dot(res.to(k.dtype), P.to(k.dtype), out, input_precision=PRECISION) * scale
+        out = add_split_product(out, res, P.to(k.dtype), PRECISION) * scale
         store_tile(o_at, tl.trans(out).to(Out.dtype.element_ty), t, col, steps, DV, et, L, BV, TMA)
         # (4) C^T <- g C^T + (w B E)^T k, (BV, BK)
         S = S * tile_decay(gate, L, GATED)
-        S = tl.dot((res * w[None, :]).to(k.dtype), k, S, input_precision=PRECISION)
+        S = add_split_product(S, res * w[None, :], k, PRECISION)
     if STORE_FINAL_STATE:
         tl.store(state_out + state_at, S, mask=inside)
 
@@ -312,7 +314,7 @@ def delta_dv_scan(
         U = tl.dot(S.to(k.dtype), tl.trans(k), input_precision=PRECISION) * w[None, :]
         U = tl.dot(tl.trans(do), P.to(k.dtype), U, input_precision=PRECISION)
         # (2) Z^T <- dU^T - (B dU)^T X, (BV, L)
-        U -= tl.dot((U * beta_t[None, :]).to(x.dtype), x, input_precision=PRECISION)
+        U -= scaled_product(U * beta_t[None, :], x, PRECISION)
         sums = tl.sum(rounded_product(tl.trans(U), e.to(tl.float32)), 1)  # (L)
         tl.store(dots + (t + r) * H, sums, t + r < steps)
         sums = tl.sum(rounded_product(do.to(tl.float32), e.to(tl.float32)), 1)  # (L)
@@ -419,7 +421,6 @@ def delta_dq_dk_scan(
         wx = gate_vector(gate, r, INTER if REVERSE else UPDATE, L, GATED)  # (L)
         if not REVERSE:
             wx *= beta_t
-        x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)  # (BK, L)
         # (1) P^T <- <y z^T>, [step of x, step of z], (L, L)
         P = matmul(y0, tl.trans(z0), PRECISION)
         if BLOCKS == 2:
@@ -449,6 +450,9 @@ def delta_dq_dk_scan(
         if SAME_STEP:  # the diagonal of P, do . E of each step
             same = tl.load(do_e + (t + r) * H, t + r < steps, 0.0)  # (L)
             P = tl.where(r[:, None] == r[None, :], (same if REVERSE else same * beta_t)[None, :], P)
+        if SAME_STEP and not REVERSE and x.dtype != tl.float32:  # P is split
+            P, P_low = split(P, x.dtype)
+            out = tl.dot(tl.trans(x), P_low, out)
         out = tl.dot(tl.trans(x), P.to(x.dtype), out, input_precision=PRECISION)
         out *= (beta_t * factor)[None, :] if REVERSE else factor
         out = tl.trans(out)  # (L, BK)
@@ -458,9 +462,16 @@ def delta_dq_dk_scan(
             out += load_tile(add1_at, t, col, steps, DK, ot, L, BK, TMA)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
         # (4) S <- g S + (x w)^T y, (BK, BV)
+        x_up = tl.trans(x) * wx[None, :]  # (BK, L), of 16 bits split
+        if x.dtype != tl.float32:
+            x_up, x_low = split(x_up, x.dtype)
         S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
+        if x.dtype != tl.float32:
+            S0 = tl.dot(x_low, y0, S0)
         if BLOCKS == 2:
             S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
+            if x.dtype != tl.float32:
+                S1 = tl.dot(x_low, y1, S1)
         if WGMMA:
             S0 = wait_for_mma(S0)
             if BLOCKS == 2:

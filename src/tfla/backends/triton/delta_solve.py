@@ -24,6 +24,7 @@ from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_kernels import COLUMN, ROW, VECTORS, first_tile, locate_chunk
 from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.delta_kernels import solve_diagonal, solve_precision
+from tfla.backends.triton.precise_products import nearest_tf32
 from tfla.backends.triton.scan_tiles import locate_tile
 
 if TYPE_CHECKING:
@@ -83,8 +84,10 @@ def blocks_below(x, R, K, beta, gate, X, steps, rt, kt, bt, xt, SIDE: tl.constex
     b1 = tl.load(beta + j * bt, j < steps, 0.0).to(tl.float32)
     b2 = tl.load(beta + i * bt, i < steps, 0.0).to(tl.float32)
     x11, x22 = every_second(x)
-    Y = M21 - tl.dot(M21 * b1[:, None, :], x11, input_precision=SOLVE_PRECISION)
-    x21 = Y - tl.dot(x22, Y * b2[:, :, None], input_precision=SOLVE_PRECISION)
+    left = nearest_tf32(M21 * b1[:, None, :], SOLVE_PRECISION)
+    Y = M21 - tl.dot(left, nearest_tf32(x11, SOLVE_PRECISION), input_precision=SOLVE_PRECISION)
+    right = nearest_tf32(Y * b2[:, :, None], SOLVE_PRECISION)
+    x21 = Y - tl.dot(nearest_tf32(x22, SOLVE_PRECISION), right, input_precision=SOLVE_PRECISION)
     store_blocks(X, x21, i, j, steps, xt)
     store_blocks(X, tl.zeros_like(x21), j, i, steps, xt)
     return x11, x21, x22
