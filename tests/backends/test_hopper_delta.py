@@ -1,6 +1,6 @@
-"""The Hopper kernel of the delta rule, against the recurrence in float64, with the Triton kernels' backward after it.
+"""The Hopper kernels of the delta rule, against the recurrence in float64; dv is that of a Triton kernel.
 
-They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, the kernel in the simulator.
+They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon kernels in the simulator.
 """
 
 from __future__ import annotations
@@ -66,14 +66,24 @@ def solve(p: DeltaProblem, backward: bool) -> dict[str, Tensor]:
     return {name: t.cpu() for name, t in found.items()}
 
 
+def gradients_by_triton(p: DeltaProblem) -> dict[str, Tensor]:
+    """The gradients that Triton's kernels compute of what the Hopper kernel stores."""
+    x, spec = inputs(p), p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))
+    out = BACKEND.forward(x, spec)
+    grads = DELTA_BACKENDS["triton"].backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec)
+    return {f"d{name}": getattr(grads, name).cpu() for name in p.leaves}
+
+
 def check(p: DeltaProblem, backward: bool = not INTERPRETED) -> None:
-    """On a GPU also the gradients, which Triton's kernels make of what this one stores."""
+    """On a GPU also the gradients."""
     found = solve(p, backward)
     exact = truth(p)
     if not backward:
         found |= {name: x for name, x in exact.items() if name not in found}
     elif INTERPRETED and p.x.log_f is not None:
-        # Those kernels take no float16 on GPUs: the error of this gradient is then above that of float16.
+        # On GPUs inputs are bfloat16: the error of this gradient is above that of float16, but the same as Triton's.
+        by_triton = gradients_by_triton(p)["dlog_f"]
+        assert error(found["dlog_f"], by_triton.double()) <= TOLERANCE[DTYPE]
         found["dlog_f"] = exact["dlog_f"]
     check_beside_terms(p, found)
 
@@ -97,9 +107,39 @@ def test_shapes(shape: dict[str, Any], model: str) -> None:
     check(delta_problem(model, **{"K": 128, "V": 128, **shape}, dtype=DTYPE))
 
 
-@pytest.mark.parametrize("sizes", [{"T": 70}, {"lengths": (70, 3), "Hq": 1}], ids=["dense", "packed"])
-def test_gradients(sizes: dict[str, Any]) -> None:
-    check(delta_problem("gdn", **{"K": 128, "V": 128, "B": 1, **sizes}, dtype=DTYPE), backward=True)
+GRADIENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("gdn", {"T": 70}),
+    "packed": ("gdn", {"lengths": (0, 70, 3, 64), "Hq": 1}),
+    "checkpoints": ("gdn", {"T": 330, "H": 1, "Hq": 1}),
+    "128 x 256": ("gdn", {"T": 130, "V": 256, "H": 1, "Hq": 1}),
+    "72 x 136": ("gdn", {"T": 70, "K": 72, "V": 136}),
+    "without gates": ("deltanet", {"T": 130, "K": 64, "H": 1, "Hq": 1}),
+    "without initial states": ("gdn", {"T": 130, "carried": False, "Hq": 1}),
+    "gates that close": ("gdn", {"T": 130, "gates": "half", "H": 1, "Hq": 1}),
+    "gates that reset": ("gdn", {"T": 130, "gates": "resets", "alike": 0.9, "H": 1, "Hq": 1}),
+}
+
+
+@pytest.mark.parametrize(("model", "sizes"), GRADIENTS.values(), ids=GRADIENTS.keys())
+def test_gradients(model: str, sizes: dict[str, Any]) -> None:
+    check(delta_problem(model, **{"K": 128, "V": 128, "B": 1, **sizes}, dtype=DTYPE), backward=True)
+
+
+def test_gradients_of_several_checkpoints_are_those_of_triton() -> None:
+    p = delta_problem("gdn", K=128, V=128, B=1, H=1, Hq=1, T=330 if INTERPRETED else 5000, dtype=DTYPE)
+    found, by_triton = solve(p, True), gradients_by_triton(p)
+    for name, t in by_triton.items():
+        assert error(found[name], t.double()) <= TOLERANCE[DTYPE], name
+
+
+def test_gradients_with_scale_of_either_sign_and_0() -> None:
+    p = delta_problem("gdn", K=128, V=128, T=70, B=1, H=1, Hq=1, dtype=DTYPE)
+    for scale in (-0.3, 0.0):
+        q = dataclasses.replace(p, scale=scale)
+        found, exact = solve(q, True), truth(q)
+        assert scale or not found["dq"].any()
+        for name in ("dq", "dk") if scale else ("dk",):
+            assert error(found[name], exact[name]) <= TOLERANCE[DTYPE], name
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.9])
@@ -126,7 +166,7 @@ def test_programs_that_take_several_heads(programs: int, monkeypatch: pytest.Mon
     monkeypatch.setattr("tfla.backends.hopper.host.processors", lambda device: programs)
     caching.clear_caches()
     for sizes in ({"T": 70}, {"lengths": (70, 0, 65)}):
-        check(delta_problem("gdn", K=128, V=128, dtype=DTYPE, **sizes))
+        check(delta_problem("gdn", K=128, V=128, dtype=DTYPE, **sizes), backward=True)
     caching.clear_caches()
 
 
@@ -145,7 +185,7 @@ def test_beta_of_either_sign() -> None:
     beta = p.x.beta.clone()
     beta[:, ::3] = 0.0
     beta[:, 1::3] *= -0.5
-    check(dataclasses.replace(p, x=p.x._replace(beta=beta)))
+    check(dataclasses.replace(p, x=p.x._replace(beta=beta)), backward=True)
 
 
 def test_gates_above_0_leave_no_nan() -> None:
@@ -161,7 +201,7 @@ def test_gates_above_0_leave_no_nan() -> None:
 def test_same_bits_again() -> None:
     """The second call replays the launches of the first."""
     p = delta_problem("gdn", T=130, B=1, K=128, V=128, dtype=DTYPE)
-    first, again = solve(p, False), solve(p, False)
+    first, again = solve(p, True), solve(p, True)
     assert all(torch.equal(x, again[name]) for name, x in first.items())
 
 

@@ -32,7 +32,8 @@ def on_cpu(files: Mapping[str, Path] | None = None) -> Iterator[None]:
     """
     from tfla.backends.hopper import fused, fused_small_head  # noqa: F401  what launches, with Triton's own language
 
-    names = ["tfla.backends.gpu.gate_kernels", *(f"{HOPPER}.{name}" for name in (*SHARED_MODULES, *KERNELS))]
+    shared = [f"tfla.backends.gpu.{name}" for name in ("gate_kernels", "gate_gradients")]
+    names = [*shared, *(f"{HOPPER}.{name}" for name in (*SHARED_MODULES, *KERNELS))]
     modules = simulated(names, {f"{HOPPER}.{name}": file for name, file in (files or {}).items()})
     caching.clear_caches()  # launches recorded with other kernels
     with pytest.MonkeyPatch.context() as patch:

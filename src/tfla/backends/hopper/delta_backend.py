@@ -1,4 +1,4 @@
-"""The Hopper backend of the delta rule: its scan for h in Gluon, all other kernels those of the Triton backend."""
+"""The Hopper backend of the delta rule: scans for h, dq and dk in Gluon, other kernels those of the Triton backend."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tfla.backends.base import Replay
-from tfla.backends.delta import DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
+from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
 from tfla.backends.triton.delta_backend import TritonDelta
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def _kernels() -> ForwardKernels:
 
 
 class HopperDelta(TritonDelta):
-    """The backend of the kernel in :mod:`.delta_h`; what it stores for the backward is what Triton's kernels store."""
+    """The backend of the kernels in :mod:`.delta_h` and :mod:`.dq_dk`; a forward stores what Triton's kernels store."""
 
     name = "hopper"
     priority = PRIORITY
@@ -73,6 +73,15 @@ class HopperDelta(TritonDelta):
         from tfla.backends.triton import delta
 
         return delta.forward_replay(x, spec, _kernels())
+
+    def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
+        """Compute the gradients from the cotangents of h and of the final state."""
+        from tfla.backends.hopper import delta_backward
+        from tfla.backends.triton import delta
+
+        if not self._aligned(dh):
+            dh = dh.contiguous()
+        return delta.run_backward(x, out, dh, dC, spec, delta_backward.backward)
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
         """Return why the backend cannot run these steps, or None."""

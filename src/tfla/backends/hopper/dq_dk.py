@@ -40,6 +40,21 @@ pair of them adds up its outputs in memory (`split_reduce.py`), and a later kern
 Only the first of these programs adds delta and n. With dqk 256 a program for o has all of n and divides by the
 denominators itself (FUSE_NORMALIZER, `normalizer.py`). dk of heads of 128 x 128 without a normalizer comes from
 `dk_dv.py`.
+
+The delta rule is linear attention with a write strength beta that writes E, and with two readers of the state (READER):
+queries, with the cotangent do, and the read keys k, with the cotangent -dv (`docs/delta-rule.md`). Each has a launch in
+each direction, where f is the factor of the reader, scale or -1:
+
+    result              scan           x    y     z    w    a        update weights u   P
+    dq                  with time      k    E     do   q    f INTER  UPDATE beta        f S beta
+    dr                  with time      k    E     dv   k    f INTER  UPDATE beta        f S beta
+    dk by queries       against time   q    do    E    k    UPDATE beta    f INTER      (f S beta)^T
+    dk by read keys     against time   k    dv    E    k    UPDATE beta    f INTER      (f S beta)^T
+
+Here P is masked strictly. What a query reads of its own step's write is added before step (9): x times the diagonal of
+P, of which the caller has do . E; a read key reads none of it. dr and both parts of dk are added up in memory (ADD).
+Step (7) leaves its sums also before step (5), so that pairs of steps of one tile are apart from others (B7), and pairs
+of a step with itself are in neither: no gate lies between them.
 """
 
 from typing import Any, NamedTuple
@@ -68,7 +83,13 @@ from tfla.backends.hopper.pipeline import (
     TILE_DECAY,
 )
 from tfla.backends.hopper.split_reduce import PAIR
-from tfla.backends.hopper.store_warp import DENOMINATORS, GATE_SUMS, NO_RESULT
+from tfla.backends.hopper.store_warp import DENOMINATORS, GATE_SUMS, NO_RESULT, SUMS_OF_PAIRS
+
+# Values of READER: which reader of the state of the delta rule has the cotangent of a launch.
+NO_READER = gl.constexpr(0)  # a launch of linear attention
+QUERIES = gl.constexpr(1)
+READ_KEYS = gl.constexpr(2)
+READERS = gl.constexpr(2)
 
 
 class Config(NamedTuple):
@@ -92,6 +113,9 @@ class Config(NamedTuple):
     ACCUMULATE_DN: Any  # store what each segment adds to dn
     FUSE_NORMALIZER: Any  # divide o by the denominators
     SAVE_D: Any  # store d to `w_out`
+    READER: Any  # NO_READER, QUERIES or READ_KEYS
+    ADD: Any  # add the output to what is in memory
+    RESULT: Any  # what the store warp stores
 
 
 class GlobalPointers(NamedTuple):
@@ -101,10 +125,10 @@ class GlobalPointers(NamedTuple):
     state_in: Any  # (segments, H, dqk, dhv)
     state_out: Any  # (segments, H, dqk, dhv)
     n_in: Any  # (segments, H, dqk)
-    n_out: Any  # (segments, H, dqk): final n, or with ACCUMULATE_DN what segments add to dn
+    n_out: Any  # (segments, H, dqk): final n, or with ACCUMULATE_DN what segments add to dn; SUMS_OF_PAIRS: these sums
     checkpoints: Any  # (checkpoints, H, dqk, dhv)
     n_checkpoints: Any  # (checkpoints, H, dqk)
-    dots: Any  # (checkpoints, H, programs of a head, 8)
+    dots: Any  # (checkpoints, H, programs of a head or READERS, 8)
 
 
 class SharedStorage(NamedTuple):
@@ -117,13 +141,14 @@ class SharedStorage(NamedTuple):
     w: Any  # q or k, (2 STAGES, L, 64): one tile for each consumer
     g: Any  # gate vectors, (STAGES, NUM_GATE_VECTORS L)
     u: Any  # update weights, (STAGES, 2 L)
-    delta: Any  # (STAGES, L)
-    partial_dots: Any  # for the store warp: partial sums of w . out, (STAGES, 8 L)
+    delta: Any  # delta, or with READER f beta, (STAGES, L)
+    partial_dots: Any  # for the store warp: partial sums of w . out, (STAGES, 8 L), for SUMS_OF_PAIRS (STAGES, 16 L)
     full: Any  # barriers, (STAGES)
     empty: Any  # barriers, (STAGES)
     # What the consumers exchange:
     p: Any  # P of this tile and of the next, (2, L, L)
     ready: Any  # barriers, (2): both halves of P are stored, and with FUSE_NORMALIZER n and the row sums of P
+    same: Any  # with QUERIES the diagonal of P, (STAGES, L)
     # With FUSE_NORMALIZER, as in `o_dv.py`:
     floor: Any  # exp(-m), (STAGES, L)
     matrix: Any  # update weights as a right operand, (STAGES, 8, L)
@@ -155,6 +180,16 @@ class WorkTile(NamedTuple):
     steps: Any  # number of steps
     tiles: Any  # number of tiles
     checkpoint: Any  # index of the checkpoint before its first one, in (checkpoints, H)
+
+
+@gluon.constexpr_function
+def result_of_store_warp(transposed, save_d, reader, save_sums):
+    """Return what the store warp of a launch with these constants stores."""
+    if transposed:
+        return DENOMINATORS if save_d else NO_RESULT
+    if reader == NO_READER:
+        return GATE_SUMS
+    return SUMS_OF_PAIRS if save_sums else NO_RESULT
 
 
 @gluon.jit
@@ -279,6 +314,21 @@ def issue_scores(shared, s, half: gl.constexpr, config):
 
 
 @gluon.jit
+def load_gate_matrix(shared, s, half: gl.constexpr, config):
+    """Return D of the tile in stage s, (L, L / 2), unmasked; with READER times f beta of the step that writes."""
+    L: gl.constexpr = config.L
+    layout: gl.constexpr = mma.accumulator_layout(L // 2)
+    D = mma.load_gate_matrix(shared.g.index(s), L, half, layout)
+    if config.READER != NO_READER:
+        write = shared.delta.index(s)
+        if config.REVERSE:
+            D *= gl.expand_dims(write.load(gl.SliceLayout(1, layout)), 1)
+        else:
+            D *= gl.expand_dims(write.slice(half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout)), 0)
+    return D
+
+
+@gluon.jit
 def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
     """Store the masked P = (z y^T + delta) * D of tile n, one half of its columns, and arrive, step (11).
 
@@ -301,7 +351,7 @@ def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
         else:
             add = gl.expand_dims(delta.load(gl.SliceLayout(1, S.type.layout)), 1)
         S += add
-    P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE)
+    P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE, config.READER != NO_READER)
     if config.FUSE_NORMALIZER:
         normalizer.store_shared_sums(P, shared, n, half)
     to.slice(half * (L // 2), L // 2, 1).store(P.to(to.dtype))
@@ -327,7 +377,10 @@ def store_checkpoint_dots(acc, checkpoint, ids, half: gl.constexpr, gmem, config
         n_checkpoint = gl.load(gmem.n_checkpoints + checkpoint * config.DX + ids.rk, mask=ids.has_n, other=0.0)
         dot += gl.convert_layout(acc.n * n_checkpoint, gl.SliceLayout(1, layout), assert_trivial=True)
     warps = gl.sum(gl.reshape(dot, [4, 16]), 1)
-    at = gmem.dots + (checkpoint * gl.num_programs(1) + gl.program_id(1)) * 8 + half * 4
+    if config.READER == NO_READER:
+        at = gmem.dots + (checkpoint * gl.num_programs(1) + gl.program_id(1)) * 8 + half * 4
+    else:
+        at = gmem.dots + (checkpoint * READERS + (config.READER - QUERIES)) * 8 + half * 4
     gl.store(at + gl.arange(0, 4, warps.type.layout), warps)
 
 
@@ -417,13 +470,15 @@ def inter_tile_output(acc, pipe_state, z, shared, config):
 def store_output(w, t, work_tile, ids, gmem, params, config):
     """Start the TMA store of the output in shared memory `w`, of the tile at step `t` of a work tile, step (9).
 
-    With NUM_SPLITS the output is added to what is in memory. Results of different pairs lie side by side, like heads.
+    With NUM_SPLITS or ADD it is added to what is in memory. Results of different pairs lie side by side, like heads.
     """
     end = work_tile.start + work_tile.steps
     if config.NUM_SPLITS == 1:
-        pipeline.async_store(
-            gmem.out, scheduler.tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.row, end, params), w
-        )
+        at = scheduler.tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.row, end, params)
+        if config.ADD:
+            split_reduce.async_add(gmem.out, at, w)
+        else:
+            pipeline.async_store(gmem.out, at, w)
     else:
         column = work_tile.h * (config.NUM_SPLITS // PAIR) + ids.split // PAIR
         split_reduce.async_add(
@@ -437,13 +492,12 @@ def start_next_tile(acc, B, pipe_state, shared, ids, half: gl.constexpr, config)
 
     The products that run read the left operand `B`.
     """
-    L: gl.constexpr = config.L
     C0, C1, N, dn, decay, N0, N1 = acc
     s, phase = pipeline.advance(pipe_state.index, pipe_state.phase, config.STAGES)
     n = pipe_state.count + 1
     mbarrier.wait(shared.full.index(s), phase)
     S = issue_scores(shared, s, half, config)
-    D = mma.load_gate_matrix(shared.g.index(s), L, half, mma.accumulator_layout(L // 2))
+    D = load_gate_matrix(shared, s, half, config)
     if config.FUSE_NORMALIZER:
         normalizer.store_shared_n(gl.sum(N0, 1), shared.n.index(n % 2), half * 128)
         normalizer.store_shared_n(gl.sum(N1, 1), shared.n.index(n % 2), half * 128 + 64)
@@ -499,6 +553,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     tile_decay = gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(128))), 0)
     # (1) out^T <- (C z^T + n delta^T) * a, and (2)
     out = inter_tile_output(acc, pipe_state, z, shared, config)
+    if config.RESULT == SUMS_OF_PAIRS:  # (7) of other tiles
+        mma.store_partial_dots(out, w_t, shared.partial_dots.index(s), half, L)
     C0, C1, N, dn, decay, N0, N1 = acc
     if config.FUSE_NORMALIZER:  # (3), (4) d and its inverse, while few registers are in use
         mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
@@ -515,9 +571,13 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     out, A = warpgroup_mma_wait(config.BLOCKS, deps=[out, A])
     if config.FUSE_NORMALIZER:
         out = normalizer.divide_by_denominators(out, shared, half)
-    if not config.TRANSPOSED:
+    if config.RESULT == SUMS_OF_PAIRS:
+        mma.store_partial_dots(out, w_t, shared.partial_dots.index(s), half + 2, L)
+    elif config.RESULT == GATE_SUMS:
         # (7) w . out, summed over the consumer's rows
         mma.store_partial_dots(out, w_t, shared.partial_dots.index(s), half, L)
+    if config.READER == QUERIES:  # what queries read of their own steps' writes
+        out += x_t.to(gl.float32) * gl.expand_dims(shared.same.index(s).load(gl.SliceLayout(0, out.type.layout)), 0)
     if config.ACCUMULATE_DN:
         # (8) dn <- dn + decay w^T (a * delta)
         dn, decay = accumulate_dn(dn, decay, w_t, g, shared.delta.index(s), L)
@@ -566,7 +626,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     # (11) of the first tile
     mbarrier.wait(shared.full.index(0), 0)
     S = warpgroup_mma_wait(0, deps=[issue_scores(shared, 0, half, config)])
-    store_scores(S, mma.load_gate_matrix(shared.g.index(0), L, half, of_p), shared, 0, 0, ids, half, config)
+    store_scores(S, load_gate_matrix(shared, 0, half, config), shared, 0, 0, ids, half, config)
     initial_n_phase = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:
@@ -587,7 +647,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
         index = scheduler.next_work_tile(index)
     tma.store_wait(0)
     # The store warp waits for the last tile, too.
-    if not config.TRANSPOSED or config.SAVE_D:
+    if config.RESULT != NO_RESULT:
         mbarrier.arrive(shared.empty.index((pipe_state.index + config.STAGES - 1) % config.STAGES), count=1)
 
 
@@ -599,8 +659,9 @@ def dq_dk_kernel(
     DX: gl.constexpr, DY: gl.constexpr, NUM_SPLITS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     CHECKPOINT_STEPS: gl.constexpr, REVERSE: gl.constexpr, IS_SEGMENTED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
     STORE_FINAL_STATE: gl.constexpr, NORMALIZE: gl.constexpr, USE_DP_OFFSET: gl.constexpr, TRANSPOSED: gl.constexpr,
-    FUSE_NORMALIZER: gl.constexpr, SAVE_D: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr,
-    INPUT_GATE: gl.constexpr, SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
+    FUSE_NORMALIZER: gl.constexpr, SAVE_D: gl.constexpr, READER: gl.constexpr, ADD: gl.constexpr,
+    SAVE_SUMS: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr,
+    SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
     """Compute dq, or with REVERSE dk, or with TRANSPOSED o or dv.
 
@@ -615,16 +676,18 @@ def dq_dk_kernel(
         W: TMA descriptor of w, in tiles (L, 64); with TRANSPOSED that of the result.
         Out: TMA descriptor of the result, in tiles (L, 64).
         gates: Gate vectors, (H, tiles, VECTORS, L).
-        i_gate: Input gates, (B, T, H).
-        f_gate: Forget gates, (B, T, H).
-        w_out: Sums w . out, (programs of a head, H, tiles, L); with TRANSPOSED d, (B, T, H).
+        i_gate: Input gates, (B, T, H), or beta with READER.
+        f_gate: Forget gates, (B, T, H), or with QUERIES do . E.
+        w_out: Sums w . out, (programs of a head, H, tiles, L); with TRANSPOSED d, (B, T, H). With SAVE_SUMS and READER
+            those of earlier tiles, unused with REVERSE.
         state_in: Initial states, (segments, H, dqk, dhv), with USE_INITIAL_STATE.
         state_out: Final states, (segments, H, dqk, dhv), with STORE_FINAL_STATE.
         n_in: Initial n, (segments, H, dqk).
-        n_out: Final n, or what segments add to dn with ACCUMULATE_DN, (segments, H, dqk).
+        n_out: Final n, or what segments add to dn with ACCUMULATE_DN, (segments, H, dqk). With SAVE_SUMS and READER the
+            sums of pairs, (H, tiles, PAIR_SUMS, L): ROW_SUM, or with REVERSE COLUMN_SUM and OTHER_TILES.
         checkpoints: States at checkpoints, (checkpoints, H, dqk, dhv), in the order of `checkpoints.py`.
         n_checkpoints: n at checkpoints, (checkpoints, H, dqk).
-        dots: Parts of <C, dC>, (checkpoints, H, programs of a head, 8).
+        dots: Parts of <C, dC>, (checkpoints, H, programs of a head, 8); with READER (checkpoints, H, READERS, 8).
         zero_counts: A zero for each pair of programs, int32, with NUM_SPLITS above 1.
         schedule: Schedule of packed sequences, with IS_VARLEN.
         T: Tokens of a batch row.
@@ -635,11 +698,12 @@ def dq_dk_kernel(
         num_work_tiles: Work tiles.
         stride_ib, stride_it, stride_ih: Strides of the input gates.
         stride_fb, stride_ft, stride_fh: Strides of the forget gates.
-        scale: The factor of q.
+        scale: The factor of q, or the factor f of the READER.
         log_scale: Its logarithm in base 2.
     """
     WIDTH: gl.constexpr = DY // NUM_SPLITS
     ACCUMULATE_DN: gl.constexpr = IS_SEGMENTED and NORMALIZE and USE_DP_OFFSET and not REVERSE
+    RESULT: gl.constexpr = result_of_store_warp(TRANSPOSED, SAVE_D, READER, SAVE_SUMS)
     partitions(
         (X, Y, Z, W),
         gate_warp.GateSource(
@@ -661,7 +725,7 @@ def dq_dk_kernel(
             CHECKPOINT_STEPS=CHECKPOINT_STEPS, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
             USE_DP_OFFSET=USE_DP_OFFSET, TRANSPOSED=TRANSPOSED, ACCUMULATE_DN=ACCUMULATE_DN,
-            FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D,
+            FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, ADD=ADD, RESULT=RESULT,
         ),
     )  # fmt: skip
 
@@ -693,15 +757,17 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     u = pipeline.allocate_vectors(dtype, STAGES, 2 * L)
     delta = pipeline.allocate_vectors(gl.float32, STAGES, L)
     # A buffer that the constants say is not used is an alias of another one, or None.
-    partial_dots = delta if config.TRANSPOSED else pipeline.allocate_vectors(gl.float32, STAGES, 8 * L)
+    PARTS: gl.constexpr = 16 if config.RESULT == SUMS_OF_PAIRS else 8
+    partial_dots = delta if config.TRANSPOSED else pipeline.allocate_vectors(gl.float32, STAGES, PARTS * L)
     d = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.FUSE_NORMALIZER else partial_dots
+    same = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.READER == QUERIES else None
     floor = pipeline.allocate_vectors(gl.float32, STAGES, L) if config.FUSE_NORMALIZER else None
     matrix = pipeline.allocate_operands(dtype, STAGES, 8, L) if config.FUSE_NORMALIZER else None
     n = pipeline.allocate_operands(dtype, 2, 8, config.DY) if config.FUSE_NORMALIZER else None
     sums = pipeline.allocate_vectors(gl.float32, 4, L) if config.FUSE_NORMALIZER else None
     inverse = pipeline.allocate_vectors(gl.float32, 2, L) if config.FUSE_NORMALIZER else None
     initial_n_ready = pipeline.allocate_barrier(2) if config.FUSE_NORMALIZER else None
-    RESULT: gl.constexpr = GATE_SUMS if not config.TRANSPOSED else (DENOMINATORS if config.SAVE_D else NO_RESULT)
+    RESULT: gl.constexpr = config.RESULT
     store_config: gl.constexpr = store_warp.StoreWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED, RESULT=RESULT,
     )  # fmt: skip
@@ -712,9 +778,9 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     fence_async_shared()
     shared = SharedStorage(
         x=x, y=y, z=z, w=w, g=g, u=u, delta=delta, partial_dots=partial_dots, full=full, empty=empty, p=p, ready=ready,
-        floor=floor, matrix=matrix, n=n, sums=sums, inverse=inverse, initial_n_ready=initial_n_ready, d=d,
+        floor=floor, matrix=matrix, n=n, sums=sums, inverse=inverse, initial_n_ready=initial_n_ready, d=d, same=same,
     )  # fmt: skip
-    buffers = gate_warp.GateBuffers(g, u, floor if config.FUSE_NORMALIZER else delta, matrix)
+    buffers = gate_warp.GateBuffers(g, u, floor if config.FUSE_NORMALIZER else delta, matrix, same)
     # Two gate warps where one would be slower than the consumers, and the place of the second is free.
     gate_config: gl.constexpr = gate_warp.GateWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED,
@@ -723,6 +789,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
         GATE_WARPS=2 if config.FUSE_NORMALIZER or (
             source.GATES == RECOMPUTED and config.BLOCKS == 2 and not SPLIT_REDUCE
         ) else 1,
+        WRITES=config.READER != NO_READER,
     )  # fmt: skip
     consumer_registers: gl.constexpr = CONSUMER_REGISTERS_MAX if config.FUSE_NORMALIZER else CONSUMER_REGISTERS
     producer_registers: gl.constexpr = PRODUCER_REGISTERS_MIN if config.FUSE_NORMALIZER else PRODUCER_REGISTERS
@@ -736,7 +803,8 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
                 source, buffers, gmem.out, zeros, zero_counts, full, empty, params, tiles_per_head, gate_config, config,
             )),
             (store_warp.run_store_warp, (
-                d, w_out, source.vectors, full, empty, params, tiles_per_head, store_config,
+                d, w_out, gmem.n_out if RESULT == SUMS_OF_PAIRS else source.vectors, full, empty, params,
+                tiles_per_head, store_config,
             )),
         ],
         [4, 1, 1, 1, 1],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def launch_dq(
     x, sums = ctx.x, ctx.new(host.programs_per_state(ctx), ctx.H, ctx.tiles, 1, ctx.L)
     checkpoints = new_checkpoints(ctx, sums)
     dn = new_segment_n(ctx) if ctx.segmented and delta else None
-    _launch(
+    launch(
         ctx, gates, x.k, x.v, dh, x.q, dq, sums, (*checkpoints, gates.vectors), reverse=False, initial=starts,
         final=(None, dn), delta=delta,
     )  # fmt: skip
@@ -66,7 +68,7 @@ def launch_dk(
     x, programs = ctx.x, host.programs_per_state(ctx)
     sums = ctx.new(programs, ctx.H, ctx.tiles, 1, ctx.L)
     dots = ctx.new(checkpoints[0].shape[0] * ctx.H, host.CONSUMER_WARPS * programs)
-    _launch(
+    launch(
         ctx, gates, x.q, dh, x.v, x.k, dk, sums, (*checkpoints, dots), reverse=True, initial=ends, final=final,
         delta=delta,
     )  # fmt: skip
@@ -118,7 +120,7 @@ def _launch_transposed(
     shape = ctx.B, ctx.T, ctx.H * partials, out.shape[3]
     to = out if partials == 1 else ctx.new(*shape, dtype=out.dtype)
     sums = d if fuse_normalizer and d is not None else vectors
-    _launch(
+    launch(
         ctx, gates, x, y, z, out, to, sums, (vectors, vectors, vectors), reverse=reverse, initial=initial, final=final,
         transposed=True, fuse_normalizer=fuse_normalizer,
     )  # fmt: skip
@@ -127,10 +129,11 @@ def _launch_transposed(
         reductions.launch(ctx, to, partials, out)
 
 
-def _launch(
+def launch(
     ctx: LaunchContext, gates: GateVectors, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, sums: Tensor,
     checkpoints: tuple[Tensor, Tensor, Tensor], *, reverse: bool, initial: Pair, final: Pair, delta: bool = False,
-    transposed: bool = False, fuse_normalizer: bool = False,
+    transposed: bool = False, fuse_normalizer: bool = False, stages: int = RING_STAGES,
+    reader: Any = dq_dk.NO_READER, add: bool = False, save_sums: bool = False,
 ) -> None:  # fmt: skip
     """Launch `dq_dk_kernel`.
 
@@ -147,6 +150,10 @@ def _launch(
         delta: Whether to add delta.
         transposed: Whether to compute o or dv.
         fuse_normalizer: Whether the kernel divides by the denominators.
+        stages: Stages of the ring.
+        reader: Which reader of the delta rule has the cotangent; beta is then the input gate of the context.
+        add: Whether to add to what `out` has.
+        save_sums: Whether a reader's launch stores sums of pairs: those of one tile to the second of `final`.
     """
     vectors = gates.vectors
     C, n, C_final, n_final = (vectors if t is None else t for t in (*initial, *final))
@@ -158,10 +165,10 @@ def _launch(
         host.descriptor(ctx, x, host.STATE_ROWS), host.descriptor(ctx, y, DY // splits),
         host.descriptor(ctx, z, DY // splits), host.descriptor(ctx, w, 64), host.descriptor(ctx, out, 64), vectors,
         *ctx.gate_inputs, sums, C, C_final, n, n_final, *checkpoints, zero_counts, ctx.schedule,
-        *host.kernel_scalars(ctx), DX=DX, DY=DY, NUM_SPLITS=splits, L=ctx.L, STAGES=RING_STAGES,
+        *host.kernel_scalars(ctx), DX=DX, DY=DY, NUM_SPLITS=splits, L=ctx.L, STAGES=stages,
         CHECKPOINT_STEPS=ctx.checkpoint_steps, REVERSE=reverse, IS_SEGMENTED=ctx.segmented,
         USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None,
         NORMALIZE=ctx.spec.normalize and not transposed, USE_DP_OFFSET=delta, TRANSPOSED=transposed,
-        FUSE_NORMALIZER=fuse_normalizer, SAVE_D=fuse_normalizer and sums is not vectors, IS_VARLEN=ctx.packed,
-        **gates.constants, num_warps=4,
+        FUSE_NORMALIZER=fuse_normalizer, SAVE_D=fuse_normalizer and sums is not vectors, READER=reader.value, ADD=add,
+        SAVE_SUMS=save_sums, IS_VARLEN=ctx.packed, **gates.constants, num_warps=4,
     )  # fmt: skip

@@ -85,6 +85,7 @@ class GateBuffers(NamedTuple):
     weights: Any  # (…, 2 L), 16-bit: the update weights as a sum of two
     extra: Any = None  # (…, L), float32: the gate vector EXTRA
     matrix: Any = None  # (…, 8, L), 16-bit: the update weights as a sum of three rows, a right operand
+    same: Any = None  # (…, L), float32: with WRITES do . E of each step, times beta and `scale`
 
 
 class GateWarpConfig(NamedTuple):
@@ -100,6 +101,7 @@ class GateWarpConfig(NamedTuple):
     HEADS: Any = 1  # heads that a program computes at once; a work tile is then one of that many heads
     GATE_WARPS: Any = 1  # gate warps that share the tiles; a warp with a higher index does nothing
     HAS_OUTPUT: Any = True  # without outputs STATE_WEIGHT has the update weights instead, in float32
+    WRITES: Any = False  # the delta rule: `i_gate` is beta, `scale` a factor of reads, `f_gate` do . E for `same`
 
 
 @gluon.jit
@@ -149,6 +151,13 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
                 i_gate, f_gate = load_gates_of_iteration(later, b, h, start, steps, tiles, source, r, config)
             else:
                 row, column, inter, update, decay = load_gate_vectors(source, tile, r)
+            if config.WRITES:
+                at_beta, at_same = gate_pointers(source, b, h, start)
+                beta = load_gate_steps(at_beta, source.stride_it, t * L, steps, r).to(gl.float32)  # (L)
+                inter = inter * source.scale
+                update = update * beta
+                if buffers.same is not None:
+                    same = load_gate_steps(at_same, source.stride_ft, t * L, steps, r) * (beta * source.scale)  # (L)
             # (2) The consumers have released the stage.
             s, phase = stage_and_phase(n // HEADS, config.STAGES)
             mbarrier.wait(empty.index(s), phase ^ 1)
@@ -159,7 +168,11 @@ def run_gate_warp(warp_index: gl.constexpr, source, buffers, full, empty, params
             g.slice(COLUMN_EXPONENT * L, L, 0).store(row if config.REVERSE else column)
             g.slice(STATE_WEIGHT * L, L, 0).store(update if config.REVERSE == config.HAS_OUTPUT else inter)
             g.slice(TILE_DECAY * L, L, 0).store(decay)
-            if config.EXTRA is not None:
+            if config.WRITES:
+                buffers.extra.index(at).store(beta * source.scale)
+                if buffers.same is not None:
+                    buffers.same.index(at).store(same)
+            elif config.EXTRA is not None:
                 has_extra = r * 0 + gl.program_id(1) % config.NUM_SPLITS == 0
                 extra = source.vectors + tile * (VECTORS * L) + config.EXTRA * L + r
                 buffers.extra.index(at).store(gl.load(extra, mask=has_extra, other=0.0))

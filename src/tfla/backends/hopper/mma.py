@@ -147,8 +147,10 @@ def load_gate_matrix(g, L: gl.constexpr, half: gl.constexpr, layout: gl.constexp
 
 
 @gluon.jit
-def apply_causal_mask(S, D, i, j, half: gl.constexpr, REVERSE: gl.constexpr):
+def apply_causal_mask(S, D, i, j, half: gl.constexpr, REVERSE: gl.constexpr, STRICT: gl.constexpr = False):
     """Return `S * D` where output step i includes update step j, else 0: i >= j, or with REVERSE i <= j.
+
+    With STRICT no step includes itself.
 
     In the layout of accumulators a thread has row indices {r, r + 8} and column indices {c, c + 1} + 8 n. The
     comparison is therefore one of a number of the thread, r - c, with constants. The plain comparison i >= j holds 16
@@ -164,7 +166,9 @@ def apply_causal_mask(S, D, i, j, half: gl.constexpr, REVERSE: gl.constexpr):
     """
     of_thread = gl.expand_dims(i & -9, 1) - gl.expand_dims(j & 6, 0)
     constant = gl.expand_dims(j & -7, 0) - gl.expand_dims(i & 8, 1) + half * 32
-    if REVERSE:
+    if STRICT:
+        return gl.where(of_thread < constant if REVERSE else of_thread > constant, S * D, 0.0)
+    elif REVERSE:
         return gl.where(of_thread <= constant, S * D, 0.0)
     else:
         return gl.where(of_thread >= constant, S * D, 0.0)

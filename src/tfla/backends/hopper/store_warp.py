@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from tfla.backends.gpu.gate_gradients import COLUMN_SUM, OTHER_TILES, PAIR_SUMS, ROW_SUM
 from tfla.backends.gpu.gate_kernels import DELTA_P, VECTORS
 from tfla.backends.hopper.pipeline import barrier, producer_tail, stage_and_phase
 from tfla.backends.hopper.scheduler import get_work_tile
@@ -21,6 +22,7 @@ NO_RESULT = gl.constexpr(0)
 DENOMINATORS = gl.constexpr(1)  # d of (T3)
 DP_OFFSETS = gl.constexpr(2)  # delta = -u (do . h), (T7): the sum do . h times -u, which DELTA_P holds before
 GATE_SUMS = gl.constexpr(3)  # q . dq or k . dk of (B5)
+SUMS_OF_PAIRS = gl.constexpr(4)  # the same, apart for pairs of steps of different tiles and of one tile, (B7)
 
 
 class StoreWarpConfig(NamedTuple):
@@ -30,7 +32,7 @@ class StoreWarpConfig(NamedTuple):
     STAGES: Any
     REVERSE: Any  # whether the scan goes against time
     IS_SEGMENTED: Any
-    RESULT: Any  # NO_RESULT, DENOMINATORS, DP_OFFSETS or GATE_SUMS
+    RESULT: Any  # NO_RESULT, DENOMINATORS, DP_OFFSETS, GATE_SUMS or SUMS_OF_PAIRS
 
 
 @gluon.constexpr_function
@@ -46,7 +48,8 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
     Args:
         results: What the consumers leave, (STAGES, parts L), float32 in shared memory; the parts are to be added up.
         out: Output in global memory: d, (B, T, H), or the sums of the gate gradients, (programs, H, tiles, L).
-        gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place.
+        gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place;
+            with SUMS_OF_PAIRS the output for sums of pairs of one tile, (programs, H, tiles, PAIR_SUMS, L).
         full: Full barriers of the ring, (STAGES).
         empty: Empty barriers of the ring, (STAGES).
         params: The numbers of the scheduler.
@@ -83,6 +86,16 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
 
 
 @gluon.jit
+def add_parts(result, first: gl.constexpr, count: gl.constexpr, r):
+    """Return the sum of `count` parts of `result`, (parts L), from part `first` on, (L)."""
+    L: gl.constexpr = r.shape[0]
+    x = result.slice(first * L, L, 0).load(r.type.layout)
+    for part in gl.static_range(1, count):
+        x += result.slice((first + part) * L, L, 0).load(r.type.layout)
+    return x
+
+
+@gluon.jit
 def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_head, r, config):
     """Store the result of one tile and return work tile and tile that come next.
 
@@ -91,7 +104,7 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
         i: Index of the tile in its work tile, in the direction of the scan.
         result: Its partial sums, (parts L), float32 in shared memory.
         out: Output in global memory.
-        gate_vectors: Gate vectors in global memory.
+        gate_vectors: Gate vectors in global memory, or the output for sums of pairs.
         params: The numbers of the scheduler.
         tiles_per_head: Tiles of one head over all batch rows.
         r: Indices of the steps, (L).
@@ -101,9 +114,8 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
     L: gl.constexpr = r.shape[0]
     b, h, start, steps, first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
     tiles = (steps + L - 1) // L
-    x = result.slice(0, L, 0).load(r.type.layout)  # (L)
-    for part in gl.static_range(1, result.shape[0] // L):
-        x += result.slice(part * L, L, 0).load(r.type.layout)
+    parts: gl.constexpr = result.shape[0] // L // (2 if config.RESULT == SUMS_OF_PAIRS else 1)
+    x = add_parts(result, 0, parts, r)  # (L)
     tile = tiles - 1 - i if config.REVERSE else i
     if config.RESULT == DENOMINATORS:
         t = tile * L + r
@@ -111,7 +123,13 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
         gl.store(out + (b.to(gl.int64) * T + start + t) * H + h, x, mask=(t < steps) & first)
     else:
         row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_per_head + first_tile + tile
-        if config.RESULT == DP_OFFSETS:
+        if config.RESULT == SUMS_OF_PAIRS:
+            # `x` is of other tiles; the sums after it contain the tile itself.
+            in_tile = add_parts(result, parts, parts, r) - x
+            of_step = gate_vectors + row * (PAIR_SUMS * L) + r
+            gl.store(of_step + OTHER_TILES * L if config.REVERSE else out + row * L + r, x)
+            gl.store(of_step + (COLUMN_SUM if config.REVERSE else ROW_SUM) * L, in_tile)
+        elif config.RESULT == DP_OFFSETS:
             at = gate_vectors + (row * VECTORS + DELTA_P) * L + r
             gl.store(at, gl.load(at) * x)
         else:

@@ -154,6 +154,9 @@ class ForwardKernels(NamedTuple):
 
 KERNELS = ForwardKernels(delta_kernels.launch_solve, delta_kernels.launch_h)
 
+# A backward of a call with at most one gate a step; its arguments are those of :func:`backward`.
+Backward = Callable[[DeltaContext, Tensor, Tensor, Tensor, "Tensor | None"], DeltaGrads]
+
 
 def forward(ctx: DeltaContext, kernels: ForwardKernels) -> DeltaOutputs:
     """Launch the forward."""
@@ -222,7 +225,8 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     )  # fmt: skip
     df = None
     if x.log_f is not None:
-        df = gate_gradient(ctx, gates, reads, pair_sums, (states, by_queries, by_reads), dC, dC0)
+        dots = checkpoint_dots(ctx, gates, states, by_queries, by_reads)
+        df = gate_gradient(ctx, gates, reads, pair_sums, dots, dC, dC0)
     dq, dk = (reductions.launch(base, t, base.group) for t in (dq, total))
     read_key = reductions.launch(base, dr, base.group) if x.read_key is not None else None
     none = base.placeholder(0)
@@ -251,9 +255,30 @@ def new_checkpoints(ctx: DeltaContext) -> tuple[Tensor | None, ...]:
     return tuple(ctx.base.new(*shape, dtype=ctx.x.q.dtype) for _ in range(3))
 
 
+def checkpoint_dots(
+    ctx: DeltaContext, gates: Tensor, states: Tensor | None, by_queries: Tensor | None, by_reads: Tensor | None
+) -> Tensor:
+    """Compute the parts of <C, dC> at the checkpoints, (checkpoints * H, parts).
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors, which stand for what is not there.
+        states: C at the checkpoints, (checkpoints, H, dqk, dhv), or None where there are none.
+        by_queries: dC / scale from queries there, or None.
+        by_reads: -dC from reads there, or None.
+    """
+    base = ctx.base
+    if states is None or by_queries is None or by_reads is None:
+        return base.new(0, 1, dtype=torch.float64)
+    queries, read = (
+        gate_gradients.launch_checkpoint_dots(base, (states, gates), (t, gates)) for t in (by_queries, by_reads)
+    )
+    return base.recorder.scaled_columns(queries, ctx.spec.scale, read, -1.0)
+
+
 def gate_gradient(
-    ctx: DeltaContext, gates: Tensor, reads: Tensor, pair_sums: Tensor, checkpoints: tuple[Tensor | None, ...],
-    dC: Tensor | None, dC0: Tensor | None,
+    ctx: DeltaContext, gates: Tensor, reads: Tensor, pair_sums: Tensor, dots: Tensor, dC: Tensor | None,
+    dC0: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of log_f, (B, T, H), see :mod:`tfla.backends.gpu.gate_gradients`.
 
@@ -262,18 +287,11 @@ def gate_gradient(
         gates: The gate vectors.
         reads: What steps read of earlier tiles, (parts, H, tiles, 1, L).
         pair_sums: Sums of pairs of steps, (parts, H, tiles, PAIR_SUMS, L).
-        checkpoints: C, and dC / scale from queries and -dC from reads, (checkpoints, H, dqk, dhv), or None.
+        dots: Parts of <C, dC> at the checkpoints, (checkpoints * H, parts).
         dC: The cotangents of the final states, or None.
         dC0: The cotangents of the initial states, or None.
     """
-    base, scale = ctx.base, ctx.spec.scale
-    states, by_queries, by_reads = checkpoints
-    dots = base.new(0, 1, dtype=torch.float64)
-    if states is not None and by_queries is not None and by_reads is not None:
-        queries, read = (
-            gate_gradients.launch_checkpoint_dots(base, (states, gates), (t, gates)) for t in (by_queries, by_reads)
-        )
-        dots = base.recorder.scaled_columns(queries, scale, read, -1.0)
+    base = ctx.base
     assert ctx.x.log_f is not None
     df = base.new(*ctx.x.log_f.shape, dtype=ctx.x.log_f.dtype)
     sequences.clear(base, df)
@@ -296,13 +314,14 @@ def launch_forward(
 
 
 def launch_backward(
-    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None
-) -> DeltaGrads:
-    """Launch the backward by the kernels that take the call."""
+    recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None,
+    by: Backward = backward,
+) -> DeltaGrads:  # fmt: skip
+    """Launch the backward by the kernels that take the call, with at most one gate a step by `by`."""
     base, beta = launch_context(recorder, x, spec)
     if takes_channel_kernels(x, spec):
         return channel_rule.backward(channel_rule.context(base, x, spec, beta), E, X, dh, dC)
-    return backward(context(base, x, spec, beta), E, X, dh, dC)
+    return by(context(base, x, spec, beta), E, X, dh, dC)
 
 
 def _signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | None) -> Hashable:
@@ -327,10 +346,12 @@ def forward_replay(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KE
     return None if x.q.dtype == torch.float32 else recorded_launches(_signature(("forward", kernels), x, spec))
 
 
-def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
+def run_backward(
+    x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec, by: Backward = backward
+) -> DeltaGrads:
     """Record or replay the launches of the backward."""
     given = *x, out.E, out.X, dh, dC
-    signature = _signature("backward", x, spec, *given[len(x) :])
+    signature = _signature(("backward", by), x, spec, *given[len(x) :])
     found: Sequence[Tensor | None]
     recorded = recorded_launches(signature)
     if recorded is not None:
@@ -339,7 +360,9 @@ def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | Non
         with recording(signature, given) as recorder:
             inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
             read: Any = recorder.given[len(x) :]
-            found = recorder.results = launch_backward(recorder, inputs, spec, *read)  # type: ignore[assignment]
+            E, X, dh, dC = read
+            grads = launch_backward(recorder, inputs, spec, E, X, dh, dC, by)
+            found = recorder.results = grads  # type: ignore[assignment]
     return DeltaGrads(*(None if t is None else g for g, t in zip(found, x, strict=False)))  # type: ignore[arg-type]
 
 

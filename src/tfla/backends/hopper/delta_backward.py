@@ -1,0 +1,137 @@
+"""The launches of the backward of the delta rule on Hopper: dv by a Triton scan, dq and dk by `dq_dk_kernel`.
+
+Given the prediction errors E and dv, the rest is the backward of linear attention that writes beta E and has two
+readers of the state (docs/delta-rule.md): queries with the cotangent dh, and the keys with the cotangent -dv.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tfla.backends.delta import DeltaGrads
+from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, sequences
+from tfla.backends.gpu.checkpoints import checkpoint_shape
+from tfla.backends.gpu.config import ceil_div
+from tfla.backends.gpu.context import LaunchContext
+from tfla.backends.hopper import dq_dk, dq_dk_launch, host, scheduler
+from tfla.backends.hopper.gate_warp import LOADED, GateVectors
+from tfla.backends.triton import delta, delta_kernels
+from tfla.backends.triton.delta import DeltaContext
+from tfla.backends.triton.delta_kernels import NO_CHECKPOINTS
+
+MOST_STAGES = 3  # of the ring, where the states of a program have 128 columns; their tiles then take 192 KiB
+
+
+def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
+    """Launch the backward.
+
+    Args:
+        ctx: The context of the call.
+        E: The prediction errors, (B, T, H, dhv).
+        X: The corrections, (B, T, H, L).
+        dh: The cotangent of h, (B, T, H, dhv).
+        dC: The cotangent of the final states, (N, H, dqk, dhv), or None.
+    """
+    x, base = ctx.x, ctx.base
+    dh = results.dense_rows(base, dh)
+    dq, dk = (base.new(base.B, base.T, base.H, base.K, dtype=x.q.dtype) for _ in range(2))
+    dv = base.new(*x.v.shape, dtype=x.v.dtype)
+    dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
+    ctx = replace(ctx, base=scheduler.launch(sequences.bound(base, dq, dk, dv)))
+    base, gates = ctx.base, ctx.gates()
+    C, dC = results.dense(base, x.C), results.dense(base, dC)
+    # dv, (D10) to (D13).
+    dbeta, do_e = delta_kernels.launch_dv(ctx, gates, X, E, dh, dv, dC, dC0)
+    # dq and dk, (D14) to (D16): dk is the sum of dr and of what both readers contribute.
+    scans = new_scans(ctx, gates, do_e, C, dC)
+    scans.launch(dq_dk.QUERIES, x.k, E, dh, x.q, dq)
+    scans.launch(dq_dk.READ_KEYS, x.k, E, dv, x.k, dk)
+    scans.launch(dq_dk.QUERIES, x.q, dh, E, x.k, dk, reverse=True)
+    scans.launch(dq_dk.READ_KEYS, x.k, dv, E, x.k, dk, reverse=True)
+    # dlog_f, (D17); then sums over the heads that share q and k.
+    df = None if x.log_f is None else delta.gate_gradient(ctx, gates, *scans.sums, scans.dots, dC, dC0)
+    dq, dk = (reductions.launch(base, t, base.group) for t in (dq, dk))
+    none = base.placeholder(0)
+    found = (dq, dk, dv, dbeta if x.beta is not None else None, df, None, None, None, dC0)
+    return DeltaGrads(*(none if t is None else t for t in found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scans:
+    """The operands and results that the four launches of `dq_dk_kernel` in a backward share: two readers, both ways."""
+
+    base: LaunchContext  # of linear attention, with beta and do . E for the gates, and the head dims of the kernel
+    gates: GateVectors
+    scale: float  # the factor of queries
+    C: Tensor | None  # initial states, (N, H, K, V), or None for zeros
+    dC: Tensor | None  # cotangents of the final states, or None
+    gated: bool  # whether dlog_f is needed, and for it the tensors below
+    sums: tuple[Tensor, Tensor]  # see `gate_gradients.pair_sums`; readers are parts
+    checkpoints: Tensor  # of C, (checkpoints, H, K, V)
+    dots: Tensor  # parts of <C, dC> at the checkpoints, (checkpoints * H, parts)
+
+    def launch(
+        self, reader: Any, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, reverse: bool = False
+    ) -> None:
+        """Compute dq or dr into `out`, or with `reverse` add to it what the reader contributes to dk.
+
+        Args:
+            reader: QUERIES or READ_KEYS of :mod:`.dq_dk`.
+            x, y, z, w: The operands, in the table of that module.
+            out: dq or dk, (B, T, H, dqk).
+            reverse: Whether the scan goes against time.
+        """
+        by_keys = reader is dq_dk.READ_KEYS
+        # The scan of queries with time stores C, the scans against time read it, one for each part of dC.
+        at_checkpoints = self.gated and (reverse or not by_keys)
+        base = replace(
+            self.base,
+            spec=self.base.spec._replace(scale=-1.0 if by_keys else self.scale),
+            checkpoint_steps=self.base.checkpoint_steps if at_checkpoints else NO_CHECKPOINTS,
+        )
+        reads, pairs = (base.recorder.rows(t, int(by_keys), by_keys + 1) for t in self.sums)
+        initial = (self.dC if by_keys else None) if reverse else self.C
+        dq_dk_launch.launch(
+            base, self.gates, x, y, z, w, out, reads, (self.checkpoints, self.gates.vectors, self.dots),
+            reverse=reverse, initial=(initial, None), final=(None, pairs), reader=reader, add=reverse,
+            save_sums=self.gated, stages=MOST_STAGES if base.V == host.STATE_ROWS else dq_dk_launch.RING_STAGES,
+        )  # fmt: skip
+
+
+def new_scans(ctx: DeltaContext, gates: Tensor, do_e: Tensor, C: Tensor | None, dC: Tensor | None) -> Scans:
+    """Return what the scans for dq and dk share.
+
+    Args:
+        ctx: The context of the call.
+        gates: The gate vectors, or any tensor where there are no gates.
+        do_e: do . E, (B, T, H).
+        C: The initial states, (N, H, dqk, dhv), or None for zeros.
+        dC: The cotangents of the final states, or None.
+    """
+    base, x, columns = ctx.base, ctx.x, host.STATE_ROWS
+    if not ctx.gated:
+        zeros = base.do(lambda v: v.new_zeros((), dtype=torch.float32).expand(v.shape[:3]), x.v)
+        gates = gate_kernels.launch(replace(base, x=base.x._replace(log_f=zeros)))
+    vectors = GateVectors(gates, {"GATES": LOADED.value, **dict.fromkeys(base.gate_forms, False)})
+    wide = replace(
+        base, x=base.x._replace(log_i=ctx.beta, log_f=do_e), K=host.STATE_ROWS, V=ceil_div(base.V, columns) * columns
+    )
+    checkpoints = base.new(*(checkpoint_shape(wide) if ctx.gated else (0,)), dtype=x.q.dtype)
+    return Scans(
+        base=wide,
+        gates=vectors,
+        scale=ctx.spec.scale,
+        C=results.pad_state(wide, C, None)[0],
+        dC=results.pad_state(wide, dC, None)[0],
+        gated=ctx.gated,
+        sums=(
+            base.new(2, base.H, base.tiles, 1, base.L),
+            base.new(2, base.H, base.tiles, gate_gradients.PAIR_SUMS.value, base.L),
+        ),
+        checkpoints=checkpoints,
+        dots=base.new(checkpoints.shape[0] * base.H, 2 * host.CONSUMER_WARPS),
+    )
