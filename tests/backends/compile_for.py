@@ -41,6 +41,7 @@ from wgmma_descriptors import disassemble, unset_descriptors
 
 import tfla
 from tfla.backends import BACKENDS, DELTA_BACKENDS
+from tfla.nn import LanguageModel, ModelConfig, fused_step
 
 T, H = 256, 8  # with fewer heads than a program of the gate kernels has it would have more registers
 SEGMENT = 128  # steps between stored states of what is segmented
@@ -283,6 +284,20 @@ def other_lengths(found: dict[str, dict[str, Any]], *case: str) -> None:
         del found[kernel]
 
 
+def model_step(gate: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
+    """The fused step of a model, without the step of its recurrence."""
+    batch = 8 if "several" in variant else 1
+    config = ModelConfig(
+        d_model=H * int(dhv), qk_factor=int(dqk) / int(dhv), num_blocks=1, num_heads=H, vocab_size=50_304,
+        mixer=f"mlstm_{gate[:3]}",  # type: ignore[arg-type]
+    )  # fmt: skip
+    with torch.device("meta"), torch.no_grad():
+        model = LanguageModel(config).to(getattr(torch, dtype))
+        step, state = fused_step.FusedStep(model, batch), model.initial_state(batch)
+        with mock.patch.object(fused_step, "mlstm_step", lambda q, k, v, i, f, state, **_: (v, state)):
+            step(torch.zeros(batch, dtype=torch.int64), state)
+
+
 def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found.clear()
     failure = None
@@ -290,6 +305,8 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         backend, kernel, *rest = case.split(",")
         if kernel == "steps":
             decoding(backend, *rest)
+        elif kernel == "model":
+            model_step(*rest)
         elif kernel == "delta_steps":
             delta_decoding(backend, *rest)
         elif kernel == "delta":

@@ -31,6 +31,7 @@ CASES = [
     "triton,steps,exp,64,128,bfloat16,one",
     "triton,steps,sigmoid,24,40,float32,several",
     "triton,model,exp,16,32,bfloat16,one",
+    "triton,model,exp,16,32,bfloat16,several",
     "triton,delta,step,128,128,bfloat16,packed",
     "triton,delta,none,72,136,bfloat16,whole grouped",
     "triton,delta_steps,step,100,72,bfloat16,one",
@@ -109,13 +110,14 @@ def delta_steps(backend: str, gate: str, K: int, V: int, dtype: torch.dtype, cou
     return [h, last.C]
 
 
-def fused_step(gate: str, width: int, dtype: torch.dtype) -> list[Tensor]:
+def fused_step(gate: str, width: int, dtype: torch.dtype, batch: int) -> list[Tensor]:
     """Two steps, the second from the state of the first."""
     config = ModelConfig(
         d_model=width, num_blocks=1, num_heads=H, vocab_size=70, mixer="mlstm_exp" if gate == "exp" else "mlstm_sig"
     )
     model = LanguageModel(config).to(DEVICE, dtype)
-    step, state, ids = FusedStep(model), model.initial_state(1), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    step, state = FusedStep(model, batch), model.initial_state(batch)
+    ids = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
     with torch.no_grad():
         for _ in range(2):
             out, state = step(ids, state)
@@ -131,7 +133,7 @@ def run(backend: str, kernel: str, gate: str, dqk: str, dhv: str, dtype: str, sh
     elif kernel == "delta_steps":
         found = delta_steps(backend, gate, K, V, dt, 4 if shape == "several" else 1)
     elif kernel == "model":
-        found = fused_step(gate, H * V, dt)
+        found = fused_step(gate, H * V, dt, 3 if shape == "several" else 1)
     else:
         found = operator(backend, kernel, gate, K, V, dt, shape)
     assert all(x.isfinite().all() for x in found)

@@ -67,6 +67,11 @@ CASES = {
         "exp,512,1024,float16,several",
         "sigmoid,100,72,bfloat16,several,low",
     ],
+    "model": [
+        "exp,256,512,bfloat16",
+        "exp,256,512,bfloat16,several",
+        "sigmoid,128,256,float32,several",
+    ],
     "delta": [
         "gdn,128,128,bfloat16,packed,state",
         "deltanet,128,256,bfloat16",
@@ -93,7 +98,9 @@ if MODE == "all":
     VARIANTS["delta"] = ("", ",packed,state")
     CASES = {
         kernel: [f"{gate},{dims},{x}{y}" for gate, dims, x, y in product(GATES[kernel], DIMS, DTYPES, VARIANTS[kernel])]
-        for kernel in CASES
+        if kernel in GATES
+        else forms
+        for kernel, forms in CASES.items()
     }
 COMPILED = {
     f"triton,{kernel},{form}": [

@@ -175,7 +175,7 @@ class Decoder:
         """Capture one step of the batch in a CUDA graph."""
         self._ids = torch.zeros(self.batch, dtype=torch.int64, device=device)
         fusable = fused_step.unsupported(self.model, self.state) is None
-        self._fused = fused_step.FusedStep(self.model) if fusable else None
+        self._fused = fused_step.FusedStep(self.model, self.batch) if fusable else None
         self._graph, self._logits = captured(self._advance, device)
 
 
@@ -194,7 +194,7 @@ class PooledGraph:
         self.indices = torch.full((size,), -1, dtype=torch.int64, device=device)  # a step of padding writes nothing
         model, state = decoder.model, decoder.state
         fusable = fused_step.unsupported(model, state, size) is None
-        step: Any = fused_step.FusedStep(model) if fusable else model.step
+        step: Any = fused_step.FusedStep(model, size) if fusable else model.step
         memory = None if like is None else like.graph.pool()
         self.graph: torch.cuda.CUDAGraph
         self.graph, self.logits = captured(lambda: step(self.ids, state, state_indices=self.indices)[0], device, memory)

@@ -84,17 +84,18 @@ def mixer_inputs(
 
 
 @triton.jit
-def gated_heads(h, o, weight, eps, Out, D: tl.constexpr, BD: tl.constexpr, LAYER: tl.constexpr):
-    """Compute sigmoid(o) * NORM(h) of one head, in (4).
+def gated_heads(h, o, weight, eps, Out, D: tl.constexpr, BD: tl.constexpr, H: tl.constexpr, LAYER: tl.constexpr):
+    """Compute sigmoid(o) * NORM(h) of one head of one sequence, in (4).
 
-    h, o, the weight of the norm and Out are (H D,), for D channels per head. With LAYER, NORM is LayerNorm, else
-    RMSNorm.
+    h, o and Out are (H D,) for each sequence, for D channels per head, and the weight of the norm is (H D,). With
+    LAYER, NORM is LayerNorm, else RMSNorm.
     """
     at = tl.program_id(0) * D
+    channel = tl.program_id(0) % H * D
     x = load_vector(h + at, D, BD)  # (BD,)
     if LAYER:
         x = tl.where(tl.arange(0, BD) < D, x - tl.sum(x, 0) / D, 0.0)
-    x *= inverse_rms(x, eps, D) * load_vector(weight + at, D, BD) * tl.sigmoid(load_vector(o + at, D, BD))
+    x *= inverse_rms(x, eps, D) * load_vector(weight + channel, D, BD) * tl.sigmoid(load_vector(o + at, D, BD))
     r = tl.arange(0, BD)
     tl.store(Out + at + r, x.to(Out.dtype.element_ty), r < D)
 
