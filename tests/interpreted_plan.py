@@ -12,7 +12,20 @@ import numpy as np
 import torch
 from jax_cases import to_torch
 
-from tfla.backends.gpu.planning import Allocate, Copy, Fill, Launch, Plan, Resize, Rows, ScaledColumns, SumOf
+from tfla.backends.gpu.planning import (
+    Allocate,
+    Copy,
+    Fill,
+    Gather,
+    Launch,
+    Places,
+    Plan,
+    Resize,
+    Rows,
+    ScaledColumns,
+    Step,
+    SumOf,
+)
 from tfla.backends.gpu.replay import resized
 from tfla.jax.inputs import vary, varying_axes
 
@@ -24,21 +37,49 @@ class InterpretedPlan:
 
     ran: ClassVar[list[str]] = []  # the names of kernels that ran
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, axis: str | None = None) -> None:
+        self.plan, self.axis = plan, axis
 
     def __call__(self, given: Sequence[Any]) -> list[Any]:
-        results = [self.plan.meta[n] for n in self.plan.results]
-        shapes = [jax.ShapeDtypeStruct(tuple(x.shape), jnp.dtype(str(x.dtype).removeprefix("torch."))) for x in results]
-        there = [x for x in given if x is not None]
-        axes = frozenset().union(*map(varying_axes, there))
-        return [vary(x, axes) for x in jax.pure_callback(self.run, shapes, *there)]
+        values = {n: x for n, x in enumerate(given) if x is not None}
+        axes = frozenset().union(*map(varying_axes, values.values()))
+        steps = [*self.plan.steps]
+        while steps:
+            count = next((n for n, step in enumerate(steps) if isinstance(step, Gather | Places)), len(steps))
+            self.call_back(steps[:count], values, axes)
+            for step in steps[count : count + 1]:
+                if isinstance(step, Gather):
+                    values[step.result] = jax.lax.all_gather(values[step.source], self.axis)
+                else:
+                    assert isinstance(step, Places)
+                    values[step.result] = vary(jax.lax.axis_index(self.axis)[None], axes)
+            del steps[: count + 1]
+        return [values[n] for n in self.plan.results]
 
-    def run(self, *given: Any) -> list[Any]:
-        left = [to_torch(np.asarray(x)) for x in given]
-        values = {n: left.pop(0) for n, there in enumerate(self.plan.given) if there}
-        inputs = {n: x.clone() for n, x in values.items() if n not in self.plan.results}
-        for step in self.plan.steps:
+    def call_back(self, steps: list[Step], values: dict[int, Any], axes: frozenset[str]) -> None:
+        """Add what steps make to the values, as the results of one callback, and replace what they write."""
+        there = [*values]
+        made = [n for n in self.plan.meta if n in {getattr(step, "result", None) for step in steps}]
+        inputs = set(range(len(self.plan.given))) - set(self.plan.results)
+        kept = [n for n in (*there, *made) if n not in inputs]
+        like = {n: self.plan.meta[n] for n in kept}
+        shapes = [
+            jax.ShapeDtypeStruct(tuple(x.shape), jnp.dtype(str(x.dtype).removeprefix("torch."))) for x in like.values()
+        ]
+
+        def run(*given: Any) -> list[Any]:
+            found = {n: to_torch(np.asarray(x)) for n, x in zip(there, given, strict=True)}
+            before = {n: found[n].clone() for n in there if n in inputs}
+            self.run(steps, found)
+            assert all(torch.equal(x, found[n]) for n, x in before.items()), "a kernel has written an input"
+            return [found[n].numpy() for n in kept]
+
+        found = jax.pure_callback(run, shapes, *values.values())
+        values.update(zip(kept, (vary(x, axes) for x in found), strict=True))
+
+    def run(self, steps: list[Step], values: dict[int, Any]) -> None:
+        """Run steps on tensors by number, and add those that they make."""
+        for step in steps:
             if isinstance(step, Allocate):
                 values[step.result] = torch.zeros(step.shape, dtype=step.dtype)
                 if step.dtype.is_floating_point:
@@ -62,5 +103,3 @@ class InterpretedPlan:
                 arguments = [*[None if n < 0 else values[n] for n in step.read], *step.numbers]
                 with LOCK:
                     step.kernel[step.grid](*arguments, num_warps=step.num_warps, **step.constants)
-        assert all(torch.equal(x, values[n]) for n, x in inputs.items()), "a kernel has written an input"
-        return [values[n].numpy() for n in self.plan.results]

@@ -9,8 +9,9 @@ import jax
 import pytest
 from cases import INTERPRETED
 
-from tfla.jax import hosting, kernels, step_kernels
+from tfla.jax import hosting, kernels, plans, step_kernels
 from tfla.jax.delta import kernels as delta_kernels
+from tfla.jax.delta import step_kernels as delta_step_kernels
 
 ON_GPU = jax.default_backend() == "gpu"
 MARKS = (
@@ -19,8 +20,9 @@ MARKS = (
     else [pytest.mark.gpu, pytest.mark.skipif(not ON_GPU, reason="JAX has no GPU here")]
 )
 CACHED = (
-    kernels.unsupported, kernels.best_chunk_size, kernels._forward_plan, kernels._backward_plan,
-    step_kernels.unsupported, step_kernels._plan, delta_kernels.unsupported, delta_kernels._plan,
+    kernels.unsupported, kernels.best_chunk_size, plans.forward_plan, plans.backward_plan,
+    step_kernels.unsupported, step_kernels.plan,
+    delta_step_kernels.unsupported, delta_step_kernels.plan, delta_kernels.unsupported, delta_kernels._plan,
 )  # fmt: skip
 
 
@@ -43,7 +45,7 @@ def plans_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(hosting, "PLATFORM", "cpu")
         monkeypatch.setattr("tfla.jax.launches.unsupported", lambda: None)
         for module in (kernels, delta_kernels):
-            monkeypatch.setattr(module, "present_gpu", lambda: kernels.GPU(80, 1, "ieee"))
+            monkeypatch.setattr(module, "present_gpu", lambda: plans.GPU(80, 1, "ieee"))
     with jax.default_matmul_precision("highest"):
         yield
     forget_plans()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tfla.bench import page_tables
 from tfla.bench.jax_report import section
 
 
@@ -20,6 +21,12 @@ def test_section() -> None:
             {"name": "other", "form": "exp", "dqk": 128, "dhv": 256, "x": 512, "error": "ImportError: no module"},
         ],
     }  # fmt: skip
+    mark = "<!-- table: jax -->\n"
+    assert page_tables.renew(mark + "\n", {}) == mark + "\n"  # not timed yet
+    short = page_tables.renew(mark, {"jax": result})
+    assert "| a GPU, 2026-11-25, ms | 128 x 256, 512 steps | 128 x 256, 8,192 steps |" in short
+    assert "| JAX | 1.01 / - | 2.00 / - |" in short
+    assert page_tables.renew(short, {"jax": result}) == short
     text = section(result)
     assert "a GPU, 2026-11-25; jax 0.11.2." in text
     assert "| mLSTMexp 128 x 256, ms (first call; memory) | T = 512 | T = 8,192 |" in text

@@ -143,7 +143,7 @@ def some() -> dict[str, Any]:
         (
             {"context_parallel": "cp", "backend": "reference"},
             ValueError,
-            "context_parallel: got it with backend 'reference', expected 'chunkwise'",
+            "context_parallel: got it with backend 'reference', expected 'hopper', 'triton', 'chunkwise'",
         ),
         ({"kernel": "recurrent"}, ValueError, "kernel: got 'recurrent', backend 'chunkwise' has 'segmented'"),
     ],

@@ -96,6 +96,17 @@ def test_shard_map() -> None:
     close(found, jax.jit(jax.grad(lambda x: total(lambda x: call("kda", x, backend="triton"), x)))(x))
 
 
+def test_explanation() -> None:
+    x = arguments()
+    found = tfla.jax.explain_delta_rule(*x, chunk_size=64, backend="triton")
+    assert (found.backend, found.kernel, found.chunk_size) == ("triton", "fused", 64)
+    assert found.not_taken["chunkwise"] == "it could, but 'triton' was asked for"
+    expected = "it runs where it is asked for by name"
+    assert tfla.jax.explain_delta_rule(*x).not_taken["triton"] == expected
+    wide = (a.astype(jnp.float64) for a in x)
+    assert tfla.jax.explain_delta_rule(*wide).not_taken["triton"] not in (expected, None)
+
+
 def test_what_they_do_not_run() -> None:
     with pytest.raises(ValueError, match=r"^backend: 'triton' cannot run this: "):
         tfla.jax.delta_rule(*(a.astype(jnp.float64) for a in arguments()), backend="triton")

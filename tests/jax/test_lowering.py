@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import zlib
@@ -21,7 +22,7 @@ from jaxlib import gpu_triton
 
 import tfla.jax
 from tfla.backends.gpu import planning
-from tfla.jax import kernels, launches, step_kernels
+from tfla.jax import kernels, launches, plans, step_kernels
 from tfla.jax.delta import kernels as delta_kernels
 
 pytest.importorskip("triton")
@@ -65,7 +66,7 @@ def _absent_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def lowered(monkeypatch: pytest.MonkeyPatch, architecture: int, backend: str | None, K: int, V: int) -> str:
     """The module of a forward and a backward with an initial and a final state, 256 steps in two segments."""
-    monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(architecture, 132, "tf32"))
+    monkeypatch.setattr(kernels, "present_gpu", lambda: plans.GPU(architecture, 132, "tf32"))
     q, v, i = jnp.ones((1, 256, 2, K), jnp.bfloat16), jnp.ones((1, 256, 4, V), jnp.bfloat16), jnp.ones((1, 256, 4))
     state = tfla.jax.State.zeros(1, 4, K, V, dtype=jnp.float32)
 
@@ -127,7 +128,7 @@ NAMES_BY_CHANNEL = [*OF_TILES, *OF_TILES, "channel_dv_scan", "channel_gradients"
 def test_calls_of_the_delta_rule(
     by_channel: bool, architecture: int, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delta_kernels, "present_gpu", lambda: kernels.GPU(architecture, 132, "tf32"))
+    monkeypatch.setattr(delta_kernels, "present_gpu", lambda: plans.GPU(architecture, 132, "tf32"))
     q, gates = jnp.ones((1, 256, 2, 16), jnp.bfloat16), jnp.ones((1, 256, 2))
     log_f = -jnp.ones((1, 256, 2, 16)) if by_channel else -gates
 
@@ -182,7 +183,7 @@ def test_a_descriptor_that_a_kernel_does_not_read_gets_no_tensor_of_the_call() -
 
 def test_a_step_overwrites_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """The new C is a result that has the memory of the old one, which the kernel gets by one pointer."""
-    monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(90, 132, "tf32"))
+    monkeypatch.setattr(kernels, "present_gpu", lambda: plans.GPU(90, 132, "tf32"))
     q, i = jnp.ones((2, 4, 64), jnp.bfloat16), jnp.ones((2, 4))
     state = tfla.jax.State.zeros(2, 4, 64, 64, dtype=jnp.float32)
     traced = jax.jit(tfla.jax.mlstm_step).trace(q, q, q, i, i, state)
@@ -198,12 +199,48 @@ def test_a_step_overwrites_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert operands.count(state_operand) == 1
 
 
+def test_a_step_of_the_delta_rule_overwrites_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "present_gpu", lambda: plans.GPU(90, 132, "tf32"))
+    q, gate = jnp.ones((2, 4, 64), jnp.bfloat16), jnp.ones((2, 4))
+    state = tfla.jax.State.zeros(2, 4, 64, 64, normalize=False, dtype=jnp.float32)
+    traced = jax.jit(tfla.jax.delta_rule_step).trace(q, q, q, gate, state, -gate)
+    module = traced.lower(lowering_platforms=("cuda",)).as_text()
+    ((told, operands),) = calls(module)
+    assert told["name"] == "delta_steps"
+    check_parameters([(told, operands)], 90)
+    assert operands.count(operands[8]) == 1
+    assert "operand_index = 8" in module
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize(("architecture", "K", "V"), [(90, 64, 128), (80, 16, 32)])
+def test_calls_of_context_parallelism(architecture: int, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same calls serve all devices, which read their places from memory, and all-gathers are between them."""
+    monkeypatch.setattr(kernels, "present_gpu", lambda: plans.GPU(architecture, 132, "tf32"))
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    steps = jax.sharding.PartitionSpec(None, "x")
+    run = jax.shard_map(
+        functools.partial(tfla.jax.mlstm, context_parallel="x", input_gate="sigmoid"), mesh=mesh, in_specs=(steps,) * 5,
+        out_specs=steps,
+    )  # fmt: skip
+    q, v, i = jnp.ones((1, 1024, 2, K), jnp.bfloat16), jnp.ones((1, 1024, 2, V), jnp.bfloat16), jnp.ones((1, 1024, 2))
+    traced = jax.jit(jax.grad(lambda *x: run(*x).astype(jnp.float32).sum())).trace(q, q, v, i, i)
+    module = traced.lower(lowering_platforms=("cuda",)).as_text()
+    found = calls(module)
+    check_parameters(found, architecture)
+    names = [told["name"] for told, _ in found]
+    assert [name for name in names if name in ("own_rows", "join_spans")] == ["own_rows", "join_spans"] * 2
+    assert ("small_head_kernel" in names) == (architecture == 90)
+    assert "dot_general" not in module
+    assert "all_gather" in module
+
+
 def test_the_fastest_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     x = ((1, 64, 2, 64), "bfloat16")
     given = (x, x, x, *[((1, 64, 2), "float32")] * 2, None, None, None, None)
     q, i = jnp.ones(x[0], jnp.bfloat16), jnp.ones((1, 64, 2))
     for architecture, expected in ((90, "hopper"), (120, "triton"), (75, None)):
-        gpu = kernels.GPU(architecture, 132, "tf32")
+        gpu = plans.GPU(architecture, 132, "tf32")
         monkeypatch.setattr(kernels, "present_gpu", lambda gpu=gpu: gpu)
         if expected is None:
             kernels.warn_once.cache_clear()
@@ -221,14 +258,14 @@ def test_unknown_versions_of_jaxlib(monkeypatch: pytest.MonkeyPatch) -> None:
     launches.unsupported.cache_clear()
     monkeypatch.setattr(launches, "jaxlib_version", lambda: (0, 10, 2))
     assert launches.unsupported() is None
-    gpu, x = kernels.GPU(90, 132, "tf32"), ((1, 64, 2, 64), "bfloat16")
+    gpu, x = plans.GPU(90, 132, "tf32"), ((1, 64, 2, 64), "bfloat16")
     given = (x, x, x, *[((1, 64, 2), "float32")] * 2, None, None, None, None)
     assert kernels.unsupported("triton", gpu, given) == "it needs jaxlib 0.11.1 or newer"
 
 
 def test_export(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exported function holds its kernels: it can be called where Triton is not installed."""
-    monkeypatch.setattr(kernels, "present_gpu", lambda: kernels.GPU(80, 132, "tf32"))
+    monkeypatch.setattr(kernels, "present_gpu", lambda: plans.GPU(80, 132, "tf32"))
     q, i = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((1, 64, 2), jnp.float32)
     allowed = [jax.export.DisabledSafetyCheck.custom_call(launches.TARGET)]
     exported = jax.export.export(jax.jit(tfla.jax.mlstm), platforms=["cuda"], disabled_checks=allowed)(q, q, q, i, i)

@@ -201,6 +201,9 @@ class Exchange(Protocol):
     def final(self) -> bool:
         """True if there are final states, and cotangents of them."""
 
+    def places(self, like: Tensor) -> Tensor:
+        """Return `positions` as a tensor (S,) int32 on the device of a tensor, which nothing may overwrite."""
+
     def start(self, rows: Tensor) -> Tensor:
         """Start the collective and return its result, which only :meth:`finish` may read."""
 

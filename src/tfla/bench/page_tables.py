@@ -105,13 +105,29 @@ def delta(results: dict[str, Row]) -> str:
     return table([f"{environment['device']}, {environment['date']}", "roofline", *DELTA_COLUMNS.values()], body)
 
 
-TABLES = {"delta": delta, "speed": speed, "training": training, "mamba": mamba}
+def jax(results: dict[str, Row]) -> str:
+    """Return the table of the mLSTM from JAX and from PyTorch by length; empty as long as it has not been timed."""
+    if "jax" not in results:
+        return ""
+    environment, rows = results["jax"]["environment"], [r for r in results["jax"]["rows"] if "seconds" in r]
+    setups = sorted({(r["dqk"], r["dhv"], r["x"]) for r in rows})
+    found = {(r["name"], r["dqk"], r["dhv"], r["x"], r["direction"]): r for r in rows}
+    body = [
+        [name, *(" / ".join(_time(found.get((name, *setup, d), {})) for d in (FORWARD, BOTH)) for setup in setups)]
+        for name in dict.fromkeys(r["name"] for r in rows)
+    ]
+    header = [f"{dqk} x {dhv}, {x:,} steps" for dqk, dhv, x in setups]
+    return table([f"{environment['device']}, {environment['date']}, ms", *header], body)
+
+
+TABLES = {"delta": delta, "jax": jax, "speed": speed, "training": training, "mamba": mamba}
 
 
 def renew(text: str, results: dict[str, Row]) -> str:
     """Return the text with the table after each `<!-- table: NAME -->` replaced by the one made from the results."""
 
     def replaced(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{TABLES[found[2]](results)}\n"
+        lines = TABLES[found[2]](results)
+        return f"{found[1]}\n{lines}\n" if lines else f"{found[1]}\n"
 
     return MARK.sub(replaced, text)

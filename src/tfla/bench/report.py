@@ -64,7 +64,8 @@ def run(config: Report) -> None:
         drawn = draw(result, image)
         link = Path(os.path.relpath(image, config.out.parent)).as_posix() if drawn else None
         sections.append(gpu_report.section(result, link))
-    sections += [jax_report.section(result) for result in found.values() if result.get("kind") == "jax"]
+    from_jax = {path.stem: result for path, result in found.items() if result.get("kind") == "jax"}
+    sections += [jax_report.section(result) for result in from_jax.values()]
     config.out.parent.mkdir(parents=True, exist_ok=True)
     whole = "\n\n".join([INTRO.rstrip(), *sections]) + "\n"
     write_atomically(config.out, lambda path: path.write_text(whole, encoding="utf-8"))
@@ -74,7 +75,7 @@ def run(config: Report) -> None:
         text = page.read_text(encoding="utf-8")
         if page_tables.MARK.search(text):
             try:
-                renewed = page_tables.renew(text, on_gpus)
+                renewed = page_tables.renew(text, on_gpus | from_jax)
             except KeyError as error:  # a suite, an implementation or a measurement
                 raise UserError(
                     f"{page}: the results have nothing of {error.args[0]!r}, which its tables show"

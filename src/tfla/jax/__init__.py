@@ -11,6 +11,7 @@ except ImportError as error:
 
 from tfla.jax.api import linear_attention, mlstm
 from tfla.jax.delta.api import delta_rule
+from tfla.jax.delta.explain import explain_delta_rule
 from tfla.jax.delta.several_writes import delta_product, dplr
 from tfla.jax.delta.steps import delta_rule_step, delta_rule_steps
 from tfla.jax.explain import explain
@@ -25,6 +26,7 @@ __all__ = [
     "delta_rule_steps",
     "dplr",
     "explain",
+    "explain_delta_rule",
     "linear_attention",
     "linear_attention_step",
     "linear_attention_steps",

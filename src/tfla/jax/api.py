@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, overload
 
 import jax
@@ -15,9 +16,10 @@ from tfla.jax.delta import channel_gates
 from tfla.jax.delta.channel_gates import has_channel_gates
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import Inputs, Spec, acc_dtype
-from tfla.jax.kernels import KernelInputs, KernelSpec
+from tfla.jax.plans import KernelInputs, KernelSpec
 from tfla.jax.spans import of_last_device
 from tfla.jax.state import State
+from tfla.jax.state_pool import attend_by_index, check_without_axis
 from tfla.ops.checks import check_chunk_size, check_flags, check_input_gate
 from tfla.ops.gates import InputGate
 
@@ -43,10 +45,11 @@ def prepare(
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q)
     given_chunk_size = chunk_size
-    if backend is None and kernel is None:
-        backend = kernels.choose(q, k, v, i, f, initial_state, cu_seqlens, context_parallel)
+    is_open = backend is None and kernel is None
     chosen, kernel, chunk_size = choose(backend, kernel, chunk_size)
-    checks.check_context_parallel(context_parallel, cu_seqlens, chosen)
+    checks.check_context_parallel(context_parallel, cu_seqlens, chosen, (*kernels.BACKENDS, "chunkwise"))
+    if is_open:
+        chosen = kernels.choose(q, k, v, i, f, initial_state, cu_seqlens, context_parallel) or chosen
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is not None:
         checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
@@ -54,7 +57,7 @@ def prepare(
     if chosen in kernels.BACKENDS:
         return kernels.prepare(
             q, k, v, i, f, gates, normalize, initial_state, return_state, cu_seqlens, given_chunk_size, scale, chosen,
-            normalizer_grad, store_dtype,
+            normalizer_grad, store_dtype, context_parallel,
         )  # fmt: skip
     dtype = acc_dtype(q)
     if i is None:
@@ -85,16 +88,16 @@ def _run(return_state: bool, spec: Spec | KernelSpec, x: Inputs | KernelInputs) 
     if isinstance(spec, KernelSpec):
         assert isinstance(x, KernelInputs)
         h, C, n, m = kernels.compute(spec, x)
-        if not return_state:
-            return h
-        return h, State(C, n, jax.lax.stop_gradient(m)) if spec.options.normalize else State(C)
-    assert isinstance(x, Inputs)
-    h, C, n, m = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
+        normalize = spec.options.normalize
+    else:
+        assert isinstance(x, Inputs)
+        h, C, n, m = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
+        normalize = spec.normalize
     if not return_state:
         return h
     if spec.axis is not None:
         C, n, m = (of_last_device(t, spec.axis) for t in (C, n, m))
-    return h, State(C, n, jax.lax.stop_gradient(m)) if spec.normalize else State(C)
+    return h, State(C, n, jax.lax.stop_gradient(m)) if normalize else State(C)
 
 
 def compute_with_offset(
@@ -129,13 +132,14 @@ def mlstm(
     input_gate: InputGate = ..., initial_state: State | None = ..., cu_seqlens: Offsets | None = ...,
     chunk_size: int | None = ..., scale: float | None = ..., backend: str | None = ..., kernel: str | None = ...,
     normalizer_grad: bool = ..., store_dtype: Any = ..., context_parallel: str | None = ...,
+    state_indices: Array | None = ...,
 ) -> Array: ...  # fmt: skip
 @overload
 def mlstm(
     q: Array, k: Array, v: Array, i: Array, f: Array, *, return_state: Literal[True], input_gate: InputGate = ...,
     initial_state: State | None = ..., cu_seqlens: Offsets | None = ..., chunk_size: int | None = ...,
     scale: float | None = ..., backend: str | None = ..., kernel: str | None = ..., normalizer_grad: bool = ...,
-    store_dtype: Any = ..., context_parallel: str | None = ...,
+    store_dtype: Any = ..., context_parallel: str | None = ..., state_indices: Array | None = ...,
 ) -> tuple[Array, State]: ...  # fmt: skip
 def mlstm(
     q: Array,
@@ -155,6 +159,7 @@ def mlstm(
     normalizer_grad: bool = True,
     store_dtype: Any = None,
     context_parallel: str | None = None,
+    state_indices: Array | None = None,
 ) -> Array | tuple[Array, State]:
     """Compute the mLSTM over whole sequences: mLSTMexp, equations (1)-(8) of the paper, or mLSTMsig, (22)-(24).
 
@@ -194,6 +199,9 @@ def mlstm(
         context_parallel: the name of a mesh axis over whose devices the sequence is divided, in order, inside
             `jax.shard_map`. Each device passes its own steps. ``initial_state`` is that before the first device's
             part, and the returned state that after the last device's part, on all devices.
+        state_indices: (sequences,) int32 or int64: ``initial_state`` is a pool of any number of states, and sequence s
+            starts from row ``state_indices[s]``, or at -1 from zero. With ``return_state`` the new pool is returned,
+            whose rows are the final states; donate the old one. Indices other than -1 must differ.
 
     Returns:
         h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`.
@@ -202,6 +210,14 @@ def mlstm(
         ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
     """
     check_input_gate(input_gate)
+    if state_indices is not None:
+        check_without_axis(context_parallel)
+        run = functools.partial(
+            mlstm, q, k, v, i, f, input_gate=input_gate, return_state=return_state, cu_seqlens=cu_seqlens,
+            chunk_size=chunk_size, scale=scale, backend=backend, kernel=kernel, normalizer_grad=normalizer_grad,
+            store_dtype=store_dtype,
+        )  # fmt: skip
+        return attend_by_index(run, initial_state, state_indices, return_state, q, cu_seqlens)
     return _run(
         return_state,
         *prepare(
@@ -229,6 +245,7 @@ def linear_attention(
     normalizer_grad: bool = True,
     store_dtype: Any = None,
     context_parallel: str | None = None,
+    state_indices: Array | None = None,
 ) -> Array | tuple[Array, State]:
     """Compute gated linear attention over whole sequences.
 
@@ -246,7 +263,7 @@ def linear_attention(
             mLSTMexp does.
         initial_state, return_state, cu_seqlens, chunk_size, scale: as in :func:`mlstm`. Without ``normalize`` a state
             has n and m None.
-        backend, kernel, normalizer_grad, store_dtype, context_parallel: as in :func:`mlstm`.
+        backend, kernel, normalizer_grad, store_dtype, context_parallel, state_indices: as in :func:`mlstm`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
@@ -254,6 +271,14 @@ def linear_attention(
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    if state_indices is not None:
+        check_without_axis(context_parallel)
+        run = functools.partial(
+            linear_attention, q, k, v, log_f, log_i, normalize=normalize, return_state=return_state,
+            cu_seqlens=cu_seqlens, chunk_size=chunk_size, scale=scale, backend=backend, kernel=kernel,
+            normalizer_grad=normalizer_grad, store_dtype=store_dtype,
+        )  # fmt: skip
+        return attend_by_index(run, initial_state, state_indices, return_state, q, cu_seqlens)
     if has_channel_gates(log_f):
         return channel_gates.linear_attention(
             q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, scale, backend,

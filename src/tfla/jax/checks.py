@@ -160,12 +160,19 @@ def check_in_place(in_place: object) -> None:
         )
 
 
-def check_context_parallel(axis: object, cu_seqlens: object, backend: str) -> None:
+def check_context_parallel(
+    axis: object, cu_seqlens: object, backend: str, allowed: tuple[str, ...] = ("chunkwise",)
+) -> None:
     """Check the name of the mesh axis over which the sequence is divided.
+
+    Args:
+        axis, cu_seqlens: the arguments of the call.
+        backend: its backend.
+        allowed: the backends that divide sequences.
 
     Raises:
         TypeError, ValueError: it is no string, no axis of the `shard_map` around the call, or together with packed
-            sequences or another backend than "chunkwise".
+            sequences or another backend.
     """
     if axis is None:
         return
@@ -173,8 +180,9 @@ def check_context_parallel(axis: object, cu_seqlens: object, backend: str) -> No
         raise TypeError(f"context_parallel: got {type(axis).__name__}, expected the name of a mesh axis or None")
     if cu_seqlens is not None:
         raise ValueError("context_parallel: got it with cu_seqlens, expected at most one of them")
-    if backend != "chunkwise":
-        raise ValueError(f"context_parallel: got it with backend {backend!r}, expected 'chunkwise'")
+    if backend not in allowed:
+        names = ", ".join(map(repr, allowed))
+        raise ValueError(f"context_parallel: got it with backend {backend!r}, expected {names}")
     try:
         jax.lax.axis_size(axis)
     except NameError:

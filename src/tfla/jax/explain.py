@@ -11,7 +11,7 @@ from tfla.jax.api import prepare
 from tfla.jax.choice import KERNELS, Offsets
 from tfla.jax.chunkwise import TILE, stored_states
 from tfla.jax.inputs import Inputs
-from tfla.jax.kernels import KernelInputs, KernelSpec, signature
+from tfla.jax.plans import KernelInputs, KernelSpec, signature
 from tfla.jax.state import State
 from tfla.ops.checks import check_input_gate
 from tfla.ops.explain import Explanation

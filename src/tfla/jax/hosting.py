@@ -46,22 +46,36 @@ def on_platform(lowered: Any, arrays: Arrays, otherwise: Callable[[list[Array | 
     return list(jax.lax.platform_dependent(*[x for x in arrays if x is not None], default=elsewhere, **branches))
 
 
-def by_batch(launch: partitions.Launch, arrays: Arrays, dims: partitions.Dims) -> list[Array]:
-    """Launch on the devices of a mesh, with a rule for `jax.vmap`: its axis becomes a part of the batch."""
+def by_batch(launch: partitions.Launch, arrays: Arrays, dims: partitions.Dims | None) -> list[Array]:
+    """Launch on the devices of a mesh, with a rule for `jax.vmap`: its axis becomes a part of the batch.
+
+    Args:
+        launch: the function that launches for given arrays.
+        arrays: what it is given.
+        dims: the dims of what it is given and returns; None inside of a `shard_map` over all mesh axes, without packed
+            sequences.
+    """
 
     @jax.custom_batching.custom_vmap
     def run(*there: Array) -> list[Array]:
-        return partitions.divided(launch, _whole(arrays, there), dims)
+        whole = _whole(arrays, there)
+        return launch(whole) if dims is None else partitions.divided(launch, whole, dims)
 
     @run.def_vmap
     def run_batched(size: int, batched: list[bool], *there: Array) -> tuple[list[Array], list[bool]]:
-        if dims.offsets is not None and arrays[dims.offsets] is not None:  # packed sequences are one row
+        of_heads = [False] * len(there)  # what has no rows of a batch
+        packed = False
+        if dims is not None:
+            of_heads = [d[0] in "gh" for d, x in zip(dims.given, arrays, strict=True) if x is not None]
+            # They are one row, and a pool has no rows of the batch.
+            packed = dims.pool or (dims.offsets is not None and arrays[dims.offsets] is not None)
+        if packed or any(b and alone for b, alone in zip(batched, of_heads, strict=True)):
             every = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(there, batched, strict=True)]
             found = jax.lax.map(lambda rows: run(*rows), every)
             return found, [True] * len(found)
         rows = [
-            x.reshape(-1, *x.shape[2:]) if b else jnp.tile(x, (size, *[1] * (x.ndim - 1)))
-            for x, b in zip(there, batched, strict=True)
+            x if alone else x.reshape(-1, *x.shape[2:]) if b else jnp.tile(x, (size, *[1] * (x.ndim - 1)))
+            for x, b, alone in zip(there, batched, of_heads, strict=True)
         ]
         found = [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in run(*rows)]
         return found, [True] * len(found)

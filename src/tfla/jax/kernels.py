@@ -8,53 +8,32 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from tfla.jax import chunkwise, partitions
+from tfla.jax import chunkwise, exchanging, partitions
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.hosting import by_batch, on_platform
 from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary, vary_alike, varying_axes
+from tfla.jax.plans import (
+    GPU,
+    KernelInputs,
+    KernelSpec,
+    Signature,
+    backward_plan,
+    forward_plan,
+    signature,
+    torch_inputs,
+)  # fmt: skip
 from tfla.jax.state import State
 
-Signature = tuple[tuple[tuple[int, ...], str] | None, ...]  # shapes and dtypes of arrays
 BACKENDS = ("hopper", "triton")  # the fastest first
 # Float32 products of the kernels by `jax.default_matmul_precision`; for all other values they are tf32.
 PRODUCTS = {"highest": "ieee", "float32": "ieee", "high": "tf32x3", "bfloat16_3x": "tf32x3"}
-
-
-class GPU(NamedTuple):
-    """The GPU that kernels are compiled for, as :class:`tfla.backends.gpu.runtime.PlannedGPU` describes it."""
-
-    architecture: int  # 90 for sm_90
-    processors: int  # its multiprocessors
-    float32_products: str  # a value of PRODUCTS, or "tf32"
-
-
-class KernelSpec(NamedTuple):
-    """The options of one call, all of them static."""
-
-    backend: str
-    gpu: GPU
-    options: Any  # tfla.backends.base.Spec
-
-
-class KernelInputs(NamedTuple):
-    """The arrays of one call, as :class:`tfla.backends.base.Inputs`: gates are those of the model."""
-
-    q: Array  # (B, T, Hq, dqk)
-    k: Array  # (B, T, Hq, dqk)
-    v: Array  # (B, T, H, dhv)
-    i: Array | None  # (B, T, H)
-    f: Array  # (B, T, H)
-    C: Array | None  # (N, H, dqk, dhv) float32
-    n: Array | None  # (N, H, dqk) float32
-    m: Array | None  # (N, H) float32
-    cu_seqlens: Array | None  # (N + 1,) int32
 
 
 def present_gpu() -> GPU | None:
@@ -67,20 +46,6 @@ def present_gpu() -> GPU | None:
         return None
     precision = str(getattr(jax.config, "jax_default_matmul_precision", None) or "default")
     return GPU(round(10 * float(capability)), int(device.core_count), PRODUCTS.get(precision, "tf32"))
-
-
-def signature(arrays: tuple[Array | None, ...]) -> Signature:
-    """Return shapes and dtypes of arrays."""
-    return tuple(None if x is None else (tuple(x.shape), str(x.dtype)) for x in arrays)
-
-
-def torch_inputs(given: Signature) -> Any:
-    """Return tensors of the meta device of these shapes and dtypes."""
-    import torch
-
-    from tfla.backends.gpu.planning import like
-
-    return [None if x is None else like(x[0], getattr(torch, x[1])) for x in given]
 
 
 @functools.lru_cache(1024)
@@ -121,15 +86,14 @@ def choose(
     gpu = present_gpu()
     if gpu is None or 0 in q.shape:
         return None
-    if context_parallel is not None:
-        warn_once("they have no exchange between devices (context_parallel)")
-        return None
     C, n, m = (None, None, None) if initial_state is None else initial_state
     offsets = jnp.asarray(cu_seqlens, np.int32) if isinstance(cu_seqlens, tuple) else cu_seqlens
     given = signature((q, k, v, i, f, C, n, m, offsets))
     reasons = {}
     for name in BACKENDS:
         reasons[name] = unsupported(name, gpu, given)
+        if reasons[name] is None and context_parallel is not None:
+            reasons[name] = exchanging.unsupported(name, gpu, given)
         if reasons[name] is None:
             return name
     warn_once(str(reasons["triton"]))
@@ -161,54 +125,14 @@ def best_chunk_size(backend: str, gpu: GPU, given: Signature) -> int:
         return backends[backend].default_chunk_size(TorchInputs(*torch_inputs(given)), "fused")
 
 
-def _family(backend: str, x: Any) -> Any:
-    """Return the launch code of a backend for these inputs."""
-    if backend == "triton":
-        from tfla.backends.triton import fused
-
-        return fused.FAMILY
-    from tfla.backends import hopper
-
-    return hopper._family(x)
-
-
-@functools.lru_cache(256)
-def _forward_plan(spec: KernelSpec, given: Signature) -> Any:
-    """Return the lowered plan of a forward."""
-    from tfla.backends import Inputs as TorchInputs
-    from tfla.backends.gpu import planning, runtime
-    from tfla.jax.launches import LoweredPlan
-
-    with planning.planning(runtime.PlannedGPU(*spec.gpu)):
-        x = TorchInputs(*torch_inputs(given))
-        family, recorder = _family(spec.backend, x), planning.PlanRecorder(x)
-        out = family.forward(family.context(recorder, x, spec.options))
-        return LoweredPlan(recorder.finish(out))
-
-
-@functools.lru_cache(256)
-def _backward_plan(spec: KernelSpec, given: Signature) -> Any:
-    """Return the lowered plan of a backward, whose inputs are those of the forward, dh, dC, dn, h, d and states."""
-    from tfla.backends import Inputs as TorchInputs
-    from tfla.backends.base import Outputs
-    from tfla.backends.gpu import planning, runtime
-    from tfla.jax.launches import LoweredPlan
-
-    with planning.planning(runtime.PlannedGPU(*spec.gpu)):
-        tensors = torch_inputs(given)
-        x = TorchInputs(*tensors[:9])
-        dh, dC, dn, h, d, chunk_C, chunk_n = tensors[9:]
-        family, recorder = _family(spec.backend, x), planning.PlanRecorder(tensors)
-        out = Outputs(h=h, C=h, n=h, m=h, d=d, chunk_C=chunk_C, chunk_n=chunk_n)
-        grads = family.backward(family.context(recorder, x, spec.options), out, dh, dC, dn)
-        return LoweredPlan(recorder.finish(grads))
-
-
 Results = tuple[Array, Array, Array, Array]  # h and the final C, n and m
 
 
 def fallback(spec: KernelSpec, x: KernelInputs) -> Results:
-    """Compute the results by the chunkwise form; parts that the options do not ask for have shape (0,)."""
+    """Compute the results by the chunkwise form; parts that the options do not ask for have shape (0,).
+
+    With a mesh axis the final states are whole ones on its last device.
+    """
     o = spec.options
     dtype = acc_dtype(x.q)
     if x.i is None:
@@ -224,7 +148,7 @@ def fallback(spec: KernelSpec, x: KernelInputs) -> Results:
     inputs = Inputs(x.q, x.k, x.v, log_i.astype(dtype), log_f.astype(dtype), C, n, m, x.cu_seqlens)
     h, *final = chunkwise.attend(
         Spec("chunkwise", "segmented", o.scale, o.normalize, o.normalizer_grad, chunkwise.CHUNK,
-             o.gates == "log" and not o.normalize, None),
+             o.gates == "log" and not o.normalize, None, axis=spec.axis),
         Inputs(*vary_alike(*inputs)),
     )  # fmt: skip
     kept = (o.final_state, o.final_state and o.normalize, o.final_state and o.normalize)
@@ -234,7 +158,7 @@ def fallback(spec: KernelSpec, x: KernelInputs) -> Results:
 
 def _planned(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
     """Launch the forward, whose results are those of :class:`tfla.backends.base.Outputs`, or the backward."""
-    lowered = (_forward_plan if forward else _backward_plan)(spec, signature(arrays))
+    lowered = (forward_plan if forward else backward_plan)(spec, signature(arrays))
     return on_platform(lowered, arrays, lambda whole: _by_chunks(spec, whole, forward))
 
 
@@ -252,6 +176,8 @@ def _by_chunks(spec: KernelSpec, arrays: list[Array | None], forward: bool) -> l
 
 def _by_batch(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
     """Launch for a batch on all devices."""
+    if spec.axis is not None:
+        return by_batch(lambda arrays: exchanging.launch(spec, arrays, forward, _planned), arrays, None)
     dims = partitions.FORWARD if forward else partitions.BACKWARD
     return by_batch(lambda arrays: _planned(spec, arrays, forward), arrays, dims)
 
@@ -349,7 +275,7 @@ def warn_once(reason: str) -> None:
 def prepare(
     q: Array, k: Array, v: Array, i: Array | None, f: Array, gates: str, normalize: bool, initial_state: State | None,
     return_state: bool, cu_seqlens: Any, chunk_size: int | None, scale: float | None, backend: str,
-    normalizer_grad: bool, store_dtype: Any,
+    normalizer_grad: bool, store_dtype: Any, context_parallel: str | None,
 ) -> tuple[KernelSpec, KernelInputs]:  # fmt: skip
     """Return the options and the arrays of a checked call that the kernels of a backend compute.
 
@@ -371,14 +297,22 @@ def prepare(
         q, factor = -q, -factor
     x = KernelInputs(q, k, v, None if i is None else jnp.asarray(i), jnp.asarray(f), C, n, m, offsets)
     given = signature(x)
-    if (reason := unsupported(backend, gpu, given)) is not None:
+    reason = unsupported(backend, gpu, given)
+    if reason is None and context_parallel is not None:
+        reason = exchanging.unsupported(backend, gpu, given)
+    if reason is not None:
         raise ValueError(f"backend: {backend!r} cannot run this: {reason}")
+    if chunk_size is None:
+        chunk_size = best_chunk_size(backend, gpu, given)
+    if context_parallel is not None:
+        chunk_size = exchanging.chunk_size(backend, gpu, given, chunk_size)
+    assert chunk_size is not None
     chosen = options(
         scale=factor, normalize=bool(normalize), normalizer_grad=bool(normalizer_grad), final_state=bool(return_state),
-        chunk_size=best_chunk_size(backend, gpu, given) if chunk_size is None else chunk_size,
-        store_dtype=store_dtype, gates=gates,
+        chunk_size=chunk_size, store_dtype=store_dtype, gates=gates,
     )  # fmt: skip
-    return KernelSpec(backend, gpu, chosen), x
+    devices = 1 if context_parallel is None else jax.lax.axis_size(context_parallel)
+    return KernelSpec(backend, gpu, chosen, context_parallel, devices), x
 
 
 def options(

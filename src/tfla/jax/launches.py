@@ -17,12 +17,15 @@ import jax.numpy as jnp
 import jaxlib
 from jax import Array
 
+from tfla.backends.gpu import ptx_only
 from tfla.backends.gpu.planning import (
     Allocate,
     Copy,
     Describe,
     Fill,
+    Gather,
     Launch,
+    Places,
     Plan,
     Resize,
     Rows,
@@ -81,7 +84,8 @@ class KernelCall:
     def __init__(self, launch: Launch, described: dict[int, Describe], unused: int) -> None:
         from jaxlib import gpu_triton
 
-        compiled, metadata = launch.compiled, launch.compiled.metadata
+        compiled = ptx_only.awaited(launch.compiled)
+        metadata = compiled.metadata
         ptx, signature = compiled.asm["ptx"], compiled.src.signature
         self.name = str(metadata.name)
         used = _used_parameters(ptx, self.name)
@@ -151,10 +155,15 @@ class KernelCall:
 
 
 class LoweredPlan:
-    """A plan as a function of arrays: those that it is given, None where it has no input, to its results."""
+    """A plan as a function of arrays: those that it is given, None where it has no input, to its results.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    Args:
+        plan: the plan.
+        axis: the mesh axis over whose devices sequences are divided, for a plan that exchanges states.
+    """
+
+    def __init__(self, plan: Plan, axis: str | None = None) -> None:
+        self.plan, self.axis = plan, axis
         overwritten = {n for n in plan.results if n < len(plan.given)}
         self.owned = overwritten | {step.result for step in plan.steps if isinstance(step, Allocate | Resize | Rows)}
         self.rows = {step.result: step for step in plan.steps if isinstance(step, Rows)}
@@ -190,6 +199,10 @@ class LoweredPlan:
             elif isinstance(step, ScaledColumns):
                 columns = [values[n] * f for n, f in zip(step.sources, step.factors, strict=True)]
                 values[step.result] = jnp.concatenate(columns, 1)
+            elif isinstance(step, Gather):
+                values[step.result] = jax.lax.all_gather(values[step.source], self.axis)
+            elif isinstance(step, Places):
+                values[step.result] = vary(jax.lax.axis_index(self.axis)[None], axes)
             elif call is not None:
                 call(values, self.owned)
                 for rows in (self.rows[n] for n in call.operands if n in self.rows):

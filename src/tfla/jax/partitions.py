@@ -23,8 +23,9 @@ RESULTS = ("bthv", "nhkv", "nhk", "nh", "bth", "shkv", "shk")  # tfla.backends.b
 COTANGENTS = ("bthv", "nhkv", "nhk")  # of h, C and n
 GRADIENTS = ("btgk", "btgk", "bthv", "bth", "bth", "nhkv", "nhk")  # tfla.backends.base.Grads
 
-STEP_INPUTS = (*INPUTS[:5], "nhkv", "nhk", "nh", "n")  # tfla.backends.base.StepInputs; T is 1 or a few
+STEP_INPUTS = (*INPUTS[:5], "nhkv", "nhk", "nh", "n", "n")  # tfla.backends.base.StepInputs; T is 1 or a few
 STEP_RESULTS = RESULTS[:4]
+POOLED_INPUTS = (*INPUTS[:5], "phkv", "phk", "ph", "n", "n")  # with indices of the rows
 
 
 class Dims(NamedTuple):
@@ -33,11 +34,13 @@ class Dims(NamedTuple):
     given: tuple[str, ...]
     results: tuple[str, ...]
     offsets: int | None  # the place of the offsets of packed sequences
+    pool: bool = False  # whether states are rows of a pool, dim p, so that the batch is not divided
 
 
 FORWARD = Dims(INPUTS, RESULTS, 8)
 BACKWARD = Dims(INPUTS + COTANGENTS + SAVED, GRADIENTS, 8)
 STEPS = Dims(STEP_INPUTS, STEP_RESULTS, None)
+POOLED_STEPS = Dims(POOLED_INPUTS, ("bthv", "phkv", "phk", "ph"), None, pool=True)
 Launch = Callable[[tuple[Array | None, ...]], list[Array]]
 
 
@@ -57,6 +60,7 @@ class Division:
         assert v is not None
         assert q is not None
         self.packed = dims.offsets is not None and arrays[dims.offsets] is not None
+        self.pool = dims.pool
         self.batch, self.heads, self.shared = v.shape[0], v.shape[2], q.shape[2]
         self.sizes = {"t": v.shape[1], "k": q.shape[3], "v": v.shape[3]}
 
@@ -77,7 +81,7 @@ class Division:
             names = names if isinstance(names, tuple) else (names,)
             return names if size % math.prod(mesh.shape[n] for n in names) == 0 else None
 
-        return even(spec[0], self.batch), even(spec[2], self.shared)
+        return None if self.pool else even(spec[0], self.batch), even(spec[2], self.shared)
 
     def rule(self, given: Sequence[Any], results: Sequence[Any]) -> tuple[str, dict[str, int]]:
         """Return the sharding rule of Shardy for arrays of these shapes."""
@@ -89,7 +93,7 @@ class Division:
             for d, (dim, size) in enumerate(zip(dims if len(dims) == len(shape) else "?" * len(shape), shape)):  # noqa: B905
                 if dim in "gh":
                     names.append("g" if dim == "g" or group == 1 else "(g r)")
-                elif dim in "bn" and not self.packed:
+                elif dim in "bn" and not (self.packed or self.pool):
                     names.append("b")
                 elif dim == "s" and not self.packed and size:
                     names.append("b" if size == self.batch else "(b s)")

@@ -18,7 +18,8 @@ from tfla.jax.inputs import acc_dtype, vary_alike
 from tfla.jax.reference import Triple, step
 from tfla.jax.scans import over_steps
 from tfla.jax.state import State
-from tfla.jax.step_kernels import PlainSteps, StepInputs, StepKernelSpec
+from tfla.jax.state_pool import check_pool
+from tfla.jax.step_kernels import KernelOptions, PlainSteps, StepInputs, by_index
 from tfla.ops.checks import check_flags, check_input_gate
 from tfla.ops.gates import InputGate
 
@@ -79,6 +80,7 @@ def _compute(spec: StepSpec, given: Given, state: State, lengths: Array | None) 
 def _steps(
     given: Given, time: bool, state: State, lengths: Array | None, scale: float | None, gates: str, normalize: bool,
     return_state: bool, in_place: bool, backend: str | None, eps: float = 0.0, m_gradient: bool = False,
+    state_indices: Array | None = None,
 ) -> tuple[Array, State]:  # fmt: skip
     """Check a call and compute it.
 
@@ -90,6 +92,7 @@ def _steps(
         normalize: whether the state has n and m.
         eps: is added to the stabilized denominator.
         m_gradient: differentiate m too.
+        state_indices: as in :func:`mlstm_step`.
     """
     scale = checks.check_scale(scale)
     check_flags(normalize=normalize, return_state=return_state, in_place=in_place)
@@ -100,7 +103,11 @@ def _steps(
     # Of all gates only log_i may be None.
     present = {name: x for name, x in zip(names, (i, f), strict=True) if x is not None or name != "log_i"}
     checks.check_inputs(q, k, v, present, time=time)
-    checks.check_state(state, q.shape[0], q, v, normalize, "state")
+    sequences = q.shape[0]
+    if state_indices is not None:
+        check_pool(state, state_indices, q.shape[0], "state")
+        sequences = state.C.shape[0]
+    checks.check_state(state, sequences, q, v, normalize, "state")
     if time:
         checks.check_few_steps(v, return_state, lengths)
     checks.check_lengths(lengths, v)
@@ -108,13 +115,15 @@ def _steps(
     arrays = (None if x is None else jnp.asarray(x) for x in given)
     if not time:
         arrays = (None if x is None else x[:, None] for x in arrays)
-    x = StepInputs(*arrays, *state, None if lengths is None else jnp.asarray(lengths))  # type: ignore[arg-type, call-arg]
+    ints = (None if t is None else jnp.asarray(t) for t in (lengths, state_indices))
+    x = StepInputs(*arrays, *state, *ints)  # type: ignore[arg-type, call-arg]
     gpu = None if m_gradient else step_kernels.choose(backend, x)  # the kernel's m has no gradient
     if gpu is None:
         h, *new = _plain(spec, x)
     else:
         plain = PlainSteps(_plain, spec)
-        h, *new = step_kernels.compute(StepKernelSpec(gpu, spec.scale, gates, eps, return_state, plain), x)
+        options = KernelOptions(spec.scale, gates, eps, return_state)
+        h, *new = step_kernels.compute(step_kernels.spec_of(gpu, options, x, plain), x)
         if new[2] is not None:
             new[2] = jax.lax.stop_gradient(new[2])
     return h if time else h[:, 0], State(*new) if return_state else state  # type: ignore[arg-type]
@@ -122,7 +131,7 @@ def _steps(
 
 def _plain(spec: StepSpec, x: StepInputs) -> tuple[Array, Array, Array | None, Array | None]:
     """Compute the steps in plain JAX: h and the new C, n and m."""
-    h, new = _compute(spec, x[:5], State(x.C, x.n, x.m), x.lengths)
+    h, new = by_index(lambda state: _compute(spec, x[:5], state, x.lengths), State(x.C, x.n, x.m), x.indices)
     return h, *new
 
 
@@ -137,6 +146,7 @@ def mlstm_step(
     input_gate: InputGate = "exp",
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Array | None = None,
     backend: str | None = None,
 ) -> tuple[Array, State]:
     """Compute one step of :func:`mlstm`, for decoding.
@@ -157,6 +167,9 @@ def mlstm_step(
         input_gate, scale: as in :func:`mlstm`.
         in_place: must be False, since arrays of JAX are never overwritten. To let XLA use the memory of the old state
             for the new one, donate it: ``jax.jit(step, donate_argnames="state")``.
+        state_indices: (B,) int32 or int64: ``state`` is a pool of any number of states, of which sequence b has row
+            ``state_indices[b]``, and the new pool is returned. Rows are read and overwritten where they are if the pool
+            is donated. Indices may be -1, for which h is 0, and must otherwise differ.
         backend: as in :func:`mlstm`; the steps are the same for all.
 
     Returns:
@@ -167,7 +180,10 @@ def mlstm_step(
     """
     check_input_gate(input_gate)
     given = q, k, v, i, f
-    return _steps(given, False, state, None, scale, input_gate, input_gate == "exp", True, in_place, backend)
+    return _steps(
+        given, False, state, None, scale, input_gate, input_gate == "exp", True, in_place, backend,
+        state_indices=state_indices,
+    )  # fmt: skip
 
 
 def step_with_offset(q: Array, k: Array, v: Array, i: Array, f: Array, state: State, eps: float) -> tuple[Array, State]:
@@ -189,6 +205,7 @@ def linear_attention_step(
     normalize: bool = False,
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Array | None = None,
     backend: str | None = None,
 ) -> tuple[Array, State]:
     """Compute one step of :func:`linear_attention`, for decoding.
@@ -199,7 +216,7 @@ def linear_attention_step(
         log_i: (B, H), log-gates, any float dtype; None is 0.
         state: as in :func:`mlstm_step`; without ``normalize`` its n and m are None.
         normalize, scale: as in :func:`linear_attention`.
-        in_place, backend: as in :func:`mlstm_step`.
+        in_place, state_indices, backend: as in :func:`mlstm_step`.
 
     Returns:
         h (B, H, dhv) in v's dtype, and the new :class:`State`.
@@ -208,23 +225,24 @@ def linear_attention_step(
         ValueError, TypeError: as :func:`mlstm`.
     """
     if has_channel_gates(log_f, time=False):
-        more = (False, True, in_place, scale, backend)
+        more = (False, True, in_place, scale, backend, state_indices)
         return channel_gates.steps(q, k, v, log_f, log_i, normalize, state, None, *more)
     given = q, k, v, log_i, log_f
-    return _steps(given, False, state, None, scale, "log", normalize, True, in_place, backend)
+    options = scale, "log", normalize, True, in_place, backend
+    return _steps(given, False, state, None, *options, state_indices=state_indices)
 
 
 @overload
 def mlstm_steps(
     q: Array, k: Array, v: Array, i: Array, f: Array, state: State, *, return_state: Literal[True] = True,
     lengths: Array | None = ..., input_gate: InputGate = ..., scale: float | None = ..., in_place: bool = ...,
-    backend: str | None = ...,
+    state_indices: Array | None = ..., backend: str | None = ...,
 ) -> tuple[Array, State]: ...  # fmt: skip
 @overload
 def mlstm_steps(
     q: Array, k: Array, v: Array, i: Array, f: Array, state: State, *, return_state: Literal[False],
     lengths: Array | None = ..., input_gate: InputGate = ..., scale: float | None = ..., in_place: bool = ...,
-    backend: str | None = ...,
+    state_indices: Array | None = ..., backend: str | None = ...,
 ) -> Array: ...  # fmt: skip
 def mlstm_steps(
     q: Array,
@@ -239,6 +257,7 @@ def mlstm_steps(
     input_gate: InputGate = "exp",
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Array | None = None,
     backend: str | None = None,
 ) -> tuple[Array, State] | Array:
     """Compute up to 32 steps of :func:`mlstm` in one call, for speculative decoding.
@@ -250,7 +269,7 @@ def mlstm_steps(
         return_state: also return the new state.
         lengths: (B,) int32 or int64, from 0 to T: the new state is the one after this many steps of each sequence; None
             is T. Outputs are computed for all T steps in any case. Where they are traced, they are clamped to [0, T].
-        input_gate, scale, in_place, backend: as in :func:`mlstm_step`.
+        input_gate, scale, in_place, state_indices, backend: as in :func:`mlstm_step`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
@@ -260,7 +279,10 @@ def mlstm_steps(
     """
     check_input_gate(input_gate)
     given = q, k, v, i, f
-    found = _steps(given, True, state, lengths, scale, input_gate, input_gate == "exp", return_state, in_place, backend)
+    found = _steps(
+        given, True, state, lengths, scale, input_gate, input_gate == "exp", return_state, in_place, backend,
+        state_indices=state_indices,
+    )  # fmt: skip
     return found if return_state else found[0]
 
 
@@ -277,6 +299,7 @@ def linear_attention_steps(
     lengths: Array | None = None,
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Array | None = None,
     backend: str | None = None,
 ) -> tuple[Array, State] | Array:
     """Compute up to 32 steps of :func:`linear_attention` in one call.
@@ -287,7 +310,7 @@ def linear_attention_steps(
         log_i: (B, T, H), log-gates, any float dtype; None is 0.
         state: as in :func:`linear_attention_step`.
         normalize, scale: as in :func:`linear_attention`.
-        return_state, lengths, in_place, backend: as in :func:`mlstm_steps`.
+        return_state, lengths, in_place, state_indices, backend: as in :func:`mlstm_steps`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
@@ -296,9 +319,10 @@ def linear_attention_steps(
         ValueError, TypeError: as :func:`mlstm`.
     """
     if has_channel_gates(log_f):
-        more = (True, return_state, in_place, scale, backend)
+        more = (True, return_state, in_place, scale, backend, state_indices)
         found = channel_gates.steps(q, k, v, log_f, log_i, normalize, state, lengths, *more)
         return found if return_state else found[0]
     given = q, k, v, log_i, log_f
-    found = _steps(given, True, state, lengths, scale, "log", normalize, return_state, in_place, backend)
+    options = scale, "log", normalize, return_state, in_place, backend
+    found = _steps(given, True, state, lengths, *options, state_indices=state_indices)
     return found if return_state else found[0]

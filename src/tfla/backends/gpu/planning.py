@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from tfla.backends.gpu import ptx_only
 from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.gpu.runtime import INTERPRETED, PlannedGPU, planned_for
 
@@ -75,6 +76,19 @@ class ScaledColumns(NamedTuple):
     factors: tuple[float, float]
 
 
+class Gather(NamedTuple):
+    """The joining of a tensor of all processes that share the steps of sequences, along a new first dim by rank."""
+
+    result: int
+    source: int
+
+
+class Places(NamedTuple):
+    """The making of a tensor (1,) int32 with the rank of the process."""
+
+    result: int
+
+
 class Describe(NamedTuple):
     """The making of a TMA descriptor of a tensor."""
 
@@ -87,7 +101,7 @@ class Launch(NamedTuple):
     """The launch of a kernel."""
 
     kernel: Any  # the Triton kernel
-    compiled: Any  # as Triton compiled it; None where kernels are interpreted
+    compiled: Any  # as Triton compiled it, or promised by `ptx_only`; None where kernels are interpreted
     grid: tuple[int, ...]
     read: tuple[int, ...]  # the tensors and descriptors that it reads or writes, its first arguments; -1 is None
     numbers: tuple[float, ...]  # its next arguments
@@ -95,7 +109,7 @@ class Launch(NamedTuple):
     num_warps: int
 
 
-Step = Allocate | Fill | Copy | Resize | Rows | SumOf | ScaledColumns | Describe | Launch
+Step = Allocate | Fill | Copy | Resize | Rows | SumOf | ScaledColumns | Gather | Places | Describe | Launch
 
 
 class Plan(NamedTuple):
@@ -105,6 +119,33 @@ class Plan(NamedTuple):
     steps: tuple[Step, ...]
     results: tuple[int, ...]  # the numbers of the results; a given tensor among them is overwritten
     meta: dict[int, Tensor]  # tensors of the meta device, which have the shapes and dtypes of all tensors
+
+
+class PlannedExchange(NamedTuple):
+    """An exchange whose collectives are steps of a plan, see :class:`tfla.backends.base.Exchange`.
+
+    One plan serves all processes: each has one span, whose place is its rank, which the plan reads where it runs.
+    """
+
+    processes: int
+    final: bool
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """A place for the only span of a process."""
+        return (0,)
+
+    def places(self, like: Tensor) -> Tensor:
+        """Return a tensor that stands for the place."""
+        return like.new_empty(1, dtype=torch.int32)
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Return a tensor that stands for the rows of all processes."""
+        return rows.new_empty(self.processes, *rows.shape)
+
+    def finish(self, gathered: Tensor) -> Tensor:
+        """Return the rows of all processes."""
+        return gathered
 
 
 class PlanRecorder(LaunchRecorder):
@@ -176,6 +217,12 @@ class PlanRecorder(LaunchRecorder):
             self.plan.append(Copy(*(self.numbers[id(t)] for t in read)))
             return read[0]
         made = fn(*read)
+        if isinstance(getattr(fn, "__self__", None), PlannedExchange):
+            if fn.__name__ == "start":
+                self.plan.append(Gather(self._new_number(made), self.numbers[id(read[0])]))
+            elif fn.__name__ == "places":
+                self.plan.append(Places(self._new_number(made)))
+            return made
         if isinstance(made, Tensor):
             raise NotImplementedError(f"an operation of PyTorch, {fn}")
         self.plan.append(Describe(self._new_number(made), self.numbers[id(read[0])], made))
@@ -189,7 +236,7 @@ class PlanRecorder(LaunchRecorder):
         compiled = None
         if not INTERPRETED:
             options = {"enable_fp_fusion": True, "num_warps": num_warps, **(compilation or {})}
-            compiled = kernel.run(*args, grid=grid, warmup=True, **options, **constants)
+            compiled = ptx_only.compile_kernel(kernel, *args, grid=grid, **options, **constants)
         count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
         read = tuple(-1 if x is None else self.numbers[id(x)] for x in args[:count])
         self.plan.append(Launch(kernel, compiled, grid, read, tuple(args[count:]), constants, num_warps))
@@ -229,6 +276,13 @@ class _AbsentDriver:
 
 
 _LOCK = threading.RLock()
+
+
+@contextlib.contextmanager
+def planning_for_ptx(gpu: PlannedGPU) -> Iterator[None]:
+    """Plan as in :func:`planning`, with kernels that are compiled side by side, to PTX alone."""
+    with planning(gpu), ptx_only.compiled_side_by_side():
+        yield
 
 
 @contextlib.contextmanager

@@ -34,8 +34,8 @@ BLOCK = 1024  # elements of a row that a program computes
 CHUNKS = 128  # chunks whose aggregates are read at once
 
 
-@triton.jit(do_not_specialize=["position"])
-def own_max(aggregates, m0, rows, position, B, S, H, chunks, CHUNKS: tl.constexpr, USE_M0: tl.constexpr):
+@triton.jit
+def own_max(aggregates, m0, places, rows, B, S, H, chunks, CHUNKS: tl.constexpr, USE_M0: tl.constexpr):
     """Store the sum of log_f over each span of this process, g, and the max state that the span leaves, m of (S2).
 
     Only the first span of all contains the given max state before it; the others start from minus infinity.
@@ -43,8 +43,8 @@ def own_max(aggregates, m0, rows, position, B, S, H, chunks, CHUNKS: tl.constexp
     Args:
         aggregates: the chunk aggregates, (H, B S chunks, 2) float64; see :func:`.gate_kernels.chunk_aggregates`.
         m0: the given max states, (B S, H) float32; read with USE_M0, else 0.
+        places: as in :func:`join_spans`.
         rows: sums and max states, (S, 2, B, H) float64.
-        position: the place in time of the first span of this process.
         B, S, H, chunks: the numbers of sequences, of spans of each, of heads, and of chunks of a span.
 
     The grid is (B S, H).
@@ -57,7 +57,7 @@ def own_max(aggregates, m0, rows, position, B, S, H, chunks, CHUNKS: tl.constexp
     given = 0.0
     if USE_M0:
         given = tl.load(m0 + sequence * H + h)
-    begins = (position == 0) & (s == 0)
+    begins = (tl.load(places) == 0) & (s == 0)
     m = tl.where(begins, given, float("-inf")).to(tl.float64) + tl.zeros([1, 1], tl.float64)
     log_decay = tl.zeros([1, 1], tl.float64)
     for c in range(0, chunks, CHUNKS):
@@ -74,17 +74,15 @@ def own_max(aggregates, m0, rows, position, B, S, H, chunks, CHUNKS: tl.constexp
     tl.store(at + B * H, m)
 
 
-@triton.jit(do_not_specialize=["position0", "position1"])
-def join_max(
-    gathered, m0, out, position0, position1, R, B, S, H, BLOCK_H: tl.constexpr, USE_M0: tl.constexpr
-):  # fmt: skip
+@triton.jit
+def join_max(gathered, m0, places, out, R, B, S, H, BLOCK_H: tl.constexpr, USE_M0: tl.constexpr):
     """Store the max states before the spans of this process: m <- max(m + g, m of the span) over all earlier spans.
 
     Args:
         gathered: the rows of all processes, (R, S, 2, B, H) float64.
         m0: as in :func:`own_max`.
+        places, R: as in :func:`join_spans`.
         out: the max states, (B S, H) float32.
-        position0, position1, R: as in :func:`join_spans`.
         B, S, H: the numbers of sequences, of spans of each and of heads.
 
     The grid is (B S).
@@ -95,7 +93,7 @@ def join_max(
     b = r % B
     s = r // B
     sequence = b * S + s
-    position = tl.where(s == 0, position0, position1)
+    position = tl.load(places + s)
     m = tl.full([BLOCK_H], float("-inf"), tl.float64)
     for span in range(0, position):
         rank = tl.where(span < R, span, 2 * R - 1 - span)
@@ -201,10 +199,10 @@ def _row_of(gathered, span, b, h, R, ROWS, B, H, width):
     return gathered + (((rank * ROWS + index) * B + b) * H + h).to(tl.int64) * width
 
 
-@triton.jit(do_not_specialize=["position0", "position1"])
+@triton.jit
 def join_spans(
-    gathered, given, given_n, m, log_decays, final_m, out, out_n, whole, whole_n, whole_m, position0, position1, R,
-    ROWS, B, S, H, SIZE, K, width,
+    gathered, given, given_n, m, places, log_decays, final_m, out, out_n, whole, whole_n, whole_m, R, ROWS, B, S, H,
+    SIZE, K, width,
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, NORMALIZE: tl.constexpr, USE_GIVEN: tl.constexpr, USE_M: tl.constexpr,
     FINAL_STATES: tl.constexpr,
 ):  # fmt: skip
@@ -218,11 +216,12 @@ def join_spans(
         gathered: the rows of all processes, (R, ROWS, B, H, width).
         given, given_n: the given initial states, (B S, H, ...) float32; read with USE_GIVEN by the first span.
         m: the max states of the results, (B S, H); read with USE_M, else 0.
+        places: the places in time of the spans of this process, (S,) int32. They are read from memory, so that the
+            same launch serves all devices of a mesh.
         log_decays: the sums of log-gates over all spans, (R S, B, H) float64; written, with REVERSE read.
         final_m: the max states of the final states, (B, H); read with NORMALIZE, REVERSE and FINAL_STATES.
         out, out_n: the results, (B S, H, ...) float32; n and its cotangent with NORMALIZE.
         whole, whole_n, whole_m: the final states, (B, H, ...) float32; written with FINAL_STATES without REVERSE.
-        position0, position1: the places in time of the spans of this process.
         R: the number of processes.
         ROWS: the rows of one of them for each sequence.
         B, S, H, SIZE, K, width: as in :func:`own_rows`.
@@ -241,7 +240,7 @@ def join_spans(
     s = r // B
     sequence = (b * S + s).to(tl.int64)
     spans = R * S
-    position = tl.where(s == 0, position0, tl.where(s < S, position1, spans))  # s = S: the final state of a sequence
+    position = tl.load(places + s, mask=s < S, other=spans)  # s = S: the final state of a sequence
     # The spans to add up: [first, stop) in time.
     first = position + 1 if REVERSE else 0
     stop = spans if REVERSE else position
@@ -323,13 +322,13 @@ def launch_max_states(ctx: LaunchContext, exchange: Exchange) -> Tensor:
     chunks, m0 = ceil_div(ctx.T, gate_kernels.CHUNK), results.dense(ctx, ctx.x.m)
     aggregates = gate_kernels.launch_aggregates(ctx)
     rows, out = ctx.new(S, 2, B, H, dtype=torch.float64), ctx.new(B * S, H)
+    places = ctx.do(exchange.places, rows)
     ctx.launch(own_max, (B * S, H),
-        aggregates, _or(m0, out), rows, exchange.positions[0], B, S, H, chunks, CHUNKS=CHUNKS, USE_M0=m0 is not None,
-        num_warps=4,
+        aggregates, _or(m0, out), places, rows, B, S, H, chunks, CHUNKS=CHUNKS, USE_M0=m0 is not None, num_warps=4,
     )  # fmt: skip
     gathered = ctx.do(exchange.finish, ctx.do(exchange.start, rows))
     ctx.launch(join_max, (B * S,),
-        gathered, _or(m0, out), out, *_both(exchange.positions), exchange.processes, B, S, H, BLOCK_H=power_of_two(H),
+        gathered, _or(m0, out), places, out, exchange.processes, B, S, H, BLOCK_H=power_of_two(H),
         USE_M0=m0 is not None, num_warps=1,
     )  # fmt: skip
     return out
@@ -377,8 +376,8 @@ def launch_starts(ctx: LaunchContext, exchange: Exchange, gathered: Tensor, init
     whole_n, whole_m = (ctx.new(B, H, K), ctx.new(B, H)) if final and normalize else (None, None)
     none = ctx.placeholder(0)
     ctx.launch(join_spans, (ceil_div(size + (K if normalize else 0), BLOCK), S * B + (B if final else 0), H),
-        gathered, _or(initial[0], C), _or(initial[1], C), _or(m, C), log_decays, C, C, _or(n, C), _or(whole_C, C),
-        _or(whole_n, C), _or(whole_m, C), *_both(exchange.positions), exchange.processes, S, B, S, H, size, K, width,
+        gathered, _or(initial[0], C), _or(initial[1], C), _or(m, C), ctx.do(exchange.places, gathered), log_decays, C,
+        C, _or(n, C), _or(whole_C, C), _or(whole_n, C), _or(whole_m, C), exchange.processes, S, B, S, H, size, K, width,
         BLOCK=BLOCK, REVERSE=False, NORMALIZE=normalize, USE_GIVEN=initial[0] is not None, USE_M=m is not None,
         FINAL_STATES=final, num_warps=4,
     )  # fmt: skip
@@ -431,8 +430,8 @@ def launch_ends(
     normalize = ctx.spec.normalize
     ends = ctx.new(S * B, *adds.shape[1:])
     ctx.launch(join_spans, (ceil_div(size, BLOCK), S * B, H),
-        gathered, ends, ends, last_m if normalize else ends, log_decays,
-        final_m if normalize and exchange.final else ends, ends, ends, ends, ends, ends, *_both(exchange.positions),
+        gathered, ends, ends, last_m if normalize else ends, ctx.do(exchange.places, gathered),
+        log_decays, final_m if normalize and exchange.final else ends, ends, ends, ends, ends, ends,
         exchange.processes, S + 1 if exchange.final else S, B, S, H, size, 0, width, BLOCK=BLOCK, REVERSE=True,
         NORMALIZE=normalize, USE_GIVEN=False, USE_M=normalize, FINAL_STATES=exchange.final, num_warps=4,
     )  # fmt: skip
@@ -449,8 +448,3 @@ def _cotangent_sizes(ctx: LaunchContext, exchange: Exchange, adds: Tensor) -> tu
 def _or(x: Tensor | None, unread: Tensor) -> Tensor:
     """Return x, or for None a tensor that the kernel does not read."""
     return unread if x is None else x
-
-
-def _both(positions: tuple[int, ...]) -> tuple[int, int]:
-    """Return the places in time of one or two spans, the only one twice."""
-    return positions[0], positions[-1]

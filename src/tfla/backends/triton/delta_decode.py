@@ -45,11 +45,11 @@ def run(x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> tuple[T
         return h, C
     with recording(signature, (*x, into)) as recorder:
         *given, into = recorder.given
-        out = recorder.results = _launch(recorder, DeltaStepInputs(*given), spec, into)  # type: ignore[arg-type]
+        out = recorder.results = launch(recorder, DeltaStepInputs(*given), spec, into)  # type: ignore[arg-type]
     return out
 
 
-def _launch(
+def launch(
     recorder: LaunchRecorder, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Allocate the results and launch the kernel."""
@@ -74,11 +74,13 @@ def _launch(
     if B == 0:
         return h, new_C
     target = new_C if spec.final_state else C
+    # The kernel takes None for "in place".
+    written = None if recorder.one_pointer_each and target is C and spec.final_state else target
     sizes = block_sizes(K, V, T > 1 or x.lengths is not None)
     strides = [s for t in (q, k, r, v, beta, log_f) for s in t.stride()[:3]]
     recorder.launch(
         delta_decode_kernels.delta_steps, ((V + sizes.BV - 1) // sizes.BV * B * H,),
-        q, k, r, v, beta, log_f, A_log, dt_bias, C, indices, lengths, h, target,
+        q, k, r, v, beta, log_f, A_log, dt_bias, C, indices, lengths, h, written,
         H, H // q.shape[2], spec.scale, spec.lower_bound, C.shape[0], *strides, *C.stride(), *target.stride(),
         DK=K, DV=V, T=T, BK=sizes.BK, BV=sizes.BV, CORRECT=spec.correct, READ_KEY=x.read_key is not None,
         READ_BEFORE_DECAY=spec.read_before_decay, NORMALIZE_QK=spec.normalize_qk, HAS_BETA=x.beta is not None,

@@ -73,9 +73,11 @@ def delta_steps(
     """Compute T steps: Out, (B, T, H, DV), and the state after step lengths[b] of sequence b, or after step T.
 
     The grid is (B * H * DV / BV). Q, K and R are (B, T, H / GROUP, DK), V (B, T, H, DV), BETA (B, T, H), F (B, T, H) or
-    (B, T, H, DK), A_log (H), dt_bias (H) or (H, DK), C and C_out (B, H, DK, DV). With INDEXED, C has ROWS rows in place
-    of B, sequence b has row indices[b], and C_out is C.
+    (B, T, H, DK), A_log (H), dt_bias (H) or (H, DK), C and C_out (B, H, DK, DV). C_out may be None for C. With INDEXED,
+    C has ROWS rows in place of B, sequence b has row indices[b], and C_out is C.
     """
+    if C_out is None:  # in place
+        C_out = C
     parts: tl.constexpr = (DV + BV - 1) // BV
     part = tl.program_id(0) % parts
     row = (tl.program_id(0) // parts).to(tl.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from tfla.jax.delta.checks import check_arrays, check_rule
 from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec
 from tfla.jax.spans import of_last_device
 from tfla.jax.state import State
+from tfla.jax.state_pool import attend_by_index, check_without_axis
 from tfla.ops.checks import check_chunk_size, check_flags
 
 
@@ -93,6 +95,7 @@ def delta_rule(
     backend: str | None = None,
     kernel: str | None = None,
     context_parallel: str | None = None,
+    state_indices: Array | None = None,
 ) -> Array | tuple[Array, State]:
     """Compute the gated delta rule over whole sequences.
 
@@ -128,6 +131,7 @@ def delta_rule(
             equations as they are written, which also have derivatives in forward mode. None is "chunkwise".
         kernel: the name of one of the backend's kernels; None chooses it.
         context_parallel: the name of a mesh axis over whose devices the sequence is divided, as in :func:`mlstm`.
+        state_indices: (sequences,) int32 or int64: the states are these rows of a pool, see :func:`mlstm`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
@@ -135,6 +139,15 @@ def delta_rule(
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
     """
+    if state_indices is not None:
+        check_without_axis(context_parallel)
+        of_rows = functools.partial(
+            delta_rule, q, k, v, beta, log_f, read_key=read_key, read_before_decay=read_before_decay,
+            normalize_qk=normalize_qk, beta_activation=beta_activation, gate_activation=gate_activation, A_log=A_log,
+            dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, return_state=return_state, cu_seqlens=cu_seqlens,
+            chunk_size=chunk_size, backend=backend, kernel=kernel,
+        )  # fmt: skip
+        return attend_by_index(of_rows, initial_state, state_indices, return_state, q, cu_seqlens)
     given: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
     return run(
         return_state,

@@ -51,9 +51,11 @@ def linear_attention(
 def steps(
     q: Array, k: Array, v: Array, log_f: Array, log_i: Array | None, normalize: bool, state: State,
     lengths: Array | None, time: bool, return_state: bool, in_place: bool, scale: float | None, backend: str | None,
+    state_indices: Array | None,
 ) -> tuple[Array, State]:  # fmt: skip
     """Compute steps of :func:`tfla.jax.linear_attention` with log_f (B, H, dqk), or (B, T, H, dqk) with `time`."""
     scale = checks.check_scale(scale)
     check_options(normalize, None)
     x = _arrays(q, k, v, log_f, log_i)
-    return delta_steps.run(x, time, state, lengths, False, *PLAIN, scale, return_state, in_place, backend)
+    further = return_state, in_place, backend, state_indices
+    return delta_steps.run(x, time, state, lengths, False, *PLAIN, scale, *further)

@@ -19,7 +19,8 @@ from tfla.jax.delta import chunkwise
 from tfla.jax.delta.inputs import DeltaArrays, DeltaInputs, DeltaSpec, activated
 from tfla.jax.hosting import by_batch, on_platform
 from tfla.jax.inputs import vary_alike
-from tfla.jax.kernels import GPU, Signature, present_gpu, signature, torch_inputs
+from tfla.jax.kernels import present_gpu
+from tfla.jax.plans import GPU, Signature, signature, torch_inputs
 
 BACKEND = "triton"
 
@@ -93,7 +94,7 @@ def _plan(spec: KernelSpec, given: Signature, forward: bool) -> Any:
     from tfla.backends.triton import delta
     from tfla.jax.launches import LoweredPlan
 
-    with planning.planning(runtime.PlannedGPU(*spec.gpu)):
+    with planning.planning_for_ptx(runtime.PlannedGPU(*spec.gpu)):
         x, more = _torch_inputs(given[:8]), torch_inputs(given[8:])
         recorder = planning.PlanRecorder([*x[:6], *x[8:], *more])
         if forward:
@@ -202,7 +203,7 @@ _saving.defvjp(_saving_forward, _backward)
 gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
-def _arrays(spec: DeltaSpec, given: DeltaArrays) -> KernelArrays:
+def arrays_of(spec: DeltaSpec, given: DeltaArrays) -> KernelArrays:
     """Return the arrays that kernels read: without activations, gates and a read key only where there are some."""
     x: DeltaInputs = activated(spec.rule, given, spec.sequences)
     log_f: Array | None = x.log_f
@@ -228,7 +229,7 @@ def prepare(spec: DeltaSpec, x: DeltaArrays, return_state: bool) -> KernelSpec:
     gpu = present_gpu()
     reason: str | None = "it needs an NVIDIA GPU, JAX has none"
     if gpu is not None:
-        shapes = jax.eval_shape(functools.partial(_arrays, spec), x)
+        shapes = jax.eval_shape(functools.partial(arrays_of, spec), x)
         reason = unsupported(gpu, signature(shapes))
     if gpu is None or reason is not None:
         raise ValueError(f"backend: {BACKEND!r} cannot run this: {reason}")
@@ -243,7 +244,20 @@ def prepare(spec: DeltaSpec, x: DeltaArrays, return_state: bool) -> KernelSpec:
     return KernelSpec(gpu, options, plain)
 
 
+def describe(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> tuple[int, dict[str, object]]:
+    """Return how many states of each head are stored for the backward, and the sizes of the kernels."""
+    from tfla.backends import DELTA_BACKENDS
+    from tfla.backends.gpu import runtime
+    from tfla.backends.gpu.planning import planning
+
+    inputs = _torch_inputs(signature(jax.eval_shape(functools.partial(arrays_of, spec), x)))
+    backend, options = DELTA_BACKENDS[BACKEND], kernels.options
+    with planning(runtime.PlannedGPU(*kernels.gpu)):
+        saved = backend.saved(inputs, options.correct, options.chunk_size, options.kernel)
+        return saved.chunk_C[0][0], backend.details(inputs, options.chunk_size, options.kernel)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def compute(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> Results:
     """Compute :func:`attend` of arrays before their activations as one compiled function."""
-    return attend(kernels, KernelArrays(*vary_alike(*_arrays(spec, x))))
+    return attend(kernels, KernelArrays(*vary_alike(*arrays_of(spec, x))))

@@ -12,12 +12,15 @@ from jax import Array
 from tfla.backends.delta import BetaActivation, GateActivation
 from tfla.jax import checks
 from tfla.jax.choice import DELTA_KERNELS, choose
+from tfla.jax.delta import step_kernels
 from tfla.jax.delta.checks import check_arrays, check_rule
 from tfla.jax.delta.inputs import DeltaArrays, Rule, activated
 from tfla.jax.delta.reference import Sequence, step, with_heads_of_v
 from tfla.jax.inputs import vary_alike
 from tfla.jax.scans import over_steps
 from tfla.jax.state import State
+from tfla.jax.state_pool import check_pool
+from tfla.jax.step_kernels import PlainSteps, by_index
 from tfla.ops.checks import check_flags
 
 
@@ -38,10 +41,21 @@ def _compute(rule: Rule, given: DeltaArrays, lengths: Array | None) -> tuple[Arr
     return h.astype(x.v.dtype), C if kept_dtype is None else C.astype(kept_dtype)
 
 
+def _plain(rule: Rule, x: step_kernels.StepArrays) -> tuple[Array, Array]:
+    """Compute the steps in plain JAX: h and the new C."""
+
+    def compute(state: State) -> tuple[Array, State]:
+        h, C = _compute(rule, DeltaArrays(*x[:8], state.C, None), x.lengths)
+        return h, State(C)
+
+    h, new = by_index(compute, State(x.C), x.indices)
+    return h, new.C
+
+
 def run(
     x: DeltaArrays, time: bool, state: State, lengths: Array | None, correct: bool, read_before_decay: bool,
     normalize_qk: bool, beta_activation: str, gate_activation: str, lower_bound: float | None, scale: float | None,
-    return_state: bool, in_place: bool, backend: str | None,
+    return_state: bool, in_place: bool, backend: str | None, state_indices: Array | None,
 ) -> tuple[Array, State]:  # fmt: skip
     """Check a call of steps and compute it.
 
@@ -51,7 +65,7 @@ def run(
         correct: whether the rule subtracts its prediction.
         state, lengths, read_before_decay, normalize_qk, beta_activation, gate_activation, lower_bound, scale: as in
             :func:`delta_rule_steps`.
-        return_state, in_place, backend: as in :func:`delta_rule_steps`.
+        return_state, in_place, backend, state_indices: as in :func:`delta_rule_steps`.
     """
     scale = checks.check_scale(scale)
     check_flags(
@@ -63,14 +77,25 @@ def run(
     rule = check_rule(
         x, scale, correct, read_before_decay, normalize_qk, beta_activation, gate_activation, lower_bound
     )  # fmt: skip
-    checks.check_state(state, x.q.shape[0], x.q, x.v, False, "state")
+    sequences = x.q.shape[0]
+    if state_indices is not None:
+        check_pool(state, state_indices, sequences, "state")
+        sequences = state.C.shape[0]
+    checks.check_state(state, sequences, x.q, x.v, False, "state")
     if time:
         checks.check_few_steps(x.v, return_state, lengths)
     checks.check_lengths(lengths, x.v)
     given = [None if t is None else jnp.asarray(t) for t in x._replace(C=state.C)]
     if not time:
         given[:6] = [None if t is None else t[:, None] for t in given[:6]]
-    h, C = _compute(rule, DeltaArrays(*given), None if lengths is None else jnp.asarray(lengths))  # type: ignore[arg-type]
+    ints = (None if t is None else jnp.asarray(t) for t in (lengths, state_indices))
+    arrays = step_kernels.StepArrays(*given[:9], *ints)  # type: ignore[arg-type]
+    gpu = step_kernels.choose(backend, arrays)
+    if gpu is None:
+        h, C = _plain(rule, arrays)
+    else:
+        spec = step_kernels.spec_of(gpu, rule, arrays, return_state, PlainSteps(_plain, rule))
+        h, C = step_kernels.compute(spec, arrays)
     return h if time else h[:, 0], State(C) if return_state else state
 
 
@@ -92,6 +117,7 @@ def delta_rule_step(
     lower_bound: float | None = None,
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Array | None = None,
     backend: str | None = None,
 ) -> tuple[Array, State]:
     """Compute one step of :func:`delta_rule`, for decoding.
@@ -108,6 +134,7 @@ def delta_rule_step(
         read_before_decay, normalize_qk, beta_activation, gate_activation, A_log, dt_bias, lower_bound, scale: as in
             :func:`delta_rule`.
         in_place: must be False, as in :func:`mlstm_step`; donate the state instead.
+        state_indices: (B,) int32 or int64: ``state`` is a pool, see :func:`mlstm_step`.
         backend: as in :func:`delta_rule`; the steps are the same for all.
 
     Returns:
@@ -119,7 +146,7 @@ def delta_rule_step(
     given: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
     return run(
         given, False, state, None, True, read_before_decay, normalize_qk, beta_activation, gate_activation,
-        lower_bound, scale, True, in_place, backend,
+        lower_bound, scale, True, in_place, backend, state_indices,
     )  # fmt: skip
 
 
@@ -143,6 +170,7 @@ def delta_rule_steps(
     lower_bound: float | None = None,
     scale: float | None = None,
     in_place: bool = False,
+    state_indices: Array | None = None,
     backend: str | None = None,
 ) -> tuple[Array, State] | Array:
     """Compute up to 32 steps of :func:`delta_rule` in one call, for speculative decoding.
@@ -157,7 +185,7 @@ def delta_rule_steps(
         read_key: (B, T, Hq, dqk), or None.
         read_before_decay, normalize_qk, beta_activation, gate_activation, A_log, dt_bias, lower_bound, scale: as in
             :func:`delta_rule`.
-        in_place, backend: as in :func:`delta_rule_step`.
+        in_place, state_indices, backend: as in :func:`delta_rule_step`.
 
     Returns:
         h (B, T, H, dhv) in v's dtype; with ``return_state`` also the new :class:`State`.
@@ -168,6 +196,6 @@ def delta_rule_steps(
     given: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
     found = run(
         given, True, state, lengths, True, read_before_decay, normalize_qk, beta_activation, gate_activation,
-        lower_bound, scale, return_state, in_place, backend,
+        lower_bound, scale, return_state, in_place, backend, state_indices,
     )  # fmt: skip
     return found if return_state else found[0]

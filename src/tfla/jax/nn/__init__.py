@@ -1,4 +1,4 @@
-"""Layers and the language model of the paper (appendix E.2) as modules of `flax.nnx`.
+"""Layers and the language model of the paper (appendix E.2), with its mixers, as modules of `flax.nnx`.
 
 They compute what the modules of :mod:`tfla.nn` compute, and load and save the same files.
 """
@@ -9,7 +9,23 @@ except ImportError as error:
     raise ImportError('tfla.jax.nn needs flax: pip install "tfla[jax]"') from error
 
 from tfla.jax.nn.layers import Frozen, GatePreactivation, HeadNorm
+from tfla.jax.nn.mixers import DeltaNet, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Mamba2
 from tfla.jax.nn.mlstm import MLSTM
 from tfla.jax.nn.model import Block, LanguageModel, SwiGLU
+from tfla.jax.nn.recurrent import MixerState
 
-__all__ = ["Block", "Frozen", "GatePreactivation", "HeadNorm", "LanguageModel", "MLSTM", "SwiGLU"]
+__all__ = [
+    "Block",
+    "DeltaNet",
+    "Frozen",
+    "GatePreactivation",
+    "GatedDeltaNet",
+    "GatedLinearAttention",
+    "HeadNorm",
+    "KimiDeltaAttention",
+    "LanguageModel",
+    "MLSTM",
+    "Mamba2",
+    "MixerState",
+    "SwiGLU",
+]

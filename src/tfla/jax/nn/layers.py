@@ -18,11 +18,11 @@ class Frozen(nnx.Variable[Array]):
 
 
 def projection(
-    in_features: int, out_features: int, std: float, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
+    in_features: int, out_features: int, std: float, dtype: Any, param_dtype: Any, rngs: nnx.Rngs, bias: bool = False
 ) -> nnx.Linear:
-    """Return a linear layer without bias whose weights are drawn from N(0, std^2)."""
+    """Return a linear layer whose weights are drawn from N(0, std^2), if requested with a bias of zeros."""
     return nnx.Linear(
-        in_features, out_features, use_bias=False, kernel_init=nnx.initializers.normal(std), dtype=dtype,
+        in_features, out_features, use_bias=bias, kernel_init=nnx.initializers.normal(std), dtype=dtype,
         param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
 

@@ -14,13 +14,15 @@ from tfla.jax.choice import Offsets
 from tfla.jax.gates import widen
 from tfla.jax.nn import pretrained
 from tfla.jax.nn.layers import projection, rms_norm, soft_cap
+from tfla.jax.nn.mixers import MIXERS
 from tfla.jax.nn.mlstm import MLSTM
+from tfla.jax.nn.recurrent import MixerState
 from tfla.jax.state import State
 from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import input_std, output_std
 
 # One state for each block.
-ModelState = tuple[State, ...]
+ModelState = tuple[State | MixerState, ...]
 
 
 class LanguageModel(nnx.Module):
@@ -30,7 +32,7 @@ class LanguageModel(nnx.Module):
     logits.
 
     Args:
-        config: the architecture, with mixer "mlstm_exp" or "mlstm_sig".
+        config: the architecture, with any mixers but "attention" and "retnet".
         rngs: the source of the initial weights.
         dtype: dtype of activations and of products with weights, such as bfloat16; None is that of the weights. Gates,
             norms and logits are float32 or float64 in any case.
@@ -43,7 +45,7 @@ class LanguageModel(nnx.Module):
     def __init__(
         self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = None, param_dtype: Any = jnp.float32
     ) -> None:
-        check_config(config, "mlstm_exp", "mlstm_sig")
+        check_config(config, "mlstm_exp", "mlstm_sig", *MIXERS)
         self.config = config
         std = input_std(config.d_model)
         self.embedding = nnx.Embed(
@@ -51,7 +53,10 @@ class LanguageModel(nnx.Module):
             param_dtype=param_dtype, rngs=rngs,
         )  # fmt: skip
         self.blocks = nnx.List(
-            [Block(config, rngs=rngs, dtype=dtype, param_dtype=param_dtype) for _ in range(config.num_blocks)]
+            [
+                Block(config.for_block(n), rngs=rngs, dtype=dtype, param_dtype=param_dtype)
+                for n in range(config.num_blocks)
+            ]
         )
         self.norm = rms_norm(config.d_model, config.norm_eps, param_dtype, rngs)
         self.unembedding = projection(config.d_model, config.vocab_size, std, dtype, param_dtype, rngs)
@@ -110,7 +115,7 @@ class LanguageModel(nnx.Module):
             )  # fmt: skip
             after.append(new)
         logits = self.logits(x)
-        return (logits, tuple(after)) if return_state else logits  # type: ignore[arg-type]
+        return (logits, tuple(after)) if return_state else logits
 
     def logits(self, hidden: Array) -> Array:
         """Apply RMSNorm, unembedding and soft cap (110): (..., d_model) -> (..., vocab_size), float32 or float64."""
@@ -173,11 +178,11 @@ class LanguageModel(nnx.Module):
         """
         return pretrained.load(cls, directory, dtype, param_dtype, overrides)
 
-    def _check_state(self, state: ModelState | None) -> tuple[State | None, ...]:
+    def _check_state(self, state: ModelState | None) -> tuple[State | MixerState | None, ...]:
         """Return one state or None for each block; ValueError if there are not as many."""
         if state is None:
             return (None,) * len(self.blocks)
-        if not isinstance(state, tuple | list) or isinstance(state, State):
+        if not isinstance(state, tuple | list) or isinstance(state, State | MixerState):
             raise TypeError(f"state: got {type(state).__name__}, expected a tuple with one entry a block")
         if len(state) != len(self.blocks):
             raise ValueError(f"state: got {len(state)} entries, expected one for each of the {len(self.blocks)} blocks")
@@ -191,16 +196,17 @@ class Block(nnx.Module):
         self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = None, param_dtype: Any = jnp.float32
     ) -> None:
         self.mixer_norm = rms_norm(config.d_model, config.norm_eps, param_dtype, rngs)
-        self.mixer = MLSTM(config, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
+        mixer: Any = MIXERS.get(config.mixer, MLSTM)
+        self.mixer = mixer(config, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
         self.ffn_norm = rms_norm(config.d_model, config.norm_eps, param_dtype, rngs)
         self.ffn = SwiGLU(config, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
 
-    def __call__(self, x: Array, state: State | None = None, **options: Any) -> tuple[Array, State | None]:
+    def __call__(self, x: Array, state: Any = None, **options: Any) -> tuple[Array, Any]:
         """Run the block on whole sequences, with the options of :meth:`MLSTM.__call__`."""
         mixed, new = self.mixer(self.mixer_norm(x).astype(x.dtype), state, **options)
         return self._add_residuals(x, mixed), new
 
-    def step(self, x: Array, state: State) -> tuple[Array, State]:
+    def step(self, x: Array, state: Any) -> tuple[Array, Any]:
         """Run the block on one token of each sequence, as :meth:`MLSTM.step`."""
         mixed, new = self.mixer.step(self.mixer_norm(x).astype(x.dtype), state)
         return self._add_residuals(x, mixed), new

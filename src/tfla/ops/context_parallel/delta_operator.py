@@ -19,7 +19,7 @@ from tfla.ops.context_parallel.local import (
     Shape,
     before_fragments,
     initial_gradient,
-    offsets_on,
+    on_device,
 )
 from tfla.ops.context_parallel.transitions import Action, apply_back, from_rows
 
@@ -49,7 +49,7 @@ def local_inputs(x: DeltaInputs, call: DeltaCall, shape: Shape, carried: Tensor)
     if x.C is not None or any(span.source is not None for span in call.cut.spans):
         C = before_fragments(x.C, carried, call.cut, shape)
     of_steps = (None if t is None else shape.view(t) for t in x[:PER_STEP])
-    offsets = None if shape.offsets is None else offsets_on(x.q.device, shape.offsets)
+    offsets = None if shape.offsets is None else on_device(x.q.device, shape.offsets)
     return DeltaInputs(*of_steps, x.A_log, x.dt_bias, C, offsets)  # type: ignore[arg-type,call-arg]
 
 

@@ -115,9 +115,9 @@ class Shape(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def offsets_on(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
-    """Return offsets on a device. They are copied there once, not in each layer, and not while a graph is captured."""
-    return torch.tensor(offsets, dtype=torch.int32, device=device)
+def on_device(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    """Return numbers on a device. They are copied there once, not in each layer, and not while a graph is captured."""
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def of_sequences(x: Tensor | None, batch: int) -> Tensor | None:
@@ -128,7 +128,7 @@ def of_sequences(x: Tensor | None, batch: int) -> Tensor | None:
 def local_inputs(x: Inputs, shape: Shape, C: Tensor | None, n: Tensor | None, m: Tensor | None) -> Inputs:
     """Return the inputs of the backend, from the states before the fragments (B F, ...)."""
     q, k, v, log_i, log_f = (None if t is None else shape.view(t) for t in x[:5])
-    offsets = None if shape.offsets is None else offsets_on(x.q.device, shape.offsets)
+    offsets = None if shape.offsets is None else on_device(x.q.device, shape.offsets)
     return Inputs(q, k, v, log_i, log_f, C, n, m, offsets)  # type: ignore[arg-type]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tfla.backends import Inputs
 from tfla.ops.context_parallel import exchange, own_states
-from tfla.ops.context_parallel.local import Call, Gated, Saved, of_sequences
+from tfla.ops.context_parallel.local import Call, Gated, Saved, of_sequences, on_device
 
 
 def give_max_states(x: Inputs, call: Call) -> None:
@@ -39,6 +39,10 @@ class SegmentExchange(NamedTuple):
     def of(call: Call) -> SegmentExchange:
         """Return the exchange of a call."""
         return SegmentExchange(call.placement.positions, call.placement.size, call.spec.final_state, call.group)
+
+    def places(self, like: Tensor) -> Tensor:
+        """Return the places in time of this process's spans, (S,) int32; they are copied to a device once."""
+        return on_device(like.device, self.positions)
 
     def start(self, rows: Tensor) -> Tensor:
         """Start the collective and return its result, which only :meth:`finish` may read."""

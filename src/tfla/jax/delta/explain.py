@@ -1,0 +1,83 @@
+"""The explanation of a call of the delta rule on JAX: what it would run, and why no other backend does."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax import Array
+
+from tfla.backends.delta import BetaActivation, GateActivation
+from tfla.jax import kernels as gpu_kernels
+from tfla.jax.choice import DELTA_KERNELS, Offsets
+from tfla.jax.delta import kernels
+from tfla.jax.delta.api import prepare
+from tfla.jax.delta.chunkwise import stored_states, tile_steps
+from tfla.jax.delta.inputs import DeltaArrays
+from tfla.jax.plans import signature
+from tfla.jax.state import State
+from tfla.ops.explain import Explanation
+
+
+def explain_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array | None,
+    log_f: Array | None = None,
+    *,
+    read_key: Array | None = None,
+    read_before_decay: bool = False,
+    normalize_qk: bool = False,
+    beta_activation: BetaActivation = "none",
+    gate_activation: GateActivation = "none",
+    A_log: Array | None = None,
+    dt_bias: Array | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    cu_seqlens: Offsets | None = None,
+    chunk_size: int | None = None,
+    backend: str | None = None,
+    kernel: str | None = None,
+    context_parallel: str | None = None,
+) -> Explanation:
+    """Return what :func:`delta_rule` would run for the same arguments, without running it.
+
+    Args:
+        q, k, v, beta, log_f, read_key: as in :func:`delta_rule`; only their shapes and dtypes matter.
+        read_before_decay, normalize_qk, beta_activation, gate_activation, A_log, dt_bias, lower_bound: as in
+            :func:`delta_rule`.
+        scale, initial_state, return_state, cu_seqlens, chunk_size, backend, kernel, context_parallel: as in
+            :func:`delta_rule`.
+
+    Returns:
+        the chosen backend, kernel and chunk size, and for each other backend why it does not run the call.
+
+    Raises:
+        ValueError, TypeError: as :func:`delta_rule`.
+    """
+    given: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
+    spec, x = prepare(
+        given, initial_state, return_state, True, read_before_decay, normalize_qk, beta_activation, gate_activation,
+        lower_bound, scale, cu_seqlens, chunk_size, backend, kernel, context_parallel,
+    )  # fmt: skip
+    rows = 0
+    details: dict[str, object] = {}
+    if spec.backend == "chunkwise":
+        sequences = None if cu_seqlens is None else spec.sequences
+        rows = stored_states(spec.chunk_size, x.v.shape[1], x.v.shape[0], sequences)
+        details = {"tile": tile_steps(x.v.shape[1], spec.chunk_size)}
+    elif spec.backend == kernels.BACKEND:
+        rows, details = kernels.describe(kernels.prepare(spec, x, bool(return_state)), spec, x)
+    why = f"it could, but {spec.backend!r} " + ("was asked for" if backend is not None else "comes before it")
+    others = {name: why for name in DELTA_KERNELS if name != spec.backend}
+    if spec.backend != kernels.BACKEND:
+        gpu, reason = gpu_kernels.present_gpu(), "it needs an NVIDIA GPU, JAX has none"
+        if gpu is not None:
+            shapes = jax.eval_shape(functools.partial(kernels.arrays_of, spec), x)
+            reason = kernels.unsupported(gpu, signature(shapes)) or "it runs where it is asked for by name"
+        others[kernels.BACKEND] = reason
+    return Explanation(spec.backend, spec.kernel, spec.chunk_size, rows, details, others)

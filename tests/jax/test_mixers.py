@@ -1,0 +1,150 @@
+"""The recurrent mixers as modules of flax.nnx give what tfla.nn gives from the same files."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import tfla.nn
+from tfla.jax.nn import LanguageModel, MixerState
+from tfla.nn import ModelConfig
+
+B, T = 2, 24
+LAYERS = {
+    "mamba2, gla": ("mamba2", "gla"),
+    "gated_delta_net, kda": ("gated_delta_net", "kda"),
+    "delta_net, mlstm": ("delta_net", "mlstm_exp"),
+}
+
+
+def models(folder: Path, layers: tuple[str, ...], **fields: Any) -> tuple[tfla.nn.LanguageModel, LanguageModel]:
+    """Return a model of PyTorch, whose norms and skip connections are not the constants that they start as, in both."""
+    torch.manual_seed(0)
+    small: dict[str, Any] = {
+        "d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 50, "ffn_multiple": 16, "mamba_head_dim": 16,
+        "mamba_state_dim": 8, "negative_eigenvalues": True, "chunk_size": 8,
+    }  # fmt: skip
+    ours = tfla.nn.LanguageModel(ModelConfig(**small | {"layers": layers} | fields)).double()
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            if "norm" in name or name.endswith((".D", "up.bias")):
+                p.add_(torch.randn_like(p) * 0.1)
+    ours.save_pretrained(folder)
+    return ours, LanguageModel.from_pretrained(folder)
+
+
+def ids() -> Any:
+    return np.random.default_rng(0).integers(0, 50, (B, T))
+
+
+def near(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    expected = expected.detach().double().numpy() if isinstance(expected, torch.Tensor) else np.asarray(expected)
+    assert found.shape == expected.shape
+    assert np.linalg.norm(np.asarray(found, np.float64) - expected) <= tolerance * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+def test_logits_and_gradients_are_those_of_pytorch(tmp_path: Path, layers: tuple[str, ...]) -> None:
+    ours, model = models(tmp_path, layers)
+    assert model.num_parameters() == ours.num_parameters()
+    tokens = ids()
+
+    def loss(model: LanguageModel, x: Any) -> Any:
+        logits, state = model(x, return_state=True)
+        return jax.nn.logsumexp(logits, -1).sum(), (logits, state)
+
+    grads, (logits, state) = nnx.jit(nnx.grad(loss, has_aux=True))(model, jnp.asarray(tokens))
+    expected, torch_state = ours(torch.from_numpy(tokens), return_state=True)
+    near(logits, expected)
+    for a, b in zip(state, torch_state, strict=True):
+        if isinstance(a, MixerState):
+            near(a.recurrence.C, b.recurrence.C)
+            for mine, theirs in zip(a.convolution, b.convolution, strict=True):
+                near(mine, theirs)
+    expected.logsumexp(-1).sum().backward()
+    found = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(grads)}
+    for name, p in ours.named_parameters():
+        if ".mixer." in name:
+            linear = name.removesuffix("weight") + "kernel"
+            near(found[linear].T if linear in found else found[name], p.grad, 1e-8)
+
+
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+def test_parts_steps_documents_and_packed_sequences(tmp_path: Path, layers: tuple[str, ...]) -> None:
+    """Parts of a sequence, single tokens, documents and packed sequences give the logits of the whole."""
+    _, model = models(tmp_path, layers)
+    run = nnx.jit(lambda model, x, state: model(x, state, return_state=True))
+    tokens, cut = jnp.asarray(ids()), 14
+    whole, last = run(model, tokens, model.initial_state(B))
+    first, state = run(model, tokens[:, :cut], model.initial_state(B))
+    alone, _ = run(model, tokens[:, cut:], model.initial_state(B))
+    step = nnx.jit(lambda model, x, state: model.step(x, state))
+    now = state
+    for t in range(cut, T):
+        stepped, now = step(model, tokens[:, t], now)
+        near(stepped, whole[:, t])
+    for a, b in zip(jax.tree.leaves(now), jax.tree.leaves(last), strict=True):
+        assert a.shape == b.shape
+    starts = jnp.zeros((B, T), bool).at[:, cut].set(True)
+    logits, after = nnx.jit(lambda model, x, d: model(x, document_start=d, return_state=True))(model, tokens, starts)
+    near(logits, jnp.concatenate([first, alone], 1))
+    near(step(model, tokens[:, 0], after)[0], run(model, jnp.concatenate([tokens[:, cut:], tokens[:, :1]], 1),
+                                                  model.initial_state(B))[0][:, -1])  # fmt: skip
+    packed = nnx.jit(lambda model, x, at, state: model(x, state, cu_seqlens=at, return_state=True))
+    row, none = tokens[:1], jax.tree.map(lambda a: jnp.zeros_like(a[:1]), state)
+    both = jax.tree.map(lambda a, b: jnp.concatenate([a[:1], b, b]), state, none)
+    # The first sequence goes on from the state, with fewer tokens than a convolution sees; an empty one follows.
+    order = jnp.concatenate([row[:, cut : cut + 2], row[:, :cut]], 1)
+    logits, ends = packed(model, order, jnp.array([0, 2, 2, 2 + cut]), both)
+    near(logits, jnp.concatenate([whole[:1, cut : cut + 2], first[:1]], 1))
+    one = jax.tree.map(lambda a: a[:1], ends)
+    near(step(model, row[:, cut + 2], one)[0], whole[:1, cut + 2])
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_context_parallelism(tmp_path: Path) -> None:
+    """Convolutions get their inputs from the device before."""
+    _, model = models(tmp_path, ("gated_delta_net", "mamba2"))
+    graph, weights = nnx.split(model)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def logits(weights: Any, tokens: Any, axis: Any = None) -> Any:
+        return nnx.merge(graph, weights)(tokens, return_state=True, context_parallel=axis)
+
+    states = jax.tree.map(lambda _: P(), jax.eval_shape(logits, weights, jnp.asarray(ids()))[1])
+    run = jax.shard_map(
+        functools.partial(logits, axis="x"), mesh=mesh, in_specs=(P(), P(None, "x")),
+        out_specs=(P(None, "x"), states),
+    )  # fmt: skip
+    found, state = jax.jit(run)(weights, jnp.asarray(ids()))
+    expected, last = jax.jit(logits)(weights, jnp.asarray(ids()))
+    near(found, expected, 1e-9)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(last), strict=True):
+        near(a, b, 1e-9)
+
+
+def test_files_go_both_ways_and_dtypes(tmp_path: Path) -> None:
+    config = ModelConfig(d_model=32, num_blocks=3, num_heads=2, vocab_size=50, layers=("gla", "kda", "mamba2"),
+                         mamba_head_dim=16, mamba_state_dim=8)  # fmt: skip
+    model = LanguageModel(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = tfla.nn.LanguageModel.from_pretrained(tmp_path)
+    tokens = jnp.asarray(ids())
+    logits = nnx.jit(lambda model, x: model(x))(model, tokens)
+    assert logits.dtype == jnp.float32
+    near(logits, loaded(torch.from_numpy(ids())), 3e-2)
+    sizes = np.asarray(jax.nn.softplus(model.blocks[1].mixer.decay.dt_bias[...]))
+    assert sizes.min() >= 0.99e-3
+    assert sizes.max() <= 1.01e-1
+    with pytest.raises(TypeError, match=r"^state: got State, expected MixerState"):
+        model.blocks[0].mixer(jnp.zeros((1, 3, 32)), tfla.jax.State.zeros(1, 2, 8, 16, normalize=False))
