@@ -43,7 +43,7 @@ class _Compilation(threading.local):
         FRONT_END.acquire()
         self.in_front_end = True
 
-    def leave_front_end(self) -> None:
+    def end_front_end(self) -> None:
         """Let another thread begin."""
         if self.in_front_end:
             self.in_front_end = False
@@ -68,7 +68,7 @@ def _change_stages(*given: Any) -> tuple[str, str] | None:
     name, first = next(iter(stages.items()))
 
     def begin(module: Any, metadata: Any) -> Any:
-        _HERE.leave_front_end()
+        _HERE.end_front_end()
         return first(module, metadata)
 
     stages[name] = begin
@@ -86,7 +86,7 @@ class _Threads(ThreadPoolExecutor):
             try:
                 return fn(*args, **kwargs)
             finally:
-                _HERE.leave_front_end()
+                _HERE.end_front_end()
 
         return super().submit(compiled)
 
