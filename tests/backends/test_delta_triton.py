@@ -186,3 +186,27 @@ def test_linear_attention_with_gates_by_channel() -> None:
     found = torch.autograd.grad(h, list(leaves.values()), p.dh.to(h))
     assert error(h.detach().cpu(), truth(p)["h"]) <= TOLERANCE[DTYPES[0]]
     assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("by_channel", [True, False])
+def test_log_gates_as_the_caller_gives_them(by_channel: bool) -> None:
+    """Kernels read gates in 16 bits without a copy, take any below -1e5 for -1e5, and give those a gradient of 0."""
+    p = delta_problem("kda" if by_channel else "gdn", T=70, B=1, H=2, Hq=2, K=16, V=16, carried=False).to(DTYPES[0])
+    short = torch.float16 if INTERPRETED else torch.bfloat16
+    x = p.x._replace(log_f=p.leaves["log_f"].detach().to(short))
+    assert x.log_f is not None
+    x.log_f[:, 5] = -torch.inf
+    x.log_f[:, 40] = -1e6 if short == torch.bfloat16 else -torch.inf
+    found = {}
+    for backend, device, dtype in ("triton", DEVICE, DTYPES[0]), ("reference", "cpu", torch.float64):
+        tensors = {n: getattr(x, n).to(device) for n in ("q", "k", "v", "beta", "log_f")}
+        leaves = {n: (t if n == "log_f" else t.to(dtype)).requires_grad_() for n, t in tensors.items()}
+        h = tfla.delta_rule(**leaves, scale=p.scale, backend=backend)
+        assert isinstance(h, Tensor)
+        grads = torch.autograd.grad(h, list(leaves.values()), p.dh.to(h))
+        found[backend] = {"h": h.detach(), **dict(zip(leaves, grads, strict=True))}
+    dlog_f = found["triton"]["log_f"]
+    assert dlog_f.dtype == short
+    assert not dlog_f[:, [5, 40]].any()
+    for name, t in found["triton"].items():
+        assert error(t.cpu(), found["reference"][name]) <= TOLERANCE[short if name == "log_f" else DTYPES[0]]

@@ -35,7 +35,7 @@ class DeltaInputs(NamedTuple):
     k: Tensor  # (B, T, Hq, dqk), the write keys
     v: Tensor  # (B, T, H, dhv)
     beta: Tensor | None  # (B, T, H), any float dtype; None: all 1
-    log_f: Tensor | None  # (B, T, H) or (B, T, H, dqk), float32 or float64; None: no decay
+    log_f: Tensor | None  # (B, T, H) or (B, T, H, dqk), any float dtype; None: no decay
     read_key: Tensor | None  # (B, T, Hq, dqk); None: k
     A_log: Tensor | None  # (H,), of the gates' activation
     dt_bias: Tensor | None  # (H,) or (H, dqk), of the gates' activation
@@ -153,6 +153,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     """An implementation of the operator of the delta rule."""
 
     takes_activations = False  # applies the activations of q, k, beta and the gates itself, with their gradients
+    clamps_gates = False  # reads log-gates as the caller gives them; for the others the operator clamps them before
     reads_before_decay = True  # can compute `DeltaSpec.read_before_decay`
 
     def default_kernel(self, x: DeltaInputs) -> str:

@@ -70,14 +70,18 @@ def log_gate(
 
 
 def activated(
-    x: X, normalize_qk: bool, beta_activation: BetaActivation, gate_activation: GateActivation, lower_bound: float
-) -> X:
-    """Return inputs with the activations applied, without `A_log` and `dt_bias`, and with clamped log-gates."""
+    x: X, normalize_qk: bool, beta_activation: BetaActivation, gate_activation: GateActivation, lower_bound: float,
+    clamp_gates: bool = True,
+) -> X:  # fmt: skip
+    """Return inputs with the activations applied, without `A_log` and `dt_bias`, and with clamped log-gates.
+
+    Without `clamp_gates` log-gates that need no activation stay as they are, in their dtype.
+    """
     q, k, r = x.q, x.k, x.read_key
     if normalize_qk:
         q, k, r = normalized(q), normalized(k), None if r is None else normalized(r)
     beta = None if x.beta is None else write_strength(x.beta, beta_activation)
     log_f = x.log_f
-    if log_f is not None:
+    if log_f is not None and (clamp_gates or gate_activation != "none"):
         log_f = log_gate(log_f, gate_activation, x.A_log, x.dt_bias, lower_bound)
     return x._replace(q=q, k=k, read_key=r, beta=beta, log_f=log_f, A_log=None, dt_bias=None)

@@ -69,14 +69,17 @@ def plan(request: DeltaRequest) -> tuple[DeltaInputs, Plan]:
         _PLANS.add(call, found)
     else:
         x = _inputs(request)
-    return x if found.backend.takes_activations else activated_inputs(x, request), found
+    if found.backend.takes_activations:
+        return x, found
+    return activated_inputs(x, request, clamp_gates=not found.backend.clamps_gates), found
 
 
-def activated_inputs(x: DeltaInputs, request: DeltaRequest) -> DeltaInputs:
-    """Return inputs with the activations of the call applied."""
+def activated_inputs(x: DeltaInputs, request: DeltaRequest, clamp_gates: bool = True) -> DeltaInputs:
+    """Return inputs with the activations of the call applied, and with clamped log-gates."""
     return activated(
-        x, request.normalize_qk, request.beta_activation, request.gate_activation, request.lower_bound or 0.0
-    )
+        x, request.normalize_qk, request.beta_activation, request.gate_activation, request.lower_bound or 0.0,
+        clamp_gates,
+    )  # fmt: skip
 
 
 def _inputs(request: DeltaRequest) -> DeltaInputs:

@@ -72,6 +72,14 @@ def decay_after(g, e, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def half_decays(g):
+    """Return the decays of the first and of the second half of the tile, (D) each, from the exponents g, (L, D)."""
+    L: tl.constexpr = g.shape[0]
+    halves = tl.exp2(tl.sum(tl.reshape(g, [2, L // 2, g.shape[1]]), 1))  # (2, D)
+    return tl.split(tl.trans(halves))
+
+
+@triton.jit
 def sums_from_middle(g, e, shift, PRECISION: tl.constexpr):
     """Return c of the module docstring for the steps e, in blocks of 1 << shift steps."""
     i = e[:, None]

@@ -36,6 +36,7 @@ from tfla.backends.triton.channel_decays import (
     block_exponents,
     decay_after,
     decay_to,
+    half_decays,
     in_odd_block,
     level_factors,
     level_pairs,
@@ -59,7 +60,9 @@ def channel_gradients(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, LEVELS: tl.constexpr,
     LEVELED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one tile of one head for BK key channels. The grid is (tiles * H, DK / BK).
+    """Compute the gradients of one tile of one head for BK key channels. The grid is (tiles * H * DK / BK).
+
+    The programs of one tile follow each other, so that the L2 cache holds what all of them read.
 
     Args:
         Q, K, R, F, beta, cu, scale: as for `decay_operands`.
@@ -72,8 +75,11 @@ def channel_gradients(
             (B, T, H, DK / BK) float32.
         dbeta: the sums over the channels of each program of the gradient of beta, (B, T, H, DK / BK) float32.
     """
-    h = (tl.program_id(0) % H).to(tl.int64)
-    s, first, length, start, _ = locate_chunk(cu, sequences, T, tl.program_id(0) // H, L, IS_VARLEN)
+    PARTS: tl.constexpr = tl.cdiv(DK, BK)
+    part = tl.program_id(0) % PARTS
+    tile_and_head = tl.program_id(0) // PARTS
+    h = (tile_and_head % H).to(tl.int64)
+    s, first, length, start, _ = locate_chunk(cu, sequences, T, tile_and_head // H, L, IS_VARLEN)
     tile = h * tiles_of_head + first_tile(first, s, T, L, IS_VARLEN) + start // L
     exists = start < length
     if exists & ((tl.load(leveled + tile, exists, 0) != 0) == LEVELED):
@@ -83,7 +89,7 @@ def channel_gradients(
         e = r - 1 if READ_BEFORE else r  # a step reads the state after step e
         at = (t0 + r).to(tl.int64)[:, None]
         of_tile = (first + start) * H + h  # of results, which are dense: offsets inside a tile fit 32 bits
-        c = tl.program_id(1) * BK + tl.arange(0, BK)
+        c = part * BK + tl.arange(0, BK)
         do_at = dO + row * gb + h * gh + at * gt
         e_at = E + row * eb + h * eh + at * et
         dv_at = dV + of_tile * DV + (r * H * DV)[:, None]
@@ -137,8 +143,7 @@ def channel_gradients(
             after = decay_after(g, r, SUMS)
             across *= tl.exp2(tl.sum(g, 0))
         else:
-            halves = tl.exp2(tl.sum(tl.reshape(g, [2, L // 2, BK]), 1))  # (2, BK)
-            to_middle, from_middle = tl.split(tl.trans(halves))
+            to_middle, from_middle = half_decays(g)
             before = up * to_middle[None, :]
             before_r = up_r * to_middle[None, :]
             after = down * from_middle[None, :]
@@ -230,8 +235,8 @@ def channel_gradients(
         if CORRECT and not READ_KEY:
             dk += dr
         tl.store(dK + of_tile * DK + place, dk.to(dK.dtype.element_ty), inside)
-        part = (of_tile + r * H) * tl.num_programs(1) + tl.program_id(1)
-        tl.store(dbeta + part, tl.sum(rounded_product(k.to(tl.float32), W), 1), r < steps)
+        sums = (of_tile + r * H) * PARTS + part
+        tl.store(dbeta + sums, tl.sum(rounded_product(k.to(tl.float32), W), 1), r < steps)
         dg = tl.zeros([L, BK], tl.float32) + across[None, :]
         if CORRECT and READ_BEFORE:
             dg = add_sums_after(dg, state_reads_r, r, SUMS)
@@ -240,7 +245,7 @@ def channel_gradients(
         dg = add_sums_to(dg, Z, r - 1, SUMS)
         dg = gate_gradient_of(dg, tl.load(f_at, inside, 0.0), False)
         if STEP_GATES:
-            tl.store(dF + part, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
+            tl.store(dF + sums, tl.sum(tl.where(inside, dg, 0.0), 1), r < steps)
         else:
             tl.store(dF + of_tile * DK + place, dg.to(dF.dtype.element_ty), inside)
 
@@ -287,7 +292,7 @@ def launch(
         dbeta = base.new(base.B, base.T, base.H * parts, 1)
         log_f = grads.log_f if x.channel_gates else base.new(base.B, base.T, base.H * parts, 1)
     for leveled in (False, True):
-        base.launch(channel_gradients, (base.tiles * base.H, parts),
+        base.launch(channel_gradients, (base.tiles * base.H * parts,),
             x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
             cotangents, grads.q, grads.k, grads.q if grads.read_key is None else grads.read_key, log_f,
             dbeta, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H, base.group, *ctx.input_strides,

@@ -28,6 +28,7 @@ from tfla.backends.triton.channel_decays import (
     block_exponents,
     decay_after,
     decay_to,
+    half_decays,
     in_odd_block,
     level_factors,
     level_pairs,
@@ -120,24 +121,37 @@ def decay_operands(
                 else:
                     up_r = tl.exp2(middle - g)
             writes = tl.trans((k * down).to(OPERAND))
-            D = tl.dot((q * up).to(OPERAND), writes, input_precision=PRECISION)
-            S += tl.where((r[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
-            if CORRECT:
-                D = tl.dot((read * up_r).to(OPERAND), writes, input_precision=PRECISION)
-                M += tl.where((e[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
-            # (3) Operands times their decays
+            if LEVELED:
+                D = tl.dot((q * up).to(OPERAND), writes, input_precision=PRECISION)
+                S += tl.where((r[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
+                if CORRECT:
+                    D = tl.dot((read * up_r).to(OPERAND), writes, input_precision=PRECISION)
+                    M += tl.where((e[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
+            else:
+                S = tl.dot((q * up).to(OPERAND), writes, S, input_precision=PRECISION)
+                if CORRECT:
+                    M = tl.dot((read * up_r).to(OPERAND), writes, M, input_precision=PRECISION)
+            # (3) Operands times their decays from the start of the tile and to its end, and the decay of the tile
+            if LEVELED:
+                up = decay_to(g, r, SUMS)
+                down = decay_after(g, r, SUMS)
+                up_r = up
+                if CORRECT and READ_BEFORE:
+                    up_r = decay_to(g, e, SUMS)
+                decay = tl.exp2(tl.sum(g, 0))
+            else:
+                to_middle, from_middle = half_decays(g)
+                up *= to_middle[None, :]
+                up_r *= to_middle[None, :]
+                down *= from_middle[None, :]
+                decay = to_middle * from_middle
             place = to * DK + c[None, :]
             dtype: tl.constexpr = Qa.dtype.element_ty
-            up = decay_to(g, r, SUMS)  # from the start of the tile
-            down = decay_after(g, r, SUMS)  # to its end
-            up_r = up
-            if CORRECT and READ_BEFORE:
-                up_r = decay_to(g, e, SUMS)
             tl.store(Qa + place, (q * up * scale).to(dtype), inside)
             tl.store(Kw + place, (k * down * b[:, None]).to(dtype), inside)
             if CORRECT:
                 tl.store(Ra + place, (read * up_r).to(dtype), inside)
-            tl.store(decays + tile * DK + c[None, :] + 0 * at, up, (r == L - 1)[:, None] & (c < DK)[None, :])
+            tl.store(decays + tile * DK + c, decay, c < DK)
         if not LEVELED:
             tl.store(leveled + tile, tl.where(worst <= BOUND, 0, 1))
         # (4) P B and X B, (L, L)

@@ -40,6 +40,7 @@ class TritonDelta(DeltaBackend):
     name = "triton"
     priority = 10
     kernels = ("fused",)
+    clamps_gates = True
 
     def __init__(self, device_unsupported: Callable[[Tensor], str | None]) -> None:
         self._device_unsupported = device_unsupported
