@@ -25,6 +25,7 @@ TRAINING_ROWS = {
     "Llama, 16 heads of 128, cuDNN": "Llama, cuDNN attention",
 }
 MAMBA_ROWS = {"tfla mamba_chunk_scan_combined": "tfla", "Mamba-2": "mamba_ssm"}
+SPEED_DELTA = ("Gated DeltaNet, 32 × 128 × 128", "KDA, 32 × 128 × 128")
 DELTA_COLUMNS = {"fla": "flash-linear-attention", "tfla": "**tfla**"}
 STEPS, BATCH = 8192, 5
 MARK = re.compile(r"(<!-- table: (\w+) -->)\n(?:\|.*\n)*")
@@ -44,13 +45,29 @@ def _time(row: Row) -> str:
     return milliseconds(row["seconds"]) + ratio
 
 
+def _cells(forward: Row, both: Row) -> list[str]:
+    """Return the cells of both directions' times, with ratios to the roofline, and of the memory in GiB."""
+    return [_time(forward), _time(both), f"{both['peak_bytes'] / 2**30:.2f}" if both.get("peak_bytes") else "-"]
+
+
 def speed(results: dict[str, Row]) -> str:
-    """Return the table of Figure 4's setup at 8,192 steps: milliseconds, ratios to the roofline and memory in GiB."""
+    """Return the table of Figure 4's setup at 8,192 steps: milliseconds, ratios to the roofline and memory in GiB.
+
+    The delta rule stands below the mLSTM, with the GPU in its label where it is another one.
+    """
     body = []
     for name, label in SPEED_ROWS.items():
         forward, both = (_find(results["fig4"], name, STEPS, direction) for direction in (FORWARD, BOTH))
-        memory = f"{both['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in both else "-"
-        body.append([label, _time(forward), _time(both), memory])
+        body.append([label, *_cells(forward, both)])
+    first, second = (results[suite]["environment"]["device"].split()[1] for suite in ("fig4", "delta"))
+    where = "" if first == second else f", on an {second}"
+    rows = {(r.get("group"), r["name"], r["direction"]): r for r in results["delta"]["rows"] if r.get("x") == STEPS}
+    for group in SPEED_DELTA:
+        for name, label in reversed(DELTA_COLUMNS.items()):
+            found = [rows.get((group, name, direction), {}) for direction in (FORWARD, BOTH)]
+            if any(found):
+                bold = "**" * label.startswith("**")
+                body.append([f"{bold}{label.strip('*')}, {group}{where}{bold}", *_cells(*found)])
     return table(["", "forward, ms", "forward + backward, ms", "memory, GiB"], body)
 
 

@@ -78,6 +78,7 @@ EXPERIMENTS = {
             tasks=(Recall(keys=64, pairs=(4, 8, 16, 32), length=96),),
             shapes=tuple(Shape(d_model=128, num_heads=4, state_dim=n) for n in (32, 8)),
             models=PLAIN, lrs=(1e-2, 3e-3, 1e-3), seeds=SEEDS, batch_size=128, steps=2000, sequences=256,
+            precision="bfloat16",
         ),
     ),
     "tracking": Experiment(
@@ -90,6 +91,7 @@ EXPERIMENTS = {
             tasks=tuple(Tracking(group=g, length=64, longest=256) for g in ("Z2", "S3", "S5", "Z5")),
             shapes=(Shape(d_model=128, num_heads=4, state_dim=32),),
             models=tuple(MODELS), lrs=(3e-3, 1e-3), seeds=SEEDS, batch_size=128, steps=2000, sequences=256,
+            precision="bfloat16",
         ),
     ),
     "length": Experiment(
@@ -113,7 +115,7 @@ EXPERIMENTS = {
         full=Size(
             tasks=(Needle(needles=4, keys=32, length=256, lengths=tuple(2**n for n in (8, 10, 12, 14, 16, 17))),),
             shapes=(Shape(d_model=128, num_heads=4, state_dim=32),),
-            models=PLAIN, lrs=(3e-3, 1e-3), seeds=SEEDS, batch_size=64, steps=2000, sequences=16,
+            models=PLAIN, lrs=(3e-3, 1e-3), seeds=SEEDS, batch_size=64, steps=2000, sequences=16, precision="bfloat16",
         ),
     ),
     "language": Experiment(
