@@ -462,16 +462,16 @@ def delta_dq_dk_scan(
             out += load_tile(add1_at, t, col, steps, DK, ot, L, BK, TMA)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
         # (4) S <- g S + (x w)^T y, (BK, BV)
-        x_up = tl.trans(x) * wx[None, :]  # (BK, L), of 16 bits split
-        if x.dtype != tl.float32:
+        x_up = tl.trans(x) * wx[None, :]  # (BK, L), of 16 bits split in two, except for wide heads
+        if x.dtype != tl.float32 and BLOCKS == 1:
             x_up, x_low = split(x_up, x.dtype)
-        S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
-        if x.dtype != tl.float32:
+            S0 = tl.dot(x_up, y0, S0 * decay)
             S0 = tl.dot(x_low, y0, S0)
-        if BLOCKS == 2:
-            S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
-            if x.dtype != tl.float32:
-                S1 = tl.dot(x_low, y1, S1)
+        else:
+            x_up = x_up.to(x.dtype)
+            S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
+            if BLOCKS == 2:
+                S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
         if WGMMA:
             S0 = wait_for_mma(S0)
             if BLOCKS == 2:
