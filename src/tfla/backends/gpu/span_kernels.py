@@ -8,9 +8,9 @@ numbers where SIZE = dqk dhv, or with n and m `SIZE + 3 + K`:
 
 A process has S spans of each sequence of a batch, one or two. Of R processes and two spans each, process r has spans r
 and 2 R - 1 - r in time, as attention layers need for balance. Span s of sequence b is sequence b S + s of the kernels
-of a process, and rows are (S, B, H, width). In a backward with final states the rows of their cotangents follow,
-(B, H, width). The cotangents of C and of n are exchanged one after the other:
-a row then has either as R, with K = 0 numbers of n.
+of a process, and rows are (S, B, H, width). In a backward with final states the rows of their cotangents follow, (B, H,
+width). The cotangents of C and of n are exchanged one after the other: a row then has either as R, with K = 0 numbers
+of n.
 
     forward     own_max, collective, join_max       the max states before the spans, with a normalizer alone
                 own_rows, collective, join_spans    the states before the spans, and the final states

@@ -23,7 +23,7 @@ from tfla.backends.triton import delta, delta_kernels
 from tfla.backends.triton.delta import DeltaContext
 from tfla.backends.triton.delta_kernels import NO_CHECKPOINTS
 
-MOST_STAGES = 3  # of the ring, where the states of a program have 128 columns; their tiles then take 192 KiB
+MOST_STAGES = 3  # stages of the ring, where the states of a program have 128 columns; the tiles then take 192 KiB
 
 
 def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
@@ -35,6 +35,9 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
         X: The corrections, (B, T, H, L).
         dh: The cotangent of h, (B, T, H, dhv).
         dC: The cotangent of the final states, (N, H, dqk, dhv), or None.
+
+    Returns:
+        The gradients of the inputs; one that is not computed has shape (0,).
     """
     x, base = ctx.x, ctx.base
     dh = results.dense_rows(base, dh)
