@@ -21,6 +21,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)  # for small problems one thread is faster than two that wait for each other
 
 
+if INTERPRETED:  # torch.empty fills what it allocates with NaN: a kernel that reads what none has written shows it
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
 def on(device: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.gpu] if device == "cuda" else []
 

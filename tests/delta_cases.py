@@ -162,11 +162,35 @@ def recurrence(
 
 
 @lru_cache(maxsize=128)
+def truth_and_terms(p: DeltaProblem) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """`truth`, and the norms of the terms that dk and the gradient of gates by step are sums of.
+
+    Where keys also read, dk has one term for what a key writes and one for what it reads. A gate by step is a gate for
+    each channel, all the same; its gradient is the sum of theirs.
+    """
+    leaves = {name: t.detach().double() for name, t in p.leaves.items()}
+    reads = p.correct and "read_key" not in leaves
+    if reads:
+        leaves["read_key"] = leaves["k"].clone()
+    by_step = "log_f" in leaves and leaves["log_f"].dim() == 3
+    if by_step:
+        leaves["log_f"] = leaves["log_f"].unsqueeze(-1).repeat(1, 1, 1, p.x.q.shape[3])
+    leaves = {name: t.requires_grad_() for name, t in leaves.items()}
+    found = gradients(p, leaves, *recurrence(p, leaves))
+    terms = {}
+    if reads:
+        read = found.pop("dread_key")
+        terms["dk"] = max(found["dk"].norm().item(), read.norm().item())
+        found["dk"] = found["dk"] + read
+    if by_step:
+        terms["dlog_f"] = found["dlog_f"].norm().item()
+        found["dlog_f"] = found["dlog_f"].sum(-1)
+    return found, terms
+
+
 def truth(p: DeltaProblem) -> dict[str, Tensor]:
     """h, C and the gradients of all leaves as "d...", by the recurrence in float64 and autograd."""
-    leaves = {name: t.detach().double().requires_grad_() for name, t in p.leaves.items()}
-    h, C = recurrence(p, leaves)
-    return gradients(p, leaves, h, C)
+    return truth_and_terms(p)[0]
 
 
 def gradients(p: Any, leaves: Mapping[str, Tensor], h: Tensor, C: Tensor) -> dict[str, Tensor]:
@@ -178,12 +202,13 @@ def gradients(p: Any, leaves: Mapping[str, Tensor], h: Tensor, C: Tensor) -> dic
 def check_beside_terms(p: DeltaProblem, found: Mapping[str, Tensor]) -> None:
     """Every quantity is within the tolerance of the terms it is made of.
 
-    The final state is a sum of what all steps write, the gradient of the initial one a sum of what they read, and that
-    of gates one of products q dq, k dk and r dr: all can cancel.
+    The final state is a sum of what all steps write, the gradient of the initial one a sum of what they read, that of
+    keys has two terms (`truth_and_terms`), and that of gates is a sum of products q dq, k dk and r dr, and over
+    channels: all can cancel.
     """
-    exact, writes = truth(p), list[Tensor]()
+    (exact, parts), writes = truth_and_terms(p), list[Tensor]()
     recurrence(p, {name: t.double() for name, t in p.leaves.items()}, writes)
-    sizes = {name: x.norm().item() for name, x in exact.items()}
+    sizes = {name: max(x.norm().item(), parts.get(name, 0.0)) for name, x in exact.items()}
     sizes["C"] = max(sizes["C"], torch.stack(writes).norm().item())
     if "dC" in sizes and p.correct:
         r = p.leaves.get("read_key", p.leaves["k"]).double()

@@ -5,10 +5,11 @@ python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any
 TARGET is sm_90, gfx942, …; CASE = backend kernel gate dqk dhv dtype [packed] [segmented] [state] [grouped] [parallel],
 with commas between, gate plain being linear attention without an input gate or a normalizer, and parallel context
 parallelism; of decoding, whose kernel is "steps", backend steps gate dqk dhv dtype [several] [low], low being a state
-in bfloat16. The delta rule is the kernel "delta" with [packed] [state] [forward], its decoding "delta_steps" with
-[several] [low]; both have a model of MODELS as gate. With [lengths] the kernels are those that other lengths would
-compile, on a GPU of PROCESSORS multiprocessors, and nothing is compiled. With [parallel] only the kernels of context
-parallelism are compiled; kernels with levels of gates by channel are compiled for sm_90 alone, since they take long.
+in bfloat16. The delta rule is the kernel "delta" with [packed] [state] [forward] [strided], strided being strides that
+no TMA descriptor has; its decoding is "delta_steps" with [several] [low]. Both have a model of MODELS as gate. With
+[lengths] the kernels are those that other lengths would compile, on a GPU of PROCESSORS multiprocessors, and nothing is
+compiled. With [parallel] only the kernels of context parallelism are compiled; kernels with levels of gates by channel
+are compiled for sm_90 alone, since they take long.
 """
 
 from __future__ import annotations
@@ -219,10 +220,12 @@ def decoding(backend: str, gate: str, dqk: str, dhv: str, dtype: str, *variant: 
         tfla.mlstm_steps(q, k, v, i, f, state, input_gate=gate, backend=backend, return_state=False)
 
 
-def delta_inputs(model: str, B: int, T: int, K: int, V: int, dtype: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def delta_inputs(
+    model: str, B: int, T: int, K: int, V: int, dtype: str, padding: int = 0
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tensors of a call and its further arguments, for gla those of linear attention."""
     gates, reads = MODELS[model]
-    q, k, v = (torch.randn(B, T, H, d, dtype=getattr(torch, dtype)) for d in (K, K, V))
+    q, k, v = (torch.randn(B, T, H, d + padding, dtype=getattr(torch, dtype))[..., :d] for d in (K, K, V))
     x: dict[str, Any] = {"q": q, "k": k, "v": v}
     if model != "gla":
         x["beta"] = torch.rand(B, T, H, dtype=q.dtype)
@@ -236,7 +239,7 @@ def delta_inputs(model: str, B: int, T: int, K: int, V: int, dtype: str) -> tupl
 def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
     type(DELTA_BACKENDS[backend]).unsupported = lambda self, x: None  # type: ignore[method-assign]
     K, V = int(dqk), int(dhv)
-    x, options = delta_inputs(model, 1, T, K, V, dtype)
+    x, options = delta_inputs(model, 1, T, K, V, dtype, padding=4 if "strided" in variant else 0)
     options["backend"] = backend
     if "packed" in variant:
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])

@@ -77,6 +77,8 @@ CASES = {
         "deltanet,128,256,bfloat16",
         "kda,128,128,bfloat16,state",
         "gla,256,512,bfloat16",
+        "comba,13,35,bfloat16,state",
+        "gdn,256,256,bfloat16,packed,state,strided",
     ],
     "delta_steps": [
         "gdn,128,128,bfloat16",
@@ -85,7 +87,12 @@ CASES = {
         "gla,256,512,float32",
     ],
 }
-HOPPER = ("deltanet,128,256,bfloat16",)  # compiled for Hopper alone, to save time
+# Compiled for Hopper alone, to save time
+HOPPER = (
+    "deltanet,128,256,bfloat16",
+    "comba,13,35,bfloat16,state",
+    "gdn,256,256,bfloat16,packed,state,strided",
+)
 AMD = ("exp,64,64,bfloat16", "exp,128,256,bfloat16", "exp,128,256,float32")
 MODE = os.environ.get("TFLA_COMPILE", "")
 if MODE == "all":

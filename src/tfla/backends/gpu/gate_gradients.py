@@ -38,8 +38,11 @@ SAME_STEP = tl.constexpr(3)  # the step's element of the diagonal of W
 PAIR_SUMS = tl.constexpr(4)  # the number of these sums
 # A bound of the rounding of a float32 sum, relative to the root of its terms' sum of squares.
 ROUNDING = tl.constexpr(2.0**-21)
-# A decay of a tile below which 16-bit rounding is most of what seems to be read across the tile.
-SMALL_DECAY = tl.constexpr(2.0**-8)
+# A bound of 16-bit rounding of a sum, relative to the root of its terms' sum of squares.
+LOW_ROUNDING = tl.constexpr(2.0**-8)
+# The most that is read across a tile, relative to its decay and the root of the sum of squares of what its steps read
+# and write: an initial state or the cotangent of a final one can be larger than those that steps make.
+LARGEST_READ = tl.constexpr(2.0**6)
 
 
 @triton.jit
@@ -169,7 +172,25 @@ def _follow(a, b, c, d):
 
 
 @triton.jit
-def pass_tiles(start, squares, reads, writes, trust, ROUNDING: tl.constexpr):
+def trust_differences(differences, squares, decay):
+    """Return factors for what seems to be read across tiles, which are below 1 where 16-bit rounding is most of it.
+
+    They are those of least squared error. The square of a difference is known from the difference itself, within what
+    the decay of the tile allows.
+
+    Args:
+        differences: what later tiles seem to read of earlier ones, (HEADS, TILES) float64.
+        squares: the sum of the squares of the terms of each difference, of the same shape.
+        decay: the decays of the tiles, squared, of the same shape.
+    """
+    least = decay * squares
+    signal = tl.minimum(tl.maximum(differences * differences, least), least * (LARGEST_READ * LARGEST_READ))
+    total = signal + squares * (LOW_ROUNDING * LOW_ROUNDING)
+    return tl.where(total > 0.0, signal / tl.where(total > 0.0, total, 1.0), 0.0)
+
+
+@triton.jit
+def pass_tiles(start, squares, reads, writes, decay, ROUNDING: tl.constexpr, LOW: tl.constexpr = False):
     """Return for each tile what later tiles read of earlier ones, and the sum X = <C, dC> after the last tile, by (B7).
 
     The former is X before the tile minus what the tile reads. Where this difference is within its rounding it is 0, so
@@ -180,8 +201,9 @@ def pass_tiles(start, squares, reads, writes, trust, ROUNDING: tl.constexpr):
         squares: the sum of the squares of the terms of `start`, (HEADS, 1) float64.
         reads: what each step reads of earlier tiles, (HEADS, TILES, L) float64.
         writes: what later tiles read of each step, of the same shape.
-        trust: the factor of each difference, (HEADS, TILES) float64 or 1, below 1 where rounding is most of it.
+        decay: the decays of the tiles, squared, (HEADS, TILES) float64; read with LOW.
         ROUNDING: a bound of the rounding of a sum, relative to the root of its terms' sum of squares.
+        LOW: whether the sums have 16-bit rounding, see `trust_differences`.
 
     Returns:
         The terms of earlier with later tiles, (HEADS, TILES); X, the sum of squares of its terms, and 0 where some
@@ -192,7 +214,9 @@ def pass_tiles(start, squares, reads, writes, trust, ROUNDING: tl.constexpr):
     squares = squares + tl.cumsum(tl.sum(reads * reads + writes * writes, 2), 1)
     differences = start + tl.cumsum(written - read, 1) - written
     kept = tl.where(tl.abs(differences) < tl.sqrt(squares) * ROUNDING, 0.0, 1.0).to(tl.float64)
-    weight = kept * trust
+    weight = kept
+    if LOW:
+        weight *= trust_differences(differences, squares, decay)
     factor, added = tl.associative_scan((weight, written - weight * read), 1, _follow)
     after = factor * start + added
     last = tl.arange(0, reads.shape[1])[None, :] == reads.shape[1] - 1
@@ -215,7 +239,7 @@ def gate_gradients(
     PARTS: tl.constexpr, NP: tl.constexpr, CHECKPOINT_STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
     L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, IS_SEGMENTED: tl.constexpr, IS_VARLEN: tl.constexpr,
     NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr, BY_PAIRS: tl.constexpr,
-    ROUNDING: tl.constexpr, TRUST_DECAYS: tl.constexpr,
+    ROUNDING: tl.constexpr, LOW: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the gates, (D1) to (D3).
@@ -306,12 +330,11 @@ def gate_gradients(
                 )  # fmt: skip
         # (4) Subtract the accumulated rounding error evenly; with BY_PAIRS dlog_f follows from (B6) and (B7) instead.
         if BY_PAIRS:
-            trust = 1.0
-            if TRUST_DECAYS:
+            decay = 1.0
+            if LOW:
                 total = tl.sum(tl.reshape(tl.where(inside, finite_log_gate(f, SIGMOID_F), 0.0), reads.shape), 2)
                 decay = tl.exp(2.0 * tl.minimum(total, 0.0).to(tl.float32)).to(tl.float64)  # squared; at most 1
-                trust = decay / (decay + SMALL_DECAY * SMALL_DECAY)
-            across, after, _squares, kept = pass_tiles(start, start * start, reads, writes, trust, ROUNDING)
+            across, after, _squares, kept = pass_tiles(start, start * start, reads, writes, decay, ROUNDING, LOW)
             if has_end or not USE_FINAL_STATE:
                 tile = tl.arange(0, CHECKPOINT_STEPS // L).to(tl.float64)
                 count = tl.cdiv(tl.minimum(length - part * CHECKPOINT_STEPS, CHECKPOINT_STEPS), L)
@@ -382,5 +405,5 @@ def launch(
         IS_VARLEN=ctx.packed, NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.C is not None,
         USE_FINAL_STATE=final_cotangent, BY_PAIRS=by_pairs,
         ROUNDING=ROUNDING.value if ctx.exact else 0.0,
-        TRUST_DECAYS=not ctx.exact, **ctx.gate_forms, num_warps=num_warps,
+        LOW=not ctx.exact, **ctx.gate_forms, num_warps=num_warps,
     )  # fmt: skip

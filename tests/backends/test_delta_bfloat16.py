@@ -1,0 +1,44 @@
+"""The Triton kernels of the delta rule in bfloat16, as GPUs compute them, in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED
+from delta_cases import check_beside_terms, delta_problem
+
+pytest.importorskip("triton")
+
+from interpreted_bfloat16 import use_bfloat16
+from test_delta_triton import BACKEND, solve
+
+pytestmark = [
+    pytest.mark.interpreter,
+    pytest.mark.skipif(not INTERPRETED, reason="test_delta_triton.py has the same in bfloat16 on a GPU"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bfloat16() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        use_bfloat16(patch)
+        patch.setattr(BACKEND, "unsupported", lambda x: None)
+        yield
+
+
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a large state read across a tile": ("gdn", {"T": 64, "K": 64, "V": 64, "seed": 1}),
+    "one step, whose terms cancel": ("gdn", {"T": 1, "K": 1, "V": 1}),
+    "unaligned head dims": ("comba", {"T": 70, "K": 13, "V": 35}),
+    "gates by channel": ("kda", {"T": 40, "K": 16, "V": 16}),
+    "no gates": ("deltanet", {"T": 100, "K": 16, "V": 16}),
+}
+
+
+@pytest.mark.parametrize(("model", "sizes"), SIZES.values(), ids=SIZES.keys())
+def test_problems(model: str, sizes: dict[str, Any]) -> None:
+    p = delta_problem(model, B=1, H=1, Hq=1, **sizes, dtype=torch.bfloat16)
+    check_beside_terms(p, solve(p))
