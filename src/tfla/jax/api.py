@@ -20,6 +20,7 @@ from tfla.jax.plans import KernelInputs, KernelSpec
 from tfla.jax.spans import of_last_device
 from tfla.jax.state import State
 from tfla.jax.state_pool import attend_by_index, check_without_axis
+from tfla.jax.states_every import with_states_every
 from tfla.ops.checks import check_chunk_size, check_flags, check_input_gate
 from tfla.ops.gates import InputGate
 
@@ -132,7 +133,7 @@ def mlstm(
     input_gate: InputGate = ..., initial_state: State | None = ..., cu_seqlens: Offsets | None = ...,
     chunk_size: int | None = ..., scale: float | None = ..., backend: str | None = ..., kernel: str | None = ...,
     normalizer_grad: bool = ..., store_dtype: Any = ..., context_parallel: str | None = ...,
-    state_indices: Array | None = ...,
+    state_indices: Array | None = ..., states_every: None = ...,
 ) -> Array: ...  # fmt: skip
 @overload
 def mlstm(
@@ -140,7 +141,16 @@ def mlstm(
     initial_state: State | None = ..., cu_seqlens: Offsets | None = ..., chunk_size: int | None = ...,
     scale: float | None = ..., backend: str | None = ..., kernel: str | None = ..., normalizer_grad: bool = ...,
     store_dtype: Any = ..., context_parallel: str | None = ..., state_indices: Array | None = ...,
+    states_every: None = ...,
 ) -> tuple[Array, State]: ...  # fmt: skip
+@overload
+def mlstm(
+    q: Array, k: Array, v: Array, i: Array, f: Array, *, return_state: Literal[True], states_every: int,
+    input_gate: InputGate = ..., initial_state: State | None = ..., cu_seqlens: Offsets | None = ...,
+    chunk_size: int | None = ..., scale: float | None = ..., backend: str | None = ..., kernel: str | None = ...,
+    normalizer_grad: bool = ..., store_dtype: Any = ..., context_parallel: str | None = ...,
+    state_indices: Array | None = ...,
+) -> tuple[Array, State, State]: ...  # fmt: skip
 def mlstm(
     q: Array,
     k: Array,
@@ -160,7 +170,8 @@ def mlstm(
     store_dtype: Any = None,
     context_parallel: str | None = None,
     state_indices: Array | None = None,
-) -> Array | tuple[Array, State]:
+    states_every: int | None = None,
+) -> Array | tuple[Array, State] | tuple[Array, State, State]:
     """Compute the mLSTM over whole sequences: mLSTMexp, equations (1)-(8) of the paper, or mLSTMsig, (22)-(24).
 
     This is :func:`tfla.mlstm` on arrays of JAX, with the same arguments. For every head and step t, with log_f =
@@ -202,14 +213,28 @@ def mlstm(
         state_indices: (sequences,) int32 or int64: ``initial_state`` is a pool of any number of states, and sequence s
             starts from row ``state_indices[s]``, or at -1 from zero. With ``return_state`` the new pool is returned,
             whose rows are the final states; donate the old one. Indices other than -1 must differ.
+        states_every: n, with ``return_state``: also return the states after every n steps, with two dims of the batch,
+            (B, T // n, H, ...). Of packed sequences, whose offsets must not be traced, the one after step (j + 1) n of
+            sequence s is in [0, cu_seqlens[s] // n + j], and rows of none are zero.
 
     Returns:
-        h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`.
+        h (B, T, H, dhv) in v's dtype, before norm and output gate; with ``return_state`` also the :class:`State`, and
+        with ``states_every`` the states in between.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
     """
     check_input_gate(input_gate)
+    if states_every is not None:
+        every = functools.partial(
+            mlstm, input_gate=input_gate, chunk_size=chunk_size, scale=scale, backend=backend, kernel=kernel,
+            normalizer_grad=normalizer_grad, store_dtype=store_dtype,
+        )  # fmt: skip
+        return with_states_every(
+            every, {"q": q, "k": k, "v": v, "i": i, "f": f}, states_every, normalize=input_gate == "exp",
+            initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
+            context_parallel=context_parallel, state_indices=state_indices,
+        )  # fmt: skip
     if state_indices is not None:
         check_without_axis(context_parallel)
         run = functools.partial(
@@ -246,7 +271,8 @@ def linear_attention(
     store_dtype: Any = None,
     context_parallel: str | None = None,
     state_indices: Array | None = None,
-) -> Array | tuple[Array, State]:
+    states_every: int | None = None,
+) -> Array | tuple[Array, State] | tuple[Array, State, State]:
     """Compute gated linear attention over whole sequences.
 
     This is :func:`tfla.linear_attention` on arrays of JAX, with the same arguments. For every head and step t:
@@ -263,14 +289,26 @@ def linear_attention(
             mLSTMexp does.
         initial_state, return_state, cu_seqlens, chunk_size, scale: as in :func:`mlstm`. Without ``normalize`` a state
             has n and m None.
-        backend, kernel, normalizer_grad, store_dtype, context_parallel, state_indices: as in :func:`mlstm`.
+        backend, kernel, normalizer_grad, store_dtype, context_parallel, state_indices, states_every: as in
+            :func:`mlstm`.
 
     Returns:
-        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`, and with ``states_every`` the
+        states in between.
 
     Raises:
         ValueError, TypeError: as :func:`mlstm`.
     """
+    if states_every is not None:
+        every = functools.partial(
+            linear_attention, normalize=normalize, chunk_size=chunk_size, scale=scale, backend=backend, kernel=kernel,
+            normalizer_grad=normalizer_grad, store_dtype=store_dtype,
+        )  # fmt: skip
+        return with_states_every(
+            every, {"q": q, "k": k, "v": v, "log_f": log_f, "log_i": log_i}, states_every, normalize=bool(normalize),
+            initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens,
+            context_parallel=context_parallel, state_indices=state_indices,
+        )  # fmt: skip
     if state_indices is not None:
         check_without_axis(context_parallel)
         run = functools.partial(

@@ -18,6 +18,7 @@ from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec
 from tfla.jax.spans import of_last_device
 from tfla.jax.state import State
 from tfla.jax.state_pool import attend_by_index, check_without_axis
+from tfla.jax.states_every import with_states_every
 from tfla.ops.checks import check_chunk_size, check_flags
 
 
@@ -96,7 +97,8 @@ def delta_rule(
     kernel: str | None = None,
     context_parallel: str | None = None,
     state_indices: Array | None = None,
-) -> Array | tuple[Array, State]:
+    states_every: int | None = None,
+) -> Array | tuple[Array, State] | tuple[Array, State, State]:
     """Compute the gated delta rule over whole sequences.
 
     This is :func:`tfla.delta_rule` on arrays of JAX, with the same arguments. For every head and step t, with the read
@@ -132,27 +134,43 @@ def delta_rule(
         kernel: the name of one of the backend's kernels; None chooses it.
         context_parallel: the name of a mesh axis over whose devices the sequence is divided, as in :func:`mlstm`.
         state_indices: (sequences,) int32 or int64: the states are these rows of a pool, see :func:`mlstm`.
+        states_every: n, with ``return_state``: also return the states after every n steps, see :func:`mlstm`.
 
     Returns:
-        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`.
+        h (B, T, H, dhv) in v's dtype; with ``return_state`` also the :class:`State`, and with ``states_every`` the
+        states in between.
 
     Raises:
         ValueError, TypeError: an argument is invalid; the message names it, what was given and what is allowed.
     """
+    options: dict[str, Any] = {
+        "read_before_decay": read_before_decay, "normalize_qk": normalize_qk, "beta_activation": beta_activation,
+        "gate_activation": gate_activation, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound,
+        "scale": scale, "chunk_size": chunk_size, "backend": backend, "kernel": kernel,
+    }  # fmt: skip
+    if states_every is not None:
+        given = {"q": q, "k": k, "v": v, "beta": beta, "log_f": log_f, "read_key": read_key}
+
+        def part(**arrays: Any) -> Any:
+            """Compute some steps, of arrays that may be left out."""
+            return delta_rule(**dict.fromkeys(given) | arrays, **options)
+
+        return with_states_every(
+            part, given, states_every, normalize=False, initial_state=initial_state, return_state=return_state,
+            cu_seqlens=cu_seqlens, context_parallel=context_parallel, state_indices=state_indices,
+        )  # fmt: skip
     if state_indices is not None:
         check_without_axis(context_parallel)
         of_rows = functools.partial(
-            delta_rule, q, k, v, beta, log_f, read_key=read_key, read_before_decay=read_before_decay,
-            normalize_qk=normalize_qk, beta_activation=beta_activation, gate_activation=gate_activation, A_log=A_log,
-            dt_bias=dt_bias, lower_bound=lower_bound, scale=scale, return_state=return_state, cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size, backend=backend, kernel=kernel,
+            delta_rule, q, k, v, beta, log_f, read_key=read_key, return_state=return_state, cu_seqlens=cu_seqlens,
+            **options,
         )  # fmt: skip
         return attend_by_index(of_rows, initial_state, state_indices, return_state, q, cu_seqlens)
-    given: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
+    x: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
     return run(
         return_state,
         *prepare(
-            given, initial_state, return_state, True, read_before_decay, normalize_qk, beta_activation,
+            x, initial_state, return_state, True, read_before_decay, normalize_qk, beta_activation,
             gate_activation, lower_bound, scale, cu_seqlens, chunk_size, backend, kernel, context_parallel,
         ),
     )  # fmt: skip

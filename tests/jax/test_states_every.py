@@ -1,0 +1,108 @@
+"""The states after every n steps on JAX are those of calls that stop there."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import problem
+from delta_cases import delta_problem
+from jax_cases import to_jax
+from jax_delta_cases import leaves_of
+
+import tfla.jax
+
+OPERATORS = ("mlstm", "linear_attention", "kda")
+
+
+def arrays(operator: str, **shape: Any) -> tuple[Any, dict[str, Any], tfla.jax.State]:
+    """Return the operator, what it is given, and initial states, of 23 steps in 2 rows."""
+    shape = {"T": 23, "Hq": 1, "H": 2, "K": 4, "V": 3} | shape
+    if operator == "kda":
+        x = leaves_of(delta_problem("kda", B=2, **shape))
+        start = tfla.jax.State(x.pop("C"))
+        return tfla.jax.delta_rule, x, start
+    p = problem("exp" if operator == "mlstm" else "plain", B=2, **shape)
+    assert p.state is not None
+    x, start = {name: to_jax(getattr(p, name)) for name in "qkvif"}, tfla.jax.State(*map(to_jax, p.state))
+    if operator == "mlstm":
+        return tfla.jax.mlstm, x, start
+    return tfla.jax.linear_attention, {**{n: x[n] for n in "qkv"}, "log_f": x["f"], "log_i": x["i"]}, start
+
+
+def true(state: tfla.jax.State) -> Any:
+    """Return the true C, which does not depend on the choice of m."""
+    return state.C if state.m is None else state.C * jnp.exp(state.m)[..., None, None]
+
+
+def near(found: Any, expected: Any) -> None:
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("n", [5, 30])
+def test_dense(operator: str, n: int) -> None:
+    run, x, start = arrays(operator)
+    given = functools.partial(run, initial_state=start, return_state=True)
+    h, last, states = jax.jit(functools.partial(given, states_every=n))(**x)
+    expected, end = given(**x)
+    near(h, expected)
+    near(true(last), true(end))
+    assert states.C.shape[:2] == (2, 23 // n)
+    for j in range(23 // n):
+        _, stopped = given(**{name: a[:, : (j + 1) * n] for name, a in x.items()})
+        near(true(jax.tree.map(lambda a, j=j: a[:, j], states)), true(stopped))
+
+
+@pytest.mark.parametrize("operator", ["mlstm", "kda"])
+def test_packed_sequences_and_rows_of_a_pool(operator: str) -> None:
+    run, x, start = arrays(operator)
+    x = {name: a[:1] for name, a in x.items()}
+    at, rows = (0, 9, 9, 23), jnp.array([1, -1, 0])
+    h, pool, states = run(
+        **x, initial_state=start, return_state=True, cu_seqlens=at, states_every=4, state_indices=rows
+    )
+    expected, new = run(**x, initial_state=start, return_state=True, cu_seqlens=at, state_indices=rows)
+    near(h, expected)
+    near(true(pool), true(new))
+    filled = []
+    for s, (a, b, row) in enumerate(((0, 9, 1), (9, 9, -1), (9, 23, 0))):
+        for j in range((b - a) // 4):
+            part = {name: t[:, a : a + 4 * (j + 1)] for name, t in x.items()}
+            _, stopped = run(**part, initial_state=start.gather(jnp.array([row])), return_state=True)
+            filled.append(at[s] // 4 + j)
+            near(true(jax.tree.map(lambda t, at=filled[-1]: t[:, at], states)), true(stopped))
+    empty = sorted(set(range(23 // 4)) - set(filled))
+    assert not np.asarray(states.C[:, jnp.array(empty, int)]).any()
+
+
+def test_gradients() -> None:
+    run, x, start = arrays("mlstm", T=11)
+
+    def loss(x: Any, every: Any) -> Any:
+        h, last, *_ = run(**x, initial_state=start, return_state=True, states_every=every)
+        return jnp.sin(h).sum() + jnp.sin(true(last)).sum()
+
+    for a, b in zip(jax.tree.leaves(jax.grad(loss)(x, 4)), jax.tree.leaves(jax.grad(loss)(x, None)), strict=True):
+        near(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"states_every": 2.0}, TypeError, "states_every: got float, expected None or an int"),
+        ({"states_every": 0}, ValueError, "states_every: got 0, expected at least 1"),
+        ({"return_state": False}, ValueError, "states_every: got 4 with return_state False, expected return_state"),
+        ({"context_parallel": "x"}, ValueError, "states_every: got it with context_parallel, expected at most one"),
+        ({"i": jnp.ones((2, 3, 2))}, ValueError, r"i: got shape \(2, 3, 2\), expected \(2, 23\) as its first dims"),
+    ],
+)
+def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    run, x, _ = arrays("mlstm")
+    with pytest.raises(error, match=f"^{message}"):
+        run(**{"return_state": True, "states_every": 4} | x | change)
