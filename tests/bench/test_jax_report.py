@@ -25,7 +25,7 @@ def test_section() -> None:
     assert page_tables.renew(mark + "\n", {}) == mark + "\n"  # not timed yet
     short = page_tables.renew(mark, {"jax": result})
     assert "| a GPU, 2026-11-25, ms | 128 x 256, 512 steps | 128 x 256, 8,192 steps |" in short
-    assert "| JAX | 1.01 / - | 2.00 / - |" in short
+    assert "| JAX | 1.010 / - | 2.000 / - |" in short
     assert page_tables.renew(short, {"jax": result}) == short
     text = section(result)
     assert "a GPU, 2026-11-25; jax 0.11.2." in text

@@ -153,7 +153,8 @@ def delta_rule(
 
         def part(**arrays: Any) -> Any:
             """Compute some steps, of arrays that may be left out."""
-            return delta_rule(**dict.fromkeys(given) | arrays, **options)
+            missing: dict[str, Any] = dict.fromkeys(given)
+            return delta_rule(**missing | arrays, **options)
 
         return with_states_every(
             part, given, states_every, normalize=False, initial_state=initial_state, return_state=return_state,
