@@ -114,6 +114,28 @@ def test_errors() -> None:
         mlstm(vllm.mlstm, x, pool, metadata(3, [], [0, 1], None))
 
 
+@pytest.mark.parametrize("name", ["seq_lens", "has_initial_states_p"])
+def test_initial_states_have_other_names_in_some_layers(name: str) -> None:
+    """seq_lens counts the tokens of a sequence so far, so that a prefill of all of them starts from zero."""
+    x, pools, batch = (
+        problem(8, 4),
+        (pool_of("mlstm"), pool_of("mlstm")),
+        metadata(1, [3, 2, 2], [0, 1, 2, 5], [1, 0, 1]),
+    )
+    expected = mlstm(vllm.mlstm, x, pools[0], batch)
+    fields = vars(batch)
+    given = fields.pop("has_initial_states")
+    fields[name] = torch.tensor([9, 4, 2, 12], dtype=torch.int32) if name == "seq_lens" else given
+    assert torch.equal(mlstm(vllm.mlstm, x, pools[1], SimpleNamespace(**fields)), expected)
+    assert torch.equal(pools[0].C, pools[1].C)
+    fields[name] = fields[name][:2]
+    with pytest.raises(ValueError, match=rf"^metadata\.{name}: got shape \(2,\), expected"):
+        mlstm(vllm.mlstm, x, pools[1], SimpleNamespace(**fields))
+    del fields[name]
+    with pytest.raises(TypeError, match=r"^metadata: got SimpleNamespace without has_initial_states, expected one of"):
+        mlstm(vllm.mlstm, x, pools[1], SimpleNamespace(**fields))
+
+
 GIVEN = torch.tensor([True, False, True])
 
 

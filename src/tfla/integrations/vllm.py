@@ -24,7 +24,10 @@ __all__ = ["BatchMetadata", "delta_rule", "linear_attention", "mlstm"]
 class BatchMetadata(Protocol):
     """The part of vLLM's metadata of a batch that is read; the sequences that decode come first.
 
-    A ``num_decode_tokens`` is read too if there is one: it has to be num_decodes, as a decoding step is one token.
+    A ``num_decode_tokens`` is read too if there is one: it has to be num_decodes, as a decoding step is one token. In
+    place of ``has_initial_states`` there may be ``has_initial_states_p``, with the same meaning, or ``seq_lens``
+    (num_decodes + num_prefills,) int, the tokens of each sequence so far: a prefill goes on from its state if they are
+    more than its tokens in the batch.
     """
 
     @property
@@ -137,7 +140,7 @@ def _compute(
         rest = starts.new_full((1,), v.shape[0] - decodes)
         own = {name: None if t is None else t[None, decodes:] for name, t in tensors.items()}
         rows = indices[decodes:]
-        given = metadata.has_initial_states
+        given = _initial_states(metadata)
         read = rows.new_full(rows.shape, -1) if given is None else torch.where(given, rows, -1)
         padding = rows.new_full((1,), -1)
         wide = torch.float64 if v.dtype == torch.float64 else torch.float32
@@ -153,6 +156,31 @@ def _compute(
     return h
 
 
+def _initial_states_name(metadata: BatchMetadata) -> str:
+    """Return the attribute that says which prefills go on from a state.
+
+    Raises:
+        TypeError: there is none.
+    """
+    names = ("has_initial_states", "has_initial_states_p", "seq_lens")
+    found = next((name for name in names if hasattr(metadata, name)), None)
+    if found is None:
+        raise TypeError(
+            f"metadata: got {type(metadata).__name__} without {names[0]}, expected one of {', '.join(names)}"
+        )
+    return found
+
+
+def _initial_states(metadata: BatchMetadata) -> Tensor | None:
+    """Return which prefills go on from the states in their rows, (num_prefills,) bool; None is none of them."""
+    name, decodes = _initial_states_name(metadata), metadata.num_decodes
+    given: Tensor | None = getattr(metadata, name)
+    if name != "seq_lens" or given is None:
+        return given
+    offsets = metadata.query_start_loc[decodes:]
+    return given[decodes:] > offsets[1:] - offsets[:-1]
+
+
 def _check_metadata(metadata: BatchMetadata, device: torch.device) -> None:
     """Raise unless the sizes of a batch's metadata fit each other, and its tensors are on the device of v."""
     decodes, prefills = metadata.num_decodes, metadata.num_prefills
@@ -163,11 +191,12 @@ def _check_metadata(metadata: BatchMetadata, device: torch.device) -> None:
             "several tokens of a sequence that decodes, is not supported"
         )
     sizes = {"state_indices_tensor": decodes + prefills, "query_start_loc": decodes + prefills + 1}
-    if prefills and metadata.has_initial_states is not None:
-        sizes["has_initial_states"] = prefills
-        if metadata.has_initial_states.dtype != torch.bool:
-            got = metadata.has_initial_states.dtype
-            raise TypeError(f"metadata.has_initial_states: got dtype {got}, expected torch.bool")
+    name = _initial_states_name(metadata) if prefills else "has_initial_states"
+    if prefills and getattr(metadata, name) is not None:
+        sizes[name] = decodes + prefills if name == "seq_lens" else prefills
+        dtype = getattr(metadata, name).dtype
+        if name != "seq_lens" and dtype != torch.bool:
+            raise TypeError(f"metadata.{name}: got dtype {dtype}, expected torch.bool")
     for name, size in sizes.items():
         x: Tensor = getattr(metadata, name)
         if x.shape != (size,):
