@@ -10,6 +10,7 @@ from tfla.ops.explain import Explanation, explain
 from tfla.ops.several_writes import delta_product, dplr
 from tfla.ops.state import State
 from tfla.ops.steps import linear_attention_step, linear_attention_steps, mlstm_step, mlstm_steps
+from tfla.ops.warmup import warmup
 
 try:
     __version__ = importlib.metadata.version("tfla")
@@ -31,4 +32,5 @@ __all__ = [
     "mlstm",
     "mlstm_step",
     "mlstm_steps",
+    "warmup",
 ]

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tfla._util.warm_calls import compiled_kernels
 from tfla.cli import main
 from tfla.nn import Decoder, LanguageModel, ModelConfig, warmup
 from tfla.nn import warmup as warmup_function
-from tfla.nn.warmup import compiled_kernels
 
 SMALL: dict[str, Any] = {"d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 23}
 

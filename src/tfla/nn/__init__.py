@@ -1,5 +1,6 @@
 """Layers and the language model of the paper (appendix E.2)."""
 
+from tfla._util.warm_calls import Warmup
 from tfla.nn.config import ModelConfig
 from tfla.nn.decode import Decoder
 from tfla.nn.drafts import NGram
@@ -20,7 +21,7 @@ from tfla.nn.mixers.attention import KeyValues
 from tfla.nn.model import Block, LanguageModel, ModelState, SwiGLU
 from tfla.nn.sequences import reverse_sequences
 from tfla.nn.stack import MLSTMStack, StackState
-from tfla.nn.warmup import Warmup, warmup
+from tfla.nn.warmup import warmup
 
 __all__ = [
     "Attention",

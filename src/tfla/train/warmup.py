@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 
+import tfla
 from tfla._util.device import pick_device
 from tfla._util.errors import UserError, one_line
+from tfla._util.warm_calls import Warmup
 from tfla.nn import LanguageModel
 from tfla.nn import warmup as warm
 from tfla.train.checkpoint import find_model
@@ -18,10 +21,16 @@ from tfla.train.checkpoint import find_model
 
 @dataclass(frozen=True)
 class WarmupConfig:
-    """Compile what a model needs before the first request, and say how long it took."""
+    """Compile what a model, or calls of an operator, need before the first request, and say how long it took."""
 
-    checkpoint: Path
+    checkpoint: Path | None = None
     """The folder of a run (its newest checkpoint), a checkpoint, or a model that save_pretrained wrote."""
+    shape: tuple[int, int, int, int, int] | None = None
+    """Without a checkpoint: sequences, steps, heads, and head dims of keys and values of calls of an operator."""
+    form: str = "mlstm_exp"
+    """With a shape: what the operator computes, the name of a mixer."""
+    backward: bool = True
+    """With a shape: whether to compile the backward too."""
     prompts: tuple[int, ...] = (1, 1024)
     """Numbers of tokens of prompts."""
     batches: tuple[int, ...] = (1,)
@@ -42,8 +51,13 @@ def warmup(args: Sequence[str]) -> int:
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if config.dtype not in dtypes:
         raise UserError(f"dtype: got {config.dtype!r}, expected one of {', '.join(dtypes)}")
+    if (config.checkpoint is None) == (config.shape is None):
+        raise UserError("checkpoint, shape: got both or neither, expected one of them")
     device = pick_device(config.device)
     try:
+        if config.checkpoint is None:
+            print(warmup_operator(config, dtypes[config.dtype], device))
+            return 0
         dtype = dtypes[config.dtype] if torch.device(device).type == "cuda" else None
         model = LanguageModel.from_pretrained(find_model(config.checkpoint), device, dtype, backend=None)
         found = warm(
@@ -54,3 +68,10 @@ def warmup(args: Sequence[str]) -> int:
         raise UserError(one_line(error)) from error
     print(found)
     return 0
+
+
+def warmup_operator(config: WarmupConfig, dtype: torch.dtype, device: torch.device) -> Warmup:
+    """Compile what calls of an operator need."""
+    assert config.shape is not None
+    form: Any = config.form
+    return tfla.warmup(*config.shape, form=form, dtype=dtype, device=device, backward=config.backward)

@@ -1,0 +1,80 @@
+"""`tfla.warmup` makes the calls of an operator that compile; on a CPU there is nothing to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tfla
+from tfla.cli import main
+from tfla.ops import warmup as module
+from tfla.ops.warmup import FORMS
+
+SIZES = (2, 5, 4, 8, 16)
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls on a CPU count as calls that compile."""
+    monkeypatch.setattr(module, "compiles", lambda device: True)
+
+
+def test_there_is_nothing_to_compile_on_a_cpu() -> None:
+    found = tfla.warmup(*SIZES, device="cpu")
+    assert found.calls == ()
+    assert str(found) == "cpu: there is nothing to compile"
+
+
+@pytest.mark.usefixtures("pretend")
+@pytest.mark.parametrize("Hq", [None, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_each_call_is_made_twice(monkeypatch: pytest.MonkeyPatch, form: Any, Hq: int | None) -> None:
+    """The shapes are those of the arguments, gradients belong to the second call alone, and results are finite."""
+    made: list[tuple[torch.Size, torch.Size, bool, bool]] = []
+
+    def watched(operator: Any) -> Any:
+        def call(**given: Any) -> Any:
+            h = operator(**given)
+            first = h[0] if isinstance(h, tuple) else h
+            assert first.isfinite().all()
+            made.append((given["q"].shape, first.shape, first.requires_grad, isinstance(h, tuple)))
+            return h
+
+        return call
+
+    for name in ("mlstm", "linear_attention", "delta_rule"):
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+        monkeypatch.setattr(module, f"{name}_step", watched(getattr(module, f"{name}_step")))
+    found = tfla.warmup(*SIZES, form=form, Hq=Hq, dtype=torch.float32, device="cpu", chunk_size=16)
+    q, h = (2, 5, Hq or 4, 8), (2, 5, 4, 16)
+    assert made == [
+        *[(q, h, False, True)] * 2, *[(q, h, True, False)] * 2,
+        *[((2, *q[2:]), (2, *h[2:]), False, True)] * 2,
+    ]  # fmt: skip
+    names = ["a forward of 2 x 5 steps", "a forward and a backward of 2 x 5 steps", "a step of 2 sequences"]
+    assert [call.name for call in found.calls] == names
+    assert all(call.seconds > 0 and call.again > 0 for call in found.calls)
+
+
+@pytest.mark.usefixtures("pretend")
+def test_calls_can_be_left_out() -> None:
+    found = tfla.warmup(*SIZES, device="cpu", dtype=torch.float32, backward=False, step=False)
+    assert [call.name for call in found.calls] == ["a forward of 2 x 5 steps"]
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="form: got 'rwkv', expected one of mlstm_exp, "):
+        tfla.warmup(*SIZES, form="rwkv")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="T: got 0, expected at least 1"):
+        tfla.warmup(1, 0, 1, 8, 8)
+    with pytest.raises(TypeError, match="Hq: got float, expected an int"):
+        tfla.warmup(*SIZES, Hq=2.0)  # type: ignore[arg-type]
+
+
+def test_the_command_takes_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["warmup", "--shape", "1", "64", "2", "16", "32", "--form", "kda", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == "cpu: there is nothing to compile\n"
+    assert main(["warmup"]) == 1
+    assert "checkpoint, shape: got both or neither, expected one of them" in capsys.readouterr().err
