@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from invariant_models import CASES, build, leaves, tokens
 from torch import Tensor
 
-from tfla.nn import Decoder, LanguageModel
+from tfla.nn import Decoder, LanguageModel, decode
 
 RECURRENT = [case for case in CASES if case not in ("attention", "window and sinks", "hybrid")]
 RECURRENCES = {"num_blocks": 3, "layers": ["gated_delta_net", "mlstm_exp", "retnet"]}
@@ -129,6 +130,43 @@ def test_a_decoder_serves_any_rows_in_any_order(order: list[int], sizes: list[in
         for b, index in enumerate(rows):
             close(logits[b : b + 1], alone[index].step(ids[b : b + 1]))
         order = order[1:] + order[:1]
+
+
+class Recorded:
+    """A CUDA graph on a CPU: a replay makes the call again, into the tensor that the first one has returned."""
+
+    def __init__(self, call: Callable[[], Tensor], result: Tensor) -> None:
+        self.call, self.result = call, result
+
+    def pool(self) -> None:
+        return None
+
+    def replay(self) -> None:
+        self.result.copy_(self.call())
+
+
+@torch.no_grad()
+def test_graphs_pad_a_step_to_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding changes no row, and captures change none; a graph keeps what it calls."""
+
+    def captured(call: Callable[[], Tensor], device: object, pool: object) -> tuple[Recorded, Tensor]:
+        result = call()
+        return Recorded(call, result), result
+
+    monkeypatch.setattr(decode, "captured", captured)
+    model = model_of("recurrences")
+    pool = used_pool(model, 6)
+    expected = tuple(each.clone() for each in pool)
+    decoder = Decoder(model, pool, batches=(2, 4))
+    decoder._pooled = {size: decode.PooledGraph(decoder, size, None) for size in (2, 4)}
+    same(pool, expected)
+    for rows in ([5, 1, 0], [3], [2, 5, 4, 1], [1, 5], [0, -1]):
+        ids, indices = torch.arange(len(rows)), torch.tensor(rows)
+        logits = decoder.step(ids, indices)
+        reference, _ = model.step(ids, expected, state_indices=indices)
+        close(logits[indices >= 0], reference[indices >= 0])
+        for ours, theirs in zip(leaves(pool), leaves(expected), strict=True):
+            close(ours, theirs)
 
 
 @torch.no_grad()

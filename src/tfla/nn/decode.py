@@ -194,10 +194,13 @@ class PooledGraph:
         self.indices = torch.full((size,), -1, dtype=torch.int64, device=device)  # a step of padding writes nothing
         model, state = decoder.model, decoder.state
         fusable = fused_step.unsupported(model, state, size) is None
-        step: Any = fused_step.FusedStep(model, size) if fusable else model.step
+        # Kept, since the graph reads and writes the buffers of a fused step.
+        self.step: Any = fused_step.FusedStep(model, size) if fusable else model.step
         memory = None if like is None else like.graph.pool()
         self.graph: torch.cuda.CUDAGraph
-        self.graph, self.logits = captured(lambda: step(self.ids, state, state_indices=self.indices)[0], device, memory)
+        self.graph, self.logits = captured(
+            lambda: self.step(self.ids, state, state_indices=self.indices)[0], device, memory
+        )
 
     def replay(self, ids: Tensor, indices: Tensor) -> Tensor:
         """Advance sequences and return their logits, which the next step overwrites."""
