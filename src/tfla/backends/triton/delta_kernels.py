@@ -398,6 +398,7 @@ def delta_dq_dk_scan(
             S0 /= factor
             S1 /= factor
     r = tl.arange(0, L)
+    SPLIT: tl.constexpr = X.dtype.element_ty != tl.float32 and BLOCKS == 1  # operands into two 16-bit numbers
     tiles = tl.cdiv(steps, L).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=True):
         # T is never smaller: the minimum is for the compiler, as in `dq_dk_scan`.
@@ -421,6 +422,8 @@ def delta_dq_dk_scan(
         wx = gate_vector(gate, r, INTER if REVERSE else UPDATE, L, GATED)  # (L)
         if not REVERSE:
             wx *= beta_t
+        if not SPLIT:
+            x_up = (tl.trans(x) * wx[None, :]).to(x.dtype)  # (BK, L)
         # (1) P^T <- <y z^T>, [step of x, step of z], (L, L)
         P = matmul(y0, tl.trans(z0), PRECISION)
         if BLOCKS == 2:
@@ -450,7 +453,7 @@ def delta_dq_dk_scan(
         if SAME_STEP:  # the diagonal of P, do . E of each step
             same = tl.load(do_e + (t + r) * H, t + r < steps, 0.0)  # (L)
             P = tl.where(r[:, None] == r[None, :], (same if REVERSE else same * beta_t)[None, :], P)
-        if SAME_STEP and not REVERSE and x.dtype != tl.float32:  # P is split
+        if SAME_STEP and SPLIT and not REVERSE:
             P, P_low = split(P, x.dtype)
             out = tl.dot(tl.trans(x), P_low, out)
         out = tl.dot(tl.trans(x), P.to(x.dtype), out, input_precision=PRECISION)
@@ -462,13 +465,11 @@ def delta_dq_dk_scan(
             out += load_tile(add1_at, t, col, steps, DK, ot, L, BK, TMA)
         store_tile(o_at, out.to(Out.dtype.element_ty), t, col, steps, DK, ot, L, BK, TMA)
         # (4) S <- g S + (x w)^T y, (BK, BV)
-        x_up = tl.trans(x) * wx[None, :]  # (BK, L), of 16 bits split in two, except for wide heads
-        if x.dtype != tl.float32 and BLOCKS == 1:
-            x_up, x_low = split(x_up, x.dtype)
+        if SPLIT:
+            x_up, x_low = split(tl.trans(x) * wx[None, :], x.dtype)
             S0 = tl.dot(x_up, y0, S0 * decay)
             S0 = tl.dot(x_low, y0, S0)
         else:
-            x_up = x_up.to(x.dtype)
             S0 = tl.dot(x_up, y0, S0 * decay, input_precision=PRECISION)
             if BLOCKS == 2:
                 S1 = tl.dot(x_up, y1, S1 * decay, input_precision=PRECISION)
