@@ -18,6 +18,10 @@ ROOFLINES = {
     "roofline of mLSTMexp": re.compile("tfla mLSTMexp"),
     "roofline": re.compile("tfla(, packed)?$"),
 }
+STREAMS = {
+    "seconds": "whole", "computing": "computes", "sending": "sends", "exposed": "sends without computing",
+    "idle": "does neither",
+}  # fmt: skip
 REFUSES = "cannot run these inputs"  # part of the message of a kernel that does not support the sizes
 METHOD = """## On GPUs
 
@@ -114,6 +118,10 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
         cells = {(r["name"], r["x"]): f"{r[key] / unit:,.{digits}f}" for r in mine}
         body = [[n, *(cells.get((n, x), "-") for x in xs)] for n in _names(mine)]
         parts.append(table([f"{title}, by {axis}", *(f"{x:,}" for x in xs)], body))
+    profiled = [r for r in rows if "streams" in r]
+    body = [[r["name"], *(milliseconds(r["streams"][key]) for key in STREAMS)] for r in profiled]
+    if body:
+        parts.append(table([f"one step by streams, ms, {axis} {profiled[0]['x']:,}", *STREAMS.values()], body))
     rates = {(r["name"], r["x"]): r["tokens_per_second"] for r in rows if "tokens_per_second" in r}
     one = next((r["name"] for r in rows if r.get("processes", 1) == 1), "")
 

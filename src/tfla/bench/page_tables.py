@@ -7,6 +7,7 @@ from typing import Any
 
 from tfla._util.markdown import table
 from tfla.bench.gpu_report import milliseconds
+from tfla.bench.suites import VARIANTS
 from tfla.measure.problem import BOTH, FORWARD, STEP
 
 Row = dict[str, Any]
@@ -28,6 +29,7 @@ MAMBA_ROWS = {"tfla mamba_chunk_scan_combined": "tfla", "Mamba-2": "mamba_ssm"}
 SPEED_DELTA = ("Gated DeltaNet, 32 × 128 × 128", "KDA, 32 × 128 × 128")
 DELTA_COLUMNS = {"fla": "flash-linear-attention", "tfla": "**tfla**"}
 STEPS, BATCH = 8192, 5
+GPUS, SEQUENCES = ("1 GPU", "2 GPUs"), 2
 MARK = re.compile(r"(<!-- table: (\w+) -->)\n(?:\|.*\n)*")
 
 
@@ -137,7 +139,46 @@ def jax(results: dict[str, Row]) -> str:
     return table([f"{environment['device']}, {environment['date']}, ms", *header], body)
 
 
-TABLES = {"delta": delta, "jax": jax, "speed": speed, "training": training, "mamba": mamba}
+def _of_suite(results: dict[str, Row], suite: str, name: str, x: int, direction: str) -> Row:
+    """Return the row of an implementation, a size and a direction in any result of a suite, else an empty one."""
+    mine = (_find(result, name, x, direction) for result in results.values() if result.get("suite") == suite)
+    return next((row for row in mine if "seconds" in row), {})
+
+
+def two_gpus(results: dict[str, Row]) -> str:
+    """Return the table of what two GPUs gain: the operator's milliseconds, and training steps in tokens per second."""
+    body = []
+    for gate, title in (("sig", "sigmoid"), ("exp", "exponential")):
+        for T in (2**16, 2**20):
+            pair = [_of_suite(results, "context_parallel", f"tfla mLSTM{gate}, {n}", T, BOTH) for n in GPUS]
+            times = [row.get("seconds") for row in pair]
+            cells = ["-" if t is None else milliseconds(t) for t in times]
+            body.append([f"`tfla.mlstm`, {title} gate, {T:,} steps, forward and backward, ms", *cells, _ratio(*times)])
+    trained = [("train_parallel", SEQUENCES, "FSDP", "T 8,192, 2 sequences on each GPU, dp-shard 2")]
+    trained += [
+        ("train_fsdp", SEQUENCES, name, f"the same, {name}") for name in VARIANTS
+    ]  # fmt: skip
+    trained += [
+        ("train_long", T, "context parallel", f"T {T:,} with activation checkpointing, cp 2") for T in (2**17, 2**18)
+    ]
+    for suite, x, how, title in trained:
+        two = _of_suite(results, suite, f"tfla mLSTMexp, {GPUS[1]}, {how}", x, STEP).get("tokens_per_second")
+        if two is None and suite == "train_fsdp":
+            continue
+        one = _of_suite(results, suite, f"tfla mLSTMexp, {GPUS[0]}", x, STEP).get("tokens_per_second")
+        if "2 passes" in how:
+            one = _of_suite(results, suite, f"tfla mLSTMexp, {GPUS[0]}, 2 passes", x, STEP).get("tokens_per_second")
+        cells = ["-" if rate is None else f"{rate:,.0f}" for rate in (one, two)]
+        body.append([f"1.4B, {title}, tokens/s", *cells, _ratio(two, one)])
+    return table(["", "one GPU", "two GPUs", "ratio"], body)
+
+
+def _ratio(a: float | None, b: float | None) -> str:
+    """Return the cell of a / b."""
+    return f"{a / b:.2f}" if a is not None and b is not None else ""
+
+
+TABLES = {"two_gpus": two_gpus, "delta": delta, "jax": jax, "speed": speed, "training": training, "mamba": mamba}
 
 
 def renew(text: str, results: dict[str, Row]) -> str:
