@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,15 +128,32 @@ def collectives(group: dist.ProcessGroup, *, form: str) -> tuple[int, list[int]]
 
 def captured(group: dist.ProcessGroup, *, form: str, chunk_size: int | None) -> bool:
     """Return whether a captured forward and backward give, on other inputs, what eager ones give."""
-    draw = torch.Generator("cuda").manual_seed(dist.get_rank(group))
     shapes = [(1, 512, 4, 64), (1, 512, 4, 64), (1, 512, 4, 64), (1, 512, 4), (1, 512, 4)]
+
+    def call(*leaves: Tensor) -> Tensor:
+        return tfla.mlstm(*leaves, input_gate=form, context_parallel=group, chunk_size=chunk_size)  # type: ignore[call-overload,no-any-return]
+
+    return replays_on_other_inputs(group, shapes, call)
+
+
+def replays_on_other_inputs(
+    group: dist.ProcessGroup, shapes: list[tuple[int, ...]], call: Callable[..., Tensor]
+) -> bool:
+    """Return whether a captured call and its backward give, on other inputs, the bits that eager ones give.
+
+    Args:
+        group: the ranks.
+        shapes: the shapes of the inputs, in bfloat16 those of four dimensions.
+        call: inputs -> h.
+    """
+    draw = torch.Generator("cuda").manual_seed(dist.get_rank(group))
 
     def inputs() -> list[Tensor]:
         found = [torch.randn(shape, generator=draw, device="cuda") for shape in shapes]
         return [x.bfloat16() if x.dim() == 4 else x for x in found]
 
     def run(leaves: list[Tensor]) -> list[Tensor]:
-        h = tfla.mlstm(*leaves, input_gate=form, context_parallel=group, chunk_size=chunk_size)  # type: ignore[arg-type]
+        h = call(*leaves)
         return [h, *torch.autograd.grad(h.float().square().sum(), leaves)]
 
     static = [x.requires_grad_() for x in inputs()]

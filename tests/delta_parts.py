@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from context_parts import own_steps
+import torch.nn.functional as F
+from context_parts import own_steps, replays_on_other_inputs
 from delta_cases import DeltaProblem, delta_problem, gradients
 from several_writes import WritesProblem, recurrence, writes_problem
 from torch import Tensor
@@ -104,3 +105,17 @@ def outputs_alone(group: dist.ProcessGroup, *, given: dict[str, Any], order: str
     with torch.no_grad():
         found: Tensor = call(mine, mine.leaves, context_parallel=context)
     return found
+
+
+def captured(group: dist.ProcessGroup, *, model: str, order: str) -> bool:
+    """Return whether a captured forward and backward give, on other inputs, the bits that eager ones give."""
+    context = ContextParallel(group, order=order)
+    gate = (1, 512, 4, 64) if model == "kda" else (1, 512, 4)
+    shapes = [(1, 512, 4, 64), (1, 512, 4, 64), (1, 512, 4, 64), (1, 512, 4), gate]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, f: Tensor) -> Tensor:
+        return tfla.delta_rule(  # type: ignore[no-any-return,call-overload]
+            q, k, v, beta.sigmoid(), -F.softplus(f.float()), normalize_qk=True, context_parallel=context
+        )
+
+    return replays_on_other_inputs(group, shapes, run)

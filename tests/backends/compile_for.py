@@ -241,6 +241,8 @@ def delta_forward_and_backward(backend: str, model: str, dqk: str, dhv: str, dty
     K, V = int(dqk), int(dhv)
     x, options = delta_inputs(model, 1, T, K, V, dtype, padding=4 if "strided" in variant else 0)
     options["backend"] = backend
+    if "segmented" in variant:
+        options |= {"kernel": "segmented", "chunk_size": SEGMENT}
     if "packed" in variant:
         options["cu_seqlens"] = torch.tensor([0, T // 3, T])
     leaves = {name: t.requires_grad_() for name, t in x.items()}

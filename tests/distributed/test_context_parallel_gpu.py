@@ -11,6 +11,7 @@ from cases import FORMS, PER_STEP, TOLERANCE, error, problem, truth, truth_m
 from context_cuts import whole
 from context_parts import captured, own_steps, solve_part, solve_with_segments
 from delta_cases import check_beside_terms, delta_problem
+from delta_parts import captured as delta_captured
 from delta_parts import solve_part as solve_delta_part
 from process_pool import Pool
 
@@ -69,6 +70,29 @@ def test_delta_rule(gpus: Pool, model: str, dims: tuple[int, int], order: str, p
     )
     every = whole([{name: x.cpu().double() for name, x in part.items()} for part in found], order, lengths)
     check_beside_terms(p, every)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("model", ["gdn", "kda"])
+def test_the_delta_rule_repeats_bit_for_bit(gpus: Pool, model: str, order: str, packed: bool) -> None:
+    sizes: dict[str, Any] = {"lengths": (100, 0, 300, 144)} if packed else {"T": 544, "B": 2}
+    chosen = {"model": model, "H": 4, "Hq": 2, "K": 64, "V": 64, **sizes}
+    runs = [
+        gpus.run(
+            2, solve_delta_part, given=chosen, order=order, lengths=LAYOUTS[order], share=0.5, dtype=torch.bfloat16,
+            device="cuda",
+        )
+        for _ in range(3)
+    ]  # fmt: skip
+    for first, *others in zip(*runs, strict=True):
+        assert all(torch.equal(x, other[name]) for other in others for name, x in first.items())
+
+
+@pytest.mark.parametrize("order", LAYOUTS)
+@pytest.mark.parametrize("model", ["gdn", "kda"])
+def test_the_delta_rule_is_captured_in_a_cuda_graph(gpus: Pool, model: str, order: str) -> None:
+    assert all(gpus.run(2, delta_captured, model=model, order=order))
 
 
 @pytest.mark.parametrize("order", LAYOUTS)

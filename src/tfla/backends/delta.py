@@ -155,6 +155,7 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
     takes_activations = False  # applies the activations of q, k, beta and the gates itself, with their gradients
     clamps_gates = False  # reads log-gates as the caller gives them; for the others the operator clamps them before
     reads_before_decay = True  # can compute `DeltaSpec.read_before_decay`
+    read_after_decay: tuple[str, ...] = ()  # the kernels that cannot
 
     def default_kernel(self, x: DeltaInputs) -> str:
         """Return the kernel for `kernel=None`."""
@@ -189,6 +190,14 @@ class DeltaBackend(AnyBackend[DeltaInputs, DeltaSpec, DeltaStepInputs, DeltaStep
         dC = self.backward(x, out, dh, None, spec).C
         assert dC is not None
         return dC
+
+    def action(self, x: DeltaInputs, spec: DeltaSpec) -> tuple[Tensor, Tensor] | None:
+        """Return the transitions A (N, H, dqk, dqk) of sequences and what these add, S (N, H, dqk, dhv), or None.
+
+        The state after a sequence is A C + S for the state C before it. Processes exchange both with context
+        parallelism. None: they are those of a forward from the state [0 | I] with the values [v | 0].
+        """
+        return None
 
     def steps(self, x: DeltaStepInputs, spec: DeltaStepSpec, into: Tensor | None) -> tuple[Tensor, Tensor]:
         """Compute a few steps without gradients: h and the new C.

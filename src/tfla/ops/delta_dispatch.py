@@ -163,4 +163,6 @@ def choose(
     chosen = select(backend, x, able)
     check_kernel(kernel, chosen, x)
     kernel = chosen.default_kernel(x) if kernel is None else kernel
+    if read_before_decay and kernel in chosen.read_after_decay:
+        raise ValueError(f"kernel: {kernel!r} cannot run these inputs: {READS_AFTER}")
     return chosen, kernel, chunk_size or chosen.default_chunk_size(x, kernel)

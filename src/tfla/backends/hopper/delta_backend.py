@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tfla.backends.base import Replay
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
-from tfla.backends.triton.delta_backend import TritonDelta
+from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta
 
 if TYPE_CHECKING:
     from tfla.backends.triton.delta import ForwardKernels
@@ -64,21 +64,21 @@ class HopperDelta(TritonDelta):
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
-        from tfla.backends.triton import delta
-
-        return delta.run_forward(x, spec, _kernels())
+        return self.run_forward(x, spec, _kernels())
 
     def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
         from tfla.backends.triton import delta
 
-        return delta.forward_replay(x, spec, _kernels())
+        return None if spec.kernel == BY_SEGMENTS else delta.forward_replay(x, spec, _kernels())
 
     def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
         """Compute the gradients from the cotangents of h and of the final state."""
         from tfla.backends.hopper import delta_backward
         from tfla.backends.triton import delta
 
+        if spec.kernel == BY_SEGMENTS:
+            return super().backward(x, out, dh, dC, spec)
         if not self._aligned(dh):
             dh = dh.contiguous()
         return delta.run_backward(x, out, dh, dC, spec, delta_backward.backward)

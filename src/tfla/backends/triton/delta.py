@@ -324,14 +324,14 @@ def launch_backward(
     return by(context(base, x, spec, beta), E, X, dh, dC)
 
 
-def _signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | None) -> Hashable:
+def call_signature(direction: Hashable, x: DeltaInputs, spec: DeltaSpec, *more: Tensor | None) -> Hashable:
     """Return all that the launches of a call depend on; `more` are further tensors that are given."""
     return direction, "delta", spec, torch.get_float32_matmul_precision(), static((*x, *more))
 
 
 def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS) -> DeltaOutputs:
     """Record or replay the launches of the forward."""
-    signature = _signature(("forward", kernels), x, spec)
+    signature = call_signature(("forward", kernels), x, spec)
     recorded = recorded_launches(signature)
     if recorded is not None:
         return DeltaOutputs(*recorded(x))
@@ -343,7 +343,7 @@ def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNE
 
 def forward_replay(x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels = KERNELS) -> Replay | None:
     """Return the recorded launches of an earlier `run_forward` with this signature, or None; always for float32."""
-    return None if x.q.dtype == torch.float32 else recorded_launches(_signature(("forward", kernels), x, spec))
+    return None if x.q.dtype == torch.float32 else recorded_launches(call_signature(("forward", kernels), x, spec))
 
 
 def run_backward(
@@ -351,7 +351,7 @@ def run_backward(
 ) -> DeltaGrads:
     """Record or replay the launches of the backward."""
     given = *x, out.E, out.X, dh, dC
-    signature = _signature(("backward", by), x, spec, *given[len(x) :])
+    signature = call_signature(("backward", by), x, spec, *given[len(x) :])
     found: Sequence[Tensor | None]
     recorded = recorded_launches(signature)
     if recorded is not None:
@@ -369,7 +369,7 @@ def run_backward(
 def run_initial_cotangent(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
     """Record or replay the launches of :func:`initial_cotangent`, for calls without the kernels of `channel_rule`."""
     given = *x, out.E, out.X, dh
-    signature = _signature("initial cotangent", x, spec, *given[len(x) :])
+    signature = call_signature("initial cotangent", x, spec, *given[len(x) :])
     recorded = recorded_launches(signature)
     if recorded is not None:
         (dC0,) = recorded(given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,13 @@ from tfla.backends.delta import (
 )
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INTERPRETED
 
+if TYPE_CHECKING:
+    from tfla.backends.triton.delta import ForwardKernels
+
 TILE_STEPS = 64
+BY_SEGMENTS = "segmented"  # the kernel that computes the segments of a sequence side by side
+SEGMENT_TILES = 16  # the fewest tiles of a segment that it chooses
+PROGRAMS = 2  # of a multiprocessor, which the segments should fill
 LARGEST_STEP_DQK = 1024  # a program of the decoding kernel holds whole columns of the state
 LARGEST_DIM = 256  # of dqk, and of dhv with gates by step: a program holds a part of the state with all of that dim
 
@@ -34,12 +41,24 @@ def correction_dtype(x: DeltaInputs) -> torch.dtype:
     return torch.float32 if x.q.dtype == torch.float32 else torch.float16
 
 
+def segment_steps(chunk_size: int) -> int:
+    """Return the steps of a segment: whole tiles."""
+    return -(-chunk_size // TILE_STEPS) * TILE_STEPS
+
+
+def in_segments(spec: DeltaSpec) -> DeltaSpec:
+    """Return the options of a call with the kernel "segmented", whose chunk size is that of whole tiles."""
+    return spec._replace(chunk_size=segment_steps(spec.chunk_size))
+
+
 class TritonDelta(DeltaBackend):
     """The backend of the kernels in :mod:`.delta_kernels`."""
 
     name = "triton"
     priority = 10
-    kernels = ("fused",)
+    # "segmented" runs only by name: no GPU has timed it.
+    kernels = ("fused", BY_SEGMENTS)
+    read_after_decay = (BY_SEGMENTS,)
     clamps_gates = True
 
     def __init__(self, device_unsupported: Callable[[Tensor], str | None]) -> None:
@@ -58,42 +77,82 @@ class TritonDelta(DeltaBackend):
         return None
 
     def default_chunk_size(self, x: DeltaInputs, kernel: str) -> int:
-        """Return a chunk size, which has no effect: no states are stored."""
-        return DEFERRED_CHUNK_SIZE
+        """Return the steps of a segment; the kernel "fused" has none, so that its chunk size has no effect."""
+        if kernel != BY_SEGMENTS:
+            return DEFERRED_CHUNK_SIZE
+        from tfla.backends.gpu.config import processors
+
+        B, T, H, V = x.v.shape
+        whole = B * H * -(-V // TILE_STEPS)  # programs of the scans that share dhv
+        segments = max(1, PROGRAMS * processors(x.q.device) // whole)
+        return segment_steps(max(-(-T // segments), SEGMENT_TILES * TILE_STEPS))
+
+    def kernel_unsupported(self, x: DeltaInputs, kernel: str) -> str | None:
+        """Return why this kernel cannot run inputs that the backend supports, or None."""
+        if kernel != BY_SEGMENTS:
+            return None
+        if x.channel_gates:
+            return "it takes one gate a step"
+        return None if x.cu_seqlens is None else "it takes no packed sequences, which are short already"
 
     def saved(self, x: DeltaInputs, correct: bool, chunk_size: int, kernel: str) -> Saved:
         """Return what a forward stores: E, and X in the dtype of corrections."""
         B, T, H, V = x.v.shape
-        states = (0, H, x.q.shape[3], V), torch.float32
+        K, rows = x.q.shape[3], 0
+        if kernel == BY_SEGMENTS:  # the states at their starts, then their transitions
+            rows = B * -(-T // segment_steps(chunk_size))
+        states = (rows, H, K, V + K if rows else V), torch.float32
         if not correct:
             return Saved(((0,), torch.float32), ((0,), torch.float32), states)
         return Saved((tuple(x.v.shape), x.v.dtype), ((B, T, H, TILE_STEPS), correction_dtype(x)), states)
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
+        return self.run_forward(x, spec, None)
+
+    def run_forward(self, x: DeltaInputs, spec: DeltaSpec, kernels: ForwardKernels | None) -> DeltaOutputs:
+        """Compute the forward with other launchers than those of :mod:`.delta_kernels`, if they are given."""
         from tfla.backends.triton import delta
 
-        return delta.run_forward(x, spec)
+        if spec.kernel == BY_SEGMENTS:
+            from tfla.backends.triton import delta_segments
+
+            return delta_segments.run_forward(x, in_segments(spec), kernels or delta.KERNELS)
+        return delta.run_forward(x, spec, kernels or delta.KERNELS)
 
     def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
         from tfla.backends.triton import delta
 
-        return delta.forward_replay(x, spec)
+        return None if spec.kernel == BY_SEGMENTS else delta.forward_replay(x, spec)
 
     def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
         """Compute the gradients from the cotangents of h and of the final state."""
         from tfla.backends.triton import delta
 
+        if spec.kernel == BY_SEGMENTS:
+            from tfla.backends.triton import delta_segments
+
+            return delta_segments.run_backward(x, out, dh, dC, in_segments(spec))
         return delta.run_backward(x, out, dh, dC, spec)
 
     def initial_cotangent(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, spec: DeltaSpec) -> Tensor:
         """Compute the cotangents of the initial states by one scan of the backward."""
         from tfla.backends.triton import delta
 
-        if delta.takes_channel_kernels(x, spec):
+        if spec.kernel == BY_SEGMENTS or delta.takes_channel_kernels(x, spec):
             return super().initial_cotangent(x, out, dh, spec)
         return delta.run_initial_cotangent(x, out, dh, spec)
+
+    def action(self, x: DeltaInputs, spec: DeltaSpec) -> tuple[Tensor, Tensor] | None:
+        """Compute the transitions of sequences, and what these add to the state, by a scan without outputs."""
+        from tfla.backends.triton import delta
+
+        if delta.takes_channel_kernels(x, spec):
+            return None
+        from tfla.backends.triton import delta_segments
+
+        return delta_segments.run_action(x, spec)
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
         """Return why the decoding kernel cannot run these steps, or None."""

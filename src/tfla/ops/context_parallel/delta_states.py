@@ -44,9 +44,12 @@ def own_action(x: DeltaInputs, call: DeltaCall, f: Fragment) -> Action:
         assert given is not None
         C = given[:, f.sequence].to(C.dtype)
     with_matrix = correct and not f.begins
-    if with_matrix:
-        C = torch.cat([C, torch.eye(K, dtype=C.dtype, device=C.device).expand(B, H, K, K)], -1)
     spec, backend = call.spec._replace(save=False, final_state=True), DELTA_BACKENDS[call.backend]
+    if with_matrix:
+        found = backend.action(_at(x, slice(f.start, f.stop)), spec)
+        if found is not None:
+            return Action(*found)
+        C = torch.cat([C, torch.eye(K, dtype=C.dtype, device=C.device).expand(B, H, K, K)], -1)
     for start in range(f.start, f.stop, BLOCK):
         part = _at(x, slice(start, min(start + BLOCK, f.stop)))
         v = F.pad(part.v, (0, K)) if with_matrix else part.v

@@ -1,0 +1,351 @@
+"""The kernel "segmented" of the delta rule: the segments of each sequence side by side, where whole ones are too few.
+
+A segment acts on the state of a head by a transition A (dqk x dqk) and by what it adds (docs/delta-rule.md):
+
+    C_end = A C_start + S        dC_start = A^T dC_end + S'
+
+    forward     delta_action_scan    S and A of each segment: its final state of the values [v | 0] from [0 | I]
+                pass_delta_states    the states at the starts of segments
+                delta_h_scan         h, from these states, with each segment as a packed sequence
+    backward    delta_dv_scan        S', the cotangents of the states at segment starts from the segments' own outputs
+                pass_delta_states    the cotangents at the ends of segments
+                then the launches of :func:`.delta.backward`, with each segment as a packed sequence
+
+A sequence starts with its first segment from the given state, so that A of the first one is never needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
+from tfla.backends.gpu import results, sequences
+from tfla.backends.gpu.config import ceil_div, power_of_two
+from tfla.backends.gpu.context import time_strides
+from tfla.backends.gpu.gate_kernels import INTER, UPDATE, VECTORS
+from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
+from tfla.backends.triton import delta, delta_kernels
+from tfla.backends.triton.delta_kernels import gate_vector, tile_decay
+from tfla.backends.triton.precise_products import add_split_product, scaled_product
+from tfla.backends.triton.scan_tiles import describable, load_tile, locate_scan, tile_access, wide_heads
+
+SLICE = 64  # columns of a transition that a product reads at once
+PASSED_COLUMNS = 32  # columns of dhv of a program that passes states
+
+
+@triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "segments"])
+def delta_action_scan(
+    K, R, V, X, beta, gates, cu, given, added, transitions,
+    sequences, T, tiles_of_head, H, GROUP, segments, kb, kt, kh, rb, rt, rh, vb, vt, vh, bb, bt, bh,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, GATED: tl.constexpr,
+    READ_KEY: tl.constexpr, IS_VARLEN: tl.constexpr, USE_GIVEN: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute what each segment adds to the state, and its transition: a program has BV columns of either.
+
+    The grid is (dhv / BV + dqk / BV, sequences * H), first the programs of what is added. S holds columns, transposed,
+    (BV, BK). What the last segment of a sequence adds is left out, and the transition of the first one, and without
+    LAST that of the last one. With WHOLE each segment is a sequence, and nothing is left out.
+
+    Args:
+        K, R, V, X, beta, gates, cu: as in `delta_h_scan`; the sequences are segments.
+        given: the initial states of whole sequences, (sequences / segments, H, DK, DV); read with USE_GIVEN.
+        added: what segments add, (sequences, H, DK, DV) float32.
+        transitions: their transitions, (sequences, H, DK, DK) float32.
+        segments: the number of segments of a sequence.
+    """
+    VALUES: tl.constexpr = (DV + BV - 1) // BV
+    part = tl.program_id(0)
+    adds = part < VALUES
+    col = tl.where(adds, part, part - VALUES) * BV
+    h, first, steps, b, t0, tile0 = locate_scan(cu, sequences, T, H, L, IS_VARLEN)
+    segment = tl.program_id(1) // H
+    place = 0 if WHOLE else segment % segments
+    needed = True if WHOLE else tl.where(adds, place + 1 < segments, place > 0)
+    if not LAST:
+        needed = needed & (place + 1 < segments)
+    hx, hv = wide_heads(h, GROUP)
+    k_at = tile_access(K + b * kb + t0 * kt + hx * kh, steps, DK, kt, L, BK, TMA)
+    r_at = tile_access(R + b * rb + t0 * rt + hx * rh, steps, DK, rt, L, BK, TMA)
+    v_at = tile_access(V + b * vb + t0 * vt + hv * vh, steps, DV, vt, L, BV, TMA)
+    x_at = tile_access(X + (first * H + hv) * L, steps, L, H * L, L, L, TMA)
+    beta += b * bb + t0 * bt + hv * bh
+    gates += (hv * tiles_of_head + tile0) * VECTORS * L
+    rk = tl.arange(0, BK)
+    rv = col + tl.arange(0, BV)
+    S = tl.where((rv[:, None] == rk[None, :]) & (part >= VALUES), 1.0, 0.0)  # columns of 0, or of I
+    in_state = (rv < DV)[:, None] & (rk < DK)[None, :] & adds
+    if USE_GIVEN:
+        at = ((segment // segments).to(tl.int64) * H + h) * DK * DV + rk[None, :] * DV + rv[:, None]
+        S += tl.load(given + at, mask=in_state & (place == 0), other=0.0).to(tl.float32)
+    r = tl.arange(0, L)
+    tiles = tl.where(needed, tl.cdiv(steps, L), 0).to(tl.int32)
+    for step in tl.range(0, tiles, num_stages=STAGES, disable_licm=True):
+        t = step * L
+        gate = gates + t * VECTORS
+        k = load_tile(k_at, t, 0, steps, DK, kt, L, BK, TMA)  # (L, BK)
+        read = k
+        if READ_KEY:
+            read = load_tile(r_at, t, 0, steps, DK, rt, L, BK, TMA)  # (L, BK)
+        v = load_tile(v_at, t, col, steps, DV, vt, L, BV, TMA)  # (L, BV)
+        x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
+        beta_t = tl.load(beta + (t + r) * bt, t + r < steps, 0.0).to(tl.float32)  # (L)
+        a = gate_vector(gate, r, INTER, L, GATED)  # (L)
+        w = gate_vector(gate, r, UPDATE, L, GATED)  # (L)
+        # (1) R^T <- V^T - (C^T r^T) a, (BV, L), with V = 0 for transitions
+        values = tl.where(adds, tl.trans(v).to(tl.float32), 0.0)
+        res = values - tl.dot(S.to(k.dtype), tl.trans(read), input_precision=PRECISION) * a[None, :]
+        # (2) E^T <- R^T - (B R)^T X^T, (BV, L)
+        res -= scaled_product(res * beta_t[None, :], tl.trans(x), PRECISION)
+        # (3) C^T <- g C^T + (w B E)^T k, (BV, BK)
+        S = S * tile_decay(gate, L, GATED)
+        S = add_split_product(S, res * (w * beta_t)[None, :], k, PRECISION)
+    row = (segment.to(tl.int64) * H + h) * DK + rk[None, :]
+    tl.store(added + row * DV + rv[:, None], S, mask=in_state & needed)
+    in_transition = (rv < DK)[:, None] & (rk < DK)[None, :] & (part >= VALUES)
+    tl.store(transitions + row * DK + rv[:, None], S, mask=in_transition & needed)
+
+
+@triton.jit(do_not_specialize=["segments", "H"])
+def pass_delta_states(
+    transitions, states, given, segments, H,
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SLICE: tl.constexpr,
+    REVERSE: tl.constexpr, USE_GIVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Replace what each segment adds by the state at its start, or with REVERSE by the cotangent at its end.
+
+    The first segment of a sequence, which starts from the given state, adds its final state.
+
+    Args:
+        transitions: (sequences segments, H, DK, DK) float32; those of first segments are not read.
+        states: (sequences segments, H, DK, DV) float32. What the last segment of each scan adds is not read.
+        given: the initial states of the sequences, or with REVERSE the cotangents of their final states,
+            (sequences, H, DK, DV); read with USE_GIVEN, else zeros.
+
+    The grid is (DV / BV, sequences * H).
+    """
+    b = (tl.program_id(1) // H).to(tl.int64)
+    h = tl.program_id(1) % H
+    rk = tl.arange(0, BK)
+    rv = tl.program_id(0) * BV + tl.arange(0, BV)
+    rs = tl.arange(0, SLICE)
+    at = rk[:, None] * DV + rv[None, :]
+    inside = (rk < DK)[:, None] & (rv < DV)[None, :]
+    S = tl.zeros([BK, BV], tl.float32)
+    if USE_GIVEN:
+        S = tl.load(given + (b * H + h) * DK * DV + at, mask=inside, other=0.0).to(tl.float32)
+    for c in range(0, segments):
+        place = segments - 1 - c if REVERSE else c
+        segment = (b * segments + place) * H + h
+        state = states + segment * DK * DV
+        more = c + 1 < segments
+        acc = tl.load(state + at, mask=inside & more, other=0.0)
+        tl.debug_barrier()
+        tl.store(state + at, S, mask=inside)
+        tl.debug_barrier()  # all threads read below what each has stored
+        carried = more & (place > 0)
+        for j in range(0, tl.where(carried, DK, 0), SLICE):
+            rj = j + rs
+            if REVERSE:  # rows of A, as columns of A^T
+                A_at = rj[None, :] * DK + rk[:, None]
+            else:
+                A_at = rk[:, None] * DK + rj[None, :]
+            A = tl.load(transitions + segment * DK * DK + A_at, mask=(rk < DK)[:, None] & (rj < DK)[None, :], other=0.0)
+            rows = tl.load(
+                state + rj[:, None] * DV + rv[None, :], mask=(rj < DK)[:, None] & (rv < DV)[None, :], other=0.0
+            )
+            acc = tl.dot(A, rows, acc, input_precision=PRECISION)
+        S = acc
+
+
+class Segments(NamedTuple):
+    """A call whose segments are packed sequences."""
+
+    x: DeltaInputs  # the segments as packed sequences; C are the states before whole sequences, or None
+    batch: int  # B
+    number: int  # segments of each sequence
+
+    @staticmethod
+    def of(x: DeltaInputs, steps: int) -> Segments:
+        """Return a dense call with its sequences cut into segments of so many steps."""
+        B, T = x.v.shape[:2]
+        count = ceil_div(T, steps)
+        q, k, v, beta, log_f, read_key = (None if t is None else as_one_row(t) for t in x[:6])
+        offsets = offsets_of(x.q.device, B, T, steps)
+        return Segments(DeltaInputs(q, k, v, beta, log_f, read_key, None, None, x.C, offsets), B, count)  # type: ignore[arg-type]
+
+    def back(self, t: Tensor) -> Tensor:
+        """Return a tensor (1, B T, ...) as (B, T, ...)."""
+        return t.view(self.batch, -1, *t.shape[2:])
+
+    def of_sequences(self, t: Tensor, place: int) -> Tensor:
+        """Return the states (B, H, ...) of one segment of each sequence, from those of all segments."""
+        return t.view(self.batch, self.number, *t.shape[1:])[:, place]
+
+
+def as_one_row(x: Tensor) -> Tensor:
+    """Return (B, T, ...) as (1, B T, ...), with a dense last dim."""
+    return x if x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
+
+
+@functools.lru_cache(maxsize=64)
+def offsets_of(device: torch.device, batch: int, T: int, steps: int) -> Tensor:
+    """Return the offsets of segments. They are copied to the device once, and not while a graph is captured."""
+    starts = [row * T + at for row in range(batch) for at in range(0, T, steps)]
+    with torch.inference_mode(False):
+        return torch.tensor([*starts, batch * T], dtype=torch.int32, device=device)
+
+
+def _stored(ctx: delta.DeltaContext, boundary: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states at segment starts and the transitions of segments, which share the memory of a tensor."""
+    base, N = ctx.base, ctx.x.sequences
+    states = N, base.H, base.K, base.V
+    return (
+        base.recorder.reuse(boundary, 0, states),
+        base.recorder.reuse(boundary, N * base.H * base.K * base.V, (N, base.H, base.K, base.K)),
+    )
+
+
+def _launch_actions(
+    ctx: delta.DeltaContext, gates: Tensor, X: Tensor, given: Tensor | None, added: Tensor, transitions: Tensor,
+    segments: int = 0,
+) -> None:  # fmt: skip
+    """Launch `delta_action_scan`; its arguments are named as there, and without `segments` it is WHOLE."""
+    base, x, tiles = ctx.base, ctx.x, ctx.config.h
+    programs = ceil_div(base.V, tiles.split) + ceil_div(base.K, tiles.split)
+    tma = ctx.config.descriptors and describable(x.k, ctx.read_key, x.v)
+    base.launch(delta_action_scan, (programs, x.sequences * base.H),
+        x.k, ctx.read_key, x.v, X, ctx.beta, gates, base.cu_seqlens, added if given is None else given, added,
+        transitions, x.sequences, base.T, base.tiles, base.H, base.group, segments, *time_strides(x.k),
+        *time_strides(ctx.read_key), *time_strides(x.v), *time_strides(ctx.beta), BV=tiles.split,
+        USE_GIVEN=given is not None, LAST=ctx.spec.save or not segments, WHOLE=not segments, TMA=tma,
+        STAGES=tiles.stages, num_warps=tiles.num_warps, **ctx.constants,
+    )  # fmt: skip
+
+
+def _launch_pass(
+    ctx: delta.DeltaContext, transitions: Tensor, states: Tensor, given: Tensor | None, segments: int, *, reverse: bool
+) -> None:
+    """Launch `pass_delta_states`; its arguments are named as there."""
+    base, BK = ctx.base, power_of_two(ctx.base.K)
+    columns = min(PASSED_COLUMNS, power_of_two(base.V))
+    base.launch(pass_delta_states, (ceil_div(base.V, columns), ctx.x.sequences // segments * base.H),
+        transitions, states, states if given is None else given, segments, base.H, DK=base.K, DV=base.V, BK=BK,
+        BV=columns, SLICE=min(SLICE, BK), REVERSE=reverse, USE_GIVEN=given is not None,
+        PRECISION="ieee" if ctx.x.q.dtype == torch.float32 else "tf32x3", num_warps=8 if BK > 64 else 4,
+    )  # fmt: skip
+
+
+def _context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec, C: Tensor | None = None) -> delta.DeltaContext:
+    """Return the context of a call of segments from the states C before them, or None."""
+    x = x._replace(C=C)
+    base, beta = delta.launch_context(recorder, x, spec)
+    return delta.context(base, x, spec, beta)
+
+
+def _forward(
+    ctx: delta.DeltaContext, given: Tensor | None, segments: int, kernels: delta.ForwardKernels
+) -> DeltaOutputs:
+    """Launch the forward of segments; `given` are the initial states of whole sequences, or None."""
+    x, spec, base = ctx.x, ctx.spec, ctx.base
+    h = base.new(*x.v.shape, dtype=x.v.dtype)
+    E = base.new(*x.v.shape, dtype=x.v.dtype) if spec.save else None
+    ctx = replace(ctx, base=sequences.bound(base, h, *(() if E is None else (E,))))
+    final = base.new(x.sequences, base.H, base.K, base.V) if spec.final_state else None
+    gates, given = ctx.gates(), results.dense(base, given)
+    X = kernels.solve(ctx, gates)
+    boundary = base.new(x.sequences, base.H, base.K, base.V + base.K)
+    starts, transitions = _stored(ctx, boundary)
+    _launch_actions(ctx, gates, X, given, starts, transitions, segments)
+    _launch_pass(ctx, transitions, starts, given, segments, reverse=False)
+    kernels.h(ctx, gates, X, h, E, starts, final)
+    none = base.placeholder(0)
+    return DeltaOutputs(
+        h, none if final is None else final, none if E is None else E, X if spec.save else none,
+        boundary if spec.save else none,
+    )  # fmt: skip
+
+
+def _ends(
+    ctx: delta.DeltaContext, E: Tensor, X: Tensor, boundary: Tensor, dh: Tensor, dC: Tensor | None, segments: int
+) -> Tensor:
+    """Return the cotangents of the states at the ends of segments, (segments of all, H, dqk, dhv)."""
+    base = ctx.base
+    _, transitions = _stored(ctx, boundary)
+    own, dh = base.new(ctx.x.sequences, base.H, base.K, base.V), results.dense_rows(base, dh)
+    unread = base.new(*ctx.x.v.shape, dtype=ctx.x.v.dtype)  # dv without what comes from later segments
+    bound = replace(ctx, base=sequences.bound(base))
+    delta_kernels.launch_dv(bound, bound.gates(), X, E, dh, unread, None, own)
+    _launch_pass(ctx, transitions, own, results.dense(base, dC), segments, reverse=True)
+    return own
+
+
+def run_forward(x: DeltaInputs, spec: DeltaSpec, kernels: delta.ForwardKernels) -> DeltaOutputs:
+    """Record or replay the launches of a forward with segments of `spec.chunk_size` steps."""
+    cut = Segments.of(x, spec.chunk_size)
+    signature = delta.call_signature(("segmented forward", kernels, cut.number), cut.x, spec)
+    found: Any = recorded_launches(signature)
+    if found is not None:
+        out = DeltaOutputs(*found(cut.x))
+    else:
+        with recording(signature, cut.x) as recorder:
+            given = DeltaInputs(*recorder.given)  # type: ignore[arg-type]
+            out = _forward(_context(recorder, given, spec), given.C, cut.number, kernels)
+            recorder.results = out
+    C = cut.of_sequences(out.C, -1) if spec.final_state else out.C
+    E = cut.back(out.E) if spec.save else out.E
+    X = cut.back(out.X) if spec.save else out.X
+    return DeltaOutputs(cut.back(out.h), C, E, X, out.chunk_C)
+
+
+def run_backward(x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
+    """Record or replay the launches of a backward with segments of `spec.chunk_size` steps."""
+    cut = Segments.of(x, spec.chunk_size)
+    given = *cut.x, as_one_row(out.E), as_one_row(out.X), out.chunk_C, as_one_row(dh), dC
+    signature = delta.call_signature(("segmented backward", cut.number), cut.x, spec, *given[len(x) :])
+    found: Any = recorded_launches(signature)
+    if found is not None:
+        grads = DeltaGrads(*found(given))
+    else:
+        with recording(signature, given) as recorder:
+            inputs = DeltaInputs(*recorder.given[: len(x)])  # type: ignore[arg-type]
+            E, X, boundary, cotangent, of_final = recorder.given[len(x) :]
+            assert E is not None
+            assert X is not None
+            assert boundary is not None
+            assert cotangent is not None
+            ctx = _context(recorder, inputs, spec)
+            ends = _ends(ctx, E, X, boundary, cotangent, of_final, cut.number)
+            starts, _ = _stored(ctx, boundary)
+            grads = delta.backward(_context(recorder, inputs, spec, starts), E, X, cotangent, ends)
+            recorder.results = grads  # type: ignore[assignment]
+    per_step = [None if t is None else cut.back(g) for g, t in zip(grads, x[:6], strict=False)]  # type: ignore[arg-type]
+    first = None if x.C is None or grads.C is None else cut.of_sequences(grads.C, 0)
+    return DeltaGrads(*per_step, A_log=None, dt_bias=None, C=first)  # type: ignore[arg-type,misc]
+
+
+def run_action(x: DeltaInputs, spec: DeltaSpec) -> tuple[Tensor, Tensor]:
+    """Return the transitions of whole sequences and what these add to the state, by recorded launches."""
+    x = x._replace(C=None)
+    signature = delta.call_signature("action", x, spec)
+    found: Any = recorded_launches(signature)
+    if found is None:
+        with recording(signature, x) as recorder:
+            ctx = _context(recorder, DeltaInputs(*recorder.given), spec)  # type: ignore[arg-type]
+            base = ctx.base
+            ctx = replace(ctx, base=sequences.bound(base))
+            gates = ctx.gates()
+            X = delta_kernels.launch_solve(ctx, gates)
+            added, transitions = (base.new(ctx.x.sequences, base.H, base.K, d) for d in (base.V, base.K))
+            _launch_actions(ctx, gates, X, None, added, transitions)
+            recorder.results = transitions, added
+        return transitions, added
+    transitions, added = found(x)
+    return transitions, added

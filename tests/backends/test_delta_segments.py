@@ -1,0 +1,142 @@
+"""The kernel "segmented" of the delta rule: segments of each sequence side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import INTERPRETED, error
+from delta_cases import DeltaProblem, check_beside_terms, delta_problem
+from torch import Tensor
+
+import tfla
+from tfla.backends import DELTA_BACKENDS
+from tfla.backends.delta import DeltaInputs
+
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [pytest.mark.interpreter] if INTERPRETED else on_gpu
+pytest.importorskip("triton")
+
+BACKEND = DELTA_BACKENDS["triton"]
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+
+
+def solve(p: DeltaProblem, chunk_size: int) -> dict[str, Tensor]:
+    """The quantities of `truth`, from calls that replay recorded launches."""
+    x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
+    assert BACKEND.kernel_unsupported(x, "segmented") is None
+    spec = p.spec("segmented", chunk_size)
+    for _ in range(2):
+        out = BACKEND.forward(x, spec)
+        grads = BACKEND.backward(x, out, p.dh.to(DEVICE), p.dC.to(out.C), spec)
+    for name, (shape, dtype) in BACKEND.saved(x, p.correct, chunk_size, "segmented")._asdict().items():
+        assert (tuple(getattr(out, name).shape), getattr(out, name).dtype) == (shape, dtype)
+    found = {"h": out.h, "C": out.C} | {f"d{name}": getattr(grads, name) for name in p.leaves}
+    return {name: t.cpu() for name, t in found.items()}
+
+
+SHAPES: dict[str, tuple[int, dict[str, Any]]] = {
+    "a last step alone": (64, {"T": 193, "B": 1, "H": 1, "Hq": 1}),
+    "two sequences, heads that share keys": (70, {"T": 260, "B": 2, "H": 2, "Hq": 1}),
+    "one segment": (300, {"T": 90, "B": 2, "H": 1, "Hq": 1}),
+    "unaligned head dims": (64, {"T": 150, "B": 1, "H": 1, "Hq": 1, "K": 20, "V": 35}),
+    "no initial state": (128, {"T": 300, "B": 1, "H": 1, "Hq": 1, "carried": False}),
+}
+if not INTERPRETED:
+    SHAPES |= {
+        "128 x 128": (256, {"T": 1500, "K": 128, "V": 128}),
+        "128 x 256": (192, {"T": 900, "K": 128, "V": 256}),
+        "256 x 256": (128, {"T": 500, "K": 256, "V": 256, "B": 1}),
+        "64 x 64": (64, {"T": 900, "K": 64, "V": 64, "H": 6, "Hq": 2}),
+    }
+
+
+@pytest.mark.parametrize("model", ["deltanet", "gdn", "read"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_are_the_truth(shape: str, model: str) -> None:
+    chunk_size, sizes = SHAPES[shape]
+    p = delta_problem(model, **{"K": 16, "V": 16, **sizes}, dtype=DTYPE)
+    check_beside_terms(p, solve(p, chunk_size))
+
+
+@pytest.mark.parametrize("gates", ["long", "half", "resets", "closed"])
+def test_gates(gates: str) -> None:
+    """Transitions that underflow, and such that hardly decay."""
+    p = delta_problem("gdn", gates=gates, T=200, B=1, H=1, Hq=1, K=16, V=16, dtype=DTYPE)
+    check_beside_terms(p, solve(p, 64))
+
+
+def test_by_name() -> None:
+    p = delta_problem("gdn", T=150, B=1, K=16, V=16, H=2, Hq=2, dtype=DTYPE)
+    leaves = {n: t.to(DEVICE, copy=True).requires_grad_() for n, t in p.leaves.items()}
+    C = leaves.pop("C")
+    h, state = tfla.delta_rule(
+        **leaves,
+        scale=p.scale,
+        initial_state=tfla.State(C),
+        return_state=True,
+        backend="triton",
+        kernel="segmented",
+        chunk_size=64,
+    )  # type: ignore[call-overload]
+    grads = torch.autograd.grad([h, state.C], [*leaves.values(), C], [p.dh.to(DEVICE), p.dC.to(DEVICE)])
+    found = {"h": h.detach(), "C": state.C.detach()} | dict(zip([*(f"d{n}" for n in leaves), "dC"], grads, strict=True))
+    check_beside_terms(p, {name: t.cpu() for name, t in found.items()})
+
+
+def test_without_gradients() -> None:
+    p = delta_problem("gdn", T=200, B=1, K=16, V=16, dtype=DTYPE)
+    x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
+    spec = p.spec("segmented", 64)
+    whole = BACKEND.forward(x, spec)
+    alone = BACKEND.forward(x, spec._replace(save=False, final_state=False))
+    assert torch.equal(alone.h, whole.h)
+    assert [t.numel() for t in alone[1:]] == [0] * 4
+
+
+def test_cotangents_of_initial_states_alone() -> None:
+    p = delta_problem("gdn", T=200, B=2, K=16, V=16, dtype=DTYPE)
+    x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
+    spec = p.spec("segmented", 64)
+    out = BACKEND.forward(x, spec)
+    found = BACKEND.initial_cotangent(x, out, p.dh.to(DEVICE), spec)
+    exact = BACKEND.initial_cotangent(x, BACKEND.forward(x, p.spec("fused")), p.dh.to(DEVICE), p.spec("fused"))
+    assert error(found, exact) < (1e-6 if INTERPRETED else 1e-2)
+
+
+@pytest.mark.parametrize("V", [16, 35])
+@pytest.mark.parametrize("model", ["deltanet", "gdn", "read"])
+def test_action_of_a_sequence(model: str, V: int) -> None:
+    """The final state is A C + S, for any state C before the sequence."""
+    p = delta_problem(model, T=130, B=2, K=16, V=V, Hq=1, H=2, dtype=DTYPE)
+    x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
+    spec = p.spec("fused")
+    for _ in range(2):
+        found = BACKEND.action(x, spec)
+    assert found is not None
+    A, S = found
+    assert x.C is not None
+    assert error(A @ x.C + S, BACKEND.forward(x, spec).C) < (1e-6 if INTERPRETED else 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "message"),
+    [
+        (
+            "gdn",
+            {"lengths": (30, 40)},
+            "kernel: 'segmented' of backend 'triton' cannot run these inputs: it takes no pac",
+        ),
+        ("kda", {"T": 70}, "kernel: 'segmented' of backend 'triton' cannot run these inputs: it takes one gate a step"),
+        ("comba", {"T": 70}, "kernel: 'segmented' cannot run these inputs: it computes reads after the decay only"),
+    ],
+)
+def test_what_it_cannot_run_is_named(model: str, sizes: dict[str, Any], message: str) -> None:
+    p = delta_problem(model, K=16, V=16, **sizes, dtype=DTYPE)
+    x = {n: t.to(DEVICE) for n, t in p.leaves.items() if n != "C"}
+    with pytest.raises(ValueError, match=message):
+        tfla.delta_rule(
+            **x, read_before_decay=p.read_before_decay, cu_seqlens=p.x.cu_seqlens, backend="triton", kernel="segmented"
+        )  # type: ignore[call-overload]
