@@ -33,10 +33,10 @@ MALFORMED = {  # offsets, and those that they are taken for
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
     """Has torch.empty fill what it allocates with NaN."""
-    before = torch.are_deterministic_algorithms_enabled()
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(before)
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def run(p: Problem, implementation: Implementation, offsets: list[int], chunk_size: int) -> dict[str, Tensor]:

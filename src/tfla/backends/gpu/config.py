@@ -90,14 +90,6 @@ def ampere_mmas(device: torch.device) -> dict[str, str]:
     return {"arch": "sm80"} if architecture(device) == 90 else {}
 
 
-def unless_described(device: torch.device, descriptors: bool) -> dict[str, str]:
-    """Return `ampere_mmas` for a scan that loads its tiles without TMA descriptors, else no options.
-
-    Without them more addresses are in its loop, and ptxas leaves matrix descriptors of some scans unset.
-    """
-    return {} if descriptors else ampere_mmas(device)
-
-
 def kernel_config(x: Inputs) -> KernelConfig:
     """Return the configuration of the fused scans for these inputs."""
     dqk, dhv = int(x.q.shape[3]), int(x.v.shape[3])

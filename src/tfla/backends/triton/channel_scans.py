@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tfla.backends.gpu.config import ceil_div, unless_described
+from tfla.backends.gpu.config import ampere_mmas, ceil_div
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.triton.channel_tiles import Operands
 from tfla.backends.triton.precise_products import scaled_product, split
@@ -253,13 +253,13 @@ def launch_dv(
     """
     base, config = ctx.base, ctx.config
     q, r, k, P, X, decays, _ = operands
-    descriptors = config.descriptors and describable(dh)
+    descriptors = config.descriptors and describable(dh)  # without, ptxas sets too few: see `ampere_mmas`
     cotangents = ctx.new_tile_states()
     base.launch(channel_dv_scan, (ceil_div(base.V, config.dv.split), ctx.x.sequences * base.H),
         q, q if r is None else r, k, dh, P, P if X is None else X, decays, base.cu_seqlens, dv, cotangents,
         q if final is None else final, q if initial is None else initial, ctx.x.sequences, base.T, base.tiles, base.H,
         *time_strides(dh), BV=config.dv.split, CORRECT=ctx.spec.correct, USE_INITIAL_STATE=final is not None,
         STORE_FINAL_STATE=initial is not None, TMA=descriptors, STAGES=config.dv.stages, num_warps=config.dv.num_warps,
-        compilation=unless_described(dh.device, descriptors), **ctx.scan_constants,
+        compilation={} if descriptors else ampere_mmas(dh.device), **ctx.scan_constants,
     )  # fmt: skip
     return cotangents

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tfla.backends.gpu.config import ceil_div, power_of_two, unless_described
+from tfla.backends.gpu.config import ampere_mmas, ceil_div, power_of_two
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_gradients import COLUMN_SUM, OTHER_TILES, PAIR_SUMS, ROW_SUM
 from tfla.backends.gpu.gate_kernels import (
@@ -589,6 +589,8 @@ def launch_dq_dk(
     if checkpoints is None:  # a store to them is compiled, which never runs
         checkpoints = base.new(1, dtype=gates.dtype) if base.recorder.one_pointer_each else gates
     descriptors = ctx.config.descriptors and describable(x, y, z, w, out)
+    # Of wide heads without TMA descriptors ptxas leaves matrix descriptors of wgmma unset, as in `ampere_mmas`.
+    wgmma = descriptors or tiles.blocks == 1
     base.launch(delta_dq_dk_scan, (ceil_div(base.K, tiles.split), ctx.x.sequences * base.H),
         x, y, z, w, out, *added, ctx.beta, gates if do_e is None else do_e, gates, base.cu_seqlens, reads,
         pair_sums, gates if initial is None else initial, checkpoints, factor,
@@ -597,6 +599,6 @@ def launch_dq_dk(
         DK=base.K, DV=base.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=base.L, REVERSE=reverse,
         GATED=ctx.gated, SAME_STEP=do_e is not None, NUM_ADDED=len(add), IS_VARLEN=base.packed,
         USE_INITIAL_STATE=initial is not None, PRECISION=base.precision,
-        TMA=descriptors, STAGES=tiles.stages, WGMMA=ctx.config.wgmma, CHECKPOINT_STEPS=steps,
-        num_warps=tiles.num_warps, compilation=unless_described(x.device, descriptors or tiles.blocks == 1),
+        TMA=descriptors, STAGES=tiles.stages if wgmma else 1, WGMMA=ctx.config.wgmma and wgmma, CHECKPOINT_STEPS=steps,
+        num_warps=tiles.num_warps, compilation={} if wgmma else ampere_mmas(x.device),
     )  # fmt: skip
