@@ -164,6 +164,34 @@ def test_steps_keep_float64_where_x64_is_off(compiled: bool) -> None:
     assert np.array_equal(found[3], [[0, -1], [0, -2], [0, -3], [0, 0]])
 
 
+def test_rows_are_the_memory_of_the_whole() -> None:
+    """What is written to rows, whichever step took them, is in the tensor that a later step reads."""
+    x = torch.empty(2, 1)
+    steps = (
+        planning.Allocate(1, (4, 1), torch.float32),
+        planning.Rows(2, 1, 0, 2),
+        planning.Fill(2),
+        planning.Rows(3, 1, 2, 4),
+        planning.Copy(3, 0),
+        planning.ScaledColumns(4, (1, 1), (1.0, 2.0)),
+        planning.Rows(5, 1, 0, 2),
+        planning.Copy(5, 0),
+    )
+    plan = launches.LoweredPlan(planning.Plan((True,), steps, (1, 4), {1: x, 4: x}))
+    whole, before = jax.jit(plan)([jnp.array([[1.0], [2.0]])])
+    assert np.array_equal(whole, [[1], [2], [1], [2]])
+    assert np.array_equal(before, [[0, 0], [0, 0], [1, 2], [2, 4]])
+    again = planning.Fill(1), planning.Rows(6, 1, 0, 2), planning.Copy(6, 0)
+    (whole,) = launches.LoweredPlan(planning.Plan((True,), (*steps, *again, planning.Rows(7, 1, 2, 4)), (1,), {1: x}))(
+        [jnp.array([[1.0], [2.0]])]
+    )
+    assert np.array_equal(whole, [[1], [2], [0], [0]])
+    with pytest.raises(NotImplementedError, match=r"rows of shape \(2, 1\) of a tensor of \(4, 1\)"):
+        launches.LoweredPlan(planning.Plan((True,), (*steps[:3], steps[5]), (4,), {4: x}))([jnp.ones((2, 1))])
+    with pytest.raises(NotImplementedError, match="rows 2 to 4"):
+        launches.LoweredPlan(planning.Plan((True,), (steps[0], steps[3]), (1,), {1: x}))
+
+
 def test_a_descriptor_that_a_kernel_does_not_read_gets_no_tensor_of_the_call() -> None:
     """XLA would copy a tensor for it that another parameter overwrites, as large as h."""
     source = SimpleNamespace(signature={"X": "tensordesc", "Out": "tensordesc", "gates": "*fp32"})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from tfla.backends.gpu.planning import (
     Resize,
     Rows,
     ScaledColumns,
+    Step,
     SumOf,
 )
 from tfla.jax.inputs import vary, varying_axes
@@ -154,6 +155,62 @@ class KernelCall:
         values.update(zip(written, [vary(x, axes) for x in found], strict=True))
 
 
+class _RowsOfTensors:
+    """The rows of tensors that the launches of a plan write by themselves.
+
+    Args:
+        steps: the steps that take rows; those of one tensor are equal or apart, and together they are the tensor.
+    """
+
+    def __init__(self, steps: Sequence[Rows]) -> None:
+        self.first: dict[tuple[int, int, int], int] = {}  # the number of the first tensor of the same rows
+        self.numbers = {s.result: self.first.setdefault((s.source, s.start, s.stop), s.result) for s in steps}
+        self.parts: dict[int, list[int]] = {}  # of each tensor, in the order of its rows
+        ends: dict[int, int] = {}
+        for (source, start, stop), number in sorted(self.first.items()):
+            if start != ends.get(source, 0):
+                raise NotImplementedError(f"rows {start} to {stop} of a tensor do not follow other rows of it")
+            ends[source] = stop
+            self.parts.setdefault(source, []).append(number)
+
+    def number(self, n: int) -> int:
+        """Return the number of the tensor that stands for tensor n."""
+        return self.numbers.get(n, n)
+
+    def take(self, values: dict[int, Any], step: Rows) -> None:
+        """Make the tensor of some rows, unless an earlier step has made it."""
+        number = self.numbers[step.result]
+        if number not in values:
+            values[number] = jax.lax.optimization_barrier(values[step.source][step.start : step.stop])
+
+    def overwritten(self, values: dict[int, Any], n: int) -> int:
+        """Return the number of the tensor that a step writes for tensor n, and drop the rows that were taken of it."""
+        for part in self.parts.get(n, ()):
+            values.pop(part, None)
+        return self.number(n)
+
+    def join(self, values: dict[int, Any], read: Iterable[int]) -> None:
+        """Replace those tensors of a step whose rows were taken by these rows, side by side.
+
+        Raises:
+            NotImplementedError: the rows that were taken are not the whole tensor.
+        """
+        for source in self.parts.keys() & set(read):
+            parts = [values[n] for n in self.parts[source] if n in values]
+            if parts:
+                whole = jnp.concatenate(parts)
+                if whole.shape != values[source].shape:
+                    raise NotImplementedError(f"rows of shape {whole.shape} of a tensor of {values[source].shape}")
+                values[source] = whole
+
+
+def _read(step: Step) -> Sequence[int]:
+    """Return the numbers of the tensors that a step other than a launch reads, but for those whose rows it takes."""
+    if isinstance(step, Copy | Resize | SumOf | Gather):
+        return (step.source,)
+    return step.sources if isinstance(step, ScaledColumns) else ()
+
+
 class LoweredPlan:
     """A plan as a function of arrays: those that it is given, None where it has no input, to its results.
 
@@ -166,10 +223,14 @@ class LoweredPlan:
         self.plan, self.axis = plan, axis
         overwritten = {n for n in plan.results if n < len(plan.given)}
         self.owned = overwritten | {step.result for step in plan.steps if isinstance(step, Allocate | Resize | Rows)}
-        self.rows = {step.result: step for step in plan.steps if isinstance(step, Rows)}
+        # XLA may call a kernel on a slice in the memory of the whole, and rows that another kernel wrote are lost. Rows
+        # are therefore tensors of their own, which a step that reads the whole gets side by side.
+        self.rows = _RowsOfTensors([step for step in plan.steps if isinstance(step, Rows)])
         described = {step.result: step for step in plan.steps if isinstance(step, Describe)}
         first = plan.given.index(True)
         self.calls = [KernelCall(s, described, first) if isinstance(s, Launch) else None for s in plan.steps]
+        for call in filter(None, self.calls):
+            call.operands = [self.rows.number(n) for n in call.operands]
 
     def __call__(self, given: Sequence[Array | None]) -> list[Array]:
         """Emit the steps on the given arrays and return the results."""
@@ -181,19 +242,22 @@ class LoweredPlan:
         values: dict[int, Any] = dict(enumerate(given))
         axes = frozenset().union(*(varying_axes(x) for x in given if x is not None))
         for step, call in zip(self.plan.steps, self.calls, strict=True):
+            self.rows.join(values, call.operands if call is not None else _read(step))
             if isinstance(step, Allocate):
                 made = jax.lax.empty(step.shape, jnp.dtype(str(step.dtype).removeprefix("torch.")))
                 values[step.result] = vary(made, axes)
             elif isinstance(step, Fill):
-                values[step.target] = vary(jnp.zeros_like(values[step.target]), axes)
+                target = self.rows.overwritten(values, step.target)
+                values[target] = vary(jnp.zeros_like(values[target]), axes)
             elif isinstance(step, Copy):
-                values[step.target] = values[step.source].astype(values[step.target].dtype)
+                target = self.rows.overwritten(values, step.target)
+                values[target] = values[self.rows.number(step.source)].astype(values[target].dtype)
             elif isinstance(step, Resize):
                 x = values[step.source]
                 margins = [(0, new - old, 0) for new, old in zip(step.shape, x.shape, strict=True)]
                 values[step.result] = jax.lax.pad(x, jnp.zeros((), x.dtype), margins)
             elif isinstance(step, Rows):
-                values[step.result] = values[step.source][step.start : step.stop]
+                self.rows.take(values, step)
             elif isinstance(step, SumOf):
                 values[step.result] = values[step.source][step.row].sum(0)
             elif isinstance(step, ScaledColumns):
@@ -205,7 +269,5 @@ class LoweredPlan:
                 values[step.result] = vary(jax.lax.axis_index(self.axis)[None], axes)
             elif call is not None:
                 call(values, self.owned)
-                for rows in (self.rows[n] for n in call.operands if n in self.rows):
-                    whole, part = values[rows.source], values[rows.result]
-                    values[rows.source] = jax.lax.dynamic_update_slice_in_dim(whole, part, rows.start, 0)
+        self.rows.join(values, self.plan.results)
         return [values[n] for n in self.plan.results]
