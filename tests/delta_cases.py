@@ -6,7 +6,7 @@ it step by step in float64 with autograd through the loop. The tolerances are th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -33,6 +33,7 @@ MODELS: dict[str, tuple[bool, bool | None, bool, bool]] = {
     "read": (True, False, True, False),
 }
 GATES = ("long", "medium", "short", "closed", "half", "resets")
+GATES_WITH_MEMORY = ("long", "medium", "short", "half", "resets")
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,6 +230,28 @@ def rounding_of_inputs(p: DeltaProblem, dtype: torch.dtype) -> dict[str, float]:
     rounded = truth(p.to(dtype).to(torch.float64))
     kinds = {"h", "dq", "dk", "dv", "dread_key"}
     return {n: error(t.to(dtype).double() if n in kinds else t, exact[n]) for n, t in rounded.items()}
+
+
+def check_beside_rounding(
+    p: DeltaProblem, gates: str, solve: Callable[[DeltaProblem], Mapping[str, Tensor]], dtype: torch.dtype,
+    other: Callable[[DeltaProblem], Mapping[str, Tensor]] | None = None,
+) -> None:  # fmt: skip
+    """Errors are at most 1.5 times what rounding inputs and outputs costs, dlog_f of long gates 2.5 times.
+
+    Args:
+        p: The problem before rounding.
+        gates: What gates it has.
+        solve: Computes the quantities of `truth` of the rounded problem.
+        dtype: The dtype that it is rounded to.
+        other: Another implementation, of which errors may be 1.1 times those, or None.
+    """
+    exact, costs, rounded = truth(p), rounding_of_inputs(p, dtype), p.to(dtype)
+    factors = {name: 2.5 if name == "dlog_f" and gates == "long" else 1.5 for name in costs}
+    limits = {name: factors[name] * cost for name, cost in costs.items()}
+    if other is not None:
+        limits = {name: max(limits[name], 1.1 * error(x, exact[name])) for name, x in other(rounded).items()}
+    errors = {name: error(x, exact[name]) for name, x in solve(rounded).items()}
+    assert all(e <= limits[n] for n, e in errors.items()), {n: e / costs[n] for n, e in errors.items()}
 
 
 def options(**given: Any) -> dict[str, Any]:

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from cases import INTERPRETED, TOLERANCE, error
-from delta_cases import DeltaProblem, check_beside_terms, delta_problem, rounding_of_inputs, truth
+from delta_cases import (
+    GATES_WITH_MEMORY,
+    DeltaProblem,
+    check_beside_rounding,
+    check_beside_terms,
+    delta_problem,
+    truth,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -88,7 +95,7 @@ def test_cotangents_of_initial_states_alone(shape: dict[str, Any], model: str) -
 
 
 @pytest.mark.parametrize("alike", [0.0, 0.9])
-@pytest.mark.parametrize("gates", ["long", "medium", "short", "half", "resets"])
+@pytest.mark.parametrize("gates", GATES_WITH_MEMORY)
 @pytest.mark.parametrize("model", ["gdn", "comba", "gla", "kda"])
 def test_gates(model: str, gates: str, alike: float) -> None:
     """In bfloat16 errors are at most 1.5 times what rounding inputs and outputs costs, 2.5 times for long gates."""
@@ -96,10 +103,7 @@ def test_gates(model: str, gates: str, alike: float) -> None:
         check_gates_in_float32(model, gates, alike)
         return
     p = delta_problem(model, gates=gates, T=1000, B=1, K=128, V=128, alike=alike)
-    exact, costs = truth(p), rounding_of_inputs(p, torch.bfloat16)
-    factors = {name: 2.5 if name == "dlog_f" and gates == "long" else 1.5 for name in costs}
-    errors = {name: error(x, exact[name]) for name, x in solve(p.to(torch.bfloat16)).items()}
-    assert all(e <= factors[n] * costs[n] for n, e in errors.items()), {n: e / costs[n] for n, e in errors.items()}
+    check_beside_rounding(p, gates, solve, torch.bfloat16)
 
 
 def check_gates_in_float32(model: str, gates: str, alike: float) -> None:

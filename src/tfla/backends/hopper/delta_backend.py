@@ -15,8 +15,8 @@ from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta
 if TYPE_CHECKING:
     from tfla.backends.triton.delta import ForwardKernels
 
-# Below the 10 of the Triton backend: no GPU has timed the kernel, so it runs only where `backend` names it. Once it has
-# been measured to be faster, 20 makes it the choice on GPUs of compute capability 9.0.
+# Below the 10 of the Triton backend, so it runs only where `backend` names it: operands are split since it was timed,
+# and errors have not been measured yet. 20 makes it the choice on GPUs of compute capability 9.0.
 PRIORITY = 5
 DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
 SMALLEST_DIM, LARGEST_DQK, LARGEST_DHV = 64, 128, 256

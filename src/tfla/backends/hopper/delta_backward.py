@@ -24,6 +24,7 @@ from tfla.backends.triton.delta import DeltaContext
 from tfla.backends.triton.delta_kernels import NO_CHECKPOINTS
 
 MOST_STAGES = 3  # stages of the ring, where the states of a program have 128 columns; the tiles then take 192 KiB
+PARTS = 3  # of dk: dr, and what each reader contributes against time
 
 
 def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
@@ -41,23 +42,27 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     """
     x, base = ctx.x, ctx.base
     dh = results.dense_rows(base, dh)
-    dq, dk = (base.new(base.B, base.T, base.H, base.K, dtype=x.q.dtype) for _ in range(2))
+    # The parts of dk lie side by side, like heads, and are added up in float32: one rounding less than in memory.
+    dq, parts = (base.new(base.B, base.T, n * base.H, base.K, dtype=x.q.dtype) for n in (1, PARTS))
     dv = base.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
-    ctx = replace(ctx, base=scheduler.launch(sequences.bound(base, dq, dk, dv)))
+    ctx = replace(ctx, base=scheduler.launch(sequences.bound(base, dq, parts, dv)))
     base, gates = ctx.base, ctx.gates()
     C, dC = results.dense(base, x.C), results.dense(base, dC)
     # dv, (D10) to (D13).
     dbeta, do_e = delta_kernels.launch_dv(ctx, gates, X, E, dh, dv, dC, dC0)
     # dq and dk, (D14) to (D16): dk is the sum of dr and of what both readers contribute.
     scans = new_scans(ctx, gates, do_e, C, dC)
+    dr, by_queries, by_keys = (
+        base.do(lambda t, i=i: t.unflatten(2, (-1, PARTS))[:, :, :, i], parts) for i in range(PARTS)
+    )
     scans.launch(dq_dk.QUERIES, x.k, E, dh, x.q, dq)
-    scans.launch(dq_dk.READ_KEYS, x.k, E, dv, x.k, dk)
-    scans.launch(dq_dk.QUERIES, x.q, dh, E, x.k, dk, reverse=True)
-    scans.launch(dq_dk.READ_KEYS, x.k, dv, E, x.k, dk, reverse=True)
+    scans.launch(dq_dk.READ_KEYS, x.k, E, dv, x.k, dr)
+    scans.launch(dq_dk.QUERIES, x.q, dh, E, x.k, by_queries, reverse=True)
+    scans.launch(dq_dk.READ_KEYS, x.k, dv, E, x.k, by_keys, reverse=True)
     # dlog_f, (D17); then sums over the heads that share q and k.
     df = None if x.log_f is None else delta.gate_gradient(ctx, gates, *scans.sums, scans.dots, dC, dC0)
-    dq, dk = (reductions.launch(base, t, base.group) for t in (dq, dk))
+    dq, dk = reductions.launch(base, dq, base.group), reductions.launch(base, parts, PARTS * base.group)
     none = base.placeholder(0)
     found = (dq, dk, dv, dbeta if x.beta is not None else None, df, None, None, None, dC0)
     return DeltaGrads(*(none if t is None else t for t in found))
@@ -80,12 +85,12 @@ class Scans:
     def launch(
         self, reader: Any, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, reverse: bool = False
     ) -> None:
-        """Compute dq or dr into `out`, or with `reverse` add to it what the reader contributes to dk.
+        """Compute dq or dr, or with `reverse` what the reader contributes to dk.
 
         Args:
             reader: QUERIES or READ_KEYS of :mod:`.dq_dk`.
             x, y, z, w: The operands, in the table of that module.
-            out: dq or dk, (B, T, H, dqk).
+            out: Output, (B, T, H, dqk).
             reverse: Whether the scan goes against time.
         """
         by_keys = reader is dq_dk.READ_KEYS
@@ -98,10 +103,11 @@ class Scans:
         )
         reads, pairs = (base.recorder.rows(t, int(by_keys), by_keys + 1) for t in self.sums)
         initial = (self.dC if by_keys else None) if reverse else self.C
+        splits_p = dq_dk.splits_p(base.V, reader.value)
         dq_dk_launch.launch(
             base, self.gates, x, y, z, w, out, reads, (self.checkpoints, self.gates.vectors, self.dots),
-            reverse=reverse, initial=(initial, None), final=(None, pairs), reader=reader, add=reverse,
-            save_sums=self.gated, stages=MOST_STAGES if base.V == host.STATE_ROWS else dq_dk_launch.RING_STAGES,
+            reverse=reverse, initial=(initial, None), final=(None, pairs), reader=reader, save_sums=self.gated,
+            stages=dq_dk_launch.RING_STAGES if base.V > host.STATE_ROWS or splits_p else MOST_STAGES,
         )  # fmt: skip
 
 

@@ -52,9 +52,10 @@ each direction, where f is the factor of the reader, scale or -1:
     dk by read keys     against time   k    dv    E    k    UPDATE beta    f INTER      (f S beta)^T
 
 Here P is masked strictly. What a query reads of its own step's write is added before step (9): x times the diagonal of
-P, of which the caller has do . E; a read key reads none of it. dr and both parts of dk are added up in memory (ADD).
+P, of which the caller has do . E; a read key reads none of it. A later kernel adds up dr and both parts of dk.
 Step (7) leaves its sums also before step (5), so that pairs of steps of one tile are apart from others (B7), and pairs
-of a step with itself are in neither: no gate lies between them.
+of a step with itself are in neither: no gate lies between them. Where a program has 128 columns, x * u of step (6) is
+the sum of two 16-bit numbers (SPLIT), and for queries P of step (5), too (SPLIT_P): an MMA more for each.
 """
 
 from typing import Any, NamedTuple
@@ -114,8 +115,9 @@ class Config(NamedTuple):
     FUSE_NORMALIZER: Any  # divide o by the denominators
     SAVE_D: Any  # store d to `w_out`
     READER: Any  # NO_READER, QUERIES or READ_KEYS
-    ADD: Any  # add the output to what is in memory
     RESULT: Any  # what the store warp stores
+    SPLIT: Any  # split x * u into two 16-bit numbers
+    SPLIT_P: Any  # split P, too
 
 
 class GlobalPointers(NamedTuple):
@@ -149,6 +151,7 @@ class SharedStorage(NamedTuple):
     p: Any  # P of this tile and of the next, (2, L, L)
     ready: Any  # barriers, (2): both halves of P are stored, and with FUSE_NORMALIZER n and the row sums of P
     same: Any  # with QUERIES the diagonal of P, (STAGES, L)
+    p_low: Any  # with SPLIT_P the rounding errors of P, (2, L, L)
     # With FUSE_NORMALIZER, as in `o_dv.py`:
     floor: Any  # exp(-m), (STAGES, L)
     matrix: Any  # update weights as a right operand, (STAGES, 8, L)
@@ -190,6 +193,18 @@ def result_of_store_warp(transposed, save_d, reader, save_sums):
     if reader == NO_READER:
         return GATE_SUMS
     return SUMS_OF_PAIRS if save_sums else NO_RESULT
+
+
+@gluon.constexpr_function
+def splits_operands(width, reader):
+    """Return whether a launch splits the operands whose rounding costs most: it has registers for them."""
+    return reader != NO_READER and width == 128
+
+
+@gluon.constexpr_function
+def splits_p(width, reader):
+    """Return whether a launch splits P, too: equally with time and against it, so that sums of pairs still cancel."""
+    return splits_operands(width, reader) and reader == QUERIES
 
 
 @gluon.jit
@@ -354,6 +369,9 @@ def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
     P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE, config.READER != NO_READER)
     if config.FUSE_NORMALIZER:
         normalizer.store_shared_sums(P, shared, n, half)
+    if config.SPLIT_P:
+        P, P_low = mma.split_in_two(P, to.dtype)
+        shared.p_low.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P_low)
     to.slice(half * (L // 2), L // 2, 1).store(P.to(to.dtype))
     fence_async_shared()
     pipeline.barrier()
@@ -399,13 +417,21 @@ def issue_state_update(C0, C1, tile_decay, x_t, y, u, config):
     """Start C <- g C + (x * u)^T y: (64, WIDTH) + (64, L) @ (L, WIDTH), step (6).
 
     Returns:
-        Both blocks of C, and the left operand in registers. All must be waited for.
+        Both blocks of C, and the left operands in registers: x * u, and with SPLIT its rounding error, else x * u
+        again. All must be waited for.
     """
-    B = mma.scale_by_gates(x_t, u, config.L, gl.DotOperandLayout(0, mma.accumulator_layout(128), 2))
-    C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * tile_decay, is_async=True)
-    if config.BLOCKS == 2:
-        C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * tile_decay, is_async=True)
-    return C0, C1, B
+    if config.SPLIT:
+        weights = mma.load_update_weights(u, config.L, gl.SliceLayout(0, x_t.type.layout))  # (L)
+        B, B_low = mma.split_left_operand(x_t.to(gl.float32) * gl.expand_dims(weights, 0), 128, x_t.dtype)
+        C0 = warpgroup_mma(B, y, C0 * tile_decay, is_async=True)
+        C0 = warpgroup_mma(B_low, y, C0, is_async=True)
+    else:
+        B = mma.scale_by_gates(x_t, u, config.L, gl.DotOperandLayout(0, mma.accumulator_layout(128), 2))
+        B_low = B
+        C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * tile_decay, is_async=True)
+        if config.BLOCKS == 2:
+            C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * tile_decay, is_async=True)
+    return C0, C1, B, B_low
 
 
 @gluon.jit
@@ -470,15 +496,12 @@ def inter_tile_output(acc, pipe_state, z, shared, config):
 def store_output(w, t, work_tile, ids, gmem, params, config):
     """Start the TMA store of the output in shared memory `w`, of the tile at step `t` of a work tile, step (9).
 
-    With NUM_SPLITS or ADD it is added to what is in memory. Results of different pairs lie side by side, like heads.
+    With NUM_SPLITS it is added to what is in memory. Results of different pairs lie side by side, like heads.
     """
     end = work_tile.start + work_tile.steps
     if config.NUM_SPLITS == 1:
         at = scheduler.tile_coordinates(work_tile.b, work_tile.h, work_tile.start + t, ids.row, end, params)
-        if config.ADD:
-            split_reduce.async_add(gmem.out, at, w)
-        else:
-            pipeline.async_store(gmem.out, at, w)
+        pipeline.async_store(gmem.out, at, w)
     else:
         column = work_tile.h * (config.NUM_SPLITS // PAIR) + ids.split // PAIR
         split_reduce.async_add(
@@ -487,10 +510,10 @@ def store_output(w, t, work_tile, ids, gmem, params, config):
 
 
 @gluon.jit
-def start_next_tile(acc, B, pipe_state, shared, ids, half: gl.constexpr, config):
+def start_next_tile(acc, B, B_low, pipe_state, shared, ids, half: gl.constexpr, config):
     """Wait for the next tile and store its P, step (11), while the updates of the state run.
 
-    The products that run read the left operand `B`.
+    The products that run read the left operand `B`, and with SPLIT `B_low`.
     """
     C0, C1, N, dn, decay, N0, N1 = acc
     s, phase = pipeline.advance(pipe_state.index, pipe_state.phase, config.STAGES)
@@ -504,6 +527,8 @@ def start_next_tile(acc, B, pipe_state, shared, ids, half: gl.constexpr, config)
         S = warpgroup_mma_wait(0, deps=[S])
     elif config.BLOCKS == 2:
         S, C0, C1, B = warpgroup_mma_wait(0, deps=[S, C0, C1, B])
+    elif config.SPLIT:
+        S, C0, B, B_low = warpgroup_mma_wait(0, deps=[S, C0, B, B_low])
     else:
         S, C0, B = warpgroup_mma_wait(0, deps=[S, C0, B])
     store_scores(S, D, shared, s, n, ids, half, config)
@@ -566,9 +591,11 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     # (5) out^T <- out^T + x^T P^T
     A = mma.to_left_operand(x_t, L)
     out = warpgroup_mma(A, shared.p.index(n % 2).permute((1, 0)), out, is_async=True)
+    if config.SPLIT_P:
+        out = warpgroup_mma(A, shared.p_low.index(n % 2).permute((1, 0)), out, is_async=True)
     # (6) C <- g C + (x * u)^T y
-    C0, C1, B = issue_state_update(C0, C1, tile_decay, x_t, y, shared.u.index(s), config)
-    out, A = warpgroup_mma_wait(config.BLOCKS, deps=[out, A])
+    C0, C1, B, B_low = issue_state_update(C0, C1, tile_decay, x_t, y, shared.u.index(s), config)
+    out, A = warpgroup_mma_wait(2 if config.SPLIT else config.BLOCKS, deps=[out, A])
     if config.FUSE_NORMALIZER:
         out = normalizer.divide_by_denominators(out, shared, half)
     if config.RESULT == SUMS_OF_PAIRS:
@@ -593,9 +620,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         N1 = normalizer.update_n(N1, y, half * 128 + 64, shared, s, L)
         C0, C1, B, N0, N1 = warpgroup_mma_wait(0, deps=[C0, C1, B, N0, N1])  # P beside these takes too many registers
     # (11) P of the next tile
-    acc, pipe_state = start_next_tile(
-        Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=decay, N0=N0, N1=N1), B, pipe_state, shared, ids, half, config
-    )
+    acc = Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=decay, N0=N0, N1=N1)
+    acc, pipe_state = start_next_tile(acc, B, B_low, pipe_state, shared, ids, half, config)
     # (12) Checkpoint
     if not config.TRANSPOSED:
         at_checkpoint(acc, t, work_tile, ids, gmem, params, half, config)
@@ -659,7 +685,7 @@ def dq_dk_kernel(
     DX: gl.constexpr, DY: gl.constexpr, NUM_SPLITS: gl.constexpr, L: gl.constexpr, STAGES: gl.constexpr,
     CHECKPOINT_STEPS: gl.constexpr, REVERSE: gl.constexpr, IS_SEGMENTED: gl.constexpr, USE_INITIAL_STATE: gl.constexpr,
     STORE_FINAL_STATE: gl.constexpr, NORMALIZE: gl.constexpr, USE_DP_OFFSET: gl.constexpr, TRANSPOSED: gl.constexpr,
-    FUSE_NORMALIZER: gl.constexpr, SAVE_D: gl.constexpr, READER: gl.constexpr, ADD: gl.constexpr,
+    FUSE_NORMALIZER: gl.constexpr, SAVE_D: gl.constexpr, READER: gl.constexpr,
     SAVE_SUMS: gl.constexpr, IS_VARLEN: gl.constexpr, GATES: gl.constexpr, INPUT_GATE: gl.constexpr,
     SIGMOID_I: gl.constexpr, SIGMOID_F: gl.constexpr,
 ):  # fmt: skip
@@ -725,7 +751,8 @@ def dq_dk_kernel(
             CHECKPOINT_STEPS=CHECKPOINT_STEPS, REVERSE=REVERSE, IS_SEGMENTED=IS_SEGMENTED,
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
             USE_DP_OFFSET=USE_DP_OFFSET, TRANSPOSED=TRANSPOSED, ACCUMULATE_DN=ACCUMULATE_DN,
-            FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, ADD=ADD, RESULT=RESULT,
+            FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, RESULT=RESULT,
+            SPLIT=splits_operands(WIDTH, READER), SPLIT_P=splits_p(WIDTH, READER),
         ),
     )  # fmt: skip
 
@@ -753,6 +780,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     z = pipeline.allocate_tiles(Z, STAGES)
     w = pipeline.allocate_tiles(W, 2 * STAGES)
     p = pipeline.allocate_operands(dtype, 2, L, L)
+    p_low = pipeline.allocate_operands(dtype, 2, L, L) if config.SPLIT_P else p
     g = pipeline.allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
     u = pipeline.allocate_vectors(dtype, STAGES, 2 * L)
     delta = pipeline.allocate_vectors(gl.float32, STAGES, L)
@@ -779,6 +807,7 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     shared = SharedStorage(
         x=x, y=y, z=z, w=w, g=g, u=u, delta=delta, partial_dots=partial_dots, full=full, empty=empty, p=p, ready=ready,
         floor=floor, matrix=matrix, n=n, sums=sums, inverse=inverse, initial_n_ready=initial_n_ready, d=d, same=same,
+        p_low=p_low,
     )  # fmt: skip
     buffers = gate_warp.GateBuffers(g, u, floor if config.FUSE_NORMALIZER else delta, matrix, same)
     # Two gate warps where one would be slower than the consumers, and the place of the second is free.

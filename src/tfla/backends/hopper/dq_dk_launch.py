@@ -133,7 +133,7 @@ def launch(
     ctx: LaunchContext, gates: GateVectors, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, sums: Tensor,
     checkpoints: tuple[Tensor, Tensor, Tensor], *, reverse: bool, initial: Pair, final: Pair, delta: bool = False,
     transposed: bool = False, fuse_normalizer: bool = False, stages: int = RING_STAGES,
-    reader: Any = dq_dk.NO_READER, add: bool = False, save_sums: bool = False,
+    reader: Any = dq_dk.NO_READER, save_sums: bool = False,
 ) -> None:  # fmt: skip
     """Launch `dq_dk_kernel`.
 
@@ -152,7 +152,6 @@ def launch(
         fuse_normalizer: Whether the kernel divides by the denominators.
         stages: Stages of the ring.
         reader: Which reader of the delta rule has the cotangent; beta is then the input gate of the context.
-        add: Whether to add to what `out` has.
         save_sums: Whether a reader's launch stores sums of pairs: those of one tile to the second of `final`.
     """
     vectors = gates.vectors
@@ -169,6 +168,6 @@ def launch(
         CHECKPOINT_STEPS=ctx.checkpoint_steps, REVERSE=reverse, IS_SEGMENTED=ctx.segmented,
         USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None,
         NORMALIZE=ctx.spec.normalize and not transposed, USE_DP_OFFSET=delta, TRANSPOSED=transposed,
-        FUSE_NORMALIZER=fuse_normalizer, SAVE_D=fuse_normalizer and sums is not vectors, READER=reader.value, ADD=add,
+        FUSE_NORMALIZER=fuse_normalizer, SAVE_D=fuse_normalizer and sums is not vectors, READER=reader.value,
         SAVE_SUMS=save_sums, IS_VARLEN=ctx.packed, **gates.constants, num_warps=4,
     )  # fmt: skip

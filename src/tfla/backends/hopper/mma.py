@@ -59,14 +59,21 @@ def issue_mma(a, b):
 
 
 @gluon.jit
-def split_left_operand(x, columns: gl.constexpr, dtype: gl.constexpr):
-    """Return float32 values x as left operands of two MMAs: x rounded to a 16-bit dtype, and the rounding error."""
+def split_in_two(x, dtype: gl.constexpr):
+    """Return float32 values x as two numbers of a 16-bit dtype: x rounded, and the rounding error."""
     if dtype == gl.bfloat16:
         # Rounded in integers: two numbers are converted by one instruction, and only where the result is not used again
         high = ((x.to(gl.int32, bitcast=True) + 0x8000) & -0x10000).to(gl.float32, bitcast=True)
     else:
         high = x.to(dtype).to(gl.float32)
-    return to_left_operand(high.to(dtype), columns), to_left_operand((x - high).to(dtype), columns)
+    return high.to(dtype), (x - high).to(dtype)
+
+
+@gluon.jit
+def split_left_operand(x, columns: gl.constexpr, dtype: gl.constexpr):
+    """Return float32 values x as left operands of two MMAs, with `split_in_two`."""
+    high, low = split_in_two(x, dtype)
+    return to_left_operand(high, columns), to_left_operand(low, columns)
 
 
 @gluon.jit
