@@ -204,8 +204,8 @@ def _delta() -> list[Entry]:
             Entry("fla", "tfla.bench.delta:fla_chunk", options, needs="fla", form=model, xs=(8192, TOKENS)),
         ]
         packed = [replace(entry, xs=(2048,)) for entry in _packed(entries)]
-        if model == "gdn":  # which runs by name only
-            entries.insert(1, replace(entries[0], name="tfla, hopper fused", options=options | {"backend": "hopper"}))
+        if model == "gdn":  # whose choice is another backend on Hopper
+            entries.insert(1, replace(entries[0], name="tfla, triton fused", options=options | {"backend": "triton"}))
         made += _with((*entries, *packed), heads, _delta_group(name, heads))
     return made
 

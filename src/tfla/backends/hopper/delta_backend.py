@@ -15,9 +15,6 @@ from tfla.backends.triton.delta_backend import BY_SEGMENTS, TritonDelta
 if TYPE_CHECKING:
     from tfla.backends.triton.delta import ForwardKernels
 
-# Below the 10 of the Triton backend, so it runs only where `backend` names it: operands are split since it was timed,
-# and errors have not been measured yet. 20 makes it the choice on GPUs of compute capability 9.0.
-PRIORITY = 5
 DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
 SMALLEST_DIM, LARGEST_DQK, LARGEST_DHV = 64, 128, 256
 
@@ -34,7 +31,7 @@ class HopperDelta(TritonDelta):
     """The backend of the kernels in :mod:`.delta_h` and :mod:`.dq_dk`; a forward stores what Triton's kernels store."""
 
     name = "hopper"
-    priority = PRIORITY
+    priority = 20
     reads_before_decay = False
 
     def __init__(self, device_unsupported: Callable[[Tensor], str | None], aligned: Callable[[Tensor], bool]) -> None:
