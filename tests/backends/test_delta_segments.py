@@ -136,7 +136,8 @@ def test_action_of_a_sequence(model: str, V: int) -> None:
 def test_what_it_cannot_run_is_named(model: str, sizes: dict[str, Any], message: str) -> None:
     p = delta_problem(model, K=16, V=16, **sizes, dtype=DTYPE)
     x = {n: t.to(DEVICE) for n, t in p.leaves.items() if n != "C"}
+    ends = None if p.x.cu_seqlens is None else p.x.cu_seqlens.to(DEVICE)
     with pytest.raises(ValueError, match=message):
         tfla.delta_rule(
-            **x, read_before_decay=p.read_before_decay, cu_seqlens=p.x.cu_seqlens, backend="triton", kernel="segmented"
+            **x, read_before_decay=p.read_before_decay, cu_seqlens=ends, backend="triton", kernel="segmented"
         )  # type: ignore[call-overload]

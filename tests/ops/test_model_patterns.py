@@ -52,7 +52,10 @@ def test_resets_equal_new_sequences(implementation: Implementation, form: str, l
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_resets_hide_what_lies_before(form: str, device: str) -> None:
-    """Not one bit after a reset depends on the steps before it, or on the initial state."""
+    """On a CPU not one bit after a reset depends on the steps before it, or on the initial state.
+
+    On a GPU rounding does: the steps of a tile share the max state that their gates are scaled by.
+    """
     row, packed = with_resets(form, (30, 41))
     state = tfla.State.zeros(1, 2, 5, 7, normalize=form == "exp", device=device)
     large = tfla.State(*(None if t is None else t + 7.0 for t in state))
@@ -66,7 +69,8 @@ def test_resets_hide_what_lies_before(form: str, device: str) -> None:
             initial_state=initial, return_state=True,
         )  # fmt: skip
         results.append([h[:, 30:], *(t for t in last if t is not None)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) if device == "cpu" else error(a, b) <= 1e-5
     assert error(results[0][0], truth(packed)["h"][:, 30:].to(device)) <= 1e-5
 
 

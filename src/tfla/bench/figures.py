@@ -64,10 +64,38 @@ def _points(rows: list[Row], panel: str, name: str) -> tuple[list[int], list[flo
     return [x for x, _ in found], [y for _, y in found]
 
 
+def _draw_bars(axes: Any, rows: list[Row], panel: str, groups: list[str], look: dict[str, dict[str, Any]]) -> None:
+    """Draw one panel of a result with one x: a bar for each implementation, block by block of the groups."""
+    at, labels = 0.0, []
+    for group in groups:
+        here = [r for r in rows if r.get("group", "") == group]
+        bounds = _points(
+            [r for r in here if any(b.match(r["name"]) for b in ROOFLINES.values())], panel, "floor_seconds"
+        )
+        first = at
+        for name in look:
+            _, y = _points([r for r in here if r["name"] == name], panel, "seconds")
+            if y:
+                color, hatch = look[name]["color"], "//" if look[name]["ls"] != "-" else None
+                axes.barh(at, y[0], 0.8, color=color, hatch=hatch, edgecolor="white", label=name)
+                axes.annotate(f"{y[0]:.3g}", (y[0], at), (3, 0), textcoords="offset points", va="center", fontsize=7)
+                at += 1
+        if panel != "memory" and bounds[1]:
+            axes.vlines(bounds[1][0], first - 0.5, at - 0.5, color=INK, lw=1.6, label="roofline")
+        labels.append(((first + at - 1) / 2, group))
+        at += 0.7
+    axes.set(title=LABELS[panel], xlabel="GiB" if panel == "memory" else "ms", yticks=[y for y, _ in labels])
+    axes.set_yticklabels([group for _, group in labels], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def figure_of(result: dict[str, Any]) -> Figure | None:
     """Return the figure of one result, or None where no row was measured.
 
-    It has a row of panels for each group of implementations, with time and memory on logarithmic axes.
+    It has a row of panels for each group of implementations, with time and memory on logarithmic axes; one row of bars
+    where several groups were measured at one x.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -83,12 +111,19 @@ def figure_of(result: dict[str, Any]) -> Figure | None:
     look = styles(names)
     xs = sorted({r["x"] for r in timed})
 
-    height = 0.6 + max(3.4 * len(groups), 0.2 * len(names))
+    bars = len(xs) == 1 and len(groups) > 1
+    blocks = 0.35 * len(groups) if bars else len(groups)
+    height = 0.6 + max(3.4 * blocks, 0.2 * len(names))
     figure = Figure(figsize=(1.2 + 4.1 * len(panels) + 3.2, height), layout="constrained")
     FigureCanvasAgg(figure)
-    grid = figure.subplots(len(groups), len(panels), squeeze=False)
+    grid = figure.subplots(1 if bars else len(groups), len(panels), squeeze=False)
     handles: dict[str, Any] = {}
-    for axes_row, group in zip(grid, groups, strict=True):
+    if bars:
+        for axes, panel in zip(grid[0], panels, strict=True):
+            _draw_bars(axes, timed, panel, groups, look)
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+    for axes_row, group in zip([] if bars else grid, [] if bars else groups, strict=True):
         here = [r for r in timed if r.get("group", "") == group]
         for axes, panel in zip(axes_row, panels, strict=True):
             for name in names:

@@ -71,7 +71,9 @@ def by_batch(launch: partitions.Launch, arrays: Arrays, dims: partitions.Dims | 
             packed = dims.pool or (dims.offsets is not None and arrays[dims.offsets] is not None)
         if packed or any(b and alone for b, alone in zip(batched, of_heads, strict=True)):
             every = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(there, batched, strict=True)]
-            found = jax.lax.map(lambda rows: run(*rows), every)
+            # No loop, and a barrier: XLA may call a kernel that overwrites an operand on a slice of a loop's arrays.
+            alone = [run(*jax.lax.optimization_barrier([x[n] for x in every])) for n in range(size)]
+            found = [jnp.stack(each) for each in zip(*alone, strict=True)]
             return found, [True] * len(found)
         rows = [
             x if alone else x.reshape(-1, *x.shape[2:]) if b else jnp.tile(x, (size, *[1] * (x.ndim - 1)))
