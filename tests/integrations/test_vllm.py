@@ -112,6 +112,17 @@ def test_errors() -> None:
         mlstm(vllm.mlstm, x, pool.C, metadata(3, [], [0, 1, 2], None))
     with pytest.raises(ValueError, match=r"metadata.state_indices_tensor: got shape \(2,\), expected \(3,\)"):
         mlstm(vllm.mlstm, x, pool, metadata(3, [], [0, 1], None))
+    before = pool.clone()
+    for rows, message in (
+        ([1, 1], "got 1 more than once"),
+        ([0, -7], "got -7, expected -1"),
+        ([0, ROWS], f"got {ROWS}"),
+    ):
+        with pytest.raises(ValueError, match=f"metadata.state_indices_tensor: {message}"):
+            mlstm(vllm.mlstm, x, pool, metadata(0, [2, 1], rows, [0, 0]))
+        with pytest.raises(ValueError, match=f"metadata.state_indices_tensor: {message}"):
+            mlstm(vllm.mlstm, x, pool, metadata(1, [2], rows, [0]))
+    assert torch.equal(pool.C, before.C)
 
 
 @pytest.mark.parametrize("name", ["seq_lens", "has_initial_states_p"])

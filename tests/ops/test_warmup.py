@@ -78,3 +78,9 @@ def test_the_command_takes_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "cpu: there is nothing to compile\n"
     assert main(["warmup"]) == 1
     assert "checkpoint, shape: got both or neither, expected one of them" in capsys.readouterr().err
+    for name, value in (("prompts", "9"), ("batches", "64"), ("states-every", "4"), ("capacity", "7")):
+        assert main(["warmup", "--shape", "1", "64", "2", "16", "32", f"--{name}", value, "--device", "cpu"]) == 1
+        message = f"{name.replace('-', '_')}: got it, expected it with checkpoint alone"
+        assert message in capsys.readouterr().err
+    assert main(["warmup", "--checkpoint", "nowhere", "--form", "kda"]) == 1
+    assert "form: got it, expected it with shape alone" in capsys.readouterr().err

@@ -7,10 +7,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.data import Tokens
 from tfla.train.evaluation import document_cu_seqlens, evaluate, token_losses
+from tfla.train.ranks import StepsPart
 from tfla.train.tokenizer import ByteTokenizer
 
 BOS = 9
@@ -89,3 +92,18 @@ def test_evaluation_does_not_depend_on_the_batch():
     assert found[1].loss == pytest.approx(found[0].loss, rel=1e-5)
     assert found[2].loss == pytest.approx(found[0].loss, rel=1e-5)
     assert evaluate(net, tokens, 16, batch_size=2, max_windows=2).tokens < 99
+
+
+@given(st.integers(1, 40), st.integers(1, 4), st.sampled_from(["contiguous", "zigzag"]), st.integers(1, 5))
+def test_short_windows_are_padded_to_spans_that_convolutions_take(
+    steps: int, parts: int, order: str, shortest: int
+) -> None:
+    part = StepsPart(0, parts, order)
+    width = part.padded(steps, shortest)
+    if parts == 1:
+        assert width == steps
+        return
+    assert width >= steps
+    assert width % part.spans == 0
+    assert width // part.spans >= shortest
+    assert width - part.spans < steps or width == part.spans * shortest  # no shorter one would do

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import tfla
+from tfla.ops.checks import check_values_of_indices
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
 
@@ -130,6 +131,8 @@ def _compute(
     decodes, prefills = metadata.num_decodes, metadata.num_prefills
     indices, offsets = metadata.state_indices_tensor, metadata.query_start_loc
     _check_metadata(metadata, v.device)
+    if indices.device.type == "cpu":  # on a GPU the host would wait for their values
+        check_values_of_indices(indices, pool.C.shape[0], "metadata.state_indices_tensor")
     h = v.new_zeros(v.shape)
     if decodes:
         own = {name: None if t is None else t[:decodes] for name, t in tensors.items()}

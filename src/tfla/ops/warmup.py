@@ -114,7 +114,7 @@ def _inputs(
         if form == "mamba2":
             given |= {"log_i": gate, "scale": 1.0}
         return linear_attention if whole else linear_attention_step, given
-    given |= {"beta": gate, "normalize_qk": True, "beta_activation": "sigmoid"}
+    given |= {"beta": gate.to(dtype), "normalize_qk": True, "beta_activation": "sigmoid"}
     if form != "delta_net":
         channels = (H, dqk) if form == "kda" else (H,)
         given |= {"log_f": -ones(*leading, *channels, dtype=dtype), "gate_activation": "softplus"}

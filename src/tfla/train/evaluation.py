@@ -137,13 +137,15 @@ def evaluate(
     """
     windows = heldout_windows(tokens, context, max_windows)
     nats, count, size = 0.0, 0, 0
+    shortest = getattr(getattr(model, "config", None), "conv_size", 2) - 1  # steps that a short convolution looks back
     for first in range(0, len(windows), batch_size):
         group = windows[first : first + batch_size]
         for length in sorted({w.stop - w.start for w in group}, reverse=True):  # only the last window may be shorter
             same = [w for w in group if w.stop - w.start == length]
-            mine, counts = _share(same, length - 1, ranks)
+            mine, counts = _share(same, length - 1, ranks, shortest)
             rows = np.stack([tokens.heldout[w] for w in mine]).astype(np.int64)
-            rows = np.pad(rows, ((0, 0), (0, -(length - 1) % ranks.steps.spans)), constant_values=tokens.tokenizer.bos)
+            padding = counts.shape[1] - (length - 1)
+            rows = np.pad(rows, ((0, 0), (0, padding)), constant_values=tokens.tokenizer.bos)
             losses = token_losses(
                 model, torch.from_numpy(rows), tokens.tokenizer.bos, reset, steps=ranks.steps, device=device
             )
@@ -155,7 +157,7 @@ def evaluate(
     return summarize(nats, count, size)
 
 
-def _share(windows: list[slice], steps: int, ranks: Ranks) -> tuple[list[slice], Tensor]:
+def _share(windows: list[slice], steps: int, ranks: Ranks, shortest: int) -> tuple[list[slice], Tensor]:
     """Return the windows that a process computes, and which of their steps count: bool (windows, steps).
 
     Every process computes as many rows and steps, since the model's communication needs all of them: rows are filled up
@@ -165,9 +167,10 @@ def _share(windows: list[slice], steps: int, ranks: Ranks) -> tuple[list[slice],
         windows: the windows of a batch.
         steps: the number of tokens that each of them predicts.
         ranks: the processes.
+        shortest: the least number of steps of a span, where processes share the steps.
     """
     index, parts = ranks.rows
-    size, width = -(-len(windows) // parts), steps + -steps % ranks.steps.spans
+    size, width = -(-len(windows) // parts), ranks.steps.padded(steps, shortest)
     mine = windows[index * size : (index + 1) * size]
     counts = torch.zeros(size, width, dtype=torch.bool)
     counts[: len(mine), :steps] = True

@@ -48,6 +48,10 @@ class StepsPart(NamedTuple):
         """The number of equal spans into which the steps are cut."""
         return self._placement.spans
 
+    def padded(self, steps: int, shortest: int = 1) -> int:
+        """Return the least number of steps, at least ``steps``, whose spans are equal and have ``shortest`` or more."""
+        return steps if self.parts == 1 else self.spans * max(-(-steps // self.spans), shortest)
+
     def of(self, x: Tensor) -> Tensor:
         """Return this process's steps of x (B, T)."""
         spans = x.chunk(self.spans, 1)

@@ -53,6 +53,10 @@ def warmup(args: Sequence[str]) -> int:
         raise UserError(f"dtype: got {config.dtype!r}, expected one of {', '.join(dtypes)}")
     if (config.checkpoint is None) == (config.shape is None):
         raise UserError("checkpoint, shape: got both or neither, expected one of them")
+    of_models = ("prompts", "batches", "states_every", "capacity")
+    for name in of_models if config.checkpoint is None else ("form", "backward"):
+        if getattr(config, name) != getattr(WarmupConfig(), name):
+            raise UserError(f"{name}: got it, expected it with {'checkpoint' if name in of_models else 'shape'} alone")
     device = pick_device(config.device)
     try:
         if config.checkpoint is None:
