@@ -121,6 +121,15 @@ def test_action_of_a_sequence(model: str, V: int) -> None:
     assert error(A @ x.C + S, BACKEND.forward(x, spec).C) < (1e-6 if INTERPRETED else 1e-2)
 
 
+def test_segments_that_a_grid_does_not_hold_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tfla.backends.triton.delta_segments.MOST_PROGRAMS", 3)
+    x = {
+        n: t.to(DEVICE) for n, t in delta_problem("gdn", T=130, B=2, H=1, Hq=1, dtype=DTYPE).leaves.items() if n != "C"
+    }
+    with pytest.raises(ValueError, match="chunk_size: got 64, which makes 6 segments of 1 heads, expected at most 3"):
+        tfla.delta_rule(**x, backend="triton", kernel="segmented", chunk_size=64)  # type: ignore[call-overload]
+
+
 @pytest.mark.parametrize(
     ("model", "sizes", "message"),
     [

@@ -237,6 +237,36 @@ def test_same_bits_again() -> None:
     assert all(torch.equal(x, again[name]) for name, x in first.items())
 
 
+def test_addresses_that_descriptors_do_not_take() -> None:
+    """Tensors that begin 8 bytes behind a multiple of 16 are copied."""
+    p = delta_problem("gdn", T=70, B=1, K=64, V=64, dtype=DTYPE)
+    x, spec = inputs(p), p.spec("fused")
+
+    def moved(t: torch.Tensor) -> torch.Tensor:
+        found = torch.nn.functional.pad(t, (4, 4))[..., 4:-4]
+        assert found.data_ptr() % 16 == 8
+        return found
+
+    y = x._replace(q=moved(x.q), k=moved(x.k), v=moved(x.v))
+    assert BACKEND.unsupported(y) is None
+    assert BACKEND.forward_replay(y, spec) is None
+    dh, dC = p.dh.to(DEVICE), p.dC.to(DEVICE).float()
+    outs = [BACKEND.forward(each, spec) for each in (x, y)]
+    assert torch.equal(outs[0].h, outs[1].h)
+    grads = [
+        BACKEND.backward(each, out, g, dC, spec) for each, out, g in zip((x, y), outs, (dh, moved(dh)), strict=True)
+    ]
+    for one, other in zip(*grads, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def test_an_empty_batch_is_of_other_backends() -> None:
+    x = inputs(delta_problem("gdn", T=70, B=1, K=64, V=64, carried=False, dtype=DTYPE))
+    empty = x._replace(**{name: t[:0] for name, t in x._asdict().items() if t is not None})
+    assert BACKEND.unsupported(empty) == "it takes no empty batch"
+
+
 def test_sequences_do_not_leak() -> None:
     """With all that the second sequence is given times 8, not one bit of the others' results is another."""
     p = delta_problem("gdn", lengths=(70, 65, 1, 64), K=128, V=128, dtype=DTYPE)

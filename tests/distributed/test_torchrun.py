@@ -84,13 +84,17 @@ def test_a_killed_process_ends_the_run_and_the_same_command_continues_it(tmp_pat
     run = tmp_path / "killed"
     killed = start(tmp_path, "killed")
     wait_for_step(killed, run, 12)
+    manifest = run / "checkpoints" / "step-00000010" / "manifest.json"
+    while not manifest.exists():  # a thread writes it while training goes on
+        assert killed.poll() is None, killed.communicate()[0]
+        time.sleep(0.02)
     kill_rank(killed, 1)
     began = time.monotonic()
     output = killed.communicate(timeout=60)[0]
     assert time.monotonic() - began < 60
     assert killed.returncode != 0
     assert "tfla: error: process 0 stops, because process 1 has failed: it has died" in output, output
-    assert json.loads((run / "checkpoints" / "step-00000010" / "manifest.json").read_text())["step"] == 10
+    assert json.loads(manifest.read_text())["step"] == 10
 
     # The same command continues; when process 0 is killed too, torchrun's own restart does.
     again = start(tmp_path, "killed", "--max-restarts", "1")

@@ -181,6 +181,12 @@ def test_rows_are_the_memory_of_the_whole() -> None:
     whole, before = jax.jit(plan)([jnp.array([[1.0], [2.0]])])
     assert np.array_equal(whole, [[1], [2], [1], [2]])
     assert np.array_equal(before, [[0, 0], [0, 0], [1, 2], [2, 4]])
+    more = planning.Rows(8, 1, 2, 4), planning.Fill(8), planning.ScaledColumns(9, (1, 1), (1.0, 1.0))
+    whole, after = launches.LoweredPlan(planning.Plan((True,), (*steps, *more), (1, 9), {1: x, 9: x}))(
+        [jnp.array([[1.0], [2.0]])]
+    )
+    assert np.array_equal(whole, [[1], [2], [0], [0]])
+    assert np.array_equal(after, np.repeat(whole, 2, 1))
     again = planning.Fill(1), planning.Rows(6, 1, 0, 2), planning.Copy(6, 0)
     (whole,) = launches.LoweredPlan(planning.Plan((True,), (*steps, *again, planning.Rows(7, 1, 2, 4)), (1,), {1: x}))(
         [jnp.array([[1.0], [2.0]])]

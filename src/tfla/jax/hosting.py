@@ -63,6 +63,10 @@ def by_batch(launch: partitions.Launch, arrays: Arrays, dims: partitions.Dims | 
 
     @run.def_vmap
     def run_batched(size: int, batched: list[bool], *there: Array) -> tuple[list[Array], list[bool]]:
+        if size == 0:
+            one = [jax.ShapeDtypeStruct(x.shape[b:], x.dtype) for x, b in zip(there, batched, strict=True)]
+            found = [jnp.zeros((0, *x.shape), x.dtype) for x in jax.eval_shape(run, *one)]
+            return found, [True] * len(found)
         of_heads = [False] * len(there)  # what has no rows of a batch
         packed = False
         if dims is not None:

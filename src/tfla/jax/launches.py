@@ -165,20 +165,20 @@ class _RowsOfTensors:
     def __init__(self, steps: Sequence[Rows]) -> None:
         self.first: dict[tuple[int, int, int], int] = {}  # the number of the first tensor of the same rows
         self.numbers = {s.result: self.first.setdefault((s.source, s.start, s.stop), s.result) for s in steps}
-        self.parts: dict[int, list[int]] = {}  # of each tensor, in the order of its rows
+        self.parts: dict[int, dict[int, slice]] = {}  # of each tensor, the numbers of its rows in their order
         ends: dict[int, int] = {}
         for (source, start, stop), number in sorted(self.first.items()):
             if start != ends.get(source, 0):
                 raise NotImplementedError(f"rows {start} to {stop} of a tensor do not follow other rows of it")
             ends[source] = stop
-            self.parts.setdefault(source, []).append(number)
+            self.parts.setdefault(source, {})[number] = slice(start, stop)
 
     def number(self, n: int) -> int:
         """Return the number of the tensor that stands for tensor n."""
         return self.numbers.get(n, n)
 
     def take(self, values: dict[int, Any], step: Rows) -> None:
-        """Make the tensor of some rows, unless an earlier step has made it."""
+        """Make the tensor of some rows, unless an earlier step has made it and none has read the whole since."""
         number = self.numbers[step.result]
         if number not in values:
             values[number] = jax.lax.optimization_barrier(values[step.source][step.start : step.stop])
@@ -196,11 +196,12 @@ class _RowsOfTensors:
             NotImplementedError: the rows that were taken are not the whole tensor.
         """
         for source in self.parts.keys() & set(read):
-            parts = [values[n] for n in self.parts[source] if n in values]
-            if parts:
-                whole = jnp.concatenate(parts)
-                if whole.shape != values[source].shape:
-                    raise NotImplementedError(f"rows of shape {whole.shape} of a tensor of {values[source].shape}")
+            own = {n: values.pop(n) for n in self.parts[source] if n in values}
+            if own:
+                old = values[source]
+                whole = jnp.concatenate([own[n] if n in own else old[at] for n, at in self.parts[source].items()])
+                if whole.shape != old.shape:
+                    raise NotImplementedError(f"rows of shape {whole.shape} of a tensor of {old.shape}")
                 values[source] = whole
 
 

@@ -267,8 +267,7 @@ def gate_gradients(
         ib, it, ih, fb, ft, fh: the strides of the gates by batch row, step and head.
         BY_PAIRS: whether (B6) and (B7) are computed, else (D2).
         ROUNDING: see `pass_tiles`; read with BY_PAIRS.
-        TRUST_DECAYS: whether differences across a tile are trusted less where the tile's decay is below SMALL_DECAY,
-            for sums that stem from 16-bit inputs; read with BY_PAIRS.
+        LOW: whether the sums stem from 16-bit inputs, see `trust_differences`; read with BY_PAIRS.
     """
     segment = tl.program_id(0)
     part = tl.program_id(1)

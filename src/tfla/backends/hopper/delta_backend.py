@@ -16,7 +16,21 @@ if TYPE_CHECKING:
     from tfla.backends.triton.delta import ForwardKernels
 
 DTYPES = (torch.bfloat16, torch.float16)  # float16 in the simulator alone
+ALIGNMENT = 16  # bytes, of addresses that TMA takes
 SMALLEST_DIM, LARGEST_DQK, LARGEST_DHV = 64, 128, 256
+
+
+def _for_descriptors(x: DeltaInputs) -> DeltaInputs:
+    """Return inputs with copies of those of q, k and v whose address TMA cannot take, or the same inputs.
+
+    The address is not known where a backend is chosen for a traced call.
+    """
+    copies = {
+        name: t.clone(memory_format=torch.contiguous_format)
+        for name, t in (("q", x.q), ("k", x.k), ("v", x.v))
+        if t.data_ptr() % ALIGNMENT
+    }
+    return x._replace(**copies) if copies else x
 
 
 def _kernels() -> ForwardKernels:
@@ -44,6 +58,8 @@ class HopperDelta(TritonDelta):
             return why
         if x.q.dtype not in DTYPES:
             return f"it takes bfloat16, the inputs are {x.q.dtype}"
+        if x.q.shape[0] == 0:
+            return "it takes no empty batch"
         if x.channel_gates:
             return "it takes one gate a step"
         if x.read_key is not None:
@@ -61,13 +77,15 @@ class HopperDelta(TritonDelta):
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""
-        return self.run_forward(x, spec, _kernels())
+        return self.run_forward(_for_descriptors(x), spec, _kernels())
 
     def forward_replay(self, x: DeltaInputs, spec: DeltaSpec) -> Replay | None:
         """Return a function that replays the last `forward` on other inputs of the same signature, or None."""
         from tfla.backends.triton import delta
 
-        return None if spec.kernel == BY_SEGMENTS else delta.forward_replay(x, spec, _kernels())
+        if spec.kernel == BY_SEGMENTS or _for_descriptors(x) is not x:
+            return None
+        return delta.forward_replay(x, spec, _kernels())
 
     def backward(self, x: DeltaInputs, out: DeltaOutputs, dh: Tensor, dC: Tensor | None, spec: DeltaSpec) -> DeltaGrads:
         """Compute the gradients from the cotangents of h and of the final state."""
@@ -76,9 +94,9 @@ class HopperDelta(TritonDelta):
 
         if spec.kernel == BY_SEGMENTS:
             return super().backward(x, out, dh, dC, spec)
-        if not self._aligned(dh):
-            dh = dh.contiguous()
-        return delta.run_backward(x, out, dh, dC, spec, delta_backward.backward)
+        if not self._aligned(dh) or dh.data_ptr() % ALIGNMENT:
+            dh = dh.clone(memory_format=torch.contiguous_format)
+        return delta.run_backward(_for_descriptors(x), out, dh, dC, spec, delta_backward.backward)
 
     def steps_unsupported(self, x: DeltaStepInputs) -> str | None:
         """Return why the backend cannot run these steps, or None."""

@@ -84,7 +84,7 @@ class TritonDelta(DeltaBackend):
 
         B, T, H, V = x.v.shape
         whole = B * H * -(-V // TILE_STEPS)  # programs of the scans that share dhv
-        segments = max(1, PROGRAMS * processors(x.q.device) // whole)
+        segments = max(1, PROGRAMS * processors(x.q.device) // max(whole, 1))
         return segment_steps(max(-(-T // segments), SEGMENT_TILES * TILE_STEPS))
 
     def kernel_unsupported(self, x: DeltaInputs, kernel: str) -> str | None:

@@ -37,6 +37,7 @@ from tfla.backends.triton.precise_products import add_split_product, scaled_prod
 from tfla.backends.triton.scan_tiles import describable, load_tile, locate_scan, tile_access, wide_heads
 
 SLICE = 64  # columns of a transition that a product reads at once
+MOST_PROGRAMS = 65535  # of the second axis of a grid
 PASSED_COLUMNS = 32  # columns of dhv of a program that passes states
 
 
@@ -177,6 +178,11 @@ class Segments(NamedTuple):
         """Return a dense call with its sequences cut into segments of so many steps."""
         B, T = x.v.shape[:2]
         count = ceil_div(T, steps)
+        if B * count * x.v.shape[2] > MOST_PROGRAMS:
+            raise ValueError(
+                f"chunk_size: got {steps}, which makes {B * count} segments of {x.v.shape[2]} heads, expected at most "
+                f"{MOST_PROGRAMS} segments times heads"
+            )
         q, k, v, beta, log_f, read_key = (None if t is None else as_one_row(t) for t in x[:6])
         offsets = offsets_of(x.q.device, B, T, steps)
         return Segments(DeltaInputs(q, k, v, beta, log_f, read_key, None, None, x.C, offsets), B, count)  # type: ignore[arg-type]
@@ -195,7 +201,7 @@ def as_one_row(x: Tensor) -> Tensor:
     return x if x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # for good: a captured graph reads them
 def offsets_of(device: torch.device, batch: int, T: int, steps: int) -> Tensor:
     """Return the offsets of segments. They are copied to the device once, and not while a graph is captured."""
     starts = [row * T + at for row in range(batch) for at in range(0, T, steps)]

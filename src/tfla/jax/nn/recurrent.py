@@ -115,6 +115,8 @@ class SequenceRun(Run):
         cu_seqlens: Offsets | None, return_state: bool, context_parallel: str | None,
     ) -> None:  # fmt: skip
         super().__init__(mixer, state)
+        if document_start is not None and cu_seqlens is not None:
+            raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
         self.documents = Documents.of(x.shape[1], document_start, cu_seqlens)
         self.document_start, self.return_state, self.axis = document_start, return_state, context_parallel
         self.options = {

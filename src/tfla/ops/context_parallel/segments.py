@@ -6,6 +6,7 @@ stabilizes segments with them. Whether a process cuts its own steps into segment
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tfla.backends import Inputs
 from tfla.ops.context_parallel import exchange, own_states
-from tfla.ops.context_parallel.local import Call, Gated, Saved, of_sequences, on_device
+from tfla.ops.context_parallel.local import Call, Gated, Saved, of_sequences
 
 
 def give_max_states(x: Inputs, call: Call) -> None:
@@ -25,6 +26,12 @@ def give_max_states(x: Inputs, call: Call) -> None:
         rows.append(torch.stack(own_states.own_max(*gates.at(slice(f.start, f.stop)), m, f.begins)))
     size = call.placement.size
     exchange.finish_gather(exchange.start_gather(torch.stack(rows).double(), call.group, size), size)
+
+
+@functools.cache  # for good: a captured graph reads them
+def _places(device: torch.device, positions: tuple[int, ...]) -> Tensor:
+    """Return the places in time of spans on a device, (S,) int32."""
+    return torch.tensor(positions, dtype=torch.int32, device=device)
 
 
 class SegmentExchange(NamedTuple):
@@ -42,7 +49,7 @@ class SegmentExchange(NamedTuple):
 
     def places(self, like: Tensor) -> Tensor:
         """Return the places in time of this process's spans, (S,) int32; they are copied to a device once."""
-        return on_device(like.device, self.positions)
+        return _places(like.device, self.positions)
 
     def start(self, rows: Tensor) -> Tensor:
         """Start the collective and return its result, which only :meth:`finish` may read."""
