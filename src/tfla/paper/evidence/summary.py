@@ -102,13 +102,13 @@ def setting(found: Row) -> str:
     """Return the setting of the runs as a sentence: sizes, tokens, seeds, learning rates, device and date."""
     runs = [row["run"] for row in found["runs"]]
     shape, environment = runs[0]["shape"], found["environment"]
-    lengths = sorted({run["task"]["length"] for run in runs})
+    lengths, seeds = sorted({run["task"]["length"] for run in runs}), len({run["seed"] for run in runs})
     parts = [
         f"{shape['num_blocks']} blocks of width {shape['d_model']}, {shape['num_heads']} heads, "
         f"{_range(row['parameters'] for row in found['runs'])} parameters",
         f"{_range(run['steps'] for run in runs)} steps of {_range(run['batch_size'] for run in runs)} sequences of "
         f"{_range(lengths)} tokens",
-        f"{len({run['seed'] for run in runs})} seeds",
+        f"{seeds} seed{'s' * (seeds > 1)}",
         f"learning rates {', '.join(f'{lr:g}' for lr in sorted({run['lr'] for run in runs}))}",
         f"{environment['device']}, {environment['date']}",
     ]
