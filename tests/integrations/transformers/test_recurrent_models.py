@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
 @pytest.fixture
 def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make float64 of float32, in which models compute recurrences and norms also where they are in float64."""
+    importlib.import_module("torch._inductor.codegen.cpp")  # its tables of dtypes are made at import, by their names
     monkeypatch.setattr(torch, "float32", torch.float64)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
