@@ -495,7 +495,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"backend": "nothing"},
         ValueError,
-        "backend: got 'nothing', allowed are None and 'triton', 'hopper', 'chunkwise'",
+        "backend: got 'nothing', allowed are None and 'hopper', 'triton', 'chunkwise'",
     ),
     ({"kernel": "nothing"}, ValueError, "kernel: got 'nothing', backend 'chunkwise' has 'segmented'"),
     ({"initial_state": tfla.State.zeros(B, H, K, V, normalize=True)}, ValueError, "initial_state.n: got a tensor"),
