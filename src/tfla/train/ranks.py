@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 BEAT_SECONDS = 1.0  # between the signs of life of a process
 DEAD_SECONDS = 15.0  # without a sign of life; with the grace below less than the 30 s after which torchrun kills all
 GRACE_SECONDS = 5.0  # in which a process may report its own error, after another one has failed
-FAILED, BEAT, SAID = "failed", "beat", "said"
+LAST_SECONDS = 3.0  # for which process 0 stays, as its store may be the only one; less than the grace
+FAILED, BEAT, SAID, READ = "failed", "beat", "said", "read"
 
 
 class StepsPart(NamedTuple):
@@ -79,6 +80,7 @@ class Ranks:
         mesh: the mesh; None for one process.
         device: the device of this process.
         order: how the steps of a sequence are cut over ``cp``, see :class:`tfla.distributed.ContextParallel`.
+        failure: the process that has failed first and its message, once this process has read them.
     """
 
     rank: int = 0
@@ -90,6 +92,7 @@ class Ranks:
     store: Any = None
     said: int = 0
     order: str = CONTIGUOUS
+    failure: tuple[int, str] | None = None
 
     @property
     def first(self) -> bool:
@@ -168,13 +171,31 @@ class Ranks:
         """Raise the failure of another process as a UserError, if there is one within ``seconds``."""
         end = time.monotonic() + seconds
         while True:
-            if self.store.check([FAILED]):
-                rank, message = json.loads(self.store.get(FAILED))
-                if rank != self.rank:
-                    raise UserError(_stopped(self.rank, rank, message))
+            failure = self.find_failure(self.store)
+            if failure is not None and failure[0] != self.rank:
+                raise UserError(_stopped(self.rank, *failure))
             if time.monotonic() >= end:
                 return
             time.sleep(0.2)
+
+    def find_failure(self, store: Any) -> tuple[int, str] | None:
+        """Return the process that has failed first and its message, and tell process 0 that this one has read them."""
+        if self.failure is None and store.check([FAILED]):
+            rank, message = json.loads(store.get(FAILED))
+            store.set(f"{READ}{self.rank}", "1")
+            self.failure = rank, message
+        return self.failure
+
+    def wait_for_readers(self) -> None:
+        """Wait, on process 0, until all others have read which process has failed, for LAST_SECONDS at most.
+
+        Process 0 may hold the store, and with it the reason that the others would then not find.
+        """
+        end = time.monotonic() + LAST_SECONDS
+        keys = [f"{READ}{rank}" for rank in range(1, self.size)]
+        with suppress(RuntimeError):
+            while self.first and time.monotonic() < end and not self.store.check(keys):
+                time.sleep(0.05)
 
     def find_dead(self) -> list[int]:
         """Return the processes that give no sign of life for a few seconds."""
@@ -297,17 +318,20 @@ def _end(ranks: Ranks, error: BaseException) -> NoReturn:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun kills the process after 30 s at the latest
     message = one_line(error) if isinstance(error, Exception) else type(error).__name__
-    if _may_be_of_others(error):
-        with suppress(RuntimeError):
-            ranks.raise_failure(2 * BEAT_SECONDS)
-            dead = ranks.find_dead()
-            if dead:
-                ranks.store.compare_set(FAILED, "", json.dumps([dead[0], "it has died"]))
+    try:
+        if _may_be_of_others(error):
+            with suppress(RuntimeError):
+                ranks.raise_failure(2 * BEAT_SECONDS)
+                dead = ranks.find_dead()
+                if dead:
+                    ranks.store.compare_set(FAILED, "", json.dumps([dead[0], "it has died"]))
+                    ranks.raise_failure()
+        if not ranks.report(message):
+            with suppress(RuntimeError):
                 ranks.raise_failure()
-    if not ranks.report(message):
-        with suppress(RuntimeError):
-            ranks.raise_failure()
-    raise error
+        raise error
+    finally:
+        ranks.wait_for_readers()
 
 
 def end_process_of_group(error: UserError | SystemExit) -> None:
@@ -371,9 +395,9 @@ class _Watch(threading.Thread):
         while not self.stopped.wait(BEAT_SECONDS):
             beat += 1
             self.store.set(f"{BEAT}{rank}", str(beat))
-            if self.store.check([FAILED]):
-                number, message = json.loads(self.store.get(FAILED))
-                return number, message
+            failure = self.ranks.find_failure(self.store)
+            if failure is not None:
+                return failure
             key = f"{BEAT}{other}"
             now = self.store.get(key) if self.store.check([key]) else b""
             if now != last:
