@@ -63,10 +63,13 @@ def test_what_is_sent_grows_as_the_page_says() -> None:
 
     # States have one size whatever the length, and there are as many as sequences.
     assert cost(2**17, 1, cp=8).cp == cost(2**20, 1, cp=8).cp
-    assert cost(2**17, 4, cp=8).cp > 2 * cost(2**17, 1, cp=8).cp
-    state = Work(PAPERS, 1, 1).state_bytes
-    assert state == 4 * 8 * (128 * 257 + 2)
-    assert cost(2**17, 1, cp=8).cp == pytest.approx(24 * 2 * (3e-5 + 7 * state / 4e11))
+    # The exponential gate has two collectives in each direction.
+    sent = 8 * (2 * 8 + 4 * (128 * 257 + 3) + 4 * (128 * 256 + 3) + 4 * (128 + 3))
+    for sequences in (1, 4):
+        expected = 24 * (4 * 3e-5 + 7 * sequences * sent / 4e11)
+        assert cost(2**17, sequences, cp=8).cp == pytest.approx(expected)
+    sigmoid = step_cost(Work(replace(PAPERS, mixer="mlstm_sig"), 2**17, 1), Layout(cp=8), CLUSTER)
+    assert sigmoid.cp == pytest.approx(24 * 2 * (3e-5 + 7 * 8 * 4 * (128 * 256 + 2) / 4e11))
     # Weights arrive while a block computes, unless there is little of it.
     assert cost(8192, 64, dp_shard=8).fsdp < 0.02 * cost(8192, 64, dp_shard=8).compute
     assert cost(64, 8, dp_shard=8).fsdp > cost(64, 8, dp_shard=8).compute
@@ -167,9 +170,14 @@ def test_the_operator_alone_is_compared_with_its_share_and_one_exchange() -> Non
     ]
     forward, both = measured._exchanges({"rows": rows}, CLUSTER)
     assert (forward.gpus, forward.one, forward.several) == (2, 1e-3, 6e-4)
-    exchange = 1e-5 + 4 * 16 * (128 * 257 + 2) / 4e11
+    exchange = 1e-5 + 4 * 16 * (128 * 256 + 2) / 4e11
     assert forward.expected == pytest.approx(5e-4 + exchange)
     assert both.expected == pytest.approx(1.5e-3 + 2 * exchange)
+    exp = [row | {"name": row["name"].replace("sig", "exp")} for row in rows]
+    forward, both = measured._exchanges({"rows": exp}, CLUSTER)
+    states = 2e-5 + 16 * (2 * 8 + 4 * (128 * 257 + 3)) / 4e11
+    assert forward.expected == pytest.approx(5e-4 + states)
+    assert both.expected == pytest.approx(1.5e-3 + states + 2e-5 + 4 * 16 * (128 * 257 + 6) / 4e11)
     assert measured._exchanges(None, CLUSTER) == []
 
 

@@ -6,7 +6,8 @@ each other takes a latency and a bandwidth for each kind of link. Three things a
 - FSDP gathers the weights of a block before its forward and before its backward, and scatters its gradients. This
   overlaps with the computation of the block before, so that only what takes longer than that counts. What it copies
   between parameters and the buffers that are sent does not overlap: the copies are in the stream of the computation.
-- Context parallelism gathers one state for each sequence, head and layer, forward and backward. It does not overlap.
+- Context parallelism gathers one state for each sequence, head and layer, forward and backward, and with a normalizer
+  a smaller message before or after it. It does not overlap.
 - Tensor parallelism sums the residual stream twice in each block, forward and backward. It does not overlap.
 """
 
@@ -19,10 +20,12 @@ from functools import cached_property
 import torch
 
 from tfla.nn import LanguageModel, ModelConfig
+from tfla.ops.context_parallel.spans import row_width
 from tfla.ops.flops import TILE, backward_flops, forward_flops
 from tfla.train.memory import FLOAT32, needed
 
 BFLOAT16 = 2  # bytes of an activation
+FLOAT64 = 8
 READ_AND_WRITE = 2  # passes over memory of a copy
 ADAMW_PASSES = 8  # weights, gradient and moments read, weights and moments written, the gradient read for its norm
 
@@ -70,6 +73,22 @@ class Cluster:
         rate = self.inside.bytes_per_second if nodes == 1 else far
         latency = self.inside.seconds * math.log2(near) + self.between.seconds * math.log2(nodes)
         return latency + whole * (size - 1) / size / rate
+
+
+def exchanged(dqk: int, dhv: int, normalize: bool, backward: bool) -> tuple[int, ...]:
+    """Return the bytes that a GPU sends for a head and sequence in each collective of context parallelism.
+
+    Args:
+        dqk, dhv: the sizes of a head.
+        normalize: whether there is a normalizer, as the exponential gate has. Two max states in float64 then come
+            before the states, and the cotangents of n, of size dqk, after those of C.
+        backward: whether cotangents are sent, and not states.
+    """
+    if not normalize:
+        return (FLOAT32 * row_width(dqk, dhv, False),)
+    if backward:  # rows of cotangents have a max state, too
+        return tuple(FLOAT32 * (row_width(dqk, columns, False) + 1) for columns in (dhv, 1))
+    return 2 * FLOAT64, FLOAT32 * row_width(dqk, dhv, True)
 
 
 @dataclass(frozen=True)
@@ -130,11 +149,11 @@ class Work:
         operator = [f(TILE, *heads) / TILE for f in (forward_flops, backward_flops)]
         return (block + operator[0], 2 * block + operator[1]), (logits, 2 * logits)
 
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes of the state of one layer of one sequence, in float32."""
+    def exchanged(self, backward: bool) -> list[int]:
+        """Return the bytes that a GPU sends for a layer and sequence in each collective of context parallelism."""
         c = self.config
-        return FLOAT32 * c.num_heads * (c.qk_head_dim * (c.head_dim + 1) + 2)
+        every = exchanged(c.qk_head_dim, c.head_dim, c.mixer == "mlstm_exp", backward)
+        return [c.num_heads * x for x in every]
 
 
 @dataclass(frozen=True)
@@ -180,8 +199,12 @@ def step_cost(work: Work, layout: Layout, cluster: Cluster) -> Cost:
         # Gathered weights are copied out of a buffer, those of blocks twice, and gradients into one, once.
         fsdp += READ_AND_WRITE * (3 * blocks * block_bytes + 2 * end_bytes) / cluster.memory_rate
 
-    states = cluster.all_gather_seconds(
-        layout.cp * sequences * work.state_bytes / layout.tp, layout.cp, stride=layout.tp
+    states, cotangents = (
+        sum(
+            cluster.all_gather_seconds(layout.cp * sequences * x / layout.tp, layout.cp, stride=layout.tp)
+            for x in work.exchanged(direction)
+        )
+        for direction in (False, True)
     )
     stream = 2 * cluster.all_gather_seconds(BFLOAT16 * tokens * work.config.d_model, layout.tp)
     gathered_logits = cluster.all_gather_seconds(BFLOAT16 * tokens * work.config.vocab_size, layout.tp)
@@ -193,7 +216,7 @@ def step_cost(work: Work, layout: Layout, cluster: Cluster) -> Cost:
         compute=layout.passes * compute,
         optimizer=ADAMW_PASSES * share / cluster.memory_rate,
         fsdp=layout.passes * fsdp,
-        cp=layout.passes * blocks * (2 + again) * states,
+        cp=layout.passes * blocks * ((1 + again) * states + cotangents),
         tp=layout.passes * (blocks * 2 * (2 + again) * stream + gathered_logits) if layout.tp > 1 else 0.0,
         memory=need.state + need.activations + at_once,
     )

@@ -9,7 +9,7 @@ from tfla._util.errors import UserError
 from tfla.bench.stored import load
 from tfla.bench.suites import SUITES, Entry
 from tfla.nn import ModelConfig
-from tfla.paper.scale.costs import Cluster, Cost, Layout, Link, Work, step_cost
+from tfla.paper.scale.costs import Cluster, Cost, Layout, Link, Work, exchanged, step_cost
 
 # Of an H100 or H200 in a node of eight: NVLink 4 in one direction, and a network of 400 Gbit/s for each GPU.
 NVLINK = Link(10e-6, 450e9)
@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
     """Seconds on one GPU."""
     several: float
     expected: float
-    """Seconds of the model on as many GPUs: the share of one GPU, and the exchange of one state."""
+    """Seconds of the model on as many GPUs: the share of one GPU, and the exchange of states."""
 
 
 class Measured(NamedTuple):
@@ -166,9 +166,11 @@ def _exchanges(result: Row | None, cluster: Cluster) -> list[Exchange]:
         )  # fmt: skip
         gpus = row.get("processes", 1)
         if gpus > 1 and one is not None and "all-to-all" not in row["name"]:
-            states = 4 * row["B"] * row["H"] * (row["dqk"] * (row["dhv"] + 1) + 2)
-            directions = 2 if "backward" in row["direction"] else 1
-            exchange = directions * cluster.all_gather_seconds(gpus * states, gpus)
+            exchange = sum(
+                cluster.all_gather_seconds(gpus * row["B"] * row["H"] * x, gpus)
+                for backward in ((False, True) if "backward" in row["direction"] else (False,))
+                for x in exchanged(row["dqk"], row["dhv"], gate == ONE_GPU, backward)
+            )
             expected = one["seconds"] / gpus + exchange
             found.append(Exchange(gate, row["x"], row["direction"], gpus, one["seconds"], row["seconds"], expected))
     return found

@@ -39,7 +39,9 @@ The cost of a step is the sum of what follows. [Several GPUs](distributed.md) sa
   counts. FSDP2 copies gathered weights out of a buffer, and gradients into one, in the stream of the computation: each
   copy is a read and a write at the rate of a device copy.
 - **Context parallelism.** One all_gather of the states of all parts in each block, forward and backward: from each GPU
-  dqk (dhv + 1) + 2 numbers for a head and sequence, whatever the length. Nothing overlaps with it.
+  about dqk · dhv numbers for a head and sequence, whatever the length. The exponential gate has two each way: in the
+  forward max states come first, two numbers for a head, and in the backward the cotangents of n follow those of C, dqk
+  numbers. Nothing overlaps with them.
 - **Tensor parallelism**, within a node. Two sums of the residual stream in each block, forward and backward.
 - **Memory.** Weights, gradients and moments in float32, divided by all GPUs; two gathered blocks; and what a GPU's
   tokens save for the backward, as `tfla train` estimates it.
