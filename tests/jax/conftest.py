@@ -13,7 +13,13 @@ FLAGS = [
 ]
 
 missing = {name for name in ("jax", "flax", "optax") if importlib.util.find_spec(name) is None}
-NEED_FLAX = ["test_mixers.py", "test_model.py", "test_page.py", "test_train_example.py"]  # the last one needs optax too
+NEED_FLAX = [
+    "test_attention.py",
+    "test_mixers.py",
+    "test_model.py",
+    "test_page.py",
+    "test_train_example.py",
+]  # the last one needs optax too
 collect_ignore_glob = ["test_*.py"] if "jax" in missing else NEED_FLAX if missing else []
 
 if "jax" not in missing:

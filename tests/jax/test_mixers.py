@@ -16,28 +16,32 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import tfla.nn
-from tfla.jax.nn import LanguageModel, MixerState
+from tfla.jax.nn import KeyValues, LanguageModel, MixerState
 from tfla.nn import ModelConfig
 
 B, T = 2, 24
-LAYERS = {
-    "mamba2, gla": ("mamba2", "gla"),
-    "gated_delta_net, kda": ("gated_delta_net", "kda"),
-    "delta_net, mlstm": ("delta_net", "mlstm_exp"),
-}
+CASES: dict[str, dict[str, Any]] = {
+    "mamba2, gla": {"layers": ("mamba2", "gla")},
+    "gated_delta_net, kda": {"layers": ("gated_delta_net", "kda")},
+    "delta_net, mlstm": {"layers": ("delta_net", "mlstm_exp")},
+    "retnet, attention": {"layers": ("retnet", "attention"), "rope_base": 500.0},
+    "window and sinks": {
+        "layers": ("attention", "mlstm_sig"), "num_kv_heads": 1, "window": 7, "attention_sinks": True
+    },
+}  # fmt: skip
 
 
-def models(folder: Path, layers: tuple[str, ...], **fields: Any) -> tuple[tfla.nn.LanguageModel, LanguageModel]:
+def models(folder: Path, **fields: Any) -> tuple[tfla.nn.LanguageModel, LanguageModel]:
     """Return a model of PyTorch, whose norms and skip connections are not the constants that they start as, in both."""
     torch.manual_seed(0)
     small: dict[str, Any] = {
         "d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 50, "ffn_multiple": 16, "mamba_head_dim": 16,
         "mamba_state_dim": 8, "negative_eigenvalues": True, "chunk_size": 8,
     }  # fmt: skip
-    ours = tfla.nn.LanguageModel(ModelConfig(**small | {"layers": layers} | fields)).double()
+    ours = tfla.nn.LanguageModel(ModelConfig(**small | fields)).double()
     with torch.no_grad():
         for name, p in ours.named_parameters():
-            if "norm" in name or name.endswith((".D", "up.bias")):
+            if "norm" in name or name.endswith((".D", "up.bias", "sinks.logits")):
                 p.add_(torch.randn_like(p) * 0.1)
     ours.save_pretrained(folder)
     return ours, LanguageModel.from_pretrained(folder)
@@ -53,9 +57,9 @@ def near(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
     assert np.linalg.norm(np.asarray(found, np.float64) - expected) <= tolerance * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
-def test_logits_and_gradients_are_those_of_pytorch(tmp_path: Path, layers: tuple[str, ...]) -> None:
-    ours, model = models(tmp_path, layers)
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_logits_and_gradients_are_those_of_pytorch(tmp_path: Path, fields: dict[str, Any]) -> None:
+    ours, model = models(tmp_path, **fields)
     assert model.num_parameters() == ours.num_parameters()
     tokens = ids()
 
@@ -71,6 +75,12 @@ def test_logits_and_gradients_are_those_of_pytorch(tmp_path: Path, layers: tuple
             near(a.recurrence.C, b.recurrence.C)
             for mine, theirs in zip(a.convolution, b.convolution, strict=True):
                 near(mine, theirs)
+            assert (a.position is None) == (b.position is None)
+        elif isinstance(a, KeyValues):
+            near(a.k, b.k)
+            near(a.v, b.v)
+        for mine, theirs in ((getattr(a, name, None), getattr(b, name, None)) for name in ("position", "start")):
+            assert mine is theirs or mine.tolist() == theirs.tolist()
     expected.logsumexp(-1).sum().backward()
     found = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(grads)}
     for name, p in ours.named_parameters():
@@ -79,10 +89,10 @@ def test_logits_and_gradients_are_those_of_pytorch(tmp_path: Path, layers: tuple
             near(found[linear].T if linear in found else found[name], p.grad, 1e-8)
 
 
-@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
-def test_parts_steps_documents_and_packed_sequences(tmp_path: Path, layers: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_parts_steps_documents_and_packed_sequences(tmp_path: Path, fields: dict[str, Any]) -> None:
     """Parts of a sequence, single tokens, documents and packed sequences give the logits of the whole."""
-    _, model = models(tmp_path, layers)
+    _, model = models(tmp_path, **fields)
     run = nnx.jit(lambda model, x, state: model(x, state, return_state=True))
     tokens, cut = jnp.asarray(ids()), 14
     whole, last = run(model, tokens, model.initial_state(B))
@@ -102,6 +112,13 @@ def test_parts_steps_documents_and_packed_sequences(tmp_path: Path, layers: tupl
                                                   model.initial_state(B))[0][:, -1])  # fmt: skip
     packed = nnx.jit(lambda model, x, at, state: model(x, state, cu_seqlens=at, return_state=True))
     row, none = tokens[:1], jax.tree.map(lambda a: jnp.zeros_like(a[:1]), state)
+    for at in (jnp.array([0, cut, cut, T]), (0, cut, cut, T)):  # traced and static offsets
+        logits, ends = nnx.jit(lambda model, x, at=at: model(x, cu_seqlens=at, return_state=True))(model, row)
+        near(logits, jnp.concatenate([first[:1], alone[:1]], 1))
+        after = jax.tree.map(lambda a: a[:1], ends)
+        near(step(model, row[:, cut], after)[0], whole[:1, cut])
+    if "attention" in fields["layers"]:  # which takes no state with packed sequences
+        return
     both = jax.tree.map(lambda a, b: jnp.concatenate([a[:1], b, b]), state, none)
     # The first sequence goes on from the state, with fewer tokens than a convolution sees; an empty one follows.
     order = jnp.concatenate([row[:, cut : cut + 2], row[:, :cut]], 1)
@@ -114,7 +131,7 @@ def test_parts_steps_documents_and_packed_sequences(tmp_path: Path, layers: tupl
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_context_parallelism(tmp_path: Path) -> None:
     """Convolutions get their inputs from the device before."""
-    _, model = models(tmp_path, ("gated_delta_net", "mamba2"))
+    _, model = models(tmp_path, layers=("gated_delta_net", "mamba2", "retnet"), num_blocks=3)
     graph, weights = nnx.split(model)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
 
@@ -131,6 +148,26 @@ def test_context_parallelism(tmp_path: Path) -> None:
     near(found, expected, 1e-9)
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(last), strict=True):
         near(a, b, 1e-9)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_context_parallelism_with_documents(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Documents that start on one device and go on over the next ones give the logits of one device."""
+    _, model = models(tmp_path, **fields)
+    graph, weights = nnx.split(model)
+    devices = min(4, jax.device_count())
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+
+    def logits(weights: Any, tokens: Any, starts: Any, axis: Any = None) -> Any:
+        return nnx.merge(graph, weights)(tokens, document_start=starts, context_parallel=axis)
+
+    steps = P(None, "x")
+    run = jax.shard_map(
+        functools.partial(logits, axis="x"), mesh=mesh, in_specs=(P(), steps, steps), out_specs=steps
+    )  # fmt: skip
+    tokens, starts = jnp.asarray(ids()), jnp.zeros((B, T), bool).at[0, 3].set(True).at[0, T - 4].set(True)
+    near(jax.jit(run)(weights, tokens, starts), jax.jit(logits)(weights, tokens, starts), 1e-9)
 
 
 def test_files_go_both_ways_and_dtypes(tmp_path: Path) -> None:

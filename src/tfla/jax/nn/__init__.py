@@ -8,13 +8,15 @@ try:
 except ImportError as error:
     raise ImportError('tfla.jax.nn needs flax: pip install "tfla[jax]"') from error
 
+from tfla.jax.nn.attention import Attention, KeyValues
 from tfla.jax.nn.layers import Frozen, GatePreactivation, HeadNorm
-from tfla.jax.nn.mixers import DeltaNet, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Mamba2
+from tfla.jax.nn.mixers import DeltaNet, GatedDeltaNet, GatedLinearAttention, KimiDeltaAttention, Mamba2, Retention
 from tfla.jax.nn.mlstm import MLSTM
 from tfla.jax.nn.model import Block, LanguageModel, SwiGLU
 from tfla.jax.nn.recurrent import MixerState
 
 __all__ = [
+    "Attention",
     "Block",
     "DeltaNet",
     "Frozen",
@@ -22,10 +24,12 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinearAttention",
     "HeadNorm",
+    "KeyValues",
     "KimiDeltaAttention",
     "LanguageModel",
     "MLSTM",
     "Mamba2",
     "MixerState",
+    "Retention",
     "SwiGLU",
 ]

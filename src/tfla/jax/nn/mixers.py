@@ -1,4 +1,4 @@
-"""The recurrent mixers of the language model beside the mLSTM, as :mod:`tfla.nn.mixers` has them."""
+"""The mixers of the language model beside the mLSTM, as :mod:`tfla.nn.mixers` has them, by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from flax import nnx
 from jax import Array
 
 from tfla.jax.gates import widen
+from tfla.jax.nn.attention import Attention
 from tfla.jax.nn.layers import projection
 from tfla.jax.nn.recurrent import Options, RecurrentMixer, Run, by_heads, input_projection
+from tfla.jax.nn.rotary import rotate_both
 from tfla.nn.config import ModelConfig
 from tfla.nn.layers import input_std
 
@@ -168,6 +170,28 @@ class GatedLinearAttention(RecurrentMixer):
         return self.out_proj(_joined(self.norm(h, by_heads(self.gate_proj(x), self.head_dim))))
 
 
+class Retention(RecurrentMixer):
+    """RetNet's mixer, :class:`tfla.nn.mixers.retnet.Retention`."""
+
+    name = "retnet"
+    has_convolution = False
+    has_position = True
+
+    def add_weights(self, config: ModelConfig, options: Options) -> None:
+        """Run :meth:`RecurrentMixer.add_weights`."""
+        self.gate_proj = input_projection(config.d_model, self.num_heads * self.head_dim, options)
+        self.norm = GatedNorm(self.head_dim, config.head_norm_eps, self.param_dtype)
+
+    def mix(self, x: Array, run: Run) -> Array:
+        """Run :meth:`RecurrentMixer.mix`."""
+        q, k, v = self.queries_keys_values(x, run)
+        q, k = rotate_both(q, k, run.position())
+        head = jnp.arange(self.num_heads, dtype=jnp.promote_types(v.dtype, jnp.float32))
+        log_f = jnp.broadcast_to(jnp.log1p(-jnp.exp2(-5 - head)), v.shape[:-1])
+        h = run.linear_attention(q, k, v, log_f)
+        return self.out_proj(_joined(self.norm(h, by_heads(self.gate_proj(x), self.head_dim))))
+
+
 class Mamba2(RecurrentMixer):
     """Mamba-2's mixer, :class:`tfla.nn.mixers.mamba2.Mamba2`."""
 
@@ -203,6 +227,7 @@ def _joined(x: Array) -> Array:
     return x.reshape(*x.shape[:-2], -1)
 
 
-MIXERS: dict[str, type[RecurrentMixer]] = {
-    mixer.name: mixer for mixer in (Mamba2, GatedLinearAttention, DeltaNet, GatedDeltaNet, KimiDeltaAttention)
+MIXERS: dict[str, type[RecurrentMixer | Attention]] = {
+    mixer.name: mixer
+    for mixer in (Mamba2, Retention, GatedLinearAttention, DeltaNet, GatedDeltaNet, KimiDeltaAttention, Attention)
 }

@@ -13,6 +13,7 @@ from jax import Array
 from tfla.jax.choice import Offsets
 from tfla.jax.gates import widen
 from tfla.jax.nn import pretrained
+from tfla.jax.nn.attention import KeyValues
 from tfla.jax.nn.layers import projection, rms_norm, soft_cap
 from tfla.jax.nn.mixers import MIXERS
 from tfla.jax.nn.mlstm import MLSTM
@@ -22,7 +23,7 @@ from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import input_std, output_std
 
 # One state for each block.
-ModelState = tuple[State | MixerState, ...]
+ModelState = tuple[State | MixerState | KeyValues, ...]
 
 
 class LanguageModel(nnx.Module):
@@ -32,14 +33,14 @@ class LanguageModel(nnx.Module):
     logits.
 
     Args:
-        config: the architecture, with any mixers but "attention" and "retnet".
+        config: the architecture.
         rngs: the source of the initial weights.
         dtype: dtype of activations and of products with weights, such as bfloat16; None is that of the weights. Gates,
             norms and logits are float32 or float64 in any case.
         param_dtype: dtype of the weights.
 
     Raises:
-        TypeError, ValueError: config is not a ModelConfig, or has another mixer.
+        TypeError: config is not a ModelConfig.
     """
 
     def __init__(
@@ -178,11 +179,11 @@ class LanguageModel(nnx.Module):
         """
         return pretrained.load(cls, directory, dtype, param_dtype, overrides)
 
-    def _check_state(self, state: ModelState | None) -> tuple[State | MixerState | None, ...]:
+    def _check_state(self, state: ModelState | None) -> tuple[State | MixerState | KeyValues | None, ...]:
         """Return one state or None for each block; ValueError if there are not as many."""
         if state is None:
             return (None,) * len(self.blocks)
-        if not isinstance(state, tuple | list) or isinstance(state, State | MixerState):
+        if not isinstance(state, tuple | list) or isinstance(state, State | MixerState | KeyValues):
             raise TypeError(f"state: got {type(state).__name__}, expected a tuple with one entry a block")
         if len(state) != len(self.blocks):
             raise ValueError(f"state: got {len(state)} entries, expected one for each of the {len(self.blocks)} blocks")

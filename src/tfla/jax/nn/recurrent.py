@@ -18,7 +18,7 @@ from tfla.jax.delta.activations import log_gate
 from tfla.jax.delta.api import delta_rule
 from tfla.jax.delta.steps import delta_rule_step
 from tfla.jax.nn.layers import projection
-from tfla.jax.nn.short_convolution import Documents, ShortConvolution
+from tfla.jax.nn.short_convolution import BEFORE_ALL, Documents, ShortConvolution
 from tfla.jax.spans import of_last_device
 from tfla.jax.state import State
 from tfla.jax.steps import linear_attention_step
@@ -31,10 +31,17 @@ Options = tuple[Any, Any, nnx.Rngs]  # dtype, param_dtype and rngs
 
 
 class MixerState(NamedTuple):
-    """The state of a recurrent mixer: the operator's, and (B, conv_size - 1, channels) of each short convolution."""
+    """The state of a recurrent mixer.
+
+    Attributes:
+        recurrence: the state of the operator.
+        convolution: (B, conv_size - 1, channels) for each short convolution: its last inputs.
+        position: (B,) int32, the number of tokens of the document so far, for mixers with a rotary embedding.
+    """
 
     recurrence: State
     convolution: tuple[Array, ...] = ()
+    position: Array | None = None
 
 
 class Run:
@@ -51,6 +58,7 @@ class Run:
         self.mixer, self.state = mixer, state
         self.recurrence: State | None = None
         self.convolution: tuple[Array, ...] = ()
+        self.tokens: Array | None = None  # of the document so far, after the call
 
     def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Array]) -> list[Array]:
         """Apply each convolution to its input (..., channels), as the next token of each sequence."""
@@ -62,6 +70,13 @@ class Run:
             kept.append(convolution.last_inputs(x[:, None], before, one))
         self.convolution = tuple(kept)
         return found
+
+    def position(self) -> Array:
+        """Return the positions of the tokens within their documents: (B,), or (B, T) or (1, T) of whole sequences."""
+        assert self.state is not None
+        assert self.state.position is not None
+        self.tokens = self.state.position + 1
+        return self.state.position
 
     def linear_attention(self, q: Array, k: Array, v: Array, log_f: Array, **options: Any) -> Array:
         """Compute :func:`tfla.jax.linear_attention`."""
@@ -104,7 +119,7 @@ class Run:
 
     def new_state(self) -> MixerState | None:
         """Return the state after the call."""
-        return None if self.recurrence is None else MixerState(self.recurrence, self.convolution)
+        return None if self.recurrence is None else MixerState(self.recurrence, self.convolution, self.tokens)
 
 
 class SequenceRun(Run):
@@ -119,6 +134,7 @@ class SequenceRun(Run):
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
         self.documents = Documents.of(x.shape[1], document_start, cu_seqlens)
         self.document_start, self.return_state, self.axis = document_start, return_state, context_parallel
+        self.batch = x.shape[0]
         self.options = {
             "initial_state": None if state is None else state.recurrence,
             "cu_seqlens": cu_seqlens,
@@ -141,6 +157,17 @@ class SequenceRun(Run):
                 kept.append(last if self.axis is None else of_last_device(last, self.axis))
         self.convolution = tuple(kept)
         return found
+
+    def position(self) -> Array:
+        """Return the positions of the tokens within their documents."""
+        assert self.documents is not None
+        before = None if self.state is None else self.state.position
+        if self.axis is not None:
+            before = self._carried_tokens(self.axis, before)
+        if self.return_state:
+            tokens = self.documents.lengths(before, self.batch).astype(jnp.int32)
+            self.tokens = tokens if self.axis is None else of_last_device(tokens, self.axis)
+        return self.documents.token - self.documents.first_tokens(before)
 
     def linear_attention(self, q: Array, k: Array, v: Array, log_f: Array, **options: Any) -> Array:
         """Compute :func:`tfla.jax.linear_attention`; no state reaches the first token of a document."""
@@ -172,6 +199,18 @@ class SequenceRun(Run):
             return log_f
         starts = self.document_start.reshape(*self.document_start.shape, *[1] * (log_f.ndim - 2))
         return jnp.where(starts, CLOSED_GATE, log_f)
+
+    def _carried_tokens(self, axis: str, before: Array | None) -> Array:
+        """Return how many tokens before those of this device belong to the document that goes on there: (B,)."""
+        assert self.documents is not None
+        T, me = len(self.documents.token), jax.lax.axis_index(axis)
+        start = jnp.zeros(self.batch, jnp.int32) if before is None else -before
+        if self.documents.first is not None:  # of a document that starts on a device before
+            own = self.documents.first[:, -1]
+            every = jax.lax.all_gather(jnp.where(own < 0, BEFORE_ALL, own + me * T), axis)
+            earlier = jnp.arange(len(every))[:, None] < me
+            start = jnp.maximum(start, jnp.where(earlier, every, BEFORE_ALL).max(0))
+        return me * T - start
 
     def _from_previous(self, convolution: ShortConvolution, x: Array, before: Array | None) -> Array:
         """Return the inputs before the first token: the last ones of the device before, on the first one `before`."""
@@ -209,6 +248,7 @@ class RecurrentMixer(nnx.Module):
     name: ClassVar[str]
     has_convolution: ClassVar[bool] = True
     convolution_bias: ClassVar[bool] = False
+    has_position: ClassVar[bool] = False
 
     def __init__(
         self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = None, param_dtype: Any = jnp.float32,
@@ -269,10 +309,12 @@ class RecurrentMixer(nnx.Module):
         recurrence = State.zeros(
             batch_size, self.num_heads, self.qk_head_dim, self.head_dim, normalize=False, dtype=dtype
         )  # fmt: skip
-        return MixerState(recurrence, tuple(
+        convolution = tuple(
             jnp.zeros((batch_size, conv.size - 1, conv.weight.shape[0]), self.param_dtype)
             for conv in self._convolutions()
-        ))  # fmt: skip
+        )
+        position = jnp.zeros(batch_size, jnp.int32) if self.has_position else None
+        return MixerState(recurrence, convolution, position)
 
     def backend_of(self, names: dict[str, Any]) -> str | None:
         """Return the backend of the config where an operator has it and JAX a GPU for it, else None."""

@@ -21,6 +21,7 @@ class Documents(NamedTuple):
     first: Array | None  # (B, T) or (1, T), the first token of each token's document; None: each row is one document
     offsets: Array | None  # (sequences + 1,), of packed sequences
     sequence: Array | None  # (T,), the packed sequence of each token
+    token: Array  # (T,)
 
     @staticmethod
     def of(T: int, document_start: Array | None, cu_seqlens: Offsets | None) -> Documents:
@@ -30,11 +31,34 @@ class Documents(NamedTuple):
             offsets = jnp.asarray(cu_seqlens)
             # Empty sequences share their offset with the next one; the last of them has the token.
             sequence = jnp.clip(jnp.searchsorted(offsets, token, side="right") - 1, 0, len(offsets) - 2)
-            return Documents(offsets[sequence][None], offsets, sequence)
+            return Documents(offsets[sequence][None], offsets, sequence, token)
         if document_start is not None:
             starts = jnp.where(document_start, token, BEFORE_ALL)
-            return Documents(jax.lax.cummax(starts, axis=1), None, None)
-        return Documents(None, None, None)
+            return Documents(jax.lax.cummax(starts, axis=1), None, None, token)
+        return Documents(None, None, None, token)
+
+    def first_tokens(self, before: Array | None) -> Array:
+        """Return the index of the first token of each token's document, negative where that began before the call.
+
+        Args:
+            before: (B,), of packed sequences (sequences,), the tokens of the carried document before the call; None is
+                0.
+
+        Returns:
+            (B, T), (1, T), (B, 1) or (1, 1) int.
+        """
+        if self.sequence is not None:
+            assert self.first is not None
+            return self.first if before is None else self.first - before[self.sequence]
+        carried = jnp.zeros((1, 1), self.token.dtype) if before is None else -before[:, None]
+        return carried if self.first is None else jnp.where(self.first < 0, carried, self.first)
+
+    def lengths(self, before: Array | None, batch: int) -> Array:
+        """Return how many tokens the last document of each row, or each packed sequence, has after the call: (B,)."""
+        if self.offsets is not None:
+            lengths = self.offsets[1:] - self.offsets[:-1]
+            return lengths if before is None else lengths + before
+        return jnp.broadcast_to(len(self.token) - self.first_tokens(before)[:, -1], batch)
 
 
 class ShortConvolution(nnx.Module):
