@@ -27,7 +27,7 @@ from tfla.paper.evidence.run import EvidenceConfig
 from tfla.paper.evidence.run import run as run_experiment
 from tfla.paper.evidence.summary import groups, load
 from tfla.paper.evidence.tables import MARK, TABLES
-from tfla.paper.evidence.task import IGNORED, answers, losses_by_chunk
+from tfla.paper.evidence.task import IGNORED, answers, losses
 from tfla.paper.evidence.text import Text
 from tfla.paper.evidence.tracking import Tracking, group_table, products
 from tfla.paper.evidence.training import Run, train_and_measure
@@ -122,11 +122,13 @@ def test_chunks_give_the_answers_of_a_whole_sequence(model: str) -> None:
     found = LanguageModel(model_config(model, SMALL, 12)).double()
     ids = torch.randint(12, (3, 37), generator=generator())
     logits = found(ids)
-    assert torch.equal(answers(found, ids, 8), logits.argmax(-1))
-    for last in (1, 5, 30):
-        assert torch.equal(answers(found, ids, 8, last), logits.argmax(-1)[:, -last:])
+    for kept in (37, 80, 1000):  # one sequence at a time, two, and all
+        assert torch.equal(answers(found, ids, tokens=24, kept=kept), logits.argmax(-1))
+        for last in (1, 5, 30):
+            assert torch.equal(answers(found, ids, last, 24, kept), logits.argmax(-1)[:, -last:])
     whole = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
-    assert (losses_by_chunk(found, ids, ids, 8) - whole).norm() <= 1e-12 * whole.norm()
+    for kept in (37, 80, 1000):
+        assert (losses(found, ids, ids, 24, kept) - whole).norm() <= 1e-12 * whole.norm()
 
 
 def test_a_task_counts_right_answers() -> None:

@@ -10,7 +10,6 @@ import torch
 from tfla.nn import LanguageModel
 from tfla.paper.evidence.task import IGNORED, Batch, Row, answers
 
-CHUNK_TOKENS = 1 << 15  # that are read at once
 DEPTHS = 4  # parts of a sequence by which answers are counted
 
 
@@ -44,7 +43,7 @@ class Needle:
         rows = []
         for length in self.lengths:
             (ids, targets), depth = self._batch(sequences, length, generator)
-            found = answers(model, ids, max(self.needles, CHUNK_TOKENS // sequences), self.needles)
+            found = answers(model, ids, self.needles)
             right = (found == targets[:, -self.needles :]).double()
             by_depth = [right[depth == part] for part in range(DEPTHS)]
             rows.append(

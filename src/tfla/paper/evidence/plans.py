@@ -75,9 +75,9 @@ EXPERIMENTS = {
             models=PLAIN, lrs=(1e-2,), seeds=(0,), batch_size=16, steps=60, sequences=32,
         ),
         full=Size(
-            tasks=(Recall(keys=64, pairs=(4, 8, 16, 32), length=96),),
+            tasks=(Recall(keys=64, pairs=(4, 8, 16), length=64),),
             shapes=tuple(Shape(d_model=128, num_heads=4, state_dim=n) for n in (32, 8)),
-            models=PLAIN, lrs=(1e-2, 3e-3, 1e-3), seeds=SEEDS, batch_size=128, steps=2000, sequences=256,
+            models=PLAIN, lrs=(3e-3, 1e-3, 1e-2), seeds=SEEDS, batch_size=64, steps=10000, sequences=256,
             precision="bfloat16",
         ),
     ),
@@ -115,7 +115,7 @@ EXPERIMENTS = {
         full=Size(
             tasks=(Needle(needles=4, keys=32, length=256, lengths=tuple(2**n for n in (8, 10, 12, 14, 16, 17))),),
             shapes=(Shape(d_model=128, num_heads=4, state_dim=32),),
-            models=PLAIN, lrs=(3e-3, 1e-3), seeds=SEEDS, batch_size=64, steps=2000, sequences=16, precision="bfloat16",
+            models=PLAIN, lrs=(3e-3, 1e-3), seeds=SEEDS, batch_size=32, steps=10000, sequences=16, precision="bfloat16",
         ),
     ),
     "language": Experiment(
@@ -126,8 +126,8 @@ EXPERIMENTS = {
         ),
         full=Size(
             tasks=(Text(length=512, longest=512),),
-            shapes=(Shape(d_model=384, num_blocks=6, num_heads=6, state_dim=64),),
-            models=PLAIN, lrs=(3e-3,), seeds=SEEDS, batch_size=64, steps=4000, sequences=1024, precision="bfloat16",
+            shapes=(Shape(d_model=256, num_blocks=4, num_heads=4, state_dim=64),),
+            models=PLAIN, lrs=(3e-3,), seeds=SEEDS, batch_size=64, steps=1000, sequences=1024, precision="bfloat16",
         ),
     ),
 }  # fmt: skip

@@ -49,7 +49,7 @@ class Recall:
             count = torch.full((sequences,), pairs, device=generator.device)
             ids, targets = self._batch(count, generator)
             asked = targets != IGNORED
-            right = (answers(model, ids, self.length) == targets)[asked]
+            right = (answers(model, ids) == targets)[asked]
             rows.append({"pairs": pairs, "accuracy": right.double().mean().item()})
         return rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from tfla.nn import LanguageModel
 
 IGNORED = -100  # the target of a token after which nothing is asked
+TOKENS = 1 << 15  # that are read at once
+KEPT_TOKENS = 1 << 19  # of sequences that are read side by side
 Row = dict[str, Any]
 
 
@@ -38,35 +40,49 @@ class Task(Protocol):
         """Return what a trained model does on that many fresh sequences of each kind, in rows of numbers."""
 
 
-def answers(model: LanguageModel, ids: Tensor, chunk: int, last: int | None = None) -> Tensor:
+def answers(
+    model: LanguageModel, ids: Tensor, last: int | None = None, tokens: int = TOKENS, kept: int = KEPT_TOKENS
+) -> Tensor:
     """Return the likeliest answers after tokens, with the state carried from chunk to chunk.
 
-    Memory is that of a chunk and of the state, whatever the length: recurrent mixers read sequences of any length.
+    Memory is that of a chunk and of the states, whatever the length: recurrent mixers read sequences of any length.
+    Attention keeps keys and values of whole sequences, so that few long sequences are read side by side.
 
     Args:
         model: the model.
         ids: (B, T) int64 tokens; those of a chunk at a time are moved to the model's device.
-        chunk: the number of tokens that are read at once.
         last: the number of answers at the end that are returned; None is all.
+        tokens: the number of tokens, of all sequences that are read side by side, that are read at once.
+        kept: the number of tokens of the sequences that are read side by side.
 
     Returns:
         the answers (B, last) int64 on the device of ids.
     """
-    found = [logits.argmax(-1).to(ids.device) for logits in _logits_by_chunk(model, ids, chunk, last)]
-    return torch.cat(found, 1)
+    found = [
+        torch.cat([logits.argmax(-1).to(ids.device) for logits in _logits_by_chunk(model, part, tokens, last)], 1)
+        for part in ids.split(max(1, kept // ids.shape[1]))
+    ]
+    return torch.cat(found)
 
 
-def losses_by_chunk(model: LanguageModel, ids: Tensor, targets: Tensor, chunk: int) -> Tensor:
+def losses(model: LanguageModel, ids: Tensor, targets: Tensor, tokens: int = TOKENS, kept: int = KEPT_TOKENS) -> Tensor:
     """Return the cross-entropy (B, T) in nats of targets, read as :func:`answers` reads them, on the device of ids."""
-    parts = zip(_logits_by_chunk(model, ids, chunk, None), targets.split(chunk, 1), strict=True)
-    found = [F.cross_entropy(x.transpose(1, 2), y.to(x.device), reduction="none").to(ids.device) for x, y in parts]
-    return torch.cat(found, 1)
+    found, together = [], max(1, kept // ids.shape[1])
+    for part, right in zip(ids.split(together), targets.split(together), strict=True):
+        row, start = [], 0
+        for logits in _logits_by_chunk(model, part, tokens, None):
+            end = start + logits.shape[1]
+            asked = right[:, start:end].to(logits.device)
+            row.append(F.cross_entropy(logits.transpose(1, 2), asked, reduction="none").to(ids.device))
+            start = end
+        found.append(torch.cat(row, 1))
+    return torch.cat(found)
 
 
-def _logits_by_chunk(model: LanguageModel, ids: Tensor, chunk: int, last: int | None) -> Any:
+def _logits_by_chunk(model: LanguageModel, ids: Tensor, tokens: int, last: int | None) -> Iterator[Tensor]:
     """Yield the logits of the last tokens, of one chunk after the other."""
-    device, state, T = model.embedding.weight.device, None, ids.shape[1]
-    first = 0 if last is None else T - last
+    device, state, (B, T) = model.embedding.weight.device, None, ids.shape
+    first, chunk = 0 if last is None else T - last, max(1, tokens // B)
     with torch.no_grad():
         for start in range(0, T, chunk):
             part = ids[:, start : start + chunk].to(device)

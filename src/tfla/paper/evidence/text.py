@@ -14,11 +14,9 @@ from torch import Tensor
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel
-from tfla.paper.evidence.task import Batch, Row, losses_by_chunk
+from tfla.paper.evidence.task import Batch, Row, losses
 from tfla.train.data import FILES
 from tfla.train.tokenizer import ByteTokenizer
-
-CHUNK_TOKENS = 1 << 15  # that are read at once
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ class Text:
             raise UserError(f"length: no held-out document has {self.longest} bytes, the longest window to measure on")
         chosen = torch.tensor(places, device=stream.device)[:: max(1, len(places) // sequences)][:sequences, None]
         windows = stream[chosen + torch.arange(self.longest + 1, device=stream.device)].long()
-        chunk = max(1, CHUNK_TOKENS // len(windows))
-        bits = losses_by_chunk(model, windows[:, :-1], windows[:, 1:], chunk).double().mean(0) / math.log(2)
+        bits = losses(model, windows[:, :-1], windows[:, 1:]).double().mean(0) / math.log(2)
         rows, first, end = [], 0, max(1, self.length // 8)
         while end <= self.longest:
             rows.append({"end": end, "bits_per_byte": bits[first:end].mean().item()})
