@@ -26,6 +26,7 @@ TRAINING_ROWS = {
     "Llama, 16 heads of 128, cuDNN": "Llama, cuDNN attention",
 }
 MAMBA_ROWS = {"tfla mamba_chunk_scan_combined": "tfla", "Mamba-2": "mamba_ssm"}
+SPEED_JAX = {"PyTorch": "tfla, mLSTMexp, from PyTorch", "JAX": "tfla, mLSTMexp, from JAX"}
 SPEED_DELTA = ("Gated DeltaNet, 32 × 128 × 128", "KDA, 32 × 128 × 128")
 DELTA_COLUMNS = {"fla": "flash-linear-attention", "tfla": "**tfla**"}
 STEPS, BATCH = 8192, 5
@@ -55,21 +56,31 @@ def _cells(forward: Row, both: Row) -> list[str]:
 def speed(results: dict[str, Row]) -> str:
     """Return the table of Figure 4's setup at 8,192 steps: milliseconds, ratios to the roofline and memory in GiB.
 
-    The delta rule stands below the mLSTM, with the GPU in its label where it is another one.
+    JAX beside PyTorch and the delta rule stand below, with the GPU in their labels where it is another one.
     """
     body = []
+    devices = {suite: result["environment"]["device"] for suite, result in results.items()}
     for name, label in SPEED_ROWS.items():
         forward, both = (_find(results["fig4"], name, STEPS, direction) for direction in (FORWARD, BOTH))
         body.append([label, *_cells(forward, both)])
-    first, second = (results[suite]["environment"]["device"].split()[1] for suite in ("fig4", "delta"))
-    where = "" if first == second else f", on an {second}"
+    where = {
+        suite: "" if device.split()[1] == devices["fig4"].split()[1] else f", on an {device.split()[1]}"
+        for suite, device in devices.items()
+    }
+    timed = results["jax"]["rows"] if "jax" in results else []
+    shown = {"form": "exp", "dqk": 128, "dhv": 256, "x": STEPS}
+    from_jax = {(r["name"], r.get("direction")): r for r in timed if shown.items() <= r.items()}
+    for name, label in SPEED_JAX.items():
+        if (name, BOTH) in from_jax:
+            found = [from_jax.get((name, direction), {}) for direction in (FORWARD, BOTH)]
+            body.append([f"**{label}{where['jax']}**", *_cells(*found)])
     rows = {(r.get("group"), r["name"], r["direction"]): r for r in results["delta"]["rows"] if r.get("x") == STEPS}
     for group in SPEED_DELTA:
         for name, label in reversed(DELTA_COLUMNS.items()):
             found = [rows.get((group, name, direction), {}) for direction in (FORWARD, BOTH)]
             if any(found):
                 bold = "**" * label.startswith("**")
-                body.append([f"{bold}{label.strip('*')}, {group}{where}{bold}", *_cells(*found)])
+                body.append([f"{bold}{label.strip('*')}, {group}{where['delta']}{bold}", *_cells(*found)])
     return table(["", "forward, ms", "forward + backward, ms", "memory, GiB"], body)
 
 
