@@ -145,9 +145,9 @@ def _refused(group: dist.ProcessGroup, *, mixer: str, case: str) -> None:
         ("mamba2", "zigzag", "x: got a span of 2 steps with context parallelism, expected at least 3"),
         ("mamba2", "short", "x: got a span of 2 steps with context parallelism, expected at least 3"),
         ("mamba2", "odd", "x: got T = 5, expected an even number of steps with order 'zigzag' and no lengths"),
-        ("retnet", "state", "state: got one with context parallelism, expected neither state nor return_state"),
+        ("retnet", "state", "state, return_state: got one of them with context parallelism, expected neither"),
         ("attention", "odd", "x: got T = 5, expected an even number of steps with order 'zigzag' and no lengths"),
-        ("attention", "state", "state: got one, or return_state, expected neither with context_parallel in attention"),
+        ("attention", "state", "state, return_state: got one with context_parallel, expected neither in attention"),
     ],
 )
 def test_what_cannot_be_shared_is_named(pool: Pool, mixer: str, case: str, message: str) -> None:

@@ -118,7 +118,7 @@ def test_packed_sequences_have_a_state_each(mixer: str, make_model: Make, close:
 
 def test_attention_takes_no_state_of_packed_sequences(make_model: Make, ids: Tensor) -> None:
     model = make_model("attention")
-    with pytest.raises(ValueError, match="cu_seqlens: got it with a state"):
+    with pytest.raises(ValueError, match="cu_seqlens, state: got both"):
         model(ids[:1], model.initial_state(1), cu_seqlens=torch.tensor([0, 19]))
 
 

@@ -207,7 +207,7 @@ def test_a_decoder_replaces_and_moves_sequences(case: str, close: Close, ids: Te
     close(second[1], alone[1, 8:14])
     close(second[2], alone[0, 5:11])
     if case in ("grouped attention", "hybrid with attention"):  # a window's cache holds fewer tokens
-        with pytest.raises(ValueError, match=r"^ids: got token 15 of a sequence, expected at most 14"):
+        with pytest.raises(ValueError, match=r"^ids: got token number 15 of a sequence, expected at most 14"):
             decoder.step(ids[[0, 0, 0], 0])
         with pytest.raises(ValueError, match=r"^capacity: got 19, expected at least 20"):
             Decoder(model, model(ids, return_state=True)[1], capacity=19)

@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         step([0, 1])
     with pytest.raises(ValueError, match=r"state\[1\]: got 2 rows, expected 3 as in state\[0\]"):
         step(two, (pool[0], model.initial_state(2)[1]))
-    with pytest.raises(ValueError, match="state_indices: got them without a state"):
+    with pytest.raises(ValueError, match="state_indices: got rows without a state"):
         model.hidden(tokens(2, 5), state_indices=two)
     with pytest.raises(ValueError, match="state_indices: got them while gradients are recorded"):
         model.hidden(tokens(2, 5), pool, state_indices=two, return_state=True)
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         decoder.step(ids)
     with pytest.raises(ValueError, match="ids: got 2 sequences, expected at most 1, the largest of batches"):
         decoder.step(ids, two)
-    with pytest.raises(ValueError, match="state_indices: got them, expected None for a Decoder without batches"):
+    with pytest.raises(ValueError, match="state_indices: got rows of a pool, expected None for a Decoder"):
         Decoder(model, pool).step(tokens(3), torch.arange(3))
 
 

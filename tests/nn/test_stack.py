@@ -490,7 +490,7 @@ PACKED = pack_sequence([torch.zeros(n, INPUT) for n in (4, 2)])
             "document_start: got device meta, expected that of input, cpu",
             {"document_start": torch.zeros(4, 2, dtype=torch.bool, device="meta")},
         ),
-        ("lengths: got them, expected None", {"input": torch.zeros(4, INPUT), "lengths": torch.tensor([4])}),
+        ("lengths: got a tensor, expected None", {"input": torch.zeros(4, INPUT), "lengths": torch.tensor([4])}),
         (r"lengths: got shape \(4,\), expected \(2,\)", {"lengths": torch.tensor([4] * 4)}),
         ("document_start: got a tensor of torch.float32", {"document_start": torch.zeros(4, 2)}),
         (r"document_start: got shape \(2, 4\), expected \(4, 2\)", {"document_start": torch.zeros(2, 4).bool()}),

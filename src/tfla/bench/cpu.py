@@ -1,4 +1,4 @@
-"""The command `tfla bench cpu`, which times the operator on this machine's CPU, attention and mlstm_kernels.
+"""The command `tfla bench cpu`, which times the operator on this machine's CPU, beside attention and mlstm_kernels.
 
 Each time is compared with the roofline at the rate of a matrix product. All implementations are timed in turn in one
 run, so that a slow moment of the machine affects all of them.

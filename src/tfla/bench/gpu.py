@@ -131,7 +131,7 @@ class Run:
         return replace(self.config.sampling, patience=min(self.config.patience, max(0.1, SAMPLING_SHARE * share)))
 
     def sampling_together(self) -> Sampling:
-        """Return a sampling by numbers alone, since processes that wait for each other must make as many calls."""
+        """Return a sampling with a fixed number of calls, as processes need that wait for each other in every call."""
         return replace(
             self.config.sampling, repeats=min(self.config.repeats, self.suite.samples_together),
             warmup=min(self.config.warmup, 2), patience=math.inf, sustained=0.0,

@@ -12,7 +12,7 @@ from tfla.bench.gpu import NOT_RUN
 from tfla.bench.options import GpuBench
 
 Row = dict[str, Any]
-# The rows of rooflines, and the implementations whose they are.
+# The name of each row of rooflines, and a pattern of the implementations that it bounds.
 ROOFLINES = {
     "roofline of mLSTMsig": re.compile("tfla mLSTMsig"),
     "roofline of mLSTMexp": re.compile("tfla mLSTMexp"),

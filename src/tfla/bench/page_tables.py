@@ -96,7 +96,7 @@ def training(results: dict[str, Row]) -> str:
 
 
 def mamba(results: dict[str, Row]) -> str:
-    """Return the table of Mamba-2's shape by length: milliseconds, and how many times as long the other takes."""
+    """Return the table of Mamba-2's shape by length: milliseconds, and how many times as long mamba_ssm takes."""
     result = results["mamba"]
     xs = sorted({row["x"] for row in result["rows"] if "x" in row})
     at = [(x, direction) for direction in (FORWARD, BOTH) for x in xs]

@@ -1,4 +1,4 @@
-"""The operator on several GPUs that share the steps of a sequence: context parallelism, and what others do instead."""
+"""The operator on several GPUs that share the steps of a sequence: context parallelism, and all-to-alls."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ def _swapped(x: Tensor, to_heads: bool) -> Tensor:
 def all_to_all(problem: Problem, gate: Literal["exp", "sigmoid"]) -> Work:
     """Return a call of `tfla.mlstm` on all steps of this process's share of the heads.
 
-    That is how others run a recurrence on parts of a sequence. T are the steps of all processes. Two all-to-alls give
-    each process its heads of q, k and v, which share a message, and of the gates; a third one gives h back.
+    Libraries without context parallelism for a recurrence run it so on parts of a sequence. T are the steps of all
+    processes. Two all-to-alls give each process its heads of q, k and v, which share a message, and of the gates; a
+    third one gives h back.
     """
     sizes = problem.dqk, problem.dqk, problem.dhv
 

@@ -33,8 +33,8 @@ def step(
 ) -> Work:
     """Return a training step of this process's part of a batch: random tokens, one document a sequence.
 
-    Weights are in float32, under autocast to the problem's dtype. "allocated_bytes" of the facts is the most that this
-    process has held on its GPU, weights and the optimizer's states included.
+    Weights are in float32, under autocast to the problem's dtype. "allocated_bytes" among the facts of the result is
+    the most that this process has held on its GPU, weights and the optimizer's states included.
 
     Args:
         problem: B are the sequences of all processes together.
@@ -47,7 +47,7 @@ def step(
         passes: the parts of a batch whose gradients are accumulated.
         reduce_each_pass: whether FSDP2 reduces gradients after each of them, or once.
         dtypes: the dtypes of FSDP2's `MixedPrecisionPolicy` by name, such as "reduce_dtype"; None is float32.
-        profile: also profile a step: "streams" of the facts is its :func:`tfla.bench.stream_profile.summary`.
+        profile: also profile a step: "streams" among the facts is its :func:`tfla.bench.stream_profile.summary`.
         options: further options of :func:`tfla.distributed.parallelize`.
 
     Raises:

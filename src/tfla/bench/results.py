@@ -55,7 +55,7 @@ def read(path: Path) -> Row:
 
 
 def _renamed(x: Any, names: dict[str, str]) -> Any:
-    """Return an object with other names of its keys, in its order; what is no object as it is."""
+    """Return a JSON object with other names of its keys, in its order; return a value that is no object as it is."""
     return {names.get(key, key): value for key, value in x.items()} if isinstance(x, dict) else x
 
 

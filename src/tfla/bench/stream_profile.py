@@ -40,7 +40,7 @@ def length(spans: Sequence[Span]) -> float:
 
 
 def summary(kernels: Sequence[Kernel]) -> dict[str, Any]:
-    """Return what the kernels of one call say of it, in seconds.
+    """Return how long the kernels of one call compute, send and leave the GPU idle, in seconds.
 
     Returns:
         "seconds" from the first start to the last end, "computing" and "sending" (whenever any kernel of that kind

@@ -204,7 +204,7 @@ def _delta() -> list[Entry]:
             Entry("fla", "tfla.bench.delta:fla_chunk", options, needs="fla", form=model, xs=(8192, TOKENS)),
         ]
         packed = [replace(entry, xs=(2048,)) for entry in _packed(entries)]
-        if model == "gdn":  # whose choice is another backend on Hopper
+        if model == "gdn":  # on Hopper the library chooses another backend than Triton's for it
             entries.insert(1, replace(entries[0], name="tfla, triton fused", options=options | {"backend": "triton"}))
         made += _with((*entries, *packed), heads, _delta_group(name, heads))
     return made
@@ -264,7 +264,7 @@ def _trained_together(gpus: int, **options: Any) -> list[Entry]:
 
 
 WITHOUT_RESHARD = {"reshard_after_forward": False}
-# What FSDP2 can do otherwise, by a name of each.
+# Options of FSDP2 to compare, by the name of each variant.
 VARIANTS: dict[str, dict[str, Any]] = {
     "FSDP": {},
     "weights kept": WITHOUT_RESHARD,

@@ -65,7 +65,7 @@ def ask_together(pool: WorkerPool, name: str, count: int, job: Row, limit: float
                     rows[futures[future]] = future.result()
                 elif not isinstance(error, WorkerDied):
                     raise error
-                elif failed is None and not (killed and rows):  # not one that was killed for another's error
+                elif failed is None and not (killed and rows):  # a process that was killed here is not the cause
                     failed = error
             if failed is not None or any("error" in row for found in rows.values() for row in found):
                 end = min(end, time.monotonic() + GRACE_SECONDS)
@@ -77,7 +77,7 @@ def ask_together(pool: WorkerPool, name: str, count: int, job: Row, limit: float
     if failed is not None or broken:
         for each in names:
             pool.dismiss(each)
-    if failed is not None:  # the others' errors are then that they miss it
+    if failed is not None:  # the errors of the others only say that this process is gone
         raise failed
     if broken:
         yield broken[0]

@@ -339,7 +339,8 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> No
 class _Embedding(RowwiseParallel):
     """The style of an embedding, whose vocabulary is split, with an output that is complete.
 
-    That of RowwiseParallel is an AsyncCollectiveTensor: as the input of a compiled block, its gradient would be wrong.
+    The output of RowwiseParallel is an AsyncCollectiveTensor. As the input of a compiled block it would get a wrong
+    gradient.
     """
 
     @staticmethod
@@ -350,14 +351,14 @@ class _Embedding(RowwiseParallel):
 
 
 class _LocalStyle(ParallelStyle):
-    """A style with the same placement for a module's parameters, and another for its one input and its output.
+    """A style with one placement for a module's parameters, and one for its input and its output.
 
     Input and output are plain tensors. They are local parts, so that nothing is communicated.
     """
 
     parameters: Placement
     activations: Placement
-    of_output: Placement | None = None  # of the gradient of the output; None is that of the output
+    of_output: Placement | None = None  # the placement of the output's gradient; None is the output's own
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, self.parameters)
@@ -389,7 +390,7 @@ class _Replicated(_LocalStyle):
 
 
 class _Repeated(_Replicated):
-    """The same for a projection that the heads of every process read: its gradient is the sum of theirs."""
+    """The style of a projection whose output the heads of every process read: its gradient is the sum of theirs."""
 
     of_output = Partial()
 
@@ -411,7 +412,7 @@ class _ReadLocally(ParallelStyle):
 
 
 class _HeadsReadLocally(_ReadLocally):
-    """The same for parameters whose first dimension belongs to heads."""
+    """The style of :class:`_ReadLocally` for parameters whose first dimension belongs to heads."""
 
     parameters = Shard(0)
 

@@ -159,7 +159,7 @@ def step_by_sequence(
         state: the state before the steps.
         lengths: (B,) or None, as operators for several steps take them.
         in_place: whether to overwrite C of the state.
-        state_indices: (B,) or None, the rows of the state, then a pool, as operators take them.
+        state_indices: (B,), the row of each sequence in ``state``, which is then a pool; None where it is none.
         options: its other options.
 
     Returns:
@@ -222,5 +222,5 @@ def _zero(like: State) -> State:
 
 
 def _joined(states: Sequence[State]) -> State:
-    """Return the states of sequences in one."""
+    """Return one state that holds the states of several sequences."""
     return State(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*states, strict=True)))  # type: ignore[arg-type]

@@ -99,12 +99,17 @@ class Decoder:
         if self.batches is not None:
             return self._step_rows(ids, state_indices, self.batches)
         if state_indices is not None:
-            raise ValueError("state_indices: got them, expected None for a Decoder without batches, which has no pool")
+            raise ValueError(
+                "state_indices: got rows of a pool, expected None for a Decoder without batches, which has no pool"
+            )
         if len(ids) != self.batch:
             raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected ({self.batch},): one for each sequence")
         if self.capacity is not None:
             if max(self._used) >= self.capacity:
-                raise ValueError(f"ids: got token {self.capacity + 1} of a sequence, expected at most {self.capacity}")
+                raise ValueError(
+                    f"ids: got token number {self.capacity + 1} of a sequence, expected at most {self.capacity}, "
+                    "the capacity of this Decoder"
+                )
             self._used = [used + 1 for used in self._used]
         if self._graph is None:
             logits, self.state = self.model.step(ids, self.state)

@@ -17,12 +17,13 @@ from tfla.ops.checks import LONGEST_STEPS
 
 @dataclass(frozen=True)
 class NGram:
-    """Proposals that continue the last place in the text so far which ends in the same tokens as the text.
+    """Proposals copied from the text so far: what followed the last place where its latest tokens occurred before.
 
-    It costs no model, and pays where texts repeat themselves: code, quotations, answers about a document.
+    They need no second model, and are often right where texts repeat themselves: code, quotations, answers about a
+    document.
 
     Args:
-        n: the largest number of last tokens that are looked up; fewer of them are where so many have not occurred.
+        n: how many of the latest tokens are looked up. Where these n have not occurred before, fewer are looked up.
 
     Raises:
         TypeError, ValueError: n is no int or below 1.
@@ -45,8 +46,8 @@ class Draft(Protocol):
             length: (B,) int64, how many tokens of each row are text.
 
         Returns:
-            tokens (B, K) int64, and the probabilities (B, K, vocab_size) with which they were drawn; None where no
-            other tokens could have been.
+            tokens (B, K) int64, and the probabilities (B, K, vocab_size) with which they were drawn; None where the
+            proposals are not random.
         """
 
     def accept(self, steps: Tensor, lengths: Tensor) -> None:
@@ -61,8 +62,8 @@ class Lookup:
 
     def propose(self, text: Tensor, length: Tensor) -> tuple[Tensor, None]:
         """Run :meth:`Draft.propose`; where the last token has not occurred before, it is repeated."""
-        end = torch.arange(text.shape[1], device=text.device)  # the last token of a place in the text
-        equal = torch.zeros_like(text)  # how many tokens up to a place equal the last ones of the text
+        end = torch.arange(text.shape[1], device=text.device)  # the index of the last token of every candidate place
+        equal = torch.zeros_like(text)  # how many tokens up to `end` equal the latest tokens of the text
         so_far = torch.ones_like(text, dtype=torch.bool)
         for back in range(self.n):
             last = text.gather(1, (length[:, None] - 1 - back).clamp(min=0))
@@ -70,11 +71,11 @@ class Lookup:
             so_far = so_far & (before == last) & (end >= back)
             equal += so_far
         earlier = end < length[:, None] - 1
-        # The longest match, and among equally long ones the last place.
+        # The longest match is taken, and the last one of several that are equally long.
         score = torch.where(earlier, equal * text.shape[1] + end, -1)
         best, place = score.max(1)
         place = torch.where(best >= text.shape[1], place, length - 1)
-        # Where the text ends before the proposals do, it goes on as it did after the place.
+        # Proposals that would lie past the end of the text repeat those from the place on, with this period.
         period = (length - 1 - place).clamp(min=1)
         ahead = torch.arange(self.count, device=text.device)
         source = torch.where(
@@ -83,7 +84,7 @@ class Lookup:
         return text.gather(1, source), None
 
     def accept(self, steps: Tensor, lengths: Tensor) -> None:
-        """Run :meth:`Draft.accept`; the text is all that there is."""
+        """Run :meth:`Draft.accept`, which has nothing to do here: a lookup has no state but the text."""
 
 
 class ModelDraft:

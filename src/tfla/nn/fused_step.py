@@ -31,7 +31,8 @@ SUPPORTED_MODULES = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactiv
 def unsupported(model: LanguageModel, state: ModelState, batch: int | None = None) -> str | None:
     """Return why :class:`FusedStep` cannot replace the model's own step, or None if it can.
 
-    The batch is the number of sequences of a step; None is that of the state, which else is a pool.
+    `batch` is the number of sequences of a step, whose states are rows of the pool `state`. Where it is None, each row
+    of `state` is a sequence.
 
     A model with forward hooks or with modules of other types keeps its own step.
     """
@@ -76,7 +77,7 @@ class TileConfig:
     stages: int
 
 
-# Chosen by these counts, without measurements.
+# Chosen so that the conditions above hold; no other sizes have been measured.
 TILES = {
     "mixer_inputs": TileConfig(rows=32, columns=128, stages=5),
     "add_product": TileConfig(rows=32, columns=256, stages=5),
@@ -117,7 +118,7 @@ class FusedStep:
         Args:
             ids: (B,) int64.
             state: the state before the token. Its C is overwritten.
-            state_indices: (B,), the rows of the sequences in the state, which then is a pool; None is no pool.
+            state_indices: (B,), the row of each sequence in ``state``, which is then a pool; None is no pool.
 
         Returns:
             logits (B, vocab_size) float32, which the next call overwrites, and the new state.

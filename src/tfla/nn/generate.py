@@ -63,7 +63,7 @@ def generate(
 
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed. The
-            call itself raises it, not the first token.
+            call itself raises it, before the iteration starts.
         ValueError: the logits of a sequence are not finite, because weights or a state are not. It is raised in place
             of the first token. For a later token it is raised in its place on a CPU, and on a GPU with ``stop_token``;
             on a GPU without ``stop_token`` it is raised once the host has read the flag, without a synchronization,

@@ -92,7 +92,7 @@ class SequenceMixer(nn.Module, ABC):
             x: (B, d_model), any float dtype.
             state: the state before the token.
             in_place: whether the layer may overwrite the tensors of ``state``.
-            rows: the rows of ``state``, then a pool, that the sequences have. The layer overwrites them.
+            rows: the row of each sequence in ``state``, which is then a pool. The layer overwrites these rows.
 
         Returns:
             the mixed token (B, d_model) and the state after it, or the pool.
@@ -107,14 +107,14 @@ class SequenceMixer(nn.Module, ABC):
         Args:
             x: (B, T, d_model), any float dtype, T from 1 to 32.
             state: the state before the tokens.
-            in_place: whether the layer may overwrite the tensors of ``state`` when tokens are accepted, and places in
-                them that no token has.
-            rows: the rows of ``state``, then a pool, that the sequences have. The layer overwrites them when tokens are
-                accepted.
+            in_place: whether the layer may overwrite the tensors of ``state`` when tokens are accepted, and unused
+                places of its caches before.
+            rows: the row of each sequence in ``state``, which is then a pool. The layer overwrites these rows when
+                tokens are accepted.
 
         Returns:
-            the mixed tokens (B, T, d_model), and the function that returns the state after the first ``lengths`` (B,)
-            int of them, which may be called once.
+            the mixed tokens (B, T, d_model), and a function that may be called once: from ``lengths`` (B,) int, how
+            many tokens of each sequence are accepted, to the state after these tokens.
         """
 
     @abstractmethod
@@ -168,13 +168,13 @@ class LowRankProjection(nn.Module):
 def input_std(d_model: int) -> float:
     """Return sqrt(2 / (5 d_model)), the initial standard deviation of all weights that read the residual stream.
 
-    The embedding and the unembedding have the same.
+    The embedding and the unembedding are drawn with the same deviation.
     """
     return math.sqrt(2 / (5 * d_model))
 
 
 def output_std(d_model: int, num_blocks: int) -> float:
-    """Return 2 / (num_blocks sqrt(d_model)), the same for projections that add to the residual stream."""
+    """Return 2 / (num_blocks sqrt(d_model)), the initial standard deviation of projections into the residual stream."""
     return 2 / (num_blocks * math.sqrt(d_model))
 
 

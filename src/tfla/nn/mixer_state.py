@@ -92,7 +92,7 @@ class MixerState(NamedTuple):
         return [*self.convolution, *([] if self.position is None else [self.position])]
 
     def _each(self, fn: Callable[[Tensor], Tensor]) -> MixerState:
-        """Return the state of fn of each tensor."""
+        """Return a state whose tensors are fn of the tensors of this one."""
         recurrence = State(*(None if t is None else fn(t) for t in self.recurrence))  # type: ignore[arg-type]
         position = None if self.position is None else fn(self.position)
         return MixerState(recurrence, tuple(map(fn, self.convolution)), position)

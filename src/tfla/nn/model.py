@@ -120,14 +120,15 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, ModelState, list[ModelState]]:
         """Read prompts, and return the states after every so many tokens too, for a cache of prefixes.
 
-        Each token is computed once. The recurrences run in parts of ``states_every`` tokens, so that on a GPU these
-        should be some hundred; all else runs over whole prompts.
+        Each token is computed once. The recurrences run over ``states_every`` tokens at a time, which on a GPU should
+        be a few hundred; all else runs over whole prompts.
 
         Args:
             ids: (B, T) int64 tokens, T >= 1.
             state: the state before the first token, as :meth:`forward` takes it.
             states_every: the number of tokens n between two states.
-            state_indices: (B,), as in :meth:`hidden`: the rows of ``state``, then a pool, which are overwritten.
+            state_indices: (B,), as in :meth:`hidden`: the row of each sequence in ``state``, which is then a pool.
+                These rows are overwritten.
 
         Returns:
             the residual stream (B, T, d_model) after the last block; the state after the last token, or the pool;
@@ -259,8 +260,8 @@ class LanguageModel(nn.Module):
             state: the state before the tokens.
             in_place: let recurrent mixers overwrite C of ``state``, as :func:`tfla.mlstm_step` does. The old state must
                 not be used afterwards.
-            state_indices: (B,), as in :meth:`hidden`: the rows of ``state``, then a pool. They are overwritten where
-                they are, and the pool is returned.
+            state_indices: (B,), as in :meth:`hidden`: the row of each sequence in ``state``, which is then a pool.
+                These rows are overwritten in place, and the pool is returned.
 
         Returns:
             logits (B, vocab_size), equal to those of :meth:`forward`, and the new state.
@@ -291,8 +292,8 @@ class LanguageModel(nn.Module):
             state: the state before the tokens.
             in_place: let mixers overwrite ``state`` when tokens are accepted. Until then it stays as it is, but for
                 places of caches that hold no token.
-            state_indices: (B,), as in :meth:`hidden`: the rows of ``state``, then a pool, which are overwritten when
-                tokens are accepted.
+            state_indices: (B,), as in :meth:`hidden`: the row of each sequence in ``state``, which is then a pool.
+                These rows are overwritten when tokens are accepted.
 
         Returns:
             logits (B, T, vocab_size), equal to those of :meth:`forward`, and a function that may be called once: from

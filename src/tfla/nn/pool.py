@@ -28,7 +28,7 @@ def find_rows(pool: ModelState | None, indices: Tensor, sequences: int) -> PoolR
         TypeError, ValueError: the indices do not fit, there is no pool, or a block has a state that is none.
     """
     if pool is None:
-        raise ValueError("state_indices: got them without a state, expected the pool in which they are rows")
+        raise ValueError("state_indices: got rows without a state, expected the pool that has these rows as state")
     first = check_pool(pool)
     check_state_indices(indices, sequences, first)
     return PoolRows(checked(indices, first), first.C.shape[0])

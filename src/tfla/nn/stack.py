@@ -314,7 +314,7 @@ class MLSTMStack(nn.Module):
                 )
             self._check_states(state, self._num_sequences(input, data), data)
         if lengths is not None and (packed or data.dim() == 2):
-            raise ValueError("lengths: got them, expected None for a single sequence and for a PackedSequence")
+            raise ValueError("lengths: got a tensor, expected None for a single sequence and for a PackedSequence")
         if document_start is not None:
             if not isinstance(document_start, Tensor) or document_start.dtype != torch.bool:
                 raise TypeError(f"document_start: got {describe(document_start)}, expected a bool tensor")

@@ -1,4 +1,4 @@
-"""The compilation of what a model needs, before the first request comes."""
+"""The compilation of the kernels that a model needs, before the first request comes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def warmup(
     states_every: int | None = None,
     capacity: int | None = None,
 ) -> Warmup:
-    """Compile what prefills and decoding steps of a model need, by calls with tokens that mean nothing.
+    """Compile what prefills and decoding steps of a model need, by calls with arbitrary tokens.
 
     Triton compiles a kernel for each set of head dims, dtypes and options at the first call, which takes seconds, and
     keeps it on the disk for later processes. Kernels of other lengths are mostly the same; segments are chosen by

@@ -34,12 +34,13 @@ def token_losses(
 
     Args:
         model: ids -> logits, such as a LanguageModel.
-        windows: (B, T + 1) int64. The memory is empty at the start of a row.
+        windows: (B, T + 1) int64. Every row starts from the initial state.
         bos: the token that starts a document.
         reset: how the model learns where documents start: "gate" closes the forget gate there, "cu_seqlens" packs them
             as sequences.
         steps: this process's part of the steps of the rows. With cu_seqlens the rows are cut as one sequence.
-        device: the device of the model; None is that of the windows, which is better the CPU for cu_seqlens.
+        device: the device of the model; None is that of the windows. With cu_seqlens, windows on the CPU cost no
+            synchronization.
         recompute_logits: whether the logits of a part of the tokens at a time are held, and computed again in the
             backward; the model is then a LanguageModel.
 
@@ -118,7 +119,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     ranks: Ranks = ONE_PROCESS,
 ) -> Evaluation:
-    """Evaluate a model on the held-out windows, each from empty memory. The windows are the same every time.
+    """Evaluate a model on the held-out windows, each from the initial state. The windows are the same every time.
 
     The processes of a run share the windows of a batch, and get the same result.
 

@@ -19,7 +19,7 @@ class Recurrence(NamedTuple):
         name: the name of the recurrence in the field.
         forward: the function that replaces the layer's forward, or None.
         functions: by the global name under which the layer's forward calls it, the function that it calls instead.
-        wrappers: the same, but a function from the original to what is called instead.
+        wrappers: by the same kind of name, a function that makes from the original what is called instead.
     """
 
     name: str

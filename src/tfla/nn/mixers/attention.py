@@ -133,17 +133,17 @@ class Attention(SequenceMixer):
         """
         if self.context_parallel is not None:
             if state is not None or return_state:
-                raise ValueError("state: got one, or return_state, expected neither with context_parallel in attention")
+                raise ValueError("state, return_state: got one with context_parallel, expected neither in attention")
             return self._forward_part(x, document_start, cu_seqlens), None
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, q)
             if state is not None:
-                raise ValueError("cu_seqlens: got it with a state, expected no state in attention")
+                raise ValueError("cu_seqlens, state: got both, expected at most one of them in attention")
         if state is not None:
             check_state(state, k)
             if state.length is not None:
-                raise ValueError("state: got one with room for more tokens, expected one that forward has returned")
+                raise ValueError("state: got a cache with room for more tokens, expected one that forward has returned")
         documents = Documents(x, document_start, cu_seqlens)
         before = None if state is None else state.tokens()
         # Positions count from the document's start, so that its place in a batch changes no digit.

@@ -52,7 +52,7 @@ class ContextPart:
         return found
 
     def carried_length(self, length: Tensor, started: Tensor) -> list[Tensor]:
-        """Return how many tokens the document that goes on in each span has before it: (B,) int64 each.
+        """Return for each span how many tokens its first document has before the span: a list of (B,) int64.
 
         Args:
             length: (spans, B) int64, the tokens of the last document of each span, all of them if none starts there.

@@ -17,8 +17,9 @@ class DecayParameters(nn.Module):
 
     Args:
         heads: number of heads.
-        channels: number of biases of each head, for gates by channel; None is one without a dimension of its own.
-        rates: exp(A_log) is drawn uniformly from this range at first.
+        channels: number of biases of each head, for gates by channel; None is one bias without that
+            dimension.
+        rates: the range from which the initial exp(A_log) is drawn uniformly.
     """
 
     def __init__(self, heads: int, channels: int | None = None, rates: tuple[float, float] = (1.0, 16.0)) -> None:

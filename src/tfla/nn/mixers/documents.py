@@ -9,7 +9,7 @@ BEFORE_ALL = -(2**31)  # the start of a document that began before the call, whe
 
 
 class Documents:
-    """The first tokens of the documents of a call, said by ``document_start``, by ``cu_seqlens``, or by neither.
+    """The first tokens of the documents of a call, given by ``document_start``, by ``cu_seqlens``, or by neither.
 
     Args:
         x: (B, T, ...), from which the number of tokens and the device are read.

@@ -89,7 +89,7 @@ class SequencePass(Pass):
         self.part = None if group is None else ContextPart(group, x.shape[1])
         if self.part is not None:
             if state is not None or return_state:
-                raise ValueError("state: got one with context parallelism, expected neither state nor return_state")
+                raise ValueError("state, return_state: got one of them with context parallelism, expected neither")
             if cu_seqlens is not None:
                 document_start, cu_seqlens = self.part.document_start(cu_seqlens, x.device), None
         if cu_seqlens is not None:
@@ -164,7 +164,7 @@ class SequencePass(Pass):
         """Run :meth:`Pass.delta_rule`."""
         options: dict[str, Any] = {"normalize_qk": True, "beta_activation": beta_activation}
         if self.documents.document_start is not None:
-            # A gate is closed after its activation, which the operator would apply.
+            # Only an activated gate can be closed, so that the activation is applied here, not by the operator.
             log_f = beta.new_zeros(beta.shape, dtype=torch.float32) if f is None else f
             if f is not None and decay is not None:
                 log_f = log_gate(f, "softplus", *decay, 0.0)

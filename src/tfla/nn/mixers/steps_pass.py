@@ -30,7 +30,7 @@ class StepsPass(Pass):
         state: the state before the tokens.
         count: the number of tokens, T.
         in_place: whether :meth:`accept` overwrites the C of the recurrence.
-        rows: the rows of the state, then a pool, that :meth:`accept` overwrites.
+        rows: the row of each sequence in ``state``, which is then a pool, whose rows :meth:`accept` overwrites.
     """
 
     def __init__(

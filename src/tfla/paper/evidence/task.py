@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 class Batch(NamedTuple):
-    """Sequences, and what the model has to say after each of their tokens."""
+    """Sequences, and the token that the model has to predict after each of their tokens."""
 
     ids: Tensor
     """(B, T) int64 tokens."""

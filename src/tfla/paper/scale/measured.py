@@ -14,7 +14,7 @@ from tfla.paper.scale.costs import Cluster, Cost, Layout, Link, Work, exchanged,
 # Of an H100 or H200 in a node of eight: NVLink 4 in one direction, and a network of 400 Gbit/s for each GPU.
 NVLINK = Link(10e-6, 450e9)
 NETWORK = Link(20e-6, 50e9)
-# Where a run of two GPUs has measured one GPU as well, it is that.
+# Suites whose step on one GPU is the baseline: those that also ran on two GPUs, or else the one for a single GPU.
 TOGETHER, ALONE = ("train_parallel", "train_long"), "train"
 OPERATOR = "context_parallel"
 ONE_GPU = "tfla mLSTMexp"

@@ -80,7 +80,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def limit(forecast: Any, flops: float) -> tuple[float, str]:
-    """Return the share of a step that its computation takes without any of it again, and what takes most of the rest.
+    """Return the share of a step that its computation takes, recomputation apart, and what takes most of the rest.
 
     Args:
         forecast: the layout and its cost.
