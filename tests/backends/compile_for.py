@@ -291,7 +291,7 @@ def other_lengths(found: dict[str, dict[str, Any]], *case: str) -> None:
 
 def model_step(gate: str, dqk: str, dhv: str, dtype: str, *variant: str) -> None:
     """The fused step of a model, without the step of its recurrence."""
-    batch = 8 if "several" in variant else 1
+    batch = {"several": 8, "many": 64}[variant[0]] if variant else 1
     config = ModelConfig(
         d_model=H * int(dhv), qk_factor=int(dqk) / int(dhv), num_blocks=1, num_heads=H, vocab_size=50_304,
         mixer=f"mlstm_{gate[:3]}",  # type: ignore[arg-type]

@@ -70,7 +70,9 @@ CASES = {
     "model": [
         "exp,256,512,bfloat16",
         "exp,256,512,bfloat16,several",
+        "exp,256,512,float16,many",
         "sigmoid,128,256,float32,several",
+        "sigmoid,128,256,float32,many",
     ],
     "delta": [
         "gdn,128,128,bfloat16,packed,state",

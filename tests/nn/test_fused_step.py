@@ -12,6 +12,7 @@ import torch
 from tfla.backends.gpu.runtime import INTERPRETED
 from tfla.nn import LanguageModel, fused_step
 from tfla.nn.fused_step import FusedStep, unsupported
+from tfla.nn.step_tiles import choose_tiles
 
 Make = Callable[..., LanguageModel]
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -21,6 +22,12 @@ CASES: dict[str, dict[str, Any]] = {
     "sig, RMSNorm": {"mixer": "mlstm_sig", "head_norm": "rms", **SMALL},
     "odd sizes": {"mixer": "mlstm_exp", **SMALL, "d_model": 18, "num_heads": 3},
     "several tiles": {"mixer": "mlstm_exp", **SMALL, "d_model": 80, "vocab_size": 70},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "rows": {"rows": 16, "columns": 32, "splits": 1, "swapped": False},
+    "swapped": {"rows": 32, "columns": 32, "splits": 1, "swapped": True},
+    "splits": {"rows": 16, "columns": 32, "splits": 2, "swapped": False},
+    "swapped splits": {"rows": 16, "columns": 32, "splits": 4, "swapped": True},
 }
 
 runs = pytest.mark.skipif(
@@ -32,13 +39,25 @@ runs = pytest.mark.skipif(
 @pytest.mark.gpu
 @pytest.mark.interpreter
 @torch.no_grad()
-@pytest.mark.parametrize(("case", "batch"), [*((case, batch) for case in CASES for batch in (1, 5)), ("exp", 16)])
+@pytest.mark.parametrize(
+    ("case", "batch", "layout"),
+    [
+        *((case, 1, "rows") for case in CASES),
+        *zip(CASES, (5,) * 4, LAYOUTS, strict=True),
+        ("odd sizes", 5, "rows"),
+        ("several tiles", 5, "splits"),
+        ("exp", 16, "swapped splits"),
+        ("exp", 17, "swapped"),
+        ("exp", 33, "rows"),
+    ],
+)
 def test_steps_are_those_of_the_model(
-    monkeypatch: pytest.MonkeyPatch, make_model: Make, close: Callable, case: str, batch: int
+    monkeypatch: pytest.MonkeyPatch, make_model: Make, close: Callable, case: str, batch: int, layout: str
 ) -> None:
     """Kernels for several sequences run through the columns in blocks, here of 16."""
-    tiles = {name: replace(tile, rows=16, columns=32) for name, tile in fused_step.TILES.items()}
-    monkeypatch.setattr(fused_step, "TILES", tiles)
+    height, tiles = choose_tiles(batch, 80, 4)
+    small = {name: replace(tile, **LAYOUTS[layout]) for name, tile in tiles.items()}
+    monkeypatch.setattr(fused_step, "choose_tiles", lambda *_: (height, small))
     model = make_model(dtype=torch.float32, **CASES[case]).to(DEVICE)
     tokens = torch.arange(2 * batch, device=DEVICE).view(batch, 2) % 23
     state = model.initial_state(batch)
@@ -48,6 +67,27 @@ def test_steps_are_those_of_the_model(
         logits, state = step(token, state)
         found.append(logits.clone())
     close(torch.stack(found, 1), model(tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [2, 16, 20, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_of_tensor_cores_are_as_exact_as_those_of_the_model(
+    make_model: Make, batch: int, dtype: torch.dtype
+) -> None:
+    model = make_model(dtype=dtype, d_model=528, num_heads=3, vocab_size=1000).cuda()
+    ids, state = torch.arange(batch, device="cuda"), model.initial_state(batch)
+    truth = make_model(dtype=torch.float64, d_model=528, num_heads=3, vocab_size=1000).cuda()
+    truth.load_state_dict(model.state_dict())
+    expected = truth(ids[:, None])[:, 0]
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits - expected).norm() / expected.norm())
+
+    fused, own = FusedStep(model, batch)(ids, model.initial_state(batch))[0], model.step(ids, state)[0]
+    assert error(fused) <= 1.25 * error(own) + 1e-4
 
 
 @runs
@@ -82,9 +122,9 @@ def test_unsupported_models_keep_their_own_step(make_model: Make) -> None:
     def make(mixer: str = "mlstm_exp", **fields: Any) -> LanguageModel:
         return make_model(mixer, dtype=torch.float32, **fields).to(DEVICE)
 
-    assert why(make(), batch=16) is None
-    assert why(make(), batch=17) == "it is for mLSTMs and up to 16 sequences"
-    assert why(make("attention")) == "it is for mLSTMs and up to 16 sequences"
+    assert why(make(), batch=64) is None
+    assert why(make(), batch=65) == "it is for mLSTMs and up to 64 sequences"
+    assert why(make("attention")) == "it is for mLSTMs and up to 64 sequences"
     assert unsupported(make(), make().initial_state(99), 3) is None
     assert why(make().double()) == "it takes no weights of torch.float64"
     watched = make()

@@ -7,7 +7,6 @@ The kernels and their equations are in :mod:`tfla.nn.step_kernels` for one seque
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +17,12 @@ from tfla.backends.gpu.runtime import INSTALLED, INTERPRETED
 from tfla.nn.layers import GatePreactivation, HeadNorm, Projection
 from tfla.nn.mixers.mlstm import MLSTM
 from tfla.nn.model import Block, LanguageModel, ModelState
+from tfla.nn.step_tiles import MAX_BATCH, choose_tiles
 from tfla.ops.autocast import autocast_dtype
 from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
 
 MAX_COLUMNS = 16_384  # of a weight matrix, since one program loads a whole row
-MAX_BATCH = 16  # sequences, since they are the rows of one tile of tensor cores
 # The modules that the kernels implement.
 SUPPORTED_MODULES = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactivation, HeadNorm)
 
@@ -61,31 +60,6 @@ def unsupported(model: LanguageModel, state: ModelState, batch: int | None = Non
     return None
 
 
-@dataclass(frozen=True)
-class TileConfig:
-    """The tiles of a kernel for several sequences.
-
-    Attributes:
-        rows: rows of the weight matrix that a program computes.
-        columns: columns that it reads at a time, of weights of two bytes.
-        stages: blocks of columns that are on their way or in use. All programs of a launch should fit on the device at
-            once, with some 64 KiB of weights on their way to each multiprocessor.
-    """
-
-    rows: int
-    columns: int
-    stages: int
-
-
-# Chosen so that the conditions above hold; no other sizes have been measured.
-TILES = {
-    "mixer_inputs": TileConfig(rows=32, columns=128, stages=5),
-    "add_product": TileConfig(rows=32, columns=256, stages=5),
-    "swiglu": TileConfig(rows=32, columns=128, stages=4),
-    "logits": TileConfig(rows=32, columns=128, stages=5),
-}
-
-
 class FusedStep:
     """A callable that computes ``model.step(ids, state, in_place=True)`` for a few sequences.
 
@@ -97,6 +71,7 @@ class FusedStep:
     """
 
     def __init__(self, model: LanguageModel, batch: int = 1) -> None:
+        from tfla.backends.gpu.config import architecture
         from tfla.nn import batched_step_kernels, step_kernels
 
         self.model, self.batch = model, batch
@@ -109,6 +84,11 @@ class FusedStep:
         self.gates = weight.new_empty(2, batch, self.H, dtype=torch.float32)
         self.mixed, self.inner = weight.new_empty(batch, self.D), weight.new_empty(batch, self.hidden)
         self.out = weight.new_empty(batch, config.vocab_size, dtype=torch.float32)
+        self.tokens, self.tiles = choose_tiles(batch, architecture(weight.device), weight.element_size())
+        # For several sequences: x times the weight of the next norm, and sums of squares of x by program.
+        self.weighted = weight.new_empty(batch, self.D)
+        most = max(self._parts("output"), self._parts("down"))
+        self.squares = weight.new_empty(most, self.tokens, dtype=torch.float32)
 
     def __call__(
         self, ids: Tensor, state: ModelState, state_indices: Tensor | None = None
@@ -124,27 +104,56 @@ class FusedStep:
             logits (B, vocab_size) float32, which the next call overwrites, and the new state.
         """
         model = self.model
-        x = F.embedding(ids, model.embedding.weight)
+        norms = [block.mixer_norm.weight for block in model.blocks] + [model.norm.weight]
+        x = self._embed(ids, norms[0])
         options: dict[str, Any] = {"in_place": True} if state_indices is None else {"state_indices": state_indices}
-        new = tuple(self._block(block, x, before, options) for block, before in zip(model.blocks, state, strict=True))  # type: ignore[arg-type]
+        new = tuple(
+            self._block(block, x, norms[number], norms[number + 1], before, options)  # type: ignore[arg-type]
+            for number, (block, before) in enumerate(zip(model.blocks, state, strict=True))
+        )
         # (7) soft-capped logits
         self._launch(
-            "logits", [model.config.vocab_size], self.D,
-            x, model.norm.weight, self.eps, model.unembedding.weight, model.config.logit_soft_cap, self.out,
+            "logits", "logits", [model.config.vocab_size], self.D,
+            *self._normed(x, norms[-1]), self.eps, model.unembedding.weight, model.config.logit_soft_cap, self.out,
+            after="down",
         )  # fmt: skip
         return self.out, new
 
-    def _block(self, block: Block, x: Tensor, state: State, options: dict[str, Any]) -> State:
-        """Add a block's output to x (B, d_model) in place and return its new state; options are of the operator."""
+    def _embed(self, ids: Tensor, norm: Tensor) -> Tensor:
+        """Return x (B, d_model) of the tokens; for several sequences with what its norm needs."""
+        table = self.model.embedding.weight
+        if self.batch == 1:
+            return F.embedding(ids, table)
+        x = torch.empty_like(self.weighted)
+        parts = self._parts("down")
+        self.kernels.embed[(self.batch,)](
+            ids.contiguous(), table, norm, x, self.weighted, self.squares, D=self.D, BD=power_of_two(self.D),
+            TOKENS=self.tokens, PARTS=parts, BP=power_of_two(parts), num_warps=4,
+        )  # fmt: skip
+        return x
+
+    def _block(
+        self, block: Block, x: Tensor, norm: Tensor, next_norm: Tensor, state: State, options: dict[str, Any]
+    ) -> State:
+        """Add a block's output to x (B, d_model) in place and return its new state.
+
+        Args:
+            block: the block.
+            x: the residual stream.
+            norm: the weight (d_model,) of the norm before the mixer.
+            next_norm: the weight (d_model,) of the norm after the block.
+            state: the state before the token.
+            options: the arguments of the operator beside its inputs.
+        """
         mixer, ffn = block.mixer, block.ffn
         assert isinstance(mixer, MLSTM)
         B, D, DQ, H = self.batch, self.D, self.DQ, self.H
         # (1)-(3) RMSNorm, q, k, v, o and the gates
         self._launch(
-            "mixer_inputs", [H, H, DQ, DQ, D, D], D,
-            x, block.mixer_norm.weight, self.eps, mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight,
+            "mixer_inputs", "mixer_inputs", [H, H, DQ, DQ, D, D], D,
+            *self._normed(x, norm), self.eps, mixer.q_proj.weight, mixer.k_proj.weight, mixer.v_proj.weight,
             mixer.output_gate.weight, mixer.input_gate.weight, mixer.input_gate.bias, mixer.forget_gate.weight,
-            mixer.forget_gate.bias, self.cap, self.qkvo, self.gates, DQ=DQ, DV=D, H=H,
+            mixer.forget_gate.bias, self.cap, self.qkvo, self.gates, after="down", DQ=DQ, DV=D, H=H,
         )  # fmt: skip
         q, k, v, o = self.qkvo.split([B * DQ, B * DQ, B * D, B * D])
         h, new = mlstm_step(
@@ -152,31 +161,63 @@ class FusedStep:
             input_gate=mixer.input_gate_kind, **options,
         )  # fmt: skip
         # (4) x <- x + W_out (sigmoid(o) * NORM(h))
-        norm, d = mixer.head_norm, mixer.head_dim
+        head_norm, d = mixer.head_norm, mixer.head_dim
         self.gated_heads[(B * H,)](
-            h, o, norm.weight, norm.eps, self.mixed,
-            D=d, BD=power_of_two(d), H=H, LAYER=norm.kind == "layer", num_warps=4,
+            h, o, head_norm.weight, head_norm.eps, self.mixed,
+            D=d, BD=power_of_two(d), H=H, LAYER=head_norm.kind == "layer", num_warps=4,
         )  # fmt: skip
-        self._launch("add_product", [D], D, mixer.out_proj.weight, self.mixed, x)
+        ffn_norm = block.ffn_norm.weight
+        self._add_product("output", mixer.out_proj.weight, self.mixed, x, ffn_norm)
         # (5), (6) x <- x + W_down (silu(W_gate z) * W_up z) for z = RMSNorm(x)
         self._launch(
-            "swiglu", [self.hidden], D,
-            x, block.ffn_norm.weight, self.eps, ffn.gate_proj.weight, ffn.up_proj.weight, self.inner,
+            "swiglu", "swiglu", [self.hidden], D,
+            *self._normed(x, ffn_norm), self.eps, ffn.gate_proj.weight, ffn.up_proj.weight, self.inner, after="output",
         )  # fmt: skip
-        self._launch("add_product", [D], self.hidden, ffn.down_proj.weight, self.inner, x)
+        self._add_product("down", ffn.down_proj.weight, self.inner, x, next_norm)
         return new
 
-    def _launch(self, kernel: str, rows: Sequence[int], columns: int, *operands: Any, **constants: int) -> None:
-        """Launch a kernel for products with matrices of so many rows each, and so many columns."""
+    def _normed(self, x: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what kernels need of x and the weight of its norm."""
+        return (x, norm) if self.batch == 1 else (self.weighted, self.squares)
+
+    def _add_product(self, name: str, weight: Tensor, z: Tensor, x: Tensor, norm: Tensor) -> None:
+        """Add W z to x (B, d_model) in place; ``norm`` is the weight of the norm that comes next."""
+        prepared = () if self.batch == 1 else (norm, self.weighted, self.squares)
+        self._launch("add_product", name, [self.D], z.shape[1], weight, z, x, *prepared)
+
+    def _parts(self, name: str) -> int:
+        """Return the number of programs of a launch of add_product."""
+        return -(-self.D // self.tiles[name].rows)
+
+    def _launch(
+        self, kernel: str, name: str, rows: Sequence[int], columns: int, *operands: Any, after: str = "",
+        **constants: int,
+    ) -> None:  # fmt: skip
+        """Launch a kernel for products with matrices.
+
+        Args:
+            kernel: the kernel.
+            name: the name of the launch in TILES.
+            rows: the rows of each matrix.
+            columns: the columns of the matrices.
+            operands: the arguments of the kernel.
+            after: the name of the launch of add_product, if the kernel normalizes its result.
+            constants: more constants of the kernel.
+        """
         if self.batch == 1:
             constants |= {"BD": power_of_two(columns), "num_warps": _warps(columns)}
         else:
-            tile = TILES[kernel]
+            tile = self.tiles[name]
+            if after:
+                constants |= {"PARTS": self._parts(after), "BP": power_of_two(self._parts(after))}
             if len(rows) == 1:
                 constants["N"] = rows[0]
             rows = [-(-each // tile.rows) for each in rows]
-            block = 2 * tile.columns // self.qkvo.element_size()
-            constants |= {"BATCH": self.batch, "ROWS": tile.rows, "BK": block, "num_stages": tile.stages}
+            constants |= {
+                "BATCH": self.batch, "TOKENS": self.tokens, "ROWS": tile.rows, "SPLITS": tile.splits,
+                "BK": 2 * tile.columns // self.qkvo.element_size(), "SWAPPED": tile.swapped,
+                "num_stages": tile.stages, "num_warps": tile.warps,
+            }  # fmt: skip
         getattr(self.kernels, kernel)[(sum(rows),)](*operands, D=columns, **constants)
 
 
