@@ -187,7 +187,7 @@ def compute_errors(cases: list[Case]) -> list[Errors]:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
-        norm = Ranks(size=dist.get_world_size()).clip_gradients(model.parameters(), torch.inf)
+        norm = Ranks(size=dist.get_world_size()).clip_gradients(model.parameters(), torch.inf).item()
         every = torch.stack([g.norm() for g in gradients.values()]).norm()
         assert abs(norm / float(every) - 1) < 1e-5
         distributed = relative_errors((mean / dist.get_world_size(), gradients), expected)

@@ -34,4 +34,4 @@ def test_monitoring_the_gates_takes_one_graph_more():
     monitor, counter = InputGateMonitor(model), torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled(model, counter)(torch.randint(0, 20, (2, 9)))
     assert counter.frame_count == 3  # in the first block, the monitor has no value yet
-    assert monitor.take() == pytest.approx(15 * torch.tensor(-10 / 15).tanh().item(), rel=1e-5)
+    assert monitor.take().item() == pytest.approx(15 * torch.tensor(-10 / 15).tanh().item(), rel=1e-5)

@@ -98,11 +98,12 @@ def update(
 
     def run(windows: Tensor) -> float:
         parts = windows.chunk(passes)
-        loss, norm = clipped_gradients(model, losses, parts, recipe.clip, ranks, reduce_each_pass)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise RuntimeError(f"loss {loss}, gradient norm {norm}: a step that fails is no measure of one")
+        read = clipped_gradients(model, losses, parts, recipe.clip, ranks, reduce_each_pass).reading()
         adamw.step()
         adamw.zero_grad()  # only weights and moments are kept between steps
+        loss, norm = read()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise RuntimeError(f"loss {loss}, gradient norm {norm}: a step that fails is no measure of one")
         return loss
 
     return run

@@ -314,12 +314,15 @@ class _Training:
         index, parts = self.ranks.rows
         micro_batches = self.batches(self.step).split(config.micro_batch_size)
         micro_batches = [rows.chunk(parts)[index] for rows in micro_batches]
-        loss, norm = clipped_gradients(
+        clipped = clipped_gradients(
             self.model, self._losses, micro_batches, config.optim.clip, self.ranks, config.parallel.reduce_each_pass
         )
         gate = self.input_gates.take()
+        read = clipped.reading(*([] if gate is None else [gate]))
+        self.optimizer.step()  # enqueued before the host waits, so that no device waits for the host
+        loss, norm, *largest = read()
         gathered = self.ranks.gather(
-            [loss, -math.inf if gate is None else gate, float(stop[0] if stop else 0), peak_memory(self.device)]
+            [loss, *(largest or [-math.inf]), float(stop[0] if stop else 0), peak_memory(self.device)]
         )
         losses, gates, signals, peaks = zip(*gathered, strict=True)
         loss = math.fsum(losses) / len(losses)
@@ -328,7 +331,6 @@ class _Training:
                 f"step {self.step + 1}: loss {loss}, gradient norm {norm}: training has failed; "
                 f"try a lower optim.lr. {self.checkpoints.last_good()}"
             )
-        self.optimizer.step()
         self.step += 1
 
         seconds = time.perf_counter() - started
@@ -486,7 +488,7 @@ def compiled(model: LanguageModel, backend: Any = "inductor") -> LanguageModel:
 class InputGateMonitor:
     """A record of the largest input-gate pre-activation, taken by forward hooks.
 
-    Nothing synchronizes with the device before :meth:`take`.
+    Nothing synchronizes with the device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -500,7 +502,7 @@ class InputGateMonitor:
         largest = output.detach().amax()
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
-    def take(self) -> float | None:
+    def take(self) -> Tensor | None:
         """Return the largest value since the last call, and forget it; None for a model without input gates."""
         largest, self.largest = self.largest, None
-        return None if largest is None else largest.item()
+        return largest

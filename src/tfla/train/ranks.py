@@ -135,18 +135,18 @@ class Ranks:
         return json.loads(self.store.get(key))
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Return the values of every process, by rank."""
+        """Return the values of every process, by rank. They are sent by gloo, so that no process waits for its GPU."""
         if self.size == 1:
             return [values]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
+        mine = torch.tensor(values, dtype=torch.float64)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(every, mine)
         return torch.stack(every).tolist()
 
-    def clip_gradients(self, parameters: Iterable[Tensor], clip: float) -> float:
+    def clip_gradients(self, parameters: Iterable[Tensor], clip: float) -> Tensor:
         """Scale the gradients in place so that the norm of all of them is at most ``clip``; return the norm before."""
         if self.size == 1:
-            return torch.nn.utils.clip_grad_norm_(parameters, clip).item()
+            return torch.nn.utils.clip_grad_norm_(parameters, clip)
         from torch.distributed.tensor import DTensor  # its import takes a second
 
         gradients = [placed_as_its_parameter(p) for p in parameters if p.grad is not None]
@@ -158,7 +158,7 @@ class Ranks:
         dist.all_reduce(square)
         norm = square.sqrt()
         torch._foreach_mul_(local, (clip / (norm + 1e-6)).clamp(max=1.0).to(torch.float32))
-        return norm.item()
+        return norm
 
     def report(self, message: str) -> bool:
         """Tell the other processes that this one has failed; return whether it is the first to do so."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tfla._util.errors import UserError
 from tfla.train.config import Optim
 from tfla.train.ranks import ONE_PROCESS, Ranks, placed_as_its_parameter
+from tfla.train.reading import Reading
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -40,6 +41,29 @@ def optimizer(model: nn.Module, config: Optim) -> torch.optim.AdamW:
     return LocalAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
+class Clipped(NamedTuple):
+    """The losses and the norm of the gradients of an update, on the device that computes them."""
+
+    means: tuple[Tensor, ...]
+    """The mean loss of each micro-batch of this process."""
+    norm: Tensor
+    """The norm of all gradients before clipping."""
+
+    def reading(self, *more: Tensor) -> Callable[[], tuple[float, ...]]:
+        """Return the function that waits for the mean loss, the norm and further numbers, and returns them.
+
+        It does not wait for what is enqueued after this call, such as the update of the weights: a host that enqueues
+        that first keeps its lead over the device.
+        """
+        reading = Reading([*self.means, self.norm, *more])
+
+        def read() -> tuple[float, ...]:
+            values, count = reading.read(), len(self.means)
+            return math.fsum(values[:count]) / count, *values[count:]
+
+        return read
+
+
 def clipped_gradients(
     model: nn.Module,
     losses: Callable[[Tensor], Tensor],
@@ -47,7 +71,7 @@ def clipped_gradients(
     clip: float,
     ranks: Ranks = ONE_PROCESS,
     reduce_each_pass: bool = True,
-) -> tuple[float, float]:
+) -> Clipped:
     """Set the gradients of the parameters to those of a batch's mean loss, clipped to a norm of ``clip``.
 
     Args:
@@ -59,7 +83,7 @@ def clipped_gradients(
         reduce_each_pass: whether FSDP2 reduces gradients after the backward of each part, or after the last one alone.
 
     Returns:
-        the mean loss of this process, and the norm before clipping.
+        the losses of this process, and the norm before clipping.
     """
     model.zero_grad()
     means, fsdp = [], cast(Any, model)
@@ -69,8 +93,7 @@ def clipped_gradients(
         mean = losses(windows).mean()
         (mean / len(micro_batches)).backward()
         means.append(mean.detach())
-    norm = ranks.clip_gradients(model.parameters(), clip)  # enqueued before the device is waited for
-    return math.fsum(mean.item() for mean in means) / len(means), norm
+    return Clipped(tuple(means), ranks.clip_gradients(model.parameters(), clip))
 
 
 class Schedule:
