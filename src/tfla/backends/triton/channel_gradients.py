@@ -43,13 +43,14 @@ from tfla.backends.triton.channel_decays import (
     load_exponents,
     sums_from_middle,
 )
-from tfla.backends.triton.scan_tiles import key_addresses, locate_tile
+from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
     from tfla.backends.triton.channel_tiles import Operands
 
 
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def channel_gradients(
     Q, K, R, F, beta, cu, leveled, dO, dV, E, states, cotangents, dQ, dK, dR, dF, dbeta, scale,

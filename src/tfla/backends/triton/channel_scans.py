@@ -27,12 +27,14 @@ from tfla.backends.triton.scan_tiles import (
     locate_scan,
     store_tile,
     tile_access,
+    without_unknown_options,
 )
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
 
 
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H"])
 def channel_h_scan(
     Q, R, K, V, P, X, decays, cu, Out, E, states, state_in, state_out,
@@ -112,6 +114,7 @@ def channel_h_scan(
         tl.store(state_out + state_at, S, mask=inside)
 
 
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H"])
 def channel_dv_scan(
     Q, R, K, dO, P, X, decays, cu, Out, cotangents, state_in, state_out,

@@ -38,12 +38,13 @@ from tfla.backends.triton.channel_decays import (
 )
 from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
-from tfla.backends.triton.scan_tiles import key_addresses, locate_tile
+from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
 
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
 
 
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def decay_operands(
     Q, K, R, F, beta, cu, Qa, Ra, Kw, P, X, decays, leveled, scale,

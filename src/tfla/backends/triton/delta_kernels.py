@@ -73,6 +73,7 @@ from tfla.backends.triton.scan_tiles import (
     touch_tile,
     wait_for_mma,
     wide_heads,
+    without_unknown_options,
 )
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ def solve_tiles(
         tl.store(to, Xs.to(X.dtype.element_ty), (r < steps)[:, None])
 
 
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def delta_h_scan(
     Q, K, R, V, X, beta, gates, cu, Out, E, state_in, state_out, scale,
@@ -259,6 +261,7 @@ def delta_h_scan(
         tl.store(state_out + state_at, S, mask=inside)
 
 
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def delta_dv_scan(
     Q, K, R, DO, X, E, beta, gates, cu, Out, dots, state_in, state_out, scale,
@@ -330,6 +333,7 @@ def delta_dv_scan(
         tl.store(state_out + state_at, S, mask=inside)
 
 
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def delta_dq_dk_scan(
     X, Y, Z, W, Out, Add0, Add1, beta, do_e, gates, cu, reads, pair_sums, state_in, checkpoints, factor,

@@ -34,13 +34,21 @@ from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recordin
 from tfla.backends.triton import delta, delta_kernels
 from tfla.backends.triton.delta_kernels import gate_vector, tile_decay
 from tfla.backends.triton.precise_products import add_split_product, scaled_product
-from tfla.backends.triton.scan_tiles import describable, load_tile, locate_scan, tile_access, wide_heads
+from tfla.backends.triton.scan_tiles import (
+    describable,
+    load_tile,
+    locate_scan,
+    tile_access,
+    wide_heads,
+    without_unknown_options,
+)
 
 SLICE = 64  # columns of a transition that a product reads at once
 MOST_PROGRAMS = 65535  # of the second axis of a grid
 PASSED_COLUMNS = 32  # columns of dhv of a program that passes states
 
 
+@without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP", "segments"])
 def delta_action_scan(
     K, R, V, X, beta, gates, cu, given, added, transitions,

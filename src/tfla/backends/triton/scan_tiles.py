@@ -24,6 +24,7 @@ their use, because registers are scarce.
 """
 
 import inspect
+import re
 
 import triton
 import triton.language as tl
@@ -39,7 +40,7 @@ def without_unknown_options(kernel):
     IEEE float32 (EXACT) uses no MMAs and is compiled without it.
     """
     if isinstance(kernel, triton.JITFunction) and "disable_licm" not in inspect.signature(tl.range).parameters:
-        kernel._unsafe_update_src(kernel.src.replace(", disable_licm=not EXACT", ""))
+        kernel._unsafe_update_src(re.sub(r", disable_licm=(not EXACT|True)", "", kernel.src))
     return kernel
 
 
