@@ -58,7 +58,9 @@ SHARED = 232_448  # bytes of shared memory that a program can have
 SPILLED = 320  # bytes, mostly addresses in the 24 registers of the load and gate warps, and the ends of segments
 
 # Bytes that threads spill: mostly addresses of producers; solve_blocks has 255 registers a thread.
-DELTA_SPILLED = {"delta_h_kernel": 64, "solve_blocks": 96, "dq_dk_kernel": 64, "dq_dk_kernel back": 64}
+DELTA_SPILLED = {
+    "delta_h_kernel": 64, "solve_blocks": 96, "delta_dv_kernel": 64, "dq_dk_kernel": 64, "dq_dk_kernel back": 64,
+}  # fmt: skip
 
 
 def too_old() -> bool:

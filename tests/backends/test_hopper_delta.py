@@ -1,4 +1,4 @@
-"""The Hopper kernels of the delta rule, against the recurrence in float64; dv is that of a Triton kernel.
+"""The Hopper kernels of the delta rule, against the recurrence in float64; X is that of a Triton kernel.
 
 They run on a Hopper GPU. With TRITON_INTERPRET=1 they run on the CPU, Gluon kernels in the simulator.
 """

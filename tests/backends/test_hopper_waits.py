@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from cases import INTERPRETED, TOLERANCE, Implementation, check_beside_terms, error, problem, solve
 from delta_cases import MODELS as DELTA_MODELS
 from delta_cases import DeltaProblem, delta_problem
+from torch import Tensor
 
 from tfla.backends import DELTA_BACKENDS, hopper
+from tfla.backends.delta import DeltaGrads
+
+if TYPE_CHECKING:
+    from tfla.backends.triton.delta import DeltaContext
 
 pytestmark = [
     pytest.mark.interpreter,
@@ -40,12 +46,17 @@ CASES: dict[str, list[Case]] = {
         ("exp", {"K": 64, "V": 64, "T": 330}, None), ("sigmoid", {"K": 64, "V": 64, "T": 450}, 64),
         ("exp", {"K": 64, "V": 128, "H": 1}, None),
     ],
-    "pipeline": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
+    "pipeline": [
+        ("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None),
+        ("gdn dv", {"K": 128, "V": 128, "T": 330, "H": 1}, None),
+    ],
     "gate_warp": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
     "normalizer": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 256, "V": 128}, None)],
     "store_warp": [("exp", {"K": 128, "V": 128}, None)],
     "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
     "delta_h": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
+    "delta_dv": [("gdn dv", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
+    "delta_tiles": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
 }  # fmt: skip
 # Barriers between warps of a partition, which the simulator does not tell apart; the compiler inserts one there, too.
 REDUNDANT = {("normalizer", "store_shared_inverse", "barrier()"), ("split_reduce", "run_zero_fill_warp", "barrier()")}
@@ -77,8 +88,9 @@ def run(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Implementation, "refusal", lambda implementation, dtype: None)
     for form, sizes, chunk_size in cases:
         sizes = {"B": 1, "T": 130, "H": 2, "Hq": 1, "dtype": torch.float16, **sizes}
-        if form in DELTA_MODELS:
-            check_delta_forward(delta_problem(form, **sizes))
+        model, _, backward = form.partition(" ")
+        if model in DELTA_MODELS:
+            (check_delta_dv if backward else check_delta_forward)(delta_problem(model, **sizes))
             continue
         p = problem(form, **sizes)
         check_beside_terms(
@@ -91,6 +103,32 @@ def check_delta_forward(p: DeltaProblem) -> None:
     found, expected = (DELTA_BACKENDS[name].forward(p.x, p.spec("fused")) for name in ("hopper", "triton"))
     for name in ("h", "E", "C"):
         assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
+
+
+def check_delta_dv(p: DeltaProblem) -> None:
+    """All results of the scan for dv are those of Triton's scan."""
+    from tfla.backends.hopper import delta_dv, scheduler
+    from tfla.backends.triton import delta, delta_kernels
+
+    spec = p.spec("fused")
+    out = DELTA_BACKENDS["triton"].forward(p.x, spec)
+
+    def scan(launch: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def launch_scan(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
+            ctx = dataclasses.replace(ctx, base=scheduler.launch(ctx.base))
+            base = ctx.base
+            dv, dC0 = base.new(*p.x.v.shape, dtype=p.x.v.dtype), base.new(p.x.sequences, base.H, base.K, base.V)
+            dbeta, do_e = launch(ctx, ctx.gates(), X, E, dh, dv, dC, dC0)
+            found.extend((dv, dbeta, do_e, dC0))
+            return DeltaGrads(*[base.placeholder(0)] * len(DeltaGrads._fields))
+
+        delta.run_backward(p.x, out, p.dh, p.dC.float(), spec, launch_scan)
+        return found
+
+    for found, expected in zip(scan(delta_dv.launch), scan(delta_kernels.launch_dv), strict=True):
+        assert error(found, expected.double()) <= TOLERANCE[p.x.q.dtype]
 
 
 @pytest.mark.parametrize("module", CASES)

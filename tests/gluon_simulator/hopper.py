@@ -14,9 +14,12 @@ from gluon_simulator import simulated
 from tfla._util import caching
 
 HOPPER = "tfla.backends.hopper"
-KERNELS = {name: f"{name}_kernel" for name in ("o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_h")}
+KERNELS = {
+    name: f"{name}_kernel" for name in ("o_dv", "dq_dk", "segment_states", "dk_dv", "small_head", "delta_h", "delta_dv")
+}
 SHARED_MODULES = (
     "scheduler", "pipeline", "mma", "gate_warp", "store_warp", "checkpoints", "split_reduce", "normalizer",
+    "delta_tiles",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The Hopper backend of the delta rule: scans for h, dq and dk in Gluon, other kernels those of the Triton backend."""
+"""The Hopper backend of the delta rule: scans for h, dv, dq and dk in Gluon, other kernels those of Triton."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _kernels() -> ForwardKernels:
 
 
 class HopperDelta(TritonDelta):
-    """The backend of the kernels in :mod:`.delta_h` and :mod:`.dq_dk`; a forward stores what Triton's kernels store."""
+    """The backend of :mod:`.delta_h`, :mod:`.delta_dv` and :mod:`.dq_dk`; a forward stores what Triton's does."""
 
     name = "hopper"
     priority = 20

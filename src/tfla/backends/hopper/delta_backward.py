@@ -1,4 +1,4 @@
-"""The launches of the backward of the delta rule on Hopper: dv by a Triton scan, dq and dk by `dq_dk_kernel`.
+"""The launches of the backward of the delta rule on Hopper: dv by `delta_dv_kernel`, dq and dk by `dq_dk_kernel`.
 
 Given the prediction errors E and dv, the rest is the backward of linear attention that writes beta E and has two
 readers of the state (docs/delta-rule.md): queries with the cotangent dh, and the keys with the cotangent -dv.
@@ -17,9 +17,9 @@ from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results,
 from tfla.backends.gpu.checkpoints import checkpoint_shape
 from tfla.backends.gpu.config import ceil_div
 from tfla.backends.gpu.context import LaunchContext
-from tfla.backends.hopper import dq_dk, dq_dk_launch, host, scheduler
+from tfla.backends.hopper import delta_dv, dq_dk, dq_dk_launch, host, scheduler
 from tfla.backends.hopper.gate_warp import LOADED, GateVectors
-from tfla.backends.triton import delta, delta_kernels
+from tfla.backends.triton import delta
 from tfla.backends.triton.delta import DeltaContext
 from tfla.backends.triton.delta_kernels import NO_CHECKPOINTS
 
@@ -50,7 +50,7 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     base, gates = ctx.base, ctx.gates()
     C, dC = results.dense(base, x.C), results.dense(base, dC)
     # dv, (D10) to (D13).
-    dbeta, do_e = delta_kernels.launch_dv(ctx, gates, X, E, dh, dv, dC, dC0)
+    dbeta, do_e = delta_dv.launch(ctx, gates, X, E, dh, dv, dC, dC0)
     # dq and dk, (D14) to (D16): dk is the sum of dr and of what both readers contribute.
     scans = new_scans(ctx, gates, do_e, C, dC)
     dr, by_queries, by_keys = (

@@ -39,41 +39,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from tfla.backends.gpu.config import ceil_div
-from tfla.backends.gpu.context import time_strides
-from tfla.backends.gpu.gate_kernels import COLUMN, DECAY, INTER, ROW, UPDATE, VECTORS
-from tfla.backends.hopper import host, mma, pipeline, scheduler
-from tfla.backends.hopper.pipeline import (
-    COLUMN_EXPONENT,
-    CONSUMER_REGISTERS,
-    PRODUCER_REGISTERS,
-    ROW_EXPONENT,
+from tfla.backends.hopper import delta_tiles, host, mma, pipeline, scheduler
+from tfla.backends.hopper.delta_tiles import (
+    COLUMNS,
+    NUM_VECTORS,
+    READ_WEIGHT,
+    ROWS,
+    UPDATE_WEIGHT,
+    WRITE,
+    Config,
 )
+from tfla.backends.hopper.pipeline import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 
 if TYPE_CHECKING:
     from tfla.backends.triton.delta import DeltaContext
 
-ROWS = gl.constexpr(128)  # dqk of the kernel; TMA reads zeros where heads are narrower
-COLUMNS = gl.constexpr(128)  # columns of dhv that a program computes
 STAGES = gl.constexpr(3)  # stages of the ring; a stage has 56 KiB of tiles
-
-# Vectors of a stage, NUM_VECTORS of L float32 numbers each, after ROW_EXPONENT and COLUMN_EXPONENT of `pipeline`.
-READ_WEIGHT = gl.constexpr(2)  # a, the weight of the state in what each step reads
-WRITE = gl.constexpr(3)  # beta
-UPDATE_WEIGHT = gl.constexpr(4)  # w beta, the weight of each step in the update of the state
-TILE_DECAY = gl.constexpr(5)  # g, the same number in each element
-NUM_VECTORS = gl.constexpr(8)  # a power of two; six are used
-
-
-class Config(NamedTuple):
-    """The constants of the kernel."""
-
-    DK: Any  # dqk of the tensors, up to ROWS
-    DV: Any  # dhv of the tensors
-    L: Any  # steps of a tile
-    GATED: Any  # gates decay the state
-    SAVE: Any  # store E
-    USE_INITIAL_STATE: Any  # start from `state_in`, not from zeros
-    STORE_FINAL_STATE: Any  # store the states after work tiles to `state_out`
 
 
 class GlobalPointers(NamedTuple):
@@ -101,25 +82,6 @@ class SharedStorage(NamedTuple):
     p: Any  # P of this tile and of the next, (2, L, L)
     ready: Any  # barriers, (2): both halves of P are stored
     e: Any  # E, (2, L, 64): one tile for each consumer
-
-
-class FragmentIds(NamedTuple):
-    """The indices of what a consumer holds."""
-
-    i: Any  # rows of P, which are the steps that read, (L)
-    j: Any  # columns of P, which are the steps that write, (L / 2); 0 is the first one of the consumer's half
-    column: Any  # the first column of dhv that the consumer computes
-
-
-class WriteSource(NamedTuple):
-    """The source of the vectors of the gate warp."""
-
-    vectors: Any  # (H, tiles, VECTORS, L), float32, read with GATED
-    beta: Any  # (B, T, H)
-    stride_b: Any  # strides of beta, by batch row, token and head
-    stride_t: Any
-    stride_h: Any
-    tiles_per_head: Any  # tiles of one head over all batch rows
 
 
 @gluon.jit
@@ -158,111 +120,12 @@ def run_load_warp(Q, K, V, X, shared, params, group_size, config):
 
 
 @gluon.jit
-def run_gate_warp(source, shared, params, config):
-    """Store the vectors of each tile to shared memory: gate vectors from global memory, beta, and their product."""
-    L: gl.constexpr = config.L
-    r = gl.arange(0, L, gl.BlockedLayout([L // 32], [32], [1], [0]))
-    n = 0
-    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
-        b, h, start, steps, first_tile = scheduler.get_work_tile(index, params, L, False)
-        beta = source.beta + (b.to(gl.int64) * source.stride_b + h.to(gl.int64) * source.stride_h)
-        beta += gl.to_tensor(start).to(gl.int64) * source.stride_t
-        vectors = source.vectors + (h.to(gl.int64) * source.tiles_per_head + first_tile) * (VECTORS * L)
-        for i in range(0, (steps + L - 1) // L):
-            t = i * L + r
-            # A sector has beta of several heads, and their programs are not at the same tile: L2 has to keep it.
-            write = gl.load(
-                beta + t.to(gl.int64) * source.stride_t, mask=t < steps, other=0.0, eviction_policy="evict_last"
-            ).to(gl.float32)  # (L)
-            if config.GATED:
-                at = vectors + i * (VECTORS * L) + r
-                row = gl.load(at + ROW * L)  # (L)
-                column = gl.load(at + COLUMN * L)  # (L)
-                read_weight = gl.load(at + INTER * L)  # (L)
-                update_weight = write * gl.load(at + UPDATE * L)  # (L)
-                decay = gl.load(at + DECAY * L)  # (L)
-            else:
-                row = r.to(gl.float32) * 0.0
-                column = row
-                read_weight = row + 1.0
-                update_weight = write
-                decay = read_weight
-            s, phase = pipeline.stage_and_phase(n, STAGES)
-            mbarrier.wait(shared.empty.index(s), phase ^ 1)
-            g = shared.g.index(s)
-            g.slice(ROW_EXPONENT * L, L, 0).store(row)
-            g.slice(COLUMN_EXPONENT * L, L, 0).store(column)
-            g.slice(READ_WEIGHT * L, L, 0).store(read_weight)
-            g.slice(WRITE * L, L, 0).store(write)
-            g.slice(UPDATE_WEIGHT * L, L, 0).store(update_weight)
-            g.slice(TILE_DECAY * L, L, 0).store(decay)
-            pipeline.barrier()
-            mbarrier.arrive(shared.full.index(s), count=1)
-            n += 1
-    pipeline.producer_tail(n, shared.full, shared.empty, STAGES)
-
-
-@gluon.jit
-def locate_state(state, index, ids, params, config):
-    """Return pointers to the consumer's columns of a state, transposed, (64, ROWS), and which of them exist."""
-    layout: gl.constexpr = mma.accumulator_layout(ROWS)
-    at = scheduler.state_index(index, params)
-    pointers = mma.state_pointers(state, at, ids.column, 0, config.DV, config.DK, True, layout)
-    v = ids.column + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-    k = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
-    return pointers, (v < config.DV) & (k < config.DK)
-
-
-@gluon.jit
-def load_vector(g, WHICH: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
-    """Return a vector of a tile as weights of the columns of a matrix in `layout`, (1, L)."""
-    return gl.expand_dims(g.slice(WHICH * L, L, 0).load(gl.SliceLayout(0, layout)), 0)
-
-
-@gluon.jit
-def issue_scores(shared, s, half: gl.constexpr, config):
-    """Start S = q k^T of the tile in stage s for one half of the columns: (L, dqk) @ (dqk, L / 2), step (9)."""
-    L: gl.constexpr = config.L
-    q = shared.q.index(s).reshape([L, ROWS])
-    k = shared.k.index(s).reshape([L, ROWS]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
-    return mma.issue_mma(q, k)
-
-
-@gluon.jit
-def load_decays(shared, s, half: gl.constexpr, config):
+def load_weights(shared, s, half: gl.constexpr, config):
     """Return D of the tile in stage s times beta of the step that writes, (L, L / 2), unmasked."""
     L: gl.constexpr = config.L
     layout: gl.constexpr = mma.accumulator_layout(L // 2)
-    g = shared.g.index(s)
-    write = g.slice(WRITE * L + half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout))  # (L / 2)
-    if config.GATED:
-        return mma.load_gate_matrix(g, L, half, layout) * gl.expand_dims(write, 0)
-    else:
-        return gl.zeros([L, L // 2], gl.float32, layout) + gl.expand_dims(write, 0)
-
-
-@gluon.jit
-def store_scores(S, D, n, ids, shared, half: gl.constexpr, config):
-    """Store the consumer's half of P of tile n, and tell the other consumer, step (11)."""
-    L: gl.constexpr = config.L
-    P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, False)
-    shared.p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(shared.p.dtype))
-    fence_async_shared()  # MMAs read P through the asynchronous proxy
-    pipeline.barrier()  # all warps of this consumer have stored
-    mbarrier.arrive(shared.ready.index(n % 2), count=1)
-
-
-@gluon.jit
-def range_factors(R, N):
-    """Return powers of two that bring the rows of R and N, (64, L), to the range of float16, and those that undo it.
-
-    The largest number of a row gets the exponent 14, as in `scaled_product` of the Triton kernels.
-    """
-    top = gl.max(gl.maximum(gl.abs(R), gl.abs(N)), 1)
-    exponent = gl.maximum(top.to(gl.int32, bitcast=True) & 0x7F800000, 15 << 23)
-    down = ((254 << 23) - exponent + (14 << 23)).to(gl.float32, bitcast=True)
-    up = (exponent - (14 << 23)).to(gl.float32, bitcast=True)
-    return gl.expand_dims(down, 1), gl.expand_dims(up, 1)
+    write = shared.g.index(s).slice(WRITE * L + half * (L // 2), L // 2, 0).load(gl.SliceLayout(0, layout))  # (L / 2)
+    return delta_tiles.load_decays(shared, s, half, config) * gl.expand_dims(write, 0)
 
 
 @gluon.jit
@@ -298,17 +161,14 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     # (2) The outputs of the previous tile have left: its stage is empty.
     tma.store_wait(0)
     mbarrier.arrive(shared.empty.index((s + STAGES - 1) % STAGES), count=1, pred=n > 0)
-    read_weight = load_vector(g, READ_WEIGHT, L, of_out)  # (1, L)
-    write = load_vector(g, WRITE, L, of_out)  # (1, L)
+    read_weight = delta_tiles.load_vector(g, READ_WEIGHT, L, of_out)  # (1, L)
+    write = delta_tiles.load_vector(g, WRITE, L, of_out)  # (1, L)
     v_t = v.load(of_out).to(gl.float32)  # (64, L)
     R = warpgroup_mma_wait(1, deps=[R])  # C^T q^T still runs
     # (3) R^T <- V^T - R^T * a
     R = v_t - R * read_weight
     # (4) E^T <- R^T - (R^T * beta) X^T
-    N = R * (-write)
-    down, up = range_factors(R, N)
-    B = mma.to_left_operand((N * down).to(shared.x.dtype), L)
-    E = warpgroup_mma(B, x, R * down, is_async=True)
+    E, B, up = delta_tiles.issue_correction(R, write, x, L)
     E, B, out, A = warpgroup_mma_wait(0, deps=[E, B, out, A])
     E = E * up
     if config.SAVE:
@@ -317,10 +177,8 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
         fence_async_shared()
         pipeline.async_store(gmem.e, coordinates, shared.e.index(half))
     # (6) C^T <- g C^T + (E^T * (w beta)) k
-    decay = gl.expand_dims(
-        g.slice(TILE_DECAY * L, 1, 0).load(gl.SliceLayout(0, mma.accumulator_layout(ROWS))), 0
-    )  # (1, 1)
-    U, U_low = mma.split_left_operand(E * load_vector(g, UPDATE_WEIGHT, L, of_out), ROWS, dtype)
+    decay = delta_tiles.load_tile_decay(g, L)
+    U, U_low = mma.split_left_operand(E * delta_tiles.load_vector(g, UPDATE_WEIGHT, L, of_out), ROWS, dtype)
     C = warpgroup_mma(U, k, C * decay, is_async=True)
     C = warpgroup_mma(U_low, k, C, is_async=True)
     # (7) Both consumers have stored their half of P.
@@ -328,22 +186,22 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
     # (8) out^T <- out^T * a + E^T P^T
     A, A_low = mma.split_left_operand(E, L, dtype)
     p = shared.p.index(n % 2).permute((1, 0))
-    out = warpgroup_mma(A, p, out * load_vector(g, READ_WEIGHT, L, of_out), is_async=True)
+    out = warpgroup_mma(A, p, out * delta_tiles.load_vector(g, READ_WEIGHT, L, of_out), is_async=True)
     out = warpgroup_mma(A_low, p, out, is_async=True)
     # (9) The next tile has arrived: start its S while the products of this tile run.
     s, phase = pipeline.advance(s, phase, STAGES)
     n += 1
     mbarrier.wait(shared.full.index(s), phase)
-    S = issue_scores(shared, s, half, config)
+    S = delta_tiles.issue_scores(shared, s, half, config)
     # (10) The output, over v and on its way to memory.
     C, U, U_low, out, A, A_low = warpgroup_mma_wait(1, deps=[C, U, U_low, out, A, A_low])  # S still runs
     v.store((out * gmem.scale).to(dtype))
     fence_async_shared()
     pipeline.async_store(gmem.out, coordinates, shared.v.index(2 * pipe_state.index + half))
     # (11) P of the next tile
-    D = load_decays(shared, s, half, config)  # (L, L / 2)
+    D = load_weights(shared, s, half, config)  # (L, L / 2)
     S = warpgroup_mma_wait(0, deps=[S])
-    store_scores(S, D, n, ids, shared, half, config)
+    delta_tiles.store_scores(S, D, n, ids, shared, half, config)
     return C, pipeline.PipelineState(s, phase, n)
 
 
@@ -351,40 +209,27 @@ def process_tile(C, pipe_state, coordinates, ids, gmem, shared, half: gl.constex
 def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     """Run one consumer warpgroup over all work tiles of the program."""
     L: gl.constexpr = config.L
-    i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
-    j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
-    ids = FragmentIds(i=i, j=j, column=gl.program_id(1) * COLUMNS + half * 64)
+    ids = delta_tiles.fragment_ids(half, config)
     pipe_state = pipeline.PipelineState(0, 0, 0)
     # (9) and (11) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.full.index(0), 0)
-    S = issue_scores(shared, 0, half, config)
-    D = load_decays(shared, 0, half, config)  # (L, L / 2)
+    S = delta_tiles.issue_scores(shared, 0, half, config)
+    D = load_weights(shared, 0, half, config)  # (L, L / 2)
     S = warpgroup_mma_wait(0, deps=[S])
-    store_scores(S, D, 0, ids, shared, half, config)
+    delta_tiles.store_scores(S, D, 0, ids, shared, half, config)
     index = gl.program_id(0)
     while index < params.num_work_tiles:
         b, h, start, steps, _first_tile = scheduler.get_work_tile(index, params, L, False, True)
-        C = gl.zeros([64, ROWS], gl.float32, mma.accumulator_layout(ROWS))
-        if config.USE_INITIAL_STATE:
-            pointers, exists = locate_state(gmem.state_in, index, ids, params, config)
-            C = gl.load(pointers, mask=exists, other=0.0).to(gl.float32)  # (64, ROWS)
+        C = delta_tiles.load_state(index, ids, gmem, params, config)
         for step in range(0, (steps + L - 1) // L):
             coordinates = scheduler.tile_coordinates(b, h, start + step * L, ids.column, start + steps, params)
             C, pipe_state = process_tile(C, pipe_state, coordinates, ids, gmem, shared, half, config)
-        if config.STORE_FINAL_STATE:
-            pointers, exists = locate_state(gmem.state_out, index, ids, params, config)
-            gl.store(pointers, C, mask=exists)
+        delta_tiles.store_state(C, index, ids, gmem, params, config)
         index = scheduler.next_work_tile(index)
     tma.store_wait(0)
 
 
-# Scalar arguments that Triton must not specialize on, so that one compiled kernel serves all lengths.
-RUNTIME_SCALARS = [
-    "T", "tiles_per_head", "H", "group_size", "num_work_tiles", "stride_b", "stride_t", "stride_h", "scale",
-]  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=RUNTIME_SCALARS)
+@gluon.jit(do_not_specialize=delta_tiles.RUNTIME_SCALARS)
 def delta_h_kernel(
     Q, K, V, X, Out, E, gates, beta, state_in, state_out, schedule, T, tiles_per_head, H, group_size, num_work_tiles,
     stride_b, stride_t, stride_h, scale,
@@ -416,7 +261,7 @@ def delta_h_kernel(
     """
     partitions(
         (Q, K, V, X),
-        WriteSource(
+        delta_tiles.WriteSource(
             vectors=gates, beta=beta, stride_b=stride_b, stride_t=stride_t, stride_h=stride_h,
             tiles_per_head=tiles_per_head,
         ),
@@ -426,7 +271,7 @@ def delta_h_kernel(
             T=T, H=H, segment_steps=T, num_work_tiles=num_work_tiles, schedule=schedule if IS_VARLEN else None,
         ),
         Config(
-            DK=DK, DV=DV, L=L, GATED=GATED, SAVE=SAVE, USE_INITIAL_STATE=USE_INITIAL_STATE,
+            DK=DK, DV=DV, L=L, GATED=GATED, REVERSE=False, SAVE=SAVE, USE_INITIAL_STATE=USE_INITIAL_STATE,
             STORE_FINAL_STATE=STORE_FINAL_STATE,
         ),
     )  # fmt: skip
@@ -456,7 +301,7 @@ def partitions(tensors, source, group_size, gmem, params, config):
             (run_consumer, (0, gmem, shared, params, config)),
             (run_consumer, (1, gmem, shared, params, config)),
             (run_load_warp, (Q, K, V, X, shared, params, group_size, config)),
-            (run_gate_warp, (source, shared, params, config)),
+            (delta_tiles.run_gate_warp, (source, shared.g, full, empty, params, STAGES, 0, config)),
         ],
         [4, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
@@ -484,8 +329,7 @@ def launch(
         host.descriptor(base, x.q, rows), host.descriptor(base, x.k, rows), host.descriptor(base, x.v, half),
         host.descriptor(base, X, base.L), host.descriptor(base, h, half),
         gates if E is None else host.descriptor(base, E, half), gates, ctx.beta, gates if initial is None else initial,
-        gates if final is None else final, base.schedule, base.T, base.tiles, base.H, base.group,
-        base.segments * base.H, *time_strides(ctx.beta), ctx.spec.scale,
+        gates if final is None else final, base.schedule, *delta_tiles.kernel_scalars(ctx),
         DK=base.K, DV=base.V, L=base.L, GATED=ctx.gated, SAVE=E is not None, IS_VARLEN=base.packed,
         USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, num_warps=4,
     )  # fmt: skip

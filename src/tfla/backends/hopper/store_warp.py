@@ -23,6 +23,7 @@ DENOMINATORS = gl.constexpr(1)  # d of (T3)
 DP_OFFSETS = gl.constexpr(2)  # delta = -u (do . h), (T7): the sum do . h times -u, which DELTA_P holds before
 GATE_SUMS = gl.constexpr(3)  # q . dq or k . dk of (B5)
 SUMS_OF_PAIRS = gl.constexpr(4)  # the same, apart for pairs of steps of different tiles and of one tile, (B7)
+DOTS_WITH_E = gl.constexpr(5)  # do . E and Z . E of the delta rule, the latter dbeta
 
 
 class StoreWarpConfig(NamedTuple):
@@ -32,7 +33,7 @@ class StoreWarpConfig(NamedTuple):
     STAGES: Any
     REVERSE: Any  # whether the scan goes against time
     IS_SEGMENTED: Any
-    RESULT: Any  # NO_RESULT, DENOMINATORS, DP_OFFSETS, GATE_SUMS or SUMS_OF_PAIRS
+    RESULT: Any  # NO_RESULT, DENOMINATORS, DP_OFFSETS, GATE_SUMS, SUMS_OF_PAIRS or DOTS_WITH_E
 
 
 @gluon.constexpr_function
@@ -47,9 +48,11 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
 
     Args:
         results: What the consumers leave, (STAGES, parts L), float32 in shared memory; the parts are to be added up.
-        out: Output in global memory: d, (B, T, H), or the sums of the gate gradients, (programs, H, tiles, L).
+        out: Output in global memory: d, (B, T, H), the sums of the gate gradients, (programs, H, tiles, L), or do . E,
+            (programs of a head, B, T, H).
         gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place;
-            with SUMS_OF_PAIRS the output for sums of pairs of one tile, (programs, H, tiles, PAIR_SUMS, L).
+            with SUMS_OF_PAIRS the output for sums of pairs of one tile, (programs, H, tiles, PAIR_SUMS, L), and with
+            DOTS_WITH_E that for Z . E, like `out`.
         full: Full barriers of the ring, (STAGES).
         empty: Empty barriers of the ring, (STAGES).
         params: The numbers of the scheduler.
@@ -104,7 +107,7 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
         i: Index of the tile in its work tile, in the direction of the scan.
         result: Its partial sums, (parts L), float32 in shared memory.
         out: Output in global memory.
-        gate_vectors: Gate vectors in global memory, or the output for sums of pairs.
+        gate_vectors: Gate vectors in global memory, or the second output.
         params: The numbers of the scheduler.
         tiles_per_head: Tiles of one head over all batch rows.
         r: Indices of the steps, (L).
@@ -114,13 +117,20 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
     L: gl.constexpr = r.shape[0]
     b, h, start, steps, first_tile = get_work_tile(index, params, L, config.IS_SEGMENTED)
     tiles = (steps + L - 1) // L
-    parts: gl.constexpr = result.shape[0] // L // (2 if config.RESULT == SUMS_OF_PAIRS else 1)
+    two_sums: gl.constexpr = config.RESULT == SUMS_OF_PAIRS or config.RESULT == DOTS_WITH_E
+    parts: gl.constexpr = result.shape[0] // L // (2 if two_sums else 1)
     x = add_parts(result, 0, parts, r)  # (L)
     tile = tiles - 1 - i if config.REVERSE else i
     if config.RESULT == DENOMINATORS:
         t = tile * L + r
         first = r * 0 + gl.program_id(1) == 0  # each program of a head has all of d: one of them stores it
         gl.store(out + (b.to(gl.int64) * T + start + t) * H + h, x, mask=(t < steps) & first)
+    elif config.RESULT == DOTS_WITH_E:
+        t = tile * L + r
+        tokens = T if params.schedule is not None else params.num_work_tiles // H * T  # of all batch rows
+        at = (gl.program_id(1) * tokens + b.to(gl.int64) * T + start + t) * H + h
+        gl.store(out + at, x, mask=t < steps)
+        gl.store(gate_vectors + at, add_parts(result, parts, parts, r), mask=t < steps)
     else:
         row = (gl.program_id(1) * H + h).to(gl.int64) * tiles_per_head + first_tile + tile
         if config.RESULT == SUMS_OF_PAIRS:

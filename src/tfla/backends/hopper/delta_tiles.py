@@ -1,0 +1,242 @@
+"""The parts that the scans of the delta rule for h and for dv share: vectors of a tile, P, the product with X, states.
+
+A program has 128 columns of dhv of each of its work tiles. Two consumers hold 64 of them each, as the transposed state,
+C^T or dC^T, (64, ROWS), in registers. Both need P of every tile, (L, L), and compute half of its columns each. The
+equations are those of `tfla.backends.triton.delta_kernels`.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+
+from tfla.backends.gpu.context import time_strides
+from tfla.backends.gpu.gate_kernels import COLUMN, DECAY, INTER, ROW, UPDATE, VECTORS
+from tfla.backends.hopper import mma, pipeline, scheduler
+from tfla.backends.hopper.pipeline import COLUMN_EXPONENT, ROW_EXPONENT
+
+if TYPE_CHECKING:
+    from tfla.backends.triton.delta import DeltaContext
+
+ROWS = gl.constexpr(128)  # dqk of the kernel; TMA reads zeros where heads are narrower
+COLUMNS = gl.constexpr(128)  # columns of dhv that a program computes
+
+# Vectors of a stage, NUM_VECTORS of L float32 numbers each, after ROW_EXPONENT and COLUMN_EXPONENT of `pipeline`.
+READ_WEIGHT = gl.constexpr(2)  # a, the weight of the state in what each step reads
+WRITE = gl.constexpr(3)  # beta
+UPDATE_WEIGHT = gl.constexpr(4)  # w, the weight of each step in the update of the state; for h times beta
+TILE_DECAY = gl.constexpr(5)  # g, the same number in each element
+NUM_VECTORS = gl.constexpr(8)  # a power of two; six are used
+
+
+class Config(NamedTuple):
+    """The constants of the kernels."""
+
+    DK: Any  # dqk of the tensors, up to ROWS
+    DV: Any  # dhv of the tensors
+    L: Any  # steps of a tile
+    GATED: Any  # gates decay the state
+    REVERSE: Any  # scan against time, for dv
+    SAVE: Any  # store E; unused for dv
+    USE_INITIAL_STATE: Any  # start from `state_in`, not from zeros
+    STORE_FINAL_STATE: Any  # store the states after work tiles to `state_out`
+
+
+class FragmentIds(NamedTuple):
+    """The indices of what a consumer holds."""
+
+    i: Any  # rows of P, which are the steps that read, (L)
+    j: Any  # columns of P, which are the steps that write, (L / 2); 0 is the first one of the consumer's half
+    column: Any  # the first column of dhv that the consumer computes
+
+
+class WriteSource(NamedTuple):
+    """The source of the vectors of the gate warp."""
+
+    vectors: Any  # (H, tiles, VECTORS, L), float32, read with GATED
+    beta: Any  # (B, T, H)
+    stride_b: Any  # strides of beta, by batch row, token and head
+    stride_t: Any
+    stride_h: Any
+    tiles_per_head: Any  # tiles of one head over all batch rows
+
+
+@gluon.jit
+def fragment_ids(half: gl.constexpr, config):
+    """Return the indices of what this consumer holds."""
+    L: gl.constexpr = config.L
+    i = gl.arange(0, L, gl.SliceLayout(1, mma.accumulator_layout(L // 2)))
+    j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
+    return FragmentIds(i=i, j=j, column=gl.program_id(1) * COLUMNS + half * 64)
+
+
+@gluon.jit
+def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, AHEAD: gl.constexpr, config):
+    """Store the vectors of each tile to shared memory: gate vectors from global memory, beta, and for h their product.
+
+    Args:
+        source: Where they come from.
+        vectors: Shared memory for them, (STAGES + AHEAD, NUM_VECTORS L).
+        full: Full barriers of this ring, (STAGES + AHEAD).
+        empty: Empty barriers, (STAGES).
+        params: The numbers of the scheduler.
+        STAGES, AHEAD: see `pipeline.acquire`.
+        config: Constants.
+    """
+    L: gl.constexpr = config.L
+    r = gl.arange(0, L, gl.BlockedLayout([L // 32], [32], [1], [0]))
+    n = 0
+    for index in range(gl.program_id(0), params.num_work_tiles, gl.num_programs(0)):
+        b, h, start, steps, first_tile = scheduler.get_work_tile(index, params, L, False)
+        beta = source.beta + (b.to(gl.int64) * source.stride_b + h.to(gl.int64) * source.stride_h)
+        beta += gl.to_tensor(start).to(gl.int64) * source.stride_t
+        gates = source.vectors + (h.to(gl.int64) * source.tiles_per_head + first_tile) * (VECTORS * L)
+        for i in range(0, (steps + L - 1) // L):
+            tile = (steps + L - 1) // L - 1 - i if config.REVERSE else i
+            t = tile * L + r
+            # A sector has beta of several heads, and their programs are not at the same tile: L2 has to keep it.
+            write = gl.load(
+                beta + t.to(gl.int64) * source.stride_t, mask=t < steps, other=0.0, eviction_policy="evict_last"
+            ).to(gl.float32)  # (L)
+            if config.GATED:
+                at = gates + tile * (VECTORS * L) + r
+                row = gl.load(at + ROW * L)  # (L)
+                column = gl.load(at + COLUMN * L)  # (L)
+                read_weight = gl.load(at + INTER * L)  # (L)
+                update_weight = gl.load(at + UPDATE * L)  # (L)
+                decay = gl.load(at + DECAY * L)  # (L)
+            else:
+                row = r.to(gl.float32) * 0.0
+                column = row
+                read_weight = row + 1.0
+                update_weight = read_weight
+                decay = read_weight
+            if not config.REVERSE:
+                update_weight *= write
+            s, bar = pipeline.acquire(n, full, empty, STAGES, AHEAD)
+            g = vectors.index(s)
+            g.slice(ROW_EXPONENT * L, L, 0).store(row)
+            g.slice(COLUMN_EXPONENT * L, L, 0).store(column)
+            g.slice(READ_WEIGHT * L, L, 0).store(read_weight)
+            g.slice(WRITE * L, L, 0).store(write)
+            g.slice(UPDATE_WEIGHT * L, L, 0).store(update_weight)
+            g.slice(TILE_DECAY * L, L, 0).store(decay)
+            pipeline.barrier()
+            mbarrier.arrive(bar, count=1)
+            n += 1
+    pipeline.producer_tail(n, full, empty, STAGES, AHEAD=AHEAD)
+
+
+@gluon.jit
+def locate_state(state, index, ids, params, config):
+    """Return pointers to the consumer's columns of a state, transposed, (64, ROWS), and which of them exist."""
+    layout: gl.constexpr = mma.accumulator_layout(ROWS)
+    at = scheduler.state_index(index, params)
+    pointers = mma.state_pointers(state, at, ids.column, 0, config.DV, config.DK, True, layout)
+    v = ids.column + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    k = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
+    return pointers, (v < config.DV) & (k < config.DK)
+
+
+@gluon.jit
+def load_vector(g, WHICH: gl.constexpr, L: gl.constexpr, layout: gl.constexpr):
+    """Return a vector of a tile as weights of the columns of a matrix in `layout`, (1, L)."""
+    return gl.expand_dims(g.slice(WHICH * L, L, 0).load(gl.SliceLayout(0, layout)), 0)
+
+
+@gluon.jit
+def issue_scores(shared, s, half: gl.constexpr, config):
+    """Start S = q k^T of the tile in stage s for one half of the columns: (L, dqk) @ (dqk, L / 2)."""
+    L: gl.constexpr = config.L
+    q = shared.q.index(s).reshape([L, ROWS])
+    k = shared.k.index(s).reshape([L, ROWS]).slice(half * (L // 2), L // 2, 0).permute((1, 0))
+    return mma.issue_mma(q, k)
+
+
+@gluon.jit
+def load_decays(shared, s, half: gl.constexpr, config):
+    """Return D of the tile in stage s for one half of the columns, (L, L / 2), unmasked."""
+    L: gl.constexpr = config.L
+    layout: gl.constexpr = mma.accumulator_layout(L // 2)
+    if config.GATED:
+        return mma.load_gate_matrix(shared.g.index(s), L, half, layout)
+    else:
+        return gl.zeros([L, L // 2], gl.float32, layout) + 1.0
+
+
+@gluon.jit
+def store_scores(S, D, n, ids, shared, half: gl.constexpr, config):
+    """Store the consumer's half of P of tile n, which is S * D, masked, and tell the other consumer."""
+    L: gl.constexpr = config.L
+    P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, False)
+    shared.p.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P.to(shared.p.dtype))
+    fence_async_shared()  # MMAs read P through the asynchronous proxy
+    pipeline.barrier()  # all warps of this consumer have stored
+    mbarrier.arrive(shared.ready.index(n % 2), count=1)
+
+
+@gluon.jit
+def range_factors(R, N):
+    """Return powers of two that bring the rows of R and N, (64, L), to the range of float16, and those that undo it.
+
+    The largest number of a row gets the exponent 14, as in `scaled_product` of the Triton kernels.
+    """
+    top = gl.max(gl.maximum(gl.abs(R), gl.abs(N)), 1)
+    exponent = gl.maximum(top.to(gl.int32, bitcast=True) & 0x7F800000, 15 << 23)
+    down = ((254 << 23) - exponent + (14 << 23)).to(gl.float32, bitcast=True)
+    up = (exponent - (14 << 23)).to(gl.float32, bitcast=True)
+    return gl.expand_dims(down, 1), gl.expand_dims(up, 1)
+
+
+@gluon.jit
+def issue_correction(R, write, x, L: gl.constexpr):
+    """Start R - (R * write) x, (64, L) = (64, L) (L, L), in the range of float16 where x is.
+
+    Returns:
+        The result times powers of two, and its left operand in registers. Both must be waited for.
+        The factors of the rows that undo these powers.
+    """
+    N = R * (-write)
+    down, up = range_factors(R, N)
+    A = mma.to_left_operand((N * down).to(x.dtype), L)
+    return warpgroup_mma(A, x, R * down, is_async=True), A, up
+
+
+@gluon.jit
+def load_tile_decay(g, L: gl.constexpr):
+    """Return the decay of the state over a tile, (1, 1)."""
+    layout: gl.constexpr = gl.SliceLayout(0, mma.accumulator_layout(ROWS))
+    return gl.expand_dims(g.slice(TILE_DECAY * L, 1, 0).load(layout), 0)
+
+
+@gluon.jit
+def load_state(index, ids, gmem, params, config):
+    """Return the consumer's columns of the state that work tile `index` starts from, transposed, (64, ROWS)."""
+    C = gl.zeros([64, ROWS], gl.float32, mma.accumulator_layout(ROWS))
+    if config.USE_INITIAL_STATE:
+        pointers, exists = locate_state(gmem.state_in, index, ids, params, config)
+        C = gl.load(pointers, mask=exists, other=0.0).to(gl.float32)
+    return C
+
+
+@gluon.jit
+def store_state(C, index, ids, gmem, params, config):
+    """Store the consumer's columns of the state after work tile `index`, with STORE_FINAL_STATE."""
+    if config.STORE_FINAL_STATE:
+        pointers, exists = locate_state(gmem.state_out, index, ids, params, config)
+        gl.store(pointers, C, mask=exists)
+
+
+# Scalar arguments that Triton must not specialize on, so that one compiled kernel serves all lengths.
+RUNTIME_SCALARS = [
+    "T", "tiles_per_head", "H", "group_size", "num_work_tiles", "stride_b", "stride_t", "stride_h", "scale",
+]  # fmt: skip
+
+
+def kernel_scalars(ctx: "DeltaContext") -> tuple[Any, ...]:
+    """Return the numbers that the kernels take after their tensors, RUNTIME_SCALARS."""
+    base = ctx.base
+    return (
+        base.T, base.tiles, base.H, base.group, base.segments * base.H, *time_strides(ctx.beta), ctx.spec.scale
+    )  # fmt: skip
