@@ -36,9 +36,9 @@ Who waits for whom:
 compute (6). (10) stands between them because it needs no tensor cores.
 
 All results are linear in the columns of the state. Where dhv is above 256, NUM_SPLITS programs share the columns. Each
-pair of them adds up its outputs in memory (`split_reduce.py`), and a later kernel adds up what several pairs leave.
-Only the first of these programs adds delta and n. With dqk 256 a program for o has all of n and divides by the
-denominators itself (FUSE_NORMALIZER, `normalizer.py`). dk of heads of 128 x 128 without a normalizer comes from
+pair of them adds up its outputs in memory (`split_reduce.py`), and a later kernel adds up what several pairs of
+programs leave. Only the first of these programs adds delta and n. With dqk 256 a program for o has all of n and divides
+by the denominators itself (FUSE_NORMALIZER, `normalizer.py`). dk of heads of 128 x 128 without a normalizer comes from
 `dk_dv.py`.
 
 The delta rule is linear attention with a write strength beta that writes E, and with two readers of the state (READER):
@@ -203,7 +203,7 @@ def splits_operands(width, reader):
 
 @gluon.constexpr_function
 def splits_p(width, reader):
-    """Return whether a launch splits P, too: equally with time and against it, so that sums of pairs still cancel."""
+    """Return whether a launch splits P, too: in both directions alike, so that sums of pairs of steps cancel."""
     return splits_operands(width, reader) and reader == QUERIES
 
 
@@ -496,7 +496,8 @@ def inter_tile_output(acc, pipe_state, z, shared, config):
 def store_output(w, t, work_tile, ids, gmem, params, config):
     """Start the TMA store of the output in shared memory `w`, of the tile at step `t` of a work tile, step (9).
 
-    With NUM_SPLITS it is added to what is in memory. Results of different pairs lie side by side, like heads.
+    With NUM_SPLITS it is added to what is in memory. Results of different pairs of programs lie side by side, like
+    heads.
     """
     end = work_tile.start + work_tile.steps
     if config.NUM_SPLITS == 1:

@@ -50,14 +50,14 @@ def run_zero_fill_warp(Out, zeros, zero_counts, full, empty, params, config):
     Args:
         Out: TMA descriptor of the output, (B, H num_partials, T, dqk), in tiles (L, 64).
         zeros: Shared memory for one tile (L, 64).
-        zero_counts: Counters in global memory, one for each pair, int32: tiles that have zeros.
+        zero_counts: Counters in global memory, one for each pair of programs, int32: tiles that have zeros.
         full: Full barriers of the ring, (STAGES).
         empty: Empty barriers of the ring, (STAGES).
         params: The numbers of the scheduler.
         config: Constants of the kernel.
     """
     L: gl.constexpr = config.L
-    num_partials: gl.constexpr = config.NUM_SPLITS // PAIR  # sums that pairs leave
+    num_partials: gl.constexpr = config.NUM_SPLITS // PAIR  # sums that pairs of programs leave
     split = gl.program_id(1) % config.NUM_SPLITS
     row = gl.program_id(1) // config.NUM_SPLITS * 128
     count = zero_counts + (gl.program_id(0) * gl.num_programs(1) + gl.program_id(1)) // PAIR
