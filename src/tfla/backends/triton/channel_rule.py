@@ -98,6 +98,11 @@ class ChannelContext:
         return *strides, self.log_f.stride(3), *time_strides(self.beta)
 
     @property
+    def split_keys(self) -> bool:
+        """True if scans read write keys as two 16-bit numbers; shared memory has no room for those of wide heads."""
+        return self.spec.correct and self.x.q.dtype != torch.float32 and self.base.K <= 128
+
+    @property
     def tile_constants(self) -> dict[str, Any]:
         """The constants that the kernels over tiles share."""
         dtype = self.x.q.dtype
@@ -115,7 +120,7 @@ class ChannelContext:
         """The constants that the scans share."""
         return {
             "DK": self.base.K, "DV": self.base.V, "BK": power_of_two(self.base.K), "L": self.base.L,
-            "IS_VARLEN": self.base.packed, "PRECISION": self.base.precision,
+            "IS_VARLEN": self.base.packed, "PRECISION": self.base.precision, "SPLIT": self.split_keys,
         }  # fmt: skip
 
     def new_tile_states(self) -> Tensor:

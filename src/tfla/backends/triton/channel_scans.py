@@ -37,19 +37,20 @@ if TYPE_CHECKING:
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H"])
 def channel_h_scan(
-    Q, R, K, V, P, X, decays, cu, Out, E, states, state_in, state_out,
+    Q, R, K, K_low, V, P, X, decays, cu, Out, E, states, state_in, state_out,
     sequences, T, tiles_of_head, H, vb, vt, vh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     OUTPUT: tl.constexpr, SAVE: tl.constexpr, SAVE_STATES: tl.constexpr, IS_VARLEN: tl.constexpr,
-    USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr,
+    USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute h and E, or the states before the tiles: a program computes BV columns of dhv of one head.
 
     The grid is (dhv / BV, sequences * H). S holds BV columns of C, transposed, (BV, BK).
 
     Args:
-        Q, R, K, P, X, decays: the operands, see `Operands`; R and X are read with CORRECT, Q and P with OUTPUT.
+        Q, R, K, K_low, P, X, decays: the operands, see `Operands`; R and X are read with CORRECT, K_low with SPLIT, Q
+            and P with OUTPUT.
         V: the values, or without CORRECT and OUTPUT the prediction errors, (B, T, H, DV).
         cu: the offsets of packed sequences, (sequences + 1).
         Out, E: h and the prediction errors, (B, T, H, DV); written with OUTPUT and with SAVE.
@@ -64,6 +65,7 @@ def channel_h_scan(
     q_at = tile_access(Q + row * DK, steps, DK, H * DK, L, BK, TMA)
     r_at = tile_access(R + row * DK, steps, DK, H * DK, L, BK, TMA)
     k_at = tile_access(K + row * DK, steps, DK, H * DK, L, BK, TMA)
+    low_at = tile_access(K_low + row * DK, steps, DK, H * DK, L, BK, TMA)
     v_at = tile_access(V + b * vb + t0 * vt + hv * vh, steps, DV, vt, L, BV, TMA)
     p_at = tile_access(P + row * L, steps, L, H * L, L, L, TMA)
     x_at = tile_access(X + row * L, steps, L, H * L, L, L, TMA)
@@ -110,6 +112,8 @@ def channel_h_scan(
             store_tile(o_at, tl.trans(out).to(Out.dtype.element_ty), t, col, steps, DV, H * DV, L, BV, TMA)
         # (3) C^T <- C^T g + E^T (k w B), (BV, BK)
         S = tl.dot(errors, k, S * decay[None, :], input_precision=PRECISION)
+        if SPLIT:
+            S = tl.dot(errors, load_tile(low_at, t, 0, steps, DK, H * DK, L, BK, TMA), S)
     if STORE_FINAL_STATE:
         tl.store(state_out + state_at, S, mask=inside)
 
@@ -117,18 +121,18 @@ def channel_h_scan(
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H"])
 def channel_dv_scan(
-    Q, R, K, dO, P, X, decays, cu, Out, cotangents, state_in, state_out,
+    Q, R, K, K_low, dO, P, X, decays, cu, Out, cotangents, state_in, state_out,
     sequences, T, tiles_of_head, H, gb, gt, gh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dv and the cotangents after the tiles: a program computes BV columns of dhv of one head.
 
     The grid is (dhv / BV, sequences * H). S holds BV columns of dC, transposed, (BV, BK).
 
     Args:
-        Q, R, K, P, X, decays: the operands, see `Operands`; R and X are read with CORRECT.
+        Q, R, K, K_low, P, X, decays: the operands, see `Operands`; R and X are read with CORRECT, K_low with SPLIT.
         dO: the cotangent of h, (B, T, H, DV).
         cu: the offsets of packed sequences, (sequences + 1).
         Out: dv, (B, T, H, DV).
@@ -144,6 +148,7 @@ def channel_dv_scan(
     q_at = tile_access(Q + row * DK, steps, DK, H * DK, L, BK, TMA)
     r_at = tile_access(R + row * DK, steps, DK, H * DK, L, BK, TMA)
     k_at = tile_access(K + row * DK, steps, DK, H * DK, L, BK, TMA)
+    low_at = tile_access(K_low + row * DK, steps, DK, H * DK, L, BK, TMA)
     g_at = tile_access(dO + b * gb + t0 * gt + hv * gh, steps, DV, gt, L, BV, TMA)
     p_at = tile_access(P + row * L, steps, L, H * L, L, L, TMA)
     x_at = tile_access(X + row * L, steps, L, H * L, L, L, TMA)
@@ -170,6 +175,8 @@ def channel_dv_scan(
         tl.store(cotangents + (tile_at + tile) * (DV * DK) + place, S16, inside)
         # (1) Y^T <- dC^T (k w B)^T + do^T (P B), (BV, L)
         Y = tl.dot(S16, tl.trans(k), input_precision=PRECISION)
+        if SPLIT:
+            Y = tl.dot(S16, tl.trans(load_tile(low_at, t, 0, steps, DK, H * DK, L, BK, TMA)), Y)
         Y = tl.dot(tl.trans(do), p, Y, input_precision=PRECISION)
         if CORRECT:
             # (2) dv^T <- Y^T - Y^T (X B), (BV, L)
@@ -225,12 +232,12 @@ def _launch_h(
     """Launch `channel_h_scan` for the outputs that are given."""
     base, config = ctx.base, ctx.config
     tiles = config.states if h is None else config.h
-    q, r, k, P, X, decays, _ = operands
+    q, r, k, k_low, P, X, decays, _ = operands
     unused = q  # stands for tensors that are not read or written
     given = [unused if t is None else t for t in (h, E, states, initial, final)]
     base.launch(channel_h_scan, (ceil_div(base.V, tiles.split), ctx.x.sequences * base.H),
-        q, unused if r is None else r, k, v, P, P if X is None else X, decays, base.cu_seqlens, *given,
-        ctx.x.sequences, base.T, base.tiles, base.H, *time_strides(v), BV=tiles.split,
+        q, unused if r is None else r, k, k if k_low is None else k_low, v, P, P if X is None else X, decays,
+        base.cu_seqlens, *given, ctx.x.sequences, base.T, base.tiles, base.H, *time_strides(v), BV=tiles.split,
         CORRECT=h is not None and ctx.spec.correct, OUTPUT=h is not None, SAVE=E is not None,
         SAVE_STATES=states is not None, USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None,
         TMA=config.descriptors and describable(v), STAGES=tiles.stages, num_warps=tiles.num_warps,
@@ -255,12 +262,13 @@ def launch_dv(
         The cotangents of the states after the tiles, (H, tiles, dhv, dqk).
     """
     base, config = ctx.base, ctx.config
-    q, r, k, P, X, decays, _ = operands
+    q, r, k, k_low, P, X, decays, _ = operands
     descriptors = config.descriptors and describable(dh)  # without, ptxas sets too few: see `ampere_mmas`
     cotangents = ctx.new_tile_states()
     base.launch(channel_dv_scan, (ceil_div(base.V, config.dv.split), ctx.x.sequences * base.H),
-        q, q if r is None else r, k, dh, P, P if X is None else X, decays, base.cu_seqlens, dv, cotangents,
-        q if final is None else final, q if initial is None else initial, ctx.x.sequences, base.T, base.tiles, base.H,
+        q, q if r is None else r, k, k if k_low is None else k_low, dh, P, P if X is None else X, decays,
+        base.cu_seqlens, dv, cotangents, q if final is None else final, q if initial is None else initial,
+        ctx.x.sequences, base.T, base.tiles, base.H,
         *time_strides(dh), BV=config.dv.split, CORRECT=ctx.spec.correct, USE_INITIAL_STATE=final is not None,
         STORE_FINAL_STATE=initial is not None, TMA=descriptors, STAGES=config.dv.stages, num_warps=config.dv.num_warps,
         compilation={} if descriptors else ampere_mmas(dh.device), **ctx.scan_constants,

@@ -3,7 +3,8 @@
 For every head, with the decays of :mod:`.channel_decays` and B = diag(beta):
 
     q a, r a_r      queries and read keys times the decays from the start of the tile, q also times scale
-    k w B           write keys times the decays to the end of the tile and beta
+    k w B           write keys times the decays to the end of the tile and beta; scans with correction read them as the
+                    sum of two 16-bit numbers, for head dims up to 128
     P B             P_ij = scale sum over channels of q_i k_j D_ij for j <= i, D the decays between the steps
     X B             X = M (I + B M)^-1 with M_ij = sum over channels of r_i k_j D_ij for j < i
     g               the decay of the tile, for each channel
@@ -38,6 +39,7 @@ from tfla.backends.triton.channel_decays import (
 )
 from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
+from tfla.backends.triton.precise_products import split
 from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
 
 if TYPE_CHECKING:
@@ -47,12 +49,12 @@ if TYPE_CHECKING:
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def decay_operands(
-    Q, K, R, F, beta, cu, Qa, Ra, Kw, P, X, decays, leveled, scale,
+    Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
     sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr, READ_KEY: tl.constexpr,
     READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BOUND: tl.constexpr,
-    LEVELS: tl.constexpr, LEVELED: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
+    LEVELS: tl.constexpr, LEVELED: tl.constexpr, SPLIT: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
 ):  # fmt: skip
     """Compute the operands of one tile of one head. The grid is (tiles * H).
 
@@ -61,7 +63,8 @@ def decay_operands(
         F: the log-gates, (B, T, H, DK), with the strides fb, ft, fh, fd.
         beta: (B, T, H), any float dtype.
         cu: the offsets of packed sequences, (sequences + 1).
-        Qa, Ra, Kw: the operands, (B, T, H, DK); Ra is written with CORRECT.
+        Qa, Ra, Kw, Kw_low: the operands, (B, T, H, DK); Ra is written with CORRECT, Kw_low, what Kw loses as it is
+            rounded, with SPLIT.
         P: P B, (B, T, H, L).
         X: X B, (B, T, H, L); written with SOLVE.
         decays: g, (H, tiles, DK) float32.
@@ -121,15 +124,22 @@ def decay_operands(
                     up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
                 else:
                     up_r = tl.exp2(middle - g)
-            writes = tl.trans((k * down).to(OPERAND))
+            writes = tl.trans(k * down)
+            if k.dtype == tl.bfloat16:
+                writes, low = split(writes, OPERAND)
+            queries = (q * up).to(OPERAND)
             if LEVELED:
-                D = tl.dot((q * up).to(OPERAND), writes, input_precision=PRECISION)
+                D = tl.dot(queries, writes, input_precision=PRECISION)
+                if k.dtype == tl.bfloat16:
+                    D = tl.dot(queries, low, D)
                 S += tl.where((r[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
                 if CORRECT:
                     D = tl.dot((read * up_r).to(OPERAND), writes, input_precision=PRECISION)
                     M += tl.where((e[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
             else:
-                S = tl.dot((q * up).to(OPERAND), writes, S, input_precision=PRECISION)
+                S = tl.dot(queries, writes, S, input_precision=PRECISION)
+                if k.dtype == tl.bfloat16:
+                    S = tl.dot(queries, low, S)
                 if CORRECT:
                     M = tl.dot((read * up_r).to(OPERAND), writes, M, input_precision=PRECISION)
             # (3) Operands times their decays from the start of the tile and to its end, and the decay of the tile
@@ -149,7 +159,13 @@ def decay_operands(
             place = to * DK + c[None, :]
             dtype: tl.constexpr = Qa.dtype.element_ty
             tl.store(Qa + place, (q * up * scale).to(dtype), inside)
-            tl.store(Kw + place, (k * down * b[:, None]).to(dtype), inside)
+            key = k * down * b[:, None]
+            if SPLIT:
+                high, low = split(key, dtype)
+                tl.store(Kw + place, high, inside)
+                tl.store(Kw_low + place, low, inside)
+            else:
+                tl.store(Kw + place, key.to(dtype), inside)
             if CORRECT:
                 tl.store(Ra + place, (read * up_r).to(dtype), inside)
             tl.store(decays + tile * DK + c, decay, c < DK)
@@ -171,6 +187,7 @@ class Operands(NamedTuple):
     q: Tensor  # (B, T, H, dqk)
     r: Tensor | None  # (B, T, H, dqk); None without correction
     k: Tensor  # (B, T, H, dqk)
+    k_low: Tensor | None  # (B, T, H, dqk), what k loses as it is rounded; None where scans read k alone
     P: Tensor  # (B, T, H, L)
     X: Tensor | None  # (B, T, H, L); None without correction
     decays: Tensor  # (H, tiles, dqk) float32
@@ -191,15 +208,16 @@ def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
         X = base.new(*shape, base.L, dtype=correction_dtype(x))
     q, k = (base.new(*shape, base.K, dtype=dtype) for _ in range(2))
     r = base.new(*shape, base.K, dtype=dtype) if correct else None
+    k_low = base.new(*shape, base.K, dtype=dtype) if ctx.split_keys else None
     P = base.new(*shape, base.L, dtype=dtype)
     decays = base.new(base.H, base.tiles, base.K)
     leveled = base.new(base.H, base.tiles, dtype=torch.int8)
     for leveled_tiles in (False, True):
         base.launch(decay_operands, (base.tiles * base.H,),
-            x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k, P,
-            P if X is None else X, decays, leveled, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H,
-            base.group, *ctx.input_strides, SOLVE=solve, DOUBLINGS=3, BASE=8,
-            SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
+            x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k,
+            k if k_low is None else k_low, P, P if X is None else X, decays, leveled, ctx.spec.scale, x.sequences,
+            base.T, base.tiles, base.H, base.group, *ctx.input_strides, SOLVE=solve, SPLIT=ctx.split_keys, DOUBLINGS=3,
+            BASE=8, SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
             num_warps=ctx.config.tiles.num_warps, BK=ctx.config.tiles.block, compilation=ampere_mmas(x.q.device),
         )  # fmt: skip
-    return Operands(q, r, k, P, X, decays, leveled)
+    return Operands(q, r, k, k_low, P, X, decays, leveled)
