@@ -42,7 +42,7 @@ def leaves_of(p: Problem) -> Arrays:
 def call(form: str, leaves: Mapping[str, Any], **options: Any) -> tuple[Any, tfla.jax.State]:
     """Return what the public function returns on these leaves."""
     state = tfla.jax.State(leaves["C0"], leaves.get("n0"), leaves.get("m0")) if "C0" in leaves else None
-    options |= {"initial_state": state, "return_state": True}
+    options = {"initial_state": state, "return_state": True} | options
     qkv = leaves["q"], leaves["k"], leaves["v"]
     if form in ("plain", "normalized"):
         return tfla.jax.linear_attention(*qkv, leaves["f"], leaves.get("i"), normalize=form == "normalized", **options)

@@ -109,7 +109,5 @@ def test_bad_input() -> None:
         attention(x[:1], jax.tree.map(lambda t: t[:1], state), cu_seqlens=(0, T))
     with pytest.raises(ValueError, match=r"^cu_seqlens: goes from 0 to 3, expected from 0 to T = 20"):
         attention(x[:1], cu_seqlens=(0, 3))
-    with pytest.raises(ValueError, match=r"^context_parallel: got it with cu_seqlens, expected at most one of them"):
-        attention(x[:1], cu_seqlens=(0, T), context_parallel="x")
     with pytest.raises(ValueError, match=r"^state: got one, or return_state, expected neither with context_parallel"):
         attention(x, return_state=True, context_parallel="x")

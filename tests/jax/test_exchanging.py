@@ -80,6 +80,25 @@ def test_results_and_gradients(form: str, carried: bool, check_vma: bool) -> Non
     assert sorted(ran) == sorted(spans * DEVICES) or not ran  # they are not recorded on a GPU
 
 
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_packed_sequences(form: str) -> None:
+    """Packed sequences run the launches of a dense batch, with gates that are closed where they start."""
+    lengths = (3, 0, 60, 50 * DEVICES - 63)
+    x = leaves_of(problem(form, dtype=torch.float32, f_mean=4.0, carried=False, lengths=lengths, **SHAPE | {"B": 1}))
+    at = jnp.cumsum(jnp.array([0, *lengths]))
+    mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    run = functools.partial(call, form, return_state=False)
+    part = jax.shard_map(
+        lambda x, at: run(x, cu_seqlens=at, context_parallel="x", **OPTIONS), mesh=mesh,
+        in_specs=(dict.fromkeys(x, P(None, "x")), P()), out_specs=P(None, "x"),
+    )  # fmt: skip
+    found = jax.jit(jax.value_and_grad(lambda x: jnp.sin(part(x, at)).sum()))(x)
+    wide = {name: a.astype(jnp.float64) for name, a in x.items()}
+    whole = jax.jit(jax.value_and_grad(lambda x: jnp.sin(run(x, cu_seqlens=at, backend="chunkwise")).sum()))
+    agree(found, whole(wide), 10 * TOLERANCE[torch.float32])
+    assert {"own_rows", "join_spans"} <= set(InterpretedPlan.ran) or not InterpretedPlan.ran
+
+
 def test_where_it_runs() -> None:
     """Without several tiles on each device, or without a shard_map over all axes, XLA computes the call."""
     x = leaves_of(problem("sigmoid", dtype=torch.float32, carried=False, **(SHAPE | {"T": 8 * DEVICES})))

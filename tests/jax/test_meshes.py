@@ -133,13 +133,55 @@ def test_context_parallel_with_extreme_gates() -> None:
     assert all(jnp.isfinite(g).all() for g in found.values())
 
 
-def test_context_parallel_takes_no_packed_sequences() -> None:
+LENGTHS = (3, 0, 31, 1, 26, 19)  # 80 steps, of which devices have 20
+OFFSETS = tuple(np.cumsum((0, *LENGTHS)).tolist())
+
+
+def packed_loss(run: Any, x: dict[str, Any], traced: bool) -> Any:
+    """Return a loss of an operator of packed sequences that are divided over four devices, and its gradients."""
+    steps = {name: P(None, "x") if t.ndim > 2 else P() for name, t in x.items()}
+
+    def part(x: dict[str, Any], at: Any) -> Any:
+        return run(x, cu_seqlens=at if traced else OFFSETS, context_parallel="x")
+
+    divided = jax.shard_map(part, mesh=mesh(4), in_specs=(steps, P()), out_specs=P(None, "x"))
+    return jax.jit(jax.value_and_grad(lambda x: jnp.sin(divided(x, jnp.asarray(OFFSETS))).sum()))(x)
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype", "traced"),
+    [("exp", torch.float64, True), ("sigmoid", torch.float64, False), ("exp", torch.float32, False),
+     ("plain", torch.float32, True)],
+    ids=str,
+)  # fmt: skip
+def test_context_parallel_of_packed_sequences(form: str, dtype: torch.dtype, traced: bool) -> None:
+    """Sequences that start and end anywhere on four devices have the outputs and gradients of one device."""
+    x = leaves_of(problem(form, lengths=LENGTHS, Hq=1, H=2, dtype=dtype, f_mean=4.0, carried=False))
+    run = functools.partial(call, form, return_state=False)
+    wide = {name: t.astype(jnp.float64) for name, t in x.items()}
+    whole = jax.jit(jax.value_and_grad(lambda x: jnp.sin(run(x, cu_seqlens=OFFSETS)).sum()))
+    agree(packed_loss(run, x, traced), whole(wide), 10 * TOLERANCE[dtype])
+
+
+def test_steps_after_the_last_packed_sequence_are_zero() -> None:
+    x = leaves_of(problem("exp", T=20, B=1, Hq=1, H=2, carried=False))
+    run = jax.shard_map(
+        lambda x, at: tfla.jax.mlstm(*x, context_parallel="x", cu_seqlens=at),
+        mesh=mesh(2), in_specs=([P(None, "x")] * 5, P()), out_specs=P(None, "x"),
+    )  # fmt: skip
+    h = jax.jit(run)([x[name] for name in STEPS], jnp.array([0, 4, 13]))
+    expected = tfla.jax.mlstm(*(x[name][:, :13] for name in STEPS), cu_seqlens=(0, 4, 13))
+    agree(h[:, :13], expected, 1e-9)
+    assert not h[:, 13:].any()
+
+
+def test_context_parallel_takes_no_states_of_packed_sequences() -> None:
     x = leaves_of(problem(T=20, B=1, carried=False))
     run = jax.shard_map(
-        lambda x: tfla.jax.mlstm(*x, context_parallel="x", cu_seqlens=(0, 4, 10)),
+        lambda x: tfla.jax.mlstm(*x, context_parallel="x", cu_seqlens=(0, 4, 20), return_state=True)[0],
         mesh=mesh(2), in_specs=([P(None, "x")] * 5,), out_specs=P(None, "x"),
     )  # fmt: skip
-    with pytest.raises(ValueError, match=r"^context_parallel: got it with cu_seqlens, expected at most one of them"):
+    with pytest.raises(ValueError, match=r"^context_parallel: got it with cu_seqlens and initial_state or return_stat"):
         run([x[name] for name in STEPS])
 
 
@@ -168,6 +210,26 @@ def test_delta_rule_without_communication(divided: str) -> None:
     compiled = jax.jit(jax.value_and_grad(of_call)).lower(placed).compile()
     agree(compiled(placed), expected, 1e-9)
     assert not any(name in compiled.as_text() for name in COLLECTIVES)
+
+
+@pytest.mark.parametrize("model", ["gdn", "kda", "comba", "deltanet", "activated"])
+def test_delta_rule_in_context_parallel_of_packed_sequences(model: str) -> None:
+    """A rule that reads before the decay finds nothing of the sequence before, and no rule decays into the next one."""
+    x = leaves_of(problem("exp", lengths=LENGTHS, Hq=1, H=2, K=4, V=3, f_mean=4.0, carried=False))
+    x |= {"A_log": jnp.array([0.1, -0.4]), "dt_bias": jnp.array([0.3, -0.2])} if model == "activated" else {}
+
+    def run(x: dict[str, Any], **options: Any) -> Any:
+        gate = None if model == "deltanet" else jax.nn.log_sigmoid(x["f"])
+        options |= {"read_before_decay": model == "comba", "normalize_qk": True, "beta_activation": "sigmoid"}
+        if model == "kda":
+            gate = gate[..., None] * jnp.array([1.0, 0.1, 2.0, 0.0])
+        if model == "activated":
+            gate, gates = x["f"], {"A_log": x["A_log"], "dt_bias": x["dt_bias"]}
+            options |= gates | {"gate_activation": "softplus"}
+        return tfla.jax.delta_rule(x["q"], x["k"], x["v"], x["i"], gate, chunk_size=8, **options)
+
+    whole = jax.jit(jax.value_and_grad(lambda x: jnp.sin(run(x, cu_seqlens=OFFSETS)).sum()))
+    agree(packed_loss(run, x, model == "kda"), whole(x), 1e-9)
 
 
 @pytest.mark.parametrize(

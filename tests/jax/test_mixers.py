@@ -168,6 +168,13 @@ def test_context_parallelism_with_documents(tmp_path: Path, fields: dict[str, An
     )  # fmt: skip
     tokens, starts = jnp.asarray(ids()), jnp.zeros((B, T), bool).at[0, 3].set(True).at[0, T - 4].set(True)
     near(jax.jit(run)(weights, tokens, starts), jax.jit(logits)(weights, tokens, starts), 1e-9)
+    at = jnp.array([0, 3, 3, T - 4, T])
+
+    def packed(weights: Any, tokens: Any, axis: Any = None) -> Any:
+        return nnx.merge(graph, weights)(tokens, cu_seqlens=at, context_parallel=axis)
+
+    run = jax.shard_map(functools.partial(packed, axis="x"), mesh=mesh, in_specs=(P(), steps), out_specs=steps)
+    near(jax.jit(run)(weights, tokens[:1]), jax.jit(packed)(weights, tokens[:1]), 1e-9)
 
 
 def test_files_go_both_ways_and_dtypes(tmp_path: Path) -> None:

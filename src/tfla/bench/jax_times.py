@@ -27,7 +27,7 @@ TOKENS, HEADS = 65536, 16
 DIRECTIONS = ("forward", "forward + backward")
 HEAD_DIMS = ((128, 256), (256, 512))
 LENGTHS = (512, 8192, TOKENS)
-NAMES = ("PyTorch", "JAX", "mlstm_kernels.jax")
+NAMES = ("PyTorch", "JAX", "mlstm_kernels.jax", "jax-linear-attention")
 
 
 def _shapes(T: int, dqk: int, dhv: int) -> list[tuple[int, ...]]:
@@ -104,7 +104,10 @@ def _from_torch(
 def _from_jax(
     name: str, form: str, T: int, dqk: int, dhv: int, repeats: int, calls: int, lock: Path | None
 ) -> list[dict[str, Any]]:
-    """Time the operator of this library, or that of mlstm_kernels, as a jitted function of JAX."""
+    """Time the operator of this library or of another one as a jitted function of JAX.
+
+    mlstm_kernels.jax 2.0.6 needs jax_triton 0.3: in 0.4 a call that is given its output as an operand is an error.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -119,6 +122,15 @@ def _from_jax(
 
         def run(*x: Any) -> Any:
             return tfla.jax.mlstm(*x, input_gate=form, backend=backend)  # type: ignore[call-overload]
+    elif name == "jax-linear-attention":
+        from jla.ops import linear_attention
+
+        if form != "exp":
+            raise ValueError(f"form: got {form!r}, jax-linear-attention has 'exp'")
+
+        def run(*x: Any) -> Any:
+            q, k, v, i, f = x
+            return linear_attention("mlstm", q, k, v, g=jax.nn.log_sigmoid(f), i=i, impl="mosaic_gpu")[0]
     else:
         from mlstm_kernels.jax import get_mlstm_kernel
 

@@ -17,7 +17,7 @@ from tfla.jax.delta.channel_gates import has_channel_gates
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import Inputs, Spec, acc_dtype
 from tfla.jax.plans import KernelInputs, KernelSpec
-from tfla.jax.spans import of_last_device
+from tfla.jax.spans import PackedSteps, of_last_device
 from tfla.jax.state import State
 from tfla.jax.state_pool import attend_by_index, check_without_axis
 from tfla.jax.states_every import with_states_every
@@ -43,12 +43,16 @@ def prepare(
     # Of all gates only log_i may be None.
     given = {name: t for name, t in zip(names, (i, f), strict=True) if t is not None or name != "log_i"}
     checks.check_inputs(q, k, v, given, time=True)
-    if cu_seqlens is not None:
-        checks.check_cu_seqlens(cu_seqlens, q)
     given_chunk_size = chunk_size
     is_open = backend is None and kernel is None
     chosen, kernel, chunk_size = choose(backend, kernel, chunk_size)
-    checks.check_context_parallel(context_parallel, cu_seqlens, chosen, (*kernels.BACKENDS, "chunkwise"))
+    packed_states = cu_seqlens is not None and (initial_state is not None or return_state)
+    checks.check_context_parallel(context_parallel, chosen, packed_states, (*kernels.BACKENDS, "chunkwise"))
+    if cu_seqlens is not None:
+        checks.check_cu_seqlens(cu_seqlens, q, context_parallel)
+    if cu_seqlens is not None and context_parallel is not None:
+        steps = PackedSteps(q.shape[1], cu_seqlens, context_parallel)
+        f, v, cu_seqlens = steps.close(jnp.asarray(f)), steps.values(jnp.asarray(v)), None
     if is_open:
         chosen = kernels.choose(q, k, v, i, f, initial_state, cu_seqlens, context_parallel) or chosen
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -209,7 +213,8 @@ def mlstm(
             from which gradients are computed; None is float32 (float64 with float64 inputs).
         context_parallel: the name of a mesh axis over whose devices the sequence is divided, in order, inside
             `jax.shard_map`. Each device passes its own steps. ``initial_state`` is that before the first device's
-            part, and the returned state that after the last device's part, on all devices.
+            part, and the returned state that after the last device's part, on all devices. ``cu_seqlens`` are offsets
+            in the whole sequence, the same on all devices; packed sequences then have neither of these states.
         state_indices: (sequences,) int32 or int64: ``initial_state`` is a pool of any number of states, and sequence s
             starts from row ``state_indices[s]``, or at -1 from zero. With ``return_state`` the new pool is returned,
             whose rows are the final states; donate the old one. Indices other than -1 must differ.

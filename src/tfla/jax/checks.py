@@ -68,8 +68,14 @@ def check_state(state: object, sequences: int, q: Any, v: Any, normalize: bool, 
         check_shape(part, x, shape)
 
 
-def check_cu_seqlens(cu_seqlens: Any, q: Any) -> None:
-    """Check the offsets of packed sequences: an array, or a tuple of ints. Traced values are not checked."""
+def check_cu_seqlens(cu_seqlens: Any, q: Any, axis: str | None = None) -> None:
+    """Check the offsets of packed sequences: an array, or a tuple of ints. Traced values are not checked.
+
+    Args:
+        cu_seqlens: the offsets.
+        q: (B, T, ...).
+        axis: the mesh axis over whose devices the steps are divided, T on each of them.
+    """
     if isinstance(cu_seqlens, tuple):
         if not all(isinstance(x, int) and not isinstance(x, bool) for x in cu_seqlens):
             raise TypeError(f"cu_seqlens: got {cu_seqlens!r}, expected an int32 or int64 array or a tuple of ints")
@@ -84,7 +90,7 @@ def check_cu_seqlens(cu_seqlens: Any, q: Any) -> None:
     if q.shape[0] != 1:
         raise ValueError(f"q: got batch {q.shape[0]}, expected 1 with cu_seqlens: sequences are packed along time")
     if not is_traced(cu_seqlens):
-        at, T = np.asarray(cu_seqlens).tolist(), q.shape[1]
+        at, T = np.asarray(cu_seqlens).tolist(), q.shape[1] * (1 if axis is None else jax.lax.axis_size(axis))
         if at[0] != 0 or at[-1] != T:
             raise ValueError(f"cu_seqlens: goes from {at[0]} to {at[-1]}, expected from 0 to T = {T}")
         if any(a > b for a, b in itertools.pairwise(at)):
@@ -161,25 +167,29 @@ def check_in_place(in_place: object) -> None:
 
 
 def check_context_parallel(
-    axis: object, cu_seqlens: object, backend: str, allowed: tuple[str, ...] = ("chunkwise",)
+    axis: object, backend: str, packed_states: bool, allowed: tuple[str, ...] = ("chunkwise",)
 ) -> None:
     """Check the name of the mesh axis over which the sequence is divided.
 
     Args:
-        axis, cu_seqlens: the arguments of the call.
+        axis: the argument of the call.
         backend: its backend.
+        packed_states: whether it has packed sequences with initial states, or with states to return.
         allowed: the backends that divide sequences.
 
     Raises:
-        TypeError, ValueError: it is no string, no axis of the `shard_map` around the call, or together with packed
-            sequences or another backend.
+        TypeError, ValueError: it is no string, no axis of the `shard_map` around the call, or together with states of
+            packed sequences or another backend.
     """
     if axis is None:
         return
     if not isinstance(axis, str):
         raise TypeError(f"context_parallel: got {type(axis).__name__}, expected the name of a mesh axis or None")
-    if cu_seqlens is not None:
-        raise ValueError("context_parallel: got it with cu_seqlens, expected at most one of them")
+    if packed_states:
+        raise ValueError(
+            "context_parallel: got it with cu_seqlens and initial_state or return_state, expected no states of packed "
+            "sequences"
+        )
     if backend not in allowed:
         names = ", ".join(map(repr, allowed))
         raise ValueError(f"context_parallel: got it with backend {backend!r}, expected {names}")

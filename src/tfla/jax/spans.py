@@ -28,6 +28,41 @@ class Span(NamedTuple):
     m: Array  # (B, H); (0,) without a normalizer
 
 
+class PackedSteps:
+    """The steps of one device, of packed sequences that are divided over a mesh axis.
+
+    Where the gate of the first step of each packed sequence is closed, one sequence has the results of the packed ones
+    without initial states, whichever device that step is on.
+
+    Args:
+        T: the number of steps of each device.
+        cu_seqlens: the offsets in the whole sequence, the same on all devices.
+        axis: the mesh axis.
+    """
+
+    def __init__(self, T: int, cu_seqlens: Any, axis: str) -> None:
+        step, offsets = jax.lax.axis_index(axis) * T + jnp.arange(T), jnp.asarray(cu_seqlens)
+        self.starts = jnp.isin(step, offsets)
+        self.inside = step < offsets[-1]
+
+    def close(self, gates: Array) -> Array:
+        """Return gates (B, T, ...) that are closed at the first step of each sequence."""
+        return self._replace(self.starts, gates, -jnp.inf)
+
+    def values(self, v: Array) -> Array:
+        """Return values (B, T, ...) that are zero after the last sequence, so that outputs there are zero."""
+        return self._replace(~self.inside, v, 0)
+
+    def read_keys(self, keys: Array) -> Array:
+        """Return keys (B, T, ...) that read nothing of the state before each sequence."""
+        return self._replace(self.starts, keys, 0)
+
+    @staticmethod
+    def _replace(where: Array, x: Array, by: float) -> Array:
+        """Return x (B, T, ...) with another number at some steps."""
+        return jnp.where(where.reshape(-1, *[1] * (x.ndim - 2)), jnp.asarray(by, x.dtype), x)
+
+
 def of_last_device(x: Array, axis: str) -> Array:
     """Return x of the last device of a mesh axis, on all devices."""
     last = jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1

@@ -13,9 +13,11 @@ from tfla.backends.delta import BetaActivation, GateActivation
 from tfla.jax import checks
 from tfla.jax.choice import DELTA_KERNELS, Offsets, choose
 from tfla.jax.delta import chunkwise, kernels, reference
+from tfla.jax.delta.activations import log_gate
 from tfla.jax.delta.checks import check_arrays, check_rule
-from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec
-from tfla.jax.spans import of_last_device
+from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec, Rule
+from tfla.jax.inputs import acc_dtype
+from tfla.jax.spans import PackedSteps, of_last_device
 from tfla.jax.state import State
 from tfla.jax.state_pool import attend_by_index, check_without_axis
 from tfla.jax.states_every import with_states_every
@@ -48,18 +50,36 @@ def prepare(
     rule = check_rule(
         x, scale, correct, read_before_decay, normalize_qk, beta_activation, gate_activation, lower_bound
     )  # fmt: skip
+    backend, kernel, chunk_size = choose(backend, kernel, chunk_size, DELTA_KERNELS)
+    packed_states = cu_seqlens is not None and (state is not None or return_state)
+    checks.check_context_parallel(context_parallel, backend, packed_states)
     if cu_seqlens is not None:
-        checks.check_cu_seqlens(cu_seqlens, x.q)
+        checks.check_cu_seqlens(cu_seqlens, x.q, context_parallel)
+    if cu_seqlens is not None and context_parallel is not None:
+        x, rule = _divide_packed(x, rule, cu_seqlens, context_parallel)
+        cu_seqlens = None
     sequences = x.q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if state is not None:
         checks.check_state(state, sequences, x.q, x.v, False, "initial_state")
-    backend, kernel, chunk_size = choose(backend, kernel, chunk_size, DELTA_KERNELS)
-    checks.check_context_parallel(context_parallel, cu_seqlens, backend)
     known = isinstance(cu_seqlens, tuple | np.ndarray)
     offsets = tuple(int(t) for t in cu_seqlens) if known else None  # type: ignore[union-attr]
     x = x._replace(C=None if state is None else state.C, cu_seqlens=None if known else cu_seqlens)  # type: ignore[arg-type]
     spec = DeltaSpec(rule, backend, kernel, chunk_size, sequences, offsets, context_parallel)
     return spec, DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
+
+
+def _divide_packed(x: DeltaArrays, rule: Rule, cu_seqlens: Offsets, axis: str) -> tuple[DeltaArrays, Rule]:
+    """Return the arrays and the rule of one sequence that acts as the packed ones, see :class:`.PackedSteps`."""
+    x = DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
+    steps = PackedSteps(x.v.shape[1], cu_seqlens, axis)
+    log_f = jnp.zeros(x.v.shape[:-1], acc_dtype(x.q))
+    if x.log_f is not None:  # a gate is closed after its activation
+        log_f = log_gate(x.log_f, rule.gate_activation, x.A_log, x.dt_bias, rule.lower_bound)
+    read_key = x.read_key
+    if rule.read_before_decay:  # which a closed gate comes too late for
+        read_key = steps.read_keys(x.k if read_key is None else read_key)
+    x = x._replace(v=steps.values(x.v), log_f=steps.close(log_f), read_key=read_key, A_log=None, dt_bias=None)
+    return x, rule._replace(gate_activation="none", lower_bound=0.0)
 
 
 def run(return_state: bool, spec: DeltaSpec, x: DeltaArrays) -> Array | tuple[Array, State]:

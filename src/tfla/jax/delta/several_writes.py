@@ -78,8 +78,9 @@ def delta_product(
         log_f = beside(log_f, 0, writes - 1)
     found: Any = delta_rule(
         beside(q, writes - 1, 0), k, v, beta, log_f, normalize_qk=normalize_qk, scale=scale,
-        initial_state=initial_state, return_state=return_state, cu_seqlens=_stretched(cu_seqlens, writes, q),
-        chunk_size=chunk_size, backend=backend, kernel=kernel, context_parallel=context_parallel,
+        initial_state=initial_state, return_state=return_state,
+        cu_seqlens=_stretched(cu_seqlens, writes, q, context_parallel), chunk_size=chunk_size,
+        backend=backend, kernel=kernel, context_parallel=context_parallel,
     )  # fmt: skip
     return _last_writes(found, writes, return_state)
 
@@ -134,8 +135,8 @@ def dplr(
     found: Any = delta_rule(
         each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)),
         read_key=each(a, zero(a)), read_before_decay=True, scale=scale, initial_state=initial_state,
-        return_state=return_state, cu_seqlens=_stretched(cu_seqlens, 2, q), chunk_size=chunk_size, backend=backend,
-        kernel=kernel, context_parallel=context_parallel,
+        return_state=return_state, cu_seqlens=_stretched(cu_seqlens, 2, q, context_parallel), chunk_size=chunk_size,
+        backend=backend, kernel=kernel, context_parallel=context_parallel,
     )  # fmt: skip
     return _last_writes(found, 2, return_state)
 
@@ -146,9 +147,9 @@ def _last_writes(found: Any, writes: int, return_state: bool) -> Any:
     return (h, found[1]) if return_state else h
 
 
-def _stretched(cu_seqlens: Any, factor: int, q: Array) -> Any:
+def _stretched(cu_seqlens: Any, factor: int, q: Array, axis: str | None) -> Any:
     """Return the offsets of packed sequences whose steps are `factor` ones; static ones stay static."""
     if cu_seqlens is None:
         return None
-    checks.check_cu_seqlens(cu_seqlens, q)
+    checks.check_cu_seqlens(cu_seqlens, q, axis)
     return tuple(n * factor for n in cu_seqlens) if isinstance(cu_seqlens, tuple) else cu_seqlens * np.int32(factor)

@@ -107,21 +107,19 @@ class Attention(nnx.Module):
         """Mix whole sequences; arguments and results are those of :meth:`tfla.jax.nn.MLSTM.__call__`.
 
         Raises:
-            ValueError: a state is given together with cu_seqlens, or has room for more tokens, or a state or cu_seqlens
-                is given, or a state requested, with context_parallel.
+            ValueError: a state is given together with cu_seqlens, or has room for more tokens, or is given or requested
+                with context_parallel.
         """
         q, k, v = self._queries_keys_values(x)
         T, own = x.shape[1], jnp.arange(x.shape[1])
         if context_parallel is not None:
             if state is not None or return_state:
                 raise ValueError("state: got one, or return_state, expected neither with context_parallel in attention")
-            if cu_seqlens is not None:
-                raise ValueError("context_parallel: got it with cu_seqlens, expected at most one of them")
             own += jax.lax.axis_index(context_parallel) * T
             T *= jax.lax.axis_size(context_parallel)
             document_start, v = (_gathered(t, context_parallel) for t in (document_start, v))
         if cu_seqlens is not None:
-            check_cu_seqlens(cu_seqlens, q)
+            check_cu_seqlens(cu_seqlens, q, context_parallel)
             if state is not None:
                 raise ValueError("cu_seqlens: got it with a state, expected no state in attention")
         before, past = None, 0

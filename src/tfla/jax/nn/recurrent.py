@@ -13,13 +13,14 @@ from jax import Array
 
 from tfla.jax import kernels
 from tfla.jax.api import linear_attention
+from tfla.jax.checks import check_context_parallel, check_cu_seqlens
 from tfla.jax.choice import DELTA_KERNELS, KERNELS, Offsets
 from tfla.jax.delta.activations import log_gate
 from tfla.jax.delta.api import delta_rule
 from tfla.jax.delta.steps import delta_rule_step
 from tfla.jax.nn.layers import projection
 from tfla.jax.nn.short_convolution import BEFORE_ALL, Documents, ShortConvolution
-from tfla.jax.spans import of_last_device
+from tfla.jax.spans import PackedSteps, of_last_device
 from tfla.jax.state import State
 from tfla.jax.steps import linear_attention_step
 from tfla.nn.config import ModelConfig, check_config
@@ -132,6 +133,10 @@ class SequenceRun(Run):
         super().__init__(mixer, state)
         if document_start is not None and cu_seqlens is not None:
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
+        if cu_seqlens is not None and context_parallel is not None:
+            check_context_parallel(context_parallel, "chunkwise", state is not None or return_state)
+            check_cu_seqlens(cu_seqlens, x, context_parallel)
+            document_start, cu_seqlens = PackedSteps(x.shape[1], cu_seqlens, context_parallel).starts[None], None
         self.documents = Documents.of(x.shape[1], document_start, cu_seqlens)
         self.document_start, self.return_state, self.axis = document_start, return_state, context_parallel
         self.batch = x.shape[0]
