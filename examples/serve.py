@@ -12,6 +12,9 @@ who its neighbours are.
 A prompt is read by one call, which also returns the states after every part of it. They are kept: a prompt that starts
 as an earlier one did, as with a system prompt, is read from the end of the last part that they share. Such a state is
 as large as that of any prompt.
+
+Models with attention layers are served as well. Their caches are rows of the pool too, with room for --capacity
+tokens of prompt and answer; a request that needs more is refused.
 """
 
 from __future__ import annotations
@@ -44,12 +47,20 @@ class Server:
     """Greedy decoding of up to ``slots`` requests at a time."""
 
     def __init__(
-        self, model: LanguageModel, slots: int, stop_token: int | None = None, part: int = 256, prefixes: int = 64
+        self,
+        model: LanguageModel,
+        slots: int,
+        stop_token: int | None = None,
+        part: int = 256,
+        prefixes: int = 64,
+        capacity: int = 1024,
     ) -> None:
         self.model, self.stop_token, self.part, self.prefixes = model, stop_token, part, prefixes
+        # Tokens of a request for which caches of attention have room; other states have the same size for any number.
+        self.capacity = capacity if "attention" in model.config.mixer_counts else None
         self.states: OrderedDict[bytes, ModelState] = OrderedDict()  # by the tokens of a prefix, the last used one last
         self.shared = 0  # tokens of prompts whose state was there already
-        self.pool = model.initial_state(slots)
+        self.pool = model.initial_state(slots, capacity=self.capacity)
         self.decoder = Decoder(model, self.pool, batches=[n for n in (1, 2, 4, 8, 16, 32, 64) if n < slots] + [slots])
         self.free = deque(range(slots))
         self.running: dict[int, Request] = {}  # by their rows of the pool
@@ -57,7 +68,10 @@ class Server:
         self.last = torch.zeros(slots, dtype=torch.int64, device=model.embedding.weight.device)
 
     def submit(self, request: Request) -> None:
-        """Puts a request behind those that wait."""
+        """Puts a request behind those that wait; ValueError if a cache has no room for it."""
+        tokens = len(request.prompt) + request.max_new_tokens
+        if self.capacity is not None and tokens > self.capacity:
+            raise ValueError(f"{request.name}: got {tokens} tokens, expected at most {self.capacity}, the capacity")
         self.waiting.append(request)
 
     @property
@@ -117,14 +131,15 @@ class Server:
             self.last[rows] = self.decoder.step(self.last[rows], rows).argmax(-1)
 
 
-def load(checkpoint: str | None, device: str) -> LanguageModel:
-    """The model of a checkpoint, or a tiny one with random weights."""
+def load(checkpoint: str | None, device: str, layers: tuple[str, ...] | None = None) -> LanguageModel:
+    """The model of a checkpoint, or a tiny one with random weights and a pattern of mixers."""
     if checkpoint is not None:
         from tfla.train.checkpoint import find_model
 
         return LanguageModel.from_pretrained(find_model(Path(checkpoint)), device, backend=None)
     torch.manual_seed(0)
-    model = LanguageModel(ModelConfig(d_model=64, num_blocks=2, num_heads=2, vocab_size=256))
+    config = ModelConfig(d_model=64, num_blocks=len(layers or "ab"), num_heads=2, vocab_size=256, layers=layers)
+    model = LanguageModel(config)
     with torch.no_grad():
         model.norm.weight.mul_(20)  # so that it says something
     return model.to(device)
@@ -136,10 +151,13 @@ def main(args: list[str] | None = None) -> list[Request]:
     parser.add_argument("--checkpoint", help="a run of tfla train, or a saved model")
     parser.add_argument("--slots", type=int, default=4, help="requests that run at a time, rows of the pool")
     parser.add_argument("--requests", type=int, default=12, help="requests in all")
+    parser.add_argument("--layers", nargs="+", help="mixers of the tiny model, such as gated_delta_net attention")
+    parser.add_argument("--capacity", type=int, default=1024, help="tokens of a request, for attention layers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(args)
-    model = load(options.checkpoint, options.device)
-    server, dice, done = Server(model, options.slots), random.Random(0), list[Request]()
+    model = load(options.checkpoint, options.device, options.layers and tuple(options.layers))
+    server = Server(model, options.slots, capacity=options.capacity)
+    dice, done = random.Random(0), list[Request]()
     coming = [
         Request(f"request {n}", torch.randint(0, 256, (dice.randint(1, 60),)), dice.randint(1, 20))
         for n in range(options.requests)

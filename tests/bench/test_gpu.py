@@ -268,9 +268,10 @@ def test_packed_implementations_have_the_same_tokens():
         torch.testing.assert_close(h[:, a:b], alone)
 
 
-def test_a_model_says_what_a_token_moves():
+@pytest.mark.parametrize("own_step", [False, True])
+def test_a_model_says_what_a_token_moves(own_step):
     """By hand: all weights but the embedding in, both blocks' states in and out; the roofline is that at the rate."""
-    options = {"mixer": "mlstm_exp", "blocks": 2, "vocab": 50}
+    options = {"mixer": "mlstm_exp", "blocks": 2, "vocab": 50, "own_step": own_step}
     problem = {"B": 3, "T": 1, "H": 2, "dqk": 8, "dhv": 16, "dtype": "float32", "device": "cpu"}
     rows = []
     job = {

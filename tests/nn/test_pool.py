@@ -219,10 +219,10 @@ def test_what_does_not_fit_is_an_error() -> None:
     attention = build("attention")
     with (
         torch.no_grad(),
-        pytest.raises(TypeError, match=r"state\[0\]: got KeyValues, expected State or MixerState in a"),
+        pytest.raises(TypeError, match=r"state\[0\]: got a cache that grows in a pool, expected one with"),
     ):
         attention.step(ids, attention.initial_state(2), state_indices=two)
-    with pytest.raises(TypeError, match=r"state\[0\]: got KeyValues"):
+    with pytest.raises(TypeError, match=r"state\[0\]: got a cache that grows"):
         Decoder(attention, attention.initial_state(2), batches=[2])
     for batches, kind in ((4, TypeError), ([], TypeError), ([0], ValueError), ("4", TypeError)):
         with pytest.raises(kind, match="batches: got"):

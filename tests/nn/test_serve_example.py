@@ -35,6 +35,24 @@ def test_every_request_is_answered_as_if_alone(serve: ModuleType, capsys: pytest
     assert "7 requests, " in capsys.readouterr().out
 
 
+def test_a_hybrid_is_served(serve: ModuleType) -> None:
+    """Caches of attention are rows of the pool, and prompts that start alike share the caches of their prefix."""
+    layers = ("gated_delta_net", "attention")
+    done = serve.main(["--slots", "3", "--requests", "7", "--device", "cpu", "--capacity", "80", "--layers", *layers])
+    model = serve.load(None, "cpu", layers)
+    server = serve.Server(model, slots=2, part=8, capacity=40)
+    for n in range(3):
+        server.submit(serve.Request(f"prefix {n}", torch.cat([torch.arange(20), torch.tensor([100 + n, 7])]), 6))
+    while server.busy:
+        done += server.step()
+    assert server.shared == 2 * 16
+    for request in done:
+        alone = list(generate(model, request.prompt[None], request.max_new_tokens, temperature=0))
+        assert request.tokens == torch.cat(alone).tolist()
+    with pytest.raises(ValueError, match="big: got 41 tokens, expected at most 40, the capacity"):
+        server.submit(serve.Request("big", torch.arange(20), 21))
+
+
 def test_a_stop_token_frees_the_slot(serve: ModuleType) -> None:
     model = serve.load(None, "cpu")
     prompt = torch.arange(9)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tfla.nn import LanguageModel, NGram, generate
 from tfla.nn.drafts import Lookup
-from tfla.nn.mixers.attention import KeyValues
+from tfla.nn.mixers.key_values import KeyValues
 from tfla.nn.sampling import Sampling
 from tfla.nn.speculate import accept_proposals
 

@@ -60,6 +60,30 @@ def test_each_kind_of_call_is_made(fields: dict[str, Any], capacity: int | None,
 
 
 @pytest.mark.usefixtures("pretend")
+@pytest.mark.parametrize("states_every", [None, 4])
+@pytest.mark.parametrize("fields", [{}, {"layers": ("gated_delta_net", "attention")}])
+def test_calls_of_a_server_use_a_pool(fields: dict[str, Any], states_every: int | None) -> None:
+    """Prompts start from a state, since a row of a pool is one, and are read packed too; all calls are padding."""
+    model, prompts, steps = build(**fields), [], []
+    original = Decoder.step
+
+    def step(self: Decoder, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        steps.append((self.batches, rows.tolist()))
+        return original(self, ids, rows)
+
+    def watch(_: Any, args: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
+        prompts.append((args[0].shape[1], options.get("cu_seqlens") is not None, args[1] is not None))
+
+    model.blocks[0].register_forward_hook(watch, with_kwargs=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "step", step)
+        found = warmup(model, prompts=(3, 9), batches=(1, 3), states_every=states_every, capacity=16, pool=5)
+    assert prompts == [(3, False, True)] * 2 + [(9, False, True)] * 2 + [(3, True, True)] * 2 + [(9, True, True)] * 2
+    assert steps == [((1,), [-1])] * 2 + [((3,), [-1] * 3)] * 2
+    assert [call.name for call in found.calls][1:3] == ["a prompt of 9 tokens", "a packed prompt of 3 tokens"]
+
+
+@pytest.mark.usefixtures("pretend")
 def test_kernels_are_named_by_the_call_that_compiles_them() -> None:
     triton = pytest.importorskip("triton")
     model, fresh = build(), {"o_dv", "one_step"}
@@ -93,6 +117,8 @@ def test_arguments_are_checked() -> None:
         warmup(build(), prompts=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batches: got 0, expected at least 1"):
         warmup(build(), batches=(0,))
+    with pytest.raises(ValueError, match="pool: got 0, expected at least 1"):
+        warmup(build(), pool=0)
     with pytest.raises(TypeError, match="model: got int, expected a LanguageModel"):
         warmup(3)  # type: ignore[arg-type]
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
 import tfla
+import tfla.nn.mixers.mlstm
+import tfla.nn.mixers.passes
 from tfla.cli import main
+from tfla.nn import LanguageModel, ModelConfig, mixers
 from tfla.ops import warmup as module
 from tfla.ops.warmup import FORMS
 
 SIZES = (2, 5, 4, 8, 16)
+NAMES = (
+    *("q", "k", "v", "i", "f", "input_gate", "log_f", "log_i", "scale", "beta", "normalize_qk", "beta_activation"),
+    *("gate_activation", "A_log", "dt_bias"),
+)  # of the arguments that decide which kernels are compiled
 
 
 @pytest.fixture
@@ -56,6 +64,37 @@ def test_each_call_is_made_twice(monkeypatch: pytest.MonkeyPatch, form: Any, Hq:
     names = ["a forward of 2 x 5 steps", "a forward and a backward of 2 x 5 steps", "a step of 2 sequences"]
     assert [call.name for call in found.calls] == names
     assert all(call.seconds > 0 and call.again > 0 for call in found.calls)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_are_those_of_a_model_of_that_dtype(monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
+    """A kernel is compiled for the dtypes of all of its arguments, so that another dtype is another kernel."""
+
+    def described(given: Mapping[str, Any]) -> dict[str, Any]:
+        found = {name: x.dtype if isinstance(x, torch.Tensor) else x for name, x in given.items() if x is not None}
+        return {name: x for name, x in found.items() if name in NAMES}
+
+    def watch(target: Any, name: str) -> None:
+        original = getattr(target, name)
+
+        def call(*args: Any, **given: Any) -> Any:
+            made.append(described(dict(zip("qkvif", args, strict=False)) | given))
+            return original(*args, **given)
+
+        monkeypatch.setattr(target, name, call)
+
+    made: list[dict[str, Any]] = []
+    for name in ("mlstm", "linear_attention", "delta_rule"):
+        for each in (name, f"{name}_step"):
+            watch(mixers.mlstm if name == "mlstm" else mixers.passes, each)
+    config = ModelConfig(d_model=32, num_blocks=1, num_heads=2, vocab_size=23, layers=(form,))
+    model, ids = LanguageModel(config).bfloat16(), torch.zeros(1, 4, dtype=torch.int64)
+    _, state = model(ids, return_state=True)
+    model.step(ids[:, 0], state)
+    dtypes = torch.bfloat16, torch.bfloat16
+    ours = [module._inputs(form, leading, (2, 2, 16, 16), *dtypes, ids.device)[1] for leading in ((1, 4), (1,))]
+    assert made == [described(given) for given in ours]
 
 
 @pytest.mark.usefixtures("pretend")

@@ -555,9 +555,13 @@ SUITES = {
     ),
     "generate": Suite(
         "Generation: one token by batch size, 7B parameters (32 blocks, 8 heads, dqk 256, dhv 512) in bfloat16",
-        "batch", (1, 2, 4, 8, 64), lambda B: Problem(B, 1, 8, 256, 512),
+        "batch", (1, 2, 4, 8, 16, 32, 64), lambda B: Problem(B, 1, 8, 256, 512),
         tuple(
-            Entry(f"tfla mLSTM{gate}", "tfla.bench.generation:decode", {"mixer": f"mlstm_{gate}"})
+            Entry(
+                f"tfla mLSTM{gate}{name}", "tfla.bench.generation:decode",
+                {"mixer": f"mlstm_{gate}", "own_step": own_step},
+            )
+            for name, own_step in (("", False), (", the model's own step", True))
             for gate in ("sig", "exp")
         ),
         directions=(FORWARD,), panels=(FORWARD,),

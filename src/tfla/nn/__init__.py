@@ -17,7 +17,7 @@ from tfla.nn.mixers import (
     Mamba2,
     Retention,
 )
-from tfla.nn.mixers.attention import KeyValues
+from tfla.nn.mixers.key_values import KeyValues
 from tfla.nn.model import Block, LanguageModel, ModelState, SwiGLU
 from tfla.nn.sequences import reverse_sequences
 from tfla.nn.stack import MLSTMStack, StackState

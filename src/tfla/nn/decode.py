@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tfla.nn import fused_step
 from tfla.nn.mixer_state import MixerState
-from tfla.nn.mixers.attention import KeyValues
+from tfla.nn.mixers.key_values import KeyValues
 from tfla.nn.model import LanguageModel, ModelState
 from tfla.nn.pool import check_pool, find_rows
 from tfla.nn.validation import check_ids, check_int, check_model, check_model_state
@@ -55,7 +55,8 @@ class Decoder:
         device = model.embedding.weight.device
         self.batch = check_model_state(model, state)
         self.batches = None if batches is None else _check_batches(batches, state)
-        self._used = _cached_tokens(state)  # the tokens of each sequence in caches; empty without attention
+        # The tokens of each sequence in caches; empty without attention, and for pools, of which the host reads none.
+        self._used = _cached_tokens(state) if batches is None else []
         if capacity is not None:
             check_int("capacity", capacity, max(self._used, default=0) + 1)
         self.capacity = capacity if self._used else None

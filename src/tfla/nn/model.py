@@ -32,7 +32,7 @@ from tfla.nn.layers import (
 )
 from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers import MIXERS
-from tfla.nn.mixers.attention import KeyValues
+from tfla.nn.mixers.key_values import KeyValues
 from tfla.nn.validation import check_ids, check_int, check_num_entries, check_vocabulary, describe
 from tfla.ops.checks import LONGEST_STEPS
 from tfla.ops.state import State
@@ -313,7 +313,9 @@ class LanguageModel(nn.Module):
             accepts.append(accept)
         return self.logits(x), lambda lengths: tuple(accept(lengths) for accept in accepts)
 
-    def initial_state(self, batch_size: int, device: torch.device | str | None = None) -> ModelState:
+    def initial_state(
+        self, batch_size: int, device: torch.device | str | None = None, *, capacity: int | None = None
+    ) -> ModelState:
         """Return the state before the first token: a tuple with an entry per block.
 
         It is a pytree of tensors. Its size grows with every token for attention, and is constant for all other mixers.
@@ -321,13 +323,19 @@ class LanguageModel(nn.Module):
         Args:
             batch_size: number of sequences.
             device: device of the tensors; None is the model's.
+            capacity: the number of tokens of a sequence for which caches of attention have room from the start, as a
+                pool needs them; None lets them grow.
 
         Raises:
-            TypeError, ValueError: batch_size is not an int of at least 1, or this machine has no such device.
+            TypeError, ValueError: batch_size or capacity is not an int of at least 1, or this machine has no such
+                device.
         """
         check_int("batch_size", batch_size, 1)
+        if capacity is not None:
+            check_int("capacity", capacity, 1)
         at = self.embedding.weight.device if device is None else check_device(device)
-        return tuple(block.mixer.initial_state(batch_size, at) for block in self.blocks)
+        states = tuple(block.mixer.initial_state(batch_size, at) for block in self.blocks)
+        return states if capacity is None else tuple(pool.with_room(state, capacity) for state in states)
 
     def num_parameters(self) -> int:
         """Return the number of parameters, frozen ones included."""

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from tfla.nn.mixer_state import MixerState
+from tfla.nn.mixers.key_values import KeyValues
 from tfla.ops.checks import check_state_indices
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows, checked
 
 if TYPE_CHECKING:
     from tfla.nn.model import ModelState
+
+BlockState = State | MixerState | KeyValues
 
 
 def find_rows(pool: ModelState | None, indices: Tensor, sequences: int) -> PoolRows:
@@ -35,17 +38,19 @@ def find_rows(pool: ModelState | None, indices: Tensor, sequences: int) -> PoolR
 
 
 def check_pool(pool: ModelState) -> State:
-    """Return the recurrence's state of the first block after a check that all blocks have as many rows.
+    """Return the rows of the first block as a state after a check that all blocks have as many rows.
 
     Raises:
         TypeError, ValueError: a block has a state that is no pool, or another number of rows.
     """
     first = None
     for number, each in enumerate(pool):
-        if not isinstance(each, State | MixerState):
+        if not isinstance(each, State | MixerState | KeyValues):
+            raise TypeError(f"state[{number}]: got {type(each).__name__}, expected a state of a model in a pool")
+        if isinstance(each, KeyValues) and each.length is None:
             raise TypeError(
-                f"state[{number}]: got {type(each).__name__}, expected State or MixerState in a pool: attention's "
-                "cache has no rows of constant size"
+                f"state[{number}]: got a cache that grows in a pool, expected one with room for tokens, from "
+                "initial_state with a capacity"
             )
         recurrence = _recurrence(each)
         first = recurrence if first is None else first
@@ -57,8 +62,18 @@ def check_pool(pool: ModelState) -> State:
     return first
 
 
-def read(pool: State | MixerState, rows: PoolRows) -> State | MixerState:
-    """Return the states (B, ...) of a block's pool, those of recurrences in float32 or float64."""
+def with_room(state: BlockState, capacity: int) -> BlockState:
+    """Return a block's state, a cache of attention with room for ``capacity`` tokens."""
+    return state.reserve(capacity) if isinstance(state, KeyValues) else state
+
+
+def read(pool: BlockState, rows: PoolRows) -> BlockState | None:
+    """Return the states (B, ...) of a block's pool, those of recurrences in float32 or float64.
+
+    None is an empty cache of attention.
+    """
+    if isinstance(pool, KeyValues):
+        return pool.read(rows)
 
     def wide(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.to(torch.promote_types(t.dtype, torch.float32))
@@ -67,13 +82,19 @@ def read(pool: State | MixerState, rows: PoolRows) -> State | MixerState:
     return pool.read(rows)._replace(recurrence=recurrence) if isinstance(pool, MixerState) else recurrence
 
 
-def write(pool: State | MixerState, rows: PoolRows, states: State | MixerState) -> None:
+def write(pool: BlockState, rows: PoolRows, states: BlockState) -> None:
     """Overwrite rows of a block's pool by states (B, ...)."""
+    if isinstance(pool, KeyValues):
+        assert isinstance(states, KeyValues)
+        pool.write(rows, states)
+        return
     rows.write_state(_recurrence(pool), _recurrence(states))
     if isinstance(pool, MixerState) and isinstance(states, MixerState):
         pool.write(rows, states)
 
 
-def _recurrence(state: State | MixerState) -> State:
-    """Return the state of the recurrence."""
+def _recurrence(state: BlockState) -> State:
+    """Return the state of the recurrence; keys of attention are a C of as many rows."""
+    if isinstance(state, KeyValues):
+        return State(state.k)
     return state.recurrence if isinstance(state, MixerState) else state

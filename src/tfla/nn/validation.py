@@ -12,7 +12,7 @@ from tfla.nn.mixer_state import MixerState
 from tfla.ops.state import State
 
 if TYPE_CHECKING:
-    from tfla.nn.mixers.attention import KeyValues
+    from tfla.nn.mixers.key_values import KeyValues
     from tfla.nn.model import LanguageModel
 
 

@@ -56,9 +56,7 @@ class PoolRows:
             return
         if rows.requires_grad:
             raise ValueError("state_indices: got them while gradients are recorded, expected torch.no_grad()")
-        if self._targets is None:
-            self._targets = self._find_targets()
-        source, target, written = self._targets
+        source, target, written = self.targets()
         rows = rows.to(t.dtype).index_select(0, source)
         t.index_copy_(0, target, torch.where(written, rows, t.index_select(0, target)))
 
@@ -72,8 +70,14 @@ class PoolRows:
             if own is not None and given is not None:
                 self.write(own, given)
 
+    def targets(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which sequence (B,) writes and to which row (B,) int64, and whether any does."""
+        if self._targets is None:
+            self._targets = self._find_targets()
+        return self._targets
+
     def _find_targets(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which sequence (B,) writes and to which row (B,), and whether any does."""
+        """Return :meth:`targets`."""
         valid = self.indices >= 0
         own = torch.arange(self.indices.shape[0], device=self.indices.device)
         source = torch.where(valid, own, valid.to(torch.int8).argmax())

@@ -31,6 +31,7 @@ def warmup(
     form: Form = "mlstm_exp",
     Hq: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    param_dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     backward: bool = True,
     step: bool = True,
@@ -47,6 +48,8 @@ def warmup(
         form: the mixer: "mlstm_exp", "mlstm_sig", "mamba2", "retnet", "gla", "delta_net", "gated_delta_net" or "kda".
         Hq: heads of queries and keys; None is H.
         dtype: that of q, k and v.
+        param_dtype: that of A_log and dt_bias, which Gated DeltaNet and KDA have; None is ``dtype``, as in a model that
+            is loaded in it. Weights that are trained under autocast are float32.
         device: the device; None is a GPU if there is one.
         backward: whether to make a call with a backward.
         step: whether to make a decoding step of B sequences.
@@ -71,7 +74,7 @@ def warmup(
         return Warmup(at.type, ())
 
     def inputs(*leading: int) -> tuple[Callable[..., Any], dict[str, Any]]:
-        return _inputs(form, leading, (H if Hq is None else Hq, H, dqk, dhv), dtype, at)
+        return _inputs(form, leading, (H if Hq is None else Hq, H, dqk, dhv), dtype, param_dtype or dtype, at)
 
     operator, given = inputs(B, T)
     calls = [measured(f"a forward of {B} x {T} steps", _forward(operator, given | options), at)]
@@ -87,7 +90,12 @@ def warmup(
 
 
 def _inputs(
-    form: str, leading: tuple[int, ...], sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    form: str,
+    leading: tuple[int, ...],
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    param_dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return an operator and its arguments, for one step if there is one leading dimension.
 
@@ -96,6 +104,7 @@ def _inputs(
         leading: (B, T) or (B,).
         sizes: Hq, H, dqk and dhv.
         dtype: that of q, k and v.
+        param_dtype: that of A_log and dt_bias.
         device: the device.
     """
     Hq, H, dqk, dhv = sizes
@@ -118,7 +127,7 @@ def _inputs(
     if form != "delta_net":
         channels = (H, dqk) if form == "kda" else (H,)
         given |= {"log_f": -ones(*leading, *channels, dtype=dtype), "gate_activation": "softplus"}
-        given |= {"A_log": ones(H), "dt_bias": ones(*channels)}
+        given |= {"A_log": ones(H, dtype=param_dtype), "dt_bias": ones(*channels, dtype=param_dtype)}
     return delta_rule if whole else delta_rule_step, given
 
 

@@ -39,6 +39,8 @@ class WarmupConfig:
     """Tokens between the states that a cache of prefixes keeps; None is no such cache."""
     capacity: int | None = None
     """For models with attention, tokens for which caches have room."""
+    pool: int | None = None
+    """For a server with a pool of states, the number of its rows."""
     dtype: str = "bfloat16"
     """Dtype of the weights on a GPU: bfloat16, float16 or float32."""
     device: str = "auto"
@@ -53,7 +55,7 @@ def warmup(args: Sequence[str]) -> int:
         raise UserError(f"dtype: got {config.dtype!r}, expected one of {', '.join(dtypes)}")
     if (config.checkpoint is None) == (config.shape is None):
         raise UserError("checkpoint, shape: got both or neither, expected one of them")
-    of_models = ("prompts", "batches", "states_every", "capacity")
+    of_models = ("prompts", "batches", "states_every", "capacity", "pool")
     for name in of_models if config.checkpoint is None else ("form", "backward"):
         if getattr(config, name) != getattr(WarmupConfig(), name):
             raise UserError(f"{name}: got it, expected it with {'checkpoint' if name in of_models else 'shape'} alone")
@@ -66,7 +68,7 @@ def warmup(args: Sequence[str]) -> int:
         model = LanguageModel.from_pretrained(find_model(config.checkpoint), device, dtype, backend=None)
         found = warm(
             model, prompts=config.prompts, batches=config.batches, states_every=config.states_every,
-            capacity=config.capacity,
+            capacity=config.capacity, pool=config.pool,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(one_line(error)) from error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tfla.nn.config import ModelConfig, check_config
@@ -15,71 +13,10 @@ from tfla.nn.mixer_state import StatesEvery
 from tfla.nn.mixers.attend import attend, attend_alone, attend_masked, attend_packed
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.gather_steps import SharedSteps
+from tfla.nn.mixers.key_values import KeyValues, check_state
 from tfla.nn.mixers.rotary import rotate_both
 from tfla.ops.checks import check_cu_seqlens
-from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
-
-
-class KeyValues(NamedTuple):
-    """The state of :class:`Attention`: keys and values of all S tokens so far, or of the last ones for a window."""
-
-    k: Tensor
-    """(B, S, kv heads, head_dim), rotated."""
-    v: Tensor
-    """(B, S, kv heads, head_dim)."""
-    start: Tensor | None = None
-    """(B,) int64, the index in S of the first token of the current document, negative where a window has dropped it;
-    None is 0 everywhere."""
-
-    length: Tensor | None = None
-    """(B,) int64, the number of cached tokens of each sequence, after which there is room for more; None is S."""
-
-    def detach(self) -> KeyValues:
-        """Return the same state, detached from the autograd graph."""
-        return self._replace(k=self.k.detach(), v=self.v.detach())
-
-    def clone(self) -> KeyValues:
-        """Return a copy."""
-        return KeyValues(*(None if t is None else t.clone() for t in self))  # type: ignore[arg-type]
-
-    def tokens(self) -> Tensor:
-        """Return the number of tokens (B,) of the current document so far."""
-        cached = self.length
-        if cached is None:
-            cached = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
-        return cached if self.start is None else cached - self.start
-
-    def reserve(self, capacity: int) -> KeyValues:
-        """Return a copy with room for ``capacity`` tokens of each sequence, whose size no step changes."""
-        room = (0, 0, 0, 0, 0, capacity - self.k.shape[1])
-        length = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
-        start = torch.zeros_like(length) if self.start is None else self.start.clone()
-        length = length if self.length is None else self.length.clone()
-        return KeyValues(F.pad(self.k, room), F.pad(self.v, room), start, length)
-
-    def gather(self, rows: Tensor | Sequence[int]) -> KeyValues:
-        """Return a copy of the caches of some sequences, of a state with room for more tokens."""
-        index = self._index(rows)
-        return KeyValues(*(t.index_select(0, index) for t in self if t is not None))
-
-    def scatter(self, rows: Tensor | Sequence[int], states: KeyValues) -> None:
-        """Overwrite the caches of some sequences in place, in a state with room for their tokens."""
-        index, given = self._index(rows), states.reserve(self.k.shape[1])
-        for own, new in zip(self, given, strict=True):
-            if own is not None and new is not None:
-                own.index_copy_(0, index, new.to(own))
-
-    def reset(self, rows: Tensor | Sequence[int]) -> None:
-        """Reset some sequences in place to no tokens, in a state with room for tokens."""
-        index = self._index(rows)
-        for own in (self.start, self.length):
-            if own is not None:
-                own.index_fill_(0, index, 0)
-
-    def _index(self, rows: Tensor | Sequence[int]) -> Tensor:
-        """Return rows as a tensor of indices, checked as those of a recurrence's state are."""
-        return State(self.k)._index(rows)
 
 
 class Attention(SequenceMixer):
@@ -198,10 +135,9 @@ class Attention(SequenceMixer):
         self, x: Tensor, state: KeyValues, in_place: bool = False, rows: PoolRows | None = None
     ) -> tuple[Tensor, KeyValues]:
         """Run :meth:`SequenceMixer.step`; a cache without room for more tokens grows, whatever in_place says."""
-        _check_no_rows(rows)
-        if isinstance(state, KeyValues) and state.length is not None:
-            y, accept = self.steps(x[:, None], state, in_place)
-            return y[:, 0], accept(torch.ones_like(state.length))
+        if rows is not None or (isinstance(state, KeyValues) and state.length is not None):
+            y, accept = self.steps(x[:, None], state, in_place, rows)
+            return y[:, 0], accept(torch.ones(len(x), dtype=torch.int64, device=x.device))
         y, new = self(x[:, None], state, return_state=True)
         return y[:, 0], new
 
@@ -211,16 +147,36 @@ class Attention(SequenceMixer):
         """Run :meth:`SequenceMixer.steps` on a cache with room for the tokens, into which their keys and values go.
 
         Raises:
-            ValueError: the cache has no room, see :meth:`KeyValues.reserve`.
+            ValueError: the cache has no room, see :meth:`KeyValues.reserve`. A sequence of a pool on a GPU that has no
+                room for the tokens yields NaN instead.
         """
-        _check_no_rows(rows)
+        pool = state
+        if rows is not None:
+            state, in_place = pool.of_rows(rows), True
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         check_state(state, k)
         if state.length is None:
             raise ValueError("state: got a cache without room for more tokens, expected one from KeyValues.reserve")
-        length, ahead = state.length, torch.arange(x.shape[1], device=x.device)
+        start, length, ahead = state.start, state.length, torch.arange(x.shape[1], device=x.device)
         q, k = rotate_both(q, k, state.tokens()[:, None] + ahead, self.rope_base)
         place = length[:, None] + ahead
+        has_room = length + x.shape[1] <= state.k.shape[1]
+        if rows is not None:
+            if x.device.type == "cpu" and not torch.compiler.is_compiling() and not has_room.all():
+                raise ValueError(
+                    f"state: got a sequence with room for fewer than {x.shape[1]} more tokens, expected a pool with a "
+                    f"capacity above {state.k.shape[1]}"
+                )
+            place = place.clamp(max=state.k.shape[1] - 1)
+        new_k, new_v, places = k, v, place
+
+        def accept(lengths: Tensor) -> KeyValues:
+            """Return the cache after some of the tokens."""
+            if rows is None:
+                return KeyValues(k, v, start, length + lengths)
+            pool.append(rows, new_k, new_v, places, length + lengths)
+            return pool
+
         k, v = (
             (cache if in_place else cache.clone()).scatter_(
                 1, place[..., None, None].expand_as(new), new.to(cache.dtype)
@@ -236,7 +192,7 @@ class Attention(SequenceMixer):
                 keys, values = (t[own, :held].to(q.dtype) for t in (k, v))
                 found.append(attend_alone(q[own], keys, values, first, self.window, sinks))
             y = self.out_proj(torch.cat(found).flatten(-2))
-            return y, lambda lengths: KeyValues(k, v, state.start, length + lengths)
+            return y, accept
         token, place = torch.arange(k.shape[1], device=x.device), place[..., None]
         visible = token <= place
         if state.start is not None:
@@ -248,7 +204,7 @@ class Attention(SequenceMixer):
         masked = [attend_masked(q[own], keys[own], values[own], visible[own, None], sinks) for own in parts]
         h = torch.cat(masked)
         y = self.out_proj(h.transpose(1, 2).flatten(-2))
-        return y, lambda lengths: KeyValues(k, v, state.start, length + lengths)
+        return (y if rows is None else torch.where(has_room[:, None, None], y, torch.nan)), accept
 
     def initial_state(self, batch_size: int, device: torch.device) -> KeyValues:
         """Return an empty cache in the weights' dtype."""
@@ -290,22 +246,3 @@ class Sinks(nn.Module):
     def forward(self) -> Tensor:
         """Return the logits (heads,) of this process's heads."""
         return local(self.logits)
-
-
-def _check_no_rows(rows: PoolRows | None) -> None:
-    """Raise if rows of a pool are given."""
-    if rows is not None:
-        raise TypeError(
-            "rows: got rows of a pool with attention, expected None: its cache has no rows of constant size"
-        )
-
-
-def check_state(state: object, k: Tensor) -> None:
-    """Raise unless state is a cache to which keys k (B, T, kv heads, head_dim) can be appended."""
-    if not isinstance(state, KeyValues):
-        raise TypeError(f"state: got {type(state).__name__}, expected KeyValues")
-    expected = (k.shape[0], state.k.shape[1], *k.shape[2:])
-    for name in ("k", "v"):
-        shape = tuple(getattr(state, name).shape)
-        if shape != expected:
-            raise ValueError(f"state.{name}: got shape {shape}, expected {expected}")

@@ -1,0 +1,162 @@
+"""The state of attention: keys and values of the tokens so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tfla.ops.state import State
+from tfla.ops.state_pool import PoolRows
+
+
+class KeyValues(NamedTuple):
+    """The state of attention: keys and values of all S tokens so far, or of the last ones for a window."""
+
+    k: Tensor
+    """(B, S, kv heads, head_dim), rotated."""
+    v: Tensor
+    """(B, S, kv heads, head_dim)."""
+    start: Tensor | None = None
+    """(B,) int64, the index in S of the first token of the current document, negative where a window has dropped it;
+    None is 0 everywhere."""
+
+    length: Tensor | None = None
+    """(B,) int64, the number of cached tokens of each sequence, after which there is room for more; None is S."""
+
+    def detach(self) -> KeyValues:
+        """Return the same state, detached from the autograd graph."""
+        return self._replace(k=self.k.detach(), v=self.v.detach())
+
+    def clone(self) -> KeyValues:
+        """Return a copy."""
+        return KeyValues(*(None if t is None else t.clone() for t in self))  # type: ignore[arg-type]
+
+    def tokens(self) -> Tensor:
+        """Return the number of tokens (B,) of the current document so far."""
+        cached = self.length
+        if cached is None:
+            cached = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
+        return cached if self.start is None else cached - self.start
+
+    def reserve(self, capacity: int) -> KeyValues:
+        """Return a copy with room for ``capacity`` tokens of each sequence, whose size no step changes."""
+        room = (0, 0, 0, 0, 0, capacity - self.k.shape[1])
+        length = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
+        start = torch.zeros_like(length) if self.start is None else self.start.clone()
+        length = length if self.length is None else self.length.clone()
+        return KeyValues(F.pad(self.k, room), F.pad(self.v, room), start, length)
+
+    def gather(self, rows: Tensor | Sequence[int]) -> KeyValues:
+        """Return a copy of the caches of some sequences, of a state with room for more tokens."""
+        index = self._index(rows)
+        return KeyValues(*(t.index_select(0, index) for t in self if t is not None))
+
+    def scatter(self, rows: Tensor | Sequence[int], states: KeyValues) -> None:
+        """Overwrite the caches of some sequences in place, in a state with room for their tokens."""
+        self._check_room(states.k.shape[1])
+        index, given = self._index(rows), states.reserve(self.k.shape[1])
+        for own, new in zip(self, given, strict=True):
+            if own is not None and new is not None:
+                own.index_copy_(0, index, new.to(own))
+
+    def reset(self, rows: Tensor | Sequence[int]) -> None:
+        """Reset some sequences in place to no tokens, in a state with room for tokens."""
+        index = self._index(rows)
+        for own in (self.start, self.length):
+            if own is not None:
+                own.index_fill_(0, index, 0)
+
+    def read(self, rows: PoolRows) -> KeyValues | None:
+        """Return the caches of the sequences of a call, as :meth:`Attention.forward` takes them; this one is a pool.
+
+        The last token of each is in the last place. None stands for no token of any. The host reads how many there are.
+        """
+        length, start = rows.read(_given(self.length)), rows.read(_given(self.start))
+        simple = False  # whether all sequences have as many tokens, of one document
+        if torch.compiler.is_compiling() or not len(length):
+            places = self.k.shape[1]
+        else:
+            lengths, starts = torch.stack([length, start]).tolist()
+            places = max(lengths)
+            simple = min(lengths) == places and not any(starts)
+        if not places:
+            return None
+        token = (length[:, None] - places + torch.arange(places, device=length.device)).clamp(min=0)
+        row = rows.indices.clamp(min=0)[:, None]
+        return KeyValues(self.k[row, token], self.v[row, token], None if simple else places - length + start)
+
+    def write(self, rows: PoolRows, states: KeyValues) -> None:
+        """Overwrite rows of this pool by caches (B, ...) that :meth:`Attention.forward` has returned.
+
+        Raises:
+            ValueError: a sequence has more tokens than the pool has places.
+        """
+        places = states.k.shape[1]
+        start = states.start
+        if start is None:
+            start = states.k.new_zeros(states.k.shape[0], dtype=torch.int64)
+        before = start.clamp(min=0)  # places before the first token
+        if places > self.k.shape[1] and not torch.compiler.is_compiling():
+            self._check_room(int(torch.where(rows.indices >= 0, places - before, 0).max()))
+        kept = min(places, self.k.shape[1])
+        if kept:
+            token = (before[:, None] + torch.arange(kept, device=start.device)).clamp(max=places - 1)
+            row = torch.arange(len(start), device=start.device)[:, None]
+            rows.write(self.k[:, :kept], states.k[row, token])
+            rows.write(self.v[:, :kept], states.v[row, token])
+        rows.write(_given(self.length), places - before)
+        rows.write(_given(self.start), start.clamp(max=0))
+
+    def of_rows(self, rows: PoolRows) -> KeyValues:
+        """Return a copy of the caches of rows of this pool, those of sequences at -1 without tokens."""
+        row = rows.indices.clamp(min=0)
+        start, length = rows.read(_given(self.start)), rows.read(_given(self.length))
+        return KeyValues(self.k.index_select(0, row), self.v.index_select(0, row), start, length)
+
+    def append(self, rows: PoolRows, k: Tensor, v: Tensor, place: Tensor, length: Tensor) -> None:
+        """Write new tokens into rows of this pool.
+
+        Args:
+            rows: the rows.
+            k, v: (B, T, kv heads, head_dim), the keys and values.
+            place: (B, T) int64, the place of each token in its row.
+            length: (B,) int64, the number of tokens of each sequence after the call.
+        """
+        source, target, written = rows.targets()
+        at = target[:, None], place.index_select(0, source)
+        for own, new in ((self.k, k), (self.v, v)):
+            new = new.to(own.dtype).index_select(0, source)
+            own.index_put_(at, torch.where(written, new, own[at]))
+        rows.write(_given(self.length), length)
+
+    def _check_room(self, tokens: int) -> None:
+        """Raise unless each sequence has room for so many tokens."""
+        if tokens > self.k.shape[1]:
+            raise ValueError(
+                f"state: got {tokens} tokens of a sequence, expected at most {self.k.shape[1]}, the capacity"
+            )
+
+    def _index(self, rows: Tensor | Sequence[int]) -> Tensor:
+        """Return rows as a tensor of indices, checked as those of a recurrence's state are."""
+        return State(self.k)._index(rows)
+
+
+def _given(t: Tensor | None) -> Tensor:
+    """Return a part of a cache with room for more tokens, which has all of them."""
+    assert t is not None
+    return t
+
+
+def check_state(state: object, k: Tensor) -> None:
+    """Raise unless state is a cache to which keys k (B, T, kv heads, head_dim) can be appended."""
+    if not isinstance(state, KeyValues):
+        raise TypeError(f"state: got {type(state).__name__}, expected KeyValues")
+    expected = (k.shape[0], state.k.shape[1], *k.shape[2:])
+    for name in ("k", "v"):
+        shape = tuple(getattr(state, name).shape)
+        if shape != expected:
+            raise ValueError(f"state.{name}: got shape {shape}, expected {expected}")
