@@ -163,7 +163,8 @@ def page() -> str:
             "Written by `tfla support`, from the code.",
             "## Backends",
             "Which backends take a call, the one that `backend=None` prefers first; `reference` takes every call. Both "
-            "input gates go with all. `print(tfla.explain(…))` says for one call why others are not taken.",
+            "input gates go with all. `print(tfla.explain(…))` says for one call why others are not taken. The backend "
+            "`triton` needs Triton 3.4 or newer, `hopper` 3.6 or newer; with an earlier one `triton` takes its calls.",
             backends_table(),
             "## Other libraries' interfaces",
             "Gradients of all inputs, states included; dtypes and devices are those of the backends. "
