@@ -77,7 +77,7 @@ def add_parts(y, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 @triton.jit
 def products(
     W, first, rows, X,
-    K: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
+    K: tl.constexpr, BATCH, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return the products (TOKENS, ROWS) of rows of W (rows, K) from ``first`` on with X (BATCH, K)."""
@@ -106,7 +106,7 @@ def inverse_rms_of(squares, eps, K: tl.constexpr):
 
 
 @triton.jit
-def store_rows(y, Out, first, rows, BATCH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr):
+def store_rows(y, Out, first, rows, BATCH, TOKENS: tl.constexpr, ROWS: tl.constexpr):
     """Store y (TOKENS, ROWS) in the columns of Out (BATCH, rows) from ``first`` on."""
     b = tl.arange(0, TOKENS)  # (TOKENS,)
     row = first + tl.arange(0, ROWS)  # (ROWS,)
@@ -117,7 +117,7 @@ def store_rows(y, Out, first, rows, BATCH: tl.constexpr, TOKENS: tl.constexpr, R
 @triton.jit
 def project(
     W, first, Y, squares, eps, Out,
-    D: tl.constexpr, N: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, BATCH, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Store the products of rows of W (N, D) from ``first`` on with RMSNorm(x) in Out (BATCH, N)."""
@@ -128,7 +128,7 @@ def project(
 @triton.jit
 def gate(
     W, bias, first, Y, squares, eps, cap, Out,
-    D: tl.constexpr, N: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, BATCH, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Store pre-activations (3) of the heads from ``first`` on in Out (BATCH, N): W (N, D) and bias (N,)."""
@@ -157,7 +157,7 @@ def embed(
 def mixer_inputs(
     Y, Squares, eps, Q, K, V, O, I, I_bias, F, F_bias, cap, Out, Gates,
     DQ: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr,
-    BATCH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
+    BATCH, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of (1)-(3): the first programs the gates, the others q, k, v and o.
@@ -193,7 +193,7 @@ def mixer_inputs(
 @triton.jit
 def swiglu(
     Y, Squares, eps, W_gate, W_up, Out,
-    D: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, BATCH, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS columns of silu(W_gate z) * W_up z for z = RMSNorm(x), (5) and (6).
@@ -219,7 +219,7 @@ def swiglu(
 @triton.jit
 def add_product(
     W, Z, X, norm, Y, Squares,
-    D: tl.constexpr, N: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, BATCH, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add ROWS columns of W z to the residual stream x in place, (4) and (6): W (N, D), Z (BATCH, D), X (BATCH, N).
@@ -245,7 +245,7 @@ def add_product(
 @triton.jit
 def logits(
     Y, Squares, eps, W, cap, Out,
-    D: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, BATCH: tl.constexpr, TOKENS: tl.constexpr,
+    D: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, BATCH, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, SWAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS logits of each token, (7): W (N, D) -> Out (BATCH, N) float32."""
