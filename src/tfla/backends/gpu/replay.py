@@ -111,7 +111,9 @@ def resized(shape: tuple[int, ...], x: Tensor) -> Tensor:
 
 # A recorded step: the function, the numbers of the operands that it reads, and for a launch the remaining arguments;
 # for any other step, whose result is the next operand, whether that is a tensor (else it is a tensor descriptor).
-Step = tuple[Callable[..., Any], tuple[int, ...], list[Any] | bool]
+# With None it is none of them: the replay then drops the operands, whose memory the next step may have.
+Step = tuple[Callable[..., Any], tuple[int, ...], list[Any] | bool | None]
+RELEASED_BYTES = 1 << 20  # smaller tensors stay until the end of a replay, whose host time counts for short sequences
 
 
 class LaunchRecorder:
@@ -248,6 +250,42 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
+def _nothing() -> None:
+    """Stand for the function of a step that drops operands."""
+
+
+def with_releases(recorder: LaunchRecorder) -> list[Step]:
+    """Return the recorded steps, with one that drops large tensors after each step that is the last to need them.
+
+    Launches on one stream run in their order, so memory that is given back after a launch is not written before it ran.
+    A tensor descriptor has an address, so what it was made of is needed as long as it is.
+    """
+    steps, next_made = recorder.steps, len(recorder.given)
+    last: dict[int, int] = {}  # the last step that needs an operand, by its number
+    sources: list[tuple[int, tuple[int, ...]]] = []  # of descriptors
+    for i, (_, read, rest) in enumerate(steps):
+        last |= dict.fromkeys(read, i)
+        if isinstance(rest, bool):
+            last[next_made] = i
+            if not rest:
+                sources.append((next_made, read))
+            next_made += 1
+    for descriptor, read in sources:
+        last |= {n: max(last[n], last[descriptor]) for n in read}
+    kept = {recorder.numbers[id(t)] for t in recorder.results}
+    dropped: dict[int, list[int]] = {}
+    for n, i in last.items():
+        x = recorder.made[n]
+        if n >= len(recorder.given) and n not in kept and isinstance(x, Tensor) and x.nbytes >= RELEASED_BYTES:
+            dropped.setdefault(i, []).append(n)
+    found: list[Step] = []
+    for i, step in enumerate(steps):
+        found.append(step)
+        if i in dropped:
+            found.append((_nothing, tuple(dropped[i]), None))
+    return found
+
+
 class RecordedLaunches:
     """The recorded steps of one call, to be replayed on other tensors with the same call signature.
 
@@ -256,7 +294,7 @@ class RecordedLaunches:
     """
 
     def __init__(self, recorder: LaunchRecorder) -> None:
-        self.steps = recorder.steps
+        self.steps = with_releases(recorder)
         self.num_given = len(recorder.given)
         self.results = [recorder.numbers[id(t)] for t in recorder.results]  # the numbers of the results
         self.device = recorder.device
@@ -300,9 +338,11 @@ class RecordedLaunches:
         addresses: list[Any] = [None if x is None else address(x) for x in operands]
         for fn, read, rest in self.steps:
             if rest is True or rest is False:
-                x = fn(*[operands[n] for n in read])
-                operands.append(x)
-                addresses.append(address(x) if rest else x)
+                operands.append(fn(*[operands[n] for n in read]))  # no other reference, which would keep it alive
+                addresses.append(address(operands[-1]) if rest else operands[-1])
+            elif rest is None:
+                for n in read:
+                    operands[n] = addresses[n] = None
             else:
                 fn(stream, hooks_active, [addresses[n] for n in read] + rest)
         return [operands[n] for n in self.results]

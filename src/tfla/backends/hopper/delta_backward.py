@@ -24,7 +24,6 @@ from tfla.backends.triton.delta import DeltaContext
 from tfla.backends.triton.delta_kernels import NO_CHECKPOINTS
 
 MOST_STAGES = 3  # stages of the ring, where the states of a program have 128 columns; the tiles then take 192 KiB
-PARTS = 3  # of dk: dr, and what each reader contributes against time
 
 
 def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
@@ -42,27 +41,25 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     """
     x, base = ctx.x, ctx.base
     dh = results.dense_rows(base, dh)
-    # The parts of dk lie side by side, like heads, and are added up in float32: one rounding less than in memory.
-    dq, parts = (base.new(base.B, base.T, n * base.H, base.K, dtype=x.q.dtype) for n in (1, PARTS))
+    # The parts of dk are added up in float32, over the first of them: one rounding less than one by one in memory.
+    dq, dr, by_queries, by_keys = (base.new(base.B, base.T, base.H, base.K, dtype=x.q.dtype) for _ in range(4))
     dv = base.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
-    ctx = replace(ctx, base=scheduler.launch(sequences.bound(base, dq, parts, dv)))
+    ctx = replace(ctx, base=scheduler.launch(sequences.bound(base, dq, dr, by_queries, by_keys, dv)))
     base, gates = ctx.base, ctx.gates()
     C, dC = results.dense(base, x.C), results.dense(base, dC)
     # dv, (D10) to (D13).
     dbeta, do_e = delta_dv.launch(ctx, gates, X, E, dh, dv, dC, dC0)
     # dq and dk, (D14) to (D16): dk is the sum of dr and of what both readers contribute.
     scans = new_scans(ctx, gates, do_e, C, dC)
-    dr, by_queries, by_keys = (
-        base.do(lambda t, i=i: t.unflatten(2, (-1, PARTS))[:, :, :, i], parts) for i in range(PARTS)
-    )
     scans.launch(dq_dk.QUERIES, x.k, E, dh, x.q, dq)
     scans.launch(dq_dk.READ_KEYS, x.k, E, dv, x.k, dr)
     scans.launch(dq_dk.QUERIES, x.q, dh, E, x.k, by_queries, reverse=True)
     scans.launch(dq_dk.READ_KEYS, x.k, dv, E, x.k, by_keys, reverse=True)
     # dlog_f, (D17); then sums over the heads that share q and k.
     df = None if x.log_f is None else delta.gate_gradient(ctx, gates, *scans.sums, scans.dots, dC, dC0)
-    dq, dk = reductions.launch(base, dq, base.group), reductions.launch(base, parts, PARTS * base.group)
+    dq = reductions.launch(base, dq, base.group)
+    dk = reductions.launch_three_parts(base, (dr, by_queries, by_keys), base.group)
     none = base.placeholder(0)
     found = (dq, dk, dv, dbeta if x.beta is not None else None, df, None, None, None, dC0)
     return DeltaGrads(*(none if t is None else t for t in found))
