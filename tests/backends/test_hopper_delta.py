@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -76,11 +76,6 @@ def solve(p: DeltaProblem, backward: bool, backend: str = "hopper") -> dict[str,
     return {name: t.cpu() for name, t in found.items()}
 
 
-def without_gate_gradient(solve: Callable[[DeltaProblem], dict[str, Tensor]]) -> Callable[..., dict[str, Tensor]]:
-    """The same solver without dlog_f."""
-    return lambda p: {name: t for name, t in solve(p).items() if name != "dlog_f"}
-
-
 def gradients_by_triton(p: DeltaProblem) -> dict[str, Tensor]:
     """The gradients that Triton's kernels compute of what the Hopper kernel stores."""
     x, spec = inputs(p), p.spec("fused", BACKEND.default_chunk_size(p.x, "fused"))
@@ -92,14 +87,8 @@ def gradients_by_triton(p: DeltaProblem) -> dict[str, Tensor]:
 def check(p: DeltaProblem, backward: bool = not INTERPRETED) -> None:
     """On a GPU also the gradients."""
     found = solve(p, backward)
-    exact = truth(p)
     if not backward:
-        found |= {name: x for name, x in exact.items() if name not in found}
-    elif INTERPRETED and p.x.log_f is not None:
-        # On GPUs inputs are bfloat16: the error of this gradient is above that of float16, but the same as Triton's.
-        by_triton = gradients_by_triton(p)["dlog_f"]
-        assert error(found["dlog_f"], by_triton.double()) <= TOLERANCE[DTYPE]
-        found["dlog_f"] = exact["dlog_f"]
+        found |= {name: x for name, x in truth(p).items() if name not in found}
     check_beside_terms(p, found)
 
 
@@ -180,14 +169,13 @@ def test_gates(gates: str, alike: float) -> None:
 def test_errors_beside_those_of_rounding(gates: str, alike: float) -> None:
     """The bound of the Triton kernels holds for the Hopper kernels, in the simulator where Triton's meet it, too.
 
-    float16, which the simulator takes, rounds X as it rounds inputs. dlog_f is checked on GPUs alone: in float16 it is
-    within 2.3 times where Triton's is within 1.7.
+    float16, which the simulator takes, rounds X as it rounds inputs.
     """
     sizes = {"T": 130, "H": 1, "Hq": 1} if INTERPRETED else {"T": 1000}
     p = delta_problem("gdn", gates=gates, B=1, K=128, V=128, alike=alike, **sizes)
     hopper, triton = (functools.partial(solve, backward=True, backend=name) for name in ("hopper", "triton"))
     if INTERPRETED:
-        check_beside_rounding(p, gates, without_gate_gradient(hopper), DTYPE, without_gate_gradient(triton))
+        check_beside_rounding(p, gates, hopper, DTYPE, triton)
     else:
         check_beside_rounding(p, gates, hopper, DTYPE)
 

@@ -38,8 +38,6 @@ SAME_STEP = tl.constexpr(3)  # the step's element of the diagonal of W
 PAIR_SUMS = tl.constexpr(4)  # the number of these sums
 # A bound of the rounding of a float32 sum, relative to the root of its terms' sum of squares.
 ROUNDING = tl.constexpr(2.0**-21)
-# A bound of 16-bit rounding of a sum, relative to the root of its terms' sum of squares.
-LOW_ROUNDING = tl.constexpr(2.0**-8)
 # The most that is read across a tile, relative to its decay and the root of the sum of squares of what its steps read
 # and write: an initial state or the cotangent of a final one can be larger than those that steps make.
 LARGEST_READ = tl.constexpr(2.0**6)
@@ -85,14 +83,17 @@ def checkpoint_dot(
 
 @triton.jit
 def checkpoint_dots(
-    states, n, cotangents, dn, dots, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr
+    states, n, cotangents, dn, dots, SIZE, SIZE_N, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, NORMALIZE: tl.constexpr,
+    ROUND_C: tl.constexpr,
 ):  # fmt: skip
     """Store <C, dC> of each checkpoint of each head; the grid is (checkpoints * H).
 
-    The states are (checkpoints, H, SIZE), dots is (checkpoints, H).
+    The states are (checkpoints, H, SIZE), dots is (checkpoints, H). With ROUND_C the states are rounded to the dtype of
+    n, which is not read, before the products.
     """
+    C_AS: tl.constexpr = n.dtype.element_ty if ROUND_C else tl.float32
     index = tl.zeros([1, 1], tl.int64) + tl.program_id(0)
-    dot = checkpoint_dot(states, n, cotangents, dn, index, index >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
+    dot = checkpoint_dot(states, n, cotangents, dn, index, index >= 0, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE, C_AS)
     tl.store(dots + index, dot)
 
 
@@ -172,7 +173,7 @@ def _follow(a, b, c, d):
 
 
 @triton.jit
-def trust_differences(differences, squares, decay):
+def trust_differences(differences, squares, decay, LOW: tl.constexpr):
     """Return factors for what seems to be read across tiles, which are below 1 where 16-bit rounding is most of it.
 
     They are those of least squared error. The square of a difference is known from the difference itself, within what
@@ -182,15 +183,16 @@ def trust_differences(differences, squares, decay):
         differences: what later tiles seem to read of earlier ones, (HEADS, TILES) float64.
         squares: the sum of the squares of the terms of each difference, of the same shape.
         decay: the decays of the tiles, squared, of the same shape.
+        LOW: a bound of the rounding of a sum, relative to the root of its terms' sum of squares.
     """
     least = decay * squares
     signal = tl.minimum(tl.maximum(differences * differences, least), least * (LARGEST_READ * LARGEST_READ))
-    total = signal + squares * (LOW_ROUNDING * LOW_ROUNDING)
+    total = signal + squares * (LOW * LOW)
     return tl.where(total > 0.0, signal / tl.where(total > 0.0, total, 1.0), 0.0)
 
 
 @triton.jit
-def pass_tiles(start, squares, reads, writes, decay, ROUNDING: tl.constexpr, LOW: tl.constexpr = False):
+def pass_tiles(start, squares, reads, writes, decay, ROUNDING: tl.constexpr, LOW: tl.constexpr = 0.0):
     """Return for each tile what later tiles read of earlier ones, and the sum X = <C, dC> after the last tile, by (B7).
 
     The former is X before the tile minus what the tile reads. Where this difference is within its rounding it is 0, so
@@ -203,7 +205,7 @@ def pass_tiles(start, squares, reads, writes, decay, ROUNDING: tl.constexpr, LOW
         writes: what later tiles read of each step, of the same shape.
         decay: the decays of the tiles, squared, (HEADS, TILES) float64; read with LOW.
         ROUNDING: a bound of the rounding of a sum, relative to the root of its terms' sum of squares.
-        LOW: whether the sums have 16-bit rounding, see `trust_differences`.
+        LOW: the same for sums of 16-bit inputs, see `trust_differences`; else 0.
 
     Returns:
         The terms of earlier with later tiles, (HEADS, TILES); X, the sum of squares of its terms, and 0 where some
@@ -215,8 +217,8 @@ def pass_tiles(start, squares, reads, writes, decay, ROUNDING: tl.constexpr, LOW
     differences = start + tl.cumsum(written - read, 1) - written
     kept = tl.where(tl.abs(differences) < tl.sqrt(squares) * ROUNDING, 0.0, 1.0).to(tl.float64)
     weight = kept
-    if LOW:
-        weight *= trust_differences(differences, squares, decay)
+    if LOW > 0.0:
+        weight *= trust_differences(differences, squares, decay, LOW)
     factor, added = tl.associative_scan((weight, written - weight * read), 1, _follow)
     after = factor * start + added
     last = tl.arange(0, reads.shape[1])[None, :] == reads.shape[1] - 1
@@ -237,7 +239,8 @@ def gate_gradients(
     q_dq, k_dk, dots, C, n_start, dC, dn_end, dC_first, dn_first, cu, i_gate, f_gate, di, df,
     sequences, T, tiles, H, steps, SIZE, SIZE_N, ib, it, ih, fb, ft, fh,
     PARTS: tl.constexpr, NP: tl.constexpr, CHECKPOINT_STEPS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, IS_SEGMENTED: tl.constexpr, IS_VARLEN: tl.constexpr,
+    L: tl.constexpr, HEADS: tl.constexpr, DOTS: tl.constexpr, START_DOTS: tl.constexpr, IS_SEGMENTED: tl.constexpr,
+    IS_VARLEN: tl.constexpr,
     NORMALIZE: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, USE_FINAL_STATE: tl.constexpr, BY_PAIRS: tl.constexpr,
     ROUNDING: tl.constexpr, LOW: tl.constexpr,
     INPUT_GATE: tl.constexpr, SIGMOID_I: tl.constexpr, SIGMOID_F: tl.constexpr,
@@ -256,7 +259,8 @@ def gate_gradients(
             share dqk, and each leaves NP sums for a step.
         k_dk: sums of k . dk, of the same shape. With BY_PAIRS the two are as `pair_sums` has them.
         dots: <C, dC> of the checkpoints as DOTS partial sums, (checkpoints, H, DOTS).
-        C: the states before each segment, see `segment_start_dot`, which also describes n_start to dn_first.
+        C: the states before each segment, see `segment_start_dot`, which also describes n_start to dn_first; with
+            START_DOTS <C, dC> at the start of each sequence as START_DOTS partial sums, (sequences, H, START_DOTS).
         cu: the offsets of packed sequences, (sequences + 1).
         i_gate: the input gate as the caller gave it, (B, T, H).
         f_gate: the forget gate, (B, T, H).
@@ -267,7 +271,7 @@ def gate_gradients(
         ib, it, ih, fb, ft, fh: the strides of the gates by batch row, step and head.
         BY_PAIRS: whether (B6) and (B7) are computed, else (D2).
         ROUNDING: see `pass_tiles`; read with BY_PAIRS.
-        LOW: whether the sums stem from 16-bit inputs, see `trust_differences`; read with BY_PAIRS.
+        LOW: the rounding of 16-bit inputs, see `trust_differences`, 0 for others; read with BY_PAIRS.
     """
     segment = tl.program_id(0)
     part = tl.program_id(1)
@@ -288,6 +292,8 @@ def gate_gradients(
                 C, n_start, dC, dn_end, dC_first, dn_first, s, segment, segment0, h, H, SIZE, SIZE_N, BLOCK, BLOCK_N,
                 NORMALIZE, USE_INITIAL_STATE,
             )  # fmt: skip
+        elif START_DOTS > 0:
+            start = sum_parts(C, segment * H + h, h < H, START_DOTS)
         elif USE_INITIAL_STATE:
             row = segment * H + h
             start = checkpoint_dot(C, n_start, dC_first, dn_first, row, h < H, SIZE, SIZE_N, BLOCK, BLOCK_N, NORMALIZE)
@@ -330,7 +336,7 @@ def gate_gradients(
         # (4) Subtract the accumulated rounding error evenly; with BY_PAIRS dlog_f follows from (B6) and (B7) instead.
         if BY_PAIRS:
             decay = 1.0
-            if LOW:
+            if LOW > 0.0:
                 total = tl.sum(tl.reshape(tl.where(inside, finite_log_gate(f, SIGMOID_F), 0.0), reads.shape), 2)
                 decay = tl.exp(2.0 * tl.minimum(total, 0.0).to(tl.float32)).to(tl.float64)  # squared; at most 1
             across, after, _squares, kept = pass_tiles(start, start * start, reads, writes, decay, ROUNDING, LOW)
@@ -349,7 +355,7 @@ def gate_gradients(
 
 
 def launch_checkpoint_dots(
-    ctx: LaunchContext, states: tuple[Tensor, Tensor], cotangents: tuple[Tensor, Tensor]
+    ctx: LaunchContext, states: tuple[Tensor, Tensor], cotangents: tuple[Tensor, Tensor], round_states: bool = False
 ) -> Tensor:
     """Return <C, dC> + <n, dn> at the checkpoints, (checkpoints * H, 1) float64.
 
@@ -357,20 +363,21 @@ def launch_checkpoint_dots(
         ctx: The context of the call.
         states: C and n at the checkpoints, (checkpoints, H, K, V) and (checkpoints, H, K).
         cotangents: dC and dn at the checkpoints, of the same shapes.
+        round_states: Whether to round C to the dtype of n, which then stands for no normalizer state.
     """
     count = states[0].shape[0] * states[0].shape[1]
     dots = ctx.new(count, 1, dtype=torch.float64)
     if count:
         ctx.launch(checkpoint_dots, (count,),
             *states, *cotangents, dots, ctx.K * ctx.V, ctx.K, BLOCK=4096, BLOCK_N=power_of_two(ctx.K),
-            NORMALIZE=ctx.spec.normalize, num_warps=8,
+            NORMALIZE=ctx.spec.normalize, ROUND_C=round_states, num_warps=8,
         )  # fmt: skip
     return dots
 
 
 def launch(
     ctx: LaunchContext, gates: Tensor, q_dq: Tensor, k_dk: Tensor, dots: Tensor, starts: Pair, ends: Pair,
-    grads: Gradients, *, final_cotangent: bool, by_pairs: bool | None = None,
+    grads: Gradients, *, final_cotangent: bool, by_pairs: bool | None = None, start_dots: int = 0,
 ) -> None:  # fmt: skip
     """Compute the gradients of the gates.
 
@@ -385,6 +392,7 @@ def launch(
         grads: The gradients, of which di and df are written; dC0 and dn0 are read.
         final_cotangent: Whether the final states have cotangents.
         by_pairs: Whether q_dq and k_dk are as `pair_sums` has them; None: for float32.
+        start_dots: The number of partial sums of <C, dC> that `starts` has in place of C, or 0 where it has C.
     """
     x, spec = ctx.x, ctx.spec
     by_pairs = ctx.exact if by_pairs is None else by_pairs
@@ -400,9 +408,9 @@ def launch(
         q_dq, k_dk, dots, *states, ctx.cu_seqlens, *ctx.gate_inputs, gates if grads.di is None else grads.di, grads.df,
         x.sequences, ctx.T, ctx.tiles, ctx.H, ctx.segment_steps, ctx.K * ctx.V, ctx.K, *ctx.gate_strides,
         PARTS=q_dq.shape[0], NP=q_dq.shape[3], CHECKPOINT_STEPS=steps, BLOCK=256 * num_warps // heads,
-        BLOCK_N=power_of_two(ctx.K), L=ctx.L, HEADS=heads, DOTS=dots.shape[1], IS_SEGMENTED=ctx.segmented,
-        IS_VARLEN=ctx.packed, NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.C is not None,
+        BLOCK_N=power_of_two(ctx.K), L=ctx.L, HEADS=heads, DOTS=dots.shape[1], START_DOTS=start_dots,
+        IS_SEGMENTED=ctx.segmented, IS_VARLEN=ctx.packed, NORMALIZE=spec.normalize, USE_INITIAL_STATE=x.C is not None,
         USE_FINAL_STATE=final_cotangent, BY_PAIRS=by_pairs,
         ROUNDING=ROUNDING.value if ctx.exact else 0.0,
-        LOW=not ctx.exact, **ctx.gate_forms, num_warps=num_warps,
+        LOW=0.0 if ctx.exact else torch.finfo(x.q.dtype).eps / 2, **ctx.gate_forms, num_warps=num_warps,
     )  # fmt: skip

@@ -57,7 +57,10 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     scans.launch(dq_dk.QUERIES, x.q, dh, E, x.k, by_queries, reverse=True)
     scans.launch(dq_dk.READ_KEYS, x.k, dv, E, x.k, by_keys, reverse=True)
     # dlog_f, (D17); then sums over the heads that share q and k.
-    df = None if x.log_f is None else delta.gate_gradient(ctx, gates, *scans.sums, scans.dots, dC, dC0)
+    df = None
+    if x.log_f is not None:
+        starts = delta.start_dots(scans.base, gates, scans.C, *scans.by_starts)
+        df = delta.gate_gradient(ctx, gates, *scans.sums, scans.dots, starts, dC)
     dq = reductions.launch(base, dq, base.group)
     dk = reductions.launch_three_parts(base, (dr, by_queries, by_keys), base.group)
     none = base.placeholder(0)
@@ -78,6 +81,7 @@ class Scans:
     sums: tuple[Tensor, Tensor]  # see `gate_gradients.pair_sums`; readers are parts
     checkpoints: Tensor  # of C, (checkpoints, H, K, V)
     dots: Tensor  # parts of <C, dC> at the checkpoints, (checkpoints * H, parts)
+    by_starts: tuple[Tensor | None, ...]  # see `delta.new_starts`
 
     def launch(
         self, reader: Any, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, reverse: bool = False
@@ -100,10 +104,11 @@ class Scans:
         )
         reads, pairs = (base.recorder.rows(t, int(by_keys), by_keys + 1) for t in self.sums)
         initial = (self.dC if by_keys else None) if reverse else self.C
-        splits_p = dq_dk.splits_p(base.V, reader.value)
+        final = self.by_starts[by_keys] if reverse else None
+        splits_p = dq_dk.splits_p(base.V, reader.value, self.gated)
         dq_dk_launch.launch(
             base, self.gates, x, y, z, w, out, reads, (self.checkpoints, self.gates.vectors, self.dots),
-            reverse=reverse, initial=(initial, None), final=(None, pairs), reader=reader, save_sums=self.gated,
+            reverse=reverse, initial=(initial, None), final=(final, pairs), reader=reader, save_sums=self.gated,
             stages=dq_dk_launch.RING_STAGES if base.V > host.STATE_ROWS or splits_p else MOST_STAGES,
         )  # fmt: skip
 
@@ -140,4 +145,5 @@ def new_scans(ctx: DeltaContext, gates: Tensor, do_e: Tensor, C: Tensor | None, 
         ),
         checkpoints=checkpoints,
         dots=base.new(checkpoints.shape[0] * base.H, 2 * host.CONSUMER_WARPS),
+        by_starts=delta.new_starts(ctx, wide),
     )

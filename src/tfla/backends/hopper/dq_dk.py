@@ -55,7 +55,8 @@ Here P is masked strictly. What a query reads of its own step's write is added b
 P, of which the caller has do . E; a read key reads none of it. A later kernel adds up dr and both parts of dk.
 Step (7) leaves its sums also before step (5), so that pairs of steps of one tile are apart from others (B7), and pairs
 of a step with itself are in neither: no gate lies between them. Where a program has 128 columns, x * u of step (6) is
-the sum of two 16-bit numbers (SPLIT), and for queries P of step (5), too (SPLIT_P): an MMA more for each.
+the sum of two 16-bit numbers (SPLIT), and P of step (5), too, for queries and wherever sums of pairs are stored
+(SPLIT_P): an MMA more for each.
 """
 
 from typing import Any, NamedTuple
@@ -202,9 +203,12 @@ def splits_operands(width, reader):
 
 
 @gluon.constexpr_function
-def splits_p(width, reader):
-    """Return whether a launch splits P, too: in both directions alike, so that sums of pairs of steps cancel."""
-    return splits_operands(width, reader) and reader == QUERIES
+def splits_p(width, reader, save_sums):
+    """Return whether a launch splits P, too: in both directions alike, so that sums of pairs of steps cancel.
+
+    Where keys are alike, what steps read by them cancels in dlog_f, but the rounding of P does not.
+    """
+    return splits_operands(width, reader) and (reader == QUERIES or save_sums)
 
 
 @gluon.jit
@@ -753,7 +757,7 @@ def dq_dk_kernel(
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
             USE_DP_OFFSET=USE_DP_OFFSET, TRANSPOSED=TRANSPOSED, ACCUMULATE_DN=ACCUMULATE_DN,
             FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, RESULT=RESULT,
-            SPLIT=splits_operands(WIDTH, READER), SPLIT_P=splits_p(WIDTH, READER),
+            SPLIT=splits_operands(WIDTH, READER), SPLIT_P=splits_p(WIDTH, READER, SAVE_SUMS),
         ),
     )  # fmt: skip
 

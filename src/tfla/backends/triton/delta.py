@@ -201,6 +201,7 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     reads = base.new(2 * programs, base.H, base.tiles, 1, base.L)
     pair_sums = base.new(2 * programs, base.H, base.tiles, gate_gradients.PAIR_SUMS.value, base.L)
     states, by_queries, by_reads = new_checkpoints(ctx)
+    by_starts = new_starts(ctx, base)
 
     def parts(n: int) -> tuple[Tensor, Tensor]:
         """Return the sums of queries, or for n = 1 of reads by the read key."""
@@ -217,16 +218,16 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     )  # fmt: skip
     delta_kernels.launch_dq_dk(
         ctx, gates, x.q, dh, E, x.k, dk, do_e, *parts(0), factor=scale, reverse=True, initial=None,
-        checkpoints=by_queries,
+        checkpoints=by_queries, final=by_starts[0],
     )  # fmt: skip
     delta_kernels.launch_dq_dk(
         ctx, gates, ctx.read_key, dv, E, x.k, total, None, *parts(1), factor=-1.0, reverse=True, initial=dC,
-        checkpoints=by_reads, add=(dk,) if x.read_key is not None else (dk, dr),
+        checkpoints=by_reads, final=by_starts[1], add=(dk,) if x.read_key is not None else (dk, dr),
     )  # fmt: skip
     df = None
     if x.log_f is not None:
         dots = checkpoint_dots(ctx, gates, states, by_queries, by_reads)
-        df = gate_gradient(ctx, gates, reads, pair_sums, dots, dC, dC0)
+        df = gate_gradient(ctx, gates, reads, pair_sums, dots, start_dots(base, gates, C, *by_starts), dC)
     dq, dk = (reductions.launch(base, t, base.group) for t in (dq, total))
     read_key = reductions.launch(base, dr, base.group) if x.read_key is not None else None
     none = base.placeholder(0)
@@ -255,6 +256,43 @@ def new_checkpoints(ctx: DeltaContext) -> tuple[Tensor | None, ...]:
     return tuple(ctx.base.new(*shape, dtype=ctx.x.q.dtype) for _ in range(3))
 
 
+def new_starts(ctx: DeltaContext, base: LaunchContext) -> tuple[Tensor | None, ...]:
+    """Allocate what queries and reads each add to the cotangents of initial states, (N, H, K, V), or return None.
+
+    The gradient of gates takes these, not what the scan for dv has: as both come from the operands that its other terms
+    come from, more of their rounding cancels.
+
+    Args:
+        ctx: The context of the call.
+        base: The context of the scans for dk, which write them.
+    """
+    if not ctx.gated or ctx.x.C is None:
+        return None, None
+    return tuple(base.new(ctx.x.sequences, base.H, base.K, base.V) for _ in range(2))
+
+
+def start_dots(
+    base: LaunchContext, gates: Tensor, C: Tensor | None, by_queries: Tensor | None, by_reads: Tensor | None
+) -> Tensor | None:
+    """Compute the parts of <C, dC> at the starts of sequences, (N * H, 2), or return None without initial states.
+
+    C is rounded as it is where the steps of the first tile read it, so that rounding cancels in what later tiles read.
+
+    Args:
+        base: The context of the scans for dk.
+        gates: The gate vectors, which stand for what is not there.
+        C: The initial states, (N, H, K, V), or None.
+        by_queries, by_reads: The results of `new_starts`.
+    """
+    if C is None or by_queries is None or by_reads is None:
+        return None
+    queries, read = (
+        gate_gradients.launch_checkpoint_dots(base, (C, base.x.q), (t, gates), round_states=True)
+        for t in (by_queries, by_reads)
+    )
+    return base.recorder.scaled_columns(queries, 1.0, read, 1.0)
+
+
 def checkpoint_dots(
     ctx: DeltaContext, gates: Tensor, states: Tensor | None, by_queries: Tensor | None, by_reads: Tensor | None
 ) -> Tensor:
@@ -277,8 +315,8 @@ def checkpoint_dots(
 
 
 def gate_gradient(
-    ctx: DeltaContext, gates: Tensor, reads: Tensor, pair_sums: Tensor, dots: Tensor, dC: Tensor | None,
-    dC0: Tensor | None,
+    ctx: DeltaContext, gates: Tensor, reads: Tensor, pair_sums: Tensor, dots: Tensor, starts: Tensor | None,
+    dC: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of log_f, (B, T, H), see :mod:`tfla.backends.gpu.gate_gradients`.
 
@@ -288,18 +326,18 @@ def gate_gradient(
         reads: What steps read of earlier tiles, (parts, H, tiles, 1, L).
         pair_sums: Sums of pairs of steps, (parts, H, tiles, PAIR_SUMS, L).
         dots: Parts of <C, dC> at the checkpoints, (checkpoints * H, parts).
+        starts: Parts of <C, dC> at the starts of sequences, (N * H, parts), or None without initial states.
         dC: The cotangents of the final states, or None.
-        dC0: The cotangents of the initial states, or None.
     """
     base = ctx.base
     assert ctx.x.log_f is not None
     df = base.new(*ctx.x.log_f.shape, dtype=ctx.x.log_f.dtype)
     sequences.clear(base, df)
-    C = results.dense(base, ctx.x.C)
-    grads = results.Gradients(dq=df, dk=df, dv=df, di=None, df=df, dC0=dC0, dn0=None)
+    grads = results.Gradients(dq=df, dk=df, dv=df, di=None, df=df, dC0=None, dn0=None)
     gate_gradients.launch(
-        base, gates, reads, pair_sums, dots, (C, None), (dC, None), grads, final_cotangent=dC is not None, by_pairs=True
-    )
+        base, gates, reads, pair_sums, dots, (starts, None), (dC, None), grads, final_cotangent=dC is not None,
+        by_pairs=True, start_dots=0 if starts is None else starts.shape[1],
+    )  # fmt: skip
     return df
 
 

@@ -336,12 +336,12 @@ def delta_dv_scan(
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def delta_dq_dk_scan(
-    X, Y, Z, W, Out, Add0, Add1, beta, do_e, gates, cu, reads, pair_sums, state_in, checkpoints, factor,
+    X, Y, Z, W, Out, Add0, Add1, beta, do_e, gates, cu, reads, pair_sums, state_in, state_out, checkpoints, factor,
     sequences, T, tiles_of_head, H, GROUP, xb, xt, xh, yb, yt, yh, zb, zt, zh, wb, wt, wh, ob, ot, oh, bb, bt, bh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCKS: tl.constexpr, L: tl.constexpr,
     REVERSE: tl.constexpr, GATED: tl.constexpr, SAME_STEP: tl.constexpr, NUM_ADDED: tl.constexpr,
-    IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    STAGES: tl.constexpr, WGMMA: tl.constexpr, CHECKPOINT_STEPS: tl.constexpr,
+    IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, STAGES: tl.constexpr, WGMMA: tl.constexpr, CHECKPOINT_STEPS: tl.constexpr,
 ):  # fmt: skip
     """Compute dq or dr, or with REVERSE what one reader contributes to dk, for BK of the dims of dqk of one head.
 
@@ -367,6 +367,7 @@ def delta_dq_dk_scan(
         pair_sums: (dqk / BK, H, tiles, PAIR_SUMS, L) float32, with REVERSE written to OTHER_TILES, else to ROW_SUM and
             COLUMN_SUM, see :mod:`tfla.backends.gpu.gate_gradients`.
         state_in: the state that scans start from, (sequences, H, DK, DV); read with USE_INITIAL_STATE.
+        state_out: S times factor after all steps, of the same shape; written with STORE_FINAL_STATE.
         checkpoints: (checkpoints, H, DK, DV): S before every CHECKPOINT_STEPS-th step but the first.
         factor: the factor of the output.
         SAME_STEP: whether step i reads the write of step i.
@@ -487,6 +488,11 @@ def delta_dq_dk_scan(
             store_checkpoint(checkpoints, at, S0, rk, rv, DK, DV)
             if BLOCKS == 2:
                 store_checkpoint(checkpoints, at, S1, rk, rv + BV, DK, DV)
+    if STORE_FINAL_STATE:
+        at = tl.program_id(1).to(tl.int64) * DK
+        store_checkpoint(state_out, at, S0 * factor, rk, rv, DK, DV)
+        if BLOCKS == 2:
+            store_checkpoint(state_out, at, S1 * factor, rk, rv + BV, DK, DV)
 
 
 def solve_precision(dtype: torch.dtype) -> str:
@@ -570,7 +576,7 @@ def launch_dv(
 def launch_dq_dk(
     ctx: DeltaContext, gates: Tensor, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, do_e: Tensor | None,
     reads: Tensor, pair_sums: Tensor, *, factor: float, reverse: bool, initial: Tensor | None,
-    checkpoints: Tensor | None, add: tuple[Tensor, ...] = (),
+    checkpoints: Tensor | None, final: Tensor | None = None, add: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
     """Launch `delta_dq_dk_scan`: compute dq, dr, or what one reader contributes to dk.
 
@@ -585,6 +591,7 @@ def launch_dq_dk(
         reverse: Whether the scan runs against time, for dk.
         initial: The states that scans start from, (N, H, dqk, dhv), or None for zeros.
         checkpoints: Output for the states at checkpoints, (checkpoints, H, dqk, dhv), or None.
+        final: Output for the states after the scans, times the factor, (N, H, dqk, dhv), or None.
         add: At most two tensors like `out` that are added to it.
     """
     base, tiles = ctx.base, ctx.config.dq_dk
@@ -597,12 +604,12 @@ def launch_dq_dk(
     wgmma = descriptors or tiles.blocks == 1
     base.launch(delta_dq_dk_scan, (ceil_div(base.K, tiles.split), ctx.x.sequences * base.H),
         x, y, z, w, out, *added, ctx.beta, gates if do_e is None else do_e, gates, base.cu_seqlens, reads,
-        pair_sums, gates if initial is None else initial, checkpoints, factor,
+        pair_sums, gates if initial is None else initial, gates if final is None else final, checkpoints, factor,
         ctx.x.sequences, base.T, base.tiles, base.H, base.group, *time_strides(x), *time_strides(y), *time_strides(z),
         *time_strides(w), *time_strides(out), *time_strides(ctx.beta),
         DK=base.K, DV=base.V, BK=tiles.split, BV=tiles.block, BLOCKS=tiles.blocks, L=base.L, REVERSE=reverse,
         GATED=ctx.gated, SAME_STEP=do_e is not None, NUM_ADDED=len(add), IS_VARLEN=base.packed,
-        USE_INITIAL_STATE=initial is not None, PRECISION=base.precision,
+        USE_INITIAL_STATE=initial is not None, STORE_FINAL_STATE=final is not None, PRECISION=base.precision,
         TMA=descriptors, STAGES=tiles.stages if wgmma else 1, WGMMA=ctx.config.wgmma and wgmma, CHECKPOINT_STEPS=steps,
         num_warps=tiles.num_warps, compilation={} if wgmma else ampere_mmas(x.device),
     )  # fmt: skip
