@@ -36,6 +36,7 @@ operand of an MMA, from registers:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from tfla.backends.triton.delta import DeltaContext
 
 NO_CHECKPOINTS = 1 << 30  # a distance of checkpoints that no sequence reaches
+AFTER_TRITON_3_7 = tuple(int(n) for n in triton.__version__.split(".")[:2]) > (3, 7)
 
 
 @triton.jit
@@ -560,6 +562,9 @@ def launch_dv(
         dbeta and do . E, (B, T, H) float32.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.dv
+    if tiles.split == 128 and not ctx.gated and AFTER_TRITON_3_7:
+        # Of what Triton 3.9 makes of 128 columns without gates, ptxas leaves matrix descriptors unset.
+        tiles = dataclasses.replace(tiles, split=64, block=64, num_warps=4)
     programs = ceil_div(base.V, tiles.split)
     dots = base.new(2, programs, base.B, base.T, base.H)
     base.launch(delta_dv_scan, (programs, x.sequences * base.H),
