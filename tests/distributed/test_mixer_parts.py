@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from cases import error
+from attention_parts import solve_attention
+from cases import TOLERANCE, error
 from context_parts import own_steps
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from process_pool import Pool, RankError
+from torch.utils.checkpoint import checkpoint
 
 from tfla.distributed import ContextParallel
 from tfla.nn import ModelConfig, SequenceMixer
-from tfla.nn.mixers import MIXERS
+from tfla.nn.mixers import MIXERS, attention, block_attention, ring
 
 CONFIG: dict[str, Any] = {
     "d_model": 16, "num_blocks": 1, "num_heads": 4, "vocab_size": 8, "num_kv_heads": 2, "mamba_head_dim": 8,
@@ -23,9 +28,20 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def layer(mixer: str, window: int | None = None) -> SequenceMixer:
+def layer(mixer: str, window: int | None = None, sinks: bool = False) -> SequenceMixer:
     torch.manual_seed(0)
-    return MIXERS[mixer](ModelConfig(**CONFIG, mixer=mixer, window=window)).double()  # type: ignore[call-arg,arg-type]
+    config = ModelConfig(**CONFIG, mixer=mixer, window=window, attention_sinks=sinks)  # type: ignore[arg-type]
+    return MIXERS[mixer](config).double()  # type: ignore[call-arg]
+
+
+@contextlib.contextmanager
+def exchange_in_rounds(rounds: bool, queries: int = 4, keys: int = 3) -> Iterator[None]:
+    """Let attention receive keys and values from one process after the other, in small tiles, or gather them."""
+    with (
+        mock.patch.object(attention, "GATHERED", -1 if rounds else 2**22),
+        mock.patch.multiple(block_attention, QUERIES=queries, KEYS=keys),
+    ):
+        yield
 
 
 def solve(
@@ -35,6 +51,9 @@ def solve(
     x: torch.Tensor,
     dy: torch.Tensor,
     window: int | None,
+    sinks: bool,
+    rounds: bool,
+    again: bool,
     options: dict[str, Any],
     order: str,
     lengths: tuple[int, ...],
@@ -44,21 +63,27 @@ def solve(
 
     Args:
         group: the processes.
-        mixer, window: the layer.
+        mixer, window, sinks: the layer.
+        rounds: whether keys and values go from process to process, in small tiles, or are gathered.
+        again: whether the backward computes the layer again.
         x, dy: its whole input, and the cotangent of its whole output.
         options: further arguments of the layer.
         order: of the spans.
         lengths: the steps of each span.
         given: whether the layer gets the lengths.
     """
-    module = layer(mixer, window)
+    module = layer(mixer, window, sinks)
     module.context_parallel = ContextParallel(group, order=order, lengths=lengths if given else None)  # type: ignore[assignment]
     steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
     mine, cotangent = x[:, steps], dy[:, steps]
     if "document_start" in options:
         options = {"document_start": options["document_start"][:, steps]}
-    y, _ = module(mine.requires_grad_(), **options)
-    y.backward(cotangent)
+    with exchange_in_rounds(rounds):
+        if again:
+            y, _ = checkpoint(module, mine.requires_grad_(), use_reentrant=False, **options)
+        else:
+            y, _ = module(mine.requires_grad_(), **options)
+        y.backward(cotangent)
     return y.detach(), mine.grad, [p.grad for p in module.parameters()]
 
 
@@ -78,10 +103,16 @@ def test_parts_are_those_of_the_whole(pool: Pool, data: st.DataObject) -> None:
     lengths = (data.draw(each),) * spans if equal else tuple(data.draw(st.tuples(*[each] * spans), "lengths"))
     given = not equal or data.draw(st.booleans(), "lengths are given")
     T = sum(lengths)
-    window = data.draw(st.none() | st.integers(1, T), "window") if mixer == "attention" else None
+    window, sinks, rounds = None, False, False
+    if mixer == "attention":
+        window = data.draw(st.none() | st.integers(1, T), "window")
+        sinks, rounds = data.draw(st.booleans(), "sinks"), data.draw(st.booleans(), "rounds")
+    again = data.draw(st.booleans(), "computed again")
     kind = data.draw(st.sampled_from(["plain", "document_start", "cu_seqlens"]))
     B = 1 if kind == "cu_seqlens" else 2
     starts = data.draw(st.lists(st.integers(1, T - 1), max_size=5), "starts")
+    # Where no query sees two keys, the gradients of q and k are rounding alone.
+    assume(not rounds or (window != 1 and (kind != "cu_seqlens" or len(set(starts)) < T - 1)))
     options: dict[str, Any] = {}
     if kind == "document_start":
         options[kind] = torch.zeros(B, T, dtype=torch.bool)
@@ -89,12 +120,12 @@ def test_parts_are_those_of_the_whole(pool: Pool, data: st.DataObject) -> None:
     elif kind == "cu_seqlens":
         options[kind] = torch.tensor([0, *sorted(starts), T])
     x, dy = torch.randn(2, B, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
-    module, whole = layer(mixer, window), x.clone().requires_grad_()
+    module, whole = layer(mixer, window, sinks), x.clone().requires_grad_()
     y, _ = module(whole, **options)
     y.backward(dy)
     found = pool.run(
-        parts, solve, mixer=mixer, x=x, dy=dy, window=window, options=options, order=order, lengths=lengths,
-        given=given,
+        parts, solve, mixer=mixer, x=x, dy=dy, window=window, sinks=sinks, rounds=rounds, again=again, options=options,
+        order=order, lengths=lengths, given=given,
     )  # fmt: skip
     in_time = torch.cat([own_steps(rank, parts, order, lengths) for rank in range(parts)]).argsort()
     h, dx = (torch.cat([part[k] for part in found], 1)[:, in_time] for k in (0, 1))  # type: ignore[misc]
@@ -104,8 +135,14 @@ def test_parts_are_those_of_the_whole(pool: Pool, data: st.DataObject) -> None:
         assert error(sum(gradients), p.grad) <= EXACT
 
 
-def _compiled(group: dist.ProcessGroup, *, mixer: str, order: str) -> float:
+def _compiled(group: dist.ProcessGroup, *, mixer: str, order: str, rounds: bool) -> float:
     """Return the largest difference of output and gradient between a compiled layer and the layer itself."""
+    with exchange_in_rounds(rounds, queries=64, keys=64):
+        return _difference_of_compiled(group, mixer, order)
+
+
+def _difference_of_compiled(group: dist.ProcessGroup, mixer: str, order: str) -> float:
+    """Return what :func:`_compiled` does."""
     module = layer(mixer)
     module.context_parallel = ContextParallel(group, order=order)  # type: ignore[assignment]
     torch._dynamo.reset()
@@ -124,9 +161,51 @@ def _compiled(group: dist.ProcessGroup, *, mixer: str, order: str) -> float:
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("mixer", ["attention", "mamba2", "retnet"])
-def test_compiled_layers(pool: Pool, mixer: str, order: str) -> None:
-    assert max(pool.run(2, _compiled, mixer=mixer, order=order)) <= EXACT
+@pytest.mark.parametrize(
+    ("mixer", "rounds"), [("attention", False), ("attention", True), ("mamba2", False), ("retnet", False)]
+)
+def test_compiled_layers(pool: Pool, mixer: str, rounds: bool, order: str) -> None:
+    assert max(pool.run(2, _compiled, mixer=mixer, order=order, rounds=rounds)) <= EXACT
+
+
+def _sizes_sent(group: dist.ProcessGroup, *, window: int | None, order: str, offsets: list[int] | None) -> list[int]:
+    """Return the steps that each exchange of a forward and backward brings to this process."""
+    module, found = layer("attention", window), list[int]()
+    real = ring.Ring._exchange
+
+    def exchange(self: ring.Ring, x: torch.Tensor, got: list[ring.Rows], target: int, source: int) -> torch.Tensor:
+        found.append(sum(rows.stop - rows.start for rows in got))
+        return real(self, x, got, target, source)
+
+    module.context_parallel = ContextParallel(group, order=order)  # type: ignore[assignment]
+    packed = None if offsets is None else torch.tensor(offsets)
+    with exchange_in_rounds(True), mock.patch.object(ring.Ring, "_exchange", exchange):
+        y, _ = module(torch.randn(1, 16, 16, dtype=torch.float64, requires_grad=True), cu_seqlens=packed)
+        y.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("window", "order", "offsets", "expected"),
+    [
+        # Four processes of 16 steps. By process: the rounds of the forward, and of the backward with what they return.
+        (
+            None, "contiguous", None,
+            [
+                [0, 0, 0, 0, 0, 16, 0, 16, 16], [16, 0, 0, 16, 0, 16, 0, 16, 0], [16, 16, 0, 16, 16, 16, 0, 0, 0],
+                [16, 16, 16, 16, 16, 0, 16, 0, 0],
+            ],
+        ),
+        (5, "contiguous", None, [[0, 0, 4], [4, 4, 4], [4, 4, 4], [4, 4, 0]]),
+        # A process gets the steps before its early span in the first round, and those before its late one in the last.
+        (5, "zigzag", None, [[0, 4, 0, 4, 4, 0], [4] * 6, [4] * 6, [4, 0, 4, 0, 0, 4]]),
+        (None, "contiguous", [0, 32, 64], [[0, 0, 16], [16, 16, 0], [0, 0, 16], [16, 16, 0]]),
+    ],
+)  # fmt: skip
+def test_a_process_receives_what_its_queries_see(
+    pool: Pool, window: int | None, order: str, offsets: list[int] | None, expected: list[list[int]]
+) -> None:
+    assert pool.run(4, _sizes_sent, window=window, order=order, offsets=offsets) == expected
 
 
 def _refused(group: dist.ProcessGroup, *, mixer: str, case: str) -> None:
@@ -153,3 +232,22 @@ def _refused(group: dist.ProcessGroup, *, mixer: str, case: str) -> None:
 def test_what_cannot_be_shared_is_named(pool: Pool, mixer: str, case: str, message: str) -> None:
     with pytest.raises(RankError, match=message):
         pool.run(2, _refused, mixer=mixer, case=case)
+
+
+CASES = {
+    "plain": (None, False, None),
+    "window": (150, True, None),
+    "packed": (None, True, [0, 130, 500, 1000]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_tiles_of_their_size(pool: Pool, dtype: torch.dtype, case: str) -> None:
+    window, sinks, offsets = CASES[case]
+    found = pool.run(
+        2, solve_attention, dtype=dtype, device="cpu", order="zigzag", lengths=(300, 200, 400, 100), window=window,
+        sinks=sinks, offsets=offsets,
+    )  # fmt: skip
+    for errors in found:
+        assert max(errors.values()) <= TOLERANCE[dtype], errors

@@ -11,12 +11,16 @@ from tfla.nn.config import ModelConfig, check_config
 from tfla.nn.layers import Accept, Projection, SequenceMixer, Sharding, input_std, local, output_std
 from tfla.nn.mixer_state import StatesEvery
 from tfla.nn.mixers.attend import attend, attend_alone, attend_masked, attend_packed
+from tfla.nn.mixers.context import ContextPart
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.gather_steps import SharedSteps
 from tfla.nn.mixers.key_values import KeyValues, check_state
+from tfla.nn.mixers.ring import ring_attention
 from tfla.nn.mixers.rotary import rotate_both
 from tfla.ops.checks import check_cu_seqlens
 from tfla.ops.state_pool import PoolRows
+
+GATHERED = 2**22  # numbers of the keys of all steps, up to which processes that share the steps gather them
 
 
 class Attention(SequenceMixer):
@@ -110,26 +114,50 @@ class Attention(SequenceMixer):
     def _forward_part(self, x: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
         """Return the output of this process's steps (B, T, d_model), which attend to all steps up to them.
 
-        The keys and values of all processes are gathered. Documents are those of the whole sequence: a process has its
-        part of document_start, and all of cu_seqlens on the CPU.
+        Keys and values go from process to process, or are gathered where those of all steps are few. Documents are
+        those of the whole sequence: a process has its part of document_start, and all of cu_seqlens on the CPU.
         """
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         shared = SharedSteps(self.context_parallel, x.shape[1])
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], shared.total, 0))
+        sinks = None if self.sinks is None else self.sinks()
+        attend_part = self._attend_gathered if k[:, :1].numel() * shared.total <= GATHERED else self._attend_in_rounds
+        out: Tensor = self.out_proj(attend_part(q, k, v, document_start, cu_seqlens, sinks, shared).flatten(-2))
+        return out
+
+    def _attend_in_rounds(
+        self, q: Tensor, k: Tensor, v: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None,
+        sinks: Tensor | None, shared: SharedSteps,
+    ) -> Tensor:  # fmt: skip
+        """Attend to the keys and values of one process after the other, see :mod:`tfla.nn.mixers.ring`."""
+        part = ContextPart(self.context_parallel, q.shape[1])
+        token = part.tokens(q.device)[None]
+        if cu_seqlens is not None:
+            document_start = part.document_start(cu_seqlens, q.device)
+        position, first = token, None
+        if document_start is not None:
+            position = part.position(Documents(q, document_start, None), q.shape[0])
+            first = token - position
+        q, k = rotate_both(q, k, position, self.rope_base)
+        return ring_attention(q, k, v, first, sinks, cu_seqlens, shared.spans, self.window)
+
+    def _attend_gathered(
+        self, q: Tensor, k: Tensor, v: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None,
+        sinks: Tensor | None, shared: SharedSteps,
+    ) -> Tensor:  # fmt: skip
+        """Attend to the keys and values of all processes, which are gathered."""
         if document_start is not None:
             document_start = shared.gather(document_start)
-        documents = Documents(x.new_empty(x.shape[0], shared.total, 0), document_start, cu_seqlens)
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        documents = Documents(q.new_empty(q.shape[0], shared.total, 0), document_start, cu_seqlens)
         q, k = rotate_both(q, k, shared.of_whole(documents.position(None)), self.rope_base)
         k, v = (shared.gather(t) for t in (k, v))
         first = None if documents.single else documents.first()
-        sinks = None if self.sinks is None else self.sinks()
         attended = []
         for here, own in zip(shared.here, shared.own, strict=True):
             before = None if first is None else first[:, own]
             attended.append(attend(q[:, here], k[:, : own.stop], v[:, : own.stop], before, self.window, sinks))
-        out: Tensor = self.out_proj(torch.cat(attended, 1).flatten(-2))
-        return out
+        return torch.cat(attended, 1)
 
     def step(
         self, x: Tensor, state: KeyValues, in_place: bool = False, rows: PoolRows | None = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.spans import Spans
 from tfla.ops.context_parallel.exchange import finish_gather, start_gather
 from tfla.ops.context_parallel.group import Group
@@ -39,9 +40,12 @@ class ContextPart:
                 group.
             device: the device of the result.
         """
+        return torch.isin(self.tokens(device), cu_seqlens.to(device, torch.int64))[None]
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """Return the places of this process's steps in the whole sequence, (T,) int64."""
         bounds = self.spans.bounds
-        token = [torch.arange(bounds[p], bounds[p + 1], device=device) for p in self.spans.positions]
-        return torch.isin(torch.cat(token), cu_seqlens.to(device, torch.int64))[None]
+        return torch.cat([torch.arange(bounds[p], bounds[p + 1], device=device) for p in self.spans.positions])
 
     def from_previous(self, x: Tensor) -> Tensor:
         """Return for each span of this process (spans, ...) the x of the span before it in time, zeros for the first.
@@ -63,6 +67,25 @@ class ContextPart:
         for span in every[:-1]:
             carried.append(torch.where(span[1] > 0, span[0], carried[-1] + span[0]))
         return [carried[position] for position in self.spans.positions]
+
+    def position(self, documents: Documents, batch: int) -> Tensor:
+        """Return the positions of this process's tokens within their documents: (B, T) or (1, T) int64.
+
+        Args:
+            documents: those of this process's tokens, by their starts.
+            batch: the number of rows.
+        """
+        spans = [documents.within(steps) for steps in self.own]
+        starts = [each.document_start for each in spans]
+        length = torch.stack([each.length(None, batch) for each in spans])
+        started = torch.stack(
+            [
+                torch.zeros_like(of_span, dtype=torch.bool) if each is None else each.any(1).expand(batch)
+                for each, of_span in zip(starts, length, strict=True)
+            ]
+        )
+        carried = self.carried_length(length, started)
+        return torch.cat([each.position(tokens) for each, tokens in zip(spans, carried, strict=True)], 1)
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return the x of all spans in the order of time, from that of the spans of this process, (spans, ...)."""

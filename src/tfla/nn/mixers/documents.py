@@ -56,6 +56,11 @@ class Documents:
         start = torch.where(self.document_start, self.token, BEFORE_ALL).cummax(1).values
         return torch.where(start < 0, torch.as_tensor(carried, device=start.device), start)
 
+    def within(self, steps: slice) -> Documents:
+        """Return the documents of some tokens of a call that is not packed."""
+        starts = self.document_start
+        return Documents(self.token[None, steps], None if starts is None else starts[:, steps], None)
+
     def boundaries(self) -> Tensor | None:
         """Return the first token of each token's document as :meth:`first` does; carried ones begin before all tokens.
 

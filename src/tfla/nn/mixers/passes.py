@@ -122,7 +122,7 @@ class SequencePass(Pass):
         if self.return_state:
             self.convolution = tuple(conv.last_inputs(x, old, self.documents) for conv, x, old in triples)
         for end in self.ends:
-            documents = self._within(slice(end))
+            documents = self.documents.within(slice(end))
             kept = [conv.last_inputs(x[:, :end], old, documents) for conv, x, old in triples]
             self.convolution_between.append(tuple(kept))
         return tuple(conv(x, old, self.documents) for conv, x, old in triples)
@@ -132,17 +132,7 @@ class SequencePass(Pass):
         before = None if self.state is None else self.state.position
         if self.part is None:
             return self.documents.position(before)
-        spans = [self._within(steps) for steps in self.part.own]
-        starts = [each.document_start for each in spans]
-        length = torch.stack([each.length(None, self.batch) for each in spans])
-        started = torch.stack(
-            [
-                torch.zeros_like(of_span, dtype=torch.bool) if each is None else each.any(1).expand(self.batch)
-                for each, of_span in zip(starts, length, strict=True)
-            ]
-        )
-        carried = self.part.carried_length(length, started)
-        return torch.cat([each.position(tokens) for each, tokens in zip(spans, carried, strict=True)], 1)
+        return self.part.position(self.documents, self.batch)
 
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
@@ -188,15 +178,10 @@ class SequencePass(Pass):
         found = []
         before = None if self.state is None else self.state.position
         for j, end in enumerate(self.ends):
-            position = self._within(slice(end)).length(before, self.batch) if self.mixer.has_position else None
+            position = self.documents.within(slice(end)).length(before, self.batch) if self.mixer.has_position else None
             convolution = self.convolution_between[j] if self.convolution_between else ()
             found.append(MixerState(self.between[j], convolution, position))
         return found
-
-    def _within(self, steps: slice) -> Documents:
-        """Return the documents of some tokens of a call that is not packed."""
-        token, starts = self.documents.token[None, steps], self.documents.document_start
-        return Documents(token, None if starts is None else starts[:, steps], None)
 
     def _convolve_spans(
         self, part: ContextPart, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]
@@ -205,7 +190,7 @@ class SequencePass(Pass):
         needed, shortest = convolutions[0].size - 1, min(steps.stop - steps.start for steps in part.own)
         if shortest < needed:
             raise ValueError(f"x: got a span of {shortest} steps with context parallelism, expected at least {needed}")
-        spans = [(steps, self._within(steps)) for steps in part.own]
+        spans = [(steps, self.documents.within(steps)) for steps in part.own]
         last = torch.stack(
             [
                 torch.cat(

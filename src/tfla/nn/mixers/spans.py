@@ -29,27 +29,41 @@ class Spans:
     """
 
     def __init__(self, group: Any, T: int) -> None:
-        placement, self.group = context_parallel_of(group)
-        rank, self.size, given = placement.rank, placement.size, placement.lengths
-        self.zigzag = placement.order == ZIGZAG
-        each = 2 if self.zigzag else 1
-        count = self.size * each
-        self.positions = [rank, count - 1 - rank] if self.zigzag else [rank]
+        placement, name = context_parallel_of(group)
+        rank, size, given = placement.rank, placement.size, placement.lengths
+        zigzag = placement.order == ZIGZAG
+        each = 2 if zigzag else 1
+        count = size * each
         if given:
-            self.lengths = [given[position] for position in range(count)]
+            lengths = [given[position] for position in range(count)]
         elif T % each:
             raise ValueError(f"x: got T = {T}, expected an even number of steps with order 'zigzag' and no lengths")
         else:
-            self.lengths = [T // each] * count
-        self.bounds = [0]
-        for length in self.lengths:
-            self.bounds.append(self.bounds[-1] + length)
-        self.own, start = [], 0
-        for position in self.positions:
-            self.own.append(slice(start, start + self.lengths[position]))
-            start += self.lengths[position]
+            lengths = [T // each] * count
+        self._place(name, rank, size, zigzag, lengths)
+        start = self.own[-1].stop
         if start != T:
             raise ValueError(f"x: got T = {T}, expected {start}, the steps of rank {rank} by the lengths of the group")
+
+    @classmethod
+    def placed(cls, group: str, rank: int, zigzag: bool, lengths: list[int]) -> Spans:
+        """Return the spans of a process from the attributes of others."""
+        found = cls.__new__(cls)
+        found._place(group, rank, len(lengths) // (2 if zigzag else 1), zigzag, lengths)
+        return found
+
+    def _place(self, group: str, rank: int, size: int, zigzag: bool, lengths: list[int]) -> None:
+        """Set the attributes."""
+        self.group, self.size, self.zigzag, self.lengths = group, size, zigzag, lengths
+        self.positions = [rank, len(lengths) - 1 - rank] if zigzag else [rank]
+        self.bounds = [0]
+        for length in lengths:
+            self.bounds.append(self.bounds[-1] + length)
+        self.own: list[slice] = []
+        start = 0
+        for position in self.positions:
+            self.own.append(slice(start, start + lengths[position]))
+            start += lengths[position]
 
     def of_rank(self, rank: int) -> list[int]:
         """Return the places in time of the spans of a process."""
