@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from cases import error
@@ -11,6 +13,12 @@ from tfla.distributed import ContextParallel
 from tfla.nn.mixers.attend import attend
 from tfla.nn.mixers.ring import ring_attention
 from tfla.nn.mixers.spans import Spans
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"window": None, "sinks": False, "offsets": None},
+    "window": {"window": 150, "sinks": True, "offsets": None},
+    "packed": {"window": None, "sinks": True, "offsets": [0, 130, 500, 1000]},
+}
 
 
 def solve_attention(

@@ -48,10 +48,10 @@ def call(p: AnyProblem, leaves: dict[str, Tensor], **options: Any) -> Any:
 
 
 def solve(p: AnyProblem, device: str = "cpu", **options: Any) -> dict[str, Tensor]:
-    """Return all quantities of a problem; offsets stay on the CPU."""
+    """Return all quantities of a problem, on the CPU; offsets stay there."""
     leaves = {name: x.detach().to(device, copy=True).requires_grad_() for name, x in p.leaves.items()}
     h, state = call(p, leaves, return_state=True, **options)
-    return gradients(p, leaves, h, state.C)
+    return {name: x.cpu() for name, x in gradients(p, leaves, h, state.C).items()}
 
 
 def part(p: AnyProblem, group: dist.ProcessGroup, order: str, lengths: tuple[int, ...], share: float) -> AnyProblem:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 60.0  # seconds until a call counts as hung
+TIMEOUTS = {"gloo": 60.0, "nccl": 240.0}  # seconds until a call counts as hung; GPUs compile kernels meanwhile
 
 
 def _free_port() -> int:
@@ -35,7 +35,7 @@ def _serve(backend: str, rank: int, count: int, port: int, pipe: Any) -> None:
     if backend == "nccl":
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group(backend, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUTS[backend]))
     groups = {size: dist.new_group(list(range(size))) for size in range(1, count + 1)}
     while True:
         try:
@@ -65,7 +65,7 @@ class Pool:
     def __init__(self, count: int = 4, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "tfla", "torch.distributed.tensor", "process_pool"])
-        port, self.pipes, self.processes = _free_port(), [], []
+        port, self.pipes, self.processes, self.timeout = _free_port(), [], [], TIMEOUTS[backend]
         for rank in range(count):
             mine, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(backend, rank, count, port, theirs), daemon=True)
@@ -83,7 +83,7 @@ class Pool:
             self.pipes[rank].send((fn.__module__, fn.__name__, size, {**kwargs, **own}))
         answers = []
         for rank in range(size):
-            if not self.pipes[rank].poll(TIMEOUT + 30.0):
+            if not self.pipes[rank].poll(self.timeout + 30.0):
                 raise TimeoutError(f"rank {rank} of {size} does not answer")
             answers.append(self.pipes[rank].recv())
         for rank, (good, answer) in enumerate(answers):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from attention_parts import solve_attention
+from attention_parts import CASES, solve_attention
 from cases import TOLERANCE, error
 from context_parts import own_steps
 from hypothesis import assume, given, settings
@@ -234,20 +234,11 @@ def test_what_cannot_be_shared_is_named(pool: Pool, mixer: str, case: str, messa
         pool.run(2, _refused, mixer=mixer, case=case)
 
 
-CASES = {
-    "plain": (None, False, None),
-    "window": (150, True, None),
-    "packed": (None, True, [0, 130, 500, 1000]),
-}
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_in_tiles_of_their_size(pool: Pool, dtype: torch.dtype, case: str) -> None:
-    window, sinks, offsets = CASES[case]
     found = pool.run(
-        2, solve_attention, dtype=dtype, device="cpu", order="zigzag", lengths=(300, 200, 400, 100), window=window,
-        sinks=sinks, offsets=offsets,
-    )  # fmt: skip
+        2, solve_attention, dtype=dtype, device="cpu", order="zigzag", lengths=(300, 200, 400, 100), **CASES[case]
+    )
     for errors in found:
         assert max(errors.values()) <= TOLERANCE[dtype], errors
