@@ -50,20 +50,20 @@ def solve_attention(
     if offsets is not None:
         first = torch.tensor([max(a for a in offsets if a <= t) for t in range(T)])[None]
 
-    *whole, dout = (x.double().requires_grad_() for x in given)
+    *whole, dh = (x.double().requires_grad_() for x in given)
     sink = None if logits is None else logits.double().requires_grad_()
     h = attend(*whole, first, window, sink)
     leaves = [*whole, *([] if sink is None else [sink])]
-    expected = [h.detach(), *torch.autograd.grad(h, leaves, dout)]
+    expected = [h.detach(), *torch.autograd.grad(h, leaves, dh)]
 
     steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
-    *own, dout = (x[:, steps].to(device).requires_grad_() for x in given)
+    *own, dh = (x[:, steps].to(device).requires_grad_() for x in given)
     sink = None if logits is None else logits.to(device).requires_grad_()
     spans = Spans(ContextParallel(group, order=order, lengths=lengths), len(steps))
     packed = None if offsets is None else torch.tensor(offsets)
     place = None if first is None else first[:, steps].to(device)
     h = ring_attention(*own, place, sink, packed, spans, window)
-    found = [h.detach(), *torch.autograd.grad(h, [*own, *([] if sink is None else [sink])], dout)]
+    found = [h.detach(), *torch.autograd.grad(h, [*own, *([] if sink is None else [sink])], dh)]
     names = ["h", "dq", "dk", "dv"]
     errors = {n: error(a.cpu().double(), b[:, steps]) for n, a, b in zip(names, found, expected, strict=False)}
     if sink is not None:

@@ -1,9 +1,9 @@
 """Attention to a block of keys, with the log-sum-exp by which results of several blocks are merged, and its gradients.
 
 Where no key of a block is hidden, or a block is that of the queries themselves, torch's flash attention computes it.
-All else is computed in tiles with a mask. With L the log-sum-exp of the logits of all blocks and D = dout . out,
+All else is computed in tiles with a mask. With L the log-sum-exp of the logits of all blocks and D = dh . out,
 
-    P = exp(scale q k^T - L),  dv = P^T dout,  dS = scale P (dout v^T - D),  dq = dS k,  dk = dS^T q
+    P = exp(scale q k^T - L),  dv = P^T dh,  dS = scale P (dh v^T - D),  dq = dS k,  dk = dS^T q
 
 so that the gradients of one block need nothing of the others but L and D.
 """
@@ -85,7 +85,7 @@ def merge(out: Tensor, lse: Tensor, of_block: Tensor, lse_of_block: Tensor) -> t
 
 
 def block_gradients(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor, block: Block
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dh: Tensor, delta: Tensor, block: Block
 ) -> Gradients:
     """Return the gradients that a block contributes.
 
@@ -93,25 +93,25 @@ def block_gradients(
         q, k, v, block: as in :func:`attend_block`.
         out: (B, H, Tq, d), attention to the keys of all blocks.
         lse: (B, H, Tq), the log-sum-exp of the logits of all blocks.
-        dout: (B, H, Tq, d), the cotangent of out.
-        delta: (B, H, Tq), the sum of dout times out over the last dimension.
+        dh: (B, H, Tq, d), the cotangent of out.
+        delta: (B, H, Tq), the sum of dh times out over the last dimension.
     """
     dtype, causal = accumulator_dtype(q.dtype), _plain(q, k, block)
     if causal is not None:
         if q.is_cuda:
             unused = q.new_empty((), dtype=torch.int64)  # the state of dropout
             found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
+                dh, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
             )
         else:
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout, q, k, v, out, lse, 0.0, causal
+                dh, q, k, v, out, lse, 0.0, causal
             )
         return Gradients(*(t.to(dtype) for t in found))
     scale, dqs = q.shape[-1] ** -0.5, []
     dk, dv = (torch.zeros_like(t, dtype=dtype) for t in (k, v))
     for queries in _query_tiles(q):
-        rows, drows = (_grouped(t[:, :, queries], k) for t in (q, dout))
+        rows, drows = (_grouped(t[:, :, queries], k) for t in (q, dh))
         lse_rows, delta_rows = (_grouped(t[:, :, queries, None], k) for t in (lse, delta))
         dq = torch.zeros_like(rows, dtype=dtype)
         for keys in _key_tiles(queries, k, block):

@@ -173,14 +173,14 @@ def _attend_fake(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("tfla::ring_attention_backward", mutates_args=())
 def _attend_backward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sinks: Tensor | None, cu_seqlens: Tensor | None,
-    out: Tensor, lse: Tensor, dout: Tensor,
+    out: Tensor, lse: Tensor, dh: Tensor,
     group: str, rank: int, zigzag: bool, lengths: list[int], window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of q, k, v and of the logits of sinks, (0,) where there are none."""
     ring = _ring(group, rank, zigzag, lengths, window, cu_seqlens, first)
     with torch.autocast(q.device.type, enabled=False):
-        delta = (dout.to(lse.dtype) * out).sum(-1)
-        dq, drows = _backward(ring, q.transpose(1, 2), _rows(k, v), first, out, lse, dout.contiguous(), delta)
+        delta = (dh.to(lse.dtype) * out).sum(-1)
+        dq, drows = _backward(ring, q.transpose(1, 2), _rows(k, v), first, out, lse, dh.contiguous(), delta)
         dk, dv = (t.transpose(0, 1) for t in drows.chunk(2, -1))
         dsinks = delta.new_empty(0)
         if sinks is not None:
@@ -206,11 +206,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(*tensors, *output)
 
 
-def _differentiate(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dh: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the arguments of the forward."""
     place = ctx.group, ctx.rank, ctx.zigzag, ctx.lengths, ctx.window
     saved = ctx.saved_tensors  # read once, as activation checkpointing demands
-    dq, dk, dv, dsinks = _attend_backward(*saved, dout, *place)
+    dq, dk, dv, dsinks = _attend_backward(*saved, dh, *place)
     return dq, dk, dv, None, None if saved[4] is None else dsinks, *[None] * 6
 
 
@@ -295,7 +295,7 @@ def _forward(ring: Ring, q: Tensor, rows: Tensor, first: Tensor | None, sinks: T
 
 
 def _backward(
-    ring: Ring, q: Tensor, rows: Tensor, first: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor, delta: Tensor
+    ring: Ring, q: Tensor, rows: Tensor, first: Tensor | None, out: Tensor, lse: Tensor, dh: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of q (B, H, T, d) and of the rows (T, B, Hkv, 2 d), in the dtype of accumulators."""
     dtype = accumulator_dtype(q.dtype)
@@ -305,8 +305,8 @@ def _backward(
         """Add the gradients of pairs to those of their queries and keys."""
         for here, keys, block in pairs:
             k, v = _keys_values(rows[keys])
-            own_q, own_out, own_lse, own_dout, own_delta = (t[:, :, here] for t in (q, out, lse, dout, delta))
-            new = block_gradients(own_q, k, v, own_out, own_lse, own_dout, own_delta, block)
+            own_q, own_out, own_lse, own_dh, own_delta = (t[:, :, here] for t in (q, out, lse, dh, delta))
+            new = block_gradients(own_q, k, v, own_out, own_lse, own_dh, own_delta, block)
             dq[:, :, here] += new.q
             drows[keys] += torch.cat([new.k, new.v], -1).permute(2, 0, 1, 3)
 
