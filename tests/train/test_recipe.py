@@ -8,6 +8,7 @@ import torch
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.train.config import Optim
+from tfla.train.reading import Reading
 from tfla.train.recipe import Schedule, clipped_gradients, optimizer
 
 
@@ -70,3 +71,13 @@ def test_short_runs_scale_the_schedule():
     assert all(Schedule(Optim(), n)(step) > 0 for n in (1, 2, 9, 11) for step in range(n))
     with pytest.raises(UserError, match=r"optim\.warmup_steps, optim\.cooldown_steps: got 4 and 2"):
         Schedule(Optim(warmup_steps=4, cooldown_steps=2), 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_reading_does_not_wait_for_what_is_enqueued_after_it():
+    reading, later = Reading([torch.full((), 3.0, device="cuda")]), torch.cuda.Event()
+    torch.cuda._sleep(2**31)  # about a second
+    later.record()
+    assert reading.read() == [3.0]
+    assert not later.query()
