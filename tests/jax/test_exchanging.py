@@ -22,7 +22,7 @@ from jax_cases import call, leaves_of
 from jax_plans import MARKS, plans_run
 
 import tfla.jax
-from tfla.jax import kernels
+from tfla.jax import exchanging, kernels
 
 pytestmark = [*MARKS, pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")]
 DEVICES = min(4, jax.device_count())
@@ -78,6 +78,17 @@ def test_results_and_gradients(form: str, carried: bool, check_vma: bool) -> Non
     spans = ["own_max", "join_max", *SPANS] * (form == "exp") + 2 * SPANS
     ran = [name for name in InterpretedPlan.ran if name.startswith(("own_", "join_"))]
     assert sorted(ran) == sorted(spans * DEVICES) or not ran  # they are not recorded on a GPU
+
+
+def test_padded_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that kernels of other sizes compute give the results, the states and the gradients of their own size."""
+    monkeypatch.setattr(exchanging, "kernel_head_dims", lambda *_: (32, 32))
+    x = leaves_of(problem("exp", dtype=torch.float32, f_mean=4.0, **SHAPE | {"B": 1, "H": 1}))
+    run = divided(x, "exp")
+    found = jax.jit(jax.value_and_grad(functools.partial(loss, run)))(x)
+    wide = {name: a.astype(jnp.float64) for name, a in x.items()}
+    whole = functools.partial(call, "exp", backend="chunkwise")
+    agree(found, jax.jit(jax.value_and_grad(functools.partial(loss, whole)))(wide), 10 * TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])

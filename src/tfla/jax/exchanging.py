@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType
 
-from tfla.jax.plans import GPU, KernelSpec, Signature, torch_inputs
+from tfla.jax.plans import GPU, KernelInputs, KernelSpec, Signature, torch_inputs
 
 SUMS_OF_FORWARD, SUMS_OF_BACKWARD = 10, 19  # the places of the sums of log-gates among results and given arrays
 STATES = slice(5, 8)  # C, n and m among the given arrays
@@ -60,9 +60,49 @@ def chunk_size(backend: str, gpu: GPU, given: Signature, wanted: int) -> int | N
 
 def unsupported(backend: str, gpu: GPU, given: Signature) -> str | None:
     """Return why a backend does not run these inputs on the devices of a mesh axis, or None."""
-    if chunk_size(backend, gpu, given, 1) is None:
-        return "with context_parallel it needs several tiles of steps on each device, and head dims it does not pad"
+    dims = kernel_head_dims(backend, gpu, given)
+    padded = tuple(
+        None if array is None else (_with_head_dims(array[0], place, dims), array[1])
+        for place, array in enumerate(given)
+    )
+    if chunk_size(backend, gpu, padded, 1) is None:
+        return "with context_parallel it needs several tiles of steps on each device"
     return mesh_unsupported()
+
+
+@functools.lru_cache(1024)
+def kernel_head_dims(backend: str, gpu: GPU, given: Signature) -> tuple[int, int]:
+    """Return the head dims dqk and dhv of the kernels of a backend for these inputs."""
+    from tfla.backends import Inputs as TorchInputs
+    from tfla.backends.gpu import runtime
+    from tfla.backends.gpu.planning import planning
+
+    x = TorchInputs(*torch_inputs(given))
+    if backend != "hopper":
+        return int(x.q.shape[3]), int(x.v.shape[3])
+    from tfla.backends.hopper import padded_dims_of
+
+    with planning(runtime.PlannedGPU(*gpu)):
+        return padded_dims_of(x)
+
+
+def _with_head_dims(shape: tuple[int, ...], place: int, dims: tuple[int, int]) -> tuple[int, ...]:
+    """Return the shape of an array of :class:`KernelInputs`, by its place, with other head dims dqk and dhv."""
+    of_last = {"q": dims[:1], "k": dims[:1], "v": dims[1:], "C": dims, "n": dims[:1]}
+    own = of_last.get(KernelInputs._fields[place], ())
+    return *shape[: len(shape) - len(own)], *own
+
+
+def pad_heads(x: KernelInputs, dims: tuple[int, int]) -> KernelInputs:
+    """Return the inputs with zeros after the channels of heads, so that states have the shape that kernels exchange."""
+
+    def padded(place: int, t: Array | None) -> Array | None:
+        if t is None:
+            return None
+        more = zip(_with_head_dims(t.shape, place, dims), t.shape, strict=True)
+        return jnp.pad(t, [(0, new - old) for new, old in more])
+
+    return KernelInputs(*(padded(place, t) for place, t in enumerate(x)))  # type: ignore[arg-type]
 
 
 def launch(

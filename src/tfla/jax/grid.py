@@ -74,10 +74,14 @@ def group_heads(x: Array, group: int) -> Array:
 
 
 class Memory(NamedTuple):
-    """The running state, and with packed sequences the latest state of each of them, at first the initial one."""
+    """The states that a scan over tiles carries.
 
-    now: Carry
-    every: Carry | None
+    A dense batch has one state for each row, `now`. Packed sequences share one row: where a tile starts a sequence, the
+    state of that sequence replaces the running one.
+    """
+
+    now: Carry  # the running state
+    every: Carry | None  # of packed sequences, the state after the last tile so far of each, at first the initial one
 
     @staticmethod
     def start(states: Carry, packed: bool) -> Memory:
@@ -87,7 +91,7 @@ class Memory(NamedTuple):
         return Memory(jax.tree.map(lambda t: t[:1] if t.ndim > 1 else t, states), states)
 
     def load(self, sequence: Array, when: Array) -> Carry:
-        """Return the running state, or that which is kept of the sequence of a tile, where ``when`` is true."""
+        """Return the running state, or where ``when`` is true the state of the sequence that a tile belongs to."""
         if self.every is None:
             return self.now
         known = jnp.minimum(sequence, self.every.C.shape[0] - 1)
@@ -96,7 +100,7 @@ class Memory(NamedTuple):
         )
 
     def store(self, sequence: Array, now: Carry) -> Memory:
-        """Return the memory with a new running state, which is that of the sequence of a tile."""
+        """Return the memory after a tile of a sequence: ``now`` is the running state and that of the sequence."""
         if self.every is None:
             return Memory(now, None)
         kept = jax.tree.map(

@@ -17,18 +17,19 @@ Arrays = tuple[Array | None, ...]
 
 
 def _whole(arrays: Arrays, there: tuple[Array, ...]) -> Arrays:
-    """Return arrays with None where `arrays` has it."""
+    """Return the arrays of `there` in their order, with None in the places where `arrays` has None."""
     left = list(there)
     return tuple(None if x is None else left.pop(0) for x in arrays)
 
 
 def on_platform(lowered: Any, arrays: Arrays, otherwise: Callable[[list[Array | None]], list[Array | None]]) -> Any:
-    """Run a lowered plan.
+    """Run a lowered plan on NVIDIA GPUs, and another function on all other platforms.
 
     Args:
         lowered: the plan.
         arrays: what it is given.
-        otherwise: what is computed on other platforms; its results that are None, missing or empty are zeros there.
+        otherwise: the other function. It may return fewer results than the plan, or None or an empty array in their
+            places; these are zeros.
     """
 
     def elsewhere(*there: Array) -> list[Array]:

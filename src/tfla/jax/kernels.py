@@ -163,7 +163,10 @@ def _planned(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) 
 
 
 def _by_chunks(spec: KernelSpec, arrays: list[Array | None], forward: bool) -> list[Array | None]:
-    """Compute what a plan does by the chunkwise form, but for what a forward saves."""
+    """Compute the results of a plan by the chunkwise form, on devices that are no GPUs.
+
+    What a forward saves for its backward is left out: the chunkwise backward computes it again.
+    """
     x = KernelInputs(*arrays[:9])  # type: ignore[arg-type]
     if forward:
         return list(fallback(spec, x))
@@ -192,7 +195,10 @@ def attend(spec: KernelSpec, x: KernelInputs) -> Results:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _saving(spec: KernelSpec, x: KernelInputs) -> list[Array]:
-    """Compute the results and what the backward reads of them, a function that can be differentiated once more."""
+    """Compute the results and what the backward reads.
+
+    It has a rule for its gradient of its own, since JAX differentiates it where derivatives of gradients are taken.
+    """
     return _by_batch(spec, x, True)
 
 
@@ -241,7 +247,7 @@ def _gradients_forward(
 
 
 def _gradients_backward(spec: KernelSpec, kept: Any, second: KernelInputs) -> tuple[Any, Any, Any]:
-    """Differentiate the gradients of the chunkwise form, of which what was saved is no input."""
+    """Differentiate the gradients as the chunkwise form computes them, which does not read what was saved."""
     x, saved, cotangents = kept
     offsets = x.cu_seqlens
 
@@ -263,7 +269,11 @@ _saving.defvjp(_saving_forward, _saving_backward)
 @functools.partial(jax.jit, static_argnums=0)
 def compute(spec: KernelSpec, x: KernelInputs) -> Results:
     """Compute :func:`attend` as one compiled function, also where the caller is not compiled."""
-    return attend(spec, KernelInputs(*vary_alike(*x)))
+    h, C, n, m = attend(spec, KernelInputs(*vary_alike(*x)))
+    if spec.head_dims is None:
+        return h, C, n, m
+    K, V = spec.head_dims
+    return h[..., :V], C[..., :K, :V] if C.ndim == 4 else C, n[..., :K] if n.ndim == 3 else n, m
 
 
 @functools.cache
@@ -302,6 +312,12 @@ def prepare(
         reason = exchanging.unsupported(backend, gpu, given)
     if reason is not None:
         raise ValueError(f"backend: {backend!r} cannot run this: {reason}")
+    head_dims = None
+    if context_parallel is not None:
+        dims = exchanging.kernel_head_dims(backend, gpu, given)
+        if dims != (q.shape[3], v.shape[3]):
+            head_dims, x = (q.shape[3], v.shape[3]), exchanging.pad_heads(x, dims)
+            given = signature(x)
     if chunk_size is None:
         chunk_size = best_chunk_size(backend, gpu, given)
     if context_parallel is not None:
@@ -312,7 +328,7 @@ def prepare(
         chunk_size=chunk_size, store_dtype=store_dtype, gates=gates,
     )  # fmt: skip
     devices = 1 if context_parallel is None else jax.lax.axis_size(context_parallel)
-    return KernelSpec(backend, gpu, chosen, context_parallel, devices), x
+    return KernelSpec(backend, gpu, chosen, context_parallel, devices, head_dims), x
 
 
 def options(

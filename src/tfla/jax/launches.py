@@ -1,7 +1,10 @@
 """The lowering of plans of launches into functions of JAX: each launch is jaxlib's call of a Triton kernel.
 
-Tensors that a plan allocates are arrays of JAX that are not filled. A launch may write all of them that it gets, so
-that each is an operand and, aliased with it, a result, which later launches read.
+A tensor that a plan allocates becomes an array of JAX whose memory is not filled. JAX has no arrays that are written
+in place, and a plan does not say which of its tensors a kernel writes. Each allocated tensor that a kernel gets is
+therefore an operand and a result of its call, with one memory for both, and later steps read the result.
+
+The steps of a plan name tensors by numbers: first what the plan is given, then each tensor in the order of its making.
 """
 
 from __future__ import annotations
@@ -76,12 +79,12 @@ def _used_parameters(ptx: str, name: str) -> set[int]:
 
 
 class KernelCall:
-    """The call of one launch: its kernel, its operands and what jaxlib needs to know of them.
+    """The call of one launch: its kernel, its operands and what jaxlib has to be told of them.
 
     Args:
         launch: the launch.
-        described: the TMA descriptors of the plan, by number.
-        unused: the number of a tensor for parameters that the kernel does not read.
+        described: the TMA descriptors of the plan, by their numbers.
+        unused: the number of the tensor that is passed for parameters that the kernel does not read.
     """
 
     def __init__(self, launch: Launch, described: dict[int, Describe], unused: int) -> None:
@@ -143,7 +146,12 @@ class KernelCall:
         ]  # fmt: skip
 
     def __call__(self, values: dict[int, Array], owned: set[int]) -> None:
-        """Call the kernel on values by number, of which it replaces the owned ones that it may write."""
+        """Call the kernel.
+
+        Args:
+            values: the arrays by their numbers; the owned ones that the kernel gets are replaced by its results.
+            owned: the numbers of tensors whose memory is the plan's own, so that kernels may write them.
+        """
         written: dict[int, int] = {}  # the operand that each owned tensor is
         for place, n in enumerate(self.operands):
             if n in owned:
@@ -161,10 +169,14 @@ class KernelCall:
 
 
 class _RowsOfTensors:
-    """The rows of tensors that the launches of a plan write by themselves.
+    """The rows of tensors that a plan takes so that one launch writes some of them and another launch the others.
+
+    In PyTorch rows are a view of the tensor. Here they are arrays of their own, until a step reads the whole tensor,
+    which is then made of them.
 
     Args:
-        steps: the steps that take rows; those of one tensor are equal or apart, and together they are the tensor.
+        steps: the steps that take rows. Rows of one tensor are equal or do not overlap, and all together are the
+            tensor.
     """
 
     def __init__(self, steps: Sequence[Rows]) -> None:
@@ -218,7 +230,9 @@ def _read(step: Step) -> Sequence[int]:
 
 
 class LoweredPlan:
-    """A plan as a function of arrays: those that it is given, None where it has no input, to its results.
+    """A plan as a function that can be traced: it takes the arrays that the plan is given, and returns its results.
+
+    An array is None where the plan has no such input.
 
     Args:
         plan: the plan.

@@ -111,7 +111,7 @@ class Division:
         return text, known | ({"s": sizes["s"]} if "(b s)" in text else {})
 
     def whole(self, there: Sequence[Array]) -> tuple[Array | None, ...]:
-        """Return the given arrays with None for those that are left out."""
+        """Return the given arrays, with None in the places of those that the call does not have."""
         left = list(there)
         return tuple(left.pop(0) if kept else None for kept in self.there)
 

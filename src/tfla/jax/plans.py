@@ -31,6 +31,7 @@ class KernelSpec(NamedTuple):
     options: Any  # tfla.backends.base.Spec
     axis: str | None = None  # of the mesh, over whose devices the sequence is divided
     devices: int = 1  # along that axis
+    head_dims: tuple[int, int] | None = None  # dqk and dhv of the results, where the arrays have padded heads
 
 
 class KernelInputs(NamedTuple):

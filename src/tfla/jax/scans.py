@@ -19,7 +19,8 @@ def over_parts(
 
     Args:
         form: the function from a state and the arrays of a part (R, H, L, ...) to h and the new state.
-        initial: the initial states of all sequences, a tuple of arrays (N, ...); those with one dim are passed on.
+        initial: the initial states of all sequences, a tuple of arrays (N, ...). Arrays with one dim stand for parts
+            that do not exist and are returned as they are.
         parts: the arrays of all parts.
         cut: the parts of sequences.
 
@@ -63,7 +64,8 @@ def over_steps(
 
     Args:
         step: the function from a state and the arrays of a step to h (B, H, dhv) and the new state.
-        start: the state before the first step, a tuple of arrays (B, ...); those with one dim are passed on.
+        start: the state before the first step, a tuple of arrays (B, ...). Arrays with one dim stand for parts that do
+            not exist and are returned as they are.
         parts: the arrays of all steps, (T, B, ...).
         lengths: (B,), the steps after which a state is kept; they are clamped to [0, T]. None is T.
 

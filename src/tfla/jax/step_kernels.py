@@ -40,7 +40,7 @@ class StepInputs(NamedTuple):
 
 
 class PlainSteps(NamedTuple):
-    """The same call in plain JAX."""
+    """The computation of the same call by operations of JAX, for other devices and for gradients."""
 
     compute: Any  # of options and StepInputs: h and the new C, n and m, None where there is none
     options: Any  # hashable
@@ -62,7 +62,7 @@ class StepKernelSpec(NamedTuple):
     plan: Any  # the function from a GPU, options, and shapes and dtypes to the lowered plan
     options: Any  # of the kernel
     dims: partitions.Dims
-    kept: int  # how many results there are: the others are None
+    kept: int  # how many of the first results exist: h, with a final state C, and with a normalizer n and m
     plain: PlainSteps
 
 
@@ -174,12 +174,12 @@ def by_index(
 
 
 def _kept(spec: StepKernelSpec, found: Sequence[Array | None]) -> Results:
-    """Return the results that there are, None for the others."""
+    """Return the first `spec.kept` results, and None in the places of the others."""
     return *found[: spec.kept], *[None] * (len(found) - spec.kept)
 
 
 def _plain(spec: StepKernelSpec, x: Any) -> Results:
-    """Compute the same in plain JAX."""
+    """Compute the results by operations of JAX."""
     return _kept(spec, spec.plain.compute(spec.plain.options, x))
 
 

@@ -30,7 +30,10 @@ class Carry(NamedTuple):
 
 
 def outer(a: Array, b: Array, w: Array, roots: bool) -> Array:
-    """Return the sum over steps of w_j a_j b_j^T, from a (r, h, j, k), b (r, h, g, j, v) and w (r, h, g, j)."""
+    """Return the sum over steps of w_j a_j b_j^T, from a (r, h, j, k), b (r, h, g, j, v) and w (r, h, g, j).
+
+    With ``roots`` w are square roots of weights that may overflow, and each factor is multiplied by one of them.
+    """
     b = b * w[..., None]
     if not roots:
         return jnp.einsum("rhjk,rhgjv->rhgkv", a, b)
@@ -38,7 +41,10 @@ def outer(a: Array, b: Array, w: Array, roots: bool) -> Array:
 
 
 def rows(a: Array, b: Array, w: Array, roots: bool) -> Array:
-    """Return the rows w_i (a b)_i, from a (r, h, i, x) or (r, h, g, i, x), b (r, h, g, x, y) and w (r, h, g, i)."""
+    """Return the rows w_i (a b)_i, from a (r, h, i, x) or (r, h, g, i, x), b (r, h, g, x, y) and w (r, h, g, i).
+
+    With ``roots`` w are square roots of weights that may overflow, applied before and after the product.
+    """
     if roots:
         a = (a if a.ndim == 5 else a[:, :, None]) * w[..., None]
     found = jnp.einsum("rhgix,rhgxy->rhgiy" if a.ndim == 5 else "rhix,rhgxy->rhgiy", a, b)

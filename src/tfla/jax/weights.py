@@ -122,7 +122,7 @@ class Weights(NamedTuple):
     log_inter: Array  # (R, heads, L), the exponents of the true `inter`
     floor: Array  # (R, heads, L): exp(-m), never 0; (0,) without a normalizer
     offset: Array  # (R, heads, L), added to the denominator; (0,): nothing is
-    roots: bool
+    roots: bool  # whether D, inter, update and decay are square roots
 
     def scale(self, x: Array, weight: Array) -> Array:
         """Return x times the weight, which has a dim for each of the first ones of x."""

@@ -140,7 +140,7 @@ def attend(spec: KernelSpec, x: KernelArrays) -> Results:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _saving(spec: KernelSpec, x: KernelArrays) -> list[Array]:
-    """Compute the results and what the backward reads of them, a function that can be differentiated once more."""
+    """Compute the results and what the backward reads, see :func:`tfla.jax.kernels._saving`."""
     return _launch_forward(spec, x)
 
 
@@ -188,7 +188,7 @@ def _gradients_forward(spec: KernelSpec, x: KernelArrays, saved: list[Array], co
 
 
 def _gradients_backward(spec: KernelSpec, kept: Any, second: KernelArrays) -> tuple[Any, Any, Any]:
-    """Differentiate the gradients of the chunkwise form, of which what was saved is no input."""
+    """Differentiate the gradients as the chunkwise form computes them, which does not read what was saved."""
     x, saved, cotangents = kept
     at = x.cu_seqlens
     _, pull = jax.vjp(

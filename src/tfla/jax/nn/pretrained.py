@@ -24,13 +24,13 @@ LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}  # names
 
 
 def stored_name(path: tuple[Any, ...]) -> str:
-    """Return the name in the file of the weight at a path of modules."""
+    """Return the name in the file of a weight, from its path in the module: names of modules and of the weight."""
     *modules, leaf = map(str, path)
     return ".".join([*modules, LEAVES.get(leaf, leaf)])
 
 
 def turned(path: tuple[Any, ...], x: Array) -> Array:
-    """Return a weight as the other side has it: transposed if it is that of a linear layer."""
+    """Return a weight of a file as the module has it, or the other way round: kernels of linear layers transposed."""
     return x.T if path[-1] == "kernel" else x
 
 
