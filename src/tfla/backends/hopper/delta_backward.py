@@ -41,11 +41,11 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     """
     x, base = ctx.x, ctx.base
     dh = results.dense_rows(base, dh)
-    # The parts of dk are added up in float32, over the first of them: one rounding less than one by one in memory.
-    dq, dr, by_queries, by_keys = (base.new(base.B, base.T, base.H, base.K, dtype=x.q.dtype) for _ in range(4))
+    shape = base.B, base.T, base.H, base.K
+    dq, by_queries, by_keys = (base.new(*shape, dtype=x.q.dtype) for _ in range(3))
     dv = base.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
-    ctx = replace(ctx, base=scheduler.launch(sequences.bound(base, dq, dr, by_queries, by_keys, dv)))
+    ctx = replace(ctx, base=scheduler.launch(sequences.bound(base, dq, by_queries, by_keys, dv)))
     base, gates = ctx.base, ctx.gates()
     C, dC = results.dense(base, x.C), results.dense(base, dC)
     # dv, (D10) to (D13).
@@ -53,15 +53,19 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     # dq and dk, (D14) to (D16): dk is the sum of dr and of what both readers contribute.
     scans = new_scans(ctx, gates, do_e, C, dC)
     scans.launch(dq_dk.QUERIES, x.k, E, dh, x.q, dq)
-    scans.launch(dq_dk.READ_KEYS, x.k, E, dv, x.k, dr)
     scans.launch(dq_dk.QUERIES, x.q, dh, E, x.k, by_queries, reverse=True)
     scans.launch(dq_dk.READ_KEYS, x.k, dv, E, x.k, by_keys, reverse=True)
+    # dr is the last: the checkpoints, which the scans against time read, have been given back by then.
+    dr = base.new(*shape, dtype=x.q.dtype)
+    sequences.clear(base, dr)
+    scans.launch(dq_dk.READ_KEYS, x.k, E, dv, x.k, dr)
     # dlog_f, (D17); then sums over the heads that share q and k.
     df = None
     if x.log_f is not None:
         starts = delta.start_dots(scans.base, gates, scans.C, *scans.by_starts)
         df = delta.gate_gradient(ctx, gates, *scans.sums, scans.dots, starts, dC)
     dq = reductions.launch(base, dq, base.group)
+    # The parts of dk are added up in float32, over the first of them: one rounding less than one by one in memory.
     dk = reductions.launch_three_parts(base, (dr, by_queries, by_keys), base.group)
     none = base.placeholder(0)
     found = (dq, dk, dv, dbeta if x.beta is not None else None, df, None, None, None, dC0)
@@ -105,9 +109,10 @@ class Scans:
         reads, pairs = (base.recorder.rows(t, int(by_keys), by_keys + 1) for t in self.sums)
         initial = (self.dC if by_keys else None) if reverse else self.C
         final = self.by_starts[by_keys] if reverse else None
+        checkpoints = self.checkpoints if at_checkpoints else w  # any tensor of their dtype, which is not accessed
         splits_p = dq_dk.splits_p(base.V, reader.value, self.gated)
         dq_dk_launch.launch(
-            base, self.gates, x, y, z, w, out, reads, (self.checkpoints, self.gates.vectors, self.dots),
+            base, self.gates, x, y, z, w, out, reads, (checkpoints, self.gates.vectors, self.dots),
             reverse=reverse, initial=(initial, None), final=(final, pairs), reader=reader, save_sums=self.gated,
             stages=dq_dk_launch.RING_STAGES if base.V > host.STATE_ROWS or splits_p else MOST_STAGES,
         )  # fmt: skip
