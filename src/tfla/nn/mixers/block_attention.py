@@ -182,7 +182,7 @@ def _finite(lse: Tensor) -> Tensor:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """Return the matrix product of (B, H, m, n) and (B, H, n, p) in the dtype of accumulators."""
     dtype = accumulator_dtype(a.dtype)
-    if a.is_cuda and a.element_size() == 2:
+    if a.is_cuda and a.element_size() == 2 and hasattr(torch.ops.aten.bmm, "dtype"):  # since PyTorch 2.8
         found: Tensor = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=dtype)
         return found.unflatten(0, a.shape[:2])
     return a.to(dtype) @ b.to(dtype)

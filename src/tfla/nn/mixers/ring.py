@@ -152,7 +152,12 @@ def _ring(
     return Ring(Spans.placed(group, rank, zigzag, lengths), window, offsets, first is not None)
 
 
-@torch.library.custom_op("tfla::ring_attention", mutates_args=())
+# Written out, since earlier versions of PyTorch infer no list[int].
+_TENSORS = "Tensor q, Tensor k, Tensor v, Tensor? first, Tensor? sinks, Tensor? cu_seqlens"
+_PLACE = "str group, int rank, bool zigzag, SymInt[] lengths, int? window"
+
+
+@torch.library.custom_op("tfla::ring_attention", mutates_args=(), schema=f"({_TENSORS}, {_PLACE}) -> (Tensor, Tensor)")
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sinks: Tensor | None, cu_seqlens: Tensor | None,
     group: str, rank: int, zigzag: bool, lengths: list[int], window: int | None,
@@ -170,7 +175,10 @@ def _attend_fake(q: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(B, H, T, d), q.new_empty(B, H, T, dtype=accumulator_dtype(q.dtype))
 
 
-@torch.library.custom_op("tfla::ring_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "tfla::ring_attention_backward", mutates_args=(),
+    schema=f"({_TENSORS}, Tensor out, Tensor lse, Tensor dh, {_PLACE}) -> (Tensor, Tensor, Tensor, Tensor)",
+)  # fmt: skip
 def _attend_backward(
     q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, sinks: Tensor | None, cu_seqlens: Tensor | None,
     out: Tensor, lse: Tensor, dh: Tensor,
