@@ -74,9 +74,16 @@ def test_steps_are_those_of_the_model(
 @torch.no_grad()
 @pytest.mark.parametrize("batch", [2, 16, 20, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("overlapped", [False, True])
 def test_products_of_tensor_cores_are_as_exact_as_those_of_the_model(
-    make_model: Make, batch: int, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, make_model: Make, batch: int, dtype: torch.dtype, overlapped: bool
 ) -> None:
+    if overlapped:
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("launches overlap on Hopper and newer GPUs")
+        height, tiles = choose_tiles(batch, 90, 2)
+        tiles = {name: replace(tile, overlapped=True) for name, tile in tiles.items()}
+        monkeypatch.setattr(fused_step, "choose_tiles", lambda *_: (height, tiles))
     model = make_model(dtype=dtype, d_model=528, num_heads=3, vocab_size=1000).cuda()
     ids, state = torch.arange(batch, device="cuda"), model.initial_state(batch)
     truth = make_model(dtype=torch.float64, d_model=528, num_heads=3, vocab_size=1000).cuda()

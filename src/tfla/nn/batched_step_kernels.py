@@ -25,6 +25,17 @@ from tfla.nn.step_kernels import capped, load_vector
 
 
 @triton.jit
+def wait_for_inputs(OVERLAPPED: tl.constexpr):
+    """Let the next launch start and wait for the end of those before this one, with OVERLAPPED."""
+    if OVERLAPPED:
+        # Triton has functions for these two, but those of 3.4 cannot be called.
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def load_block(
     X, first, rows, start, K: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
@@ -159,12 +170,14 @@ def mixer_inputs(
     DQ: tl.constexpr, DV: tl.constexpr, H: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr,
     BATCH, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     SWAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of (1)-(3): the first programs the gates, the others q, k, v and o.
 
     Out receives q, k (BATCH, DQ), v and o (BATCH, DV), one after the other, and Gates (2, BATCH, H) float32 receives i
     and f. The other operands are those of the kernel for one sequence.
     """
+    wait_for_inputs(OVERLAPPED)
     tile = tl.program_id(0)
     gates: tl.constexpr = (H + ROWS - 1) // ROWS
     keys: tl.constexpr = (DQ + ROWS - 1) // ROWS
@@ -195,11 +208,13 @@ def swiglu(
     Y, Squares, eps, W_gate, W_up, Out,
     D: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, BATCH, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, SWAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS columns of silu(W_gate z) * W_up z for z = RMSNorm(x), (5) and (6).
 
     W_gate and W_up are (N, D), and Out is (BATCH, N).
     """
+    wait_for_inputs(OVERLAPPED)
     first = tl.program_id(0) * ROWS
     squares = load_squares(Squares, PARTS, BP, TOKENS)
     gate = zeros(TOKENS, ROWS, SPLITS, SWAPPED)
@@ -221,11 +236,13 @@ def add_product(
     W, Z, X, norm, Y, Squares,
     D: tl.constexpr, N: tl.constexpr, BATCH, TOKENS: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr,
     SPLITS: tl.constexpr, SWAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Add ROWS columns of W z to the residual stream x in place, (4) and (6): W (N, D), Z (BATCH, D), X (BATCH, N).
 
     Y (BATCH, N) receives x times the weight of the next norm (N,), and Squares a part for each program.
     """
+    wait_for_inputs(OVERLAPPED)
     tile = tl.program_id(0)
     first = tile * ROWS
     b = tl.arange(0, TOKENS)  # (TOKENS,)
@@ -247,8 +264,10 @@ def logits(
     Y, Squares, eps, W, cap, Out,
     D: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr, BATCH, TOKENS: tl.constexpr,
     ROWS: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr, SWAPPED: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS logits of each token, (7): W (N, D) -> Out (BATCH, N) float32."""
+    wait_for_inputs(OVERLAPPED)
     first = tl.program_id(0) * ROWS
     squares = load_squares(Squares, PARTS, BP, TOKENS)
     y = products(W, first, N, Y, D, BATCH, TOKENS, ROWS, BK, SPLITS, SWAPPED) * inverse_rms_of(squares, eps, D)

@@ -216,8 +216,10 @@ class FusedStep:
             constants |= {
                 "BATCH": self.batch, "TOKENS": self.tokens, "ROWS": tile.rows, "SPLITS": tile.splits,
                 "BK": 2 * tile.columns // self.qkvo.element_size(), "SWAPPED": tile.swapped,
-                "num_stages": tile.stages, "num_warps": tile.warps,
+                "num_stages": tile.stages, "num_warps": tile.warps, "OVERLAPPED": tile.overlapped,
             }  # fmt: skip
+            if tile.overlapped:
+                constants["launch_pdl"] = True
         getattr(self.kernels, kernel)[(sum(rows),)](*operands, D=columns, **constants)
 
 

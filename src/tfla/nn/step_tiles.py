@@ -18,6 +18,8 @@ class TileConfig:
         swapped: whether the weights are the first operand of a product. Then splits * rows should be 64, the rows of
             a product of Hopper's tensor cores.
         warps: warps of a program.
+        overlapped: whether the launch starts before the one before it has ended, on Hopper and newer GPUs, and waits
+            for that end on the device.
     """
 
     rows: int
@@ -26,6 +28,7 @@ class TileConfig:
     splits: int = 1
     swapped: bool = False
     warps: int = 4
+    overlapped: bool = False
 
 
 Tiles = dict[str, TileConfig]
