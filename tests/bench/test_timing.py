@@ -53,3 +53,10 @@ def test_a_sustained_run_lasts_as_long_as_the_slower_of_host_and_device():
 def test_no_sustained_run_where_none_is_asked_for():
     assert "sustained_seconds" not in measure(lambda: 1.0, FakeClock(), Sampling(sustained=0))
     assert "sustained_seconds" not in measure(lambda: 1.0, FakeClock(), Sampling(), sustained=False)
+
+
+def test_a_sample_of_calls_in_a_row_is_their_mean():
+    clock, took = FakeClock(), iter([9, 9, *[0.1, 0.2, 0.6] * 5])
+    row = measure(lambda: next(took), clock, Sampling(repeats=5, warmup=1, pause=0, in_a_row=3, sustained=0))
+    assert (row["min"], row["max"]) == pytest.approx((0.3, 0.3))
+    assert next(took, None) is None

@@ -128,13 +128,16 @@ class Run:
     def sampling(self) -> Sampling:
         """Return the sampling of the options, shorter where the budget would not suffice for all configurations."""
         share = self.left() / max(1, self.waiting) / len(self.suite.directions)
-        return replace(self.config.sampling, patience=min(self.config.patience, max(0.1, SAMPLING_SHARE * share)))
+        return replace(
+            self.config.sampling, patience=min(self.config.patience, max(0.1, SAMPLING_SHARE * share)),
+            in_a_row=self.suite.in_a_row,
+        )  # fmt: skip
 
     def sampling_together(self) -> Sampling:
         """Return a sampling with a fixed number of calls, as processes need that wait for each other in every call."""
         return replace(
             self.config.sampling, repeats=min(self.config.repeats, self.suite.samples_together),
-            warmup=min(self.config.warmup, 2), patience=math.inf, sustained=0.0,
+            warmup=min(self.config.warmup, 2), patience=math.inf, sustained=0.0, in_a_row=self.suite.in_a_row,
         )  # fmt: skip
 
     def ask(self, entry: Entry, x: int) -> Iterator[Row]:

@@ -85,6 +85,8 @@ class Suite:
     """A remark for its section on how it is measured."""
     samples_together: int = FEWEST
     """The largest number of samples of what several processes run together."""
+    in_a_row: int = 1
+    """The number of calls of a sample, back to back, where the host works ahead of the device in use."""
 
     def problem(self, entry: Entry, x: int, device: str) -> Problem:
         """Return the problem of an entry at x."""
@@ -526,9 +528,9 @@ SUITES = {
     "train_fsdp": Suite(
         "Training step on two GPUs by variants of FSDP2: 1.4 billion parameters, T 8,192, 8 heads of dqk 128, dhv 256, "
         "bfloat16 autocast", "sequences per GPU and pass", (2,), lambda B: Problem(B, 8192, 8, 128, 256),
-        tuple(_fsdp_variants(2)), directions=(STEP,), panels=(), alone=True, sustained_at=(),
-        note=TOGETHER + "Weights are gathered and gradients reduced in float32 where nothing else is said. Each row "
-        "has the profile of one further step, 'streams': the seconds in which the GPU computes, sends, sends without "
+        tuple(_fsdp_variants(2)), directions=(STEP,), panels=(), alone=True, sustained_at=(), in_a_row=4,
+        note=TOGETHER + "A sample is the mean of four steps back to back, as `tfla train` does them. Weights are "
+        "gathered and gradients reduced in float32 where nothing else is said. Each row has the profile of one further step, 'streams': the seconds in which the GPU computes, sends, sends without "
         "computing, and does neither, and those of each stream.",
     ),
     "train_long": Suite(

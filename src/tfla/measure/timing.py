@@ -32,6 +32,8 @@ class Sampling:
     """Seconds of samples after which FEWEST of them suffice."""
     sustained: float = 1.0
     """Seconds of the run back to back that follows the samples; 0 for none."""
+    in_a_row: int = 1
+    """Calls of a sample, back to back; a sample is their mean."""
 
 
 class Clock(Protocol):
@@ -149,7 +151,7 @@ def measure(call: Call, clock: Clock, sampling: Sampling, sustained: bool = True
     start, samples = clock.now(), list[float]()
     while len(samples) < sampling.repeats and (len(samples) < FEWEST or clock.now() - start < sampling.patience):
         clock.rest(sampling.pause)
-        samples.append(clock.series(call, 1))
+        samples.append(clock.series(call, sampling.in_a_row) / sampling.in_a_row)
     middle = statistics.median(samples)
     row = {"seconds": middle, "min": min(samples), "max": max(samples), "samples": len(samples), "warmup": warm}
     if sustained and sampling.sustained > 0:
