@@ -530,7 +530,8 @@ SUITES = {
         "bfloat16 autocast", "sequences per GPU and pass", (2,), lambda B: Problem(B, 8192, 8, 128, 256),
         tuple(_fsdp_variants(2)), directions=(STEP,), panels=(), alone=True, sustained_at=(), in_a_row=4,
         note=TOGETHER + "A sample is the mean of four steps back to back, as `tfla train` does them. Weights are "
-        "gathered and gradients reduced in float32 where nothing else is said. Each row has the profile of one further step, 'streams': the seconds in which the GPU computes, sends, sends without "
+        "gathered and gradients reduced in float32 where nothing else is said. Each row has the "
+        "profile of one further step, 'streams': the seconds in which the GPU computes, sends, sends without "
         "computing, and does neither, and those of each stream.",
     ),
     "train_long": Suite(
