@@ -62,7 +62,7 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     # dlog_f, (D17); then sums over the heads that share q and k.
     df = None
     if x.log_f is not None:
-        starts = delta.start_dots(scans.base, gates, scans.C, *scans.by_starts)
+        starts = delta.start_dots(scans.base, gates, scans.C, dC0, scans.by_starts)
         df = delta.gate_gradient(ctx, gates, *scans.sums, scans.dots, starts, dC)
     dq = reductions.launch(base, dq, base.group)
     # The parts of dk are added up in float32, over the first of them: one rounding less than one by one in memory.
@@ -85,7 +85,7 @@ class Scans:
     sums: tuple[Tensor, Tensor]  # see `gate_gradients.pair_sums`; readers are parts
     checkpoints: Tensor  # of C, (checkpoints, H, K, V)
     dots: Tensor  # parts of <C, dC> at the checkpoints, (checkpoints * H, parts)
-    by_starts: tuple[Tensor | None, ...]  # see `delta.new_starts`
+    by_starts: tuple[Tensor, ...]  # see `delta.new_starts`
 
     def launch(
         self, reader: Any, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, reverse: bool = False
@@ -108,7 +108,7 @@ class Scans:
         )
         reads, pairs = (base.recorder.rows(t, int(by_keys), by_keys + 1) for t in self.sums)
         initial = (self.dC if by_keys else None) if reverse else self.C
-        final = self.by_starts[by_keys] if reverse else None
+        final = self.by_starts[by_keys] if reverse and self.by_starts else None
         checkpoints = self.checkpoints if at_checkpoints else w  # any tensor of their dtype, which is not accessed
         splits_p = dq_dk.splits_p(base.V, reader.value, self.gated)
         dq_dk_launch.launch(

@@ -218,16 +218,17 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     )  # fmt: skip
     delta_kernels.launch_dq_dk(
         ctx, gates, x.q, dh, E, x.k, dk, do_e, *parts(0), factor=scale, reverse=True, initial=None,
-        checkpoints=by_queries, final=by_starts[0],
+        checkpoints=by_queries, final=by_starts[0] if by_starts else None,
     )  # fmt: skip
     delta_kernels.launch_dq_dk(
         ctx, gates, ctx.read_key, dv, E, x.k, total, None, *parts(1), factor=-1.0, reverse=True, initial=dC,
-        checkpoints=by_reads, final=by_starts[1], add=(dk,) if x.read_key is not None else (dk, dr),
+        checkpoints=by_reads, final=by_starts[1] if by_starts else None,
+        add=(dk,) if x.read_key is not None else (dk, dr),
     )  # fmt: skip
     df = None
     if x.log_f is not None:
         dots = checkpoint_dots(ctx, gates, states, by_queries, by_reads)
-        df = gate_gradient(ctx, gates, reads, pair_sums, dots, start_dots(base, gates, C, *by_starts), dC)
+        df = gate_gradient(ctx, gates, reads, pair_sums, dots, start_dots(base, gates, C, dC0, by_starts), dC)
     dq, dk = (reductions.launch(base, t, base.group) for t in (dq, total))
     read_key = reductions.launch(base, dr, base.group) if x.read_key is not None else None
     none = base.placeholder(0)
@@ -256,25 +257,25 @@ def new_checkpoints(ctx: DeltaContext) -> tuple[Tensor | None, ...]:
     return tuple(ctx.base.new(*shape, dtype=ctx.x.q.dtype) for _ in range(3))
 
 
-def new_starts(ctx: DeltaContext, base: LaunchContext) -> tuple[Tensor | None, ...]:
-    """Allocate what queries and reads each add to the cotangents of initial states, (N, H, K, V), or return None.
+def new_starts(ctx: DeltaContext, base: LaunchContext) -> tuple[Tensor, ...]:
+    """Allocate what queries and reads each add to the cotangents of initial states, (N, H, K, V), or return nothing.
 
-    The gradient of gates takes these, not what the scan for dv has: as both come from the operands that its other terms
-    come from, more of their rounding cancels.
+    The gradient of gates takes these, not what the scan for dv has: they come from the same operands as its other
+    terms, so more of their rounding cancels. Where dhv is above 128 no register is left for them.
 
     Args:
         ctx: The context of the call.
         base: The context of the scans for dk, which write them.
     """
-    if not ctx.gated or ctx.x.C is None:
-        return None, None
+    if not ctx.gated or ctx.x.C is None or base.V > 128:
+        return ()
     return tuple(base.new(ctx.x.sequences, base.H, base.K, base.V) for _ in range(2))
 
 
 def start_dots(
-    base: LaunchContext, gates: Tensor, C: Tensor | None, by_queries: Tensor | None, by_reads: Tensor | None
+    base: LaunchContext, gates: Tensor, C: Tensor | None, dC0: Tensor | None, by_starts: tuple[Tensor, ...]
 ) -> Tensor | None:
-    """Compute the parts of <C, dC> at the starts of sequences, (N * H, 2), or return None without initial states.
+    """Compute the parts of <C, dC> at the starts of sequences, (N * H, parts), or return None without initial states.
 
     C is rounded as it is where the steps of the first tile read it, so that rounding cancels in what later tiles read.
 
@@ -282,15 +283,17 @@ def start_dots(
         base: The context of the scans for dk.
         gates: The gate vectors, which stand for what is not there.
         C: The initial states, (N, H, K, V), or None.
-        by_queries, by_reads: The results of `new_starts`.
+        dC0: Their cotangents from the scan for dv, (N, H, dqk, dhv), or None.
+        by_starts: The result of `new_starts`.
     """
-    if C is None or by_queries is None or by_reads is None:
+    if C is None or dC0 is None:
         return None
-    queries, read = (
+    parts = [
         gate_gradients.launch_checkpoint_dots(base, (C, base.x.q), (t, gates), round_states=True)
-        for t in (by_queries, by_reads)
-    )
-    return base.recorder.scaled_columns(queries, 1.0, read, 1.0)
+        for t in by_starts or results.pad_state(base, dC0, None)
+        if t is not None
+    ]
+    return base.recorder.scaled_columns(parts[0], 1.0, parts[1], 1.0) if by_starts else parts[0]
 
 
 def checkpoint_dots(
