@@ -29,7 +29,9 @@ CACHED = (
 def forget_plans() -> None:
     for cached in CACHED:
         cached.cache_clear()
-    for compiled in (kernels.compute, step_kernels.compute, delta_kernels.compute):
+    for compiled in (
+        kernels._by_batch, step_kernels.compute, delta_kernels._launch_forward, delta_kernels._launch_backward,
+    ):  # fmt: skip
         compiled.clear_cache()
 
 

@@ -148,6 +148,8 @@ def test_calls(architecture: int, backend: str, names: list[str], monkeypatch: p
     found = calls(module)
     assert [told["name"] for told, _ in found][: len(names)] == names
     assert found[-1][0]["name"] in ("gate_gradients", "sum_head_groups")
+    # One forward is planned, with the backward, and none that saves nothing.
+    assert plans.forward_plan.cache_info().misses == plans.backward_plan.cache_info().misses == 1
     check_parameters(found, architecture)
     if backend == "hopper":  # warps of a specialized kernel are those of all its partitions
         assert max(told["threads"] for told, _ in found) == 384
@@ -182,6 +184,7 @@ def test_calls_of_the_delta_rule(
     assert [told["name"] for told, _ in found][: len(names)] == names
     check_parameters(found, architecture)
     assert "dot_general" not in module
+    assert delta_kernels._plan.cache_info().misses == 2  # a forward and its backward
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -177,8 +177,13 @@ def _by_chunks(spec: KernelSpec, arrays: list[Array | None], forward: bool) -> l
     return list(found[:7])
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def _by_batch(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
-    """Launch for a batch on all devices."""
+    """Launch for a batch on all devices, as one compiled function, also where the caller is not compiled.
+
+    The functions with rules for gradients call it, and it contains none of them: JAX traces what a compiled function
+    contains without its rules first, so that kernels of a forward without a backward would be compiled for nothing.
+    """
     if spec.axis is not None:
         return by_batch(lambda arrays: exchanging.launch(spec, arrays, forward, _planned), arrays, None)
     dims = partitions.FORWARD if forward else partitions.BACKWARD
@@ -189,7 +194,7 @@ def _by_batch(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool)
 def attend(spec: KernelSpec, x: KernelInputs) -> Results:
     """Compute h and the final C, n and m; parts that the options do not ask for have shape (0,)."""
     options = spec.options._replace(save=False)
-    h, C, n, m, *_ = _by_batch(spec._replace(options=options), x, True)
+    h, C, n, m, *_ = _by_batch(spec._replace(options=options), tuple(x), True)
     return h, C, n, m
 
 
@@ -199,7 +204,7 @@ def _saving(spec: KernelSpec, x: KernelInputs) -> list[Array]:
 
     It has a rule for its gradient of its own, since JAX differentiates it where derivatives of gradients are taken.
     """
-    return _by_batch(spec, x, True)
+    return _by_batch(spec, tuple(x), True)
 
 
 def _attend_forward(spec: KernelSpec, x: KernelInputs) -> tuple[Results, Any]:
@@ -266,9 +271,8 @@ attend.defvjp(_attend_forward, _attend_backward)
 _saving.defvjp(_saving_forward, _saving_backward)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def compute(spec: KernelSpec, x: KernelInputs) -> Results:
-    """Compute :func:`attend` as one compiled function, also where the caller is not compiled."""
+    """Compute :func:`attend`, and take the results of padded heads out of those of the kernels."""
     h, C, n, m = attend(spec, KernelInputs(*vary_alike(*x)))
     if spec.head_dims is None:
         return h, C, n, m

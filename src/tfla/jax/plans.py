@@ -53,6 +53,12 @@ def signature(arrays: tuple[Array | None, ...]) -> Signature:
     return tuple(None if x is None else (tuple(x.shape), str(x.dtype)) for x in arrays)
 
 
+def result_signature(plan: Any) -> Signature:
+    """Return shapes and dtypes of the results of a recorded plan."""
+    results = (plan.meta[n] for n in plan.results)
+    return tuple((tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in results)
+
+
 def torch_inputs(given: Signature) -> Any:
     """Return tensors of the meta device of these shapes and dtypes."""
     import torch
@@ -80,13 +86,11 @@ def _exchange(spec: KernelSpec) -> Any:
     return PlannedExchange(spec.devices, spec.options.final_state)
 
 
-def _backward_inputs(spec: KernelSpec, results: list[Any]) -> Signature:
+def _backward_inputs(spec: KernelSpec, results: Signature) -> Signature:
     """Return shapes and dtypes of what a backward is given beside the inputs of a forward with these results."""
-    h, C, n, _, *saved = (tuple(x.shape) for x in results)
-    dtypes = [str(x.dtype).removeprefix("torch.") for x in results]
+    h, C, n, _, *saved = results
     final, normalize = spec.options.final_state, spec.options.normalize
-    dC, dn = (C, dtypes[1]) if final else None, (n, dtypes[2]) if final and normalize else None
-    return (h, dtypes[0]), dC, dn, (h, dtypes[0]), *zip(saved, dtypes[4:], strict=True)
+    return h, C if final else None, n if final and normalize else None, h, *saved
 
 
 @functools.lru_cache(256)
@@ -110,7 +114,7 @@ def forward_plan(spec: KernelSpec, given: Signature) -> Any:
         if spec.axis is None:
             plan = recorder.finish(code.forward(code.context(recorder, x, spec.options)))
             if spec.options.save:
-                backward_plan(spec, (*given, *_backward_inputs(spec, [plan.meta[n] for n in plan.results])))
+                backward_plan(spec, (*given, *_backward_inputs(spec, result_signature(plan))))
             return LoweredPlan(plan)
         # The cotangents of later steps are stabilized with the max states after the steps of this device.
         options = spec.options._replace(final_state=spec.options.normalize)

@@ -20,7 +20,7 @@ from tfla.jax.delta.inputs import DeltaArrays, DeltaInputs, DeltaSpec, activated
 from tfla.jax.hosting import by_batch, on_platform
 from tfla.jax.inputs import vary_alike
 from tfla.jax.kernels import present_gpu
-from tfla.jax.plans import GPU, Signature, signature, torch_inputs
+from tfla.jax.plans import GPU, Signature, result_signature, signature, torch_inputs
 
 BACKEND = "triton"
 
@@ -89,7 +89,10 @@ def unsupported(gpu: GPU, given: Signature) -> str | None:
 
 @functools.lru_cache(256)
 def _plan(spec: KernelSpec, given: Signature, forward: bool) -> Any:
-    """Return the lowered plan of a forward, or of a backward, which is also given E, X, dh and dC."""
+    """Return the lowered plan of a forward, or of a backward, which is also given E, X, dh and dC.
+
+    A forward that saves also compiles the kernels of its backward, beside its own.
+    """
     from tfla.backends.gpu import planning, runtime
     from tfla.backends.triton import delta
     from tfla.jax.launches import LoweredPlan
@@ -98,7 +101,11 @@ def _plan(spec: KernelSpec, given: Signature, forward: bool) -> Any:
         x, more = _torch_inputs(given[:8]), torch_inputs(given[8:])
         recorder = planning.PlanRecorder([*x[:6], *x[8:], *more])
         if forward:
-            return LoweredPlan(recorder.finish(delta.launch_forward(recorder, x, spec.options)[:4]))
+            plan = recorder.finish(delta.launch_forward(recorder, x, spec.options)[:4])
+            if spec.options.save:
+                h, C, *saved = result_signature(plan)
+                _plan(spec, (*given, *saved, h, C if spec.options.final_state else None), False)
+            return LoweredPlan(plan)
         grads = delta.launch_backward(recorder, x, spec.options, *more)
         return LoweredPlan(
             recorder.finish([g for g, t in zip(grads, x, strict=False) if g is not None and t is not None])
@@ -121,8 +128,9 @@ def _plain_gradients(spec: KernelSpec, x: KernelArrays, cotangents: Results) -> 
     return found
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _launch_forward(spec: KernelSpec, x: KernelArrays) -> list[Array]:
-    """Launch the forward: h, the final C, E and X."""
+    """Launch the forward as one compiled function: h, the final C, E and X."""
 
     def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
         lowered = _plan(spec, signature(arrays), True)
@@ -162,6 +170,12 @@ def _attend_forward(spec: KernelSpec, x: KernelArrays) -> tuple[Results, Any]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gradients(spec: KernelSpec, x: KernelArrays, saved: list[Array], cotangents: Results) -> KernelArrays:
     """Compute the gradients from what the forward saved, E and X."""
+    return _launch_backward(spec, x, saved, cotangents)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _launch_backward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cotangents: Results) -> KernelArrays:
+    """Launch the backward as one compiled function."""
     dh, dC = cotangents
 
     def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
@@ -257,7 +271,12 @@ def describe(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> tuple[int,
         return saved.chunk_C[0][0], backend.details(inputs, options.chunk_size, options.kernel)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
+def _activated(spec: DeltaSpec, x: DeltaArrays) -> KernelArrays:
+    """Return the arrays that kernels read, varying over the same mesh axes."""
+    return KernelArrays(*vary_alike(*arrays_of(spec, x)))
+
+
 def compute(kernels: KernelSpec, spec: DeltaSpec, x: DeltaArrays) -> Results:
-    """Compute :func:`attend` of arrays before their activations as one compiled function."""
-    return attend(kernels, KernelArrays(*vary_alike(*arrays_of(spec, x))))
+    """Compute :func:`attend` of arrays before their activations."""
+    return attend(kernels, _activated(spec, x))
