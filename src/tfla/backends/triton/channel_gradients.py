@@ -3,7 +3,8 @@
 With the notation of :mod:`.channel_tiles`, the state C before the tile and the cotangent dC after it,
 
     dq = scale ((do C^T) a + <do E^T> B k),    dr = -((dv C^T) a_r + <dv E^T> B k)
-    W  = (E dC^T) w + scale <do E^T>^T q - <dv E^T>^T r,    dk = B W,    dbeta_t = k_t . W_t
+    W  = (E dC^T) w + scale <do E^T>^T q - <dv E^T>^T r,    dk = B W
+    dbeta_t = k_t . W_t = dv_t . E_t / beta_t
 
 where <S> x has the rows sum over j of S_ij D_ij x_j, for S masked like P or M, and <S>^T x its columns.
 
@@ -11,6 +12,8 @@ The gradient of the gates of step t is the sum over all pairs of a write before 
 (docs/delta-rule.md). Both lie in the tile, or the write before it and the read after it, or one of them:
 
     dg_t = g sum over dhv of C * dC + sum over i >= t of reads_i + sum over j < t of writes_j + pairs around t
+
+Where keys are alike, the terms of k_t . W_t cancel: in bfloat16 dbeta is the other product, unless beta is near 0.
 
 The sums of pairs inside the tile are differences of sums of the same rounded products, so that only float32 rounding
 is left of what cancels.
@@ -43,6 +46,7 @@ from tfla.backends.triton.channel_decays import (
     load_exponents,
     sums_from_middle,
 )
+from tfla.backends.triton.precise_products import as_operand
 from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
 
 if TYPE_CHECKING:
@@ -121,8 +125,15 @@ def channel_gradients(
             across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
         # The diagonal: what a step reads of its own write. No gate lies between, so it is kept apart.
         own = tl.sum(tl.where(r[:, None] == r[None, :], weights_q * scale, 0.0), 1)[:, None]  # (L, 1)
-        weights_q = tl.where(r[:, None] > r[None, :], weights_q * scale, 0.0).to(OPERAND)
-        weights_r = tl.where(r[:, None] > r[None, :], -weights_r, 0.0).to(OPERAND)
+        by_errors = tl.sum(tl.where(r[:, None] == r[None, :], weights_r, 0.0), 1)  # dv_t . E_t, beta_t times dbeta_t
+        # With correction, pairs that dq or dr are sums of take operands in tf32: bfloat16 would cost too much.
+        SHORT: tl.constexpr = dO.dtype.element_ty == tl.bfloat16
+        OPERAND_Q: tl.constexpr = tl.float32 if CORRECT else OPERAND
+        OPERAND_R: tl.constexpr = tl.float32 if READ_KEY else OPERAND
+        PRECISION_Q: tl.constexpr = "tf32" if CORRECT and SHORT else PRECISION
+        PRECISION_R: tl.constexpr = "tf32" if READ_KEY and SHORT else PRECISION
+        weights_q = as_operand(tl.where(r[:, None] > r[None, :], weights_q * scale, 0.0), OPERAND_Q, PRECISION_Q)
+        weights_r = as_operand(tl.where(r[:, None] > r[None, :], -weights_r, 0.0), OPERAND_R, PRECISION_R)
         # (2) The decays of pairs in one block, and those from the start of the tile and to its end
         inside = (r < steps)[:, None] & (c < DK)[None, :]
         f_at = F + row * fb + h * fh + at * ft + c[None, :] * fd
@@ -176,52 +187,60 @@ def channel_gradients(
         W += own * q.to(tl.float32)
         if CORRECT and READ_BEFORE:  # no gate lies between a step and what the step before it wrote either
             last = e[:, None] == r[None, :]
-            previous = tl.where(last, weights_r, 0.0).to(OPERAND)
-            weights_r = tl.where(last, 0.0, weights_r).to(OPERAND)
-            dr = tl.dot(previous, (k * b).to(OPERAND), dr, input_precision=PRECISION)
-            W = tl.dot(tl.trans(previous), read.to(OPERAND), W, input_precision=PRECISION)
+            previous = tl.where(last, weights_r, 0.0).to(OPERAND_R)
+            weights_r = tl.where(last, 0.0, weights_r).to(OPERAND_R)
+            dr = tl.dot(previous, as_operand(k * b, OPERAND_R, PRECISION_R), dr, input_precision=PRECISION_R)
+            W = tl.dot(tl.trans(previous), read.to(OPERAND_R), W, input_precision=PRECISION_R)
         if LEVELED:
             for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
                 factor = level_factors(g, r, level, LEVELS, SUMS)
                 odd = in_odd_block(r, level, L, LEVELS)[:, None]
-                writes = tl.where(odd, 0.0, k * b * factor).to(OPERAND)
-                queries = tl.where(odd, q * factor, 0.0).to(OPERAND)
-                pairs = tl.where(level_pairs(r, level, L, LEVELS), weights_q, 0.0).to(OPERAND)
-                of_q = tl.dot(pairs, writes, input_precision=PRECISION)
-                of_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION)
+                writes = tl.where(odd, 0.0, k * b * factor)
+                writes_q = as_operand(writes, OPERAND_Q, PRECISION_Q)
+                queries = as_operand(tl.where(odd, q * factor, 0.0), OPERAND_Q, PRECISION_Q)
+                pairs = tl.where(level_pairs(r, level, L, LEVELS), weights_q, 0.0).to(OPERAND_Q)
+                of_q = tl.dot(pairs, writes_q, input_precision=PRECISION_Q)
                 dq += tl.where(odd, of_q * factor, 0.0)
                 Z -= queries.to(tl.float32) * of_q
+                of_k = tl.dot(tl.trans(pairs), queries, input_precision=PRECISION_Q)
+                W += tl.where(odd, 0.0, of_k * factor)
+                Z += writes_q.to(tl.float32) * of_k
                 if CORRECT:
                     factor_r = factor
                     odd_r = odd
                     if READ_BEFORE:
                         factor_r = level_factors(g, e, level, LEVELS, SUMS)
                         odd_r = in_odd_block(e, level, L, LEVELS)[:, None]
-                    reads = tl.where(odd_r, read * factor_r, 0.0).to(OPERAND)
-                    pairs = tl.where(level_pairs(e, level, L, LEVELS), weights_r, 0.0).to(OPERAND)
-                    of_r = tl.dot(pairs, writes, input_precision=PRECISION)
-                    of_k = tl.dot(tl.trans(pairs), reads, of_k, input_precision=PRECISION)
+                    writes_r = as_operand(writes, OPERAND_R, PRECISION_R)
+                    reads = as_operand(tl.where(odd_r, read * factor_r, 0.0), OPERAND_R, PRECISION_R)
+                    pairs_r = tl.where(level_pairs(e, level, L, LEVELS), weights_r, 0.0).to(OPERAND_R)
+                    of_r = tl.dot(pairs_r, writes_r, input_precision=PRECISION_R)
+                    of_k = tl.dot(tl.trans(pairs_r), reads, input_precision=PRECISION_R)
                     dr += tl.where(odd_r, of_r * factor_r, 0.0)
                     if READ_BEFORE:
                         Z_before -= reads.to(tl.float32) * of_r
                     else:
                         Z -= reads.to(tl.float32) * of_r
-                W += tl.where(odd, 0.0, of_k * factor)
-                Z += writes.to(tl.float32) * of_k
-            weights_q = tl.where((r[:, None] >> shift) == (r[None, :] >> shift), weights_q, 0.0).to(OPERAND)
-            weights_r = tl.where((e[:, None] >> shift) == (r[None, :] >> shift), weights_r, 0.0).to(OPERAND)
-        queries = (q * up).to(OPERAND)
-        writes = (k * b * down).to(OPERAND)
-        of_q = tl.dot(weights_q, writes, input_precision=PRECISION)
+                    W += tl.where(odd, 0.0, of_k * factor)
+                    Z += writes_r.to(tl.float32) * of_k
+            weights_q = tl.where((r[:, None] >> shift) == (r[None, :] >> shift), weights_q, 0.0).to(OPERAND_Q)
+            weights_r = tl.where((e[:, None] >> shift) == (r[None, :] >> shift), weights_r, 0.0).to(OPERAND_R)
+        queries = as_operand(q * up, OPERAND_Q, PRECISION_Q)
+        writes = k * b * down
+        writes_q = as_operand(writes, OPERAND_Q, PRECISION_Q)
+        of_q = tl.dot(weights_q, writes_q, input_precision=PRECISION_Q)
         dq += of_q * up
         Z -= queries.to(tl.float32) * of_q
         place = (r * H)[:, None] * DK + c[None, :]  # (L, BK)
         tl.store(dQ + of_tile * DK + place, dq.to(dQ.dtype.element_ty), inside)
-        of_k = tl.dot(tl.trans(weights_q), queries, input_precision=PRECISION)
+        of_k = tl.dot(tl.trans(weights_q), queries, input_precision=PRECISION_Q)
+        W += of_k * down
+        Z += writes_q.to(tl.float32) * of_k
         if CORRECT:
-            reads = (read * up_r).to(OPERAND)
-            of_r = tl.dot(weights_r, writes, input_precision=PRECISION)
-            of_k = tl.dot(tl.trans(weights_r), reads, of_k, input_precision=PRECISION)
+            reads = as_operand(read * up_r, OPERAND_R, PRECISION_R)
+            writes_r = as_operand(writes, OPERAND_R, PRECISION_R)
+            of_r = tl.dot(weights_r, writes_r, input_precision=PRECISION_R)
+            of_k = tl.dot(tl.trans(weights_r), reads, input_precision=PRECISION_R)
             dr += of_r * up_r
             if READ_BEFORE:
                 Z_before -= reads.to(tl.float32) * of_r
@@ -229,15 +248,19 @@ def channel_gradients(
                 Z -= reads.to(tl.float32) * of_r
             if READ_KEY:
                 tl.store(dR + of_tile * DK + place, dr.to(dR.dtype.element_ty), inside)
-        W += of_k * down
-        Z += writes.to(tl.float32) * of_k
+            W += of_k * down
+            Z += writes_r.to(tl.float32) * of_k
         # (5) Results
         dk = b * W
         if CORRECT and not READ_KEY:
             dk += dr
         tl.store(dK + of_tile * DK + place, dk.to(dK.dtype.element_ty), inside)
         sums = (of_tile + r * H) * PARTS + part
-        tl.store(dbeta + sums, tl.sum(rounded_product(k.to(tl.float32), W), 1), r < steps)
+        found = tl.sum(rounded_product(k.to(tl.float32), W), 1)
+        if CORRECT and k.dtype == tl.bfloat16:  # float16 has no digits of dv where beta is small
+            b = tl.reshape(b, [L])
+            found = tl.where(tl.abs(b) > 1e-6, tl.where(part == 0, by_errors / b, 0.0), found)
+        tl.store(dbeta + sums, found, r < steps)
         dg = tl.zeros([L, BK], tl.float32) + across[None, :]
         if CORRECT and READ_BEFORE:
             dg = add_sums_after(dg, state_reads_r, r, SUMS)

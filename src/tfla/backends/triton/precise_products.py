@@ -24,6 +24,15 @@ def nearest_tf32(x, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def as_operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
+    """Return float32 values x, rounded, as an operand of this dtype: what is added up elsewhere as well is the same."""
+    if dtype == tl.float32:
+        return nearest_tf32(x, PRECISION)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def scaled_product(a, b, PRECISION: tl.constexpr):
     """Return a b for float32 a, (M, K), and b, (K, N); for float16 b the rows of a are scaled to the range of float16.
 
