@@ -59,21 +59,21 @@ TILES: dict[int, Tiles] = {
 }
 HOPPER_TILES: dict[int, Tiles] = {
     16: {
-        "mixer_inputs": TileConfig(rows=64, columns=128, stages=5, swapped=True),
+        "mixer_inputs": TileConfig(rows=64, columns=128, stages=4, swapped=True),
         "output": TileConfig(rows=32, columns=128, stages=8, splits=2, swapped=True),
-        "swiglu": TileConfig(rows=64, columns=64, stages=6, swapped=True),
-        "down": TileConfig(rows=32, columns=128, stages=8, splits=2, swapped=True),
+        "swiglu": TileConfig(rows=32, columns=128, stages=4),
+        "down": TileConfig(rows=64, columns=128, stages=9, swapped=True),
         "logits": TileConfig(rows=64, columns=128, stages=5, swapped=True),
     },
     32: {
         "mixer_inputs": TileConfig(rows=64, columns=128, stages=4, swapped=True),
-        "output": TileConfig(rows=32, columns=128, stages=7, splits=2, swapped=True),
+        "output": TileConfig(rows=64, columns=128, stages=8, swapped=True),
         "swiglu": TileConfig(rows=64, columns=64, stages=5, swapped=True),
-        "down": TileConfig(rows=32, columns=128, stages=7, splits=2, swapped=True),
+        "down": TileConfig(rows=64, columns=128, stages=8, swapped=True),
         "logits": TileConfig(rows=64, columns=128, stages=4, swapped=True),
     },
     64: {
-        "mixer_inputs": TileConfig(rows=64, columns=64, stages=6, swapped=True),
+        "mixer_inputs": TileConfig(rows=64, columns=128, stages=3, swapped=True),
         "output": TileConfig(rows=32, columns=128, stages=8),
         "swiglu": TileConfig(rows=64, columns=64, stages=4, swapped=True),
         "down": TileConfig(rows=32, columns=128, stages=8),
