@@ -277,12 +277,13 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
 
 
 @gluon.jit
-def state_block_pointers(state, at, ids, block: gl.constexpr, config):
-    """Return pointers (64, 128) to one block of the consumer's part of state `at`."""
+def state_block_pointers(state, at, ids, block: gl.constexpr, config, BY_ROWS: gl.constexpr = False):
+    """Return pointers (64, 128) to one block of the consumer's part of state `at`; see `mma.state_pointers`."""
     column = ids.column + 128 * block
     return mma.state_pointers(
-        state, at, ids.row, column, config.DX, config.DY, config.TRANSPOSED, mma.accumulator_layout(128)
-    )
+        state, at, ids.row, column, config.DX, config.DY, config.TRANSPOSED, mma.accumulator_layout(128),
+        BY_ROWS=BY_ROWS,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -311,9 +312,10 @@ def load_initial_state(index, ids, gmem, params, config):
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
     at = scheduler.state_index(index, params)
-    gl.store(state_block_pointers(gmem.state_out, at, ids, 0, config), acc.C0)
+    BY_ROWS: gl.constexpr = config.READER != NO_READER
+    gl.store(state_block_pointers(gmem.state_out, at, ids, 0, config, BY_ROWS), acc.C0)
     if config.BLOCKS == 2:
-        gl.store(state_block_pointers(gmem.state_out, at, ids, 1, config), acc.C1)
+        gl.store(state_block_pointers(gmem.state_out, at, ids, 1, config, BY_ROWS), acc.C1)
     if config.NORMALIZE:
         gl.store(gmem.n_out + at.to(gl.int64) * config.DX + ids.rk, acc.n, mask=ids.has_n)
     if config.FUSE_NORMALIZER:

@@ -18,17 +18,20 @@ from tfla.backends.hopper.pipeline import COLUMN_EXPONENT, ROW_EXPONENT
 @gluon.jit
 def state_pointers(
     state, at, row, column, DX: gl.constexpr, DY: gl.constexpr, TRANSPOSED: gl.constexpr, layout: gl.constexpr,
-    ROWS: gl.constexpr = 64, COLUMNS: gl.constexpr = 128,
+    ROWS: gl.constexpr = 64, COLUMNS: gl.constexpr = 128, BY_ROWS: gl.constexpr = False,
 ):  # fmt: skip
     """Return pointers (ROWS, COLUMNS) to a block of the state with index `at`, from `row` and `column` on.
 
-    States are (DX, DY) in memory, or with TRANSPOSED (DY, DX).
+    States are (DX, DY) in memory, or with TRANSPOSED (DY, DX). With BY_ROWS the compiler finds no offsets in common
+    with those without it, which it would keep from an initial to a final state, and spill.
     """
     r = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, layout)), 1)
     c = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
     first = state + at.to(gl.int64) * (DX * DY)
     if TRANSPOSED:
         return first + (column + c) * DX + (row + r)
+    elif BY_ROWS:
+        return (first + (row + r).to(gl.int64) * DY) + (column + c)
     else:
         # `r * DY + c` first: the elements of a thread then differ by constants, which take no registers.
         return first + (row * DY + column) + (r * DY + c)
