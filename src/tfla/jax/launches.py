@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import jaxlib
 from jax import Array
 
-from tfla.backends.gpu import side_by_side
+from tfla.backends.gpu import ptx_only
 from tfla.backends.gpu.planning import (
     Allocate,
     Copy,
@@ -37,12 +37,10 @@ from tfla.backends.gpu.planning import (
     SumOf,
 )
 from tfla.jax.inputs import vary, varying_axes
-from tfla.jax.machine_code import with_machine_code
 
-TARGET = "triton_kernel_call_ffi"  # of the plugin for CUDA, which loads and launches kernels
+TARGET = "triton_kernel_call_ffi"  # of the plugin for CUDA, which compiles PTX and launches kernels
 FIRST, LAST = (0, 10), (0, 12)  # versions of jaxlib with this target, the last excluded
 DESCRIPTORS = (0, 11, 1)  # the first version with TMA descriptors, and memory in which kernels make them
-ASSEMBLED = (0, 11, 1)  # the first version that takes assembled kernels; older ones assemble PTX one after the other
 
 
 def jaxlib_version() -> tuple[int, ...]:
@@ -90,7 +88,7 @@ class KernelCall:
     def __init__(self, launch: Launch, described: dict[int, Describe], unused: int) -> None:
         from jaxlib import gpu_triton
 
-        compiled = side_by_side.awaited(launch.compiled)
+        compiled = ptx_only.awaited(launch.compiled)
         metadata = compiled.metadata
         ptx, signature = compiled.asm["ptx"], compiled.src.signature
         self.name = str(metadata.name)
@@ -124,10 +122,7 @@ class KernelCall:
             *((scratch, metadata.global_scratch_align) if scratch else ()),
         )  # fmt: skip
         grid = (*launch.grid, 1, 1)[:3]
-        message = gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(self.name, b"")
-        if jaxlib_version() >= ASSEMBLED:
-            message = with_machine_code(message, self.name, int(metadata.shared), compiled.asm["cubin"])
-        self.opaque = zlib.compress(message, 1)  # code hardly shrinks more at higher levels, which take longer
+        self.opaque = zlib.compress(gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(self.name, b""))
 
     @staticmethod
     def _descriptor(descriptor: Any, meta: dict[str, Any]) -> list[Any]:
