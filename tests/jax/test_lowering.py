@@ -250,26 +250,42 @@ def test_a_step_of_the_delta_rule_overwrites_its_state(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
-@pytest.mark.parametrize(("architecture", "K", "V"), [(90, 64, 128), (90, 48, 96), (80, 16, 32)])
-def test_calls_of_context_parallelism(architecture: int, K: int, V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "K", "V", "gate"),
+    [
+        (90, 64, 128, "sigmoid"),
+        (90, 64, 128, "exp"),
+        (90, 48, 96, "sigmoid"),
+        (80, 16, 32, "sigmoid"),
+        (80, 16, 32, "exp"),
+    ],
+)
+def test_calls_of_context_parallelism(
+    architecture: int, K: int, V: int, gate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same calls serve all devices, which read their places from memory, and all-gathers are between them.
 
-    Hopper's kernels have heads of 64 x 128 at least.
+    Hopper's kernels have heads of 64 x 128 at least. The cotangents of C and of n are exchanged one after the other.
     """
     monkeypatch.setattr(kernels, "present_gpu", lambda: plans.GPU(architecture, 132, "tf32"))
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     steps = jax.sharding.PartitionSpec(None, "x")
     run = jax.shard_map(
-        functools.partial(tfla.jax.mlstm, context_parallel="x", input_gate="sigmoid"), mesh=mesh, in_specs=(steps,) * 5,
-        out_specs=steps,
+        functools.partial(tfla.jax.mlstm, context_parallel="x", input_gate=gate, return_state=True), mesh=mesh,
+        in_specs=(steps,) * 5, out_specs=(steps, jax.sharding.PartitionSpec()),
     )  # fmt: skip
+
+    def total(h: Any, state: Any) -> Any:
+        return h.astype(jnp.float32).sum() + state.C.astype(jnp.float32).sum()
+
     q, v, i = jnp.ones((1, 1024, 2, K), jnp.bfloat16), jnp.ones((1, 1024, 2, V), jnp.bfloat16), jnp.ones((1, 1024, 2))
-    traced = jax.jit(jax.grad(lambda *x: run(*x).astype(jnp.float32).sum())).trace(q, q, v, i, i)
+    traced = jax.jit(jax.grad(lambda *x: total(*run(*x)))).trace(q, q, v, i, i)
     module = traced.lower(lowering_platforms=("cuda",)).as_text()
     found = calls(module)
     check_parameters(found, architecture)
     names = [told["name"] for told, _ in found]
-    assert [name for name in names if name in ("own_rows", "join_spans")] == ["own_rows", "join_spans"] * 2
+    exchanges = ["own_rows", "join_spans"] * (3 if gate == "exp" else 2)
+    assert [name for name in names if name in ("own_rows", "join_spans")] == exchanges
     assert ("small_head_kernel" in names) == (architecture == 90)
     assert "dot_general" not in module
     assert "all_gather" in module

@@ -117,7 +117,7 @@ def own_rows(
 
     Args:
         states: what segments add to C or dC, (B S segments, H, SIZE).
-        states_n: the same for n or dn, (B S segments, H, K); read with NORMALIZE.
+        states_n: the same for n, (B S segments, H, K); read with NORMALIZE without REVERSE, whose states are dC or dn.
         decays: the decays over segments, (B S segments, H) float32.
         given, given_n: the given initial states, (B S, H, ...) float32; read with USE_GIVEN.
         m: the max states after the spans, (B S, H); read with NORMALIZE, but not with REVERSE.
@@ -154,12 +154,13 @@ def own_rows(
         total = 1.0
         for c in range(0, count):
             row = (sequence * count + (count - 1 - c if REVERSE else c)) * H + h
-            decay = tl.load(decays + row)
             adds = tl.load(states + row * SIZE + e, mask=of_C, other=0.0).to(tl.float32)
-            if NORMALIZE:
+            if NORMALIZE and not REVERSE:
                 adds += tl.load(states_n + row * K + at_n, mask=of_n, other=0.0)
+            decay = tl.load(decays + row)
             x = x * decay + adds
-            total *= decay
+            if not REVERSE:
+                total *= decay
         # (2) The max state that R is scaled by, that before the span; or g, and the max state after the span. Decays of
         # stabilized segments are exp(g + m before - m after), which gives g.
         if REVERSE:
@@ -220,7 +221,7 @@ def join_spans(
             same launch serves all devices of a mesh.
         log_decays: the sums of log-gates over all spans, (R S, B, H) float64; written, with REVERSE read.
         final_m: the max states of the final states, (B, H); read with NORMALIZE, REVERSE and FINAL_STATES.
-        out, out_n: the results, (B S, H, ...) float32; n and its cotangent with NORMALIZE.
+        out, out_n: the results, (B S, H, ...) float32; n with NORMALIZE, but not with REVERSE.
         whole, whole_n, whole_m: the final states, (B, H, ...) float32; written with FINAL_STATES without REVERSE.
         R: the number of processes.
         ROWS: the rows of one of them for each sequence.
@@ -293,9 +294,9 @@ def join_spans(
     # (5) The results, and the g of all spans for the backward, which one program of each sequence and head stores.
     if s < S:
         tl.store(out + (sequence * H + h) * SIZE + e, x, mask=of_C)
-        if NORMALIZE:
+        if NORMALIZE and not REVERSE:
             tl.store(out_n + (sequence * H + h) * K + e - SIZE, x, mask=of_n)
-    elif FINAL_STATES:
+    elif FINAL_STATES and not REVERSE:
         tl.store(whole + (b * H + h).to(tl.int64) * SIZE + e, x, mask=of_C)
         if NORMALIZE:
             tl.store(whole_n + (b * H + h).to(tl.int64) * K + e - SIZE, x, mask=of_n)
