@@ -105,6 +105,11 @@ def test_bad_input() -> None:
         attention(x[:1], state)
     with pytest.raises(ValueError, match=r"^state: got one with room for more tokens, expected one that a call has"):
         attention(x, state.reserve(30))
+    with pytest.raises(ValueError, match=r"^capacity: got 19, expected at least 20, the places of the state"):
+        state.reserve(19)
+    starts = jnp.zeros((1, T), bool)
+    with pytest.raises(ValueError, match=r"^document_start: got it together with cu_seqlens, expected at most one"):
+        attention(x[:1], document_start=starts, cu_seqlens=(0, 3, T))
     with pytest.raises(ValueError, match=r"^cu_seqlens: got it with a state, expected no state in attention"):
         attention(x[:1], jax.tree.map(lambda t: t[:1], state), cu_seqlens=(0, T))
     with pytest.raises(ValueError, match=r"^cu_seqlens: goes from 0 to 3, expected from 0 to T = 20"):

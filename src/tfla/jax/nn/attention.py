@@ -48,8 +48,13 @@ class KeyValues(NamedTuple):
         """Return a state with room for ``capacity`` tokens of each sequence, whose shape no step changes.
 
         A token after the last place is not stored.
+
+        Raises:
+            ValueError: the state has more places already.
         """
         B, S = self.k.shape[:2]
+        if capacity < S:
+            raise ValueError(f"capacity: got {capacity}, expected at least {S}, the places of the state")
         k, v = (jnp.pad(x, ((0, 0), (0, capacity - S), (0, 0), (0, 0))) for x in (self.k, self.v))
         start = jnp.zeros(B, jnp.int32) if self.start is None else self.start
         return KeyValues(k, v, start, jnp.full(B, S, jnp.int32) if self.length is None else self.length)
@@ -107,9 +112,11 @@ class Attention(nnx.Module):
         """Mix whole sequences; arguments and results are those of :meth:`tfla.jax.nn.MLSTM.__call__`.
 
         Raises:
-            ValueError: a state is given together with cu_seqlens, or has room for more tokens, or is given or requested
-                with context_parallel.
+            ValueError: cu_seqlens is given together with a state or with document_start, or a state has room for more
+                tokens, or is given or requested with context_parallel.
         """
+        if document_start is not None and cu_seqlens is not None:
+            raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
         q, k, v = self._queries_keys_values(x)
         T, own = x.shape[1], jnp.arange(x.shape[1])
         if context_parallel is not None:
