@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from invariant_models import build, tokens
+from invariant_models import build, leaves, tokens
 from torch import Tensor
 
+import tfla.nn.pool
 from tfla.nn import Decoder, KeyValues, LanguageModel, decode
+from tfla.nn.mixers import attention, key_values
 
 CASES = ("attention", "window and sinks", "hybrid")
 ROOM = 40
@@ -132,22 +134,182 @@ def test_graphs_pad_steps_of_a_hybrid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def test_what_has_no_room_is_an_error() -> None:
-    served, row = Texts(build("attention", torch.float64), 2), torch.tensor([1])
+@pytest.mark.parametrize("case", ["attention", "hybrid"])
+def test_what_has_no_room_is_an_error(case: str) -> None:
+    """An error leaves all rows of all blocks as they are."""
+    served, row = Texts(build(case, torch.float64), 2), torch.tensor([1])
+    model, pool = served.model, served.pool
     served.prefill([1], ROOM - 1)
     served.step([1])
-    with pytest.raises(
-        ValueError, match="state: got a sequence with room for fewer than 1 more tokens, expected a pool"
-    ):
-        served.model.step(tokens(1), served.pool, state_indices=row)
-    with pytest.raises(ValueError, match="state: got 42 tokens of a sequence, expected at most 40, the capacity"):
-        served.model.hidden(tokens(1, 2), served.pool, state_indices=row, return_state=True)
-    long = served.model(tokens(1, ROOM + 1), return_state=True)[1]
+    before = [t.clone() for t in leaves(pool)]
+    few = "state: got a sequence with room for fewer than {} more tokens, expected a pool"
+    many = "state: got {} tokens of a sequence, expected at most 40, the capacity"
+    both = torch.tensor([0, 1])
+    start = torch.zeros(1, ROOM + 3, dtype=torch.bool)
+    start[0, 2] = True
+    for call, message in (
+        (lambda: model.step(tokens(1), pool, state_indices=row), few.format(1)),
+        (lambda: model.steps(tokens(2, 2), pool, state_indices=both), few.format(2)),
+        (lambda: model.hidden(tokens(1, 2), pool, state_indices=row, return_state=True), many.format(42)),
+        (lambda: model.prefill(tokens(1, 2), pool, state_indices=row, states_every=1), many.format(42)),
+        (
+            lambda: model.hidden(
+                tokens(1, ROOM + 3), pool, state_indices=row, return_state=True, document_start=start
+            ),
+            many.format(41),
+        ),
+        (
+            lambda: model.hidden(
+                tokens(1, 45), pool, state_indices=both.flip(0) - 1, return_state=True,
+                cu_seqlens=torch.tensor([0, 41, 45]),
+            ),
+            many.format(41),
+        ),
+        (
+            lambda: model.hidden(
+                tokens(1, 5), pool, state_indices=both, return_state=True, cu_seqlens=torch.tensor([0, 2, 5])
+            ),
+            "cu_seqlens, state: got both",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call()
+        assert all(torch.equal(t, old) for t, old in zip(leaves(pool), before, strict=True))
+    long = model(tokens(1, ROOM + 1), return_state=True)[1]
     with pytest.raises(ValueError, match="state: got 41 tokens of a sequence, expected at most 40, the capacity"):
-        Decoder(served.model, served.pool, batches=[1]).scatter([0], long)
-    assert isinstance(served.pool[0], KeyValues)
+        Decoder(model, pool, batches=[1]).scatter([0], long)
+    assert isinstance(pool[-1], KeyValues)
     with pytest.raises(ValueError, match="capacity: got 0, expected at least 1"):
-        served.model.initial_state(2, capacity=0)
+        model.initial_state(2, capacity=0)
+    with pytest.raises(ValueError, match="capacity: got 9 with batches, expected None"):
+        Decoder(model, pool, batches=[1], capacity=9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_a_document_of_which_the_cache_has_room_goes_into_a_full_row(case: str) -> None:
+    """A new document and a window leave out tokens, for which no room is needed."""
+    served, row = Texts(build(case, torch.float64), 2), torch.tensor([1])
+    served.prefill([1], ROOM)
+    ids, start = tokens(1, ROOM + 3), torch.zeros(1, ROOM + 3, dtype=torch.bool)
+    start[0, [1, 3]] = True
+    served.model.hidden(ids, served.pool, state_indices=row, return_state=True, document_start=start)
+    served.texts[1] = ids[0, 3:]
+    if case == "window and sinks":
+        served.prefill([1], 2)
+        served.step([1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_recorded_gradients_are_an_error(case: str) -> None:
+    """No graph of autograd gets into the pool, and no row changes."""
+    model, row = build(case, torch.float64), torch.tensor([1])
+    pool = model.initial_state(2, capacity=ROOM)
+    before = [t.clone() for t in leaves(pool)]
+    for call in (
+        lambda: model.step(tokens(1), pool, state_indices=row),
+        lambda: model.steps(tokens(1, 2), pool, state_indices=row)[1](torch.tensor([1])),
+        lambda: model.hidden(tokens(1, 2), pool, state_indices=row, return_state=True),
+    ):
+        with pytest.raises(ValueError, match="state_indices: got them while gradients are recorded, expected"):
+            call()
+        assert not any(t.requires_grad for t in leaves(pool))
+        assert all(torch.equal(t, old) for t, old in zip(leaves(pool), before, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_states_go_to_decoders_of_another_capacity(case: str) -> None:
+    """What counts is the number of tokens, and not the room around them."""
+    model, ids = build(case, torch.float64), tokens(2, 9)
+    large, small = (Decoder(model, model.initial_state(2), capacity=n) for n in (80, 40))
+    for t in range(5):
+        large.step(ids[:, t])
+    small.scatter([0], large.gather([1]))
+    logits = small.step(ids[[1, 0], 5])
+    expected = model(ids[1:, :6])[0, -1]
+    assert (logits[0] - expected).norm() <= 1e-10 * expected.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_states_of_prefixes_leave_their_padding_behind(case: str) -> None:
+    """A row without tokens that shares a prefill with a long one has its own tokens only."""
+    served = Texts(build(case, torch.float64), 3)
+    served.prefill([0], 30)
+    ids = tokens(2, 5)
+    _, _, between = served.model.prefill(ids, served.pool, states_every=5, state_indices=torch.tensor([0, 1]))
+    decoder = Decoder(served.model, served.model.initial_state(2), capacity=36)
+    decoder.scatter([0, 1], between[0])
+    cache = decoder.state[-1]
+    assert isinstance(cache, KeyValues)
+    assert cache.length is not None
+    assert cache.length[1] <= 5
+    assert decoder.capacity == 36
+    assert decoder._used[1] <= 5
+    new = tokens(2)
+    logits = decoder.step(new)
+    expected = served.model(torch.cat([ids[1], new[1:]])[None])[0, -1]
+    assert (logits[1] - expected).norm() <= 1e-10 * expected.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_a_decoder_has_the_capacity_of_its_state(case: str) -> None:
+    model, ids = build(case, torch.float64), tokens(2, 4)
+    decoder, state = Decoder(model, model.initial_state(2, capacity=3)), model.initial_state(2, capacity=3)
+    for t in range(3):
+        logits = decoder.step(ids[:, t])
+        state = model.step(ids[:, t], state)[1]
+    expected = model(ids[:, :3])[:, -1]
+    assert (logits - expected).norm() <= 1e-10 * expected.norm()
+    with pytest.raises(ValueError, match="ids: got token number 4 of a sequence, expected at most 3, the capacity"):
+        decoder.step(ids[:, 3])
+    before = [t.clone() for t in leaves(state)]
+    for in_place in (False, True):
+        with pytest.raises(ValueError, match="state: got a sequence with room for fewer than 1 more tokens"):
+            model.step(ids[:, 3], state, in_place=in_place)
+    assert all(torch.equal(t, old) for t, old in zip(leaves(state), before, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pooled", [False, True])
+def test_what_a_gpu_has_no_room_for_is_nan(pooled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host reads no lengths, as on a GPU, a full row keeps its tokens and their number."""
+    model, indices = build("attention", torch.float64, batch_invariant=False), torch.tensor([1, 0])
+    pool, ids = model.initial_state(2, capacity=6), tokens(2, 9)
+    model.hidden(ids[:1, :5], pool, state_indices=torch.tensor([1]), return_state=True)
+    model.hidden(ids[1:, :2], pool, state_indices=torch.tensor([0]), return_state=True)
+    state = pool if pooled else tuple(each.gather([1, 0]) for each in pool)  # type: ignore[arg-type]
+    full = 1 if pooled else 0
+    before = [each.gather([full]) for each in state]  # type: ignore[arg-type]
+    monkeypatch.setattr(attention, "reads_values", lambda t: False)
+    monkeypatch.setattr(key_values, "reads_values", lambda t: False)
+    monkeypatch.setattr(tfla.nn.pool, "reads_values", lambda t: False)
+    rows = {"state_indices": indices} if pooled else {"in_place": True}
+    logits, accept = model.steps(ids[:, 5:7], state, **rows)  # type: ignore[arg-type]
+    state = accept(torch.tensor([2, 2]))
+    assert logits[0].isnan().all()
+    expected = model(torch.cat([ids[1, :2], ids[1, 5:7]])[None])[0, -2:]
+    assert (logits[1] - expected).norm() <= 1e-10 * expected.norm()
+    for each, old in zip(state, before, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(each.gather([full]), old, strict=True))  # type: ignore[arg-type]
+    if pooled:
+        monkeypatch.undo()
+        hidden, _ = model.hidden(ids[:1, 5:6], pool, state_indices=torch.tensor([1]))
+        expected = model(ids[:1, :6])[0, -1]
+        assert (model.logits(hidden)[0, -1] - expected).norm() <= 1e-10 * expected.norm()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_step_of_no_sequence_is_empty(invariant: bool) -> None:
+    model = build("attention", torch.float64, batch_invariant=invariant)
+    pool, none = model.initial_state(2, capacity=ROOM), torch.zeros(0, dtype=torch.int64)
+    before = [t.clone() for t in leaves(pool)]
+    logits, _ = model.step(none, pool, state_indices=none)
+    assert logits.shape == (0, 29)
+    assert all(torch.equal(t, old) for t, old in zip(leaves(pool), before, strict=True))
 
 
 @pytest.mark.gpu

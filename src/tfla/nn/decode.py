@@ -30,7 +30,8 @@ class Decoder:
         state: the state of the batch, from :meth:`LanguageModel.initial_state` or from a prompt. It is copied, unless
             it is a pool, which steps overwrite where it is, as :meth:`LanguageModel.hidden` with state_indices does.
         capacity: for models with attention, the number of tokens of a sequence for which its caches have room from the
-            start; None lets the caches grow, without a CUDA graph and without single sequences that can be replaced.
+            start; None lets the caches grow, without a CUDA graph and without single sequences that can be replaced,
+            or keeps the capacity that all caches of ``state`` have. A pool has one of its own.
         cuda_graph: whether to capture a CUDA graph; None captures one where possible, for recurrent mixers on a
             GPU.
         batches: for a pool, the numbers of sequences for which a step is captured in a CUDA graph of its own. A step of
@@ -38,7 +39,7 @@ class Decoder:
 
     Raises:
         TypeError, ValueError: the state does not fit the model; the message names the block and what is expected.
-        ValueError: a graph is requested where none can be captured.
+        ValueError: a graph is requested where none can be captured, or capacity is given with batches.
     """
 
     def __init__(
@@ -58,9 +59,14 @@ class Decoder:
         # The tokens of each sequence in caches; empty without attention, and for pools, of which the host reads none.
         self._used = _cached_tokens(state) if batches is None else []
         if capacity is not None:
+            if batches is not None:
+                raise ValueError(
+                    f"capacity: got {capacity} with batches, expected None: a pool has the capacity of its "
+                    "initial_state"
+                )
             check_int("capacity", capacity, max(self._used, default=0) + 1)
-        self.capacity = capacity if self._used else None
-        constant = not self._used or capacity is not None  # whether no step changes the size of the state
+        self.capacity = (_room(state) if capacity is None else capacity) if self._used else None
+        constant = not self._used or self.capacity is not None  # whether no step changes the size of the state
         check_cuda_graph(cuda_graph, constant, device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._pooled: dict[int, PooledGraph] = {}
@@ -140,7 +146,7 @@ class Decoder:
         states = self._states_by_row()
         check_model_state(self.model, state)
         if self.capacity is not None:
-            tokens = _cached_tokens(state)
+            tokens = _cached_tokens(state, moved=True)
             check_int("capacity", self.capacity, max(tokens, default=0))
             for row, used in zip(_rows(rows), tokens, strict=True):
                 self._used[row] = used
@@ -266,19 +272,27 @@ def copy_into(state: ModelState, new: ModelState) -> None:
 
 
 def own_state(state: State | MixerState | KeyValues, capacity: int | None) -> State | MixerState | KeyValues:
-    """Return a copy of a block's state, with room for ``capacity`` tokens; without it a cache itself, which grows."""
-    if not isinstance(state, KeyValues):
+    """Return a copy of a block's state, with room for ``capacity`` tokens; without it a cache itself, if it grows."""
+    if not isinstance(state, KeyValues) or (capacity is None and state.length is not None):
         return state.clone()
     return state if capacity is None else state.reserve(capacity)
 
 
-def _cached_tokens(state: ModelState) -> list[int]:
-    """Return how many tokens the caches of each sequence hold at most; none for a model without attention."""
+def _room(state: ModelState) -> int | None:
+    """Return the number of tokens for which all caches have room from the start; None if one grows."""
+    caches = [cache for cache in state if isinstance(cache, KeyValues)]
+    return None if any(cache.length is None for cache in caches) else min(cache.k.shape[1] for cache in caches)
+
+
+def _cached_tokens(state: ModelState, moved: bool = False) -> list[int]:
+    """Return how many places of caches each sequence takes at most; none for a model without attention.
+
+    With ``moved`` those that it takes after :meth:`KeyValues.scatter`, which leaves out what is before a document.
+    """
     found: list[int] = []
     for cache in state:
         if isinstance(cache, KeyValues):
-            full = [cache.k.shape[1]] * cache.k.shape[0]
-            held = full if cache.length is None else [int(n) for n in cache.length.tolist()]
+            held = [int(n) for n in (cache if moved else cache._replace(start=None)).visible().tolist()]
             found = held if not found else [max(pair) for pair in zip(found, held, strict=True)]
     return found
 

@@ -102,6 +102,8 @@ class LanguageModel(nn.Module):
         self._check(ids, state, document_start, cu_seqlens)
         x = self._embed(ids)
         rows = self._find_rows(state, state_indices, len(ids) if cu_seqlens is None else len(cu_seqlens) - 1)
+        if rows is not None and return_state:
+            self._check_room(state, rows, ids, document_start, cu_seqlens)
         states: list[Any] = []
         for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
             x, after = block(
@@ -142,6 +144,8 @@ class LanguageModel(nn.Module):
         self._check(ids, state, None, None)
         x, last, between = self._embed(ids), [], []
         rows = self._find_rows(state, state_indices, len(ids))
+        if rows is not None:
+            self._check_room(state, rows, ids, None, None)
         for block, before in zip(self.blocks, state or [None] * len(self.blocks), strict=True):
             wanted = StatesEvery(states_every)
             x, after = block(x, _read(before, rows), return_state=True, states_every=wanted)
@@ -273,6 +277,7 @@ class LanguageModel(nn.Module):
         check_num_entries(state, len(self.blocks))
         x = self._embed(ids)
         rows = self._find_rows(state, state_indices, len(ids))
+        pool.check_room_for_steps(state, rows, 1)
         states = []
         for block, before in zip(self.blocks, state, strict=True):
             x, after = block.step(x, before, in_place, rows)
@@ -308,6 +313,7 @@ class LanguageModel(nn.Module):
         check_num_entries(state, len(self.blocks))
         x, accepts = self._embed(ids), []
         rows = self._find_rows(state, state_indices, len(ids))
+        pool.check_room_for_steps(state, rows, ids.shape[1])
         for block, before in zip(self.blocks, state, strict=True):
             x, accept = block.steps(x, before, in_place, rows)
             accepts.append(accept)
@@ -388,6 +394,15 @@ class LanguageModel(nn.Module):
     def _find_rows(self, state: ModelState | None, state_indices: Tensor | None, sequences: int) -> PoolRows | None:
         """Return the rows of a pool that the sequences of a call have; None without state_indices."""
         return None if state_indices is None else pool.find_rows(state, state_indices, sequences)
+
+    def _check_room(
+        self, state: ModelState | None, rows: PoolRows, ids: Tensor, document_start: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Raise unless the rows of a pool have room for prompts, see :func:`pool.check_room_for_prompts`."""
+        windows = [getattr(block.mixer, "window", None) for block in self.blocks]
+        assert state is not None
+        pool.check_room_for_prompts(state, rows, windows, ids, document_start, cu_seqlens)
 
     def _check(
         self, ids: Tensor, state: ModelState | None, document_start: Tensor | None, cu_seqlens: Tensor | None

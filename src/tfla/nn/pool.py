@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tfla.nn.mixer_state import MixerState
-from tfla.nn.mixers.key_values import KeyValues
+from tfla.nn.mixers.key_values import KeyValues, reads_values
 from tfla.ops.checks import check_state_indices
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows, checked
@@ -60,6 +61,63 @@ def check_pool(pool: ModelState) -> State:
             )
     assert first is not None
     return first
+
+
+def check_room_for_steps(state: ModelState, rows: PoolRows | None, count: int) -> None:
+    """Raise, on a CPU, unless all caches with room have it for ``count`` more tokens of each sequence of a call.
+
+    Recurrences overwrite their states in place, so that a block without room must be found before the first block runs.
+
+    Raises:
+        ValueError: a cache has no room.
+    """
+    for each in state:
+        if isinstance(each, KeyValues) and each.length is not None:
+            held = each if rows is None else each._replace(length=rows.read(each.length))
+            if reads_values(each.length):
+                held.has_room(count)
+
+
+def check_room_for_prompts(
+    state: ModelState, rows: PoolRows, windows: Sequence[int | None], ids: Tensor, document_start: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise unless the caches of all blocks have room for the prompts of a call, before any block overwrites its rows.
+
+    Args:
+        state: the pool.
+        rows: the rows of the sequences.
+        windows: the window of each block; None for none.
+        ids: (B, T) the tokens.
+        document_start: (B, T) bool, the documents, of which a cache keeps the last one; or None.
+        cu_seqlens: (B + 1,) int, the offsets of packed sequences, which take no cache with tokens; or None.
+
+    Raises:
+        ValueError: a sequence has more tokens than a cache has places, or packed sequences continue caches.
+    """
+    caches = [(each, window) for each, window in zip(state, windows, strict=True) if isinstance(each, KeyValues)]
+    if not caches or not len(rows.indices) or torch.compiler.is_compiling():
+        return
+    device = rows.indices.device
+    new = torch.full(rows.indices.shape, ids.shape[1], device=device)
+    continues = torch.ones_like(new)  # 0 where a document starts, so that the cache keeps nothing from before
+    if cu_seqlens is not None:
+        new = cu_seqlens.to(device).diff()
+    if document_start is not None:
+        starts = document_start.to(device)
+        new = torch.where(starts.any(1), starts.flip(1).to(torch.int8).argmax(1) + 1, new)
+        continues = (~starts.any(1)).to(new.dtype)
+    needed, held = [], []
+    for each, window in caches:
+        held.append(rows.read(each.visible()))
+        tokens = new + continues * held[-1]
+        tokens = tokens if window is None else tokens.clamp(max=window - 1)
+        needed.append(torch.where(rows.indices >= 0, tokens, 0).max())
+    most, before = torch.stack([torch.stack(needed), torch.stack(held).amax(1)]).tolist()
+    if cu_seqlens is not None and any(before):
+        raise ValueError("cu_seqlens, state: got both, expected at most one of them in attention")
+    for (each, _), tokens in zip(caches, most, strict=True):
+        each.check_room(tokens)
 
 
 def with_room(state: BlockState, capacity: int) -> BlockState:

@@ -14,7 +14,7 @@ from tfla.nn.mixers.attend import attend, attend_alone, attend_masked, attend_pa
 from tfla.nn.mixers.context import ContextPart
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.gather_steps import SharedSteps
-from tfla.nn.mixers.key_values import KeyValues, check_state
+from tfla.nn.mixers.key_values import KeyValues, check_state, reads_values
 from tfla.nn.mixers.ring import ring_attention
 from tfla.nn.mixers.rotary import rotate_both
 from tfla.ops.checks import check_cu_seqlens
@@ -175,8 +175,8 @@ class Attention(SequenceMixer):
         """Run :meth:`SequenceMixer.steps` on a cache with room for the tokens, into which their keys and values go.
 
         Raises:
-            ValueError: the cache has no room, see :meth:`KeyValues.reserve`. A sequence of a pool on a GPU that has no
-                room for the tokens yields NaN instead.
+            ValueError: the cache has no room, see :meth:`KeyValues.reserve`. A sequence on a GPU that has no room for
+                the tokens yields NaN instead, and its cache stays as it is.
         """
         pool = state
         if rows is not None:
@@ -188,31 +188,27 @@ class Attention(SequenceMixer):
         start, length, ahead = state.start, state.length, torch.arange(x.shape[1], device=x.device)
         q, k = rotate_both(q, k, state.tokens()[:, None] + ahead, self.rope_base)
         place = length[:, None] + ahead
-        has_room = length + x.shape[1] <= state.k.shape[1]
-        if rows is not None:
-            if x.device.type == "cpu" and not torch.compiler.is_compiling() and not has_room.all():
-                raise ValueError(
-                    f"state: got a sequence with room for fewer than {x.shape[1]} more tokens, expected a pool with a "
-                    f"capacity above {state.k.shape[1]}"
-                )
+        has_room, is_checked = state.has_room(x.shape[1]), reads_values(x)
+        if not is_checked:
             place = place.clamp(max=state.k.shape[1] - 1)
         new_k, new_v, places = k, v, place
 
         def accept(lengths: Tensor) -> KeyValues:
             """Return the cache after some of the tokens."""
+            after = length + (lengths if is_checked else torch.where(has_room, lengths, 0))
             if rows is None:
-                return KeyValues(k, v, start, length + lengths)
-            pool.append(rows, new_k, new_v, places, length + lengths)
+                return KeyValues(k, v, start, after)
+            pool.append(rows, new_k, new_v, places, after, has_room)
             return pool
 
-        k, v = (
-            (cache if in_place else cache.clone()).scatter_(
-                1, place[..., None, None].expand_as(new), new.to(cache.dtype)
-            )
-            for cache, new in ((state.k, k), (state.v, v))
-        )
+        at = place[..., None, None].expand_as(k)
+        written = [(cache, new.to(cache.dtype)) for cache, new in ((state.k, k), (state.v, v))]
+        if not is_checked:  # the last token of a full cache is overwritten by itself
+            kept = has_room[:, None, None, None]
+            written = [(cache, torch.where(kept, new, cache.gather(1, at))) for cache, new in written]
+        k, v = ((cache if in_place else cache.clone()).scatter_(1, at, new) for cache, new in written)
         sinks = None if self.sinks is None else self.sinks()
-        if self.batch_invariant and x.device.type == "cpu":
+        if self.batch_invariant and x.device.type == "cpu" and len(x):
             found = []
             for row, held in enumerate((length + x.shape[1]).tolist()):
                 own = slice(row, row + 1)
@@ -228,11 +224,11 @@ class Attention(SequenceMixer):
         if self.window is not None:
             visible = visible & (token > place - self.window)
         q, keys, values = (t.transpose(1, 2).to(q.dtype) for t in (q, k, v))
-        parts = [slice(row, row + 1) for row in range(len(q))] if self.batch_invariant else [slice(None)]
+        parts = [slice(row, row + 1) for row in range(len(q))] if self.batch_invariant and len(q) else [slice(None)]
         masked = [attend_masked(q[own], keys[own], values[own], visible[own, None], sinks) for own in parts]
         h = torch.cat(masked)
         y = self.out_proj(h.transpose(1, 2).flatten(-2))
-        return (y if rows is None else torch.where(has_room[:, None, None], y, torch.nan)), accept
+        return (y if is_checked else torch.where(has_room[:, None, None], y, torch.nan)), accept
 
     def initial_state(self, batch_size: int, device: torch.device) -> KeyValues:
         """Return an empty cache in the weights' dtype."""

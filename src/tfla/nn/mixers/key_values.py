@@ -42,6 +42,12 @@ class KeyValues(NamedTuple):
             cached = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
         return cached if self.start is None else cached - self.start
 
+    def visible(self) -> Tensor:
+        """Return the number of cached tokens (B,) of the current document, without those before it."""
+        cached = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
+        cached = cached if self.length is None else self.length
+        return cached if self.start is None else cached - self.start.clamp(min=0)
+
     def reserve(self, capacity: int) -> KeyValues:
         """Return a copy with room for ``capacity`` tokens of each sequence, whose size no step changes."""
         room = (0, 0, 0, 0, 0, capacity - self.k.shape[1])
@@ -56,12 +62,13 @@ class KeyValues(NamedTuple):
         return KeyValues(*(t.index_select(0, index) for t in self if t is not None))
 
     def scatter(self, rows: Tensor | Sequence[int], states: KeyValues) -> None:
-        """Overwrite the caches of some sequences in place, in a state with room for their tokens."""
-        self._check_room(states.k.shape[1])
-        index, given = self._index(rows), states.reserve(self.k.shape[1])
-        for own, new in zip(self, given, strict=True):
-            if own is not None and new is not None:
-                own.index_copy_(0, index, new.to(own))
+        """Overwrite the caches of some sequences in place, in a state with room for their tokens.
+
+        Each row gets the tokens of its document from its first place on, whatever room is around them in ``states``.
+        """
+        device = self.k.device
+        given = KeyValues(*(None if t is None else t.to(device) for t in states))  # type: ignore[arg-type]
+        self.write(PoolRows(self._index(rows), self.k.shape[0]), given)
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:
         """Reset some sequences in place to no tokens, in a state with room for tokens."""
@@ -90,25 +97,28 @@ class KeyValues(NamedTuple):
         return KeyValues(self.k[row, token], self.v[row, token], None if simple else places - length + start)
 
     def write(self, rows: PoolRows, states: KeyValues) -> None:
-        """Overwrite rows of this pool by caches (B, ...) that :meth:`Attention.forward` has returned.
+        """Overwrite rows of this pool by caches (B, ...), such as :meth:`Attention.forward` returns.
 
         Raises:
-            ValueError: a sequence has more tokens than the pool has places.
+            ValueError: a sequence has more tokens than the pool has places, or gradients are recorded.
         """
-        places = states.k.shape[1]
+        check_not_recorded(states.k, states.v)
+        if not len(rows.indices):
+            return
+        places, length = states.k.shape[1], states.visible()
         start = states.start
         if start is None:
             start = states.k.new_zeros(states.k.shape[0], dtype=torch.int64)
         before = start.clamp(min=0)  # places before the first token
         if places > self.k.shape[1] and not torch.compiler.is_compiling():
-            self._check_room(int(torch.where(rows.indices >= 0, places - before, 0).max()))
+            self.check_room(int(torch.where(rows.indices >= 0, length, 0).max()))
         kept = min(places, self.k.shape[1])
         if kept:
             token = (before[:, None] + torch.arange(kept, device=start.device)).clamp(max=places - 1)
             row = torch.arange(len(start), device=start.device)[:, None]
             rows.write(self.k[:, :kept], states.k[row, token])
             rows.write(self.v[:, :kept], states.v[row, token])
-        rows.write(_given(self.length), places - before)
+        rows.write(_given(self.length), length)
         rows.write(_given(self.start), start.clamp(max=0))
 
     def of_rows(self, rows: PoolRows) -> KeyValues:
@@ -117,7 +127,7 @@ class KeyValues(NamedTuple):
         start, length = rows.read(_given(self.start)), rows.read(_given(self.length))
         return KeyValues(self.k.index_select(0, row), self.v.index_select(0, row), start, length)
 
-    def append(self, rows: PoolRows, k: Tensor, v: Tensor, place: Tensor, length: Tensor) -> None:
+    def append(self, rows: PoolRows, k: Tensor, v: Tensor, place: Tensor, length: Tensor, has_room: Tensor) -> None:
         """Write new tokens into rows of this pool.
 
         Args:
@@ -125,15 +135,38 @@ class KeyValues(NamedTuple):
             k, v: (B, T, kv heads, head_dim), the keys and values.
             place: (B, T) int64, the place of each token in its row.
             length: (B,) int64, the number of tokens of each sequence after the call.
+            has_room: (B,) bool, False for sequences whose keys and values stay as they are.
+
+        Raises:
+            ValueError: gradients are recorded.
         """
+        check_not_recorded(k, v)
+        if not len(rows.indices):
+            return
         source, target, written = rows.targets()
         at = target[:, None], place.index_select(0, source)
+        written = (written & has_room.index_select(0, source))[:, None, None, None]
         for own, new in ((self.k, k), (self.v, v)):
             new = new.to(own.dtype).index_select(0, source)
             own.index_put_(at, torch.where(written, new, own[at]))
         rows.write(_given(self.length), length)
 
-    def _check_room(self, tokens: int) -> None:
+    def has_room(self, count: int) -> Tensor:
+        """Return whether each sequence (B,) has room for so many more tokens, on a CPU after a check that all have it.
+
+        Raises:
+            ValueError: a sequence has no room, on a CPU; a GPU's values are not read.
+        """
+        capacity = self.k.shape[1]
+        found = _given(self.length) + count <= capacity
+        if reads_values(found) and not found.all():
+            raise ValueError(
+                f"state: got a sequence with room for fewer than {count} more tokens, expected a pool or a cache with "
+                f"a capacity above {capacity}"
+            )
+        return found
+
+    def check_room(self, tokens: int) -> None:
         """Raise unless each sequence has room for so many tokens."""
         if tokens > self.k.shape[1]:
             raise ValueError(
@@ -149,6 +182,17 @@ def _given(t: Tensor | None) -> Tensor:
     """Return a part of a cache with room for more tokens, which has all of them."""
     assert t is not None
     return t
+
+
+def reads_values(t: Tensor) -> bool:
+    """Return whether the host reads values of a tensor to check them: on a CPU, outside compiled code."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def check_not_recorded(*new: Tensor) -> None:
+    """Raise if gradients of what a pool's rows are overwritten by are recorded."""
+    if any(t.requires_grad for t in new):
+        raise ValueError("state_indices: got them while gradients are recorded, expected torch.no_grad()")
 
 
 def check_state(state: object, k: Tensor) -> None:
