@@ -178,7 +178,13 @@ def test_what_has_no_room_is_an_error(case: str) -> None:
     long = model(tokens(1, ROOM + 1), return_state=True)[1]
     with pytest.raises(ValueError, match="state: got 41 tokens of a sequence, expected at most 40, the capacity"):
         Decoder(model, pool, batches=[1]).scatter([0], long)
+    short = model(tokens(2, 3), return_state=True)[1]
     assert isinstance(pool[-1], KeyValues)
+    with pytest.raises(ValueError, match=r"states.k: got shape \(2, 3, .*, expected \(1, 3, "):
+        pool[-1].scatter([0], short[-1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rows: got 1 more than once, expected each sequence once"):
+        pool[-1].scatter([1, 1], short[-1])  # type: ignore[arg-type]
+    assert all(torch.equal(t, old) for t, old in zip(leaves(pool), before, strict=True))
     with pytest.raises(ValueError, match="capacity: got 0, expected at least 1"):
         model.initial_state(2, capacity=0)
     with pytest.raises(ValueError, match="capacity: got 9 with batches, expected None"):
@@ -229,6 +235,18 @@ def test_states_go_to_decoders_of_another_capacity(case: str) -> None:
     logits = small.step(ids[[1, 0], 5])
     expected = model(ids[1:, :6])[0, -1]
     assert (logits[0] - expected).norm() <= 1e-10 * expected.norm()
+
+
+@pytest.mark.parametrize("case", ["attention", "window and sinks"])
+def test_a_state_with_gradients_is_given_to_a_row(case: str) -> None:
+    """A decoder takes the state of a prompt that was read with gradients, and records none."""
+    model, ids = build(case, torch.float64), tokens(1, 5)
+    decoder = Decoder(model, model.initial_state(2), capacity=9)
+    decoder.scatter([1], model(ids[:, :4], return_state=True)[1])
+    assert not any(t.requires_grad for t in leaves(decoder.state))
+    logits = decoder.step(torch.cat([ids[0, 4:], ids[0, 4:]]))
+    expected = model(ids)[0, -1]
+    assert (logits[1] - expected).norm() <= 1e-10 * expected.norm()
 
 
 @torch.no_grad()

@@ -151,6 +151,9 @@ class Decoder:
             for row, used in zip(_rows(rows), tokens, strict=True):
                 self._used[row] = used
         for own, given in zip(states, state, strict=True):
+            if isinstance(own, KeyValues) and isinstance(given, KeyValues):
+                own.check_fits(given)  # before a block's row is overwritten
+        for own, given in zip(states, state, strict=True):
             own.scatter(rows, given)  # type: ignore[arg-type]
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:

@@ -64,11 +64,24 @@ class KeyValues(NamedTuple):
     def scatter(self, rows: Tensor | Sequence[int], states: KeyValues) -> None:
         """Overwrite the caches of some sequences in place, in a state with room for their tokens.
 
-        Each row gets the tokens of its document from its first place on, whatever room is around them in ``states``.
+        Each row gets the tokens of its document from its first place on, whatever room is around them in ``states``,
+        and no gradients.
+
+        Raises:
+            ValueError: rows contain an index twice, the states are not as many, or this state has no room for them.
         """
-        device = self.k.device
-        given = KeyValues(*(None if t is None else t.to(device) for t in states))  # type: ignore[arg-type]
-        self.write(PoolRows(self._index(rows), self.k.shape[0]), given)
+        index, device = State(self.k)._index(rows, once=True), self.k.device
+        expected = (index.shape[0], states.k.shape[1], *self.k.shape[2:])
+        if states.k.shape != expected:
+            raise ValueError(f"states.k: got shape {tuple(states.k.shape)}, expected {expected}")
+        self.check_fits(states)
+        given = KeyValues(*(None if t is None else t.to(device) for t in states.detach()))  # type: ignore[arg-type]
+        self.write(PoolRows(index, self.k.shape[0]), given)
+
+    def check_fits(self, states: KeyValues) -> None:
+        """Raise unless this state has room for the tokens of each of the states."""
+        if states.k.shape[1] > self.k.shape[1] and len(states.k):
+            self.check_room(int(states.visible().max()))
 
     def reset(self, rows: Tensor | Sequence[int]) -> None:
         """Reset some sequences in place to no tokens, in a state with room for tokens."""
