@@ -23,6 +23,9 @@ from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
 
 MAX_COLUMNS = 16_384  # of a weight matrix, since one program loads a whole row
+# Of d_model, from which on the compiled loops of several products are found to set all matrix descriptors of wgmma; see
+# `ampere_mmas`. At 2,048 and less some are left unset.
+WGMMA_COLUMNS = 3072
 # The modules that the kernels implement.
 SUPPORTED_MODULES = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactivation, HeadNorm)
 
@@ -71,7 +74,7 @@ class FusedStep:
     """
 
     def __init__(self, model: LanguageModel, batch: int = 1) -> None:
-        from tfla.backends.gpu.config import architecture
+        from tfla.backends.gpu.config import ampere_mmas, architecture
         from tfla.nn import batched_step_kernels, step_kernels
 
         self.model, self.batch = model, batch
@@ -85,6 +88,7 @@ class FusedStep:
         self.mixed, self.inner = weight.new_empty(batch, self.D), weight.new_empty(batch, self.hidden)
         self.out = weight.new_empty(batch, config.vocab_size, dtype=torch.float32)
         self.tokens, self.tiles = choose_tiles(batch, architecture(weight.device), weight.element_size())
+        self.compilation = {} if self.D >= WGMMA_COLUMNS else ampere_mmas(weight.device)
         # For several sequences: x times the weight of the next norm, and sums of squares of x by program.
         self.weighted = weight.new_empty(batch, self.D)
         most = max(self._parts("output"), self._parts("down"))
@@ -220,7 +224,8 @@ class FusedStep:
             }  # fmt: skip
             if tile.overlapped:
                 constants["launch_pdl"] = True
-        getattr(self.kernels, kernel)[(sum(rows),)](*operands, D=columns, **constants)
+        compilation = {} if self.batch == 1 else self.compilation
+        getattr(self.kernels, kernel)[(sum(rows),)](*operands, D=columns, **constants, **compilation)
 
 
 def power_of_two(n: int) -> int:
