@@ -78,6 +78,21 @@ def test_shapes(shape: dict[str, Any], model: str, dtype: torch.dtype) -> None:
     check_beside_terms(p, solve(p))
 
 
+@pytest.mark.parametrize("model", ["deltanet", "gdn", "kda", "comba"])
+def test_steps_of_no_sequence_get_zeros(model: str) -> None:
+    """Offsets that begin late and end early, which no host reads on a GPU."""
+    p = delta_problem(model, lengths=(5, 65, 20), K=16, V=16, carried=False, dtype=DTYPES[0])
+    assert p.x.cu_seqlens is not None
+    second = p.x._replace(cu_seqlens=p.x.cu_seqlens[1:3])
+    whole, part = solve(p), solve(dataclasses.replace(p, x=second, dC=p.dC[1:2]))
+    inside = torch.zeros(90, dtype=torch.bool)
+    inside[5:70] = True
+    for name, found in part.items():
+        if name not in ("C", "dC"):
+            assert error(found[:, inside], whole[name][:, inside]) < TOLERANCE[DTYPES[0]], name
+            assert not found[:, ~inside].any(), name
+
+
 @pytest.mark.parametrize("model", ["deltanet", "gdn", "read", "kda"])
 @pytest.mark.parametrize("shape", [{"T": 70, "Hq": 1}, {"lengths": (0, 30, 1, 70)}], ids=["dense", "packed"])
 def test_cotangents_of_initial_states_alone(shape: dict[str, Any], model: str) -> None:

@@ -360,7 +360,8 @@ def launch(
     base, x = ctx.base, ctx.x
     rows, half = ROWS.value, COLUMNS.value // 2
     programs = ceil_div(base.V, COLUMNS.value)
-    dbeta, do_e = (base.new(programs, base.B, base.T, base.H) for _ in range(2))
+    new = base.zeros if base.packed else base.new  # steps of no sequence are not stored
+    dbeta, do_e = (new(programs, base.B, base.T, base.H) for _ in range(2))
     base.launch(delta_dv_kernel, host.grid(base, programs),
         host.descriptor(base, x.q, rows), host.descriptor(base, x.k, rows), host.descriptor(base, dh, half),
         host.descriptor(base, E, half), host.descriptor(base, X, base.L), host.descriptor(base, dv, half), dbeta, do_e,

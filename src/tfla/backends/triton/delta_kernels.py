@@ -566,7 +566,7 @@ def launch_dv(
         # Of what Triton 3.9 makes of 128 columns without gates, ptxas leaves matrix descriptors unset.
         tiles = dataclasses.replace(tiles, split=64, block=64, num_warps=4)
     programs = ceil_div(base.V, tiles.split)
-    dots = base.new(2, programs, base.B, base.T, base.H)
+    dots = (base.zeros if base.packed else base.new)(2, programs, base.B, base.T, base.H)
     base.launch(delta_dv_scan, (programs, x.sequences * base.H),
         x.q, x.k, ctx.read_key, dh, X, E, ctx.beta, gates, base.cu_seqlens, dv, dots, gates if final is None else final,
         gates if initial is None else initial, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H, base.group,
