@@ -131,8 +131,8 @@ def test_bfloat16_activations_keep_float32_logits() -> None:
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^config.mixer: got 'attention', expected one of 'mlstm_exp', 'mlstm_sig'"):
-        LanguageModel(config(mixer="attention"), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"^mixer: got 'lstm'"):
+        LanguageModel(config(mixer="lstm"), rngs=nnx.Rngs(0))
     model = LanguageModel(config(), rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"^ids: got list, expected an array of integers"):
         model([1, 2])
