@@ -23,8 +23,8 @@ from tfla.ops.state import State
 from tfla.ops.steps import mlstm_step
 
 MAX_COLUMNS = 16_384  # of a weight matrix, since one program loads a whole row
-# Of d_model, from which on the compiled loops of several products are found to set all matrix descriptors of wgmma; see
-# `ampere_mmas`. At 2,048 and less some are left unset.
+# The smallest d_model with which kernels for several sequences use wgmma. ptxas leaves matrix descriptors of narrower
+# models unset, see `ampere_mmas`.
 WGMMA_COLUMNS = 3072
 # The modules that the kernels implement.
 SUPPORTED_MODULES = (nn.Embedding, nn.RMSNorm, nn.SiLU, Projection, GatePreactivation, HeadNorm)
