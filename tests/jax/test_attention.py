@@ -95,6 +95,21 @@ def test_steps_in_a_cache_with_room(window: int | None) -> None:
     near(state.tokens(), [T - 4, T], 0)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_what_is_before_a_document_takes_no_room(window: int | None) -> None:
+    """A packed sequence of 3 tokens, beside one of 12, has room for 13 more in a state for 16."""
+    attention = mixer(window=window)
+    x = jax.random.normal(jax.random.key(2), (1, 28, D), jnp.float64)
+    whole, _ = attention(x[:, 12:])
+    _, state = attention(x[:, :15], cu_seqlens=(0, 12, 15), return_state=True)
+    assert state is not None
+    state = state.reserve(16)
+    for t in range(15, 28):
+        y, state = attention.step(jnp.repeat(x[:, t], 2, 0), state)
+        near(y[1], whole[0, t - 12])
+    near(state.tokens(), [25, 16], 0)
+
+
 def test_bad_input() -> None:
     attention, x = mixer(), jnp.zeros((B, T, D))
     _, state = attention(x, return_state=True)

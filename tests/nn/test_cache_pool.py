@@ -272,6 +272,35 @@ def test_states_of_prefixes_leave_their_padding_behind(case: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_capacity_is_room_for_the_tokens_of_documents(case: str, packed: bool) -> None:
+    """What is before a document, padding or another document, takes no room of a decoder's copy of a state."""
+    model, ids, lengths = build(case, torch.float64), tokens(2, 20), (12, 3)
+    if packed:
+        prompt = torch.cat([ids[0, : lengths[0]], ids[1, : lengths[1]]])[None]
+        _, state = model.hidden(prompt, cu_seqlens=torch.tensor([0, 12, 15]), return_state=True)
+    else:
+        prompt, starts = ids[:, : lengths[0]].clone(), torch.zeros(2, 12, dtype=torch.bool)
+        prompt[1, 9:], starts[1, 9] = ids[1, : lengths[1]], True
+        _, state = model.hidden(prompt, document_start=starts, return_state=True)
+    decoder = Decoder(model, state, capacity=16)
+    for t in range(4):
+        logits = decoder.step(torch.stack([ids[b, lengths[b] + t] for b in range(2)]))
+    for b in range(2):
+        expected = model(ids[b : b + 1, : lengths[b] + 4])[0, -1]
+        assert (logits[b] - expected).norm() <= 1e-10 * expected.norm()
+    short = Decoder(model, tuple(each.gather([1]) for each in decoder.state), capacity=8)
+    logits = short.step(ids[1:, 7])
+    expected = model(ids[1:, :8])[0, -1]
+    assert (logits[0] - expected).norm() <= 1e-10 * expected.norm()
+    cache = decoder.state[-1]
+    assert isinstance(cache, KeyValues)
+    with pytest.raises(ValueError, match=r"^capacity: got 6, expected at least \d+, the tokens of a sequence"):
+        cache.reserve(6)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("case", CASES)
 def test_a_decoder_has_the_capacity_of_its_state(case: str) -> None:
     model, ids = build(case, torch.float64), tokens(2, 4)

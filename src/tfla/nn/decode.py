@@ -57,7 +57,8 @@ class Decoder:
         self.batch = check_model_state(model, state)
         self.batches = None if batches is None else _check_batches(batches, state)
         # The tokens of each sequence in caches; empty without attention, and for pools, of which the host reads none.
-        self._used = _cached_tokens(state) if batches is None else []
+        # A capacity makes a copy, in which each sequence begins with its document.
+        self._used = _cached_tokens(state, moved=capacity is not None) if batches is None else []
         if capacity is not None:
             if batches is not None:
                 raise ValueError(

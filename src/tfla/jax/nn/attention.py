@@ -47,7 +47,8 @@ class KeyValues(NamedTuple):
     def reserve(self, capacity: int) -> KeyValues:
         """Return a state with room for ``capacity`` tokens of each sequence, whose shape no step changes.
 
-        A token after the last place is not stored.
+        Each sequence has the tokens of its document from its first place on, whatever is before them in this state. A
+        token after the last place is not stored.
 
         Raises:
             ValueError: the state has more places already.
@@ -56,8 +57,13 @@ class KeyValues(NamedTuple):
         if capacity < S:
             raise ValueError(f"capacity: got {capacity}, expected at least {S}, the places of the state")
         k, v = (jnp.pad(x, ((0, 0), (0, capacity - S), (0, 0), (0, 0))) for x in (self.k, self.v))
-        start = jnp.zeros(B, jnp.int32) if self.start is None else self.start
-        return KeyValues(k, v, start, jnp.full(B, S, jnp.int32) if self.length is None else self.length)
+        length = jnp.full(B, S, jnp.int32) if self.length is None else self.length
+        if self.start is None:
+            return KeyValues(k, v, jnp.zeros(B, jnp.int32), length)
+        before = jnp.maximum(self.start, 0)
+        token = jnp.minimum(before[:, None] + jnp.arange(capacity), capacity - 1)[..., None, None]
+        k, v = (jnp.take_along_axis(x, token, axis=1) for x in (k, v))
+        return KeyValues(k, v, jnp.minimum(self.start, 0), length - before)
 
 
 class Sinks(nnx.Module):

@@ -49,12 +49,22 @@ class KeyValues(NamedTuple):
         return cached if self.start is None else cached - self.start.clamp(min=0)
 
     def reserve(self, capacity: int) -> KeyValues:
-        """Return a copy with room for ``capacity`` tokens of each sequence, whose size no step changes."""
-        room = (0, 0, 0, 0, 0, capacity - self.k.shape[1])
-        length = self.k.new_full(self.k.shape[:1], self.k.shape[1], dtype=torch.int64)
-        start = torch.zeros_like(length) if self.start is None else self.start.clone()
-        length = length if self.length is None else self.length.clone()
-        return KeyValues(F.pad(self.k, room), F.pad(self.v, room), start, length)
+        """Return a copy with room for ``capacity`` tokens of each sequence, whose size no step changes.
+
+        Each sequence has the tokens of its document from its first place on, whatever is before them in this state.
+
+        Raises:
+            ValueError: a document has more tokens than capacity.
+        """
+        start = self.k.new_zeros(self.k.shape[0], dtype=torch.int64) if self.start is None else self.start
+        if capacity < self.k.shape[1] and len(self.k) and not torch.compiler.is_compiling():
+            most = int(self.visible().max())
+            if most > capacity:
+                raise ValueError(f"capacity: got {capacity}, expected at least {most}, the tokens of a sequence")
+        kept = min(capacity, self.k.shape[1])
+        room = (0, 0, 0, 0, 0, capacity - kept)
+        k, v = (F.pad(t, room) for t in self._documents(kept))
+        return KeyValues(k, v, start.clamp(max=0), self.visible().clone())
 
     def gather(self, rows: Tensor | Sequence[int]) -> KeyValues:
         """Return a copy of the caches of some sequences, of a state with room for more tokens."""
@@ -122,15 +132,12 @@ class KeyValues(NamedTuple):
         start = states.start
         if start is None:
             start = states.k.new_zeros(states.k.shape[0], dtype=torch.int64)
-        before = start.clamp(min=0)  # places before the first token
         if places > self.k.shape[1] and not torch.compiler.is_compiling():
             self.check_room(int(torch.where(rows.indices >= 0, length, 0).max()))
         kept = min(places, self.k.shape[1])
         if kept:
-            token = (before[:, None] + torch.arange(kept, device=start.device)).clamp(max=places - 1)
-            row = torch.arange(len(start), device=start.device)[:, None]
-            rows.write(self.k[:, :kept], states.k[row, token])
-            rows.write(self.v[:, :kept], states.v[row, token])
+            for own, given in zip((self.k, self.v), states._documents(kept), strict=True):
+                rows.write(own[:, :kept], given)
         rows.write(_given(self.length), length)
         rows.write(_given(self.start), start.clamp(max=0))
 
@@ -185,6 +192,15 @@ class KeyValues(NamedTuple):
             raise ValueError(
                 f"state: got {tokens} tokens of a sequence, expected at most {self.k.shape[1]}, the capacity"
             )
+
+    def _documents(self, places: int) -> tuple[Tensor, Tensor]:
+        """Return ``places`` (at most S) keys and values of each sequence, from its document's first on."""
+        if self.start is None or not self.k.shape[1]:
+            return self.k[:, :places], self.v[:, :places]
+        token = self.start.clamp(min=0)[:, None] + torch.arange(places, device=self.start.device)
+        token = token.clamp(max=self.k.shape[1] - 1)
+        row = torch.arange(len(token), device=token.device)[:, None]
+        return self.k[row, token], self.v[row, token]
 
     def _index(self, rows: Tensor | Sequence[int]) -> Tensor:
         """Return rows as a tensor of indices, checked as those of a recurrence's state are."""
