@@ -100,6 +100,16 @@ CASES = [
     Case("tp", torch.float64, options=(("compile", "aot_eager"),), fields=MIXTURES[0]),
     Case("cp-tp", torch.float64, options=(("compile", "aot_eager"),), fields=MIXTURES[1]),
     Case("fsdp-tp", torch.float64, "mamba2", (("activation_checkpointing", True), ("compile", "aot_eager"))),
+    *(
+        Case(layout, torch.float64, "attention", (("activation_checkpointing", True), ("compile", "aot_eager")))
+        for layout in ("tp", "fsdp-tp", "cp-tp")
+    ),
+    Case(
+        "hsdp-tp",
+        torch.float64,
+        options=(("activation_checkpointing", True), ("compile", "aot_eager")),
+        fields=(("layers", ("mlstm_exp", "attention")), ("window", 7), ("attention_sinks", True)),
+    ),
 ]
 
 
@@ -272,11 +282,6 @@ def _bad_layouts() -> dict[str, str]:
         "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
         "cp of its own": (own, mesh(("cp",), 4), {}),
         "tp of its own": (own, mesh(("tp",), 4), {}),
-        "attention again": (
-            make_model(torch.float32, "attention"),
-            mesh(("tp",), 4),
-            {"compile": "aot_eager", "activation_checkpointing": True},
-        ),
         "policy": (model, mesh(("dp_shard",), 4), {"mixed_precision": torch.bfloat16}),
         "policy alone": (model, mesh(("tp",), 4), {"mixed_precision": MixedPrecisionPolicy()}),
         "gathers alone": (model, mesh(("tp",), 4), {"blocks_per_gather": 2}),
@@ -318,8 +323,6 @@ EXPECTED = {
     "states between processes",
     "tp of its own": "ValueError mesh: got tp of size 4, expected 1 for GatedLinearAttention, whose "
     "tensor_parallel does not say how processes share its modules",
-    "attention again": "ValueError activation_checkpointing: got it with compile and tp of size 4, expected at most "
-    "two of them for Attention: PyTorch cannot save what its compiled backward needs",
     "policy": "TypeError mixed_precision: got dtype, expected a torch.distributed.fsdp.MixedPrecisionPolicy",
     "policy alone": "ValueError mixed_precision: got a policy, expected None for a mesh without data parallelism",
     "gathers alone": "ValueError blocks_per_gather: got 2, expected 1 for a mesh without data parallelism",

@@ -376,15 +376,25 @@ def _with_own_code(forward: Any, block: nn.Module) -> Callable[..., Any]:
     return MethodType(own, block) if bound else own
 
 
-def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool | str) -> None:
+def wrap_forward(
+    block: nn.Module, checkpointing: bool, compile: bool | str, compile_recomputation: bool = True
+) -> None:
     """Checkpoint and compile the forward of a block, below its hooks, so that names of parameters stay as they are.
 
     Args:
         block: the block.
         checkpointing: whether its backward computes it again.
         compile: whether it is compiled; a string is the backend of torch.compile.
+        compile_recomputation: whether the compiler sees the checkpoint, and puts what is computed again into the graph
+            of the backward. Otherwise the checkpoint is around the compiled forward, which runs twice as it is.
     """
-    inner: Callable[..., Any] = block.forward
+    backend = compile if isinstance(compile, str) else "inductor"
+
+    def compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward as torch.compile makes it, if it does."""
+        return torch.compile(_with_own_code(forward, block), backend=backend) if compile else forward
+
+    inner: Callable[..., Any] = block.forward if compile_recomputation and checkpointing else compiled(block.forward)
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         """Run the forward; with gradients, the backward runs it again."""
@@ -392,7 +402,7 @@ def wrap_forward(block: nn.Module, checkpointing: bool, compile: bool | str) -> 
             return inner(*args, **kwargs)
         return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-    if checkpointing or compile:
-        forward = checkpointed if checkpointing else inner
-        backend = compile if isinstance(compile, str) else "inductor"
-        block.forward = torch.compile(_with_own_code(forward, block), backend=backend) if compile else forward
+    if checkpointing:
+        block.forward = compiled(checkpointed) if compile_recomputation else checkpointed
+    elif compile:
+        block.forward = inner

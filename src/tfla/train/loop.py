@@ -197,8 +197,7 @@ def _check_layout(config: TrainConfig, model: ModelConfig, ranks: Ranks) -> None
     try:
         with torch.device("meta"):
             blocks = len(model.layers or (model.mixer,))  # one of each kind
-            recompiled = config.compile and config.activation_checkpointing
-            check_model(LanguageModel(replace(model, num_blocks=blocks)), ranks.sizes, recompiled=recompiled)
+            check_model(LanguageModel(replace(model, num_blocks=blocks)), ranks.sizes)
     except ValueError as error:
         raise UserError(f"parallel: {error}") from error
 
