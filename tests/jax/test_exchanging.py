@@ -110,6 +110,19 @@ def test_packed_sequences(form: str) -> None:
     assert {"own_rows", "join_spans"} <= set(InterpretedPlan.ran) or not InterpretedPlan.ran
 
 
+@pytest.mark.parametrize("form", ["exp", "sigmoid"])
+def test_states_of_packed_sequences(form: str) -> None:
+    """Each device launches a packed call of its own, whose first state has come from the devices before it."""
+    lengths = (3, 0, 60, 50 * DEVICES - 64, 1)
+    x = leaves_of(problem(form, dtype=torch.float32, f_mean=4.0, lengths=lengths, **SHAPE | {"B": 1}))
+    at = tuple(np.cumsum([0, *lengths]).tolist())
+    found = jax.jit(jax.value_and_grad(functools.partial(loss, divided(x, form, cu_seqlens=at))))(x)
+    wide = {name: a.astype(jnp.float64) for name, a in x.items()}
+    whole = functools.partial(call, form, backend="chunkwise", cu_seqlens=at)
+    agree(found, jax.jit(jax.value_and_grad(functools.partial(loss, whole)))(wide), 10 * TOLERANCE[torch.float32])
+    assert "o_dv_scan" in InterpretedPlan.ran or not InterpretedPlan.ran
+
+
 def test_where_it_runs() -> None:
     """Without several tiles on each device, or without a shard_map over all axes, XLA computes the call."""
     x = leaves_of(problem("sigmoid", dtype=torch.float32, carried=False, **(SHAPE | {"T": 8 * DEVICES})))

@@ -175,10 +175,71 @@ def test_steps_after_the_last_packed_sequence_are_zero() -> None:
     assert not h[:, 13:].any()
 
 
-def test_context_parallel_takes_no_states_of_packed_sequences() -> None:
+@pytest.mark.parametrize(
+    ("form", "dtype", "lengths", "check_vma"),
+    [
+        ("exp", torch.float64, LENGTHS, True),
+        ("exp", torch.float32, (0, 80, 0), False),
+        ("sigmoid", torch.float64, (20, 0, 40, 20), False),
+        ("plain", torch.float64, (0, 7, 70, 3, 0), True),
+        ("normalized", torch.float64, (1,) * 41 + (39,), True),
+    ],
+    ids=str,
+)
+def test_states_of_packed_sequences_in_context_parallel(
+    form: str, dtype: torch.dtype, lengths: tuple[int, ...], check_vma: bool
+) -> None:
+    """Final states and gradients of initial states are those of one device, wherever sequences start and end."""
+    x = leaves_of(problem(form, lengths=lengths, Hq=1, H=2, dtype=dtype, f_mean=4.0))
+    at = jnp.cumsum(jnp.array([0, *lengths]))
+    run = jax.shard_map(
+        lambda x, at: call(form, x, cu_seqlens=at, context_parallel="x"), mesh=mesh(4),
+        in_specs=(specs(x, P(None, "x"), P()), P()), check_vma=check_vma,
+        out_specs=(P(None, "x"), tfla.jax.State(P(), *(P() if name in x else None for name in ("n0", "m0")))),
+    )  # fmt: skip
+    found = jax.jit(jax.value_and_grad(lambda x: loss(x, run=lambda x: run(x, at))))(x)
+    wide = {name: t.astype(jnp.float64) for name, t in x.items()}
+    whole = jax.jit(jax.value_and_grad(lambda x: loss(x, run=functools.partial(call, form, cu_seqlens=at))))
+    agree(found, whole(wide), 10 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("asked", ["initial", "final"])
+def test_one_state_of_packed_sequences_in_context_parallel(asked: str) -> None:
+    """An initial state without a final one, and the other way round, with static offsets."""
+    x = leaves_of(problem("exp", lengths=LENGTHS, Hq=1, H=2, carried=asked == "initial"))
+    one = functools.partial(call, "exp", return_state=asked == "final", cu_seqlens=OFFSETS)
+    state = tfla.jax.State(P(), P(), P())
+    run = jax.shard_map(
+        functools.partial(one, context_parallel="x"), mesh=mesh(4), in_specs=(specs(x, P(None, "x"), P()),),
+        out_specs=(P(None, "x"), state) if asked == "final" else P(None, "x"),
+    )  # fmt: skip
+    found, expected = jax.jit(run)(x), jax.jit(one)(x)
+    if asked == "final":
+        assert expected[1].m is not None
+        found, expected = (
+            (h, jnp.exp(m)[..., None, None] * C, jnp.exp(m)[..., None] * n) for h, (C, n, m) in (found, expected)
+        )
+    agree(found, expected, 1e-9)
+
+
+def test_explanation_of_packed_sequences_in_context_parallel() -> None:
+    x = leaves_of(problem("exp", lengths=LENGTHS, Hq=1, H=2, carried=False))
+    found = []
+
+    def part(x: list[Any]) -> Any:
+        found.append(tfla.jax.explain(*x, cu_seqlens=OFFSETS, context_parallel="x", return_state=True))
+        return x[0]
+
+    jax.shard_map(part, mesh=mesh(4), in_specs=([P(None, "x")] * 5,), out_specs=P(None, "x"))(
+        [x[name] for name in STEPS]
+    )
+    assert (found[0].backend, found[0].kernel) == ("chunkwise", "segmented")
+
+
+def test_the_delta_rule_in_context_parallel_takes_no_states_of_packed_sequences() -> None:
     x = leaves_of(problem(T=20, B=1, carried=False))
     run = jax.shard_map(
-        lambda x: tfla.jax.mlstm(*x, context_parallel="x", cu_seqlens=(0, 4, 20), return_state=True)[0],
+        lambda x: tfla.jax.delta_rule(*x, context_parallel="x", cu_seqlens=(0, 4, 20), return_state=True)[0],
         mesh=mesh(2), in_specs=([P(None, "x")] * 5,), out_specs=P(None, "x"),
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"^context_parallel: got it with cu_seqlens and initial_state or return_stat"):

@@ -16,6 +16,7 @@ from tfla.jax.delta import channel_gates
 from tfla.jax.delta.channel_gates import has_channel_gates
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import Inputs, Spec, acc_dtype
+from tfla.jax.packed_parts import Parts
 from tfla.jax.plans import KernelInputs, KernelSpec
 from tfla.jax.spans import PackedSteps, of_last_device
 from tfla.jax.state import State
@@ -46,19 +47,24 @@ def prepare(
     given_chunk_size = chunk_size
     is_open = backend is None and kernel is None
     chosen, kernel, chunk_size = choose(backend, kernel, chunk_size)
-    packed_states = cu_seqlens is not None and (initial_state is not None or return_state)
-    checks.check_context_parallel(context_parallel, chosen, packed_states, (*kernels.BACKENDS, "chunkwise"))
+    checks.check_context_parallel(context_parallel, chosen, False, (*kernels.BACKENDS, "chunkwise"))
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q, context_parallel)
-    if cu_seqlens is not None and context_parallel is not None:
-        steps = PackedSteps(q.shape[1], cu_seqlens, context_parallel)
-        f, v, cu_seqlens = steps.close(jnp.asarray(f)), steps.values(jnp.asarray(v)), None
-    if is_open:
-        chosen = kernels.choose(q, k, v, i, f, initial_state, cu_seqlens, context_parallel) or chosen
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if initial_state is not None:
         checks.check_state(initial_state, sequences, q, v, normalize, "initial_state")
     q, k, v = map(jnp.asarray, (q, k, v))
+    if cu_seqlens is not None and context_parallel is not None:
+        if initial_state is None and not return_state:
+            steps = PackedSteps(q.shape[1], cu_seqlens, context_parallel)
+            f, v, cu_seqlens = steps.close(jnp.asarray(f)), steps.values(v), None
+        else:  # the call of this device, with sequences of its own
+            parts = Parts.of(q.shape[1], cu_seqlens, context_parallel)
+            initial_state = parts.initial(k, v, i, f, gates, normalize, initial_state)
+            cu_seqlens, context_parallel = parts.offsets, None
+    if is_open:
+        chosen = kernels.choose(q, k, v, i, f, initial_state, cu_seqlens, context_parallel) or chosen
+    sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if chosen in kernels.BACKENDS:
         return kernels.prepare(
             q, k, v, i, f, gates, normalize, initial_state, return_state, cu_seqlens, given_chunk_size, scale, chosen,
@@ -88,8 +94,16 @@ def prepare(
     return spec, Inputs(q, k, v, log_i.astype(dtype), log_f.astype(dtype), C, n, m, at)
 
 
-def _run(return_state: bool, spec: Spec | KernelSpec, x: Inputs | KernelInputs) -> Array | tuple[Array, State]:
-    """Compute a call that has been checked."""
+def _run(
+    return_state: bool, parts: Parts | None, spec: Spec | KernelSpec, x: Inputs | KernelInputs
+) -> Array | tuple[Array, State]:
+    """Compute a call that has been checked.
+
+    Args:
+        return_state: whether it returns the state.
+        parts: those of packed sequences whose states are asked for, on the devices of a mesh axis.
+        spec, x: its options and arrays.
+    """
     if isinstance(spec, KernelSpec):
         assert isinstance(x, KernelInputs)
         h, C, n, m = kernels.compute(spec, x)
@@ -102,7 +116,8 @@ def _run(return_state: bool, spec: Spec | KernelSpec, x: Inputs | KernelInputs) 
         return h
     if spec.axis is not None:
         C, n, m = (of_last_device(t, spec.axis) for t in (C, n, m))
-    return h, State(C, n, jax.lax.stop_gradient(m)) if normalize else State(C)
+    state = State(C, n, jax.lax.stop_gradient(m)) if normalize else State(C)
+    return h, state if parts is None else parts.final(state)
 
 
 def compute_with_offset(
@@ -125,7 +140,7 @@ def compute_with_offset(
     )  # fmt: skip
     assert isinstance(spec, Spec)
     assert isinstance(x, Inputs)
-    found = _run(True, spec, x._replace(offset=None if offset is None else offset.astype(x.log_f.dtype)))
+    found = _run(True, None, spec, x._replace(offset=None if offset is None else offset.astype(x.log_f.dtype)))
     assert isinstance(found, tuple)
     h, last = found
     return h, last
@@ -214,7 +229,7 @@ def mlstm(
         context_parallel: the name of a mesh axis over whose devices the sequence is divided, in order, inside
             `jax.shard_map`. Each device passes its own steps. ``initial_state`` is that before the first device's
             part, and the returned state that after the last device's part, on all devices. ``cu_seqlens`` are offsets
-            in the whole sequence, the same on all devices; packed sequences then have neither of these states.
+            in the whole sequence, the same on all devices, and so are the states of all packed sequences.
         state_indices: (sequences,) int32 or int64: ``initial_state`` is a pool of any number of states, and sequence s
             starts from row ``state_indices[s]``, or at -1 from zero. With ``return_state`` the new pool is returned,
             whose rows are the final states; donate the old one. Indices other than -1 must differ.
@@ -248,13 +263,11 @@ def mlstm(
             store_dtype=store_dtype,
         )  # fmt: skip
         return attend_by_index(run, initial_state, state_indices, return_state, q, cu_seqlens)
-    return _run(
-        return_state,
-        *prepare(
-            q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
-            backend, kernel, normalizer_grad, store_dtype, context_parallel,
-        ),
+    prepared = prepare(
+        q, k, v, i, f, input_gate, input_gate == "exp", initial_state, return_state, cu_seqlens, chunk_size, scale,
+        backend, kernel, normalizer_grad, store_dtype, context_parallel,
     )  # fmt: skip
+    return _run(return_state, Parts.to_join(return_state, q, cu_seqlens, context_parallel), *prepared)
 
 
 def linear_attention(
@@ -327,10 +340,8 @@ def linear_attention(
             q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, scale, backend,
             kernel, store_dtype, context_parallel,
         )  # fmt: skip
-    return _run(
-        return_state,
-        *prepare(
-            q, k, v, log_i, log_f, "log", normalize, initial_state, return_state, cu_seqlens, chunk_size, scale,
-            backend, kernel, normalizer_grad, store_dtype, context_parallel,
-        ),
+    prepared = prepare(
+        q, k, v, log_i, log_f, "log", normalize, initial_state, return_state, cu_seqlens, chunk_size, scale,
+        backend, kernel, normalizer_grad, store_dtype, context_parallel,
     )  # fmt: skip
+    return _run(return_state, Parts.to_join(return_state, q, cu_seqlens, context_parallel), *prepared)
