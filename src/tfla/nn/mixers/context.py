@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.spans import Spans
-from tfla.ops.context_parallel.exchange import finish_gather, start_gather
+from tfla.ops.context_parallel.exchange import gather
 from tfla.ops.context_parallel.group import Group
 
 
@@ -90,7 +90,7 @@ class ContextPart:
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return the x of all spans in the order of time, from that of the spans of this process, (spans, ...)."""
         spans = self.spans
-        of_ranks = finish_gather(start_gather(x, spans.group, spans.size), spans.size)
+        of_ranks = gather(x, spans.group, spans.size)
         first = [of_ranks[rank, 0] for rank in range(spans.size)]
         if not spans.zigzag:
             return first

@@ -46,8 +46,8 @@ def cotangent_rows(
 ) -> list[Tensor]:
     """Return the rows that this process gives to the others, those of dC and with a normalizer those of dn.
 
-    Backends exchange one after the other, see :func:`tfla.backends.gpu.exchanging.pass_cotangents`. Rows are
-    (S + D, B, H, width), or (S, ...) without final states.
+    Backends that have segments exchange one after the other, see :func:`tfla.backends.gpu.exchanging.pass_cotangents`.
+    Rows are (S + D, B, H, width), or (S, ...) without final states.
 
     Args:
         own: the cotangents of the states before its spans; None leaves a row of zeros.

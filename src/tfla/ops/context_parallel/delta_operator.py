@@ -59,8 +59,7 @@ def forward(x: DeltaInputs, call: DeltaCall) -> Results:
     (B, _, H, V), K = x.v.shape, x.q.shape[3]
     shape = Shape.of_cut(cut, B, call.fragments)
     # 1. and 2. The actions of spans: by rank (R, rows, B, H, ...), and one for each span in the order of time.
-    gathered = exchange.start_gather(action_rows(x, call), call.group, placement.size)
-    of_ranks = from_rows(exchange.finish_gather(gathered, placement.size), K, V, spec.correct)
+    of_ranks = from_rows(exchange.gather(action_rows(x, call), call.group, placement.size), K, V, spec.correct)
     of_spans = Action(*(exchange.ordered(t, placement) for t in of_ranks))
     # 3. The states before this process's spans, (S, B, H, dqk, dhv).
     none = x.q.new_empty(0, dtype=x.acc_dtype)
@@ -146,7 +145,7 @@ def backward(x: DeltaInputs, saved: Saved, dh: Tensor, dC: Tensor | None, call: 
     if any(span.source is not None for span in cut.spans):
         own = backend.initial_cotangent(local, out, do, spec)
     rows = _cotangent_rows(own, dC, call, shape, saved.C[0])
-    gathered = exchange.finish_gather(exchange.start_gather(rows, call.group, size), size)
+    gathered = exchange.gather(rows, call.group, size)
     of_spans = exchange.ordered(gathered, placement)
     of_final = gathered[:, len(cut.spans) :].sum(0) if call.spec.final_state else None
     # 3. and 4.

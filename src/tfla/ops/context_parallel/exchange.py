@@ -29,6 +29,16 @@ def finish_gather(gathered: Tensor, size: int) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(gathered).unflatten(0, (size, -1))
 
 
+def gather(rows: Tensor, group: str, size: int) -> Tensor:
+    """Return the rows of all processes, (size, rows, ...); the arguments are those of :func:`start_gather`."""
+    return finish_gather(start_gather(rows, group, size), size)
+
+
+def gather_together(each: list[Tensor], group: str, size: int) -> list[Tensor]:
+    """Return what :func:`gather` does of several tensors (rows, ..., width), from one collective."""
+    return list(gather(torch.cat(each, -1), group, size).split([rows.shape[-1] for rows in each], -1))
+
+
 def ordered(x: Tensor, placement: Placement) -> Tensor:
     """Return one row of each span, (spans, ...) in the order of time, from (size, rows, ...).
 

@@ -2,7 +2,7 @@
 
     forward                                               backward
     1. each span's own state, from its steps alone        each span's own cotangent of the state before it
-    2. all_gather                                         all_gather of dC, and with a normalizer of dn
+    2. all_gather                                         all_gather
     3. the states before this process's spans             the cotangents of the states after this process's spans
     4. the backend's forward from these states            the backend's backward from these cotangents
 
@@ -44,8 +44,7 @@ def forward(x: Inputs, call: Call) -> Results:
         if spec.normalize:
             give_max_states(x, call)
     # 1. and 2. The rows of all processes: by rank (R, rows, B, H, ...), and one for each span in the order of time.
-    gathered = exchange.start_gather(state_rows(x, call), call.group, call.placement.size)
-    of_ranks = from_rows(exchange.finish_gather(gathered, call.placement.size), K, V)
+    of_ranks = from_rows(exchange.gather(state_rows(x, call), call.group, call.placement.size), K, V)
     of_spans = exchange.in_order_of_time(of_ranks, call.placement)
     # 3. The state before each span of this process, where its first sequence does not begin with it.
     carried = []
@@ -146,7 +145,11 @@ def backward(
     # 1. and 2. The cotangents of the states before spans, and of the final states, from all processes.
     like = saved.C[0]
     rows = cotangent_rows(own_cotangents(x, h, saved, dh, call), m, dC, dn, call, like)
-    gathered = [exchange.finish_gather(exchange.start_gather(each, call.group, size), size) for each in rows]
+    # Processes with segments exchange dC before they have dn, and all others do as they do.
+    if backend.exchanges and _is_dense(call):
+        gathered = [exchange.gather(each, call.group, size) for each in rows]
+    else:
+        gathered = exchange.gather_together(rows, call.group, size)
     of_spans, of_final = received(gathered, m, call, like)
     # 3. and 4.
     ends = ends_of(call, saved.log_decay, saved.end_log_decay, saved.last_m, of_spans, of_final, shape)

@@ -24,8 +24,7 @@ def give_max_states(x: Inputs, call: Call) -> None:
         f = span.fragments[-1]
         m = given[:, f.sequence] if given is not None and f.begins else None
         rows.append(torch.stack(own_states.own_max(*gates.at(slice(f.start, f.stop)), m, f.begins)))
-    size = call.placement.size
-    exchange.finish_gather(exchange.start_gather(torch.stack(rows).double(), call.group, size), size)
+    exchange.gather(torch.stack(rows).double(), call.group, call.placement.size)
 
 
 @functools.cache  # for good: a captured graph reads them
