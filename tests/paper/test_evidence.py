@@ -26,7 +26,7 @@ from tfla.paper.evidence.results import Results, description
 from tfla.paper.evidence.run import EvidenceConfig
 from tfla.paper.evidence.run import run as run_experiment
 from tfla.paper.evidence.summary import groups, load
-from tfla.paper.evidence.tables import MARK, TABLES
+from tfla.paper.evidence.tables import MARK, TABLES, renew
 from tfla.paper.evidence.task import IGNORED, answers, losses
 from tfla.paper.evidence.text import Text
 from tfla.paper.evidence.tracking import Tracking, group_table, products
@@ -267,6 +267,8 @@ def test_figures_and_tables(tmp_path: Path) -> None:
     }
     page = tmp_path / "page.md"
     page.write_text("".join(f"About {name}.\n\n<!-- evidence: {name} -->\n\nMore.\n\n" for name in tasks))
+    beside = tmp_path / "beside.md"
+    beside.write_text("Before.\n\n<!-- evidence: mixers -->\n| model |\n| --- |\n| old |\n\nAfter.\n")
     for name, (task, rows) in tasks.items():
         runs = [(tiny(model, seed, task=task), 1.0) for model in ("retnet", "attention") for seed in (0, 1)]
         head = (
@@ -282,9 +284,38 @@ def test_figures_and_tables(tmp_path: Path) -> None:
     assert text.count("| RetNet |") == len(tasks)
     assert text.count(" 0.25 ± 0.00") == 2 * (2 + 2 + 2)  # models, and columns of recall, tracking and needle
     assert text.count(" 0.250 ± 0.000 ") == 2 * (3 + 1)  # of length and language
+    lines = beside.read_text().splitlines()
+    assert lines[3].startswith("| model | recall, most pairs | parity | ")
+    two, three = "0.25 ± 0.00", "0.250 ± 0.000"
+    cells = f" | {two} | - | - | {two}, {two} | - | {three} | {two} | {three} |"
+    assert lines[5:7] == ["| RetNet" + cells, "| attention" + cells]
+    assert (lines[0], lines[-2:]) == ("Before.", ["", "After."])
+    (tmp_path / "img").mkdir()
+    (tmp_path / "img" / "evidence_recall.png").touch()
+    for _ in range(2):
+        figures(options)
+        assert page.read_text().count("](img/evidence_recall.png)\n\nMore.") == 1
+    (tmp_path / "img" / "evidence_recall.png").unlink()
     figures(options)
     assert page.read_text() == text
     assert set(TABLES) == set(FIGURES) == set(EXPERIMENTS) == {mark[2] for mark in MARK.finditer(text)}
+
+
+def test_pages_have_the_tables_of_the_stored_results(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    results = {
+        name: load(path)
+        for name in FIGURES
+        if (path := Config(results=root / "benchmarks" / "results").results_of(name)).exists()
+    }
+    pages = [page for page in sorted((root / "docs").glob("*.md")) if MARK.search(page.read_text())]
+    assert {page.name for page in pages} == {"evidence.md", "models.md"}
+    (tmp_path / "img").symlink_to(root / "docs" / "img")
+    for page in pages:
+        copy = tmp_path / page.name
+        copy.write_text(MARK.sub(lambda mark: f"{mark[1]}\nold\n", page.read_text()))
+        renew(copy, results)
+        assert copy.read_text() == page.read_text()
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -295,7 +326,10 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         load(tmp_path / "x.json")
     page = tmp_path / "page.md"
     page.write_text("<!-- evidence: recall -->\n")
-    with pytest.raises(UserError, match="has a table of 'recall'"):
+    figures(Config(out=tmp_path, results=tmp_path, page=page))
+    assert "No results are stored: `tfla experiment recall --size full`.\n" in page.read_text()
+    page.write_text("<!-- evidence: memory -->\n")
+    with pytest.raises(UserError, match="has a table of 'memory', expected mixers, recall, tracking"):
         figures(Config(out=tmp_path, results=tmp_path, page=page))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 from tfla._util.markdown import table
 from tfla.bench.gpu_report import milliseconds
 from tfla.bench.suites import VARIANTS
 from tfla.measure.problem import BOTH, FORWARD, STEP
+from tfla.nn.config import Mixer
 
 Row = dict[str, Any]
 SPEED_ROWS = {
@@ -30,6 +31,7 @@ SPEED_JAX = {"PyTorch": "tfla, mLSTMexp, from PyTorch", "JAX": "tfla, mLSTMexp, 
 SPEED_DELTA = ("Gated DeltaNet, 32 × 128 × 128", "KDA, 32 × 128 × 128")
 DELTA_COLUMNS = {"fla": "flash-linear-attention", "tfla": "**tfla**"}
 STEPS, BATCH = 8192, 5
+MIXER_BATCHES = 1, 64
 GPUS, SEQUENCES = ("1 GPU", "2 GPUs"), 2
 MARK = re.compile(r"(<!-- table: (\w+) -->)\n(?:\|.*\n)*")
 
@@ -189,7 +191,25 @@ def _ratio(a: float | None, b: float | None) -> str:
     return f"{a / b:.2f}" if a is not None and b is not None else ""
 
 
-TABLES = {"two_gpus": two_gpus, "delta": delta, "jax": jax, "speed": speed, "training": training, "mamba": mamba}
+def mixers(results: dict[str, Row]) -> str:
+    """Return the table of a layer of each mixer: milliseconds over 8,192 steps, and microseconds of a decoding step."""
+    found = {name: results.get(name, {"rows": []}) for name in ("mixers", "mixers_decode")}
+    body = []
+    for name in get_args(Mixer):
+        both = [_find(found["mixers"], f"tfla {name}", STEPS, direction) for direction in (FORWARD, BOTH)]
+        steps = [_find(found["mixers_decode"], f"tfla {name}", batch, FORWARD) for batch in MIXER_BATCHES]
+        facts = next((row for row in (*both, *steps) if "heads" in row), {})
+        sizes = [facts["heads"], f"{facts['parameters'] / 1e6:.1f}"] if facts else ["-", "-"]
+        micro = [f"{row['seconds'] * 1e6:,.0f}" if "seconds" in row else _time(row) for row in steps]
+        body.append([f"`{name}`", *sizes, *map(_time, both), *micro])
+    places = {f"{r['environment']['device']}, {r['environment']['date']}" for r in found.values() if "environment" in r}
+    header = ["; ".join(sorted(places)) or "not timed yet", "heads", "parameters, millions"]
+    header += [f"{direction}, ms" for direction in (FORWARD, BOTH)]
+    return table([*header, *(f"a step, batch {batch}, µs" for batch in MIXER_BATCHES)], body)
+
+
+TABLES = {"two_gpus": two_gpus, "delta": delta, "jax": jax, "speed": speed, "training": training, "mamba": mamba,
+          "mixers": mixers}  # fmt: skip
 
 
 def renew(text: str, results: dict[str, Row]) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tfla.backends import BACKENDS
 from tfla.measure.problem import BOTH, FORWARD, STEP, Problem
 from tfla.measure.roofline import DeltaModel
 from tfla.measure.timing import FEWEST
+from tfla.nn.config import Mixer
 
 TOKENS, EMBEDDING = 65_536, 4096
 MEMORY = "memory"
@@ -369,6 +370,23 @@ def _recurrent_models(call: str) -> list[Entry]:
     ]  # fmt: skip
 
 
+MIXER_LAYERS = (
+    "A layer is all of a mixer: projections, short convolution, recurrence or attention, gates, norm and output "
+    "projection, with weights in bfloat16. The backward computes the gradients of the input and of the weights. Sizes "
+    "are the defaults of ModelConfig, with heads whose keys have 128 channels; Gated DeltaNet has those of Qwen3-Next."
+)
+
+
+def _mixers(call: str, **options: Any) -> list[Entry]:
+    """Return a layer of each mixer of tfla.nn.
+
+    Args:
+        call: "layer" for whole sequences, "step" for decoding.
+        options: values of other fields of their configs.
+    """
+    return [Entry(f"tfla {name}", f"tfla.bench.mixers:{call}", {"mixer": name, **options}) for name in get_args(Mixer)]
+
+
 SUITES = {
     "fig4": Suite(
         f"Figure 4: runtime by sequence length, {TOKENS:,} tokens, 16 heads, dqk 128, dhv 256", "T", LENGTHS,
@@ -514,6 +532,16 @@ SUITES = {
         (1, 16), lambda B: Problem(B, 1024, 1, 1, 1), tuple(_recurrent_models("step")), directions=(FORWARD,),
         panels=(), note=RECURRENT_MODELS,
     ),
+    "mixers": Suite(
+        f"Mixers of tfla.nn: one layer of width 2,048, {TOKENS // 2:,} tokens", "T", (2048, 8192, 32_768),
+        lambda T: Problem(max(1, TOKENS // 2 // T), T, 1, 1, 1), tuple(_mixers("layer")), panels=(), sustained_at=(),
+        note=MIXER_LAYERS,
+    ),
+    "mixers_decode": Suite(
+        "Mixers of tfla.nn: one token of each sequence, one layer of width 2,048", "batch", (1, 16, 64),
+        lambda B: Problem(B, 4096, 1, 1, 1), tuple(_mixers("step")), directions=(FORWARD,), panels=(), sustained_at=(),
+        note=MIXER_LAYERS + " A step is replayed from a CUDA graph. Attention has 4,096 tokens in its cache.",
+    ),
     "train": Suite(
         "Training step: 1.4 billion parameters, T 8,192, 8 heads of dqk 128, dhv 256, bfloat16 autocast", "batch",
         (1, 2, 3, 4, 5, 6, 8), lambda B: Problem(B, 8192, 8, 128, 256), tuple(_models(None) + _models("inductor")),
@@ -595,6 +623,12 @@ SUITES = {
             Entry("tfla", "tfla.bench.delta:chunk", {"model": model}, form=model, group=name)
             for name, model, _ in (DELTA_MODELS[0], *DELTA_MODELS[3:])
         ),
+    ),
+    "smoke_mixers": Suite(
+        "Smoke: mixers of tfla.nn, seconds on any device", "T", (64, 128),
+        lambda T: Problem(2, T, 1, 1, 1, dtype="float32"),
+        tuple(_mixers("layer", d_model=32, num_heads=2, mamba_head_dim=16, mamba_state_dim=16)), panels=(),
+        sustained_at=(), note=MIXER_LAYERS,
     ),
     "smoke_context": Suite(
         "Smoke: one sequence on two processes, seconds on any device", "T", (64, 128),

@@ -35,7 +35,8 @@ class Config(Options):
     language: Path | None = None
     """The same of `tfla experiment language`."""
     page: Path | None = None
-    """A page whose tables after `<!-- evidence: NAME -->` are renewed, such as docs/evidence.md."""
+    """A page whose tables after `<!-- evidence: NAME -->` are renewed, such as docs/evidence.md, with those of other
+    pages in its folder."""
 
     def results_of(self, name: str) -> Path:
         """Return the file of an experiment."""
@@ -188,5 +189,7 @@ def figures(config: Config) -> list[Figure | Missing]:
             why = f"no measurement in {path}: `tfla experiment {name} --size full --out {path}`"
             found.append(Missing(f"{PREFIX}{name}", EXPERIMENTS[name].title, why))
     if config.page is not None:
-        renew(config.page, results)
+        beside = sorted(page for page in config.page.parent.glob("*.md") if page != config.page)
+        for page in (config.page, *beside):
+            renew(page, results)
     return found

@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md, from stored results."""
+"""The tables of docs/evidence.md and docs/models.md, from stored results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
 from tfla._util.markdown import table
+from tfla.paper.evidence.models import LABELS, MODELS
+from tfla.paper.evidence.plans import EXPERIMENTS
 from tfla.paper.evidence.summary import Group, groups, mean_text, setting
 from tfla.paper.style import short
 
 Row = dict[str, Any]
-MARK = re.compile(r"(<!-- evidence: (\w+) -->)\n(?:[^\n<][^\n]*\n|\n(?=\|))*")
+MARK = re.compile(r"(<!-- evidence: (\w+) -->)\n(?:[^\n<][^\n]*\n|\n(?=\||!\[))*")
 GROUP_NAMES = {"Z2": "parity", "Z5": "addition modulo 5", "S3": "permutations of 3", "S5": "permutations of 5"}
 
 
@@ -96,22 +98,87 @@ TABLES: dict[str, Callable[[Row], str]] = {
 }
 
 
+def mixers(results: dict[str, Row]) -> str:
+    """Return a row for each model with the last column of each experiment's table, and `-` where it has not been run.
+
+    Of several sizes of the state the largest counts.
+    """
+    columns = []
+    for name, header, made in ACROSS:
+        if name in results:
+            largest = _largest_state(results[name])
+            every = [g for g in groups(results[name]) if g.shape["state_dim"] == largest]
+            columns.append((header, {g.model: cell for g in every if (cell := made(g)) is not None}))
+    shown = [model for model in MODELS if any(model in cells for _, cells in columns)]
+    rows = [[LABELS[model], *(cells.get(model, "-") for _, cells in columns)] for model in shown]
+    return table(["model", *(header for header, _ in columns)], rows)
+
+
+def _last(key: str, value: str, digits: int = 2) -> Callable[[Group], str | None]:
+    """Return the measurement of a group at the largest ``key``."""
+
+    def made(g: Group) -> str | None:
+        texts = g.texts(key, value, digits)
+        return texts[max(texts)] if texts else None
+
+    return made
+
+
+def _tracked(group: str) -> Callable[[Group], str | None]:
+    """Return the fractions of right answers of a group of runs, as :func:`tracking` does."""
+
+    def made(g: Group) -> str | None:
+        texts = g.texts("end", "accuracy")
+        if g.task["group"] != group:
+            return None
+        return f"{texts.get(g.task['length'], '-')}, {texts.get(g.task['longest'], '-')}"
+
+    return made
+
+
+# The columns of :func:`mixers`: the experiment, the header, and what makes a cell or None from a group of runs.
+ACROSS: tuple[tuple[str, str, Callable[[Group], str | None]], ...] = (
+    ("recall", "recall, most pairs", _last("pairs", "accuracy")),
+    *(("tracking", title, _tracked(group)) for group, title in GROUP_NAMES.items()),
+    ("length", "bits per byte, 16 times the length", _last("end", "bits_per_byte", 3)),
+    ("needle", "needles, longest text", _last("length", "accuracy")),
+    ("language", "language, bits per byte", _last("end", "bits_per_byte", 3)),
+)
+
+
+def block(name: str, results: dict[str, Row], folder: Path) -> str:
+    """Return what stands under a mark: setting, table and figure, or how to run an experiment that has no results.
+
+    Args:
+        name: an experiment, or "mixers" for a table across all of them.
+        results: the results of experiments by name.
+        folder: the folder of the page, of which `img` has the figures.
+    """
+    if name == "mixers":
+        return mixers(results)
+    if name not in results:
+        return f"No results are stored: `tfla experiment {name} --size full`."
+    text = f"{setting(results[name])}.\n\n{TABLES[name](results[name])}"
+    image, title = f"img/evidence_{name}.png", EXPERIMENTS[name].title
+    return f"{text}\n\n![{title[0].upper()}{title[1:]}]({image})" if (folder / image).exists() else text
+
+
 def renew(page: Path, results: dict[str, Row]) -> None:
-    """Replace the table after each `<!-- evidence: NAME -->` of a page by the one made from the results.
+    """Replace what stands after each `<!-- evidence: NAME -->` of a page by what :func:`block` makes from the results.
 
     Raises:
-        UserError: the page cannot be read, or a table has no results.
+        UserError: the page cannot be read, or has the name of no table.
     """
 
     def replaced(mark: re.Match[str]) -> str:
-        name = mark[2]
-        if name not in results:
-            raise UserError(f"page: {page} has a table of {name!r}, of which there are no results")
-        return f"{mark[1]}\n{setting(results[name])}.\n\n{TABLES[name](results[name])}\n"
+        if mark[2] not in ("mixers", *TABLES):
+            raise UserError(f"page: {page} has a table of {mark[2]!r}, expected mixers, {', '.join(TABLES)}")
+        return f"{mark[1]}\n{block(mark[2], results, page.parent)}\n"
 
     try:
         text = page.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"page: {page} cannot be read: {error.strerror}") from error
     whole = MARK.sub(replaced, text)
-    write_atomically(page, lambda path: path.write_text(whole, encoding="utf-8"))
+    if whole != text:
+        write_atomically(page, lambda path: path.write_text(whole, encoding="utf-8"))

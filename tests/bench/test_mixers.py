@@ -1,0 +1,85 @@
+"""The benchmark of mixers times each of them as a layer and by steps, and docs/models.md shows its results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from tfla.bench import mixers, page_tables, stored
+from tfla.bench.suites import SUITES
+from tfla.bench.worker import serve
+from tfla.measure.problem import BOTH, FORWARD, Problem
+from tfla.nn import KeyValues
+from tfla.nn.config import Mixer
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+SMALL: dict[str, Any] = {"d_model": 32, "num_heads": 2, "mamba_head_dim": 16, "mamba_state_dim": 16}
+PROBLEM = {"B": 2, "T": 12, "H": 1, "dqk": 1, "dhv": 1, "dtype": "float32", "device": "cpu"}
+
+
+@pytest.mark.parametrize("call", ["layer", "step"])
+@pytest.mark.parametrize("mixer", get_args(Mixer))
+def test_each_is_timed(mixer: str, call: str) -> None:
+    directions = [FORWARD, BOTH] if call == "layer" else [FORWARD]
+    rows: list[dict[str, Any]] = []
+    job = {
+        "kind": "time", "make": f"tfla.bench.mixers:{call}", "directions": directions, "problem": PROBLEM,
+        "options": {"mixer": mixer, **SMALL}, "only_compile": False, "sustained": False, "host": False,
+        "sampling": {"repeats": 1, "warmup": 1, "pause": 0},
+    }  # fmt: skip
+    serve(job, rows.append)
+    assert rows.pop() == {"done": True}
+    assert [row["direction"] for row in rows] == directions
+    assert all(row.get("seconds", 0) > 0 for row in rows), rows
+
+
+def test_a_step_of_attention_reads_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached token with the value 0 in place of another changes the output; a repeated step does not."""
+    kept: list[KeyValues] = []
+    reserve = KeyValues.reserve
+
+    def kept_reserve(self: KeyValues, capacity: int) -> KeyValues:
+        kept.append(reserve(self, capacity))
+        return kept[-1]
+
+    monkeypatch.setattr(KeyValues, "reserve", kept_reserve)
+    work = mixers.step(Problem(**PROBLEM), "attention", **SMALL)
+    first = work.run(*work.inputs)
+    assert torch.equal(work.run(*work.inputs), first)
+    kept[0].v[:, 3] = 0
+    assert not torch.equal(work.run(*work.inputs), first)
+
+
+def test_layers_have_the_sizes_that_the_page_names() -> None:
+    """Keys have 128 channels in each head, but for Mamba-2 it is its state; parameters are counted by hand."""
+    assert set(mixers.HEADS) == set(get_args(Mixer))
+    for name in mixers.HEADS:
+        assert mixers.config_of(name).qk_head_dim == 128
+    with torch.device("meta"):
+        built, config = mixers.build(Problem(**PROBLEM | {"device": "meta"}), "attention")
+        assert mixers._facts(built, config) == {"parameters": 4 * 2048 * 2048, "heads": "16 of 128 × 128"}
+        built, config = mixers.build(Problem(**PROBLEM | {"device": "meta"}), "mamba2")
+        assert mixers._facts(built, config)["heads"] == "64 of 128 × 64"
+    for name in ("mixers", "mixers_decode"):
+        assert [entry.options["mixer"] for entry in SUITES[name].entries] == list(get_args(Mixer))
+
+
+def test_the_page_has_the_table_of_the_stored_results() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert page_tables.renew(text, stored.load(PAGE.parents[1] / "benchmarks" / "results")) == text
+    facts = {"heads": "2 of 3 × 4", "parameters": 12_345_678}
+    result = {
+        "environment": {"device": "a device", "date": "2026-01-01"},
+        "rows": [
+            {"name": "tfla kda", "x": 8192, "direction": d, "seconds": s, **facts}
+            for d, s in ((FORWARD, 0.001), (BOTH, 0.0035))
+        ],
+    }
+    steps = {**result, "rows": [{"name": "tfla kda", "x": 64, "direction": FORWARD, "seconds": 2.5e-5, **facts}]}
+    table = page_tables.mixers({"mixers": result, "mixers_decode": steps})
+    assert table.startswith("| a device, 2026-01-01 | heads |")
+    assert "| `kda` | 2 of 3 × 4 | 12.3 | 1.000 | 3.500 | - | 25 |" in table
+    assert "| `gla` | - | - | - | - | - | - |" in table
