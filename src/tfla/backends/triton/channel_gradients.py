@@ -4,7 +4,7 @@ With the notation of :mod:`.channel_tiles`, the state C before the tile and the 
 
     dq = scale ((do C^T) a + <do E^T> B k),    dr = -((dv C^T) a_r + <dv E^T> B k)
     W  = (E dC^T) w + scale <do E^T>^T q - <dv E^T>^T r,    dk = B W
-    dbeta_t = k_t . W_t = dv_t . E_t / beta_t
+    dbeta_t = k_t . W_t = dv_t . E_t / beta_t, the latter from the scan for dv
 
 where <S> x has the rows sum over j of S_ij D_ij x_j, for S masked like P or M, and <S>^T x its columns.
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -57,13 +58,13 @@ if TYPE_CHECKING:
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H", "GROUP"])
 def channel_gradients(
-    Q, K, R, F, beta, cu, leveled, dO, dV, E, states, cotangents, dQ, dK, dR, dF, dbeta, scale,
+    Q, K, R, F, beta, cu, leveled, dO, dV, E, states, cotangents, dots, dQ, dK, dR, dF, dbeta, scale,
     sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
     gb, gt, gh, eb, et, eh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
     READ_KEY: tl.constexpr, READ_BEFORE: tl.constexpr, STEP_GATES: tl.constexpr, IS_VARLEN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, SUMS: tl.constexpr, BOUND: tl.constexpr, LEVELS: tl.constexpr,
-    LEVELED: tl.constexpr, STAGES: tl.constexpr,
+    LEVELED: tl.constexpr, DOTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one tile of one head for BK key channels. The grid is (tiles * H * DK / BK).
 
@@ -75,6 +76,7 @@ def channel_gradients(
         dO, dV: the cotangents of h and of the values, (B, T, H, DV).
         E: the prediction errors, or without CORRECT the values, (B, T, H, DV).
         states, cotangents: C before each tile and dC after it, (H, tiles, DV, DK).
+        dots: dv . E over each of DOTS parts of dhv, (DOTS, B, T, H) float32.
         dQ, dK, dR: the gradients, (B, T, H, DK); dR is written with READ_KEY, else it is added to dK.
         dF: the gradient of the log-gates, (B, T, H, DK), or with STEP_GATES its sums over the channels of each program,
             (B, T, H, DK / BK) float32.
@@ -125,7 +127,6 @@ def channel_gradients(
             across += tl.sum(rounded_product(C.to(tl.float32), dC.to(tl.float32)), 0)
         # The diagonal: what a step reads of its own write. No gate lies between, so it is kept apart.
         own = tl.sum(tl.where(r[:, None] == r[None, :], weights_q * scale, 0.0), 1)[:, None]  # (L, 1)
-        by_errors = tl.sum(tl.where(r[:, None] == r[None, :], weights_r, 0.0), 1)  # dv_t . E_t, beta_t times dbeta_t
         # With correction, pairs that dq or dr are sums of take operands in tf32: bfloat16 would cost too much.
         SHORT: tl.constexpr = dO.dtype.element_ty == tl.bfloat16
         OPERAND_Q: tl.constexpr = tl.float32 if CORRECT else OPERAND
@@ -257,9 +258,13 @@ def channel_gradients(
         tl.store(dK + of_tile * DK + place, dk.to(dK.dtype.element_ty), inside)
         sums = (of_tile + r * H) * PARTS + part
         found = tl.sum(rounded_product(k.to(tl.float32), W), 1)
-        if CORRECT and k.dtype == tl.bfloat16:  # float16 has no digits of dv where beta is small
+        if DOTS > 0:
+            by_errors = tl.zeros([L], tl.float32)  # dv_t . E_t, beta_t times dbeta_t
+            tokens = T.to(tl.int64) * (1 if IS_VARLEN else sequences)  # of all batch rows
+            for i in tl.static_range(DOTS):
+                by_errors += tl.load(dots + i * tokens * H + of_tile + r * H, (r < steps) & (part == 0), 0.0)
             b = tl.reshape(b, [L])
-            found = tl.where(tl.abs(b) > 1e-6, tl.where(part == 0, by_errors / b, 0.0), found)
+            found = tl.where(tl.abs(b) > 1e-6, by_errors / b, found)
         tl.store(dbeta + sums, found, r < steps)
         dg = tl.zeros([L, BK], tl.float32) + across[None, :]
         if CORRECT and READ_BEFORE:
@@ -297,7 +302,7 @@ def allocate(ctx: ChannelContext) -> Gradients:
 
 def launch(
     ctx: ChannelContext, operands: Operands, dh: Tensor, dv: Tensor, E: Tensor, states: Tensor, cotangents: Tensor,
-    grads: Gradients,
+    dots: Tensor | None, grads: Gradients,
 ) -> None:  # fmt: skip
     """Launch `channel_gradients`.
 
@@ -307,6 +312,7 @@ def launch(
         dh, dv: The cotangents of h and v, (B, T, H, dhv); dv is dense.
         E: The prediction errors, or without correction the values.
         states, cotangents: The states before the tiles and the cotangents after them, (H, tiles, dhv, dqk).
+        dots: dv . E over parts of dhv, (parts, B, T, H) float32, or None where dbeta is not computed from it.
         grads: The outputs.
     """
     base, x, tiles = ctx.base, ctx.x, ctx.config.gradients
@@ -318,11 +324,13 @@ def launch(
     for leveled in (False, True):
         base.launch(channel_gradients, (base.tiles * base.H * parts,),
             x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
-            cotangents, grads.q, grads.k, grads.q if grads.read_key is None else grads.read_key, log_f,
-            dbeta, ctx.spec.scale, x.sequences, base.T, base.tiles, base.H, base.group, *ctx.input_strides,
-            *time_strides(dh), *time_strides(E), DV=base.V, BK=tiles.split, BV=tiles.block,
-            STEP_GATES=not x.channel_gates, LEVELED=leveled, STAGES=tiles.stages, num_warps=tiles.num_warps,
-            compilation=ampere_mmas(x.q.device), **ctx.tile_constants,
+            cotangents, states if dots is None else dots, grads.q, grads.k,
+            grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, ctx.spec.scale, x.sequences, base.T,
+            base.tiles, base.H, base.group, *ctx.input_strides, *time_strides(dh), *time_strides(E), DV=base.V,
+            BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates, LEVELED=leveled,
+            DOTS=0 if dots is None else dots.shape[0], STAGES=tiles.stages, num_warps=tiles.num_warps,
+            OPERAND=tl.bfloat16 if x.q.dtype == torch.bfloat16 else tl.float32, compilation=ampere_mmas(x.q.device),
+            **ctx.tile_constants,
         )  # fmt: skip
     if dbeta is not grads.beta and x.beta is not None:
         reductions.launch(base, dbeta, parts, grads.beta)

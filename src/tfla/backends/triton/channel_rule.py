@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
@@ -103,6 +102,11 @@ class ChannelContext:
         return self.spec.correct and self.x.q.dtype != torch.float32 and self.base.K <= 128
 
     @property
+    def beta_by_errors(self) -> bool:
+        """True if dbeta is dv . E / beta; float16 has no digits of dv where beta is small."""
+        return self.spec.correct and self.x.q.dtype == torch.bfloat16
+
+    @property
     def tile_constants(self) -> dict[str, Any]:
         """The constants that the kernels over tiles share."""
         dtype = self.x.q.dtype
@@ -110,8 +114,8 @@ class ChannelContext:
         return {
             "DK": self.base.K, "L": self.base.L, "CORRECT": self.spec.correct,
             "READ_KEY": self.x.read_key is not None, "READ_BEFORE": self.spec.read_before_decay,
-            "IS_VARLEN": self.base.packed, "OPERAND": tl.bfloat16 if short else tl.float32,
-            "PRECISION": self.base.precision, "SUMS": "bf16x2" if short else "ieee" if exact else "tf32x3",
+            "IS_VARLEN": self.base.packed, "PRECISION": self.base.precision,
+            "SUMS": "bf16x2" if short else "ieee" if exact else "tf32x3",
             "BOUND": BOUND[dtype], "LEVELS": self.base.L.bit_length() - 1,
         }  # fmt: skip
 
@@ -176,8 +180,8 @@ def backward(ctx: ChannelContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor |
     errors = E if correct else x.v
     operands = channel_tiles.launch(ctx, X if correct else None)
     states = channel_scans.launch_states(ctx, operands, errors, results.dense(base, x.C))
-    cotangents = channel_scans.launch_dv(ctx, operands, dh, dv, results.dense(base, dC), dC0)
-    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, grads)
+    cotangents, dots = channel_scans.launch_dv(ctx, operands, dh, errors, dv, results.dense(base, dC), dC0)
+    channel_gradients.launch(ctx, operands, dh, dv, errors, states, cotangents, dots, grads)
     dq, dk = (reductions.launch(base, t, base.group) for t in (grads.q, grads.k))
     read_key = None if grads.read_key is None else reductions.launch(base, grads.read_key, base.group)
     dbeta = grads.beta if x.beta is not None else None

@@ -4,6 +4,7 @@ With the operands of :mod:`.channel_tiles`, the state C before a tile and the co
 
     R = V - (r a) C,    E = R - (X B) R,    h = (q a) C + (P B) E,    C <- g C + (k w B)^T E
     Y = (P B)^T do + (k w B) dC,    dv = Y - (X B)^T Y,    dC <- g dC + (q a)^T do - (r a)^T dv
+    beta_t dbeta_t = dv_t . E_t
 
 without correction with E = V and dv = Y. Products are transposed, so that the state is the left operand of an MMA, from
 registers. The programs of a head split dhv.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from tfla.backends.gpu.config import ampere_mmas, ceil_div
 from tfla.backends.gpu.context import time_strides
+from tfla.backends.gpu.state_passing import rounded_product
 from tfla.backends.triton.channel_tiles import Operands
 from tfla.backends.triton.precise_products import scaled_product, split
 from tfla.backends.triton.scan_tiles import (
@@ -121,10 +123,10 @@ def channel_h_scan(
 @without_unknown_options
 @triton.jit(do_not_specialize=["sequences", "T", "tiles_of_head", "H"])
 def channel_dv_scan(
-    Q, R, K, K_low, dO, P, X, decays, cu, Out, cotangents, state_in, state_out,
+    Q, R, K, K_low, dO, E, P, X, decays, cu, Out, dots, cotangents, state_in, state_out,
     sequences, T, tiles_of_head, H, gb, gt, gh,
     DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr,
-    IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr,
+    DOTS: tl.constexpr, IS_VARLEN: tl.constexpr, USE_INITIAL_STATE: tl.constexpr, STORE_FINAL_STATE: tl.constexpr,
     PRECISION: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dv and the cotangents after the tiles: a program computes BV columns of dhv of one head.
@@ -134,8 +136,10 @@ def channel_dv_scan(
     Args:
         Q, R, K, K_low, P, X, decays: the operands, see `Operands`; R and X are read with CORRECT, K_low with SPLIT.
         dO: the cotangent of h, (B, T, H, DV).
+        E: the prediction errors, (B, T, H, DV), read with DOTS.
         cu: the offsets of packed sequences, (sequences + 1).
         Out: dv, (B, T, H, DV).
+        dots: dv . E over the columns of each program, (dhv / BV, B, T, H) float32, written with DOTS.
         cotangents: dC after each tile, (H, tiles, DV, DK).
         state_in: the cotangents of the final states, (sequences, H, DK, DV); read with USE_INITIAL_STATE.
         state_out: those of the initial states, of the same shape; written with STORE_FINAL_STATE.
@@ -153,6 +157,10 @@ def channel_dv_scan(
     p_at = tile_access(P + row * L, steps, L, H * L, L, L, TMA)
     x_at = tile_access(X + row * L, steps, L, H * L, L, L, TMA)
     o_at = tile_access(Out + row * DV, steps, DV, H * DV, L, BV, TMA)
+    e_at = tile_access(E + row * DV, steps, DV, H * DV, L, BV, TMA)
+    tokens = T.to(tl.int64) * (1 if IS_VARLEN else sequences)  # of all batch rows
+    dots += part * tokens * H + row
+    r = tl.arange(0, L)
     rk = tl.arange(0, BK)
     rv = col + tl.arange(0, BV)
     inside = (rv < DV)[:, None] & (rk < DK)[None, :]
@@ -182,6 +190,10 @@ def channel_dv_scan(
             # (2) dv^T <- Y^T - Y^T (X B), (BV, L)
             x = load_tile(x_at, t, 0, steps, L, H * L, L, L, TMA)  # (L, L)
             Y -= scaled_product(Y, x, PRECISION)
+        if DOTS:
+            e = load_tile(e_at, t, col, steps, DV, H * DV, L, BV, TMA)  # (L, BV)
+            sums = tl.sum(rounded_product(tl.trans(Y), e.to(tl.float32)), 1)  # (L)
+            tl.store(dots + (t + r) * H, sums, t + r < steps)
         store_tile(o_at, tl.trans(Y).to(Out.dtype.element_ty), t, col, steps, DV, H * DV, L, BV, TMA)
         # (3) dC^T <- dC^T g + do^T (q a) - dv^T (r a), (BV, BK)
         S = tl.dot(tl.trans(do), q, S * decay[None, :], input_precision=PRECISION)
@@ -246,31 +258,36 @@ def _launch_h(
 
 
 def launch_dv(
-    ctx: ChannelContext, operands: Operands, dh: Tensor, dv: Tensor, final: Tensor | None, initial: Tensor | None
-) -> Tensor:
+    ctx: ChannelContext, operands: Operands, dh: Tensor, E: Tensor, dv: Tensor, final: Tensor | None,
+    initial: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Launch `channel_dv_scan`: compute dv and the cotangents of the initial states.
 
     Args:
         ctx: The context of the call.
         operands: The result of :func:`.channel_tiles.launch`.
         dh: The cotangent of h, (B, T, H, dhv).
+        E: The prediction errors, (B, T, H, dhv); not read without correction.
         dv: Output, (B, T, H, dhv).
         final: The cotangents of the final states, (N, H, dqk, dhv), or None for zeros.
         initial: Output for the cotangents of the initial states, or None.
 
     Returns:
-        The cotangents of the states after the tiles, (H, tiles, dhv, dqk).
+        The cotangents of the states after the tiles, (H, tiles, dhv, dqk), and dv . E over the columns of each program,
+        (programs, B, T, H) float32, or None where dbeta is not computed from it.
     """
     base, config = ctx.base, ctx.config
     q, r, k, k_low, P, X, decays, _ = operands
     descriptors = config.descriptors and describable(dh)  # without, ptxas sets too few: see `ampere_mmas`
     cotangents = ctx.new_tile_states()
-    base.launch(channel_dv_scan, (ceil_div(base.V, config.dv.split), ctx.x.sequences * base.H),
-        q, q if r is None else r, k, k if k_low is None else k_low, dh, P, P if X is None else X, decays,
-        base.cu_seqlens, dv, cotangents, q if final is None else final, q if initial is None else initial,
-        ctx.x.sequences, base.T, base.tiles, base.H,
-        *time_strides(dh), BV=config.dv.split, CORRECT=ctx.spec.correct, USE_INITIAL_STATE=final is not None,
+    programs = ceil_div(base.V, config.dv.split)
+    dots = base.new(programs, base.B, base.T, base.H) if ctx.beta_by_errors else None
+    base.launch(channel_dv_scan, (programs, ctx.x.sequences * base.H),
+        q, q if r is None else r, k, k if k_low is None else k_low, dh, E, P, P if X is None else X, decays,
+        base.cu_seqlens, dv, decays if dots is None else dots, cotangents, q if final is None else final,
+        q if initial is None else initial, ctx.x.sequences, base.T, base.tiles, base.H, *time_strides(dh),
+        BV=config.dv.split, CORRECT=ctx.spec.correct, DOTS=dots is not None, USE_INITIAL_STATE=final is not None,
         STORE_FINAL_STATE=initial is not None, TMA=descriptors, STAGES=config.dv.stages, num_warps=config.dv.num_warps,
         compilation={} if descriptors else ampere_mmas(dh.device), **ctx.scan_constants,
     )  # fmt: skip
-    return cotangents
+    return cotangents, dots

@@ -39,7 +39,7 @@ from tfla.backends.triton.channel_decays import (
 )
 from tfla.backends.triton.delta_backend import correction_dtype
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
-from tfla.backends.triton.precise_products import split
+from tfla.backends.triton.precise_products import nearest_tf32, split
 from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def decay_operands(
     Q, K, R, F, beta, cu, Qa, Ra, Kw, Kw_low, P, X, decays, leveled, scale,
     sequences, T, tiles_of_head, H, GROUP, qb, qt, qh, kb, kt, kh, rb, rt, rh, fb, ft, fh, fd, bb, bt, bh,
     DK: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, CORRECT: tl.constexpr, READ_KEY: tl.constexpr,
-    READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr, OPERAND: tl.constexpr,
+    READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BOUND: tl.constexpr,
     LEVELS: tl.constexpr, LEVELED: tl.constexpr, SPLIT: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +73,6 @@ def decay_operands(
         scale: the factor of the queries.
         CORRECT: whether there are read keys.
         READ_BEFORE: whether a step reads the state before its decay.
-        OPERAND: the dtype of products inside the tile.
         BASE, DOUBLINGS: see `corrections`; LEVELS is log2(L).
     """
     h = (tl.program_id(0) % H).to(tl.int64)
@@ -106,14 +105,16 @@ def decay_operands(
             for level in tl.range(0, LEVELS - shift, num_stages=1, disable_licm=True):
                 factor = level_factors(g, r, level, LEVELS, SUMS)
                 odd = in_odd_block(r, level, L, LEVELS)[:, None]
-                writes = tl.trans(tl.where(odd, 0.0, k * factor).to(OPERAND))
-                D = tl.dot(tl.where(odd, q * factor, 0.0).to(OPERAND), writes, input_precision=PRECISION)
+                writes = tl.trans(nearest_tf32(tl.where(odd, 0.0, k * factor), PRECISION))
+                queries = nearest_tf32(tl.where(odd, q * factor, 0.0), PRECISION)
+                D = tl.dot(queries, writes, input_precision=PRECISION)
                 S += tl.where(level_pairs(r, level, L, LEVELS), D, 0.0)
                 if CORRECT:
                     if READ_BEFORE:
                         factor = level_factors(g, e, level, LEVELS, SUMS)
                         odd = in_odd_block(e, level, L, LEVELS)[:, None]
-                    D = tl.dot(tl.where(odd, read * factor, 0.0).to(OPERAND), writes, input_precision=PRECISION)
+                    reads = nearest_tf32(tl.where(odd, read * factor, 0.0), PRECISION)
+                    D = tl.dot(reads, writes, input_precision=PRECISION)
                     M += tl.where(level_pairs(e, level, L, LEVELS), D, 0.0)
             # (2) S and M of pairs of steps in one block
             up = tl.exp2(middle)  # factors of reads
@@ -124,24 +125,18 @@ def decay_operands(
                     up_r = tl.exp2(tl.where(shift == 0, 0.0, sums_from_middle(g, e, 4, SUMS)))
                 else:
                     up_r = tl.exp2(middle - g)
-            writes = tl.trans(k * down)
-            if k.dtype == tl.bfloat16:
-                writes, low = split(writes, OPERAND)
-            queries = (q * up).to(OPERAND)
+            writes = tl.trans(nearest_tf32(k * down, PRECISION))
+            queries = nearest_tf32(q * up, PRECISION)
             if LEVELED:
                 D = tl.dot(queries, writes, input_precision=PRECISION)
-                if k.dtype == tl.bfloat16:
-                    D = tl.dot(queries, low, D)
                 S += tl.where((r[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
                 if CORRECT:
-                    D = tl.dot((read * up_r).to(OPERAND), writes, input_precision=PRECISION)
+                    D = tl.dot(nearest_tf32(read * up_r, PRECISION), writes, input_precision=PRECISION)
                     M += tl.where((e[:, None] >> shift) == (r[None, :] >> shift), D, 0.0)
             else:
                 S = tl.dot(queries, writes, S, input_precision=PRECISION)
-                if k.dtype == tl.bfloat16:
-                    S = tl.dot(queries, low, S)
                 if CORRECT:
-                    M = tl.dot((read * up_r).to(OPERAND), writes, M, input_precision=PRECISION)
+                    M = tl.dot(nearest_tf32(read * up_r, PRECISION), writes, M, input_precision=PRECISION)
             # (3) Operands times their decays from the start of the tile and to its end, and the decay of the tile
             if LEVELED:
                 up = decay_to(g, r, SUMS)
