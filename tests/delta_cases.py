@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from cases import TOLERANCE, error
 from torch import Tensor
 
+import tfla
 from tfla.backends.base import sequence_bounds
 from tfla.backends.delta import DeltaInputs, DeltaSpec
 from tfla.backends.reference_delta import step
@@ -257,3 +258,17 @@ def check_beside_rounding(
 def options(**given: Any) -> dict[str, Any]:
     """Keyword arguments without those that are None."""
     return {n: x for n, x in given.items() if x is not None}
+
+
+def call(p: DeltaProblem, leaves: dict[str, Tensor], **given: Any) -> tuple[Tensor, tfla.State]:
+    """The public function of the problem's model on these leaves."""
+    state = tfla.State(leaves["C"]) if "C" in leaves else None
+    given |= {"initial_state": state, "return_state": True, "cu_seqlens": p.x.cu_seqlens, "scale": p.scale}
+    q, k, v = (leaves[name] for name in "qkv")
+    if not p.correct:
+        log_i = leaves["beta"].log() if "beta" in leaves else None
+        return tfla.linear_attention(q, k, v, leaves["log_f"], log_i, **given)
+    given |= options(read_key=leaves.get("read_key"))
+    return tfla.delta_rule(
+        q, k, v, leaves.get("beta"), leaves.get("log_f"), read_before_decay=p.read_before_decay, **given
+    )

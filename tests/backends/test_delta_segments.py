@@ -86,6 +86,13 @@ def test_by_name() -> None:
     check_beside_terms(p, {name: t.cpu() for name, t in found.items()})
 
 
+def test_an_empty_batch() -> None:
+    x = {n: t[:0].to(DEVICE).requires_grad_() for n, t in delta_problem("gdn", dtype=DTYPE).leaves.items() if n != "C"}
+    h, state = tfla.delta_rule(**x, backend="triton", kernel="segmented", return_state=True)  # type: ignore[call-overload]
+    assert (h.shape, state.C.shape) == ((0, 37, 2, 6), (0, 2, 8, 6))
+    assert all(g.shape == t.shape for g, t in zip(torch.autograd.grad(h.sum(), [*x.values()]), x.values(), strict=True))
+
+
 def test_without_gradients() -> None:
     p = delta_problem("gdn", T=200, B=1, K=16, V=16, dtype=DTYPE)
     x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))

@@ -105,6 +105,8 @@ def test_sampling_follows_the_probabilities() -> None:
         (ValueError, "top_p", {"top_p": 1.1}),
         (ValueError, "seed", {"seed": 1, "generator": torch.Generator()}),
         (ValueError, "stop_token", {"stop_token": 23}),
+        (ValueError, "draft_tokens", {"draft_tokens": 0}),
+        (TypeError, "draft_tokens", {"draft_tokens": "4"}),
     ],
 )
 def test_wrong_arguments_are_named_at_the_call(

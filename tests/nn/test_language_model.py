@@ -269,6 +269,8 @@ GOOD = torch.zeros(2, 5, dtype=torch.int64)
         (TypeError, ["ids", "list", "int64"], [[1]], {}),
         (ValueError, ["ids", "(5,)", "(B, T)"], GOOD[0], {}),
         (ValueError, ["ids", "(2, 0)", "at least 1"], GOOD[:, :0], {}),
+        (ValueError, ["ids", "meta", "that of the model, cpu"], GOOD.to("meta"), {}),
+        (TypeError, ["return_state", "'no'", "True or False"], GOOD, {"return_state": "no"}),
         (TypeError, ["document_start", "int64", "bool"], GOOD, {"document_start": GOOD}),
         (ValueError, ["document_start", "(2, 4)", "(2, 5)"], GOOD, {"document_start": GOOD[:, :4].bool()}),
         (
@@ -289,6 +291,16 @@ def test_wrong_arguments_are_named(
     with pytest.raises(kind) as error:
         make_model(mixer)(ids, **arguments)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_wrong_arguments_of_steps_are_named(mixer: str, make_model: Make) -> None:
+    model = make_model(mixer)
+    state = model.initial_state(2)
+    for call, ids in ((model.step, GOOD[:, 0]), (model.steps, GOOD)):
+        with pytest.raises(TypeError, match=r"^in_place: got 'no', expected True or False"):
+            call(ids, state, in_place="no")  # type: ignore[operator]
+        with pytest.raises(ValueError, match=r"^ids: got device meta, expected that of the model, cpu"):
+            call(ids.to("meta"), state)  # type: ignore[operator]
 
 
 def test_a_state_of_another_batch_or_mixer_is_refused(mixer: str, make_model: Make) -> None:

@@ -119,6 +119,8 @@ def test_arguments_are_checked() -> None:
         warmup(build(), batches=(0,))
     with pytest.raises(ValueError, match="pool: got 0, expected at least 1"):
         warmup(build(), pool=0)
+    with pytest.raises(ValueError, match="capacity: got 0, expected at least 1"):
+        warmup(build(), capacity=0)
     with pytest.raises(TypeError, match="model: got int, expected a LanguageModel"):
         warmup(3)  # type: ignore[arg-type]
 

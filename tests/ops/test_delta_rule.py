@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import TOLERANCE, error
-from delta_cases import GATES, MODELS, DeltaProblem, check_beside_terms, delta_problem, gradients, options, truth
+from delta_cases import GATES, MODELS, DeltaProblem, call, check_beside_terms, delta_problem, gradients, options, truth
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -21,20 +21,6 @@ from tfla.backends import DELTA_BACKENDS
 from tfla.backends.chunkwise.delta import ChunkwiseDelta
 from tfla.backends.delta import DeltaInputs, DeltaOutputs, DeltaSpec, DeltaStepInputs
 from tfla.ops.delta_activations import activated
-
-
-def call(p: DeltaProblem, leaves: dict[str, Tensor], **given: Any) -> tuple[Tensor, tfla.State]:
-    """The public function of the problem's model on these leaves."""
-    state = tfla.State(leaves["C"]) if "C" in leaves else None
-    given |= {"initial_state": state, "return_state": True, "cu_seqlens": p.x.cu_seqlens, "scale": p.scale}
-    q, k, v = (leaves[name] for name in "qkv")
-    if not p.correct:
-        log_i = leaves["beta"].log() if "beta" in leaves else None
-        return tfla.linear_attention(q, k, v, leaves["log_f"], log_i, **given)
-    given |= options(read_key=leaves.get("read_key"))
-    return tfla.delta_rule(
-        q, k, v, leaves.get("beta"), leaves.get("log_f"), read_before_decay=p.read_before_decay, **given
-    )
 
 
 def fresh(p: DeltaProblem) -> dict[str, Tensor]:

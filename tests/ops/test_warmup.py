@@ -112,6 +112,25 @@ def test_errors() -> None:
         tfla.warmup(*SIZES, Hq=2.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype: got 'bfloat16', expected a torch.dtype"),
+        ({"param_dtype": 3}, "param_dtype: got 3, expected a torch.dtype"),
+        ({"dtype": torch.float8_e4m3fn}, "q: got dtype torch.float8_e4m3fn, expected a float dtype"),
+        ({"device": "gpu"}, "device: got 'gpu', expected 'cpu'"),
+        ({"Hq": 3}, "v: got 4 heads, expected a multiple of the 3 heads"),
+        ({"backward": "no"}, "backward: got 'no', expected True or False"),
+        ({"backend": "cuda"}, "backend: got 'cuda', allowed are None and "),
+        ({"chunk_size": 0}, "chunk_size: got 0, expected at least 1"),
+        ({"chunksize": 64}, "unexpected keyword argument 'chunksize'"),
+    ],
+)
+def test_arguments_are_checked_where_there_is_nothing_to_compile(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        tfla.warmup(*SIZES, **{"device": "cpu"} | options)
+
+
 def test_the_command_takes_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["warmup", "--shape", "1", "64", "2", "16", "32", "--form", "kda", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == "cpu: there is nothing to compile\n"

@@ -12,7 +12,6 @@ from tfla.nn.model import LanguageModel
 from tfla.nn.proposed import ProposedSteps
 from tfla.nn.sampling import Sampling, prefill
 from tfla.nn.validation import check_int
-from tfla.ops.checks import LONGEST_STEPS
 
 
 @dataclass(frozen=True)
@@ -124,9 +123,8 @@ class ModelDraft:
         self.steps.accept(lengths)
 
 
-def check_draft(draft: object, draft_tokens: object, model: LanguageModel) -> None:
-    """Check the arguments ``draft`` and ``draft_tokens`` of :func:`tfla.nn.generate`."""
-    check_int("draft_tokens", draft_tokens, 1, LONGEST_STEPS - 1)
+def check_draft(draft: object, model: LanguageModel) -> None:
+    """Check the argument ``draft`` of :func:`tfla.nn.generate`."""
     if isinstance(draft, NGram):
         return
     if not isinstance(draft, LanguageModel):

@@ -14,6 +14,7 @@ from tfla.nn.model import LanguageModel
 from tfla.nn.sampling import Sampling, prefill
 from tfla.nn.speculate import speculate
 from tfla.nn.validation import SEEDS, check_ids, check_int, check_model, check_vocabulary
+from tfla.ops.checks import LONGEST_STEPS
 
 # The largest number of tokens for which caches of attention have room from the start, as CUDA graphs need.
 LARGEST_CACHE = 65_536
@@ -96,10 +97,11 @@ def generate(
             raise ValueError("seed: got it together with generator, expected at most one of them")
         check_int("seed", seed, *SEEDS)
         generator = torch.Generator(ids.device).manual_seed(seed)
+    check_int("draft_tokens", draft_tokens, 1, LONGEST_STEPS - 1)
     attention = "attention" in model.config.mixer_counts
     total = ids.shape[1] + max_new_tokens
     if draft is not None:
-        check_draft(draft, draft_tokens, model)
+        check_draft(draft, model)
         check_cuda_graph(cuda_graph, True, device)
         sampling = Sampling(temperature, top_k, top_p, generator)
         return speculate(model, draft, ids, max_new_tokens, draft_tokens, sampling, stop_token, cuda_graph)

@@ -50,7 +50,7 @@ def warmup(
             raise TypeError(f"{name}: got {type(values).__name__}, expected a sequence of ints")
         for value in values:
             check_int(name, value, 1)
-    for name, size in (("states_every", states_every), ("pool", pool)):
+    for name, size in (("states_every", states_every), ("capacity", capacity), ("pool", pool)):
         if size is not None:
             check_int(name, size, 1)
     device = model.embedding.weight.device

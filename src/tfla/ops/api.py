@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tfla.ops import channel_gates
 from tfla.ops.channel_gates import has_channel_gates
-from tfla.ops.checks import check_input_gate, check_scale
+from tfla.ops.checks import check_flags, check_input_gate, check_scale
 from tfla.ops.dispatch import Request, plan
 from tfla.ops.gates import InputGate
 from tfla.ops.operators import attend
@@ -314,6 +314,7 @@ def linear_attention(
             store_dtype=store_dtype,
         )  # fmt: skip
     if has_channel_gates(log_f):
+        check_flags(normalizer_grad=normalizer_grad)
         return channel_gates.linear_attention(
             q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, check_scale(scale),
             backend, kernel, store_dtype, context_parallel, state_indices,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tfla.ops.checks import check_float, check_shape
+from tfla.ops.checks import check_flags, check_float, check_shape
 from tfla.ops.delta_dispatch import DeltaRequest
 from tfla.ops.delta_operator import compute
 from tfla.ops.delta_step_dispatch import DeltaStepRequest
@@ -39,6 +39,7 @@ def _write_strength(log_i: Tensor | None, v: Tensor) -> Tensor | None:
 
 def check_options(normalize: bool, store_dtype: object) -> None:
     """Check that no option is given that this form does not have."""
+    check_flags(normalize=normalize)
     if normalize:
         raise ValueError("normalize: got True with log_f (B, T, H, dqk), expected False: n has one gate for each step")
     if store_dtype is not None:

@@ -158,7 +158,7 @@ def choose(
         ValueError: no backend or kernel has that name, or it cannot run these inputs (the message says why).
     """
     able = {n: b for n, b in DELTA_BACKENDS.items() if b.reads_before_decay or not read_before_decay}
-    if backend in DELTA_BACKENDS and backend not in able:
+    if isinstance(backend, str) and backend in DELTA_BACKENDS and backend not in able:
         raise ValueError(f"backend: {backend!r} cannot run these inputs: {READS_AFTER}")
     chosen = select(backend, x, able)
     check_kernel(kernel, chosen, x)

@@ -123,8 +123,7 @@ def delta_product(
     queries = torch.cat([q.new_zeros(B, T, writes - 1, Hq, dqk), q.unsqueeze(2)], 2).flatten(1, 2)
     if log_f is not None:
         checks.check_float("log_f", log_f)
-        if log_f.shape[:2] != (B, T):
-            raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected ({B}, {T}, H) or ({B}, {T}, H, {dqk})")
+        _check_gates(log_f, q)
         open_gates = log_f.new_zeros(B, T, writes - 1, *log_f.shape[2:])
         log_f = torch.cat([log_f.unsqueeze(2), open_gates], 2).flatten(1, 2)
     steps = queries, k, v, beta, log_f, None
@@ -222,6 +221,7 @@ def dplr(
     checks.check_float("v", v)
     checks.check_shape("v", v, (q.shape[0], q.shape[1], "H", "dhv"))
     checks.check_float("log_f", log_f)
+    _check_gates(log_f, q)
     zero = torch.zeros_like
 
     def each(first: Tensor, second: Tensor) -> Tensor:
@@ -233,6 +233,13 @@ def dplr(
     one = torch.ones(v.shape[:-1], dtype=torch.float32, device=v.device)
     steps = each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)), each(a, zero(a))
     return _compute(steps, initial_state, cu_seqlens, 2, read_before_decay=True, **options)
+
+
+def _check_gates(log_f: Tensor, q: Tensor) -> None:
+    """Check the number of dimensions of gates and that they have the steps of q, (B, T, Hq, dqk)."""
+    B, T, _, dqk = q.shape
+    if log_f.dim() not in (3, 4) or log_f.shape[:2] != (B, T):
+        raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected ({B}, {T}, H) or ({B}, {T}, H, {dqk})")
 
 
 def _compute(

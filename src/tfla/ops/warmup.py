@@ -8,8 +8,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from tfla._util.device import check_device
 from tfla._util.warm_calls import Warmup, compiles, measured
 from tfla.ops.api import linear_attention, mlstm
+from tfla.ops.checks import check_flags
 from tfla.ops.delta import delta_rule
 from tfla.ops.delta_steps import delta_rule_step
 from tfla.ops.state import State
@@ -41,7 +43,8 @@ def warmup(
 
     Triton compiles a kernel at its first launch, which takes seconds, and keeps it on the disk for later processes. The
     calls have the arguments that the mixer of that name in :mod:`tfla.nn` gives them. Kernels of other lengths are
-    mostly the same; segments are chosen by length. On a CPU there is nothing to compile, and no call is made.
+    mostly the same; segments are chosen by length. On a CPU there is nothing to compile, and
+    one step is computed, in which arguments that do not fit are found.
 
     Args:
         B, T, H, dqk, dhv: sequences, steps, heads, and the head dims of keys and values.
@@ -69,13 +72,19 @@ def warmup(
             raise ValueError(f"{name}: got {size}, expected at least 1")
     if form not in FORMS:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
-    at = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if not compiles(at):
-        return Warmup(at.type, ())
+    for name, kind in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if not isinstance(kind, torch.dtype) and (name == "dtype" or kind is not None):
+            raise TypeError(f"{name}: got {kind!r}, expected a torch.dtype")
+    check_flags(backward=backward, step=step)
+    at = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def inputs(*leading: int) -> tuple[Callable[..., Any], dict[str, Any]]:
         return _inputs(form, leading, (H if Hq is None else Hq, H, dqk, dhv), dtype, param_dtype or dtype, at)
 
+    if not compiles(at):
+        operator, given = inputs(1, 1)  # whose arguments are checked all the same
+        _forward(operator, given | options)()
+        return Warmup(at.type, ())
     operator, given = inputs(B, T)
     calls = [measured(f"a forward of {B} x {T} steps", _forward(operator, given | options), at)]
     if backward:

@@ -114,7 +114,7 @@ class TritonDelta(DeltaBackend):
         """Compute the forward with other launchers than those of :mod:`.delta_kernels`, if they are given."""
         from tfla.backends.triton import delta
 
-        if spec.kernel == BY_SEGMENTS:
+        if spec.kernel == BY_SEGMENTS and len(x.v):  # an empty batch has no segments
             from tfla.backends.triton import delta_segments
 
             return delta_segments.run_forward(x, in_segments(spec), kernels or delta.KERNELS)
@@ -130,7 +130,7 @@ class TritonDelta(DeltaBackend):
         """Compute the gradients from the cotangents of h and of the final state."""
         from tfla.backends.triton import delta
 
-        if spec.kernel == BY_SEGMENTS:
+        if spec.kernel == BY_SEGMENTS and len(x.v):
             from tfla.backends.triton import delta_segments
 
             return delta_segments.run_backward(x, out, dh, dC, in_segments(spec))
