@@ -78,12 +78,52 @@ def lowered(monkeypatch: pytest.MonkeyPatch, architecture: int, backend: str | N
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+def fields(message: bytes) -> dict[int, Any]:
+    """The fields of a protocol buffer by number: numbers and bytes."""
+    found, at = dict[int, Any](), 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        key = number()
+        value: Any = number()
+        if key & 7 == 2:
+            value, at = message[at : at + value], at + value
+        found[key >> 3] = value
+    return found
+
+
+def check_machine_code(told: dict[str, Any], message: bytes) -> None:
+    """Check the message that is merged with that of a call: TritonAnyKernelCall with the image of one kernel."""
+    assert list(fields(message)) == [1]
+    kernel = fields(fields(message)[1])
+    assert list(kernel) == [1]
+    image = fields(fields(kernel[1])[11])
+    assert image[1].startswith(b"\x7fELF")
+    assert told["name"].encode() in image[1]
+    assert (image[2].decode(), image[3]) == (told["name"], told["shared"])
+
+
 def calls(module: str) -> list[tuple[dict[str, Any], list[str]]]:
     """What each call of a kernel says, and its operands."""
     found = []
     for operands, opaque in re.findall(r'@triton_kernel_call_ffi\(([^)]*)\).*?opaque = "([^"]*)"', module):
-        raw = re.sub(rb"\\([0-9A-F]{2})", lambda m: bytes([int(m[1], 16)]), opaque.encode("latin-1"))
-        found.append((json.loads(zlib.decompress(raw.replace(b"\\\\", b"\\"))), operands.split(", ")))
+        escaped = opaque.encode("latin-1")
+        raw = re.sub(rb"\\(\\|[0-9A-F]{2})", lambda m: b"\\" if m[1] == b"\\" else bytes([int(m[1], 16)]), escaped)
+        message = zlib.decompress(raw)
+        told, end = json.JSONDecoder().raw_decode(message.decode("latin-1"))
+        found.append((told, operands.split(", ")))
+        if launches.jaxlib_version() >= (0, 11, 1):
+            check_machine_code(told, message[end:])
+        else:  # it has no field for machine code
+            assert end == len(message)
     return found
 
 
@@ -211,11 +251,21 @@ def test_a_descriptor_that_a_kernel_does_not_read_gets_no_tensor_of_the_call() -
     )  # fmt: skip
     # A descriptor is followed by its shape and its strides, so that Out is parameter 5.
     ptx = ".entry k(k_param_0, k_param_5, k_param_10) { ld k_param_5; ld k_param_10; }"
-    compiled = SimpleNamespace(asm={"ptx": ptx}, src=source, metadata=metadata)
+    compiled = SimpleNamespace(asm={"ptx": ptx, "cubin": b"code"}, src=source, metadata=metadata)
     kernel, descriptor = SimpleNamespace(arg_names=["X", "Out", "gates"]), SimpleNamespace(shape=(8, 8), strides=(8, 1))
     described = {n: planning.Describe(n, 2, descriptor) for n in (3, 4)}
     launch = planning.Launch(kernel, compiled, (1,), (3, 4, 1), (), {}, 4)
     assert launches.KernelCall(launch, described, unused=0).operands == [0, 2, 1]
+
+
+def test_a_kernel_without_its_text_is_an_error() -> None:
+    """A damaged cache of Triton would leave every parameter unread, and jaxlib would take kernels for each other."""
+    compiled = SimpleNamespace(
+        asm={"ptx": "", "cubin": b"code"}, src=SimpleNamespace(signature={}), metadata=SimpleNamespace(name="k")
+    )
+    launch = planning.Launch(SimpleNamespace(arg_names=[]), compiled, (1,), (), (), {}, 4)
+    with pytest.raises(RuntimeError, match="kernel k: got 0 characters of PTX without its entry, expected its code"):
+        launches.KernelCall(launch, {}, unused=0)
 
 
 def test_a_step_overwrites_its_state(monkeypatch: pytest.MonkeyPatch) -> None:

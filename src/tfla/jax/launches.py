@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import jaxlib
 from jax import Array
 
-from tfla.backends.gpu import ptx_only
+from tfla.backends.gpu import side_by_side
 from tfla.backends.gpu.planning import (
     Allocate,
     Copy,
@@ -37,10 +37,12 @@ from tfla.backends.gpu.planning import (
     SumOf,
 )
 from tfla.jax.inputs import vary, varying_axes
+from tfla.jax.machine_code import with_machine_code
 
-TARGET = "triton_kernel_call_ffi"  # of the plugin for CUDA, which compiles PTX and launches kernels
+TARGET = "triton_kernel_call_ffi"  # of the plugin for CUDA, which loads and launches kernels
 FIRST, LAST = (0, 10), (0, 12)  # versions of jaxlib with this target, the last excluded
 DESCRIPTORS = (0, 11, 1)  # the first version with TMA descriptors, and memory in which kernels make them
+ASSEMBLED = (0, 11, 1)  # the first version that takes assembled kernels; older ones assemble PTX one after the other
 
 
 def jaxlib_version() -> tuple[int, ...]:
@@ -71,7 +73,16 @@ def descriptors_unsupported() -> str | None:
 
 
 def _used_parameters(ptx: str, name: str) -> set[int]:
-    """Return the numbers of the parameters that the code of a kernel reads."""
+    """Return the numbers of the parameters that the code of a kernel reads.
+
+    Raises:
+        RuntimeError: the text of the kernel is not there, so that every parameter would seem unread.
+    """
+    if f".entry {name}(" not in ptx:
+        raise RuntimeError(
+            f"kernel {name}: got {len(ptx)} characters of PTX without its entry, expected its code. A file of Triton's "
+            "cache is damaged: empty the folder TRITON_CACHE_DIR, by default ~/.triton/cache"
+        )
     found = [int(n) for n in re.findall(rf"\b{re.escape(name)}_param_(\d+)\b", ptx)]
     return {n for n in found if found.count(n) > 1}  # the first one is its declaration
 
@@ -88,7 +99,7 @@ class KernelCall:
     def __init__(self, launch: Launch, described: dict[int, Describe], unused: int) -> None:
         from jaxlib import gpu_triton
 
-        compiled = ptx_only.awaited(launch.compiled)
+        compiled = side_by_side.awaited(launch.compiled)
         metadata = compiled.metadata
         ptx, signature = compiled.asm["ptx"], compiled.src.signature
         self.name = str(metadata.name)
@@ -122,7 +133,10 @@ class KernelCall:
             *((scratch, metadata.global_scratch_align) if scratch else ()),
         )  # fmt: skip
         grid = (*launch.grid, 1, 1)[:3]
-        self.opaque = zlib.compress(gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(self.name, b""))
+        message = gpu_triton.TritonKernelCall(kernel, *grid, parameters).to_proto(self.name, b"")
+        if jaxlib_version() >= ASSEMBLED:
+            message = with_machine_code(message, self.name, int(metadata.shared), compiled.asm["cubin"])
+        self.opaque = zlib.compress(message, 1)  # code hardly shrinks more at higher levels, which take longer
 
     @staticmethod
     def _descriptor(descriptor: Any, meta: dict[str, Any]) -> list[Any]:

@@ -108,7 +108,7 @@ def forward_plan(spec: KernelSpec, given: Signature) -> Any:
     from tfla.backends.gpu import planning, runtime
     from tfla.jax.launches import LoweredPlan
 
-    with planning.planning_for_ptx(runtime.PlannedGPU(*spec.gpu)):
+    with planning.planning_side_by_side(runtime.PlannedGPU(*spec.gpu)):
         x = TorchInputs(*torch_inputs(given))
         code, recorder = family(spec.backend, x), planning.PlanRecorder(x)
         if spec.axis is None:
@@ -137,7 +137,7 @@ def backward_plan(spec: KernelSpec, given: Signature) -> Any:
     from tfla.backends.gpu import planning, runtime
     from tfla.jax.launches import LoweredPlan
 
-    with planning.planning_for_ptx(runtime.PlannedGPU(*spec.gpu)):
+    with planning.planning_side_by_side(runtime.PlannedGPU(*spec.gpu)):
         tensors = torch_inputs(given)
         x = TorchInputs(*tensors[:9])
         dh, dC, dn, h, d, chunk_C, chunk_n, *further = tensors[9:]

@@ -123,7 +123,7 @@ def plan(gpu: GPU, options: KernelOptions, given: Signature) -> Any:
     from tfla.backends.gpu import planning, runtime
     from tfla.backends.triton import decode
 
-    with planning.planning_for_ptx(runtime.PlannedGPU(*gpu)):
+    with planning.planning_side_by_side(runtime.PlannedGPU(*gpu)):
         x = _torch_inputs(given)
         recorder = planning.PlanRecorder(x)
         in_place = options.final_state and (x.indices is not None or x.C.dtype == x.kept_dtype(x.C))

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from tfla.backends.gpu import ptx_only
+from tfla.backends.gpu import side_by_side
 from tfla.backends.gpu.replay import LaunchRecorder
 from tfla.backends.gpu.runtime import INTERPRETED, PlannedGPU, planned_for
 
@@ -101,7 +101,7 @@ class Launch(NamedTuple):
     """The launch of a kernel."""
 
     kernel: Any  # the Triton kernel
-    compiled: Any  # as Triton compiled it, or promised by `ptx_only`; None where kernels are interpreted
+    compiled: Any  # as Triton compiled it, or promised by `side_by_side`; None where kernels are interpreted
     grid: tuple[int, ...]
     read: tuple[int, ...]  # the tensors and descriptors that it reads or writes, its first arguments; -1 is None
     numbers: tuple[float, ...]  # its next arguments
@@ -236,7 +236,7 @@ class PlanRecorder(LaunchRecorder):
         compiled = None
         if not INTERPRETED:
             options = {"enable_fp_fusion": True, "num_warps": num_warps, **(compilation or {})}
-            compiled = ptx_only.compile_kernel(kernel, *args, grid=grid, **options, **constants)
+            compiled = side_by_side.compile_kernel(kernel, *args, grid=grid, **options, **constants)
         count = next((n for n, x in enumerate(args) if isinstance(x, int | float)), len(args))
         read = tuple(-1 if x is None else self.numbers[id(x)] for x in args[:count])
         self.plan.append(Launch(kernel, compiled, grid, read, tuple(args[count:]), constants, num_warps))
@@ -279,9 +279,9 @@ _LOCK = threading.RLock()
 
 
 @contextlib.contextmanager
-def planning_for_ptx(gpu: PlannedGPU) -> Iterator[None]:
-    """Plan as in :func:`planning`, with kernels that are compiled side by side, to PTX alone."""
-    with planning(gpu), ptx_only.compiled_side_by_side():
+def planning_side_by_side(gpu: PlannedGPU) -> Iterator[None]:
+    """Plan as in :func:`planning`, with kernels that are compiled side by side."""
+    with planning(gpu), side_by_side.compiled_side_by_side():
         yield
 
 

@@ -97,7 +97,7 @@ def _plan(spec: KernelSpec, given: Signature, forward: bool) -> Any:
     from tfla.backends.triton import delta
     from tfla.jax.launches import LoweredPlan
 
-    with planning.planning_for_ptx(runtime.PlannedGPU(*spec.gpu)):
+    with planning.planning_side_by_side(runtime.PlannedGPU(*spec.gpu)):
         x, more = _torch_inputs(given[:8]), torch_inputs(given[8:])
         recorder = planning.PlanRecorder([*x[:6], *x[8:], *more])
         if forward:

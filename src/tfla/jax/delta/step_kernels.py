@@ -67,7 +67,7 @@ def plan(gpu: GPU, options: KernelOptions, given: Signature) -> Any:
     from tfla.backends.triton import delta_decode
     from tfla.jax.launches import LoweredPlan
 
-    with planning.planning_for_ptx(runtime.PlannedGPU(*gpu)):
+    with planning.planning_side_by_side(runtime.PlannedGPU(*gpu)):
         x, rule = _torch_inputs(given), options.rule
         recorder = planning.PlanRecorder(x)
         spec = DeltaStepSpec(

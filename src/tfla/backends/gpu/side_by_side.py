@@ -1,8 +1,7 @@
-"""The compilation of the kernels of a plan to PTX alone, side by side, for hosts that assemble PTX themselves.
+"""The compilation of the kernels of a plan side by side, in threads.
 
-Triton assembles the PTX of each kernel by ptxas, in a process of its own. A host such as XLA does that once more, so
-that the first result is not needed. What remains of a compilation is Triton's front end, which is Python and takes
-about a fifth of the time, and passes of MLIR and LLVM, during which other threads run.
+Triton's front end is Python and takes about a fifth of the time. Other threads run during what follows, passes of MLIR
+and LLVM and then ptxas in a process of its own.
 """
 
 from __future__ import annotations
@@ -19,9 +18,6 @@ import triton
 
 from tfla.backends.gpu.runtime import INTERPRETED
 
-# An option of ptxas that does not exist. It marks kernels that are not assembled, and gives them entries of their own
-# in Triton's cache.
-MARK = "--assembled-by-another-host"
 THREADS = min(16, os.cpu_count() or 1)
 # Some versions of Python do not parse in several threads at once (python/cpython#106905), and front ends would only
 # wait for each other.
@@ -54,17 +50,14 @@ _HERE = _Compilation()
 
 
 def _change_stages(*given: Any) -> tuple[str, str] | None:
-    """Leave out the assembly of a marked kernel, and end its front end with its first stage.
+    """End the front end of a kernel with its first stage.
 
-    Triton calls it with a backend, its stages and options, and from 3.7 on also without arguments, for a part of the
-    key of kernels in memory.
+    Triton calls it with a backend, its stages and options, and from 3.7 on also without arguments, for what is added to
+    the key of the cache on disk: nothing, since the stages compute what they always do.
     """
     if not given:
-        return "assembled elsewhere", "assembled elsewhere"
-    _, stages, options, *_ = given
-    if getattr(options, "ptx_options", None) != MARK:
-        return None
-    stages["cubin"] = lambda ptx, metadata: b""
+        return "", ""
+    _, stages, *_ = given
     name, first = next(iter(stages.items()))
 
     def begin(module: Any, metadata: Any) -> Any:
@@ -109,10 +102,8 @@ def active() -> bool:
 
 def compile_kernel(kernel: Any, *args: Any, **options: Any) -> Any:
     """Return a compiled kernel for these arguments, or side by side with others the promise of one."""
-    if not active():
+    with FRONT_END if active() else contextlib.nullcontext():
         return kernel.run(*args, warmup=True, **options)
-    with FRONT_END:
-        return kernel.run(*args, warmup=True, ptx_options=MARK, **options)
 
 
 def awaited(compiled: Any) -> Any:
@@ -122,7 +113,7 @@ def awaited(compiled: Any) -> Any:
 
 @contextlib.contextmanager
 def compiled_side_by_side() -> Iterator[None]:
-    """Compile the kernels that a plan records inside this context in threads, to PTX alone.
+    """Compile the kernels that a plan records inside this context in threads.
 
     A recorded launch then holds the promise of a compiled kernel, see :func:`awaited`. The context ends once all are
     compiled; inside of another one it has no effect. Versions of Triton without what this needs compile as they always
