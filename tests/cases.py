@@ -356,5 +356,5 @@ def check_nothing_leaks(p: Problem, implementation: Implementation, changed: int
     for name, x in before.items():
         kept = (x[:, ~own], after[name][:, ~own]) if name in PER_STEP else (x[others], after[name][others])
         assert torch.equal(*kept), name
-        mine = (x[:, own], after[name][:, own]) if name in PER_STEP else (x[changed], after[name][changed])
-        assert not torch.equal(*mine), name
+        ours = (x[:, own], after[name][:, own]) if name in PER_STEP else (x[changed], after[name][changed])
+        assert not torch.equal(*ours), name

@@ -27,8 +27,8 @@ PER_STEP = ("q", "k", "v", "i", "f")
 def own_steps(rank: int, size: int, order: str, lengths: tuple[int, ...]) -> Tensor:
     """Return the steps of a rank in the order of its tensors."""
     spans = list(itertools.pairwise(itertools.accumulate(lengths, initial=0)))
-    mine = [spans[rank]] if order == "contiguous" else [spans[rank], spans[2 * size - 1 - rank]]
-    return torch.cat([torch.arange(a, b) for a, b in mine])
+    ours = [spans[rank]] if order == "contiguous" else [spans[rank], spans[2 * size - 1 - rank]]
+    return torch.cat([torch.arange(a, b) for a, b in ours])
 
 
 def part(p: Problem, steps: Tensor, share: float, dtype: torch.dtype | None = None) -> Problem:
@@ -73,17 +73,17 @@ def solve_part(
     p = problem(**given, dtype=dtype).but(normalizer_grad=normalizer_grad)
     steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
     context = group if bare else ContextParallel(group, order=order, lengths=lengths)
-    mine = part(p, steps, share)
-    leaves = {name: x.detach().to(device, copy=True).requires_grad_() for name, x in mine.leaves.items()}
+    ours = part(p, steps, share)
+    leaves = {name: x.detach().to(device, copy=True).requires_grad_() for name, x in ours.leaves.items()}
 
     def run(leaves: dict[str, Tensor]) -> tuple[Tensor, tfla.State]:
-        return call_part(mine, leaves, context_parallel=context, backend=backend, **options)
+        return call_part(ours, leaves, context_parallel=context, backend=backend, **options)
 
     if compiled:
         torch._dynamo.reset()
         run = torch.compile(run, backend="aot_eager", fullgraph=True)
     h, state = run(leaves)
-    return gradients(mine, leaves, h, state, m)
+    return gradients(ours, leaves, h, state, m)
 
 
 def call_part(p: Problem, leaves: dict[str, Tensor], **options: Any) -> Any:
@@ -103,12 +103,12 @@ def outputs_alone(group: dist.ProcessGroup, *, given: dict[str, Any], order: str
     """Return h of this rank without gradients and without final states."""
     p = problem(**given)
     steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
-    mine = part(p, steps, 0.0)
+    ours = part(p, steps, 0.0)
     # In a dense batch the initial state is read on the first rank alone.
     state = None if dist.get_rank(group) and p.cu_seqlens is None else p.state
     context = ContextParallel(group, order=order, lengths=lengths)
     with torch.no_grad():
-        found: Tensor = call_part(mine, mine.leaves, initial_state=state, return_state=False, context_parallel=context)
+        found: Tensor = call_part(ours, ours.leaves, initial_state=state, return_state=False, context_parallel=context)
     return found
 
 
@@ -116,11 +116,11 @@ def collectives(group: dist.ProcessGroup, *, form: str) -> tuple[int, list[int]]
     """Return how many collectives a forward and a backward have, and how many numbers a rank gives to each."""
     p = problem(form, B=2, H=3, Hq=3, K=5, V=7, T=12, carried=False)
     steps = own_steps(dist.get_rank(group), 2, "contiguous", (6, 6))
-    mine = part(p, steps, 0.0)
-    leaves = [x.clone().requires_grad_() for x in (mine.q, mine.k, mine.v, mine.i, mine.f) if x is not None]
+    ours = part(p, steps, 0.0)
+    leaves = [x.clone().requires_grad_() for x in (ours.q, ours.k, ours.v, ours.i, ours.f) if x is not None]
     with torch.profiler.profile(record_shapes=True) as profile:
         h = tfla.mlstm(*leaves, input_gate=form, context_parallel=group)  # type: ignore[arg-type]
-        h.backward(mine.dh)
+        h.backward(ours.dh)
     gathers = [e for e in profile.events() if e.name == "_c10d_functional::all_gather_into_tensor"]
     assert len([e for e in profile.events() if e.name.startswith("c10d::")]) == len(gathers)  # nothing else is sent
     return len(gathers), [math.prod(e.input_shapes[0]) for e in gathers]
@@ -192,12 +192,12 @@ def compiled_sizes(group: dist.ProcessGroup, *, order: str, packed: bool) -> tup
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         p = problem("exp", B=B, T=T * size, H=2, Hq=1, carried=False)
         offsets = torch.tensor([0, 5, T * size - 3, T * size]) if packed else None
-        mine = part(p, own_steps(rank, size, order, (T // 2,) * 2 * size if order == "zigzag" else (T,) * size), 0.0)
-        leaves = [x.clone().requires_grad_() for x in (mine.q, mine.k, mine.v, mine.i, mine.f) if x is not None]
+        ours = part(p, own_steps(rank, size, order, (T // 2,) * 2 * size if order == "zigzag" else (T,) * size), 0.0)
+        leaves = [x.clone().requires_grad_() for x in (ours.q, ours.k, ours.v, ours.i, ours.f) if x is not None]
         found = []
         for call in (run, compiled):
             h = call(*leaves, cu_seqlens=offsets)
-            found.append([h, *torch.autograd.grad(h, leaves, mine.dh)])
+            found.append([h, *torch.autograd.grad(h, leaves, ours.dh)])
         worst = max(worst, *(error(a.detach(), b.detach()) for a, b in zip(*found, strict=True)))
     return worst, graphs.frame_count
 
@@ -254,14 +254,14 @@ def heads_and_steps(group: dist.ProcessGroup) -> dict[str, Tensor]:
     p = problem("exp", B=2, T=12, H=4, Hq=2)
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("cp", "tp"))
     steps = torch.arange(6) + 6 * mesh["cp"].get_local_rank()
-    mine = part(p, steps, 0.5)
+    ours = part(p, steps, 0.5)
 
     def distributed(name: str, x: Tensor) -> DTensor:
         return distribute_tensor(x.detach(), mesh["tp"], [Shard(1 if name[-1] == "0" else 2)])
 
-    leaves = {name: distributed(name, x).requires_grad_() for name, x in mine.leaves.items()}
-    h, state = call_part(mine, leaves, context_parallel=mesh["cp"])
-    cotangents = [distributed("v", mine.dh), distributed("C0", mine.dstate.C), distributed("n0", mine.dstate.n)]
+    leaves = {name: distributed(name, x).requires_grad_() for name, x in ours.leaves.items()}
+    h, state = call_part(ours, leaves, context_parallel=mesh["cp"])
+    cotangents = [distributed("v", ours.dh), distributed("C0", ours.dstate.C), distributed("n0", ours.dstate.n)]
     grads = torch.autograd.grad([h, state.C, state.n], list(leaves.values()), cotangents)
     found = {"h": h, **{f"d{name}": g for name, g in zip(leaves, grads, strict=True)}}
     result = {}

@@ -85,25 +85,25 @@ def solve_part(
         compiled: compile the call.
         options: further options of the call, and the device.
     """
-    mine = part(problem_of(given, dtype), group, order, lengths, share)
+    ours = part(problem_of(given, dtype), group, order, lengths, share)
     options["context_parallel"] = ContextParallel(group, order=order, lengths=lengths)
     if not compiled:
-        return solve(mine, **options)
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in mine.leaves.items()}
+        return solve(ours, **options)
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in ours.leaves.items()}
     torch._dynamo.reset()
     run = torch.compile(
-        lambda leaves: call(mine, leaves, return_state=True, **options), backend="aot_eager", fullgraph=True
+        lambda leaves: call(ours, leaves, return_state=True, **options), backend="aot_eager", fullgraph=True
     )
     h, state = run(leaves)
-    return gradients(mine, leaves, h, state.C)
+    return gradients(ours, leaves, h, state.C)
 
 
 def outputs_alone(group: dist.ProcessGroup, *, given: dict[str, Any], order: str, lengths: tuple[int, ...]) -> Tensor:
     """Return h of this rank without gradients and without final states."""
-    mine = part(problem_of(given), group, order, lengths, 0.0)
+    ours = part(problem_of(given), group, order, lengths, 0.0)
     context = ContextParallel(group, order=order, lengths=lengths)
     with torch.no_grad():
-        found: Tensor = call(mine, mine.leaves, context_parallel=context)
+        found: Tensor = call(ours, ours.leaves, context_parallel=context)
     return found
 
 

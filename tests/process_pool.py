@@ -67,11 +67,11 @@ class Pool:
         context.set_forkserver_preload(["torch", "tfla", "torch.distributed.tensor", "process_pool"])
         port, self.pipes, self.processes, self.timeout = _free_port(), [], [], TIMEOUTS[backend]
         for rank in range(count):
-            mine, theirs = context.Pipe()
+            ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(backend, rank, count, port, theirs), daemon=True)
             process.start()
             theirs.close()
-            self.pipes.append(mine)
+            self.pipes.append(ours)
             self.processes.append(process)
 
     def run(

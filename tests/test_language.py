@@ -16,8 +16,11 @@ SOURCES = Path(tfla.__file__).parent
 FRAGMENT = re.compile(
     r"^(Of|That|Those|Which|As|What|Where|By|To|In|From|Whether|With|For|Behind|And|Is|Its|It|Like|At|On|Who)\b"
 )
-# Earlier names; the terms are implementation, candidate, baseline, worker pool and the warps by what they do.
-OLD_NAMES = re.compile(r"^(ways?|contenders?|crew|anew|heard|gaters?|carriers?|clearers?)$", re.IGNORECASE)
+# Earlier names. The terms are implementation, candidate, baseline, worker pool, work tile; warps have names of tasks.
+OLD_NAMES = re.compile(
+    r"^(ways?|contenders?|crew|anew|heard|gaters?|carriers?|clearers?|mine|seen|known|pieces?|walks?|lean|narrow)$",
+    re.IGNORECASE,
+)
 # Earlier names in backends, which had a vocabulary of their own. The field's terms are scan, segment, PipelineState,
 # small head, fragment ids, causal mask, checkpoints, replay, launch hooks, TMA descriptor, REVERSE and others.
 OLD_NAMES_OF_BACKENDS = re.compile(
@@ -25,6 +28,7 @@ OLD_NAMES_OF_BACKENDS = re.compile(
     r"|HopperCall|NarrowCall|narrow|lean|contender|LATER|MADE|BACK|FINAL|PACKED|SEGMENTED|DIVIDES|ADDS|SKIP|BOTH_WALKS"
     r"|mark_dots|find_delta|rows_of_n|filled_up|cut_off|next_stage|last_stage|forget|observed|(put|leave|boundary)_\w+)$"
 )
+OTHER_LIBRARIES = {"walk", "narrow"}  # names of theirs, which stand after a dot
 BANNED = re.compile(r"\b(anew|nobody|somebody|gaters?|clearers?|carriers?|homemade)\b", re.IGNORECASE)
 
 
@@ -51,12 +55,15 @@ def test_docstrings_use_words_of_the_field() -> None:
 
 def names(files: Iterable[Path], pattern: re.Pattern[str]) -> list[str]:
     """Return the places of names that match a pattern."""
-    return [
-        f"{path}:{token.start[0]}: {token.string}"
-        for path in sorted(files)
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-        if token.type == tokenize.NAME and pattern.match(token.string)
-    ]
+    found = []
+    for path in sorted(files):
+        before = ""
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+            theirs = before == "." and token.string in OTHER_LIBRARIES
+            if token.type == tokenize.NAME and pattern.match(token.string) and not theirs:
+                found.append(f"{path}:{token.start[0]}: {token.string}")
+            before = token.string
+    return found
 
 
 def test_names_are_words_of_the_field() -> None:

@@ -39,18 +39,18 @@ def test_cuts(
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_gates_taken_apart(monkeypatch: pytest.MonkeyPatch, device: str, form: str, least: float) -> None:
     """q and k may carry the weights of a tile or not, tile by tile, head by head."""
-    seen = []
+    recorded = []
     real = gates.TileGates.inside
 
     def inside(self: gates.TileGates, *args: Any) -> torch.Tensor:
-        seen.append(self.factored)
+        recorded.append(self.factored)
         return real(self, *args)
 
     monkeypatch.setattr(gates.TileGates, "inside", inside)
     monkeypatch.setattr(gates, "FACTORS", least)
     p = problem(form, T=300, f_mean=3.0)
     check(solve(p, Implementation("chunkwise", "segmented", device)), truth(p), p.dtype)
-    factored = torch.cat([x.flatten() for x in seen])
+    factored = torch.cat([x.flatten() for x in recorded])
     assert {1.0: not factored.any(), -6.0: factored.any() and not factored.all(), -40.0: factored.all()}[least]
 
 

@@ -18,6 +18,6 @@ def test_kernels_compile_without_spills(kernel_cache: Path) -> None:
     assert len(answers) == len(CASES)
     for answer in answers:
         assert answer["failure"] is None
-        mine = [kernel for kernel in answer["kernels"] if kernel["kernel"] in OWN]
-        assert sorted(kernel["kernel"] for kernel in mine) == OWN
-        assert all(kernel["spilled"] == kernel["unequal"] == kernel["unset"] == 0 for kernel in mine)
+        ours = [kernel for kernel in answer["kernels"] if kernel["kernel"] in OWN]
+        assert sorted(kernel["kernel"] for kernel in ours) == OWN
+        assert all(kernel["spilled"] == kernel["unequal"] == kernel["unset"] == 0 for kernel in ours)

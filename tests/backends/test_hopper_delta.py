@@ -298,8 +298,8 @@ def test_is_the_choice_where_it_runs() -> None:
     p = delta_problem("gdn", T=70, B=1, K=128, V=128, dtype=DTYPE)
     x = inputs(p)
     assert select(None, x, DELTA_BACKENDS) is BACKEND
-    narrow = x._replace(q=x.q[..., :32], k=x.k[..., :32])
-    assert select(None, narrow, DELTA_BACKENDS).name == "triton"
+    small = x._replace(q=x.q[..., :32], k=x.k[..., :32])
+    assert select(None, small, DELTA_BACKENDS).name == "triton"
     given = {name: getattr(x, name) for name in ("q", "k", "v", "beta", "log_f")}
     assert tfla.explain_delta_rule(**given, backend="hopper").backend == "hopper"
 

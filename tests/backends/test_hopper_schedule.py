@@ -50,14 +50,14 @@ def test_longest_first(lengths: tuple[int, ...], steps: int | None) -> None:
     from tfla.backends.hopper.scheduler import schedule_packed
 
     T, N = sum(lengths), len(lengths)
-    slots, longest = (N, T + 1) if steps is None else (T // steps + N, steps)
+    states, longest = (N, T + 1) if steps is None else (T // steps + N, steps)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
-    found = torch.full((slots, 8), -1, dtype=torch.int32)
-    schedule_packed[(-(-slots // 16),)](
-        cu_seqlens, found, N, longest, slots, L=L, SEGMENT_BLOCK=16, SEQUENCE_BLOCK=64, num_warps=4
+    found = torch.full((states, 8), -1, dtype=torch.int32)
+    schedule_packed[(-(-states // 16),)](
+        cu_seqlens, found, N, longest, states, L=L, SEGMENT_BLOCK=16, SEQUENCE_BLOCK=64, num_warps=4
     )
     work_tiles = [WorkTile(*row[:4], bool(row[4]), bool(row[5])) for row in found.tolist()]
     used = expected(lengths, longest)
     assert work_tiles[: len(used)] == used
     assert all(work_tile.steps == 0 for work_tile in work_tiles[len(used) :])
-    assert sorted(work_tile.segment for work_tile in work_tiles) == list(range(slots))
+    assert sorted(work_tile.segment for work_tile in work_tiles) == list(range(states))

@@ -22,22 +22,22 @@ class PeakBytes(TorchDispatchMode):
     def __init__(self, *given: torch.Tensor | None) -> None:
         super().__init__()
         self.alive = self.peak = 0
-        self.seen = {x.untyped_storage().data_ptr() for x in given if x is not None}
+        self.addresses = {x.untyped_storage().data_ptr() for x in given if x is not None}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, torch.Tensor):
                 storage = x.untyped_storage()
-                if (address := storage.data_ptr()) not in self.seen and storage.nbytes():
-                    self.seen.add(address)
+                if (address := storage.data_ptr()) not in self.addresses and storage.nbytes():
+                    self.addresses.add(address)
                     self.alive += storage.nbytes()
                     self.peak = max(self.peak, self.alive)
                     weakref.finalize(storage, self.free, address, storage.nbytes())
         return out
 
     def free(self, address: int, size: int) -> None:
-        self.seen.discard(address)
+        self.addresses.discard(address)
         self.alive -= size
 
 

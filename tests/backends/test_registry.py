@@ -12,7 +12,7 @@ from tfla.backends.base import Outputs, Spec
 from tfla.backends.reference import Reference
 
 
-class Mine(Reference):
+class Added(Reference):
     """Counts its calls; does not take more than 100 steps."""
 
     name = "mine"
@@ -31,8 +31,8 @@ class Mine(Reference):
 
 
 @pytest.fixture
-def mine(monkeypatch: pytest.MonkeyPatch) -> Mine:
-    backend = Mine()
+def added(monkeypatch: pytest.MonkeyPatch) -> Added:
+    backend = Added()
     monkeypatch.setitem(BACKENDS, "mine", backend)
     return backend
 
@@ -41,7 +41,7 @@ def inputs(T: int = 9) -> dict[str, torch.Tensor]:
     return problem(T=T, carried=False).leaves
 
 
-def test_a_backend_is_added_by_putting_it_into_the_registry(mine: Mine) -> None:
+def test_a_backend_is_added_by_putting_it_into_the_registry(added: Added) -> None:
     """All tests that run on every implementation run on it too."""
     found = [implementation for implementation in implementations() if implementation.backend == "mine"]
     assert [implementation.kernel for implementation in found if implementation.device == "cpu"] == [
@@ -50,28 +50,28 @@ def test_a_backend_is_added_by_putting_it_into_the_registry(mine: Mine) -> None:
     ]
     p = problem()
     check(solve(p, found[0]), truth(p), p.dtype)
-    assert mine.used == ["parallel"]
+    assert added.used == ["parallel"]
 
 
-def test_none_takes_the_highest_priority_that_can_run(mine: Mine) -> None:
+def test_none_takes_the_highest_priority_that_can_run(added: Added) -> None:
     tfla.mlstm(**inputs())
-    assert mine.used == ["parallel"]
+    assert added.used == ["parallel"]
     tfla.mlstm(**inputs(T=101))
-    assert mine.used == ["parallel"]
+    assert added.used == ["parallel"]
 
 
-def test_first_kernel_is_the_default(mine: Mine) -> None:
+def test_first_kernel_is_the_default(added: Added) -> None:
     tfla.mlstm(**inputs(), backend="mine")
     tfla.mlstm(**inputs(), backend="mine", kernel="recurrent")
-    assert mine.used == ["parallel", "recurrent"]
+    assert added.used == ["parallel", "recurrent"]
 
 
-def test_asking_for_a_backend_that_cannot_run_says_why(mine: Mine) -> None:
+def test_asking_for_a_backend_that_cannot_run_says_why(added: Added) -> None:
     with pytest.raises(ValueError, match=r"backend: 'mine' cannot run these inputs: it takes 100 steps at most"):
         tfla.mlstm(**inputs(T=101), backend="mine")
 
 
-def test_unknown_names_say_what_there_is(mine: Mine) -> None:
+def test_unknown_names_say_what_there_is(added: Added) -> None:
     with pytest.raises(ValueError, match=r"backend: got 'your', allowed are None and .*'chunkwise'.*'mine'"):
         tfla.mlstm(**inputs(), backend="your")
     with pytest.raises(ValueError, match=r"kernel: got 'segmented', backend 'mine' has 'parallel', 'recurrent'"):

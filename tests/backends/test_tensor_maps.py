@@ -32,15 +32,15 @@ class Descriptor(SimpleNamespace):
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The addresses that were encoded, of a driver that needs no GPU."""
-    seen: list[int] = []
+    recorded: list[int] = []
 
     def encode(address: int, *rest: Any) -> tuple[Any, ...]:
-        seen.append(address)
+        recorded.append(address)
         return address, *map(str, rest)
 
     utils = SimpleNamespace(fill_tma_descriptor=encode, fill_tma_descriptor_tiled=encode)
     monkeypatch.setattr(driver.triton.runtime.driver, "_active", SimpleNamespace(utils=utils), raising=False)
-    return seen
+    return recorded
 
 
 def launchers() -> tuple[Callable[..., Any], Callable[..., Any], list[Any]]:

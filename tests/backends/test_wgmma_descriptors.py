@@ -28,7 +28,7 @@ COPY = """
         /*0060*/                   UMOV UR18, UR20 ;
         /*0070*/                   UMOV UR19, URZ ;
 """
-NARROW = """
+SMALL = """
         /*0060*/                   UMOV UR15, 0x80000000 ;
         /*0070*/                   HGMMA.64x8x16.F32.BF16 R84, R80, gdesc[UR12], R84 ;
 """
@@ -40,7 +40,7 @@ JOIN = ".L_x_18:\n"
     [
         (START + JOIN + FIRST, 0),
         (START + JOIN + COPY + FIRST + NEXT, 0),
-        (START + JOIN + NARROW, 0),  # the stride of the only 8 columns is 0
+        (START + JOIN + SMALL, 0),  # the stride of the only 8 columns is 0
         (START + JOIN + FIRST + NEXT, 1),  # UR18 and UR19 are added to and were never set
         (START + COPY + JOIN + FIRST + NEXT, 1),  # they are set on one of two paths
     ],

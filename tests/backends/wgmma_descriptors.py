@@ -62,8 +62,8 @@ def _sum_of_pairs(sources: list[str], state: State) -> tuple[str | None, str | N
         else:
             pairs.append(("low", "low") if _number(source) is not None else ("copy", "copy"))
     low, high = zip(*pairs, strict=True)
-    known = None not in high and {"high", "copy"} & {*high}
-    return None if None in low else "low", "high" if known else None
+    defined = None not in high and {"high", "copy"} & {*high}
+    return None if None in low else "low", "high" if defined else None
 
 
 def _step(op: str, operands: list[str], state: State) -> None:
@@ -146,9 +146,9 @@ def _flow(blocks: dict[str, list[tuple[str, str | None, str, list[str]]]], follo
             if guard:
                 state = {r: kind for r, kind in state.items() if before.get(r) == kind}
         for after in follows[label]:
-            known = starts.get(after)
-            merged = dict(state) if known is None else _merge(known, state)
-            if merged != known:
+            defined = starts.get(after)
+            merged = dict(state) if defined is None else _merge(defined, state)
+            if merged != defined:
                 starts[after] = merged
                 pending.append(after)
     wrong = []

@@ -39,10 +39,10 @@ def errors() -> list[float]:
         expected = [exact, *torch.autograd.grad(exact, leaves, whole(cotangent))]
         for work in works:
             h = work.run(*inputs)
-            mine = [h, *torch.autograd.grad(h, inputs, cotangent)]
+            ours = [h, *torch.autograd.grad(h, inputs, cotangent)]
             found += [
                 ((whole(a.detach()) - b.detach()).norm() / b.detach().norm()).item()
-                for a, b in zip(mine, expected, strict=True)
+                for a, b in zip(ours, expected, strict=True)
             ]
     return found
 
@@ -92,7 +92,7 @@ def test_a_run_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert f"| tfla mLSTMsig, 2 GPUs | {one['seconds'] / two['seconds']:.2f} |" in text
 
 
-def test_the_suite_has_every_way_for_both_gates() -> None:
+def test_the_suite_has_every_entry_for_both_gates() -> None:
     suite = SUITES["context_parallel"]
     assert suite.xs == (65_536, 262_144, 1_048_576)
     for gate, entries in (("sig", suite.entries[:3]), ("exp", suite.entries[3:])):

@@ -50,10 +50,10 @@ def test_results_are_the_truth(gpus: Pool, form: str, dtype: torch.dtype, order:
     for name, x in exact.items():
         every = [part[name].double() for part in found]
         if name in PER_STEP:
-            mine = torch.cat(every, 1)[:, steps]
+            ours = torch.cat(every, 1)[:, steps]
         else:
-            mine = every[0] if name in ("C", "n") else every[0] + every[1]
-        assert error(mine, x) <= TOLERANCE[dtype], name
+            ours = every[0] if name in ("C", "n") else every[0] + every[1]
+        assert error(ours, x) <= TOLERANCE[dtype], name
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -113,10 +113,10 @@ def test_segments_are_exchanged(gpus: Pool, form: str, dtype: torch.dtype, order
     for name, x in truth(p).items():
         every = [part[name].double() for part in found]
         if name in PER_STEP:
-            mine = torch.cat(every, 1)[:, steps]
+            ours = torch.cat(every, 1)[:, steps]
         else:
-            mine = every[0] if name in ("C", "n") else every[0] + every[1]
-        assert error(mine, x) <= TOLERANCE[dtype], name
+            ours = every[0] if name in ("C", "n") else every[0] + every[1]
+        assert error(ours, x) <= TOLERANCE[dtype], name
 
 
 @pytest.mark.parametrize("chunk_size", [None, 64])

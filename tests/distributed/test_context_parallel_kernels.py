@@ -48,10 +48,10 @@ def compare(pool: Pool, backend: str, order: str, lengths: tuple[int, ...], chos
     steps = torch.cat([own_steps(rank, 2, order, lengths) for rank in range(2)]).argsort()
     for name, x in truth(p).items():
         every = [part[name].double() for part in found]
-        mine = torch.cat(every, 1)[:, steps] if name in PER_STEP else every[0]
+        ours = torch.cat(every, 1)[:, steps] if name in PER_STEP else every[0]
         if name[0] == "d" and name not in PER_STEP:
-            mine = every[0] + every[1]
-        assert error(mine, x) <= TOLERANCE[dtype], name
+            ours = every[0] + every[1]
+        assert error(ours, x) <= TOLERANCE[dtype], name
     return products
 
 

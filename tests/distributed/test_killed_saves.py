@@ -120,11 +120,11 @@ def run(server: Any, folder: Path, victim: int | None = None, at: int | None = N
     """Save on two processes and return their exit codes; the other one is killed after the victim."""
     pipes, processes = [], []
     for rank in range(PROCESSES):
-        mine, theirs = server.Pipe()
+        ours, theirs = server.Pipe()
         process = server.Process(target=save_all, args=(rank, folder, at if rank == victim else None, theirs))
         process.start()
         theirs.close()
-        pipes.append(mine)
+        pipes.append(ours)
         processes.append(process)
     if victim is not None:
         processes[victim].join(60)

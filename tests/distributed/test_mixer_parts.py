@@ -75,16 +75,16 @@ def solve(
     module = layer(mixer, window, sinks)
     module.context_parallel = ContextParallel(group, order=order, lengths=lengths if given else None)  # type: ignore[assignment]
     steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
-    mine, cotangent = x[:, steps], dy[:, steps]
+    ours, cotangent = x[:, steps], dy[:, steps]
     if "document_start" in options:
         options = {"document_start": options["document_start"][:, steps]}
     with exchange_in_rounds(rounds):
         if again:
-            y, _ = checkpoint(module, mine.requires_grad_(), use_reentrant=False, **options)
+            y, _ = checkpoint(module, ours.requires_grad_(), use_reentrant=False, **options)
         else:
-            y, _ = module(mine.requires_grad_(), **options)
+            y, _ = module(ours.requires_grad_(), **options)
         y.backward(cotangent)
-    return y.detach(), mine.grad, [p.grad for p in module.parameters()]
+    return y.detach(), ours.grad, [p.grad for p in module.parameters()]
 
 
 EXACT = 1e-12

@@ -266,7 +266,7 @@ def _bad_layouts() -> dict[str, str]:
         return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
     odd = LanguageModel(ModelConfig(d_model=24, num_blocks=1, num_heads=2, vocab_size=8, ffn_multiple=8))
-    narrow = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=4, vocab_size=8, ffn_multiple=1))
+    small = LanguageModel(ModelConfig(d_model=16, num_blocks=1, num_heads=4, vocab_size=8, ffn_multiple=1))
     taken = parallelize(make_model(torch.float32), mesh(("dp_shard",), 4))
     calls: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "no mesh": (model, "tp", {}),
@@ -277,7 +277,7 @@ def _bad_layouts() -> dict[str, str]:
         "no model": (3, mesh(("tp",), 4), {}),
         "twice": (taken, mesh(("dp_shard",), 4), {}),
         "heads": (odd, mesh(("tp",), 4), {}),
-        "feed-forward": (narrow, mesh(("tp",), 4), {}),
+        "feed-forward": (small, mesh(("tp",), 4), {}),
         "no mixer": (nn.Linear(4, 4), mesh(("tp",), 4), {}),
         "cp of no mixer": (nn.Linear(4, 4), mesh(("cp",), 4), {}),
         "cp of its own": (own, mesh(("cp",), 4), {}),

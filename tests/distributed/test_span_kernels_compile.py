@@ -23,6 +23,6 @@ def test_kernels_compile_and_keep_their_registers(kernel_cache: Path) -> None:
     assert len(answers) == len(KERNELS)
     for answer in answers:
         assert answer["failure"] is None
-        mine = [kernel for kernel in answer["kernels"] if kernel["kernel"].startswith(("own_", "join_"))]
-        assert sorted(kernel["kernel"] for kernel in mine) == KERNELS[answer["case"]]
-        assert all(kernel["spilled"] == kernel["unequal"] == 0 for kernel in mine)
+        ours = [kernel for kernel in answer["kernels"] if kernel["kernel"].startswith(("own_", "join_"))]
+        assert sorted(kernel["kernel"] for kernel in ours) == KERNELS[answer["case"]]
+        assert all(kernel["spilled"] == kernel["unequal"] == 0 for kernel in ours)

@@ -54,8 +54,8 @@ def test_spans_compose_to_the_final_state(form: str, data: st.DataObject) -> Non
     whole = spans.compose(spans.stack([own(p, a, b) for a, b in itertools.pairwise(ends)]))
     _, final = recurrence(p, {name: x.double() for name, x in p.leaves.items()})
     expected = spans.Span(whole.log_decay, final.C, final.n, final.m)
-    for mine, exact in zip(true(whole), true(expected), strict=True):
-        assert error(mine, exact) < EXACT
+    for ours, exact in zip(true(whole), true(expected), strict=True):
+        assert error(ours, exact) < EXACT
     if whole.m is not None and final.m is not None:
         torch.testing.assert_close(whole.m, final.m, rtol=0, atol=1e-12)
 
@@ -100,8 +100,8 @@ def test_cotangents_of_spans_add_up_to_that_of_the_initial_state(form: str, data
     together = spans.Cotangent(*(None if t[0] is None else torch.stack(t) for t in zip(*parts, strict=True)))  # type: ignore[arg-type]
     before = spans.exclusive_sums(torch.stack(decays), after=False)
     found = spans.carry_back(together, before, parts[0].m)
-    for mine, truth in zip([x for x in found if x is not None], exact, strict=True):
-        assert error(mine, truth) < 1e-11
+    for ours, truth in zip([x for x in found if x is not None], exact, strict=True):
+        assert error(ours, truth) < 1e-11
 
 
 def denominators(p: Problem, leaves: dict[str, Tensor]) -> Tensor:

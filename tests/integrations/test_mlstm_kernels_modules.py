@@ -31,13 +31,13 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, Any, Any]]:
     "module", ["", ".backend_module", ".kernel_wrappers", ".chunkwise", ".parallel", ".recurrent"]
 )  # fmt: skip
 def test_module_paths(module: str) -> None:
-    mine, original = (
+    replacement, original = (
         importlib.import_module(f"{top}mlstm_kernels.torch{module}") for top in ("tfla.integrations.", "")
     )
-    for name in mine.__all__:
+    for name in replacement.__all__:
         assert hasattr(original, name), name
-        if inspect.isfunction(getattr(mine, name)):
-            assert parameters(getattr(mine, name)) == parameters(getattr(original, name)), name
+        if inspect.isfunction(getattr(replacement, name)):
+            assert parameters(getattr(replacement, name)) == parameters(getattr(original, name)), name
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -55,10 +55,10 @@ def test_every_kernel_is_where_theirs_is(table: str) -> None:
 
 @pytest.mark.parametrize("folder", ["chunkwise", "parallel"])
 def test_registries(folder: str) -> None:
-    mine, original = (
+    replacement, original = (
         importlib.import_module(f"{top}mlstm_kernels.torch.{folder}") for top in ("tfla.integrations.", "")
     )
-    assert list(mine.registry) == list(original.registry)
+    assert list(replacement.registry) == list(original.registry)
 
 
 class Recorder:
@@ -90,8 +90,8 @@ def test_wrappers_of_their_kernels(wrapper: str, S: int, chunk_size: int) -> Non
     runs = [functools.partial(run, module, made) for module, made in zip(modules, calls, strict=True)]
     for initial in ({}, states()):
         agree(*runs, inputs(S) | initial)
-    mine, original = ([recorder.calls for recorder in made] for made in calls)
-    assert mine == original
+    replacement, original = ([recorder.calls for recorder in made] for made in calls)
+    assert replacement == original
     assert isinstance(runs[0](**inputs(S), return_last_states=False), torch.Tensor)
 
 
@@ -114,10 +114,10 @@ def test_wrappers_of_our_kernels(wrapper: str, name: str) -> None:
 def test_padding_for_training() -> None:
     modules = kernel_wrappers, importlib.import_module("mlstm_kernels.torch.kernel_wrappers")
     for name in ("chunkwise--native_custbw", "parallel--native_siging_custbw"):
-        mine, original = (
+        replacement, original = (
             functools.partial(m.wrap_chunkwise__pad_zeros, theirs.get_mlstm_kernel(name)) for m in modules
         )
-        agree(mine, original, inputs(37), chunk_size=16, autocast_kernel_dtype=torch.float32)
+        agree(replacement, original, inputs(37), chunk_size=16, autocast_kernel_dtype=torch.float32)
         own = functools.partial(kernel_wrappers.wrap_chunkwise__pad_zeros, ours.get_mlstm_kernel(name))
         agree(own, original, inputs(37), chunk_size=16, autocast_kernel_dtype=torch.float32)
     with pytest.raises(TypeError, match=r"^normalise: got an argument"):
@@ -220,8 +220,8 @@ def test_xlstm_large(monkeypatch: pytest.MonkeyPatch, weight_mode: str) -> None:
 
 def test_xlstm_large_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/mlstm_kernels.md says, mlstm_kernels does not have to be installed."""
-    mine = importlib.import_module("tfla.integrations.mlstm_kernels.torch.backend_module")
+    replacement = importlib.import_module("tfla.integrations.mlstm_kernels.torch.backend_module")
     for name in [name for name in sys.modules if name.split(".")[0] == "mlstm_kernels"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mlstm_kernels", None)
-    assert large_model(monkeypatch, mine)(torch.arange(16)[None])[0].shape == (1, 16, 40)
+    assert large_model(monkeypatch, replacement)(torch.arange(16)[None])[0].shape == (1, 16, 40)

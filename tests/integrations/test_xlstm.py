@@ -222,15 +222,15 @@ def test_a_backend_goes_on_reading_its_config() -> None:
 
 def test_copies_hooks_and_a_backend_alone() -> None:
     backend = backend_module.mLSTMBackend(backend_module.mLSTMBackendConfig(eps=0.1))
-    seen: list[Any] = []
-    backend.register_forward_hook(lambda *args: seen.append(args))
+    recorded: list[Any] = []
+    backend.register_forward_hook(lambda *args: recorded.append(args))
     q = torch.randn(1, 2, 64, 8)
     given = (q, q, q, q[..., 0], q[..., 1])
     expected = tensors(backend(*given))
     accelerate(backend)
     assert isinstance(backend.forward.__self__, OurBackend)
     check_same(tensors(backend(*given)), expected)
-    assert len(seen) == 2
+    assert len(recorded) == 2
     other = copy.deepcopy(backend)
     other.config.eps = 0.5
     assert error(other(*given)[0], expected[0]) > 1e-2

@@ -52,8 +52,8 @@ def test_blocks_of_queries_are_attention(
         patch.setattr(blocks, "QUERIES", block)
         found, grads = jax.value_and_grad(ours, argnums=(0, 1, 2, 3) if sinks else (0, 1, 2))(q, k, v, s)
     given = [torch.from_numpy(x).requires_grad_() for x in (q, k, v, s) if x is not None]
-    seen = None if first is None else torch.from_numpy(first)
-    h = tfla.nn.mixers.attend.attend(*given[:3], seen, window, given[3] if sinks else None)
+    first_key = None if first is None else torch.from_numpy(first)
+    h = tfla.nn.mixers.attend.attend(*given[:3], first_key, window, given[3] if sinks else None)
     expected = (h * torch.from_numpy(weight)).sum()
     expected.backward()
     assert float(found) == pytest.approx(expected.item(), rel=1e-10, abs=1e-10)

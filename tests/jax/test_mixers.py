@@ -73,14 +73,14 @@ def test_logits_and_gradients_are_those_of_pytorch(tmp_path: Path, fields: dict[
     for a, b in zip(state, torch_state, strict=True):
         if isinstance(a, MixerState):
             near(a.recurrence.C, b.recurrence.C)
-            for mine, theirs in zip(a.convolution, b.convolution, strict=True):
-                near(mine, theirs)
+            for found, truth in zip(a.convolution, b.convolution, strict=True):
+                near(found, truth)
             assert (a.position is None) == (b.position is None)
         elif isinstance(a, KeyValues):
             near(a.k, b.k)
             near(a.v, b.v)
-        for mine, theirs in ((getattr(a, name, None), getattr(b, name, None)) for name in ("position", "start")):
-            assert mine is theirs or mine.tolist() == theirs.tolist()
+        for found, truth in ((getattr(a, name, None), getattr(b, name, None)) for name in ("position", "start")):
+            assert found is truth or found.tolist() == truth.tolist()
     expected.logsumexp(-1).sum().backward()
     found = {".".join(map(str, path)): x[...] for path, x in nnx.to_flat_state(grads)}
     for name, p in ours.named_parameters():

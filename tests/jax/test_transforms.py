@@ -123,8 +123,8 @@ def test_repeatable(form: str) -> None:
 def test_float32_where_x64_is_off() -> None:
     x = inputs(9)
     with jax.enable_x64(False):
-        narrow = [jnp.asarray(np.asarray(a)) for a in x]
-        h, state = tfla.jax.mlstm(*narrow, return_state=True)
-        grads = jax.grad(loss)(narrow)
+        rounded = [jnp.asarray(np.asarray(a)) for a in x]
+        h, state = tfla.jax.mlstm(*rounded, return_state=True)
+        grads = jax.grad(loss)(rounded)
     assert {str(a.dtype) for a in (h, *state, *grads)} == {"float32"}
     np.testing.assert_allclose(h, tfla.jax.mlstm(*x), rtol=1e-4, atol=1e-5)

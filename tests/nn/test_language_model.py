@@ -202,8 +202,8 @@ def test_autocast_and_bfloat16_are_close_to_float32(mixer: str, make_model: Make
     with torch.autocast("cpu", torch.bfloat16):
         logits, state = model(ids[:, :18], return_state=True)
         last, _ = model.step(ids[:, 18], state)
-    narrow = model.bfloat16()(ids)
-    for rounded in (torch.cat([logits, last[:, None]], 1), narrow):
+    reduced = model.bfloat16()(ids)
+    for rounded in (torch.cat([logits, last[:, None]], 1), reduced):
         assert rounded.dtype == torch.float32
         assert (rounded - exact).norm() < 0.05 * exact.norm()
 

@@ -103,13 +103,13 @@ def test_kernels_are_named_by_the_call_that_compiles_them() -> None:
 
 def test_a_hook_that_is_set_is_called_too(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
-    seen: list[str] = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **given: seen.append(given["repr"]))
+    recorded: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **given: recorded.append(given["repr"]))
     with compiled_kernels() as found:
         triton.knobs.runtime.jit_post_compile_hook(repr="a[1]")
     triton.knobs.runtime.jit_post_compile_hook(repr="b[1]")
     assert found == ["a"]
-    assert seen == ["a[1]", "b[1]"]
+    assert recorded == ["a[1]", "b[1]"]
 
 
 def test_arguments_are_checked() -> None:

@@ -33,8 +33,8 @@ def solve_in_pieces(
     given_state = {name: x for name, x in leaves.items() if name.endswith("0")}
     outputs = []
     for a, b in zip([0, *cuts], [*cuts, p.v.shape[1]], strict=True):
-        piece = {name: leaves[name][:, a:b] for name in "qkvif"} | given_state
-        h, state = call(p, piece, **implementation.options, chunk_size=chunk_size)
+        part = {name: leaves[name][:, a:b] for name in "qkvif"} | given_state
+        h, state = call(p, part, **implementation.options, chunk_size=chunk_size)
         outputs.append(h)
         carried = state.detach() if detach else state
         given_state = {f"{name}0": x for name, x in carried._asdict().items() if x is not None}

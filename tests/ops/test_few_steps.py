@@ -124,14 +124,14 @@ def test_in_place(stepper: Stepper, form: str) -> None:
     p = problem(form, dtype=torch.float32, T=3)
     state = start(p, stepper)
     h, expected = steps(p, stepper, 0, 3, state)
-    mine = state.clone()
-    again, found = steps(p, stepper, 0, 3, mine, in_place=True)
-    assert found.C is mine.C
+    ours = state.clone()
+    again, found = steps(p, stepper, 0, 3, ours, in_place=True)
+    assert found.C is ours.C
     assert torch.equal(again, h)
     for name in ("C", "n", "m"):
         assert getattr(expected, name) is None or torch.equal(getattr(found, name), getattr(expected, name))
     if state.n is not None:
-        assert torch.equal(mine.n, state.n)
+        assert torch.equal(ours.n, state.n)
 
 
 @pytest.mark.parametrize("kept", params({"float16": torch.float16, "bfloat16": torch.bfloat16}, {"float16"}))
@@ -163,12 +163,12 @@ def test_any_strides(stepper: Stepper) -> None:
 
     other = p.but(**{name: heads_first(getattr(p, name)) for name in "qkvif"})
     strided = tfla.State(*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in state))
-    for mine in (strided, strided._replace(C=state.C.transpose(2, 3).contiguous().transpose(2, 3))):
-        found_h, found = steps(other, stepper, 0, 3, mine)
+    for ours in (strided, strided._replace(C=state.C.transpose(2, 3).contiguous().transpose(2, 3))):
+        found_h, found = steps(other, stepper, 0, 3, ours)
         assert error(found_h, h) < 1e-6
         assert all(error(a, b) < 1e-6 for a, b in zip(found, expected, strict=True))
-        assert steps(other, stepper, 0, 3, mine, in_place=True)[1].C is mine.C
-        assert error(mine.C, expected.C) < 1e-6
+        assert steps(other, stepper, 0, 3, ours, in_place=True)[1].C is ours.C
+        assert error(ours.C, expected.C) < 1e-6
 
 
 @pytest.mark.parametrize("form", ["exp", "normalized"])
@@ -253,8 +253,8 @@ def test_capture_in_a_graph() -> None:
             state.n.copy_(new.n)
             state.m.copy_(new.m)
     for t in range(4):
-        for mine, name in zip(inputs, "qkvif", strict=True):
-            mine.copy_(getattr(p, name)[:, t])
+        for ours, name in zip(inputs, "qkvif", strict=True):
+            ours.copy_(getattr(p, name)[:, t])
         graph.replay()
         assert error(now, h[:, t]) < 1e-6
     assert error(state.C, expected.C) < 1e-6

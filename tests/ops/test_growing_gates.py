@@ -44,9 +44,9 @@ def growing(form: str, log_f: Tensor, log_i: Tensor | None = None, **shape: Any)
     return p.but(f=every_head(log_f), i=p.i if log_i is None else every_head(log_i))
 
 
-def slopes(*pieces: tuple[int, float]) -> Tensor:
+def slopes(*parts: tuple[int, float]) -> Tensor:
     """Log-gates that are constant over so many steps."""
-    return torch.cat([torch.full((steps,), value) for steps, value in pieces])
+    return torch.cat([torch.full((steps,), value) for steps, value in parts])
 
 
 # Log-gates of the forget and of the input gate, whose weights stay below 1e38.

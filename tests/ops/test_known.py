@@ -176,15 +176,15 @@ class Special(Tensor):
 
 def test_what_others_see_has_none() -> None:
     x = torch.zeros(2, 4)
-    seen = []
+    recorded = []
     with Mode():
-        seen.append(call_signature((x,), None, None))
-    torch.vmap(lambda t: (seen.append(call_signature((t,), None, None)), t)[1])(x)
-    torch.jit.trace(lambda t: (seen.append(call_signature((t,), None, None)), t + 1)[1], x, check_trace=False)
-    seen += [call_signature((t,), None, None) for t in (x.as_subclass(Special), x.to("meta"), None, 3)]
-    seen += [call_signature((x,), (x,), None), call_signature((x,), None, torch.tensor([0, 2]))]
-    assert seen == [None] * len(seen)
-    assert len(seen) >= 9
+        recorded.append(call_signature((x,), None, None))
+    torch.vmap(lambda t: (recorded.append(call_signature((t,), None, None)), t)[1])(x)
+    torch.jit.trace(lambda t: (recorded.append(call_signature((t,), None, None)), t + 1)[1], x, check_trace=False)
+    recorded += [call_signature((t,), None, None) for t in (x.as_subclass(Special), x.to("meta"), None, 3)]
+    recorded += [call_signature((x,), (x,), None), call_signature((x,), None, torch.tensor([0, 2]))]
+    assert recorded == [None] * len(recorded)
+    assert len(recorded) >= 9
 
 
 def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

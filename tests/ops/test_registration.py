@@ -42,8 +42,8 @@ def plain(x: Inputs, spec: Options) -> Outputs:
     return Outputs(h, h[:, -1].clone() if spec.final_state else h.new_zeros(0), h.new_zeros(0))
 
 
-class Mine:
-    name = "mine"
+class WeightedSquares:
+    name = "weighted squares"
 
     def forward(self, x: Inputs, spec: Options) -> Outputs:
         return plain(x, spec)._replace(squares=x.v.square() if spec.save else x.v.new_zeros(0))
@@ -64,7 +64,7 @@ def shapes(x: Inputs, backend: str, spec: Options) -> tuple[Tensor, ...]:
     return x.v.new_empty(x.v.shape), x.v.new_empty(last), x.v.new_empty(squares)
 
 
-BACKENDS = {"mine": Mine()}
+BACKENDS = {"weighted squares": WeightedSquares()}
 operator = DifferentiableOperator(
     "weighted_squares_of_a_test", inputs=Inputs, spec=Options, outputs=Outputs, backend_before="save",
     cotangents=("dh", "dlast"), saved=("squares",), backends=BACKENDS, check=lambda x: None, shapes=shapes,
@@ -78,7 +78,7 @@ def call(v: Tensor, weight: Tensor, start: Tensor | None = None, final_state: bo
     x = Inputs(v, weight, start, None)
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in x)
     found: tuple[Tensor, ...] = operator(
-        x, Plan(BACKENDS["mine"], Options(0.5, save, final_state), needs_dispatcher(x), False, False)
+        x, Plan(BACKENDS["weighted squares"], Options(0.5, save, final_state), needs_dispatcher(x), False, False)
     )
     return found
 
@@ -139,9 +139,9 @@ def test_vmap_of_values_and_gradients(in_dims: tuple[int | None, ...]) -> None:
 
 def test_opcheck() -> None:
     x = leaves()
-    torch.library.opcheck(operator.forward, (*x, None, 0.5, "mine", True, True))
+    torch.library.opcheck(operator.forward, (*x, None, 0.5, "weighted squares", True, True))
     x = [t.detach() for t in x]
-    args = (*x, None, x[0].square(), torch.ones_like(x[0]), torch.ones_like(x[2]), 0.5, "mine")
+    args = (*x, None, x[0].square(), torch.ones_like(x[0]), torch.ones_like(x[2]), 0.5, "weighted squares")
     torch.library.opcheck(operator.backward, args)
 
 

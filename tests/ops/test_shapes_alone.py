@@ -41,7 +41,7 @@ def decoding(p: Problem, leaves: dict[str, Tensor]) -> list[Tensor]:
     return [t for h, s in found for t in (h, *s)]
 
 
-def seen(tensors: list[Tensor]) -> list[Any]:
+def properties(tensors: list[Tensor]) -> list[Any]:
     return [(t.shape, t.dtype, t.stride()) for t in tensors]
 
 
@@ -65,13 +65,13 @@ def in_reality(p: Problem, of: Callable[..., list[Tensor]]) -> list[Tensor]:
 @pytest.mark.parametrize("case", CALLS.values(), ids=CALLS.keys())
 def test_sequences(place: Any, case: dict[str, Any]) -> None:
     p = problem(dtype=torch.float32, **case)
-    assert seen(place(p, whole)) == seen(in_reality(p, whole))
+    assert properties(place(p, whole)) == properties(in_reality(p, whole))
 
 
 @pytest.mark.parametrize("place", [on_meta, in_fake_mode])
 def test_steps(place: Any) -> None:
     p = problem(dtype=torch.float32, T=3)
-    assert seen(place(p, decoding)) == seen(in_reality(p, decoding))
+    assert properties(place(p, decoding)) == properties(in_reality(p, decoding))
 
 
 @pytest.mark.parametrize("place", [on_meta, in_fake_mode])
@@ -104,7 +104,7 @@ def test_language_model(place: Any, mixer: str) -> None:
     expected = loss_and_gradients(mixer)
     with place():
         found = loss_and_gradients(mixer)
-    assert seen(found) == seen(expected)
+    assert properties(found) == properties(expected)
 
 
 def count(of: Callable[[], Any]) -> int:

@@ -98,9 +98,9 @@ def test_a_pool_in_pages(stepper: Stepper, form: str) -> None:
     call, _, pool = setting(form, stepper.device)
     pages = [None if t is None else torch.zeros(ROWS, 2, *t.shape[1:], device=t.device) for t in pool]
     own = tfla.State(*(None if t is None else t[:, 1] for t in pages))
-    for mine, t in zip(own, pool, strict=True):
-        if mine is not None:
-            mine.copy_(t)
+    for ours, t in zip(own, pool, strict=True):
+        if ours is not None:
+            ours.copy_(t)
     indices = torch.tensor(INDICES, device=stepper.device)
     h, _ = call(own, state_indices=indices, backend=stepper.backend)
     expected_h, _ = call(pool, state_indices=indices, backend=stepper.backend)

@@ -204,11 +204,11 @@ def test_modes_see_the_operator_and_get_the_same(implementation: Implementation)
     """Eager calls go past the dispatcher; what watches it finds the registered operator."""
     p = problem(dtype=implementation.widest, carried=False)
     leaves = leaves_on(implementation, p)
-    seen = set()
+    recorded = set()
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.add(str(func))
+            recorded.add(str(func))
             return func(*args, **(kwargs or {}))
 
     def run() -> list[Tensor]:
@@ -217,7 +217,7 @@ def test_modes_see_the_operator_and_get_the_same(implementation: Implementation)
     expected = run()
     with Watch():
         found = run()
-    assert {"tfla.attend.default", "tfla.attend_backward.default"} <= seen
+    assert {"tfla.attend.default", "tfla.attend_backward.default"} <= recorded
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

@@ -237,11 +237,11 @@ def test_tangents_of_steps(device: str, of: Any) -> None:
     expected = [(a - b) / 2e-5 for a, b in zip(moved(1e-5), moved(-1e-5), strict=True)]
     found = jvp(outputs, (dict(p.leaves),), (tangents,))[1]
     assert all(error(a, b) < 1e-6 for a, b in zip(found, expected, strict=True))
-    narrow = {name: x.float().to(device) for name, x in p.leaves.items()}
+    rounded = {name: x.float().to(device) for name, x in p.leaves.items()}
     with torch.no_grad():
         for _ in range(2):
-            outputs(narrow)
-        found = jvp(outputs, (narrow,), ({name: t.float().to(device) for name, t in tangents.items()},))[1]
+            outputs(rounded)
+        found = jvp(outputs, (rounded,), ({name: t.float().to(device) for name, t in tangents.items()},))[1]
     assert all(error(a.cpu(), b) < 1e-5 for a, b in zip(found, expected, strict=True))
 
 

@@ -138,8 +138,8 @@ def test_a_task_counts_right_answers() -> None:
         embedding = torch.nn.Embedding(2, 1)
 
         def hidden(self, ids: torch.Tensor, state: Any, return_state: bool) -> tuple[torch.Tensor, Any]:
-            seen = ids if state is None else torch.cat([state, ids], 1)
-            return products(group_table("Z2"), seen)[:, -ids.shape[1] :], seen
+            every = ids if state is None else torch.cat([state, ids], 1)
+            return products(group_table("Z2"), every)[:, -ids.shape[1] :], every
 
         def logits(self, found: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.one_hot(found, 2).double()

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 def family(name: str) -> str:
     """Return the library of an implementation, a key of FAMILIES."""
-    return next((known for known in FAMILIES if name.startswith(known)), "device copy")
+    return next((family for family in FAMILIES if name.startswith(family)), "device copy")
 
 
 def styles(names: list[str]) -> dict[str, dict[str, Any]]:
@@ -127,8 +127,8 @@ def figure_of(result: dict[str, Any]) -> Figure | None:
         here = [r for r in timed if r.get("group", "") == group]
         for axes, panel in zip(axes_row, panels, strict=True):
             for name in names:
-                mine = [r for r in here if r["name"] == name]
-                x, y = _points(mine, panel, "seconds")
+                selected = [r for r in here if r["name"] == name]
+                x, y = _points(selected, panel, "seconds")
                 if x:
                     handles.setdefault(name, axes.plot(x, y, label=name, **look[name])[0])
             if panel != "memory":

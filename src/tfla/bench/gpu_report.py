@@ -82,14 +82,14 @@ def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
             ("seconds", "floor_seconds", "ms"),
             ("sustained_seconds", "sustained_floor_seconds", "ms, sustained"),
         ):
-            mine = [r for r in rows if r["direction"] == direction]
-            if not any(key in r for r in mine):
+            selected = [r for r in rows if r["direction"] == direction]
+            if not any(key in r for r in selected):
                 continue
-            xs = sorted({r["x"] for r in mine if key in r or (key == "seconds" and "error" in r)})
-            found = {(r["name"], r["x"]): r for r in mine}
-            body = [[n, *(time_cell(found.get((n, x)), key, bound, notes) for x in xs)] for n in _names(mine)]
+            xs = sorted({r["x"] for r in selected if key in r or (key == "seconds" and "error" in r)})
+            found = {(r["name"], r["x"]): r for r in selected}
+            body = [[n, *(time_cell(found.get((n, x)), key, bound, notes) for x in xs)] for n in _names(selected)]
             for label, name in ROOFLINES.items():
-                bounds = {r["x"]: r[bound] for r in mine if name.match(r["name"]) and bound in r}
+                bounds = {r["x"]: r[bound] for r in selected if name.match(r["name"]) and bound in r}
                 if bounds:
                     body.append([label, *(milliseconds(bounds[x]) if x in bounds else "-" for x in xs)])
             parts.append(table([f"{direction}, {how}, by {axis}", *(f"{x:,}" for x in xs)], body))
@@ -111,12 +111,12 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
         ("tokens_per_second", "tokens per second, thousands", 1, 1e3),
         ("operator_share", "operator, % of the step", 1, 0.01),
     ):
-        mine = [r for r in rows if r["direction"] == direction and key in r]
-        if not mine or (key == "state_bytes" and axis != "chunk size"):
+        selected = [r for r in rows if r["direction"] == direction and key in r]
+        if not selected or (key == "state_bytes" and axis != "chunk size"):
             continue
-        xs = sorted({r["x"] for r in mine})
-        cells = {(r["name"], r["x"]): f"{r[key] / unit:,.{digits}f}" for r in mine}
-        body = [[n, *(cells.get((n, x), "-") for x in xs)] for n in _names(mine)]
+        xs = sorted({r["x"] for r in selected})
+        cells = {(r["name"], r["x"]): f"{r[key] / unit:,.{digits}f}" for r in selected}
+        body = [[n, *(cells.get((n, x), "-") for x in xs)] for n in _names(selected)]
         parts.append(table([f"{title}, by {axis}", *(f"{x:,}" for x in xs)], body))
     profiled = [r for r in rows if "streams" in r]
     body = [[r["name"], *(milliseconds(r["streams"][key]) for key in STREAMS)] for r in profiled]
@@ -142,10 +142,10 @@ def _speedups(rows: list[Row], axis: str) -> list[str]:
     parts = []
     timed = [r for r in rows if "seconds" in r and "tokens_per_second" not in r]
     for direction in dict.fromkeys(r["direction"] for r in timed):
-        mine = [r for r in timed if r["direction"] == direction]
-        together = [r for r in mine if r.get("processes", 1) > 1]
+        selected = [r for r in timed if r["direction"] == direction]
+        together = [r for r in selected if r.get("processes", 1) > 1]
         # One GPU has the same name up to the comma.
-        alone = {(r["name"].partition(",")[0], r["x"]): r["seconds"] for r in mine if r.get("processes", 1) == 1}
+        alone = {(r["name"].partition(",")[0], r["x"]): r["seconds"] for r in selected if r.get("processes", 1) == 1}
         found = {
             (r["name"], r["x"]): f"{one / r['seconds']:.2f}"
             for r in together
@@ -205,8 +205,8 @@ def _default_kernels(rows: list[Row]) -> str:
 
 def _unsupported(rows: list[Row]) -> list[str]:
     """Return the kernels of this library that support none of these sizes."""
-    mine = [name for name in _names(rows) if name.startswith("tfla")]
-    return [n for n in mine if all(REFUSES in r.get("error", "") for r in rows if r["name"] == n)]
+    selected = [name for name in _names(rows) if name.startswith("tfla")]
+    return [n for n in selected if all(REFUSES in r.get("error", "") for r in rows if r["name"] == n)]
 
 
 def _left_out(rows: list[Row]) -> list[str]:
@@ -226,19 +226,19 @@ def section(result: dict[str, Any], image: str | None) -> str:
     rows = [r for r in result["rows"] if "x" in r]
     notes, remarks = Notes(), list[str]()
     for group in dict.fromkeys(r.get("group", "") for r in rows):
-        mine = [r for r in rows if r.get("group", "") == group]
-        refused = _unsupported(mine)
-        left_out = _left_out(mine)
-        mine = [r for r in mine if r["name"] not in (*refused, *left_out)]
+        selected = [r for r in rows if r.get("group", "") == group]
+        refused = _unsupported(selected)
+        left_out = _left_out(selected)
+        selected = [r for r in selected if r["name"] not in (*refused, *left_out)]
         title = f" ({group})" if group else ""
         remarks += [f"Not for these sizes{title}: {'; '.join(refused)}."] if refused else []
         remarks += [f"Not run, no time being left{title}: {'; '.join(left_out)}."] if left_out else []
-        remarks += [f"By default{title} {kernels}."] if (kernels := _default_kernels(mine)) else []
-        if mine:
+        remarks += [f"By default{title} {kernels}."] if (kernels := _default_kernels(selected)) else []
+        if selected:
             parts += [f"#### {group}"] if group else []
-            parts += _time_tables(mine, result["axis"], notes)
-            parts += _speedups(mine, result["axis"])
-            parts += _other_tables(mine, result["axis"])
+            parts += _time_tables(selected, result["axis"], notes)
+            parts += _speedups(selected, result["axis"])
+            parts += _other_tables(selected, result["axis"])
     if any("samples" in r and r["samples"] < r["asked"] for r in rows):
         remarks.append("\\* fewer samples, at least 5: one takes long.")
     absent = [r["name"] for r in result["rows"] if "x" not in r]

@@ -26,9 +26,9 @@ def section(result: Row) -> str:
         lengths = sorted({row["x"] for row in own})
         name = f"mLSTM{'exp' if form == 'exp' else 'sig'} {dqk} x {dhv}"
         cells = []
-        for who, direction in dict.fromkeys((row["name"], row["direction"]) for row in own):
-            found = {row["x"]: row for row in own if (row["name"], row["direction"]) == (who, direction)}
-            cells.append([f"{who}, {direction}", *(_cell(found.get(T)) for T in lengths)])
+        for label, direction in dict.fromkeys((row["name"], row["direction"]) for row in own):
+            found = {row["x"]: row for row in own if (row["name"], row["direction"]) == (label, direction)}
+            cells.append([f"{label}, {direction}", *(_cell(found.get(T)) for T in lengths)])
         parts.append(table([f"{name}, ms (first call; memory)", *(f"T = {T:,}" for T in lengths)], cells))
     errors = dict.fromkeys(f"{row['name']}: {row['error']}" for row in result["rows"] if "error" in row)
     parts += [f"Not timed: {text}." for text in errors]

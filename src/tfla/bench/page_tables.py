@@ -154,8 +154,8 @@ def jax(results: dict[str, Row]) -> str:
 
 def _of_suite(results: dict[str, Row], suite: str, name: str, x: int, direction: str) -> Row:
     """Return the row of an implementation, a size and a direction in any result of a suite, else an empty one."""
-    mine = (_find(result, name, x, direction) for result in results.values() if result.get("suite") == suite)
-    return next((row for row in mine if "seconds" in row), {})
+    found = (_find(result, name, x, direction) for result in results.values() if result.get("suite") == suite)
+    return next((row for row in found if "seconds" in row), {})
 
 
 def two_gpus(results: dict[str, Row]) -> str:

@@ -242,9 +242,9 @@ def _models(compiler: str | None) -> list[Entry]:
     how = ", torch.compile" if compiler else ""
     options = {"compiler": compiler}
     make = "tfla.bench.training:step"
-    mine = [Entry(f"tfla mLSTM{gate}{how}", make, options | {"mixer": f"mlstm_{gate}"}) for gate in ("sig", "exp")]
+    entries = [Entry(f"tfla mLSTM{gate}{how}", make, options | {"mixer": f"mlstm_{gate}"}) for gate in ("sig", "exp")]
     llama = f"Llama, 16 heads of 128, cuDNN{how}"
-    return [*mine, Entry(llama, make, options | {"mixer": "attention"}, heads=LLAMA_HEADS)]
+    return [*entries, Entry(llama, make, options | {"mixer": "attention"}, heads=LLAMA_HEADS)]
 
 
 TINY = {"blocks": 2, "vocab": 30}

@@ -83,9 +83,9 @@ def prepare(
     none = jnp.zeros(0, dtype)
     C, n = jnp.asarray(state.C).astype(dtype), none if state.n is None else jnp.asarray(state.n).astype(dtype)
     m = none if state.m is None else clamp(jnp.asarray(state.m)).astype(dtype)
-    known = isinstance(cu_seqlens, tuple | np.ndarray)
-    offsets = tuple(int(x) for x in cu_seqlens) if known else None  # type: ignore[union-attr]
-    at = None if known or cu_seqlens is None else jnp.asarray(cu_seqlens)
+    concrete = isinstance(cu_seqlens, tuple | np.ndarray)
+    offsets = tuple(int(x) for x in cu_seqlens) if concrete else None  # type: ignore[union-attr]
+    at = None if concrete or cu_seqlens is None else jnp.asarray(cu_seqlens)
     spec = Spec(
         backend=chosen, kernel=kernel, scale=q.shape[3] ** -0.5 if scale is None else scale, normalize=bool(normalize),
         normalizer_grad=bool(normalizer_grad), chunk_size=chunk_size, grows=gates == "log" and not normalize,

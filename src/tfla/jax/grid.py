@@ -94,9 +94,9 @@ class Memory(NamedTuple):
         """Return the running state, or where ``when`` is true the state of the sequence that a tile belongs to."""
         if self.every is None:
             return self.now
-        known = jnp.minimum(sequence, self.every.C.shape[0] - 1)
+        row = jnp.minimum(sequence, self.every.C.shape[0] - 1)
         return jax.tree.map(
-            lambda now, kept: jnp.where(when, kept[known][None], now) if now.ndim > 1 else now, self.now, self.every
+            lambda now, kept: jnp.where(when, kept[row][None], now) if now.ndim > 1 else now, self.now, self.every
         )
 
     def store(self, sequence: Array, now: Carry) -> Memory:

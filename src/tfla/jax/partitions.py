@@ -107,8 +107,8 @@ class Division:
         left = [written(d, x, n) for n, (d, x) in enumerate(zip(self.given, given, strict=True))]
         right = [written(d, x, n + 30) for n, (d, x) in enumerate(zip(self.results, results, strict=True))]
         text = ", ".join(left) + " -> " + ", ".join(right)
-        known = {"r": group} if "r)" in text else {}
-        return text, known | ({"s": sizes["s"]} if "(b s)" in text else {})
+        fixed = {"r": group} if "r)" in text else {}
+        return text, fixed | ({"s": sizes["s"]} if "(b s)" in text else {})
 
     def whole(self, there: Sequence[Array]) -> tuple[Array | None, ...]:
         """Return the given arrays, with None in the places of those that the call does not have."""

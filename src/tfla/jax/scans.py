@@ -35,7 +35,7 @@ def over_parts(
 
         last, h = jax.lax.scan(dense, initial, parts)
         return h, last
-    known = jnp.minimum(cut.packing.sequence, initial[0].shape[0] - 1)
+    rows = jnp.minimum(cut.packing.sequence, initial[0].shape[0] - 1)
     empty = cut.packing.empty
 
     def packed(state: Any, at: Any) -> tuple[Any, tuple[Array, Any]]:
@@ -48,7 +48,7 @@ def over_parts(
         return state, (h, state)
 
     start = tuple(t[:1] if t.ndim > 1 else t for t in initial)
-    _, (h, every) = jax.lax.scan(packed, start, (parts, known, cut.packing.starts))
+    _, (h, every) = jax.lax.scan(packed, start, (parts, rows, cut.packing.starts))
     return h, tuple(
         jnp.where(empty.reshape(-1, *[1] * (given.ndim - 1)), given, states[cut.packing.last, 0])
         if given.ndim > 1

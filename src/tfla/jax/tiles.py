@@ -85,11 +85,11 @@ def _packing(at: Array, length: int, steps: int, bound: int) -> Packing:
     first = last - count
     tile = jnp.arange(bound, dtype=jnp.int32)
     sequence = jnp.searchsorted(last, tile, side="right").astype(jnp.int32)
-    known = jnp.minimum(sequence, at.shape[0] - 2)
+    row = jnp.minimum(sequence, at.shape[0] - 2)
     used = sequence < at.shape[0] - 1
-    own = tile - first[known]
-    token = (at[known] + own * steps)[:, None] + jnp.arange(steps, dtype=jnp.int32)
-    valid = used[:, None] & (token < at[known + 1][:, None])
+    own = tile - first[row]
+    token = (at[row] + own * steps)[:, None] + jnp.arange(steps, dtype=jnp.int32)
+    valid = used[:, None] & (token < at[row + 1][:, None])
     every = jnp.arange(length, dtype=jnp.int32)
     of = jnp.searchsorted(at, every, side="right").astype(jnp.int32) - 1
     inside = (of >= 0) & (of < at.shape[0] - 1)

@@ -86,8 +86,8 @@ def max_states(log_i: Array, log_f: Array, m: Array, tiling: Tiling) -> tuple[Ar
     if packing is None:
         _, before = jax.lax.scan(step, m, ends)
     else:
-        known = jnp.minimum(packing.sequence, m.shape[0] - 1)
-        _, before = jax.lax.scan(step, m[:1], (*ends, known, packing.starts))
+        rows = jnp.minimum(packing.sequence, m.shape[0] - 1)
+        _, before = jax.lax.scan(step, m[:1], (*ends, rows, packing.starts))
     every = jnp.maximum(inside, total + before[..., None])
     return every, jnp.concatenate([before[..., None], every[..., :-1]], -1)
 

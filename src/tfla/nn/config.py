@@ -315,10 +315,10 @@ class ModelConfig:
         """
         if not isinstance(fields, Mapping):
             raise TypeError(f"fields: got {type(fields).__name__}, expected a mapping such as to_dict returns")
-        known = {f.name for f in dataclasses.fields(cls)}
+        allowed = {f.name for f in dataclasses.fields(cls)}
         needed = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-        unknown, missing = sorted(map(str, set(fields) - known)), sorted(needed - set(fields))
-        _require(not unknown, "fields", unknown, f"only {', '.join(sorted(known))}")
+        unknown, missing = sorted(map(str, set(fields) - allowed)), sorted(needed - set(fields))
+        _require(not unknown, "fields", unknown, f"only {', '.join(sorted(allowed))}")
         _require(not missing, "fields", sorted(fields), f"also {', '.join(missing)}")
         return cls(**fields)
 

@@ -225,13 +225,13 @@ def check_state_indices(indices: object, batch: int, state: State) -> None:
 def check_values_of_indices(indices: Tensor, rows: int, name: str = "state_indices") -> None:
     """Check that indices of states are -1 or rows of the pool, each at most once, which reads their values."""
     given = indices.tolist()
-    seen: set[int] = set()
+    found: set[int] = set()
     for index in given:
         if not -1 <= index < rows:
             raise ValueError(f"{name}: got {index}, expected -1 or from 0 to {rows - 1}, a row of the state")
-        if index >= 0 and index in seen:
+        if index >= 0 and index in found:
             raise ValueError(f"{name}: got {index} more than once, expected each row of the state at most once")
-        seen.add(index)
+        found.add(index)
 
 
 def check_in_place(

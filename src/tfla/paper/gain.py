@@ -102,8 +102,8 @@ def over_input_gates(
             yield from h.unflatten(0, (len(values), len(f)))
         return
     at = [x.expand(len(f), -1, -1, -1) for x in (q, k, v)]
-    forget = f[:, None, None].expand(-1, T, 1).contiguous()
-    log_i, log_f = log_gates(torch.tensor(i), forget, gate)
+    forget_gates = f[:, None, None].expand(-1, T, 1).contiguous()
+    log_i, log_f = log_gates(torch.tensor(i), forget_gates, gate)
     whole = unnormalized(at[0], at[1], at[2], log_f, torch.zeros_like(log_f))
     for weight in log_i.exp():
         yield normalized(whole * weight, normalizer)

@@ -105,8 +105,8 @@ class Documents:
     @property
     def size(self) -> int | None:
         """The number of bytes of all texts, for a progress bar; None if it is not known before reading."""
-        known = self._rows is None and not any(file.name.endswith(JSON_LINES) for file in self._files)
-        return sum(file.size for file in self._files) if known else None
+        complete = self._rows is None and not any(file.name.endswith(JSON_LINES) for file in self._files)
+        return sum(file.size for file in self._files) if complete else None
 
     def __iter__(self) -> Iterator[AnyDocument]:
         documents = self._from_files() if self._rows is None else _from_rows(self.config, self._rows)

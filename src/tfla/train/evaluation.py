@@ -143,8 +143,8 @@ def evaluate(
         group = windows[first : first + batch_size]
         for length in sorted({w.stop - w.start for w in group}, reverse=True):  # only the last window may be shorter
             same = [w for w in group if w.stop - w.start == length]
-            mine, counts = _share(same, length - 1, ranks, shortest)
-            rows = np.stack([tokens.heldout[w] for w in mine]).astype(np.int64)
+            local, counts = _share(same, length - 1, ranks, shortest)
+            rows = np.stack([tokens.heldout[w] for w in local]).astype(np.int64)
             padding = counts.shape[1] - (length - 1)
             rows = np.pad(rows, ((0, 0), (0, padding)), constant_values=tokens.tokenizer.bos)
             losses = token_losses(
@@ -172,10 +172,10 @@ def _share(windows: list[slice], steps: int, ranks: Ranks, shortest: int) -> tup
     """
     index, parts = ranks.rows
     size, width = -(-len(windows) // parts), ranks.steps.padded(steps, shortest)
-    mine = windows[index * size : (index + 1) * size]
+    local = windows[index * size : (index + 1) * size]
     counts = torch.zeros(size, width, dtype=torch.bool)
-    counts[: len(mine), :steps] = True
-    return mine + windows[:1] * (size - len(mine)), counts
+    counts[: len(local), :steps] = True
+    return local + windows[:1] * (size - len(local)), counts
 
 
 def summarize(nats: float, tokens: int, size: int) -> Evaluation:

@@ -138,9 +138,9 @@ class Ranks:
         """Return the values of every process, by rank. They are sent by gloo, so that no process waits for its GPU."""
         if self.size == 1:
             return [values]
-        mine = torch.tensor(values, dtype=torch.float64)
-        every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine)
+        local = torch.tensor(values, dtype=torch.float64)
+        every = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(every, local)
         return torch.stack(every).tolist()
 
     def clip_gradients(self, parameters: Iterable[Tensor], clip: float) -> Tensor:
@@ -163,8 +163,8 @@ class Ranks:
     def report(self, message: str) -> bool:
         """Tell the other processes that this one has failed; return whether it is the first to do so."""
         with suppress(RuntimeError):  # the store ends with the process that holds it
-            mine = json.dumps([self.rank, message])
-            return self.store.compare_set(FAILED, "", mine).decode() == mine
+            report = json.dumps([self.rank, message])
+            return self.store.compare_set(FAILED, "", report).decode() == report
         return True
 
     def raise_failure(self, seconds: float = 0.0) -> None:

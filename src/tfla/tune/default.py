@@ -34,8 +34,10 @@ def _shipped() -> tuple[Entry, ...]:
 def _found(x: Inputs, backend: str, kernel: str | None, normalize: bool) -> Entry | None:
     """Return the entry for a shape in the table that is part of the library, ignoring the user's file."""
     dtype, device = str(x.q.dtype).removeprefix("torch."), device_name(x.q.device)
-    mine = [e for e in _shipped() if (e.device, e.backend, e.dtype, e.normalize) == (device, backend, dtype, normalize)]
-    return tuned.among(mine, x, kernel)
+    entries = [
+        e for e in _shipped() if (e.device, e.backend, e.dtype, e.normalize) == (device, backend, dtype, normalize)
+    ]
+    return tuned.among(entries, x, kernel)
 
 
 @contextmanager

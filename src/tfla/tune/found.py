@@ -44,12 +44,12 @@ class Tuned:
         rows = []
         for c in self.candidates:
             m = found.get((c.kernel, c.chunk_size))
-            marks = {"default": (c.kernel, c.chunk_size) == self.default, "best": c == self.chosen}
-            mark = ", ".join(name for name, there in marks.items() if there)
+            labels = {"default": (c.kernel, c.chunk_size) == self.default, "best": c == self.chosen}
+            label = ", ".join(name for name, there in labels.items() if there)
             rows.append([
                 c.implementation, f"{c.chunk_size:,}", f"{c.seconds * 1e3:.3f}", gib(c.peak_bytes),
                 "-" if m is None else m.error or f"{m.seconds * 1e3:.3f}",
-                "-" if m is None or m.peak_bytes is None else gib(m.peak_bytes), mark,
+                "-" if m is None or m.peak_bytes is None else gib(m.peak_bytes), label,
             ])  # fmt: skip
         header = ["implementation", "chunk size", "predicted ms", "predicted GiB", "measured ms", "measured GiB", ""]
         lines = [

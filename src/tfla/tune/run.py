@@ -49,8 +49,8 @@ def known_machine(name: str) -> Machine:
     """
     if name not in PROCESSORS:
         raise UserError(f"accelerator: got {name!r}, allowed are {', '.join(PROCESSORS)}")
-    known = accelerators.ACCELERATORS[name]
-    return Machine(name, known.flops, known.bandwidth, PROCESSORS[name])
+    accelerator = accelerators.ACCELERATORS[name]
+    return Machine(name, accelerator.flops, accelerator.bandwidth, PROCESSORS[name])
 
 
 def plan(p: Problem, gate: InputGate, config: TuneConfig, machine: Machine) -> Plan:

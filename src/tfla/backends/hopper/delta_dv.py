@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 STAGES = gl.constexpr(2)  # stages of do, E and X, 40 KiB of tiles each
 AHEAD = gl.constexpr(1)  # stages of q and k beyond these
 KEY_STAGES = gl.constexpr(3)  # stages of q and k, 32 KiB of tiles each
-PARTS = gl.constexpr(8)  # of a sum over 128 columns, one for each warp of the consumers
+PARTS = gl.constexpr(8)  # parts of a sum over 128 columns: one for each warp of the two consumers
 
 
 class GlobalPointers(NamedTuple):
@@ -63,8 +63,8 @@ class GlobalPointers(NamedTuple):
     dv: Any  # TMA descriptor
     dbeta: Any  # Z . E over the columns of each program, (programs of a head, B, T, H)
     do_e: Any  # do . E, likewise
-    state_in: Any  # dC after the last step, (sequences, H, dqk, dhv)
-    state_out: Any  # dC before the first step, (sequences, H, dqk, dhv)
+    state_in: Any  # dC after the last step of each sequence, (sequences, H, dqk, dhv)
+    state_out: Any  # dC before the first step of each sequence, (sequences, H, dqk, dhv)
     scale: Any  # the factor of the queries
 
 
@@ -117,6 +117,8 @@ def run_key_warp(Q, K, shared, params, group_size, config):
 @gluon.jit
 def run_load_warp(DO, E, X, shared, params, config):
     """Load the tiles of do, E and X to shared memory by TMA.
+
+    Consumers wait for a stage of this ring in its own tile, (3), so there is no stage to hand over after the last tile.
 
     Args:
         DO, E: TMA descriptors of do and E, in tiles (L, 64), two a program.
@@ -304,6 +306,7 @@ def partitions(tensors, source, group_size, gmem, params, config):
     """Allocate shared memory and start the partitions of the program: two consumers and four single warps."""
     Q, K, DO, E, X = tensors
     L: gl.constexpr = config.L
+    # The ring of values has no gate warp: its stages are full by arrivals of the load warp and of the store warp.
     full, empty = pipeline.allocate_full_empty(STAGES, store_warp.full_arrivals(DOTS_WITH_E) - 1, 2)
     shared = SharedStorage(
         q=pipeline.allocate_tiles(Q, KEY_STAGES),

@@ -101,8 +101,9 @@ def store_partial_dots(x, y, to, part: gl.constexpr, L: gl.constexpr):
     Args:
         x: Accumulators (64, L) in registers: a transposed gradient.
         y: A transposed tile (64, L) in shared memory, of what it is the gradient of.
-        to: The vector in shared memory, (8 L): four sums of L elements for each consumer.
-        part: Which consumer this is.
+        to: The vector in shared memory, (8 L): four sums of L elements for each consumer. It is (16 L) where each
+            consumer leaves two sets of sums.
+        part: Which four of the sums: 0 or 1, by consumer; 2 or 3 for the second set.
         L: Steps of a tile.
     """
     products = x.to(gl.float32) * y.load(x.type.layout).to(gl.float32)
@@ -160,8 +161,6 @@ def load_gate_matrix(g, L: gl.constexpr, half: gl.constexpr, layout: gl.constexp
 def apply_causal_mask(S, D, i, j, half: gl.constexpr, REVERSE: gl.constexpr, STRICT: gl.constexpr = False):
     """Return `S * D` where output step i includes update step j, else 0: i >= j, or with REVERSE i <= j.
 
-    With STRICT no step includes itself.
-
     In the layout of accumulators a thread has row indices {r, r + 8} and column indices {c, c + 1} + 8 n. The
     comparison is therefore one of a number of the thread, r - c, with constants. The plain comparison i >= j holds 16
     more registers.
@@ -173,6 +172,7 @@ def apply_causal_mask(S, D, i, j, half: gl.constexpr, REVERSE: gl.constexpr, STR
         j: Columns of S, counted from the first one that S has.
         half: Which half of the columns S has; 0 where it has all.
         REVERSE: Whether the scan goes against time.
+        STRICT: Whether the diagonal is masked, too.
     """
     of_thread = gl.expand_dims(i & -9, 1) - gl.expand_dims(j & 6, 0)
     constant = gl.expand_dims(j & -7, 0) - gl.expand_dims(i & 8, 1) + half * 32

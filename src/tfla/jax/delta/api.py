@@ -61,9 +61,9 @@ def prepare(
     sequences = x.q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if state is not None:
         checks.check_state(state, sequences, x.q, x.v, False, "initial_state")
-    known = isinstance(cu_seqlens, tuple | np.ndarray)
-    offsets = tuple(int(t) for t in cu_seqlens) if known else None  # type: ignore[union-attr]
-    x = x._replace(C=None if state is None else state.C, cu_seqlens=None if known else cu_seqlens)  # type: ignore[arg-type]
+    concrete = isinstance(cu_seqlens, tuple | np.ndarray)
+    offsets = tuple(int(t) for t in cu_seqlens) if concrete else None  # type: ignore[union-attr]
+    x = x._replace(C=None if state is None else state.C, cu_seqlens=None if concrete else cu_seqlens)  # type: ignore[arg-type]
     spec = DeltaSpec(rule, backend, kernel, chunk_size, sequences, offsets, context_parallel)
     return spec, DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
 

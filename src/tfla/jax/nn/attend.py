@@ -67,9 +67,9 @@ def _block(q: Array, k: Array, v: Array, at: Array, first: Array, window: int | 
     T, S = q.shape[1], k.shape[1]
     query, low = at + jnp.arange(T)[:, None], jnp.zeros((), jnp.int32)
     if window is not None and window + T - 1 < S:
-        seen = window + T - 1
-        low = jnp.clip(at - window + 1, 0, S - seen)
-        k, v = (jax.lax.dynamic_slice_in_dim(x, low, seen, 1) for x in (k, v))
+        span = window + T - 1
+        low = jnp.clip(at - window + 1, 0, S - span)
+        k, v = (jax.lax.dynamic_slice_in_dim(x, low, span, 1) for x in (k, v))
     key = low + jnp.arange(k.shape[1])
     visible = (key <= query) & (key >= first[..., None])  # (B or 1, T, S)
     if window is not None:

@@ -143,13 +143,13 @@ class Attention(nnx.Module):
             before, past = state.tokens(), state.k.shape[1]
         documents = Documents.of(T, document_start, cu_seqlens)
         first = documents.first_tokens(before)
-        seen = first if first.shape[1] == 1 else first[:, own]
-        q, k = rotate_both(q, k, own - seen, self.rope_base)
+        offset = first if first.shape[1] == 1 else first[:, own]
+        q, k = rotate_both(q, k, own - offset, self.rope_base)
         if context_parallel is not None:
             k = _gathered(k, context_parallel)
         if state is not None:
             k, v = (jnp.concatenate([old.astype(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
-        h = attend(q, k, v, own[0] + past, seen + past, self.window, self._sinks())
+        h = attend(q, k, v, own[0] + past, offset + past, self.window, self._sinks())
         y = self.out_proj(h.reshape(x.shape))
         if not return_state:
             return y, None
@@ -197,8 +197,8 @@ class Attention(nnx.Module):
 
     def _packed_state(self, k: Array, v: Array, cu_seqlens: Offsets) -> KeyValues:
         """Return a cache with a row for each packed sequence, whose last tokens are in the last places of the row."""
-        known = isinstance(cu_seqlens, tuple | np.ndarray)
-        places = int(np.diff(np.asarray(cu_seqlens)).max()) if known else k.shape[1]
+        concrete = isinstance(cu_seqlens, tuple | np.ndarray)
+        places = int(np.diff(np.asarray(cu_seqlens)).max()) if concrete else k.shape[1]
         if self.window is not None:
             places = min(places, self.window - 1)
         offsets = jnp.asarray(cu_seqlens, jnp.int32)

@@ -56,14 +56,14 @@ def attend_alone(
     """Compute :func:`attend` for each sequence of a batch alone, on a CPU without the keys that it does not see."""
     found = []
     for row in range(q.shape[0]):
-        own, low, seen = slice(row, row + 1), 0, None
+        own, low, begin = slice(row, row + 1), 0, None
         if first is not None:
-            seen = first[own] if first.shape[0] > 1 else first
+            begin = first[own] if first.shape[0] > 1 else first
             if q.device.type == "cpu":
-                low = max(0, int(seen.min()))
-                seen = None if bool((seen <= low).all()) else seen - low
+                low = max(0, int(begin.min()))
+                begin = None if bool((begin <= low).all()) else begin - low
         with _same_kernel(sinks):
-            found.append(attend(q[own].clone(), k[own, low:].clone(), v[own, low:].clone(), seen, window, sinks))
+            found.append(attend(q[own].clone(), k[own, low:].clone(), v[own, low:].clone(), begin, window, sinks))
     return torch.cat(found)
 
 

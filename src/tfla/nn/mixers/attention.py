@@ -105,8 +105,8 @@ class Attention(SequenceMixer):
         y = self.out_proj(h.flatten(-2))
         if states_every is not None:
             for end in states_every.ends(x.shape[1]):
-                seen = first if first is None or first.shape[1] == 1 else first[:, :end]
-                states_every.states.append(self._new_state(k[:, : past + end], v[:, : past + end], seen))
+                begin = first if first is None or first.shape[1] == 1 else first[:, :end]
+                states_every.states.append(self._new_state(k[:, : past + end], v[:, : past + end], begin))
         if not return_state:
             return y, None
         return y, self._new_state(k, v, first) if cu_seqlens is None else self._packed_state(k, v, cu_seqlens)

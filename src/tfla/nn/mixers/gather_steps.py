@@ -51,13 +51,13 @@ class SharedSteps:
         every: Tensor = gather(padded, 1, spans.group)
         if not spans.zigzag and min(held) == most:
             return every
-        pieces: list[Any] = [None] * len(spans.lengths)
+        parts: list[Any] = [None] * len(spans.lengths)
         for rank in range(spans.size):
             start = rank * most
             for position in spans.of_rank(rank):
-                pieces[position] = every[:, start : start + spans.lengths[position]]
+                parts[position] = every[:, start : start + spans.lengths[position]]
                 start += spans.lengths[position]
-        return torch.cat(pieces, 1)
+        return torch.cat(parts, 1)
 
     def of_whole(self, x: Tensor) -> Tensor:
         """Return this process's steps of a tensor of all steps: (B, all steps, ...) -> (B, T, ...)."""

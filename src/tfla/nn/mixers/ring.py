@@ -106,8 +106,8 @@ class Ring:
             key: the first key.
             first: (B, T of the span) as :class:`Block` has it; left out where it hides nothing of the block.
         """
-        seen = None if key >= self.highest[own] else self.window
-        return Block(self.spans.bounds[own], key, None if key >= self.highest[own] else first, seen)
+        window = None if key >= self.highest[own] else self.window
+        return Block(self.spans.bounds[own], key, None if key >= self.highest[own] else first, window)
 
 
 def ring_attention(

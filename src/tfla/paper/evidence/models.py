@@ -68,8 +68,8 @@ def model_config(name: str, shape: Shape, vocab_size: int) -> ModelConfig:
         ValueError: the mixers alone have more parameters than the model with attention.
     """
     target = _parameters(_config("attention", shape, vocab_size, round(FFN_FACTOR * shape.d_model)))
-    narrow, wide = (_parameters(_config(name, shape, vocab_size, width)) for width in (1, 2))
-    width = 1 + round((target - narrow) / (wide - narrow))
+    single, double = (_parameters(_config(name, shape, vocab_size, width)) for width in (1, 2))
+    width = 1 + round((target - single) / (double - single))
     if width < 1:
         raise ValueError(f"shape: got {shape}, whose mixers of {name} alone have more than {target} parameters")
     return _config(name, shape, vocab_size, width)
