@@ -136,7 +136,7 @@ def check_few_steps(v: Any, return_state: bool, lengths: object) -> None:
     """Check the number of decoding steps, and that lengths are given only with a state to return."""
     if not 1 <= v.shape[1] <= LONGEST_STEPS:
         raise ValueError(
-            f"v: got T = {v.shape[1]}, expected from 1 to {LONGEST_STEPS} steps; the sequence forms read more"
+            f"v: got T = {v.shape[1]}, expected from 1 to {LONGEST_STEPS}; operators over whole sequences take more"
         )
     if lengths is not None and not return_state:
         raise ValueError("lengths: got it with return_state=False, expected it with a state to return")

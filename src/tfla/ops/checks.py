@@ -172,7 +172,7 @@ def check_few_steps(v: Tensor, return_state: bool, lengths: object, in_place: bo
     """Check the number of decoding steps, and that options of the new state are given only if it is returned."""
     if not 1 <= v.shape[1] <= LONGEST_STEPS:
         raise ValueError(
-            f"v: got T = {v.shape[1]}, expected from 1 to {LONGEST_STEPS} steps; the sequence forms read more"
+            f"v: got T = {v.shape[1]}, expected from 1 to {LONGEST_STEPS}; operators over whole sequences take more"
         )
     for name, given in {"lengths": lengths is not None, "in_place": in_place}.items():
         if given and not return_state:

@@ -27,8 +27,8 @@ def backward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int
 def attend_flops(x: Any, backend: str, spec: Spec) -> int:
     """Count the matrix products of the chunkwise form, (36)-(56), in tiles as the backend takes them.
 
-    Derived from the equations, a product of (a, b) and (b, c) being 2 a b c: per head and step 4 dqk dhv for output and
-    state, and L (dqk + dhv) for both products inside a tile of L steps, of which the causal half counts. Gates and
+    A product of (a, b) and (b, c) is 2 a b c FLOPs. Per head and step there are 4 dqk dhv for the output and the state,
+    and L (dqk + dhv) for both products inside a tile of L steps, of which the causal half counts. Gates and
     normalizer, which grow with dqk alone, are left out, as are products that a kernel forms a second time. Packed
     sequences count as one, since their lengths are not read.
 
@@ -41,7 +41,10 @@ def attend_flops(x: Any, backend: str, spec: Spec) -> int:
 
 
 def attend_backward_flops(x: Any, backend: str, spec: Spec) -> int:
-    """Count as :func:`attend_flops` does, of the backward: per head and step 10 dqk dhv, and L (3 dqk + 2 dhv)."""
+    """Count the products of a backward as :func:`attend_flops` does.
+
+    Per head and step these are 10 dqk dhv with states and L (3 dqk + 2 dhv) inside a tile.
+    """
     return _count(backward_flops, x, backend, spec)
 
 
@@ -54,8 +57,8 @@ def _count(flops: Callable[[int, int, int, int, int], int], x: Any, backend: str
 def delta_forward_flops(T: int, heads: int, dqk: int, dhv: int, L: int = TILE) -> int:
     """Return the FLOPs of a forward of the delta rule (docs/delta-rule.md).
 
-    The reads of the state by q and by the read keys, and its update; in each tile the causal half of the products of q
-    and of the read keys with k, of X with R and of P with E, and the solution for X.
+    It has the reads of the state by q and by the read keys, and the update of the state; in each tile the causal half
+    of the products of q and of the read keys with k, of X with R and of P with E, and the solution for X.
     """
     return heads * (6 * T * dqk * dhv + 2 * T * L * (dqk + dhv) + T * L * L // 3)
 
@@ -77,7 +80,7 @@ def delta_flops(x: Any, backend: str, spec: DeltaSpec) -> int:
 
 
 def delta_gradient_flops(x: Any, backend: str, spec: DeltaSpec) -> int:
-    """Count as :func:`delta_flops` does, of the backward."""
+    """Count the products of a backward as :func:`delta_flops` does."""
     return _count_delta(delta_backward_flops if spec.correct else backward_flops, x, backend, spec)
 
 

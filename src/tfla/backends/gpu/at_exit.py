@@ -16,12 +16,15 @@ import torch
 
 
 def _settle(device: torch.device) -> None:
-    """Wait until the thread of that GPU has dropped what earlier backwards left: it works off one backward a time."""
-    with contextlib.suppress(Exception), torch.enable_grad():  # of a GPU that has failed nothing is left to wait for
+    """Wait until the backward thread of that GPU has dropped the gradients of earlier backwards.
+
+    The thread runs one backward after the other, so that those before a further one have ended when that one has.
+    """
+    with contextlib.suppress(Exception), torch.enable_grad():  # a GPU that has failed computes no backward to wait for
         torch.ones(1, device=device, requires_grad=True).sum().backward()
 
 
 @functools.cache
 def settle_at_exit(device: torch.device) -> None:
-    """Have the process end only after the backwards of this GPU have, to the last reference."""
+    """Let the end of the process wait until the backward thread of this GPU has dropped its last gradient."""
     atexit.register(_settle, device)

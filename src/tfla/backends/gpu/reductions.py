@@ -75,7 +75,7 @@ def launch_three_parts(ctx: LaunchContext, parts: tuple[Tensor, Tensor, Tensor],
 
 def _launch(ctx: LaunchContext, kernel: Any, parts: tuple[Tensor, ...], group: int, out: Tensor) -> None:
     """Launch a kernel that sums groups of heads of `parts` into `out`."""
-    D = parts[0].shape[3]  # sums of beta have no dim for it
+    D = parts[0].shape[3]
     rows, width = out.numel() // D, power_of_two(D)
     block = max(1, 4096 // width)
     ctx.launch(kernel, (ceil_div(rows, block),),

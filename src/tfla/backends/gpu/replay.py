@@ -109,9 +109,10 @@ def resized(shape: tuple[int, ...], x: Tensor) -> Tensor:
     return pad(x, [n for new, old in last_first for n in (0, new - old)]).contiguous()
 
 
-# A recorded step: the function, the numbers of the operands that it reads, and for a launch the remaining arguments;
-# for any other step, whose result is the next operand, whether that is a tensor (else it is a tensor descriptor).
-# With None it is none of them: the replay then drops the operands, whose memory the next step may have.
+# A recorded step is a function, the numbers of the operands that it reads, and one of these:
+#   a list    The step is a launch, and the list has its further arguments.
+#   a bool    The result of the step is the next operand, which is a tensor (True) or a tensor descriptor (False).
+#   None      The step drops its operands, so that later steps can be given their memory.
 Step = tuple[Callable[..., Any], tuple[int, ...], list[Any] | bool | None]
 RELEASED_BYTES = 1 << 20  # smaller tensors stay until the end of a replay, whose host time counts for short sequences
 

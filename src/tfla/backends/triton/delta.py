@@ -190,7 +190,8 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     dq, dr, dk = (base.new(*shape, dtype=x.q.dtype) for _ in range(3))
     dv = base.new(*x.v.shape, dtype=x.v.dtype)
     dC0 = base.new(x.sequences, base.H, base.K, base.V) if x.C is not None else None
-    # The last scan adds to dk what it reads of it, through one pointer or as a new tensor.
+    # The last scan adds what the others have left in dk and stores the sum: to dk itself, or to another tensor where a
+    # launch must not read and write a tensor by two of its parameters.
     total = base.new(*shape, dtype=x.q.dtype) if base.recorder.one_pointer_each else dk
     base = sequences.bound(base, dq, dr, dk, dv, *(() if total is dk else (total,)))
     ctx = replace(ctx, base=base)
@@ -204,7 +205,7 @@ def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | N
     by_starts = new_starts(ctx, base)
 
     def parts(n: int) -> tuple[Tensor, Tensor]:
-        """Return the sums of queries, or for n = 1 of reads by the read key."""
+        """Return the parts of `reads` and `pair_sums` for queries, n = 0, or for read keys, n = 1."""
         cut = n * programs, (n + 1) * programs
         return base.recorder.rows(reads, *cut), base.recorder.rows(pair_sums, *cut)
 

@@ -30,8 +30,8 @@ operand of an MMA, from registers:
     solve_tiles          k, r -> X                        one program a tile
     delta_h_scan         q, k, r, v, X -> h, E            with time, the programs of a head split dhv
     delta_dv_scan        q, k, r, do, X, E -> dv, dbeta   against time, the programs of a head split dhv
-    delta_dq_dr_scan     k, E, do, dv -> dq, dr           with time, the programs of a head split dqk
-    delta_dk_scan        q, r, do, dv, E -> dk            against time, the programs of a head split dqk
+    delta_dq_dk_scan     k, E, do or dv -> dq, dr         with time, the programs of a head split dqk; a launch each
+                         q, do, E or r, dv, E -> dk       against time, likewise; dk is the sum of both launches
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def as_one_row(x: Tensor) -> Tensor:
     return x if x.shape[0] == 1 else x.reshape(1, -1, *x.shape[2:])
 
 
-@functools.cache  # for good: a captured graph reads them
+@functools.cache  # without a limit, because a captured graph reads the offsets as long as it is replayed
 def offsets_of(device: torch.device, batch: int, T: int, steps: int) -> Tensor:
     """Return the offsets of segments. They are copied to the device once, and not while a graph is captured."""
     starts = [row * T + at for row in range(batch) for at in range(0, T, steps)]

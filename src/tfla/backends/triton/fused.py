@@ -42,7 +42,7 @@ def details(x: Inputs, chunk_size: int) -> dict[str, object]:
 
 
 def checkpoint_steps(x: Inputs, spec: Spec) -> int:
-    """Return the number of steps between checkpoints; without a normalizer they are closer."""
+    """Return the number of steps between checkpoints; without a normalizer they are closer together."""
     dqk, dhv = int(x.q.shape[3]), int(x.v.shape[3])
     return checkpoint_interval(dqk, dhv, x.q.element_size(), kept=dqk * dhv, closer=not spec.normalize)
 

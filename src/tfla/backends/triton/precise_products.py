@@ -25,7 +25,10 @@ def nearest_tf32(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def as_operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Return float32 values x, rounded, as an operand of this dtype: what is added up elsewhere as well is the same."""
+    """Return float32 values x as an operand of this dtype, rounded before the MMA.
+
+    Other sums of the same operand then have the numbers that the MMA multiplies.
+    """
     if dtype == tl.float32:
         return nearest_tf32(x, PRECISION)
     else:

@@ -1,4 +1,4 @@
-"""The way of a call of the delta rule with `context_parallel`: checks, choice of the backend, and the operator."""
+"""The path of a call of the delta rule with `context_parallel`: checks, choice of the backend, and the operator."""
 
 from __future__ import annotations
 
