@@ -1,4 +1,4 @@
-"""Attention of which each process computes its part, in rounds, and its errors beside float64 on one process."""
+"""Attention over steps that processes share, computed in rounds, and its errors against float64 on one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operator's tests share: random problems, their float64 truth, and one table of tolerances.
+"""The problems of the operator's tests: random inputs, their float64 truth, and one table of tolerances.
 
 A problem is everything one call reads, with a random cotangent for everything it returns. `truth` solves it by the
 paper's recurrence in float64 with autograd through the loop; `solve` by an implementation (backend, kernel, device)

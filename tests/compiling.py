@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not there."""
+"""The compilation of kernels for GPUs that need not be present."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures of the operator's tests, and how hypothesis runs."""
+"""The fixtures of the operator's tests, and the settings of hypothesis."""
 
 from __future__ import annotations
 

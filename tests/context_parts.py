@@ -1,4 +1,4 @@
-"""What ranks compute in the tests of context parallelism."""
+"""The functions that ranks run in the tests of context parallelism."""
 
 from __future__ import annotations
 

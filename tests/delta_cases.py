@@ -1,4 +1,4 @@
-"""What the tests of the delta rule and of vector gates share: random problems and their float64 truth.
+"""The problems of the tests of the delta rule and of gates by channel: random inputs and their float64 truth.
 
 As in `cases`, a problem is everything one call reads, with a random cotangent for everything it returns. `truth` solves
 it step by step in float64 with autograd through the loop. The tolerances are those of `cases`.

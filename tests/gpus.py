@@ -1,4 +1,4 @@
-"""How the workers of pytest-xdist share GPUs: importing this spreads them over all, before any of them touches one."""
+"""The division of GPUs among the workers of pytest-xdist, which takes effect when this module is imported."""
 
 import os
 import tempfile

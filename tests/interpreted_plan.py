@@ -33,7 +33,7 @@ LOCK = threading.Lock()  # the interpreter is one for all threads
 
 
 class InterpretedPlan:
-    """In place of `tfla.jax.launches.LoweredPlan`. Allocated memory is full of NaN, so that reading it shows."""
+    """The replacement of `tfla.jax.launches.LoweredPlan`. Allocated memory is full of NaN, so that reads of it show."""
 
     ran: ClassVar[list[str]] = []  # the names of kernels that ran
 

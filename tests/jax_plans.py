@@ -1,4 +1,4 @@
-"""How tests let plans of launches run: on a GPU, or where TRITON_INTERPRET=1 in Triton's interpreter on the CPU."""
+"""The execution of plans of launches in tests: on a GPU, or with TRITON_INTERPRET=1 in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of DeltaProduct and DPLR share: random problems and their float64 truth, step by step."""
+"""The problems of the tests of DeltaProduct and DPLR: random inputs and their float64 truth, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks compute in the tests of DTensors with the delta rule and gates by channel."""
+"""The functions that ranks run in the tests of DTensors with the delta rule and gates by channel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks compute in the tests of DTensors."""
+"""The functions that ranks run in the tests of DTensors."""
 
 from __future__ import annotations
 

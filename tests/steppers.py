@@ -1,4 +1,4 @@
-"""What computes decoding steps in tests: the reference and the kernels, on every device where they run."""
+"""The implementations of decoding steps in tests: the reference and the kernels, on every device where they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a process: output that nothing reads, and words that it does not know."""
+"""The command as a process: output that nothing reads, and unknown words."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import tfla
 
 SOURCES = Path(tfla.__file__).parent
+TESTS = Path(__file__).parent
 # A docstring that begins so has the name above it for a subject, or none.
 FRAGMENT = re.compile(
     r"^(Of|That|Those|Which|As|What|Where|By|To|In|From|Whether|With|For|Behind|And|Is|Its|It|Like|At|On|Who)\b"
@@ -32,21 +33,28 @@ OTHER_LIBRARIES = {"walk", "narrow"}  # names of theirs, which stand after a dot
 BANNED = re.compile(r"\b(anew|nobody|somebody|gaters?|clearers?|carriers?|homemade)\b", re.IGNORECASE)
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of every docstring of the package."""
-    for path in sorted(SOURCES.rglob("*.py")):
+def docstrings(folder: Path = SOURCES) -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of every docstring of a folder, by default the package."""
+    for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text:
                     line = getattr(node, "lineno", 1)
-                    yield f"{path.relative_to(SOURCES)}:{line} {text.splitlines()[0]}", text
+                    yield f"{path.relative_to(folder)}:{line} {text.splitlines()[0]}", text
 
 
 def test_docstrings_are_not_fragments() -> None:
     found = list(docstrings())
     assert len(found) > 1000
     assert [place for place, text in found if FRAGMENT.match(text)] == []
+
+
+def test_docstrings_of_tests_are_not_fragments() -> None:
+    """Check the modules of all tests, and all functions and classes of the simulator of kernels."""
+    modules = {path: ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "" for path in TESTS.rglob("*.py")}
+    assert [path for path, text in modules.items() if FRAGMENT.match(text)] == []
+    assert [place for place, text in docstrings(TESTS / "gluon_simulator") if FRAGMENT.match(text)] == []
 
 
 def test_docstrings_use_words_of_the_field() -> None:
@@ -67,7 +75,7 @@ def names(files: Iterable[Path], pattern: re.Pattern[str]) -> list[str]:
 
 
 def test_names_are_words_of_the_field() -> None:
-    assert names([*SOURCES.rglob("*.py"), *Path(__file__).parent.rglob("*.py")], OLD_NAMES) == []
+    assert names([*SOURCES.rglob("*.py"), *TESTS.rglob("*.py")], OLD_NAMES) == []
 
 
 def test_names_of_backends_are_words_of_the_field() -> None:

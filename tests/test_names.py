@@ -52,7 +52,7 @@ def attribute(owner: Any, name: str) -> Any:
 
 
 def resolves(name: str) -> bool:
-    """Whether the name is a module, or an attribute that can be reached from one.
+    """Return whether the name is a module, or an attribute that can be reached from one.
 
     Raises:
         ModuleNotFoundError: an optional library is not installed.

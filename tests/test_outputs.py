@@ -1,4 +1,4 @@
-"""Outputs that cannot be written are found before anything is computed, and nothing is left over."""
+"""Outputs that cannot be written are reported before anything is computed, and leave no files."""
 
 from __future__ import annotations
 

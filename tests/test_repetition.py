@@ -1,4 +1,4 @@
-"""At most ten pairs of places in the package share six or more lines of logic.
+"""The package has at most ten pairs of places that share six or more lines of logic.
 
 Lines of logic are the lines of function bodies without docstrings, comments, nested signatures, imports and lone
 punctuation. Two places share them where the lines are the same up to a consistent renaming; names of attributes and of

@@ -1,4 +1,4 @@
-"""Compiles what forward and backward launch for GPUs that are not there.
+"""Compiles the kernels that forwards and backwards launch, for GPUs that need not be present.
 
 python compile_for.py TARGET:CASE...    answers with one JSON line a job, in any order, its "kernels" one row each
 
@@ -53,7 +53,7 @@ MODELS = {"deltanet": (0, False), "gdn": (1, False), "kda": (2, False), "gla": (
 
 
 class AbsentGPU:
-    """As much of a Triton driver as compiling needs."""
+    """The part of a Triton driver that compilation needs, for a GPU that need not be present."""
 
     def __init__(self, name: str) -> None:
         number = name.removeprefix("sm_")
@@ -319,7 +319,7 @@ def compile_case(case: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def compile_for(job: str) -> dict[str, Any]:
-    """In a process of its own: Triton keeps what it compiled by number of the GPU."""
+    """Compile jobs in a process of their own, because Triton caches compiled kernels under the number of the GPU."""
     gc.disable()  # a process is short
     target, case = job.split(":")
     driver.set_active(AbsentGPU(target))

@@ -1,4 +1,4 @@
-"""Writes what every call launches, to compare two versions of the launch code. Needs no GPU; nothing is computed.
+"""Writes the launches of every call, to compare two versions of the launch code. Needs no GPU; nothing is computed.
 
     python tests/backends/dump_launches.py [--sampled COUNT] [--compile | --gpu] [CASE...] > launches.txt
 

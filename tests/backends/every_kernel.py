@@ -1,4 +1,4 @@
-"""Runs every kernel on the GPU, forward and backward, for compute-sanitizer to watch.
+"""Runs every kernel on the GPU, forward and backward, under compute-sanitizer.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/backends/every_kernel.py [CASE...]
 

@@ -1,4 +1,4 @@
-"""The gradient of the forget gate starts again at checkpoints: wherever they lie, results are the same."""
+"""The sum for the forget gate's gradient restarts at checkpoints; results do not depend on where they lie."""
 
 from __future__ import annotations
 

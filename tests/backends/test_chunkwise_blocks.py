@@ -1,4 +1,4 @@
-"""Chunkwise cuts its work into tiles, blocks and groups of heads to fit caches: no cut changes a result."""
+"""The chunkwise backend cuts its work into tiles, blocks and groups of heads; no cut changes a result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunkwise sums log-gates as pairs of float32, as exactly as float64 does."""
+"""The chunkwise backend sums log-gates as pairs of float32 numbers, as exactly as float64 does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After a first, long batch of a form no other length compiles anything. Needs no GPU.
+"""After the first call with a long batch, calls with other lengths compile no kernel. Needs no GPU.
 
 On one, `test_compiled_once_for_all_lengths` sees less: what tests before it have compiled is there already.
 """

@@ -1,4 +1,4 @@
-"""The cost model takes the kernel that was measured to be faster."""
+"""The cost model chooses the kernel that was measured to be faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The truth of all tests is the paper's: the recurrence with and without stabilisation is one function."""
+"""The reference of all tests is the paper's function: the recurrences with and without stabilization agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator of Hopper kernels computes what they do, and finds what they leave out."""
+"""The simulator of Hopper kernels computes their results, and reports missing synchronization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of more than 2^31 elements."""
+"""The kernels address tensors of more than 2^31 elements."""
 
 from __future__ import annotations
 

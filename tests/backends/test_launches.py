@@ -1,4 +1,4 @@
-"""Calls like a former one do what that one did, past Triton's look-ups."""
+"""Replayed calls make the launches of the recorded call, without Triton's look-ups."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Log = list[Any]
 
 
 class Kernel:
-    """As Triton's: launching compiles, and gives what can be launched by itself."""
+    """A stand-in for a Triton kernel: a launch compiles it and returns the compiled kernel."""
 
     def __init__(self, name: str, log: Log) -> None:
         self.name, self.log = name, log
@@ -50,7 +50,7 @@ class Compiled:
 
 
 class CompiledAsNow(Compiled):
-    """With what Triton 3.4 to 3.9 have."""
+    """A stand-in for a compiled kernel, with the attributes that Triton 3.4 to 3.9 have."""
 
     function, packed_metadata = "function", "metadata"
 
@@ -103,7 +103,7 @@ def test_kernels_are_looked_up_once() -> None:
 
 
 def add(recorder: LaunchRecorder, given: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """What is done by PyTorch, in place and not; the second of what is given may be None."""
+    """Return results of PyTorch's operations, in place and not; the second input may be None."""
     x, y = given
     assert x is not None
     dense = recorder.do(Tensor.contiguous, x)

@@ -1,4 +1,4 @@
-"""What the host does in a call on a GPU: it compiles once, waits for nothing, and can be captured in a graph."""
+"""A call on a GPU compiles once, does not wait for the device, and can be captured in a CUDA graph."""
 
 from __future__ import annotations
 

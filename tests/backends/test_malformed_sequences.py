@@ -56,7 +56,7 @@ def run(p: Problem, implementation: Implementation, offsets: list[int], chunk_si
 
 
 def expected(p: Problem, implementation: Implementation, offsets: list[int], chunk_size: int) -> dict[str, Tensor]:
-    """Those of the steps of sequences alone, and zeros around them."""
+    """Return the results of the sequences alone, with zeros at the steps around them."""
     first, last = offsets[0], offsets[-1]
     inner = p.but(**{name: getattr(p, name)[:, first:last] for name in ("q", "k", "v", "i", "f", "dh")})
     if first < last:

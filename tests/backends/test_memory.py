@@ -1,4 +1,4 @@
-"""What a backend holds beyond inputs, outputs and gradients: stored states and little else."""
+"""The memory of a backend beyond inputs, outputs and gradients: stored states and little else."""
 
 from __future__ import annotations
 

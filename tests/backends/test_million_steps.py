@@ -1,4 +1,4 @@
-"""A sequence of 2^20 steps: rounding does not pile up."""
+"""Rounding errors do not accumulate over a sequence of 2^20 steps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def results(leaves: list[torch.Tensor], dh: torch.Tensor, gate: str, **options: 
 
 @pytest.fixture(scope="module", params=["exp", "sigmoid"])
 def exact(request: pytest.FixtureRequest, leaves: tuple[list[torch.Tensor], torch.Tensor]) -> tuple[str, list]:
-    """In float64."""
+    """Return the results in float64."""
     gate, dh = request.param, leaves[1].double()
     with taking_turns():
         truth = results([x.detach().double().requires_grad_() for x in leaves[0]], dh, gate, backend="chunkwise")

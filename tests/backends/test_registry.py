@@ -1,4 +1,4 @@
-"""Choosing a backend, and adding one."""
+"""The choice of a backend, and the addition of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what a replay keeps: large tensors go with the last step that needs them, on every device."""
+"""A replay drops large tensors after the last step that needs them, on every device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scans over runs of steps, beside NumPy's."""
+"""The scans of `tfla.backends.gpu.scan` agree with NumPy's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEVICES = [
 
 @triton.jit
 def scans(x, first, sums, totals, before, upto, HEADS: tl.constexpr, TILES: tl.constexpr, L: tl.constexpr):
-    """Of x (HEADS, TILES * L): maxima over all steps, and sums over those of each tile."""
+    """Store running maxima of x, (HEADS, TILES * L), over all steps, and sums over the steps of each tile."""
     CHUNK: tl.constexpr = TILES * L
     h = tl.arange(0, HEADS)
     values = tl.load(x + h[:, None, None] * CHUNK + step_indices(CHUNK))

@@ -1,4 +1,4 @@
-"""Sums of products over threads are the same in each, by what the compiler makes of them. Needs no GPU."""
+"""Sums of products over threads are the same in each: no addition is fused with a product. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kernel is launched with does not depend on whether its descriptors were encoded before. Needs no GPU."""
+"""The arguments of a launch do not depend on whether its TMA descriptors were encoded before. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BASE = 13 if hasattr(driver, "_BASE_ARGS_FORMAT_LEN") else 15  # what a launcher
 
 
 class Descriptor(SimpleNamespace):
-    """Of a tensor, as those that the kernels' launches make."""
+    """A TMA descriptor of a tensor, like those of the kernels' launches."""
 
     def __init__(self, base: torch.Tensor, remembered: dict[int, EncodedDescriptor]) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""The paper's kernels tile a chunk as they like: no block size and no chunk size changes a result."""
+"""The results of the paper's kernels do not depend on block sizes or chunk sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Every shipped configuration of the Triton kernels compiles for every supported GPU and fits it. Needs no GPU.
 
-What kernels took is in `compiled/`, a file for each Triton version that is tested; taking more is a regression. After
+The records of registers, spills and shared memory are in `compiled/`, one file for each tested version of Triton; more
+than on record is a regression. After
 a change that is meant, and after an hour with every combination:
 
     TFLA_COMPILE=record python -m pytest tests/backends/test_triton_compiles.py
@@ -132,7 +133,7 @@ def installed() -> str:
 
 
 def recorded() -> Found:
-    """With the installed Triton, or with the last one before it that has a record."""
+    """Return the record of the installed Triton, or of the last version before it that has one."""
 
     def order(version: str) -> list[int]:
         return [int(n) for n in version.split(".")]

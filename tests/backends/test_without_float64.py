@@ -1,4 +1,4 @@
-"""What is given in float32 is computed without float64, which Apple's GPUs do not have."""
+"""Inputs in float32 are computed without float64, which Apple's GPUs do not have."""
 
 from __future__ import annotations
 

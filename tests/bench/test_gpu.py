@@ -27,7 +27,7 @@ RATES = {"copy": {"rested": 4e12, "sustained": 3e12}, "gemm": {"rested": 8e14, "
 
 @pytest.fixture
 def one_thread(monkeypatch):
-    """For the processes that a run starts."""
+    """Let the processes that a run starts use one thread each."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
 

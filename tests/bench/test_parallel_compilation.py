@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 class Kernel:
-    """As much of a Triton kernel as an autotuner needs; what is compiled leaves a file that says by which process."""
+    """The part of a Triton kernel that an autotuner needs; a compilation leaves a file that names its process."""
 
     arg_names = ("x", "n", "BLOCK")
 

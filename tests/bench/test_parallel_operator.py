@@ -28,7 +28,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def errors() -> list[float]:
-    """How far h and gradients of each way are from those of one process."""
+    """Return the relative errors of h and gradients of each implementation against those of one process."""
     found = []
     for gate in ("exp", "sigmoid"):
         works = [getattr(parallel_operator, name)(PROBLEM, gate) for name in ("context_parallel", "all_to_all")]

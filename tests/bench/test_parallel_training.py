@@ -35,7 +35,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the processes that a run starts."""
+    """Let the processes that a run starts use one thread each."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
 

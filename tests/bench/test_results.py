@@ -1,4 +1,4 @@
-"""Stored results that are broken are named, and what is wrong with them is said."""
+"""Errors about invalid stored results name the file and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_files_that_are_no_json_objects(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def places(found: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where a field of a result is: at most the first two entries of a list, and four levels deep."""
+    """Yield the places of fields of a result: up to two entries of each list, and up to four levels."""
     if len(path) == 4:
         return
     items = found.items() if isinstance(found, dict) else enumerate(found[:2]) if isinstance(found, list) else ()

@@ -1,4 +1,4 @@
-"""What several runs measured of one setup is one result."""
+"""The results of several runs of one setup are merged into one."""
 
 from __future__ import annotations
 

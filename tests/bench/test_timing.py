@@ -1,4 +1,4 @@
-"""How calls are timed, on a clock that the test moves."""
+"""The timing of calls, on a clock that the test moves."""
 
 import pytest
 

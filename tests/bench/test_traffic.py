@@ -1,4 +1,4 @@
-"""Reading a profiler's counters, and the counts of forms beside them."""
+"""The reading of a profiler's counters, and the counts of algorithms beside them."""
 
 from __future__ import annotations
 

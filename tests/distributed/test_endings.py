@@ -1,4 +1,4 @@
-"""Processes of a run that end together: each one says why, also where the process that holds the store ends first."""
+"""Processes of a run that end together: each one says why, even if the process that holds the store ends first."""
 
 from __future__ import annotations
 

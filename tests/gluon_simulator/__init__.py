@@ -1,12 +1,13 @@
-"""Runs Hopper kernels on a CPU: what they compute, and whether their partitions keep out of each other's way.
+"""The simulator of the Hopper kernels on a CPU, which checks results and the synchronization of shared memory.
 
-Triton's interpreter takes no Gluon. Here a kernel's functions run as the Python that they are, their modules imported
-once more with a language of our own for Triton's (:mod:`.language`). Partitions are threads that take turns at random
-(:mod:`.program`); what is asynchronous on the GPU is done at once, but may only be used after a wait for it: each
-access of shared memory is checked by vector clocks against all before it (:mod:`.clocks`), which finds a missing wait,
-arrival, fence or barrier in whatever order things happened. What is outside a tensor is an error.
+Triton's interpreter does not run Gluon. The simulator imports the modules of the kernels a second time, with
+:mod:`.language` in place of Triton's language, and runs the kernels as Python functions. Partitions are threads, one of
+which runs at a time in random order (:mod:`.program`). Asynchronous operations are computed at once, but their results
+may only be used after a wait. Each access of shared memory is compared with the earlier ones by vector clocks
+(:mod:`.clocks`), so that a missing wait, arrival, fence or barrier is found in any order of execution. An access
+outside of a tensor is an error.
 
-Not simulated: layouts, registers, and what the compiler adds between the warps of a partition.
+Layouts, registers and what the compiler adds between the warps of a partition are not simulated.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["simulated"]
 
 @contextlib.contextmanager
 def _instead(names: Sequence[str]) -> Iterator[None]:
-    """While modules of these names, and what Triton they import, are others."""
+    """Let the modules of these names be imported again, with the simulator's language in place of Triton's."""
     kept = {name: sys.modules.pop(name) for name in (*names, *MODULES) if name in sys.modules}
     sys.modules.update(MODULES)
     try:
@@ -62,7 +63,11 @@ def _imported(name: str, file: Path | None) -> ModuleType:
 
 
 def simulated(names: Sequence[str], files: Mapping[str, Path] | None = None) -> dict[str, ModuleType]:
-    """Modules of kernels, for the CPU; all that they import from one another has to be among them, before them, and
-    imported. files: of those that are to be read from elsewhere."""
+    """Return modules of kernels that run on the CPU, by name.
+
+    Args:
+        names: The modules. They have been imported, and a module stands after those that it imports.
+        files: The files to read instead of the modules' own, by name.
+    """
     with _instead(names):
         return {name: _imported(name, (files or {}).get(name)) for name in names}

@@ -1,8 +1,9 @@
-"""What happens before what: vector clocks, and of each place in shared memory who has last written and read it.
+"""Vector clocks, and for each place in shared memory its last write and the last read by each agent.
 
-An agent is whatever reads or writes shared memory in an order of its own: the warps of a partition, its MMAs, its
-copies to memory, and, per barrier, the copies from memory that arrive there. An agent that waits
-for another takes over its vector clock; an access is in order if the clock has all accesses that it must not meet.
+An agent is a source of accesses of shared memory that are ordered among themselves: the warps of a partition, its MMAs,
+its TMA copies to global memory, and for each barrier the TMA copies from global memory that complete there. An agent
+that waits for another one takes over the other one's vector clock. An access is in order if the agent's clock contains
+all earlier accesses that conflict with it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from numpy.typing import NDArray
 
 PARTITIONS = 8
 KINDS = 3
-WARPS, MMAS, COPIES = range(KINDS)  # of a partition
+WARPS, MMAS, COPIES = range(KINDS)  # the agents of a partition
 READERS = PARTITIONS * KINDS
-AGENTS = READERS + 64  # copies to 64 barriers are the rest
-WRITER, WRITTEN, READ = 0, 1, 2  # what is kept of a place: the last writer, when it wrote, when each reader has read
+AGENTS = READERS + 64  # those of the partitions, and the copies that complete at up to 64 barriers
+WRITER, WRITTEN, READ = 0, 1, 2  # the columns of a place: last writer, its time, the times of readers
 Ints = NDArray[np.int64]
 
 
 class RaceError(RuntimeError):
-    """Two accesses of shared memory of which at least one writes, and neither is known to come first."""
+    """An error: two accesses of shared memory, of which at least one writes, are not ordered."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A kernel that squares tiles, and what it does wrong if it is told to leave something out."""
+"""A small kernel that squares tiles, from which its argument WITHOUT leaves out one operation."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -59,7 +59,7 @@ def square(Out, x, out, full, empty, count, SIZE: gl.constexpr, STAGES: gl.const
 
 @gluon.jit
 def squares(X, Out, last, count, SIZE: gl.constexpr, STAGES: gl.constexpr, WITHOUT: gl.constexpr):
-    """Of the tiles (SIZE, SIZE) of X; the 32 elements of `last` become their number."""
+    """Store the squares of `count` tiles (SIZE, SIZE) of X to Out, and `count` to the 32 elements of `last`."""
     x = allocate_tiles(X, STAGES)
     out = allocate_operands(X.dtype, 1, SIZE, SIZE)
     full, empty = allocate_full_empty(STAGES, 1, 1)

@@ -16,18 +16,18 @@ from gluon_simulator.memory import BLOCK, Barrier, Descriptor, Shared
 from gluon_simulator.program import current, run
 from gluon_simulator.values import Block, Number, Pointer, common, plain, tensor
 
-SEED = 0  # of the order in which partitions run
+SEED = 0  # seed of the random order in which partitions run
 
 
 class constexpr:
-    """Of an annotation, or what it is called with."""
+    """The annotation of constexpr parameters; a call returns its argument."""
 
     def __new__(cls, value: Any) -> Any:
         return value
 
 
 class Kernel:
-    """A function of kernels, and one itself."""
+    """A jitted function, which is called inside of kernels, or launched over a grid as a kernel."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn, self.__name__ = fn, fn.__name__
@@ -58,7 +58,7 @@ def _argument(x: Any) -> Any:
 
 
 def counted(*limits: Any) -> Iterator[Any]:
-    """Numbers of a kernel, where one of the limits is one."""
+    """Return `range(*limits)`, of the kernel's numbers if a limit is one of these."""
     if any(isinstance(x, Number) for x in limits):
         return map(_int32, range(*map(int, limits)))
     return iter(range(*limits))
@@ -80,7 +80,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 
 
 def _with(fn: Callable[..., Tensor]) -> Callable[..., Any]:
-    """Of numbers a number, of blocks a block."""
+    """Return `fn` for numbers and blocks: a block if an argument is one, else a number."""
 
     def applied(*xs: Any) -> Any:
         kind = next(x.dtype for x in xs if isinstance(x, Block | Number))
@@ -105,7 +105,7 @@ def store(pointer: Pointer, value: Any, mask: Any = None) -> None:
 
 
 def atomic_add(pointer: Pointer, value: Any, sem: str, scope: str) -> Any:
-    """Of one element."""
+    """Add to one element, and return its old value."""
     before = load(pointer)
     store(pointer, before + value)
     return before
@@ -118,7 +118,7 @@ def atomic_xchg(pointer: Pointer, value: Any, sem: str, scope: str) -> Any:
 
 
 def associative_scan(x: Block, axis: int, combine: Callable[[Any, Any], Any]) -> Block:
-    """By runs of twice the length each time."""
+    """Return the inclusive scan along an axis, by doubling."""
     data, step = x.data.movedim(axis, 0), 1
     while step < data.shape[0]:
         joined = combine(Block(data[:-step]), Block(data[step:])).data
@@ -129,7 +129,7 @@ def associative_scan(x: Block, axis: int, combine: Callable[[Any, Any], Any]) ->
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Any], dtype: torch.dtype, is_pure: bool, pack: int
 ) -> Any:
-    """Of moves, products and fused multiply-adds, which round once, and waits for stores."""
+    """Run inline assembly, of which moves, products, fused multiply-adds and waits for TMA stores are simulated."""
     registers: dict[str, Any] = {f"${i + 1}": plain(x) for i, x in enumerate(args)}
     for line in filter(None, (line.strip() for line in asm.strip("{} ").split(";"))):
         name, rest = re.split(r"\s+", line, maxsplit=1)
@@ -169,7 +169,7 @@ class Barriers:
 def arrive(bar: Barrier, *, count: int = 1, pred: Any = True) -> None:
     if pred:
         bar.arrive(count)
-    current().partition.barrier()  # Triton emits one; what the arrival tells others does not rely on it here
+    current().partition.barrier()  # Triton emits it, too; the arrival does not rely on it here
 
 
 def fence_async_shared() -> None:

@@ -1,4 +1,4 @@
-"""Shared memory, barriers in it, and the copy engine."""
+"""Shared memory, mbarriers, TMA copies and MMAs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from gluon_simulator.clocks import (
 from gluon_simulator.program import current
 from gluon_simulator.values import Block, flat, plain
 
-BLOCK = 8  # rows and columns of a matrix in shared memory whose accesses are told apart
+BLOCK = 8  # rows and columns of a place: accesses of the same place of a matrix in shared memory conflict
 
 
 class Where:
-    """A line of a kernel and its partition, for messages."""
+    """The line of a kernel that is running, for messages."""
 
     def __init__(self) -> None:
         frame = sys._getframe(2)
@@ -88,7 +88,7 @@ class Shared:
         partition = current().partition
         assert value.shape == self.shape, f"{value.shape} is stored to {self.shape}"
         assert value.dtype == self.dtype, f"{value.dtype} is stored to {self.dtype}"
-        # A warp has waited for its own part of an MMA, others of its partition may read operands yet.
+        # A warp has waited for its own part of an MMA; the parts of other warps may still read their operands.
         clock, mmas = partition.clock.copy(), agent_of(partition.index, MMAS)
         clock.times[mmas] = partition.shared.times[mmas]
         check_write(self.places, *partition.access(), clock, Where())
@@ -99,7 +99,7 @@ class Shared:
 
 
 class Barrier:
-    """As mbarriers have it: a phase ends when so many have arrived and the bytes that they announced are there."""
+    """An mbarrier: a phase ends when `count` arrivals have come and all announced bytes have been copied."""
 
     def __init__(self) -> None:
         program = current()
@@ -111,8 +111,8 @@ class Barrier:
         self.count = self.missing = count
         self.phase = self.bytes = 0
         self.next, self.clock = VectorClock(), VectorClock()
-        self.fenced = False  # the copy engine sees it
-        self.passed: dict[int, int] = {}  # when warps of partitions began to go on after this phase
+        self.fenced = False  # whether TMA may use it: a fence has come after its initialization
+        self.passed: dict[int, int] = {}  # the times at which agents went on after waiting for this phase
 
     @property
     def empty(self) -> bool:
@@ -121,14 +121,14 @@ class Barrier:
     def _done(self) -> None:
         if self.missing == 0 and self.bytes == 0:
             for agent, time in self.passed.items():
-                if self.next.times[agent] < time:  # they would wait for the phase after the next
+                if self.next.times[agent] < time:  # a warp of it that has not gone on yet would miss this phase
                     raise RaceError(
                         f"a barrier's phase ends before all warps of agent {agent} have seen the last one end"
                     )
             self.passed = {}
             self.clock, self.next = self.next, self.next.copy()
             self.missing, self.phase = self.count, self.phase ^ 1
-        assert self.missing >= 0, f"{self.count} were to arrive, there are more"
+        assert self.missing >= 0, f"a phase of a barrier has more than {self.count} arrivals"
 
     def arrive(self, count: int = 1) -> None:
         self.next.learn(current().partition.shared)
@@ -148,14 +148,14 @@ class Barrier:
         program = current()
         program.wait(f"a barrier, {Where()}", lambda: self.phase != phase)
         program.partition.clock.learn(self.clock)
-        program.partition.shared.learn(self.clock)  # all threads wait
+        program.partition.shared.learn(self.clock)  # every thread of the partition waits
         if program.partition.warps > 1:
             agent, time = program.partition.access()
             self.passed[agent] = time
 
 
 class Descriptor:
-    """Of tiles of a tensor, which the copy engine moves."""
+    """A TMA descriptor: tiles of a tensor that copies move."""
 
     def __init__(self, given: Any) -> None:
         self.memory, self.base = flat(given.base), given.base.storage_offset()
@@ -164,7 +164,10 @@ class Descriptor:
         self.shape, self.nbytes = self.tile, torch.Size(self.tile).numel() * given.base.element_size()
 
     def inside(self, coordinates: Sequence[Any]) -> tuple[Tensor, tuple[slice, ...]] | None:
-        """What there is of a tile in memory, and where in the tile that is. Addresses have 64 bits."""
+        """Return the part of a tile that is in bounds, as a view of memory, and its slices of the tile, or None.
+
+        Addresses wrap around at 64 bits, as those of TMA do.
+        """
         first = [int(plain(x)) for x in coordinates]
         assert all(-(2**31) <= x < 2**31 for x in first), f"coordinates {first} have 32 bits"
         begin = [max(x, 0) for x in first]
@@ -205,7 +208,7 @@ def async_store(tensor: Descriptor, coordinates: Sequence[Any], x: Shared) -> No
 
 
 def async_add(tensor: Descriptor, coordinates: Sequence[Any], x: Shared) -> None:
-    """To what is there, rounded."""
+    """Add a tile to memory; the sums are rounded to the dtype of the tensor."""
     x.read(*current().partition.start_copy())
     found = tensor.inside(coordinates)
     if found is not None:
@@ -213,13 +216,13 @@ def async_add(tensor: Descriptor, coordinates: Sequence[Any], x: Shared) -> None
 
 
 def store_wait(pendings: int) -> None:
-    """Until so many copies to memory are left."""
+    """Wait until all but `pendings` copies to memory are done."""
     partition = current().partition
     partition.wait_for(COPIES, partition.copies - pendings)
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Block, *, use_acc: bool = True, is_async: bool = False) -> Block:
-    """a b + acc, in float32."""
+    """Return a b + acc in float32; with `is_async` the result may be used after a wait for it."""
     agent, time = current().partition.start_mma()
     for x in (a, b):
         if isinstance(x, Shared):
@@ -230,7 +233,7 @@ def warpgroup_mma(a: Any, b: Shared, acc: Block, *, use_acc: bool = True, is_asy
 
 
 def warpgroup_mma_wait(num_outstanding: int = 0, deps: Sequence[Block] = ()) -> Any:
-    """What it is given, without what is done of it being pending."""
+    """Wait for all but `num_outstanding` MMAs, and return `deps`, whose finished results may then be used."""
     partition = current().partition
     done = partition.mmas - num_outstanding
     partition.wait_for(MMAS, done)

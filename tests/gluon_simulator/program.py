@@ -1,4 +1,4 @@
-"""A program: its partitions, each a thread of which one runs at a time, and who of them runs next is random."""
+"""A program and its partitions, which are threads: one of them runs at a time, and the next one is chosen at random."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from gluon_simulator.clocks import COPIES, MMAS, WARPS, VectorClock, agent_of
 
 
 class Partition:
-    """Some warps, their vector clock, and what they have started.
+    """The warps of a partition, their vector clocks, and the numbers of MMAs and copies that they have started.
 
-    What one warp has waited for holds for all of them after a barrier.
+    `clock` has what some warp of the partition has waited for. After a barrier of the partition all of them have, which
+    `shared` is about.
     """
 
     def __init__(self, name: str, index: int, warps: int) -> None:
         self.name, self.index, self.warps = name, index, warps
         self.clock = VectorClock()
-        self.shared = VectorClock()  # by all of its threads
-        self.mmas = 0  # started
+        self.shared = VectorClock()
+        self.mmas = 0
         self.copies = 0
 
     def access(self) -> tuple[int, int]:
-        """Of its warps: agent and time."""
+        """Count an access by the warps, and return their agent and its time."""
         agent = agent_of(self.index, WARPS)
         self.clock.times[agent] += 1
         return agent, int(self.clock.times[agent])
@@ -40,10 +41,10 @@ class Partition:
         return agent_of(self.index, COPIES), self.copies
 
     def wait_for(self, kind: int, time: int) -> None:
-        """MMAs or copies up to this one are done."""
+        """Wait for the MMAs or copies up to the one at this time."""
         agent = agent_of(self.index, kind)
         self.clock.times[agent] = max(int(self.clock.times[agent]), time)
-        if kind == COPIES:  # of which one thread knows, that which arrives at barriers
+        if kind == COPIES:  # one thread has started them and waits, and the same one arrives at barriers
             self.shared.times[agent] = self.clock.times[agent]
 
     def fence(self) -> None:
@@ -60,11 +61,11 @@ class Partition:
 
 
 class _StoppedError(BaseException):
-    """Another partition has failed."""
+    """The signal to a partition that another one has failed."""
 
 
 class Program:
-    """One of a grid."""
+    """One program of a grid."""
 
     def __init__(self, ids: tuple[int, ...], grid: tuple[int, ...], warps: int, seed: int) -> None:
         self.ids, self.grid = ids, grid
@@ -82,7 +83,7 @@ class Program:
         return partition
 
     def specialize(self, work: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Sequence[int]) -> None:
-        """Runs these at once, the first by the warps that the program has, the others by so many."""
+        """Run partitions concurrently: the first on the warps of the program, the others on `warps` further ones."""
         done = threading.Semaphore(0)
         begin, sizes = self.partition.clock, [self.partition.warps, *warps]
         self.turns = [threading.Semaphore(0) for _ in work]
@@ -131,7 +132,7 @@ class Program:
             self.turns[i].release()
 
     def wait(self, what: str, ready: Callable[[], bool]) -> None:
-        """Until it is."""
+        """Let other partitions run until `ready()` is true; `what` names the condition in messages."""
         me = self.partition.index
         if not self.turns:
             assert ready(), what
@@ -156,7 +157,7 @@ def current() -> Program:
 
 
 def run(kernel: Callable[[], Any], grid: Sequence[int], warps: int, seed: int) -> None:
-    """A kernel, one program after another."""
+    """Run a kernel, one program after another."""
     sizes = (*grid, 1, 1)[:3]
     for x in range(sizes[0]):
         for y in range(sizes[1]):

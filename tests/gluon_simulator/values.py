@@ -1,4 +1,4 @@
-"""What kernels compute with: numbers, blocks of them in registers, and pointers, without layouts."""
+"""The values of kernels: numbers, blocks of numbers in registers, and pointers. Layouts are not simulated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def _truncated(a: Any, b: Any) -> Any:
-    """Integers divide as in C."""
+    """Return the quotient of integers, truncated towards 0 as in C."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.div(a, b, rounding_mode="trunc")
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
@@ -22,12 +22,12 @@ def _rest(a: Any, b: Any) -> Any:
 
 
 def _kind(x: Any) -> torch.dtype | None:
-    """None for what takes on the type of what it meets."""
+    """Return the dtype of a number or a block, or None for Python's numbers, which take that of the other operand."""
     return x.dtype if isinstance(x, Operand) else None
 
 
 def common(a: Any, b: Any) -> torch.dtype:
-    """The type of what is made of both."""
+    """Return the dtype of the result of an operation on both."""
     kinds = [kind for kind in (_kind(a), _kind(b)) if kind is not None] or [torch.int32]
     kind = torch.promote_types(kinds[0], kinds[-1])
     if any(isinstance(x, float) for x in (a, b)) and not kind.is_floating_point:
@@ -36,12 +36,12 @@ def common(a: Any, b: Any) -> torch.dtype:
 
 
 def plain(x: Any) -> Any:
-    """What a number or a block has."""
+    """Return the data of a number or a block, and anything else as it is."""
     return x.data if isinstance(x, Operand) else x
 
 
 def tensor(x: Any, dtype: torch.dtype | None = None) -> Tensor:
-    """x, a number or a block, as a tensor."""
+    """Return a number or a block as a tensor."""
     if isinstance(x, Block):
         return x.data if dtype is None else x.data.to(dtype)
     return torch.tensor(plain(x), dtype=dtype if dtype is not None else _kind(x))
@@ -65,7 +65,7 @@ def _reflected(op: Callable[[Any, Any], Any]) -> Any:
 
 
 class Type:
-    """Of a value: no layout is known."""
+    """The type of a value, whose layout is not simulated."""
 
     layout = None
 
@@ -120,7 +120,7 @@ class Number(Operand):
 
 
 class Block(Operand):
-    """In registers. The result of an MMA exists only after a wait for it."""
+    """A block in registers. The result of an asynchronous MMA may be used only after a wait for it."""
 
     __slots__ = ("_data", "pending")
 
@@ -135,7 +135,7 @@ class Block(Operand):
 
     @property
     def accumulator(self) -> Tensor:
-        """For the next MMA, which may take it as it comes."""
+        """The data for a further MMA, which may accumulate onto a pending result."""
         return self._data
 
     @property
@@ -156,7 +156,7 @@ class PointerType:
 
 
 class Pointer:
-    """To elements of a tensor's storage, which has to have them."""
+    """A pointer, or a block of them, into the storage of a tensor."""
 
     def __init__(self, storage: Tensor, offset: Any) -> None:
         self.storage, self.offset = storage, offset
@@ -172,7 +172,7 @@ class Pointer:
     __radd__ = __add__
 
     def elements(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """Where they are, and which of them are wanted."""
+        """Return the indices of the elements in the storage, and which of them the mask selects."""
         at, wanted = tensor(self.offset).long(), torch.tensor(True) if mask is None else tensor(mask)
         at, wanted = torch.broadcast_tensors(at, wanted)
         outside = wanted & ((at < 0) | (at >= self.storage.numel()))
@@ -182,5 +182,5 @@ class Pointer:
 
 
 def flat(x: Tensor) -> Tensor:
-    """All elements of the storage of x; PyTorch does not count what is written to them."""
+    """Return all elements of the storage of x as a view; writes to it do not increase PyTorch's version counter."""
     return x.data.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)

@@ -1,4 +1,4 @@
-"""How JAX runs in tests: float64, on a CPU that is four devices. Tests without what they need are left out."""
+"""The configuration of JAX in tests: float64, and a CPU as four devices. Tests of absent libraries are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not fit is refused on JAX with the messages of PyTorch's operator."""
+"""Invalid arguments are refused on JAX with the messages of PyTorch's operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lowering of plans for GPUs that are not there: what each call of a kernel says and which operands it has."""
+"""The lowering of plans for GPUs that need not be present: the attributes and operands of each kernel call."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def check_machine_code(told: dict[str, Any], message: bytes) -> None:
 
 
 def calls(module: str) -> list[tuple[dict[str, Any], list[str]]]:
-    """What each call of a kernel says, and its operands."""
+    """Return the attributes and the operands of each kernel call."""
     found = []
     for operands, opaque in re.findall(r'@triton_kernel_call_ffi\(([^)]*)\).*?opaque = "([^"]*)"', module):
         escaped = opaque.encode("latin-1")

@@ -1,4 +1,4 @@
-"""With `batch_invariant`, a sequence has the same bits alone and in any batch, in prefill and in decoding."""
+"""A sequence has the same bits alone and in any batch with `batch_invariant`, in prefill and in decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is given for an option of a public function, it works or is an error that names an argument."""
+"""Any value of an option of a public function either works or raises an error that names an argument."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ OTHERS = {
 
 
 def wrong(function: Callable[..., Any], given: dict[str, Any], changed: dict[str, Any]) -> str | None:
-    """What is wrong with the error of the call, if it is one."""
+    """Return what is wrong with the error that the call raises, or None."""
     names = {other for name in changed for other in (name, *OTHERS.get(name, ()))}
     try:
         with torch.no_grad():

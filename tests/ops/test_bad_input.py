@@ -1,4 +1,4 @@
-"""What does not fit is refused: the message names the argument, says what it got and what it takes."""
+"""Invalid arguments are refused: the message names the argument, what was given and what is allowed."""
 
 from __future__ import annotations
 

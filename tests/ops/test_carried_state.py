@@ -1,4 +1,4 @@
-"""A sequence may be cut anywhere: carrying the state gives the outputs and the gradients of the whole."""
+"""A sequence may be cut anywhere: with the state carried over, outputs and gradients are those of the whole."""
 
 from __future__ import annotations
 

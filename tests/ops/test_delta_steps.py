@@ -1,4 +1,4 @@
-"""Steps of the delta rule without gradients, by backends' kernels and by the reference in their place."""
+"""Decoding steps of the delta rule without gradients, by the kernels of backends and by the reference."""
 
 from __future__ import annotations
 

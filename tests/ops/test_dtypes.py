@@ -1,4 +1,4 @@
-"""Every dtype is as accurate as it can be; gates keep theirs; autocast."""
+"""The errors of each dtype are within its bounds; gates keep their dtype; autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tfla.explain` says what `tfla.mlstm` does with the same arguments, and why it does nothing else."""
+"""`tfla.explain` says what `tfla.mlstm` does with the same arguments, and why it takes no other backend."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def by_newer_name(value: str) -> None:
 def test_how_float32_is_multiplied(
     set_to: Callable[[str], None], value: str, products: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As PyTorch is set."""
+    """Float32 is multiplied as PyTorch is set."""
     config = pytest.importorskip("tfla.backends.gpu.config", reason="Triton is not installed")
     monkeypatch.setattr(config, "architecture", lambda device: 80)  # there may be no GPU
     x = Inputs(*(torch.zeros(1, 5, 1, *d) for d in ((16,), (16,), (16,), (), ())), None, None, None, None)

@@ -1,4 +1,4 @@
-"""Gates as real models send them: resets, wide open and closed gates, infinities, jumps; NaN."""
+"""Gates as they occur in real models: resets, fully open and closed gates, infinities, jumps; NaN."""
 
 from __future__ import annotations
 

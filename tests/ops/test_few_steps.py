@@ -1,4 +1,4 @@
-"""Steps without gradients, one or a handful at once, by backends' kernels and by the reference in their place."""
+"""Decoding steps without gradients, one or a few at once, by the kernels of backends and by the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of gates in float32 cost what rounding costs, like those of q and k."""
+"""The errors of gradients of gates in float32 are those of rounding, like those of q and k."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTHS = {"two tiles": 100, "1,024 steps": 1024}
 
 
 def float32_problem(form: str, T: int, f_mean: float, carried: bool = False) -> Problem:
-    """From zero, and with no cotangent of the last state, unless `carried`.
+    """Return a problem, unless `carried` from a zero state and without a cotangent of the final state.
 
     With a normalizer all terms of it are positive: no denominator is a small difference, which would be the error.
     """

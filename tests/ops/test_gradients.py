@@ -1,5 +1,4 @@
-"""Gradients are exact: they are those of finite differences, for whichever inputs want one. One option leaves out a
-part on purpose."""
+"""Gradients are exact: they agree with finite differences, for any subset of inputs. One option leaves out a part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-gates above 0: a state that grows is right as long as float32 holds it."""
+"""Log-gates above 0: a growing state is correct as long as it fits in float32."""
 
 from __future__ import annotations
 

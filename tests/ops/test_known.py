@@ -1,4 +1,4 @@
-"""Calls like a former one, which go past checks, choices and look-ups, are what they would be without it."""
+"""Calls with a cached plan, which skip checks and choices, give the results of calls without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any strides give the same results: of inputs, of states, and of the cotangent that autograd hands back."""
+"""Results do not depend on the strides of inputs, of states, or of the cotangents that autograd passes."""
 
 from __future__ import annotations
 

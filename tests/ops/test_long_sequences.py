@@ -1,4 +1,4 @@
-"""Rounding does not pile up along a sequence, with resets and without."""
+"""Rounding errors do not accumulate along a sequence, with resets and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ways in which models use the operator: resets by a closed forget gate, and a sequence beside its reverse."""
+"""Two uses of the operator in models: resets by a closed forget gate, and a sequence beside its reverse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequences packed along time are computed as if each were alone, whatever their lengths and their neighbours."""
+"""Sequences packed along time are computed as if each were alone, whatever their lengths and their neighbors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every combination that hypothesis finds of shape, gates, packing, dtype and chunk size is right."""
+"""Results are correct for all combinations of shape, gates, packing, dtype and chunk size that hypothesis tries."""
 
 from __future__ import annotations
 

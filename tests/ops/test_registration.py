@@ -1,4 +1,4 @@
-"""An operator of another kind than the library's: autograd, transforms and tracing follow from its registration."""
+"""An operator other than the library's: autograd, transforms and tracing follow from its registration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of which only shapes are computed: the meta device, FakeTensorMode, and PyTorch's counter of operations."""
+"""Calls that compute shapes alone: the meta device, FakeTensorMode, and PyTorch's FLOP counter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step by step is the same function as all at once."""
+"""Steps one at a time compute the same function as whole sequences."""
 
 from __future__ import annotations
 

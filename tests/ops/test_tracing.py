@@ -1,4 +1,4 @@
-"""What PyTorch does with an operator: compile, export, checkpoint, check."""
+"""The operators under torch.compile, torch.export, activation checkpointing and opcheck."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_compile(implementation: Implementation, case: dict[str, Any]) -> None:
 
 
 def test_compile_of_transposed_inputs(implementation: Implementation) -> None:
-    """What the tracer believes about strides is so."""
+    """The strides that the tracer assumes are those of the results."""
     torch.compiler.reset()
     p = problem(dtype=implementation.widest)
     leaves = leaves_on(implementation, p, transposed)

@@ -1,4 +1,4 @@
-"""Transforms of PyTorch over the operator: forward mode, reverse mode, vmap and what they are composed to."""
+"""Transforms of PyTorch over the operator: forward mode, reverse mode, vmap and their compositions."""
 
 from __future__ import annotations
 

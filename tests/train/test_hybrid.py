@@ -1,4 +1,4 @@
-"""Runs of hybrid models by the command: training, a run that goes on, documents in both ways, and text."""
+"""Runs of hybrid models by the command: training, a run that continues, documents separated in both ways, and text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicting, measuring and keeping chunk sizes; what calls that leave the choice open make of it."""
+"""The prediction, measurement and storage of chunk sizes, and the calls that leave the choice open."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_chunk_sizes() -> None:
 
 
 def stored(suite: str) -> list[tuple[dict[str, Any], Candidate]]:
-    """What was measured of this library's kernels, forward and backward, with what is predicted of it."""
+    """Return the measured times of this library's kernels, forward and backward, with the predicted ones."""
     result = next(result for result in load(RESULTS).values() if result["suite"] == suite)
     gpu = Machine("", result["rates"]["gemm"]["rested"], result["rates"]["copy"]["rested"], 132)
     found = []
