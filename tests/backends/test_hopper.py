@@ -31,7 +31,7 @@ import tfla
 from tfla._util import caching
 from tfla.backends import BACKENDS, hopper
 from tfla.backends.base import Inputs, Spec
-from tfla.backends.hopper import SMALL_HEADS
+from tfla.backends.hopper.head_dims import SMALL_HEADS
 
 on_hopper = [
     pytest.mark.gpu,

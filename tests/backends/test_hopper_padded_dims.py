@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfla.backends.hopper import DIMS, SMALL_HEADS, padded_head_dims
+from tfla.backends.hopper.head_dims import DIMS, SMALL_HEADS, padded_head_dims
 
 
 @pytest.mark.parametrize("dims", [*SMALL_HEADS, *((K, V) for K in DIMS for V in DIMS)], ids=str)

@@ -24,8 +24,8 @@ def _compute(given: list[Tensor], window: int | None, first: int | None) -> dict
     """Return the attention of the queries of the second span, and the gradients, from blocks of keys."""
     queries, (q, k, v, dh) = SPANS[-1], (x.transpose(1, 2) for x in given)
     q, dh = q[:, :, queries], dh[:, :, queries]
-    seen = None if first is None else torch.full((1, q.shape[2]), first, device=q.device)
-    blocks = [Block(queries.start, span.start, seen, window) for span in SPANS]
+    visible = None if first is None else torch.full((1, q.shape[2]), first, device=q.device)
+    blocks = [Block(queries.start, span.start, visible, window) for span in SPANS]
     parts = [attend_block(q, k[:, :, s], v[:, :, s], block) for s, block in zip(SPANS, blocks, strict=True)]
     out, lse = merge(*parts[0], *parts[1])
     # A process with several spans has their log-sum-exps in one tensor.

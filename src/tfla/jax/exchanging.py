@@ -80,7 +80,7 @@ def kernel_head_dims(backend: str, gpu: GPU, given: Signature) -> tuple[int, int
     x = TorchInputs(*torch_inputs(given))
     if backend != "hopper":
         return int(x.q.shape[3]), int(x.v.shape[3])
-    from tfla.backends.hopper import padded_dims_of
+    from tfla.backends.hopper.head_dims import padded_dims_of
 
     with planning(runtime.PlannedGPU(*gpu)):
         return padded_dims_of(x)

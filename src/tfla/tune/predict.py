@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from tfla.backends.gpu.checkpoints import checkpoint_interval
-from tfla.backends.hopper import padded_head_dims
+from tfla.backends.hopper.head_dims import padded_head_dims
 from tfla.measure.problem import Problem
 from tfla.measure.roofline import TILE, backward_bytes, backward_flops, forward_bytes, forward_flops
 

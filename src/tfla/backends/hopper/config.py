@@ -12,7 +12,7 @@ from tfla.backends.gpu.checkpoints import checkpoint_interval
 from tfla.backends.gpu.config import KernelConfig, choose_kernel_config, products
 from tfla.backends.gpu.context import LaunchContext, fused_context
 from tfla.backends.gpu.replay import LaunchRecorder
-from tfla.backends.hopper import SMALL_HEADS, padded_dims_of
+from tfla.backends.hopper.head_dims import SMALL_HEADS, padded_dims_of
 from tfla.backends.hopper.host import STATE_ROWS, num_splits
 
 

@@ -37,7 +37,7 @@ from tfla.backends.triton.channel_decays import (
     sums_from_middle,
     takes_tile,
 )
-from tfla.backends.triton.delta_backend import correction_dtype
+from tfla.backends.triton.correction_dtype import correction_dtype
 from tfla.backends.triton.delta_kernels import corrections, solve_precision
 from tfla.backends.triton.precise_products import nearest_tf32, split
 from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options

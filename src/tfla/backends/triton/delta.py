@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Inputs, Replay, Spec, static
+from tfla.backends.base import TILE, Inputs, Replay, Spec, static
 from tfla.backends.delta import DeltaGrads, DeltaInputs, DeltaOutputs, DeltaSpec
 from tfla.backends.gpu import gate_gradients, gate_kernels, reductions, results, sequences
 from tfla.backends.gpu.checkpoints import checkpoint_shape
@@ -24,7 +24,6 @@ from tfla.backends.gpu.context import LaunchContext
 from tfla.backends.gpu.replay import LaunchRecorder, recorded_launches, recording
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE
 from tfla.backends.triton import channel_rule, delta_kernels
-from tfla.backends.triton.delta_backend import TILE_STEPS
 
 CHECKPOINT_STEPS = 256
 
@@ -124,7 +123,7 @@ def launch_context(recorder: LaunchRecorder, x: DeltaInputs, spec: DeltaSpec) ->
         config=kernel_config(as_linear_attention),
         K=x.q.shape[3],
         V=x.v.shape[3],
-        L=TILE_STEPS,
+        L=TILE,
         segment_steps=max(int(x.q.shape[1]), 1),
         segments=x.sequences,
         checkpoint_steps=CHECKPOINT_STEPS,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tfla.backends.base import Replay
+from tfla.backends.base import TILE, Replay
 from tfla.backends.delta import (
     DeltaBackend,
     DeltaGrads,
@@ -20,11 +20,11 @@ from tfla.backends.delta import (
     Saved,
 )
 from tfla.backends.gpu.runtime import DEFERRED_CHUNK_SIZE, INTERPRETED
+from tfla.backends.triton.correction_dtype import correction_dtype
 
 if TYPE_CHECKING:
     from tfla.backends.triton.delta import ForwardKernels
 
-TILE_STEPS = 64
 BY_SEGMENTS = "segmented"  # the kernel that computes the segments of a sequence side by side
 SEGMENT_TILES = 16  # the fewest tiles of a segment that it chooses
 PROGRAMS = 2  # of a multiprocessor, which the segments should fill
@@ -32,18 +32,9 @@ LARGEST_STEP_DQK = 1024  # a program of the decoding kernel holds whole columns 
 LARGEST_DIM = 256  # of dqk, and of dhv with gates by step: a program holds a part of the state with all of that dim
 
 
-def correction_dtype(x: DeltaInputs) -> torch.dtype:
-    """Return the dtype of X.
-
-    With X and R in bfloat16 their product would cost the errors E more than all other roundings do. float16 has 3 more
-    bits, and X, which is bounded by |r_i| |k_j|, does not need the range of bfloat16.
-    """
-    return torch.float32 if x.q.dtype == torch.float32 else torch.float16
-
-
 def segment_steps(chunk_size: int) -> int:
     """Return the steps of a segment: whole tiles."""
-    return -(-chunk_size // TILE_STEPS) * TILE_STEPS
+    return -(-chunk_size // TILE) * TILE
 
 
 def in_segments(spec: DeltaSpec) -> DeltaSpec:
@@ -83,9 +74,9 @@ class TritonDelta(DeltaBackend):
         from tfla.backends.gpu.config import processors
 
         B, T, H, V = x.v.shape
-        whole = B * H * -(-V // TILE_STEPS)  # programs of the scans that share dhv
+        whole = B * H * -(-V // TILE)  # programs of the scans that share dhv
         segments = max(1, PROGRAMS * processors(x.q.device) // max(whole, 1))
-        return segment_steps(max(-(-T // segments), SEGMENT_TILES * TILE_STEPS))
+        return segment_steps(max(-(-T // segments), SEGMENT_TILES * TILE))
 
     def kernel_unsupported(self, x: DeltaInputs, kernel: str) -> str | None:
         """Return why this kernel cannot run inputs that the backend supports, or None."""
@@ -104,7 +95,7 @@ class TritonDelta(DeltaBackend):
         states = (rows, H, K, V + K if rows else V), torch.float32
         if not correct:
             return Saved(((0,), torch.float32), ((0,), torch.float32), states)
-        return Saved((tuple(x.v.shape), x.v.dtype), ((B, T, H, TILE_STEPS), correction_dtype(x)), states)
+        return Saved((tuple(x.v.shape), x.v.dtype), ((B, T, H, TILE), correction_dtype(x)), states)
 
     def forward(self, x: DeltaInputs, spec: DeltaSpec) -> DeltaOutputs:
         """Compute h, and what the options ask for."""

@@ -58,7 +58,7 @@ from tfla.backends.gpu.gate_kernels import (
     locate_chunk,
 )
 from tfla.backends.gpu.state_passing import rounded_product
-from tfla.backends.triton.delta_backend import correction_dtype
+from tfla.backends.triton.correction_dtype import correction_dtype
 from tfla.backends.triton.precise_products import add_split_product, nearest_tf32, scaled_product, split
 from tfla.backends.triton.scan_tiles import (
     describable,

@@ -22,7 +22,7 @@ from torch import Tensor
 from tfla.backends.gpu.config import power_of_two
 from tfla.backends.gpu.context import time_strides
 from tfla.backends.gpu.gate_kernels import COLUMN, ROW, VECTORS, first_tile, locate_chunk
-from tfla.backends.triton.delta_backend import correction_dtype
+from tfla.backends.triton.correction_dtype import correction_dtype
 from tfla.backends.triton.delta_kernels import solve_diagonal, solve_precision
 from tfla.backends.triton.precise_products import nearest_tf32
 from tfla.backends.triton.scan_tiles import locate_tile
