@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from delta_cases import DeltaProblem, delta_problem
 from torch import Tensor
 
 from tfla.backends import DELTA_BACKENDS, hopper
-from tfla.backends.delta import DeltaGrads
+from tfla.backends.delta import DeltaGrads, DeltaOutputs
 
 if TYPE_CHECKING:
     from tfla.backends.triton.delta import DeltaContext
@@ -52,10 +53,11 @@ CASES: dict[str, list[Case]] = {
     ],
     "gate_warp": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 64, "V": 64}, None)],
     "normalizer": [("exp", {"K": 128, "V": 128}, None), ("exp", {"K": 256, "V": 128}, None)],
-    "store_warp": [("exp", {"K": 128, "V": 128}, None)],
+    "store_warp": [("exp", {"K": 128, "V": 128}, None), ("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "split_reduce": [("sigmoid", {"K": 128, "V": 512, "T": 330, "H": 1}, None)],
     "delta_h": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_dv": [("gdn dv", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
+    "delta_dq_dk": [("gdn dq", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
     "delta_tiles": [("gdn", {"K": 128, "V": 128, "T": 330, "H": 1}, None)],
 }  # fmt: skip
 # Barriers between warps of a partition, which the simulator does not tell apart; the compiler inserts one there, too.
@@ -90,7 +92,7 @@ def run(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = {"B": 1, "T": 130, "H": 2, "Hq": 1, "dtype": torch.float16, **sizes}
         model, _, backward = form.partition(" ")
         if model in DELTA_MODELS:
-            (check_delta_dv if backward else check_delta_forward)(delta_problem(model, **sizes))
+            DELTA_CHECKS[backward](delta_problem(model, **sizes))
             continue
         p = problem(form, **sizes)
         check_beside_terms(
@@ -129,6 +131,32 @@ def check_delta_dv(p: DeltaProblem) -> None:
 
     for found, expected in zip(scan(delta_dv.launch), scan(delta_kernels.launch_dv), strict=True):
         assert error(found, expected.double()) <= TOLERANCE[p.x.q.dtype]
+
+
+def gradients_by(backend: str, p: DeltaProblem) -> DeltaGrads:
+    """The gradients by a backend of what Triton's kernels store."""
+    spec = p.spec("fused")
+    return DELTA_BACKENDS[backend].backward(p.x, forward_by_triton(p), p.dh, p.dC.float(), spec)
+
+
+@functools.cache
+def forward_by_triton(p: DeltaProblem) -> DeltaOutputs:
+    return DELTA_BACKENDS["triton"].forward(p.x, p.spec("fused"))
+
+
+@functools.cache
+def gradients_by_triton(p: DeltaProblem) -> DeltaGrads:
+    return gradients_by("triton", p)
+
+
+def check_delta_dq(p: DeltaProblem) -> None:
+    """dq, dk and dlog_f are those of Triton's scans."""
+    found, expected = gradients_by("hopper", p), gradients_by_triton(p)
+    for name in ("dq", "dk", "dlog_f"):
+        assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
+
+
+DELTA_CHECKS = {"": check_delta_forward, "dv": check_delta_dv, "dq": check_delta_dq}
 
 
 @pytest.mark.parametrize("module", CASES)

@@ -1,4 +1,4 @@
-"""The parts that the scans of the delta rule for h and for dv share: vectors of a tile, P, the product with X, states.
+"""The parts that the scans of the delta rule share: vectors of a tile and states; for h and dv also P and X.
 
 A program has 128 columns of dhv of each of its work tiles. Two consumers hold 64 of them each, as the transposed state,
 C^T or dC^T, (64, ROWS), in registers. Both need P of every tile, (L, L), and compute half of its columns each. The
@@ -27,7 +27,8 @@ READ_WEIGHT = gl.constexpr(2)  # a, the weight of the state in what each step re
 WRITE = gl.constexpr(3)  # beta
 UPDATE_WEIGHT = gl.constexpr(4)  # w, the weight of each step in the update of the state; for h times beta
 TILE_DECAY = gl.constexpr(5)  # g, the same number in each element
-NUM_VECTORS = gl.constexpr(8)  # a power of two; six are used
+SAME_STEP = gl.constexpr(6)  # scale do . E beta, for dq and dk alone
+NUM_VECTORS = gl.constexpr(8)  # a power of two; seven are used
 
 
 class Config(NamedTuple):
@@ -41,6 +42,9 @@ class Config(NamedTuple):
     SAVE: Any  # store E; unused for dv
     USE_INITIAL_STATE: Any  # start from `state_in`, not from zeros
     STORE_FINAL_STATE: Any  # store the states after work tiles to `state_out`
+    BY_KEYS: Any = False  # consumers hold 64 rows of the state, by COLUMNS, not 64 of its transpose, by ROWS
+    CHECKPOINT_STEPS: Any = 0  # steps between checkpoints, for dq and dk
+    IS_SEGMENTED: Any = False  # no work tile is a segment
 
 
 class FragmentIds(NamedTuple):
@@ -48,7 +52,7 @@ class FragmentIds(NamedTuple):
 
     i: Any  # rows of P, which are the steps that read, (L)
     j: Any  # columns of P, which are the steps that write, (L / 2); 0 is the first one of the consumer's half
-    column: Any  # the first column of dhv that the consumer computes
+    column: Any  # the first column of dhv that the consumer computes; with BY_KEYS the first of dqk
 
 
 class WriteSource(NamedTuple):
@@ -60,6 +64,8 @@ class WriteSource(NamedTuple):
     stride_t: Any
     stride_h: Any
     tiles_per_head: Any  # tiles of one head over all batch rows
+    do_e: Any = None  # do . E, (B, T, H), for dq and dk alone
+    scale: Any = None  # the factor of the queries, likewise
 
 
 @gluon.jit
@@ -91,6 +97,8 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, AH
         b, h, start, steps, first_tile = scheduler.get_work_tile(index, params, L, False)
         beta = source.beta + (b.to(gl.int64) * source.stride_b + h.to(gl.int64) * source.stride_h)
         beta += gl.to_tensor(start).to(gl.int64) * source.stride_t
+        if source.do_e is not None:
+            do_e_at = source.do_e + ((b.to(gl.int64) * params.T + start) * params.H + h)
         gates = source.vectors + (h.to(gl.int64) * source.tiles_per_head + first_tile) * (VECTORS * L)
         for i in range(0, (steps + L - 1) // L):
             tile = (steps + L - 1) // L - 1 - i if config.REVERSE else i
@@ -114,8 +122,13 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, AH
                 decay = read_weight
             if not config.REVERSE:
                 update_weight *= write
+            if source.do_e is not None:
+                do_e = gl.load(do_e_at + t.to(gl.int64) * params.H, mask=t < steps, other=0.0)
+                same = do_e * write * source.scale  # (L)
             s, bar = pipeline.acquire(n, full, empty, STAGES, AHEAD)
             g = vectors.index(s)
+            if source.do_e is not None:
+                g.slice(SAME_STEP * L, L, 0).store(same)
             g.slice(ROW_EXPONENT * L, L, 0).store(row)
             g.slice(COLUMN_EXPONENT * L, L, 0).store(column)
             g.slice(READ_WEIGHT * L, L, 0).store(read_weight)
@@ -129,14 +142,16 @@ def run_gate_warp(source, vectors, full, empty, params, STAGES: gl.constexpr, AH
 
 
 @gluon.jit
-def locate_state(state, index, ids, params, config):
-    """Return pointers to the consumer's columns of a state, transposed, (64, ROWS), and which of them exist."""
+def locate_state(state, index, ids, params, config, BY_ROWS: gl.constexpr = False):
+    """Return pointers to what the consumer holds of a state, (64, ROWS) or (64, COLUMNS), and which of them exist."""
     layout: gl.constexpr = mma.accumulator_layout(ROWS)
     at = scheduler.state_index(index, params)
-    pointers = mma.state_pointers(state, at, ids.column, 0, config.DV, config.DK, True, layout)
-    v = ids.column + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
-    k = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
-    return pointers, (v < config.DV) & (k < config.DK)
+    DX: gl.constexpr = config.DK if config.BY_KEYS else config.DV
+    DY: gl.constexpr = config.DV if config.BY_KEYS else config.DK
+    pointers = mma.state_pointers(state, at, ids.column, 0, DX, DY, not config.BY_KEYS, layout, BY_ROWS=BY_ROWS)
+    x = ids.column + gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, layout)), 1)
+    y = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, layout)), 0)
+    return pointers, (x < DX) & (y < DY)
 
 
 @gluon.jit
@@ -212,7 +227,7 @@ def load_tile_decay(g, L: gl.constexpr):
 
 @gluon.jit
 def load_state(index, ids, gmem, params, config):
-    """Return the consumer's columns of the state that work tile `index` starts from, transposed, (64, ROWS)."""
+    """Return what the consumer holds of the state that work tile `index` starts from, see `locate_state`."""
     C = gl.zeros([64, ROWS], gl.float32, mma.accumulator_layout(ROWS))
     if config.USE_INITIAL_STATE:
         pointers, exists = locate_state(gmem.state_in, index, ids, params, config)
@@ -222,9 +237,9 @@ def load_state(index, ids, gmem, params, config):
 
 @gluon.jit
 def store_state(C, index, ids, gmem, params, config):
-    """Store the consumer's columns of the state after work tile `index`, with STORE_FINAL_STATE."""
+    """Store what the consumer holds of the state after work tile `index`, with STORE_FINAL_STATE."""
     if config.STORE_FINAL_STATE:
-        pointers, exists = locate_state(gmem.state_out, index, ids, params, config)
+        pointers, exists = locate_state(gmem.state_out, index, ids, params, config, config.BY_KEYS)
         gl.store(pointers, C, mask=exists)
 
 

@@ -106,7 +106,12 @@ def store_partial_dots(x, y, to, part: gl.constexpr, L: gl.constexpr):
         part: Which four of the sums: 0 or 1, by consumer; 2 or 3 for the second set.
         L: Steps of a tile.
     """
-    products = x.to(gl.float32) * y.load(x.type.layout).to(gl.float32)
+    store_partial_sums(x.to(gl.float32) * y.load(x.type.layout).to(gl.float32), to, part, L)
+
+
+@gluon.jit
+def store_partial_sums(products, to, part: gl.constexpr, L: gl.constexpr):
+    """Store partial sums over the rows of `products`, (64, L), like `store_partial_dots`."""
     sums = gl.sum(gl.reshape(products, [4, 16, L]), 1)
     to.slice(part * 4 * L, 4 * L, 0).store(gl.reshape(sums, [4 * L]))
 

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tfla.backends.gpu.gate_gradients import COLUMN_SUM, OTHER_TILES, PAIR_SUMS, ROW_SUM
 from tfla.backends.gpu.gate_kernels import DELTA_P, VECTORS
-from tfla.backends.hopper.pipeline import barrier, producer_tail, stage_and_phase
+from tfla.backends.hopper.pipeline import barrier, stage_and_phase
 from tfla.backends.hopper.scheduler import get_work_tile
 
 # Values of RESULT: what the store warp stores.
@@ -24,6 +24,12 @@ DP_OFFSETS = gl.constexpr(2)  # delta = -u (do . h), (T7): the sum do . h times 
 GATE_SUMS = gl.constexpr(3)  # q . dq or k . dk of (B5)
 SUMS_OF_PAIRS = gl.constexpr(4)  # the same, apart for pairs of steps of different tiles and of one tile, (B7)
 DOTS_WITH_E = gl.constexpr(5)  # do . E and Z . E of the delta rule, the latter dbeta
+SUMS_OF_READERS = gl.constexpr(6)  # of both readers of the delta rule: with time what steps read, and pairs of a tile
+
+# The parts of SUMS_OF_READERS, (L) each: what steps read or what is read of them, by warps of consumers; with time then
+# the rows of W by consumers and its columns by warps, half of them each.
+READ_PARTS = gl.constexpr(8)
+ROW_PARTS = gl.constexpr(2)
 
 
 class StoreWarpConfig(NamedTuple):
@@ -33,7 +39,7 @@ class StoreWarpConfig(NamedTuple):
     STAGES: Any
     REVERSE: Any  # whether the scan goes against time
     IS_SEGMENTED: Any
-    RESULT: Any  # NO_RESULT, DENOMINATORS, DP_OFFSETS, GATE_SUMS, SUMS_OF_PAIRS or DOTS_WITH_E
+    RESULT: Any  # NO_RESULT, DENOMINATORS, DP_OFFSETS, GATE_SUMS, SUMS_OF_PAIRS, DOTS_WITH_E or SUMS_OF_READERS
 
 
 @gluon.constexpr_function
@@ -51,8 +57,8 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
         out: Output in global memory: d, (B, T, H), the sums of the gate gradients, (programs, H, tiles, L), or do . E,
             (programs of a head, B, T, H).
         gate_vectors: Gate vectors in global memory, (H, tiles, VECTORS, L), whose DELTA_P DP_OFFSETS updates in place;
-            with SUMS_OF_PAIRS the output for sums of pairs of one tile, (programs, H, tiles, PAIR_SUMS, L), and with
-            DOTS_WITH_E that for Z . E, like `out`.
+            with SUMS_OF_PAIRS and SUMS_OF_READERS the output for sums of pairs of one tile, (programs, H, tiles,
+            PAIR_SUMS, L), and with DOTS_WITH_E that for Z . E, like `out`.
         full: Full barriers of the ring, (STAGES).
         empty: Empty barriers of the ring, (STAGES).
         params: The numbers of the scheduler.
@@ -77,15 +83,17 @@ def run_store_warp(results, out, gate_vectors, full, empty, params, tiles_per_he
                     barrier()
                 mbarrier.arrive(full.index(s), count=1)
                 n += 1
-        producer_tail(n, full, empty, config.STAGES)
         # The last STAGES tiles, or all where there are fewer.
         for i in range(0, config.STAGES):
+            s, phase = stage_and_phase(n + i, config.STAGES)
             if n + i >= config.STAGES:
-                s, phase = stage_and_phase(n + i, config.STAGES)
                 mbarrier.wait(empty.index(s), phase ^ 1)
                 pending, pending_tile = store_tile_result(
                     pending, pending_tile, results.index(s), out, gate_vectors, params, tiles_per_head, r, config
                 )
+            if i == 0:  # one more stage without data, see `producer_tail`
+                barrier()
+                mbarrier.arrive(full.index(s), count=1)
 
 
 @gluon.jit
@@ -119,7 +127,7 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
     tiles = (steps + L - 1) // L
     two_sums: gl.constexpr = config.RESULT == SUMS_OF_PAIRS or config.RESULT == DOTS_WITH_E
     parts: gl.constexpr = result.shape[0] // L // (2 if two_sums else 1)
-    x = add_parts(result, 0, parts, r)  # (L)
+    x = add_parts(result, 0, READ_PARTS if config.RESULT == SUMS_OF_READERS else parts, r)  # (L)
     tile = tiles - 1 - i if config.REVERSE else i
     if config.RESULT == DENOMINATORS:
         t = tile * L + r
@@ -139,6 +147,17 @@ def store_tile_result(index, i, result, out, gate_vectors, params, tiles_per_hea
             of_step = gate_vectors + row * (PAIR_SUMS * L) + r
             gl.store(of_step + OTHER_TILES * L if config.REVERSE else out + row * L + r, x)
             gl.store(of_step + (COLUMN_SUM if config.REVERSE else ROW_SUM) * L, in_tile)
+        elif config.RESULT == SUMS_OF_READERS:
+            of_tile = gate_vectors + row * (PAIR_SUMS * L)
+            if config.REVERSE:
+                gl.store(of_tile + OTHER_TILES * L + r, x)
+            else:
+                gl.store(out + row * L + r, x)
+                gl.store(of_tile + ROW_SUM * L + r, add_parts(result, READ_PARTS, ROW_PARTS, r))
+                j = gl.arange(0, L // 2, gl.BlockedLayout([L // 64], [32], [1], [0]))
+                for half in gl.static_range(2):
+                    columns = result.slice((READ_PARTS + ROW_PARTS + 2 * half) * L, 2 * L, 0)
+                    gl.store(of_tile + COLUMN_SUM * L + half * (L // 2) + j, add_parts(columns, 0, 4, j))
         elif config.RESULT == DP_OFFSETS:
             at = gate_vectors + (row * VECTORS + DELTA_P) * L + r
             gl.store(at, gl.load(at) * x)

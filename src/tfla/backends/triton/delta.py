@@ -257,7 +257,7 @@ def new_checkpoints(ctx: DeltaContext) -> tuple[Tensor | None, ...]:
     return tuple(ctx.base.new(*shape, dtype=ctx.x.q.dtype) for _ in range(3))
 
 
-def new_starts(ctx: DeltaContext, base: LaunchContext) -> tuple[Tensor, ...]:
+def new_starts(ctx: DeltaContext, base: LaunchContext, scans: int = 2) -> tuple[Tensor, ...]:
     """Allocate what queries and reads each add to the cotangents of initial states, (N, H, K, V), or return nothing.
 
     The gradient of gates takes these, not what the scan for dv has: they come from the same operands as its other
@@ -266,10 +266,11 @@ def new_starts(ctx: DeltaContext, base: LaunchContext) -> tuple[Tensor, ...]:
     Args:
         ctx: The context of the call.
         base: The context of the scans for dk, which write them.
+        scans: The number of these scans; one that is for both readers writes their sum.
     """
     if not ctx.gated or ctx.x.C is None or base.V > 128:
         return ()
-    return tuple(base.new(ctx.x.sequences, base.H, base.K, base.V) for _ in range(2))
+    return tuple(base.new(ctx.x.sequences, base.H, base.K, base.V) for _ in range(scans))
 
 
 def start_dots(
@@ -293,7 +294,7 @@ def start_dots(
         for t in by_starts or results.pad_state(base, dC0, None)
         if t is not None
     ]
-    return base.recorder.scaled_columns(parts[0], 1.0, parts[1], 1.0) if by_starts else parts[0]
+    return base.recorder.scaled_columns(parts[0], 1.0, parts[1], 1.0) if len(parts) > 1 else parts[0]
 
 
 def checkpoint_dots(
