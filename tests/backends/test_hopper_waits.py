@@ -152,7 +152,7 @@ def gradients_by_triton(p: DeltaProblem) -> DeltaGrads:
 def check_delta_dq(p: DeltaProblem) -> None:
     """dq, dk and dlog_f are those of Triton's scans."""
     found, expected = gradients_by("hopper", p), gradients_by_triton(p)
-    for name in ("dq", "dk", "dlog_f"):
+    for name in ("q", "k", "log_f"):
         assert error(getattr(found, name), getattr(expected, name).double()) <= TOLERANCE[p.x.q.dtype], name
 
 
