@@ -404,15 +404,14 @@ def process_tile(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: g
 @gluon.jit
 def process_tile_back(C, pipe_state, t, work_tile, ids, gmem, shared, params, half: gl.constexpr, config):
     """Process a tile of a scan against time, like `process_tile`; C is the cotangent of the state after the tile."""
-    L: gl.constexpr = config.L
-    of_out: gl.constexpr = mma.accumulator_layout(L)
-    dtype: gl.constexpr = shared.p.dtype
     s, _phase, n = pipe_state
-    g = shared.g.index(s)
-    q = shared.q.index(2 * s + half)
+    dtype: gl.constexpr = shared.p.dtype
+    L: gl.constexpr = config.L
     # (1) dk^T <- (dC E^T) * (w beta)
     A = mma.to_left_operand(C.to(dtype), L)
     K = mma.issue_mma(A, shared.e.index(s).reshape([L, COLUMNS]).permute((1, 0)))
+    g = shared.g.index(s)
+    of_out: gl.constexpr = mma.accumulator_layout(L)
     # (2) dk of the previous tile has left: its stage is empty.
     release_previous(pipe_state, shared)
     dr = load_partial(gmem.dr, t, work_tile, params, ids, config)  # for (7), which it must not wait for
@@ -425,6 +424,7 @@ def process_tile_back(C, pipe_state, t, work_tile, ids, gmem, shared, params, ha
     # (4) Both consumers have stored their halves of S_q and S_k.
     mbarrier.wait(shared.ready.index(n % 2), (n // 2) & 1)
     # (5) dk^T <- dk^T + q^T S_q + k^T S_k
+    q = shared.q.index(2 * s + half)
     q_t = q.reshape([L, 64]).permute((1, 0)).load(of_out)  # (64, L)
     A = mma.to_left_operand(q_t, L)
     B = mma.to_left_operand(k_t, L)
