@@ -176,9 +176,13 @@ def test_sizes_that_do_not_fit_are_named(parallel: Parallel, processes: int, mes
         (
             {"tp": 2},
             {"parallel": Parallel(reshard_after_forward=False)},
-            "parallel.reshard_after_forward: got False, expected True where no processes share",
+            "parallel.reshard_after_forward: got False, expected None where no processes share",
         ),
-        ({"tp": 2}, {"parallel": Parallel(blocks_per_gather=2)}, "parallel.blocks_per_gather: got 2, expected 1 where"),
+        (
+            {"tp": 2},
+            {"parallel": Parallel(blocks_per_gather=2)},
+            "parallel.blocks_per_gather: got 2, expected None where",
+        ),
         (
             {"tp": 2},
             {"parallel": Parallel(reduce_each_pass=False), "accumulate": 2},
@@ -203,36 +207,27 @@ def test_runs_that_cannot_be_divided_are_named(
 
 @pytest.mark.parametrize(
     ("sizes", "given", "expected"),
-    [({"tp": 2}, True, None), ({"dp_shard": 2, "tp": 2}, True, True), ({"cp": 2}, False, False)],
+    [({"tp": 2}, None, None), ({"dp_shard": 2, "tp": 2}, None, True), ({"cp": 2}, False, False)],
 )
 def test_weights_are_freed_where_they_are_sharded(
-    tmp_path: Path, sizes: dict[str, int], given: bool, expected: bool | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, sizes: dict[str, int], given: bool | None, expected: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`parallelize` refuses any choice on a mesh that shards no weights."""
+    """`parallelize` refuses any choice on a mesh that shards no weights. On CPUs they are freed by default."""
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(tfla.distributed, "parallelize", lambda model, mesh, **options: calls.append(options))
     model = LanguageModel(ModelConfig(d_model=32, num_blocks=1, num_heads=2, vocab_size=257))
     config = make_config(tmp_path, "run", parallel=Parallel(reshard_after_forward=given))
     mesh: Any = "mesh"
-    _distribute(model, config, Ranks(size=2, sizes=sizes, mesh=mesh))
-    assert [call["reshard_after_forward"] for call in calls] == [expected]
+    ranks = Ranks(size=2, sizes=sizes, mesh=mesh)
+    monkeypatch.setattr(ranks, "gather", lambda values: [values, values])
+    _distribute(model, config, ranks)
+    assert [call.get("reshard_after_forward") for call in calls] == [expected]
+    assert [call.get("blocks_per_gather", 1) for call in calls] == [1]
 
 
-@pytest.mark.parametrize(
-    ("fields", "changes", "message"),
-    [
-        ({"num_kv_heads": 1}, {}, "parallel: mesh: got tp of size 2, expected a divisor of the 1 heads"),
-        (
-            {},
-            {"compile": True, "activation_checkpointing": True},
-            "parallel: activation_checkpointing: got it with comp",
-        ),
-    ],
-)
-def test_every_kind_of_layer_is_checked(
-    tmp_path: Path, fields: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
+def test_every_kind_of_layer_is_checked(tmp_path: Path) -> None:
     layers = ("gated_delta_net", "attention")
-    model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257, layers=layers, **fields)
+    model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257, layers=layers, num_kv_heads=1)
+    message = "parallel: mesh: got tp of size 2, expected a divisor of the 1 heads"
     with pytest.raises(UserError, match=message):
-        _check_layout(make_config(tmp_path, "run", **changes), model, Ranks(size=2, sizes={"tp": 2}))
+        _check_layout(make_config(tmp_path, "run"), model, Ranks(size=2, sizes={"tp": 2}))

@@ -13,7 +13,9 @@ from tfla.bench.models import Mixer, random_model
 from tfla.bench.stream_profile import profiled
 from tfla.bench.training import autocast, update
 from tfla.measure.problem import Problem, Work
+from tfla.nn import LanguageModel
 from tfla.nn.layers import wrap_forward
+from tfla.train import gathers
 from tfla.train.evaluation import token_losses
 from tfla.train.ranks import Ranks
 
@@ -48,7 +50,8 @@ def step(
         reduce_each_pass: whether FSDP2 reduces gradients after each of them, or once.
         dtypes: the dtypes of FSDP2's `MixedPrecisionPolicy` by name, such as "reduce_dtype"; None is float32.
         profile: also profile a step: "streams" among the facts is its :func:`tfla.bench.stream_profile.summary`.
-        options: further options of :func:`tfla.distributed.parallelize`.
+        options: further options of :func:`tfla.distributed.parallelize`. Without reshard_after_forward, weights are
+            gathered as `tfla train` does by default.
 
     Raises:
         RuntimeError: a step's loss or gradients are not finite.
@@ -76,6 +79,8 @@ def step(
         )  # fmt: skip
         if dtypes is not None:
             options["mixed_precision"] = MixedPrecisionPolicy(**{k: getattr(torch, v) for k, v in dtypes.items()})
+        if "reshard_after_forward" not in options:
+            options = _gathers(problem, model, layout, passes, activation_checkpointing, dtypes or {}) | options
         parallelize(model, mesh, activation_checkpointing=activation_checkpointing, **options)
     index, parts = ranks.rows
     windows = windows.chunk(parts)[index].clone()
@@ -99,3 +104,18 @@ def step(
             run(windows)
         facts["streams"] = profiled(lambda: run(windows))
     return Work(run, [windows], facts)
+
+
+def _gathers(
+    problem: Problem, model: LanguageModel, layout: dict[str, int], passes: int, checkpointing: bool,
+    dtypes: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """Return how `tfla train` gathers the weights of this step, as options of :func:`tfla.distributed.parallelize`."""
+    rows = math.prod(layout.get(name, 1) for name in ("dp_replicate", "dp_shard", "cp"))
+    tokens = problem.B * problem.T // (rows * passes)
+    step = gathers.Step(
+        model.config, tokens, problem.dtype == "bfloat16", checkpointing, dtypes.get("param_dtype") == "bfloat16"
+    )
+    device = torch.device(problem.device)
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return gathers.choose(None, None, step, layout, total, total)._asdict()

@@ -203,11 +203,12 @@ class Parallel:
     layers as many pairs of tokens."""
     tp: int = 1
     """Processes that share the heads of each layer; a divisor of num_heads."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
     """Whether the gathered weights of a block are freed between its forward and its backward, which gathers them again;
-    kept, they take the memory of all weights."""
-    blocks_per_gather: int = 1
-    """Consecutive blocks whose weights are gathered, and whose gradients are reduced, in one message."""
+    kept, they take the memory of all weights. None keeps them on GPUs where they fit by an estimate."""
+    blocks_per_gather: int | None = None
+    """Consecutive blocks whose weights are gathered, and whose gradients are reduced, in one message; None takes two on
+    GPUs where kept weights fit, else one."""
     prefetch: int | None = None
     """Further gathers that each gather starts; None leaves the order to FSDP2."""
     gather_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -221,7 +222,8 @@ class Parallel:
 
     def check(self) -> None:
         """Raise UserError where a value is out of range; :meth:`sizes` checks those of the layout."""
-        check_count("parallel.blocks_per_gather", self.blocks_per_gather)
+        if self.blocks_per_gather is not None:
+            check_count("parallel.blocks_per_gather", self.blocks_per_gather)
         if self.prefetch is not None:
             check_count("parallel.prefetch", self.prefetch)
 

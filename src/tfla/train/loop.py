@@ -23,6 +23,7 @@ from tfla._util.files import remove_directory
 from tfla.nn import GatePreactivation, LanguageModel, ModelConfig
 from tfla.nn.layers import wrap_forward
 from tfla.ops.context_parallel.cuts import CONTIGUOUS
+from tfla.train import gathers
 from tfla.train.checkpoint import Checkpoints, restore, step_of
 from tfla.train.config import Parallel, TrainConfig, from_json, to_json
 from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepare_tokens, read_tokens
@@ -142,8 +143,7 @@ def _prepare(config: TrainConfig, run: Path, latest: Path | None, ranks: Ranks) 
     Schedule(config.optim, config.steps)  # raises if its lengths do not fit
     _check_layout(config, model, ranks)
     device = ranks.device
-    pass_tokens, bfloat16 = config.micro_batch_size * config.context, _is_bfloat16(config, device)
-    pass_tokens //= ranks.rows[1] * ranks.steps.parts
+    pass_tokens, bfloat16 = _pass_tokens(config, ranks), _is_bfloat16(config, device)
     warning = check_memory(model, pass_tokens, bfloat16, device, ranks.model_parts, config.activation_checkpointing)
     with _precision(config, device):
         check_backend(model, device, packed=config.reset == "cu_seqlens")
@@ -385,6 +385,11 @@ class _Training:
             self.progress["tokens"] = digest
 
 
+def _pass_tokens(config: TrainConfig, ranks: Ranks) -> int:
+    """Return the tokens of one pass of a process."""
+    return config.micro_batch_size * config.context // (ranks.rows[1] * ranks.steps.parts)
+
+
 def _is_bfloat16(config: TrainConfig, device: torch.device) -> bool:
     """Return whether the model runs under autocast to bfloat16."""
     return config.precision == "bfloat16" or (config.precision == "auto" and device.type == "cuda")
@@ -406,12 +411,17 @@ def _distribute(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> None
         return
     from tfla.distributed import parallelize
 
-    given, sharded = config.parallel, ranks.rows[1] * ranks.steps.parts > 1
+    given, options = config.parallel, {}
+    if ranks.rows[1] * ranks.steps.parts > 1:
+        bfloat16, gathered_in_bfloat16 = _is_bfloat16(config, ranks.device), given.gather_dtype == "bfloat16"
+        step = gathers.Step(
+            model.config, _pass_tokens(config, ranks), bfloat16, config.activation_checkpointing, gathered_in_bfloat16
+        )
+        options = gathers.chosen(given.reshard_after_forward, given.blocks_per_gather, step, ranks)._asdict()
     parallelize(
         model, ranks.mesh, mixed_precision=_policy(config), compile=config.compile,
-        activation_checkpointing=config.activation_checkpointing,
-        reshard_after_forward=given.reshard_after_forward if sharded else None,
-        blocks_per_gather=given.blocks_per_gather, prefetch=given.prefetch, cp_order=given.cp_order,
+        activation_checkpointing=config.activation_checkpointing, prefetch=given.prefetch, cp_order=given.cp_order,
+        **options,
     )  # fmt: skip
     model.to(ranks.device)
     if config.compile:

@@ -1,0 +1,81 @@
+"""How FSDP2 gathers the weights of a training run, where its options leave that open.
+
+A block whose gathered weights are kept from its forward to its backward is gathered once an update, not twice, for the
+memory of all weights. A run on GPUs keeps them where an estimate of the memory of a step says that they fit. Two blocks
+are then one message, since their weights are in memory together anyway.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tfla.nn import ModelConfig
+from tfla.train.memory import FLOAT32, count_parameters, memory_of, needed
+from tfla.train.ranks import Ranks
+
+USED = 0.9  # the part of a GPU's memory that a step may take by the estimate
+
+
+class Gathers(NamedTuple):
+    """How the weights of a run's blocks are gathered; the fields are arguments of `parallelize`."""
+
+    reshard_after_forward: bool
+    blocks_per_gather: int
+
+
+class Step(NamedTuple):
+    """The properties of a training step on which its memory depends."""
+
+    model: ModelConfig
+    tokens: int
+    """The tokens of one pass of a process."""
+    bfloat16: bool
+    """Whether the model runs under autocast to bfloat16."""
+    checkpointing: bool
+    """Whether blocks and logits are computed again in the backward."""
+    gathered_in_bfloat16: bool
+    """Whether weights are gathered in bfloat16."""
+
+
+def choose(
+    given: bool | None, blocks: int | None, step: Step, sizes: dict[str, int], total: float, free: float
+) -> Gathers:
+    """Return how weights are gathered.
+
+    The number of blocks of a message is chosen by the memory that GPUs have, not by what is free: it may change the
+    order of sums, and a run that is started again repeats its bits. Kept weights change no result.
+
+    Args:
+        given: whether weights are freed after the forward; None: as they fit.
+        blocks: the blocks of a gather; None: two where weights fit and are not freed by demand.
+        step: the training step.
+        sizes: the sizes of the mesh's dimensions by name.
+        total, free: the bytes of a GPU, and those that are free before the model is on it.
+    """
+    tp = sizes.get("tp", 1)
+    parts = tp * sizes.get("dp_shard", 1) * sizes.get("cp", 1)
+    need = needed(step.model, step.tokens, step.bfloat16, parts, step.checkpointing)
+    size = 2 if step.gathered_in_bfloat16 else FLOAT32
+    kept = size * -(-count_parameters(step.model)[0] // tp)
+    bytes_needed = need.state + need.activations + kept
+    fit = bytes_needed <= USED * total
+    if blocks is None:
+        blocks = 2 if fit and not given else 1
+    return Gathers(not (fit and bytes_needed <= free) if given is None else given, blocks)
+
+
+def chosen(given: bool | None, blocks: int | None, step: Step, ranks: Ranks) -> Gathers:
+    """Return how the weights of a run are gathered, the same on every process.
+
+    Args:
+        given, blocks, step: as in :func:`choose`.
+        ranks: the processes of the run. On CPUs, which share the memory of their machine, weights are freed.
+    """
+    total = free = 0.0
+    if ranks.device.type == "cuda":
+        total = float(torch.cuda.get_device_properties(ranks.device).total_memory)
+        free = float(memory_of(ranks.device).free or 0)
+    every = ranks.gather([total, free])
+    return choose(given, blocks, step, ranks.sizes, min(row[0] for row in every), min(row[1] for row in every))
