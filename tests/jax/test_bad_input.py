@@ -14,7 +14,19 @@ import pytest
 import torch
 from jax_cases import to_jax
 from ops import test_delta_rule
-from ops.test_bad_input import CU_SEQLENS, OPTIONS, STEPS, TENSORS, as_log_gates, label, one_step, packed, whole
+from ops.test_bad_input import (
+    CU_SEQLENS,
+    OPTIONS,
+    SEVERAL_WRITES,
+    STEPS,
+    TENSORS,
+    as_log_gates,
+    label,
+    one_step,
+    packed,
+    whole,
+    with_several_writes,
+)
 from torch import Tensor
 
 import tfla
@@ -23,7 +35,9 @@ import tfla.jax
 NOT_IN_JAX = ("meta", "requires a gradient")  # devices are JAX's own affair; gradients are not a property of arrays
 
 
-TAKE_CHANNEL_GATES = (tfla.jax.linear_attention, tfla.jax.delta_rule, tfla.jax.delta_rule_steps)
+TAKE_CHANNEL_GATES = (
+    tfla.jax.linear_attention, tfla.jax.delta_rule, tfla.jax.delta_rule_steps, tfla.jax.delta_product, tfla.jax.dplr
+)  # fmt: skip
 
 
 def converted(x: Any) -> Any:
@@ -71,6 +85,23 @@ def test_mlstm(change: dict[str, Any], error: type[Exception], parts: tuple[str,
 @pytest.mark.parametrize(("change", "error", "parts"), expressible(TENSORS), ids=label)
 def test_linear_attention(change: dict[str, Any], error: type[Exception], parts: tuple[str, ...]) -> None:
     same_message(error, tfla.linear_attention, tfla.jax.linear_attention, as_log_gates(whole() | change))
+
+
+@pytest.mark.parametrize(("name", "change", "parts"), SEVERAL_WRITES, ids=label)
+def test_several_writes(name: str, change: dict[str, Any], parts: tuple[str, ...]) -> None:
+    same_message(ValueError, getattr(tfla, name), getattr(tfla.jax, name), with_several_writes(name, change))
+
+
+def test_options_that_gates_by_channel_do_not_read() -> None:
+    x = {name: converted(t) for name, t in as_log_gates(whole()).items()}
+    x["log_f"] = jnp.zeros(x["q"].shape)
+    with pytest.raises(TypeError, match="normalizer_grad: got 'no', expected True or False"):
+        tfla.jax.linear_attention(**x, normalizer_grad="no")
+
+
+def test_an_array_is_no_dtype() -> None:
+    with pytest.raises(TypeError, match="store_dtype: got ArrayImpl, expected a dtype or None"):
+        tfla.jax.mlstm(**{name: converted(t) for name, t in whole().items()}, store_dtype=jnp.ones(2))
 
 
 @pytest.mark.parametrize(("cu_seqlens", "error", "parts"), expressible(CU_SEQLENS), ids=label)

@@ -265,6 +265,30 @@ def test_lengths_out_of_range_in_a_compiled_function(lengths: list[int]) -> None
         torch.vmap(lambda n: tfla.mlstm_steps(*x, start, lengths=n)[0])(torch.tensor([[0, 3], lengths]))
 
 
+SEVERAL_WRITES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("dplr", {"log_f": torch.zeros(2)}, ("log_f:", "(2,)", "(2, 9, 4) or (2, 9, 4, 5)")),
+    ("dplr", {"log_f": torch.zeros(2, 9, 4, 0)}, ("log_f:", "(2, 9, 4, 0)", "(2, 9, 4) or (2, 9, 4, 5)")),
+    ("dplr", {"v": torch.zeros(2, 9, 4, 0)}, ("v:", "(2, 9, 4, 0)", "no empty dimension")),
+    ("delta_product", {"log_f": torch.zeros(2, 9)}, ("log_f:", "(2, 9)", "(2, 9, 4) or (2, 9, 4, 5)")),
+    ("delta_product", {"log_f": torch.zeros(2, 9, 3)}, ("log_f:", "(2, 9, 3)", "(2, 9, 4) or (2, 9, 4, 5)")),
+]
+
+
+def with_several_writes(name: str, change: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of delta_product or dplr, some of them changed."""
+    x = whole()
+    given = {part: x[part] for part in "qkv"} | {"log_f": -torch.ones(B, T, H)}
+    more = {"a": x["k"], "b": x["k"]} if name == "dplr" else {"beta": torch.ones(B, T, H), "writes": 1}
+    return given | more | change
+
+
+@pytest.mark.parametrize(("name", "change", "parts"), SEVERAL_WRITES, ids=label)
+def test_several_writes(name: str, change: dict[str, Any], parts: tuple[str, ...]) -> None:
+    """Shapes in messages are those that the caller gives, not those of the writes."""
+    text = message(ValueError, getattr(tfla, name), **with_several_writes(name, change))
+    assert all(part in text for part in parts), text
+
+
 def test_cu_seqlens_with_a_batch() -> None:
     text = message(ValueError, tfla.mlstm, **whole() | {"cu_seqlens": torch.tensor([0, 4, 9])})
     assert all(part in text for part in ("q:", "batch 2", "1 with cu_seqlens")), text

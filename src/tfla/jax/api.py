@@ -336,6 +336,7 @@ def linear_attention(
         )  # fmt: skip
         return attend_by_index(run, initial_state, state_indices, return_state, q, cu_seqlens)
     if has_channel_gates(log_f):
+        check_flags(normalizer_grad=normalizer_grad)
         return channel_gates.linear_attention(
             q, k, v, log_f, log_i, normalize, initial_state, return_state, cu_seqlens, chunk_size, scale, backend,
             kernel, store_dtype, context_parallel,

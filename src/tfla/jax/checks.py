@@ -101,6 +101,8 @@ def check_store_dtype(store_dtype: Any) -> Any:
     """Check the dtype of the states that are stored for the backward, and return it as a NumPy dtype or None."""
     if store_dtype is None:
         return None
+    if is_array(store_dtype):  # NumPy takes an array for its dtype
+        raise TypeError(f"store_dtype: got {type(store_dtype).__name__}, expected a dtype or None")
     try:
         dtype = jnp.dtype(store_dtype)
     except TypeError:

@@ -48,9 +48,7 @@ def check_further_arrays(
     heads, dqk = v.shape[-2], q.shape[-1]
     if log_f is not None:
         checks.check_float("log_f", log_f)
-        gates = tuple(v.shape[:-1])
-        if log_f.shape not in (gates, (*gates, dqk)):
-            raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected {gates} or {(*gates, dqk)}")
+        check_gates_shape(log_f, tuple(v.shape[:-1]), dqk)
     if read_key is not None:
         checks.check_float("read_key", read_key)
         checks.check_shape("read_key", read_key, tuple(k.shape))
@@ -63,6 +61,12 @@ def check_further_arrays(
         if dt_bias.shape != (heads,) and not (by_channel and dt_bias.shape == (heads, dqk)):
             allowed = f"({heads},)" + f" or ({heads}, {dqk})" * by_channel
             raise ValueError(f"dt_bias: got shape {tuple(dt_bias.shape)}, expected {allowed}")
+
+
+def check_gates_shape(log_f: Any, gates: tuple[int, ...], dqk: int) -> None:
+    """Check that log-gates have the shape of gates by step, or one that has dqk channels more."""
+    if tuple(log_f.shape) not in (gates, (*gates, dqk)):
+        raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected {gates} or {(*gates, dqk)}")
 
 
 def check_activations(

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
+from tfla._util.shapes import check_input_shapes
 from tfla.ops import checks
+from tfla.ops.delta_checks import check_gates_shape
 from tfla.ops.delta_dispatch import DeltaRequest
 from tfla.ops.delta_operator import compute
 from tfla.ops.state import State
@@ -116,14 +118,14 @@ def delta_product(
     checks.check_shape("q", q, ("B", "T", "H", "dqk"))
     B, T, Hq, dqk = q.shape
     for name, x, dims in (("k", k, ("H", "dqk")), ("v", v, ("H", "dhv")), ("beta", beta, ("H",))):
-        if x is not None:
+        if name != "beta" or x is not None:
             checks.check_float(name, x)
             checks.check_shape(name, x, (B, T * writes, *dims))
     # Only the last write of a step is read, and only the first one has the decay.
     queries = torch.cat([q.new_zeros(B, T, writes - 1, Hq, dqk), q.unsqueeze(2)], 2).flatten(1, 2)
     if log_f is not None:
         checks.check_float("log_f", log_f)
-        _check_gates(log_f, q)
+        check_gates_shape(log_f, (B, T, v.shape[2]), dqk)
         open_gates = log_f.new_zeros(B, T, writes - 1, *log_f.shape[2:])
         log_f = torch.cat([log_f.unsqueeze(2), open_gates], 2).flatten(1, 2)
     steps = queries, k, v, beta, log_f, None
@@ -219,9 +221,9 @@ def dplr(
         if x.device != q.device:
             raise ValueError(f"{name}: got device {x.device}, expected that of q, {q.device}")
     checks.check_float("v", v)
-    checks.check_shape("v", v, (q.shape[0], q.shape[1], "H", "dhv"))
+    check_input_shapes(q, k, v, {}, time=True)
     checks.check_float("log_f", log_f)
-    _check_gates(log_f, q)
+    check_gates_shape(log_f, tuple(v.shape[:3]), q.shape[3])
     zero = torch.zeros_like
 
     def each(first: Tensor, second: Tensor) -> Tensor:
@@ -233,13 +235,6 @@ def dplr(
     one = torch.ones(v.shape[:-1], dtype=torch.float32, device=v.device)
     steps = each(zero(q), q), each(b, k), each(zero(v), v), each(-one, one), each(log_f, zero(log_f)), each(a, zero(a))
     return _compute(steps, initial_state, cu_seqlens, 2, read_before_decay=True, **options)
-
-
-def _check_gates(log_f: Tensor, q: Tensor) -> None:
-    """Check the number of dimensions of gates and that they have the steps of q, (B, T, Hq, dqk)."""
-    B, T, _, dqk = q.shape
-    if log_f.dim() not in (3, 4) or log_f.shape[:2] != (B, T):
-        raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected ({B}, {T}, H) or ({B}, {T}, H, {dqk})")
 
 
 def _compute(

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from tfla._util.shapes import check_input_shapes
 from tfla.jax import checks
 from tfla.jax.choice import Offsets
 from tfla.jax.delta.api import delta_rule
 from tfla.jax.state import State
+from tfla.ops.delta_checks import check_gates_shape
 
 
 def delta_product(
@@ -62,7 +64,7 @@ def delta_product(
     checks.check_shape("q", q, ("B", "T", "H", "dqk"))
     B, T = q.shape[:2]
     for name, x, dims in (("k", k, ("H", "dqk")), ("v", v, ("H", "dhv")), ("beta", beta, ("H",))):
-        if x is not None:
+        if name != "beta" or x is not None:
             checks.check_float(name, x)
             checks.check_shape(name, x, (B, T * writes, *dims))
 
@@ -72,9 +74,7 @@ def delta_product(
 
     if log_f is not None:
         checks.check_float("log_f", log_f)
-        if log_f.shape[:2] != (B, T):
-            allowed = f"({B}, {T}, H) or ({B}, {T}, H, {q.shape[3]})"
-            raise ValueError(f"log_f: got shape {tuple(log_f.shape)}, expected {allowed}")
+        check_gates_shape(log_f, (B, T, v.shape[2]), q.shape[3])
         log_f = beside(log_f, 0, writes - 1)
     found: Any = delta_rule(
         beside(q, writes - 1, 0), k, v, beta, log_f, normalize_qk=normalize_qk, scale=scale,
@@ -125,8 +125,9 @@ def dplr(
         checks.check_float(name, x)
         checks.check_shape(name, x, ("B", "T", "H", "dqk") if name == "q" else tuple(q.shape))
     checks.check_float("v", v)
-    checks.check_shape("v", v, (q.shape[0], q.shape[1], "H", "dhv"))
+    check_input_shapes(q, k, v, {}, time=True)
     checks.check_float("log_f", log_f)
+    check_gates_shape(log_f, tuple(v.shape[:3]), q.shape[3])
 
     def each(first: Array, second: Array) -> Array:
         return jnp.stack([first, second], 2).reshape(first.shape[0], -1, *first.shape[2:])
