@@ -109,9 +109,9 @@ def join_max(gathered, m0, places, out, R, B, S, H, BLOCK_H: tl.constexpr, USE_M
 
 @triton.jit(do_not_specialize=["T", "steps"])
 def own_rows(
-    states, states_n, decays, given, given_n, m, m0, final, final_n, final_m, rows, T, B, S, H, steps, SIZE, K, width,
+    states, states_n, decays, given, given_n, m, m0, final, final_m, rows, T, B, S, H, steps, SIZE, K, width,
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, NORMALIZE: tl.constexpr, USE_GIVEN: tl.constexpr, USE_M0: tl.constexpr,
-    USE_FINAL_C: tl.constexpr, USE_FINAL_N: tl.constexpr,
+    USE_FINAL: tl.constexpr,
 ):  # fmt: skip
     """Store the rows of this process: what its spans add to the state, or with REVERSE to the cotangent before them.
 
@@ -122,7 +122,7 @@ def own_rows(
         given, given_n: the given initial states, (B S, H, ...) float32; read with USE_GIVEN.
         m: the max states after the spans, (B S, H); read with NORMALIZE, but not with REVERSE.
         m0: the max states before the spans, (B S, H); read with USE_M0, else 0.
-        final, final_n: the cotangents of the final states, (B, H, ...) float32; read with USE_FINAL_C and USE_FINAL_N.
+        final: the cotangents of the final states, (B, H, SIZE) float32; read with USE_FINAL.
         final_m: the max states of the final states, (B, H); read with NORMALIZE and REVERSE.
         rows: the rows, (S, B, H, width), with REVERSE followed by those of the final states.
         T, steps: the numbers of steps of a span and of a segment.
@@ -177,13 +177,10 @@ def own_rows(
             low = (log_decay - high.to(tl.float64)).to(tl.float32)
     else:
         # (1) and (2) of a row of a final state: its cotangents, and its max state.
-        if USE_FINAL_C:
+        if USE_FINAL:
             x += tl.load(final + (b * H + h).to(tl.int64) * SIZE + e, mask=of_C, other=0.0)
-        if NORMALIZE:
-            if USE_FINAL_N:
-                x += tl.load(final_n + (b * H + h).to(tl.int64) * K + at_n, mask=of_n, other=0.0)
-            if REVERSE:
-                last_m = tl.load(final_m + b * H + h)
+        if NORMALIZE and REVERSE:
+            last_m = tl.load(final_m + b * H + h)
     # (3) The row: S, g in two numbers, n and m.
     x = tl.where(e == SIZE, high, x)
     x = tl.where(e == SIZE + 1, low, x)
@@ -348,9 +345,9 @@ def launch_own_states(
     B, S, H, size, K, width = _sizes(ctx, exchange)
     rows, m0 = ctx.new(S, B, H, width), ctx.x.m
     ctx.launch(own_rows, (ceil_div(width, BLOCK), S * B, H),
-        C, _or(n, C), decays, _or(initial[0], C), _or(initial[1], C), _or(m, C), _or(m0, C), C, C, C, rows, ctx.T, B, S,
+        C, _or(n, C), decays, _or(initial[0], C), _or(initial[1], C), _or(m, C), _or(m0, C), C, C, rows, ctx.T, B, S,
         H, ctx.segment_steps, size, K, width, BLOCK=BLOCK, REVERSE=False, NORMALIZE=n is not None,
-        USE_GIVEN=initial[0] is not None, USE_M0=m0 is not None, USE_FINAL_C=False, USE_FINAL_N=False, num_warps=4,
+        USE_GIVEN=initial[0] is not None, USE_M0=m0 is not None, USE_FINAL=False, num_warps=4,
     )  # fmt: skip
     return rows
 
@@ -404,10 +401,10 @@ def launch_own_cotangents(
     count, normalize = S + 1 if exchange.final else S, ctx.spec.normalize
     rows, m0 = ctx.new(count, B, H, width), results.dense(ctx, ctx.x.m)
     ctx.launch(own_rows, (ceil_div(width, BLOCK), count * B, H),
-        adds, adds, decays, adds, adds, adds, _or(m0, adds), _or(final, adds), adds,
+        adds, adds, decays, adds, adds, adds, _or(m0, adds), _or(final, adds),
         final_m if exchange.final and normalize else adds, rows, ctx.T, B, S, H, ctx.segment_steps, size, 0, width,
         BLOCK=BLOCK, REVERSE=True, NORMALIZE=normalize, USE_GIVEN=False, USE_M0=m0 is not None,
-        USE_FINAL_C=final is not None, USE_FINAL_N=False, num_warps=4,
+        USE_FINAL=final is not None, num_warps=4,
     )  # fmt: skip
     return rows
 
