@@ -336,7 +336,7 @@ def check(out: Mapping[str, Tensor], ref: Mapping[str, Tensor], dtype: torch.dty
 
 
 def check_nothing_leaks(p: Problem, implementation: Implementation, changed: int, value: float, **options: Any) -> None:
-    """With all that sequence `changed` is given times `value`, not one bit of another's results is another."""
+    """Check that no bit of other sequences' results changes when the inputs of `changed` are multiplied by `value`."""
     assert p.cu_seqlens is not None
     a, b = p.cu_seqlens[changed : changed + 2].tolist()
     steps = {name: getattr(p, name).clone() for name in ("q", "k", "v", "i", "f", "dh")}

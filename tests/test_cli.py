@@ -23,7 +23,7 @@ def test_the_package_is_the_command() -> None:
 @pytest.mark.skipif(os.name != "posix", reason="pipes are POSIX")
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["bench", "--help"], ["tune", "--help"]])
 def test_a_reader_that_has_gone_is_no_error(args: list[str]) -> None:
-    """As `tfla --help | head -1` does where head is faster."""
+    """`tfla --help | head -1` closes the output early where head is faster."""
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as closed:

@@ -56,7 +56,7 @@ def rows(T: int, *shape: int) -> Tensor:
 
 
 def operator(backend: str, kernel: str, gate: str, K: int, V: int, dtype: torch.dtype, shape: str) -> list[Tensor]:
-    """With an initial and a final state, forward and backward."""
+    """Run the forward and the backward, with an initial and a final state."""
     lengths = LENGTHS if "packed" in shape else (T,)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE) if "packed" in shape else None
     groups = H // 2 if "grouped" in shape else H
@@ -89,7 +89,7 @@ def delta_inputs(gate: str, K: int, V: int, dtype: torch.dtype, count: int, head
 
 
 def delta(backend: str, gate: str, K: int, V: int, dtype: torch.dtype, shape: str) -> list[Tensor]:
-    """With an initial and a final state, forward and backward."""
+    """Run the forward and the backward, with an initial and a final state."""
     lengths = LENGTHS if "packed" in shape else (T,)
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], device=DEVICE) if "packed" in shape else None
     x = delta_inputs(gate, K, V, dtype, T, H // 2 if "grouped" in shape else H)

@@ -21,7 +21,7 @@ def test_any_place(
     implementation: Implementation, form: str, carried: bool, lengths: tuple[int, ...] | None, chunk_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """In float32: they are kept in the inputs' dtype."""
+    """The inputs are float32, because checkpoints are kept in the inputs' dtype."""
     if (implementation.backend, implementation.kernel) != ("triton", "fused"):
         pytest.skip("has no checkpoints")
     from tfla.backends.gpu import checkpoints

@@ -38,7 +38,7 @@ def test_chunk_size_picked_at_the_call(
     lengths: tuple[int, ...] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As traced graphs have it: no state is stored, the backward makes those of its segments again."""
+    """Calls of traced graphs store no states; the backward computes those of its segments again."""
     if implementation.backend not in ("triton", "hopper") or implementation.kernel != "fused":
         pytest.skip("has no segments picked by length")
     from tfla.backends.gpu import runtime, segmentation
@@ -103,12 +103,12 @@ def chosen(B: int, T: int, H: int, sequences: int | None, monkeypatch: pytest.Mo
 def test_segments_where_multiprocessors_would_be_idle(
     sequences: int, H: int, packed: bool, segment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For 65,536 tokens; among packed sequences one is expected to be long."""
+    """There are 65,536 tokens; of packed sequences one is expected to be long."""
     B, T = (1, 65_536) if packed else (sequences, 65_536 // sequences)
     assert chosen(B, T, H, sequences if packed else None, monkeypatch) == (segment or T)
 
 
 @pytest.mark.parametrize(("T", "segment"), [(512, 512), (1024, 1024), (2048, 512), (4096, 512)])
 def test_short_sequences_are_whole(T: int, segment: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What segments save is then less than what launching more kernels takes."""
+    """Segments would save less time there than their additional launches take."""
     assert chosen(1, T, 1, None, monkeypatch) == segment

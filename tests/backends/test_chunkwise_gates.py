@@ -16,7 +16,7 @@ GATES = st.floats(LOG_GATE_MIN, LOG_GATE_MAX, width=32) | st.floats(-30.0, 0.0, 
 
 @given(st.lists(GATES, min_size=1, max_size=64))
 def test_differences_of_sums(gates: list[float]) -> None:
-    """Those of any two steps, the decay in between, are as exact as a float32 can be, however large the sums are."""
+    """The difference of any two sums, the decay in between, is as exact as float32 can be, however large they are."""
     x = torch.tensor(gates)
     high, low = cumulative_sum(x)
     exact = x.double().cumsum(-1)
@@ -34,7 +34,7 @@ def test_two_sum_loses_nothing(a: float, b: float) -> None:
 
 @given(st.lists(st.tuples(GATES, GATES), min_size=1, max_size=200), st.floats(-100.0, 100.0, width=32))
 def test_max_state(gates: list[tuple[float, float]], start: float) -> None:
-    """It is that of the recurrence but for rounding of sums; what it is taken from is not rounded by it."""
+    """The max state is that of the recurrence except for the rounding of sums."""
     log_i, log_f = torch.tensor(gates).T.contiguous()[:, None]
     m = max_state(log_i, log_f, torch.tensor([start]))
     exact, at = [], torch.tensor(start, dtype=torch.float64)

@@ -96,7 +96,7 @@ def test_steps_of_no_sequence_get_zeros(model: str) -> None:
 @pytest.mark.parametrize("model", ["deltanet", "gdn", "read", "kda"])
 @pytest.mark.parametrize("shape", [{"T": 70, "Hq": 1}, {"lengths": (0, 30, 1, 70)}], ids=["dense", "packed"])
 def test_cotangents_of_initial_states_alone(shape: dict[str, Any], model: str) -> None:
-    """What context parallelism exchanges: the gradient of the initial states where only h is read."""
+    """The gradient of the initial states where only h is read is what context parallelism exchanges."""
     p = delta_problem(model, **{"K": 16, "V": 16, **shape}, dtype=DTYPES[0])
     p = dataclasses.replace(p, dC=torch.zeros_like(p.dC))
     x = DeltaInputs(*(None if t is None else t.to(DEVICE) for t in p.x))
@@ -122,7 +122,7 @@ def test_gates(model: str, gates: str, alike: float) -> None:
 
 
 def check_gates_in_float32(model: str, gates: str, alike: float) -> None:
-    """Where only a few problems can be computed: of models alike keys for one, and closed gates beside the others."""
+    """Check the errors in float32 on a small problem; keys that are alike are tried with one model alone."""
     if alike and model != "kda":
         return
     p = delta_problem(model, gates=gates, T=90, B=1, H=1, Hq=1, K=32, V=32, alike=alike, dtype=torch.float32)

@@ -137,7 +137,7 @@ def test_small(form: str, sizes: dict[str, Any], chunk_size: int | None) -> None
 @pytest.mark.interpreter
 @pytest.mark.parametrize("size", ["128 x 128", "64 x 64", "256 x 256", "segments", "packed segments"])
 def test_states_that_grow(size: str) -> None:
-    """By exp(40) and back; in float16, which ends at 65,504, by exp(4).
+    """States grow by exp(40) and shrink again; in float16, which ends at 65,504, by exp(4).
 
     Only a few gradients of gates at the peak are large, so that with one head the norm is that of one inner product.
     """

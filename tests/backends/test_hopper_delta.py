@@ -85,7 +85,7 @@ def gradients_by_triton(p: DeltaProblem) -> dict[str, Tensor]:
 
 
 def check(p: DeltaProblem, backward: bool = not INTERPRETED) -> None:
-    """On a GPU also the gradients."""
+    """Check the forward, and on a GPU also the gradients."""
     found = solve(p, backward)
     if not backward:
         found |= {name: x for name, x in truth(p).items() if name not in found}
@@ -199,7 +199,7 @@ def test_scale_of_either_sign_and_0() -> None:
 
 
 def test_beta_of_either_sign() -> None:
-    """And of any size: no quotient of beta is taken."""
+    """beta may have either sign and any size, because nothing is divided by it."""
     p = delta_problem("gdn", K=128, V=128, T=70, B=1, dtype=DTYPE)
     assert p.x.beta is not None
     beta = p.x.beta.clone()
@@ -256,7 +256,7 @@ def test_an_empty_batch_is_of_other_backends() -> None:
 
 
 def test_sequences_do_not_leak() -> None:
-    """With all that the second sequence is given times 8, not one bit of the others' results is another."""
+    """No bit of the other sequences' results changes when all inputs of the second one are multiplied by 8."""
     p = delta_problem("gdn", lengths=(70, 65, 1, 64), K=128, V=128, dtype=DTYPE)
     more = {name: getattr(p.x, name).clone() for name in ("q", "k", "v")}
     for t in more.values():

@@ -163,7 +163,7 @@ def test_the_gpu_of_the_tensors(run: Run) -> None:
 
 @pytest.mark.parametrize("kernel", ["fused", "tfla"])
 def test_tritons_autotuner_is_asked_for(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It times configurations once, and results are those of the shipped ones but for rounding."""
+    """Triton's autotuner times configurations once, and results are those of the default ones except for rounding."""
     from tfla.backends.gpu import replay as compiled
 
     x = [t[..., :32].detach().requires_grad_() if t.dim() == 4 else t for t in random_inputs(2, 192)]

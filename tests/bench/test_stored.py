@@ -23,7 +23,7 @@ def cell(name: str, x: int, direction: str, **more: Any) -> Row:
 
 
 def test_the_latest_run_that_measured_a_cell_has_it() -> None:
-    """What a later run did not finish of an implementation is from the earlier one; a failure replaces no time."""
+    """Sizes that a later run did not finish are taken from the earlier run; a failure replaces no time."""
     old = run(
         "2026-01-01", cell("a", 1, "forward", seconds=1.0), cell("a", 1, "backward", seconds=2.0),
         cell("a", 4, "forward", seconds=3.0), {"name": "b", "error": "not installed (b)"},

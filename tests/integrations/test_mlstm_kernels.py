@@ -167,7 +167,7 @@ def a_step(dtype: torch.dtype, state_dtype: torch.dtype) -> Tensors:
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6, 0.3])
 def test_gradients_of_steps(eps: float) -> None:
-    """Those of the new states included, with the max state's, which the package has by autograd."""
+    """Gradients of the new states are included, and that of the max state, which the package has by autograd."""
     one = {name: t.requires_grad_() for name, t in a_step(torch.float64, torch.float64).items()}
     kernels = [m.get_mlstm_step_kernel("native") for m in (ours, theirs)]
     agree(*kernels, one, eps=eps, dtype_state=torch.float64)

@@ -166,7 +166,7 @@ def test_any_gates(form: str, gates: tuple[float, float], dtype: torch.dtype, se
 @pytest.mark.parametrize("f_mean", [7.0, 0.0, -6.0, -20.0])
 @pytest.mark.parametrize("form", ["exp", "sigmoid"])
 def test_gradients_of_gates_cost_what_rounding_costs(form: str, f_mean: float) -> None:
-    """At most 20 roundings to float32, or three times the errors of dq and dk."""
+    """Errors are at most 20 roundings to float32, or three times those of dq and dk."""
     p = problem(form, B=1, T=100, K=32, V=32, i_mean=-2.0, f_mean=f_mean, carried=False, positive_qk=form == "exp",
                 dtype=torch.float32)  # fmt: skip
     p = p.but(dstate=tfla.State(*(None if x is None else torch.zeros_like(x) for x in p.dstate)))

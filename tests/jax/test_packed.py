@@ -89,7 +89,7 @@ def _forward(q, k, v, i, f, state, at):  # type: ignore[no-untyped-def]
 
 
 def test_offsets_that_are_not_known_when_traced_are_clamped() -> None:
-    """As on a GPU in PyTorch: to [0, T] and to values that never fall; steps outside have outputs of zero."""
+    """Offsets are clamped to [0, T] and to values that never fall, as on a GPU in PyTorch; steps outside get zeros."""
     p = packed("exp", (30, 33, 7, 60))
     for wrong, right in (
         ([-5, 30, 20, 70, 999], [0, 30, 30, 70, 130]),

@@ -161,7 +161,7 @@ class WithActivations(ChunkwiseDelta):
 
 
 def test_a_backend_with_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the inputs of the model; transforms map over them, but not over parameters without a batch."""
+    """The backend gets the inputs of the model; transforms map over them, but not over parameters without a batch."""
     backend = WithActivations()
     q, k, v = torch.randn(2, 21, 2, 5), torch.randn(2, 21, 2, 5), torch.randn(2, 21, 4, 3)
     beta, f, A_log, dt_bias = torch.randn(2, 21, 4), torch.randn(2, 21, 4, 5), torch.randn(4), torch.randn(4, 5)
@@ -298,7 +298,7 @@ def test_one_step_and_lengths() -> None:
 
 
 def test_a_backend_with_a_kernel_for_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets plain calls without gradients; others are computed by the reference."""
+    """The kernel gets plain calls without gradients; others are computed by the reference."""
 
     class WithSteps(ChunkwiseDelta):
         def steps_unsupported(self, x: DeltaStepInputs) -> str | None:

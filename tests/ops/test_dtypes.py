@@ -149,7 +149,7 @@ MIXED = {"float32, low": (0, 1, 1), "low, float32": (1, 0, 1), "float32 v": (1, 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("wide", MIXED.values(), ids=MIXED.keys())
 def test_autocast_takes_mixed_dtypes(implementation: Implementation, wide: tuple[int, ...]) -> None:
-    """As norms of q and k leave them: all three are cast before they are compared, in every function, each time."""
+    """q, k and v may differ in dtype, as after norms of q and k: all three are cast before they are compared."""
     dtype = torch.float16
     p = problem(dtype=torch.float32, T=3)
     leaves = leaves_on(implementation, p)

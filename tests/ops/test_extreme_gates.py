@@ -156,7 +156,7 @@ def test_nan_is_not_hidden(implementation: Implementation) -> None:
 @pytest.mark.parametrize("gate", ["i", "f"])
 @pytest.mark.parametrize("form", FORMS)
 def test_nan_of_a_gate_does_not_reach_earlier_steps(implementation: Implementation, form: str, gate: str) -> None:
-    """Those of the same chunk included."""
+    """Earlier steps of the same chunk are included."""
     p = problem(form, dtype=torch.float32, T=100)
     x = getattr(p, gate).clone()
     x[:, 70] = torch.nan

@@ -37,7 +37,7 @@ def float32_problem(form: str, T: int, f_mean: float, carried: bool = False) -> 
 def test_errors_are_those_of_rounding(
     implementation: Implementation, form: str, f_mean: float, T: int, carried: bool
 ) -> None:
-    """At most 20 roundings to float32, or three times the errors of dq and dk.
+    """Errors are at most 20 roundings to float32, or three times those of dq and dk.
 
     Those are larger where the normalizer makes gradients of differences.
     """

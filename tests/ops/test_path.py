@@ -87,7 +87,7 @@ def documented() -> dict[str, list[str]]:
 
 
 def test_the_page_has_these_paths() -> None:
-    """Of the forward, to the kernel that computes h."""
+    """The page has the paths of forwards, to the kernels that compute h."""
     found = {}
     for case, kernel in KERNELS_OF_H.items():
         *_, launch = (x for x in launches()[case] if x.kernel == kernel and x.path[0] == "ops/api.py")

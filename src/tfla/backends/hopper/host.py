@@ -50,15 +50,15 @@ def balanced_programs(count: int, most: int) -> int:
     return ceil_div(count, max(1, ceil_div(count, most)))
 
 
-def num_programs(ctx: LaunchContext, count: int, parts: int) -> int:
-    """Return how many programs take `count` work tiles, each of which is shared by `parts` programs."""
-    most = max(1, processors(ctx.x.q.device) // parts)
+def num_programs(ctx: LaunchContext, count: int, shared_by: int) -> int:
+    """Return how many programs take `count` work tiles, each of which `shared_by` programs share."""
+    most = max(1, processors(ctx.x.q.device) // shared_by)
     return max(1, min(count, MAX_PROGRAMS_PER_SM * most) if ctx.packed else balanced_programs(count, most))
 
 
-def grid(ctx: LaunchContext, parts: int) -> tuple[int, int]:
-    """Return the grid of a kernel whose work tiles are each shared by `parts` programs."""
-    return num_programs(ctx, ctx.segments * ctx.H, parts), parts
+def grid(ctx: LaunchContext, shared_by: int) -> tuple[int, int]:
+    """Return the grid of a kernel whose work tiles are each shared by `shared_by` programs."""
+    return num_programs(ctx, ctx.segments * ctx.H, shared_by), shared_by
 
 
 def descriptor_factory(descriptor: TensorDescriptor) -> Callable[[Tensor], TensorDescriptor | EncodedDescriptor]:
