@@ -7,7 +7,7 @@ The states of all requests are rows of one pool, which prompts and steps read an
 that comes in gets a free row, of a few megabytes however long its prompt is, and the chunkwise kernels read the prompt
 into it. A step advances the requests that run, by the rows that they have; on a GPU it is one CUDA graph for each of a
 few numbers of requests. A request that is done leaves its row to the next one. What a request gets does not depend on
-who its neighbours are.
+the other requests of its batch.
 
 A prompt is read by one call, which also returns the states after every part of it. They are kept: a prompt that starts
 as an earlier one did, as with a system prompt, is read from the end of the last part that they share. Such a state is
@@ -68,7 +68,7 @@ class Server:
         self.last = torch.zeros(slots, dtype=torch.int64, device=model.embedding.weight.device)
 
     def submit(self, request: Request) -> None:
-        """Puts a request behind those that wait; ValueError if a cache has no room for it."""
+        """Queues a request after those that wait; ValueError if a cache has no room for it."""
         tokens = len(request.prompt) + request.max_new_tokens
         if self.capacity is not None and tokens > self.capacity:
             raise ValueError(f"{request.name}: got {tokens} tokens, expected at most {self.capacity}, the capacity")
