@@ -367,7 +367,8 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     layout: gl.constexpr = mma.accumulator_layout(HALF)
     i = gl.arange(0, L, gl.SliceLayout(1, layout))
     j = gl.arange(0, L, gl.SliceLayout(0, layout))
-    ids = FragmentIds(i, j, shared.c.slice(half * HALF, HALF, 0), shared.c.slice(half * HALF, HALF, 1))
+    rows, columns = shared.c.slice(half * HALF, HALF, 0), shared.c.slice(half * HALF, HALF, 1)
+    ids = FragmentIds(i=i, j=j, rows=rows, columns=columns)
     n = 0
     index = gl.program_id(0)
     while index < params.num_work_tiles:

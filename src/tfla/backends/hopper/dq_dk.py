@@ -816,7 +816,9 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
         floor=floor, matrix=matrix, n=n, sums=sums, inverse=inverse, initial_n_ready=initial_n_ready, d=d, same=same,
         p_low=p_low,
     )  # fmt: skip
-    buffers = gate_warp.GateBuffers(g, u, floor if config.FUSE_NORMALIZER else delta, matrix, same)
+    buffers = gate_warp.GateBuffers(
+        vectors=g, weights=u, extra=floor if config.FUSE_NORMALIZER else delta, matrix=matrix, same=same,
+    )  # fmt: skip
     # Two gate warps where one would be slower than the consumers, and the place of the second is free.
     gate_config: gl.constexpr = gate_warp.GateWarpConfig(
         L=L, STAGES=STAGES, REVERSE=config.REVERSE, IS_SEGMENTED=config.IS_SEGMENTED,

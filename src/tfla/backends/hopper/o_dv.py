@@ -217,7 +217,7 @@ def load_initial_state(index, ids, gmem, params, config):
         C0 = gl.load(transposed_state_pointers(gmem.state_in, at, ids.column, config)).to(gl.float32)
         if config.NORMALIZE:
             N = normalizer.load_initial_n(gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk))  # (64)
-    return Accumulators(C0, C1, N)
+    return Accumulators(C0=C0, C1=C1, n=N)
 
 
 @gluon.jit
@@ -459,9 +459,9 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     pipeline.barrier()  # all warps of this consumer have stored
     mbarrier.arrive(shared.ready.index(n % 2), count=1)
     if config.BLOCKS == 2:
-        return Accumulators(C0, C, N), pipeline.PipelineState(s, phase, n)
+        return Accumulators(C0=C0, C1=C, n=N), pipeline.PipelineState(s, phase, n)
     else:
-        return Accumulators(C, C1, N), pipeline.PipelineState(s, phase, n)
+        return Accumulators(C0=C, C1=C1, n=N), pipeline.PipelineState(s, phase, n)
 
 
 @gluon.jit
@@ -472,7 +472,7 @@ def run_consumer(half: gl.constexpr, gmem, shared, params, config):
     j = gl.arange(0, L // 2, gl.SliceLayout(0, mma.accumulator_layout(L // 2)))
     rk = normalizer.accumulator_rows(half * 64)
     column = gl.program_id(1) * (128 * config.BLOCKS) + half * (64 * config.BLOCKS)
-    ids = FragmentIds(i, j, rk, column)
+    ids = FragmentIds(i=i, j=j, rk=rk, column=column)
     pipe_state = pipeline.PipelineState(0, 0, 0)
     # (9), (11) and (12) of the first tile, which no earlier tile has done
     mbarrier.wait(shared.full.index(0), 0)
@@ -608,7 +608,7 @@ def partitions(X, Y, Z, Y2, source, d_out, tiles_per_head, group_size, gmem, par
         x=x, y=y, z=z, y2=y2, g=g, w=w, full=full, empty=empty, d=d, floor=floor, matrix=matrix, p=p, ready=ready, n=n,
         sums=sums, inverse=inverse, initial_n_ready=initial_n_ready,
     )  # fmt: skip
-    buffers = gate_warp.GateBuffers(g, w, floor, matrix)
+    buffers = gate_warp.GateBuffers(vectors=g, weights=w, extra=floor, matrix=matrix)
     # One gate warp would be slower than the consumers with one block, whose tiles take less time, and with n, for which
     # it stores more.
     gate_config: gl.constexpr = gate_warp.GateWarpConfig(

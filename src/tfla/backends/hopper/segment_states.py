@@ -249,7 +249,7 @@ def segment_states_kernel(
             stride_fb=stride_fb, stride_ft=stride_ft, stride_fh=stride_fh, scale=scale, log_scale=log_scale,
             GATES=GATES, INPUT_GATE=INPUT_GATE, SIGMOID_I=SIGMOID_I, SIGMOID_F=SIGMOID_F,
         ),
-        tiles_per_head, group_size, GlobalPointers(state_out, n_out, decays),
+        tiles_per_head, group_size, GlobalPointers(state_out=state_out, n_out=n_out, decays=decays),
         scheduler.SchedulerParams(
             T=T, H=H, segment_steps=segment_steps, num_work_tiles=num_work_tiles,
             schedule=schedule if IS_VARLEN else None,

@@ -330,7 +330,7 @@ def load_initial_state(index, ids, gmem, params, head: gl.constexpr, config):
         ).to(gl.float32)  # (dqk, dhv)  # fmt: skip
         if config.NORMALIZE:
             N = gl.load(gmem.n_in + at.to(gl.int64) * config.DK + ids.rk)  # (dqk)
-    return Accumulators(C, N, total)
+    return Accumulators(C=C, n=N, decay=total)
 
 
 @gluon.jit
@@ -666,7 +666,8 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, bu
             C, N, tile.c, t, n, num_checkpoints, work_tile, ids, gmem, shared, params, head, config
         )
     s, phase = pipeline.advance(s, phase, STAGES)
-    return Accumulators(C, N, total), PipelineState(s, phase, n + 1, num_checkpoints)
+    pipe_state = PipelineState(index=s, phase=phase, count=n + 1, num_checkpoints=num_checkpoints)
+    return Accumulators(C=C, n=N, decay=total), pipe_state
 
 
 @gluon.jit
