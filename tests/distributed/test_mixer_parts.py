@@ -16,10 +16,14 @@ from context_parts import own_steps
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from process_pool import Pool, RankError
+from processes import run_on_processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tfla.distributed import ContextParallel
-from tfla.nn import ModelConfig, SequenceMixer
+from tfla.distributed import ContextParallel, parallelize
+from tfla.nn import Decoder, LanguageModel, ModelConfig, SequenceMixer
 from tfla.nn.mixers import MIXERS, attention, block_attention, ring
 
 CONFIG: dict[str, Any] = {
@@ -58,8 +62,10 @@ def solve(
     order: str,
     lengths: tuple[int, ...],
     given: bool,
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Return this process's output, the gradient of its input, and those of the weights.
+    state: Any = None,
+    dstate: list[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return this process's output, the gradients of its input and of the weights, its new state, and those of states.
 
     Args:
         group: the processes.
@@ -71,20 +77,40 @@ def solve(
         order: of the spans.
         lengths: the steps of each span.
         given: whether the layer gets the lengths.
+        state: the state before the first step, or None.
+        dstate: this process's cotangents of the tensors of the new state, or None where none is requested.
     """
     module = layer(mixer, window, sinks)
+    before, state = detached(state)
     module.context_parallel = ContextParallel(group, order=order, lengths=lengths if given else None)  # type: ignore[assignment]
     steps = own_steps(dist.get_rank(group), dist.get_world_size(group), order, lengths)
     ours, cotangent = x[:, steps], dy[:, steps]
     if "document_start" in options:
         options = {"document_start": options["document_start"][:, steps]}
+    options = {**options, "return_state": dstate is not None}
     with exchange_in_rounds(rounds):
         if again:
-            y, _ = checkpoint(module, ours.requires_grad_(), use_reentrant=False, **options)
+            y, new = checkpoint(module, ours.requires_grad_(), state, use_reentrant=False, **options)
         else:
-            y, _ = module(ours.requires_grad_(), **options)
-        y.backward(cotangent)
-    return y.detach(), ours.grad, [p.grad for p in module.parameters()]
+            y, new = module(ours.requires_grad_(), state, **options)
+        after = tensors(new)
+        torch.autograd.backward([y, *after], [cotangent, *(dstate or [])])
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in before]
+    return y.detach(), ours.grad, [p.grad for p in module.parameters()], [t.detach() for t in after], grads
+
+
+def tensors(state: Any) -> list[torch.Tensor]:
+    """Return the tensors of a state that can have gradients."""
+    return [t for t in tree_leaves(state) if t is not None and t.is_floating_point()]
+
+
+def detached(state: Any) -> tuple[list[torch.Tensor], Any]:
+    """Return the tensors of a copy of a state that get gradients, and the copy."""
+    if state is None:
+        return [], None
+    copy = state.detach().clone()
+    found = [t.requires_grad_() for t in tensors(copy)]
+    return found, copy
 
 
 EXACT = 1e-12
@@ -119,20 +145,35 @@ def test_parts_are_those_of_the_whole(pool: Pool, data: st.DataObject) -> None:
         options[kind][1, starts] = True
     elif kind == "cu_seqlens":
         options[kind] = torch.tensor([0, *sorted(starts), T])
-    x, dy = torch.randn(2, B, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(T))
+    draw = torch.Generator().manual_seed(T)
+    x, dy = torch.randn(2, B, T, 16, dtype=torch.float64, generator=draw)
     module, whole = layer(mixer, window, sinks), x.clone().requires_grad_()
-    y, _ = module(whole, **options)
-    y.backward(dy)
+    past = data.draw(st.sampled_from([0, 1, 6]), "tokens before") if kind != "cu_seqlens" else 0
+    carried = bool(past) or (kind != "cu_seqlens" and data.draw(st.booleans(), "return_state"))
+    state, dstate = None, None
+    if past:
+        _, state = module(torch.randn(B, past, 16, dtype=torch.float64, generator=draw), return_state=True)
+    before, own = detached(state)
+    y, new = module(whole, own, **options, return_state=carried)
+    if carried:
+        dstate = [torch.randn(t.shape, dtype=t.dtype, generator=draw) for t in tensors(new)]
+    torch.autograd.backward([y, *tensors(new)], [dy, *(dstate or [])])
     found = pool.run(
         parts, solve, mixer=mixer, x=x, dy=dy, window=window, sinks=sinks, rounds=rounds, again=again, options=options,
-        order=order, lengths=lengths, given=given,
+        order=order, lengths=lengths, given=given, state=None if state is None else state.detach(),
+        dstate=None if dstate is None else [d / parts for d in dstate],
     )  # fmt: skip
     in_time = torch.cat([own_steps(rank, parts, order, lengths) for rank in range(parts)]).argsort()
     h, dx = (torch.cat([part[k] for part in found], 1)[:, in_time] for k in (0, 1))  # type: ignore[misc]
     assert error(h, y.detach()) <= EXACT
     assert error(dx, whole.grad) <= EXACT
-    for p, *gradients in zip(module.parameters(), *(gradients for _, _, gradients in found), strict=True):
+    for p, *gradients in zip(module.parameters(), *(part[2] for part in found), strict=True):
         assert error(sum(gradients), p.grad) <= EXACT
+    for part in found:
+        for a, b in zip(part[3], tensors(new), strict=True):
+            assert error(a, b.detach()) <= EXACT
+    for t, *gradients in zip(before, *(part[4] for part in found), strict=True):
+        assert error(sum(gradients), torch.zeros_like(t) if t.grad is None else t.grad) <= EXACT
 
 
 def _compiled(group: dist.ProcessGroup, *, mixer: str, order: str, rounds: bool) -> float:
@@ -166,6 +207,55 @@ def _difference_of_compiled(group: dist.ProcessGroup, mixer: str, order: str) ->
 )
 def test_compiled_layers(pool: Pool, mixer: str, rounds: bool, order: str) -> None:
     assert max(pool.run(2, _compiled, mixer=mixer, order=order, rounds=rounds)) <= EXACT
+
+
+def _generated(group: dist.ProcessGroup, *, ids: torch.Tensor, order: str, sharded: bool) -> torch.Tensor:
+    """Return the logits of steps after a prompt in two parts, of each of which every process has its steps."""
+    model, found = hybrid(), []
+    rank, size, state = dist.get_rank(group), dist.get_world_size(group), None
+    if sharded:
+        parallelize(model, init_device_mesh("cpu", (size,), mesh_dim_names=("cp",)), cp_order=order)
+    else:
+        for module in model.modules():
+            if hasattr(module, "context_parallel"):
+                module.context_parallel = ContextParallel(group, order=order)  # type: ignore[assignment]
+    with torch.no_grad():
+        for part in (ids[:, :24], ids[:, 24:48]):
+            steps = own_steps(rank, size, order, (3,) * 2 * size if order == "zigzag" else (6,) * size)
+            _, state = model(part[:, steps], state, return_state=True)
+        decoder = Decoder(model, state, capacity=60)
+        for t in range(48, 52):
+            found.append(decoder.step(ids[:, t]))
+            logits, state = model.step(ids[:, t], state)
+            assert error(logits, found[-1]) <= EXACT
+    assert all(isinstance(p, DTensor) == sharded for p in model.parameters())
+    return torch.stack(found, 1)
+
+
+def _generated_by_all(ids: torch.Tensor, order: str) -> torch.Tensor:
+    """Return what :func:`_generated` does on all processes, with sharded parameters."""
+    assert dist.group.WORLD is not None
+    return _generated(dist.group.WORLD, ids=ids, order=order, sharded=True)
+
+
+def hybrid() -> LanguageModel:
+    torch.manual_seed(0)
+    layers = ("mlstm_exp", "gated_delta_net", "retnet", "attention")
+    return LanguageModel(ModelConfig(**CONFIG | {"num_blocks": 4, "layers": layers})).double()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_a_shared_prompt_is_continued_by_steps(pool: Pool, order: str, sharded: bool) -> None:
+    """Processes read a prompt together, in two parts, and each of them then has the states to generate."""
+    ids = torch.randint(0, 8, (2, 52), generator=torch.Generator().manual_seed(0))
+    expected = hybrid()(ids)[:, 48:].detach()
+    if sharded:
+        found = [run_on_processes(4, _generated_by_all, ids, order)]
+    else:
+        found = pool.run(4, _generated, ids=ids, order=order, sharded=False)
+    for logits in found:
+        assert error(logits, expected) <= EXACT
 
 
 def _sizes_sent(group: dist.ProcessGroup, *, window: int | None, order: str, offsets: list[int] | None) -> list[int]:
@@ -214,7 +304,9 @@ def _refused(group: dist.ProcessGroup, *, mixer: str, case: str) -> None:
     zigzag = ContextParallel(group, order="zigzag")
     module.context_parallel = zigzag if case in ("zigzag", "odd") else group  # type: ignore[assignment]
     if case == "state":
-        module(x, module.initial_state(1, x.device))
+        module(x, module.initial_state(1, x.device), cu_seqlens=torch.tensor([0, 3, 8]))
+    if case == "room":
+        module(x, module.initial_state(1, x.device).reserve(9))
     module(x)
 
 
@@ -224,9 +316,10 @@ def _refused(group: dist.ProcessGroup, *, mixer: str, case: str) -> None:
         ("mamba2", "zigzag", "x: got a span of 2 steps with context parallelism, expected at least 3"),
         ("mamba2", "short", "x: got a span of 2 steps with context parallelism, expected at least 3"),
         ("mamba2", "odd", "x: got T = 5, expected an even number of steps with order 'zigzag' and no lengths"),
-        ("retnet", "state", "state, return_state: got one of them with context parallelism, expected neither"),
+        ("retnet", "state", "state, return_state: got one of them with cu_seqlens and context parallelism"),
         ("attention", "odd", "x: got T = 5, expected an even number of steps with order 'zigzag' and no lengths"),
-        ("attention", "state", "state, return_state: got one with context_parallel, expected neither in attention"),
+        ("attention", "state", "cu_seqlens, state: got both, expected at most one of them in attention"),
+        ("attention", "room", "state: got a cache with room for more tokens, expected one that forward has returned"),
     ],
 )
 def test_what_cannot_be_shared_is_named(pool: Pool, mixer: str, case: str, message: str) -> None:

@@ -140,8 +140,11 @@ def parallelize(
             _prefetch(model, [group[0] for group in groups], prefetch)
         model.register_forward_hook(_reshard_without_backward)
         if isinstance(model, LanguageModel):
-            register_fsdp_forward_method(model, "losses")
-            model.losses = _resharding(model, model.losses)  # type: ignore[method-assign]
+            for block in model.blocks:
+                register_fsdp_forward_method(block, "step")
+            for name in ("losses", "step", "prefill"):  # what steps returns reads parameters that would be freed
+                register_fsdp_forward_method(model, name)
+                setattr(model, name, _resharding(model, getattr(model, name)))
     return model
 
 
@@ -169,10 +172,10 @@ def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> Non
             module.reshard()
 
 
-def _resharding(model: nn.Module, method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _resharding(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of a model that frees gathered parameters as the forward does."""
 
-    def run(*args: Any, **kwargs: Any) -> Tensor:
+    def run(*args: Any, **kwargs: Any) -> Any:
         output = method(*args, **kwargs)
         _reshard_without_backward(model, args, output)
         return output

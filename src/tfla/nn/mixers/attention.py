@@ -70,31 +70,34 @@ class Attention(SequenceMixer):
         """Run :meth:`SequenceMixer.forward`.
 
         Raises:
-            ValueError: a state is given together with cu_seqlens, or given or requested with context parallelism.
+            ValueError: a state is given together with cu_seqlens, or states_every with context parallelism.
         """
         if self.context_parallel is not None:
-            if state is not None or return_state:
-                raise ValueError("state, return_state: got one with context_parallel, expected neither in attention")
-            return self._forward_part(x, document_start, cu_seqlens), None
+            if states_every is not None:
+                raise ValueError("states_every: got it with context_parallel, expected None in attention")
+            return self._forward_part(x, state, document_start, cu_seqlens, return_state)
+        return self._forward_whole(x, state, document_start, cu_seqlens, return_state, states_every)
+
+    def _forward_whole(
+        self,
+        x: Tensor,
+        state: KeyValues | None,
+        document_start: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_state: bool = False,
+        states_every: StatesEvery | None = None,
+    ) -> tuple[Tensor, KeyValues | None]:
+        """Run :meth:`forward` on all steps of the sequences."""
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, q)
-            if state is not None:
-                raise ValueError("cu_seqlens, state: got both, expected at most one of them in attention")
-        if state is not None:
-            check_state(state, k)
-            if state.length is not None:
-                raise ValueError("state: got a cache with room for more tokens, expected one that forward has returned")
+        _check_whole(state, cu_seqlens, k)
         documents = Documents(x, document_start, cu_seqlens)
         before = None if state is None else state.tokens()
         # Positions count from the document's start, so that its place in a batch changes no digit.
         q, k = rotate_both(q, k, documents.position(before), self.rope_base)
         past = 0 if state is None else state.k.shape[1]
-        first = None
-        if not documents.single or (state is not None and state.start is not None):
-            first = documents.first(before) + past
-        if state is not None:
-            k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+        k, v, first = _after_state(state, k, v, documents)
         sinks = None if self.sinks is None else self.sinks()
         if not self.batch_invariant:
             h = attend(q, k, v, first, self.window, sinks)
@@ -111,20 +114,34 @@ class Attention(SequenceMixer):
             return y, None
         return y, self._new_state(k, v, first) if cu_seqlens is None else self._packed_state(k, v, cu_seqlens)
 
-    def _forward_part(self, x: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    def _forward_part(
+        self,
+        x: Tensor,
+        state: KeyValues | None,
+        document_start: Tensor | None,
+        cu_seqlens: Tensor | None,
+        return_state: bool,
+    ) -> tuple[Tensor, KeyValues | None]:
         """Return the output of this process's steps (B, T, d_model), which attend to all steps up to them.
 
-        Keys and values go from process to process, or are gathered where those of all steps are few. Documents are
-        those of the whole sequence: a process has its part of document_start, and all of cu_seqlens on the CPU.
+        Keys and values go from process to process, or are gathered where those of all steps are few, or where a state
+        holds them anyway. Documents are those of the whole sequence: a process has its part of document_start, and all
+        of cu_seqlens on the CPU. States are the same on all processes.
         """
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         shared = SharedSteps(self.context_parallel, x.shape[1])
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, torch.empty(x.shape[0], shared.total, 0))
+        _check_whole(state, cu_seqlens, k)
         sinks = None if self.sinks is None else self.sinks()
-        attend_part = self._attend_gathered if k[:, :1].numel() * shared.total <= GATHERED else self._attend_in_rounds
-        out: Tensor = self.out_proj(attend_part(q, k, v, document_start, cu_seqlens, sinks, shared).flatten(-2))
-        return out
+        if state is None and not return_state and k[:, :1].numel() * shared.total > GATHERED:
+            h = self._attend_in_rounds(q, k, v, document_start, cu_seqlens, sinks, shared)
+            return self.out_proj(h.flatten(-2)), None
+        h, k, v, first = self._attend_gathered(q, k, v, state, document_start, cu_seqlens, sinks, shared)
+        y = self.out_proj(h.flatten(-2))
+        if not return_state:
+            return y, None
+        return y, self._new_state(k, v, first) if cu_seqlens is None else self._packed_state(k, v, cu_seqlens)
 
     def _attend_in_rounds(
         self, q: Tensor, k: Tensor, v: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None,
@@ -137,27 +154,34 @@ class Attention(SequenceMixer):
             document_start = part.document_start(cu_seqlens, q.device)
         position, first = token, None
         if document_start is not None:
-            position = part.position(Documents(q, document_start, None), q.shape[0])
+            position, _ = part.position(Documents(q, document_start, None), q.shape[0])
             first = token - position
         q, k = rotate_both(q, k, position, self.rope_base)
         return ring_attention(q, k, v, first, sinks, cu_seqlens, shared.spans, self.window)
 
     def _attend_gathered(
-        self, q: Tensor, k: Tensor, v: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None,
-        sinks: Tensor | None, shared: SharedSteps,
-    ) -> Tensor:  # fmt: skip
-        """Attend to the keys and values of all processes, which are gathered."""
+        self, q: Tensor, k: Tensor, v: Tensor, state: KeyValues | None, document_start: Tensor | None,
+        cu_seqlens: Tensor | None, sinks: Tensor | None, shared: SharedSteps,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Attend to the keys and values of a state and of all processes, which are gathered.
+
+        Returns:
+            the attended values of this process's steps, all keys and values, and where the documents of all steps
+            begin among them, None for one document.
+        """
         if document_start is not None:
             document_start = shared.gather(document_start)
         documents = Documents(q.new_empty(q.shape[0], shared.total, 0), document_start, cu_seqlens)
-        q, k = rotate_both(q, k, shared.of_whole(documents.position(None)), self.rope_base)
-        k, v = (shared.gather(t) for t in (k, v))
-        first = None if documents.single else documents.first()
+        position = documents.position(None if state is None else state.tokens())
+        q, k = rotate_both(q, k, shared.of_whole(position), self.rope_base)
+        k, v, first = _after_state(state, shared.gather(k), shared.gather(v), documents)
+        past = k.shape[1] - shared.total
         attended = []
         for here, own in zip(shared.here, shared.own, strict=True):
-            before = None if first is None else first[:, own]
-            attended.append(attend(q[:, here], k[:, : own.stop], v[:, : own.stop], before, self.window, sinks))
-        return torch.cat(attended, 1)
+            begins = first if first is None or first.shape[1] == 1 else first[:, own]
+            end = past + own.stop
+            attended.append(attend(q[:, here], k[:, :end], v[:, :end], begins, self.window, sinks))
+        return torch.cat(attended, 1), k, v, first
 
     def step(
         self, x: Tensor, state: KeyValues, in_place: bool = False, rows: PoolRows | None = None
@@ -166,7 +190,8 @@ class Attention(SequenceMixer):
         if rows is not None or (isinstance(state, KeyValues) and state.length is not None):
             y, accept = self.steps(x[:, None], state, in_place, rows)
             return y[:, 0], accept(torch.ones(len(x), dtype=torch.int64, device=x.device))
-        y, new = self(x[:, None], state, return_state=True)
+        y, new = self._forward_whole(x[:, None], state, return_state=True)
+        assert new is not None
         return y[:, 0], new
 
     def steps(
@@ -254,6 +279,36 @@ class Attention(SequenceMixer):
             return KeyValues(k, v, start)
         start = k.new_zeros(k.shape[0], dtype=torch.int64) if start is None else start
         return KeyValues(k[:, dropped:], v[:, dropped:], start - dropped)
+
+
+def _check_whole(state: KeyValues | None, cu_seqlens: Tensor | None, k: Tensor) -> None:
+    """Raise unless a call over sequences with keys k (B, T, kv heads, head_dim) can continue from a state."""
+    if state is None:
+        return
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens, state: got both, expected at most one of them in attention")
+    check_state(state, k)
+    if state.length is not None:
+        raise ValueError("state: got a cache with room for more tokens, expected one that forward has returned")
+
+
+def _after_state(
+    state: KeyValues | None, k: Tensor, v: Tensor, documents: Documents
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the keys and values of a state before those of a call, and where the documents of its tokens begin.
+
+    Returns:
+        k, v: (B, S + T, kv heads, head_dim).
+        first: (B, T), (1, T) or (B, 1) int64, an index of these; None for one document from the first one on.
+    """
+    before = None if state is None else state.tokens()
+    past = 0 if state is None else state.k.shape[1]
+    first = None
+    if not documents.single or (state is not None and state.start is not None):
+        first = documents.first(before) + past
+    if state is not None:
+        k, v = (torch.cat([old.to(new.dtype), new], 1) for old, new in ((state.k, k), (state.v, v)))
+    return k, v, first
 
 
 class Sinks(nn.Module):

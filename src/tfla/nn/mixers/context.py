@@ -55,25 +55,31 @@ class ContextPart:
         found: Tensor = _FromPrevious.apply(x, self)
         return found
 
-    def carried_length(self, length: Tensor, started: Tensor) -> list[Tensor]:
-        """Return for each span how many tokens its first document has before the span: a list of (B,) int64.
+    def carried_length(self, length: Tensor, started: Tensor, before: Tensor | None) -> tuple[list[Tensor], Tensor]:
+        """Return how many tokens the first document of each span of this process has before the span, (B,) int64 each.
+
+        The second result is the number of tokens (B,) of the last document after all spans.
 
         Args:
             length: (spans, B) int64, the tokens of the last document of each span, all of them if none starts there.
             started: (spans, B) bool, whether a document starts in the span.
+            before: (B,) int64, the tokens of the carried document before the first span; None is 0.
         """
         every = self.gather(torch.stack([length, started.long()], 1))  # (2, B) each
-        carried = [torch.zeros_like(length[0])]
-        for span in every[:-1]:
+        carried = [torch.zeros_like(length[0]) if before is None else before]
+        for span in every:
             carried.append(torch.where(span[1] > 0, span[0], carried[-1] + span[0]))
-        return [carried[position] for position in self.spans.positions]
+        return [carried[position] for position in self.spans.positions], carried[-1]
 
-    def position(self, documents: Documents, batch: int) -> Tensor:
+    def position(self, documents: Documents, batch: int, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the positions of this process's tokens within their documents: (B, T) or (1, T) int64.
+
+        The second result is the number of tokens (B,) of the last document after all spans.
 
         Args:
             documents: those of this process's tokens, by their starts.
             batch: the number of rows.
+            before: (B,) int64, the tokens of the carried document before the first span; None is 0.
         """
         spans = [documents.within(steps) for steps in self.own]
         starts = [each.document_start for each in spans]
@@ -84,8 +90,16 @@ class ContextPart:
                 for each, of_span in zip(starts, length, strict=True)
             ]
         )
-        carried = self.carried_length(length, started)
-        return torch.cat([each.position(tokens) for each, tokens in zip(spans, carried, strict=True)], 1)
+        carried, after = self.carried_length(length, started, before)
+        return torch.cat([each.position(tokens) for each, tokens in zip(spans, carried, strict=True)], 1), after
+
+    def exchange_ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`from_previous` does, and the x of the last span in time, (...).
+
+        The gradients of the second from all processes are added up.
+        """
+        found: tuple[Tensor, Tensor] = _Ends.apply(x, self)
+        return found
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Return the x of all spans in the order of time, from that of the spans of this process, (spans, ...)."""
@@ -118,3 +132,24 @@ class _FromPrevious(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
         """Return the cotangent of the span after each one."""
         return ctx.part.shifted(cotangents[0], 1), None
+
+
+class _Ends(torch.autograd.Function):
+    """The exchange of :meth:`ContextPart.exchange_ends`, one node so that all processes take part in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, part: ContextPart) -> tuple[Tensor, Tensor]:
+        """Return x of the span before each one, and of the last."""
+        ctx.part = part
+        every = part.gather(x)
+        before = [every[position - 1] if position else torch.zeros_like(every[0]) for position in part.spans.positions]
+        return torch.stack(before), every[-1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        """Return the cotangent of the span after each one, and for the last span those of all processes."""
+        part, of_last = ctx.part, cotangents[1]
+        after, positions = part.shifted(cotangents[0], 1), part.spans.positions
+        shares = part.gather(torch.stack([of_last, *[torch.zeros_like(of_last)] * (len(positions) - 1)]))
+        total, last = torch.stack(shares).sum(0), len(part.spans.lengths) - 1
+        return torch.stack([total if positions[s] == last else of_span for s, of_span in enumerate(after)]), None

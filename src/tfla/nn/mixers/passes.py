@@ -87,11 +87,12 @@ class SequencePass(Pass):
     ) -> None:
         group = mixer.context_parallel
         self.part = None if group is None else ContextPart(group, x.shape[1])
-        if self.part is not None:
+        if self.part is not None and cu_seqlens is not None:
             if state is not None or return_state:
-                raise ValueError("state, return_state: got one of them with context parallelism, expected neither")
-            if cu_seqlens is not None:
-                document_start, cu_seqlens = self.part.document_start(cu_seqlens, x.device), None
+                raise ValueError(
+                    "state, return_state: got one of them with cu_seqlens and context parallelism, expected neither"
+                )
+            document_start, cu_seqlens = self.part.document_start(cu_seqlens, x.device), None
         if cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, x)
         self.mixer, self.batch, self.state, self.return_state = mixer, x.shape[0], state, return_state
@@ -112,6 +113,7 @@ class SequencePass(Pass):
         self.convolution_between: list[tuple[Tensor, ...]] = []
         self.recurrence: State | None = None
         self.convolution: tuple[Tensor, ...] = ()
+        self.length: Tensor | None = None  # of the last document, where processes share the steps
 
     def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run :meth:`Pass.convolve`."""
@@ -132,7 +134,8 @@ class SequencePass(Pass):
         before = None if self.state is None else self.state.position
         if self.part is None:
             return self.documents.position(before)
-        return self.part.position(self.documents, self.batch)
+        position, self.length = self.part.position(self.documents, self.batch, before)
+        return position
 
     def linear_attention(
         self, q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, log_i: Tensor | None = None, scale: float | None = None
@@ -170,6 +173,8 @@ class SequencePass(Pass):
         assert self.recurrence is not None
         position = None
         if self.mixer.has_position:
+            position = self.length
+        if self.mixer.has_position and self.part is None:
             position = self.documents.length(None if self.state is None else self.state.position, self.batch)
         return MixerState(self.recurrence, self.convolution, position)
 
@@ -203,10 +208,19 @@ class SequencePass(Pass):
                 for steps, documents in spans
             ]
         )
-        before = part.from_previous(last).split([x.shape[-1] for x in inputs], -1)
+        widths = [x.shape[-1] for x in inputs]
+        if self.return_state:
+            before, after = part.exchange_ends(last)
+            self.convolution = after.split(widths, -1)
+        else:
+            before = part.from_previous(last)
+        if self.state is not None and 0 in part.spans.positions:  # the first span in time is a process's first one
+            carried = torch.cat(self.state.convolution, -1).to(before.dtype)
+            # Added to zeros, so that every process has the exchange in its backward.
+            before = before + torch.stack([carried, *[torch.zeros_like(carried)] * (len(before) - 1)])
         return tuple(
             torch.cat([conv(x[:, steps], old[s], documents) for s, (steps, documents) in enumerate(spans)], 1)
-            for conv, x, old in zip(convolutions, inputs, before, strict=True)
+            for conv, x, old in zip(convolutions, inputs, before.split(widths, -1), strict=True)
         )
 
     def _reset(self, log_f: Tensor) -> Tensor:
