@@ -191,6 +191,13 @@ def test_the_slot_that_stands_for_padding() -> None:
     assert not torch.equal(pool[3], kept["state"][3])
 
 
+def test_a_slot_that_is_no_number_is_named() -> None:
+    p = {name: cast(t, torch.float32) for name, t in problem(True).items()}
+    rows = torch.arange(len(p["x"]))
+    with pytest.raises(TypeError, match=r"^pad_slot_id: got NoneType, expected an int"):
+        selective_state_update(**p, state_batch_indices=rows, pad_slot_id=None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("softplus", [False, True])
 def test_steps_follow_a_prompt(device: str, softplus: bool) -> None:
     torch.manual_seed(0)

@@ -158,6 +158,14 @@ GIVEN = torch.tensor([True, False, True])
         (TypeError, "has_initial_states: got dtype torch.float32, expected", {"has_initial_states": torch.ones(2)}),
         (ValueError, "num_decode_tokens: got 2, expected num_decodes, 1: speculative", {"num_decode_tokens": 2}),
         (ValueError, r"query_start_loc: got shape \(3,\), expected \(4,\)", {"query_start_loc": torch.arange(3)}),
+        (TypeError, "query_start_loc: got list, expected a tensor", {"query_start_loc": [0, 1, 4, 6]}),
+        (TypeError, "has_initial_states: got list, expected a tensor", {"has_initial_states": [True, False]}),
+        (TypeError, "state_indices_tensor: got dtype torch.float32", {"state_indices_tensor": torch.arange(3.0)}),
+        (ValueError, r"query_start_loc: got \[0, 2, 4, 6\], expected one", {"query_start_loc": torch.arange(0, 7, 2)}),
+        (ValueError, r"query_start_loc: .* never fall", {"query_start_loc": torch.tensor([0, 1, 6, 5])}),
+        (ValueError, r"query_start_loc: .* up to 6 tokens", {"query_start_loc": torch.tensor([0, 1, 4, 9])}),
+        (ValueError, "num_decodes: got -1, expected at least 0", {"num_decodes": -1}),
+        (TypeError, "num_prefills: got str, expected an int", {"num_prefills": "2"}),
         (ValueError, "state_indices_tensor: got device meta, expected that of v, cpu", "state_indices_tensor"),
         (ValueError, "query_start_loc: got device meta, expected that of v, cpu", "query_start_loc"),
         (ValueError, "has_initial_states: got device meta, expected that of v, cpu", "has_initial_states"),
@@ -170,6 +178,31 @@ def test_metadata_that_does_not_fit_is_named(kind: type[Exception], error: str, 
     with pytest.raises(kind, match=f"^metadata.{error}"):
         mlstm(vllm.mlstm, x, pool, SimpleNamespace(**vars(batch) | changes))
     assert torch.equal(pool.C, before.C)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "changes"),
+    [
+        (ValueError, r"q: got shape \(5, .*, expected the 6 tokens of v first", {"q": slice(5)}),
+        (TypeError, "v: got NoneType, expected a tensor", {"v": None}),
+        (TypeError, "in_place: got it, expected options of both mlstm and mlstm_step", {"in_place": True}),
+        (TypeError, "scales: got it, expected options of both", {"scales": 1.0}),
+    ],
+)
+def test_no_row_changes_when_an_argument_does_not_fit(kind: type[Exception], error: str, changes: Any) -> None:
+    """Decoding steps overwrite rows before the prompts are read, so all that can be wrong is found before."""
+    given: dict[str, Any] = {name: x for name, x in problem(6, 4).items() if name != "channels"}
+    changes = {name: given[name][x] if isinstance(x, slice) else x for name, x in changes.items()}
+    pool = pool_of("mlstm")
+    before = pool.clone()
+    with pytest.raises(kind, match=f"^{error}"):
+        vllm.mlstm(**given | changes, pool=pool, metadata=metadata(1, [3, 2], [0, 1, 2], [True, False]))
+    assert torch.equal(pool.C, before.C)
+
+
+def test_metadata_of_another_kind_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^metadata: got int without num_decodes, expected vLLM's metadata"):
+        mlstm(vllm.mlstm, problem(6, 4), pool_of("mlstm"), 3)
 
 
 def test_the_number_of_decoding_tokens_may_be_said() -> None:

@@ -468,6 +468,8 @@ PACKED = pack_sequence([torch.zeros(n, INPUT) for n in (4, 2)])
     ("error", "arguments"),
     [
         ("input: got list", {"input": [1]}),
+        ("input: got dtype torch.float64, expected that of the", {"input": torch.zeros(4, 2, INPUT).double()}),
+        ("input: got device meta, expected that of the", {"input": torch.zeros(4, 2, INPUT, device="meta")}),
         (r"input: got shape \(4, 2, 6\), expected \(T, B, 5\) or \(T, 5\)", {"input": torch.zeros(4, 2, 6)}),
         ("state: got Tensor", {"state": torch.zeros(2)}),
         (

@@ -8,6 +8,8 @@ is not imported.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 import tfla
-from tfla.ops.checks import check_values_of_indices
+from tfla.nn.validation import check_int
+from tfla.ops.checks import check_float, check_values_of_indices
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
 
@@ -127,10 +130,17 @@ def _compute(
     if not isinstance(pool, State):
         raise TypeError(f"pool: got {type(pool).__name__}, expected tfla.State")
     v = tensors["v"]
+    check_float("v", v)
     assert v is not None
+    for name, t in tensors.items():  # before the decoding steps, which overwrite rows
+        if isinstance(t, Tensor) and t.shape[:1] != v.shape[:1]:
+            raise ValueError(f"{name}: got shape {tuple(t.shape)}, expected the {v.shape[0]} tokens of v first")
+    unknown = [name for name in options if name not in _shared_options(operator, step)]
+    if unknown:
+        raise TypeError(f"{unknown[0]}: got it, expected options of both {operator.__name__} and {step.__name__}")
+    _check_metadata(metadata, v)
     decodes, prefills = metadata.num_decodes, metadata.num_prefills
     indices, offsets = metadata.state_indices_tensor, metadata.query_start_loc
-    _check_metadata(metadata, v.device)
     if indices.device.type == "cpu":  # on a GPU the host would wait for their values
         check_values_of_indices(indices, pool.C.shape[0], "metadata.state_indices_tensor")
     h = v.new_zeros(v.shape)
@@ -159,6 +169,12 @@ def _compute(
     return h
 
 
+@functools.cache
+def _shared_options(operator: Callable[..., Any], step: Callable[..., Any]) -> frozenset[str]:
+    """Return the arguments that an operator and its step both have."""
+    return frozenset(inspect.signature(operator).parameters) & frozenset(inspect.signature(step).parameters)
+
+
 def _initial_states_name(metadata: BatchMetadata) -> str:
     """Return the attribute that says which prefills go on from a state.
 
@@ -184,8 +200,13 @@ def _initial_states(metadata: BatchMetadata) -> Tensor | None:
     return given[decodes:] > offsets[1:] - offsets[:-1]
 
 
-def _check_metadata(metadata: BatchMetadata, device: torch.device) -> None:
-    """Raise unless the sizes of a batch's metadata fit each other, and its tensors are on the device of v."""
+def _check_metadata(metadata: BatchMetadata, v: Tensor) -> None:
+    """Raise unless a batch's metadata fit each other and v (tokens, H, dhv); values are read on a CPU alone."""
+    for name in ("num_decodes", "num_prefills", "state_indices_tensor", "query_start_loc"):
+        if not hasattr(metadata, name):
+            raise TypeError(f"metadata: got {type(metadata).__name__} without {name}, expected vLLM's metadata")
+        if name.startswith("num"):
+            check_int(f"metadata.{name}", getattr(metadata, name), 0)
     decodes, prefills = metadata.num_decodes, metadata.num_prefills
     tokens = getattr(metadata, "num_decode_tokens", decodes)
     if tokens != decodes:
@@ -197,12 +218,24 @@ def _check_metadata(metadata: BatchMetadata, device: torch.device) -> None:
     name = _initial_states_name(metadata) if prefills else "has_initial_states"
     if prefills and getattr(metadata, name) is not None:
         sizes[name] = decodes + prefills if name == "seq_lens" else prefills
-        dtype = getattr(metadata, name).dtype
-        if name != "seq_lens" and dtype != torch.bool:
-            raise TypeError(f"metadata.{name}: got dtype {dtype}, expected torch.bool")
     for name, size in sizes.items():
-        x: Tensor = getattr(metadata, name)
+        x: object = getattr(metadata, name)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"metadata.{name}: got {type(x).__name__}, expected a tensor")
+        dtypes = (torch.bool,) if name.startswith("has_initial") else (torch.int32, torch.int64)
+        if x.dtype not in dtypes:
+            raise TypeError(f"metadata.{name}: got dtype {x.dtype}, expected {' or '.join(map(str, dtypes))}")
         if x.shape != (size,):
             raise ValueError(f"metadata.{name}: got shape {tuple(x.shape)}, expected ({size},) for its sequences")
-        if x.device != device:
-            raise ValueError(f"metadata.{name}: got device {x.device}, expected that of v, {device}")
+        if x.device != v.device:
+            raise ValueError(f"metadata.{name}: got device {x.device}, expected that of v, {v.device}")
+    if metadata.query_start_loc.device.type == "cpu":
+        offsets = metadata.query_start_loc.tolist()
+        if offsets[: decodes + 1] != list(range(decodes + 1)):
+            raise ValueError(
+                f"metadata.query_start_loc: got {offsets}, expected one token for each of the first {decodes} sequences"
+            )
+        if offsets != sorted(offsets) or offsets[-1] > v.shape[0]:
+            raise ValueError(
+                f"metadata.query_start_loc: got {offsets}, expected values that never fall, up to {v.shape[0]} tokens"
+            )

@@ -22,6 +22,7 @@ from tfla.nn.layers import (
 from tfla.nn.sequences import Sequences, check_lengths, packed_places
 from tfla.nn.validation import check_int, check_number, describe
 from tfla.ops.api import mlstm
+from tfla.ops.autocast import autocast_dtype
 from tfla.ops.checks import check_input_gate
 from tfla.ops.gates import InputGate
 from tfla.ops.state import State
@@ -298,6 +299,11 @@ class MLSTMStack(nn.Module):
         """Raise unless the arguments of :meth:`forward` fit, apart from values and from the tensor of lengths."""
         if not isinstance(data, Tensor):
             raise TypeError(f"input: got {describe(data)}, expected a tensor or a PackedSequence")
+        weight = next(self.parameters())
+        if data.dtype != weight.dtype and autocast_dtype(data.device.type) is None:
+            raise TypeError(f"input: got dtype {data.dtype}, expected that of the parameters, {weight.dtype}")
+        if data.device != weight.device:
+            raise ValueError(f"input: got device {data.device}, expected that of the parameters, {weight.device}")
         packed = isinstance(input, PackedSequence)
         if not (packed or 2 <= data.dim() <= 3) or data.shape[-1] != self.input_size or 0 in data.shape:
             layout = "(B, T, " if self.batch_first else "(T, B, "

@@ -18,6 +18,7 @@ from tfla.integrations.mamba.terms import (
     scale_by_dt,
     step_sizes,
 )
+from tfla.nn.validation import check_int
 from tfla.ops.autocast import without_autocast
 from tfla.ops.checks import check_float, check_shape
 from tfla.ops.dispatch import call_signature
@@ -202,7 +203,9 @@ def selective_state_update(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it, what it is and what is allowed.
     """
-    if state_batch_indices is not None and pad_slot_id >= 0:
+    if type(pad_slot_id) is not int:
+        check_int("pad_slot_id", pad_slot_id, -(2**63))
+    if isinstance(state_batch_indices, Tensor) and pad_slot_id >= 0:
         state_batch_indices = state_batch_indices.masked_fill(state_batch_indices == pad_slot_id, -1)
     if isinstance(state, Tensor) and state.dim() == 3:
         operands = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
