@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,7 +104,46 @@ def test_padding_after_the_tokens_of_a_cache_is_refused() -> None:
         model(ids[:, :2], attention_mask=mask, past_key_values=cache)
 
 
-def test_a_pipeline_generates() -> None:
+def test_a_generation_config_is_read() -> None:
     model = make(dtype=torch.float32)
     config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert model.generate(draw(1, 4), generation_config=config).shape == (1, 7)
+
+
+def test_a_pipeline_generates(tmp_path: Path) -> None:
+    """A pipeline pads prompts of several lengths on the left, and gives each the text that it has alone."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{n}": n for n in range(61)}, "w1"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
+    model = make(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    pipeline = transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
+    prompts = ["w5 w9 w20 w31 w7", "w44", "w8 w3"]
+    options = {"max_new_tokens": 4, "do_sample": False, "return_full_text": False}
+    together = [found[0]["generated_text"] for found in pipeline(prompts, batch_size=3, **options)]
+    for prompt, text in zip(prompts, together, strict=True):
+        ids = torch.tensor([[int(word[1:]) for word in prompt.split()]])
+        expected = tfla.nn.generate(model.to_language_model(), ids, 4, temperature=0)
+        assert text.split() == [f"w{int(token)}" for token in expected]
+
+
+def test_prompts_are_read_in_chunks_and_with_guidance() -> None:
+    """A cache that is given lets transformers read a prompt in chunks; guidance has a second cache of its own."""
+    model, ids = make(), draw(2, 9)
+    expected = generate(model, ids, do_sample=False)
+    found = generate(model, ids, do_sample=False, past_key_values=TflaCache(), prefill_chunk_size=4)
+    assert torch.equal(found, expected)
+    guided = [generate(model, ids, do_sample=False, guidance_scale=1.5, use_cache=cache) for cache in (True, False)]
+    assert torch.equal(*guided)
+    out = model.generate(ids, max_new_tokens=6, pad_token_id=0, do_sample=False, return_dict_in_generate=True)
+    more = generate(model, out.sequences, do_sample=False, past_key_values=out.past_key_values)
+    assert torch.equal(more, model.generate(ids, max_new_tokens=12, pad_token_id=0, do_sample=False))
+
+
+def test_assisted_generation_is_refused() -> None:
+    model, ids = make(), draw(1, 5)
+    for options in ({"assistant_model": make(("mlstm_exp",), num_blocks=1)}, {"prompt_lookup_num_tokens": 2}):
+        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+            generate(model, ids, **options)

@@ -187,6 +187,24 @@ def test_lora_trains_the_projections_alone() -> None:
     assert changed == {name for name in before if name.split(".")[-2] in names}
 
 
+@pytest.mark.parametrize("layers", MIXTURES, ids=lambda layers: layers[0])
+def test_lora_of_all_linear_layers_but_soft_capped_gates_is_merged_exactly(layers: tuple[str, ...]) -> None:
+    """PEFT adds to the output of a layer, and merges into its weight: for a soft-capped gate these differ."""
+    peft = pytest.importorskip("peft")
+    ids = draw(2, 12)
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    gates = ["input_gate", "forget_gate"]
+    adapted = peft.get_peft_model(make(layers), peft.LoraConfig(**options, exclude_modules=gates)).eval()
+    names = {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name, _ in adapted.named_parameters() if ".lora_A" in name}
+    assert {"q_proj", "v_proj", "out_proj", "up_proj", "down_proj"} <= names
+    assert not names & set(gates)
+    logits = adapted(ids).logits
+    assert (adapted.merge_and_unload()(ids).logits - logits).norm() <= 1e-12 * logits.norm()
+    everything = peft.get_peft_model(make(layers), peft.LoraConfig(**options)).eval()
+    logits = everything(ids).logits
+    assert (everything.merge_and_unload()(ids).logits - logits).norm() > 1e-6 * logits.norm()
+
+
 def test_config_has_the_fields_of_a_model_config() -> None:
     config = TflaConfig(hidden_size=48, num_hidden_layers=3, num_attention_heads=3, layers=["retnet"])
     assert config.to_model_config() == ModelConfig(d_model=48, num_blocks=3, num_heads=3, layers=("retnet",))
