@@ -190,3 +190,26 @@ def test_layers_are_repeated_over_the_blocks() -> None:
 def test_fields_of_mixers_are_checked(fields: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         ModelConfig(**{"d_model": 32, "num_blocks": 2, "num_heads": 2, "vocab_size": 11} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads"),
+    [
+        ({"mixer": "gated_delta_net", "d_model": 2048, "num_heads": 6}, (256, 512)),  # as the paper's 1.3B
+        ({"mixer": "kda", "d_model": 2304, "num_heads": 32, "key_width": 16 / 9, "value_width": 16 / 9}, (128, 128)),
+        ({"mixer": "delta_net", "d_model": 30, "num_heads": 4, "key_width": 2 / 15, "value_width": 0.4}, (1, 3)),
+        ({"mixer": "mamba2", "d_model": 96, "num_heads": 5}, (128, 64)),
+    ],
+    ids=lambda x: x["mixer"] if isinstance(x, dict) else None,
+)
+def test_heads_need_not_divide_the_width(fields: dict, heads: tuple[int, int]) -> None:
+    """Kimi Linear's 32 heads of 128 channels are wider together than its 2,304 channels."""
+    config = ModelConfig(num_blocks=1, vocab_size=3, **fields)
+    assert (config.qk_head_dim, config.head_dim) == heads
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    if fields["mixer"] != "mamba2":
+        weight = model.blocks[0].mixer.v_proj.weight
+        assert weight.shape == (fields["num_heads"] * heads[1], fields["d_model"])
+    with pytest.raises(ValueError, match=f"num_heads: got 7, expected a divisor of d_model, {fields['d_model']}"):
+        ModelConfig(num_blocks=2, **{**fields, "mixer": "mlstm_exp", "num_heads": 7})

@@ -49,8 +49,8 @@ class ModelConfig:
     Attributes:
         d_model: width of the residual stream.
         num_blocks: number of blocks.
-        num_heads: number of heads; divides d_model. The head dimension of the mLSTM and of attention is
-            dhv = d_model / num_heads.
+        num_heads: number of heads. The head dimension of the mLSTM and of attention is dhv = d_model / num_heads, which
+            has to be a whole number. Those of other mixers follow from key_width and value_width.
         mixer: the sequence mixer of every block: "mlstm_exp" (1)-(8), "mlstm_sig" (22)-(24), "mamba2", "retnet", "gla",
             "delta_net", "gated_delta_net", "kda", or "attention", causal and rotary. docs/models.md describes them.
         layers: the mixers of the blocks in order, instead of ``mixer``; the pattern is repeated, and cut off after the
@@ -170,10 +170,6 @@ class ModelConfig:
             "backend", self.backend, f"None or one of {', '.join(map(repr, BACKENDS))}",
         )  # fmt: skip
         _require(
-            self.d_model % self.num_heads == 0,
-            "num_heads", self.num_heads, f"a divisor of d_model, {self.d_model}",
-        )  # fmt: skip
-        _require(
             self.ffn_dim >= 1, "ffn_factor", self.ffn_factor, f"one that makes ffn_factor * {self.d_model} at least 1"
         )
         self._check_layers()
@@ -190,6 +186,11 @@ class ModelConfig:
     def _check_mixer(self, mixer: str) -> None:
         """Raise ValueError where a field does not fit a mixer of the blocks."""
         head = self.d_model // self.num_heads
+        if mixer in ("attention", "mlstm_exp", "mlstm_sig"):
+            _require(
+                self.d_model % self.num_heads == 0,
+                "num_heads", self.num_heads, f"a divisor of d_model, {self.d_model}",
+            )  # fmt: skip
         if mixer == "attention":
             _require(head % 2 == 0, "num_heads", self.num_heads, "an even d_model / num_heads for attention")
             _require(
@@ -204,14 +205,13 @@ class ModelConfig:
             )  # fmt: skip
         elif mixer in PAPER_WIDTHS:
             for field, factor in zip(("key_width", "value_width"), self._widths(mixer), strict=True):
-                dim = factor * head
                 _require(
-                    dim >= 1 and dim == int(dim),
+                    _head_dim(factor, self.d_model, self.num_heads) is not None,
                     field, factor, f"one that makes {field} * {self.d_model} / {self.num_heads} a whole number above 0",
                 )  # fmt: skip
-            even = int(self._widths(mixer)[0] * head) % 2 == 0
+            key_dim = _head_dim(self._widths(mixer)[0], self.d_model, self.num_heads)
             _require(
-                mixer != "retnet" or even,
+                mixer != "retnet" or (key_dim is not None and key_dim % 2 == 0),
                 "num_heads",
                 self.num_heads,
                 "one that makes retnet's key dimension even",
@@ -261,17 +261,18 @@ class ModelConfig:
         """The value dimension of a head of ``mixer``, dhv."""
         if self.mixer == "mamba2":
             return self.mamba_head_dim
-        head = self.d_model // self.num_heads
-        return int(self._widths(self.mixer)[1] * head) if self.mixer in PAPER_WIDTHS else head
+        if self.mixer in PAPER_WIDTHS:
+            return _head_dim(self._widths(self.mixer)[1], self.d_model, self.num_heads) or 0
+        return self.d_model // self.num_heads
 
     @property
     def qk_head_dim(self) -> int:
         """The query and key dimension of a head of ``mixer``, dqk."""
         if self.mixer == "mamba2":
             return self.mamba_state_dim
-        head = self.d_model // self.num_heads
         if self.mixer in PAPER_WIDTHS:
-            return int(self._widths(self.mixer)[0] * head)
+            return _head_dim(self._widths(self.mixer)[0], self.d_model, self.num_heads) or 0
+        head = self.d_model // self.num_heads
         return head if self.mixer == "attention" else int(self.qk_factor * head)
 
     @property
@@ -335,6 +336,15 @@ def check_config(config: object, *mixers: str) -> None:
     allowed = f"one of {', '.join(map(repr, mixers))}"
     for mixer in config.mixer_counts:
         _require(mixer in mixers, "config.mixer" if config.layers is None else "config.layers", mixer, allowed)
+
+
+def _head_dim(width: float, d_model: int, num_heads: int) -> int | None:
+    """Return the channels of a head of num_heads that are width * d_model wide together; None if it is no whole number.
+
+    A width such as 4096 / 2304 is a rounded number.
+    """
+    dim = width * d_model / num_heads
+    return round(dim) if round(dim) >= 1 and abs(dim - round(dim)) <= 1e-9 * dim else None
 
 
 def _require(ok: bool, field: str, given: object, allowed: str) -> None:
