@@ -24,8 +24,6 @@ from tfla.backends.triton import delta
 from tfla.backends.triton.delta import DeltaContext
 from tfla.backends.triton.delta_kernels import NO_CHECKPOINTS
 
-MOST_STAGES = 3  # stages of the ring, where the states of a program have 128 columns; the tiles then take 192 KiB
-
 
 def backward(ctx: DeltaContext, E: Tensor, X: Tensor, dh: Tensor, dC: Tensor | None) -> DeltaGrads:
     """Launch the backward.
@@ -130,7 +128,7 @@ def by_each_reader(
     scans.launch(dq_dk.READ_KEYS, x.k, E, dv, x.k, dr)
     pairs = None
     if x.log_f is not None:
-        starts = delta.start_dots(scans.base, gates, scans.C, dC0, scans.by_starts)
+        starts = delta.start_dots(scans.base, gates, scans.C, dC0, ())
         pairs = PairSums(*scans.sums, scans.dots, starts)
     dk = reductions.launch_three_parts(base, (dr, by_queries, by_keys), base.group)
     return reductions.launch(base, dq, base.group), dk, pairs
@@ -149,7 +147,6 @@ class Scans:
     sums: tuple[Tensor, Tensor]  # see `gate_gradients.pair_sums`; readers are parts
     checkpoints: Tensor  # of C, (checkpoints, H, K, V)
     dots: Tensor  # parts of <C, dC> at the checkpoints, (checkpoints * H, parts)
-    by_starts: tuple[Tensor, ...]  # see `delta.new_starts`
 
     def launch(
         self, reader: Any, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, reverse: bool = False
@@ -172,13 +169,10 @@ class Scans:
         )
         reads, pairs = (base.recorder.rows(t, int(by_keys), by_keys + 1) for t in self.sums)
         initial = (self.dC if by_keys else None) if reverse else self.C
-        final = self.by_starts[by_keys] if reverse and self.by_starts else None
         checkpoints = self.checkpoints if at_checkpoints else w  # any tensor of their dtype, which is not accessed
-        splits_p = dq_dk.splits_p(base.V, reader.value, self.gated)
         dq_dk_launch.launch(
             base, self.gates, x, y, z, w, out, reads, (checkpoints, self.gates.vectors, self.dots),
-            reverse=reverse, initial=(initial, None), final=(final, pairs), reader=reader, save_sums=self.gated,
-            stages=dq_dk_launch.RING_STAGES if base.V > host.STATE_ROWS or splits_p else MOST_STAGES,
+            reverse=reverse, initial=(initial, None), final=(None, pairs), reader=reader, save_sums=self.gated,
         )  # fmt: skip
 
 
@@ -214,5 +208,4 @@ def new_scans(ctx: DeltaContext, gates: Tensor, do_e: Tensor, C: Tensor | None, 
         ),
         checkpoints=checkpoints,
         dots=base.new(checkpoints.shape[0] * base.H, 2 * host.CONSUMER_WARPS),
-        by_starts=delta.new_starts(ctx, wide),
     )

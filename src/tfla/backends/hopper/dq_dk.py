@@ -42,8 +42,9 @@ by the denominators itself (FUSE_NORMALIZER, `normalizer.py`). dk of heads of 12
 `dk_dv.py`.
 
 The delta rule is linear attention with a write strength beta that writes E, and with two readers of the state (READER):
-queries, with the cotangent do, and the read keys k, with the cotangent -dv (`docs/delta-rule.md`). Each has a launch in
-each direction, where f is the factor of the reader, scale or -1:
+queries, with the cotangent do, and the read keys k, with the cotangent -dv (`docs/delta-rule.md`). Heads with dhv up to
+128 have one launch in each direction for both, by `delta_dq_dk.py`. Of wider heads each reader has its own launches,
+where f is the factor of the reader, scale or -1:
 
     result              scan           x    y     z    w    a        update weights u   P
     dq                  with time      k    E     do   q    f INTER  UPDATE beta        f S beta
@@ -54,9 +55,7 @@ each direction, where f is the factor of the reader, scale or -1:
 Here P is masked strictly. What a query reads of its own step's write is added before step (9): x times the diagonal of
 P, of which the caller has do . E; a read key reads none of it. A later kernel adds up dr and both parts of dk.
 Step (7) leaves its sums also before step (5), so that pairs of steps of one tile are apart from others (B7), and pairs
-of a step with itself are in neither: no gate lies between them. Where a program has 128 columns, x * u of step (6) is
-the sum of two 16-bit numbers (SPLIT), and P of step (5), too, for queries and wherever sums of pairs are stored
-(SPLIT_P): an MMA more for each.
+of a step with itself are in neither: no gate lies between them.
 """
 
 from typing import Any, NamedTuple
@@ -117,8 +116,6 @@ class Config(NamedTuple):
     SAVE_D: Any  # store d to `w_out`
     READER: Any  # NO_READER, QUERIES or READ_KEYS
     RESULT: Any  # what the store warp stores
-    SPLIT: Any  # split x * u into two 16-bit numbers
-    SPLIT_P: Any  # split P, too
 
 
 class GlobalPointers(NamedTuple):
@@ -152,7 +149,6 @@ class SharedStorage(NamedTuple):
     p: Any  # P of this tile and of the next, (2, L, L)
     ready: Any  # barriers, (2): both halves of P are stored, and with FUSE_NORMALIZER n and the row sums of P
     same: Any  # with QUERIES the diagonal of P, (STAGES, L)
-    p_low: Any  # with SPLIT_P the rounding errors of P, (2, L, L)
     # With FUSE_NORMALIZER, as in `o_dv.py`:
     floor: Any  # exp(-m), (STAGES, L)
     matrix: Any  # update weights as a right operand, (STAGES, 8, L)
@@ -194,21 +190,6 @@ def result_of_store_warp(transposed, save_d, reader, save_sums):
     if reader == NO_READER:
         return GATE_SUMS
     return SUMS_OF_PAIRS if save_sums else NO_RESULT
-
-
-@gluon.constexpr_function
-def splits_operands(width, reader):
-    """Return whether a launch splits the operands whose rounding costs most: it has registers for them."""
-    return reader != NO_READER and width == 128
-
-
-@gluon.constexpr_function
-def splits_p(width, reader, save_sums):
-    """Return whether a launch splits P, too: in both directions alike, so that sums of pairs of steps cancel.
-
-    Where keys are alike, what steps read by them cancels in dlog_f, but the rounding of P does not.
-    """
-    return splits_operands(width, reader) and (reader == QUERIES or save_sums)
 
 
 @gluon.jit
@@ -277,12 +258,11 @@ def run_load_warp(X, Y, Z, W, shared, params, group_size, config):
 
 
 @gluon.jit
-def state_block_pointers(state, at, ids, block: gl.constexpr, config, BY_ROWS: gl.constexpr = False):
+def state_block_pointers(state, at, ids, block: gl.constexpr, config):
     """Return pointers (64, 128) to one block of the consumer's part of state `at`; see `mma.state_pointers`."""
     column = ids.column + 128 * block
     return mma.state_pointers(
         state, at, ids.row, column, config.DX, config.DY, config.TRANSPOSED, mma.accumulator_layout(128),
-        BY_ROWS=BY_ROWS,
     )  # fmt: skip
 
 
@@ -312,10 +292,9 @@ def load_initial_state(index, ids, gmem, params, config):
 def store_final_state(acc, index, ids, gmem, params, config):
     """Store the state after the last step of work tile `index`."""
     at = scheduler.state_index(index, params)
-    BY_ROWS: gl.constexpr = config.READER != NO_READER
-    gl.store(state_block_pointers(gmem.state_out, at, ids, 0, config, BY_ROWS), acc.C0)
+    gl.store(state_block_pointers(gmem.state_out, at, ids, 0, config), acc.C0)
     if config.BLOCKS == 2:
-        gl.store(state_block_pointers(gmem.state_out, at, ids, 1, config, BY_ROWS), acc.C1)
+        gl.store(state_block_pointers(gmem.state_out, at, ids, 1, config), acc.C1)
     if config.NORMALIZE:
         gl.store(gmem.n_out + at.to(gl.int64) * config.DX + ids.rk, acc.n, mask=ids.has_n)
     if config.FUSE_NORMALIZER:
@@ -375,9 +354,6 @@ def store_scores(S, D, shared, s, n, ids, half: gl.constexpr, config):
     P = mma.apply_causal_mask(S, D, ids.i, ids.j, half, config.REVERSE, config.READER != NO_READER)
     if config.FUSE_NORMALIZER:
         normalizer.store_shared_sums(P, shared, n, half)
-    if config.SPLIT_P:
-        P, P_low = mma.split_in_two(P, to.dtype)
-        shared.p_low.index(n % 2).slice(half * (L // 2), L // 2, 1).store(P_low)
     to.slice(half * (L // 2), L // 2, 1).store(P.to(to.dtype))
     fence_async_shared()
     pipeline.barrier()
@@ -423,21 +399,13 @@ def issue_state_update(C0, C1, tile_decay, x_t, y, u, config):
     """Start C <- g C + (x * u)^T y: (64, WIDTH) + (64, L) @ (L, WIDTH), step (6).
 
     Returns:
-        Both blocks of C, and the left operands in registers: x * u, and with SPLIT its rounding error, else x * u
-        again. All must be waited for.
+        Both blocks of C, and the left operand x * u in registers. All must be waited for.
     """
-    if config.SPLIT:
-        weights = mma.load_update_weights(u, config.L, gl.SliceLayout(0, x_t.type.layout))  # (L)
-        B, B_low = mma.split_left_operand(x_t.to(gl.float32) * gl.expand_dims(weights, 0), 128, x_t.dtype)
-        C0 = warpgroup_mma(B, y, C0 * tile_decay, is_async=True)
-        C0 = warpgroup_mma(B_low, y, C0, is_async=True)
-    else:
-        B = mma.scale_by_gates(x_t, u, config.L, gl.DotOperandLayout(0, mma.accumulator_layout(128), 2))
-        B_low = B
-        C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * tile_decay, is_async=True)
-        if config.BLOCKS == 2:
-            C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * tile_decay, is_async=True)
-    return C0, C1, B, B_low
+    B = mma.scale_by_gates(x_t, u, config.L, gl.DotOperandLayout(0, mma.accumulator_layout(128), 2))
+    C0 = warpgroup_mma(B, y.slice(0, 128, 1), C0 * tile_decay, is_async=True)
+    if config.BLOCKS == 2:
+        C1 = warpgroup_mma(B, y.slice(128, 128, 1), C1 * tile_decay, is_async=True)
+    return C0, C1, B
 
 
 @gluon.jit
@@ -517,10 +485,10 @@ def store_output(w, t, work_tile, ids, gmem, params, config):
 
 
 @gluon.jit
-def start_next_tile(acc, B, B_low, pipe_state, shared, ids, half: gl.constexpr, config):
+def start_next_tile(acc, B, pipe_state, shared, ids, half: gl.constexpr, config):
     """Wait for the next tile and store its P, step (11), while the updates of the state run.
 
-    The products that run read the left operand `B`, and with SPLIT `B_low`.
+    The products that run read the left operand `B`.
     """
     C0, C1, N, dn, decay, N0, N1 = acc
     s, phase = pipeline.advance(pipe_state.index, pipe_state.phase, config.STAGES)
@@ -534,8 +502,6 @@ def start_next_tile(acc, B, B_low, pipe_state, shared, ids, half: gl.constexpr, 
         S = warpgroup_mma_wait(0, deps=[S])
     elif config.BLOCKS == 2:
         S, C0, C1, B = warpgroup_mma_wait(0, deps=[S, C0, C1, B])
-    elif config.SPLIT:
-        S, C0, B, B_low = warpgroup_mma_wait(0, deps=[S, C0, B, B_low])
     else:
         S, C0, B = warpgroup_mma_wait(0, deps=[S, C0, B])
     store_scores(S, D, shared, s, n, ids, half, config)
@@ -598,11 +564,9 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
     # (5) out^T <- out^T + x^T P^T
     A = mma.to_left_operand(x_t, L)
     out = warpgroup_mma(A, shared.p.index(n % 2).permute((1, 0)), out, is_async=True)
-    if config.SPLIT_P:
-        out = warpgroup_mma(A, shared.p_low.index(n % 2).permute((1, 0)), out, is_async=True)
     # (6) C <- g C + (x * u)^T y
-    C0, C1, B, B_low = issue_state_update(C0, C1, tile_decay, x_t, y, shared.u.index(s), config)
-    out, A = warpgroup_mma_wait(2 if config.SPLIT else config.BLOCKS, deps=[out, A])
+    C0, C1, B = issue_state_update(C0, C1, tile_decay, x_t, y, shared.u.index(s), config)
+    out, A = warpgroup_mma_wait(config.BLOCKS, deps=[out, A])
     if config.FUSE_NORMALIZER:
         out = normalizer.divide_by_denominators(out, shared, half)
     if config.RESULT == SUMS_OF_PAIRS:
@@ -628,7 +592,7 @@ def process_tile(acc, pipe_state, step, work_tile, ids, gmem, shared, params, ha
         C0, C1, B, N0, N1 = warpgroup_mma_wait(0, deps=[C0, C1, B, N0, N1])  # P beside these takes too many registers
     # (11) P of the next tile
     acc = Accumulators(C0=C0, C1=C1, n=N, dn=dn, decay=decay, N0=N0, N1=N1)
-    acc, pipe_state = start_next_tile(acc, B, B_low, pipe_state, shared, ids, half, config)
+    acc, pipe_state = start_next_tile(acc, B, pipe_state, shared, ids, half, config)
     # (12) Checkpoint
     if not config.TRANSPOSED:
         at_checkpoint(acc, t, work_tile, ids, gmem, params, half, config)
@@ -759,7 +723,6 @@ def dq_dk_kernel(
             USE_INITIAL_STATE=USE_INITIAL_STATE, STORE_FINAL_STATE=STORE_FINAL_STATE, NORMALIZE=NORMALIZE,
             USE_DP_OFFSET=USE_DP_OFFSET, TRANSPOSED=TRANSPOSED, ACCUMULATE_DN=ACCUMULATE_DN,
             FUSE_NORMALIZER=FUSE_NORMALIZER, SAVE_D=SAVE_D, READER=READER, RESULT=RESULT,
-            SPLIT=splits_operands(WIDTH, READER), SPLIT_P=splits_p(WIDTH, READER, SAVE_SUMS),
         ),
     )  # fmt: skip
 
@@ -787,7 +750,6 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     z = pipeline.allocate_tiles(Z, STAGES)
     w = pipeline.allocate_tiles(W, 2 * STAGES)
     p = pipeline.allocate_operands(dtype, 2, L, L)
-    p_low = pipeline.allocate_operands(dtype, 2, L, L) if config.SPLIT_P else p
     g = pipeline.allocate_vectors(gl.float32, STAGES, NUM_GATE_VECTORS * L)
     u = pipeline.allocate_vectors(dtype, STAGES, 2 * L)
     delta = pipeline.allocate_vectors(gl.float32, STAGES, L)
@@ -814,7 +776,6 @@ def partitions(tensors, source, w_out, zero_counts, tiles_per_head, group_size, 
     shared = SharedStorage(
         x=x, y=y, z=z, w=w, g=g, u=u, delta=delta, partial_dots=partial_dots, full=full, empty=empty, p=p, ready=ready,
         floor=floor, matrix=matrix, n=n, sums=sums, inverse=inverse, initial_n_ready=initial_n_ready, d=d, same=same,
-        p_low=p_low,
     )  # fmt: skip
     buffers = gate_warp.GateBuffers(
         vectors=g, weights=u, extra=floor if config.FUSE_NORMALIZER else delta, matrix=matrix, same=same,

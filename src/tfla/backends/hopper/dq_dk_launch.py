@@ -132,7 +132,7 @@ def _launch_transposed(
 def launch(
     ctx: LaunchContext, gates: GateVectors, x: Tensor, y: Tensor, z: Tensor, w: Tensor, out: Tensor, sums: Tensor,
     checkpoints: tuple[Tensor, Tensor, Tensor], *, reverse: bool, initial: Pair, final: Pair, delta: bool = False,
-    transposed: bool = False, fuse_normalizer: bool = False, stages: int = RING_STAGES,
+    transposed: bool = False, fuse_normalizer: bool = False,
     reader: Any = dq_dk.NO_READER, save_sums: bool = False,
 ) -> None:  # fmt: skip
     """Launch `dq_dk_kernel`.
@@ -150,7 +150,6 @@ def launch(
         delta: Whether to add delta.
         transposed: Whether to compute o or dv.
         fuse_normalizer: Whether the kernel divides by the denominators.
-        stages: Stages of the ring.
         reader: Which reader of the delta rule has the cotangent; beta is then the input gate of the context.
         save_sums: Whether a reader's launch stores sums of pairs: those of one tile to the second of `final`.
     """
@@ -164,7 +163,7 @@ def launch(
         host.descriptor(ctx, x, host.STATE_ROWS), host.descriptor(ctx, y, DY // splits),
         host.descriptor(ctx, z, DY // splits), host.descriptor(ctx, w, 64), host.descriptor(ctx, out, 64), vectors,
         *ctx.gate_inputs, sums, C, C_final, n, n_final, *checkpoints, zero_counts, ctx.schedule,
-        *host.kernel_scalars(ctx), DX=DX, DY=DY, NUM_SPLITS=splits, L=ctx.L, STAGES=stages,
+        *host.kernel_scalars(ctx), DX=DX, DY=DY, NUM_SPLITS=splits, L=ctx.L, STAGES=RING_STAGES,
         CHECKPOINT_STEPS=ctx.checkpoint_steps, REVERSE=reverse, IS_SEGMENTED=ctx.segmented,
         USE_INITIAL_STATE=initial[0] is not None, STORE_FINAL_STATE=final[0] is not None,
         NORMALIZE=ctx.spec.normalize and not transposed, USE_DP_OFFSET=delta, TRANSPOSED=transposed,
