@@ -31,7 +31,8 @@ BOUND = {torch.float32: 24.0, torch.float16: 100.0, torch.bfloat16: 100.0}
 class ChannelConfig:
     """The configuration of the kernels of one call; compared by identity."""
 
-    tiles: TileConfig  # of decay_operands: `block` key channels at a time
+    solve: TileConfig  # of decay_operands with X: `block` key channels at a time
+    tiles: TileConfig  # of decay_operands without X
     h: TileConfig  # of channel_h_scan: a program has `split` columns of dhv
     states: TileConfig  # of channel_h_scan without outputs
     dv: TileConfig  # of channel_dv_scan
@@ -55,7 +56,8 @@ def channel_config(dqk: int, dhv: int, correct: bool, arch: int) -> ChannelConfi
         columns = min(V, 64)
         stages = 1 if wide and correct else 2  # what shared memory holds
         return ChannelConfig(
-            tiles=tile(K, min(K, 32), 4, 1),
+            solve=tile(K, min(K, 16), 4, 2),
+            tiles=tile(K, min(K, 32), 4, 2),
             h=tile(columns, columns, 8 if wide else 4, stages),
             states=tile(columns, columns, 4, 2),
             dv=tile(columns, columns, 8 if wide else 4, stages),
@@ -64,6 +66,7 @@ def channel_config(dqk: int, dhv: int, correct: bool, arch: int) -> ChannelConfi
         )
     columns = min(V, 16 if wide else 32)
     return ChannelConfig(
+        solve=tile(K, min(K, 32), 4, 1),
         tiles=tile(K, min(K, 32), 4, 1),
         h=tile(columns, columns, 8, 1),
         states=tile(columns, columns, 4, 1),

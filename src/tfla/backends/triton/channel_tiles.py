@@ -55,6 +55,7 @@ def decay_operands(
     READ_BEFORE: tl.constexpr, SOLVE: tl.constexpr, IS_VARLEN: tl.constexpr,
     PRECISION: tl.constexpr, SUMS: tl.constexpr, SOLVE_PRECISION: tl.constexpr, BOUND: tl.constexpr,
     LEVELS: tl.constexpr, LEVELED: tl.constexpr, SPLIT: tl.constexpr, BASE: tl.constexpr, DOUBLINGS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the operands of one tile of one head. The grid is (tiles * H).
 
@@ -89,7 +90,7 @@ def decay_operands(
         worst = 0.0  # the largest exponent of a factor; above BOUND the tile is not bounded
         S = tl.zeros([L, L], tl.float32)  # P, [reading step, writing step]
         M = tl.zeros([L, L], tl.float32)
-        for c0 in tl.range(0, DK, BK, num_stages=1, disable_licm=True):
+        for c0 in tl.range(0, DK, BK, num_stages=STAGES, disable_licm=True):
             c = c0 + tl.arange(0, BK)
             inside = (r < steps)[:, None] & (c < DK)[None, :]
             q_at, k_at, r_at = key_addresses(Q, K, R, row, hx, at, c, qb, qt, qh, kb, kt, kh, rb, rt, rh)
@@ -207,12 +208,13 @@ def launch(ctx: ChannelContext, X: Tensor | None) -> Operands:
     P = base.new(*shape, base.L, dtype=dtype)
     decays = base.new(base.H, base.tiles, base.K)
     leveled = base.new(base.H, base.tiles, dtype=torch.int8)
+    tiles = ctx.config.solve if solve else ctx.config.tiles
     for leveled_tiles in (False, True):
         base.launch(decay_operands, (base.tiles * base.H,),
             x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, q, q if r is None else r, k,
             k if k_low is None else k_low, P, P if X is None else X, decays, leveled, ctx.spec.scale, x.sequences,
             base.T, base.tiles, base.H, base.group, *ctx.input_strides, SOLVE=solve, SPLIT=ctx.split_keys, DOUBLINGS=3,
             BASE=8, SOLVE_PRECISION=solve_precision(dtype), LEVELED=leveled_tiles, **ctx.tile_constants,
-            num_warps=ctx.config.tiles.num_warps, BK=ctx.config.tiles.block, compilation=ampere_mmas(x.q.device),
+            BK=tiles.block, STAGES=tiles.stages, num_warps=tiles.num_warps, compilation=ampere_mmas(x.q.device),
         )  # fmt: skip
     return Operands(q, r, k, k_low, P, X, decays, leveled)
