@@ -204,9 +204,9 @@ def mlstm(
         )  # fmt: skip
     check_input_gate(input_gate)
     request = Request(
-        q, k, v, i, f, initial_state, cu_seqlens, input_gate, input_gate == "exp", return_state, check_scale(scale),
-        backend, chunk_size=chunk_size, kernel=kernel,
-        normalizer_grad=normalizer_grad, store_dtype=store_dtype,
+        q=q, k=k, v=v, i=i, f=f, state=initial_state, lengths=cu_seqlens, gates=input_gate,
+        normalize=input_gate == "exp", return_state=return_state, scale=check_scale(scale), backend=backend,
+        chunk_size=chunk_size, kernel=kernel, normalizer_grad=normalizer_grad, store_dtype=store_dtype,
     )  # fmt: skip
     return _attend(request, context_parallel, state_indices)
 
@@ -320,7 +320,8 @@ def linear_attention(
             backend, kernel, store_dtype, context_parallel, state_indices,
         )  # fmt: skip
     request = Request(
-        q, k, v, log_i, log_f, initial_state, cu_seqlens, "log", normalize, return_state, check_scale(scale), backend,
-        chunk_size=chunk_size, kernel=kernel, normalizer_grad=normalizer_grad, store_dtype=store_dtype,
+        q=q, k=k, v=v, i=log_i, f=log_f, state=initial_state, lengths=cu_seqlens, gates="log", normalize=normalize,
+        return_state=return_state, scale=check_scale(scale), backend=backend, chunk_size=chunk_size, kernel=kernel,
+        normalizer_grad=normalizer_grad, store_dtype=store_dtype,
     )  # fmt: skip
     return _attend(request, context_parallel, state_indices)

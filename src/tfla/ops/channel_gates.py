@@ -95,7 +95,9 @@ def steps(
         given = dict(zip((*PER_STEP, "lengths"), (q, k, v, log_f, log_i, lengths), strict=True))
         return sharded.run_steps(given, state, state_indices, locally, time=time, return_state=return_state)
     request = DeltaStepRequest(
-        q, k, v, _write_strength(log_i, v), log_f, None, None, None, state, lengths, time, False, False, False, "none",
-        "none", None, return_state, in_place, scale, backend, state_indices,
+        q=q, k=k, v=v, beta=_write_strength(log_i, v), log_f=log_f, read_key=None, A_log=None, dt_bias=None,
+        state=state, lengths=lengths, time=time, correct=False, read_before_decay=False, normalize_qk=False,
+        beta_activation="none", gate_activation="none", lower_bound=None, return_state=return_state,
+        in_place=in_place, scale=scale, backend=backend, state_indices=state_indices,
     )  # fmt: skip
     return compute_steps(request)

@@ -59,9 +59,10 @@ def delta_rule_step(
         ValueError, TypeError: as :func:`delta_rule`.
     """
     request = DeltaStepRequest(
-        q, k, v, beta, log_f, read_key, A_log, dt_bias, state, None, False, True, read_before_decay, normalize_qk,
-        beta_activation, gate_activation, lower_bound, True, in_place, check_scale(scale), backend,
-        state_indices,
+        q=q, k=k, v=v, beta=beta, log_f=log_f, read_key=read_key, A_log=A_log, dt_bias=dt_bias, state=state,
+        lengths=None, time=False, correct=True, read_before_decay=read_before_decay, normalize_qk=normalize_qk,
+        beta_activation=beta_activation, gate_activation=gate_activation, lower_bound=lower_bound, return_state=True,
+        in_place=in_place, scale=check_scale(scale), backend=backend, state_indices=state_indices,
     )  # fmt: skip
     return compute(request)
 
@@ -163,9 +164,11 @@ def delta_rule_steps(
         ValueError, TypeError: as :func:`delta_rule`.
     """
     request = DeltaStepRequest(
-        q, k, v, beta, log_f, read_key, A_log, dt_bias, state, lengths, True, True, read_before_decay, normalize_qk,
-        beta_activation, gate_activation, lower_bound, return_state, in_place, check_scale(scale), backend,
-        state_indices,
+        q=q, k=k, v=v, beta=beta, log_f=log_f, read_key=read_key, A_log=A_log, dt_bias=dt_bias, state=state,
+        lengths=lengths, time=True, correct=True, read_before_decay=read_before_decay, normalize_qk=normalize_qk,
+        beta_activation=beta_activation, gate_activation=gate_activation, lower_bound=lower_bound,
+        return_state=return_state, in_place=in_place, scale=check_scale(scale), backend=backend,
+        state_indices=state_indices,
     )  # fmt: skip
     h, new = compute(request)
     return (h, new) if return_state else h

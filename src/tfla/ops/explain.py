@@ -81,9 +81,9 @@ def explain(
     """
     checks.check_input_gate(input_gate)
     request = dispatch.Request(
-        q, k, v, i, f, initial_state, cu_seqlens, input_gate, input_gate == "exp", return_state,
-        checks.check_scale(scale), backend, chunk_size=chunk_size, kernel=kernel,
-        normalizer_grad=normalizer_grad, store_dtype=store_dtype,
+        q=q, k=k, v=v, i=i, f=f, state=initial_state, lengths=cu_seqlens, gates=input_gate,
+        normalize=input_gate == "exp", return_state=return_state, scale=checks.check_scale(scale), backend=backend,
+        chunk_size=chunk_size, kernel=kernel, normalizer_grad=normalizer_grad, store_dtype=store_dtype,
     )  # fmt: skip
     x = dispatch.check(request)
     chosen, chosen_kernel, steps = dispatch.choose(x, request.normalize, backend, kernel, chunk_size)

@@ -88,8 +88,9 @@ def mlstm_step(
     """
     check_input_gate(input_gate)
     request = Request(
-        q, k, v, i, f, state, None, input_gate, input_gate == "exp", True, check_scale(scale), backend, False,
-        in_place, state_indices=state_indices,
+        q=q, k=k, v=v, i=i, f=f, state=state, lengths=None, gates=input_gate, normalize=input_gate == "exp",
+        return_state=True, scale=check_scale(scale), backend=backend, time=False, in_place=in_place,
+        state_indices=state_indices,
     )  # fmt: skip
     return _run(request)
 
@@ -98,7 +99,11 @@ def step_with_offset(
     q: Tensor, k: Tensor, v: Tensor, i: Tensor, f: Tensor, state: State, eps: float, scale: float | None = None
 ) -> tuple[Tensor, State]:
     """Compute :func:`mlstm_step` with an exponential gate and the denominator max(abs(scale n^T q), exp(-m)) + eps."""
-    return _run(Request(q, k, v, i, f, state, None, "exp", True, True, scale, None, time=False, eps=eps))
+    request = Request(
+        q=q, k=k, v=v, i=i, f=f, state=state, lengths=None, gates="exp", normalize=True, return_state=True, scale=scale,
+        backend=None, time=False, eps=eps,
+    )  # fmt: skip
+    return _run(request)
 
 
 def linear_attention_step(
@@ -137,8 +142,9 @@ def linear_attention_step(
             q, k, v, log_f, log_i, normalize, state, None, False, True, in_place, scale, backend, state_indices
         )
     request = Request(
-        q, k, v, log_i, log_f, state, None, "log", normalize, True, check_scale(scale), backend, False,
-        in_place, state_indices=state_indices,
+        q=q, k=k, v=v, i=log_i, f=log_f, state=state, lengths=None, gates="log", normalize=normalize,
+        return_state=True, scale=check_scale(scale), backend=backend, time=False, in_place=in_place,
+        state_indices=state_indices,
     )  # fmt: skip
     return _run(request)
 
@@ -219,8 +225,9 @@ def mlstm_steps(
     """
     check_input_gate(input_gate)
     request = Request(
-        q, k, v, i, f, state, lengths, input_gate, input_gate == "exp", return_state, check_scale(scale), backend, True,
-        in_place, state_indices=state_indices,
+        q=q, k=k, v=v, i=i, f=f, state=state, lengths=lengths, gates=input_gate, normalize=input_gate == "exp",
+        return_state=return_state, scale=check_scale(scale), backend=backend, time=True, in_place=in_place,
+        state_indices=state_indices,
     )  # fmt: skip
     found = _run(request)
     return found if return_state else found[0]
@@ -278,8 +285,9 @@ def linear_attention_steps(
         )
         return (h, new) if return_state else h
     request = Request(
-        q, k, v, log_i, log_f, state, lengths, "log", normalize, return_state, check_scale(scale), backend, True,
-        in_place, state_indices=state_indices,
+        q=q, k=k, v=v, i=log_i, f=log_f, state=state, lengths=lengths, gates="log", normalize=normalize,
+        return_state=return_state, scale=check_scale(scale), backend=backend, time=True, in_place=in_place,
+        state_indices=state_indices,
     )  # fmt: skip
     found = _run(request)
     return found if return_state else found[0]

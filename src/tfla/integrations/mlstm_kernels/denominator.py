@@ -196,7 +196,11 @@ def attend_with_offset(
     Raises:
         ValueError, TypeError: an input does not fit; the message names it, what it is and what is allowed.
     """
-    x = check(Request(q, k, v, log_i, log_f, state, None, "exp", True, True, None, None))
+    request = Request(
+        q=q, k=k, v=v, i=log_i, f=log_f, state=state, lengths=None, gates="exp", normalize=True, return_state=True,
+        scale=None, backend=None,
+    )  # fmt: skip
+    x = check(request)
     dtype = x.acc_dtype
     if transforms_active():
         h, C, n = _attend_composed(x[:8], m, offset.to(dtype), normalizer_grad)
