@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tfla.distributed import ContextParallel, parallelize
-from tfla.nn import Decoder, LanguageModel, ModelConfig, SequenceMixer
+from tfla.nn import Decoder, LanguageModel, ModelConfig, NGram, SequenceMixer, generate
 from tfla.nn.mixers import MIXERS, attention, block_attention, ring
 
 CONFIG: dict[str, Any] = {
@@ -256,6 +256,30 @@ def test_a_shared_prompt_is_continued_by_steps(pool: Pool, order: str, sharded: 
         found = pool.run(4, _generated, ids=ids, order=order, sharded=False)
     for logits in found:
         assert error(logits, expected) <= EXACT
+
+
+def _text_of_sharded_model(ids: torch.Tensor) -> torch.Tensor:
+    """Return what a model generates whose parameters all processes share."""
+    model = parallelize(hybrid(), init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",)))
+    text = torch.stack(list(generate(model, ids, 6, temperature=0)), 1)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    with pytest.raises(ValueError, match=r"^draft: got one with a model whose parameters FSDP2 shards, expected None"):
+        generate(model, ids, 6, draft=NGram(2))
+    return text
+
+
+def test_a_sharded_model_generates() -> None:
+    ids = torch.randint(0, 8, (2, 9), generator=torch.Generator().manual_seed(0))
+    expected = torch.stack(list(generate(hybrid(), ids, 6, temperature=0)), 1)
+    assert torch.equal(run_on_processes(2, _text_of_sharded_model, ids), expected)
+
+
+def test_a_prompt_is_no_part_of_one() -> None:
+    """With context parallelism, tokens given to generate would be read as this process's part of a longer prompt."""
+    model = hybrid()
+    model.blocks[3].mixer.context_parallel = object()  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"^model: got one with context parallelism, expected none: let each process"):
+        generate(model, torch.zeros(1, 3, dtype=torch.int64), 2)
 
 
 def _sizes_sent(group: dist.ProcessGroup, *, window: int | None, order: str, offsets: list[int] | None) -> list[int]:

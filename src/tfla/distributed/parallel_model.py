@@ -142,7 +142,12 @@ def parallelize(
         if isinstance(model, LanguageModel):
             for block in model.blocks:
                 register_fsdp_forward_method(block, "step")
-            for name in ("losses", "step", "prefill"):  # what steps returns reads parameters that would be freed
+            for name in (
+                "losses",
+                "step",
+                "prefill",
+                "read_prompt",
+            ):  # what steps returns reads parameters that would be freed
                 register_fsdp_forward_method(model, name)
                 setattr(model, name, _resharding(model, getattr(model, name)))
     return model

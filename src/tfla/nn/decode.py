@@ -14,7 +14,7 @@ from tfla.nn.mixer_state import MixerState
 from tfla.nn.mixers.key_values import KeyValues
 from tfla.nn.model import LanguageModel, ModelState
 from tfla.nn.pool import check_pool, find_rows
-from tfla.nn.validation import check_ids, check_int, check_model, check_model_state
+from tfla.nn.validation import check_ids, check_int, check_model, check_model_state, is_sharded
 from tfla.ops.state import State
 
 
@@ -69,6 +69,10 @@ class Decoder:
         self.capacity = (_room(state) if capacity is None else capacity) if self._used else None
         constant = not self._used or self.capacity is not None  # whether no step changes the size of the state
         check_cuda_graph(cuda_graph, constant, device)
+        if is_sharded(model):  # a step gathers parameters, which no graph captures
+            if cuda_graph:
+                raise ValueError("cuda_graph: got True with parameters that FSDP2 shards, expected None or False")
+            cuda_graph = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._pooled: dict[int, PooledGraph] = {}
         if self.batches is not None:

@@ -13,7 +13,15 @@ from tfla.nn.drafts import NGram, check_draft
 from tfla.nn.model import LanguageModel
 from tfla.nn.sampling import Sampling, prefill
 from tfla.nn.speculate import speculate
-from tfla.nn.validation import SEEDS, check_ids, check_int, check_model, check_vocabulary
+from tfla.nn.validation import (
+    SEEDS,
+    check_ids,
+    check_int,
+    check_model,
+    check_vocabulary,
+    check_whole_prompts,
+    is_sharded,
+)
 from tfla.ops.checks import LONGEST_STEPS
 
 # The largest number of tokens for which caches of attention have room from the start, as CUDA graphs need.
@@ -71,6 +79,7 @@ def generate(
             and at the latest at the end of the iteration.
     """
     check_model(model)
+    check_whole_prompts(model)
     check_ids(ids, "(B, T)", 2)
     if 0 in ids.shape:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected (B, T), both at least 1")
@@ -102,6 +111,8 @@ def generate(
     total = ids.shape[1] + max_new_tokens
     if draft is not None:
         check_draft(draft, model)
+        if is_sharded(model) or is_sharded(draft):
+            raise ValueError("draft: got one with a model whose parameters FSDP2 shards, expected None")
         check_cuda_graph(cuda_graph, True, device)
         sampling = Sampling(temperature, top_k, top_p, generator)
         return speculate(model, draft, ids, max_new_tokens, draft_tokens, sampling, stop_token, cuda_graph)

@@ -154,6 +154,22 @@ class LanguageModel(nn.Module):
             between.append(wanted.states)
         return x, tuple(last), list(zip(*between, strict=True))
 
+    def read_prompt(self, ids: Tensor, state: ModelState | None = None) -> tuple[Tensor, ModelState]:
+        """Read tokens, and compute the logits of the token after the last of them alone.
+
+        Args:
+            ids: (B, T) int64 tokens, T >= 1.
+            state: the state before the first token, as :meth:`forward` takes it.
+
+        Returns:
+            logits (B, vocab_size), and the state after the last token.
+
+        Raises:
+            ValueError, TypeError: an argument does not fit; the message names it, what was given and what is allowed.
+        """
+        hidden, state = self.hidden(ids, state, return_state=True)
+        return self.logits(hidden[:, -1]), state
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply RMSNorm, unembedding and soft cap (110): (..., d_model) -> (..., vocab_size), float32 or float64."""
         logits = self.unembedding(self.norm(hidden))

@@ -19,8 +19,8 @@ def prefill(model: LanguageModel, ids: Tensor) -> tuple[Tensor, ModelState]:
     """Return the logits (B, vocab_size) after prompts (B, T) and the state after them."""
     state = model.initial_state(len(ids))
     for part in ids.split(PREFILL, 1):
-        hidden, state = model.hidden(part, state, return_state=True)
-    return model.logits(hidden[:, -1]), state
+        logits, state = model.read_prompt(part, state)
+    return logits, state
 
 
 class Sampling(NamedTuple):

@@ -67,6 +67,20 @@ def check_model(model: object) -> None:
         raise TypeError(f"model: got {type(model).__name__}, expected a LanguageModel")
 
 
+def is_sharded(model: object) -> bool:
+    """Return whether FSDP2 shards the parameters of a model, of which each call gathers them."""
+    return any(base.__name__ == "FSDPModule" for base in type(model).__mro__)  # without an import of FSDP2
+
+
+def check_whole_prompts(model: nn.Module) -> None:
+    """Raise if processes share the steps of what the model reads, so that each would take a prompt for its part."""
+    if any(getattr(module, "context_parallel", None) is not None for module in model.modules()):
+        raise ValueError(
+            "model: got one with context parallelism, expected none: let each process read its steps of the prompt by "
+            "model(ids, return_state=True), and continue with a Decoder"
+        )
+
+
 def check_num_entries(state: object, blocks: int) -> None:
     """Raise unless state is a tuple with one entry for each block."""
     if not isinstance(state, tuple | list) or hasattr(state, "_fields"):  # a NamedTuple is the state of one block

@@ -2,6 +2,7 @@
 
 The tests are no part of the installed package, but of its source distribution:
 
+    pip install pytest parameterized
     pip download --no-deps --no-binary :all: transformers==5.23.0
     python tests/integrations/transformers/common_model_tests.py transformers-5.23.0.tar.gz [options of pytest]
 
