@@ -33,7 +33,7 @@ from tfla.nn.layers import (
 from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers import MIXERS
 from tfla.nn.mixers.key_values import KeyValues
-from tfla.nn.validation import check_ids, check_int, check_num_entries, check_vocabulary, describe
+from tfla.nn.validation import check_ids, check_int, check_num_entries, describe, embed
 from tfla.ops.checks import LONGEST_STEPS, check_flags
 from tfla.ops.state import State
 from tfla.ops.state_pool import PoolRows
@@ -101,7 +101,7 @@ class LanguageModel(nn.Module):
         """
         self._check(ids, state, document_start, cu_seqlens)
         check_flags(return_state=return_state)
-        x = self._embed(ids)
+        x = embed(self.embedding, ids)
         rows = self._find_rows(state, state_indices, len(ids) if cu_seqlens is None else len(cu_seqlens) - 1)
         if rows is not None and return_state:
             self._check_room(state, rows, ids, document_start, cu_seqlens)
@@ -143,7 +143,7 @@ class LanguageModel(nn.Module):
         """
         check_int("states_every", states_every, 1)
         self._check(ids, state, None, None)
-        x, last, between = self._embed(ids), [], []
+        x, last, between = embed(self.embedding, ids), [], []
         rows = self._find_rows(state, state_indices, len(ids))
         if rows is not None:
             self._check_room(state, rows, ids, None, None)
@@ -293,7 +293,7 @@ class LanguageModel(nn.Module):
         check_ids(ids, "(B,)", 1)
         check_flags(in_place=in_place)
         check_num_entries(state, len(self.blocks))
-        x = self._embed(ids)
+        x = embed(self.embedding, ids)
         rows = self._find_rows(state, state_indices, len(ids))
         pool.check_room_for_steps(state, rows, 1)
         states = []
@@ -330,7 +330,7 @@ class LanguageModel(nn.Module):
         if ids.shape[1] > LONGEST_STEPS:
             raise ValueError(f"ids: got T = {ids.shape[1]}, expected from 1 to {LONGEST_STEPS} tokens")
         check_num_entries(state, len(self.blocks))
-        x, accepts = self._embed(ids), []
+        x, accepts = embed(self.embedding, ids), []
         rows = self._find_rows(state, state_indices, len(ids))
         pool.check_room_for_steps(state, rows, ids.shape[1])
         for block, before in zip(self.blocks, state, strict=True):
@@ -401,22 +401,6 @@ class LanguageModel(nn.Module):
             ImportError: safetensors is not installed.
         """
         return pretrained.load(cls, directory, device, dtype, overrides)
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        """Return the embeddings of tokens (...): (..., d_model). On a CPU, unknown tokens are a ValueError."""
-        device = self.embedding.weight.device
-        wrong_device = f"ids: got device {ids.device}, expected that of the model, {device}"
-        if ids.device.type == "meta" != device.type:  # PyTorch takes them, and returns memory that was never written
-            raise ValueError(wrong_device)
-        try:
-            return self.embedding(ids)
-        except IndexError:
-            check_vocabulary(ids, self.config.vocab_size)
-            raise
-        except RuntimeError as error:
-            if ids.device == self.embedding.weight.device:
-                raise
-            raise ValueError(wrong_device) from error
 
     def _find_rows(self, state: ModelState | None, state_indices: Tensor | None, sequences: int) -> PoolRows | None:
         """Return the rows of a pool that the sequences of a call have; None without state_indices."""

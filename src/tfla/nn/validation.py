@@ -46,11 +46,34 @@ def check_ids(ids: object, shape: str, dims: int, name: str = "ids") -> None:
         raise ValueError(f"{name}: got shape {tuple(ids.shape)}, expected {shape}")
 
 
-def check_vocabulary(ids: Tensor, vocab_size: int) -> None:
+def check_vocabulary(ids: Tensor, vocab_size: int, name: str = "ids") -> None:
     """Raise unless all ids are in the vocabulary. Their values are read, which synchronizes with a GPU."""
     low, high = (int(x) for x in torch.aminmax(ids))
     if low < 0 or high >= vocab_size:
-        raise ValueError(f"ids: got tokens from {low} to {high}, expected from 0 to {vocab_size - 1}, the vocabulary")
+        raise ValueError(
+            f"{name}: got tokens from {low} to {high}, expected from 0 to {vocab_size - 1}, the vocabulary"
+        )
+
+
+def embed(embedding: nn.Embedding, ids: Tensor, name: str = "ids") -> Tensor:
+    """Return the embeddings of tokens (...): (..., d_model).
+
+    Raises:
+        ValueError: the tokens are on another device, or, which is found on a CPU, outside of the vocabulary.
+    """
+    device = embedding.weight.device
+    wrong_device = f"{name}: got device {ids.device}, expected that of the model, {device}"
+    if ids.device.type == "meta" != device.type:  # PyTorch takes them, and returns memory that was never written
+        raise ValueError(wrong_device)
+    try:
+        return embedding(ids)
+    except IndexError:
+        check_vocabulary(ids, embedding.weight.shape[0], name)
+        raise
+    except RuntimeError as error:
+        if ids.device == embedding.weight.device:
+            raise
+        raise ValueError(wrong_device) from error
 
 
 def check_weights_dtype(dtype: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,21 @@ def test_lora_of_all_linear_layers_but_soft_capped_gates_is_merged_exactly(layer
     everything = peft.get_peft_model(make(layers), peft.LoraConfig(**options)).eval()
     logits = everything(ids).logits
     assert (everything.merge_and_unload()(ids).logits - logits).norm() > 1e-6 * logits.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ids: ids + 1000, "input_ids: got tokens from 10.. to 10.., expected from 0 to "),
+        (lambda ids: ids.float(), "input_ids: got a tensor of torch.float32, expected an int64 tensor"),
+        (lambda ids: ids[0], r"input_ids: got shape \(5,\), expected \(B, T\)"),
+        (lambda ids: ids[:, :0], "input_ids: got T = 0, expected at least 1"),
+        (lambda ids: ids.to("meta"), "input_ids: got device meta, expected that of the model, cpu"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_named(change: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        make(("mlstm_exp",))(change(draw(2, 5)))
 
 
 def test_config_has_the_fields_of_a_model_config() -> None:

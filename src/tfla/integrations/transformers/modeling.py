@@ -18,6 +18,7 @@ from tfla.integrations.transformers.left_aligned import left_align
 from tfla.integrations.transformers.remote_code import AUTO_MAP, write_module
 from tfla.nn.layers import Projection, at_least_float32, input_std, soft_cap
 from tfla.nn.model import Block, LanguageModel
+from tfla.nn.validation import check_ids, embed
 
 Rows = dict[str, Tensor | None]  # the documents of a call, as the blocks take them
 
@@ -124,11 +125,19 @@ class TflaModel(TflaPreTrainedModel):
             last_hidden_state (B, T, d_model); past_key_values with ``use_cache``; hidden_states if requested.
 
         Raises:
-            ValueError: arguments do not fit together; the message names them.
+            ValueError, TypeError: an argument does not fit; the message names it.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected exactly one of input_ids and inputs_embeds")
-        x: Tensor = self.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if input_ids is None:
+            assert inputs_embeds is not None
+            x = inputs_embeds
+        else:
+            check_ids(input_ids, "(B, T)", 2, "input_ids")
+            x = embed(self.embedding, input_ids, "input_ids")
+        if x.shape[1] < 1:
+            name = "inputs_embeds" if input_ids is None else "input_ids"
+            raise ValueError(f"{name}: got T = 0, expected at least 1")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         checkpointing = self.gradient_checkpointing and self.training
