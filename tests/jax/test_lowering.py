@@ -301,17 +301,18 @@ def test_a_step_of_the_delta_rule_overwrites_its_state(monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
 @pytest.mark.parametrize(
-    ("architecture", "K", "V", "gate"),
+    ("architecture", "K", "V", "gate", "states"),
     [
-        (90, 64, 128, "sigmoid"),
-        (90, 64, 128, "exp"),
-        (90, 48, 96, "sigmoid"),
-        (80, 16, 32, "sigmoid"),
-        (80, 16, 32, "exp"),
+        (90, 64, 128, "sigmoid", True),
+        (90, 64, 128, "exp", True),
+        (90, 48, 96, "sigmoid", True),
+        (80, 16, 32, "sigmoid", True),
+        (80, 16, 32, "exp", True),
+        (80, 16, 32, "exp", False),
     ],
 )
 def test_calls_of_context_parallelism(
-    architecture: int, K: int, V: int, gate: str, monkeypatch: pytest.MonkeyPatch
+    architecture: int, K: int, V: int, gate: str, states: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same calls serve all devices, which read their places from memory, and all-gathers are between them.
 
@@ -321,15 +322,16 @@ def test_calls_of_context_parallelism(
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     steps = jax.sharding.PartitionSpec(None, "x")
     run = jax.shard_map(
-        functools.partial(tfla.jax.mlstm, context_parallel="x", input_gate=gate, return_state=True), mesh=mesh,
-        in_specs=(steps,) * 5, out_specs=(steps, jax.sharding.PartitionSpec()),
+        functools.partial(tfla.jax.mlstm, context_parallel="x", input_gate=gate, return_state=states), mesh=mesh,
+        in_specs=(steps,) * 5, out_specs=(steps, jax.sharding.PartitionSpec()) if states else steps,
     )  # fmt: skip
 
-    def total(h: Any, state: Any) -> Any:
-        return h.astype(jnp.float32).sum() + state.C.astype(jnp.float32).sum()
+    def total(found: Any) -> Any:
+        h, C = (found[0], found[1].C) if states else (found, jnp.zeros(1))
+        return h.astype(jnp.float32).sum() + C.astype(jnp.float32).sum()
 
     q, v, i = jnp.ones((1, 1024, 2, K), jnp.bfloat16), jnp.ones((1, 1024, 2, V), jnp.bfloat16), jnp.ones((1, 1024, 2))
-    traced = jax.jit(jax.grad(lambda *x: total(*run(*x)))).trace(q, q, v, i, i)
+    traced = jax.jit(jax.grad(lambda *x: total(run(*x)))).trace(q, q, v, i, i)
     module = traced.lower(lowering_platforms=("cuda",)).as_text()
     found = calls(module)
     check_parameters(found, architecture)

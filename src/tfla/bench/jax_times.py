@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 TOKENS, HEADS = 65536, 16
+SAMPLE = 0.1  # seconds: in shorter ones after a pause the clock of a GPU still rises
 DIRECTIONS = ("forward", "forward + backward")
 HEAD_DIMS = ((128, 256), (256, 512))
 LENGTHS = (512, 8192, TOKENS)
@@ -48,15 +50,18 @@ def _alone(lock: Path | None) -> Iterator[None]:
 
 
 def _samples(call: Callable[[], Any], wait: Callable[[Any], None], repeats: int, calls: int) -> dict[str, Any]:
-    """Time runs of so many calls, after one of them."""
-    found = []
-    for n in range(repeats + 1):
+    """Time runs of at least so many calls and of SAMPLE seconds, after two runs in which the GPU reaches its clock."""
+
+    def run(count: int) -> float:
+        """Return the seconds of a call, as the mean of so many."""
         begin = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(count):
             out = call()
         wait(out)
-        if n:
-            found.append((time.perf_counter() - begin) / calls)
+        return (time.perf_counter() - begin) / count
+
+    calls = max(calls, math.ceil(SAMPLE / run(calls)))
+    found = [run(calls) for _ in range(repeats + 1)][1:]
     return {"seconds": statistics.median(found), "min": min(found), "max": max(found), "samples": repeats}
 
 

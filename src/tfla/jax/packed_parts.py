@@ -18,7 +18,7 @@ from jax import Array
 from tfla.jax import tile
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import acc_dtype, vary_alike
-from tfla.jax.spans import Span
+from tfla.jax.spans import Span, gather
 from tfla.jax.state import State
 
 
@@ -78,7 +78,7 @@ class Parts(NamedTuple):
         if given.m is not None:
             given = given._replace(m=clamp(given.m))
         own = jax.checkpoint(self._span, static_argnums=(4, 5))(k, v, i, f, gates, normalize)
-        every = jax.lax.all_gather(own, self.axis)
+        every = gather(own, self.axis)
         row, begins = jax.vmap(self.last)(jnp.arange(jax.lax.axis_size(self.axis)))
         before = _each(lambda x: x[row], given)
 

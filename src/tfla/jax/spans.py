@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tfla.jax.inputs import Inputs, Spec
+from tfla.jax.inputs import Inputs, Spec, vary, varying_axes
 from tfla.jax.tile import Carry
 
 
@@ -63,8 +63,20 @@ class PackedSteps:
         return jnp.where(where.reshape(-1, *[1] * (x.ndim - 2)), jnp.asarray(by, x.dtype), x)
 
 
+def gather(x: Any, axis: str) -> Any:
+    """Return the arrays of x from all devices of a mesh axis along a new first dim, empty ones without a collective."""
+    size = jax.lax.axis_size(axis)
+
+    def one(t: Array) -> Array:
+        return jax.lax.all_gather(t, axis) if t.size else vary(jnp.zeros((size, *t.shape), t.dtype), varying_axes(t))
+
+    return jax.tree.map(one, x)
+
+
 def of_last_device(x: Array, axis: str) -> Array:
     """Return x of the last device of a mesh axis, on all devices."""
+    if not x.size:
+        return x
     last = jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
     return jax.lax.psum(jnp.where(last, x, 0), axis)
 
@@ -81,7 +93,7 @@ def initial_state(spec: Spec, x: Inputs, span: Span) -> tuple[Array, Array, Arra
     """
     assert spec.axis is not None
     me = jax.lax.axis_index(spec.axis)
-    every = jax.lax.all_gather(span, spec.axis)
+    every = gather(span, spec.axis)
 
     def add(state: Any, at: tuple[Array, Span]) -> tuple[Any, None]:
         """Pass the state through the span of one device, if that comes before this one."""
@@ -118,7 +130,7 @@ def final_cotangent(spec: Spec, log_decay: Array, cotangent: Carry, last: Carry)
     """
     assert spec.axis is not None
     me = jax.lax.axis_index(spec.axis)
-    every = jax.lax.all_gather((log_decay, cotangent), spec.axis)
+    every = gather((log_decay, cotangent), spec.axis)
 
     def add(after: Carry, at: tuple[Array, tuple[Array, Carry]]) -> tuple[Carry, None]:
         """Pass the cotangent back through the span of one device, if that comes after this one."""

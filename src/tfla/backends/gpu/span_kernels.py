@@ -402,7 +402,8 @@ def launch_own_cotangents(
     rows, m0 = ctx.new(count, B, H, width), results.dense(ctx, ctx.x.m)
     ctx.launch(own_rows, (ceil_div(width, BLOCK), count * B, H),
         adds, adds, decays, adds, adds, adds, _or(m0, adds), _or(final, adds),
-        final_m if exchange.final and normalize else adds, rows, ctx.T, B, S, H, ctx.segment_steps, size, 0, width,
+        final_m if exchange.final and normalize else _or(m0, adds), rows, ctx.T, B, S, H, ctx.segment_steps, size, 0,
+        width,
         BLOCK=BLOCK, REVERSE=True, NORMALIZE=normalize, USE_GIVEN=False, USE_M0=m0 is not None,
         USE_FINAL=final is not None, num_warps=4,
     )  # fmt: skip
