@@ -203,6 +203,20 @@ def test_states_of_packed_sequences_in_context_parallel(
     agree(found, whole(wide), 10 * TOLERANCE[dtype])
 
 
+def test_max_states_far_below_0_of_packed_sequences_in_context_parallel() -> None:
+    x = leaves_of(problem("exp", lengths=(0, 72, 8), Hq=1, H=2, f_mean=60.0))
+    x |= {"i": x["i"] - 100, "m0": x["m0"] - 100}
+    at = jnp.array([0, 0, 72, 80])
+    run = jax.shard_map(
+        lambda x: call("exp", x, cu_seqlens=at, context_parallel="x"), mesh=mesh(4),
+        in_specs=(specs(x, P(None, "x"), P()),), out_specs=(P(None, "x"), tfla.jax.State(P(), P(), P())),
+    )  # fmt: skip
+    (h, found), (whole, expected) = jax.jit(run)(x), jax.jit(lambda x: call("exp", x, cu_seqlens=at))(x)
+    agree((h, found.m), (whole, expected.m), 1e-9)
+    agree((found.C, found.n), (expected.C, expected.n), 1e-9)
+    assert jnp.linalg.norm(expected.C[1]) > 0.1
+
+
 @pytest.mark.parametrize("asked", ["initial", "final"])
 def test_one_state_of_packed_sequences_in_context_parallel(asked: str) -> None:
     """An initial state without a final one, and the other way round, with static offsets."""

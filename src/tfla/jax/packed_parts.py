@@ -109,7 +109,8 @@ class Parts(NamedTuple):
         weight = jnp.where(inside, after + log_i.astype(dtype), -jnp.inf)
         m = jnp.zeros(0, dtype)
         if normalize:
-            m = jax.lax.stop_gradient(jnp.maximum(weight.max(1), log_f.sum(1)))
+            # Of the steps alone: the max state before them may be far below 0. It is finite where no step is inside.
+            m = jax.lax.stop_gradient(jnp.maximum(weight.max(1), jnp.finfo(dtype).min / 4))
             weight = weight - m[:, None]
         grows = gates == "log" and not normalize
         w = jnp.moveaxis(jnp.exp(weight / 2 if grows else weight), 1, 2).reshape(1, k.shape[2], group, -1)
