@@ -80,7 +80,8 @@ def step(
         if dtypes is not None:
             options["mixed_precision"] = MixedPrecisionPolicy(**{k: getattr(torch, v) for k, v in dtypes.items()})
         if "reshard_after_forward" not in options:
-            options = _gathers(problem, model, layout, passes, activation_checkpointing, dtypes or {}) | options
+            whole = passes > 1 and not reduce_each_pass
+            options = _gathers(problem, model, layout, passes, activation_checkpointing, dtypes or {}, whole) | options
         parallelize(model, mesh, activation_checkpointing=activation_checkpointing, **options)
     index, parts = ranks.rows
     windows = windows.chunk(parts)[index].clone()
@@ -108,14 +109,15 @@ def step(
 
 def _gathers(
     problem: Problem, model: LanguageModel, layout: dict[str, int], passes: int, checkpointing: bool,
-    dtypes: dict[str, str],
+    dtypes: dict[str, str], whole_gradients: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Return how `tfla train` gathers the weights of this step, as options of :func:`tfla.distributed.parallelize`."""
     rows = math.prod(layout.get(name, 1) for name in ("dp_replicate", "dp_shard", "cp"))
     tokens = problem.B * problem.T // (rows * passes)
     step = gathers.Step(
-        model.config, tokens, problem.dtype == "bfloat16", checkpointing, dtypes.get("param_dtype") == "bfloat16"
-    )
+        model.config, tokens, problem.dtype == "bfloat16", checkpointing, dtypes.get("param_dtype") == "bfloat16",
+        whole_gradients,
+    )  # fmt: skip
     device = torch.device(problem.device)
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     return gathers.choose(None, None, step, layout, total, total)._asdict()

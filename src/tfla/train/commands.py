@@ -17,6 +17,18 @@ from tfla._util.errors import UserError
 from tfla.train.config import Data, DemoConfig, GenerateConfig, Model, TrainConfig
 
 
+def _with_values(args: Sequence[str]) -> list[str]:
+    """Return arguments in which ``--parallel.[no-]reshard-after-forward`` has a value, which tyro expects of it."""
+    found: list[str] = []
+    for at, word in enumerate(args):
+        flag = re.fullmatch(r"--parallel\.(no[-_])?reshard[-_]after[-_]forward", word)
+        if flag is None or (flag[1] is None and at + 1 < len(args) and not args[at + 1].startswith("-")):
+            found.append(word)
+        else:
+            found += ["--parallel.reshard-after-forward", str(flag[1] is None)]
+    return found
+
+
 def train(args: Sequence[str]) -> int:
     """Run ``tfla train``; the defaults are the options of the run, or of the model that a new run starts from."""
     from tfla.train.initial import saved_options
@@ -25,7 +37,7 @@ def train(args: Sequence[str]) -> int:
     from tfla.train.ranks import end_process_of_group
     from tfla.train.run_folder import CURVES_FILE, read_run_config
 
-    args = [re.sub(r"^--run[-_]folder(?==|$)", "--run", word) for word in args]
+    args = _with_values([re.sub(r"^--run[-_]folder(?==|$)", "--run", word) for word in args])
     run_options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     run_options.add_argument("--run", type=Path, default=TrainConfig.run)
     run_options.add_argument("--init-from", "--init_from", type=Path)

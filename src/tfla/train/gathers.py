@@ -15,7 +15,7 @@ from tfla.nn import ModelConfig
 from tfla.train.memory import FLOAT32, count_parameters, memory_of, needed
 from tfla.train.ranks import Ranks
 
-USED = 0.9  # the part of a GPU's memory that a step may take by the estimate
+USED = 0.9  # the part of a GPU's memory that a step may take by the estimate; NCCL and the allocator need the rest
 
 
 class Gathers(NamedTuple):
@@ -37,6 +37,10 @@ class Step(NamedTuple):
     """Whether blocks and logits are computed again in the backward."""
     gathered_in_bfloat16: bool
     """Whether weights are gathered in bfloat16."""
+    whole_gradients: bool = False
+    """Whether gradients of several passes are kept whole, and reduced once."""
+    prefetch: int = 0
+    """The further gathers that each gather starts."""
 
 
 def choose(
@@ -57,13 +61,29 @@ def choose(
     tp = sizes.get("tp", 1)
     parts = tp * sizes.get("dp_shard", 1) * sizes.get("cp", 1)
     need = needed(step.model, step.tokens, step.bfloat16, parts, step.checkpointing)
+    whole = -(-count_parameters(step.model)[0] // tp)
     size = 2 if step.gathered_in_bfloat16 else FLOAT32
-    kept = size * -(-count_parameters(step.model)[0] // tp)
-    bytes_needed = need.state + need.activations + kept
+    bytes_needed = need.state + need.activations + size * whole + _beside_weights(step, size, whole)
     fit = bytes_needed <= USED * total
     if blocks is None:
         blocks = 2 if fit and not given else 1
-    return Gathers(not (fit and bytes_needed <= free) if given is None else given, blocks)
+    return Gathers(not (fit and bytes_needed <= USED * free) if given is None else given, blocks)
+
+
+def _beside_weights(step: Step, size: int, whole: int) -> int:
+    """Return the bytes that kept weights bring with them on each GPU.
+
+    Args:
+        step: the training step.
+        size: the bytes of a gathered weight.
+        whole: the number of weights that a process computes with.
+    """
+    # Autocast keeps the whole weight of each linear layer in bfloat16 for the backward, unless it is gathered so.
+    casts = 2 * whole if step.bfloat16 and not step.gathered_in_bfloat16 and not step.checkpointing else 0
+    # Two messages of two blocks are under way, and with each of them whole gradients are reduced.
+    block = 2 * -(-whole // step.model.num_blocks)
+    in_flight = (2 + step.prefetch) * block * size + 2 * block * FLOAT32
+    return casts + in_flight + (FLOAT32 * whole if step.whole_gradients else 0)
 
 
 def chosen(given: bool | None, blocks: int | None, step: Step, ranks: Ranks) -> Gathers:

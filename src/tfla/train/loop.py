@@ -415,8 +415,9 @@ def _distribute(model: LanguageModel, config: TrainConfig, ranks: Ranks) -> None
     if ranks.rows[1] * ranks.steps.parts > 1:
         bfloat16, gathered_in_bfloat16 = _is_bfloat16(config, ranks.device), given.gather_dtype == "bfloat16"
         step = gathers.Step(
-            model.config, _pass_tokens(config, ranks), bfloat16, config.activation_checkpointing, gathered_in_bfloat16
-        )
+            model.config, _pass_tokens(config, ranks), bfloat16, config.activation_checkpointing, gathered_in_bfloat16,
+            config.accumulate > 1 and not given.reduce_each_pass, given.prefetch or 0,
+        )  # fmt: skip
         options = gathers.chosen(given.reshard_after_forward, given.blocks_per_gather, step, ranks)._asdict()
     parallelize(
         model, ranks.mesh, mixed_precision=_policy(config), compile=config.compile,
