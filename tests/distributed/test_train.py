@@ -225,6 +225,13 @@ def test_weights_are_freed_where_they_are_sharded(
     assert [call.get("blocks_per_gather", 1) for call in calls] == [1]
 
 
+def test_options_of_earlier_runs_are_taken(tmp_path: Path) -> None:
+    """Their defaults were values that do what None does where no weights are sharded."""
+    model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257)
+    saved = Parallel(reshard_after_forward=True, blocks_per_gather=1)
+    _check_layout(make_config(tmp_path, "run", parallel=saved), model, Ranks())
+
+
 def test_every_kind_of_layer_is_checked(tmp_path: Path) -> None:
     layers = ("gated_delta_net", "attention")
     model = ModelConfig(d_model=32, num_blocks=2, num_heads=2, vocab_size=257, layers=layers, num_kv_heads=1)
