@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tfla.bench import mixers, page_tables, stored
 from tfla.bench.suites import SUITES
@@ -14,6 +18,7 @@ from tfla.bench.worker import serve
 from tfla.measure.problem import BOTH, FORWARD, Problem
 from tfla.nn import KeyValues
 from tfla.nn.config import Mixer
+from tfla.nn.mixers import MIXERS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SMALL: dict[str, Any] = {"d_model": 32, "num_heads": 2, "mamba_head_dim": 16, "mamba_state_dim": 16}
@@ -51,6 +56,42 @@ def test_a_step_of_attention_reads_its_cache(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(work.run(*work.inputs), first)
     kept[0].v[:, 3] = 0
     assert not torch.equal(work.run(*work.inputs), first)
+
+
+class Addresses:
+    """A stand-in for a CUDA graph: it reads tensors that it does not own, and finds those that were freed."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.read = [weakref.ref(t) for t in tensors]
+
+    def replay(self) -> None:
+        """Read the tensors, all of which must still be there."""
+        gc.collect()
+        freed = sum(t() is None for t in self.read)
+        assert not freed, f"{freed} of {len(self.read)} weights and states of the graph were freed"
+
+
+@pytest.mark.parametrize("mixer", get_args(Mixer))
+def test_what_a_graph_reads_outlives_its_capture(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's weights and state are there at each replay, as long as the benchmark holds its work."""
+    step, read = MIXERS[mixer].step, list[torch.Tensor]()
+
+    def observed(self: torch.nn.Module, x: torch.Tensor, state: Any, **options: Any) -> Any:
+        read.extend([x, *self.parameters(), *(t for t in tree_leaves(state) if t is not None)])
+        return step(self, x, state, **options)
+
+    def captured(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[Addresses, torch.Tensor]:
+        result = call()
+        graph = Addresses(read)
+        read.clear()
+        return graph, result
+
+    monkeypatch.setattr(MIXERS[mixer], "step", observed)
+    monkeypatch.setattr(mixers, "captured", captured)
+    work = mixers.step(Problem(**PROBLEM | {"device": "cpu:0"}), mixer, **SMALL)  # a device that is not named "cpu"
+    assert work.run(*work.inputs).shape == (2, 32)
+    work.inputs.clear()
+    assert work.run(torch.zeros(2, 32)).shape == (2, 32)
 
 
 def test_layers_have_the_sizes_that_the_page_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,13 +76,25 @@ def step(problem: Problem, mixer: str, **fields: Any) -> Work:
 
     if problem.device == "cpu":
         return Work(run, [x], _facts(built, config))
-    graph, result = captured(lambda: run(x), x.device)
+    return Work(Replay(run, x), [x], _facts(built, config))
 
-    def replay(_: Tensor) -> Tensor:
-        graph.replay()
-        return result
 
-    return Work(replay, [x], _facts(built, config))
+class Replay:
+    """A call that was captured in a CUDA graph, and that is replayed with the input of the capture.
+
+    Args:
+        call: the call. It is kept, since the graph reads weights and states at their addresses and owns none of them.
+        x: its input.
+    """
+
+    def __init__(self, call: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        self.call, self.x = call, x
+        self.graph, self.result = captured(lambda: call(x), x.device)
+
+    def __call__(self, _: Tensor) -> Tensor:
+        """Replay the call and return its result, which the next replay overwrites."""
+        self.graph.replay()
+        return self.result
 
 
 def _facts(built: SequenceMixer, config: ModelConfig) -> dict[str, Any]:
