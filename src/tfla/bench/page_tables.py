@@ -6,6 +6,7 @@ import re
 from typing import Any, get_args
 
 from tfla._util.markdown import table
+from tfla.bench.gpu import NOT_RUN
 from tfla.bench.gpu_report import milliseconds
 from tfla.bench.suites import VARIANTS
 from tfla.measure.problem import BOTH, FORWARD, STEP
@@ -33,6 +34,7 @@ DELTA_COLUMNS = {"fla": "flash-linear-attention", "tfla": "**tfla**"}
 STEPS, BATCH = 8192, 5
 MIXER_BATCHES = 1, 64
 GPUS, SEQUENCES = ("1 GPU", "2 GPUs"), 2
+OUT_OF_TIME = (NOT_RUN, "stopped after ")  # errors of rows that have no result because of the budget
 MARK = re.compile(r"(<!-- table: (\w+) -->)\n(?:\|.*\n)*")
 
 
@@ -45,7 +47,7 @@ def _find(result: Row, name: str, x: int, direction: str) -> Row:
 def _time(row: Row) -> str:
     """Return the cell of a time, with its ratio to the roofline."""
     if "seconds" not in row:
-        return "fails" if "error" in row else "-"
+        return "-" if row.get("error", NOT_RUN).startswith(OUT_OF_TIME) else "fails"
     ratio = f" ({row['seconds'] / row['floor_seconds']:.2f} ×)" if "floor_seconds" in row else ""
     return milliseconds(row["seconds"]) + ratio
 
