@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tfla.bench import mixers, page_tables, stored
+from tfla.bench import mixers, page_tables, stored, worker
 from tfla.bench.suites import SUITES
-from tfla.bench.worker import serve
 from tfla.measure.problem import BOTH, FORWARD, Problem
 from tfla.nn import KeyValues
 from tfla.nn.config import Mixer
@@ -25,18 +24,24 @@ SMALL: dict[str, Any] = {"d_model": 32, "num_heads": 2, "mamba_head_dim": 16, "m
 PROBLEM = {"B": 2, "T": 12, "H": 1, "dqk": 1, "dhv": 1, "dtype": "float32", "device": "cpu"}
 
 
+def timed(call: str, mixer: str, *directions: str) -> list[dict[str, Any]]:
+    """Return the rows of a mixer's call, of its forward where nothing else is named."""
+    rows: list[dict[str, Any]] = []
+    job = {
+        "kind": "time", "make": f"tfla.bench.mixers:{call}", "directions": directions or [FORWARD], "problem": PROBLEM,
+        "options": {"mixer": mixer, **SMALL}, "only_compile": False, "sustained": False, "host": False,
+        "sampling": {"repeats": 1, "warmup": 1, "pause": 0},
+    }  # fmt: skip
+    worker.serve(job, rows.append)
+    assert rows.pop() == {"done": True}
+    return rows
+
+
 @pytest.mark.parametrize("call", ["layer", "step"])
 @pytest.mark.parametrize("mixer", get_args(Mixer))
 def test_each_is_timed(mixer: str, call: str) -> None:
     directions = [FORWARD, BOTH] if call == "layer" else [FORWARD]
-    rows: list[dict[str, Any]] = []
-    job = {
-        "kind": "time", "make": f"tfla.bench.mixers:{call}", "directions": directions, "problem": PROBLEM,
-        "options": {"mixer": mixer, **SMALL}, "only_compile": False, "sustained": False, "host": False,
-        "sampling": {"repeats": 1, "warmup": 1, "pause": 0},
-    }  # fmt: skip
-    serve(job, rows.append)
-    assert rows.pop() == {"done": True}
+    rows = timed(call, mixer, *directions)
     assert [row["direction"] for row in rows] == directions
     assert all(row.get("seconds", 0) > 0 for row in rows), rows
 
@@ -92,6 +97,16 @@ def test_what_a_graph_reads_outlives_its_capture(mixer: str, monkeypatch: pytest
     assert work.run(*work.inputs).shape == (2, 32)
     work.inputs.clear()
     assert work.run(torch.zeros(2, 32)).shape == (2, 32)
+
+
+def test_a_call_that_fails_after_its_timing_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fails when its memory is measured is a row with its error, and not with what came before."""
+
+    def fails(*_: Any) -> int:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(worker, "peak_bytes", fails)
+    assert timed("step", "mlstm_exp") == [{"direction": FORWARD, "error": "RuntimeError: an illegal memory access"}]
 
 
 def test_layers_have_the_sizes_that_the_page_names() -> None:

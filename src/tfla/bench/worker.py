@@ -81,7 +81,7 @@ def time_it(job: dict[str, Any], send: Send) -> None:
             peak = None if job["host"] else peak_bytes(call, problem.device)
             row |= {} if peak is None else {"peak_bytes": peak}
         except Exception as error:  # whatever the implementation raises is its result
-            row["error"] = describe_error(error)
+            row = {"direction": direction, "error": describe_error(error)}  # no times of a call that also failed
             del error
         call = None  # type: ignore[assignment]  # frees the cotangent
         if not job["only_compile"]:
