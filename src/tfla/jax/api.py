@@ -80,9 +80,8 @@ def prepare(
     state = (
         State.zeros(sequences, H, K, V, normalize=normalize, dtype=dtype) if initial_state is None else initial_state
     )
-    none = jnp.zeros(0, dtype)
-    C, n = jnp.asarray(state.C).astype(dtype), none if state.n is None else jnp.asarray(state.n).astype(dtype)
-    m = none if state.m is None else clamp(jnp.asarray(state.m)).astype(dtype)
+    C, n = jnp.asarray(state.C).astype(dtype), None if state.n is None else jnp.asarray(state.n).astype(dtype)
+    m = None if state.m is None else clamp(jnp.asarray(state.m)).astype(dtype)
     concrete = isinstance(cu_seqlens, tuple | np.ndarray)
     offsets = tuple(int(x) for x in cu_seqlens) if concrete else None  # type: ignore[union-attr]
     at = None if concrete or cu_seqlens is None else jnp.asarray(cu_seqlens)
@@ -115,7 +114,7 @@ def _run(
     if not return_state:
         return h
     if spec.axis is not None:
-        C, n, m = (of_last_device(t, spec.axis) for t in (C, n, m))
+        C, n, m = of_last_device((C, n, m), spec.axis)
     state = State(C, n, jax.lax.stop_gradient(m)) if normalize else State(C)
     return h, state if parts is None else parts.final(state)
 

@@ -25,7 +25,7 @@ from tfla.ops.gates import LOG_GATE_MIN
 TILE = 64  # steps of a tile
 CHUNK = 1024  # the default chunk size
 
-Results = tuple[Array, Array, Array, Array]  # h and the final C, n, m
+Results = tuple[Array, Array, Array | None, Array | None]  # h and the final C, n, m
 
 
 class Problem(NamedTuple):
@@ -33,8 +33,8 @@ class Problem(NamedTuple):
 
     tiles: Tile
     gates: TileGates
-    sequence: Array  # the sequence of each tile, N where there is none
-    starts: Array  # whether it is the first tile of its sequence
+    sequence: Array | None  # the sequence of each tile, N where there is none; None: not packed
+    starts: Array | None  # whether it is the first tile of its sequence; None: not packed
 
 
 def stored_states(spec: Spec, T: int, rows: int, sequences: int | None) -> int:
@@ -50,10 +50,10 @@ def _grid(spec: Spec, x: Inputs) -> Grid:
     return Grid.of(tiling(T, min(TILE, spec.chunk_size, T), x.cu_seqlens, spec.offsets), spec.chunk_size)
 
 
-def _gates(spec: Spec, x: Inputs, grid: Grid, m: Array) -> TileGates:
+def _gates(spec: Spec, x: Inputs, grid: Grid, m: Array | None) -> TileGates:
     """Return the log-weights of all tiles, in chunks and with groups of heads, from the initial max states m."""
     log_i, log_f = grid.tiling.split(x.log_i, LOG_GATE_MIN), grid.tiling.split(x.log_f)
-    gates = tile_gates(log_i, log_f, m, grid.tiling, spec.normalize)
+    gates = tile_gates(log_i, log_f, m, grid.tiling)
     if x.offset is not None:
         gates = gates._replace(offset=grid.tiling.split(x.offset))
     return jax.tree.map(lambda t: grid.chunked(group_heads(t, x.group)) if t.ndim == 4 else grid.chunked(t), gates)
@@ -68,24 +68,25 @@ def _problem(spec: Spec, x: Inputs, grid: Grid, gates: TileGates) -> Problem:
     return Problem(tiles, gates, *grid.sequences(x.C.shape[0]))
 
 
-def _carry(x: Inputs, C: Array, n: Array) -> Carry:
+def _carry(x: Inputs, C: Array, n: Array | None) -> Carry:
     """Return states (N, H, ...) with groups of heads, (N, Hq, group, ...)."""
     shape = C.shape[0], x.q.shape[2], x.group
-    return Carry(C.reshape(*shape, *C.shape[2:]), n.reshape(*shape, n.shape[2]) if n.ndim == 3 else n)
+    return Carry(C.reshape(*shape, *C.shape[2:]), None if n is None else n.reshape(*shape, n.shape[2]))
 
 
-def _states(x: Inputs, carry: Carry) -> tuple[Array, Array]:
+def _states(x: Inputs, carry: Carry) -> tuple[Array, Array | None]:
     """Return the C and n of a carry as (N, H, ...)."""
-    return carry.C.reshape(x.C.shape), carry.n.reshape(x.n.shape)
+    n = None if carry.n is None else carry.n.reshape(x.C.shape[:3])
+    return carry.C.reshape(x.C.shape), n
 
 
 def _scan_forward(
     spec: Spec, p: Problem, memory: Memory, save: bool
-) -> tuple[Memory, tuple[Array, Array], Carry | None]:
+) -> tuple[Memory, tuple[Array, Array | None], Carry | None]:
     """Compute all tiles: the last memory, h and d of all tiles, and with ``save`` the states before chunks."""
     store = spec.store_dtype
 
-    def one(memory: Memory, at: Problem) -> tuple[Memory, tuple[Array, Array]]:
+    def one(memory: Memory, at: Problem) -> tuple[Memory, tuple[Array, Array | None]]:
         """Compute a tile."""
         w = weights(at.gates, spec.grows)
         state = memory.load(at.sequence, at.starts)
@@ -108,9 +109,9 @@ class Residuals(NamedTuple):
     """The results of the forward that the backward needs."""
 
     x: Inputs
-    m: Array  # (N, H), the max states at the starts of sequences, on this device
+    m: Array | None  # (N, H), the max states at the starts of sequences, on this device
     h: Array
-    d: Array  # of all tiles
+    d: Array | None  # of all tiles; None: no normalizer
     gates: TileGates
     before: Carry  # the states before chunks
 
@@ -135,17 +136,22 @@ def _forward(spec: Spec, x: Inputs, save: bool) -> tuple[Results, Residuals | No
     return results, Residuals(x, m, h, d, gates, before)
 
 
-def _last_m(spec: Spec, x: Inputs, grid: Grid, gates: TileGates, m: Array) -> Array:
+def _last_m(spec: Spec, x: Inputs, grid: Grid, gates: TileGates, m: Array | None) -> Array | None:
     """Return the max states after the last step of each sequence, (N, H)."""
-    if not spec.normalize:
-        return m
+    if gates.m is None:
+        return None
     every = grid.flat(gates.m)
     every = every.reshape(*every.shape[:2], x.v.shape[2], every.shape[-1])
     packing = grid.tiling.packing
-    if packing is None:
+    if packing is None or m is None:
         return every[-1, :, :, -1]
     # Steps that a last tile lacks leave m as it is.
     return jnp.where(packing.empty[:, None], m, every[packing.last, 0, :, -1])
+
+
+def _where(condition: Array, arrays: Any) -> Any:
+    """Return the arrays where a condition holds, else zeros."""
+    return jax.tree.map(lambda t: jnp.where(condition, t, 0), arrays)
 
 
 def _span_state(spec: Spec, x: Inputs, grid: Grid) -> spans.Span:
@@ -154,8 +160,8 @@ def _span_state(spec: Spec, x: Inputs, grid: Grid) -> spans.Span:
     The first device starts from the initial state, the others from zero.
     """
     first = jax.lax.axis_index(spec.axis) == 0
-    C, n = jnp.where(first, x.C, 0), jnp.where(first, x.n, 0)
-    m = jnp.where(first, x.m, LOG_GATE_MIN)
+    C, n = _where(first, (x.C, x.n))
+    m = None if x.m is None else jnp.where(first, x.m, LOG_GATE_MIN)
     gates = _gates(spec, x, grid, m)
     p = _problem(spec, x, grid, gates)
 
@@ -204,15 +210,15 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
     h, dh = (grid.split(t, x.group, dtype) for t in (kept.h, dh))
     last = _carry(x, dC, dn)
 
-    def cotangents_of(at: Problem, h: Array, d: Array, dh: Array) -> tuple[Array, Array | None]:
+    def cotangents_of(at: Problem, h: Array, d: Array | None, dh: Array) -> tuple[Array, Array | None]:
         """Return the cotangents of the numerator and the denominator of a tile, (B1)."""
-        if not spec.normalize:
+        if d is None:
             return dh, None
         return tile.output_cotangents(h, d, dh, weights(at.gates, spec.grows), spec.normalizer_grad)
 
     if spec.axis is not None:
         is_last = jax.lax.axis_index(spec.axis) == jax.lax.axis_size(spec.axis) - 1
-        last = jax.tree.map(lambda t: jnp.where(is_last, t, 0), last)
+        last = _where(is_last, last)
         each = jax.vmap(jax.vmap(cotangents_of))(p, h, kept.d, dh)
         last = spans.final_cotangent(spec, *_span_cotangent(spec, p, each, last), last)
     packed = grid.tiling.packing is not None
@@ -240,20 +246,17 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
         _, states = jax.lax.scan(rebuild, before, p)
         return jax.lax.scan(one, memory, (p, h, d, dh, states, ends), reverse=True)
 
-    ends = p.starts  # whether a tile is the last one of its sequence
-    if packed:
-        ends = last_of_sequences(p.sequence)
+    ends = None if p.sequence is None else last_of_sequences(p.sequence)
     memory, g = jax.lax.scan(chunk, memory, (p, h, kept.d, dh, kept.before, ends), reverse=True)
     dC0, dn0 = _states(x, memory.last)
-    dm0 = jnp.zeros_like(x.m)
+    dm0 = None
     if spec.axis is not None:  # the others' initial states are not read
-        first = jax.lax.axis_index(spec.axis) == 0
-        dC0, dn0 = jnp.where(first, dC0, 0), jnp.where(first, dn0, 0)
+        dC0, dn0 = _where(jax.lax.axis_index(spec.axis) == 0, (dC0, dn0))
     d_offset = None
     if x.offset is not None:
         D = jax.vmap(jax.vmap(lambda gates, d: weights(gates, False).denominator(d)))(kept.gates, kept.d)
         d_offset = grid.join(-(dh * h).sum(-1) / D, True)
-    if spec.normalize:
+    if x.n is not None and dn0 is not None:
         dm0 = (x.C * dC0).sum((-2, -1)) + (x.n * dn0).sum(-1)
     return (
         Inputs(

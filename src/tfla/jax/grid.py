@@ -49,15 +49,14 @@ class Grid(NamedTuple):
             x = x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
         return self.tiling.join(x)
 
-    def sequences(self, count: int) -> tuple[Array, Array]:
+    def sequences(self, count: int) -> tuple[Array | None, Array | None]:
         """Return the sequence of each tile, `count` where there is none, and whether it is the first of its sequence.
 
-        Without packed sequences both are without elements.
+        Without packed sequences both are None.
         """
         packing = self.tiling.packing
         if packing is None:
-            none = self.chunked(jnp.zeros((self.tiling.tiles, 0), bool))
-            return none, none
+            return None, None
         # Tiles that fill up the last chunk are of no sequence.
         return self.chunked(packing.sequence - count) + count, self.chunked(packing.starts)
 
@@ -88,24 +87,22 @@ class Memory(NamedTuple):
         """Return the memory before the first tile, from the initial states of all sequences."""
         if not packed:
             return Memory(states, None)
-        return Memory(jax.tree.map(lambda t: t[:1] if t.ndim > 1 else t, states), states)
+        return Memory(jax.tree.map(lambda t: t[:1], states), states)
 
-    def load(self, sequence: Array, when: Array) -> Carry:
+    def load(self, sequence: Array | None, when: Array | None) -> Carry:
         """Return the running state, or where ``when`` is true the state of the sequence that a tile belongs to."""
         if self.every is None:
             return self.now
+        assert sequence is not None
+        assert when is not None
         row = jnp.minimum(sequence, self.every.C.shape[0] - 1)
-        return jax.tree.map(
-            lambda now, kept: jnp.where(when, kept[row][None], now) if now.ndim > 1 else now, self.now, self.every
-        )
+        return jax.tree.map(lambda now, kept: jnp.where(when, kept[row][None], now), self.now, self.every)
 
-    def store(self, sequence: Array, now: Carry) -> Memory:
+    def store(self, sequence: Array | None, now: Carry) -> Memory:
         """Return the memory after a tile of a sequence: ``now`` is the running state and that of the sequence."""
         if self.every is None:
             return Memory(now, None)
-        kept = jax.tree.map(
-            lambda kept, now: kept.at[sequence].set(now[0], mode="drop") if now.ndim > 1 else kept, self.every, now
-        )
+        kept = jax.tree.map(lambda kept, now: kept.at[sequence].set(now[0], mode="drop"), self.every, now)
         return Memory(now, kept)
 
     @property

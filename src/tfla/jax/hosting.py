@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,6 +15,25 @@ from tfla.jax.inputs import vary, varying_axes
 
 PLATFORM = "cuda"  # the platform of JAX on which plans run
 Arrays = tuple[Array | None, ...]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Absent:
+    """An array of no elements as a pytree without leaves: XLA crashes where a `shard_map` on GPUs keeps the array."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def without_empty(arrays: Iterable[Any]) -> list[Any]:
+    """Return the arrays with :class:`Absent` in the places of those without elements."""
+    return [Absent(x.shape, x.dtype) if x.size == 0 else x for x in arrays]
+
+
+def with_empty(arrays: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the arrays that :func:`without_empty` was given."""
+    return tuple(jnp.zeros(x.shape, x.dtype) if isinstance(x, Absent) else x for x in arrays)
 
 
 def _whole(arrays: Arrays, there: tuple[Array, ...]) -> Arrays:

@@ -22,8 +22,8 @@ class Inputs(NamedTuple):
     log_i: Array  # (B, T, H)
     log_f: Array  # (B, T, H)
     C: Array  # (N, H, dqk, dhv), the initial state
-    n: Array  # (N, H, dqk); (0,) without a normalizer
-    m: Array  # (N, H); (0,) without a normalizer
+    n: Array | None  # (N, H, dqk); None: no normalizer
+    m: Array | None  # (N, H); None: no normalizer
     cu_seqlens: Array | None  # (N + 1,) int, of packed sequences; None: N = B, or the offsets are in Spec
     offset: Array | None = None  # (B, T, H), added to the stabilized denominators max(|d|, exp(-m)); "chunkwise" only
 

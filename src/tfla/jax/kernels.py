@@ -17,8 +17,8 @@ from jax import Array
 
 from tfla.jax import chunkwise, exchanging, partitions
 from tfla.jax.gates import clamp, log_gates
-from tfla.jax.hosting import by_batch, on_platform
-from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary, vary_alike, varying_axes
+from tfla.jax.hosting import by_batch, on_platform, with_empty, without_empty
+from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary_alike
 from tfla.jax.plans import (
     GPU,
     KernelInputs,
@@ -125,11 +125,11 @@ def best_chunk_size(backend: str, gpu: GPU, given: Signature) -> int:
         return backends[backend].default_chunk_size(TorchInputs(*torch_inputs(given)), "fused")
 
 
-Results = tuple[Array, Array, Array, Array]  # h and the final C, n and m
+Results = tuple[Array, Any, Any, Any]  # h and the final C, n and m
 
 
 def fallback(spec: KernelSpec, x: KernelInputs) -> Results:
-    """Compute the results by the chunkwise form; parts that the options do not ask for have shape (0,).
+    """Compute the results by the chunkwise form; parts that the options do not ask for are None.
 
     With a mesh axis the final states are whole ones on its last device.
     """
@@ -143,17 +143,20 @@ def fallback(spec: KernelSpec, x: KernelInputs) -> Results:
     N = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     H, K, V = x.v.shape[2], x.q.shape[3], x.v.shape[3]
     state = State(x.C, x.n, x.m) if x.C is not None else State.zeros(N, H, K, V, normalize=o.normalize, dtype=dtype)
-    none = jnp.zeros(0, dtype)
-    C, n, m = (none if t is None else t.astype(dtype) for t in state)
+    C, n, m = jax.tree.map(lambda t: t.astype(dtype), state)
     inputs = Inputs(x.q, x.k, x.v, log_i.astype(dtype), log_f.astype(dtype), C, n, m, x.cu_seqlens)
-    h, *final = chunkwise.attend(
+    h, C, n, m = chunkwise.attend(
         Spec("chunkwise", "segmented", o.scale, o.normalize, o.normalizer_grad, chunkwise.CHUNK,
              o.gates == "log" and not o.normalize, None, axis=spec.axis),
         Inputs(*vary_alike(*inputs)),
     )  # fmt: skip
-    kept = (o.final_state, o.final_state and o.normalize, o.final_state and o.normalize)
-    C, n, m = (t if keep else vary(none, varying_axes(t)) for t, keep in zip(final, kept, strict=True))
-    return h, C, n, m
+    return (h, *_asked_for(spec, C, n, m))
+
+
+def _asked_for(spec: KernelSpec, C: Any, n: Any, m: Any) -> tuple[Any, Any, Any]:
+    """Return the final states, with None for those that the options do not ask for."""
+    final, normalize = spec.options.final_state, spec.options.normalize
+    return C if final else None, n if final and normalize else None, m if final and normalize else None
 
 
 def _planned(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
@@ -172,27 +175,33 @@ def _by_chunks(spec: KernelSpec, arrays: list[Array | None], forward: bool) -> l
         return list(fallback(spec, x))
     results, pull = jax.vjp(lambda y: fallback(spec, y._replace(cu_seqlens=x.cu_seqlens)), x._replace(cu_seqlens=None))
     dh, dC, dn = arrays[9:12]
-    given = [dh, *(jnp.zeros_like(t) if d is None else d for d, t in zip((dC, dn, None), results[1:], strict=True))]
-    (found,) = pull(tuple(given))
+    dm = None if results[3] is None else jnp.zeros_like(results[3])
+    (found,) = pull((dh, *_asked_for(spec, dC, dn, dm)))
     return list(found[:7])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _by_batch(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Array]:
+def _by_batch(spec: KernelSpec, arrays: tuple[Array | None, ...], forward: bool) -> list[Any]:
     """Launch for a batch on all devices, as one compiled function, also where the caller is not compiled.
 
     The functions with rules for gradients call it, and it contains none of them: JAX traces what a compiled function
     contains without its rules first, so that kernels of a forward without a backward would be compiled for nothing.
+    Results of a forward that have no elements are left out, as :class:`tfla.jax.hosting.Absent` where they are saved.
     """
+    arrays = with_empty(arrays)
     if spec.axis is not None:
-        return by_batch(lambda arrays: exchanging.launch(spec, arrays, forward, _planned), arrays, None)
-    dims = partitions.FORWARD if forward else partitions.BACKWARD
-    return by_batch(lambda arrays: _planned(spec, arrays, forward), arrays, dims)
+        found = by_batch(lambda arrays: exchanging.launch(spec, arrays, forward, _planned), arrays, None)
+    else:
+        dims = partitions.FORWARD if forward else partitions.BACKWARD
+        found = by_batch(lambda arrays: _planned(spec, arrays, forward), arrays, dims)
+    if forward:
+        return [found[0], *_asked_for(spec, *found[1:4]), *without_empty(found[4:])]
+    return [g if x is not None else None for g, x in zip(found, arrays, strict=False)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(spec: KernelSpec, x: KernelInputs) -> Results:
-    """Compute h and the final C, n and m; parts that the options do not ask for have shape (0,)."""
+    """Compute h and the final C, n and m; parts that the options do not ask for are None."""
     options = spec.options._replace(save=False)
     h, C, n, m, *_ = _by_batch(spec._replace(options=options), tuple(x), True)
     return h, C, n, m
@@ -232,17 +241,14 @@ def _saving_backward(spec: KernelSpec, kept: Any, cotangents: list[Array]) -> tu
 def gradients(spec: KernelSpec, x: KernelInputs, saved: tuple[Array, ...], cotangents: Results) -> KernelInputs:
     """Compute the gradients from what the forward saved: h, d, and C and n at the starts of segments."""
     dh, dC, dn, _ = cotangents
-    final, normalize = spec.options.final_state, spec.options.normalize
-    given = (*x, dh, dC if final else None, dn if final and normalize else None, *saved)
+    given = (*x, dh, dC, dn, *saved)
     q, k, v, i, f, C, n = _by_batch(spec, given, False)
     m = None
     if x.m is not None:
         assert x.C is not None
         assert x.n is not None
         m = (x.C * C).sum((-2, -1)) + (x.n * n).sum(-1)
-    return KernelInputs(
-        q, k, v, None if x.i is None else i, f, None if x.C is None else C, None if x.n is None else n, m, None
-    )
+    return KernelInputs(q, k, v, i, f, C, n, m, None)
 
 
 def _gradients_forward(
@@ -277,7 +283,7 @@ def compute(spec: KernelSpec, x: KernelInputs) -> Results:
     if spec.head_dims is None:
         return h, C, n, m
     K, V = spec.head_dims
-    return h[..., :V], C[..., :K, :V] if C.ndim == 4 else C, n[..., :K] if n.ndim == 3 else n, m
+    return h[..., :V], None if C is None else C[..., :K, :V], None if n is None else n[..., :K], m
 
 
 @functools.cache

@@ -107,7 +107,7 @@ class Parts(NamedTuple):
         # The sums of log_f after each step.
         after = jax.lax.cumsum(log_f, 1, reverse=True) - log_f
         weight = jnp.where(inside, after + log_i.astype(dtype), -jnp.inf)
-        m = jnp.zeros(0, dtype)
+        m = None
         if normalize:
             # Of the steps alone: the max state before them may be far below 0. It is finite where no step is inside.
             m = jax.lax.stop_gradient(jnp.maximum(weight.max(1), jnp.finfo(dtype).min / 4))
@@ -116,10 +116,10 @@ class Parts(NamedTuple):
         w = jnp.moveaxis(jnp.exp(weight / 2 if grows else weight), 1, 2).reshape(1, k.shape[2], group, -1)
         keys, values = (jnp.moveaxis(x.astype(dtype), 1, 2) for x in (k, v))
         C = tile.outer(keys, values.reshape(*w.shape, v.shape[3]), w, grows)
-        n = jnp.zeros(0, dtype)
+        n = None
         if normalize:
             n = jnp.einsum("rhjk,rhgj->rhgk", keys, w).reshape(v.shape[2], -1)
-        return Span(log_f.sum(1)[0], C.reshape(v.shape[2], *C.shape[3:]), n, m[0] if normalize else m)
+        return Span(log_f.sum(1)[0], C.reshape(v.shape[2], *C.shape[3:]), n, None if m is None else m[0])
 
     def final(self, state: State) -> State:
         """Return the states after the last step of each sequence, on all devices.

@@ -19,7 +19,7 @@ from tfla.jax.tiles import tiling
 from tfla.ops.gates import LOG_GATE_MIN
 
 KERNELS = ("recurrent", "parallel", "chunkwise")
-Triple = tuple[Array, Array, Array]  # C, n, m; without a normalizer n and m are ignored
+Triple = tuple[Array, Any, Any]  # C, n, m; without a normalizer n and m are None
 
 
 def bounded_denominator(d: Array, m: Array) -> Array:
@@ -87,7 +87,7 @@ def parallel(
     C, n, m_start = state
     T = q.shape[2]
     causal, earlier = jnp.tri(T, dtype=bool), jnp.tri(T, k=-1, dtype=bool)
-    m = m_start[..., None]
+    m: Any = None
     if spec.normalize:
         gates = jnp.moveaxis(jnp.stack([log_f, log_i]), -1, 0)
         _, m = jax.lax.scan(lambda m, g: (jnp.maximum(g[0] + m, g[1]),) * 2, m_start, gates)
@@ -124,7 +124,7 @@ def recurrent(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def compute(spec: Spec, x: Inputs) -> tuple[Array, Array, Array, Array]:
+def compute(spec: Spec, x: Inputs) -> tuple[Array, Array, Array | None, Array | None]:
     """Compute h (B, T, H, dhv) and the final C, n and m, of which m carries no gradient."""
     x = Inputs(*vary_alike(*x))
     T, dtype = x.v.shape[1], acc_dtype(x.q)
@@ -140,6 +140,8 @@ def compute(spec: Spec, x: Inputs) -> tuple[Array, Array, Array, Array]:
     parts = q, k, v, log_i, log_f
     initial: Triple = x.C, x.n, x.m
     if spec.normalize:  # max states are constants; the weight is 1, with the derivative of the given one
+        assert x.n is not None
+        assert x.m is not None
         m0 = jax.lax.stop_gradient(x.m)
         weight = jnp.exp(x.m - m0)
         initial = x.C * weight[..., None, None], x.n * weight[..., None], m0

@@ -19,8 +19,7 @@ def over_parts(
 
     Args:
         form: the function from a state and the arrays of a part (R, H, L, ...) to h and the new state.
-        initial: the initial states of all sequences, a tuple of arrays (N, ...). Arrays with one dim stand for parts
-            that do not exist and are returned as they are.
+        initial: the initial states of all sequences, a tuple of arrays (N, ...) and of None.
         parts: the arrays of all parts.
         cut: the parts of sequences.
 
@@ -40,21 +39,18 @@ def over_parts(
 
     def packed(state: Any, at: Any) -> tuple[Any, tuple[Array, Any]]:
         part, sequence, starts = at
-        before = tuple(
-            jnp.where(starts, given[sequence][None], now) if now.ndim > 1 else now
-            for given, now in zip(initial, state, strict=True)
-        )
+        before = jax.tree.map(lambda given, now: jnp.where(starts, given[sequence][None], now), initial, state)
         h, state = form(before, part)
         return state, (h, state)
 
-    start = tuple(t[:1] if t.ndim > 1 else t for t in initial)
+    start = jax.tree.map(lambda t: t[:1], initial)
     _, (h, every) = jax.lax.scan(packed, start, (parts, rows, cut.packing.starts))
-    return h, tuple(
-        jnp.where(empty.reshape(-1, *[1] * (given.ndim - 1)), given, states[cut.packing.last, 0])
-        if given.ndim > 1
-        else given
-        for given, states in zip(initial, every, strict=True)
-    )
+    last = cut.packing.last
+
+    def after(given: Array, states: Array) -> Array:
+        return jnp.where(empty.reshape(-1, *[1] * (given.ndim - 1)), given, states[last, 0])
+
+    return h, jax.tree.map(after, initial, every)
 
 
 def over_steps(
@@ -64,8 +60,7 @@ def over_steps(
 
     Args:
         step: the function from a state and the arrays of a step to h (B, H, dhv) and the new state.
-        start: the state before the first step, a tuple of arrays (B, ...). Arrays with one dim stand for parts that do
-            not exist and are returned as they are.
+        start: the state before the first step, a tuple of arrays (B, ...) and of None.
         parts: the arrays of all steps, (T, B, ...).
         lengths: (B,), the steps after which a state is kept; they are clamped to [0, T]. None is T.
 
@@ -80,9 +75,7 @@ def over_steps(
         if lengths is None:
             return (now, now), h
         taken = t < jnp.clip(lengths, 0, T)
-        kept = jax.tree.map(
-            lambda a, b: jnp.where(taken.reshape(-1, *[1] * (a.ndim - 1)), a, b) if a.ndim > 1 else a, now, kept
-        )
+        kept = jax.tree.map(lambda a, b: jnp.where(taken.reshape(-1, *[1] * (a.ndim - 1)), a, b), now, kept)
         return (now, kept), h
 
     (_, kept), h = jax.lax.scan(one, (start, start), (jnp.arange(T), parts))

@@ -24,8 +24,8 @@ class Span(NamedTuple):
 
     g: Array  # (B, H), the sum of log_f
     C: Array  # (B, H, dqk, dhv)
-    n: Array  # (B, H, dqk); (0,) without a normalizer
-    m: Array  # (B, H); (0,) without a normalizer
+    n: Any  # (B, H, dqk); None: no normalizer
+    m: Any  # (B, H); None: no normalizer
 
 
 class PackedSteps:
@@ -73,15 +73,13 @@ def gather(x: Any, axis: str) -> Any:
     return jax.tree.map(one, x)
 
 
-def of_last_device(x: Array, axis: str) -> Array:
-    """Return x of the last device of a mesh axis, on all devices."""
-    if not x.size:
-        return x
+def of_last_device(x: Any, axis: str) -> Any:
+    """Return the arrays of x of the last device of a mesh axis, on all devices."""
     last = jax.lax.axis_index(axis) == jax.lax.axis_size(axis) - 1
-    return jax.lax.psum(jnp.where(last, x, 0), axis)
+    return jax.tree.map(lambda t: jax.lax.psum(jnp.where(last, t, 0), axis), x)
 
 
-def initial_state(spec: Spec, x: Inputs, span: Span) -> tuple[Array, Array, Array]:
+def initial_state(spec: Spec, x: Inputs, span: Span) -> tuple[Array, Array | None, Array | None]:
     """Return the state C, n, m before the span of this device: the initial state, then all spans before this one.
 
     The span of the first device contains the initial state.
@@ -102,15 +100,15 @@ def initial_state(spec: Spec, x: Inputs, span: Span) -> tuple[Array, Array, Arra
         if spec.normalize:
             m_new = jnp.maximum(m + s.g, s.m)
             old, new = jnp.exp(m + s.g - m_new), jnp.exp(s.m - m_new)
-            added = (
+            added: Any = (
                 old[..., None, None] * C + new[..., None, None] * s.C, old[..., None] * n + new[..., None] * s.n, m_new
             )  # fmt: skip
         else:
             root = jnp.exp(s.g / 2)[..., None, None]  # applied twice, since the decay of a growing state may overflow
-            added = C * root * root + s.C, n, m
-        first = (every.C[0], every.n[0], every.m[0])
-        taken = tuple(jnp.where(rank == 0, a, b) for a, b in zip(first, added, strict=True))
-        return tuple(jnp.where(rank < me, a, b) for a, b in zip(taken, state, strict=True)), None
+            added = C * root * root + s.C, None, None
+        first = jax.tree.map(lambda t: t[0], (every.C, every.n, every.m))
+        taken = jax.tree.map(lambda a, b: jnp.where(rank == 0, a, b), first, added)
+        return jax.tree.map(lambda a, b: jnp.where(rank < me, a, b), taken, state), None
 
     start = x.C, x.n, x.m
     ranks = jnp.arange(jax.lax.axis_size(spec.axis))
@@ -138,7 +136,7 @@ def final_cotangent(spec: Spec, log_decay: Array, cotangent: Carry, last: Carry)
         root = jnp.exp(g / 2)
 
         def one(after: Array, span: Array) -> Array:
-            weight = root.reshape(*root.shape, *[1] * (after.ndim - root.ndim)) if after.ndim > 1 else 1
+            weight = root.reshape(*root.shape, *[1] * (after.ndim - root.ndim))
             added = jnp.where(rank == jax.lax.axis_size(spec.axis) - 1, span, after * weight * weight + span)
             return jnp.where(rank > me, added, after)
 

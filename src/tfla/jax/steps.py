@@ -51,11 +51,10 @@ def _compute(spec: StepSpec, given: Given, state: State, lengths: Array | None) 
         log_i = jnp.zeros_like(log_f)
     else:
         log_i, log_f = log_gates(i, f, spec.gates)
-    none = jnp.zeros(0, dtype)
     start = (
         state.C.astype(dtype),
-        none if state.n is None else state.n.astype(dtype),
-        none if state.m is None else clamp(state.m).astype(dtype),
+        None if state.n is None else state.n.astype(dtype),
+        None if state.m is None else clamp(state.m).astype(dtype),
     )
     q, k = (jnp.repeat(t.astype(dtype), group, 2) for t in (q, k))
     parts = tuple(jnp.moveaxis(t.astype(dtype), 1, 0) for t in (q, k, v, log_i, log_f))

@@ -26,7 +26,7 @@ class Carry(NamedTuple):
     """A state or its cotangent."""
 
     C: Array  # (r, h, g, dqk, dhv)
-    n: Array  # (r, h, g, dqk); (0,) without a normalizer
+    n: Array | None  # (r, h, g, dqk); None: no normalizer
 
 
 def outer(a: Array, b: Array, w: Array, roots: bool) -> Array:
@@ -54,8 +54,8 @@ def rows(a: Array, b: Array, w: Array, roots: bool) -> Array:
 def advance(tile: Tile, w: Weights, carry: Carry, normalize: bool) -> Carry:
     """Return the state after the tile, (T5) and (T6), from the state before it."""
     C = w.scale(carry.C, w.decay) + outer(tile.k, tile.v, w.update, w.roots)
-    if not normalize:
-        return Carry(C, carry.n)
+    if not normalize or carry.n is None:
+        return Carry(C, None)
     return Carry(C, w.scale(carry.n, w.decay) + jnp.einsum("rhjk,rhgj->rhgk", tile.k, w.update))
 
 
@@ -70,18 +70,20 @@ def lower(x: Array) -> Array:
     return jnp.where(jnp.tri(x.shape[-1], dtype=bool), x, 0)
 
 
-def outputs(tile: Tile, w: Weights, carry: Carry, normalize: bool) -> tuple[Array, Array]:
-    """Return h (r, h, g, i, v), (T2) and (T4), and the stabilized denominators d (r, h, g, i), (T3)."""
+def outputs(tile: Tile, w: Weights, carry: Carry, normalize: bool) -> tuple[Array, Array | None]:
+    """Return h (r, h, g, i, v), (T2) and (T4), and the stabilized denominators d (r, h, g, i), (T3), or None."""
     P = products(tile, w)
     num = rows(tile.q, carry.C, w.inter, w.roots) + jnp.einsum("rhgij,rhgjv->rhgiv", P, tile.v)
     if not normalize:
-        return num, w.floor
+        return num, None
+    assert carry.n is not None
     d = w.scale(jnp.einsum("rhik,rhgk->rhgi", tile.q, carry.n), w.inter) + P.sum(-1)
     return num / w.denominator(d)[..., None], d
 
 
 def output_cotangents(h: Array, d: Array, dh: Array, w: Weights, normalizer_grad: bool) -> tuple[Array, Array]:
     """Return the cotangents of the stabilized numerator (r, h, g, i, v) and denominator (r, h, g, i), (B1)."""
+    assert w.floor is not None
     D = w.denominator(d)
     dd = jnp.zeros_like(d)
     if normalizer_grad:
@@ -92,8 +94,8 @@ def output_cotangents(h: Array, d: Array, dh: Array, w: Weights, normalizer_grad
 def retreat(tile: Tile, w: Weights, do: Array, dd: Array | None, carry: Carry) -> Carry:
     """Return the cotangent of the state before the tile, (T12) and (T13), from that of the state after it."""
     C = w.scale(carry.C, w.decay) + outer(tile.q, do, w.inter, w.roots)
-    if dd is None:
-        return Carry(C, carry.n)
+    if dd is None or carry.n is None:
+        return Carry(C, None)
     return Carry(C, w.scale(carry.n, w.decay) + jnp.einsum("rhik,rhgi->rhgk", tile.q, w.inter * dd))
 
 
@@ -132,6 +134,8 @@ def gradients(tile: Tile, w: Weights, do: Array, dd: Array | None, state: Carry,
     passing = w.scale_root(state.C) * w.scale_root(cotangent.C)
     between = passing.sum((-2, -1))
     if dd is not None:
+        assert state.n is not None
+        assert cotangent.n is not None
         dP += dd[..., None]
         from_state += (w.inter * dd)[..., None] * state.n[..., None, :]
         to_state += w.update[..., None] * cotangent.n[..., None, :]

@@ -55,8 +55,8 @@ class TileGates(NamedTuple):
 
     row: Pair
     column: Pair
-    m: Array  # (n, R, heads, L); (n, 0) without a normalizer
-    offset: Array  # (n, R, heads, L), added to the denominators; (n, 0): nothing is
+    m: Array | None  # (n, R, heads, L); None: no normalizer
+    offset: Array | None  # (n, R, heads, L), added to the denominators; None: nothing is
 
 
 def max_states(log_i: Array, log_f: Array, m: Array, tiling: Tiling) -> tuple[Array, Array]:
@@ -92,15 +92,15 @@ def max_states(log_i: Array, log_f: Array, m: Array, tiling: Tiling) -> tuple[Ar
     return every, jnp.concatenate([before[..., None], every[..., :-1]], -1)
 
 
-def tile_gates(log_i: Array, log_f: Array, m: Array, tiling: Tiling, normalize: bool) -> TileGates:
+def tile_gates(log_i: Array, log_f: Array, m: Array | None, tiling: Tiling) -> TileGates:
     """Return the log-weights of tiles from log-gates (n, R, heads, L) and the initial max states m (N, heads)."""
-    every = none = jnp.zeros((log_f.shape[0], 0), log_f.dtype)
-    if normalize:
+    every = None
+    if m is not None:
         every, before = max_states(log_i, log_f, m, tiling)
         log_i, log_f = stabilized(log_i, log_f, every, before)
     b, b_low = cumulative_sum(log_f)
     a, a_low = two_sum(log_i, -b)
-    return TileGates((b, b_low), (a, a_low - b_low), every, none)
+    return TileGates((b, b_low), (a, a_low - b_low), every, None)
 
 
 def stabilized(log_i: Array, log_f: Array, m: Array, before: Array) -> Pair:
@@ -120,8 +120,8 @@ class Weights(NamedTuple):
     update: Array  # (R, heads, L): of step j in the state after the tile
     decay: Array  # (R, heads): of the state before the tile in the one after it
     log_inter: Array  # (R, heads, L), the exponents of the true `inter`
-    floor: Array  # (R, heads, L): exp(-m), never 0; (0,) without a normalizer
-    offset: Array  # (R, heads, L), added to the denominator; (0,): nothing is
+    floor: Array | None  # (R, heads, L): exp(-m), never 0; None: no normalizer
+    offset: Array | None  # (R, heads, L), added to the denominator; None: nothing is
     roots: bool  # whether D, inter, update and decay are square roots
 
     def scale(self, x: Array, weight: Array) -> Array:
@@ -131,8 +131,9 @@ class Weights(NamedTuple):
 
     def denominator(self, d: Array) -> Array:
         """Return max(|d|, exp(-m)), plus the offset if there is one, from the stabilized d (R, heads, L)."""
+        assert self.floor is not None
         bounded = jnp.maximum(jnp.abs(d), self.floor)
-        return bounded + self.offset if self.offset.ndim > 1 else bounded
+        return bounded if self.offset is None else bounded + self.offset
 
     def lift(self) -> Array:
         """Return the factors (R, heads, L) by which products of cotangents may be multiplied before they are weighted.
@@ -154,7 +155,7 @@ def weights(gates: TileGates, roots: bool) -> Weights:
     causal = jnp.tri(b.shape[-1], dtype=bool)
     update = (b[..., -1:] + a) + (b_low[..., -1:] + a_low)
     inter = b + b_low
-    floor = jnp.maximum(jnp.exp(-gates.m), jnp.finfo(b.dtype).tiny)
+    floor = None if gates.m is None else jnp.maximum(jnp.exp(-gates.m), jnp.finfo(b.dtype).tiny)
     return Weights(
         jnp.exp(jnp.where(causal, D, -jnp.inf) * part), jnp.exp(inter * part), jnp.exp(update * part),
         jnp.exp(inter[..., -1] * part), inter, floor, gates.offset, roots,

@@ -31,8 +31,8 @@ class Problem(NamedTuple):
     """The tiles of one call, in chunks: leading dims (chunks, tiles of a chunk)."""
 
     tiles: Tile
-    sequence: Array  # the sequence of each tile, N where there is none
-    starts: Array  # whether it is the first tile of its sequence
+    sequence: Array | None  # the sequence of each tile, N where there is none; None: not packed
+    starts: Array | None  # whether it is the first tile of its sequence; None: not packed
 
 
 def tile_steps(T: int, chunk_size: int) -> int:
@@ -67,7 +67,7 @@ def _problem(spec: DeltaSpec, x: DeltaInputs, grid: Grid) -> Problem:
 
 def _carry(x: DeltaInputs, C: Array) -> Carry:
     """Return states (N, H, ...) with groups of heads, (N, Hq, group, ...), as a carry without a normalizer."""
-    return Carry(C.reshape(C.shape[0], x.q.shape[2], x.group, *C.shape[2:]), jnp.zeros(0, C.dtype))
+    return Carry(C.reshape(C.shape[0], x.q.shape[2], x.group, *C.shape[2:]), None)
 
 
 def _states(x: DeltaInputs, carry: Carry) -> Array:
@@ -177,7 +177,7 @@ def _attend_backward(spec: DeltaSpec, kept: Residuals, cotangents: Results) -> t
     p = _problem(spec, x, grid)
     packed = grid.tiling.packing is not None
     initial = _carry(x, x.C)
-    ends = last_of_sequences(p.sequence) if packed else p.starts
+    ends = None if p.sequence is None else last_of_sequences(p.sequence)
 
     def back(memory: Memory, at: Any) -> tuple[Memory, tuple[Array, Array]]:
         """Take the cotangent of the state back by one tile."""

@@ -17,7 +17,7 @@ from tfla.jax import partitions
 from tfla.jax.chunkwise import CHUNK
 from tfla.jax.delta import chunkwise
 from tfla.jax.delta.inputs import DeltaArrays, DeltaInputs, DeltaSpec, activated
-from tfla.jax.hosting import by_batch, on_platform
+from tfla.jax.hosting import by_batch, on_platform, with_empty, without_empty
 from tfla.jax.inputs import vary_alike
 from tfla.jax.kernels import present_gpu
 from tfla.jax.plans import GPU, Signature, result_signature, signature, torch_inputs
@@ -46,7 +46,7 @@ class KernelSpec(NamedTuple):
     plain: DeltaSpec  # of the same call in the chunkwise form
 
 
-Results = tuple[Array, Array]  # h and the final C
+Results = tuple[Array, Any]  # h and the final C
 STEPS = ("btgk", "btgk", "bthv", "bth")  # q, k, v and beta
 INPUTS = (*STEPS, "bthk", "btgk", "nhkv", "o")  # KernelArrays with gates by channel
 SAVED = ("bthv", "bthx")  # E and X
@@ -113,12 +113,12 @@ def _plan(spec: KernelSpec, given: Signature, forward: bool) -> Any:
 
 
 def _plain(spec: KernelSpec, x: KernelArrays) -> Results:
-    """Compute h and the final C in the chunkwise form; (0,) for what the options do not ask for."""
+    """Compute h and the final C in the chunkwise form; None for what the options do not ask for."""
     given = DeltaArrays(*x[:6], None, None, *x[6:])
     rule = spec.plain.rule._replace(normalize_qk=False, beta_activation="none", gate_activation="none")
     sequences = x.q.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     h, C = chunkwise.attend(spec.plain, activated(rule, given, sequences))
-    return h, C if spec.options.final_state else C.ravel()[:0]
+    return h, C if spec.options.final_state else None
 
 
 def _plain_gradients(spec: KernelSpec, x: KernelArrays, cotangents: Results) -> KernelArrays:
@@ -129,19 +129,20 @@ def _plain_gradients(spec: KernelSpec, x: KernelArrays, cotangents: Results) -> 
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _launch_forward(spec: KernelSpec, x: KernelArrays) -> list[Array]:
+def _launch_forward(spec: KernelSpec, x: KernelArrays) -> list[Any]:
     """Launch the forward as one compiled function: h, the final C, E and X."""
 
     def launch(arrays: tuple[Array | None, ...]) -> list[Array]:
         lowered = _plan(spec, signature(arrays), True)
         return on_platform(lowered, arrays, lambda whole: list(_plain(spec, KernelArrays(*whole))))  # type: ignore[arg-type]
 
-    return by_batch(launch, x, _dims(x, True))
+    h, C, *saved = by_batch(launch, x, _dims(x, True))
+    return [h, C if spec.options.final_state else None, *without_empty(saved)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(spec: KernelSpec, x: KernelArrays) -> Results:
-    """Compute h and the final C; (0,) for what the options do not ask for."""
+    """Compute h and the final C; None for what the options do not ask for."""
     h, C, *_ = _launch_forward(spec._replace(options=spec.options._replace(save=False)), x)
     return h, C
 
@@ -184,14 +185,12 @@ def _launch_backward(spec: KernelSpec, x: KernelArrays, saved: list[Array], cota
         def otherwise(whole: list[Array | None]) -> list[Array | None]:
             x, dh = KernelArrays(*whole[:8]), whole[10]  # type: ignore[arg-type]
             assert dh is not None
-            dC = whole[11] if spec.options.final_state else dh.ravel()[:0].astype(jnp.float32)
-            assert dC is not None
-            found = _plain_gradients(spec, x, (dh, dC))
+            found = _plain_gradients(spec, x, (dh, whole[11]))
             return [g for g, t in zip(found[:7], whole, strict=False) if t is not None]
 
         return on_platform(lowered, arrays, otherwise)
 
-    given = (*x, *saved, dh, dC if spec.options.final_state else None)
+    given = (*x, *with_empty(saved), dh, dC)
     found = by_batch(launch, given, _dims(x, False))
     every: Any = [None if t is None else found.pop(0).astype(t.dtype) for t in x[:7]]
     return KernelArrays._make([*every, None])
