@@ -28,7 +28,7 @@ TRAINING_ROWS = {
     "Llama, 16 heads of 128, cuDNN": "Llama, cuDNN attention",
 }
 MAMBA_ROWS = {"tfla mamba_chunk_scan_combined": "tfla", "Mamba-2": "mamba_ssm"}
-# The GPU does not rest between these calls, so that they take longer than those of the first rows.
+# Here a sample is calls back to back; in the rows above it is one call after a rest.
 SPEED_JAX = {name: f"tfla, mLSTMexp, from {name}, calls back to back" for name in ("PyTorch", "JAX")}
 SPEED_DELTA = ("Gated DeltaNet, 32 × 128 × 128", "KDA, 32 × 128 × 128")
 DELTA_COLUMNS = {"fla": "flash-linear-attention", "tfla": "**tfla**"}
