@@ -137,5 +137,6 @@ def test_the_page_has_the_table_of_the_stored_results() -> None:
     steps = {**result, "rows": [{"name": "tfla kda", "x": 64, "direction": FORWARD, "seconds": 2.5e-5, **facts}]}
     table = page_tables.mixers({"mixers": result, "mixers_decode": steps})
     assert table.startswith("| a device, 2026-01-01 | heads |")
-    assert "| `kda` | 2 of 3 × 4 | 12.3 | 1.000 | 3.500 | - | 25 |" in table
-    assert "| `gla` | - | - | - | - | - | - |" in table
+    assert "| `kda` | 2 of 3 × 4 | 12.3 | 1.000 | 3.500 | not run | 25 |" in table
+    assert "| `attention` | 16 of 128 × 128 | 16.8 | not run | not run | not run | not run |" in table
+    assert "| `gated_delta_net` | 16 of 128 × 256 | " in table

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tfla._util.errors import UserError
 from tfla.cli import main
 from tfla.nn import LanguageModel
+from tfla.nn.config import Mixer
 from tfla.paper.evidence import worker_pool
 from tfla.paper.evidence.figures import FIGURES, Config, figures
-from tfla.paper.evidence.models import MODELS, Shape, model_config, state_size
+from tfla.paper.evidence.models import LABELS, MODELS, Shape, model_config, state_size
 from tfla.paper.evidence.needle import DEPTHS, Needle
 from tfla.paper.evidence.plans import EXPERIMENTS, PLAIN
 from tfla.paper.evidence.recall import Recall
@@ -61,6 +62,8 @@ def test_models_of_an_experiment_are_of_equal_size(name: str, size: Any, shape: 
         states = {state_size(config) for config in configs.values()} - {None}
         assert len(states) == 1
     assert set(plan.models) >= set(PLAIN)
+    shown = {mixer for model in MODELS.values() for mixer in (*model.get("layers", ()), *[model.get("mixer")]) if mixer}
+    assert shown == set(get_args(Mixer))
 
 
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 8), min_size=1, max_size=3, unique=True))
@@ -284,11 +287,18 @@ def test_figures_and_tables(tmp_path: Path) -> None:
     assert text.count("| RetNet |") == len(tasks)
     assert text.count(" 0.25 ± 0.00") == 2 * (2 + 2 + 2)  # models, and columns of recall, tracking and needle
     assert text.count(" 0.250 ± 0.000 ") == 2 * (3 + 1)  # of length and language
+    assert text.count("\n\nNot run: mLSTMexp; ") == len(tasks)
+    assert text.count("; DeltaNet, β < 2; ") == 1  # which takes part in state tracking alone
+    assert not any("RetNet" in line for line in text.splitlines() if line.startswith("Not run: "))
     lines = beside.read_text().splitlines()
     assert lines[3].startswith("| model | recall, most pairs | parity | ")
     two, three = "0.25 ± 0.00", "0.250 ± 0.000"
-    cells = f" | {two} | - | - | {two}, {two} | - | {three} | {two} | {three} |"
-    assert lines[5:7] == ["| RetNet" + cells, "| attention" + cells]
+    cells = [two, "not run", "not run", f"{two}, {two}", "not run", three, two, three]
+    found = {line.split(" | ")[0]: line for line in lines[5:-2]}
+    assert list(found) == [f"| {LABELS[model]}" for model in MODELS]
+    for model in MODELS:
+        expected = cells if model in ("retnet", "attention") else ["not run"] * len(cells)
+        assert found[f"| {LABELS[model]}"] == " | ".join([f"| {LABELS[model]}", *expected]) + " |"
     assert (lines[0], lines[-2:]) == ("Before.", ["", "After."])
     (tmp_path / "img").mkdir()
     (tmp_path / "img" / "evidence_recall.png").touch()

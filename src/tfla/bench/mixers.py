@@ -97,6 +97,11 @@ class Replay:
         return self.result
 
 
+def facts_of(mixer: str) -> dict[str, Any]:
+    """Return what :func:`layer` says of a mixer beside its time: the number of parameters, and the heads as text."""
+    return _facts(*build(Problem(1, 1, 1, 1, 1, device="meta"), mixer))
+
+
 def _facts(built: SequenceMixer, config: ModelConfig) -> dict[str, Any]:
     """Return the number of parameters of a layer, and its heads as text."""
     values = config.mamba_expand * config.d_model if config.mixer == "mamba2" else config.num_heads * config.head_dim

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from tfla._util.markdown import table
 from tfla.bench.gpu import NOT_RUN
 from tfla.bench.gpu_report import milliseconds
+from tfla.bench.mixers import facts_of
 from tfla.bench.suites import VARIANTS
 from tfla.measure.problem import BOTH, FORWARD, STEP
 from tfla.nn.config import Mixer
@@ -201,10 +202,10 @@ def mixers(results: dict[str, Row]) -> str:
     for name in get_args(Mixer):
         both = [_find(found["mixers"], f"tfla {name}", STEPS, direction) for direction in (FORWARD, BOTH)]
         steps = [_find(found["mixers_decode"], f"tfla {name}", batch, FORWARD) for batch in MIXER_BATCHES]
-        facts = next((row for row in (*both, *steps) if "heads" in row), {})
-        sizes = [facts["heads"], f"{facts['parameters'] / 1e6:.1f}"] if facts else ["-", "-"]
+        facts = next((row for row in (*both, *steps) if "heads" in row), None) or facts_of(name)
         micro = [f"{row['seconds'] * 1e6:,.0f}" if "seconds" in row else _time(row) for row in steps]
-        body.append([f"`{name}`", *sizes, *map(_time, both), *micro])
+        times = ["not run" if cell == "-" else cell for cell in (*map(_time, both), *micro)]
+        body.append([f"`{name}`", facts["heads"], f"{facts['parameters'] / 1e6:.1f}", *times])
     places = {f"{r['environment']['device']}, {r['environment']['date']}" for r in found.values() if "environment" in r}
     header = ["; ".join(sorted(places)) or "not timed yet", "heads", "parameters, millions"]
     header += [f"{direction}, ms" for direction in (FORWARD, BOTH)]

@@ -18,7 +18,7 @@ from tfla.paper.evidence.training import Precision, Run
 from tfla.train.config import Data
 
 SizeName = Literal["smoke", "full"]
-REFLECTING = ("gated_delta_net_2", "kda_2")  # whose steps can reverse the sign of what is stored
+REFLECTING = ("delta_net_2", "gated_delta_net_2", "kda_2")  # whose steps can reverse the sign of what is stored
 PLAIN = tuple(name for name in MODELS if name not in REFLECTING)
 SEEDS = (0, 1, 2)
 

@@ -16,7 +16,8 @@ from tfla.paper.evidence.summary import Group, groups, mean_text, setting
 from tfla.paper.style import short
 
 Row = dict[str, Any]
-MARK = re.compile(r"(<!-- evidence: (\w+) -->)\n(?:[^\n<][^\n]*\n|\n(?=\||!\[))*")
+MARK = re.compile(r"(<!-- evidence: (\w+) -->)\n(?:[^\n<][^\n]*\n|\n(?=\||!\[|Not run: ))*")
+NOT_RUN = "not run"
 GROUP_NAMES = {"Z2": "parity", "Z5": "addition modulo 5", "S3": "permutations of 3", "S5": "permutations of 5"}
 
 
@@ -99,7 +100,7 @@ TABLES: dict[str, Callable[[Row], str]] = {
 
 
 def mixers(results: dict[str, Row]) -> str:
-    """Return a row for each model with the last column of each experiment's table, and `-` where it has not been run.
+    """Return a row for each model with the last column of each experiment's table, where it has been run.
 
     Of several sizes of the state the largest counts.
     """
@@ -109,8 +110,7 @@ def mixers(results: dict[str, Row]) -> str:
             largest = _largest_state(results[name])
             every = [g for g in groups(results[name]) if g.shape["state_dim"] == largest]
             columns.append((header, {g.model: cell for g in every if (cell := made(g)) is not None}))
-    shown = [model for model in MODELS if any(model in cells for _, cells in columns)]
-    rows = [[LABELS[model], *(cells.get(model, "-") for _, cells in columns)] for model in shown]
+    rows = [[LABELS[model], *(cells.get(model, NOT_RUN) for _, cells in columns)] for model in MODELS]
     return table(["model", *(header for header, _ in columns)], rows)
 
 
@@ -146,8 +146,17 @@ ACROSS: tuple[tuple[str, str, Callable[[Group], str | None]], ...] = (
 )
 
 
+def _without_runs(name: str, found: Row) -> str:
+    """Return a sentence that names the models of an experiment that have no runs, after an empty line; or nothing."""
+    present = {row["run"]["model"] for row in found["runs"]}
+    labels = [LABELS[model] for model in EXPERIMENTS[name].full.models if model not in present]
+    return f"\n\nNot run: {'; '.join(labels)}." if labels else ""
+
+
 def block(name: str, results: dict[str, Row], folder: Path) -> str:
-    """Return what stands under a mark: setting, table and figure, or how to run an experiment that has no results.
+    """Return what stands under a mark: setting, table, models that were not run, and figure.
+
+    An experiment that has no results has the command that runs it instead.
 
     Args:
         name: an experiment, or "mixers" for a table across all of them.
@@ -158,7 +167,7 @@ def block(name: str, results: dict[str, Row], folder: Path) -> str:
         return mixers(results)
     if name not in results:
         return f"No results are stored: `tfla experiment {name} --size full`."
-    text = f"{setting(results[name])}.\n\n{TABLES[name](results[name])}"
+    text = f"{setting(results[name])}.\n\n{TABLES[name](results[name])}{_without_runs(name, results[name])}"
     image, title = f"img/evidence_{name}.png", EXPERIMENTS[name].title
     return f"{text}\n\n![{title[0].upper()}{title[1:]}]({image})" if (folder / image).exists() else text
 
