@@ -5,6 +5,7 @@ They run on a GPU. With TRITON_INTERPRET=1 their plans run on the CPU, in Triton
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,6 +95,26 @@ def test_shard_map() -> None:
 
     found = jax.jit(jax.grad(lambda x: total(run, x)))(x)
     close(found, jax.jit(jax.grad(lambda x: total(lambda x: call("kda", x, backend="triton"), x)))(x))
+
+
+def test_packed_sequences_over_a_mesh_axis() -> None:
+    """Each device launches a packed call of its own, whose first state has come from the devices before it."""
+    lengths = (3, 0, 40, 37)
+    count = min(4, jax.device_count())
+    x = leaves_of(delta_problem("gdn", **SHAPE | {"lengths": lengths}))
+    mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:count])
+    specs = {name: P() if name == "C" else P(None, "x") for name in x}
+    one = functools.partial(call, "gdn", cu_seqlens=(0, 3, 3, 43, 80))
+    parts = jax.shard_map(
+        functools.partial(one, backend="triton", context_parallel="x"), mesh=mesh, in_specs=(specs,),
+        out_specs=(P(None, "x"), tfla.jax.State(P())),
+    )  # fmt: skip
+
+    def total(run: Any, x: Any) -> Any:
+        h, state = run(x)
+        return jnp.sin(h).sum() + jnp.sin(state.C).sum()
+
+    close(*(jax.jit(jax.value_and_grad(functools.partial(total, run)))(x) for run in (parts, one)))
 
 
 def test_explanation() -> None:

@@ -250,16 +250,6 @@ def test_explanation_of_packed_sequences_in_context_parallel() -> None:
     assert (found[0].backend, found[0].kernel) == ("chunkwise", "segmented")
 
 
-def test_the_delta_rule_in_context_parallel_takes_no_states_of_packed_sequences() -> None:
-    x = leaves_of(problem(T=20, B=1, carried=False))
-    run = jax.shard_map(
-        lambda x: tfla.jax.delta_rule(*x, context_parallel="x", cu_seqlens=(0, 4, 20), return_state=True)[0],
-        mesh=mesh(2), in_specs=([P(None, "x")] * 5,), out_specs=P(None, "x"),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match=r"^context_parallel: got it with cu_seqlens and initial_state or return_stat"):
-        run([x[name] for name in STEPS])
-
-
 DELTA: dict[str, Any] = {"B": 2, "T": 40, "H": 4, "K": 4, "V": 3}
 DELTA_STEPS = ("q", "k", "v", "beta", "log_f", "read_key")
 

@@ -16,7 +16,7 @@ from tfla.jax.delta import channel_gates
 from tfla.jax.delta.channel_gates import has_channel_gates
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import Inputs, Spec, acc_dtype
-from tfla.jax.packed_parts import Parts
+from tfla.jax.packed_parts import Parts, initial_states
 from tfla.jax.plans import KernelInputs, KernelSpec
 from tfla.jax.spans import PackedSteps, of_last_device
 from tfla.jax.state import State
@@ -47,7 +47,7 @@ def prepare(
     given_chunk_size = chunk_size
     is_open = backend is None and kernel is None
     chosen, kernel, chunk_size = choose(backend, kernel, chunk_size)
-    checks.check_context_parallel(context_parallel, chosen, False, (*kernels.BACKENDS, "chunkwise"))
+    checks.check_context_parallel(context_parallel, chosen, (*kernels.BACKENDS, "chunkwise"))
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, q, context_parallel)
     sequences = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -60,7 +60,7 @@ def prepare(
             f, v, cu_seqlens = steps.close(jnp.asarray(f)), steps.values(v), None
         else:  # the call of this device, with sequences of its own
             parts = Parts.of(q.shape[1], cu_seqlens, context_parallel)
-            initial_state = parts.initial(k, v, i, f, gates, normalize, initial_state)
+            initial_state = initial_states(parts, k, v, i, f, gates, normalize, initial_state)
             cu_seqlens, context_parallel = parts.offsets, None
     if is_open:
         chosen = kernels.choose(q, k, v, i, f, initial_state, cu_seqlens, context_parallel) or chosen

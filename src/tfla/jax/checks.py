@@ -168,30 +168,22 @@ def check_in_place(in_place: object) -> None:
         )
 
 
-def check_context_parallel(
-    axis: object, backend: str, packed_states: bool, allowed: tuple[str, ...] = ("chunkwise",)
-) -> None:
+def check_context_parallel(axis: object, backend: str, allowed: tuple[str, ...]) -> None:
     """Check the name of the mesh axis over which the sequence is divided.
 
     Args:
         axis: the argument of the call.
         backend: its backend.
-        packed_states: whether it has packed sequences with initial states, or with states to return.
         allowed: the backends that divide sequences.
 
     Raises:
-        TypeError, ValueError: it is no string, no axis of the `shard_map` around the call, or together with states of
-            packed sequences or another backend.
+        TypeError, ValueError: it is no string, no axis of the `shard_map` around the call, or together with another
+            backend.
     """
     if axis is None:
         return
     if not isinstance(axis, str):
         raise TypeError(f"context_parallel: got {type(axis).__name__}, expected the name of a mesh axis or None")
-    if packed_states:
-        raise ValueError(
-            "context_parallel: got it with cu_seqlens and initial_state or return_state, expected no states of packed "
-            "sequences"
-        )
     if backend not in allowed:
         names = ", ".join(map(repr, allowed))
         raise ValueError(f"context_parallel: got it with backend {backend!r}, expected {names}")

@@ -58,68 +58,35 @@ class Parts(NamedTuple):
         row = jnp.clip(row, 0, len(self.at) - 2)
         return row, self.at[row] >= device * self.T
 
-    def initial(
-        self, k: Array, v: Array, i: Array | None, f: Array, gates: str, normalize: bool, given: State | None
-    ) -> State:
+    @property
+    def running(self) -> Array:
+        """The steps of this device (T,) that belong to its last sequence, or come after all sequences."""
+        return jnp.arange(self.T) >= self.offsets[self.last(self.here)[0]]
+
+    def initial(self, given: State, own: Any, passed: Callable[[Any, State], State]) -> State:
         """Return the states (N, ...) before the first step of each sequence on this device.
 
         Args:
-            k: (1, T, Hq, dqk).
-            v: (1, T, H, dhv).
-            i, f, gates, normalize: the gates (1, T, H) and what they are, as in :func:`tfla.jax.api.prepare`.
-            given: (N, ...), the states before whole sequences, the same on all devices; None is zero.
+            given: (N, ...), the states before whole sequences, the same on all devices.
+            own: arrays that say what the steps :attr:`running` of this device do to a state.
+            passed: the function that returns the state of one sequence after such steps of a device.
         """
-        dtype = acc_dtype(k)
-        if given is None:
-            dims = len(self.at) - 1, v.shape[2], k.shape[3], v.shape[3]
-            given = State.zeros(*dims, normalize=normalize, dtype=dtype)
-        given = _each(lambda x: jnp.asarray(x).astype(dtype), given)
-        given = State(*vary_alike(*given, self.here)[:3])
-        if given.m is not None:
-            given = given._replace(m=clamp(given.m))
-        own = jax.checkpoint(self._span, static_argnums=(4, 5))(k, v, i, f, gates, normalize)
+        leaves, tree = jax.tree.flatten((given, own))
+        given, own = jax.tree.unflatten(tree, vary_alike(*leaves, self.here)[:-1])
         every = gather(own, self.axis)
         row, begins = jax.vmap(self.last)(jnp.arange(jax.lax.axis_size(self.axis)))
         before = _each(lambda x: x[row], given)
 
-        def add(state: State, at: tuple[Array, Span, State, Array]) -> tuple[State, None]:
+        def add(state: State, at: tuple[Array, Any, State, Array]) -> tuple[State, None]:
             """Pass the state through the steps of one device, if that comes before this one."""
             device, span, start, begins = at
-            new = _passed(span, _each(lambda a, b: jnp.where(begins, a, b), start, state))
+            new = passed(span, _each(lambda a, b: jnp.where(begins, a, b), start, state))
             return _each(lambda a, b: jnp.where(device < self.here, a, b), new, state), None
 
         devices = jnp.arange(len(row))
         state, _ = jax.lax.scan(add, _each(lambda x: jnp.zeros_like(x[0]), before), (devices, every, before, begins))
         goes_on = self.at[:-1] < self.here * self.T
         return _each(lambda a, b: jnp.where(goes_on.reshape(-1, *[1] * a.ndim), a, b), state, given)
-
-    def _span(self, k: Array, v: Array, i: Array | None, f: Array, gates: str, normalize: bool) -> Span:
-        """Return what the steps of this device of its last sequence do to a state, from a state of zero."""
-        if i is None:
-            log_f = clamp(f)
-            log_i = jnp.zeros_like(log_f)
-        else:
-            log_i, log_f = log_gates(i, f, gates)
-        dtype, group = acc_dtype(k), v.shape[2] // k.shape[2]
-        first = self.offsets[self.last(self.here)[0]]
-        inside = (jnp.arange(self.T) >= first)[None, :, None]
-        log_f = jnp.where(inside, log_f.astype(dtype), 0)
-        # The sums of log_f after each step.
-        after = jax.lax.cumsum(log_f, 1, reverse=True) - log_f
-        weight = jnp.where(inside, after + log_i.astype(dtype), -jnp.inf)
-        m = None
-        if normalize:
-            # Of the steps alone: the max state before them may be far below 0. It is finite where no step is inside.
-            m = jax.lax.stop_gradient(jnp.maximum(weight.max(1), jnp.finfo(dtype).min / 4))
-            weight = weight - m[:, None]
-        grows = gates == "log" and not normalize
-        w = jnp.moveaxis(jnp.exp(weight / 2 if grows else weight), 1, 2).reshape(1, k.shape[2], group, -1)
-        keys, values = (jnp.moveaxis(x.astype(dtype), 1, 2) for x in (k, v))
-        C = tile.outer(keys, values.reshape(*w.shape, v.shape[3]), w, grows)
-        n = None
-        if normalize:
-            n = jnp.einsum("rhjk,rhgj->rhgk", keys, w).reshape(v.shape[2], -1)
-        return Span(log_f.sum(1)[0], C.reshape(v.shape[2], *C.shape[3:]), n, None if m is None else m[0])
 
     def final(self, state: State) -> State:
         """Return the states after the last step of each sequence, on all devices.
@@ -133,6 +100,58 @@ class Parts(NamedTuple):
             return jax.lax.psum(jnp.where(owner.reshape(-1, *[1] * (x.ndim - 1)), x, 0), self.axis)
 
         return _each(whole, state)
+
+
+def initial_states(
+    parts: Parts, k: Array, v: Array, i: Array | None, f: Array, gates: str, normalize: bool, given: State | None
+) -> State:
+    """Return the states (N, ...) of the mLSTM before the first step of each sequence on this device.
+
+    Args:
+        parts: the parts of the sequences.
+        k: (1, T, Hq, dqk).
+        v: (1, T, H, dhv).
+        i, f, gates, normalize: the gates (1, T, H) and what they are, as in :func:`tfla.jax.api.prepare`.
+        given: (N, ...), the states before whole sequences, the same on all devices; None is zero.
+    """
+    dtype = acc_dtype(k)
+    if given is None:
+        dims = len(parts.at) - 1, v.shape[2], k.shape[3], v.shape[3]
+        given = State.zeros(*dims, normalize=normalize, dtype=dtype)
+    given = _each(lambda x: jnp.asarray(x).astype(dtype), given)
+    if given.m is not None:
+        given = given._replace(m=clamp(given.m))
+    return parts.initial(
+        given, jax.checkpoint(_span, static_argnums=(5, 6))(parts.running, k, v, i, f, gates, normalize), _passed
+    )
+
+
+def _span(running: Array, k: Array, v: Array, i: Array | None, f: Array, gates: str, normalize: bool) -> Span:
+    """Return what some steps (T,) do to a state, from a state of zero; the arguments are those of the whole call."""
+    if i is None:
+        log_f = clamp(f)
+        log_i = jnp.zeros_like(log_f)
+    else:
+        log_i, log_f = log_gates(i, f, gates)
+    dtype, group = acc_dtype(k), v.shape[2] // k.shape[2]
+    inside = running[None, :, None]
+    log_f = jnp.where(inside, log_f.astype(dtype), 0)
+    # The sums of log_f after each step.
+    after = jax.lax.cumsum(log_f, 1, reverse=True) - log_f
+    weight = jnp.where(inside, after + log_i.astype(dtype), -jnp.inf)
+    m = None
+    if normalize:
+        # Of the steps alone: the max state before them may be far below 0. It is finite where no step is inside.
+        m = jax.lax.stop_gradient(jnp.maximum(weight.max(1), jnp.finfo(dtype).min / 4))
+        weight = weight - m[:, None]
+    grows = gates == "log" and not normalize
+    w = jnp.moveaxis(jnp.exp(weight / 2 if grows else weight), 1, 2).reshape(1, k.shape[2], group, -1)
+    keys, values = (jnp.moveaxis(jnp.where(inside[..., None], x, 0).astype(dtype), 1, 2) for x in (k, v))
+    C = tile.outer(keys, values.reshape(*w.shape, v.shape[3]), w, grows)
+    n = None
+    if normalize:
+        n = jnp.einsum("rhjk,rhgj->rhgk", keys, w).reshape(v.shape[2], -1)
+    return Span(log_f.sum(1)[0], C.reshape(v.shape[2], *C.shape[3:]), n, None if m is None else m[0])
 
 
 def _each(fn: Callable[..., Array], *states: State) -> State:

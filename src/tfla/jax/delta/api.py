@@ -16,7 +16,9 @@ from tfla.jax.delta import chunkwise, kernels, reference
 from tfla.jax.delta.activations import log_gate
 from tfla.jax.delta.checks import check_arrays, check_rule
 from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec, Rule
+from tfla.jax.delta.packed_parts import initial_states
 from tfla.jax.inputs import acc_dtype
+from tfla.jax.packed_parts import Parts
 from tfla.jax.spans import PackedSteps, of_last_device
 from tfla.jax.state import State
 from tfla.jax.state_pool import attend_by_index, check_without_axis
@@ -51,16 +53,23 @@ def prepare(
         x, scale, correct, read_before_decay, normalize_qk, beta_activation, gate_activation, lower_bound
     )  # fmt: skip
     backend, kernel, chunk_size = choose(backend, kernel, chunk_size, DELTA_KERNELS)
-    packed_states = cu_seqlens is not None and (state is not None or return_state)
-    checks.check_context_parallel(context_parallel, backend, packed_states)
+    # Kernels run packed calls of each device.
+    allowed = ("chunkwise",) if cu_seqlens is None else ("chunkwise", kernels.BACKEND)
+    checks.check_context_parallel(context_parallel, backend, allowed)
     if cu_seqlens is not None:
         checks.check_cu_seqlens(cu_seqlens, x.q, context_parallel)
-    if cu_seqlens is not None and context_parallel is not None:
-        x, rule = _divide_packed(x, rule, cu_seqlens, context_parallel)
-        cu_seqlens = None
     sequences = x.q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if state is not None:
         checks.check_state(state, sequences, x.q, x.v, False, "initial_state")
+    x = DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
+    if cu_seqlens is not None and context_parallel is not None:
+        if state is None and not return_state and backend == "chunkwise":
+            x, rule = _divide_packed(x, rule, cu_seqlens, context_parallel)
+            cu_seqlens, sequences = None, 1
+        else:  # the call of this device, with sequences of its own
+            parts = Parts.of(x.q.shape[1], cu_seqlens, context_parallel)
+            state = initial_states(parts, rule, x, state, chunk_size)
+            cu_seqlens, context_parallel = parts.offsets, None
     concrete = isinstance(cu_seqlens, tuple | np.ndarray)
     offsets = tuple(int(t) for t in cu_seqlens) if concrete else None  # type: ignore[union-attr]
     x = x._replace(C=None if state is None else state.C, cu_seqlens=None if concrete else cu_seqlens)  # type: ignore[arg-type]
@@ -70,7 +79,6 @@ def prepare(
 
 def _divide_packed(x: DeltaArrays, rule: Rule, cu_seqlens: Offsets, axis: str) -> tuple[DeltaArrays, Rule]:
     """Return the arrays and the rule of one sequence that acts as the packed ones, see :class:`.PackedSteps`."""
-    x = DeltaArrays(*(None if t is None else jnp.asarray(t) for t in x))  # type: ignore[arg-type]
     steps = PackedSteps(x.v.shape[1], cu_seqlens, axis)
     log_f = jnp.zeros(x.v.shape[:-1], acc_dtype(x.q))
     if x.log_f is not None:  # a gate is closed after its activation
@@ -82,15 +90,24 @@ def _divide_packed(x: DeltaArrays, rule: Rule, cu_seqlens: Offsets, axis: str) -
     return x, rule._replace(gate_activation="none", lower_bound=0.0)
 
 
-def run(return_state: bool, spec: DeltaSpec, x: DeltaArrays) -> Array | tuple[Array, State]:
-    """Compute a call that has been checked."""
+def run(
+    return_state: bool, parts: Parts | None, spec: DeltaSpec, x: DeltaArrays
+) -> Array | tuple[Array, State]:  # fmt: skip
+    """Compute a call that has been checked.
+
+    Args:
+        return_state: whether it returns the state.
+        parts: those of packed sequences whose states are asked for, on the devices of a mesh axis.
+        spec, x: its options and arrays.
+    """
     if spec.backend == kernels.BACKEND:
         h, C = kernels.compute(kernels.prepare(spec, x, bool(return_state)), spec, x)
     else:
         h, C = (reference if spec.backend == "reference" else chunkwise).compute(spec, x)
     if not return_state:
         return h
-    return h, State(C if spec.axis is None else of_last_device(C, spec.axis))
+    state = State(C if spec.axis is None else of_last_device(C, spec.axis))
+    return h, state if parts is None else parts.final(state)
 
 
 def delta_rule(
@@ -188,10 +205,8 @@ def delta_rule(
         )  # fmt: skip
         return attend_by_index(of_rows, initial_state, state_indices, return_state, q, cu_seqlens)
     x: Any = DeltaArrays(q, k, v, beta, log_f, read_key, A_log, dt_bias, None, None)
-    return run(
-        return_state,
-        *prepare(
-            x, initial_state, return_state, True, read_before_decay, normalize_qk, beta_activation,
-            gate_activation, lower_bound, scale, cu_seqlens, chunk_size, backend, kernel, context_parallel,
-        ),
+    prepared = prepare(
+        x, initial_state, return_state, True, read_before_decay, normalize_qk, beta_activation, gate_activation,
+        lower_bound, scale, cu_seqlens, chunk_size, backend, kernel, context_parallel,
     )  # fmt: skip
+    return run(return_state, Parts.to_join(return_state, q, cu_seqlens, context_parallel), *prepared)

@@ -13,6 +13,7 @@ from tfla.jax.delta import api
 from tfla.jax.delta import steps as delta_steps
 from tfla.jax.delta.inputs import DeltaArrays
 from tfla.jax.gates import clamp
+from tfla.jax.packed_parts import Parts
 from tfla.jax.state import State
 from tfla.ops.channel_gates import check_options
 
@@ -45,7 +46,8 @@ def linear_attention(
     check_options(normalize, store_dtype)
     x = _arrays(q, k, v, log_f, log_i)
     further = cu_seqlens, chunk_size, backend, kernel, context_parallel
-    return api.run(return_state, *api.prepare(x, state, return_state, False, *PLAIN, scale, *further))
+    prepared = api.prepare(x, state, return_state, False, *PLAIN, scale, *further)
+    return api.run(return_state, Parts.to_join(return_state, q, cu_seqlens, context_parallel), *prepared)
 
 
 def steps(

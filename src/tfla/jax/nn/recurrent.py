@@ -134,7 +134,12 @@ class SequenceRun(Run):
         if document_start is not None and cu_seqlens is not None:
             raise ValueError("document_start: got it together with cu_seqlens, expected at most one of them")
         if cu_seqlens is not None and context_parallel is not None:
-            check_context_parallel(context_parallel, "chunkwise", state is not None or return_state)
+            if state is not None or return_state:
+                raise ValueError(
+                    "context_parallel: got it with cu_seqlens and a state or return_state, expected no states of "
+                    "packed sequences"
+                )
+            check_context_parallel(context_parallel, "chunkwise", ("chunkwise",))
             check_cu_seqlens(cu_seqlens, x, context_parallel)
             document_start, cu_seqlens = PackedSteps(x.shape[1], cu_seqlens, context_parallel).starts[None], None
         self.documents = Documents.of(x.shape[1], document_start, cu_seqlens)
