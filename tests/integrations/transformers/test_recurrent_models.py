@@ -102,6 +102,23 @@ def test_logits_and_gradients(make: Make, tokens: Tokens, name: str) -> None:
     check(results(accelerate(model), ids), expected, EXACT)
 
 
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize(("name", "changes"), small_models.CHANGES, ids=lambda x: x if isinstance(x, str) else "")
+def test_fields_of_configs(make: Make, tokens: Tokens, name: str, changes: dict[str, Any]) -> None:
+    """Logits, gradients and steps are equal for biases, groups, limits of time steps, norms, gates and sizes."""
+    model, ids = make(name, **changes), tokens(2, 21)
+    draws = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:  # many biases and norms start at 0 or 1
+                p.add_(0.2 * torch.randn(p.shape, generator=draws, dtype=p.dtype))
+        steps = continued(model, ids, 11)
+    expected = results(model, ids)
+    check(results(accelerate(model), ids), expected, EXACT)
+    with torch.no_grad():
+        assert error(continued(model, ids, 11), steps) <= EXACT
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_float32(make: Make, tokens: Tokens, name: str) -> None:
     model, ids = make(name, torch.float32), tokens(2, 21)

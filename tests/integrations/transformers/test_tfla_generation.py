@@ -104,6 +104,15 @@ def test_padding_after_the_tokens_of_a_cache_is_refused() -> None:
         model(ids[:, :2], attention_mask=mask, past_key_values=cache)
 
 
+def test_a_cache_of_other_sequences_or_of_another_model_is_named() -> None:
+    model, ids = make(("gla",), num_blocks=2), draw(2, 6)
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values: got a cache of 2 sequences and 2 blocks, expected 1 and 2"):
+        model(ids[:1], past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values: got a cache of 2 sequences and 2 blocks, expected 2 and 1"):
+        make(("gla",), num_blocks=1)(ids, past_key_values=cache)
+
+
 def test_a_generation_config_is_read() -> None:
     model = make(dtype=torch.float32)
     config = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)

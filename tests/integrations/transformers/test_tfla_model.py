@@ -53,6 +53,10 @@ def test_models_are_saved_and_loaded_by_the_auto_classes(tmp_path: Path) -> None
     base = transformers.AutoModel.from_pretrained(tmp_path)
     assert type(base) is TflaModel
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    shards = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
+    assert torch.equal(shards(ids).logits, model(ids).logits)
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
     assert half(ids).logits.dtype == torch.float32

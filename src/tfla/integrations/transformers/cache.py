@@ -39,6 +39,14 @@ class TflaCache(Cache):
     def __repr__(self) -> str:
         return f"TflaCache(num_tokens={self.num_tokens}, batch_size={self.batch_size})"
 
+    def check_fits(self, batch_size: int, num_blocks: int) -> None:
+        """Raise a ValueError unless the cache is empty, or has a state of each block for so many sequences."""
+        if self.state is not None and (self.batch_size, len(self)) != (batch_size, num_blocks):
+            raise ValueError(
+                f"past_key_values: got a cache of {self.batch_size} sequences and {len(self)} blocks, expected "
+                f"{batch_size} and {num_blocks}"
+            )
+
     def advance(self, state: ModelState, steps: int) -> None:
         """Store the states after a call over ``steps`` positions."""
         self.state, self.num_tokens = state, self.num_tokens + steps

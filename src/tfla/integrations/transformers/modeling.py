@@ -148,9 +148,10 @@ class TflaModel(TflaPreTrainedModel):
             cache = TflaCache()
         if cache is not None and not isinstance(cache, TflaCache):
             raise ValueError(f"past_key_values: got {type(cache).__name__}, expected a TflaCache of this model")
-        state = None if cache is None else cache.state
-
         cu_seqlens = kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+        if cache is not None:
+            cache.check_fits(x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, len(self.blocks))
+        state = None if cache is None else cache.state
         aligned = left_align(attention_mask, x.shape[0], x.shape[1], continues=state is not None)
         if aligned is not None:
             if cu_seqlens is not None or document_start is not None:
