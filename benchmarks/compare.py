@@ -10,7 +10,8 @@ the median over rounds of its time divided by that of the first, with the smalle
 
 Times of the GPU are milliseconds of calls that start after a pause, while the GPU is still busy, so that they hold no
 host time. Below them stand the microseconds of each kernel of a forward and backward, in their order. Host times are
-the microseconds that the host takes to enqueue a call of small shapes, in a loop of such calls. The step of a model is
+the microseconds that the host takes to enqueue a call of small shapes, in a loop of such calls; the processes of all
+versions run on the same core. The step of a model is
 that of a Decoder with one sequence and blocks like those of the 7B model, which replays a CUDA graph.
 """
 
@@ -198,6 +199,8 @@ def warm_up(*case: str) -> None:
 
 def serve() -> None:
     """Time calls as standard input asks for them, a line of JSON each, and answer with a line on standard output."""
+    # Cores of one machine differ in speed by what else runs on them, so all versions, which take turns, use the same.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     import torch
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)

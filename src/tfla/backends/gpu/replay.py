@@ -51,7 +51,7 @@ def _make_context_current(device: torch.device) -> None:
     The encoding of TMA descriptors needs a current context. An allocation from PyTorch's cache does not make it
     current, and Triton does so only at the launch, which comes after the encoding.
     """
-    if device.type == "cuda" and not _THREAD.has_context:
+    if not _THREAD.has_context and device.type == "cuda":  # the first test takes a fraction of the host time
         torch.zeros(1, device=device)
         _THREAD.has_context = True
         if threading.current_thread() is not threading.main_thread():  # such as PyTorch's backward thread
@@ -287,6 +287,31 @@ def with_releases(recorder: LaunchRecorder) -> list[Step]:
     return found
 
 
+def direct_allocation(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor] | None:
+    """Return a function that allocates as `torch.empty` does, on a device that has to be the current one at each call.
+
+    It is the function that compiled code of PyTorch calls. `torch.empty` reads its arguments by name and goes through
+    the dispatcher, which takes three times as much host time.
+
+    Returns:
+        the function, or None where this version of PyTorch has none for such a device.
+    """
+    allocate = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    strides = torch.empty(shape, device="meta").stride()
+    return None if allocate is None else functools.partial(allocate, shape, strides, dtype)
+
+
+def with_direct_allocations(steps: list[Step]) -> list[Step]:
+    """Return the steps with direct allocations in place of calls of `torch.empty`."""
+    found: list[Step] = []
+    for fn, read, rest in steps:
+        direct = None
+        if isinstance(fn, functools.partial) and fn.func is torch.empty:
+            direct = direct_allocation(fn.args[0], **fn.keywords)
+        found.append((direct or fn, read, rest))
+    return found
+
+
 class RecordedLaunches:
     """The recorded steps of one call, to be replayed on other tensors with the same call signature.
 
@@ -296,6 +321,7 @@ class RecordedLaunches:
 
     def __init__(self, recorder: LaunchRecorder) -> None:
         self.steps = with_releases(recorder)
+        self.direct_steps = with_direct_allocations(self.steps)
         self.num_given = len(recorder.given)
         self.results = [recorder.numbers[id(t)] for t in recorder.results]  # the numbers of the results
         self.device = recorder.device
@@ -319,11 +345,12 @@ class RecordedLaunches:
         changed = copy.copy(self)
         changed.steps = [*self.steps]
         changed.steps[at] = functools.partial(allocate.func, shape, **allocate.keywords), read, rest
+        changed.direct_steps = with_direct_allocations(changed.steps)
         return changed
 
     def __call__(self, given: Sequence[Tensor | None]) -> list[Tensor]:
         """Replay the steps on the given tensors, in the order of those of the recorder, and return the results."""
-        if self.index is None or self.index == torch.cuda.current_device():
+        if self.index is None or self.index == torch._C._cuda_getDevice():  # CUDA has been initialized
             return self._run(given)
         with torch.cuda.device(self.index):
             return self._run(given)
@@ -337,9 +364,12 @@ class RecordedLaunches:
         address: Callable[[Any], Any] = self.address
         operands: list[Any] = [*given]
         addresses: list[Any] = [None if x is None else address(x) for x in operands]
-        for fn, read, rest in self.steps:
+        # Deterministic algorithms include that `torch.empty` fills what it allocates.
+        steps = self.steps if torch.are_deterministic_algorithms_enabled() else self.direct_steps
+        for fn, read, rest in steps:
             if rest is True or rest is False:
-                operands.append(fn(*[operands[n] for n in read]))  # no other reference, which would keep it alive
+                # The list has the only reference, since another one would keep the operand alive.
+                operands.append(fn(*[operands[n] for n in read]) if read else fn())
                 addresses.append(address(operands[-1]) if rest else operands[-1])
             elif rest is None:
                 for n in read:
