@@ -268,8 +268,15 @@ def test_outputs_have_the_shapes_of_lstm(kind: str, bidirectional: bool, batch_f
 def test_arguments_of_lstm() -> None:
     names = list(inspect.signature(MLSTMStack).parameters)
     wanted = list(inspect.signature(nn.RNNBase).parameters)  # nn.LSTM has these but for the mode
-    assert ["mode", *names[:7]] == wanted[:8]
+    assert ["mode", *names[:8]] == wanted[:9]
     assert {"device", "dtype"} <= {*names}
+    assert list(inspect.signature(MLSTMStack.forward).parameters)[:3] == list(
+        inspect.signature(nn.LSTM.forward).parameters
+    )
+    stack = MLSTMStack(INPUT, HIDDEN, proj_size=0)
+    stack.flatten_parameters()
+    x = torch.randn(3, 2, INPUT)
+    assert torch.equal(stack(x, hx=stack.initial_state(2))[0], stack(x)[0])
 
 
 def test_bias() -> None:
@@ -447,6 +454,8 @@ def test_reverse_sequences_refuses(error: str, arguments: dict[str, Any]) -> Non
         ("num_heads: got 3, expected a divisor of hidden_size, 8", {"num_heads": 3}),
         ("dropout: got 1.5, expected from 0 to 1", {"dropout": 1.5}),
         ("bidirectional: got int, expected a bool", {"bidirectional": 1}),
+        ("proj_size: got 4, expected 0", {"proj_size": 4}),
+        ("proj_size: got True, expected 0", {"proj_size": True}),
         ("qk_factor: got 0", {"qk_factor": 0}),
         ("input_gate: got 'tanh'", {"input_gate": "tanh"}),
         ("forget_gate_bias: got 3.0, expected two numbers", {"forget_gate_bias": 3.0}),
@@ -471,23 +480,23 @@ PACKED = pack_sequence([torch.zeros(n, INPUT) for n in (4, 2)])
         ("input: got dtype torch.float64, expected that of the", {"input": torch.zeros(4, 2, INPUT).double()}),
         ("input: got device meta, expected that of the", {"input": torch.zeros(4, 2, INPUT, device="meta")}),
         (r"input: got shape \(4, 2, 6\), expected \(T, B, 5\) or \(T, 5\)", {"input": torch.zeros(4, 2, 6)}),
-        ("state: got Tensor", {"state": torch.zeros(2)}),
+        ("hx: got Tensor", {"hx": torch.zeros(2)}),
         (
-            "state: got 1 entries, expected 2, one for each layer and direction",
-            {"state": (tfla.State(torch.zeros(1)),)},
+            "hx: got 1 entries, expected 2, one for each layer and direction",
+            {"hx": (tfla.State(torch.zeros(1)),)},
         ),
         (r"input: got shape \(0, 2, 5\), expected .*, all from 1", {"input": torch.zeros(0, 2, INPUT)}),
         (r"input: got shape \(4, 0, 5\), expected .*, all from 1", {"input": torch.zeros(4, 0, INPUT)}),
         (r"input: got shape \(0, 5\), expected .*, all from 1", {"input": torch.zeros(0, INPUT)}),
-        (r"state\[0\].C: got shape \(7, 4, 1, 2\), expected \(2, 4, 1, 2\)", {"state": STATE_OF(7)}),
+        (r"hx\[0\].C: got shape \(7, 4, 1, 2\), expected \(2, 4, 1, 2\)", {"hx": STATE_OF(7)}),
         (
-            r"state\[0\].C: got shape \(2, 4, 1, 2\), expected \(1,",
-            {"input": torch.zeros(4, INPUT), "state": STATE_OF(2)},
+            r"hx\[0\].C: got shape \(2, 4, 1, 2\), expected \(1,",
+            {"input": torch.zeros(4, INPUT), "hx": STATE_OF(2)},
         ),
-        (r"state\[0\].C: got shape \(3, 4, 1, 2\), expected \(2,", {"input": PACKED, "state": STATE_OF(3)}),
-        (r"state\[1\].C: got shape \(7,", {"state": (STATE_OF(2)[0], STATE_OF(7)[1])}),
-        (r"state\[0\].C: got device meta, expected that of input, cpu", {"state": STATE_OF(2, "meta")}),
-        (r"state\[1\].n: got NoneType, expected a float", {"state": (STATE_OF(2)[0], tfla.State(STATE_OF(2)[0].C))}),
+        (r"hx\[0\].C: got shape \(3, 4, 1, 2\), expected \(2,", {"input": PACKED, "hx": STATE_OF(3)}),
+        (r"hx\[1\].C: got shape \(7,", {"hx": (STATE_OF(2)[0], STATE_OF(7)[1])}),
+        (r"hx\[0\].C: got device meta, expected that of input, cpu", {"hx": STATE_OF(2, "meta")}),
+        (r"hx\[1\].n: got NoneType, expected a float", {"hx": (STATE_OF(2)[0], tfla.State(STATE_OF(2)[0].C))}),
         (
             "document_start: got device meta, expected that of input, cpu",
             {"document_start": torch.zeros(4, 2, dtype=torch.bool, device="meta")},

@@ -122,6 +122,7 @@ class MLSTMStack(nn.Module):
             without a batch, on a PackedSequence, and on states.
         dropout: the probability of dropout on the outputs of every layer but the last, in training.
         bidirectional: whether every layer also reads the sequences in reverse.
+        proj_size: 0. There is no projection of the outputs, which hidden_size makes narrower.
         num_heads: number of heads, which divides hidden_size.
         qk_factor: size of a head of q and k relative to that of v; the product is rounded.
         input_gate: "exp" (mLSTMexp) or "sigmoid" (mLSTMsig), as in :func:`tfla.mlstm`.
@@ -143,6 +144,7 @@ class MLSTMStack(nn.Module):
         batch_first: bool = False,
         dropout: float = 0.0,
         bidirectional: bool = False,
+        proj_size: int = 0,
         *,
         num_heads: int = 4,
         qk_factor: float = 0.5,
@@ -159,6 +161,8 @@ class MLSTMStack(nn.Module):
         for name, flag in {"bias": bias, "batch_first": batch_first, "bidirectional": bidirectional}.items():
             if not isinstance(flag, bool):
                 raise TypeError(f"{name}: got {type(flag).__name__}, expected a bool")
+        if proj_size != 0 or isinstance(proj_size, bool):
+            raise ValueError(f"proj_size: got {proj_size!r}, expected 0: outputs are not projected, see hidden_size")
         if hidden_size % num_heads:
             raise ValueError(f"num_heads: got {num_heads}, expected a divisor of hidden_size, {hidden_size}")
         check_number("dropout", dropout)
@@ -193,7 +197,7 @@ class MLSTMStack(nn.Module):
     def forward(
         self,
         input: Tensor | PackedSequence,
-        state: StackState | None = None,
+        hx: StackState | None = None,
         *,
         lengths: Tensor | None = None,
         document_start: Tensor | None = None,
@@ -203,7 +207,7 @@ class MLSTMStack(nn.Module):
         Args:
             input: (T, B, input_size), or (B, T, input_size) with batch_first; (T, input_size) for one sequence; or a
                 PackedSequence.
-            state: the state that an earlier call returned, or :meth:`initial_state`; None is the start of all
+            hx: the state that an earlier call returned, or :meth:`initial_state`; None is the start of all
                 sequences. In a backward direction it is the state before the last step.
             lengths: (B,) int: how many steps each sequence of a padded tensor has before its padding. Padding is not
                 read, and the outputs there are 0. None is T for all of them.
@@ -220,24 +224,24 @@ class MLSTMStack(nn.Module):
             TypeError, ValueError: an argument does not fit; the message names it.
         """
         data = input.data if isinstance(input, PackedSequence) else input
-        self._check(input, data, state, lengths, document_start)
+        self._check(input, data, hx, lengths, document_start)
         if isinstance(input, PackedSequence):
             place, offsets = packed_places(input)
             order = torch.empty_like(place).index_copy_(0, place, torch.arange(len(place), device=place.device))
             start = None if document_start is None else document_start[order][None]
-            x, new = self._layers(data.index_select(0, order)[None], Sequences(None, offsets, start), state)
+            x, new = self._layers(data.index_select(0, order)[None], Sequences(None, offsets, start), hx)
             return PackedSequence(
                 x[0].index_select(0, place), input.batch_sizes, input.sorted_indices, input.unsorted_indices
             ), new
         if data.dim() == 2:
             start = None if document_start is None else document_start[None]
-            x, new = self._layers(data[None], Sequences(lengths, None, start), state)
+            x, new = self._layers(data[None], Sequences(lengths, None, start), hx)
             return x[0], new
         if not self.batch_first:
             data = data.transpose(0, 1)
             document_start = None if document_start is None else document_start.transpose(0, 1)
         lengths = None if lengths is None else check_lengths(lengths, data)
-        x, new = self._layers(data, Sequences(lengths, None, document_start), state)
+        x, new = self._layers(data, Sequences(lengths, None, document_start), hx)
         return x if self.batch_first else x.transpose(0, 1).contiguous(), new
 
     def initial_state(self, batch_size: int = 1, device: torch.device | str | None = None) -> StackState:
@@ -264,6 +268,9 @@ class MLSTMStack(nn.Module):
         for layer in self._stack():
             for module in layer.children():
                 module.reset_parameters()  # type: ignore[operator]
+
+    def flatten_parameters(self) -> None:
+        """Do nothing: programs call it on a :class:`torch.nn.LSTM`, whose kernels read weights from one tensor."""
 
     def extra_repr(self) -> str:
         """Return the arguments of the constructor, which the representation of the module shows."""
@@ -313,10 +320,10 @@ class MLSTMStack(nn.Module):
             )
         if state is not None:
             if not isinstance(state, tuple | list) or not all(isinstance(entry, State) for entry in state):
-                raise TypeError(f"state: got {type(state).__name__}, expected a tuple of tfla.State")
+                raise TypeError(f"hx: got {type(state).__name__}, expected a tuple of tfla.State")
             if len(state) != len(self.layers):
                 raise ValueError(
-                    f"state: got {len(state)} entries, expected {len(self.layers)}, one for each layer and direction"
+                    f"hx: got {len(state)} entries, expected {len(self.layers)}, one for each layer and direction"
                 )
             self._check_states(state, self._num_sequences(input, data), data)
         if lengths is not None and (packed or data.dim() == 2):
@@ -341,7 +348,7 @@ class MLSTMStack(nn.Module):
         """Raise unless the tensors of a state fit the layers, the number of sequences and the device of the input."""
         for index, (entry, layer) in enumerate(zip(state, self._stack(), strict=True)):
             q, v = (data.new_empty(0, layer.num_heads, size) for size in (layer.qk_head_dim, layer.head_dim))
-            name = f"state[{index}]"
+            name = f"hx[{index}]"
             for part, x, shape in state_parts(entry, sequences, q, v, self.input_gate == "exp", name, "a tensor"):
                 if not isinstance(x, Tensor) or not x.is_floating_point():
                     raise TypeError(f"{part}: got {describe(x)}, expected a float tensor")
