@@ -26,8 +26,8 @@ for suite in "$@"; do
     host) time_suite host host_own --sustained 0.2 ;;
     delta) time_suite delta delta --sustained 0 ;;
     delta_decode) time_suite delta_decode delta_decode --sustained 0 ;;
-    steps | generate) time_suite "$suite" "$suite" --sustained 0 ;;
+    steps | generate | speculate | first_calls) time_suite "$suite" "$suite" --sustained 0 ;;
     train) time_suite train train_compiled --only torch.compile --lengths 5 --sustained 0 ;;
-    *) echo "renew: no suite '$suite'; there are $SUITES delta delta_decode steps generate train" >&2; exit 2 ;;
+    *) echo "renew: no suite '$suite'; there are $SUITES delta delta_decode steps generate speculate first_calls train" >&2; exit 2 ;;
   esac
 done

@@ -93,7 +93,7 @@ def test_arguments_are_those_of_a_model_of_that_dtype(monkeypatch: pytest.Monkey
     _, state = model(ids, return_state=True)
     model.step(ids[:, 0], state)
     dtypes = torch.bfloat16, torch.bfloat16
-    ours = [module._inputs(form, leading, (2, 2, 16, 16), *dtypes, ids.device)[1] for leading in ((1, 4), (1,))]
+    ours = [module.arguments_of(form, leading, (2, 2, 16, 16), *dtypes, ids.device)[1] for leading in ((1, 4), (1,))]
     assert made == [described(given) for given in ours]
 
 

@@ -22,6 +22,7 @@ STREAMS = {
     "seconds": "whole", "computing": "computes", "sending": "sends", "exposed": "sends without computing",
     "idle": "does neither",
 }  # fmt: skip
+FIRST_CALLS = "forward", "forward + backward", "a step"  # of `tfla.warmup`, in its order
 REFUSES = "cannot run these inputs"  # part of the message of a kernel that does not support the sizes
 METHOD = """## On GPUs
 
@@ -99,8 +100,8 @@ def _time_tables(rows: list[Row], axis: str, notes: Notes) -> list[str]:
 def _other_tables(rows: list[Row], axis: str) -> list[str]:
     """Return the tables of other measurements of the last direction.
 
-    These are memory, stored states where the chunk size is the axis, tokens per second, and the operator's share of
-    training steps.
+    These are memory, stored states where the chunk size is the axis, tokens per second, the operator's share of
+    training steps, and first calls.
     """
     *_, direction = dict.fromkeys(r["direction"] for r in rows)
     parts, xs = [], list[int]()
@@ -118,6 +119,10 @@ def _other_tables(rows: list[Row], axis: str) -> list[str]:
         cells = {(r["name"], r["x"]): f"{r[key] / unit:,.{digits}f}" for r in selected}
         body = [[n, *(cells.get((n, x), "-") for x in xs)] for n in _names(selected)]
         parts.append(table([f"{title}, by {axis}", *(f"{x:,}" for x in xs)], body))
+    compiled = {r["name"]: r["first_calls"] for r in rows if r.get("first_calls")}
+    body = [[name, *(f"{c['seconds']:.1f} ({c['kernels']})" for c in calls)] for name, calls in compiled.items()]
+    if body:
+        parts.append(table(["first call, s (kernels)", *FIRST_CALLS], body))
     profiled = [r for r in rows if "streams" in r]
     body = [[r["name"], *(milliseconds(r["streams"][key]) for key in STREAMS)] for r in profiled]
     if body:

@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 from tfla._util.markdown import table
 from tfla.bench.gpu import NOT_RUN
-from tfla.bench.gpu_report import milliseconds
+from tfla.bench.gpu_report import FIRST_CALLS, milliseconds
 from tfla.bench.mixers import facts_of
-from tfla.bench.suites import VARIANTS
+from tfla.bench.suites import SUITES, VARIANTS
 from tfla.measure.problem import BOTH, FORWARD, STEP
 from tfla.nn.config import Mixer
 
@@ -212,8 +212,40 @@ def mixers(results: dict[str, Row]) -> str:
     return table([*header, *(f"a step, batch {batch}, µs" for batch in MIXER_BATCHES)], body)
 
 
+def speculate(results: dict[str, Row]) -> str:
+    """Return the table of speculative decoding: tokens per second by draft and batch size."""
+    suite, found = SUITES["speculate"], results.get("speculate", {"rows": []})
+    cells = {(r["name"], r["x"]): f"{r['tokens_per_second']:,.0f}" for r in found["rows"] if "tokens_per_second" in r}
+    body = [
+        [entry.options["draft"], *(cells.get((entry.name, x), "not run") for x in suite.xs)] for entry in suite.entries
+    ]
+    return table([f"draft ({_place(found)})", *(f"tokens/s, batch {x}" for x in suite.xs)], body)
+
+
+def first_calls(results: dict[str, Row]) -> str:
+    """Return the table of first calls: seconds and numbers of kernels by form."""
+    found = results.get("first_calls", {"rows": []})
+    body = []
+    for entry in SUITES["first_calls"].entries:
+        calls = next(
+            (r["first_calls"] for r in found["rows"] if r["name"] == entry.name and r.get("first_calls")), None
+        )
+        cells = [f"{c['seconds']:.1f} ({c['kernels']})" for c in calls] if calls else ["not run"] * len(FIRST_CALLS)
+        body.append([f"`{entry.options['form']}`", *cells])
+    return table([f"form ({_place(found)})", *(f"{name}, s (kernels)" for name in FIRST_CALLS)], body)
+
+
+def _place(found: Row) -> str:
+    """Return the device and the date of a result."""
+    return (
+        f"{found['environment']['device']}, {found['environment']['date']}"
+        if "environment" in found
+        else "not timed yet"
+    )
+
+
 TABLES = {"two_gpus": two_gpus, "delta": delta, "jax": jax, "speed": speed, "training": training, "mamba": mamba,
-          "mixers": mixers}  # fmt: skip
+          "mixers": mixers, "speculate": speculate, "first_calls": first_calls}  # fmt: skip
 
 
 def renew(text: str, results: dict[str, Row]) -> str:

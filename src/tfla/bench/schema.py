@@ -59,7 +59,7 @@ ROW: Fields = {
     **dict.fromkeys(
         ("seconds", "sustained_seconds", "floor_seconds", "sustained_floor_seconds", "ratio", "tokens_per_second"), RATE
     ),
-    "allocated_bytes": BYTES, "processes": COUNT, "streams": OBJECT,
+    "first_calls": list_of(OBJECT), "allocated_bytes": BYTES, "processes": COUNT, "streams": OBJECT,
     "operator_seconds": AMOUNT, "operator_share": AMOUNT,
 }  # fmt: skip
 TIMED = ("x", "direction", "seconds")

@@ -11,6 +11,7 @@ from tfla.measure.problem import BOTH, FORWARD, STEP, Problem
 from tfla.measure.roofline import DeltaModel
 from tfla.measure.timing import FEWEST
 from tfla.nn.config import Mixer
+from tfla.ops.warmup import FORMS
 
 TOKENS, EMBEDDING = 65_536, 4096
 MEMORY = "memory"
@@ -598,6 +599,23 @@ SUITES = {
             for gate in ("sig", "exp")
         ),
         directions=(FORWARD,), panels=(FORWARD,),
+    ),
+    "speculate": Suite(
+        "Speculative decoding: 256 greedy tokens by batch size, 1.4 billion parameters in bfloat16", "batch", (1, 8),
+        lambda B: Problem(B, 256, 8, 128, 256),
+        tuple(Entry(f"tfla mLSTMexp, draft: {draft}", "tfla.bench.speculation:text", {"draft": draft})
+              for draft in ("none", "n-gram of 3", "another model", "the model itself")),
+        directions=(FORWARD,), panels=(), alone=True, sustained_at=(),
+        note="Times are those of a whole call of `tfla.nn.generate`, with a prompt of 64 tokens and the capture of "
+        "CUDA graphs; tokens per second are those after the first token. Weights are random: the model itself is a "
+        "draft that is always right, another model one that hardly ever is.",
+    ),
+    "first_calls": Suite(
+        "First calls of operators, and the calls after them: 8 sequences, 16 heads, dqk 128, dhv 256", "T", (4096,),
+        lambda T: Problem(8, T, 16, 128, 256),
+        tuple(Entry(f"tfla {form}", "tfla.bench.first_calls:operator", {"form": form}) for form in FORMS),
+        panels=(), alone=True, sustained_at=(),
+        note="First calls are those of `tfla.warmup` in a process of its own with an empty cache of Triton.",
     ),
     "host": Suite(
         "Host: time to enqueue a call on a GPU with little to do, batch 1, 1 head, dqk 128, dhv 256", "T", (128, 1024),

@@ -79,7 +79,7 @@ def warmup(
     at = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
     def inputs(*leading: int) -> tuple[Callable[..., Any], dict[str, Any]]:
-        return _inputs(form, leading, (H if Hq is None else Hq, H, dqk, dhv), dtype, param_dtype or dtype, at)
+        return arguments_of(form, leading, (H if Hq is None else Hq, H, dqk, dhv), dtype, param_dtype or dtype, at)
 
     if not compiles(at):
         operator, given = inputs(1, 1)  # whose arguments are checked all the same
@@ -98,7 +98,7 @@ def warmup(
     return Warmup(at.type, tuple(calls))
 
 
-def _inputs(
+def arguments_of(
     form: str,
     leading: tuple[int, ...],
     sizes: tuple[int, int, int, int],
