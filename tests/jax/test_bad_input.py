@@ -53,7 +53,12 @@ def in_words_of_jax(text: str) -> str:
     return text.replace("tfla.State", "tfla.jax.State").replace("Tensor", "ArrayImpl").replace("a array", "an array")
 
 
-def same_message(error: type[Exception], torch_function: Any, jax_function: Any, arguments: dict[str, Any]) -> None:
+def same_message(
+    error: type[Exception] | tuple[type[Exception], ...],
+    torch_function: Any,
+    jax_function: Any,
+    arguments: dict[str, Any],
+) -> None:
     with pytest.raises(error) as expected:
         torch_function(**arguments)
     with pytest.raises(error) as found:
@@ -89,7 +94,9 @@ def test_linear_attention(change: dict[str, Any], error: type[Exception], parts:
 
 @pytest.mark.parametrize(("name", "change", "parts"), SEVERAL_WRITES, ids=label)
 def test_several_writes(name: str, change: dict[str, Any], parts: tuple[str, ...]) -> None:
-    same_message(ValueError, getattr(tfla, name), getattr(tfla.jax, name), with_several_writes(name, change))
+    same_message(
+        (TypeError, ValueError), getattr(tfla, name), getattr(tfla.jax, name), with_several_writes(name, change)
+    )
 
 
 def test_options_that_gates_by_channel_do_not_read() -> None:
@@ -99,9 +106,10 @@ def test_options_that_gates_by_channel_do_not_read() -> None:
         tfla.jax.linear_attention(**x, normalizer_grad="no")
 
 
-def test_an_array_is_no_dtype() -> None:
-    with pytest.raises(TypeError, match="store_dtype: got ArrayImpl, expected a dtype or None"):
-        tfla.jax.mlstm(**{name: converted(t) for name, t in whole().items()}, store_dtype=jnp.ones(2))
+@pytest.mark.parametrize(("given", "name"), [(jnp.ones(2), "ArrayImpl"), (torch.ones(2), "Tensor")], ids=str)
+def test_an_array_is_no_dtype(given: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"store_dtype: got {name}, expected a dtype or None"):
+        tfla.jax.mlstm(**{name: converted(t) for name, t in whole().items()}, store_dtype=given)
 
 
 @pytest.mark.parametrize(("cu_seqlens", "error", "parts"), expressible(CU_SEQLENS), ids=label)
@@ -229,6 +237,29 @@ def test_sizes_of_states() -> None:
         tfla.jax.State.zeros(1, 0, 1, 1)
     with pytest.raises(TypeError, match=r"^dtype: got <class 'int'>, expected a float dtype"):
         tfla.jax.State.zeros(1, 1, 1, 1, dtype=int)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [1, None, "x", [True, False], [0.5], [4], [-1], torch.tensor([True]), torch.tensor([0, 4]), torch.tensor([[1]]),
+     torch.tensor([0.5])],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["gather", "reset", "scatter"])
+def test_rows_of_a_state(name: str, rows: Any) -> None:
+    """Messages are those of PyTorch's state; rows out of range are no longer clamped."""
+    state = tfla.State.zeros(4, 2, 3, 5)
+    more = {"states": state.gather([0])} if name == "scatter" else {}
+    of_jax = converted(state)
+    same_message((TypeError, ValueError), getattr(state, name), getattr(of_jax, name), {"rows": rows} | more)
+
+
+@pytest.mark.parametrize("rows", [[0], [1, 1], [0, 1, 2]], ids=str)
+@pytest.mark.parametrize("states", [tfla.State.zeros(2, 2, 3, 5), tfla.State.zeros(1, 2, 3, 5, normalize=False), 3])
+def test_states_that_do_not_fit_into_a_state(rows: list[int], states: Any) -> None:
+    state = tfla.State.zeros(4, 2, 3, 5)
+    given = {"rows": rows, "states": states}
+    same_message((TypeError, ValueError), state.scatter, converted(state).scatter, given)
 
 
 def test_explanation() -> None:

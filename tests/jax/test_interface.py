@@ -24,6 +24,14 @@ def test_arguments_are_those_of_pytorch(name: str) -> None:
     assert [(p.name, p.kind, p.default) for p in own] == [(p.name, p.kind, p.default) for p in theirs]
 
 
+@pytest.mark.parametrize("name", ["explain", "explain_delta_rule"])
+def test_explanations_take_the_arguments_of_pytorch(name: str) -> None:
+    """A mesh axis is a further one, since its operator runs inside a `shard_map`."""
+    theirs, own = (inspect.signature(getattr(module, name)).parameters.values() for module in (tfla, tfla.jax))
+    found = [(p.name, p.kind, p.default) for p in own if p.name != "context_parallel"]
+    assert found == [(p.name, p.kind, p.default) for p in theirs]
+
+
 def mlstm(q: Any, v: Any, gate: Any) -> Any:
     return tfla.jax.mlstm(q, q, v, gate, gate)
 

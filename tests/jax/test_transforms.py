@@ -99,6 +99,13 @@ def test_forward_mode_of_the_reference() -> None:
     close(slope, sum((g * d).sum() for g, d in zip(grads, direction, strict=True)))
 
 
+@pytest.mark.parametrize("name", ["mlstm", "delta_rule"])
+def test_forward_mode_of_other_backends_is_an_error(name: str) -> None:
+    x = inputs(9)
+    with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
+        jax.jvp(getattr(tfla.jax, name), x, x)
+
+
 def test_a_returned_m_carries_no_gradient() -> None:
     x = inputs(9)
 

@@ -105,7 +105,7 @@ def check_store_dtype(store_dtype: Any) -> Any:
         raise TypeError(f"store_dtype: got {type(store_dtype).__name__}, expected a dtype or None")
     try:
         dtype = jnp.dtype(store_dtype)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(f"store_dtype: got {type(store_dtype).__name__}, expected a dtype or None") from None
     if str(dtype) not in STORE_DTYPES:
         raise ValueError(f"store_dtype: got {dtype}, allowed are None, {', '.join(STORE_DTYPES)}")

@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tfla._util.shapes import check_shape
+from tfla.jax.rows import checked_rows
+
 
 class State(NamedTuple):
     """The stabilized state of gated linear attention; the true state is ``exp(m) C`` and ``exp(m) n``.
@@ -62,8 +65,16 @@ class State(NamedTuple):
         return self._each(jax.lax.stop_gradient)
 
     def gather(self, rows: Any) -> State:
-        """Return the states of some sequences of the batch; ``rows`` are their indices (R,), in any order."""
-        index = jnp.asarray(rows)
+        """Return the states of some sequences of the batch.
+
+        Args:
+            rows: (R,) integers, the indices of the sequences, in any order; an index may occur more than once.
+
+        Raises:
+            TypeError, ValueError: rows are no one-dimensional list or array of integers, or out of range. A boolean
+                mask is not accepted. Traced values are not checked.
+        """
+        index = checked_rows(rows, self.C.shape[0])
         return self._each(lambda x: x[index])
 
     def scatter(self, rows: Any, states: State) -> State:
@@ -72,15 +83,34 @@ class State(NamedTuple):
         Args:
             rows: (R,) integers, the indices of the sequences, each at most once.
             states: the new states, with batch R; sequence rows[j] gets the j-th one.
+
+        Raises:
+            TypeError, ValueError: as :meth:`gather`; or rows contain an index twice; or ``states`` is no State, or has
+                other shapes apart from the batch R, or n and m where this state has none, or the reverse.
         """
-        index = jnp.asarray(rows)
+        if not isinstance(states, State):
+            raise TypeError(f"states: got {type(states).__name__}, expected tfla.jax.State")
+        index = checked_rows(rows, self.C.shape[0], once=True)
+        for name, own, given in zip(self._fields, self, states, strict=True):
+            if (own is None) != (given is None):
+                got, wanted = ("None", "an array") if given is None else ("an array", "None")
+                raise ValueError(f"states.{name}: got {got}, expected {wanted}")
+            if own is not None:
+                check_shape(f"states.{name}", given, (index.shape[0], *own.shape[1:]))
         pairs = zip(self, states, strict=True)
         new = (None if a is None or b is None else a.at[index].set(b.astype(a.dtype)) for a, b in pairs)
         return State(*new)  # type: ignore[arg-type]
 
     def reset(self, rows: Any) -> State:
-        """Return a state in which some sequences, with indices ``rows`` (R,), are before their first step."""
-        index = jnp.asarray(rows)
+        """Return a state in which some sequences are before their first step.
+
+        Args:
+            rows: (R,) integers, the indices of the sequences.
+
+        Raises:
+            TypeError, ValueError: as :meth:`gather`.
+        """
+        index = checked_rows(rows, self.C.shape[0])
         return self._each(lambda x: x.at[index].set(0))
 
     def _each(self, fn: Callable[[Array], Array]) -> State:
