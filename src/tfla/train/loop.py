@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +40,7 @@ from tfla.train.run_folder import (
     read_run_config,
     write_run_config,
 )
+from tfla.train.stop_signals import catch_stop_signals
 from tfla.train.tokenizer import create_tokenizer, load_tokenizer
 
 
@@ -280,7 +279,7 @@ class _Training:
             mininterval=0.2 if sys.stderr.isatty() else 10, disable=not self.ranks.first,
         )  # fmt: skip
         stopped_by = 0
-        with bar, _stop_signals() as stop:
+        with bar, catch_stop_signals(notice if self.ranks.first else None, self.ranks.size) as stop:
             while self.step < config.steps and not stopped_by:
                 loss, tokens_per_s, stopped_by = self._update(stop)
                 self.checkpoints.raise_failure()
@@ -456,31 +455,6 @@ def _announce(config: TrainConfig, model: LanguageModel, tokens: Tokens, ranks: 
     )
     if step:
         notice(f"{config.run}: continues after step {step} of {config.steps}")
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Catch SIGINT and SIGTERM: yield a list that receives the signal's number, so that the step can be finished first.
-
-    A second signal ends the process at once. Outside of the main thread no signal is caught.
-    """
-    stop: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before: dict[signal.Signals, Any] = {}
-
-    def ask(number: int, frame: Any) -> None:
-        stop.append(number)
-        signal.signal(number, before[signal.Signals(number)])  # the next one ends the process
-
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, ask)
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def compiled(model: LanguageModel, backend: Any = "inductor") -> LanguageModel:
