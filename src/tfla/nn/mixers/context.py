@@ -1,14 +1,14 @@
-"""The exchange between processes that share the steps of sequences: inputs of convolutions, and positions."""
+"""The part that one process has of the steps of sequences, and the positions of its tokens."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tfla.nn.mixers.documents import Documents
 from tfla.nn.mixers.spans import Spans
+from tfla.ops.context_parallel.call import check_global_offsets
+from tfla.ops.context_parallel.cuts import check_offsets
 from tfla.ops.context_parallel.exchange import gather
 from tfla.ops.context_parallel.group import Group
 
@@ -32,6 +32,12 @@ class ContextPart:
         self.spans = Spans(group, T)
         self.own = self.spans.own
 
+    def check_offsets(self, cu_seqlens: Tensor, x: Tensor) -> None:
+        """Raise unless the offsets of packed sequences are those of the whole row, of which x (1, T, ...) is a part."""
+        check_global_offsets(cu_seqlens, x)
+        if not torch.compiler.is_compiling():
+            check_offsets(cu_seqlens.tolist(), self.spans.bounds[-1], self.spans.size)
+
     def document_start(self, cu_seqlens: Tensor, device: torch.device) -> Tensor:
         """Return where documents start in this part of packed sequences: (1, T) bool.
 
@@ -42,18 +48,14 @@ class ContextPart:
         """
         return torch.isin(self.tokens(device), cu_seqlens.to(device, torch.int64))[None]
 
+    def sequences(self, cu_seqlens: Tensor, x: Tensor) -> Documents:
+        """Return the packed sequences of the whole row, for the steps of this process; ``x`` is (1, T, ...)."""
+        return Documents(x, None, cu_seqlens, self.tokens(x.device))
+
     def tokens(self, device: torch.device) -> Tensor:
         """Return the places of this process's steps in the whole sequence, (T,) int64."""
         bounds = self.spans.bounds
         return torch.cat([torch.arange(bounds[p], bounds[p + 1], device=device) for p in self.spans.positions])
-
-    def from_previous(self, x: Tensor) -> Tensor:
-        """Return for each span of this process (spans, ...) the x of the span before it in time, zeros for the first.
-
-        Gradients go the other way.
-        """
-        found: Tensor = _FromPrevious.apply(x, self)
-        return found
 
     def carried_length(self, length: Tensor, started: Tensor, before: Tensor | None) -> tuple[list[Tensor], Tensor]:
         """Return how many tokens the first document of each span of this process has before the span, (B,) int64 each.
@@ -93,63 +95,10 @@ class ContextPart:
         carried, after = self.carried_length(length, started, before)
         return torch.cat([each.position(tokens) for each, tokens in zip(spans, carried, strict=True)], 1), after
 
-    def exchange_ends(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what :meth:`from_previous` does, and the x of the last span in time, (...).
+    def gather(self, x: Tensor) -> Tensor:
+        """Return the x of all spans in the order of time, (all spans, ...), from that of this process, (spans, ...)."""
+        return self.in_time(gather(x, self.spans.group, self.spans.size))
 
-        The gradients of the second from all processes are added up.
-        """
-        found: tuple[Tensor, Tensor] = _Ends.apply(x, self)
-        return found
-
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """Return the x of all spans in the order of time, from that of the spans of this process, (spans, ...)."""
-        spans = self.spans
-        of_ranks = gather(x, spans.group, spans.size)
-        first = [of_ranks[rank, 0] for rank in range(spans.size)]
-        if not spans.zigzag:
-            return first
-        return first + [of_ranks[rank, 1] for rank in range(spans.size - 1, -1, -1)]
-
-    def shifted(self, x: Tensor, by: int) -> Tensor:
-        """Return for each span of this process the x of the span that is ``by`` later, zeros where there is none."""
-        every, found = self.gather(x), []
-        for position in self.spans.positions:
-            there = 0 <= position + by < len(every)
-            found.append(every[position + by] if there else torch.zeros_like(every[0]))
-        return torch.stack(found)
-
-
-class _FromPrevious(torch.autograd.Function):
-    """The exchange of :meth:`ContextPart.from_previous`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, part: ContextPart) -> Tensor:
-        """Return x of the span before each one."""
-        ctx.part = part
-        return part.shifted(x, -1)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
-        """Return the cotangent of the span after each one."""
-        return ctx.part.shifted(cotangents[0], 1), None
-
-
-class _Ends(torch.autograd.Function):
-    """The exchange of :meth:`ContextPart.exchange_ends`, one node so that all processes take part in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, part: ContextPart) -> tuple[Tensor, Tensor]:
-        """Return x of the span before each one, and of the last."""
-        ctx.part = part
-        every = part.gather(x)
-        before = [every[position - 1] if position else torch.zeros_like(every[0]) for position in part.spans.positions]
-        return torch.stack(before), every[-1].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
-        """Return the cotangent of the span after each one, and for the last span those of all processes."""
-        part, of_last = ctx.part, cotangents[1]
-        after, positions = part.shifted(cotangents[0], 1), part.spans.positions
-        shares = part.gather(torch.stack([of_last, *[torch.zeros_like(of_last)] * (len(positions) - 1)]))
-        total, last = torch.stack(shares).sum(0), len(part.spans.lengths) - 1
-        return torch.stack([total if positions[s] == last else of_span for s, of_span in enumerate(after)]), None
+    def in_time(self, x: Tensor) -> Tensor:
+        """Return (all spans, ...) in the order of time from the spans of all processes, (processes, spans, ...)."""
+        return torch.cat([x[:, 0], x[:, 1].flip(0)]) if self.spans.zigzag else x[:, 0]

@@ -15,10 +15,13 @@ class Documents:
         x: (B, T, ...), from which the number of tokens and the device are read.
         document_start: (B, T) bool, True at the first token of each document; or None.
         cu_seqlens: (sequences + 1,) int, the offsets of packed sequences; or None.
+        token: (T,) int64, the places of the tokens among those that the offsets count; None is from 0 on.
     """
 
-    def __init__(self, x: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        self.token = torch.arange(x.shape[1], device=x.device)
+    def __init__(
+        self, x: Tensor, document_start: Tensor | None, cu_seqlens: Tensor | None, token: Tensor | None = None
+    ) -> None:
+        self.token = torch.arange(x.shape[1], device=x.device) if token is None else token
         self.document_start = document_start
         self.offsets = None if cu_seqlens is None else cu_seqlens.to(x.device, torch.int64)
 

@@ -11,6 +11,22 @@ from torch import Tensor
 from tfla.nn.mixers.spans import Spans
 
 
+def all_gather(x: Tensor, dim: int, group: str) -> Tensor:
+    """Return the tensors of all processes, one after the other in a dimension; their gradients are added up.
+
+    Args:
+        x: this process's tensor, of equal shape on all processes.
+        dim: the dimension.
+        group: the name of the process group.
+    """
+    import torch.distributed._functional_collectives as collectives
+
+    # The name before PyTorch 2.13 is deprecated.
+    gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+    found: Tensor = gather(x.contiguous(), dim, group)
+    return found
+
+
 class SharedSteps:
     """The steps of sequences that several processes share.
 
@@ -38,17 +54,13 @@ class SharedSteps:
 
         The gradient of a step is the sum of those of all processes.
         """
-        import torch.distributed._functional_collectives as collectives
-
         if x.dtype == torch.bool:  # not a dtype of NCCL
             return self.gather(x.to(torch.uint8)).bool()
         spans = self.spans
         held = [sum(spans.lengths[position] for position in spans.of_rank(rank)) for rank in range(spans.size)]
         most = max(held)
         padded = F.pad(x, (*(0, 0) * (x.dim() - 2), 0, most - x.shape[1])) if most > x.shape[1] else x.contiguous()
-        # The name before PyTorch 2.13 is deprecated.
-        gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-        every: Tensor = gather(padded, 1, spans.group)
+        every = all_gather(padded, 1, spans.group)
         if not spans.zigzag and min(held) == most:
             return every
         parts: list[Any] = [None] * len(spans.lengths)

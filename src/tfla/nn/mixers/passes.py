@@ -20,6 +20,7 @@ from tfla.nn.layers import CLOSED_GATE
 from tfla.nn.mixer_state import MixerState, StatesEvery
 from tfla.nn.mixers.context import ContextPart
 from tfla.nn.mixers.documents import Documents
+from tfla.nn.mixers.shared_convolution import SharedConvolution
 from tfla.nn.mixers.short_convolution import ShortConvolution
 from tfla.ops.api import linear_attention
 from tfla.ops.checks import check_cu_seqlens
@@ -87,16 +88,19 @@ class SequencePass(Pass):
     ) -> None:
         group = mixer.context_parallel
         self.part = None if group is None else ContextPart(group, x.shape[1])
+        self.sequences: Documents | None = None  # where processes share the steps, those of states
         if self.part is not None and cu_seqlens is not None:
-            if state is not None or return_state:
-                raise ValueError(
-                    "state, return_state: got one of them with cu_seqlens and context parallelism, expected neither"
-                )
-            document_start, cu_seqlens = self.part.document_start(cu_seqlens, x.device), None
-        if cu_seqlens is not None:
+            self.part.check_offsets(cu_seqlens, x)
+            document_start = self.part.document_start(cu_seqlens, x.device)
+            if state is None and not return_state:
+                cu_seqlens = None  # closed gates do the same, and the exchange of a dense batch is faster
+            else:
+                self.sequences = self.part.sequences(cu_seqlens, x)
+        elif cu_seqlens is not None:
             check_cu_seqlens(cu_seqlens, x)
         self.mixer, self.batch, self.state, self.return_state = mixer, x.shape[0], state, return_state
-        self.documents = Documents(x, document_start, cu_seqlens)
+        self.documents = Documents(x, document_start, None if self.part is not None else cu_seqlens)
+        self.closed = None if self.sequences is not None else document_start  # the steps whose gates are closed
         self.options: dict[str, Any] = {
             "initial_state": None if state is None else state.recurrence,
             "cu_seqlens": cu_seqlens,
@@ -118,7 +122,10 @@ class SequencePass(Pass):
     def convolve(self, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run :meth:`Pass.convolve`."""
         if self.part is not None:
-            return self._convolve_spans(self.part, convolutions, inputs)
+            old = None if self.state is None else self.state.convolution
+            shared = SharedConvolution(self.part, convolutions, self.documents, self.sequences, old)
+            found, self.convolution = shared.run(inputs, self.return_state)
+            return found
         before: Sequence[Tensor | None] = [None] * len(inputs) if self.state is None else self.state.convolution
         triples = list(zip(convolutions, inputs, before, strict=True))
         if self.return_state:
@@ -132,8 +139,8 @@ class SequencePass(Pass):
     def position(self) -> Tensor:
         """Run :meth:`Pass.position`."""
         before = None if self.state is None else self.state.position
-        if self.part is None:
-            return self.documents.position(before)
+        if self.part is None or self.sequences is not None:
+            return (self.sequences or self.documents).position(before)
         position, self.length = self.part.position(self.documents, self.batch, before)
         return position
 
@@ -156,7 +163,7 @@ class SequencePass(Pass):
     ) -> Tensor:
         """Run :meth:`Pass.delta_rule`."""
         options: dict[str, Any] = {"normalize_qk": True, "beta_activation": beta_activation}
-        if self.documents.document_start is not None:
+        if self.closed is not None:
             # Only an activated gate can be closed, so that the activation is applied here, not by the operator.
             log_f = beta.new_zeros(beta.shape, dtype=torch.float32) if f is None else f
             if f is not None and decay is not None:
@@ -171,11 +178,10 @@ class SequencePass(Pass):
         if not self.return_state:
             return None
         assert self.recurrence is not None
-        position = None
-        if self.mixer.has_position:
-            position = self.length
-        if self.mixer.has_position and self.part is None:
-            position = self.documents.length(None if self.state is None else self.state.position, self.batch)
+        position = self.length
+        if self.mixer.has_position and position is None:
+            before = None if self.state is None else self.state.position
+            position = (self.sequences or self.documents).length(before, self.batch)
         return MixerState(self.recurrence, self.convolution, position)
 
     def states_between(self) -> list[MixerState]:
@@ -188,44 +194,9 @@ class SequencePass(Pass):
             found.append(MixerState(self.between[j], convolution, position))
         return found
 
-    def _convolve_spans(
-        self, part: ContextPart, convolutions: Sequence[ShortConvolution], inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, ...]:
-        """Apply each convolution to the spans of this process, after the last inputs of the spans before them."""
-        needed, shortest = convolutions[0].size - 1, min(steps.stop - steps.start for steps in part.own)
-        if shortest < needed:
-            raise ValueError(f"x: got a span of {shortest} steps with context parallelism, expected at least {needed}")
-        spans = [(steps, self.documents.within(steps)) for steps in part.own]
-        last = torch.stack(
-            [
-                torch.cat(
-                    [
-                        conv.last_inputs(x[:, steps], None, documents)
-                        for conv, x in zip(convolutions, inputs, strict=True)
-                    ],
-                    -1,
-                )
-                for steps, documents in spans
-            ]
-        )
-        widths = [x.shape[-1] for x in inputs]
-        if self.return_state:
-            before, after = part.exchange_ends(last)
-            self.convolution = after.split(widths, -1)
-        else:
-            before = part.from_previous(last)
-        if self.state is not None and 0 in part.spans.positions:  # the first span in time is a process's first one
-            carried = torch.cat(self.state.convolution, -1).to(before.dtype)
-            # Added to zeros, so that every process has the exchange in its backward.
-            before = before + torch.stack([carried, *[torch.zeros_like(carried)] * (len(before) - 1)])
-        return tuple(
-            torch.cat([conv(x[:, steps], old[s], documents) for s, (steps, documents) in enumerate(spans)], 1)
-            for conv, x, old in zip(convolutions, inputs, before.split(widths, -1), strict=True)
-        )
-
     def _reset(self, log_f: Tensor) -> Tensor:
         """Close gates (B, T, heads) or (B, T, heads, dqk) where a document starts."""
-        starts = self.documents.document_start
+        starts = self.closed
         if starts is None:
             return log_f
         return log_f.masked_fill(starts.reshape(*starts.shape, *[1] * (log_f.dim() - 2)), CLOSED_GATE)

@@ -40,7 +40,7 @@ class ShortConvolution(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -1 / math.sqrt(self.size), 1 / math.sqrt(self.size))
 
-    def forward(self, x: Tensor, before: Tensor | None, documents: Documents) -> Tensor:
+    def forward(self, x: Tensor, before: Tensor | None, documents: Documents, carried: Tensor | None = None) -> Tensor:
         """Convolve whole sequences.
 
         Args:
@@ -48,13 +48,15 @@ class ShortConvolution(nn.Module):
             before: (B, size - 1, channels), or with packed sequences (sequences, size - 1, channels): the inputs before
                 the first token; None is zeros.
             documents: the documents of the call.
+            carried: (1, T, channels), what :meth:`carried` returns, where ``documents`` are not packed; or None.
 
         Returns:
             (B, T, channels) in x's dtype.
         """
         packed = documents.offsets is not None
         history = x.new_zeros(x.shape[0], self.size - 1, x.shape[2]) if before is None or packed else before.to(x.dtype)
-        carried = self._carried(before, documents) if before is not None and packed else None
+        if before is not None and packed:
+            carried = self.carried(before, documents)
         inputs = torch.cat([history, x], 1)
         convolve = partial(_convolve, self._silu)
         return recomputed(convolve, inputs, local(self.weight), _local(self.bias), documents.boundaries(), carried)
@@ -102,16 +104,17 @@ class ShortConvolution(nn.Module):
             inputs = torch.cat([history, x], 1)[:, x.shape[1] :]
             first = documents.boundaries()
             return inputs if first is None else inputs * (x.shape[1] + back >= first[:, -1:])[..., None]
-        start, end = documents.offsets[:-1, None], documents.offsets[1:, None]
-        at = end + back  # (sequences, size - 1), the tokens of the last inputs
-        inputs = x[0, at.clamp(0)] * (at >= start)[..., None]
-        if before is None:
-            return inputs
-        older = (at - start + self.size - 1).clamp(0, self.size - 2)[..., None].expand_as(inputs)
-        return torch.where((at >= start)[..., None], inputs, before.to(x.dtype).gather(1, older))
+        at = documents.offsets[1:, None] + back  # (sequences, size - 1), the tokens of the last inputs
+        inputs = x[0, at.clamp(0)] * (at >= documents.offsets[:-1, None])[..., None]
+        return after_sequences(inputs, before, documents)
 
-    def _carried(self, before: Tensor, documents: Documents) -> Tensor:
-        """Return the parts (1, T, channels) of the convolution of packed sequences that come from earlier calls."""
+    def carried(self, before: Tensor, documents: Documents) -> Tensor:
+        """Return the parts (1, T, channels) of the convolution of packed sequences that come from earlier calls.
+
+        Args:
+            before: (sequences, size - 1, channels), the inputs before the first token of each sequence.
+            documents: the packed sequences.
+        """
         age = documents.position(None)[0]  # (T,), the tokens of the sequence before each token, in this call
         sequence = documents.sequence().clamp(0, before.shape[0] - 1)
         weight = at_least_float32(local(self.weight))
@@ -133,6 +136,23 @@ def inputs_after(inputs: Tensor, lengths: Tensor, count: int) -> Tensor:
     """
     last = lengths[:, None] + torch.arange(inputs.shape[1] - count, device=inputs.device)
     return inputs.gather(1, last.to(torch.int64)[..., None].expand(-1, -1, inputs.shape[2]))
+
+
+def after_sequences(inputs: Tensor, before: Tensor | None, documents: Documents) -> Tensor:
+    """Return the last inputs of packed sequences, with those before a sequence that is shorter.
+
+    Args:
+        inputs: (sequences, size - 1, channels), the last inputs of each sequence, zeros before its first token.
+        before: (sequences, size - 1, channels), the inputs before the first token; None is zeros.
+        documents: the packed sequences.
+    """
+    if before is None:
+        return inputs
+    assert documents.offsets is not None
+    count = inputs.shape[1]
+    token = torch.arange(-count, 0, device=inputs.device) + documents.offsets.diff()[:, None]  # within its sequence
+    older = (token + count).clamp(0, count - 1)[..., None].expand_as(inputs)
+    return torch.where((token >= 0)[..., None], inputs, before.to(inputs.dtype).gather(1, older))
 
 
 def _convolve(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
@@ -143,6 +144,17 @@ def cut_dense(placement: Placement, T: int) -> Cut:
     return Cut(tuple(spans), (End(0, last, None),), (), 0)
 
 
+def check_offsets(offsets: Sequence[int], total: int, size: int) -> None:
+    """Raise unless offsets are those of packed sequences with ``total`` steps on ``size`` processes."""
+    if offsets[0] != 0 or offsets[-1] != total:
+        raise ValueError(
+            f"cu_seqlens: goes from {offsets[0]} to {offsets[-1]}, expected from 0 to {total}, the steps of all "
+            f"{size} processes: with context_parallel the offsets are those of the whole sequence"
+        )
+    if any(a > b for a, b in itertools.pairwise(offsets)):
+        raise ValueError(f"cu_seqlens: got {list(offsets)}, expected values that never fall")
+
+
 @functools.lru_cache(maxsize=64)
 def cut_packed(placement: Placement, T: int, offsets: tuple[int, ...]) -> Cut:
     """Return the part of packed sequences, from their offsets among the steps of all processes.
@@ -155,13 +167,7 @@ def cut_packed(placement: Placement, T: int, offsets: tuple[int, ...]) -> Cut:
     """
     placement.own_lengths(T)
     bounds = placement.bounds(T)
-    if offsets[0] != 0 or offsets[-1] != bounds[-1]:
-        raise ValueError(
-            f"cu_seqlens: goes from {offsets[0]} to {offsets[-1]}, expected from 0 to {bounds[-1]}, the steps of all "
-            f"{placement.size} processes: with context_parallel the offsets are those of the whole sequence"
-        )
-    if any(a > b for a, b in itertools.pairwise(offsets)):
-        raise ValueError(f"cu_seqlens: got {list(offsets)}, expected values that never fall")
+    check_offsets(offsets, bounds[-1], placement.size)
 
     def holder(step: int) -> int:  # the span that has the step
         return min(bisect.bisect_right(bounds, step), len(bounds) - 1) - 1
