@@ -53,7 +53,7 @@ class SharedConvolution:
         ends = torch.cat([self._span_ends(steps, documents, inputs) for steps, documents in self.spans])
         x, batch = None, inputs[0].shape[0]
         if return_state and self.sequences is not None:
-            x = torch.cat(inputs, -1)
+            x = torch.cat(list(inputs), -1)
             ends = torch.cat([ends, F.pad(self._own_sequence_ends(x, self.sequences), (0, 2))])
         every = all_gather(ends, 0, self.part.spans.group).unflatten(0, (self.part.spans.size, -1))
         of_sequences = every[:, len(self.spans) * batch :, :, :-2]
