@@ -24,6 +24,8 @@ STREAMS = {
 }  # fmt: skip
 FIRST_CALLS = "forward", "forward + backward", "a step"  # of `tfla.warmup`, in its order
 REFUSES = "cannot run these inputs"  # part of the message of a kernel that does not support the sizes
+# The attribute has MkDocs read what is folded as Markdown, as GitHub does.
+FOLDED = '<details markdown="1"><summary>Tables, conditions and the command</summary>'
 METHOD = """## On GPUs
 
 The setups of the paper's benchmark figures. Times are GPU times: medians of samples with a rest before each, and where
@@ -220,14 +222,20 @@ def _left_out(rows: list[Row]) -> list[str]:
 
 
 def section(result: dict[str, Any], image: str | None) -> str:
-    """Return the section of one result of :mod:`.stored`: conditions, figure, tables, errors, and the commands."""
+    """Return the section of one result of :mod:`.stored`.
+
+    Its heading and its figure can be seen; conditions, tables, errors and commands are folded. It has an anchor of the
+    name of the result.
+    """
     runs = result["runs"]
-    parts = [f"### {result['title']}", *([result["note"]] if "note" in result else [])]
+    parts = [f'<a id="{next(iter(runs))}"></a>', f"### {result['title']}"]
+    parts += [result["note"]] if "note" in result else []
+    if image is not None:
+        parts.append(f"![{result['title']}]({image})")
+    parts.append(FOLDED)
     for run in runs.values():
         only = ", ".join(run["config"].get("only", ())) if len(runs) > 1 else ""
         parts.append((f"{only}: " if only else "") + _conditions(run))
-    if image is not None:
-        parts.append(f"![{result['title']}]({image})")
     rows = [r for r in result["rows"] if "x" in r]
     notes, remarks = Notes(), list[str]()
     for group in dict.fromkeys(r.get("group", "") for r in rows):
@@ -252,5 +260,5 @@ def section(result: dict[str, Any], image: str | None) -> str:
     parts += [" ".join(remarks)] if remarks else []
     parts += [notes.lines()] if notes.texts else []
     commands = "`, `".join(command(run["config"], stem) for stem, run in runs.items())
-    parts.append(f"Reproduce: `{commands}`.")
+    parts += [f"Reproduce: `{commands}`.", "</details>"]
     return "\n\n".join(parts)

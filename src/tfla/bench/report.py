@@ -9,12 +9,13 @@ from pathlib import Path
 from tfla._util import outputs
 from tfla._util.errors import UserError
 from tfla._util.files import write_atomically
-from tfla.bench import cpu_report, gpu_report, jax_report, page_tables, stored
+from tfla.bench import cpu_report, gpu_report, jax_report, page_tables, stored, summary
 from tfla.bench.results import check_cpu_result, check_folder, default_folder, read
 
 INTRO = """# Performance
 
-Generated from `benchmarks/results/` by `tfla bench report`; each table says what measured it, where and when.
+Generated from `benchmarks/results/` by `tfla bench report`; each section says what measured it, where and
+when. Tables are folded: a click on the line below a figure opens them.
 """
 
 
@@ -33,7 +34,7 @@ class Report:
 
 
 def run(config: Report) -> None:
-    """Write the page from every result: the CPU's first, then those of GPUs in the order of the suites.
+    """Write the page from every result: a summary, the CPU's, then those of GPUs in the order of the suites.
 
     The marked tables of other pages in the same folder are renewed, too.
 
@@ -55,7 +56,8 @@ def run(config: Report) -> None:
         raise UserError(
             f"results: there are none in {config.results}; `tfla bench cpu --out {config.results}/cpu.json` makes one"
         )
-    sections = [cpu_report.section(result) for result in on_cpus.values()]
+    sections = [summary.summary(on_gpus)] if on_gpus else []
+    sections += [cpu_report.section(result) for result in on_cpus.values()]
     sections += [gpu_report.METHOD] if on_gpus else []
     for stem, result in on_gpus.items():
         from tfla.bench.figures import draw
