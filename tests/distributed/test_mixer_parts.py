@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from tfla.distributed import ContextParallel, parallelize
 from tfla.nn import Decoder, LanguageModel, ModelConfig, NGram, SequenceMixer, generate
 from tfla.nn.mixers import MIXERS, attention, block_attention, ring
+from tfla.nn.mixers.key_values import KeyValues
 
 CONFIG: dict[str, Any] = {
     "d_model": 16, "num_blocks": 1, "num_heads": 4, "vocab_size": 8, "num_kv_heads": 2, "mamba_head_dim": 8,
@@ -326,6 +327,38 @@ def test_a_sharded_model_generates() -> None:
     ids = torch.randint(0, 8, (2, 9), generator=torch.Generator().manual_seed(0))
     expected = torch.stack(list(generate(hybrid(), ids, 6, temperature=0)), 1)
     assert torch.equal(run_on_processes(2, _text_of_sharded_model, ids), expected)
+
+
+def _verified_by_sharded_model(mixers: tuple[str, ...], sizes: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Compare proposed tokens of a model whose parameters processes share, of which some are accepted."""
+    ids, lengths = torch.randint(0, 8, (2, 14), generator=torch.Generator().manual_seed(0)), torch.tensor([2, 5])
+    found = []
+    for shared in (False, True):
+        torch.manual_seed(0)
+        layers = {"num_blocks": len(mixers), "layers": mixers}
+        model = LanguageModel(ModelConfig(**CONFIG | layers)).double()
+        if shared:
+            parallelize(model, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        with torch.no_grad():
+            prefill = ids[:, :8]
+            if shared and "cp" in names:
+                prefill = prefill.chunk(2, 1)[dist.get_rank()]
+            _, state = model.read_prompt(prefill)
+            state = tuple(s.reserve(30) if isinstance(s, KeyValues) else s for s in state)
+            logits, accept = model.steps(ids[:, 8:13], state)
+            assert all(isinstance(p, DTensor) == shared for p in model.parameters())
+            state = accept(lengths)
+            found.append([logits, model.step(ids[:, 13], state)[0], *tensors(state)])
+    for a, b in zip(*found, strict=True):
+        assert error(b, a) <= EXACT
+
+
+@pytest.mark.parametrize(("sizes", "names"), [((2,), ("dp_shard",)), ((2,), ("cp",)), ((1, 2), ("dp_shard", "tp"))])
+@pytest.mark.parametrize("mixers", [("mlstm_exp", "attention", "gated_delta_net"), ("mamba2", "retnet", "kda", "gla")])
+def test_a_sharded_model_verifies_proposed_tokens(
+    mixers: tuple[str, ...], sizes: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    run_on_processes(2, _verified_by_sharded_model, mixers, sizes, names)
 
 
 def test_a_prompt_is_no_part_of_one() -> None:

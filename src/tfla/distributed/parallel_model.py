@@ -142,12 +142,8 @@ def parallelize(
         if isinstance(model, LanguageModel):
             for block in model.blocks:
                 register_fsdp_forward_method(block, "step")
-            for name in (
-                "losses",
-                "step",
-                "prefill",
-                "read_prompt",
-            ):  # what steps returns reads parameters that would be freed
+                register_fsdp_forward_method(block, "steps")
+            for name in ("losses", "step", "steps", "prefill", "read_prompt"):
                 register_fsdp_forward_method(model, name)
                 setattr(model, name, _resharding(model, getattr(model, name)))
     return model

@@ -73,8 +73,8 @@ class StepsPass(Pass):
     ) -> Tensor:
         """Run :meth:`Pass.delta_rule`."""
         gates: dict[str, Any] = {"normalize_qk": True, "beta_activation": beta_activation}
-        if decay is not None:
-            gates |= {"gate_activation": "softplus", "A_log": decay[0], "dt_bias": decay[1]}
+        if decay is not None:  # copies, since FSDP2 frees gathered parameters before tokens are accepted
+            gates |= {"gate_activation": "softplus", "A_log": decay[0].clone(), "dt_bias": decay[1].clone()}
         return self._verify(delta_rule_steps, {"q": q, "k": k, "v": v, "beta": beta, "log_f": f}, **gates)
 
     def accept(self, lengths: Tensor) -> MixerState:
