@@ -17,7 +17,7 @@ from tfla.train import memory
 from tfla.train.config import Optim
 from tfla.train.evaluation import token_losses
 from tfla.train.loop import train
-from tfla.train.memory import Memory, check_memory, count_parameters, memory_of, needed, size_text
+from tfla.train.memory import Memory, Sharing, check_memory, count_parameters, memory_of, needed, size_text
 from tfla.train.recipe import optimizer
 
 CPU = torch.device("cpu")
@@ -68,6 +68,50 @@ def test_activations_are_about_what_the_forward_keeps(changes, bfloat16):
     # The estimate has the gradients of the logits besides, 8 bytes a token and entry of the vocabulary.
     estimate = needed(model.config, 4 * 256, bfloat16).activations - 4 * 256 * 8 * model.config.vocab_size
     assert 0.7 < estimate / measured < 1.4
+
+
+# Of the model of `config()`: all weights, those of a block, and those of embedding and unembedding.
+WEIGHTS, BLOCK, EMBEDDINGS = 707_596, 213_892, 65_792
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "computed", "embeddings", "block"),
+    [
+        ({}, 1, 707_596, 0, 0),
+        ({"dp_shard": 4}, 4, 707_596, 65_792, 213_935),
+        ({"cp": 4}, 4, 707_596, 65_792, 213_935),
+        ({"dp_shard": 2, "cp": 2}, 4, 707_596, 65_792, 213_935),
+        ({"dp_replicate": 4, "dp_shard": 1}, 1, 707_596, 65_792, 213_935),
+        ({"dp_replicate": 2, "dp_shard": 2}, 2, 707_596, 65_792, 213_935),
+        ({"tp": 4}, 4, 176_899, 0, 0),
+        ({"dp_shard": 2, "tp": 2}, 4, 353_798, 32_896, 106_968),
+    ],
+)  # fmt: skip
+def test_processes_gather_what_they_compute_with(sizes, parts, computed, embeddings, block):
+    """FSDP2 divides what is kept, but each process computes with the weights that tensor parallelism leaves it."""
+    model = LanguageModel(config())
+    assert model.num_parameters() == WEIGHTS
+    assert sum(p.numel() for p in model.blocks[0].parameters()) == BLOCK
+    assert model.embedding.weight.numel() + model.unembedding.weight.numel() == EMBEDDINGS
+    for in_bfloat16 in (False, True):
+        need = needed(config(), 100, True, Sharing.of(sizes, in_bfloat16))
+        assert need.parameters == 4 * (WEIGHTS // parts)
+        alone = needed(config(), 100, True).activations - 2 * WEIGHTS
+        assert need.activations - alone == (0 if in_bfloat16 else 2 * computed)
+        size = 2 if in_bfloat16 else 4
+        # Two blocks are gathered beside the embeddings, whose gradients are whole with those of one block.
+        assert need.gathered == size * (embeddings + 2 * block) + 4 * (embeddings + block)
+        assert needed(config(), 100, True, Sharing.of(sizes, in_bfloat16), checkpointing=True).gathered == need.gathered
+
+
+def test_gathered_weights_are_warned_about(monkeypatch):
+    sharing = Sharing.of({"dp_shard": 8})
+    need = needed(config(), 100, True, sharing)
+    text = f"gathered weights about {size_text(need.gathered)}"
+    for free, warned in ((need.state + need.activations, True), (need.state + need.activations + need.gathered, False)):
+        monkeypatch.setattr(memory, "memory_of", lambda device, free=free: Memory(None, free))
+        warning = check_memory(config(), 100, True, CPU, sharing)
+        assert (warning is not None and text in warning) == warned
 
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(tiny, monkeypatch):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from tfla.nn import ModelConfig
-from tfla.train.memory import FLOAT32, count_parameters, memory_of, needed
+from tfla.train.memory import FLOAT32, Sharing, count_parameters, memory_of, needed
 from tfla.train.ranks import Ranks
 
 USED = 0.9  # the part of a GPU's memory that a step may take by the estimate; NCCL and the allocator need the rest
@@ -58,10 +58,9 @@ def choose(
         sizes: the sizes of the mesh's dimensions by name.
         total, free: the bytes of a GPU, and those that are free before the model is on it.
     """
-    tp = sizes.get("tp", 1)
-    parts = tp * sizes.get("dp_shard", 1) * sizes.get("cp", 1)
-    need = needed(step.model, step.tokens, step.bfloat16, parts, step.checkpointing)
-    whole = -(-count_parameters(step.model)[0] // tp)
+    sharing = Sharing.of(sizes, step.gathered_in_bfloat16)
+    need = needed(step.model, step.tokens, step.bfloat16, sharing, step.checkpointing)
+    whole = -(-count_parameters(step.model)[0] // sharing.tp)
     size = 2 if step.gathered_in_bfloat16 else FLOAT32
     bytes_needed = need.state + need.activations + size * whole + _beside_weights(step, size, whole)
     fit = bytes_needed <= USED * total
@@ -78,12 +77,10 @@ def _beside_weights(step: Step, size: int, whole: int) -> int:
         size: the bytes of a gathered weight.
         whole: the number of weights that a process computes with.
     """
-    # Autocast keeps the whole weight of each linear layer in bfloat16 for the backward, unless it is gathered so.
-    casts = 2 * whole if step.bfloat16 and not step.gathered_in_bfloat16 and not step.checkpointing else 0
     # Two messages of two blocks are under way, and with each of them whole gradients are reduced.
     block = 2 * -(-whole // step.model.num_blocks)
     in_flight = (2 + step.prefetch) * block * size + 2 * block * FLOAT32
-    return casts + in_flight + (FLOAT32 * whole if step.whole_gradients else 0)
+    return in_flight + (FLOAT32 * whole if step.whole_gradients else 0)
 
 
 def chosen(given: bool | None, blocks: int | None, step: Step, ranks: Ranks) -> Gathers:

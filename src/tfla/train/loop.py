@@ -28,7 +28,7 @@ from tfla.train.data import Batches, Tokens, fingerprint, heldout_windows, prepa
 from tfla.train.evaluation import Evaluation, evaluate, token_losses
 from tfla.train.initial import architecture, check_backend, load_weights
 from tfla.train.logging import Metrics, plot_curves
-from tfla.train.memory import check_memory, peak_memory
+from tfla.train.memory import Sharing, check_memory, peak_memory
 from tfla.train.ranks import Ranks, join_ranks
 from tfla.train.recipe import Schedule, clipped_gradients, optimizer
 from tfla.train.run_folder import (
@@ -143,7 +143,8 @@ def _prepare(config: TrainConfig, run: Path, latest: Path | None, ranks: Ranks) 
     _check_layout(config, model, ranks)
     device = ranks.device
     pass_tokens, bfloat16 = _pass_tokens(config, ranks), _is_bfloat16(config, device)
-    warning = check_memory(model, pass_tokens, bfloat16, device, ranks.model_parts, config.activation_checkpointing)
+    sharing = Sharing.of(ranks.sizes, config.parallel.gather_dtype == "bfloat16")
+    warning = check_memory(model, pass_tokens, bfloat16, device, sharing, config.activation_checkpointing)
     with _precision(config, device):
         check_backend(model, device, packed=config.reset == "cu_seqlens")
 

@@ -28,11 +28,35 @@ class Need(NamedTuple):
     optimizer: int
     activations: int
     """An estimate of what the forward saves for the backward, and of the gradient of the logits."""
+    gathered: int = 0
+    """Weights that FSDP2 has gathered, and gradients that it has not reduced yet, at the same time."""
 
     @property
     def state(self) -> int:
         """The bytes without the activations, which are known exactly."""
         return self.parameters + self.gradients + self.optimizer
+
+
+class Sharing(NamedTuple):
+    """How the processes of a run share a model."""
+
+    parts: int = 1
+    """The number of processes that hold one copy of the parameters, gradients and optimizer states together."""
+    tp: int = 1
+    """The number of those that compute with different weights, by tensor parallelism."""
+    gathers: bool = False
+    """Whether FSDP2 gathers the weights that a process computes with."""
+    gathered_in_bfloat16: bool = False
+
+    @staticmethod
+    def of(sizes: dict[str, int], gathered_in_bfloat16: bool = False) -> Sharing:
+        """Return the sharing on a mesh whose dimensions have these sizes by name."""
+        tp, copies = sizes.get("tp", 1), sizes.get("dp_replicate", 1)
+        shards = sizes.get("dp_shard", 1) * sizes.get("cp", 1)
+        return Sharing(tp * shards, tp, shards * copies > 1, gathered_in_bfloat16)
+
+
+WHOLE = Sharing()
 
 
 class Memory(NamedTuple):
@@ -68,17 +92,20 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def needed(config: ModelConfig, tokens: int, bfloat16: bool, parts: int = 1, checkpointing: bool = False) -> Need:
+def needed(
+    config: ModelConfig, tokens: int, bfloat16: bool, sharing: Sharing = WHOLE, checkpointing: bool = False
+) -> Need:
     """Return the bytes that a training step needs on one device.
 
     Args:
         config: the architecture of the model.
         tokens: the tokens of one pass: context times the sequences that are computed at once.
         bfloat16: whether the model runs under autocast to bfloat16.
-        parts: the number of devices over which the model is divided.
+        sharing: how several devices share the model.
         checkpointing: whether blocks and logits are computed again in the backward.
     """
-    parameters, trained = (-(-count // parts) for count in count_parameters(config))
+    parameters, trained = (-(-count // sharing.parts) for count in count_parameters(config))
+    whole = -(-count_parameters(config)[0] // sharing.tp)  # the weights that a process computes with
     size = 2 if bfloat16 else FLOAT32
     # A block saves the residual stream in float32; projections, gates and outputs; the two inputs of the SwiGLU.
     widths = [n * _relative_width(config, mixer) for mixer, n in config.mixer_counts.items()]
@@ -89,13 +116,21 @@ def needed(config: ModelConfig, tokens: int, bfloat16: bool, parts: int = 1, che
     blocks, at_once = config.num_blocks * block, tokens
     if checkpointing:  # the inputs of all blocks, and what one block saves
         blocks, at_once = config.num_blocks * config.d_model * FLOAT32 + block, min(tokens, TOKENS_PER_PASS)
-    casts = 2 * parameters if bfloat16 else 0
+    # Autocast keeps copies of all weights that it has cast until the end of the forward, and a backward reads them.
+    casts = 2 * whole if bfloat16 and not sharing.gathered_in_bfloat16 else 0
+    gathered = 0
+    if sharing.gathers:  # embeddings, the block in use and the next one; gradients of embeddings and of one block
+        embeddings = -(-2 * config.vocab_size * config.d_model // sharing.tp)
+        of_block = -(-(whole - embeddings) // config.num_blocks)
+        gathered = (2 if sharing.gathered_in_bfloat16 else FLOAT32) * (embeddings + 2 * of_block)
+        gathered += FLOAT32 * (embeddings + of_block)
     activations = casts + int(tokens * (blocks + ends) + at_once * logits)
     return Need(
         parameters=FLOAT32 * parameters,
         gradients=FLOAT32 * trained,
         optimizer=2 * FLOAT32 * trained,
         activations=activations,
+        gathered=gathered,
     )
 
 
@@ -134,7 +169,7 @@ def check_memory(
     tokens: int,
     bfloat16: bool,
     device: torch.device,
-    parts: int = 1,
+    sharing: Sharing = WHOLE,
     checkpointing: bool = False,
 ) -> str | None:
     """Raise unless the parameters, gradients and optimizer states of a model fit into the memory of a device.
@@ -144,26 +179,26 @@ def check_memory(
         tokens: the tokens of one pass.
         bfloat16: whether the model runs under autocast to bfloat16.
         device: the device of the training.
-        parts: the number of devices over which the model is divided.
+        sharing: how several devices share the model.
         checkpointing: whether blocks and logits are computed again in the backward.
 
     Returns:
-        a warning if the activations, which are only estimated, may not fit as well; else None.
+        a warning if the activations and gathered weights, which are only estimated, may not fit as well; else None.
 
     Raises:
         UserError: the memory does not suffice; the message says what is needed and what there is.
     """
-    need, available = needed(config, tokens, bfloat16, parts, checkpointing), memory_of(device)
+    need, available = needed(config, tokens, bfloat16, sharing, checkpointing), memory_of(device)
     text = (
         f"parameters {size_text(need.parameters)}, gradients {size_text(need.gradients)}, "
         f"optimizer {size_text(need.optimizer)}, activations about {size_text(need.activations)}"
-    )
+    ) + (f", gathered weights about {size_text(need.gathered)}" if need.gathered else "")
     if available.limit is not None and need.state > available.limit:
         raise UserError(
             f"model: {_sizes(config)} does not fit on {device}: training needs {text}, "
             f"and there are {size_text(available.limit)}"
         )
-    if available.free is not None and need.state + need.activations > available.free:
+    if available.free is not None and need.state + need.activations + need.gathered > available.free:
         return (
             f"this may not fit on {device}, where {size_text(available.free)} are free: training needs {text}; "
             "a larger accumulate, a smaller batch_size or a shorter context needs less for activations"

@@ -8,7 +8,6 @@ training would wait for ever.
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import sys
@@ -110,11 +109,6 @@ class Ranks:
     def steps(self) -> StepsPart:
         """The part of this process of the steps of a sequence."""
         return StepsPart(self.coordinates.get("cp", 0), self.sizes.get("cp", 1), self.order)
-
-    @property
-    def model_parts(self) -> int:
-        """The number of processes that hold one copy of the model together."""
-        return math.prod(self.sizes.get(name, 1) for name in ("dp_shard", "cp", "tp"))
 
     def ask_first(self, make: Callable[[], Any]) -> Any:
         """Return the value that ``make`` returns on the first process, on every process; it must fit into JSON.

@@ -22,7 +22,7 @@ import torch
 from tfla.nn import LanguageModel, ModelConfig
 from tfla.ops.context_parallel.spans import row_width
 from tfla.ops.flops import TILE, backward_flops, forward_flops
-from tfla.train.memory import FLOAT32, needed
+from tfla.train.memory import FLOAT32, Sharing, needed
 
 BFLOAT16 = 2  # bytes of an activation
 FLOAT64 = 8
@@ -210,7 +210,8 @@ def step_cost(work: Work, layout: Layout, cluster: Cluster) -> Cost:
     gathered_logits = cluster.all_gather_seconds(BFLOAT16 * tokens * work.config.vocab_size, layout.tp)
 
     share = work.model_bytes / (layout.shards * layout.tp)
-    need = needed(work.config, math.ceil(tokens), True, layout.shards * layout.tp, layout.checkpointing)
+    sharing = Sharing(layout.shards * layout.tp, layout.tp)
+    need = needed(work.config, math.ceil(tokens), True, sharing, layout.checkpointing)
     at_once = 2 * (2 * block_bytes + end_bytes) if layout.shards > 1 else 0.0  # weights and gradients of two blocks
     return Cost(
         compute=layout.passes * compute,
