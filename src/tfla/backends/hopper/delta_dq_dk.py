@@ -1,10 +1,12 @@
-"""dq and what keys read, or against time dk: fused scans of the delta rule with two readers, where dhv is at most 128.
+"""dq and dk of the delta rule where dhv is at most 128: a fused scan with time for dq, and one against time for dk.
 
-The backward of the delta rule, given E and dv, is that of linear attention with two readers of the state: queries, with
-the cotangent do, and keys, with the cotangent -dv. A scan with time computes what both add to their gradients, dq and
-dr, from one state C; a scan against time adds up dk of both in float32, and dr, so that dk is rounded once. Equations
-are those of `tfla.backends.triton.delta_kernels`, with S_q = scale (do E^T) * D B and S_k = -(dv E^T) * D B, both
-strictly lower triangular, D the gate matrix and B = diag(beta).
+The backward of the delta rule, given the prediction errors E and dv, is that of linear attention with two readers of
+the state C: queries, with the cotangent do, and keys, with the cotangent -dv. The scan with time computes, from one
+state, the gradients of both readers: dq, and dr, the part of dk that comes from reading. The scan against time adds dr
+to the part of dk that comes from writing, in float32, so that dk is rounded once. Equations (R4) to (R8) and (B7) are
+those of `tfla.backends.triton.delta_kernels`. S_q = scale (do E^T) * D B and S_k = -(dv E^T) * D B are both strictly
+lower triangular, with the gate matrix D and B = diag(beta). L is the number of steps of a tile. Of the vectors of a
+tile, a is the decay from its start to each step, w the decay from each step to its end, and g is its whole decay.
 
 A program computes the whole state of one head, (dqk, dhv); two consumers hold 64 rows of it each, in registers, and
 compute transposed outputs. The steps of a tile n with time (`process_tile`):
@@ -35,16 +37,18 @@ and against time (`process_tile_back`):
     (10)  S_q, S_k of tile n - 1
     (12)  checkpoint                                                <C, dC>
 
-The left operands of (6) are the sums of two 16-bit numbers each, S_q of (5) with time, too; the rounding of others does
-not show. W is in float32: where keys are alike, what steps read by them cancels in dlog_f, and its rounding would not.
-With gates both scans leave sums for their gradient, (B7); no gate lies between a write and a read of one step, and no
-such pair is in them.
+The left operands of (6) are split into sums of two 16-bit numbers, and so is S_q of (5) in the scan with time; the
+rounding of other operands changes no result by more than its own rounding. W stays in float32: where keys are alike,
+the terms of what steps read by them cancel in dlog_f, and rounding errors of W would not cancel. With gates both scans
+store sums for the gradient of the gates, (B7). They leave out the pair of a step with itself, since no gate lies
+between the write and the read of one step.
 
 dr is never in shared memory. Consumers store it in the order of registers (`partial_pointers`), and those of the scan
 against time load what they add to. A row of 128 numbers stays the row of its step, so that dk can lie in the same
 memory.
 
-Who waits for whom: as in `dq_dk.py`. A tile is five tiles of 16 KiB; the ring has two stages.
+The docstring of `dq_dk.py` shows which partition waits for which. A stage of the ring has 80 KiB: 16 KiB for each of
+q, k, E, do and dv. The ring has two stages.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -176,7 +180,7 @@ def partial_layout():
 
 @gluon.jit
 def partial_pointers(dr, t, work_tile, params, ids, config):
-    """Return pointers (L, 64) to the consumer's part of dr of the tile at step `t`, and which of its steps exist, (L).
+    """Return pointers (L, 64) to the consumer's part of dr of the tile at step `t`, and which steps exist, (L, 1).
 
     Rows are steps. Of each 16 numbers of a row those that a thread holds are next to each other, the first and the
     ninth, the second and the tenth, and so on: a warp then moves whole sectors.
@@ -202,7 +206,7 @@ def store_partial(x, dr, t, work_tile, params, ids, config):
 
 @gluon.jit
 def load_partial(dr, t, work_tile, params, ids, config):
-    """Return what `store_partial` has stored, (64, L), rounded, and 0 after the last step of a work tile."""
+    """Return what `store_partial` has stored, in dr's dtype, (64, L), and 0 after the last step of a work tile."""
     pointers, inside = partial_pointers(dr, t, work_tile, params, ids, config)
     x = gl.permute(gl.reshape(gl.load(pointers, inside, 0.0), [config.L, 4, 8, 2]), (1, 3, 2, 0))
     return gl.convert_layout(gl.reshape(x, [64, config.L]), mma.accumulator_layout(config.L), assert_trivial=True)
@@ -414,7 +418,7 @@ def process_tile_back(C, pipe_state, t, work_tile, ids, gmem, shared, params, ha
     of_out: gl.constexpr = mma.accumulator_layout(L)
     # (2) dk of the previous tile has left: its stage is empty.
     release_previous(pipe_state, shared)
-    dr = load_partial(gmem.dr, t, work_tile, params, ids, config)  # for (7), which it must not wait for
+    dr = load_partial(gmem.dr, t, work_tile, params, ids, config)  # (64, L), early, so that (7) need not wait for it
     K, A = warpgroup_mma_wait(0, deps=[K, A])
     K *= delta_tiles.load_vector(g, UPDATE_WEIGHT, L, of_out) * delta_tiles.load_vector(g, WRITE, L, of_out)
     k_t = shared.k.index(2 * s + half).reshape([L, 64]).permute((1, 0)).load(of_out)  # (64, L)
@@ -439,12 +443,12 @@ def process_tile_back(C, pipe_state, t, work_tile, ids, gmem, shared, params, ha
     C = warpgroup_mma(U_low, do, C, is_async=True)
     K, A, B = warpgroup_mma_wait(2, deps=[K, A, B])  # (6) still runs
     # (7) What queries read of their own steps' writes, and dr.
-    q_t = q.reshape([L, 64]).permute((1, 0)).load(of_out)  # again, for no registers are left to keep it
+    q_t = q.reshape([L, 64]).permute((1, 0)).load(of_out)  # (64, L), again: no registers are left to keep it
     K += q_t.to(gl.float32) * delta_tiles.load_vector(g, SAME_STEP, L, of_out) + dr.to(gl.float32)
     # (8) dk, over q and on its way to memory
     store_output(K, q, t, work_tile, ids, gmem, params)
     # (6) dC <- dC - (k * a)^T dv, the other half
-    k_t = shared.k.index(2 * s + half).reshape([L, 64]).permute((1, 0)).load(of_out)  # again
+    k_t = shared.k.index(2 * s + half).reshape([L, 64]).permute((1, 0)).load(of_out)  # again, (64, L)
     read = k_t.to(gl.float32) * -delta_tiles.load_vector(g, READ_WEIGHT, L, of_out)
     V, V_low = mma.split_left_operand(read, COLUMNS, dtype)
     C = warpgroup_mma(V, dv, C, is_async=True)
@@ -515,7 +519,8 @@ def delta_dq_dk_kernel(
         E: TMA descriptor of the prediction errors, in tiles (L, COLUMNS).
         DO, DV_in: TMA descriptors of the cotangent of h and of dv, in tiles like those of E.
         Out: TMA descriptor of the result, in tiles (L, 64).
-        dr: What keys read, (B, T, H, ROWS), in the order of `partial_pointers`; an output, or with REVERSE an input.
+        dr: The gradient of keys as readers, (B, T, H, ROWS), in the order of `partial_pointers`; an output, or with
+            REVERSE an input.
         do_e: do . E, (B, T, H), float32.
         sums: Output for what the steps read of earlier tiles, (H, tiles, L), with GATED and without REVERSE.
         pairs: Output for sums of pairs, (H, tiles, PAIR_SUMS, L), with GATED: ROW_SUM and COLUMN_SUM, or with REVERSE
@@ -617,7 +622,7 @@ def launch(
         dv: The gradient of v, (B, T, H, dhv).
         do_e: do . E, (B, T, H) float32.
         out: Output, dq or dk, (B, T, H, dqk). dk may have the memory of dr where dqk is ROWS.
-        dr: What keys read, (B, T, H, ROWS), which a launch without `reverse` writes.
+        dr: The gradient of keys as readers, (B, T, H, ROWS), which a launch without `reverse` writes.
         sums: What both scans leave for the gradient of gates.
         reverse: Whether the scan goes against time.
         initial: Initial states, or with `reverse` cotangents of final ones, (N, H, dqk, dhv), or None for zeros.

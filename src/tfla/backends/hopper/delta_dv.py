@@ -1,8 +1,10 @@
 """dv and dbeta of the delta rule with at most one forget gate a step: a fused scan against time.
 
 A program computes 128 columns of dhv of each of its work tiles, as `delta_h.py` does: two consumers hold 64 columns of
-the transposed cotangent dC^T, (dhv, dqk), in registers. The equations are (R5) and (R6) of
-`tfla.backends.triton.delta_kernels`, where the read key is k.
+the transposed cotangent dC^T, (dhv, dqk), in registers. The equations are (R1), (R5) and (R6) of
+`tfla.backends.triton.delta_kernels`, where the read key is k. L is the number of steps of a tile. Of the vectors of a
+tile, a is the decay from its start to each step, w the decay from each step to its end, and g is its whole decay. D is
+the gate matrix, and X the matrix that the forward stored, (R1).
 
 The steps of a tile n (`process_tile`), against time; P is that of tile n, computed during tile n - 1:
 
@@ -21,8 +23,9 @@ The steps of a tile n (`process_tile`), against time; P is that of tile n, compu
     (13)  P <- S * D * scale of tile n + 1, masked      (L, L / 2), to shared memory, (R1) times scale
 
 There are two rings. The stages of one, KEY_STAGES, have q, k and the vectors of a tile, which (10) and (13) need a tile
-early; those of the other, STAGES, have do, E and X, and what the store warp stores. A consumer leaves both with one
-arrival. So the copies of a whole tile are always on their way while another one is computed. Who waits for whom:
+early; those of the other, STAGES, have do, E and X, and the sums that the store warp stores. A consumer releases its
+stages of both rings with one arrival. The copies of a whole tile are always on their way while another one is computed.
+Arrows lead from the partition that arrives at a barrier to the one that waits for it:
 
     key and gate warp   --keys_full[n % 3]--> consumers 0 and 1 --empty[n % 2]--> key and gate warp
     load and store warp --full[n % 2]-------> consumers 0 and 1 --empty[n % 2]--> load and store warp
@@ -351,7 +354,8 @@ def launch(
     Args:
         ctx: The context of the call, with the schedule of packed sequences.
         gates: The gate vectors, or any tensor where there are no gates.
-        X, E: What the forward stored.
+        X: The matrices X of (R1) that the forward stored, (B, T, H, L).
+        E: The prediction errors of the forward, (B, T, H, dhv).
         dh: The cotangent of h, (B, T, H, dhv).
         dv: Output, (B, T, H, dhv).
         final: The cotangents of the final states, (N, H, dqk, dhv), or None for zeros.

@@ -50,6 +50,10 @@ from tfla.backends.triton.channel_decays import (
 from tfla.backends.triton.precise_products import as_operand
 from tfla.backends.triton.scan_tiles import key_addresses, locate_tile, without_unknown_options
 
+# The ptxas of Triton 3.4 gives a thread 32 registers, and spills 15 KB, where 4 warps have a tile with levels and gates
+# by step. With 8 warps it spills 1.6 KB.
+BEFORE_TRITON_3_5 = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 5)
+
 if TYPE_CHECKING:
     from tfla.backends.triton.channel_rule import ChannelContext
     from tfla.backends.triton.channel_tiles import Operands
@@ -322,13 +326,15 @@ def launch(
         dbeta = base.new(base.B, base.T, base.H * parts, 1)
         log_f = grads.log_f if x.channel_gates else base.new(base.B, base.T, base.H * parts, 1)
     for leveled in (False, True):
+        crowded = BEFORE_TRITON_3_5 and leveled and not x.channel_gates
+        num_warps = max(8, tiles.num_warps) if crowded else tiles.num_warps
         base.launch(channel_gradients, (base.tiles * base.H * parts,),
             x.q, x.k, ctx.read_key, ctx.log_f, ctx.beta, base.cu_seqlens, operands.leveled, dh, dv, E, states,
             cotangents, states if dots is None else dots, grads.q, grads.k,
             grads.q if grads.read_key is None else grads.read_key, log_f, dbeta, ctx.spec.scale, x.sequences, base.T,
             base.tiles, base.H, base.group, *ctx.input_strides, *time_strides(dh), *time_strides(E), DV=base.V,
             BK=tiles.split, BV=tiles.block, STEP_GATES=not x.channel_gates, LEVELED=leveled,
-            DOTS=0 if dots is None else dots.shape[0], STAGES=tiles.stages, num_warps=tiles.num_warps,
+            DOTS=0 if dots is None else dots.shape[0], STAGES=tiles.stages, num_warps=num_warps,
             OPERAND=tl.bfloat16 if x.q.dtype == torch.bfloat16 else tl.float32, compilation=ampere_mmas(x.q.device),
             **ctx.tile_constants,
         )  # fmt: skip
