@@ -265,15 +265,16 @@ def delta_specs(x: dict[str, Any], steps: P, states: P) -> dict[str, P]:
     return {name: steps if name in DELTA_STEPS else states for name in x}
 
 
-@pytest.mark.parametrize("divided", DIVIDED)
-def test_delta_rule_without_communication(divided: str) -> None:
+@pytest.mark.parametrize(("divided", "kind"), [("batch", AxisType.Auto), ("heads", AxisType.Explicit)], ids=str)
+def test_delta_rule_without_communication(divided: str, kind: AxisType) -> None:
     x, of_call = delta_leaves("kda")
     expected = jax.jit(jax.value_and_grad(of_call))(x)
-    devices = mesh(2)
-    placed = {name: jax.device_put(x[name], NamedSharding(devices, spec)) for name, spec in
-              delta_specs(x, *DIVIDED[divided]).items()}  # fmt: skip
-    compiled = jax.jit(jax.value_and_grad(of_call)).lower(placed).compile()
-    agree(compiled(placed), expected, 1e-9)
+    devices = mesh(2, kind)
+    with jax.set_mesh(devices):
+        placed = {name: jax.device_put(x[name], NamedSharding(devices, spec)) for name, spec in
+                  delta_specs(x, *DIVIDED[divided]).items()}  # fmt: skip
+        compiled = jax.jit(jax.value_and_grad(of_call)).lower(placed).compile()
+        agree(compiled(placed), expected, 1e-9)
     assert not any(name in compiled.as_text() for name in COLLECTIVES)
 
 

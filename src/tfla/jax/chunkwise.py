@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tfla.jax import spans, tile
+from tfla.jax.explicit import across_explicit_axes
 from tfla.jax.grid import Grid, Memory, group_heads, last_of_sequences
 from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary_alike
 from tfla.jax.tile import Carry, Tile
@@ -270,6 +271,7 @@ def _attend_backward(spec: Spec, kept: Residuals, cotangents: Results) -> tuple[
 attend.defvjp(_attend_forward, _attend_backward)
 
 
+@across_explicit_axes
 @functools.partial(jax.jit, static_argnums=0)
 def compute(spec: Spec, x: Inputs) -> Results:
     """Compute :func:`attend` as one compiled function, also where the caller is not compiled."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tfla.jax.explicit import across_explicit_axes
 from tfla.jax.inputs import Inputs, Spec, acc_dtype, vary_alike
 from tfla.jax.scans import over_parts
 from tfla.jax.tiles import tiling
@@ -123,6 +124,7 @@ def recurrent(
     return h[:, :, None], state
 
 
+@across_explicit_axes
 @functools.partial(jax.jit, static_argnums=0)
 def compute(spec: Spec, x: Inputs) -> tuple[Array, Array, Array | None, Array | None]:
     """Compute h (B, T, H, dhv) and the final C, n and m, of which m carries no gradient."""

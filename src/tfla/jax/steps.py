@@ -13,6 +13,7 @@ from tfla.jax import checks, step_kernels
 from tfla.jax.choice import choose
 from tfla.jax.delta import channel_gates
 from tfla.jax.delta.channel_gates import has_channel_gates
+from tfla.jax.explicit import across_explicit_axes
 from tfla.jax.gates import clamp, log_gates
 from tfla.jax.inputs import acc_dtype, vary_alike
 from tfla.jax.reference import Triple, step
@@ -125,9 +126,10 @@ def _steps(
         h, *new = step_kernels.compute(step_kernels.spec_of(gpu, options, x, plain), x)
         if new[2] is not None:
             new[2] = jax.lax.stop_gradient(new[2])
-    return h if time else h[:, 0], State(*new) if return_state else state  # type: ignore[arg-type]
+    return h if time else h[:, 0], State(*new) if return_state else state
 
 
+@across_explicit_axes
 def _plain(spec: StepSpec, x: StepInputs) -> tuple[Array, Array, Array | None, Array | None]:
     """Compute the steps in plain JAX: h and the new C, n and m."""
     h, new = by_index(lambda state: _compute(spec, x[:5], state, x.lengths), State(x.C, x.n, x.m), x.indices)

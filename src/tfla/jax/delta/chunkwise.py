@@ -19,6 +19,7 @@ from tfla.jax.delta import spans, tile
 from tfla.jax.delta.inputs import DeltaArrays, DeltaInputs, DeltaSpec, activated
 from tfla.jax.delta.spans import Action
 from tfla.jax.delta.tile import Tile
+from tfla.jax.explicit import across_explicit_axes
 from tfla.jax.grid import Grid, Memory, last_of_sequences
 from tfla.jax.inputs import acc_dtype
 from tfla.jax.tile import Carry
@@ -221,6 +222,7 @@ def _attend_backward(spec: DeltaSpec, kept: Residuals, cotangents: Results) -> t
 attend.defvjp(_attend_forward, _attend_backward)
 
 
+@across_explicit_axes
 @functools.partial(jax.jit, static_argnums=0)
 def compute(spec: DeltaSpec, x: DeltaArrays) -> Results:
     """Compute :func:`attend` of arrays before their activations as one compiled function."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from tfla.jax.delta.inputs import DeltaArrays, DeltaSpec, Rule, activated
+from tfla.jax.explicit import across_explicit_axes
 from tfla.jax.inputs import acc_dtype
 from tfla.jax.scans import over_parts
 from tfla.jax.tiles import tiling
@@ -91,6 +92,7 @@ def with_heads_of_v(x: Any) -> Sequence:
     return Sequence(q, k, x.v.astype(dtype), x.beta, x.log_f, r)
 
 
+@across_explicit_axes
 @functools.partial(jax.jit, static_argnums=0)
 def compute(spec: DeltaSpec, given: DeltaArrays) -> tuple[Array, Array]:
     """Compute h (B, T, H, dhv) and the final C."""

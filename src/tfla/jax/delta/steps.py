@@ -16,6 +16,7 @@ from tfla.jax.delta import step_kernels
 from tfla.jax.delta.checks import check_arrays, check_rule
 from tfla.jax.delta.inputs import DeltaArrays, Rule, activated
 from tfla.jax.delta.reference import Sequence, step, with_heads_of_v
+from tfla.jax.explicit import across_explicit_axes
 from tfla.jax.inputs import vary_alike
 from tfla.jax.scans import over_steps
 from tfla.jax.state import State
@@ -41,6 +42,7 @@ def _compute(rule: Rule, given: DeltaArrays, lengths: Array | None) -> tuple[Arr
     return h.astype(x.v.dtype), C if kept_dtype is None else C.astype(kept_dtype)
 
 
+@across_explicit_axes
 def _plain(rule: Rule, x: step_kernels.StepArrays) -> tuple[Array, Array]:
     """Compute the steps in plain JAX: h and the new C."""
 
