@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import gpus  # noqa: F401
+import numpy as np
 import pytest
 import torch
 from cases import DEVICES, INTERPRETED, Implementation, implementations
@@ -23,6 +27,24 @@ torch.set_num_threads(1)  # for small problems one thread is faster than two tha
 
 if INTERPRETED:  # torch.empty fills what it allocates with NaN: a kernel that reads what none has written shows it
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start every test alike, whichever tests this process ran before: random numbers and compiled functions."""
+    random.seed(31)
+    np.random.seed(31)
+    torch.manual_seed(31)
+    if "torch._dynamo" in sys.modules:  # it compiles a function at most eight times
+        torch.compiler.reset()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_tuned_kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hide what `tfla tune` has found for the user who runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TFLA_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def on(device: str) -> list[pytest.MarkDecorator]:

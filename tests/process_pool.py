@@ -6,11 +6,9 @@ once and forks them. A test sends each rank a function by name and its arguments
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,20 +20,16 @@ import torch.distributed as dist
 TIMEOUTS = {"gloo": 60.0, "nccl": 240.0}  # seconds until a call counts as hung; GPUs compile kernels meanwhile
 
 
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _serve(backend: str, rank: int, count: int, port: int, pipe: Any) -> None:
     """Answer calls until the pipe is closed."""
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(count))
     if backend == "nccl":
         os.environ["NCCL_NVLS_ENABLE"] = "0"
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUTS[backend]))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUTS[backend])
+    )
     groups = {size: dist.new_group(list(range(size))) for size in range(1, count + 1)}
     while True:
         try:
@@ -65,10 +59,12 @@ class Pool:
     def __init__(self, count: int = 4, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "tfla", "torch.distributed.tensor", "process_pool"])
-        port, self.pipes, self.processes, self.timeout = _free_port(), [], [], TIMEOUTS[backend]
+        # The store listens here from the beginning, on a port that nothing else can take in the meantime.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.pipes, self.processes, self.timeout = [], [], TIMEOUTS[backend]
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(backend, rank, count, port, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(backend, rank, count, self.store.port, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

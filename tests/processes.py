@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import torch
@@ -37,9 +37,24 @@ def _process(rank: int, count: int, folder: str, function: Callable[..., Any], a
     dist.destroy_process_group()
 
 
+def run_alone(function: Callable[..., Any], *args: Any) -> None:
+    """Call ``function(*args)`` in a new process, which has no other threads and may therefore fork itself.
+
+    A child that is forked while another thread holds a lock, of a thread pool of PyTorch or JAX for example, waits for
+    it without end. An exception is raised here.
+    """
+    mp.spawn(_alone, (function, args), nprocs=1)
+
+
+def _alone(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    function(*args)
+
+
 def free_ports(count: int) -> list[int]:
     """Return ports that nothing listens on, below those that the system gives to connections in the meantime."""
     ports: list[int] = []
+    random = SystemRandom()  # other processes of the same tests have the same seed
     while len(ports) < count:
         port = random.randrange(10_000, 32_000)
         with socket.socket() as s, contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import run_alone
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -180,10 +181,14 @@ def test_a_process_killed_at_any_call_leaves_a_complete_checkpoint(
 
 def test_the_process_that_completes_checkpoints_is_killed_at_its_calls(tmp_path: Path) -> None:
     """The first process, alone, is killed at every second call until one attempt succeeds: it renames and deletes."""
+    run_alone(_save_and_die_at_each_call, tmp_path)
+
+
+def _save_and_die_at_each_call(parent: Path) -> None:
     model, adamw = trained()
     reached = []
     for at in range(1, 300, 2):
-        folder = tmp_path / str(at)
+        folder = parent / str(at)
         folder.mkdir()
         child = os.fork()
         if child == 0:

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from tfla.train.checkpoint import latest_checkpoint
 from tfla.train.config import TrainConfig
 from tfla.train.logging import read_metrics
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 SIZES = [
     "--data.heldout", "0.2", "--model.d-model", "32", "--model.num-blocks", "1", "--model.num-heads", "2",
-    "--optim.warmup-steps", "2", "--optim.cooldown-steps", "2", "--steps", "40", "--batch-size", "4", "--context", "24",
+    "--optim.warmup-steps", "2", "--optim.cooldown-steps", "2", "--steps", "120", "--batch-size", "4", "--context", "24",
     "--eval-every", "20", "--checkpoint-every", "5", "--no-tensorboard", "--device", "cpu", "--threads", "1",
 ]  # fmt: skip
 
@@ -78,14 +79,13 @@ def test_a_killed_process_ends_the_run_and_the_same_command_continues_it(tmp_pat
     whole = start(tmp_path, "whole")
     output = whole.communicate(timeout=300)[0]
     assert whole.returncode == 0, output
-    assert output.count("40/40") == 1  # one progress bar
+    assert output.count("120/120") == 1  # one progress bar
 
     # Without restarts: process 0 says within a minute that process 1 is gone.
     run = tmp_path / "killed"
     killed = start(tmp_path, "killed")
     wait_for_step(killed, run, 12)
-    manifest = run / "checkpoints" / "step-00000010" / "manifest.json"
-    while not manifest.exists():  # a thread writes it while training goes on
+    while latest_checkpoint(run / "checkpoints") is None:  # a thread writes it while training goes on
         assert killed.poll() is None, killed.communicate()[0]
         time.sleep(0.02)
     kill_rank(killed, 1)
@@ -94,11 +94,15 @@ def test_a_killed_process_ends_the_run_and_the_same_command_continues_it(tmp_pat
     assert time.monotonic() - began < 60
     assert killed.returncode != 0
     assert "tfla: error: process 0 stops, because process 1 has failed: it has died" in output, output
-    assert json.loads(manifest.read_text())["step"] == 10
+    latest = latest_checkpoint(run / "checkpoints")
+    assert latest is not None
+    step = json.loads((latest / "manifest.json").read_text())["step"]
+    assert latest.name == f"step-{step:08d}"
 
     # The same command continues; when process 0 is killed too, torchrun's own restart does.
+    reached = max(r["step"] for r in read_metrics(run))
     again = start(tmp_path, "killed", "--max-restarts", "1")
-    wait_for_step(again, run, 22)
+    wait_for_step(again, run, reached + 6)
     kill_rank(again, 0)
     output = again.communicate(timeout=300)[0]
     assert again.returncode == 0, output
@@ -108,4 +112,4 @@ def test_a_killed_process_ends_the_run_and_the_same_command_continues_it(tmp_pat
         for name in ("whole", "killed")
     ]
     assert same[0] == same[1]
-    assert len(same[0]) == 40 + 3
+    assert len(same[0]) == 120 + 7

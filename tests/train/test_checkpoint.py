@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import run_alone
 
 from tfla._util.errors import UserError
 from tfla.nn import LanguageModel, ModelConfig
@@ -161,10 +162,14 @@ def test_a_run_whose_checkpoints_are_all_broken_does_not_start_from_the_beginnin
 
 def test_a_process_killed_while_saving_leaves_a_complete_checkpoint(tmp_path):
     """The process is killed at its first, second, third, … call to the file system, until one attempt succeeds."""
+    run_alone(_save_and_die_at_each_call, tmp_path)
+
+
+def _save_and_die_at_each_call(folder: Path) -> None:
     run = Run()
     outcomes = []
     for calls in range(1, 300):
-        checkpoints = Checkpoints(tmp_path / str(calls), keep_last=1)
+        checkpoints = Checkpoints(folder / str(calls), keep_last=1)
         run.save(checkpoints, 1)
         child = os.fork()
         if child == 0:

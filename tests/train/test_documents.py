@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 
 import pytest
 
@@ -93,12 +94,10 @@ def test_parts_of_files_are_read_from_the_file(tmp_path):
 
 def test_pipes_are_read_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    child = os.fork()
-    if child == 0:
-        (tmp_path / "pipe").write_bytes(b"through the pipe")
-        os._exit(0)
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(b"through the pipe",), daemon=True)
+    writer.start()
     found = Documents(Data(paths=(tmp_path / "pipe",)))
-    os.waitpid(child, 0)
+    writer.join()
     assert [d.content for d in found] == [d.content for d in found] == [b"through the pipe"]
 
 

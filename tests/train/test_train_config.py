@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,21 +98,24 @@ def test_a_run_that_fails_before_it_begins_leaves_nothing(tiny, tmp_path, there)
 
 def test_a_run_is_locked_by_one_process(tiny):
     config = tiny()
-    ready, go = os.pipe()
     with open_run(config):
         pass
-    child = os.fork()
-    if child == 0:
-        with open_run(config):
-            os.write(go, b"x")
+    code = """if True:
+        import signal, sys
+        from tfla.train.config import TrainConfig, from_json
+        from tfla.train.run_folder import open_run
+        with open_run(from_json(TrainConfig, sys.argv[1])):
+            print("opened", flush=True)
             signal.pause()
-    os.read(ready, 1)
-    try:
-        with pytest.raises(UserError, match="another process is training there"):
-            open_run(config).__enter__()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    """
+    with subprocess.Popen([sys.executable, "-c", code, to_json(config)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "opened\n"
+            with pytest.raises(UserError, match="another process is training there"):
+                open_run(config).__enter__()
+        finally:
+            other.kill()
     with open_run(config) as run:  # the lock went with the process
         assert run.is_dir()
 
