@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gpus  # noqa: F401
-import numpy as np
 import pytest
 import torch
 from cases import DEVICES, INTERPRETED, Implementation, implementations
@@ -33,7 +32,6 @@ if INTERPRETED:  # torch.empty fills what it allocates with NaN: a kernel that r
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Start every test alike, whichever tests this process ran before: random numbers and compiled functions."""
     random.seed(31)
-    np.random.seed(31)
     torch.manual_seed(31)
     if "torch._dynamo" in sys.modules:  # it compiles a function at most eight times
         torch.compiler.reset()

@@ -22,8 +22,9 @@ from tfla.train.logging import read_metrics
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
 SIZES = [
     "--data.heldout", "0.2", "--model.d-model", "32", "--model.num-blocks", "1", "--model.num-heads", "2",
-    "--optim.warmup-steps", "2", "--optim.cooldown-steps", "2", "--steps", "120", "--batch-size", "4", "--context", "24",
-    "--eval-every", "20", "--checkpoint-every", "5", "--no-tensorboard", "--device", "cpu", "--threads", "1",
+    "--optim.warmup-steps", "2", "--optim.cooldown-steps", "2", "--steps", "120", "--batch-size", "4",
+    "--context", "24", "--eval-every", "20", "--checkpoint-every", "5", "--no-tensorboard", "--device", "cpu",
+    "--threads", "1",
 ]  # fmt: skip
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from tfla.nn import LanguageModel, generate, sampling
+from tfla.nn.config import Mixer
 from tfla.nn.generate import FiniteCheck, sample_tokens
 
 Make = Callable[..., LanguageModel]
@@ -169,6 +170,25 @@ def test_weights_that_are_not_finite_give_no_token(make_model: Make, ids: Tensor
     with pytest.raises(ValueError, match=r"^logits: got NaN or infinity, expected finite numbers"):
         received.extend(generate(model, ids, 5, **options))
     assert received == []
+
+
+@pytest.mark.parametrize(
+    ("mixer", "fields"),
+    [
+        *((mixer, {}) for mixer in get_args(Mixer)),
+        ("attention", {"window": 3, "num_kv_heads": 1, "attention_sinks": True}),
+    ],
+)
+def test_nan_in_any_weight_gives_no_token(make_model: Make, mixer: str, fields: dict[str, Any]) -> None:
+    """A prompt of a few tokens is attended to by scores that fit a CPU's registers, as one of many is not."""
+    names = [name for name, _ in make_model(mixer, num_blocks=1, **fields).named_parameters()]
+    for name in names:
+        model = make_model(mixer, torch.float32, num_blocks=1, **fields)
+        with torch.no_grad():
+            model.get_parameter(name).fill_(torch.nan)
+        for length in (1, 4, 20):
+            with pytest.raises(ValueError, match=r"^logits: got NaN or infinity, expected finite numbers"):
+                list(generate(model, torch.zeros(1, length, dtype=torch.int64), 2))
 
 
 @pytest.mark.parametrize("stops", [False, True])

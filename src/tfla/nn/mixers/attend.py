@@ -20,6 +20,7 @@ from tfla.nn.layers import recomputed
 from tfla.ops.transforms import needs_dispatcher
 
 QUERIES = 256  # queries of a block, whose mask is in memory at once
+CPU_VECTOR = 16  # numbers of the widest registers of a CPU
 
 
 def attend(
@@ -154,4 +155,19 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool)
     # On GPUs only flash attention groups heads, without a mask and in 16 bits; the other kernels need all heads.
     if group > 1 and (mask is not None or q.element_size() > 2):
         k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1)
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=group > 1)
+    # torch's maximum over fewer scores than a register holds leaves NaN out, and a row of nothing else becomes zero.
+    if found.device.type == "cpu" and k.shape[2] < CPU_VECTOR:
+        found = found.masked_fill(_sees_nan(q, k, mask, causal)[..., None], torch.nan)
+    return found
+
+
+def _sees_nan(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Return (B, H, T) bool, whether a visible score of a query is NaN; the arguments are those of `_grouped`."""
+    of_keys = k.isnan().any(-1).repeat_interleave(q.shape[1] // k.shape[1], 1)[:, :, None]
+    nan = q.isnan().any(-1)[..., None] | of_keys  # (B, H, T, S)
+    if mask is not None:
+        nan = nan & (mask if mask.dtype == torch.bool else mask > -torch.inf)
+    elif causal:
+        nan = nan.tril()
+    return nan.any(-1)
