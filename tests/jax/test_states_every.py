@@ -44,19 +44,34 @@ def near(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
 
 
+def true_state_after(run: Any) -> Any:
+    """Return a function of arrays of one row, an initial state and a range of steps: the true C after these steps.
+
+    It is compiled once for all ranges, which are traced offsets of a packed sequence.
+    """
+
+    @jax.jit
+    def after(x: dict[str, Any], start: tfla.jax.State, first: int, end: int) -> Any:
+        return true(run(**x, initial_state=start, return_state=True, cu_seqlens=jnp.array([first, end]))[1])
+
+    return after
+
+
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("n", [5, 30])
 def test_dense(operator: str, n: int) -> None:
     run, x, start = arrays(operator)
     given = functools.partial(run, initial_state=start, return_state=True)
     h, last, states = jax.jit(functools.partial(given, states_every=n))(**x)
-    expected, end = given(**x)
+    expected, end = jax.jit(given)(**x)
     near(h, expected)
     near(true(last), true(end))
     assert states.C.shape[:2] == (2, 23 // n)
-    for j in range(23 // n):
-        _, stopped = given(**{name: a[:, : (j + 1) * n] for name, a in x.items()})
-        near(true(jax.tree.map(lambda a, j=j: a[:, j], states)), true(stopped))
+    after, found = true_state_after(run), true(states)
+    for row in range(2):
+        of_row, begin = ({name: a[row : row + 1] for name, a in x.items()}, start.gather([row]))
+        for j in range(23 // n):
+            near(found[row : row + 1, j], after(of_row, begin, 0, (j + 1) * n))
 
 
 @pytest.mark.parametrize("operator", ["mlstm", "kda"])
@@ -64,19 +79,16 @@ def test_packed_sequences_and_rows_of_a_pool(operator: str) -> None:
     run, x, start = arrays(operator)
     x = {name: a[:1] for name, a in x.items()}
     at, rows = (0, 9, 9, 23), jnp.array([1, -1, 0])
-    h, pool, states = run(
-        **x, initial_state=start, return_state=True, cu_seqlens=at, states_every=4, state_indices=rows
-    )
-    expected, new = run(**x, initial_state=start, return_state=True, cu_seqlens=at, state_indices=rows)
+    given = functools.partial(run, initial_state=start, return_state=True, cu_seqlens=at, state_indices=rows)
+    h, pool, states = jax.jit(functools.partial(given, states_every=4))(**x)
+    expected, new = jax.jit(given)(**x)
     near(h, expected)
     near(true(pool), true(new))
-    filled = []
+    filled, after, found = [], true_state_after(run), true(states)
     for s, (a, b, row) in enumerate(((0, 9, 1), (9, 9, -1), (9, 23, 0))):
         for j in range((b - a) // 4):
-            part = {name: t[:, a : a + 4 * (j + 1)] for name, t in x.items()}
-            _, stopped = run(**part, initial_state=start.gather(jnp.array([row])), return_state=True)
             filled.append(at[s] // 4 + j)
-            near(true(jax.tree.map(lambda t, at=filled[-1]: t[:, at], states)), true(stopped))
+            near(found[:, filled[-1]], after(x, start.gather([row]), a, a + 4 * (j + 1)))
     empty = sorted(set(range(23 // 4)) - set(filled))
     assert not np.asarray(states.C[:, jnp.array(empty, int)]).any()
 
